@@ -82,7 +82,7 @@ test-compile: $(DEV) build/cuda build/tpu
 	@$(BIN)/python -m pytest tests/kernels/triton_gpu/test_triton_compiled.py tests/kernels/pallas_tpu/test_pallas_compiled.py \
 	  tests/compiled $(ARGS)
 	@JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/kernels/cpu/test_native_cpus.py \
-	  tests/engine/test_engine.py::test_the_default_model_equals_the_reference $(ARGS)
+	  tests/engine/core/test_engine.py::test_the_default_model_equals_the_reference $(ARGS)
 	@$(BIN)/python docs/benchmarks/compiled_programs.py
 
 # The CPU kernels for ARM, compiled by a cross compiler (g++-aarch64-linux-gnu, or ziglang) and run by an emulator, which

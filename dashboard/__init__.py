@@ -1,5 +1,5 @@
-"""The page where you watch the seats: a Starlette sub-application beside the HTTP endpoint."""
+"""The live page of an engine or a fleet: a Starlette application beside the HTTP endpoint."""
 
-from jitney.dashboard.app import Dashboard
+import lazy_loader
 
-__all__ = ["Dashboard"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

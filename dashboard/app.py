@@ -20,24 +20,28 @@ from jitney.dashboard.auth import FeedEndpoint, PageLine
 from jitney.dashboard.drawing import Drawings
 from jitney.dashboard.engine_routes import ENGINE_ROUTES
 from jitney.dashboard.feed import Feed
-from jitney.dashboard.lab import Experiment, Lab, SettingsNow
+from jitney.dashboard.lab import Experiment, PolicyLab
 from jitney.dashboard.pulse import Pulses
 from jitney.dashboard.report import ReportData
 from jitney.dashboard.routes import PageRoutes, read_body, read_json, to_json
 from jitney.dashboard.snapshot import PageCells, core_seat_lists
 from jitney.dashboard.timeline import Window, Work, own_columns, record_columns
 from jitney.dashboard.view import View
-from jitney.engine.api.access import ApiKeys, Identity
-from jitney.engine.api.blocks import BlockAnswer
-from jitney.engine.api.errors import HttpError
-from jitney.engine.api.jsonio import LongJson, in_pieces
-from jitney.engine.api.settings import ServerSettings
-from jitney.engine.api.slices import Slices
-from jitney.engine.errors import RequestError
-from jitney.engine.process.client import EngineClient
-from jitney.engine.telemetry.history import History
-from jitney.engine.telemetry.request_record import RequestRecord
-from jitney.engine.types import REQUEST_MOST
+from jitney.engine.common.errors import RequestError
+from jitney.engine.common.history import History
+from jitney.engine.common.request_record import RequestRecord
+from jitney.engine.common.requests import REQUEST_MOST
+from jitney.engine.server import (
+    ApiKeys,
+    BlockAnswer,
+    EngineClient,
+    HttpError,
+    Identity,
+    LongJson,
+    ServerSettings,
+    Slices,
+    in_pieces,
+)
 
 #: Long answers that are made at a time.
 _MOST_ANSWERS = 16
@@ -66,9 +70,9 @@ type _Handler = Callable[[Request], Awaitable[Response | BlockAnswer]]
 class Dashboard(PageRoutes):
     """The page of one engine: the handlers of its routes, and what they share.
 
-    hz: frames a second. engine: tells what the engine is started with, for the policy lab,
-    which is closed without it. decode: token ids to text, if prompts and answers may be shown.
-    keys: the accepted ones; None: those of the settings.
+    hz: frames a second. lab: simulates recorded traffic; None: /lab answers 404. decode: token ids
+    to text, if prompts and answers may be shown. keys: the accepted ones; None: those of the
+    settings.
     """
 
     def __init__(
@@ -77,7 +81,7 @@ class Dashboard(PageRoutes):
         settings: ServerSettings,
         *,
         hz: float = _HZ,
-        engine: SettingsNow | None = None,
+        lab: PolicyLab | None = None,
         decode: _Decode | None = None,
         keys: ApiKeys | None = None,
     ):
@@ -86,7 +90,7 @@ class Dashboard(PageRoutes):
         self.decode = decode
         self.slices = Slices(_MOST_ANSWERS)
         self.drawings = Drawings()
-        self.lab = Lab(client, engine)
+        self.lab = lab
         self.feed = Feed(
             client, hz=hz, needs_key=self.sessions.needed, shows_text=decode is not None
         )
@@ -230,9 +234,11 @@ class Dashboard(PageRoutes):
         return BlockAnswer(self.slices.blocks(_blocks_of(page)), headers)
 
     async def experiment(self, request: Request) -> Response:
-        """The policy lab: how it stands (GET), a new `lab.Experiment` (POST), an end to the running
-        one (DELETE).
+        """The policy lab's state (GET), a new `lab.Experiment` (POST), the end of the running one
+        (DELETE).
         """
+        if self.lab is None:
+            raise HttpError(404, "this page has no policy lab", code="not_found")
         if request.method == "POST":
             body = await read_body(request)
             await self.lab.start(read_json(body, Experiment, _EXPERIMENT_FORM, "body"))

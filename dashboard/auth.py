@@ -19,11 +19,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jitney.dashboard.sessions import Sessions
 from jitney.dashboard.viewers import TooManyViewers, Viewer
-from jitney.engine.api.access import EVERYBODY, AccessControl, Identity
-from jitney.engine.api.cross_site import refuse_other_sites
-from jitney.engine.api.disconnect import until_disconnect
-from jitney.engine.api.errors import ErrorReply, HttpError
-from jitney.engine.api.routing import Role, route_path
+from jitney.engine.server import (
+    EVERYBODY,
+    AccessControl,
+    ErrorReply,
+    HttpError,
+    Identity,
+    Role,
+    refuse_other_sites,
+    route_path,
+    until_disconnect,
+)
 
 #: Nothing from elsewhere, no inline script; Plotly sets inline styles and draws its icons from
 #: data: URLs.

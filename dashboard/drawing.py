@@ -10,8 +10,8 @@ import pickle
 import sys
 
 from jitney.dashboard.report import ReportData
-from jitney.engine.errors import RequestError
-from jitney.engine.process.children import end_child, start_child
+from jitney.engine.common.child_process import end_child, start_child
+from jitney.engine.common.errors import RequestError
 
 #: Seconds after which a drawing is given up.
 _LONGEST_S = 60.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jitney.engine.api.routing import Role
+from jitney.engine.server import Role
 
 
 class _EngineRoute(NamedTuple):

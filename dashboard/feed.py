@@ -24,12 +24,10 @@ from jitney.dashboard.snapshot import PageCells, Recent, Snapshot, seat_columns
 from jitney.dashboard.sse import Delta, Note
 from jitney.dashboard.view import View
 from jitney.dashboard.viewers import TooManyViewers, Viewer
-from jitney.engine.api.access import EVERYBODY, Identity
-from jitney.engine.errors import RequestError
-from jitney.engine.messages import SequenceEvent
-from jitney.engine.process.client import EngineClient
-from jitney.engine.telemetry.device_use import DeviceUse
-from jitney.engine.types import JsonDict
+from jitney.engine.common.errors import RequestError
+from jitney.engine.common.messages import SequenceEvent
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.server import EVERYBODY, DeviceUse, EngineClient, Identity
 
 _log = logging.getLogger("jitney.dashboard")
 

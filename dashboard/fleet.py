@@ -18,19 +18,13 @@ from types import MappingProxyType
 from typing import NamedTuple, Required, TypedDict
 
 from jitney.dashboard import sse
-from jitney.dashboard.fleet_member import (
-    Card,
-    Member,
-    ReplicaAddress,
-    price_of,
-    rounded,
-)
+from jitney.dashboard.fleet_member import Card, Member, ReplicaAddress, price_of, rounded
 from jitney.dashboard.pulse import Pulse
 from jitney.dashboard.remote import RemoteEngine
 from jitney.dashboard.sse import SEAT_STATES
 from jitney.dashboard.viewers import TooManyViewers, Viewer
-from jitney.engine.api.access import EVERYBODY, Identity
-from jitney.engine.types import JsonDict
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.server import EVERYBODY, Identity
 
 _log = logging.getLogger("jitney.dashboard")
 

@@ -18,8 +18,8 @@ from jitney.dashboard import sse
 from jitney.dashboard.pulse import Pulse
 from jitney.dashboard.relay import Relay
 from jitney.dashboard.remote import RemoteEngine, Unreachable
-from jitney.engine.errors import ConfigError
-from jitney.engine.types import JsonDict
+from jitney.engine.common.errors import ConfigError
+from jitney.engine.common.requests import JsonDict
 
 _log = logging.getLogger("jitney.dashboard")
 

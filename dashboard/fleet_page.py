@@ -15,10 +15,8 @@ from jitney.dashboard.fleet import FleetView
 from jitney.dashboard.fleet_member import Member
 from jitney.dashboard.passing import nothing_here, passed_route
 from jitney.dashboard.routes import PageRoutes, read_body, read_json, to_json
-from jitney.engine.api.access import ApiKeys
-from jitney.engine.api.routing import Role
-from jitney.engine.api.settings import ServerSettings
-from jitney.engine.types import JsonDict
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.server import ApiKeys, Role, ServerSettings
 
 _DECISION_FORM = 'a decision is JSON: {"action": "promote"}, "roll_back" or "restart"'
 #: A replica's own page.

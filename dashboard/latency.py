@@ -10,8 +10,8 @@ from itertools import chain, pairwise
 
 import numpy as np
 
-from jitney.engine.telemetry.history import History
-from jitney.engine.types import JsonDict
+from jitney.engine.common.history import History
+from jitney.engine.common.requests import JsonDict
 
 #: Upper bounds in seconds of the histograms.
 _LONG_BOUNDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)

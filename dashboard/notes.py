@@ -9,7 +9,7 @@ import numpy as np
 
 from jitney.dashboard.snapshot import Snapshot
 from jitney.dashboard.sse import Note, with_note
-from jitney.engine.types import JsonDict
+from jitney.engine.common.requests import JsonDict
 
 #: Preemptions are counted over so many seconds.
 _WINDOW_S = 5.0

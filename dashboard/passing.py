@@ -14,7 +14,7 @@ from starlette.routing import Route
 from jitney.dashboard.engine_routes import ENGINE_ROUTES
 from jitney.dashboard.remote import RemoteEngine, Unreachable
 from jitney.dashboard.routes import read_body
-from jitney.engine.api.errors import HttpError
+from jitney.engine.server import HttpError
 
 #: What may be asked of an engine, and how.
 _METHODS = ["GET", "POST", "DELETE"]

@@ -19,9 +19,8 @@ from jitney.dashboard import sse
 from jitney.dashboard.snapshot import seat_columns
 from jitney.dashboard.sse import SEAT_NUMBERS, SEAT_STATES
 from jitney.dashboard.viewers import TooManyViewers, Viewer
-from jitney.engine.api.access import EVERYBODY, Identity
-from jitney.engine.process.client import EngineClient
-from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
+from jitney.engine.common.row_kinds import ROW_KIND_TABLE
+from jitney.engine.server import EVERYBODY, EngineClient, Identity
 
 _log = logging.getLogger("jitney.dashboard")
 

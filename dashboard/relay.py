@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from jitney.dashboard import sse
 from jitney.dashboard.remote import RemoteEngine, Unreachable
 from jitney.dashboard.viewers import TooManyViewers, Viewer
-from jitney.engine.api.access import EVERYBODY, Identity
+from jitney.engine.server import EVERYBODY, Identity
 
 _log = logging.getLogger("jitney.dashboard")
 

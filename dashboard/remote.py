@@ -13,7 +13,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import httpx
 
-from jitney.engine.errors import ConfigError, JitneyError
+from jitney.engine.common.errors import ConfigError, JitneyError
 
 #: Seconds to connect.
 _CONNECT_S = 5.0

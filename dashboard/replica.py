@@ -18,7 +18,7 @@ from jitney.dashboard.sse import (
     SeatLists,
     with_note,
 )
-from jitney.engine.types import JsonDict
+from jitney.engine.common.requests import JsonDict
 
 #: Newest notes that are kept.
 _MAX_NOTES = 20

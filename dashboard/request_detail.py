@@ -9,11 +9,10 @@ from typing import NamedTuple, SupportsFloat
 
 import numpy as np
 
-from jitney.engine.api.access import EVERYBODY, Identity
-from jitney.engine.api.errors import status_of
-from jitney.engine.telemetry.history import History
-from jitney.engine.telemetry.request_record import ComputedChunk, RequestRecord, Stay
-from jitney.engine.types import JsonDict
+from jitney.engine.common.history import History
+from jitney.engine.common.request_record import ComputedChunk, RequestRecord, Stay
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.server import EVERYBODY, Identity, status_of
 
 #: Makes JSON, with stops in between.
 type _Work = Generator[None, None, JsonDict]

@@ -25,14 +25,18 @@ from starlette.types import Scope
 
 from jitney.dashboard.auth import PageLine, page_middleware
 from jitney.dashboard.sessions import Sessions
-from jitney.engine.api.access import ApiKeys, address_of
-from jitney.engine.api.cross_site import cors
-from jitney.engine.api.errors import ErrorReply, HttpError
-from jitney.engine.api.middleware import HeaderLimits
-from jitney.engine.api.routing import Role
-from jitney.engine.api.settings import ServerSettings
-from jitney.engine.errors import JitneyError, RequestError
-from jitney.engine.types import JsonDict
+from jitney.engine.common.errors import JitneyError, RequestError
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.server import (
+    ApiKeys,
+    ErrorReply,
+    HeaderLimits,
+    HttpError,
+    Role,
+    ServerSettings,
+    address_of,
+    cors,
+)
 
 #: Most bytes of a body that is sent to a dashboard.
 _BODY_LIMIT = 4096

@@ -13,8 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from jitney.engine.api.access import EVERYBODY, NOBODY, ApiKeys, Identity
-from jitney.engine.api.settings import digest_key
+from jitney.engine.server import EVERYBODY, NOBODY, ApiKeys, Identity, digest_key
 
 _COOKIE = "jitney_session"
 #: Seconds until a browser must sign in again.

@@ -25,10 +25,11 @@ from jitney.dashboard.sse import (
     SeatLists,
 )
 from jitney.dashboard.view import View
-from jitney.engine.process.client import EngineClient
-from jitney.engine.telemetry.history import History
-from jitney.engine.telemetry.request_record import RequestRecord
-from jitney.engine.types import JsonDict, Seat
+from jitney.engine.common.engine_info import Seat
+from jitney.engine.common.history import History
+from jitney.engine.common.request_record import RequestRecord
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.server import EngineClient
 
 _FREE, _PREFILL, _DECODE, _HELD = range(len(SEAT_STATES))
 _INDEX, _N_PROMPT, _N_COMPUTED, _N_OUTPUT, _MAX_TOKENS = range(len(SEAT_NUMBERS))

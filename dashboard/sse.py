@@ -16,9 +16,10 @@ from typing import Any, Required, TypedDict
 
 import msgspec
 
-from jitney.engine.messages import SequenceEvent
-from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE, RowKind
-from jitney.engine.types import EngineInfo, JsonDict
+from jitney.engine.common.engine_info import EngineInfo
+from jitney.engine.common.messages import SequenceEvent
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.common.row_kinds import ROW_KIND_TABLE, RowKind
 
 #: Rises with every change that an older page would not understand.
 _FEED_VERSION = 4

@@ -14,8 +14,8 @@ from jitney.dashboard.passing import passed_route
 from jitney.dashboard.relay import Relay
 from jitney.dashboard.remote import RemoteEngine, Unreachable
 from jitney.dashboard.routes import PageRoutes
-from jitney.engine.api.settings import ServerSettings
-from jitney.engine.types import JsonDict
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.server import ServerSettings
 
 #: The engine's own path here.
 _BASE = "engines/0/"

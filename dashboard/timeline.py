@@ -12,11 +12,11 @@ import msgspec
 import numpy as np
 
 from jitney.dashboard.latency import Latencies
-from jitney.engine.api.access import EVERYBODY, Identity
-from jitney.engine.records import ROW_KINDS, STEP_DTYPE
-from jitney.engine.telemetry.history import History
-from jitney.engine.telemetry.request_record import RequestRecord, SeatStay, Stay
-from jitney.engine.types import JsonDict
+from jitney.engine.common.history import History
+from jitney.engine.common.records import ROW_KINDS, STEP_DTYPE
+from jitney.engine.common.request_record import RequestRecord, SeatStay, Stay
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.server import EVERYBODY, Identity
 
 _MAX_STAYS = 20_000
 #: Most step records in one answer.

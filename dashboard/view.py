@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from jitney.dashboard.sse import SEAT_NUMBERS, Delta
-from jitney.engine.api.access import Identity
-from jitney.engine.messages import SequenceEvent
-from jitney.engine.telemetry.history import History
-from jitney.engine.types import Seat
+from jitney.engine.common.engine_info import Seat
+from jitney.engine.common.history import History
+from jitney.engine.common.messages import SequenceEvent
+from jitney.engine.server import Identity
 
 #: A seat's numbers where they are nobody else's business.
 _NO_NUMBERS = (0,) * len(SEAT_NUMBERS)

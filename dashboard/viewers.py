@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from typing import ClassVar
 
-from jitney.engine.api.access import EVERYBODY, Identity
+from jitney.engine.server import EVERYBODY, Identity
 
 #: Events that wait for a slow viewer: a few seconds of them.
 _QUEUE = 64

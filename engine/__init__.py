@@ -9,10 +9,10 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from jitney.engine.types import SamplingParams
+from jitney.engine.common.requests import SamplingParams
 
 if TYPE_CHECKING:
-    from jitney.engine.llm import LLM
+    from jitney.engine.core import LLM
 
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
@@ -25,7 +25,7 @@ except PackageNotFoundError:  # a source tree that was never installed
 def __getattr__(name: str) -> Any:
     """LLM imports jax, which most of the package does without: fetched when first asked for."""
     if name == "LLM":
-        from jitney.engine.llm import LLM
+        from jitney.engine.core import LLM
 
         return LLM
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

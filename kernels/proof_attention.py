@@ -16,10 +16,7 @@ import numpy as np
 from jitney.kernels import definitions
 from jitney.kernels.attention_cases import AttentionCase
 from jitney.kernels.interface import AttentionMeta, KernelSet
-from jitney.kernels.proof_shapes import (
-    ServedShapes,
-    distance,
-)
+from jitney.kernels.proof_shapes import ServedShapes, distance
 from jitney.kernels.scales import limit_of
 
 #: Most sequences of a step whose contexts are long; the others have a page or two.

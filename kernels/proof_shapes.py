@@ -10,7 +10,7 @@ import numpy as np
 #: Rows of a product up to which each count is compared: more are more of the same tiles, and only
 #: the most of them are.
 _MOST_ROWS = 256
-#: Most rows of a product, as many as a CPU is given (`jitney.engine.bench.sizes`).
+#: Most rows of a product, as many as a CPU is given (`jitney.engine.lab.bench.sizes`).
 _LARGEST = 2048
 
 

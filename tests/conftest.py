@@ -13,9 +13,9 @@ import pytest
 from filelock import FileLock
 from hypothesis import settings
 
-from jitney.engine.checkpoints.sources import ModelSource
-from jitney.engine.errors import ModelError
-from jitney.engine.scheduler.scheduler import Scheduler
+from jitney.engine.common.errors import ModelError
+from jitney.engine.core.scheduler.scheduler import Scheduler
+from jitney.engine.core.weights.checkpoints.sources import ModelSource
 
 # A machine that does other things too takes its time; pytest's own limit ends what hangs.
 settings.register_profile("patient", deadline=None)
@@ -97,7 +97,7 @@ def programs_when_used() -> Iterator[None]:
     """
     from programs import await_use
 
-    from jitney.engine.executor.runner import Runner
+    from jitney.engine.core.executor.runner import Runner
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Runner, "_compile_steps", await_use)

@@ -1,6 +1,4 @@
-"""The rooms of the code base and the doors between them: who may import whom, and what the
-distribution carries.
-"""
+"""The houses of the code, what they import from each other, and what the distribution carries."""
 
 from __future__ import annotations
 
@@ -28,71 +26,46 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("engine", "kernels", "dashboard")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
-#: Rooms by floor, a line for each; a room may import its own floor and those below.
-FLOORS = {
-    "jitney.kernels": 0,
-    "jitney.engine": 0,  # errors, types, messages, records: what has no line of its own
-    "jitney.engine.config": 1,
-    "jitney.engine.hosts": 2,
-    "jitney.engine.scheduler": 2,
-    "jitney.engine.checkpoints": 2,
-    "jitney.engine.text": 3,
-    "jitney.engine.conversation": 3,
-    "jitney.engine.structured": 3,
-    "jitney.engine.models": 3,
-    "jitney.engine.loading": 4,
-    "jitney.engine.executor": 4,
-    "jitney.engine.telemetry": 4,
-    "jitney.engine.core": 5,
-    "jitney.engine.canary": 5,
-    "jitney.engine.joined": 5,
-    "jitney.engine.build": 6,
-    "jitney.engine.simulation": 6,
-    "jitney.engine.process": 6,
-    "jitney.engine.report": 7,
-    "jitney.engine.llm": 7,
-    "jitney.engine.api": 7,
-    "jitney.engine.api.batches": 7,
-    "jitney.engine.api.jobs": 7,
-    "jitney.dashboard": 8,
-    "jitney.engine.bench": 8,
-    "jitney.engine.fleet.routing": 5,  # pure; the simulator asks the same functions
-    "jitney.engine.fleet": 8,
-    "jitney.engine.cli": 9,
-}
-#: `from jitney.engine import LLM` fetches it from above, when it is asked for.
-SHOP_WINDOW = {"jitney.engine": {"jitney.engine.llm"}}
-#: The only rooms that may import jax or flax when they are loaded.
+#: The houses from the lowest to the highest: a house imports from those before it alone, and only
+#: what their `__init__` offers. Two are open: kernels, whose interface is its modules, and common.
+HOUSES = ("kernels", "common", "config", "core", "server", "dashboard", "fleet", "lab", "cli")
+OPEN_HOUSES = {"kernels", "common"}
+#: Names of one house that another imports, together: a larger number wants a reason.
+MOST_CROSSING_NAMES = 360
+#: The only packages and modules that may import jax or flax when they are loaded.
 DEVICE_ROOMS = (
     "jitney.kernels",
-    "jitney.engine.models",
-    "jitney.engine.loading",
-    "jitney.engine.executor",
-    "jitney.engine.build",
-    "jitney.engine.bench.device",
+    "jitney.engine.core.models",
+    "jitney.engine.core.weights",
+    "jitney.engine.core.executor",
+    "jitney.engine.core.build",
+    "jitney.engine.lab.device",
 )
 #: Modules of these rooms that the host half needs all the same.
-HOST_MODULES = ("jitney.engine.executor.memory", "jitney.engine.bench.device.run")
+HOST_MODULES = (
+    "jitney.engine.core.executor.memory",
+    "jitney.engine.core.weights.checkpoints",
+    "jitney.engine.lab.device.run",
+)
 ACCELERATOR = {"jax", "jaxlib", "flax", "jax_triton"}
 WEB = {"starlette", "uvicorn", "h11", "httpx", "openai", "prometheus_client"}
-WEB_ROOMS = (
-    "jitney.engine.api",
-    "jitney.engine.bench",
-    "jitney.engine.fleet",
-    "jitney.engine.cli",
-    "jitney.dashboard",
-)
 #: Fetches the default model, as a client and when asked.
-FETCHER = {"jitney.engine.checkpoints.package_index": {"httpx"}}
+FETCHER = {"jitney.engine.core.weights.checkpoints.package_index": {"httpx"}}
 
 
 def within(module: str, rooms: tuple[str, ...]) -> bool:
     return any(module == room or module.startswith(room + ".") for room in rooms)
 
 
-def floor(module: str) -> int:
-    """Of the room whose name is the longest that the module's begins with."""
-    return FLOORS[max((room for room in FLOORS if within(module, (room,))), key=len)]
+def house(module: str) -> str:
+    """The house that a module belongs to; "" for the library's face, `jitney.engine`."""
+    _, top, *rest = module.split(".")
+    return (rest[0] if rest else "") if top == "engine" else top
+
+
+def face(name: str) -> str:
+    """The package of a house."""
+    return f"jitney.{name}" if name in PACKAGES else f"jitney.engine.{name}"
 
 
 def source_files() -> dict[str, Path]:
@@ -116,19 +89,39 @@ def nodes(tree: ast.AST, *, at_load: bool) -> Iterator[ast.AST]:
 
 
 @functools.cache
-def imports(module: str, *, at_load: bool) -> frozenset[str]:
-    """Modules that `module` imports; `from package import submodule` counts as the submodule."""
-    found: set[str] = set()
+def offered(package: str) -> dict[str, str]:
+    """What a house offers: name -> the module that it is from."""
+    stub = FILES[package].with_suffix(".pyi")
+    found: dict[str, str] = {}
+    for node in ast.parse(stub.read_text()).body if stub.exists() else ():
+        assert isinstance(node, ast.ImportFrom) and node.level == 1, f"{stub} only imports"
+        found |= {alias.name: f"{package}.{node.module}" for alias in node.names}
+    return found
+
+
+@functools.cache
+def imported_names(module: str, *, at_load: bool) -> frozenset[tuple[str, str]]:
+    """(module, name) for each import; name is "" where a module itself is imported."""
+    found: set[tuple[str, str]] = set()
     for node in nodes(ast.parse(FILES[module].read_text()), at_load=at_load):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            found |= {(alias.name, "") for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module} has a relative import"
             base = node.module or ""
-            found |= {
-                name if (name := f"{base}.{alias.name}") in FILES else base for alias in node.names
-            }
+            for alias in node.names:
+                name = f"{base}.{alias.name}"
+                found.add((name, "") if name in FILES else (base, alias.name))
     return frozenset(found)
+
+
+@functools.cache
+def imports(module: str, *, at_load: bool) -> frozenset[str]:
+    """Modules that `module` imports: behind a house's face, the one that the name is from."""
+    names = imported_names(module, at_load=at_load)
+    return frozenset(
+        offered(source).get(name, source) if source in FILES else source for source, name in names
+    )
 
 
 def closure(module: str) -> set[str]:
@@ -147,6 +140,8 @@ def closure(module: str) -> set[str]:
 
 
 FILES = source_files()
+#: Run by the table of commands, which has their names as text.
+RUN_BY_NAME = set(re.findall(r'"[\w.]+:(\w+)"', FILES["jitney.engine.cli"].read_text()))
 MODULES = sorted(FILES)
 HOST_HALF = [name for name in MODULES if name in HOST_MODULES or not within(name, DEVICE_ROOMS)]
 
@@ -155,14 +150,66 @@ def top(modules: Iterable[str]) -> set[str]:
     return {name.partition(".")[0] for name in modules}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_go_down(module: str):
-    ours = {name for name in imports(module, at_load=False) if name.startswith("jitney.")}
-    climbing = {name for name in ours if floor(name) > floor(module)} - SHOP_WINDOW.get(
-        module, set()
+def crossings() -> Iterator[tuple[str, str, str]]:
+    """(importing module, imported module, name) between two houses."""
+    for module in MODULES:
+        for source, name in imported_names(module, at_load=False):
+            if source.startswith("jitney.") and house(source) != house(module):
+                yield module, source, name
+
+
+def test_a_house_imports_from_lower_houses():
+    order = ("", *HOUSES)
+    climbing = [
+        f"{module} imports {source}"
+        for module, source, _ in crossings()
+        if house(module) and order.index(house(source)) > order.index(house(module))
+    ]
+    assert not climbing
+
+
+def test_a_house_imports_what_another_offers():
+    inside = [
+        f"{module} imports {source}, {name}"
+        for module, source, name in crossings()
+        if house(source) not in OPEN_HOUSES and house(source) and source != face(house(source))
+    ]
+    assert not inside
+
+
+def test_a_house_does_not_import_its_own_face():
+    """Its modules import each other, so that the face has no part in their order."""
+    turned = [
+        f"{module} imports {source}, {name}"
+        for module in MODULES
+        for source, name in imported_names(module, at_load=False)
+        if source in FILES and offered(source) and house(source) == house(module)
+    ]
+    assert not turned
+
+
+def test_few_names_cross_houses():
+    crossing = Counter(
+        (house(source), name or source)
+        for source, name in {
+            (source, name) for _, source, name in crossings() if house(source) != "common"
+        }
     )
-    assert not climbing, f"{module} (floor {floor(module)}) imports {climbing} from above"
-    assert not top(imports(module, at_load=False)) & set(PACKAGES), "imports start with jitney."
+    by_house = Counter(house for house, _ in crossing)
+    print(f"{len(crossing)} names cross houses: {dict(by_house)}")
+    assert len(crossing) <= MOST_CROSSING_NAMES
+
+
+@pytest.mark.parametrize("package", [face(name) for name in HOUSES if name not in OPEN_HOUSES])
+def test_what_a_house_offers_is_there_and_used(package: str):
+    if not offered(package):
+        return  # the command line: nobody imports it
+    offers = offered(package)
+    for name, module in offers.items():
+        assert name in defined_names(FILES[module]), f"{module} has no {name}"
+        assert f"{package}.{name}" not in FILES, f"{name} would hide a module"
+    used = {name for _, source, name in crossings() if source == package}
+    assert set(offers) <= used | RUN_BY_NAME
 
 
 @pytest.mark.parametrize("module", HOST_HALF)
@@ -170,21 +217,16 @@ def test_the_host_half_never_loads_jax(module: str):
     assert not top(closure(module)) & ACCELERATOR
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if not within(name, WEB_ROOMS)])
+@pytest.mark.parametrize(
+    "module", [name for name in MODULES if house(name) in ("common", "config", "core")]
+)
 def test_the_engine_knows_no_web(module: str):
     assert not top(imports(module, at_load=False)) & WEB - FETCHER.get(module, set())
     assert not top(imports(module, at_load=True)) & WEB
 
 
-def test_kernels_import_jax_and_nothing_of_ours():
-    for module in MODULES:
-        if within(module, ("jitney.kernels",)):
-            ours = {name for name in imports(module, at_load=False) if name.startswith("jitney.")}
-            assert all(within(name, ("jitney.kernels",)) for name in ours)
-
-
-def test_the_floors_name_modules_that_exist():
-    named = (*FLOORS, *DEVICE_ROOMS, *HOST_MODULES)
+def test_the_lists_name_modules_that_exist():
+    named = (*map(face, HOUSES), *DEVICE_ROOMS, *HOST_MODULES)
     assert not [room for room in named if not any(within(name, (room,)) for name in MODULES)]
 
 
@@ -217,8 +259,8 @@ def python(code: str, *flags: str, cwd: Path) -> subprocess.CompletedProcess[str
 
 def test_the_api_process_runs_without_jax(tmp_path: Path):
     done = python(
-        "import jitney.engine.api.app, jitney.engine.process.supervisor, "
-        "jitney.engine.text.tokenizer, sys\n"
+        "import jitney.engine.server.app, jitney.engine.server.process.supervisor, "
+        "jitney.engine.core.text.tokenizer, sys\n"
         "import jitney.engine.cli.serve\n"
         "print(sorted({'jax', 'flax', 'torch'} & set(sys.modules)))",
         "-P",
@@ -385,7 +427,16 @@ def is_shown(module: str, name: str) -> bool:
 NAMES_OF_OTHERS = {"Any", "tmp_path", "__init__"}
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md"])
+#: The pages that tell newcomers of files and names.
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/architecture.md",
+    *(f"docs/contributing/{page.name}" for page in (ROOT / "docs" / "contributing").glob("*.md")),
+)
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_a_page_for_newcomers_names_what_exists(page: str):
     """Links and files; and of what is in backquotes, what has a capital or an underscore."""
     text = (ROOT / page).read_text()

@@ -9,7 +9,7 @@ const UNITS = [
 ];
 let lines = null;
 
-/** use: `DeviceUse` (engine/telemetry/device_use.py), or empty. */
+/** use: `DeviceUse` (engine/server/device_use.py), or empty. */
 export function showDevice(element, use) {
   lines ??= ["Busy", "Memory bandwidth", "Arithmetic"].map((name) => makeLine(element, name));
   const values = [

@@ -22,10 +22,10 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jitney.engine import LLM, SamplingParams
-from jitney.engine.checkpoints.model_config import ModelConfig
-from jitney.engine.checkpoints.sources import ModelSource
-from jitney.engine.machine import cpu_name
-from jitney.engine.models.registry import model_class
+from jitney.engine.common.machine import cpu_name
+from jitney.engine.core.models.registry import model_class
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
+from jitney.engine.core.weights.checkpoints.sources import ModelSource
 
 COUNTS = (0, 1, 4, 8)
 RANK, SEATS, PROMPT, OUTPUT, LONG = 16, 32, 16, 48, 512

@@ -21,15 +21,15 @@ from jax.experimental import topologies
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 from lowered_steps import lower_step
 
-from jitney.engine.checkpoints.model_config import ModelConfig
-from jitney.engine.executor.program import StateSizes
-from jitney.engine.models.adapters import Adapters
-from jitney.engine.models.layers import Linear
-from jitney.engine.models.protocol import Model
-from jitney.engine.models.registry import abstract_model
-from jitney.engine.models.sharding import make_mesh
-from jitney.engine.scheduler.buckets import Bucket
-from jitney.engine.simulation.roofline import SHAPES
+from jitney.engine.core.executor.program import StateSizes
+from jitney.engine.core.models.adapters import Adapters
+from jitney.engine.core.models.layers import Linear
+from jitney.engine.core.models.protocol import Model
+from jitney.engine.core.models.registry import abstract_model
+from jitney.engine.core.models.sharding import make_mesh
+from jitney.engine.core.scheduler.buckets import Bucket
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
+from jitney.engine.lab.simulation.roofline import SHAPES
 from jitney.kernels.select import _pallas_set
 
 MODEL, LAYERS, TARGET, TOPOLOGY = "llama-3.1-8b", 4, "v5e", "v5e:2x2"

@@ -31,7 +31,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from jitney.engine.machine import cpu_name
+from jitney.engine.common.machine import cpu_name
 
 #: Seconds that a server may take to be ready, and a batch to be over.
 READY_S, BATCH_S = 300.0, 3600.0

@@ -28,7 +28,7 @@ from statistics import mean
 from rich.console import Console
 from rich.table import Table
 
-from jitney.engine.machine import cpu_name
+from jitney.engine.common.machine import cpu_name
 
 _BENCHMARKS = Path("docs/benchmarks")
 #: `jitney ARGUMENTS`, whatever the tree's own entry is called.

@@ -26,8 +26,8 @@ sys.path.append(str(ROOT / "tests" / "support"))
 
 from conversations import TALKS, SandboxedTemplate, Talk  # noqa: E402
 
-from jitney.engine.conversation.template_abilities import ChatAbilities  # noqa: E402
-from jitney.engine.errors import RequestError  # noqa: E402
+from jitney.engine.common.errors import RequestError  # noqa: E402
+from jitney.engine.server.chat.conversation.template_abilities import ChatAbilities  # noqa: E402
 
 VERDICTS = ("right", "refused", "wrong")
 

@@ -23,8 +23,8 @@ import time
 import numpy as np
 
 from jitney.engine import LLM, SamplingParams
-from jitney.engine.machine import cpu_name
-from jitney.engine.types import EngineRequest
+from jitney.engine.common.machine import cpu_name
+from jitney.engine.common.requests import EngineRequest
 
 PARTS = ("plan_s", "batch_s", "launch_s", "fetch_s", "commit_s")
 #: What of them is the host's own work: the rest starts the device's or waits for it.

@@ -26,7 +26,7 @@ from statistics import median
 from closed_loop import closed_loop, requests
 
 from jitney.engine import LLM
-from jitney.engine.machine import cpu_name
+from jitney.engine.common.machine import cpu_name
 from jitney.kernels.cpu import build
 
 #: XLA's name for the instructions of a level.

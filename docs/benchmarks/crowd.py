@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from jitney.engine import LLM, SamplingParams
-from jitney.engine.machine import cpu_name
+from jitney.engine.common.machine import cpu_name
 
 STREAMS = 32
 BUDGETS = (512, 96)

@@ -26,8 +26,8 @@ def layouts(model: str, weights: str) -> dict[str, tuple[int, int]]:
     import jax
     from flax import nnx
 
-    from jitney.engine.models.registry import abstract_model
-    from jitney.engine.simulation.roofline import SHAPES
+    from jitney.engine.core.models.registry import abstract_model
+    from jitney.engine.lab.simulation.roofline import SHAPES
 
     shape = SHAPES[model]
     state: Any = nnx.split(abstract_model(shape, weights=weights))[1]
@@ -54,7 +54,7 @@ def launcher(weights: int, pools: int, devices: int) -> Callable[[], float]:
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from jitney.engine.models.sharding import TENSOR, WHOLE, make_mesh
+    from jitney.engine.core.models.sharding import TENSOR, WHOLE, make_mesh
 
     mesh = make_mesh(jax.devices()[:devices])
     split = NamedSharding(mesh, PartitionSpec(None, TENSOR.name))

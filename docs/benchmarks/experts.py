@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jitney.engine.machine import cpu_name
-from jitney.engine.models.layers import MLP, RowFacts
-from jitney.engine.models.mixture import _Experts
-from jitney.engine.models.quantization import Packed, quantise
-from jitney.engine.simulation.roofline import SHAPES
+from jitney.engine.common.machine import cpu_name
+from jitney.engine.core.models.layers import MLP, RowFacts
+from jitney.engine.core.models.mixture import _Experts
+from jitney.engine.core.models.quantization import Packed, quantise
+from jitney.engine.lab.simulation.roofline import SHAPES
 from jitney.kernels.select import select
 
 ROWS = (1, 8, 32, 128, 512)

@@ -24,7 +24,7 @@ import httpx
 import numpy as np
 from faults import Server, serving
 
-from jitney.engine.machine import cpu_name
+from jitney.engine.common.machine import cpu_name
 
 #: Tokens of a short question's prompt and answer, and of those of the flood.
 SHORT, LONG = (20, 16), (60, 120)

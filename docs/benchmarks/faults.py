@@ -38,7 +38,7 @@ import httpx
 import psutil
 from faulty_server import NAN, POISON
 
-from jitney.engine.machine import cpu_name
+from jitney.engine.common.machine import cpu_name
 
 #: Seconds that the server may take to be ready, with nothing compiled yet.
 READY_S = 900.0
@@ -122,7 +122,7 @@ class Server:
         """The core's process: others render chats. LookupError while there is none."""
         for child in self.process.children():
             with suppress(psutil.Error):
-                if "jitney.engine.process.main" in child.cmdline():
+                if "jitney.engine.server.process.main" in child.cmdline():
                     return child
         raise LookupError("no core runs")
 

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from jitney.engine import cli
-from jitney.engine.checkpoints.sources import ModelSource
+from jitney.engine.common.engine_info import EngineInfo
+from jitney.engine.common.messages import Progress
 from jitney.engine.config.schema import Config
-from jitney.engine.core import EngineCore
-from jitney.engine.messages import Progress
-from jitney.engine.process import supervisor
-from jitney.engine.types import EngineInfo
+from jitney.engine.core.engine_core import EngineCore
+from jitney.engine.core.weights.checkpoints.sources import ModelSource
+from jitney.engine.server.process import supervisor
 
 #: Tokens that no other request has.
 NAN, POISON = 500, 501
@@ -38,7 +38,7 @@ def build(
     config: Config, source: ModelSource, progress: Callable[[Progress], None]
 ) -> tuple[EngineCore, EngineInfo]:
     """An engine with both faults; runs in the core's process."""
-    from jitney.engine import build as building
+    from jitney.engine.core import build as building
 
     load_model = building.load_model
 

@@ -24,29 +24,28 @@ import msgspec
 import uvicorn
 
 from jitney.dashboard import Dashboard
-from jitney.engine import core as core_module
-from jitney.engine import messages
-from jitney.engine.api.settings import ServerSettings
-from jitney.engine.core import EngineCore
-from jitney.engine.process.counters import EngineCounters
-from jitney.engine.records import Ledger
-from jitney.engine.scheduler.buckets import Buckets
-from jitney.engine.scheduler.kv_pages import PagePool
-from jitney.engine.scheduler.limits import SchedulerLimits
-from jitney.engine.scheduler.plan import Plan, StepResult
-from jitney.engine.scheduler.scheduler import Scheduler
-from jitney.engine.telemetry.history import History
-from jitney.engine.types import (
+from jitney.engine.common import messages
+from jitney.engine.common.engine_info import (
     DeviceInfo,
     EngineInfo,
-    EngineRequest,
     EngineSizes,
     KernelsInfo,
     ModelInfo,
     NumberFormats,
     QueueInfo,
-    SamplingParams,
 )
+from jitney.engine.common.history import History
+from jitney.engine.common.records import Ledger
+from jitney.engine.common.requests import EngineRequest, SamplingParams
+from jitney.engine.core import engine_core as core_module
+from jitney.engine.core.engine_core import EngineCore
+from jitney.engine.core.scheduler.buckets import Buckets
+from jitney.engine.core.scheduler.kv_pages import PagePool
+from jitney.engine.core.scheduler.limits import SchedulerLimits
+from jitney.engine.core.scheduler.plan import Plan, StepResult
+from jitney.engine.core.scheduler.scheduler import Scheduler
+from jitney.engine.server.http.settings import ServerSettings
+from jitney.engine.server.process.counters import EngineCounters
 
 STEP_S = 0.01
 PAGES, PAGE_SIZE = 65_537, 16

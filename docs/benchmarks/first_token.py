@@ -23,18 +23,19 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jitney.engine.bench.peers import OUTPUTS, PROMPTS
+from jitney.engine.common.history import RequestRecords
+from jitney.engine.common.request_record import RequestRecord
+from jitney.engine.common.requests import EngineRequest
+from jitney.engine.common.trace import Arrival
 from jitney.engine.config.schema import AUTO, Share
-from jitney.engine.scheduler.buckets import Buckets
-from jitney.engine.scheduler.limits import SchedulerLimits
-from jitney.engine.simulation.drive import Offer, StepLog, drive
-from jitney.engine.simulation.engine_shape import EngineShape
-from jitney.engine.simulation.simulator import VirtualDevice
-from jitney.engine.simulation.step_table import Curve, HostTimes, StepTable
-from jitney.engine.simulation.workload import Arrival, Closed, synthesise
-from jitney.engine.telemetry.history import RequestRecords
-from jitney.engine.telemetry.request_record import RequestRecord
-from jitney.engine.types import EngineRequest
+from jitney.engine.core.scheduler.buckets import Buckets
+from jitney.engine.core.scheduler.limits import SchedulerLimits
+from jitney.engine.lab.bench.peers import OUTPUTS, PROMPTS
+from jitney.engine.lab.simulation.drive import Offer, StepLog, drive
+from jitney.engine.lab.simulation.engine_shape import EngineShape
+from jitney.engine.lab.simulation.simulator import VirtualDevice
+from jitney.engine.lab.simulation.step_table import Curve, HostTimes, StepTable
+from jitney.engine.lab.simulation.workload import Closed, synthesise
 
 #: Milliseconds of a step by the rows of its bucket, without prompt rows and with, measured on a
 #: quiet machine, 2026-11-25; each query-key pair takes 20 ns, each key of a decode row 0.2 us.

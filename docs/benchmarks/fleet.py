@@ -35,7 +35,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from jitney.engine.machine import cpu_name
+from jitney.engine.common.machine import cpu_name
 
 _START_S = 600.0
 _SYSTEM = "You are the assistant of a small tram company. " * 6

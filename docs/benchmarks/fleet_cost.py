@@ -30,7 +30,7 @@ from jitney.dashboard.fleet_page import FleetPage  # noqa: E402
 from jitney.dashboard.pulse import _pulse_of  # noqa: E402
 from jitney.dashboard.remote import RemoteEngine  # noqa: E402
 from jitney.dashboard.sse import encode  # noqa: E402
-from jitney.engine.api.settings import ServerSettings  # noqa: E402
+from jitney.engine.server.http.settings import ServerSettings  # noqa: E402
 
 #: Seconds between two moves of all seats.
 _MOVE_S = 0.5

@@ -16,7 +16,7 @@ import time
 import httpx
 from fleet_throughput import KEY, get, running_fleet, stream
 
-from jitney.engine.machine import cpu_name
+from jitney.engine.common.machine import cpu_name
 
 _SEATS = 4
 _RAY = "cpus = 0.1, max_replicas = 3, target_wait_s = 0.5"

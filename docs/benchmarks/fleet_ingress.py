@@ -24,7 +24,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from jitney.engine.machine import cpu_name
+from jitney.engine.common.machine import cpu_name
 
 ROOT = Path(__file__).parents[2]
 _ENGINE = ROOT / "tests" / "support" / "fake_fleet_engine.py"

@@ -26,7 +26,7 @@ import ray
 from fleet_throughput import KEY, get, running_fleet
 from ray.cluster_utils import Cluster
 
-from jitney.engine.machine import cpu_name
+from jitney.engine.common.machine import cpu_name
 
 _NODES = 3
 _READY_S = 300.0

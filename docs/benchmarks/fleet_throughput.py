@@ -31,7 +31,7 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from jitney.engine.machine import cpu_name
+from jitney.engine.common.machine import cpu_name
 
 KEY = "the operator's key"
 _START_S = 600.0

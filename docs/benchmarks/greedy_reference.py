@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jitney.engine import LLM, SamplingParams
-from jitney.engine.machine import cpu_name
+from jitney.engine.common.machine import cpu_name
 from jitney.kernels.cpu import build, library
 
 TESTS = Path(__file__).parents[2] / "tests"

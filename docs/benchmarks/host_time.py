@@ -27,14 +27,14 @@ from rich.console import Console
 from rich.table import Table
 
 from jitney.engine import LLM
-from jitney.engine.core import EngineCore
-from jitney.engine.executor.inputs import BatchBuilder
-from jitney.engine.records import Ledger
-from jitney.engine.scheduler.buckets import Buckets
-from jitney.engine.scheduler.kv_pages import PagePool
-from jitney.engine.scheduler.limits import SchedulerLimits
-from jitney.engine.scheduler.plan import Plan, StepResult
-from jitney.engine.scheduler.scheduler import Scheduler
+from jitney.engine.common.records import Ledger
+from jitney.engine.core.engine_core import EngineCore
+from jitney.engine.core.executor.inputs import BatchBuilder
+from jitney.engine.core.scheduler.buckets import Buckets
+from jitney.engine.core.scheduler.kv_pages import PagePool
+from jitney.engine.core.scheduler.limits import SchedulerLimits
+from jitney.engine.core.scheduler.plan import Plan, StepResult
+from jitney.engine.core.scheduler.scheduler import Scheduler
 
 SEATS, PAGE, PAGES = 32, 16, 4000
 #: Words that all threads together read, and write, between two of the host's parts.

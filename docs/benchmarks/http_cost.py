@@ -38,13 +38,14 @@ from types import FrameType
 
 import httpx
 
-from jitney.engine.bench.client import Answer, EndpointClient, RemoteEndpoint
-from jitney.engine.bench.load import LoadResult, run_load
-from jitney.engine.bench.peers import OUTPUTS, PROMPTS
 from jitney.engine.cli import main as jitney
-from jitney.engine.machine import cpu_name
-from jitney.engine.ports import free_port
-from jitney.engine.simulation.workload import Arrival, Closed, synthesise
+from jitney.engine.common.machine import cpu_name
+from jitney.engine.common.ports import free_port
+from jitney.engine.common.trace import Arrival
+from jitney.engine.lab.bench.load import LoadResult, run_load
+from jitney.engine.lab.bench.peers import OUTPUTS, PROMPTS
+from jitney.engine.lab.simulation.workload import Closed, synthesise
+from jitney.engine.server.http.client import Answer, EndpointClient, RemoteEndpoint
 
 _START_S, _STOP_S, _REPORT_S = 600.0, 30.0, 10.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -55,23 +56,23 @@ _SAMPLED = "--sampled"
 #: name; the first that fits. What stands in none of them belongs to whoever called it.
 PARTS = {
     "parse": (
-        "engine/process/",
+        "engine/server/process/",
         "/zmq/",
-        "engine/messages.py",
-        "engine/api/schema.py",
-        "engine/text/tokenizer.py",
+        "engine/common/messages.py",
+        "engine/server/chat/schema.py",
+        "engine/core/text/tokenizer.py",
         "/asyncio/selector_events.py:_read_ready",
     ),
-    "detokenise": ("engine/text/detokenizer.py", "engine/api/choices.py"),
-    "frame": ("engine/api/formats.py", "engine/api/jsonio.py"),
+    "detokenise": ("engine/core/text/detokenizer.py", "engine/server/chat/choices.py"),
+    "frame": ("engine/server/chat/formats.py", "engine/server/http/jsonio.py"),
     "send": (
         "/h11/",
         "/uvicorn/",
         "/starlette/",
-        "engine/api/protocol.py",
+        "engine/server/http/protocol.py",
         "/asyncio/selector_events.py:write",
     ),
-    "streams": ("engine/api/", "engine/telemetry/"),
+    "streams": ("engine/server/", "engine/common/"),
     "poll": ("/selectors.py",),
     "loop": ("/asyncio/",),
 }

@@ -20,7 +20,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jitney.engine.machine import cpu_name
+from jitney.engine.common.machine import cpu_name
 from jitney.kernels.eight_bits import Int8
 from jitney.kernels.interface import KernelSet
 from jitney.kernels.select import select

@@ -23,7 +23,7 @@ from typing import ClassVar
 
 from faults import Server, serving
 
-from jitney.engine.machine import cpu_name
+from jitney.engine.common.machine import cpu_name
 
 #: Requests that are sent at once.
 AT_ONCE = 16
@@ -32,7 +32,7 @@ MOST_S = 3600.0
 #: `jitney serve` whose pauses between two tries of a webhook are shorter.
 HURRIED = """
 import sys
-from jitney.engine.api.batches import webhooks
+from jitney.engine.server.tasks.batches import webhooks
 from jitney.engine.cli import main
 webhooks._PAUSES_S = tuple(pause / {hurry} for pause in webhooks._PAUSES_S)
 sys.exit(main())

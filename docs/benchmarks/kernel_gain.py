@@ -15,8 +15,9 @@ from typing import Any
 
 from closed_loop import closed_loop, requests
 
-from jitney.engine import LLM, build
-from jitney.engine.machine import cpu_name
+from jitney.engine import LLM
+from jitney.engine.common.machine import cpu_name
+from jitney.engine.core import build
 from jitney.kernels.interface import KernelSet
 from jitney.kernels.proof import _FIELDS, without
 from jitney.kernels.select import with_product_rows

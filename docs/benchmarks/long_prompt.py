@@ -35,20 +35,20 @@ from typing import Any
 import numpy as np
 
 from jitney.engine import LLM, SamplingParams
-from jitney.engine.machine import cpu_name
-from jitney.engine.scheduler.buckets import Buckets
-from jitney.engine.scheduler.limits import SchedulerLimits
-from jitney.engine.scheduler.passing import Passing
-from jitney.engine.scheduler.scheduler import Scheduler
-from jitney.engine.simulation.devices import DEVICES
-from jitney.engine.simulation.drive import Offer, drive
-from jitney.engine.simulation.engine_shape import EngineShape
-from jitney.engine.simulation.roofline import SHAPES, ModelCost, Roofline
-from jitney.engine.simulation.simulator import VirtualDevice
-from jitney.engine.simulation.step_table import Curve, StepTable, StepTimes
-from jitney.engine.simulation.workload import Arrival
-from jitney.engine.telemetry.history import RequestRecords
-from jitney.engine.types import EngineRequest
+from jitney.engine.common.history import RequestRecords
+from jitney.engine.common.machine import cpu_name
+from jitney.engine.common.requests import EngineRequest
+from jitney.engine.common.trace import Arrival
+from jitney.engine.core.scheduler.buckets import Buckets
+from jitney.engine.core.scheduler.limits import SchedulerLimits
+from jitney.engine.core.scheduler.passing import Passing
+from jitney.engine.core.scheduler.scheduler import Scheduler
+from jitney.engine.lab.simulation.devices import DEVICES
+from jitney.engine.lab.simulation.drive import Offer, drive
+from jitney.engine.lab.simulation.engine_shape import EngineShape
+from jitney.engine.lab.simulation.roofline import SHAPES, ModelCost, Roofline
+from jitney.engine.lab.simulation.simulator import VirtualDevice
+from jitney.engine.lab.simulation.step_table import Curve, StepTable, StepTimes
 
 #: Tokens of a short prompt, and seconds below which a wait says nothing about a prediction.
 SHORT, NO_WAIT_S = 20, 0.3

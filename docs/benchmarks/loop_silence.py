@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from jitney.engine.machine import cpu_name
+from jitney.engine.common.machine import cpu_name
 
 #: Seconds between two probes.
 _PAUSE_S = 0.002

@@ -16,11 +16,11 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jitney.engine.conversation.formats import TurnFormat
-from jitney.engine.conversation.grammars import Turn
-from jitney.engine.conversation.tools import Tool, ToolUse
-from jitney.engine.structured.setup import Checked, CheckerSetup
-from jitney.engine.structured.worker import Checker
+from jitney.engine.core.grammar.setup import Checked, CheckerSetup
+from jitney.engine.core.grammar.worker import Checker
+from jitney.engine.server.chat.conversation.formats import TurnFormat
+from jitney.engine.server.chat.conversation.grammars import Turn
+from jitney.engine.server.chat.conversation.tools import Tool, ToolUse
 
 #: Tools of one request.
 MOST_TOOLS = 128

@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from jitney.engine.machine import cpu_name
+from jitney.engine.common.machine import cpu_name
 from jitney.kernels.cpu import build, library
 
 NATIVE = Path(build.__file__).parent / "native"

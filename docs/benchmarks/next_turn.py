@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 
 from jitney.engine import LLM, SamplingParams
-from jitney.engine.machine import cpu_name
+from jitney.engine.common.machine import cpu_name
 
 QUESTION = "Go on, and say one thing more about it. "
 FIRST = "Tell me how bread is made, from the flour to the oven. "

@@ -30,7 +30,7 @@ import httpx
 import numpy as np
 from faults import Server, serving
 
-from jitney.engine.machine import cpu_name
+from jitney.engine.common.machine import cpu_name
 
 #: Lengths of prompts and answers, tokens.
 PROMPT, OUTPUT = (8, 64), (60, 180)

@@ -21,23 +21,22 @@ import uvicorn
 from playwright.sync_api import Page, sync_playwright
 
 from jitney.dashboard import Dashboard
-from jitney.engine.api.settings import ServerSettings
-from jitney.engine.messages import SequenceEvent, StepReport
-from jitney.engine.process.counters import EngineCounters
-from jitney.engine.records import STEP_DTYPE
-from jitney.engine.telemetry.history import History
-from jitney.engine.types import (
+from jitney.engine.common.engine_info import (
     DeviceInfo,
     EngineInfo,
-    EngineRequest,
     EngineSizes,
     KernelsInfo,
     ModelInfo,
     NumberFormats,
     QueueInfo,
-    SamplingParams,
-    SequenceOutput,
 )
+from jitney.engine.common.history import History
+from jitney.engine.common.messages import SequenceEvent, StepReport
+from jitney.engine.common.outputs import SequenceOutput
+from jitney.engine.common.records import STEP_DTYPE
+from jitney.engine.common.requests import EngineRequest, SamplingParams
+from jitney.engine.server.http.settings import ServerSettings
+from jitney.engine.server.process.counters import EngineCounters
 
 ARGUMENTS = [
     "--headless",

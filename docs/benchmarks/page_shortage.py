@@ -20,7 +20,7 @@ import numpy as np
 from closed_loop import lengths
 
 from jitney.engine import LLM, SamplingParams
-from jitney.engine.types import EngineRequest
+from jitney.engine.common.requests import EngineRequest
 
 STREAMS = 32
 

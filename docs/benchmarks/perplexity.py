@@ -29,14 +29,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jitney.engine.checkpoints.sources import ModelSource
-from jitney.engine.loading.describe import describe_weights
-from jitney.engine.loading.load import WeightStorage, load_model
-from jitney.engine.loading.quantising import _PAGE, _one_prompt, load_kv_scales
-from jitney.engine.models import quantization
-from jitney.engine.models.hidden import Hidden
-from jitney.engine.models.protocol import Model
-from jitney.engine.text.tokenizer import Tokenizer
+from jitney.engine.core.models import quantization
+from jitney.engine.core.models.hidden import Hidden
+from jitney.engine.core.models.protocol import Model
+from jitney.engine.core.text.tokenizer import Tokenizer
+from jitney.engine.core.weights.checkpoints.sources import ModelSource
+from jitney.engine.core.weights.describe import describe_weights
+from jitney.engine.core.weights.load import WeightStorage, load_model
+from jitney.engine.core.weights.quantising import _PAGE, _one_prompt, load_kv_scales
 from jitney.kernels.interface import Fp8Products, KernelSet
 from jitney.kernels.reference import matmul_fp8
 from jitney.kernels.select import select

@@ -16,10 +16,10 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, replace
 
-from jitney.engine.scheduler.buckets import Bucket
-from jitney.engine.scheduler.plan import StepWork
-from jitney.engine.simulation.devices import Accelerator
-from jitney.engine.simulation.roofline import SHAPES, Assumptions, ModelCost, Roofline
+from jitney.engine.core.scheduler.buckets import Bucket
+from jitney.engine.core.scheduler.plan import StepWork
+from jitney.engine.lab.simulation.devices import Accelerator
+from jitney.engine.lab.simulation.roofline import SHAPES, Assumptions, ModelCost, Roofline
 
 #: Model, weights, chip of each host, hosts.
 CASES = (

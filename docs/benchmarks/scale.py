@@ -17,31 +17,31 @@ from dataclasses import replace
 
 import numpy as np
 
+from jitney.dashboard.reports.page import Table
+from jitney.engine.common.machine import cpu_name
+from jitney.engine.common.trace import Arrival
+from jitney.engine.core.scheduler.buckets import Buckets
+from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.fleet.routing import LeastWait, Ring, by_turn
-from jitney.engine.machine import cpu_name
-from jitney.engine.report.page import Table
-from jitney.engine.scheduler.buckets import Buckets
-from jitney.engine.scheduler.limits import SchedulerLimits
-from jitney.engine.simulation.devices import DEVICES
-from jitney.engine.simulation.engine_shape import EngineShape
-from jitney.engine.simulation.fleet import Failures, FleetPlan, FleetRun
-from jitney.engine.simulation.fleet_planner import (
+from jitney.engine.lab.simulation.devices import DEVICES
+from jitney.engine.lab.simulation.engine_shape import EngineShape
+from jitney.engine.lab.simulation.fleet import Failures, FleetPlan, FleetRun
+from jitney.engine.lab.simulation.fleet_planner import (
     Circumstances,
     FleetSizing,
     ReplicaKind,
     Targets,
 )
-from jitney.engine.simulation.fleet_replica import ReplicaModel
-from jitney.engine.simulation.fleet_routing import SimulatedIngress
-from jitney.engine.simulation.fleet_scaling import ScalingRule
-from jitney.engine.simulation.fleet_steps import StepCosts
-from jitney.engine.simulation.fleet_traffic import Day, Traffic
-from jitney.engine.simulation.planner import Demand, Operating
-from jitney.engine.simulation.roofline import SHAPES, ModelCost, Roofline
-from jitney.engine.simulation.simulator import simulate
-from jitney.engine.simulation.workload import (
+from jitney.engine.lab.simulation.fleet_replica import ReplicaModel
+from jitney.engine.lab.simulation.fleet_routing import SimulatedIngress
+from jitney.engine.lab.simulation.fleet_scaling import ScalingRule
+from jitney.engine.lab.simulation.fleet_steps import StepCosts
+from jitney.engine.lab.simulation.fleet_traffic import Day, Traffic
+from jitney.engine.lab.simulation.planner import Demand, Operating
+from jitney.engine.lab.simulation.roofline import SHAPES, ModelCost, Roofline
+from jitney.engine.lab.simulation.simulator import simulate
+from jitney.engine.lab.simulation.workload import (
     WORKLOADS,
-    Arrival,
     Conversations,
     Gamma,
     Poisson,

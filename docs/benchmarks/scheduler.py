@@ -23,13 +23,13 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from jitney.engine.scheduler.buckets import Buckets
-from jitney.engine.scheduler.kv_pages import PagePool
-from jitney.engine.scheduler.limits import SchedulerLimits
-from jitney.engine.scheduler.plan import StepResult
-from jitney.engine.scheduler.policies import _ORDERS, POLICIES
-from jitney.engine.scheduler.scheduler import Scheduler
-from jitney.engine.types import EngineRequest, SamplingParams
+from jitney.engine.common.requests import EngineRequest, SamplingParams
+from jitney.engine.core.scheduler.buckets import Buckets
+from jitney.engine.core.scheduler.kv_pages import PagePool
+from jitney.engine.core.scheduler.limits import SchedulerLimits
+from jitney.engine.core.scheduler.plan import StepResult
+from jitney.engine.core.scheduler.policies import _ORDERS, POLICIES
+from jitney.engine.core.scheduler.scheduler import Scheduler
 
 PAGE, PROMPT = 16, 16
 

@@ -28,13 +28,13 @@ from typing import Any
 import numpy as np
 import orjson
 
-from jitney.engine.checkpoints.sources import ModelSource
-from jitney.engine.errors import RequestError
-from jitney.engine.structured import grammar
-from jitney.engine.structured.compiling import new_matcher
-from jitney.engine.structured.desk import _token_trie
-from jitney.engine.structured.matchers import GrammarMatcher, Matchers
-from jitney.engine.text.tokenizer import Tokenizer
+from jitney.engine.common.errors import RequestError
+from jitney.engine.core.grammar import grammar
+from jitney.engine.core.grammar.compiling import new_matcher
+from jitney.engine.core.grammar.desk import _token_trie
+from jitney.engine.core.grammar.matchers import GrammarMatcher, Matchers
+from jitney.engine.core.text.tokenizer import Tokenizer
+from jitney.engine.core.weights.checkpoints.sources import ModelSource
 
 BUILD = Path(__file__).resolve().parents[2] / "build"
 DRAFTS = {

@@ -32,7 +32,9 @@ def held(pid: int) -> list[float]:
     """Values of NAMES, of the server and of its core."""
     server = psutil.Process(pid)
     (core,) = [
-        child for child in server.children() if "jitney.engine.process.main" in child.cmdline()
+        child
+        for child in server.children()
+        if "jitney.engine.server.process.main" in child.cmdline()
     ]
     return [
         server.memory_info().rss / 1e6,

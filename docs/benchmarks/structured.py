@@ -21,10 +21,10 @@ SUPPORT = Path(__file__).resolve().parents[2] / "tests" / "support"
 sys.path[:0] = [str(SUPPORT)]
 
 from jitney.engine import LLM, SamplingParams  # noqa: E402
-from jitney.engine.errors import RequestError  # noqa: E402
-from jitney.engine.machine import cpu_name  # noqa: E402
-from jitney.engine.structured import grammar  # noqa: E402
-from jitney.engine.types import Grammar  # noqa: E402
+from jitney.engine.common.errors import RequestError  # noqa: E402
+from jitney.engine.common.machine import cpu_name  # noqa: E402
+from jitney.engine.common.requests import Grammar  # noqa: E402
+from jitney.engine.core.grammar import grammar  # noqa: E402
 
 SEATS, TOKENS, ROUNDS = 32, 60, 4
 KINDS = ("string", "integer", "number", "boolean")

@@ -9,7 +9,7 @@ import json
 import re
 from pathlib import Path
 
-from jitney.engine.bench.peers import PeerReport
+from jitney.engine.lab.bench.peers import PeerReport
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "measurements.md"

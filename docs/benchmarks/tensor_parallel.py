@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jitney.engine.checkpoints.families import FAMILIES, tiny_config
+from jitney.engine.core.weights.checkpoints.families import FAMILIES, tiny_config
 
 SUPPORT = Path(__file__).parents[2] / "tests" / "support"
 COUNTS = (1, 8, 2, 4)

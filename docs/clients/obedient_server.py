@@ -25,10 +25,10 @@ from safetensors.numpy import save_file
 from save_tokenizer import save_tokenizer
 
 from jitney.engine import cli
-from jitney.engine.api.request import Conversation, RequestBuilder
-from jitney.engine.conversation.tools import ToolUse
-from jitney.engine.structured import grammar
-from jitney.engine.types import JsonDict, SamplingParams
+from jitney.engine.common.requests import JsonDict, SamplingParams
+from jitney.engine.core.grammar import grammar
+from jitney.engine.server.chat.conversation.tools import ToolUse
+from jitney.engine.server.chat.request import Conversation, RequestBuilder
 
 _CALL = re.compile(r"^CALL (\S+) (\{.*\})\s*$", re.MULTILINE)
 _SAY = re.compile(r"^SAY (.+)$", re.MULTILINE)

@@ -36,8 +36,8 @@ from rich.console import Console
 from rich.table import Table
 from save_tokenizer import save_tokenizer
 
-from jitney.engine.bench.peer_process import Peer
-from jitney.engine.ports import free_port
+from jitney.engine.common.ports import free_port
+from jitney.engine.lab.bench.peer_process import Peer
 
 HERE = Path(__file__).resolve().parent
 #: A line of a script: a check, what came of it, and a note.

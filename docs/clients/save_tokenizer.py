@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from jitney.engine.checkpoints.sources import ModelSource
-from jitney.engine.text.fast_tokenizers import fast_tokenizer
+from jitney.engine.core.text.fast_tokenizers import fast_tokenizer
+from jitney.engine.core.weights.checkpoints.sources import ModelSource
 
 
 def save_tokenizer(model: str, folder: Path) -> None:

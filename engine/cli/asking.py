@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import httpx
 
-from jitney.engine.errors import ConfigError, JitneyError
+from jitney.engine.common.errors import ConfigError, JitneyError
 
 _TIMEOUT_S = 10.0
 _REFUSALS = {

@@ -8,17 +8,21 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jitney.engine.cli.display import make_display
-from jitney.engine.cli.equipment import Equipment
-from jitney.engine.cli.flags import Command, Flag, FlagGroup, progress_reporter, say
-from jitney.engine.config.platforms import check_platform
-from jitney.engine.config.schema import Config
-from jitney.engine.errors import EngineDead
+from jitney.engine.common.errors import EngineDead
+from jitney.engine.config import (
+    Command,
+    Config,
+    Flag,
+    FlagGroup,
+    check_platform,
+    progress_reporter,
+    say,
+)
+from jitney.engine.core import make_display
+from jitney.engine.server import Equipment
 
 if TYPE_CHECKING:
-    from jitney.engine.api.batches.offline import OfflineBatch
-    from jitney.engine.api.service import Service
-    from jitney.engine.process.supervisor import ProcessClient
+    from jitney.engine.server import OfflineBatch, ProcessClient, Service
 
 #: Lines in flight beyond the seats, so that none is empty while an answer is written.
 _SPARE = 8
@@ -39,7 +43,7 @@ _COMMAND = Command(
 
 def run(arguments: Sequence[str]) -> int:
     """Exit status: 0 if every line was answered with a 200, else 1."""
-    from jitney.engine.api.batches.offline import OfflineBatch
+    from jitney.engine.server import OfflineBatch
 
     args = _COMMAND.parse(arguments)
     config = args.load_config()
@@ -63,7 +67,7 @@ def _answer_rest(config: Config, work: OfflineBatch) -> None:
 
 async def _answer_all(config: Config, work: OfflineBatch) -> None:
     """Start an engine, answer, stop it. Raises EngineDead if it is lost for good."""
-    from jitney.engine.process.supervisor import ProcessClient
+    from jitney.engine.server import ProcessClient
 
     display = make_display()
     client = ProcessClient(config, on_progress=display.progress)
@@ -96,18 +100,15 @@ async def _unless_dead(client: ProcessClient, work: Coroutine[Any, Any, None]) -
 
 def _service(config: Config, client: ProcessClient, model_name: str) -> Service:
     """What the routes need, and no server."""
-    from jitney.engine.api.app import create_app
-    from jitney.engine.api.settings import ServerSettings
-    from jitney.engine.config.schema import ServerSection
+    from jitney.engine.config import ServerSection
+    from jitney.engine.server import ServerSettings, create_app
 
     settings = ServerSettings(server=ServerSection(body_limit=config.server.body_limit))
     return create_app(client, None, settings, model_name).state.service
 
 
 async def _run(work: OfflineBatch, service: Service, in_flight: int) -> None:
-    from jitney.engine.api.batches.execution import LineExecutor
-    from jitney.engine.api.routes import ROUTES
-    from jitney.engine.api.routing import RouteTable
+    from jitney.engine.server import ROUTES, LineExecutor, RouteTable
 
     executor = LineExecutor(service, RouteTable(ROUTES), background=False)
     report = progress_reporter("lines")

@@ -7,15 +7,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from jitney.engine.cli.display import load_llm
-from jitney.engine.cli.flags import Command, Flag, FlagGroup, say
 from jitney.engine.cli.generate import SamplingArguments
-from jitney.engine.errors import ModelError, RequestError, did_you_mean
-from jitney.engine.report.terminal import visible_on_terminal
-from jitney.engine.types import SamplingParams
+from jitney.engine.common.errors import ModelError, RequestError, did_you_mean
+from jitney.engine.common.requests import SamplingParams
+from jitney.engine.common.terminal import visible_on_terminal
+from jitney.engine.config import Command, Flag, FlagGroup, say
+from jitney.engine.core import load_llm
 
 if TYPE_CHECKING:
-    from jitney.engine.llm import LLM
+    from jitney.engine.core import LLM
 
 _CLEAR = ("/clear", "/new")
 _EXIT = ("/exit", "/quit")

@@ -9,10 +9,18 @@ import msgspec
 
 from jitney.engine.cli.config_show import NO_DIGEST
 from jitney.engine.cli.config_sources import settings_of
-from jitney.engine.cli.flags import KEY_FLAG, Command, Flag, FlagGroup
-from jitney.engine.config.digest import ConfigReport, Difference, SettingValue, short
-from jitney.engine.report.terminal import console
-from jitney.engine.types import JsonDict
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.common.terminal import console
+from jitney.engine.config import (
+    KEY_FLAG,
+    Command,
+    ConfigReport,
+    Difference,
+    Flag,
+    FlagGroup,
+    SettingValue,
+    short,
+)
 
 _A = Flag("a", {"metavar": "A", "help": "a TOML file, or the URL of a running server"})
 _B = Flag("b", {"metavar": "B", "help": "the other one"})

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import msgspec
 
 from jitney.engine.cli.config_sources import settings_here, settings_of
-from jitney.engine.cli.flags import KEY_FLAG, Command, Flag, FlagGroup
-from jitney.engine.config.digest import ConfigReport
-from jitney.engine.report.terminal import console
+from jitney.engine.common.terminal import console
+from jitney.engine.config import KEY_FLAG, Command, ConfigReport, Flag, FlagGroup
 
 _PLACE = Flag.of(
     "place",

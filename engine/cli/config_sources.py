@@ -8,13 +8,11 @@ from pathlib import Path
 
 import msgspec
 
-from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.cli.asking import Refused, ask
-from jitney.engine.cli.sizes import ServerSizes
-from jitney.engine.config.digest import ConfigReport, configuration_digest
-from jitney.engine.config.layers import Layered
-from jitney.engine.config.schema import Config
-from jitney.engine.errors import ModelError
+from jitney.engine.common.errors import ModelError
+from jitney.engine.config import Config, ConfigReport, Layered, configuration_digest
+from jitney.engine.core import ModelSource
+from jitney.engine.lab import ServerSizes
 
 _NOT_TOLD = "it does not tell its settings; is this a Jitney engine of this version?"
 

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 
 from jitney.engine.cli.asking import Refused, ask
 from jitney.engine.cli.config_sources import settings_of
-from jitney.engine.cli.flags import KEY_FLAG, Command, Flag, FlagGroup
-from jitney.engine.errors import JitneyError
-from jitney.engine.telemetry.diagnosis import COMPLAINTS, Figures, Finding, Scrape, diagnose
-from jitney.engine.types import JsonDict
+from jitney.engine.cli.diagnosis import COMPLAINTS, Figures, Finding, Scrape, diagnose
+from jitney.engine.common.errors import JitneyError
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.config import KEY_FLAG, Command, Flag, FlagGroup
 
 _DEFAULT_URL = "http://127.0.0.1:8000"
 #: Seconds between two scrapes.

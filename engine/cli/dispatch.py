@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jitney.engine.errors import did_you_mean
+from jitney.engine.common.errors import did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
 class Commands:
-    """The commands of one program. The module of each is named after it, and has `run(arguments) ->
-    exit status`.
-    """
+    """The commands of one program."""
 
     #: The words that come before the command, such as "jitney bench".
     program: str
     description: str
-    #: Command -> its line in the help.
-    table: dict[str, str]
-    #: What the names of the modules begin with.
-    prefix: str = ""
-    #: Those commands that have commands of their own, in place of a module.
+    #: Command -> (where its function `(arguments) -> exit status` is found, as "package:name"
+    #: below jitney, "" for a group; its line in the help).
+    table: Mapping[str, tuple[str, str]]
+    #: Commands that have commands of their own.
     groups: Mapping[str, Commands] = field(default_factory=dict)
 
     def run(self, words: Sequence[str]) -> int:
@@ -33,8 +30,12 @@ class Commands:
         command = self._parse(words[:1])
         if command in self.groups:
             return self.groups[command].run(words[1:])
-        module = importlib.import_module(f"jitney.engine.cli.{self.prefix}{command}")
-        return module.run(words[1:])
+        return self.function(command)(words[1:])
+
+    def function(self, command: str) -> Callable[[Sequence[str]], int]:
+        """The function that runs a command. Imports its module."""
+        package, _, name = self.table[command][0].partition(":")
+        return getattr(importlib.import_module(f"jitney.{package}"), name)
 
     def _parse(self, words: Sequence[str]) -> str:
         parser = self._make_parser()
@@ -64,6 +65,6 @@ class Commands:
         return parser
 
     def _list(self) -> str:
-        lines = [f"  {command:<10}{text}" for command, text in self.table.items()]
+        lines = [f"  {command:<10}{text}" for command, (_, text) in self.table.items()]
         hint = f"`{self.program} COMMAND --help` lists the command's flags."
         return "\n".join(["commands:", *lines, "", hint])

@@ -16,20 +16,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jitney.engine.cli.config_sources import digest_here
-from jitney.engine.cli.flags import Command, Flag, FlagGroup
-from jitney.engine.cli.listen import listen
-from jitney.engine.cli.sizes import ServerSizes
-from jitney.engine.config.cache_folder import make_folders, make_private
-from jitney.engine.config.digest import short
-from jitney.engine.config.platforms import check_platform
-from jitney.engine.config.schema import Config, cache_dir, compilation_cache_dir
-from jitney.engine.errors import JitneyError
-from jitney.engine.executor.memory import claim_memory
-from jitney.engine.report.terminal import visible
-from jitney.engine.types import KernelProof
+from jitney.engine.common.engine_info import KernelProof
+from jitney.engine.common.errors import JitneyError
+from jitney.engine.common.terminal import visible
+from jitney.engine.config import (
+    Command,
+    Config,
+    Flag,
+    FlagGroup,
+    cache_dir,
+    check_platform,
+    compilation_cache_dir,
+    make_folders,
+    make_private,
+    short,
+)
+from jitney.engine.core import claim_memory
+from jitney.engine.lab import ServerSizes
+from jitney.engine.server import listen
 
 if TYPE_CHECKING:
-    from jitney.engine.llm import LLM
+    from jitney.engine.core import LLM
 
 _REQUIRED = ("jitney", "jax", "jaxlib", "flax", "transformers")
 _OPTIONAL = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "jax-triton")
@@ -144,7 +151,7 @@ def _gib(words: list[str]) -> str:
 
 def _devices(config: Config) -> Iterator[_Finding]:
     check_platform(config.engine.platform)
-    from jitney.engine.build import devices_of
+    from jitney.engine.core import devices_of
 
     present = devices_of(config.engine.platform)
     yield from _enough(config.engine.devices_here, len(present))
@@ -199,7 +206,7 @@ def _port(config: Config) -> Iterator[_Finding]:
 
 
 def _model(config: Config) -> Iterator[_Finding]:
-    from jitney.engine.checkpoints.sources import ModelSource
+    from jitney.engine.core import ModelSource
 
     is_here = ModelSource.is_here(config.model.id, config.model.revision or None)
     where = "on this machine" if is_here else "to be fetched"
@@ -215,7 +222,7 @@ def _split(config: Config) -> Iterator[_Finding]:
     """Whether the model can be divided; nothing of a repository's, whose resolution might fetch its
     weights.
     """
-    from jitney.engine.checkpoints.sources import ModelSource
+    from jitney.engine.core import ModelSource
 
     engine = config.engine
     source = ModelSource.local(config.model.id)
@@ -232,8 +239,7 @@ def _kernels(config: Config) -> Iterator[_Finding]:
     random model of a few kilobytes stands in.
     """
     check_platform(config.engine.platform)
-    from jitney.engine.build import prove_kernels
-    from jitney.engine.checkpoints.sources import ModelSource
+    from jitney.engine.core import ModelSource, prove_kernels
 
     of = config.model.id
     source = ModelSource.of_shapes(of, config.model.revision or None)
@@ -250,7 +256,7 @@ def _kernels(config: Config) -> Iterator[_Finding]:
 def _one_token(config: Config) -> Iterator[_Finding]:
     """Runs the whole engine on a random model of a few kilobytes, on the platform and kernels that
     were asked for, and on as many of the devices as its few heads can be split over."""
-    from jitney.engine.llm import LLM
+    from jitney.engine.core import LLM
 
     started = time.perf_counter()
     with contextlib.closing(LLM(_tiny(config))) as llm:
@@ -263,7 +269,7 @@ def _one_token(config: Config) -> Iterator[_Finding]:
 
 def _computed(llm: LLM) -> int:
     """Tokens of a request for one."""
-    from jitney.engine.types import SamplingParams
+    from jitney.engine.common.requests import SamplingParams
 
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     (output,) = llm.generate([[1, 2, 3]], params)

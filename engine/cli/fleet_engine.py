@@ -11,7 +11,7 @@ import signal
 import threading
 
 from jitney.engine.cli import main
-from jitney.engine.fleet.engine_process import ADMIN_KEYS
+from jitney.engine.fleet import ADMIN_KEYS
 
 _STANDARD_INPUT = 0
 _MOST_BYTES = 1 << 16

@@ -8,11 +8,10 @@ import asyncio
 import logging
 import signal
 
-from jitney.engine.cli.display import Display, make_display
-from jitney.engine.cli.equipment import Equipment
-from jitney.engine.config.schema import Config
-from jitney.engine.process.supervisor import ProcessClient
-from jitney.engine.report.terminal import visible
+from jitney.engine.common.terminal import visible
+from jitney.engine.config import Config
+from jitney.engine.core import Display, make_display
+from jitney.engine.server import Equipment, ProcessClient
 
 _log = logging.getLogger("jitney")
 

@@ -7,17 +7,14 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from jitney.engine.cli.arguments import Arguments
-from jitney.engine.cli.display import load_llm
-from jitney.engine.cli.flags import Command, Flag, FlagGroup
-from jitney.engine.config.layers import NOTHING
-from jitney.engine.config.schema import Config
-from jitney.engine.errors import ConfigError, ErrorInfo, RequestError
-from jitney.engine.report.terminal import visible_on_terminal
-from jitney.engine.types import SamplingParams
+from jitney.engine.common.errors import ConfigError, ErrorInfo, RequestError
+from jitney.engine.common.requests import SamplingParams
+from jitney.engine.common.terminal import visible_on_terminal
+from jitney.engine.config import NOTHING, Arguments, Command, Config, Flag, FlagGroup
+from jitney.engine.core import load_llm
 
 if TYPE_CHECKING:
-    from jitney.engine.llm import Completion
+    from jitney.engine.core import Completion
 
 #: Sampling parameters that a model may bring its own defaults of.
 _MODEL_DEFAULTED = ("temperature", "top_p", "top_k", "min_p")

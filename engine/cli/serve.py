@@ -17,56 +17,60 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jitney.engine.cli.arguments import Arguments
-from jitney.engine.cli.descriptors import (
-    ACCEPTED_AT_ONCE,
-    connections_within,
-    raise_descriptor_limit,
+from jitney.engine.common.terminal import visible
+from jitney.engine.config import (
+    FOR,
+    Arguments,
+    Command,
+    Config,
+    Flag,
+    FlagGroup,
+    KeptSizes,
+    Layered,
+    ServerSection,
+    add_vllm_flags,
+    check_platform,
+    say,
+    settings,
 )
-from jitney.engine.cli.display import Display, make_display
-from jitney.engine.cli.drain import drain_status
-from jitney.engine.cli.equipment import Equipment
-from jitney.engine.cli.flags import FOR, Command, Flag, FlagGroup, say
-from jitney.engine.cli.listen import AcceptedKeys, base_url, check_tls, listen, read_key_file
-from jitney.engine.cli.reload import LIVE, FreshSettings, Reloader
-from jitney.engine.cli.sizes import ServerSizes
-from jitney.engine.cli.vllm_flags import add_vllm_flags
-from jitney.engine.config.kept_sizes import KeptSizes
-from jitney.engine.config.layers import Layered, settings
-from jitney.engine.config.platforms import check_platform
-from jitney.engine.config.schema import Config, ServerSection
-from jitney.engine.hosts.environment import placed
-from jitney.engine.report.terminal import visible
-from jitney.engine.types import JsonDict
+from jitney.engine.core import Display, make_display, placed
+from jitney.engine.lab import ServerSizes
+from jitney.engine.server import (
+    FAREWELL_S,
+    LIVE,
+    AcceptedKeys,
+    Equipment,
+    FreshSettings,
+    Reloader,
+    base_url,
+    check_tls,
+    drain_status,
+    limits,
+    listen,
+    raise_descriptor_limit,
+    web_server,
+)
 
 if TYPE_CHECKING:
-    import uvicorn
     from starlette.applications import Starlette
 
-    from jitney.engine.api.access import ApiKeys
-    from jitney.engine.api.connections import Connections
-    from jitney.engine.api.settings import ServerSettings
-    from jitney.engine.api.tracing import Tracing
-    from jitney.engine.process.supervisor import ProcessClient
-    from jitney.engine.process.trace_recorder import Recorder
-    from jitney.engine.text.tokenizer import Tokenizer
-    from jitney.engine.types import EngineInfo, ModelInfo
+    from jitney.engine.common.engine_info import EngineInfo, ModelInfo
+    from jitney.engine.core import Tokenizer
+    from jitney.engine.server import (
+        ApiKeys,
+        ProcessClient,
+        Recorder,
+        ServerSettings,
+        Tracing,
+    )
 
 _log = logging.getLogger("jitney")
-
-#: Connections that the system keeps until they are accepted.
-_ACCEPT_QUEUE = 2048
-#: Most bytes of a request line with its headers.
-_HEADER_LIMIT = 1 << 16
 #: Objects made between two looks of the garbage collector at the young ones, and seconds between
 #: two at all of them.
 _YOUNG_OBJECTS, _COLLECT_S = 2000, 60.0
-#: Seconds that answers get to leave after the engine has stopped.
-_FAREWELL_S = 2
 _DASHBOARD = "/dashboard"
 #: Where settings come from that were read again.
 _REREAD = "read again"
-
 _PRINT_CONFIG = Flag.switch("--print-config", "print the settings as TOML and exit")
 _COMMAND = Command(
     "serve",
@@ -186,9 +190,7 @@ class _Server:
         *,
         times_steps: bool = False,
     ):
-        from jitney.engine.api.access import ApiKeys
-        from jitney.engine.api.connections import Connections
-        from jitney.engine.process.supervisor import ProcessClient
+        from jitney.engine.server import ApiKeys, Connections, ProcessClient
 
         config = self.config = layered.config
         #: The listening socket, and its address as a client here writes it.
@@ -227,7 +229,7 @@ class _Server:
         self._signalled = self._ends_with_others = False
 
     def _make_recorder(self, file: str) -> Recorder | None:
-        from jitney.engine.process.trace_recorder import Recorder
+        from jitney.engine.server import Recorder
 
         if not file:
             return None
@@ -236,7 +238,7 @@ class _Server:
         return recorder
 
     def _make_tracing(self) -> Tracing:
-        from jitney.engine.api.tracing import Tracing
+        from jitney.engine.server import Tracing
 
         tracing = Tracing()
         self.client.history.listeners.append(tracing.ended)
@@ -302,7 +304,7 @@ class _Server:
 
     async def _watch_disks(self) -> None:
         """Those that are written to while requests are answered; never returns."""
-        from jitney.engine.api.disk_watch import watch_disks
+        from jitney.engine.server import watch_disks
 
         server = self.config.server
         folders = [server.data_folder]
@@ -314,7 +316,7 @@ class _Server:
         self.display.close()
         await self.client.close()
         self.web.should_exit = True
-        await asyncio.wait((web,), timeout=_FAREWELL_S + 1)
+        await asyncio.wait((web,), timeout=FAREWELL_S + 1)
         await self.equipment.close()
         for listener in filter(None, (self.recorder, self.tracing)):
             listener.close()
@@ -388,91 +390,25 @@ async def _collect_regularly() -> None:
         gc.collect()
 
 
-def limits(config: Config, keys: AcceptedKeys) -> ServerSettings:
-    """The [server] section as the endpoint takes it."""
-    from jitney.engine.api.settings import ServerSettings, digest_key
-
-    server = config.server
-    return ServerSettings(
-        server=server,
-        api_keys=tuple(map(digest_key, keys.users)),
-        admin_keys=tuple(map(digest_key, keys.admins)),
-        allowed_hosts=server.answered_hosts,
-        max_connections=connections_within(server.max_connections),
-        data_dir=server.data_folder,
-        webhook_secret=read_key_file(server.webhook_secret_file, "webhook_secret_file"),
-    )
-
-
 def _build_app(
     config: Config, settings: ServerSettings, client: ProcessClient, keys: ApiKeys
 ) -> Starlette:
     """The endpoint and the page; the endpoint answers 503 until model and tokenizer are there."""
     from jitney.dashboard import Dashboard
-    from jitney.engine.api.app import create_app
+    from jitney.engine.lab import Lab
+    from jitney.engine.server import create_app
 
     def decode(ids: list[int]) -> str:
         tokenizer = app.state.service.tokenizer
         return tokenizer.decode(ids) if tokenizer is not None else ""
 
     shown = decode if config.server.dashboard_show_text else None
-    page = Dashboard(client, settings, engine=lambda: client.config.engine, decode=shown, keys=keys)
+    lab = Lab(client, lambda: client.config.engine)
+    page = Dashboard(client, settings, lab=lab, decode=shown, keys=keys)
     own = settings.with_page(_DASHBOARD)
     routes = page.mounted(_DASHBOARD)
     app = create_app(client, None, own, config.model.id, extra_routes=routes, keys=keys)
     return app
-
-
-def web_server(
-    config: Config, settings: ServerSettings, app: Starlette, connections: Connections
-) -> uvicorn.Server:
-    """uvicorn with bounded headers; signals are ours, because a drain is more than closing
-    connections.
-    """
-    import uvicorn
-
-    from jitney.engine.api.protocol import http_protocol, over_tls
-
-    class WebServer(uvicorn.Server):
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield
-
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            """asyncio accepts as many connections in a row as may wait: too many for the limit of
-            open files. So it is told a small number, and the system a large one afterwards. Nor
-            does it speak TLS: our protocol does.
-            """
-            context, self.config.ssl = self.config.ssl, None
-            if context is not None:
-                self.config.http_protocol_class = over_tls(protocol, context)  # type: ignore[assignment]
-            await super().startup(sockets)
-            self.config.ssl = context
-            for bound in sockets or ():
-                bound.listen(_ACCEPT_QUEUE)
-
-    protocol = http_protocol(settings, connections)
-    return WebServer(uvicorn.Config(app, http=protocol, **_web_options(config.server)))
-
-
-def _web_options(server: ServerSection) -> JsonDict:
-    """The [server] section as uvicorn takes it."""
-    return {
-        "backlog": ACCEPTED_AT_ONCE,
-        "ws": "none",
-        "lifespan": "on",
-        "log_config": None,
-        "access_log": False,
-        "server_header": False,
-        "ssl_certfile": server.ssl_certfile or None,
-        "ssl_keyfile": server.ssl_keyfile or None,
-        "root_path": server.root_path,
-        "proxy_headers": bool(server.trusted_proxies),
-        "forwarded_allow_ips": list(server.trusted_proxies),
-        "timeout_keep_alive": max(1, round(server.keep_alive_s)),
-        "timeout_graceful_shutdown": _FAREWELL_S,
-        "h11_max_incomplete_event_size": _HEADER_LIMIT,
-    }
 
 
 def _greeting(config: Config, url: str, info: EngineInfo, tokenizer: Tokenizer) -> Iterator[str]:

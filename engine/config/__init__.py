@@ -1,0 +1,5 @@
+"""The settings table: names, types, defaults, ranges, and the files and flags that set them."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
+from jitney.engine.common.requests import JsonDict
 from jitney.engine.config.layers import Layered, Setting, settings
 from jitney.engine.config.schema import Config
-from jitney.engine.types import JsonDict
 
 #: Characters of a digest that are enough for people to tell configurations apart.
 _SHORT = 12

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import msgspec
 
+from jitney.engine.common.requests import JsonDict
 from jitney.engine.config.cache_folder import make_private, why_not_stored
 from jitney.engine.config.layers import Layered, settings
 from jitney.engine.config.presets import SIZES, runs_on_device
 from jitney.engine.config.schema import Config, cache_dir
-from jitney.engine.types import JsonDict
 
 #: Where a value comes from that was chosen by measuring.
 _FROM_MEASURED = "measured here"

@@ -18,8 +18,8 @@ from typing import Any, Literal, Never, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from jitney.engine.common.errors import ConfigError, did_you_mean
 from jitney.engine.config.schema import Config, Section
-from jitney.engine.errors import ConfigError, did_you_mean
 
 _ENV_PREFIX = "JITNEY_"
 #: Names with the prefix that are not settings of one run.

@@ -2,8 +2,8 @@
 fetched. Jax-free.
 
 jax itself falls back to the CPU in silence where `JAX_PLATFORMS` lists an accelerator whose plugin
-is missing. What is found here is quick to say no; `jitney.engine.build.start_jax` then asks jax,
-which alone can say yes.
+is missing. What is found here is quick to say no; `jitney.engine.core.build.start_jax` then asks
+jax, which alone can say yes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import os
 import pkgutil
 from pathlib import Path
 
+from jitney.engine.common.errors import ConfigError
 from jitney.engine.config.extras import how_to_install
 from jitney.engine.config.schema import EngineSection
-from jitney.engine.errors import ConfigError
 
 #: The extras that bring what a platform needs, the usual one first.
 _EXTRAS = {"cuda": ("cuda12", "cuda13"), "tpu": ("tpu",)}

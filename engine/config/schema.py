@@ -23,10 +23,11 @@ _FEWEST_ROWS = 4
 #: The kernel sets by name, which `jitney.kernels.select` makes; here, so that a wrong name is
 #: refused without jax.
 _KernelsName = Literal["auto", "reference", "native", "triton", "flashinfer", "pallas"]
-#: The policies and orders by name, which `jitney.engine.scheduler.policies` makes.
+#: The policies and orders by name, which `jitney.engine.core.scheduler.policies` makes.
 _PolicyName = Literal["continuous", "static", "dynamic"]
 _OrderName = Literal["fcfs", "priority", "shortest", "fair"]
-#: Ways to write calls and thoughts, which `jitney.engine.conversation.families` describes.
+#: Ways to write calls and thoughts, which `jitney.engine.server.chat.conversation.families`
+#: describes.
 _ToolParserName = Literal[
     "auto",
     "none",

@@ -1,1 +1,5 @@
-"""Several engines behind one endpoint: replicas, models made of models, and rolling out."""
+"""Several engines behind one endpoint: routing, composed models, launchers and rollouts."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -13,11 +13,16 @@ from urllib.parse import quote
 import orjson
 from starlette.requests import Request
 
-from jitney.engine.api.access import Identity, address_of
-from jitney.engine.api.background import BackgroundRequests
-from jitney.engine.api.context import Context
-from jitney.engine.api.tenants import TENANT_HEADER, signed, stated
-from jitney.engine.types import JsonDict, JsonObject
+from jitney.engine.common.requests import JsonDict, JsonObject
+from jitney.engine.server import (
+    TENANT_HEADER,
+    BackgroundRequests,
+    Context,
+    Identity,
+    address_of,
+    signed,
+    stated,
+)
 
 #: Headers of a client that an engine is told.
 _PASSED = frozenset(
@@ -106,7 +111,7 @@ class Asked:
 
     @property
     def _statement(self) -> bytes:
-        """See `engine.api.tenants.stated`; empty where the fleet has no keys."""
+        """See `engine.server.http.tenants.stated`; empty where the fleet has no keys."""
         return next((value for name, value in self.headers if name == TENANT_HEADER), b"")
 
     @property

@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from jitney.engine.config.schema import Section, ServerSection
-from jitney.engine.fleet.candidate import ModelWithCandidate
-from jitney.engine.fleet.composed import COMPOSED_KINDS, ComposedModels
-from jitney.engine.fleet.composed_model import FleetEngines, NamedComposition
+from jitney.engine.config import Section, ServerSection
+from jitney.engine.core import HostAddress
+from jitney.engine.fleet.compositions.composed import COMPOSED_KINDS, ComposedModels
+from jitney.engine.fleet.compositions.composed_model import FleetEngines, NamedComposition
 from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.fleet import Fleet
 from jitney.engine.fleet.forwarding import Patience
@@ -25,11 +25,11 @@ from jitney.engine.fleet.models import FleetModel, ReplicatedModel
 from jitney.engine.fleet.quotas import FleetQuotas
 from jitney.engine.fleet.replica_set import ReplicaSet
 from jitney.engine.fleet.replicas import Replica, Watch
-from jitney.engine.fleet.rollout import Rollout
-from jitney.engine.fleet.rollout_keeper import RolloutKeeper
+from jitney.engine.fleet.rollout.candidate import ModelWithCandidate
+from jitney.engine.fleet.rollout.rollout import Rollout
+from jitney.engine.fleet.rollout.rollout_keeper import RolloutKeeper
 from jitney.engine.fleet.sections import ReplicasSection
 from jitney.engine.fleet.upstream import upstream_client
-from jitney.engine.hosts.connection import HostAddress
 
 _log = logging.getLogger("jitney.fleet")
 

@@ -25,13 +25,25 @@ from urllib.parse import quote
 
 from pydantic import ValidationError
 
-from jitney.engine.config.layers import Layered, read_toml, settings, unknown_word
-from jitney.engine.config.schema import Section, ServerSection, cache_dir
-from jitney.engine.errors import ConfigError
-from jitney.engine.fleet.composed import COMPOSED_KINDS, ComposedModels
-from jitney.engine.fleet.engine_process import LOCALHOST, ReplicaHost, check_environ, engine_config
+from jitney.engine.common.errors import ConfigError
+from jitney.engine.common.requests import JsonDict, JsonObject
+from jitney.engine.config import (
+    Layered,
+    Section,
+    ServerSection,
+    cache_dir,
+    read_toml,
+    settings,
+    unknown_word,
+)
+from jitney.engine.fleet.compositions.composed import COMPOSED_KINDS, ComposedModels
+from jitney.engine.fleet.launchers.engine_process import (
+    LOCALHOST,
+    ReplicaHost,
+    check_environ,
+    engine_config,
+)
 from jitney.engine.fleet.sections import FleetSection, ReplicasSection
-from jitney.engine.types import JsonDict, JsonObject
 
 #: Fields of [fleet] that are those of a server's [server]: there they are described.
 _AS_OF_A_SERVER = (

@@ -14,23 +14,25 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
-from jitney.engine.api.errors import ErrorReply, HttpError
-from jitney.engine.api.open_requests import OpenRequests
-from jitney.engine.api.settings import ServerSettings
-from jitney.engine.api.slices import Slices
-from jitney.engine.api.tracing import Tracing
-from jitney.engine.errors import RequestError
+from jitney.engine.common.errors import RequestError
+from jitney.engine.common.lru import LruCache
 from jitney.engine.fleet.asked import Asked
-from jitney.engine.fleet.candidate import ModelWithCandidate
 from jitney.engine.fleet.metrics import FleetMetrics
 from jitney.engine.fleet.models import FleetModel
 from jitney.engine.fleet.quotas import FleetQuotas
 from jitney.engine.fleet.replicas import Replica
-from jitney.engine.lru import LruCache
+from jitney.engine.fleet.rollout.candidate import ModelWithCandidate
+from jitney.engine.server import (
+    ErrorReply,
+    HttpError,
+    OpenRequests,
+    ServerSettings,
+    Slices,
+    Tracing,
+)
 
 if TYPE_CHECKING:
-    from jitney.engine.api.own_requests import OwnRequests
-    from jitney.engine.api.reload import Reload
+    from jitney.engine.server import OwnRequests, Reload
 
 #: The path of the route whose answers are kept; those about one of them begin so.
 _RESPONSES = "/v1/responses"

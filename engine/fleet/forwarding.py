@@ -20,15 +20,11 @@ from typing import Protocol
 import httpx
 import orjson
 
-from jitney.engine.api.errors import ErrorForm, ErrorReply, retry_after_s
-from jitney.engine.errors import RequestError
+from jitney.engine.common.errors import RequestError
 from jitney.engine.fleet.asked import Asked, RawHeaders
-from jitney.engine.fleet.repeating import (
-    CannotGoOn,
-    Died,
-    SentStream,
-)
+from jitney.engine.fleet.repeating import CannotGoOn, Died, SentStream
 from jitney.engine.fleet.replicas import EngineShare, Replica
+from jitney.engine.server import ErrorForm, ErrorReply, retry_after_s
 
 #: Statuses of a replica that cannot take a request now; and what one says that refuses for the
 #: client's own limits, which no other replica shall be asked to forget.

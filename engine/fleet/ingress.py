@@ -16,34 +16,50 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jitney.engine.api import answers
-from jitney.engine.api.access import ApiKeys
-from jitney.engine.api.batches.routes import BATCH_ROUTES
-from jitney.engine.api.blocks import AnswerParts
-from jitney.engine.api.context import Context
-from jitney.engine.api.disconnect import until_disconnect
-from jitney.engine.api.edge import application
-from jitney.engine.api.endpoints import Endpoint
-from jitney.engine.api.errors import ErrorReply, HttpError, echo
-from jitney.engine.api.front import FRONT_ROUTES
-from jitney.engine.api.jobs.routes import JOB_ROUTES
-from jitney.engine.api.jsonio import json_answer, read_object
-from jitney.engine.api.model_cards import card_answer, cards_answer
-from jitney.engine.api.ollama.answers import OllamaModelList, OllamaRunningList, OllamaVersion
-from jitney.engine.api.ollama.models import listed, running, without_tag
-from jitney.engine.api.ollama.routes import show_version
-from jitney.engine.api.openapi import document
-from jitney.engine.api.own_requests import OwnRequests
-from jitney.engine.api.reload import RELOAD_ROUTES
-from jitney.engine.api.routes import ROUTES
-from jitney.engine.api.routing import HttpRoute, Role, RouteTable
-from jitney.engine.api.settings import ServerSettings
-from jitney.engine.errors import RequestError
+from jitney.engine.common.errors import RequestError
+from jitney.engine.common.requests import JsonDict
 from jitney.engine.fleet.asked import Asked
 from jitney.engine.fleet.fleet import Fleet
 from jitney.engine.fleet.forwarding import ProxiedAnswer, stream_failure
-from jitney.engine.fleet.rollout_routes import ROLLOUT_ROUTES
-from jitney.engine.types import JsonDict
+from jitney.engine.fleet.rollout.rollout_routes import ROLLOUT_ROUTES
+from jitney.engine.server import (
+    BATCH_ROUTES,
+    FRONT_ROUTES,
+    JOB_ROUTES,
+    RELOAD_ROUTES,
+    ROUTES,
+    AnswerParts,
+    AnthropicModel,
+    AnthropicModelList,
+    ApiKeys,
+    Context,
+    Document,
+    Endpoint,
+    ErrorReply,
+    HttpError,
+    HttpRoute,
+    OllamaModelList,
+    OllamaRunningList,
+    OllamaVersion,
+    OwnRequests,
+    Role,
+    RouteTable,
+    ServerSettings,
+    Status,
+    Version,
+    application,
+    card_answer,
+    cards_answer,
+    document,
+    echo,
+    json_answer,
+    listed,
+    read_object,
+    running,
+    show_version,
+    until_disconnect,
+    without_tag,
+)
 
 _COMPLETIONS, _CHAT = "/v1/completions", "/v1/chat/completions"
 #: SageMaker's way to either of them.
@@ -320,26 +336,26 @@ _FLEET_ROUTES = (
         _GET,
         _list_models,
         "all models",
-        answer=FleetModelList | answers.AnthropicModelList,
+        answer=FleetModelList | AnthropicModelList,
     ),
     HttpRoute(
         "/v1/models/{model:path}",
         _GET,
         _show_model,
         "one model",
-        answer=FleetModelCard | answers.AnthropicModel,
+        answer=FleetModelCard | AnthropicModel,
     ),
-    HttpRoute.probe("/livez", _livez, "this process answers", answers.Status),
-    HttpRoute.probe("/healthz", _livez, "the same as /livez", answers.Status),
+    HttpRoute.probe("/livez", _livez, "this process answers", Status),
+    HttpRoute.probe("/healthz", _livez, "the same as /livez", Status),
     HttpRoute.probe(
         "/readyz",
         _readyz,
         "requests for some model would be answered; else 503 says why",
-        answers.Status,
+        Status,
     ),
-    HttpRoute.probe("/health", _readyz, "the same as /readyz", answers.Status),
-    HttpRoute.probe("/ping", _readyz, "the same, as SageMaker asks for it", answers.Status),
-    HttpRoute.probe("/startupz", _startupz, "every model has been ready once", answers.Status),
+    HttpRoute.probe("/health", _readyz, "the same as /readyz", Status),
+    HttpRoute.probe("/ping", _readyz, "the same, as SageMaker asks for it", Status),
+    HttpRoute.probe("/startupz", _startupz, "every model has been ready once", Status),
     HttpRoute(
         "/api/tags",
         _GET,
@@ -361,14 +377,14 @@ _FLEET_ROUTES = (
         "the release of Ollama whose forms these are",
         answer=OllamaVersion,
     ),
-    HttpRoute("/version", _GET, _show_version, "the version", answer=answers.Version),
+    HttpRoute("/version", _GET, _show_version, "the version", answer=Version),
     *FRONT_ROUTES,
     HttpRoute(
         "/openapi.json",
         _GET,
         _show_openapi,
         "these routes, as an OpenAPI document",
-        answer=answers.Document,
+        answer=Document,
     ),
     HttpRoute(
         "/metrics",

@@ -16,9 +16,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from jitney.engine.fleet.comparison import ARMS, FIGURES, Interval
 from jitney.engine.fleet.replicas import Replica, ReplicaState
-from jitney.engine.fleet.rollout import Rollout, RolloutState
+from jitney.engine.fleet.rollout.comparison import ARMS, FIGURES, Interval
+from jitney.engine.fleet.rollout.rollout import Rollout, RolloutState
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 #: Those that only a replica has that takes requests.

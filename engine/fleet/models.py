@@ -10,6 +10,7 @@ from typing import Protocol
 
 import httpx
 
+from jitney.engine.common.requests import JsonDict
 from jitney.engine.fleet.asked import Asked
 from jitney.engine.fleet.forwarding import Exchange, Patience, ProxiedAnswer
 from jitney.engine.fleet.metrics import FleetMetrics
@@ -17,7 +18,6 @@ from jitney.engine.fleet.replica_set import ReplicaSet
 from jitney.engine.fleet.replicas import Replica, Watch
 from jitney.engine.fleet.routing import KnownBeginnings, by_turn
 from jitney.engine.fleet.sections import ReplicasSection
-from jitney.engine.types import JsonDict
 
 #: Share of a replica's seats that no brake keeps empty.
 _SPARE = 0.25

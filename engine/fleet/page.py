@@ -7,18 +7,14 @@ from typing import get_args
 
 from starlette.routing import BaseRoute
 
-from jitney.dashboard import fleet as watched
-from jitney.dashboard.fleet_member import ReplicaAddress
-from jitney.dashboard.fleet_page import FleetPage
-from jitney.engine.api.access import ApiKeys
-from jitney.engine.api.errors import HttpError, echo
-from jitney.engine.api.settings import ServerSettings
-from jitney.engine.errors import RequestError
-from jitney.engine.fleet.candidate import ModelWithCandidate
-from jitney.engine.fleet.comparison import ARMS
+from jitney.dashboard import Endpoint, FleetPage, FleetView, ReplicaAddress
+from jitney.engine.common.errors import RequestError
+from jitney.engine.common.requests import JsonDict
 from jitney.engine.fleet.fleet import Fleet
-from jitney.engine.fleet.rollout import Action
-from jitney.engine.types import JsonDict
+from jitney.engine.fleet.rollout.candidate import ModelWithCandidate
+from jitney.engine.fleet.rollout.comparison import ARMS
+from jitney.engine.fleet.rollout.rollout import Action
+from jitney.engine.server import ApiKeys, HttpError, ServerSettings, echo
 
 
 def fleet_page_routes(
@@ -31,7 +27,7 @@ def fleet_page_routes(
     """The page of all engines at `path`; it asks each as the fleet itself does. price_per_hour: of
     one engine; 0: none is shown. keys: the accepted ones; None: those of the settings.
     """
-    shown = watched.FleetView(
+    shown = FleetView(
         find=lambda: dict(_places(fleet)),
         endpoint=lambda: _endpoint(fleet),
         price_per_hour=price_per_hour or None,
@@ -49,7 +45,7 @@ def _places(fleet: Fleet) -> Iterator[tuple[str, ReplicaAddress]]:
                 yield name, ReplicaAddress(replica.url, replica.key)
 
 
-def _endpoint(fleet: Fleet) -> watched.Endpoint:
+def _endpoint(fleet: Fleet) -> Endpoint:
     """What the fleet itself knows, as /readyz and /fleet/replicas say it."""
     reason = fleet.unready()
     starting = (
@@ -58,7 +54,7 @@ def _endpoint(fleet: Fleet) -> watched.Endpoint:
         for replica in replicas
         if replica.state == "starting"
     )
-    return watched.Endpoint(
+    return Endpoint(
         unready="" if reason is None else str(reason),
         unready_models=tuple(fleet.unready_models),
         refused=fleet.refusals.lately(),

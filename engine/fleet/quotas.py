@@ -1,5 +1,5 @@
 """What one API key may have at a time and in a minute, at all engines of a fleet together
-(`engine.api.quotas` is where it is counted).
+(`engine.server.http.quotas` is where it is counted).
 
 The ingress has no tokenizer: prompt tokens are guessed from characters, by what the answers' usage
 said of earlier prompts, and put right when an answer says what it used.
@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from jitney.engine.api.quotas import Quotas, Spending
+from jitney.engine.common.requests import JsonObject
 from jitney.engine.fleet.asked import Asked
 from jitney.engine.fleet.forwarding import ProxiedAnswer
-from jitney.engine.fleet.measuring import UsageWatch
-from jitney.engine.types import JsonObject
+from jitney.engine.fleet.rollout.measuring import UsageWatch
+from jitney.engine.server import Quotas, Spending
 
 #: Routes that are limited: those that write, and those that only read their input.
 _WRITING = frozenset(

@@ -12,8 +12,8 @@ from typing import Any
 
 import orjson
 
-from jitney.engine.errors import JitneyError
-from jitney.engine.types import JsonDict
+from jitney.engine.common.errors import JitneyError
+from jitney.engine.common.requests import JsonDict
 
 _DATA, _DONE = b"data:", b"[DONE]"
 _END = b"\n\n"

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from jitney.engine.types import JsonDict
+from jitney.engine.common.requests import JsonDict
 
 _log = logging.getLogger("jitney.fleet")
 

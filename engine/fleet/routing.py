@@ -14,7 +14,7 @@ from hashlib import blake2b
 from heapq import heapify, heappop, heappush
 from typing import ClassVar
 
-from jitney.engine.lru import LruCache
+from jitney.engine.common.lru import LruCache
 
 #: How often each replica stands on the ring. With n points the shares of the replicas differ from
 #: each other by about 1 / sqrt(n).

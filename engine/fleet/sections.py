@@ -7,12 +7,11 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from jitney.engine.config.layers import unknown_word
-from jitney.engine.config.schema import Section
-from jitney.engine.fleet.comparison import FIGURES, Comparison
-from jitney.engine.fleet.rollout import PromotionRule
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.config import Section, unknown_word
+from jitney.engine.fleet.rollout.comparison import FIGURES, Comparison
+from jitney.engine.fleet.rollout.rollout import PromotionRule
 from jitney.engine.fleet.routing import Ring
-from jitney.engine.types import JsonDict
 
 #: Begins the URL of a name whose addresses are engines: dns+http://NAME:PORT.
 _FOUND = "dns+http"

@@ -22,12 +22,7 @@ from jitney.kernels.scales import limit_of, scales_of
 from jitney.kernels.triton_gpu import attention, cut, narrow_products, write_kv
 from jitney.kernels.triton_gpu import experts as expert_products
 from jitney.kernels.triton_gpu.launch import Launch
-from jitney.kernels.triton_gpu.tiles import (
-    DecodeTiles,
-    ProductTiles,
-    PromptTiles,
-    attention_tiles,
-)
+from jitney.kernels.triton_gpu.tiles import DecodeTiles, ProductTiles, PromptTiles, attention_tiles
 
 _FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 #: Elements that places of 32 bits reach, and programs along the second axis of a launch.

@@ -12,7 +12,7 @@ from kernel_costs import Load, blocks_read, kernel_cost
 from memory_traffic import account
 from places import DATA
 
-from jitney.engine.checkpoints.model_config import ExpertsConfig
+from jitney.engine.core.weights.checkpoints.model_config import ExpertsConfig
 
 STEP = """
 HloModule step, is_scheduled=true, input_output_alias={ {0}: (2, {}, may-alias) }

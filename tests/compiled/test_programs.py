@@ -10,9 +10,9 @@ from __future__ import annotations
 import pytest
 from compiled_specs import GPUS, MANY, MIXTURE, SEATS, Spec, every_spec, facts
 
-from jitney.engine.executor.memory import likely_temp_bytes
-from jitney.engine.scheduler.buckets import Bucket, Buckets
-from jitney.engine.simulation.roofline import SHAPES
+from jitney.engine.core.executor.memory import likely_temp_bytes
+from jitney.engine.core.scheduler.buckets import Bucket, Buckets
+from jitney.engine.lab.simulation.roofline import SHAPES
 from jitney.kernels.pallas_tpu.kernel_set import PallasKernels
 
 #: Bytes touched over the least that a step must touch (in a mixed one activations count), and MiB

@@ -17,8 +17,8 @@ from fleet_metrics_fakes import fleet_metrics
 from metric_names import metric_names, named_in
 from places import DEPLOY
 
-from jitney.engine.process.counters import EngineCounters
-from jitney.engine.types import KernelProof
+from jitney.engine.common.engine_info import KernelProof
+from jitney.engine.server.process.counters import EngineCounters
 
 FOLDER = DEPLOY / "prometheus"
 

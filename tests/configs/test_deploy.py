@@ -27,14 +27,14 @@ from deploy_files import (
 from metric_names import metric_names, named_in
 from places import DEPLOY, ROOT
 
-from jitney.engine.api.routes import ROUTES
 from jitney.engine.cli import main
-from jitney.engine.cli.fleet_serve import ray_application
+from jitney.engine.common.errors import ConfigError
 from jitney.engine.config.layers import settings
-from jitney.engine.errors import ConfigError
+from jitney.engine.fleet.command import ray_application
 from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.ingress import _FLEET_ROUTES
 from jitney.engine.fleet.sections import ReplicasSection
+from jitney.engine.server.http.routes import ROUTES
 
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

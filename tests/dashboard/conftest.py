@@ -15,9 +15,11 @@ import pytest
 from api_fakes import FakeClient
 from page_browser import ARGUMENTS, CHROMIUM, watched
 
-from jitney.engine.messages import PromptChunk, SeatMap, SequenceEvent, StepReport
-from jitney.engine.records import STEP_DTYPE
-from jitney.engine.types import EngineRequest, SamplingParams, Seat, SequenceOutput
+from jitney.engine.common.engine_info import Seat
+from jitney.engine.common.messages import PromptChunk, SeatMap, SequenceEvent, StepReport
+from jitney.engine.common.outputs import SequenceOutput
+from jitney.engine.common.records import STEP_DTYPE
+from jitney.engine.common.requests import EngineRequest, SamplingParams
 
 #: A request id that would be seen at once if it were taken for markup.
 MARKUP = "<img src=x onerror=alert(1)>"

@@ -18,10 +18,10 @@ from jitney.dashboard.routes import _PLOTLY
 from jitney.dashboard.sessions import _COOKIE, _LIFETIME_S, _MAX_SESSIONS, Sessions
 from jitney.dashboard.sse import _FEED_VERSION
 from jitney.dashboard.viewers import Viewer
-from jitney.engine.api.access import _MOST_ALIKE, NOBODY, ApiKeys, Identity
-from jitney.engine.api.app import create_app
-from jitney.engine.api.routing import Role
-from jitney.engine.api.settings import ServerSettings, digest_key
+from jitney.engine.server.app import create_app
+from jitney.engine.server.http.access import _MOST_ALIKE, NOBODY, ApiKeys, Identity
+from jitney.engine.server.http.routing import Role
+from jitney.engine.server.http.settings import ServerSettings, digest_key
 
 KEY = "a secret key"
 PATHS = (
@@ -265,7 +265,7 @@ def test_a_cookie_stays_under_the_pages_path(client):
 
 
 def test_loading_is_an_error_in_the_endpoints_form(client):
-    from jitney.engine.errors import RequestError
+    from jitney.engine.common.errors import RequestError
 
     async def loading():
         raise RequestError("the model is still loading", code="loading")

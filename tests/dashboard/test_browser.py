@@ -25,12 +25,14 @@ from page_browser import (
 )
 
 from jitney.dashboard import Dashboard
-from jitney.engine.api.settings import ServerSettings, digest_key
-from jitney.engine.errors import ErrorInfo
-from jitney.engine.messages import CanaryFinding, Progress, StepReport
-from jitney.engine.ports import free_port
-from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
-from jitney.engine.types import EngineRequest, KernelProof, SamplingParams, Seat, SequenceOutput
+from jitney.engine.common.engine_info import KernelProof, Seat
+from jitney.engine.common.errors import ErrorInfo
+from jitney.engine.common.messages import CanaryFinding, Progress, StepReport
+from jitney.engine.common.outputs import SequenceOutput
+from jitney.engine.common.ports import free_port
+from jitney.engine.common.requests import EngineRequest, SamplingParams
+from jitney.engine.common.row_kinds import ROW_KIND_TABLE
+from jitney.engine.server.http.settings import ServerSettings, digest_key
 
 MARKUP = "<img src=x onerror=alert(1)>"
 

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from page_browser import holds_text, state
 
-from jitney.engine.ports import free_port
+from jitney.engine.common.ports import free_port
 
 FLAGS = (
     "tiny-random",

@@ -19,10 +19,11 @@ from jitney.dashboard import feed as feed_module
 from jitney.dashboard import snapshot, sse, timeline
 from jitney.dashboard.feed import Feed
 from jitney.dashboard.viewers import _QUEUE, TooManyViewers, Viewer
-from jitney.engine.errors import RequestError
-from jitney.engine.messages import Progress, SequenceEvent, StepReport
-from jitney.engine.records import ROW_KINDS
-from jitney.engine.types import KernelProof, Seat, SequenceOutput
+from jitney.engine.common.engine_info import KernelProof, Seat
+from jitney.engine.common.errors import RequestError
+from jitney.engine.common.messages import Progress, SequenceEvent, StepReport
+from jitney.engine.common.outputs import SequenceOutput
+from jitney.engine.common.records import ROW_KINDS
 
 #: A request of the scripted engine, which has a stream under way.
 MARKUP = "<img src=x onerror=alert(1)>"

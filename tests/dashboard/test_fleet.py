@@ -27,12 +27,12 @@ from jitney.dashboard.pulse import _PULSE_VERSION, Pulse, _pulse_of
 from jitney.dashboard.remote import RemoteEngine
 from jitney.dashboard.sse import SEAT_STATES
 from jitney.dashboard.viewers import Viewer
-from jitney.engine.api.access import EVERYBODY, Identity
-from jitney.engine.api.routing import Role
-from jitney.engine.api.settings import ServerSettings, digest_key
-from jitney.engine.errors import ConfigError
-from jitney.engine.messages import Progress
-from jitney.engine.ports import free_port
+from jitney.engine.common.errors import ConfigError
+from jitney.engine.common.messages import Progress
+from jitney.engine.common.ports import free_port
+from jitney.engine.server.http.access import EVERYBODY, Identity
+from jitney.engine.server.http.routing import Role
+from jitney.engine.server.http.settings import ServerSettings, digest_key
 
 USER = Identity(Role.USER, "somebody")
 #: Seconds until a test gives up.

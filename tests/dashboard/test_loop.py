@@ -12,10 +12,11 @@ from history_fakes import long_history
 from loop_lag import lag_of_loop
 from page_fakes import browser, page
 
-from jitney.dashboard.lab import Experiment, Lab
+from jitney.dashboard.lab import Experiment
+from jitney.engine.common.history import History
 from jitney.engine.config.schema import EngineSection
-from jitney.engine.simulation.replay import ReplayJob
-from jitney.engine.telemetry.history import History
+from jitney.engine.lab.policy_lab import Lab
+from jitney.engine.lab.simulation.replay import ReplayJob
 
 #: Seconds of computing; all at once the trace took 0.1 to 0.9, by machine and load.
 _LONGEST = 0.03

@@ -18,7 +18,7 @@ from sliced_work import at_once
 
 from jitney.dashboard import report, timeline
 from jitney.dashboard.auth import _REPORT_POLICY
-from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
+from jitney.engine.common.row_kinds import ROW_KIND_TABLE
 
 
 class Reader(HTMLParser):

@@ -16,13 +16,14 @@ from page_fakes import get, page
 from sliced_work import at_once
 
 from jitney.dashboard import latency, request_detail, timeline
-from jitney.engine.api.access import Identity
-from jitney.engine.api.routing import Role
-from jitney.engine.errors import ErrorInfo
-from jitney.engine.messages import StepReport
-from jitney.engine.records import ROW_KINDS, STEP_DTYPE
-from jitney.engine.telemetry.history import History
-from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput
+from jitney.engine.common.errors import ErrorInfo
+from jitney.engine.common.history import History
+from jitney.engine.common.messages import StepReport
+from jitney.engine.common.outputs import SequenceOutput
+from jitney.engine.common.records import ROW_KINDS, STEP_DTYPE
+from jitney.engine.common.requests import EngineRequest, SamplingParams
+from jitney.engine.server.http.access import Identity
+from jitney.engine.server.http.routing import Role
 
 
 def serve(watched: Watched):

@@ -17,12 +17,13 @@ from jitney.dashboard import Dashboard, sse
 from jitney.dashboard.engine_routes import ENGINE_ROUTES
 from jitney.dashboard.remote import RemoteEngine
 from jitney.dashboard.standalone import Standalone
-from jitney.engine.api.app import create_app
-from jitney.engine.api.routes import ROUTES
-from jitney.engine.api.routing import Role
-from jitney.engine.api.settings import ServerSettings, digest_key
-from jitney.engine.messages import PromptChunk, SequenceEvent, StepReport
-from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput
+from jitney.engine.common.messages import PromptChunk, SequenceEvent, StepReport
+from jitney.engine.common.outputs import SequenceOutput
+from jitney.engine.common.requests import EngineRequest, SamplingParams
+from jitney.engine.server.app import create_app
+from jitney.engine.server.http.routes import ROUTES
+from jitney.engine.server.http.routing import Role
+from jitney.engine.server.http.settings import ServerSettings, digest_key
 
 ANN, BEN, ROOT = "ann's key", "ben's key", "the operator's key"
 SETTINGS = ServerSettings(
@@ -274,7 +275,7 @@ def test_a_users_feed_names_nobody_else(shared):
 def test_deltas_and_events_name_nobody_else(shared):
     """Two viewers of one feed, and what happens while they watch."""
     from jitney.dashboard.feed import Feed
-    from jitney.engine.api.access import Identity
+    from jitney.engine.server.http.access import Identity
 
     async def take(viewer, until: str) -> list[tuple[str, Any]]:
         got = []
@@ -310,7 +311,7 @@ def test_deltas_and_events_name_nobody_else(shared):
 def test_no_user_takes_all_places_of_the_feed(shared):
     from jitney.dashboard.feed import Feed
     from jitney.dashboard.viewers import TooManyViewers
-    from jitney.engine.api.access import Identity
+    from jitney.engine.server.http.access import Identity
 
     async def session() -> None:
         feed = Feed(shared)

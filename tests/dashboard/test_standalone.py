@@ -23,10 +23,11 @@ from jitney.dashboard import Dashboard, sse
 from jitney.dashboard.remote import RemoteEngine, Unreachable
 from jitney.dashboard.replica import ReplicaView
 from jitney.dashboard.standalone import Standalone
-from jitney.engine.api.app import create_app
-from jitney.engine.api.settings import ServerSettings, digest_key
 from jitney.engine.cli import main
 from jitney.engine.config.schema import EngineSection
+from jitney.engine.lab.policy_lab import Lab
+from jitney.engine.server.app import create_app
+from jitney.engine.server.http.settings import ServerSettings, digest_key
 
 KEY = "the engines' key"
 
@@ -35,7 +36,7 @@ def engine_app(client: FakeClient, *keys: str):
     settings = ServerSettings(
         admin_keys=tuple(map(digest_key, keys)), public_prefixes=("/dashboard/",)
     )
-    routes = Dashboard(client, settings, engine=EngineSection).mounted("/dashboard")  # type: ignore[arg-type]
+    routes = Dashboard(client, settings, lab=Lab(client, EngineSection)).mounted("/dashboard")  # type: ignore[arg-type]
     return create_app(client, ByteTokenizer(), settings, "m", routes)  # type: ignore[arg-type]
 
 

@@ -642,7 +642,7 @@ def test_a_last_block_that_is_wrong_is_found():
 
 
 def test_the_cut_of_top_k_and_top_p_is_proved():
-    from jitney.engine.executor.sampling import threshold
+    from jitney.engine.core.executor.sampling import threshold
 
     def ignores_p(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
         return threshold(scaled, top_k, jnp.ones_like(top_p))

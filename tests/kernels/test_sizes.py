@@ -23,8 +23,8 @@ from jax.sharding import AbstractMesh
 from places import SUPPORT
 from sparse_arrays import TOO_MANY, large_pool
 
-from jitney.engine.checkpoints.families import tiny_config
-from jitney.engine.models.sharding import TENSOR, Shares
+from jitney.engine.core.models.sharding import TENSOR, Shares
+from jitney.engine.core.weights.checkpoints.families import tiny_config
 from jitney.kernels.interface import AttentionMeta, KernelError
 from jitney.kernels.select import select
 

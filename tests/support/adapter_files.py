@@ -12,8 +12,8 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from jitney.engine.checkpoints.model_config import ModelConfig
-from jitney.engine.models.llama import Llama
+from jitney.engine.core.models.llama import Llama
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _TENSORS = "adapter_model.safetensors"

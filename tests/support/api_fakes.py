@@ -20,28 +20,21 @@ import uvicorn
 from engine_infos import engine_info
 from server_settings import server_settings
 
-from jitney.engine.api.access import ApiKeys
-from jitney.engine.api.app import create_app
-from jitney.engine.api.connections import Connections
-from jitney.engine.api.protocol import http_protocol
-from jitney.engine.api.settings import ServerSettings
-from jitney.engine.conversation.template_abilities import ChatAbilities
-from jitney.engine.errors import ErrorInfo, RequestError
-from jitney.engine.messages import Progress, SeatMap
-from jitney.engine.process.client import OutputListener
-from jitney.engine.process.counters import EngineCounters
-from jitney.engine.telemetry.history import History
-from jitney.engine.text.fill_in import FillIn
-from jitney.engine.types import (
-    EngineInfo,
-    EngineRequest,
-    EngineState,
-    FinishReason,
-    PromptLogprobs,
-    Seat,
-    SequenceOutput,
-    TokenLogprobs,
-)
+from jitney.engine.common.engine_info import EngineInfo, EngineState, Seat
+from jitney.engine.common.errors import ErrorInfo, RequestError
+from jitney.engine.common.history import History
+from jitney.engine.common.messages import Progress, SeatMap
+from jitney.engine.common.outputs import FinishReason, PromptLogprobs, SequenceOutput, TokenLogprobs
+from jitney.engine.common.requests import EngineRequest
+from jitney.engine.core.text.fill_in import FillIn
+from jitney.engine.server.app import create_app
+from jitney.engine.server.chat.conversation.template_abilities import ChatAbilities
+from jitney.engine.server.http.access import ApiKeys
+from jitney.engine.server.http.connections import Connections
+from jitney.engine.server.http.protocol import http_protocol
+from jitney.engine.server.http.settings import ServerSettings
+from jitney.engine.server.process.client import OutputListener
+from jitney.engine.server.process.counters import EngineCounters
 
 EOS, BOS = 256, 257
 VOCAB = 260

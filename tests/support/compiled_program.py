@@ -27,17 +27,17 @@ from memory_traffic import Account, account
 from places import DATA
 from shipped import shipped_options
 
-from jitney.engine.checkpoints.model_config import ModelConfig
-from jitney.engine.executor.program import StateSizes, _compiler_options
-from jitney.engine.models.mixture import ExpertLinear
-from jitney.engine.models.protocol import Model
-from jitney.engine.models.quantization import KV_TYPES
-from jitney.engine.models.registry import abstract_model
-from jitney.engine.models.sharding import make_mesh
-from jitney.engine.scheduler.buckets import Bucket
-from jitney.engine.scheduler.plan import StepWork
-from jitney.engine.simulation.devices import DEVICES, Accelerator
-from jitney.engine.simulation.roofline import SHAPES, ModelCost
+from jitney.engine.core.executor.program import StateSizes, _compiler_options
+from jitney.engine.core.models.mixture import ExpertLinear
+from jitney.engine.core.models.protocol import Model
+from jitney.engine.core.models.quantization import KV_TYPES
+from jitney.engine.core.models.registry import abstract_model
+from jitney.engine.core.models.sharding import make_mesh
+from jitney.engine.core.scheduler.buckets import Bucket
+from jitney.engine.core.scheduler.plan import StepWork
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
+from jitney.engine.lab.simulation.devices import DEVICES, Accelerator
+from jitney.engine.lab.simulation.roofline import SHAPES, ModelCost
 from jitney.kernels import eight_bits
 from jitney.kernels.interface import KernelSet
 from jitney.kernels.select import _pallas_set, _triton_for

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from jitney.engine.api.request import _template_message
-from jitney.engine.api.schema import Message
-from jitney.engine.conversation.formats import TurnFormat
-from jitney.engine.conversation.messages import shaped_messages
-from jitney.engine.conversation.template_abilities import ChatAbilities
-from jitney.engine.conversation.tools import Tool, ToolUse
-from jitney.engine.errors import RequestError
-from jitney.engine.text.template_worker import TemplateSource, _render, reason_of
+from jitney.engine.common.errors import RequestError
+from jitney.engine.core.text.template_worker import TemplateSource, _render, reason_of
+from jitney.engine.server.chat.conversation.formats import TurnFormat
+from jitney.engine.server.chat.conversation.messages import shaped_messages
+from jitney.engine.server.chat.conversation.template_abilities import ChatAbilities
+from jitney.engine.server.chat.conversation.tools import Tool, ToolUse
+from jitney.engine.server.chat.request import _template_message
+from jitney.engine.server.chat.schema import Message
 
 type Json = dict[str, Any]
 

@@ -6,9 +6,10 @@ import random
 
 from fakes import VOCAB, FakeClock, code_of, ends_of, make_request, solo, tokens_of
 
-from jitney.engine.core import EngineCore
-from jitney.engine.scheduler.admission import _sibling_seed
-from jitney.engine.types import EngineRequest, SequenceOutput
+from jitney.engine.common.outputs import SequenceOutput
+from jitney.engine.common.requests import EngineRequest
+from jitney.engine.core.engine_core import EngineCore
+from jitney.engine.core.scheduler.admission import _sibling_seed
 
 CONTEXT, PAGES, PAGE_SIZE = 40, 15, 4
 

@@ -7,15 +7,15 @@ import random
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from jitney.engine.messages import StepReport
-from jitney.engine.simulation.drive import Offer, drive
-from jitney.engine.simulation.engine_shape import EngineShape
-from jitney.engine.simulation.simulator import VirtualDevice
-from jitney.engine.simulation.step_table import StepTimes
-from jitney.engine.simulation.workload import Arrival
-from jitney.engine.telemetry.history import RequestRecords
-from jitney.engine.telemetry.request_record import RequestRecord
-from jitney.engine.types import EngineRequest
+from jitney.engine.common.history import RequestRecords
+from jitney.engine.common.messages import StepReport
+from jitney.engine.common.request_record import RequestRecord
+from jitney.engine.common.requests import EngineRequest
+from jitney.engine.common.trace import Arrival
+from jitney.engine.lab.simulation.drive import Offer, drive
+from jitney.engine.lab.simulation.engine_shape import EngineShape
+from jitney.engine.lab.simulation.simulator import VirtualDevice
+from jitney.engine.lab.simulation.step_table import StepTimes
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from jitney.engine.types import EngineInfo
+from jitney.engine.common.engine_info import EngineInfo
 
 _GROUPS = {
     name: {field.encode_name for field in msgspec.structs.fields(kind)}

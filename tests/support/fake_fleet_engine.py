@@ -14,9 +14,10 @@ from collections.abc import AsyncIterator
 import uvicorn
 from api_fakes import FakeClient, Script, make_app
 
-from jitney.engine.api.access import ApiKeys
-from jitney.engine.api.settings import ServerSettings, digest_key
-from jitney.engine.types import EngineRequest, SequenceOutput
+from jitney.engine.common.outputs import SequenceOutput
+from jitney.engine.common.requests import EngineRequest
+from jitney.engine.server.http.access import ApiKeys
+from jitney.engine.server.http.settings import ServerSettings, digest_key
 
 _TEXT = "Hello, wörld! " * 4
 #: Seconds before each token, as a rule, and where the prompt asks for it.

@@ -15,14 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from jitney.engine.core import EngineCore
-from jitney.engine.records import Ledger
-from jitney.engine.scheduler.buckets import Buckets
-from jitney.engine.scheduler.kv_pages import PagePool
-from jitney.engine.scheduler.limits import SchedulerLimits
-from jitney.engine.scheduler.plan import MaskedRow, Plan, StepResult, StepWork
-from jitney.engine.scheduler.scheduler import Scheduler
-from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput, TokenLogprobs
+from jitney.engine.common.outputs import SequenceOutput, TokenLogprobs
+from jitney.engine.common.records import Ledger
+from jitney.engine.common.requests import EngineRequest, SamplingParams
+from jitney.engine.core.engine_core import EngineCore
+from jitney.engine.core.scheduler.buckets import Buckets
+from jitney.engine.core.scheduler.kv_pages import PagePool
+from jitney.engine.core.scheduler.limits import SchedulerLimits
+from jitney.engine.core.scheduler.plan import MaskedRow, Plan, StepResult, StepWork
+from jitney.engine.core.scheduler.scheduler import Scheduler
 
 VOCAB, EOS = 40, 0
 

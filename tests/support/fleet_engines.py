@@ -14,12 +14,12 @@ from api_fakes import FakeClient, Script, make_app, served, until
 from server_settings import server_settings
 from starlette.applications import Starlette
 
-from jitney.engine.api.service import Service
 from jitney.engine.fleet.build import FleetParts, open_fleet
 from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.fleet import Fleet
 from jitney.engine.fleet.ingress import create_ingress
 from jitney.engine.fleet.replicas import Replica
+from jitney.engine.server.http.service import Service
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Where to?"}], "max_tokens": 40}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jitney.engine.fleet.metrics import FleetMetrics
 from jitney.engine.fleet.replicas import Replica
-from jitney.engine.fleet.rollout import PromotionRule, Rollout
+from jitney.engine.fleet.rollout.rollout import PromotionRule, Rollout
 
 
 def fleet_metrics() -> FleetMetrics:

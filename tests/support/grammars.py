@@ -12,10 +12,10 @@ from fakes import EOS, VOCAB, make_core
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from jitney.engine.core import EngineCore
-from jitney.engine.structured import grammar
-from jitney.engine.structured.compiling import new_matcher
-from jitney.engine.types import Grammar
+from jitney.engine.common.requests import Grammar
+from jitney.engine.core.engine_core import EngineCore
+from jitney.engine.core.grammar import grammar
+from jitney.engine.core.grammar.compiling import new_matcher
 
 #: By token id; token 0 ends a text.
 CHARACTERS = 'abcdefghijklmnopqrstu0123456789{}[]":,-'
@@ -61,7 +61,7 @@ _LONG = 150
 
 def may_be_written(schema: Any, *texts: str) -> list[bool]:
     """Whether each text is one that the schema allows, whole."""
-    matcher = new_matcher(grammar.json_schema(schema), BYTES)
+    matcher = new_matcher(grammar.schema_grammar(schema), BYTES)
     return [accepts(matcher, text) for text in texts]
 
 

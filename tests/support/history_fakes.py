@@ -11,11 +11,11 @@ import numpy as np
 from engine_infos import changed, engine_info
 from fakes import FakeClock, make_core, make_request, tokens_of
 
-from jitney.engine import messages
-from jitney.engine.messages import SequenceEvent
-from jitney.engine.records import STEP_DTYPE
-from jitney.engine.telemetry.history import History
-from jitney.engine.types import SequenceOutput
+from jitney.engine.common import messages
+from jitney.engine.common.history import History
+from jitney.engine.common.messages import SequenceEvent
+from jitney.engine.common.outputs import SequenceOutput
+from jitney.engine.common.records import STEP_DTYPE
 
 INFO = engine_info()
 

@@ -16,10 +16,11 @@ import pytest
 from outputs import Outputs
 
 from jitney.engine import LLM
+from jitney.engine.common.outputs import SequenceOutput
+from jitney.engine.common.ports import free_port
+from jitney.engine.common.requests import EngineRequest, SamplingParams
 from jitney.engine.config.layers import load_config
-from jitney.engine.ports import free_port
-from jitney.engine.process.supervisor import ProcessClient
-from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput
+from jitney.engine.server.process.supervisor import ProcessClient
 
 #: Of a tiny model on a CPU: few sizes, since every process compiles them.
 TINY: dict[str, Any] = {

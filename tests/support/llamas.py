@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jitney.engine.models.llama import Llama
-from jitney.engine.models.protocol import Model
+from jitney.engine.core.models.llama import Llama
+from jitney.engine.core.models.protocol import Model
 
 
 def as_llama(model: Model) -> Llama:

@@ -21,15 +21,15 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jitney.engine.checkpoints.families import tiny_config
-from jitney.engine.checkpoints.model_config import ModelConfig
-from jitney.engine.checkpoints.names import Target
-from jitney.engine.checkpoints.sources import ModelSource
-from jitney.engine.loading import load, repack
-from jitney.engine.loading.stored_matrix import Along, Field, StoredMatrix
-from jitney.engine.models.llama import Llama
-from jitney.engine.models.quantization import Packed, quantise
-from jitney.engine.models.sharding import TENSOR, Shares, _run_on_each, make_mesh
+from jitney.engine.core.models.llama import Llama
+from jitney.engine.core.models.quantization import Packed, quantise
+from jitney.engine.core.models.sharding import TENSOR, Shares, _run_on_each, make_mesh
+from jitney.engine.core.weights import load, repack
+from jitney.engine.core.weights.checkpoints.families import tiny_config
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
+from jitney.engine.core.weights.checkpoints.names import Target
+from jitney.engine.core.weights.checkpoints.sources import ModelSource
+from jitney.engine.core.weights.stored_matrix import Along, Field, StoredMatrix
 
 #: The sizes of a Llama of 70 billion weights by 16, and as many query heads to a KV head.
 SMALL_70B = replace(

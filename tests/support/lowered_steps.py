@@ -8,11 +8,11 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jitney.engine.checkpoints.names import Path
-from jitney.engine.executor.program import Program, StateSizes
-from jitney.engine.models.protocol import Model
-from jitney.engine.models.sharding import TENSOR, _sharding_of, engines_of, whole_shape
-from jitney.engine.scheduler.buckets import Bucket
+from jitney.engine.core.executor.program import Program, StateSizes
+from jitney.engine.core.models.protocol import Model
+from jitney.engine.core.models.sharding import TENSOR, _sharding_of, engines_of, whole_shape
+from jitney.engine.core.scheduler.buckets import Bucket
+from jitney.engine.core.weights.checkpoints.names import Path
 from jitney.kernels.interface import Kernels
 
 

@@ -8,7 +8,7 @@ import time
 
 import msgspec
 
-from jitney.engine.worker_pipe import WorkerPipe
+from jitney.engine.common.worker_pipe import WorkerPipe
 
 
 class Order(msgspec.Struct, frozen=True):

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jitney.engine.models.hidden import Hidden
-from jitney.engine.models.layers import RowFacts
-from jitney.engine.models.llama import Llama
-from jitney.engine.models.protocol import Model
+from jitney.engine.core.models.hidden import Hidden
+from jitney.engine.core.models.layers import RowFacts
+from jitney.engine.core.models.llama import Llama
+from jitney.engine.core.models.protocol import Model
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.select import select
 

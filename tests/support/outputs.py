@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from jitney.engine.process.client import EngineClient
-from jitney.engine.types import EngineRequest, SequenceOutput
+from jitney.engine.common.outputs import SequenceOutput
+from jitney.engine.common.requests import EngineRequest
+from jitney.engine.server.process.client import EngineClient
 
 
 class Outputs:

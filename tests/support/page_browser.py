@@ -15,8 +15,8 @@ import uvicorn
 from api_fakes import ByteTokenizer, until
 
 from jitney.dashboard import Dashboard
-from jitney.engine.api.app import create_app
-from jitney.engine.api.settings import ServerSettings
+from jitney.engine.server.app import create_app
+from jitney.engine.server.http.settings import ServerSettings
 
 CHROMIUM = "/usr/bin/chromium"
 ARGUMENTS = [

@@ -9,7 +9,7 @@ from starlette.applications import Starlette
 from jitney.dashboard import Dashboard
 from jitney.dashboard.feed import Feed
 from jitney.dashboard.relay import Relay
-from jitney.engine.api.settings import ServerSettings, digest_key
+from jitney.engine.server.http.settings import ServerSettings, digest_key
 
 
 def page(client: FakeClient, *keys: str) -> Starlette:

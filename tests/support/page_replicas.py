@@ -12,15 +12,17 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from jitney.dashboard import Dashboard
-from jitney.engine.api.errors import HttpError
-from jitney.engine.api.settings import ServerSettings
-from jitney.engine.errors import RequestError
-from jitney.engine.fleet.comparison import ARMS, Comparison, RequestOutcome
-from jitney.engine.fleet.rollout import KeyPlace, PromotionRule, Rollout
-from jitney.engine.messages import SequenceEvent, StepReport
-from jitney.engine.process.counters import EngineCounters
-from jitney.engine.telemetry.history import History
-from jitney.engine.types import EngineInfo, EngineRequest, JsonDict, SamplingParams, SequenceOutput
+from jitney.engine.common.engine_info import EngineInfo
+from jitney.engine.common.errors import RequestError
+from jitney.engine.common.history import History
+from jitney.engine.common.messages import SequenceEvent, StepReport
+from jitney.engine.common.outputs import SequenceOutput
+from jitney.engine.common.requests import EngineRequest, JsonDict, SamplingParams
+from jitney.engine.fleet.rollout.comparison import ARMS, Comparison, RequestOutcome
+from jitney.engine.fleet.rollout.rollout import KeyPlace, PromotionRule, Rollout
+from jitney.engine.server.http.errors import HttpError
+from jitney.engine.server.http.settings import ServerSettings
+from jitney.engine.server.process.counters import EngineCounters
 
 
 class FakeReplica:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
-from jitney.engine.conversation import families
+from jitney.engine.server.chat.conversation import families
 
 
 class _Named(Protocol):

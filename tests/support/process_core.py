@@ -16,10 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 from engine_infos import engine_info
 
-from jitney.engine.errors import ErrorInfo, ModelError, RequestError
-from jitney.engine.messages import AskSeatMap, Progress, SeatMap, SequenceEvent, StepReport
-from jitney.engine.records import STEP_DTYPE
-from jitney.engine.types import EngineRequest, FinishReason, Seat, SequenceOutput
+from jitney.engine.common.engine_info import Seat
+from jitney.engine.common.errors import ErrorInfo, ModelError, RequestError
+from jitney.engine.common.messages import AskSeatMap, Progress, SeatMap, SequenceEvent, StepReport
+from jitney.engine.common.outputs import FinishReason, SequenceOutput
+from jitney.engine.common.records import STEP_DTYPE
+from jitney.engine.common.requests import EngineRequest
 
 RAISE, DIE, PAUSE, HANG_ONCE, RAISE_ONCE, DIE_ONCE, FAIL = 900, 901, 902, 903, 904, 905, 906
 INFO = engine_info(

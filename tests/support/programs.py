@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from jitney.engine.build import build_engine
-from jitney.engine.core import EngineCore
-from jitney.engine.executor.choices import Choices
-from jitney.engine.executor.runner import Runner
-from jitney.engine.scheduler.buckets import Bucket
-from jitney.engine.types import EngineInfo
+from jitney.engine.common.engine_info import EngineInfo
+from jitney.engine.core.build import build_engine
+from jitney.engine.core.engine_core import EngineCore
+from jitney.engine.core.executor.choices import Choices
+from jitney.engine.core.executor.runner import Runner
+from jitney.engine.core.scheduler.buckets import Bucket
 
 
 class ProgramsWhenUsed(dict[tuple[Bucket, bool], Any]):

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jitney.engine.fleet.answering import ModelAnswer, ModelStream
-from jitney.engine.fleet.question import Question
+from jitney.engine.fleet.compositions.answering import ModelAnswer, ModelStream
+from jitney.engine.fleet.compositions.question import Question
 
 
 @dataclass

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from jitney.engine.checkpoints.model_config import ModelConfig
-from jitney.engine.executor.program import StateSizes
-from jitney.engine.executor.proving import served_by
-from jitney.engine.models.protocol import Model
-from jitney.engine.scheduler.buckets import Buckets
+from jitney.engine.core.executor.program import StateSizes
+from jitney.engine.core.executor.proving import served_by
+from jitney.engine.core.models.protocol import Model
+from jitney.engine.core.scheduler.buckets import Buckets
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.kernels.proof_shapes import ServedShapes
 
 

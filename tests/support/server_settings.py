@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from jitney.engine.api.settings import ServerSettings
 from jitney.engine.config.schema import ServerSection
+from jitney.engine.server.http.settings import ServerSettings
 
 _OWN = {field.name for field in fields(ServerSettings)} - {"server"}
 

@@ -30,30 +30,31 @@ from lowered_steps import lower_step
 from programs import await_use
 from served_shapes import shapes_served
 
-from jitney.engine import LLM, SamplingParams, build
-from jitney.engine.checkpoints import families
-from jitney.engine.checkpoints.families import tiny_config
-from jitney.engine.checkpoints.sources import ModelSource
+from jitney.engine import LLM, SamplingParams
 from jitney.engine.cli import generate, main
-from jitney.engine.cli.display import load_llm
+from jitney.engine.common.machine import cpu_name
+from jitney.engine.common.requests import Grammar
 from jitney.engine.config.schema import Config
-from jitney.engine.executor.program import _POOL, Program, StateSizes
-from jitney.engine.executor.runner import Runner
-from jitney.engine.loading.load import WeightStorage, load_model, load_shapes
-from jitney.engine.loading.quantising import _calibrate
-from jitney.engine.machine import cpu_name
-from jitney.engine.models.layers import Linear
-from jitney.engine.models.quantization import quantise
-from jitney.engine.models.registry import abstract_model
-from jitney.engine.models.sharding import (
+from jitney.engine.core import build
+from jitney.engine.core.display import load_llm
+from jitney.engine.core.executor.program import _POOL, Program, StateSizes
+from jitney.engine.core.executor.runner import Runner
+from jitney.engine.core.models.layers import Linear
+from jitney.engine.core.models.quantization import quantise
+from jitney.engine.core.models.registry import abstract_model
+from jitney.engine.core.models.sharding import (
     TENSOR,
     WHOLE,
     _sharding_of,
     make_mesh,
     of_each_engine,
 )
-from jitney.engine.scheduler.buckets import Bucket
-from jitney.engine.types import Grammar
+from jitney.engine.core.scheduler.buckets import Bucket
+from jitney.engine.core.weights.checkpoints import families
+from jitney.engine.core.weights.checkpoints.families import tiny_config
+from jitney.engine.core.weights.checkpoints.sources import ModelSource
+from jitney.engine.core.weights.load import WeightStorage, load_model, load_shapes
+from jitney.engine.core.weights.quantising import _calibrate
 from jitney.kernels import eight_bits, experts
 from jitney.kernels.interface import Fp8Products
 from jitney.kernels.reference import matmul_fp8

@@ -11,9 +11,15 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from jitney.engine.fleet.comparison import ARMS, FIGURES, ArmName, Comparison, RequestOutcome
 from jitney.engine.fleet.replicas import EngineShare, Replica
-from jitney.engine.fleet.rollout import KeyPlace, Rollout
+from jitney.engine.fleet.rollout.comparison import (
+    ARMS,
+    FIGURES,
+    ArmName,
+    Comparison,
+    RequestOutcome,
+)
+from jitney.engine.fleet.rollout.rollout import KeyPlace, Rollout
 
 #: Of a step: seconds, and seconds more for each request that is in it.
 _STEP_S, _ROW_S = 0.02, 0.004

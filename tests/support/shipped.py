@@ -6,7 +6,7 @@ import re
 from importlib.metadata import version
 from pathlib import Path
 
-from jitney.engine.executor.autotuning import _SHIPPED, RESULTS
+from jitney.engine.core.executor.autotuning import _SHIPPED, RESULTS
 
 
 def shipped_options(word: str, capability: str, shipped: Path = _SHIPPED) -> dict[str, str]:

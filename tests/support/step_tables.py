@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jitney.engine.simulation.step_table import Curve, StepTable
+from jitney.engine.lab.simulation.step_table import Curve, StepTable
 
 
 def constant_table(seconds: float) -> StepTable:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from jitney.engine.simulation.workload import Arrival, TraceLine
+from jitney.engine.common.trace import Arrival, TraceLine
 
 
 def write_trace(path: Path, arrivals: Iterable[Arrival]) -> None:

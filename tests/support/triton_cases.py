@@ -333,9 +333,9 @@ def whole_model(normed: bool, kv: str = "auto", *, unfused: bool = False) -> dic
     """Logits of a small Llama over a mixed step, and over the decode step after it, against the
     reference kernels. unfused: also with the attention that rotates and writes nothing.
     """
-    from jitney.engine.checkpoints.model_config import ModelConfig
-    from jitney.engine.models.hidden import Hidden
-    from jitney.engine.models.registry import random_model
+    from jitney.engine.core.models.hidden import Hidden
+    from jitney.engine.core.models.registry import random_model
+    from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 
     config = ModelConfig(
         architecture="LlamaForCausalLM",
@@ -386,9 +386,9 @@ def sampled_tokens() -> dict[str, Any]:
     """Rows that draw another token when the kernel finds top-k and top-p instead of the sampler's
     own search.
     """
-    from jitney.engine.executor.inputs import SAMPLING
-    from jitney.engine.executor.sampling import Sampler, SamplingRows, SeatState
-    from jitney.engine.types import SamplingParams
+    from jitney.engine.common.requests import SamplingParams
+    from jitney.engine.core.executor.inputs import SAMPLING
+    from jitney.engine.core.executor.sampling import Sampler, SamplingRows, SeatState
 
     rng = np.random.default_rng(11)
     n, vocab = 16, 700

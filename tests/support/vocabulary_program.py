@@ -16,16 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jitney.engine.executor.inputs import BIASED, PENALISED, SCORED
-from jitney.engine.executor.program import _COLUMNS
-from jitney.engine.executor.sampling import (
-    _IN_PROMPT,
-    Sampler,
-    SamplingRows,
-    SeatState,
-)
-from jitney.engine.executor.vocabulary import SplitVocabulary, Vocabulary
-from jitney.engine.models.sharding import WHOLE, make_mesh
+from jitney.engine.core.executor.inputs import BIASED, PENALISED, SCORED
+from jitney.engine.core.executor.program import _COLUMNS
+from jitney.engine.core.executor.sampling import _IN_PROMPT, Sampler, SamplingRows, SeatState
+from jitney.engine.core.executor.vocabulary import SplitVocabulary, Vocabulary
+from jitney.engine.core.models.sharding import WHOLE, make_mesh
 
 #: No multiple of 128 on 2 and 4 devices: lanes reach over the ends of their columns.
 VOCAB, ROWS = 3000, 48

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jitney.engine import build
+from jitney.engine.core import build
 from jitney.kernels import reference
 from jitney.kernels.interface import KernelSet
 from jitney.kernels.select import reference as reference_set

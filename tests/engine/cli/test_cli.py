@@ -4,7 +4,6 @@ do.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import shlex
@@ -20,14 +19,15 @@ import pytest
 
 from jitney.engine.cli import _COMMANDS, main
 from jitney.engine.cli.chat import _Conversation, _converse
-from jitney.engine.cli.display import _Lines
-from jitney.engine.cli.listen import AcceptedKeys, base_url, listen
 from jitney.engine.cli.serve import _curl_line
+from jitney.engine.common.engine_info import ModelInfo
+from jitney.engine.common.errors import ConfigError, RequestError
+from jitney.engine.common.messages import Progress
+from jitney.engine.common.requests import SamplingParams
 from jitney.engine.config.layers import load_config
 from jitney.engine.config.schema import Config, ServerSection
-from jitney.engine.errors import ConfigError, RequestError
-from jitney.engine.messages import Progress
-from jitney.engine.types import ModelInfo, SamplingParams
+from jitney.engine.core.display import _Lines
+from jitney.engine.server.http.listen import AcceptedKeys, base_url, listen
 
 
 @pytest.fixture(autouse=True)
@@ -85,11 +85,9 @@ def test_version(arguments: list[str], capsys: pytest.CaptureFixture[str]):
 
 def test_every_command_has_a_module_that_runs_it():
     assert set(_COMMANDS.groups) < set(_COMMANDS.table)
-    modules = [name for name in _COMMANDS.table if name not in _COMMANDS.groups]
-    for group in _COMMANDS.groups.values():
-        modules += [group.prefix + name for name in group.table]
-    for name in modules:
-        assert callable(importlib.import_module(f"jitney.engine.cli.{name}").run)
+    for commands in (_COMMANDS, *_COMMANDS.groups.values()):
+        for name in set(commands.table) - set(commands.groups):
+            assert callable(commands.function(name))
 
 
 @pytest.mark.parametrize(
@@ -399,8 +397,8 @@ def test_what_cannot_fit_the_model_is_said_before_anything_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """The core's process is not even started."""
-    from jitney.engine.checkpoints.sources import ModelSource
-    from jitney.engine.process.supervisor import ProcessClient
+    from jitney.engine.core.weights.checkpoints.sources import ModelSource
+    from jitney.engine.server.process.supervisor import ProcessClient
 
     async def no_core(client: ProcessClient) -> None:
         raise AssertionError("the core was started")
@@ -421,7 +419,7 @@ def test_what_cannot_fit_the_model_is_said_before_anything_is_loaded(
 def test_the_short_help_names_the_long_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    from jitney.engine.cli.flags import _USUAL
+    from jitney.engine.config.flags import _USUAL
     from jitney.engine.config.layers import settings
 
     monkeypatch.setenv("COLUMNS", "80")
@@ -446,8 +444,8 @@ def test_a_page_of_no_address_is_refused(word: str, capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("text", ["\x1b]0;mine\x07\x1b[2J", "a\x9b31mb", "x\x7f\r"])
 def test_foreign_text_is_shown_and_not_obeyed(text: str, capsys: pytest.CaptureFixture[str]):
-    from jitney.engine.cli.flags import say
-    from jitney.engine.report.page import Table
+    from jitney.dashboard.reports.page import Table
+    from jitney.engine.config.flags import say
 
     def shown() -> str:
         out, err = capsys.readouterr()

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from api_fakes import FakeClient, make_app, served
 
-from jitney.engine.api.settings import digest_key
 from jitney.engine.cli import main
 from jitney.engine.cli.config_sources import digest_here
 from jitney.engine.config.layers import Layered, load_config
+from jitney.engine.server.http.settings import digest_key
 
 
 @pytest.fixture(autouse=True)

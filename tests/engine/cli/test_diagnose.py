@@ -15,11 +15,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jitney.engine.api.settings import digest_key
 from jitney.engine.cli import diagnose as command
 from jitney.engine.cli import main
-from jitney.engine.ports import free_port
-from jitney.engine.records import STEP_DTYPE
+from jitney.engine.common.ports import free_port
+from jitney.engine.common.records import STEP_DTYPE
+from jitney.engine.server.http.settings import digest_key
 
 
 @pytest.fixture(autouse=True)

@@ -23,16 +23,17 @@ import pytest
 from api_fakes import ByteTokenizer, FakeClient, Script, http_client, until
 
 from jitney.dashboard import Dashboard
-from jitney.engine.api.access import ApiKeys
-from jitney.engine.api.app import create_app
-from jitney.engine.api.connections import Connections
-from jitney.engine.cli.arguments import Arguments
-from jitney.engine.cli.listen import AcceptedKeys, base_url, listen
-from jitney.engine.cli.reload import FreshSettings, Reloader
-from jitney.engine.cli.serve import _reread, limits, web_server
+from jitney.engine.cli.serve import _reread
+from jitney.engine.common.errors import ConfigError
+from jitney.engine.config.arguments import Arguments
 from jitney.engine.config.layers import load_config
 from jitney.engine.config.schema import Config, ServerSection
-from jitney.engine.errors import ConfigError
+from jitney.engine.server.app import create_app
+from jitney.engine.server.http.access import ApiKeys
+from jitney.engine.server.http.connections import Connections
+from jitney.engine.server.http.listen import AcceptedKeys, base_url, listen
+from jitney.engine.server.http.reloader import FreshSettings, Reloader
+from jitney.engine.server.http.web_server import limits, web_server
 
 PROMPT = {"model": "m", "prompt": "Hi", "max_tokens": 200}
 SLOW = Script("x" * 200, delay_s=0.05)
@@ -432,7 +433,7 @@ def test_a_signal_reads_again_unless_the_terminal_is_gone(
 ):
     """The end of a terminal is told by the same signal."""
     terminal = iter([has_terminal, False])
-    monkeypatch.setattr("jitney.engine.cli.reload._has_terminal", lambda: next(terminal))
+    monkeypatch.setattr("jitney.engine.server.http.reloader._has_terminal", lambda: next(terminal))
     read, stopped = asyncio.Event(), asyncio.Event()
 
     def read_again() -> FreshSettings:

@@ -27,8 +27,8 @@ import pytest
 from engine_infos import engine_info
 
 from jitney.engine.cli.serve import _curl_line
+from jitney.engine.common.ports import free_port
 from jitney.engine.config.schema import Config, ServerSection
-from jitney.engine.ports import free_port
 
 FLAGS = (
     "tiny-random",

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from grammars import tokenizer_json
 
-from jitney.engine.checkpoints.sources import ModelSource
-from jitney.engine.cli import equipment
-from jitney.engine.errors import ModelError
+from jitney.engine.common.errors import ModelError
+from jitney.engine.core.weights.checkpoints.sources import ModelSource
+from jitney.engine.server import equipment
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -13,10 +13,10 @@ from pathlib import Path
 import jax
 import pytest
 
-from jitney.engine import build
 from jitney.engine.config.cache_folder import make_folders, make_private, open_compilation_cache
 from jitney.engine.config.kept_sizes import KeptSizes
 from jitney.engine.config.schema import Config, EngineSection
+from jitney.engine.core import build
 
 ROOT = os.geteuid() == 0
 

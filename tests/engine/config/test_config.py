@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from places import ROOT
 from pydantic import ValidationError
 
+from jitney.engine.common.errors import ConfigError
 from jitney.engine.config.layers import Layered, load_config, settings
 from jitney.engine.config.schema import (
     Config,
@@ -23,8 +24,7 @@ from jitney.engine.config.schema import (
     _ModelSection,
     cache_dir,
 )
-from jitney.engine.errors import ConfigError
-from jitney.engine.scheduler.buckets import Buckets
+from jitney.engine.core.scheduler.buckets import Buckets
 
 
 def write(folder: Path, text: str) -> Path:

@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 from places import CONFIGS
 
-from jitney.engine.cli.plan import _COMMAND
-from jitney.engine.cli.plan import run as run_plan
 from jitney.engine.config.layers import load_config
 from jitney.engine.config.schema import Config
-from jitney.engine.scheduler.buckets import Buckets
-from jitney.engine.simulation.planner import Demand, Sizing
-from jitney.engine.simulation.roofline import Roofline, _find_shape
+from jitney.engine.core.scheduler.buckets import Buckets
+from jitney.engine.lab.commands.plan import _COMMAND, plan
+from jitney.engine.lab.simulation.planner import Demand, Sizing
+from jitney.engine.lab.simulation.roofline import Roofline, _find_shape
 
 FOLDER = CONFIGS
 FILES = sorted(FOLDER.glob("*.toml"))
@@ -106,7 +105,7 @@ def test_the_comments_give_the_planner_s_own_answers(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("COLUMNS", "400")
-    assert run_plan(command(file)) == 0
+    assert plan(command(file)) == 0
     lines = [
         line
         for line in capsys.readouterr().out.splitlines()

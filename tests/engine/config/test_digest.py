@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from places import ROOT
 
-from jitney.engine.checkpoints import sources
-from jitney.engine.checkpoints.families import tiny_config
-from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.config.digest import _LEFT_OUT, ConfigReport, configuration_digest, short
 from jitney.engine.config.layers import Layered, load_config, settings
 from jitney.engine.config.schema import Config
+from jitney.engine.core.weights.checkpoints import sources
+from jitney.engine.core.weights.checkpoints.families import tiny_config
+from jitney.engine.core.weights.checkpoints.sources import ModelSource
 
 #: Settings that are part of the digest. A new setting goes here, or into LEFT_OUT.
 COUNTED = {

@@ -10,15 +10,11 @@ from typing import Any
 import pytest
 
 from jitney.engine.cli import main
-from jitney.engine.cli.sizes import ServerSizes
-from jitney.engine.config.kept_sizes import (
-    _FROM_MEASURED,
-    KeptSizes,
-    Value,
-)
+from jitney.engine.common.errors import ConfigError
+from jitney.engine.config.kept_sizes import _FROM_MEASURED, KeptSizes, Value
 from jitney.engine.config.layers import Layered, settings
 from jitney.engine.config.schema import Config, EngineSection, _ModelSection
-from jitney.engine.errors import ConfigError
+from jitney.engine.lab.server_sizes import ServerSizes
 
 SIZES = KeptSizes({"max_seats": 16, "token_budget": 128, "token_buckets": (32, 128)}, "2026-01-02")
 HERE = "some processor, 2 threads"

@@ -16,15 +16,15 @@ import jax
 import pytest
 from places import CONFIGS
 
-from jitney.engine.bench.device import worker
-from jitney.engine.bench.device.rows import PartJob
-from jitney.engine.build import start_jax
-from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.cli import main
+from jitney.engine.common.errors import ConfigError
 from jitney.engine.config import platforms
 from jitney.engine.config.layers import load_config
-from jitney.engine.errors import ConfigError
-from jitney.engine.llm import LLM
+from jitney.engine.core.build import start_jax
+from jitney.engine.core.llm import LLM
+from jitney.engine.core.weights.checkpoints.sources import ModelSource
+from jitney.engine.lab.device import worker
+from jitney.engine.lab.device.rows import PartJob
 
 COMMANDS = ["serve", "generate --prompt x", "chat", "bench policies", "bench step", "bench sweep"]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from jitney.engine.cli import main
-from jitney.engine.cli.arguments import Arguments
-from jitney.engine.cli.flags import FOR, _add_flags, _add_settings, _Parser
+from jitney.engine.config.arguments import Arguments
+from jitney.engine.config.flags import FOR, _add_flags, _add_settings, _Parser
 from jitney.engine.config.layers import _FROM_PRESET, Layered, settings
 from jitney.engine.config.presets import GOALS, preset, runs_on_device
 from jitney.engine.config.schema import EngineSection

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from jitney.engine.fleet.autoscaling import (
+from jitney.engine.fleet.launchers.autoscaling import (
     _LOAD,
     _SEATS,
     _WAIT,

@@ -19,8 +19,8 @@ from openai.types import CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion
 from webhook_receiver import receiving
 
-from jitney.engine.api.settings import digest_key
-from jitney.engine.errors import ErrorInfo
+from jitney.engine.common.errors import ErrorInfo
+from jitney.engine.server.http.settings import digest_key
 
 LINES = [line(f"r{number}", CHATS, max_tokens=20) for number in range(60)]
 

@@ -22,19 +22,20 @@ from api_fakes import FakeClient, Script, served, until
 from fleet_engines import FakeEngine, Served, engines, fleet_of
 from places import ROOT
 
-from jitney.engine.api.settings import digest_key
-from jitney.engine.errors import ConfigError, ErrorInfo
-from jitney.engine.fleet import rollout_keeper
+from jitney.engine.common.errors import ConfigError, ErrorInfo
+from jitney.engine.common.outputs import SequenceOutput
+from jitney.engine.common.requests import EngineRequest
 from jitney.engine.fleet.asked import Asked
-from jitney.engine.fleet.candidate import ModelWithCandidate, _key_of, _Pace, _Wait
-from jitney.engine.fleet.comparison import ARMS, FIGURES, ArmName, RequestOutcome
 from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.metrics import FleetMetrics
 from jitney.engine.fleet.replicas import Replica
-from jitney.engine.fleet.rollout import KeyPlace, PromotionRule, Rollout
-from jitney.engine.fleet.rollout_keeper import RolloutKeeper
+from jitney.engine.fleet.rollout import rollout_keeper
+from jitney.engine.fleet.rollout.candidate import ModelWithCandidate, _key_of, _Pace, _Wait
+from jitney.engine.fleet.rollout.comparison import ARMS, FIGURES, ArmName, RequestOutcome
+from jitney.engine.fleet.rollout.rollout import KeyPlace, PromotionRule, Rollout
+from jitney.engine.fleet.rollout.rollout_keeper import RolloutKeeper
 from jitney.engine.fleet.sections import CandidateSection, ReplicasSection
-from jitney.engine.types import EngineRequest, SequenceOutput
+from jitney.engine.server.http.settings import digest_key
 
 TOKENS = 10
 

@@ -17,9 +17,9 @@ from scripted_models import (
     said_in,
 )
 
-from jitney.engine.api.errors import HttpError
-from jitney.engine.errors import RequestError
-from jitney.engine.fleet.cascade import Cascade, CascadeSettings, Measure
+from jitney.engine.common.errors import RequestError
+from jitney.engine.fleet.compositions.cascade import Cascade, CascadeSettings, Measure
+from jitney.engine.server.http.errors import HttpError
 
 SURE, UNSURE = math.log(0.9), math.log(0.2)
 

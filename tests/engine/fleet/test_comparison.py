@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from shared_engines import requests_of, run_rollout
 
-from jitney.engine.fleet.comparison import (
+from jitney.engine.fleet.rollout.comparison import (
     ARMS,
     FIGURES,
     ArmName,
@@ -20,7 +20,7 @@ from jitney.engine.fleet.comparison import (
     _Matched,
     _Sums,
 )
-from jitney.engine.fleet.rollout import PromotionRule, Rollout
+from jitney.engine.fleet.rollout.rollout import PromotionRule, Rollout
 
 #: Requests a minute of each arm: 5 % go to the candidate.
 STABLE, CANDIDATE = 190, 10

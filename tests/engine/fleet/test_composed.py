@@ -10,14 +10,14 @@ from typing import Any, get_args
 import pytest
 from scripted_models import ScriptedModels, always, chat, chunks, fails, said_in
 
-from jitney.engine.api.errors import HttpError
-from jitney.engine.errors import ConfigError
-from jitney.engine.fleet import pipeline as pipeline_module
-from jitney.engine.fleet.cascade import CascadeSettings
-from jitney.engine.fleet.composed import COMPOSED_KINDS, ComposedModels
-from jitney.engine.fleet.ensemble import EnsembleSettings
-from jitney.engine.fleet.pipeline import PipelineSettings
+from jitney.engine.common.errors import ConfigError
+from jitney.engine.fleet.compositions import pipeline as pipeline_module
+from jitney.engine.fleet.compositions.cascade import CascadeSettings
+from jitney.engine.fleet.compositions.composed import COMPOSED_KINDS, ComposedModels
+from jitney.engine.fleet.compositions.ensemble import EnsembleSettings
+from jitney.engine.fleet.compositions.pipeline import PipelineSettings
 from jitney.engine.fleet.sections import ReplicasSection
+from jitney.engine.server.http.errors import HttpError
 
 
 def cascade(small: str, large: str) -> CascadeSettings:

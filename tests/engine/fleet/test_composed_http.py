@@ -14,7 +14,7 @@ import pytest
 from api_fakes import FakeClient, Script, until
 from fleet_engines import FakeEngine, Served, engines, fleet_of
 
-from jitney.engine.errors import ConfigError, ErrorInfo
+from jitney.engine.common.errors import ConfigError, ErrorInfo
 from jitney.engine.fleet.config import FleetConfig
 
 FLEET = """

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from jitney.engine.common.errors import ConfigError
 from jitney.engine.config.schema import ServerSection
-from jitney.engine.errors import ConfigError
 from jitney.engine.fleet.config import _AS_OF_A_SERVER, _KINDS, FleetConfig
-from jitney.engine.fleet.engine_process import engine_config
+from jitney.engine.fleet.launchers.engine_process import engine_config
 from jitney.engine.fleet.sections import FleetSection, ReplicasSection, _RaySection
 
 GOOD = """

@@ -20,9 +20,9 @@ from scripted_models import (
     said_in,
 )
 
-from jitney.engine.api.errors import HttpError
-from jitney.engine.errors import RequestError
-from jitney.engine.fleet.ensemble import Ensemble, EnsembleSettings
+from jitney.engine.common.errors import RequestError
+from jitney.engine.fleet.compositions.ensemble import Ensemble, EnsembleSettings
+from jitney.engine.server.http.errors import HttpError
 
 
 def ensemble(scripts: ScriptedModels, **fields) -> Ensemble:

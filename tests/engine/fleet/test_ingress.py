@@ -21,7 +21,7 @@ from fleet_engines import (
     toml,
 )
 
-from jitney.engine.errors import ErrorInfo
+from jitney.engine.common.errors import ErrorInfo
 from jitney.engine.fleet.asked import Asked
 
 TEXT = "Hello, wörld!"
@@ -175,7 +175,7 @@ def test_bad_bodies_are_refused_as_an_engine_does(tmp_path: Path):
 
 
 def test_keys_are_asked_for_and_replaced(tmp_path: Path):
-    from jitney.engine.api.settings import digest_key
+    from jitney.engine.server.http.settings import digest_key
 
     keys = {"api_keys": (digest_key("user"),), "admin_keys": (digest_key("boss"),)}
     fake = FakeEngine(settings={"admin_keys": (digest_key("engine"),)})

@@ -14,10 +14,10 @@ from fleet_engines import CHAT, FakeEngine, Served, engines, fleet_of, toml
 from openai.types.chat import ChatCompletion
 from webhook_receiver import receiving
 
-from jitney.engine.api.batches.places import Places
-from jitney.engine.api.settings import digest_key
-from jitney.engine.errors import RequestError
+from jitney.engine.common.errors import RequestError
 from jitney.engine.fleet.config import FleetConfig
+from jitney.engine.server.http.settings import digest_key
+from jitney.engine.server.tasks.batches.places import Places
 
 CHATS = "/v1/chat/completions"
 OVER = ("completed", "failed", "cancelled", "expired")

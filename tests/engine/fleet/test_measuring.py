@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 import pytest
 
 from jitney.engine.fleet.asked import Asked
-from jitney.engine.fleet.candidate import _AnswerWatch, _Pace
-from jitney.engine.fleet.comparison import RequestOutcome
 from jitney.engine.fleet.forwarding import ProxiedAnswer
 from jitney.engine.fleet.replicas import Replica
+from jitney.engine.fleet.rollout.candidate import _AnswerWatch, _Pace
+from jitney.engine.fleet.rollout.comparison import RequestOutcome
 
 
 class Clock:

@@ -15,14 +15,14 @@ from fleet_engines import FakeEngine, engines, fleet_of
 from pydantic import ValidationError
 from scripted_models import ScriptedModels, always, in_background
 
-from jitney.engine.api.errors import HttpError
-from jitney.engine.errors import ConfigError, RequestError
-from jitney.engine.fleet.answering import ModelAnswer
-from jitney.engine.fleet.composed import ComposedModels
+from jitney.engine.common.errors import ConfigError, RequestError
+from jitney.engine.fleet.compositions.answering import ModelAnswer
+from jitney.engine.fleet.compositions.composed import ComposedModels
+from jitney.engine.fleet.compositions.pipeline import Pipeline, PipelineSettings
+from jitney.engine.fleet.compositions.question import Question
 from jitney.engine.fleet.config import FleetConfig
-from jitney.engine.fleet.pipeline import Pipeline, PipelineSettings
-from jitney.engine.fleet.question import Question
 from jitney.engine.fleet.sections import ReplicasSection
+from jitney.engine.server.http.errors import HttpError
 
 NEAR = {"kind": "embed", "name": "near", "model": "finder", "keep": 2}
 FINAL = {
@@ -139,7 +139,7 @@ def test_documents_of_the_settings_are_embedded_once(tmp_path: Path):
 
 
 def test_what_was_embedded_before_an_error_is_not_embedded_again(monkeypatch):
-    monkeypatch.setattr("jitney.engine.fleet.nearest._PORTION", 4)
+    monkeypatch.setattr("jitney.engine.fleet.compositions.nearest._PORTION", 4)
     models = EmbeddingModels()
     whole, broken = models.answer, RequestError("no room", code="queue_full")
 

@@ -20,9 +20,9 @@ from scripted_models import (
     said_in,
 )
 
-from jitney.engine.api.errors import HttpError
-from jitney.engine.errors import RequestError
-from jitney.engine.fleet.pipeline import Pipeline, PipelineSettings
+from jitney.engine.common.errors import RequestError
+from jitney.engine.fleet.compositions.pipeline import Pipeline, PipelineSettings
+from jitney.engine.server.http.errors import HttpError
 
 DRAFT = {
     "kind": "generate",

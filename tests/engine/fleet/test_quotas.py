@@ -16,12 +16,12 @@ from api_fakes import FakeClient, Script, until
 from fakes import FakeClock
 from fleet_engines import CHAT, FakeEngine, engines, fleet_of, toml
 
-from jitney.engine.api.settings import digest_key
-from jitney.engine.errors import ConfigError, RequestError
+from jitney.engine.common.errors import ConfigError, RequestError
 from jitney.engine.fleet.asked import Asked
 from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.forwarding import ProxiedAnswer
 from jitney.engine.fleet.quotas import FleetQuotas, _Account, _limit_of, _prompt_size, _sequences_of
+from jitney.engine.server.http.settings import digest_key
 
 #: 10 tokens by the first guess of 4 characters each.
 PROMPT = "x" * 40

@@ -24,11 +24,11 @@ from api_fakes import until
 from default_model_load import SETTINGS, texts_over_a_kill
 from fleet_engines import CHAT, said
 
-from jitney.engine.api.settings import ServerSettings, digest_key
-from jitney.engine.errors import ConfigError
+from jitney.engine.common.errors import ConfigError
+from jitney.engine.common.ports import free_port
 from jitney.engine.fleet.config import FleetConfig
-from jitney.engine.fleet.engine_process import ENGINE_MODULE
-from jitney.engine.ports import free_port
+from jitney.engine.fleet.launchers.engine_process import ENGINE_MODULE
+from jitney.engine.server.http.settings import ServerSettings, digest_key
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("JITNEY_TEST_RAY") != "1", reason="a cluster of its own: make test-ray"
@@ -89,7 +89,7 @@ def _served(
     """
     from ray import serve
 
-    from jitney.engine.fleet.ray_app import build_application
+    from jitney.engine.fleet.launchers.ray_app import build_application
 
     file = folder / "fleet.toml"
     file.write_text(text)
@@ -261,7 +261,7 @@ _QUICKLY = {"look_back_period_s": 2, "upscale_delay_s": 1, "downscale_delay_s": 
 def test_a_load_makes_an_engine_and_one_that_is_let_go_ends_its_streams(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from jitney.engine.fleet import ray_app
+    from jitney.engine.fleet.launchers import ray_app
 
     scaling = ray_app._scaling
     monkeypatch.setattr(ray_app, "_scaling", lambda section: scaling(section) | _QUICKLY)
@@ -499,7 +499,7 @@ def test_an_engine_over_two_hosts_says_what_one_alone_does(tmp_path: Path):
 
 
 def test_hosts_are_placed_by_what_they_get(tmp_path: Path):
-    from jitney.engine.fleet.ray_app import build_application
+    from jitney.engine.fleet.launchers.ray_app import build_application
 
     file = tmp_path / "fleet.toml"
     file.write_text(_HOSTS.replace("cpus = 0.1", "cpus = 0"))
@@ -509,7 +509,7 @@ def test_hosts_are_placed_by_what_they_get(tmp_path: Path):
 
 @pytest.mark.parametrize("table", ["models.m", "models.m.candidate"])
 def test_devices_are_rays_to_give(tmp_path: Path, table: str):
-    from jitney.engine.fleet.ray_app import build_application
+    from jitney.engine.fleet.launchers.ray_app import build_application
 
     file = tmp_path / "fleet.toml"
     file.write_text(_CANDIDATE.replace(f"[{table}]", f'[{table}]\ndevices = ["0"]'))
@@ -518,7 +518,7 @@ def test_devices_are_rays_to_give(tmp_path: Path, table: str):
 
 
 def test_any_free_port_is_refused(tmp_path: Path):
-    from jitney.engine.fleet.ray_app import build_application
+    from jitney.engine.fleet.launchers.ray_app import build_application
 
     file = tmp_path / "fleet.toml"
     file.write_text(_FLEET.replace("[fleet]", "[fleet]\nport = 0"))

@@ -23,14 +23,14 @@ from fleet_engines import FakeEngine, engines
 from joint_processes import alone_in_a_hurry
 from server_settings import server_settings
 
-from jitney.engine.checkpoints.sources import ModelSource
+from jitney.engine.common.requests import SamplingParams
+from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.fleet.build import open_fleet
 from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.fleet import Fleet
 from jitney.engine.fleet.ingress import create_ingress
-from jitney.engine.fleet.local import LocalEngines
+from jitney.engine.fleet.launchers.local import LocalEngines
 from jitney.engine.fleet.replicas import Replica
-from jitney.engine.types import SamplingParams
 
 DOCUMENTS = ["cats sleep", "trams run all night", "the bread is baked at four"]
 QUESTION = "when do trams run?"

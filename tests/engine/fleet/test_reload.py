@@ -19,8 +19,8 @@ import pytest
 from api_fakes import FakeClient, Script, until
 from fleet_engines import CHAT, FakeEngine, engines
 
-from jitney.engine.api.settings import digest_key
-from jitney.engine.ports import free_port
+from jitney.engine.common.ports import free_port
+from jitney.engine.server.http.settings import digest_key
 
 PROGRAM = "import sys; from jitney.engine.cli import main; sys.exit(main())"
 

@@ -24,15 +24,15 @@ from scripted_models import (
     in_background,
 )
 
-from jitney.engine.api.errors import HttpError
-from jitney.engine.api.ranking.bodies import RerankBody
-from jitney.engine.errors import ConfigError, ErrorInfo, RequestError
-from jitney.engine.fleet.answering import ModelAnswer
-from jitney.engine.fleet.composed import ComposedModels
+from jitney.engine.common.errors import ConfigError, ErrorInfo, RequestError
+from jitney.engine.fleet.compositions.answering import ModelAnswer
+from jitney.engine.fleet.compositions.composed import ComposedModels
+from jitney.engine.fleet.compositions.pipeline import Pipeline, PipelineSettings
+from jitney.engine.fleet.compositions.question import Question
+from jitney.engine.fleet.compositions.reranking import best_in
 from jitney.engine.fleet.config import FleetConfig
-from jitney.engine.fleet.pipeline import Pipeline, PipelineSettings
-from jitney.engine.fleet.question import Question
-from jitney.engine.fleet.reranking import best_in
+from jitney.engine.server.chat.ranking.bodies import RerankBody
+from jitney.engine.server.http.errors import HttpError
 
 BEST = {"kind": "rerank", "name": "best", "model": "judge", "keep": 2}
 FINAL = {

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from jitney.engine.fleet.comparison import ARMS, Comparison, RequestOutcome
-from jitney.engine.fleet.rollout import KeyPlace, PromotionRule, Rollout
+from jitney.engine.fleet.rollout.comparison import ARMS, Comparison, RequestOutcome
+from jitney.engine.fleet.rollout.rollout import KeyPlace, PromotionRule, Rollout
 
 HOUR_S = 3600.0
 

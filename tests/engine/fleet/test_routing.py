@@ -10,13 +10,7 @@ from hypothesis import strategies as st
 
 from jitney.engine.fleet.replica_set import ReplicaSet
 from jitney.engine.fleet.replicas import Replica, _values
-from jitney.engine.fleet.routing import (
-    KnownBeginnings,
-    LeastWait,
-    Ring,
-    _most_load,
-    by_turn,
-)
+from jitney.engine.fleet.routing import KnownBeginnings, LeastWait, Ring, _most_load, by_turn
 
 KEYS = [f"conversation {number}".encode() for number in range(4000)]
 NAMES = st.lists(

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from jitney.engine.errors import RequestError
-from jitney.engine.fleet.stage_budget import StageBudget, _in_flight
+from jitney.engine.common.errors import RequestError
+from jitney.engine.fleet.compositions.stage_budget import StageBudget, _in_flight
 
 
 def run(coroutine):

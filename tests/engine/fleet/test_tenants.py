@@ -17,10 +17,10 @@ from api_fakes import FakeClient, Script, until
 from batch_files import CHATS, jsonl, line
 from fleet_engines import CHAT, FakeEngine, Served, engines, fleet_of, toml
 
-from jitney.engine.api.settings import digest_key
-from jitney.engine.api.tenants import signed
+from jitney.engine.core.scheduler.kv_pages import PagePool
 from jitney.engine.fleet.asked import Asked
-from jitney.engine.scheduler.kv_pages import PagePool
+from jitney.engine.server.http.settings import digest_key
+from jitney.engine.server.http.tenants import signed
 
 ALPHA, BETA, BOSS, OWN = map(digest_key, ("alpha", "beta", "boss", "own"))
 KEYS: dict[str, Any] = {"api_keys": (ALPHA, BETA), "admin_keys": (BOSS,)}

@@ -7,9 +7,9 @@ import pytest
 from anyio._backends._asyncio import SocketStream
 from api_fakes import make_app, run, served
 
+from jitney.engine.common.ports import free_port
 from jitney.engine.fleet.replicas import Replica, Watch
 from jitney.engine.fleet.upstream import upstream_client
-from jitney.engine.ports import free_port
 
 
 @pytest.fixture

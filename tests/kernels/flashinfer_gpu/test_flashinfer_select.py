@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jitney.engine.executor.proving import proven
+from jitney.engine.core.executor.proving import proven
 from jitney.kernels import select
 from jitney.kernels.flashinfer_gpu import modules
 from jitney.kernels.flashinfer_gpu.prompts import FlashInferPrompts
@@ -206,7 +206,7 @@ def test_the_table_keeps_one_entry_for_a_card_and_head_dim(tmp_path: Path):
 def test_if_it_is_wrong_the_set_that_stands_in_serves(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    from jitney.engine.executor import proving
+    from jitney.engine.core.executor import proving
     from jitney.kernels.proof import Proof
 
     def prove(kernels: KernelSet, served: Any) -> tuple[Proof, ...]:

@@ -14,8 +14,8 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from ragged import Batch, Case, attention, make, written
 
-from jitney.engine.checkpoints.model_config import ModelConfig
-from jitney.engine.models.registry import random_model
+from jitney.engine.core.models.registry import random_model
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.kernels.interface import KernelError
 from jitney.kernels.pallas_tpu import pool_layout
 from jitney.kernels.pallas_tpu.kernel_set import PallasKernels, _BlockSizes, chip_of

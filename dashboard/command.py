@@ -1,0 +1,163 @@
+"""`jitney dashboard`: the page by itself, for engines elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from jitney.engine.common.errors import ConfigError
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.config import KEY_FLAG, NOTHING, Command, Config, Flag, FlagGroup, load_config
+from jitney.engine.config import settings as all_settings
+from jitney.engine.server import AcceptedKeys, base_url, check_tls, listen
+
+if TYPE_CHECKING:
+    import uvicorn
+    from starlette.applications import Starlette
+
+    from jitney.dashboard.remote import RemoteEngine
+    from jitney.engine.server import ServerSettings
+
+_DEFAULT_ENGINE = "http://127.0.0.1:8000"
+_DEFAULT_PORT = "8080"
+_FLAGS = (
+    Flag.of(
+        "replicas",
+        f"an engine, or several [{_DEFAULT_ENGINE}]; its name is its host and port if it gets none",
+        [],
+        nargs="*",
+        metavar="[NAME=]URL",
+    ),
+    Flag.of("--engine", "the same", [], action="append", metavar="[NAME=]URL"),
+    Flag.number(
+        "--price-per-hour", "of one engine, in any currency, for the price of tokens with several"
+    ),
+    Flag.of("--host", "address to listen on", "127.0.0.1", metavar="TEXT"),
+    Flag.of("--port", "port to listen on; 0: any free one", _DEFAULT_PORT, metavar="N"),
+    Flag.of(
+        "--allowed-hosts",
+        "names that visitors may call this page by (the Host header, without port), beside "
+        "localhost, 127.0.0.1, [::1] and --host; empty: those alone, or any name where --host "
+        "is open to other machines",
+        "",
+        metavar="A,B,...",
+    ),
+)
+#: Settings that are explained as those of `jitney serve`, and what help calls their values.
+_AS_OF_A_SERVER = {
+    "ssl_certfile": "FILE",
+    "ssl_keyfile": "FILE",
+    "root_path": "TEXT",
+    "trusted_proxies": "A,B,...",
+}
+#: What the flags set.
+_SETTINGS = ("host", "port", "insecure", "allowed_hosts", *_AS_OF_A_SERVER)
+
+
+def _flag_of(name: str, metavar: str) -> Flag:
+    setting = all_settings()[name]
+    return Flag.of(setting.flag, str(setting.field.description), "", metavar=metavar)
+
+
+_COMMAND = Command(
+    "dashboard",
+    "Serve the page of an engine elsewhere, or one page for several.",
+    [
+        FlagGroup(
+            (
+                *_FLAGS,
+                *(_flag_of(*item) for item in _AS_OF_A_SERVER.items()),
+                Flag.switch("--insecure", "allow listening beyond this machine without an API key"),
+                KEY_FLAG,
+            )
+        )
+    ],
+    usage="jitney dashboard [NAME=]URL [[NAME=]URL ...] [FLAG ...]",
+)
+
+
+def dashboard_command(arguments: Sequence[str]) -> int:
+    """Serve the page until interrupted; exit status 0."""
+    args = _COMMAND.parse(arguments)
+    key = args.engine_key()
+    flags: JsonDict = {name: getattr(args, name) for name in _SETTINGS}
+    # The engines' key is also what visitors sign in with, and the engines know what it may see.
+    flags["admin_keys"] = (key,) if key else ()
+    config = load_config(None, NOTHING, flags)
+    args.check_numbers(price_per_hour=0)
+    given = [*args.replicas, *args.engine] or [_DEFAULT_ENGINE]
+    _serve(config, _engines(given, key), args.price_per_hour)
+    return 0
+
+
+def _engines(given: Sequence[str], key: str) -> dict[str, RemoteEngine]:
+    """By name. Raises ConfigError for one that cannot be an engine, or is there twice."""
+    from jitney.dashboard.fleet_member import ReplicaAddress
+    from jitney.dashboard.remote import RemoteEngine
+
+    engines: dict[str, RemoteEngine] = {}
+    for text in given:
+        name, address = ReplicaAddress.read(text, key)
+        engine = RemoteEngine(*address)
+        if engine.url in {known.url for known in engines.values()}:
+            raise ConfigError(f"{engine.url} is given twice")
+        if name in engines:
+            raise ConfigError(f"two engines are called {name}: give them names, as NAME=URL")
+        engines[name] = engine
+    return engines
+
+
+def _serve(config: Config, engines: dict[str, RemoteEngine], price: float | None) -> None:
+    from jitney.engine.core import make_display
+    from jitney.engine.server import raise_descriptor_limit
+
+    raise_descriptor_limit()
+    check_tls(config.server)
+    make_display().close()
+    _listen(config, engines, price)
+
+
+def _listen(config: Config, engines: dict[str, RemoteEngine], price: float | None) -> None:
+    server = _web_server(config, engines, price)
+    with contextlib.closing(listen(config.server.host, config.server.port)) as bound:
+        names = ", ".join(engine.url for engine in engines.values())
+        page = base_url(config.server, bound.getsockname()[1])
+        print(f"Jitney's page of {names}: {page}/", flush=True)
+        asyncio.run(_until_signal(server, bound))
+
+
+def _web_server(
+    config: Config, engines: dict[str, RemoteEngine], price: float | None
+) -> uvicorn.Server:
+    """price: of one engine for an hour."""
+    from jitney.engine.server import Connections, limits, web_server
+
+    settings = limits(config, AcceptedKeys.of(config.server))
+    app = _page_of(engines, settings, price)
+    return web_server(config, settings, app, Connections(settings))
+
+
+def _page_of(
+    engines: dict[str, RemoteEngine], settings: ServerSettings, price: float | None
+) -> Starlette:
+    """The page of the only engine, or that of all."""
+    from jitney.dashboard.fleet import FleetView
+    from jitney.dashboard.fleet_page import FleetPage
+    from jitney.dashboard.standalone import Standalone
+
+    if len(engines) == 1:
+        [engine] = engines.values()
+        return Standalone(engine, settings).by_itself()
+    return FleetPage(FleetView(engines, price_per_hour=price), settings).by_itself()
+
+
+async def _until_signal(server: uvicorn.Server, bound: socket.socket) -> None:
+    leave = partial(setattr, server, "should_exit", True)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, leave)
+    await server.serve(sockets=[bound])

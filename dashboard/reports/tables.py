@@ -1,0 +1,261 @@
+"""Figures as people read them: the same rows for the terminal and for the page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from jitney.dashboard.reports.page import Table
+from jitney.engine.common.requests import JsonObject
+from jitney.engine.common.row_kinds import ROW_KIND_TABLE
+from jitney.engine.common.summary import quantile_of
+from jitney.engine.common.terminal import console
+from jitney.engine.core import Bill, CostLine
+
+_QUANTILES = {"p50": "p50", "p90": "p90", "p99": "p99", "p999": "p99.9"}
+_LATENCIES = {
+    "ttft_s": "time to first token",
+    "itl_s": "between tokens",
+    "tpot_s": "per later token",
+    "e2e_s": "end to end",
+    "queue_s": "queue wait",
+}
+_RATES = {
+    "req_s": "requests/s",
+    "output_tok_s": "output tokens/s",
+    "total_tok_s": "total tokens/s",
+    "goodput_req_s": "goodput, requests/s",
+}
+_SHARES = {
+    "seat_fill": "seats in use, held ones aside",
+    "padding_share": "padding rows",
+    "kv_use": "KV pages in use",
+}
+#: What people call the lines of a bill, in the order in which they are shown.
+LEDGER_LABELS = {kind.name: kind.label for kind in ROW_KIND_TABLE.values()} | {
+    Bill.idle: "no step running"
+}
+_NOTHING = CostLine(0, 0)
+#: What stands for a percentile of too few values.
+_TOO_FEW = "–"
+CROSS_TITLE = "Error of the prediction: learned from -> predicted"
+#: What the table of errors across policies shows: names among `accuracy.COMPARED`, and their heads.
+_CROSS_FIGURES = {
+    "output_tok_s": "output tok/s",
+    "itl_p50_s": "ITL p50",
+    "ttft_p50_s": "TTFT p50",
+    "ttft_p99_s": "TTFT p99",
+    "e2e_p50_s": "e2e p50",
+    "e2e_p99_s": "e2e p99",
+}
+
+
+def figures_table(
+    figures: Mapping[str, JsonObject], loads: Mapping[str, float] | None = None
+) -> Table:
+    """One column for each run, from `summary.summarise`; a row that no run knows is left out.
+
+    loads: what each run was offered, in times what it can serve, as far as that is known.
+    """
+    columns = list(map(_figure_cells, figures.values()))
+    rows = [[label, *(column[label] for column in columns)] for label in columns[0]]
+    rows.append(
+        ["offered / what it can serve", *(_times((loads or {}).get(run)) for run in figures)]
+    )
+    return Table(["", *figures], [row for row in rows if any(row[1:])])
+
+
+def _figure_cells(run: JsonObject) -> dict[str, str]:
+    """All cells of a run's column by their rows' names; empty where nothing is known."""
+    return {
+        "served / sent": f"{run['served']} / {run['requests']}",
+        "seconds": f"{run['seconds']:.2f}",
+        **{label: number(run[name]) for name, label in _RATES.items()},
+        **_latency_cells(run),
+        "queue": queue(run.get("backlog")),
+        **{label: _share(run[name]) for name, label in _SHARES.items()},
+        "cost per million output tokens": number(run["cost_per_million_tokens"]),
+    }
+
+
+def _latency_cells(run: JsonObject) -> dict[str, str]:
+    cells = {}
+    for name, label in _LATENCIES.items():
+        spread = run[name] or {}
+        for quantile, shown in _QUANTILES.items():
+            cells[f"{label} {shown}"] = quantile_cell(spread, quantile)
+    return cells
+
+
+def quantile_cell(spread: JsonObject, quantile: str) -> str:
+    """A percentile of `summary.spread`; a dash where there are too few values for it, empty where
+    there is none.
+    """
+    if not spread:
+        return ""
+    return duration(quantile_of(spread, quantile)) or _TOO_FEW
+
+
+def queue(backlog: JsonObject | None, grew: str = "grew: p99 is the run's length") -> str:
+    """How the queue went, see `backlog.QueueGrowth`; empty where nothing is known of it."""
+    if backlog is None:
+        return ""
+    return grew if backlog["grew"] else "did not grow"
+
+
+def ledger_table(lines: Bill, price_per_hour: float | None = None) -> Table:
+    """Rows, device time and money by kind, and their sum; kinds that did not occur are left out."""
+    heads = ["", "rows", "share of rows", "device time", "share of time"]
+    occurred = {kind: line for kind, line in _with_sum(lines).items() if line != _NOTHING}
+    total = occurred.get("all", _NOTHING)
+    rows = []
+    for kind, line in occurred.items():
+        rows.append([_label(kind), *_ledger_cells(line, total), *_cost(line, price_per_hour)])
+    return Table(heads + _cost_head(price_per_hour), rows)
+
+
+def _label(kind: str) -> str:
+    return LEDGER_LABELS.get(kind, kind)
+
+
+def _ledger_cells(line: CostLine, total: CostLine) -> list[str]:
+    part = line.rows / max(1, total.rows)
+    time = line.nanoseconds / max(1, total.nanoseconds)
+    return [f"{line.rows:,}", _share(part), f"{line.seconds:.3f} s", _share(time)]
+
+
+def ledgers_table(bills: Mapping[str, Bill], price_per_hour: float | None = None) -> Table:
+    """Rows and device time of several runs side by side."""
+    columns = list(map(_with_sum, bills.values()))
+    by_kind = {kind: [column[kind] for column in columns] for kind in columns[0]}
+    rows = [_kind_row(kind, lines) for kind, lines in by_kind.items() if set(lines) != {_NOTHING}]
+    if price_per_hour is not None:
+        rows.append(_cost_row(by_kind["all"], price_per_hour))
+    return Table(["", *_ledger_heads(bills)], rows)
+
+
+def _ledger_heads(runs: Iterable[str]) -> Iterator[str]:
+    for run in runs:
+        yield from (f"{run} rows", f"{run} time")
+
+
+def _cost_row(sums: Iterable[CostLine], price_per_hour: float) -> list[str]:
+    row = ["cost"]
+    for line in sums:
+        row += ["", *_cost(line, price_per_hour)]
+    return row
+
+
+def _kind_row(kind: str, lines: Sequence[CostLine]) -> list[str]:
+    row = [_label(kind)]
+    for line in lines:
+        row += [f"{line.rows:,}", f"{line.seconds:.2f} s"]
+    return row
+
+
+def _with_sum(lines: Bill) -> dict[str, CostLine]:
+    """Lines in the order of `LEDGER_LABELS`, and "all", their sum."""
+    ordered = {kind: lines[kind] for kind in LEDGER_LABELS}
+    columns = zip(*((line.rows, line.nanoseconds) for line in ordered.values()), strict=True)
+    return ordered | {"all": CostLine(*map(sum, columns))}
+
+
+def _cost_head(price_per_hour: float | None) -> list[str]:
+    return [] if price_per_hour is None else ["cost"]
+
+
+def _cost(line: CostLine, price_per_hour: float | None) -> list[str]:
+    if price_per_hour is None:
+        return []
+    return [f"{line.money(price_per_hour):.6f}"]
+
+
+def costliest_table(lines: Bill, price_per_hour: float | None = None, most: int = 10) -> Table:
+    """The requests that took most of the device's time."""
+    ranked = sorted(lines, key=lambda name: -lines[name].nanoseconds)[:most]
+    rows = [_request_cells(name, lines[name], price_per_hour) for name in ranked]
+    return Table(["request", "rows", "device time", *_cost_head(price_per_hour)], rows)
+
+
+def _request_cells(name: str, line: CostLine, price_per_hour: float | None) -> list[str]:
+    return [name, f"{line.rows:,}", f"{line.seconds:.4f} s", *_cost(line, price_per_hour)]
+
+
+def ratio_table(ratios: Mapping[str, JsonObject]) -> Table:
+    """What continuous batching gains over the others, beside what is published: times the
+    throughput, and by what the waits are divided.
+    """
+    rows = [_gain_cells(name, gains) for name, gains in ratios.items()]
+    waits = ["TTFT p50 /", "TTFT p99 /", "e2e p99 /"]
+    return Table(["continuous", "output tokens/s", "published claims", *waits], rows)
+
+
+def _gain_cells(name: str, gains: JsonObject) -> list[str]:
+    waits = [_times(gains[wait]) for wait in ("ttft_s_p50", "ttft_s_p99", "e2e_s_p99")]
+    published = _published(gains["published_output_tok_s"])
+    return [f"over {name}", _times(gains["output_tok_s"]), published, *waits]
+
+
+def _published(ends: tuple[float, float] | None) -> str:
+    return f"{ends[0]:g}x to {ends[1]:g}x" if ends else ""
+
+
+def cross_table(cross: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Table:
+    """One row for each pair of a run learned from and a run predicted."""
+    rows = []
+    for source, predicted in cross.items():
+        rows += [[f"{source} -> {name}", *_cross_cells(off)] for name, off in predicted.items()]
+    return Table(["", *_CROSS_FIGURES.values()], rows)
+
+
+def _cross_cells(errors: Mapping[str, float]) -> list[str]:
+    return [f"{errors[name]:+.1%}" if name in errors else "" for name in _CROSS_FIGURES]
+
+
+def curve_table(points: Sequence[JsonObject]) -> Table:
+    """p99 time to first token of each policy, one row a load."""
+    rows = list(map(_load_cells, points))
+    return Table(["load", "requests/s", *points[0]["policies"]], rows)
+
+
+def _load_cells(point: JsonObject) -> list[str]:
+    waits = map(_curve_cell, point["policies"].values())
+    return [f"{point['load']:g}", f"{point['rate']:.3g}", *waits]
+
+
+def _curve_cell(waits: Mapping[str, float | None]) -> str:
+    """The wait, in brackets if its queue grows without bound."""
+    wait = duration(waits["ttft_p99_s"])
+    return f"({wait})" if (waits["share_of_capacity"] or 0) >= 1 else wait
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """On standard output, wrapped at the terminal's width."""
+    shown = console()
+    for line in lines:
+        shown.print(line, highlight=False, markup=False)
+
+
+def number(value: float | None) -> str:
+    """With two digits after the point below a thousand."""
+    if value is None:
+        return ""
+    return f"{value:,.2f}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds, or milliseconds below one."""
+    if seconds is None:
+        return ""
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    digits = 0 if seconds >= 0.1 else 1
+    return f"{1e3 * seconds:.{digits}f} ms"
+
+
+def _share(value: float | None) -> str:
+    """As a percentage."""
+    return "" if value is None else f"{value:.1%}"
+
+
+def _times(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}x"

@@ -1,0 +1,1 @@
+"""Types and helpers for every house: requests, outputs, messages, records, errors."""

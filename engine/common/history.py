@@ -1,0 +1,558 @@
+"""Requests as the core's reports tell of them: one `RequestRecord` for each sequence.
+
+`RequestRecords` fills them, for a run of the simulator or a bench. `History` is what a server keeps
+for whoever looks later: the same, with events and step records, bounded in number and age.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+
+from jitney.engine.common.engine_info import EngineInfo
+from jitney.engine.common.errors import RequestError
+from jitney.engine.common.messages import PromptChunk, SequenceEvent, StepReport
+from jitney.engine.common.outputs import SequenceOutput
+from jitney.engine.common.records import RecordRing
+from jitney.engine.common.request_record import ComputedChunk, RequestRecord, Stay
+from jitney.engine.common.requests import EngineRequest
+
+#: So many ended requests are kept, at most.
+_KEEP_REQUESTS = 16384
+_KEEP_LIFE = 16384
+#: Waits and first tokens kept for their distributions: (when, seconds).
+_KEEP_SAMPLES = 8192
+_FINISHES = ("stop", "length", "abort", "deadline", "error")
+#: Policies whose batch keeps a seat until its slowest sequence is done.
+_HOLDING = ("static", "dynamic")
+#: Outages that are kept, and times in which requests were turned away; seconds without another one
+#: after which such a time is over.
+_KEEP_OUTAGES = 64
+_KEEP_REFUSALS, _CALM_S = 20, 30.0
+
+#: Called with a record when it has ended; must not wait.
+_Listener = Callable[[RequestRecord], None]
+
+
+@dataclass(eq=False, kw_only=True)
+class RequestRecords:
+    """The records of all requests since the start, filled from a core's reports."""
+
+    #: Fill `RequestRecord.tokens`, and `token_times`.
+    keep_tokens: bool = False
+    keep_times: bool = False
+    #: Called with each record at its end.
+    listeners: list[_Listener] = field(default_factory=list)
+    #: Sequences without an end, and those of them that nobody waits for.
+    n_open: int = 0
+    n_open_background: int = 0
+    #: By request id, each a record per sequence; in the order of their arrival.
+    _records: dict[str, list[RequestRecord]] = field(default_factory=dict)
+    _next_number: int = 0
+    #: Number of the core's step 0.
+    _first_step: int = 0
+    #: The newest stay in each seat.
+    _newest_stays: dict[int, Stay] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._keeps = self.keep_tokens or self.keep_times
+
+    def submit(self, request: EngineRequest) -> None:
+        """A request arrives: one record for each of its sequences."""
+        n = request.sampling.n
+        self._records[request.id] = [self._new_record(request, index) for index in range(n)]
+        self.n_open += n
+        if request.background:
+            self.n_open_background += n
+
+    def _new_record(self, request: EngineRequest, index: int) -> RequestRecord:
+        record = RequestRecord(
+            number=self._next_number,
+            request_id=request.id,
+            index=index,
+            tenant=request.tenant,
+            priority=request.priority,
+            background=request.background,
+            adapter=request.adapter,
+            n_prompt=len(request.prompt),
+            max_tokens=request.sampling.max_tokens or 0,
+            arrival=request.arrival,
+        )
+        self._next_number += 1
+        if self.keep_tokens:
+            record.tokens = list(request.prompt)
+        if self.keep_times:
+            record.token_times = []
+        return record
+
+    def apply(self, report: StepReport, step: int, now: float) -> None:
+        """Take in a report. step: number of the step it tells of, or of the one before if it tells
+        of none. now: when that step was done.
+        """
+        records_of = self._records.get
+        for output in report.outputs:
+            records = records_of(output.request_id)
+            if records is None:
+                continue
+            record = records[output.index]
+            if record.finished is not None:
+                continue
+            if output.tokens:
+                # Every token of every sequence comes here: most of them need this line alone.
+                record.n_output += len(output.tokens)
+                if self._keeps or not record.stays or record.stays[-1].first_token is None:
+                    self._take_tokens(record, output, step, now)
+            if output.finish is not None:
+                if output.error is not None:
+                    record.message, record.retry_s = output.error.message, output.error.retry_after
+                self._end(record, output.finish, output.error_code, step, now)
+        for event in report.events:
+            self._take_event(event)
+
+    def _take_tokens(
+        self, record: RequestRecord, output: SequenceOutput, step: int, now: float
+    ) -> None:
+        if record.tokens is not None:
+            record.tokens += output.tokens
+        if record.token_times is not None:
+            record.token_times += [now] * len(output.tokens)
+        # Who was just preempted may have a token on its way: it belongs to the stay before.
+        if record.stays and record.stays[-1].first_token is None:
+            record.stays[-1].first_token = now
+            record.stays[-1].first_step = step
+        if record.first_token is None:
+            record.first_token = now
+            record.cached_tokens = output.cached_tokens
+            self._first_token(record, step, now)
+
+    def _first_token(self, record: RequestRecord, step: int, now: float) -> None:
+        """Its first token has come."""
+
+    def _take_event(self, event: SequenceEvent) -> None:
+        record = self.find(event.request_id, event.index)
+        if record is None or record.finished is not None:
+            return  # it ended between the plan and this report
+        step = event.step + self._first_step
+        t = self._time_of(event)
+        if event.event == "seated":
+            self._board(record, event.seat, step, t)
+        elif event.event == "preempted":
+            self._preempt(record, step, t)
+
+    def _time_of(self, event: SequenceEvent) -> float:
+        """When an event took effect: when the step that it belongs to was planned."""
+        return event.t
+
+    def _board(self, record: RequestRecord, seat: int, step: int, t: float) -> None:
+        if record.boarded is None:
+            record.boarded = t
+        before = self._newest_stays.get(seat)
+        if before is not None and before.end is not None and before.end > t:
+            _end_stay(before, t)  # its last token was still on its way, its seat was not
+        stay = self._newest_stays[seat] = Stay(seat, step, t)
+        record.stays.append(stay)
+
+    def _preempt(self, record: RequestRecord, step: int, t: float) -> None:
+        record.preemptions += 1
+        _leave(record, step - 1, t, "preempted")
+
+    def _end(self, record: RequestRecord, finish: str, code: str, step: int, t: float) -> None:
+        _leave(record, step, t, finish)
+        record.finished = t
+        record.finish = finish
+        record.code = code
+        self.n_open -= 1
+        if record.background:
+            self.n_open_background -= 1
+        for listener in self.listeners:
+            listener(record)
+
+    def find(self, request_id: str, index: int) -> RequestRecord | None:
+        """The record of one sequence, None if there is none."""
+        records = self._records.get(request_id, ())
+        if not 0 <= index < len(records):
+            return None
+        return records[index]
+
+    def oldest(self) -> Iterator[RequestRecord]:
+        """All records, in the order of their arrival."""
+        for records in self._records.values():
+            yield from records
+
+    def newest(self) -> Iterator[RequestRecord]:
+        """All records, the newest first."""
+        for records in reversed(list(self._records.values())):  # which may change meanwhile
+            yield from reversed(records)
+
+    def open(self) -> Iterator[RequestRecord]:
+        """Records without an end, the oldest first."""
+        return (record for record in self.oldest() if record.finished is None)
+
+
+def _leave(record: RequestRecord, step: int, t: float, how: str) -> None:
+    """Its seat, if it has one, is free after `step`, done at t."""
+    stay = record.stay
+    if stay is not None:
+        _end_stay(stay, t)
+        stay.last_step = step
+        stay.how = how
+
+
+def _end_stay(stay: Stay, t: float) -> None:
+    """The seat is given on at t."""
+    stay.end = max(t, stay.start)
+    if stay.first_token is not None and stay.first_token > stay.end:
+        stay.first_token = None
+
+
+def _newest(most: int) -> Callable[[], deque[Any]]:
+    """Makes what keeps so many items, the newest."""
+    return partial(deque, maxlen=most)
+
+
+class _Outage(msgspec.Struct):
+    """A time in which no core served, after one that did. Times as those of the history's clock."""
+
+    #: When the core was found gone.
+    began: float
+    #: Why, in words: "the engine process was killed by SIGKILL".
+    cause: str
+    #: Which restart since the server's start ends it: 1 for the first.
+    restart: int
+    #: Requests that were open and go on in the next core, and those that ended with an error.
+    n_resumed: int
+    n_lost: int
+    #: Streams that were under way, and those of them that have gone on since, or ended.
+    n_streams: int = 0
+    n_flowing: int = 0
+    #: When another core was ready, and when the last of the streams had gone on in it; None: not
+    #: yet, or never.
+    ready: float | None = None
+    flowing: float | None = None
+
+
+class _Refusals(msgspec.Struct):
+    """A time in which requests were turned away. Times as those of the history's clock."""
+
+    #: When the first one and the newest one were.
+    began: float
+    newest: float
+    #: Answers by status and code, such as "429 queue_full".
+    counts: dict[str, int] = {}
+    #: Seconds after which the newest one was told to come again; None: it was told of none.
+    retry_s: float | None = None
+
+
+@dataclass(eq=False, kw_only=True)
+class History(RequestRecords):
+    """One engine's recent past as the server knows it, across the lives of its core.
+
+    Fed by the core's reports whether anybody watches or not.
+    """
+
+    #: Seconds that ended requests are kept for.
+    keep_s: ClassVar[float] = 600.0
+    #: Seconds.
+    clock: Callable[[], float] = time.monotonic
+    #: Records of the newest steps; their numbers go on rising when a core is replaced.
+    records: RecordRing = field(default_factory=RecordRing)
+    #: Who sits where, None for nobody.
+    seats: list[RequestRecord | None] = field(default_factory=list)
+    #: Seats that a batch keeps after their passenger's end.
+    held: set[int] = field(default_factory=set)
+    #: Names of the engine's adapters.
+    adapters: tuple[str, ...] = ()
+    #: (time, seconds since arrival) of those who boarded, and of first tokens, where somebody waits
+    #: for them.
+    waits: deque[tuple[float, float]] = field(default_factory=_newest(_KEEP_SAMPLES))
+    first_tokens: deque[tuple[float, float]] = field(default_factory=_newest(_KEEP_SAMPLES))
+    #: Totals since the start: ends by reason, refusals by error code, sequences that boarded,
+    #: prompt tokens found in the prefix cache.
+    finished: dict[str, int] = field(init=False)
+    rejected: dict[str, int] = field(default_factory=Counter)
+    boarded: int = 0
+    cached_tokens: int = 0
+    #: Events since the start; the newest are kept.
+    n_life: int = 0
+    _life: deque[SequenceEvent] = field(default_factory=_newest(_KEEP_LIFE))
+    #: When the newest core got ready.
+    ready_at: float = 0.0
+    #: Oldest first.
+    outages: deque[_Outage] = field(default_factory=_newest(_KEEP_OUTAGES))
+    refusals: deque[_Refusals] = field(default_factory=_newest(_KEEP_REFUSALS))
+    #: Streams that a lost core has stopped, by request and index, until they go on or end.
+    _stopped: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
+    #: When a disk that the server writes to was last found full.
+    disk_full_at: float = -math.inf
+    #: The policy keeps seats of sequences that have ended.
+    _holds: bool = False
+    #: Ended requests, by their end.
+    _ended: deque[RequestRecord] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.finished = dict.fromkeys(_FINISHES, 0)
+        self._started = self.clock()
+
+    @classmethod
+    def check_minutes(cls, minutes: float) -> None:
+        """Raise RequestError unless the history may reach so far back."""
+        most = cls.keep_s / 60
+        if not 0 < minutes <= most:
+            raise RequestError(f"minutes must be more than 0 and at most {most:g}", param="minutes")
+
+    @property
+    def kept_from(self) -> float:
+        """The time from which on everything is known."""
+        kept_from = max(self._started, self.clock() - self.keep_s)
+        if len(self._ended) >= _KEEP_REQUESTS:
+            kept_from = max(kept_from, _end_of(self._ended[0]))
+        return kept_from
+
+    @property
+    def n_waiting(self) -> int:
+        """Sequences without a seat."""
+        taken = sum(record is not None for record in self.seats)
+        return self.n_open - taken + len(self.held)
+
+    def adapter_of(self, record: RequestRecord) -> str:
+        """The name of the adapter that answers it; empty: none does."""
+        return self.adapters[record.adapter - 1] if record.adapter else ""
+
+    def core_ready(self, info: EngineInfo) -> None:
+        """A core starts, its step numbers beginning anew: ours go on rising."""
+        self.ready_at = self.clock()
+        if self.outages and self.outages[-1].ready is None:
+            self.outages[-1].ready = self.ready_at
+            self._look_at_streams(self.ready_at)
+        self.seats = [None] * info.sizes.seats
+        self.adapters = info.model.adapters
+        self.held.clear()
+        self._holds = info.queue.policy in _HOLDING
+        self._first_step = self.records.last_step + 1
+
+    def outage_began(self, cause: str, *, n_resumed: int, n_lost: int) -> None:
+        """A core that served is gone. One that goes before it was ready makes its outage longer."""
+        last = self.outages[-1] if self.outages else None
+        if last is not None and last.ready is None:
+            last.cause, last.restart = cause, last.restart + 1
+            last.n_lost += n_lost
+            last.n_streams = last.n_flowing + len(self._stopped)
+            return
+        restart = 1 if last is None else last.restart + 1
+        n_streams = len(self._stopped)
+        self.outages.append(_Outage(self.clock(), cause, restart, n_resumed, n_lost, n_streams))
+
+    def turned_away(self, status: int, code: str, retry_s: float | None) -> None:
+        """A request was answered 429 or 503. code: of the error; retry_s: seconds after which the
+        client was told to come again, if it was.
+        """
+        now, name = self.clock(), f"{status} {code}".strip()
+        if not self.refusals or now - self.refusals[-1].newest > _CALM_S:
+            self.refusals.append(_Refusals(now, now))
+        refusals = self.refusals[-1]
+        refusals.newest, refusals.retry_s = now, retry_s
+        refusals.counts[name] = refusals.counts.get(name, 0) + 1
+
+    def _goes_on(self, record: RequestRecord, t: float) -> None:
+        """A stream has a token again, or has ended."""
+        stream = (record.request_id, record.index)
+        if stream in self._stopped:
+            self._stopped.discard(stream)
+            if self.outages:
+                self.outages[-1].n_flowing += 1
+            self._look_at_streams(t)
+
+    def _look_at_streams(self, t: float) -> None:
+        """Whether all streams flow again."""
+        outage = self.outages[-1] if self.outages else None
+        if outage is not None and outage.ready is not None and outage.flowing is None:
+            outage.flowing = None if self._stopped else t
+
+    def disk_full(self) -> None:
+        """A disk that the server writes to is full."""
+        self.disk_full_at = self.clock()
+
+    def core_lost(self, code: str) -> None:
+        """The core is gone: every open request ends with this error."""
+        for record in list(self.open()):
+            self._end(record, "error", code, self.records.last_step, self.clock())
+        self._clear_seats()
+
+    def _clear_seats(self) -> None:
+        self.seats = [None] * len(self.seats)
+        self.held.clear()
+
+    def seats_lost(self) -> None:
+        """The core is gone, and open requests wait for another one."""
+        step, t = self.records.last_step, self.clock()
+        for record in list(self.open()):
+            seat = record.seat
+            if record.n_output:
+                self._stopped.add((record.request_id, record.index))
+            if seat >= 0:
+                super()._preempt(record, step + 1, t)
+                self._add_event("preempted", record, step, t, seat, "engine_died")
+        self._clear_seats()
+
+    def submit(self, request: EngineRequest) -> None:
+        super().submit(request)
+        for record in self._records[request.id]:
+            self._add_event("queued", record, self.records.last_step, request.arrival)
+
+    def take(self, report: StepReport) -> np.void | None:
+        """Take in a report; returns its step record, renumbered, if it has one."""
+        step_record = None
+        now = self.clock()
+        if report.record:
+            step_record = self.records.add(report.record, self._first_step)
+            now = self.records.last_ready
+        self._take_chunks(report.chunks, self.records.last_step)
+        self.apply(report, self.records.last_step, now)
+        return step_record
+
+    def _take_chunks(self, chunks: list[PromptChunk], step: int) -> None:
+        for rows in chunks:
+            record = self.find(rows.request_id, rows.index)
+            if record is not None:
+                record.chunks.append(ComputedChunk(step, rows.start, rows.count, rows.recomputed))
+
+    def _take_tokens(
+        self, record: RequestRecord, output: SequenceOutput, step: int, now: float
+    ) -> None:
+        super()._take_tokens(record, output, step, now)
+        if self._stopped:
+            self._goes_on(record, now)
+
+    def _first_token(self, record: RequestRecord, step: int, now: float) -> None:
+        self.cached_tokens += record.cached_tokens
+        if not record.background:
+            self.first_tokens.append((now, now - record.arrival))
+        self._add_event("first_token", record, step, now)
+
+    def _time_of(self, event: SequenceEvent) -> float:
+        """Its step was launched while the one before ran: it takes effect when that is done."""
+        return max(event.t, self.records.last_ready)
+
+    def _take_event(self, event: SequenceEvent) -> None:
+        if event.event == "released":
+            self._release(event)
+        else:
+            super()._take_event(event)
+
+    def _release(self, event: SequenceEvent) -> None:
+        """A batch is over: it keeps this seat no longer."""
+        self.held.discard(event.seat)
+        self.seats[event.seat] = None
+        step = event.step + self._first_step
+        self._add(msgspec.structs.replace(event, step=step, t=self._time_of(event)))
+
+    def _board(self, record: RequestRecord, seat: int, step: int, t: float) -> None:
+        if record.boarded is None:
+            self.boarded += 1
+            if not record.background:
+                self.waits.append((t, t - record.arrival))
+        super()._board(record, seat, step, t)
+        self.held.discard(seat)
+        self.seats[seat] = record
+        self._add_event("seated", record, step, t)
+
+    def _preempt(self, record: RequestRecord, step: int, t: float) -> None:
+        seat = record.seat
+        super()._preempt(record, step, t)
+        self._vacate(seat, record)
+        self._add_event("preempted", record, step, t, seat)
+
+    def _end(self, record: RequestRecord, finish: str, code: str, step: int, t: float) -> None:
+        seat = record.seat
+        super()._end(record, finish, code, step, t)
+        self._count_end(record, finish, code)
+        self._goes_on(record, t)
+        self._vacate(seat, record)
+        event = "aborted" if finish == "abort" else "finished"
+        self._add_event(event, record, step, t, seat, code or finish)
+        self._ended.append(record)
+        self._forget(t)
+
+    def _count_end(self, record: RequestRecord, finish: str, code: str) -> None:
+        if record.refused:
+            self.rejected[code] += 1
+        else:
+            self.finished[finish] += 1
+
+    def _vacate(self, seat: int, record: RequestRecord) -> None:
+        """Its passenger has left: the seat is free, unless the batch keeps it."""
+        if seat < 0 or self.seats[seat] is not record:
+            return
+        if self._holds:
+            self.held.add(seat)
+        else:
+            self.seats[seat] = None
+
+    def _forget(self, now: float) -> None:
+        """Let go of what is too old or too much."""
+        while self._ended and self._may_go(now):
+            self._forget_request(self._ended.popleft().request_id)
+
+    def _forget_request(self, request_id: str) -> None:
+        """Unless one of its sequences goes on."""
+        siblings = self._records.get(request_id, [])
+        if all(record.finished is not None for record in siblings):
+            self._records.pop(request_id, None)
+
+    def _may_go(self, now: float) -> bool:
+        """True when the request that ended first need not be kept."""
+        return len(self._ended) > _KEEP_REQUESTS or _end_of(self._ended[0]) < now - self.keep_s
+
+    def _add_event(
+        self,
+        event: str,
+        record: RequestRecord,
+        step: int,
+        t: float,
+        seat: int | None = None,
+        reason: str = "",
+    ) -> None:
+        """seat: where it happened, None for the seat it has now."""
+        self._add(
+            SequenceEvent(
+                event=event,
+                request_id=record.request_id,
+                index=record.index,
+                seat=record.seat if seat is None else seat,
+                step=step,
+                t=t,
+                n_in=record.n_prompt,
+                n_out=record.n_output,
+                reason=reason,
+            )
+        )
+
+    def _add(self, event: SequenceEvent) -> None:
+        self._life.append(event)
+        self.n_life += 1
+
+    def life_since(self, number: int) -> list[SequenceEvent]:
+        """Events after the first `number`, as far back as they are kept."""
+        forgotten = self.n_life - len(self._life)
+        return list(islice(self._life, max(0, number - forgotten), None))
+
+    def ended(self, start: float) -> list[RequestRecord]:
+        """Requests that ended after `start`, by their end."""
+        since = bisect_right(self._ended, start, key=_end_of)
+        return list(islice(self._ended, since, None))
+
+
+def _end_of(record: RequestRecord) -> float:
+    """When it ended; of ended requests alone."""
+    return record.finished or 0.0

@@ -1,0 +1,139 @@
+"""The parsed flags of a command, and what is read off them alike in every command."""
+
+from __future__ import annotations
+
+import json
+import os
+from argparse import Namespace
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from jitney.engine.common.errors import ConfigError, did_you_mean
+from jitney.engine.common.requests import JsonDict, JsonObject
+from jitney.engine.config.layers import Layered, settings
+from jitney.engine.config.presets import preset, runs_on_device
+from jitney.engine.config.schema import Config
+
+if TYPE_CHECKING:
+    from jitney.engine.common.summary import Slo
+
+
+class Arguments(Namespace):
+    """What the flags of a command were set to, by the name of each."""
+
+    #: In the environment, the API key with which a command asks an engine elsewhere.
+    key_variable: ClassVar = "JITNEY_ENGINE_KEY"
+
+    def changed(self, **changes: Any) -> Self:
+        """The same arguments with some of them changed."""
+        return type(self)(**(vars(self) | changes))
+
+    def load_config(self) -> Config:
+        """The configuration from the file, the environment and the flags. Raises ConfigError."""
+        return self.load_layers().config
+
+    def load_layers(self) -> Layered:
+        """As `load_config`, with where each value came from."""
+        flags = {name: value for name, value in vars(self).items() if name in settings()}
+        if self.model_word is not None:
+            flags.setdefault("model", self.model_word)
+        given = Layered.load(self.config, os.environ, flags)
+        goal = getattr(self, "goal", None)
+        if goal is None:
+            return given
+        # `on_device`: of commands that know better than this machine.
+        on_device = getattr(self, "on_device", None)
+        if on_device is None:
+            on_device = runs_on_device(given.config.engine.platform)
+        filled = preset(goal, given.origins, on_device=on_device)
+        return Layered.load(self.config, os.environ, flags, filled)
+
+    def engine_key(self) -> str:
+        """The API key with which an engine elsewhere is asked: from the environment or a file,
+        never a flag's value; empty if none was given. Raises ConfigError, never showing a key.
+        """
+        from jitney.engine.config.key_file import read_key_file
+
+        if self.key_file:
+            return read_key_file(self.key_file)
+        return os.environ.get(self.key_variable, "")
+
+    @staticmethod
+    def flag_of(name: str) -> str:
+        """The flag that sets an attribute."""
+        return f"--{name.replace('_', '-')}"
+
+    def check_numbers(self, **least: float) -> None:
+        """Raise ConfigError naming the first flag below its least value; absent flags (None)
+        pass.
+        """
+        for name, low in least.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value < float("inf"):
+                raise ConfigError(f"{self.flag_of(name)} must be at least {low:g}, not {value:g}")
+
+    def check_writable(self, *names: str) -> None:
+        """Raise ConfigError before anything runs if a file that the flags name could not be
+        written at the end.
+        """
+        for name in names:
+            file = getattr(self, name)
+            if file and file != "-" and not Path(file).resolve().parent.is_dir():
+                raise ConfigError(f"{self.flag_of(name)} {file}: there is no such folder")
+
+    def words_of(self, name: str, default: str = "") -> list[str]:
+        """Words between commas, each once."""
+        words = dict.fromkeys(map(str.strip, (getattr(self, name) or default).split(",")))
+        words.pop("", None)
+        return list(words)
+
+    def names_of(self, name: str, known: Collection[str]) -> list[str]:
+        """Words between commas, each once. ConfigError if one is not known, or if there is none."""
+        names = self.words_of(name)
+        unknown = ", ".join(word for word in names if word not in known)
+        if unknown or not names:
+            what = unknown or "nothing"
+            hint = did_you_mean(unknown, known)
+            raise ConfigError(f"{self.flag_of(name)}: {what} is none of {', '.join(known)}{hint}")
+        return names
+
+    def numbers_of[N: (int, float)](self, name: str, kind: type[N], default: str = "") -> list[N]:
+        """Positive numbers between commas, each once. ConfigError for anything else."""
+        with suppress(ValueError):
+            numbers = list(dict.fromkeys(map(kind, self.words_of(name, default))))
+            if numbers and 0 < min(numbers) <= max(numbers) < float("inf"):
+                return numbers
+        what = "whole numbers" if kind is int else "numbers"
+        raise ConfigError(f"{self.flag_of(name)}: must be positive {what} separated by commas")
+
+    def slo(self) -> Slo | None:
+        """The service level that the flags name, None if they name none."""
+        from jitney.engine.common.summary import Slo
+
+        self.check_numbers(slo_ttft_ms=0, slo_itl_ms=0, price_per_hour=0)
+        slo = Slo(_as_seconds(self.slo_ttft_ms), _as_seconds(self.slo_itl_ms))
+        return None if slo == Slo() else slo
+
+    def figure_options(self) -> JsonDict:
+        """Options of `summary.summarise`."""
+        return {"slo": self.slo(), "price_per_hour": self.price_per_hour}
+
+    def write_report(self, report: JsonObject) -> bool:
+        """Write what --json asks for; False where that is standard output, which tables would
+        spoil. ConfigError if it cannot be written.
+        """
+        from jitney.engine.common.text_file import write_text
+
+        if self.json == "-":
+            print(json.dumps(report, indent=1))
+        elif self.json:
+            write_text("--json", self.json, json.dumps(report, indent=1) + "\n")
+        return self.json != "-"
+
+
+def _as_seconds(milliseconds: float | None) -> float | None:
+    if milliseconds is None:
+        return None
+    return milliseconds / 1e3

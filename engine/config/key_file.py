@@ -1,0 +1,39 @@
+"""API keys and other secrets, read from files that only their owner may read."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+from jitney.engine.common.errors import ConfigError
+
+
+def read_key_file(path: str, setting: str = "key file") -> str:
+    """The first key of a file; "" if the setting names no file. Raises ConfigError."""
+    keys = read_keys(setting, path)
+    return keys[0] if keys else ""
+
+
+def read_keys(setting: str, path: str) -> list[str]:
+    """The keys of a file, one a line; empty if the setting names no file. Raises ConfigError, which
+    never shows a key.
+    """
+    if not path:
+        return []
+    lines = [line.strip() for line in _private_text(setting, Path(path)).splitlines()]
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ConfigError(f"{setting} {path} holds no key")
+    return keys
+
+
+def _private_text(setting: str, file: Path) -> str:
+    """The text of a file that only its owner may read."""
+    try:
+        if file.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise ConfigError(f"{file} is open to other users of this machine: chmod 600 {file}")
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{setting} {file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{setting} {file} is not text") from None

@@ -1,0 +1,899 @@
+"""From a configuration to a running core: weights, kernels, pool, executables. Only the core's
+process imports this.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from jitney.engine.common import messages
+from jitney.engine.common.engine_info import (
+    DeviceInfo,
+    EngineInfo,
+    EngineSizes,
+    KernelProof,
+    KernelsInfo,
+    ModelInfo,
+    NumberFormats,
+    QueueInfo,
+)
+from jitney.engine.common.errors import ConfigError, ModelError
+from jitney.engine.common.machine import cpu_name
+from jitney.engine.common.records import Ledger
+from jitney.engine.common.requests import pooling_of
+from jitney.engine.common.step_cost import DeviceCeiling, StepCost
+from jitney.engine.config import (
+    AUTO,
+    Config,
+    EngineSection,
+    check_devices,
+    configuration_digest,
+    open_compilation_cache,
+    runs_on_device,
+    settings,
+    why_no_room,
+)
+from jitney.engine.core.canary import CanaryCore
+from jitney.engine.core.distributed.joined import JoinedCore
+from jitney.engine.core.distributed.link import FirstHost, Hosts, OtherHost
+from jitney.engine.core.engine_core import EngineCore
+from jitney.engine.core.executor.autotuning import programs_folder
+from jitney.engine.core.executor.ceiling import ceiling_or_none
+from jitney.engine.core.executor.fits import context_of
+from jitney.engine.core.executor.hosts import Follower, JoinedRunner, LeadingRunner
+from jitney.engine.core.executor.memory import (
+    GIB,
+    PoolRoom,
+    claim_memory,
+    in_one_line,
+    likely_temp_bytes,
+)
+from jitney.engine.core.executor.program import StateSizes
+from jitney.engine.core.executor.proving import proofs_of, proven, served_by
+from jitney.engine.core.executor.runner import Runner
+from jitney.engine.core.executor.threads import use_processors
+from jitney.engine.core.models.protocol import Model
+from jitney.engine.core.models.sharding import make_mesh
+from jitney.engine.core.scheduler.buckets import Buckets
+from jitney.engine.core.scheduler.kv_pages import NoPages, PagePool
+from jitney.engine.core.scheduler.limits import SchedulerLimits
+from jitney.engine.core.scheduler.scheduler import Scheduler
+from jitney.engine.core.weights.adapters import load_adapters
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
+from jitney.engine.core.weights.checkpoints.sampling_defaults import sampling_defaults
+from jitney.engine.core.weights.checkpoints.sources import ModelSource
+from jitney.engine.core.weights.describe import count_parameters, describe_step, describe_weights
+from jitney.engine.core.weights.load import WeightStorage, load_model, load_shapes
+from jitney.engine.core.weights.quantising import choose_kv_dtype, load_kv_scales
+from jitney.kernels.interface import KernelError, KernelSet
+from jitney.kernels.proof import without
+from jitney.kernels.proof_shapes import ServedShapes
+from jitney.kernels.select import ServedHeads, reference, reference_of, select, with_product_rows
+
+_log = logging.getLogger("jitney.core")
+
+#: Parameters of mallopt(3).
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+#: A pool of at least this share of what fits is not worth compiling the largest step a second time
+#: for.
+_ENOUGH = 0.97
+#: Room for the compiled programs of a model: those of the default one on a CPU are some 10 MB.
+_PROGRAM_BYTES = 64 << 20
+#: Largest difference of two log-probabilities that rounding explains to a canary, by dtype of the
+#: activations.
+_CANARY_LIMITS = {"bfloat16": 0.75, "float16": 0.75, "float32": 0.02}
+#: Most tokens, prompt and answer, of a request that a canary computes again: the memory that is
+#: kept for it.
+_CANARY_TOKENS = 4096
+#: Most rows of a step of the canary's core: more would hold up the steps that serve.
+_CANARY_ROWS = 64
+#: Bytes of weights from which on it is measured what the device can do at most.
+_LEAST_MEASURED_BYTES = 16 << 20
+#: Settings that only decoders are served with.
+_NOT_OF_ENCODERS = (
+    "weights",
+    "adapters",
+    "kv_dtype",
+    "policy",
+    "embedding_pooling",
+    "canary_every",
+    "tensor_parallel",
+    "expert_parallel",
+    "data_parallel",
+    "n_hosts",
+)
+#: What is proved of a kernel set that an encoder never calls: it attends and norms by itself, and
+#: has no output head.
+_KERNELS_OF_DECODERS = ("attention", "norm", "head", "sampling cut")
+_Report = Callable[[messages.Progress], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Setup:
+    """What is decided before the weights are loaded."""
+
+    config: Config
+    #: The model's files and shape.
+    source: ModelSource
+    #: jax's, whose class declares no types: as many as tensor_parallel says, of all hosts, or of
+    #: all engines that share experts.
+    devices: list[Any]
+    #: Of them; None if there is but one.
+    mesh: Mesh | None
+    #: Of weights and activations.
+    dtype: np.dtype
+    #: Of stored keys and values.
+    kv_dtype: np.dtype
+    #: Tokens a sequence may have.
+    context: int
+    #: The others; None if there are none.
+    hosts: Hosts | None
+
+    @property
+    def settings(self) -> EngineSection:
+        return self.config.engine
+
+    @property
+    def own_devices(self) -> list[Any]:
+        """Those of this host."""
+        return [device for device in self.devices if device in jax.local_devices()]
+
+    @property
+    def device(self) -> Any:
+        return self.own_devices[0]
+
+    @property
+    def runs_in_parts(self) -> bool:
+        """Whether each step is two programs: see `engine.core.executor.step_parts`."""
+        return self.device.platform == "cpu" and self.mesh is None and not self.is_encoder
+
+    @property
+    def local(self) -> ModelConfig:
+        return self.source.config.local(self.settings.tensor_parallel)
+
+    @property
+    def is_encoder(self) -> bool:
+        return self.source.config.encoder is not None
+
+    @cached_property
+    def pooling(self) -> str:
+        """What vectors are made of, off or a `Pooling`: of an encoder, what its files say."""
+        encoder = self.source.config.encoder
+        if encoder is not None:
+            return encoder.pooling
+        asked = self.settings.embedding_pooling
+        if asked != AUTO:
+            return asked
+        if self.hosts is not None:
+            return "off"
+        try:
+            return self.source.stated_pooling() or "off"
+        except ModelError as error:
+            _log.warning("%s: no vectors of texts are made (--embedding-pooling off)", error)
+            return "off"
+
+    @property
+    def dimensions(self) -> tuple[int, ...] | None:
+        """Lengths that vectors may be cut to; empty: any; None: none. Raises ModelError."""
+        if self.pooling in ("off", "classify"):
+            return None
+        return self.source.stated_dimensions()
+
+    def sizes(self, n_pages: int = 1) -> StateSizes:
+        """What the engine's arrays are sized by."""
+        return StateSizes(
+            seats=self.settings.max_seats,
+            n_pages=n_pages,
+            page_size=self.settings.page_size,
+            context_length=self.context,
+            kv_dtype=self.kv_dtype,
+            logprobs=self.settings.max_logprobs,
+            has_adapters=bool(self.config.model.adapters),
+        )
+
+
+@dataclass(frozen=True)
+class _Built:
+    """What runs steps, and what it is."""
+
+    setup: _Setup
+    runner: Runner
+    #: The core that checks the engine, if one does.
+    alone: EngineCore | None
+    info: EngineInfo
+
+
+def build_engine(
+    config: Config, source: ModelSource, progress: _Report, hosts: Hosts | None = None
+) -> tuple[EngineCore, EngineInfo]:
+    """Load, size, compile and warm up; reports weights and compile stages. hosts: the others, if
+    there are any. Raises JitneyError in one line.
+    """
+    built = _build(config, source, progress, hosts)
+    runner = built.runner
+    if isinstance(runner, JoinedRunner):
+        assert hosts is not None  # _runner_class
+        runner.join(hosts.rounds())
+    if isinstance(runner, LeadingRunner):
+        assert isinstance(hosts, FirstHost)  # _runner_class
+        runner.lead(hosts)
+    return _make_core(built.setup, runner, built.alone), built.info
+
+
+def build_follower(
+    config: Config, source: ModelSource, progress: _Report, hosts: OtherHost
+) -> tuple[Follower, EngineInfo]:
+    """As `build_engine`, on a host that follows the first one."""
+    built = _build(config, source, progress, hosts)
+    return Follower(built.runner), built.info
+
+
+def _build(config: Config, source: ModelSource, progress: _Report, hosts: Hosts | None) -> _Built:
+    defaults = sampling_defaults(config.sampling, source)
+    setup = _set_up(config, source, hosts)
+    kernels = _choose_kernels(setup)
+    model = _load(setup, kernels, progress)
+    progress(messages.Progress("proof", 0, 1, kernels.label))
+    kernels, proofs = _prove(setup, model, kernels)
+    _say_if_widened(model, kernels)
+    alone = None
+    if config.engine.canary_every:
+        alone = _core_alone(setup, model, kernels)
+    _lay_out(model, kernels, setup.mesh)
+    ceiling = _measure_ceiling(setup, model, kernels)  # before the KV pool takes the memory
+    runner = _make_runner(setup, model, kernels)
+    _compile(setup, runner, progress)
+    if setup.device.platform == "cpu":
+        _keep_freed_memory()
+    info = _describe(setup, model, kernels, runner, proofs, defaults)
+    info = msgspec.structs.replace(info, step_cost=_step_cost(setup, model), ceiling=ceiling)
+    return _Built(setup, runner, alone, info)
+
+
+def _step_cost(setup: _Setup, model: Model) -> StepCost | None:
+    """None of an encoder, and of engines that share experts: their steps read what others ask."""
+    if setup.is_encoder or setup.settings.data_parallel > 1:
+        return None
+    local = setup.local
+    kv_numbers = local.n_layers * 2 * local.n_kv_heads * local.head_dim * len(setup.devices)
+    return describe_step(model, setup.source.config, kv_numbers * setup.kv_dtype.itemsize)
+
+
+def _measure_ceiling(setup: _Setup, model: Model, kernels: KernelSet) -> DeviceCeiling | None:
+    """None for a small model, whose steps launch programs more than they read or multiply."""
+    held = sum(array.nbytes for array in jax.tree.leaves(nnx.state(model)))
+    if held < _LEAST_MEASURED_BYTES or setup.is_encoder:
+        return None
+    ceiling = ceiling_or_none(kernels, setup.dtype, len(setup.devices))
+    narrow = {"int8": kernels.int8, "fp8": kernels.fp8}
+    if ceiling and any(narrow.get(one.packed.scheme) for one in model.linears()):
+        return msgspec.structs.replace(ceiling, operations_s=None)
+    return ceiling
+
+
+def _lay_out(model: Model, kernels: KernelSet, mesh: Mesh | None) -> None:
+    """Lay a model's matrices out as the kernel set multiplies them fastest; mesh: over which they
+    are split, None if they are not.
+    """
+    if mesh is None:
+        model.arrange(kernels)
+        return
+    for linear in model.linears():
+        linear.arrange_shares(kernels, mesh)
+
+
+def prove_kernels(config: Config, source: ModelSource) -> tuple[str, list[KernelProof]]:
+    """The kernel set that an engine would begin with, and what is found of each of its kernels in
+    the shapes that it would serve, without the model's weights and on one device.
+
+    Raises JitneyError in one line.
+    """
+    one = config.engine.model_copy(update={"tensor_parallel": 1})
+    devices = start_jax(config.model_copy(update={"engine": one}))
+    setup = _setup_on(devices, config, source)
+    kernels = _choose_kernels(setup)
+    whole = setup.source.config
+    storage = WeightStorage.choose(config.model.weights, setup.device.platform, kernels)
+    model = load_shapes(source, whole, setup.settings.tensor_parallel, setup.dtype, storage)
+    folders = config.model.adapter_folders
+    if folders:
+        load_adapters(model, whole, folders, setup.dtype)
+    return kernels.label, proofs_of(kernels, _served(setup, model, kernels))
+
+
+def _set_up(config: Config, source: ModelSource, hosts: Hosts | None) -> _Setup:
+    return _setup_on(start_jax(config, hosts), config, source, hosts)
+
+
+def _setup_on(
+    devices: list[Any], config: Config, source: ModelSource, hosts: Hosts | None = None
+) -> _Setup:
+    engine = config.engine
+    if source.config.encoder is not None:
+        _check_encoder(config, source.config)
+    model = source.config.in_groups(engine.expert_parallel, engine.data_parallel)
+    source = replace(source, config=model)
+    mesh = None
+    if len(devices) > 1:
+        mesh = make_mesh(devices, engine.data_parallel)
+    dtype = choose_dtype(config.model.dtype, devices[0].platform)
+    context = context_of(config, source.config)
+    if model.encoder is not None and context < model.context_length:
+        _log.info(
+            "texts of at most %d tokens are read, of the model's %d: token_budget or context "
+            "bounds them",
+            context,
+            model.context_length,
+        )
+    if config.engine.canary_every and source.config.experts is not None and dtype != jnp.float32:
+        raise ConfigError(
+            f"canary_every cannot judge a mixture of experts in {jnp.dtype(dtype).name}: rounding "
+            "may send a token through other experts; leave it at 0, or take --dtype float32"
+        )
+    return _Setup(
+        config=config,
+        source=source,
+        devices=devices,
+        mesh=mesh,
+        dtype=dtype,
+        kv_dtype=choose_kv_dtype(config.engine.kv_dtype, dtype, devices[0]),
+        context=context,
+        hosts=hosts,
+    )
+
+
+def _check_encoder(config: Config, model: ModelConfig) -> None:
+    """Raise ConfigError for settings that an encoder has no use for, or is not served with."""
+    places = settings()
+    asked = []
+    for name in _NOT_OF_ENCODERS:
+        place = places[name]
+        value = getattr(getattr(config, place.section), place.key)
+        if value != place.field.get_default(call_default_factory=True):
+            asked.append(f"{name} {value}")
+    if asked:
+        raise ConfigError(
+            f"{', '.join(asked)}: not for an encoder ({model.architecture}); leave it out"
+        )
+
+
+def _choose_kernels(setup: _Setup) -> KernelSet:
+    settings = setup.settings
+    heads = ServedHeads(setup.source.config.head_dim, setup.dtype.name, setup.kv_dtype.name)
+    if setup.is_encoder:
+        heads = None
+    kernels = choose_kernels(setup.device.platform, settings.kernels, heads)
+    if setup.is_encoder:
+        kernels = without(kernels, _KERNELS_OF_DECODERS)
+    return with_product_rows(kernels, settings.product_rows)
+
+
+def _load(setup: _Setup, kernels: KernelSet, progress: _Report) -> Model:
+
+    def report(stage: str, done: int, total: int, detail: str) -> None:
+        progress(messages.Progress(stage, done, total, detail))
+
+    weights = setup.config.model.weights
+    with in_one_line("loading weights"):
+        model = load_model(
+            setup.source,
+            setup.source.config,
+            setup.dtype,
+            report,
+            mesh=setup.mesh,
+            storage=WeightStorage.choose(weights, setup.device.platform, kernels),
+        )
+    if setup.settings.kv_dtype != "auto":
+        if setup.hosts is not None:
+            setup.hosts.same("weights", "loaded")  # what follows runs on all of them
+        load_kv_scales(model, setup.source, setup.kv_dtype, setup.mesh)
+    folders = setup.config.model.adapter_folders
+    if folders:
+        with in_one_line("loading adapters"):
+            load_adapters(model, setup.source.config, folders, setup.dtype, setup.mesh)
+    return model
+
+
+def _prove(setup: _Setup, model: Model, kernels: KernelSet) -> tuple[KernelSet, list[KernelProof]]:
+    """The kernels that prove right in the sizes they will serve."""
+    served = _served(setup, model, kernels)
+    kernels, proofs = proven(kernels, served, named=setup.settings.kernels != "auto")
+    if setup.hosts is not None:
+        wrong = [proof.kernel for proof in proofs if not proof.ok]
+        found = f"{kernels.label} on {setup.device.device_kind}, {setup.dtype}"
+        setup.hosts.same("kernels", f"{found}, without {', '.join(wrong) or 'none'}")
+    return kernels, proofs
+
+
+def _served(setup: _Setup, model: Model, kernels: KernelSet) -> ServedShapes:
+    """What the engine will ask of its kernels."""
+    buckets = _make_buckets(setup, kernels)
+    return served_by(model, setup.local, setup.sizes(), buckets, setup.dtype)
+
+
+def _say_if_widened(model: Model, kernels: KernelSet) -> None:
+    """One line where fp8 weights save memory only."""
+    if kernels.fp8 is None and any(one.packed.scheme == "fp8" for one in model.linears()):
+        _log.warning(
+            "fp8 weights are widened in every product here: they save memory and bandwidth, not "
+            "arithmetic; NVIDIA GPUs of compute capability 8.9 or later multiply fp8"
+        )
+
+
+def _make_buckets(setup: _Setup, kernels: KernelSet) -> Buckets:
+    """The sizes to compile for."""
+    settings = setup.settings
+    return Buckets.of(
+        max_seats=settings.max_seats,
+        token_budget=settings.token_budget,
+        seat_sizes=settings.seat_buckets,
+        token_sizes=settings.token_buckets,
+        on_device=setup.device.platform != "cpu",
+        smallest=_smallest_bucket(kernels),
+    )
+
+
+def _padding_is_free(setup: _Setup, model: Model, kernels: KernelSet) -> bool:
+    """Whether nothing is multiplied for rows that pad a step, with a model as it is laid out to be
+    served: see `Buckets.padding_is_free`.
+    """
+    if not kernels.leaves_out_padding:
+        return False
+    settings = setup.settings
+    any_layout = settings.product_rows >= settings.token_budget
+    return any_layout or all(linear.in_panels for linear in model.linears())
+
+
+def _smallest_bucket(kernels: KernelSet) -> int:
+    """XLA:CPU's own products are ten times slower at one row than at four, be they with weights,
+    with keys or of the head.
+    """
+    plain = reference()
+    for name in ("matmul", "gated", "project", "attend"):
+        if getattr(kernels, name) is getattr(plain, name):
+            return 4
+    return 1
+
+
+def _make_runner(setup: _Setup, model: Model, kernels: KernelSet) -> Runner:
+    buckets = replace(
+        _make_buckets(setup, kernels),
+        padding_is_free=_padding_is_free(setup, model, kernels),
+    )
+    make_runner = _runner_class(setup)
+
+    def make(n_pages: int) -> Runner:
+        return make_runner(
+            model,
+            buckets,
+            kernels,
+            setup.sizes(n_pages),
+            end_ids=tuple(setup.source.config.eos_ids),
+            mesh=setup.mesh,
+            plain_mixed=setup.runs_in_parts or setup.device.platform in ("gpu", "cuda"),
+            in_parts=setup.runs_in_parts,
+            pooling=pooling_of(setup.pooling),
+        )
+
+    if setup.is_encoder:
+        return make(NoPages().n_pages)
+    return _sized_runner(
+        setup.settings,
+        setup.sizes(),
+        setup.own_devices,
+        page_bytes=setup.sizes().pool_bytes(setup.local, kernels),
+        temp_bytes=likely_temp_bytes(setup.local, buckets),
+        make=make,
+        hosts=setup.hosts,
+    )
+
+
+def _runner_class(setup: _Setup) -> type[Runner]:
+    if setup.settings.data_parallel > 1:
+        return JoinedRunner
+    if isinstance(setup.hosts, FirstHost):
+        return LeadingRunner
+    return Runner
+
+
+def _compile(setup: _Setup, runner: Runner, progress: _Report) -> None:
+    def report(done: int, total: int, what: str) -> None:
+        progress(messages.Progress("compile", done, total, what))
+
+    def meet() -> None:
+        # The first program that runs joins the devices of all hosts: Gloo waits 30 s for that.
+        if setup.hosts is not None:
+            setup.hosts.same("programs", "compiled")
+
+    with in_one_line("making the KV pool"):
+        runner.compile(report, meet)
+
+
+def _make_core(setup: _Setup, runner: Runner, alone: EngineCore | None) -> EngineCore:
+    """The engine; alone: the core that checks it, if one does."""
+    scheduler = _make_scheduler(setup, runner)
+    late = setup.device.platform == "cpu" and setup.hosts is None
+    if isinstance(runner, JoinedRunner):
+        return JoinedCore(scheduler, runner, Ledger(), partner=runner, rounds=runner.rounds)
+    if alone is None:
+        return EngineCore(scheduler, runner, Ledger(), plans_late=late)
+    limit, every = _CANARY_LIMITS[jnp.dtype(setup.dtype).name], setup.settings.canary_every
+    return CanaryCore(scheduler, runner, Ledger(), alone=alone, every=every, limit=limit)
+
+
+def _make_scheduler(setup: _Setup, runner: Runner) -> Scheduler:
+    settings, model = setup.settings, setup.source.config
+    limits = SchedulerLimits.of(
+        settings,
+        context_length=setup.context,
+        adapters=len(setup.config.model.adapters),
+        embedding_pooling=setup.pooling,
+        encoder=setup.is_encoder,
+    )
+    return Scheduler(
+        limits,
+        runner.buckets,
+        _make_pool(setup, runner.n_pages),
+        eos_ids=model.eos_ids,
+        vocab_size=model.vocab_size,
+        window=model.window,
+    )
+
+
+def _make_pool(setup: _Setup, n_pages: int) -> PagePool:
+    if setup.is_encoder:
+        return NoPages()
+    return PagePool(
+        n_pages,
+        setup.settings.page_size,
+        retain=setup.settings.prefix_cache,
+        share_outputs=_shares_outputs(setup.settings),
+    )
+
+
+def _shares_outputs(settings: EngineSection) -> bool:
+    if settings.share_outputs == "auto":
+        return jax.default_backend() != "cpu"
+    return settings.share_outputs == "on"
+
+
+def _core_alone(setup: _Setup, model: Model, kernels: KernelSet) -> EngineCore:
+    """A core of one seat with the reference of these kernels and the weights as loaded, for the
+    canary.
+    """
+    own = nnx.merge(*nnx.split(model))  # the arrays are shared until the model's are arranged
+    longest = min(setup.context, _CANARY_TOKENS)
+    page_size = setup.settings.page_size
+    n_pages = -(-longest // page_size) + 2  # the trash page, and one to grow into
+    sizes = replace(setup.sizes(n_pages), seats=1, context_length=longest)
+    buckets = Buckets.of(max_seats=1, token_budget=_CANARY_ROWS, token_sizes=(_CANARY_ROWS,))
+    end_ids = tuple(model.config.eos_ids)
+    runner = Runner(
+        own,
+        buckets,
+        reference_of(kernels),
+        sizes,
+        end_ids=end_ids,
+        mesh=setup.mesh,
+        plain_mixed=setup.runs_in_parts,
+        in_parts=setup.runs_in_parts,
+    )
+    runner.compile()
+    scheduler = Scheduler(
+        SchedulerLimits(
+            max_seats=1,
+            context_length=longest,
+            adapters=len(setup.config.model.adapters),
+        ),
+        buckets,
+        PagePool(n_pages, page_size, retain=False),
+        eos_ids=end_ids,
+        vocab_size=model.config.vocab_size,
+    )
+    return EngineCore(scheduler, runner, Ledger())
+
+
+def start_jax(config: Config, hosts: Hosts | None = None) -> list[Any]:
+    """Set jax up for this run and return the devices to run on, as many as `tensor_parallel`
+    says; of several hosts, those of each in turn.
+    """
+    if config.engine.threads or not runs_on_device(config.engine.platform):
+        use_processors(config.engine.threads)
+    claim_memory(os.environ, config.engine.memory_share)
+    libc = _glibc()
+    if libc:
+        # Every thread's own arena would keep its own freed temporaries.
+        libc.mallopt(_M_ARENA_MAX, 2)
+    if hosts is not None:
+        _start_distributed(hosts)
+    devices = devices_of(config.engine.platform)
+    _keep_programs(config.engine, devices[0])
+    if hosts is not None:
+        return _of_each_host(devices, config.engine)
+    wanted = config.engine.tensor_parallel
+    if len(devices) < wanted:
+        raise ConfigError(
+            f"tensor_parallel {wanted} needs as many devices; jax sees {len(devices)} "
+            f"({devices[0].platform})"
+        )
+    return devices[:wanted]
+
+
+def _start_distributed(hosts: Hosts) -> None:
+    """Join jax's own runtime, by which devices of all hosts are known to each."""
+    # On CPUs; GPUs and TPUs have collectives of their own.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        hosts.jax_address,
+        hosts.n_hosts,
+        hosts.host_id,
+        cluster_detection_method="deactivate",  # we know where we are
+        coordinator_bind_address=hosts.jax_address,
+    )
+
+
+def _of_each_host(devices: list[Any], settings: EngineSection) -> list[Any]:
+    """The first devices of each host, as many as its part of tensor_parallel."""
+    chosen = []
+    wanted = settings.devices_here
+    for host_id in range(settings.n_hosts):
+        own = [device for device in devices if device.process_index == host_id]
+        if len(own) < wanted:
+            raise ConfigError(
+                f"tensor_parallel {settings.tensor_parallel} needs {wanted} devices on each of "
+                f"{settings.n_hosts} hosts; jax sees {len(own)} on host {host_id} "
+                f"({devices[0].platform})"
+            )
+        chosen += own[:wanted]
+    return chosen
+
+
+def _keep_programs(settings: EngineSection, device: Any) -> None:
+    """Have jax keep every program that it compiles for this device, and what XLA measured for
+    them, if there is a folder.
+    """
+    programs = open_compilation_cache(settings)
+    if programs is not None:
+        update = jax.config.update
+        update("jax_compilation_cache_dir", str(programs_folder(programs, device)))
+        reason = why_no_room(programs, _PROGRAM_BYTES)
+        if reason:
+            _log.warning("NEW COMPILED PROGRAMS ARE NOT KEPT: %s", reason)
+        # A program that took less is read, but not written.
+        update("jax_persistent_cache_min_compile_time_secs", math.inf if reason else 0.0)
+        update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def devices_of(name: str) -> list[Any]:
+    """jax's devices, which are those of platform `name` (auto: whatever jax runs on); ConfigError
+    if they are not.
+    """
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        raise ConfigError(f"platform {name}: {str(error).splitlines()[0]}") from error
+    check_devices(name, devices[0].platform)
+    return devices
+
+
+def _keep_freed_memory() -> None:
+    """Give what loading and compiling left behind back to the kernel, and from then on keep what
+    steps free.
+
+    XLA:CPU allocates temporaries anew in every step; unmapping and faulting them in again costs 5
+    to 7 % of it.
+    """
+    libc = _glibc()
+    if libc:
+        libc.malloc_trim(0)
+        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+        libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    """The C library, where it is the one whose allocator can be tuned."""
+    if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
+        return ctypes.CDLL("libc.so.6")
+    return None
+
+
+def choose_kernels(platform_name: str, name: str, heads: ServedHeads | None = None) -> KernelSet:
+    """The kernel set of that name for these heads, where they are known; a name that cannot run
+    here is the user's error, in one line.
+    """
+    try:
+        return select(platform_name, name, heads)
+    except KernelError as error:
+        raise ConfigError(f"kernels: {error}") from error
+
+
+def choose_dtype(name: str, platform_name: str) -> np.dtype:
+    """Of weights, activations and KV; auto: bfloat16 where the device multiplies it
+    natively.
+    """
+    if name != "auto":
+        return jnp.dtype(name)
+    if platform_name != "cpu" or _cpu_multiplies_bfloat16():
+        return jnp.dtype("bfloat16")
+    return jnp.dtype("float32")
+
+
+def _cpu_multiplies_bfloat16() -> bool:
+    """True on x86 with avx512_bf16 or amx_bf16, and on Arm with bf16 (/proc/cpuinfo)."""
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        return False
+    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def _sized_runner(
+    settings: EngineSection,
+    sizes: StateSizes,
+    devices: Sequence[Any],
+    *,
+    page_bytes: int,
+    temp_bytes: int,
+    make: Callable[[int], Runner],
+    hosts: Hosts | None = None,
+) -> Runner:
+    """A runner with as many KV pages as are configured, or as the free memory holds; logs what that
+    is.
+
+    devices: of this host. page_bytes: of a page of all layers, on one device. temp_bytes: what the
+    temporaries of the largest step should take. make: from a number of pages to a runner. hosts:
+    the others, whose pools are as large.
+    """
+    room = PoolRoom(settings, sizes, devices, page_bytes, hosts)
+    runner = make(room.pages(temp_bytes))
+    if not (room.on_cpu or settings.pages or settings.memory_gib):
+        # A step's temporaries are known once it is compiled, and it is compiled for one size of
+        # pool: the likely one.
+        fit = room.pages(runner.largest_temp_bytes())
+        if not _ENOUGH * fit <= runner.n_pages <= fit:
+            runner = make(fit)
+    _log_pool(runner.n_pages, sizes, page_bytes, len(devices))
+    return runner
+
+
+def _log_pool(n_pages: int, sizes: StateSizes, page_bytes: int, n_devices: int) -> None:
+    tokens = (n_pages - 1) * sizes.page_size
+    devices = ""
+    if n_devices > 1:
+        devices = f" on each of {n_devices} devices"
+    _log.info(
+        "KV pool: %d pages of %d tokens = %d tokens in %.2f GiB%s; %.3g times the whole context "
+        "(%d), or %d tokens for each of %d seats",
+        n_pages - 1,
+        sizes.page_size,
+        tokens,
+        n_pages * page_bytes / GIB,
+        devices,
+        tokens / sizes.context_length,
+        sizes.context_length,
+        tokens // sizes.seats,
+        sizes.seats,
+    )
+    if tokens < sizes.context_length:
+        _log.warning(
+            "no sequence can have the whole context of %d tokens: the KV pool holds %d; give more "
+            "(pages, memory_gib), or a smaller context",
+            sizes.context_length,
+            tokens,
+        )
+
+
+def _describe(
+    setup: _Setup,
+    model: Model,
+    kernels: KernelSet,
+    runner: Runner,
+    proofs: list[KernelProof],
+    defaults: dict[str, int | float],
+) -> EngineInfo:
+    """What the API, the page and `doctor` show of a running engine."""
+    identity = setup.source.identity(setup.config.model.adapter_folders)
+    ours = version("jitney")
+    return EngineInfo(
+        version=ours,
+        config_digest=configuration_digest(setup.config, model=identity, version=ours),
+        model=_model_info(setup, model, defaults),
+        formats=NumberFormats(
+            dtype=str(setup.dtype),
+            weights=describe_weights(model, setup.source),
+            kv_dtype="" if setup.is_encoder else str(setup.kv_dtype),
+        ),
+        device=_device_info(setup),
+        kernels=KernelsInfo(
+            label=kernels.label,
+            proofs=proofs,
+            canary_every=setup.settings.canary_every,
+            executables=len(runner.executables),
+            compile_seconds=runner.compile_seconds,
+        ),
+        sizes=_engine_sizes(setup, runner),
+        queue=_queue_info(setup.settings),
+    )
+
+
+def _model_info(setup: _Setup, model: Model, defaults: dict[str, int | float]) -> ModelInfo:
+    return ModelInfo(
+        name=setup.source.name,
+        context_length=setup.context,
+        vocab_size=setup.source.config.vocab_size,
+        architecture=setup.source.config.architecture,
+        parameters=count_parameters(model),
+        weight_bytes=sum(array.nbytes for array in jax.tree.leaves(nnx.state(model))),
+        sampling_defaults=defaults,
+        embedding_pooling=setup.pooling,
+        embedding_size=1 if setup.pooling == "classify" else setup.source.config.hidden_size,
+        embedding_dimensions=setup.dimensions,
+        encoder=setup.is_encoder,
+        adapters=tuple(setup.config.model.adapter_folders),
+    )
+
+
+def _device_info(setup: _Setup) -> DeviceInfo:
+    return DeviceInfo(
+        platform=setup.device.platform,
+        name=_devices_in_words(setup),
+        tensor_parallel=setup.settings.tensor_parallel,
+        expert_parallel=setup.settings.expert_parallel,
+        data_parallel=setup.settings.data_parallel,
+    )
+
+
+def _engine_sizes(setup: _Setup, runner: Runner) -> EngineSizes:
+    settings, buckets = setup.settings, runner.buckets
+    return EngineSizes(
+        seats=settings.max_seats,
+        pages=runner.n_pages - 1,
+        page_size=settings.page_size,
+        prefix_cache=settings.prefix_cache,
+        token_budget=buckets.token_budget,
+        seat_buckets=tuple([bucket.seats for bucket in buckets.decode]),
+        token_buckets=tuple([bucket.tokens for bucket in buckets.mixed]),
+        padding_is_free=buckets.padding_is_free,
+        max_logprobs=settings.max_logprobs,
+    )
+
+
+def _queue_info(settings: EngineSection) -> QueueInfo:
+    return QueueInfo(
+        policy=settings.policy,
+        order=settings.order,
+        max_waiting_requests=settings.max_waiting_requests,
+        max_predicted_wait_s=settings.max_predicted_wait_s,
+    )
+
+
+def _devices_in_words(setup: _Setup) -> str:
+    chip = setup.device.device_kind
+    if setup.device.platform == "cpu":
+        chip = cpu_name()
+    if len(setup.devices) == 1:
+        return chip
+    words = f"{len(setup.devices)} x {chip}"
+    if setup.hosts is not None:
+        words += f" on {setup.hosts.n_hosts} hosts"
+    if setup.settings.data_parallel > 1:
+        words += ", an engine on each"
+    return words

@@ -1,0 +1,208 @@
+"""A canary while serving: some requests are computed again, alone, with the reference kernels.
+
+The proof at start shows that kernels are right on random inputs. The canary shows that answers stay
+right: of every sequence it watches, the log-probability of each generated token is compared with
+that which the reference gives to the same token after the same prompt and answer. This holds for
+greedy and for sampled answers, since it compares probabilities and not draws.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from jitney.engine.common.errors import RequestError
+from jitney.engine.common.messages import CanaryFinding, StepReport
+from jitney.engine.common.outputs import FinishReason, SequenceOutput, TokenLogprobs
+from jitney.engine.common.requests import EngineRequest, SamplingParams
+from jitney.engine.core.engine_core import EngineCore
+
+_log = logging.getLogger("jitney.core")
+
+#: Most sequences that wait to be computed again; when the machine cannot keep up, others are left
+#: out.
+_MOST_WAITING = 4
+
+
+@dataclass(slots=True)
+class _Watched:
+    """A sequence that is served now and will be computed again."""
+
+    request: EngineRequest  # as the client sent it
+    wants_logprobs: bool  # the client asked for log-probabilities itself
+    tokens: list[int] = field(default_factory=list)  # generated so far
+    logprobs: list[float] = field(default_factory=list)  # of each of them, natural log
+    too_long: bool = False  # to be computed again; nothing of it is kept
+
+
+@dataclass(eq=False, kw_only=True)
+class CanaryCore(EngineCore):
+    """An engine core that has a second one check it."""
+
+    #: A core of one seat with the reference kernels and the same weights, without a prefix cache;
+    #: it takes a step after each step of this one.
+    alone: EngineCore
+    #: One request in so many is watched.
+    every: int
+    #: Largest difference of log-probabilities that rounding explains.
+    limit: float
+    _added: int = 0
+    #: A request is to be watched: the next one that can be.
+    _is_due: bool = False
+    #: By request id: those that are served now, and those that the other core has.
+    _watched: dict[str, _Watched] = field(default_factory=dict)
+    _waiting: dict[str, _Watched] = field(default_factory=dict)
+
+    @property
+    def has_work(self) -> bool:
+        return super().has_work or self.alone.has_work
+
+    @property
+    def pause_s(self) -> float:
+        if self.alone.has_work:
+            return 0.0
+        return super().pause_s
+
+    @property
+    def company_s(self) -> float:
+        if self.alone.has_work:
+            return 0.0
+        return super().company_s
+
+    def add(self, request: EngineRequest) -> None:
+        super().add(self._chosen(request))
+
+    def sleep(self, alive: Callable[[], None]) -> int:
+        """Not with a canary: its own state and the weights, which it shares, would stay."""
+        raise RequestError(
+            "an engine that checks itself (canary_every) does not sleep",
+            code="unsupported_parameter",
+        )
+
+    def _chosen(self, request: EngineRequest) -> EngineRequest:
+        """The request, or if it shall be watched, one like it that asks for log-probabilities."""
+        if request.pooling is not None:
+            return request  # it brings no token
+        self._added += 1
+        self._is_due |= self._added % self.every == 0
+        if not self._is_due or not self._can_watch(request):
+            return request
+        self._is_due = False
+        sampling = request.sampling
+        wants_logprobs = sampling.logprobs is not None
+        self._watched[request.id] = _Watched(request, wants_logprobs)
+        if wants_logprobs:
+            return request
+        asking = msgspec.structs.replace(sampling, logprobs=0)
+        return msgspec.structs.replace(request, sampling=asking)
+
+    def _can_watch(self, request: EngineRequest) -> bool:
+        """Whether the request can be computed again. An answer whose end nobody has named is
+        watched until it is too long for that.
+        """
+        if len(self._waiting) + len(self._watched) >= _MOST_WAITING:
+            return False
+        sampling = request.sampling
+        longest = len(request.prompt) + (sampling.max_tokens or 0)
+        return request.resumed is None and sampling.n == 1 and self._has_room(longest)
+
+    def _has_room(self, n_tokens: int) -> bool:
+        """Whether so many can be scored, which takes room for one more."""
+        return n_tokens < self.alone.scheduler.limits.context_length
+
+    def abort(
+        self, request_id: str, index: int | None = None, reason: FinishReason = "abort"
+    ) -> None:
+        if reason != "stop":  # a stop string was found: the answer is whole
+            self._watched.pop(request_id, None)
+        super().abort(request_id, index, reason)
+
+    def step(self) -> StepReport:
+        report = super().step()
+        if self._watched:
+            report.outputs[:] = [self._noted(output) for output in report.outputs]
+        if self.alone.has_work:
+            report.canary.extend(self._findings())
+        return report
+
+    def _findings(self) -> Iterator[CanaryFinding]:
+        """Of the other core's next step."""
+        for output in self.alone.step().outputs:
+            yield from self._compared(output)
+
+    def _noted(self, output: SequenceOutput) -> SequenceOutput:
+        """Keep what a watched sequence says; the output as the client shall have it."""
+        watched = self._watched.get(output.request_id)
+        if watched is None:
+            return output
+        self._keep(watched, output)
+        if output.finish is not None:
+            del self._watched[output.request_id]
+            if output.error is None and watched.tokens:
+                self._compute_again(watched)
+        if watched.wants_logprobs:
+            return output
+        return msgspec.structs.replace(output, logprobs=None)
+
+    def _keep(self, watched: _Watched, output: SequenceOutput) -> None:
+        """What the output adds to the answer; nothing once it is too long."""
+        length = len(watched.request.prompt) + len(watched.tokens) + len(output.tokens)
+        watched.too_long |= not self._has_room(length)
+        if watched.too_long:
+            watched.tokens, watched.logprobs = [], []
+        else:
+            watched.tokens += output.tokens
+            watched.logprobs += [entry.logprob for entry in output.logprobs or ()]
+
+    def _compute_again(self, watched: _Watched) -> None:
+        request = EngineRequest(
+            id=watched.request.id,
+            prompt=watched.request.prompt + watched.tokens,
+            sampling=SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0),
+            arrival=self.clock(),
+            adapter=watched.request.adapter,
+        )
+        self._waiting[request.id] = watched
+        self.alone.add(request)
+
+    def _compared(self, output: SequenceOutput) -> list[CanaryFinding]:
+        """What the other core's output says of a sequence, once it says it."""
+        watched = self._waiting.get(output.request_id)
+        if watched is None or (output.finish is None and output.prompt_logprobs is None):
+            return []
+        del self._waiting[output.request_id]
+        if output.prompt_logprobs is None:
+            _log.error(
+                "canary: %s could not be computed again: %s", output.request_id, output.error
+            )
+            return [CanaryFinding(math.inf, False)]
+        scored = list(output.prompt_logprobs)[len(watched.request.prompt) :]
+        apart = _largest_difference(watched.logprobs, scored)
+        if apart > self.limit:
+            _log.error(
+                "CANARY: request %s was answered with log-probabilities %.3g away from the "
+                "reference's; rounding explains %g",
+                output.request_id,
+                apart,
+                self.limit,
+            )
+        return [CanaryFinding(apart, apart <= self.limit)]
+
+    def check(self) -> None:
+        super().check()
+        self.alone.check()
+
+
+def _largest_difference(served: list[float], scored: list[TokenLogprobs | None]) -> float:
+    apart = 0.0
+    for own, entry in zip(served, scored, strict=True):
+        assert entry is not None  # only a prompt's first token has none
+        difference = abs(own - entry.logprob)
+        if math.isnan(difference) and own != entry.logprob:
+            return math.inf
+        apart = max(apart, difference)
+    return apart

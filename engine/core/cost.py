@@ -1,0 +1,198 @@
+"""The ledger report: where the rows, the device's time and the money of a run went, by kind and by
+request.
+
+A step's device time is split over the rows it computed, evenly: a padding row costs as much as a
+useful one, but nothing where padding is free (`engine.core.scheduler.buckets.Buckets`). Times are
+whole nanoseconds and are cut at the rounded-down edges of cumulated rows, so the parts of a step, a
+run or a request always add up to the whole, to the nanosecond.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import ClassVar
+
+import numpy as np
+
+from jitney.engine.common.records import ROW_KINDS
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.core.scheduler.plan import Plan
+
+#: What a bill has a line for beside `idle`: every kind of row, padding first, so that both splits
+#: cut it alike.
+_SPLIT_ORDER = ("padding", *(kind for kind in ROW_KINDS if kind != "padding"))
+_NANO = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class CostLine:
+    """Rows (each is one token's way through the model) and the device time they took."""
+
+    rows: int
+    nanoseconds: int
+
+    @property
+    def seconds(self) -> float:
+        return self.nanoseconds / _NANO
+
+    def money(self, price_per_hour: float) -> float:
+        """What that time costs, in the price's own unit."""
+        return price_per_hour * self.nanoseconds / (3600 * _NANO)
+
+
+class Bill(dict[str, CostLine]):
+    """Lines by what they are of: a kind of row and `idle`, or a request."""
+
+    #: What the line of no step at all is called.
+    idle: ClassVar[str] = "idle"
+
+    @classmethod
+    def of_steps(
+        cls, records: np.ndarray, seconds: float, *, padding_is_free: bool = False
+    ) -> Bill:
+        """Rows and device time by kind, of steps [steps] STEP_DTYPE, and `idle`: the run's other
+        time.
+
+        Idle is what is left of `seconds`, the run's wall-clock time; none if the steps took longer
+        than that.
+        """
+        rows = np.stack([records[kind].astype(np.int64) for kind in _SPLIT_ORDER], axis=1)
+        paid = rows.copy()
+        if padding_is_free:
+            paid[:, 0] = _costly_padding(rows.sum(axis=1), rows[:, 0])
+        times = _split(_nanoseconds(records), paid)
+        lines = _lines(_SPLIT_ORDER, rows.sum(axis=0).tolist(), times.sum(axis=0).tolist())
+        return cls._with_idle(lines, int(times.sum()), seconds)
+
+    @classmethod
+    def of_totals(
+        cls,
+        rows: Mapping[str, int],
+        busy_s: float,
+        seconds: float,
+        *,
+        padding_is_free: bool = False,
+    ) -> Bill:
+        """The same of a server that tells the time of all its steps, `busy_s`, together: it is
+        split over the rows of all steps alike, or over all but padding where that is free. rows: by
+        kind.
+        """
+        counts = [rows[kind] for kind in _SPLIT_ORDER]
+        paid = [0, *counts[1:]] if padding_is_free else counts
+        busy = round(busy_s * _NANO)
+        return cls._with_idle(_lines(_SPLIT_ORDER, counts, _shares(busy, paid)), busy, seconds)
+
+    @classmethod
+    def _with_idle(cls, lines: Mapping[str, CostLine], busy: int, seconds: float) -> Bill:
+        """The lines in the order of ROW_KINDS, and `idle`: what `busy` nanoseconds leave of
+        `seconds`.
+        """
+        bill = cls({kind: lines[kind] for kind in ROW_KINDS})
+        bill[cls.idle] = CostLine(0, max(0, round(seconds * _NANO) - busy))
+        return bill
+
+    def as_json(self, price_per_hour: float | None = None) -> dict[str, JsonDict]:
+        """Lines as plain numbers; money only with a price."""
+        return {name: _plain(line, price_per_hour) for name, line in self.items()}
+
+
+def _nanoseconds(records: np.ndarray) -> np.ndarray:
+    """Device time of each step [steps] i8, rounded."""
+    return np.rint(records["device_s"].astype(np.float64) * _NANO).astype(np.int64)
+
+
+def _split(total: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Cut totals [n] i8 in proportion to rows [n, k] i8; each row of the result [n, k] i8 adds up
+    to its total.
+    """
+    edges = np.cumsum(rows.astype(np.int64), axis=1)
+    whole = np.maximum(1, edges[:, -1:])
+    return np.diff(total[:, None] * edges // whole, axis=1, prepend=0)
+
+
+def _costly_padding(computed: np.ndarray, padding: np.ndarray) -> np.ndarray:
+    """Padding rows [steps] that are paid for where padding is free: of steps of nothing else."""
+    return np.where(padding == computed, padding, 0)
+
+
+def _shares(total: int, counts: Sequence[int]) -> list[int]:
+    """`total` in proportion to the counts; Python's integers, which no long run overflows."""
+    whole = max(1, sum(counts))
+    edges = [total * passed // whole for passed in accumulate(counts, initial=0)]
+    return [high - low for low, high in pairwise(edges)]
+
+
+def _lines(names: Iterable[str], rows: Sequence[int], times: Sequence[int]) -> Bill:
+    """rows and times: one of each name."""
+    return Bill(zip(names, map(CostLine, rows, times), strict=True))
+
+
+class RowOwners:
+    """Whose rows each step computed; told every plan once, when it is packed. Costs three appends
+    per chunk.
+    """
+
+    def __init__(self) -> None:
+        self.requests: dict[str, int] = {}  # request id -> its number here, in order of first rows
+        self._steps, self._owners, self._rows = array("q"), array("q"), array("q")
+
+    def note(self, plan: Plan) -> None:
+        steps, owners, rows, numbers = self._steps, self._owners, self._rows, self.requests
+        for chunk in plan.chunks:
+            steps.append(plan.number)
+            owners.append(numbers.setdefault(chunk.seq.request.id, len(numbers)))
+            rows.append(chunk.count)
+
+    def bill(self, records: np.ndarray, *, padding_is_free: bool = False) -> tuple[Bill, CostLine]:
+        """(rows and device time of each request, the rest: padding) of steps [steps] STEP_DTYPE in
+        order.
+
+        A request pays for its own rows alone, computed in vain or not; padding is nobody's. Both
+        together are exactly the device time of the records. Rows of steps that have no record are
+        left out.
+        """
+        times = _nanoseconds(records)
+        computed = records["bucket_tokens"].astype(np.int64)
+        padding = n_padding = records["padding"].astype(np.int64)
+        if padding_is_free:
+            padding = _costly_padding(computed, n_padding)
+            computed = computed - n_padding + padding
+        steps = np.frombuffer(self._steps, np.int64)
+        kept = np.isin(steps, records["step"])
+        at = np.searchsorted(records["step"], steps[kept])
+        rows = np.frombuffer(self._rows, np.int64)[kept]
+        own = _cut(times, computed, padding, at, rows)
+        wasted = times * padding // np.maximum(1, computed)
+        return self._by_request(kept, rows, own), CostLine(int(n_padding.sum()), int(wasted.sum()))
+
+    def _by_request(self, kept: np.ndarray, rows: np.ndarray, times: np.ndarray) -> Bill:
+        """rows and times: of the entries that are kept."""
+        owners = np.frombuffer(self._owners, np.int64)[kept]
+        per_rows = np.zeros(len(self.requests), np.int64)
+        per_time = np.zeros(len(self.requests), np.int64)
+        np.add.at(per_rows, owners, rows)
+        np.add.at(per_time, owners, times)
+        return _lines(self.requests, per_rows.tolist(), per_time.tolist())
+
+
+def _cut(
+    total: np.ndarray, computed: np.ndarray, padding: np.ndarray, at: np.ndarray, rows: np.ndarray
+) -> np.ndarray:
+    """Device time [m] i8 of entries that have `rows` [m] in step `at` [m], behind the step's
+    padding.
+    """
+    passed = np.cumsum(rows)
+    first = np.searchsorted(at, at)  # each entry's first neighbour in the same step
+    ends = padding[at] + passed - (passed - rows)[first]
+    whole = np.maximum(1, computed[at])
+    return total[at] * ends // whole - total[at] * (ends - rows) // whole
+
+
+def _plain(line: CostLine, price_per_hour: float | None) -> JsonDict:
+    plain: JsonDict = {"rows": line.rows, "seconds": line.seconds}
+    if price_per_hour is not None:
+        plain["money"] = line.money(price_per_hour)
+    return plain

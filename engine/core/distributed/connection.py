@@ -1,0 +1,101 @@
+"""Messages between two hosts over TCP: msgpack behind four bytes of length, as workers have it."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
+
+import msgspec
+
+from jitney.engine.common.errors import ConfigError
+from jitney.engine.common.worker_pipe import LENGTH, framed
+from jitney.engine.core.distributed import messages
+
+#: Most bytes of a message.
+_MOST = 1 << 30
+_decode: Callable[[bytes], messages.Message] = msgspec.msgpack.Decoder(messages.Message).decode
+
+
+class HostAddress(NamedTuple):
+    """Where a host listens. As text HOST:PORT; an IPv6 host stands in brackets."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def read(cls, text: str) -> HostAddress:
+        host, _, port = text.rpartition(":")
+        return cls(host.strip("[]"), int(port))
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    def listen(self) -> socket.socket:
+        """A socket there; ConfigError if this host does not have the address."""
+        try:
+            family = socket.getaddrinfo(*self, type=socket.SOCK_STREAM)[0][0]
+            return socket.create_server(self, family=family)
+        except OSError as error:
+            raise ConfigError(
+                f"coordinator {self} must be an address of the first host, and free: "
+                f"{error.strerror or error}"
+            ) from None
+
+
+class Connection:
+    """To one other host. Any thread may send, one receives."""
+
+    #: Seconds without a sign of life after which the other is taken to be gone. A process that ends
+    #: is noticed at once, by the end of the connection; this is for machines.
+    silent_s: ClassVar[float] = 20.0
+
+    def __init__(self, connected: socket.socket):
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.settimeout(self.silent_s)
+        self._socket = connected
+        self._reader = connected.makefile("rb")
+        self._sending = threading.Lock()
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Raises OSError."""
+        self.send_frame(framed(message))
+
+    def send_frame(self, frame: bytes) -> None:
+        """As `send`, of a message that is framed already."""
+        with self._sending:
+            self._socket.sendall(frame)
+
+    def receive(self, most: int = _MOST) -> messages.Message:
+        """The next message. Raises OSError if nothing comes for `silent_s` seconds, EOFError at the
+        end, msgspec.DecodeError for what is none of ours or longer than `most` bytes.
+        """
+        (length,) = LENGTH.unpack(self._exactly(LENGTH.size))
+        if length > most:
+            raise msgspec.DecodeError("a message is too long")
+        return _decode(self._exactly(length))
+
+    def _exactly(self, count: int) -> bytes:
+        data = self._reader.read(count)
+        if len(data) < count:
+            raise EOFError
+        return data
+
+    @property
+    def ended(self) -> bool:
+        """The other has closed it; asked only while nothing is expected of the other."""
+        try:
+            readable, _, _ = select.select([self._socket], [], [], 0)
+            return bool(readable) and not self._socket.recv(1, socket.MSG_PEEK)
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        """Let a thread that receives see the end, too."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()

@@ -1,0 +1,618 @@
+"""One engine: add, abort, step. Single-threaded and, given its runner and clock, deterministic."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from jitney.engine.common.errors import ErrorInfo, RequestError
+from jitney.engine.common.messages import (
+    AskSeatMap,
+    PromptChunk,
+    SeatMap,
+    SequenceEvent,
+    StepReport,
+)
+from jitney.engine.common.outputs import FinishReason, SequenceOutput
+from jitney.engine.common.records import Ledger
+from jitney.engine.common.requests import REQUEST_MOST, EngineRequest, SamplingParams
+from jitney.engine.core.scheduler.buckets import Bucket
+from jitney.engine.core.scheduler.plan import MaskedRow, Plan, StepResult
+from jitney.engine.core.scheduler.sequence import Matcher, Sequence
+
+if TYPE_CHECKING:
+    from jitney.engine.core.grammar.desk import GrammarDesk
+    from jitney.engine.core.scheduler.scheduler import Scheduler
+
+_log = logging.getLogger("jitney.core")
+
+type _NewMatcher = Callable[[], Matcher] | None
+_NO_GRAMMARS = ErrorInfo(
+    "unsupported_parameter", "this engine cannot hold an answer to a grammar", "structured_outputs"
+)
+
+#: How XLA says that a device's memory was too small for a step.
+_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+#: Seconds between two looks at grammars that are being compiled, and at masks that are being
+#: computed, while there is nothing else to do.
+_COMPILING_S = 0.002
+#: Seconds between two reports that say how long a newcomer would wait: somebody reads it every few
+#: seconds, and each costs some microseconds for every seat.
+_PREDICT_EVERY_S = 0.5
+
+#: An engine that plans late counts on so much of the least that a step like the one that runs took
+#: of late, less so many seconds for planning, packing and launching the next; shorter waits than
+#: the last figure are not worth it.
+_SURE, _LAUNCH_S, _SHORTEST_S = 0.9, 0.002, 0.001
+
+
+class StepRunner(Protocol):
+    """The device half of a step. An exception of `batch`, `launch` or `fetch` costs the step, and
+    perhaps one request (`EngineCore.step`); one of `restore` is fatal to the engine.
+    """
+
+    @property
+    def compiles(self) -> int:
+        """Compilations since the engine was ready; should stay 0."""
+        ...
+
+    def batch(self, plan: Plan) -> Any:
+        """Pack a plan for upload; reads the plan's sequences now, keeps none of their lists."""
+        ...
+
+    def launch(self, batch: Any) -> Any:
+        """Start the step without waiting, and return what `fetch` takes; steps run in the order of
+        their launches.
+        """
+        ...
+
+    def choose(self, launched: Any, rows: list[MaskedRow], masks: Any) -> None:
+        """Choose the tokens of these rows of a step that was launched, under masks: int32 [rows,
+        ceil(V / 32)], a bit for each token. Called before any other step is launched.
+        """
+        ...
+
+    def fetch(self, launched: Any) -> StepResult:
+        """Wait for a step's result; called once per launched step, in order."""
+        ...
+
+    def restore(self, error: Exception) -> None:
+        """Make the device as it was at the start, after `error` in a step; launched steps are not
+        fetched any more. Raises if it cannot compute at all.
+        """
+        ...
+
+    def sleep(self, alive: Callable[[], None]) -> int:
+        """Free the device's memory; nothing is launched until `wake`. alive: called now and then.
+        -> bytes freed.
+        """
+        ...
+
+    def wake(self, alive: Callable[[], None]) -> None:
+        """Take the memory again, as it was at the start. Raises if it cannot be had."""
+        ...
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A launched step, and when each part of its launch was done (clock, seconds)."""
+
+    plan: Plan
+    #: What `StepRunner.launch` returned for it.
+    launched_step: Any
+    #: Its plan was begun, and made.
+    started: float
+    planned: float
+    #: It was packed, and launched.
+    batched: float
+    launched: float
+    #: Something was compiled for it.
+    compiled: bool
+
+
+@dataclass(slots=True)
+class _Failure:
+    """A step that could not be launched, or brought nothing."""
+
+    plan: Plan
+    error: Exception
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What a step brought: outputs, its record and its prompt chunks, or a failure."""
+
+    outputs: list[SequenceOutput]
+    record: bytes = b""
+    chunks: list[PromptChunk] | None = None
+    failure: _Failure | None = None
+
+
+def _ignore(step: int) -> None:
+    pass
+
+
+@dataclass(eq=False)
+class EngineCore:
+    """The loop's body. The device computes step k while the host takes in step k - 1 and plans step
+    k + 1.
+    """
+
+    scheduler: Scheduler
+    runner: StepRunner
+    ledger: Ledger
+    #: Seconds.
+    clock: Callable[[], float] = time.monotonic
+    #: Called with a step's number before it runs, if it is the first of its kind: it may take much
+    #: longer than others.
+    on_first_step: Callable[[int], None] = _ignore
+    #: The next step is planned as late as the device allows, so that whoever comes while a step
+    #: runs is in the next one: for a device whose steps are long beside the host's work.
+    plans_late: bool = False
+    #: Holds answers to grammars; None until somebody knows what the tokens spell.
+    grammars: GrammarDesk | None = None
+    #: Kinds of steps that have run: (bucket, plain).
+    _kinds: set[tuple[Bucket, bool]] = field(default_factory=set[tuple[Bucket, bool]])
+    #: The step that the device computes.
+    _flight: _Flight | None = None
+    #: The last step found nothing to compute, though sequences are open.
+    _all_wait: bool = False
+    #: The device's memory is free: see `sleep`.
+    _asleep: bool = False
+    #: When the device finished the last step; None after a time without work.
+    _ready: float | None = None
+    #: When a report last said how long a newcomer would wait.
+    _predicted_at: float = -math.inf
+    #: For the next report.
+    _rejected: list[SequenceOutput] = field(default_factory=list[SequenceOutput])
+    #: Who asked for the seats, and answers to them.
+    _questions: list[AskSeatMap] = field(default_factory=list[AskSeatMap])
+    _answers: list[SeatMap] = field(default_factory=list[SeatMap])
+
+    @property
+    def has_work(self) -> bool:
+        """True while `step` has anything to do or to report."""
+        if self._flight is not None or self.scheduler.has_open or self.has_outputs:
+            return True
+        return self._compiles
+
+    @property
+    def _compiles(self) -> bool:
+        """Somebody waits for a grammar."""
+        return self.grammars is not None and self.grammars.has_waiting
+
+    @property
+    def has_outputs(self) -> bool:
+        """True when outputs wait for the next step to hand them out."""
+        return bool(self._rejected) or self.scheduler.has_outputs
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds in which `step` would do nothing unless somebody comes, because the policy lets
+        all wait, or all sit out; or in which it need not plan (`company_s`); else 0.
+        """
+        if self._flight is not None or self.has_outputs or self._questions:
+            return self.company_s
+        pause = self.scheduler.pause(self.clock())
+        if self._all_wait:
+            pause = pause or _COMPILING_S
+        if not self._compiles:
+            return pause
+        if not self.scheduler.has_open:
+            return _COMPILING_S
+        return min(pause, _COMPILING_S)
+
+    @property
+    def company_s(self) -> float:
+        """Seconds in which the next step need not be planned, and whoever comes can be in it: the
+        device should still be busy for longer. 0 unless the engine plans late, and where nobody who
+        comes could board.
+        """
+        flight = self._flight
+        if not self.plans_late or flight is None or self.has_outputs or self._questions:
+            return 0.0
+        soonest = self.scheduler.step_times.soonest(flight.plan.bucket, flight.plan.rows)
+        if soonest is None or not self.scheduler.has_place:
+            return 0.0
+        began = flight.launched if self._ready is None else max(flight.launched, self._ready)
+        left = began + _SURE * soonest - _LAUNCH_S - self.clock()
+        return left if left >= _SHORTEST_S else 0.0
+
+    def add(self, request: EngineRequest) -> None:
+        """Admit a request; a refusal becomes one terminal output per sequence in the next step's
+        report.
+        """
+        grammar = request.sampling.grammar
+        if grammar is None and not request.sampling.ruled:
+            self._let_in(request)
+        elif self.grammars is None:
+            self._reject(request, _NO_GRAMMARS)
+        elif grammar is None:
+            self._let_in(request)
+        else:
+            self.grammars.enter(request, grammar)
+            self._let_in_compiled()
+
+    def learn(self, tokenizer: str) -> None:
+        """From here on answers can be held to grammars. tokenizer: the model's, as the `tokenizers`
+        library writes it (JSON). Takes half a second for 50,000 tokens.
+        """
+        from jitney.engine.core.grammar.desk import GrammarDesk
+
+        scheduler = self.scheduler
+        try:
+            self.grammars = GrammarDesk.open(
+                tokenizer, scheduler.request_limits.vocab_size, scheduler.eos_ids
+            )
+        except ValueError as error:
+            _log.warning("no answer can be held to a grammar: %s", error)
+
+    def _let_in(self, request: EngineRequest, new_matcher: _NewMatcher = None) -> None:
+        try:
+            self.scheduler.add(request, self._ruled(request.sampling, new_matcher))
+        except RequestError as error:
+            self._reject(request, error.info)
+
+    def _ruled(self, sampling: SamplingParams, new_matcher: _NewMatcher) -> _NewMatcher:
+        """The matcher with the request's own rules."""
+        if not sampling.ruled:
+            return new_matcher
+        assert self.grammars is not None  # `add` has looked
+        return self.grammars.ruled(sampling, new_matcher)
+
+    def _let_in_compiled(self) -> None:
+        """Let those in whose grammars have been compiled."""
+        if self.grammars is None:
+            return
+        for request, new_matcher, error, ended in self.grammars.leave():
+            if error is not None:
+                self._reject(request, error)
+            elif new_matcher is None:
+                self._end_before(request, ended)
+            else:
+                self._let_in(request, new_matcher)
+                for index, reason in ended.items():
+                    self.scheduler.abort(request.id, index, reason)
+
+    def _end_before(self, request: EngineRequest, ended: dict[int, FinishReason]) -> None:
+        """All sequences of a request were ended before it was let in."""
+        self._rejected += [
+            SequenceOutput(request.id, index, finish=reason)
+            for index, reason in sorted(ended.items())
+        ]
+
+    def _reject(self, request: EngineRequest, error: ErrorInfo) -> None:
+        # n itself may be what was refused.
+        for index in range(min(max(1, request.sampling.n), REQUEST_MOST.n)):
+            self._rejected.append(SequenceOutput(request.id, index, finish="error", error=error))
+
+    def abort(
+        self, request_id: str, index: int | None = None, reason: FinishReason = "abort"
+    ) -> None:
+        """End a request (index None) or one of its sequences; its terminal output comes with the
+        next step.
+        """
+        if self.grammars is not None:
+            self.grammars.abort(request_id, index, reason)
+        self.scheduler.abort(request_id, index, reason)
+
+    def ask(self, question: AskSeatMap) -> None:
+        """Have the next step's report answer, as things stand after its plan: between a step's end
+        and the next plan a seat that was just left looks free though somebody waits for it. Without
+        work, use `seat_map`."""
+        self._questions.append(question)
+
+    def step(self) -> StepReport:
+        """Plan and launch the next step, then fetch and commit the one before it.
+
+        A step that fails brings nothing: everybody waits again, and whose fault it was is found out
+        (`Scheduler.step_failed`). Raises whatever the runner raises if it cannot go on either.
+        """
+        previous, self._flight = self._flight, None
+        started = self.clock()
+        self._let_in_compiled()
+        alone = previous is not None and self._is_alone(previous.plan, started)
+        plan = None if alone else self.scheduler.plan(started)
+        self._all_wait = plan is None and previous is None and self.scheduler.has_open
+        failure = self._try_launch(plan, started) if plan is not None else None
+        self._answer()
+        outcome = self._take_result(previous) if previous is not None else _Outcome([])
+        failure = outcome.failure or failure
+        if failure is None and self._flight is not None and self._flight.plan.masked:
+            failure = self._try_choose(self._flight)
+        if failure is not None:
+            self._recover(failure)
+        outputs = outcome.outputs + self.scheduler.take_outputs()
+        return self._report(outputs, outcome.record, outcome.chunks)
+
+    def _is_alone(self, plan: Plan, now: float) -> bool:
+        """Nothing is to be launched behind a step: while blame is found out, or when nobody waits
+        for it.
+        """
+        return self.scheduler.tries or self.scheduler.lets_others_first(plan, now)
+
+    def _try_launch(self, plan: Plan, started: float) -> _Failure | None:
+        """Start a plan's step, or say what came of it."""
+        try:
+            self._flight = self._launch(plan, started)
+        except Exception as error:
+            return _Failure(plan, error)
+        return None
+
+    def _try_choose(self, flight: _Flight) -> _Failure | None:
+        """Have the tokens of those who are held to grammars chosen, now that the tokens before them
+        are known; the device computes the step meanwhile.
+        """
+        assert self.grammars is not None  # nobody else makes matchers
+        masks = self.grammars.masks(flight.plan)
+        for seq, reason, error in masks.endings:
+            self.scheduler.end(seq, reason, error)
+        for chunk in masks.late:
+            self.scheduler.sit_out(chunk)
+        if not masks.rows:
+            return None
+        try:
+            self.runner.choose(flight.launched_step, masks.rows, masks.masks)
+        except Exception as error:
+            return _Failure(flight.plan, error)
+        return None
+
+    def _take_result(self, flight: _Flight) -> _Outcome:
+        """Fetch and commit a step."""
+        waited = self.clock()
+        try:
+            result = self.runner.fetch(flight.launched_step)
+        except Exception as error:
+            return _Outcome([], failure=_Failure(flight.plan, error))
+        ready = self.clock()
+        outputs = self.scheduler.commit(flight.plan, result, ready)
+        record = self._record(flight, waited, ready)
+        return _Outcome(outputs, record, _prompt_chunks(flight.plan))
+
+    def _recover(self, failure: _Failure) -> None:
+        """Go on after a step that failed, and without the one launched behind it."""
+        plan, error = failure.plan, failure.error
+        self._flight = self._ready = None
+        _log.error(
+            "step %d failed with %d sequences", plan.number, len(plan.chunks), exc_info=error
+        )
+        self.runner.restore(error)
+        out_of_memory = isinstance(error, MemoryError) or _OUT_OF_MEMORY in str(error)
+        self.scheduler.step_failed(plan, self.clock(), out_of_memory=out_of_memory)
+
+    def _launch(self, plan: Plan, started: float) -> _Flight:
+        """Pack a plan and start its step."""
+        kind = plan.bucket, plan.plain
+        if kind not in self._kinds:
+            self._kinds.add(kind)
+            self.on_first_step(plan.number)
+        compiles = self.runner.compiles
+        planned = self.clock()
+        batch = self.runner.batch(plan)
+        batched = self.clock()
+        launched_step = self.runner.launch(batch)
+        launched = self.clock()
+        compiled = self.runner.compiles > compiles
+        if compiled and not compiles:
+            _log.warning(
+                "STEP %d WAITED FOR THE COMPILER while serving (on a GPU XLA then times products, "
+                "too), which should have ended before the start; the metric "
+                "jitney_compiles_total counts them as late",
+                plan.number,
+            )
+        return _Flight(
+            plan,
+            launched_step,
+            started=started,
+            planned=planned,
+            batched=batched,
+            launched=launched,
+            compiled=compiled,
+        )
+
+    def _answer(self) -> None:
+        """Answer as things stand after the plan."""
+        for question in self._questions:
+            self._answers.append(self.seat_map(question.ticket, seats=question.seats))
+        self._questions.clear()
+
+    def _report(
+        self,
+        outputs: list[SequenceOutput],
+        record: bytes = b"",
+        chunks: list[PromptChunk] | None = None,
+    ) -> StepReport:
+        """What has become known since the last report."""
+        rejected, self._rejected = self._rejected, []
+        answers, self._answers = self._answers, []
+        events = self._unseated() + self._released()
+        if self._flight is not None:
+            events += _seat_events(self._flight.plan, self._flight.started)
+        work = None if self.grammars is None else self.grammars.take_work()
+        return StepReport(
+            rejected + outputs,
+            record,
+            events,
+            chunks or [],
+            answers,
+            grammars=work,
+            predicted_wait=self._predicted_wait(),
+        )
+
+    def _predicted_wait(self) -> float | None:
+        """What a newcomer would wait, if it has not been said for a while."""
+        now = self.clock()
+        if now - self._predicted_at < _PREDICT_EVERY_S:
+            return None
+        self._predicted_at = now
+        return self.scheduler.predicted_wait_s
+
+    def _unseated(self) -> list[SequenceEvent]:
+        """Who lost its seat other than for a plan."""
+        unseated = self.scheduler.take_unseated()
+        if not unseated:
+            return []
+        step, now = self.scheduler.steps, self.clock()
+        return [_event_of("preempted", seq, step, now) for seq in unseated]
+
+    def _released(self) -> list[SequenceEvent]:
+        """Seats that a batch kept are free again; whoever sat there has ended before, or waits."""
+        step = self.scheduler.steps
+        return [
+            SequenceEvent(
+                event="released",
+                request_id="",
+                index=0,
+                seat=seat,
+                step=step,
+                t=self.clock(),
+                n_in=0,
+                n_out=0,
+            )
+            for seat in self.scheduler.take_released()
+        ]
+
+    def _record(self, flight: _Flight, waited: float, ready: float) -> bytes:
+        """Account for a step that was committed. waited, ready: when the host began to wait for it,
+        and when it was there.
+
+        What the host waited for it is what the device took, unless the host was slower.
+        """
+        plan = flight.plan
+        before = self._ready
+        began = flight.launched
+        gap = 0.0
+        if before is not None:
+            began = max(began, before)
+            gap = began - before
+        device = ready - began
+        if not flight.compiled:
+            self.scheduler.observe(plan, device)
+        # The next step's gap is idle time only while there was something to do.
+        busy = self._flight is not None or self.scheduler.has_open
+        self._ready = ready if busy else None
+        return self.ledger.record(
+            step=plan.number,
+            started=flight.started,
+            mixed=not plan.bucket.decode_only,
+            bucket_tokens=plan.bucket.tokens,
+            bucket_seats=plan.bucket.seats,
+            prefill=plan.prefill,
+            decode=plan.decode,
+            padding=plan.bucket.tokens - plan.rows,
+            recomputed=plan.recomputed,
+            past_end=plan.past_end,
+            cancelled=plan.cancelled,
+            seats_busy=plan.occupancy.seats_busy,
+            seats=self.scheduler.limits.max_seats,
+            pages_used=plan.occupancy.pages_used,
+            pages_cached=plan.occupancy.pages_cached,
+            pages=self.scheduler.pool.capacity,
+            waiting=plan.occupancy.waiting,
+            waiting_tokens=plan.occupancy.waiting_tokens,
+            boarded=len(plan.boarded),
+            finished=plan.finished,
+            preempted=len(plan.preempted),
+            cached_tokens=plan.cached_tokens,
+            plan_s=flight.planned - flight.started,
+            batch_s=flight.batched - flight.planned,
+            launch_s=flight.launched - flight.batched,
+            device_s=device,
+            fetch_s=ready - waited,
+            commit_s=self.clock() - ready,
+            gap_s=gap,
+            compiled=flight.compiled,
+            keys=plan.work.keys,
+            longest=plan.work.longest,
+            pairs=plan.work.pairs,
+        )
+
+    def sleep(self, alive: Callable[[], None]) -> int:
+        """Free the device's memory, until `wake`. alive: called now and then. -> bytes freed.
+        Raises RequestError busy while there is work.
+        """
+        if self.has_work:
+            raise RequestError("there is work to do", code="busy")
+        freed = 0
+        if not self._asleep:
+            self.reset_prefix_cache()
+            freed = self.runner.sleep(alive)
+        self._asleep = True
+        return freed
+
+    def wake(self, alive: Callable[[], None]) -> None:
+        """Take the memory again. Raises if it cannot be had."""
+        if self._asleep:
+            self.runner.wake(alive)
+        self._asleep = False
+
+    def reset_prefix_cache(self) -> None:
+        """Let no later prompt find what was computed for an earlier one. Pages of those who run
+        stay theirs.
+        """
+        self.scheduler.forget_prefixes()
+
+    def run_until_idle(self, max_steps: int = 100_000) -> list[SequenceOutput]:
+        """Step until there is no work; all outputs in order. RuntimeError if max_steps were not
+        enough.
+        """
+        outputs: list[SequenceOutput] = []
+        for _ in range(max_steps):
+            if not self.has_work:
+                return outputs
+            outputs += self.step().outputs
+        raise RuntimeError(f"still busy after {max_steps} steps")
+
+    def seat_map(self, ticket: int = 0, *, seats: bool = True) -> SeatMap:
+        """Every seat (unless `seats` is false) and the state of every page, for whoever asked with
+        this ticket.
+        """
+        page_states = self.scheduler.pool.states().tobytes()
+        return SeatMap(ticket, self.scheduler.seat_map() if seats else [], page_states)
+
+    def check(self) -> None:
+        """Raise RuntimeError if a page, seat or sequence is lost, or the ledger does not close."""
+        self.scheduler.check()
+        if not self.ledger.closes():
+            raise RuntimeError("the ledger does not close")
+
+
+def _seat_events(plan: Plan, started: float) -> list[SequenceEvent]:
+    """Who was preempted for the plan, then who boarded in it; the seat of the preempted is known to
+    who kept count.
+    """
+    step = plan.number
+    preempted = [_event_of("preempted", seq, step, started) for seq in plan.preempted]
+    boarded = [_event_of("seated", seq, step, started, seq.seat) for seq in plan.boarded]
+    return preempted + boarded
+
+
+def _event_of(event: str, seq: Sequence, step: int, t: float, seat: int = -1) -> SequenceEvent:
+    return SequenceEvent(
+        event=event,
+        request_id=seq.request_id,
+        index=seq.index,
+        seat=seat,
+        step=step,
+        t=t,
+        n_in=seq.n_prompt,
+        n_out=seq.n_output,
+    )
+
+
+def _prompt_chunks(plan: Plan) -> list[PromptChunk]:
+    """The prompt chunks of a plan."""
+    return [
+        PromptChunk(
+            request_id=chunk.seq.request_id,
+            index=chunk.seq.index,
+            start=chunk.start,
+            count=chunk.count,
+            recomputed=chunk.recomputed,
+        )
+        for chunk in plan.prompt_chunks
+    ]

@@ -1,0 +1,99 @@
+"""Settings that cannot fit a model, found from its configuration alone: before jax starts and
+before any weight is read. Jax-free.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+from jitney.engine.common.errors import ConfigError
+from jitney.engine.config import Config, EngineSection, runs_on_device
+from jitney.engine.core.executor.memory import GIB, available_host_bytes
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
+
+#: Where jax reads how many devices a CPU shall be: a variable of its own, and a flag of XLA's.
+_CPU_DEVICES = "JAX_NUM_CPU_DEVICES"
+_XLA_DEVICES = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
+#: Least bytes of a stored key or value: by `kv_dtype`, or for auto by `dtype`.
+_KV_BYTES = {"int8": 1, "fp8": 1}
+_DTYPE_BYTES = {"float32": 4}
+
+
+def check_fits(config: Config, model: ModelConfig) -> None:
+    """Raise ConfigError, naming the setting and what to do, for a context, a number of devices or a
+    pool of pages that this model cannot be served with.
+    """
+    context = context_of(config, model)
+    engine = config.engine
+    model = model.in_groups(engine.expert_parallel, engine.data_parallel)
+    own = model.local(engine.tensor_parallel)
+    if not runs_on_device(engine.platform):
+        _check_cpu_devices(engine)
+    if model.encoder is None:
+        _check_pool(config, own, context)
+
+
+def context_of(config: Config, model: ModelConfig) -> int:
+    """Tokens a sequence may have; more than the model was trained for is refused. A text of an
+    encoder is computed in one step, so it has no more than a step has rows.
+    """
+    wanted, budget = config.model.context, config.engine.token_budget
+    if wanted > model.context_length:
+        raise ConfigError(f"context {wanted} is more than the model's {model.context_length}")
+    if model.encoder is None:
+        return wanted or model.context_length
+    if wanted > budget:
+        raise ConfigError(
+            f"context {wanted} is more than token_budget {budget}: an encoder computes a text in "
+            "one step; set token_budget to as much"
+        )
+    return wanted or min(model.context_length, budget)
+
+
+def _check_cpu_devices(engine: EngineSection) -> None:
+    forced = _XLA_DEVICES.search(os.environ.get("XLA_FLAGS", ""))
+    there = forced[1] if forced else os.environ.get(_CPU_DEVICES, "1")
+    wanted = engine.devices_here
+    if there.isdecimal() and int(there) < wanted:
+        raise ConfigError(
+            f"tensor_parallel {engine.tensor_parallel} needs {wanted} devices here, and this "
+            f"machine's CPU is {there}: leave it at 1"
+        )
+
+
+def _check_pool(config: Config, own: ModelConfig, context: int) -> None:
+    """own: of one device. Bytes are the fewest that a page can have, so what is refused cannot be
+    right.
+    """
+    engine = config.engine
+    page_bytes = _least_page_bytes(config, own)
+    whole = engine.max_seats * -(-context // engine.page_size) + 1
+    if engine.pages:
+        name, pages = f"pages {engine.pages}", engine.pages
+        enough = f"pages {engine.max_seats + 1}"
+    elif engine.memory_gib:
+        name, pages = f"memory_gib {engine.memory_gib:g}", int(engine.memory_gib * GIB / page_bytes)
+        pages = min(pages, whole)
+        enough = f"memory_gib {(engine.max_seats + 1) * page_bytes / GIB:.3g}"
+    else:
+        return
+    if pages <= engine.max_seats:
+        raise ConfigError(
+            f"{name}: less than a page for each of {engine.max_seats} seats, as one page is the "
+            f"engine's own: give at least {enough}, or fewer seats (max_seats); {whole} pages hold "
+            f"a whole context of {context} tokens for each"
+        )
+    free = available_host_bytes()
+    if not runs_on_device(engine.platform) and pages * page_bytes > free:
+        raise ConfigError(
+            f"{name}: such a pool takes {pages * page_bytes / GIB:.1f} GiB, and this machine has "
+            f"{free / GIB:.1f} GiB free: give less"
+        )
+
+
+def _least_page_bytes(config: Config, own: ModelConfig) -> int:
+    """The fewest bytes of a page of all layers, on one device."""
+    number = _KV_BYTES.get(config.engine.kv_dtype) or _DTYPE_BYTES.get(config.model.dtype, 2)
+    width = 2 * own.n_kv_heads * own.head_dim
+    return own.n_pools * width * number * config.engine.page_size

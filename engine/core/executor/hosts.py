@@ -1,0 +1,242 @@
+"""Steps that others take part in: several hosts that run one engine, and several engines that share
+a mixture's experts.
+
+On several hosts the first one's runner says what it does before it does it, and the others do the
+same. All run one program over one mesh, and every device brings the same results, so only the first
+host fetches them. What is said is what `Runner` does to the device while it serves: `run`, `board`
+and `run_choice`, three kinds of messages. What happens before, every host does by itself in the
+same order: load, compile, warm up.
+
+The step of several engines is one program over the devices of all. Each engine has a scheduler,
+seats and pages of its own, and a row of the mesh. It gives the step its own upload and reads its
+own results; of an array over all engines it has its devices' part and no more. What runs beside the
+step (boarding, choosing under masks) is of one engine alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jitney.engine.common.errors import EngineDead, RequestError
+from jitney.engine.core.distributed import messages
+from jitney.engine.core.distributed.link import FirstHost
+from jitney.engine.core.distributed.messages import Board, Choose, PackedArray, Step, StepSize
+from jitney.engine.core.distributed.rounds import Rounds
+from jitney.engine.core.executor.inputs import MaskedRows
+from jitney.engine.core.executor.program import StepOutput
+from jitney.engine.core.executor.runner import Runner
+from jitney.engine.core.executor.sampling import Sampled
+from jitney.engine.core.models.sharding import WHOLE, engines_of
+from jitney.engine.core.scheduler.buckets import Bucket, Buckets
+from jitney.engine.core.scheduler.plan import Plan
+
+
+class _RunnerWithOthers(Runner):
+    """Of a host whose steps others take part in."""
+
+    def restore(self, error: Exception) -> None:
+        """Whether a step failed on all hosts alike nobody knows, so all start anew."""
+        raise EngineDead(
+            f"a step failed ({type(error).__name__}), and several hosts do not go on after that"
+        ) from error
+
+    def sleep(self, alive: Callable[[], None]) -> int:
+        raise RequestError(
+            "an engine over several hosts (n_hosts) does not sleep", code="unsupported_parameter"
+        )
+
+
+class LeadingRunner(_RunnerWithOthers):
+    """Of the first host. `lead` comes after `compile`, and before the first step."""
+
+    _hosts: FirstHost | None = None
+
+    def lead(self, hosts: FirstHost) -> None:
+        """From here on say what is done."""
+        self._hosts = hosts
+
+    def _send(self, message: messages.Command) -> None:
+        if self._hosts is not None:
+            self._hosts.send(message)
+
+    def run(
+        self, bucket: Bucket, plain: bool, packed: np.ndarray
+    ) -> tuple[StepOutput, Array | None]:
+        self._send(Step(bucket.tokens, bucket.seats, plain, PackedArray.of(packed)))
+        return super().run(bucket, plain, packed)
+
+    def board(self, seat: int, row: Iterable[np.ndarray]) -> None:
+        columns = list(row)
+        self._send(Board(seat, [PackedArray.of(column) for column in columns]))
+        super().board(seat, columns)
+
+    def run_choice(self, logits: Array, numbers: np.ndarray | None, upload: MaskedRows) -> Sampled:
+        picked = None
+        if numbers is not None:
+            picked = PackedArray.of(numbers)
+        heads, masks = PackedArray.of(upload.heads), PackedArray.of(upload.masks)
+        self._send(Choose(picked, heads, masks))
+        return super().run_choice(logits, numbers, upload)
+
+
+class Follower:
+    """One of the other hosts, while it serves."""
+
+    def __init__(self, runner: Runner):
+        self._runner = runner
+        #: Logits of the step that was run last, if it leaves any.
+        self._logits: Array | None = None
+        #: What it brings; nobody reads it, but it says when the step is done.
+        self._output: StepOutput | None = None
+
+    def do(self, message: messages.Message) -> None:
+        """Do what the first host does."""
+        match message:
+            case Step():
+                self._run(message)
+            case Board(seat=seat, row=row):
+                self._runner.board(seat, [column.unpacked() for column in row])
+            case Choose():
+                self._choose(message)
+            case _:
+                raise ConnectionError(f"host 0 said {message} where a step was expected")
+
+    def _run(self, step: Step) -> None:
+        """Launch it, and then wait for the one before: the host is to be a step ahead of its
+        device, and no more.
+        """
+        bucket = Bucket(step.tokens, step.seats)
+        before = self._output
+        self._output, self._logits = self._runner.run(bucket, step.plain, step.packed.unpacked())
+        jax.block_until_ready(before)
+
+    def _choose(self, choice: Choose) -> None:
+        numbers = None
+        if choice.numbers is not None:
+            numbers = choice.numbers.unpacked()
+        assert self._logits is not None  # host 0 only chooses behind a step that leaves them
+        upload = MaskedRows(choice.heads.unpacked(), choice.masks.unpacked())
+        self._runner.run_choice(self._logits, numbers, upload)
+
+
+def _size_of(plan: Plan) -> StepSize:
+    """What an engine says of its next step."""
+    bucket = plan.bucket
+    return StepSize(bucket.tokens, bucket.seats, bucket.decode_only, plan.plain)
+
+
+def _bucket_of(size: StepSize, buckets: Buckets) -> Bucket:
+    """The bucket of a step that holds those of all engines."""
+    return buckets.choose(
+        tokens=size.tokens,
+        sequences=size.seats,
+        decode_only=size.decode_only,
+        logit_rows=0,
+    )
+
+
+class JoinedRunner(_RunnerWithOthers):
+    """Of one of the engines. `join` comes after `compile`, and before the first step.
+
+    Compiling, warming up and the steps themselves are the same on all of them, in the same order.
+    """
+
+    #: What the last step without a row brings; nobody reads it, but it says when that is done.
+    _last: Any = None
+
+    def join(self, rounds: Rounds) -> None:
+        """From here on run steps when all do."""
+        #: How this engine agrees with the others.
+        self.rounds = rounds
+        #: Uploads of steps without a row.
+        self._empty: dict[tuple[Bucket, bool], np.ndarray] = {}
+
+    def batch(self, plan: Plan) -> Any:
+        """Agree upon the step's size, and pack the plan into it."""
+        plan.bucket, plain = self._agree(_size_of(plan))
+        return self.pack(plan, plain)
+
+    def take_part(self) -> None:
+        """Run a step in which others have rows and this engine has none; then wait for the one
+        before: the host is to be a step ahead of its device, and no more.
+        """
+        bucket, plain = kind = self._agree(None)
+        if kind not in self._empty:
+            self._empty[kind] = self.builder.empty(bucket, plain)
+        before = self._last
+        self._last, _ = self.run(bucket, plain, self._empty[kind])
+        jax.block_until_ready(before)
+
+    def _agree(self, size: StepSize | None) -> tuple[Bucket, bool]:
+        """Which executable all run now; size: of what this engine wants to run."""
+        agreed = self.rounds.agree(size)
+        bucket = _bucket_of(agreed, self.buckets)
+        return bucket, self.is_plain(bucket, agreed.plain)
+
+    @property
+    def _own_mesh(self) -> Mesh:
+        mesh = self.own_program.mesh
+        assert mesh is not None  # it has one of all engines
+        return mesh
+
+    def run(self, bucket: Bucket, plain: bool, packed: Any) -> tuple[StepOutput, Any]:
+        own = jax.device_put(packed, NamedSharding(self._own_mesh, WHOLE))
+        shape = self.program.whole(packed.shape, packed.dtype)
+        whole: Any = _of_all(own, shape)
+        output, logits = super().run(bucket, plain, whole)
+        if logits is not None:
+            logits = _own_part(logits, self._own_mesh)
+        return jax.tree.map(_own_values, output), logits
+
+    def board(self, seat: int, row: Iterable[np.ndarray]) -> None:
+        with self._own_state():
+            super().board(seat, row)
+
+    def run_choice(self, logits: Array, numbers: np.ndarray | None, upload: MaskedRows) -> Sampled:
+        with self._own_state():
+            return super().run_choice(logits, numbers, upload)
+
+    @contextlib.contextmanager
+    def _own_state(self) -> Iterator[None]:
+        """What seats keep is this engine's alone inside: its part of the arrays of all."""
+        state, mesh = self.state, self._own_mesh
+        both = state.last_token, state.seats
+        state.last_token, state.seats = jax.tree.map(lambda array: _own_part(array, mesh), both)
+        yield
+        both = state.last_token, state.seats
+        shapes = self.shapes.last_token, self.shapes.seats
+        state.last_token, state.seats = jax.tree.map(_of_all, both, shapes)
+
+
+def _pieces(array: Array) -> list[Array]:
+    """The parts of an array that the devices of this process hold."""
+    return [shard.data for shard in array.addressable_shards]
+
+
+def _own_part(array: Array, mesh: Mesh) -> Array:
+    """What this engine has of an array of all engines, on its devices: where it lies. mesh: of
+    these.
+    """
+    first, *rest = array.shape
+    sharding: Any = array.sharding
+    engines = engines_of(sharding.mesh)
+    own = NamedSharding(mesh, PartitionSpec(None, *sharding.spec[1:]))
+    return jax.make_array_from_single_device_arrays((first // engines, *rest), own, _pieces(array))
+
+
+def _of_all(own: Array, shape: jax.ShapeDtypeStruct) -> Array:
+    """The array of all engines, of which this one's is `own`: where it lies. shape: of all."""
+    assert shape.sharding is not None
+    return jax.make_array_from_single_device_arrays(shape.shape, shape.sharding, _pieces(own))
+
+
+def _own_values(array: Array) -> Array:
+    """What this engine has of a result that all its devices know."""
+    return array.addressable_data(0)

@@ -1,0 +1,524 @@
+"""From a plan to the one packed int32 array that a step uploads, and back to named arrays inside
+jit.
+
+`_FIELDS` says what an upload is made of and `SAMPLING` what it says of each seat's sampling
+parameters; packing, slicing and the sampler read both by name.
+
+Axes: T token rows and S sequences (also logit rows) of the bucket, P pages per sequence, W words of
+a seat's sampling parameters, M seats of the engine, A seats again, or none where there are no
+adapters.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections import namedtuple
+from collections.abc import Callable
+from functools import cached_property
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+
+from jitney.engine.common.requests import SamplingParams, Uploaded
+from jitney.engine.core.scheduler.buckets import Bucket
+from jitney.engine.core.scheduler.plan import Chunk, MaskedRow, Plan, mask_words
+from jitney.engine.core.scheduler.sequence import Sequence
+
+#: Optional parts of the sampler, as bits of the parameter `parts`.
+PENALISED, BIASED, SCORED = 1, 2, 4
+
+
+class _SeatField(NamedTuple):
+    """One number of a seat that the sampler reads."""
+
+    #: Of `SamplingParams`, or one of the seat's own.
+    name: str
+    dtype: Literal["float32", "int32"]
+    #: What it is for a request.
+    value: Callable[[SamplingParams], float]
+
+
+class _SamplingUpload:
+    """What the sampler reads of each seat: the parameters that `params` declares as uploaded,
+    `parts` (the optional parts of the sampler that the seat needs), and the sequence's seed.
+    """
+
+    def __init__(self, params: type[SamplingParams]):
+        self.fields = [*_uploaded(params), _SeatField("parts", "int32", _parts)]
+        formats = {"float32": "f", "int32": "i"}
+        numbers = "".join([formats[field.dtype] for field in self.fields])
+        self._struct = struct.Struct(f"<{numbers}q")
+        self.words = self._struct.size // 4
+        #: Of a row that asks for nothing but the likeliest token.
+        self.bare_argmax = self.pack(params(temperature=0.0), 0)
+
+    def pack(self, params: SamplingParams, seed: int) -> bytes:
+        """A seat's parameters; seed: int64."""
+        return self._struct.pack(*[field.value(params) for field in self.fields], seed)
+
+    def columns(self, words: Any) -> dict[str, Any]:
+        """int32 [S, W], numpy or traced -> an array [S] for each parameter; the seed's is int32
+        [S, 2], the low word first.
+        """
+        columns = {
+            field.name: words[:, number].view(np.dtype(field.dtype))
+            for number, field in enumerate(self.fields)
+        }
+        return columns | {"seed": words[:, len(self.fields) :]}
+
+
+def _uploaded(params: type[SamplingParams]) -> list[_SeatField]:
+    fields = []
+    for name, items in params.declared().items():
+        for item in items:
+            if isinstance(item, Uploaded):
+                fields.append(_SeatField(name, item.dtype, item.value or attrgetter(name)))
+    return fields
+
+
+def _parts(params: SamplingParams) -> int:
+    scored = params.logprobs is not None
+    return PENALISED * params.penalised | BIASED * params.biased | SCORED * scored
+
+
+SAMPLING = _SamplingUpload(SamplingParams)
+
+
+class MaskedRows(NamedTuple):
+    """Rows of a step whose tokens are chosen behind it, under masks: int32 arrays of R rows."""
+
+    #: [R, 2 + W]: the row's position, its seat (M: none), then its sampling parameters.
+    heads: np.ndarray
+    #: [R, ceil(V / 32)]: one bit for each token that it may choose, low bits first.
+    masks: np.ndarray
+
+    @classmethod
+    def empty(cls, rows: int, vocab: int, seats: int) -> MaskedRows:
+        """Rows of no seat: they choose from all tokens, and nobody reads what."""
+        heads = np.empty((rows, MaskedHeads.words()), np.int32)
+        heads[:, :2] = 0, seats
+        heads[:, 2:] = np.frombuffer(SAMPLING.bare_argmax, np.int32)
+        return cls(heads, np.full((rows, mask_words(vocab)), -1, np.int32))
+
+
+class MaskedHeads(NamedTuple):
+    """`MaskedRows.heads` by column, numpy or traced."""
+
+    positions: Any  #: int32 [R]
+    seats: Any  #: int32 [R]
+    params: dict[str, Any]  #: see `_SamplingUpload.columns`
+
+    @classmethod
+    def of(cls, heads: Any) -> MaskedHeads:
+        return cls(heads[:, 0], heads[:, 1], SAMPLING.columns(heads[:, 2:]))
+
+    @staticmethod
+    def words() -> int:
+        """int32 words of a row of `MaskedRows.heads`."""
+        return 2 + SAMPLING.words
+
+
+class _Field(NamedTuple):
+    """One field of a step's upload, int32."""
+
+    name: str
+    shape: tuple[str, ...]  #: its axes, by their names in UploadLayout
+    #: rows: gathered anew for each step. pages: copied from the seats' page tables. sampling: the
+    #: sampler's, copied from the seats. scores: of rows that bring prompt log-probabilities.
+    part: Literal["rows", "pages", "sampling", "scores"]
+    #: What stands behind the step's own values.
+    padding: Callable[[BatchBuilder], int] = lambda builder: 0
+
+
+#: All fields of a step's upload. An executable takes those whose part it has (`UploadLayout`).
+_FIELDS = (
+    # Token ids; -1: read last_token of token_seats on the device.
+    _Field("tokens", ("T",), "rows"),
+    # The seat that each row belongs to.
+    _Field("token_seats", ("T",), "rows"),
+    _Field("positions", ("T",), "rows"),
+    # Flat KV rows; behind the pool: not written.
+    _Field("write_rows", ("T",), "rows", padding=attrgetter("pool_rows")),
+    _Field("kv_lens", ("S",), "rows"),
+    _Field("cu_q", ("S + 1",), "rows"),
+    # Sequences that decode, sequences, token rows.
+    _Field("counts", ("3",), "rows"),
+    # The token row that each logit row reads.
+    _Field("logit_rows", ("S",), "rows"),
+    # The seat whose last_token a logit row sets; M: none.
+    _Field("seats", ("S",), "rows", padding=attrgetter("seats")),
+    # Each seat's adapter, from 1; 0: none. Nothing where the engine has no adapters.
+    _Field("seat_adapters", ("A",), "rows"),
+    _Field("page_table", ("S", "P"), "pages"),
+    # See _SamplingUpload.
+    _Field("sampling", ("S", "W"), "sampling"),
+    # How many rows bring prompt log-probabilities.
+    _Field("score_count", ("1",), "scores"),
+    # Which token rows those are, and the tokens that they are scored against; what stands behind
+    # the first score_count is of former steps.
+    _Field("score_rows", ("T",), "scores"),
+    _Field("score_tokens", ("T",), "scores"),
+)
+#: Parts in the order of packing: what every executable takes, then what only those with a sampler
+#: do.
+_PARTS = ("rows", "pages", "sampling", "scores")
+#: One step's upload as named arrays; None for what its executable does not take.
+_StepInputs = namedtuple(  # pyright: ignore[reportUntypedNamedTuple]
+    "StepInputs", [field.name for field in _FIELDS], defaults=[None] * len(_FIELDS)
+)
+
+
+class UploadLayout:
+    """Where each field lies in the packed array of one executable. What the one without a sampler
+    takes is how the other's begins.
+
+    pages: P. plain: of the executable without a sampler. adapted: seats whose adapters are told;
+    0: there are none.
+    """
+
+    def __init__(self, bucket: Bucket, pages: int, plain: bool, adapted: int = 0):
+        self.bucket = bucket
+        self.plain = plain
+        self.sampling = SAMPLING
+        self._axes = {
+            "1": 1,
+            "3": 3,
+            "T": bucket.tokens,
+            "S": bucket.seats,
+            "S + 1": bucket.seats + 1,
+            "P": pages,
+            "W": self.sampling.words,
+            "A": adapted,
+        }
+
+    @property
+    def scores(self) -> bool:
+        """True where prompt rows can bring log-probabilities."""
+        return not self.plain and not self.bucket.decode_only
+
+    @property
+    def _parts(self) -> list[str]:
+        """The parts of an upload that this executable takes, in order of packing."""
+        wanted = {"sampling": not self.plain, "scores": self.scores}
+        return [part for part in _PARTS if wanted.get(part, True)]
+
+    @cached_property
+    def fields(self) -> list[_Field]:
+        """The fields that this executable takes, in order of packing."""
+        return [field for part in self._parts for field in _FIELDS if field.part == part]
+
+    @cached_property
+    def shapes(self) -> dict[str, list[int]]:
+        """Field name -> shape, in order of packing."""
+        return {field.name: [self._axes[axis] for axis in field.shape] for field in self.fields}
+
+    @cached_property
+    def slices(self) -> dict[str, slice]:
+        """Field name -> its half-open range in the packed array."""
+        slices = {}
+        start = 0
+        for name, shape in self.shapes.items():
+            end = start + int(np.prod(shape))
+            slices[name] = slice(start, end)
+            start = end
+        return slices
+
+    def length(self, name: str) -> int:
+        """Words of a field."""
+        return self.slices[name].stop - self.slices[name].start
+
+    @property
+    def size(self) -> int:
+        """int32 words of the packed array."""
+        return list(self.slices.values())[-1].stop
+
+    def split(self, packed: Any) -> Any:
+        """`_StepInputs` of views of the packed array, numpy or traced."""
+        slices = self.slices.items()
+        return _StepInputs(**{name: packed[at].reshape(self.shapes[name]) for name, at in slices})
+
+
+class _StepRows(msgspec.Struct):
+    """What a step writes anew, under the names of FIELDS, padding excluded; and `owners`, the seat
+    of each sequence.
+    """
+
+    owners: list[int] = []
+    tokens: list[int] = []
+    token_seats: list[int] = []
+    positions: list[int] = []
+    write_rows: list[int] = []
+    kv_lens: list[int] = []
+    cu_q: list[int] = []
+    counts: list[int] = []
+    logit_rows: list[int] = []
+    seats: list[int] = []
+    seat_adapters: list[int] = []
+    score_rows: list[int] = []
+    score_tokens: list[int] = []
+
+
+class _Upload:
+    """A packed array of one executable, and what the rows of its page table are copies of."""
+
+    def __init__(self, layout: UploadLayout, builder: BatchBuilder):
+        self.packed = np.zeros(layout.size, np.int32)
+        self.inputs = layout.split(self.packed)
+        self._words = memoryview(self.packed)
+        #: (name, length, padding) of each field that is written anew.
+        self._fresh: list[tuple[str, int, int]] = []
+        length = 0
+        for field in layout.fields:
+            if field.part == "rows":
+                own = layout.length(field.name)
+                self._fresh.append((field.name, own, field.padding(builder)))
+                length += own
+        self._pack_into = struct.Struct(f"{length}i").pack_into
+        #: The page table, flat.
+        self.table = self._words[layout.slices["page_table"]]
+        #: Of each of its rows, the stamp of the seat's table that it holds; None: zeros.
+        self.stamps: list[object] = [None] * layout.bucket.seats
+        #: Rows that may hold a table.
+        self.used = 0
+        if not layout.plain:
+            self._sampling = self._words[layout.slices["sampling"]].cast("B")
+
+    def pack(self, rows: _StepRows) -> None:
+        """Write what is new in a step."""
+        words = []
+        end = 0
+        for name, length, padding in self._fresh:
+            words += getattr(rows, name)
+            end += length
+            words += [padding] * (end - len(words))
+        self._pack_into(self._words, 0, *words)
+
+    def pack_sampling(self, seats: list[bytes]) -> None:
+        known = b"".join(seats)
+        self._sampling[: len(known)] = known
+        self._sampling[len(known) :] = bytes(len(self._sampling) - len(known))
+
+    def pack_scores(self, rows: _StepRows) -> None:
+        count = len(rows.score_rows)
+        self.inputs.score_count[0] = count
+        if count:
+            self.inputs.score_rows[:count] = rows.score_rows
+            self.inputs.score_tokens[:count] = rows.score_tokens
+
+
+class BatchBuilder:
+    """Packs plans. Each seat's page table and sampling parameters stay between steps, and so do the
+    packed arrays with the tables in them: what a step costs does not grow with the longest context
+    that there may be.
+
+    Each executable has two arrays in turn, because the device may still read the one of the step
+    before, and of no other: a step is packed after the tokens of the last but one were read. What
+    is written anew is gathered in lists and converted once: beside a device that is the same CPU,
+    the host's caches are cold, and each numpy call costs several times what it costs in a loop of
+    its own. For the same reason a row's page comes from the seat's table, an array, and not from
+    the sequence's list of numbers that lie anywhere.
+    """
+
+    def __init__(
+        self,
+        *,
+        seats: int,
+        pages_per_seat: int,
+        page_size: int,
+        pool_rows: int,
+        has_adapters: bool = False,
+    ):
+        self.seats = seats
+        self.pages = pages_per_seat
+        self.page_size = page_size
+        self.pool_rows = pool_rows
+        self._no_pages = array("i", [0]) * pages_per_seat
+        #: Each seat's page table, flat.
+        self._tables = self._no_pages * seats
+        #: Pages of each seat in `_tables`.
+        self._page_counts = [0] * seats
+        #: Another object whenever the seat's table changes.
+        self._stamps = [object() for _ in range(seats)]
+        #: Each seat's sampling parameters, and what the steps' programs get of them.
+        self._own_sampling = [b""] * seats
+        self._sampling = [b""] * seats
+        #: Each seat's adapter; empty where there are none.
+        self._adapters = [0] * (seats if has_adapters else 0)
+        self._layouts: dict[tuple[Bucket, bool], UploadLayout] = {}
+        self._uploads: dict[tuple[Bucket, bool], list[_Upload]] = {}
+
+    def layout(self, bucket: Bucket, plain: bool) -> UploadLayout:
+        key = bucket, plain
+        if key not in self._layouts:
+            adapted = len(self._adapters)
+            self._layouts[key] = UploadLayout(bucket, self.pages, plain, adapted)
+        return self._layouts[key]
+
+    def empty(self, bucket: Bucket, plain: bool) -> np.ndarray:
+        """The upload of a step without a row."""
+        upload = _Upload(self.layout(bucket, plain), self)
+        upload.pack(_StepRows())
+        return upload.packed
+
+    def build(self, plan: Plan, plain: bool) -> np.ndarray:
+        """Plan -> packed int32 array, which stays as it is until the next but one of its executable
+        is built.
+
+        plain: for the executable without a sampler, which takes no sampling parameters.
+        """
+        for seq in plan.boarded:
+            self._board(seq)
+        for seq in plan.fed:
+            self._feed(seq)
+        for seq in plan.dropped:
+            self._drop(seq)
+        upload = self._next_upload(plan.bucket, plain)
+        rows = self._gather(plan)
+        upload.pack(rows)
+        if not plain:
+            upload.pack_sampling([self._sampling[seat] for seat in rows.seats])
+            if not plan.bucket.decode_only:
+                upload.pack_scores(rows)
+        self._copy_tables(rows.owners, upload)
+        return upload.packed
+
+    def put_masked(
+        self, upload: MaskedRows, place: int, masked: MaskedRow, mask: np.ndarray
+    ) -> None:
+        """Put a row and its mask, int32 [ceil(V / 32)], in a place of an upload."""
+        head = upload.heads[place]
+        head[:2] = masked.chunk.end - 1, masked.seat
+        head[2:] = np.frombuffer(self._own_sampling[masked.seat], np.int32)
+        upload.masks[place] = mask
+
+    def _next_upload(self, bucket: Bucket, plain: bool) -> _Upload:
+        """The one of an executable's two arrays that was used before the other."""
+        key = bucket, plain
+        both = self._uploads.get(key)
+        if both is None:
+            layout = self.layout(bucket, plain)
+            both = self._uploads[key] = [_Upload(layout, self), _Upload(layout, self)]
+        both.reverse()
+        return both[0]
+
+    def _board(self, seq: Sequence) -> None:
+        """A sequence took a seat: note its pages instead of the last owner's, and its sampling
+        parameters.
+        """
+        first = seq.seat * self.pages
+        self._tables[first : first + len(seq.pages)] = array("i", seq.pages)
+        self._page_counts[seq.seat] = len(seq.pages)
+        self._stamps[seq.seat] = object()
+        own = SAMPLING.pack(seq.request.sampling, seq.seed)
+        self._own_sampling[seq.seat] = own
+        self._sampling[seq.seat] = own if seq.matcher is None else SAMPLING.bare_argmax
+        if self._adapters:
+            self._adapters[seq.seat] = seq.request.adapter
+
+    def _feed(self, seq: Sequence) -> None:
+        """A seated sequence got one more page."""
+        seat = seq.seat
+        self._tables[seat * self.pages + self._page_counts[seat]] = seq.pages[-1]
+        self._page_counts[seat] += 1
+        self._stamps[seat] = object()
+
+    def _drop(self, seq: Sequence) -> None:
+        """A seated sequence gave back its first pages: no kernel is to read what others write
+        there.
+        """
+        first = seq.seat * self.pages
+        self._tables[first : first + seq.dropped] = self._no_pages[: seq.dropped]
+        self._stamps[seq.seat] = object()
+
+    def _gather(self, plan: Plan) -> _StepRows:
+        """Tokens, positions, KV rows and logit rows of every chunk.
+
+        The host need not know yet what the seats of decode rows sampled last.
+        """
+        n_decode = plan.n_decode
+        rows = self._decode_rows(plan.chunks[:n_decode])
+        for chunk in plan.chunks[n_decode:]:
+            self._add_prompt(rows, chunk)
+        n_seqs, n_rows = len(rows.owners), len(rows.tokens)
+        rows.cu_q += [n_rows] * (plan.bucket.seats - n_seqs)
+        rows.counts = [n_decode, n_seqs, n_rows]
+        rows.seat_adapters = self._adapters
+        return rows
+
+    def _decode_rows(self, chunks: list[Chunk]) -> _StepRows:
+        page, width, tables = self.page_size, self.pages, self._tables
+        rows = _StepRows(tokens=[-1] * len(chunks))
+        token_seats, positions, write_rows = rows.token_seats, rows.positions, rows.write_rows
+        for number, chunk in enumerate(chunks):
+            seat, start = chunk.seq.seat, chunk.start
+            if start < len(chunk.seq.tokens):  # the device may have chosen another one, see sit_out
+                rows.tokens[number] = chunk.seq.tokens[start]
+            token_seats.append(seat)
+            positions.append(start)
+            write_rows.append(tables[seat * width + start // page] * page + start % page)
+        rows.kv_lens = [start + 1 for start in positions]
+        rows.cu_q = list(range(len(chunks) + 1))
+        rows.logit_rows = rows.cu_q[:-1]
+        rows.seats = token_seats[:]
+        rows.owners = token_seats[:]
+        return rows
+
+    def _add_prompt(self, rows: _StepRows, chunk: Chunk) -> None:
+        """The rows of a prompt chunk."""
+        seq = chunk.seq
+        first = len(rows.tokens)
+        rows.tokens += seq.tokens[chunk.start : chunk.end]
+        rows.owners.append(seq.seat)
+        rows.token_seats += [seq.seat] * chunk.count
+        rows.positions += range(chunk.start, chunk.end)
+        self._add_write_rows(rows.write_rows, chunk)
+        rows.kv_lens.append(chunk.end)
+        rows.cu_q.append(first + chunk.count)
+        if chunk.scored:
+            _add_scored(rows, chunk, first)
+        if chunk.sample:
+            rows.logit_rows.append(first + chunk.count - 1)
+            rows.seats.append(seq.seat)
+
+    def _add_write_rows(self, write_rows: list[int], chunk: Chunk) -> None:
+        """Where in the pool a prompt chunk's rows are written, page by page."""
+        if not chunk.seq.pages:
+            return  # an encoder's rows are not written, as those that pad a step
+        page, start, end = self.page_size, chunk.start, chunk.end
+        for begin in range(start - start % page, end, page):
+            offset = chunk.seq.pages[begin // page] * page - begin
+            low = max(begin, start)
+            high = min(begin + page, end)
+            write_rows += range(offset + low, offset + high)
+
+    def _copy_tables(self, owners: list[int], upload: _Upload) -> None:
+        """Bring the rows of the upload's page table up to date with the tables of their seats."""
+        stamps, copied, width = self._stamps, upload.stamps, self.pages
+        for number, seat in enumerate(owners):
+            if copied[number] is not stamps[seat]:
+                self._copy_table(upload, number, seat)
+        for number in range(len(owners), upload.used):
+            upload.table[number * width : (number + 1) * width] = self._no_pages
+            copied[number] = None
+        upload.used = len(owners)
+
+    def _copy_table(self, upload: _Upload, number: int, seat: int) -> None:
+        """Copy a seat's pages into a row of the upload; numbers behind them, of former owners,
+        belong to no key.
+        """
+        target = number * self.pages
+        source = seat * self.pages
+        pages = self._page_counts[seat]
+        upload.table[target : target + pages] = self._tables[source : source + pages]
+        upload.stamps[number] = self._stamps[seat]
+
+
+def _add_scored(rows: _StepRows, chunk: Chunk, first: int) -> None:
+    """Rows of a prompt chunk that bring log-probabilities; first: its first row."""
+    row = first + chunk.score_start - chunk.start
+    target = chunk.score_start + 1
+    rows.score_rows += range(row, row + chunk.scored)
+    rows.score_tokens += chunk.seq.tokens[target : target + chunk.scored]

@@ -1,0 +1,509 @@
+"""The step as a pure function, and how it is lowered: for arrays, or from shapes alone, for one
+device or several.
+
+embed -> layers (write KV page, attend) -> rows that need logits -> sample -> last_token of each
+seat.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from jitney.engine.common.requests import REQUEST_MOST, Pooling
+from jitney.engine.core.executor.inputs import BatchBuilder, MaskedHeads, UploadLayout
+from jitney.engine.core.executor.sampling import (
+    RowScores,
+    Sampled,
+    Sampler,
+    SamplingRows,
+    SeatState,
+    score_rows_at_once,
+    unpack_masks,
+)
+from jitney.engine.core.executor.vocabulary import SplitVocabulary, Vocabulary
+from jitney.engine.core.models.hidden import Hidden
+from jitney.engine.core.models.protocol import Model
+from jitney.engine.core.models.sharding import DATA, TENSOR, WHOLE, engines_of, of_each_engine
+from jitney.engine.core.scheduler.buckets import Bucket
+from jitney.engine.core.scheduler.plan import mask_words
+from jitney.engine.core.weights.checkpoints.files import Shape
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
+from jitney.kernels.interface import AttentionMeta, Kernels
+
+#: Pools [N, page, 2K, D]: each device has the rows of its own KV heads.
+_POOL = PartitionSpec(None, None, TENSOR.name, None)
+#: Logits [S, V]: each device has the columns that it computed.
+_COLUMNS = PartitionSpec(None, TENSOR.name)
+#: Page table rows are padded to a multiple of this, so that kernels that read chunks of pages never
+#: run off them.
+_PAGE_CHUNK = 16
+#: Platform -> what XLA is told when it compiles a step. Once arguments fill 80 % of a GPU's memory,
+#: as a pool is meant to, XLA would compute products twice, the output head among them, to save
+#: temporaries: a decode step of 32 rows of an 8B model would touch 1.13 times the bytes that it
+#: must, not 1.07.
+_COMPILER_OPTIONS: dict[str, dict[str, str]] = {
+    "gpu": {"xla_disable_hlo_passes": "rematerialization"}
+}
+#: What may be in a CUDA graph: all that is by default, and the all-reduces between devices, two a
+#: layer, at each of which the step would else end one graph and begin another.
+_GRAPH_COMMANDS = (
+    "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE,COLLECTIVES"
+)
+
+#: Of a TPU that sums in halves: all-reduces from 1 MiB on go to its SparseCores, which alone do
+#: them beside a product, through main memory; and none waits for the next, to become one with it.
+#: Smaller ones, as in decode steps, stay in VMEM.
+_TPU_SUMS = {
+    "xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true",
+    "xla_tpu_sparse_core_all_reduce_offload_min_size_in_bytes": str(1 << 20),
+    "xla_jf_crs_combiner_threshold_in_bytes": "1",
+}
+
+#: An array, or its shape.
+type Shaped = Array | jax.ShapeDtypeStruct
+#: What runs a step, by the arguments and results of `Program.plain` or `Program.full`;
+#: or what chooses behind one, by those of `Program.choose`.
+type StepCall = Callable[..., Any]
+#: From numbers of token rows, int32 [R], to their logits, float32 [R, V].
+type _LogitsOf = Callable[[Array], Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class DeviceState:
+    """Everything a step replaces: arrays, or their shapes."""
+
+    kv: list[Shaped]  #: pools, one a layer; none of an encoder
+    last_token: Shaped  #: int32 [M]
+    seats: SeatState  #: what the sampler knows of each
+
+    def allocate(self, config: ModelConfig) -> DeviceState:
+        """Of shapes: the state of seats nobody sits in, each array where its shape says."""
+
+        def zeros(shape: Shaped) -> Array:
+            return jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
+
+        def place(column: Array, shape: jax.ShapeDtypeStruct) -> Array:
+            if shape.sharding is None:
+                return column
+            values = np.asarray(column)
+
+            def own(at: Any) -> np.ndarray:
+                return values[:, *at[1:]]  # the seats of every engine are alike
+
+            return jax.make_array_from_callback(shape.shape, shape.sharding, own)
+
+        seats = SeatState.empty(self._own_seats(), config.output_size)
+        return DeviceState(
+            kv=jax.tree.map(zeros, self.kv),
+            last_token=zeros(self.last_token),
+            seats=jax.tree.map(place, seats, self.seats),
+        )
+
+    def _own_seats(self) -> int:
+        """Seats of one engine."""
+        if self.last_token.sharding is None:
+            return self.last_token.shape[0]
+        return self.last_token.sharding.shard_shape(self.last_token.shape)[0]
+
+
+@dataclass(frozen=True)
+class StateSizes:
+    """What the arrays of `DeviceState` are sized by."""
+
+    seats: int  #: M
+    n_pages: int  #: of the pool, the trash page included
+    page_size: int  #: positions
+    context_length: int  #: tokens a sequence may have
+    kv_dtype: DTypeLike  #: of the pools
+    logprobs: int = REQUEST_MOST.logprobs  #: alternatives that are computed for each token
+    has_adapters: bool = False  #: steps are told each seat's adapter
+
+    @property
+    def pages_per_seat(self) -> int:
+        """Pages of a sequence of the whole context."""
+        return -(-self.context_length // self.page_size)
+
+    def builder(self) -> BatchBuilder:
+        """Packs the uploads of an engine of this size."""
+        return BatchBuilder(
+            seats=self.seats,
+            pages_per_seat=-(-self.pages_per_seat // _PAGE_CHUNK) * _PAGE_CHUNK,
+            page_size=self.page_size,
+            pool_rows=self.n_pages * self.page_size,
+            has_adapters=self.has_adapters,
+        )
+
+    def pool(self, config: ModelConfig, kernels: Kernels) -> tuple[int, ...]:
+        """Shape of one layer's pool on one device; config: of one device (`ModelConfig.local`)."""
+        if kernels.pool_shape is None:
+            return self.n_pages, self.page_size, 2 * config.n_kv_heads, config.head_dim
+        return kernels.pool_shape(
+            self.n_pages, self.page_size, config.n_kv_heads, config.head_dim, self.kv_dtype
+        )
+
+    def pool_bytes(self, config: ModelConfig, kernels: Kernels) -> int:
+        """Of all layers, on one device."""
+        layer = math.prod(self.pool(config, kernels)) * jnp.dtype(self.kv_dtype).itemsize
+        return config.n_pools * layer
+
+    def shapes(self, config: ModelConfig, kernels: Kernels, mesh: Mesh | None) -> DeviceState:
+        """The state as shapes, placed on the mesh; of all engines on it. config: of one device."""
+        pages, page, rows, width = self.pool(config, kernels)
+        pool = (pages, page, rows * config.shards, width)
+        small = jax.eval_shape(partial(SeatState.empty, self.seats, config.output_size))
+        return DeviceState(
+            kv=[_shape_on(mesh, pool, self.kv_dtype, _POOL)] * config.n_pools,
+            last_token=_shape_on(mesh, (self.seats,), jnp.int32, WHOLE),
+            seats=jax.tree.map(lambda x: _shape_on(mesh, x.shape, x.dtype, WHOLE), small),
+        )
+
+
+def _shape_on(
+    mesh: Mesh | None, shape: Shape, dtype: DTypeLike, spec: PartitionSpec
+) -> jax.ShapeDtypeStruct:
+    """A shape on the mesh, or on the default device. shape, spec: of one engine; on a mesh of
+    several, each has an array of its own (`of_each_engine`).
+    """
+    if mesh is None:
+        return jax.ShapeDtypeStruct(shape, dtype)
+    engines = engines_of(mesh)
+    if engines > 1:
+        shape = (engines * shape[0], *shape[1:])
+    sharding = NamedSharding(mesh, of_each_engine(mesh, spec))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+class StepOutput(NamedTuple):
+    """What a step brings to the host, beside the state that it replaces."""
+
+    #: int32 [S] of an all-greedy step, else `Sampled`.
+    sampled: Array | Sampled
+    #: bool [S]: sequences with a row that is not finite; None without prompt rows: tokens tell.
+    broken: Array | None = None
+    #: `RowScores` of the scored prompt rows; None where there can be none.
+    scores: RowScores | None = None
+    #: Of all rows, for `Program.pool`, if the engine makes vectors; None of steps without prompt
+    #: rows.
+    hidden: Hidden | None = None
+
+
+def _meta_of(inputs: Any, engines: int) -> AttentionMeta:
+    """The upload's metadata as arrays of their own, which nothing in them would change: none is
+    negative. engines: that share experts; 1: this one shares none.
+
+    As slices of the upload, whose place moves from step to step, a GPU's graph would have each
+    kernel that takes one recorded anew in every step.
+    """
+    row_counts = None
+    if engines > 1:
+        row_counts = DATA.rows_of_all(inputs.counts[2:])
+    return AttentionMeta(
+        kv_lens=jnp.maximum(inputs.kv_lens, 0),
+        cu_q=jnp.maximum(inputs.cu_q, 0),
+        page_table=jnp.maximum(inputs.page_table, 0),
+        write_rows=jnp.maximum(inputs.write_rows, 0),
+        positions=jnp.maximum(inputs.positions, 0),
+        counts=jnp.maximum(inputs.counts, 0),
+        adapted=_adapted(inputs),
+        row_counts=row_counts,
+    )
+
+
+def _adapted(inputs: Any) -> Array | None:
+    """Each row's adapter, int32 [T]; None where there are none."""
+    if not inputs.seat_adapters.size:
+        return None
+    return inputs.seat_adapters[inputs.token_seats]
+
+
+def _sampling_rows(layout: UploadLayout, inputs: Any) -> SamplingRows:
+    return SamplingRows(
+        params=layout.sampling.columns(inputs.sampling),
+        position=inputs.positions[inputs.logit_rows],
+        seats=inputs.seats,
+    )
+
+
+@dataclass
+class Program:
+    """The step as a pure function of flat weights, for any bucket; these fields are its only
+    constants.
+
+    On several devices, the functions here run on each with its share of `leaves` and `kv`.
+    """
+
+    #: Of the model, as `nnx.split` makes it; on several devices, of each one's share.
+    graph: nnx.GraphDef[Model]
+    treedef: Any  #: jax's PyTreeDef, of its weights
+    #: What it calls for each part.
+    kernels: Kernels
+    mesh: Mesh | None = None  #: the devices it runs on; None: the default one
+    logprobs: int = REQUEST_MOST.logprobs  #: alternatives that are computed for each token
+    pooling: Pooling | None = None  #: what vectors of prompts are made of; None: none are
+    encoder: bool = False  #: steps choose no token
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Which columns of logits a device has."""
+        if self.mesh is None or self.mesh.shape[TENSOR.name] == 1:
+            return Vocabulary()
+        return SplitVocabulary(self.mesh.shape[TENSOR.name], self.engines)
+
+    @property
+    def engines(self) -> int:
+        """Engines whose step this is."""
+        return 1 if self.mesh is None else engines_of(self.mesh)
+
+    @property
+    def split(self) -> bool:
+        """True when the step runs on several devices."""
+        return self.mesh is not None and self.mesh.size > 1
+
+    def model(self, leaves: list[Array]) -> Model:
+        """The model of these weights."""
+        return nnx.merge(self.graph, jax.tree.unflatten(self.treedef, leaves))
+
+    def forward(
+        self, leaves: list[Array], kv: list[Array], last_token: Array, inputs: Any
+    ) -> tuple[_LogitsOf, Hidden, list[Array]]:
+        """-> (from row numbers int32 [R] to their logits, float32 [R, V], this device's columns of
+        them if split; all rows behind the last attention; kv)."""
+        model = self.model(leaves)
+        sampled_last = jnp.maximum(last_token[inputs.token_seats], 0)
+        tokens = jnp.where(inputs.tokens >= 0, inputs.tokens, sampled_last)
+        hidden, kv = model(tokens, kv, _meta_of(inputs, self.engines), self.kernels)
+
+        def logits_of(rows: Array) -> Array:
+            return model.logits(hidden[rows], self.kernels)
+
+        return logits_of, hidden, kv
+
+    def plain(
+        self,
+        layout: UploadLayout,
+        leaves: list[Array],
+        kv: list[Array],
+        last_token: Array,
+        packed: Array,
+    ) -> tuple[list[Array], Array, StepOutput]:
+        """The all-greedy step: no sampler in it."""
+        inputs = layout.split(packed)
+        logits_of, hidden, kv = self.forward(leaves, kv, last_token, inputs)
+        logits = logits_of(inputs.logit_rows)
+        tokens = self.vocabulary.greedy(logits)
+        last_token = last_token.at[inputs.seats].set(tokens, mode="drop")
+        if layout.bucket.decode_only:
+            return kv, last_token, StepOutput(tokens)
+        broken = hidden.broken_sequences(inputs.cu_q)
+        return kv, last_token, StepOutput(tokens, broken, hidden=self._left(hidden))
+
+    def encode(
+        self,
+        layout: UploadLayout,
+        leaves: list[Array],
+        kv: list[Array],
+        last_token: Array,
+        packed: Array,
+    ) -> tuple[list[Array], Array, StepOutput]:
+        """The step of an encoder: nobody's token."""
+        inputs = layout.split(packed)
+        _, hidden, kv = self.forward(leaves, kv, last_token, inputs)
+        tokens = jnp.zeros((layout.bucket.seats,), jnp.int32)
+        broken = hidden.broken_sequences(inputs.cu_q)
+        return kv, last_token, StepOutput(tokens, broken, hidden=hidden)
+
+    def full(
+        self,
+        layout: UploadLayout,
+        leaves: list[Array],
+        kv: list[Array],
+        last_token: Array,
+        seats: SeatState,
+        packed: Array,
+    ) -> tuple[list[Array], Array, SeatState, StepOutput, Array]:
+        """The step with every sampling option; split, each device samples from its columns, and
+        all choose alike.
+
+        It also leaves the logits, float32 [S, V], for `choose`.
+        """
+        inputs = layout.split(packed)
+        logits_of, hidden, kv = self.forward(leaves, kv, last_token, inputs)
+        rows = _sampling_rows(layout, inputs)
+        logits = logits_of(inputs.logit_rows)
+        sampled, seats = self.sampler.sample(logits, rows, seats)
+        last_token = last_token.at[inputs.seats].set(sampled.tokens, mode="drop")
+        output = StepOutput(sampled)
+        if layout.scores:
+            block = score_rows_at_once(layout.bucket.tokens, logits.shape[-1])
+            count = inputs.score_count[0]
+            if self.engines > 1:
+                count = DATA.largest(count)  # all engines compute the same blocks
+            scores = self.sampler.score_prompt(
+                logits_of, inputs.score_rows, inputs.score_tokens, count, block
+            )
+            broken = hidden.broken_sequences(inputs.cu_q)
+            output = StepOutput(sampled, broken, scores, self._left(hidden))
+        return kv, last_token, seats, output, logits
+
+    @property
+    def sampler(self) -> Sampler:
+        """Of its steps."""
+        return Sampler(self.kernels.threshold, self.logprobs, self.vocabulary)
+
+    def _left(self, hidden: Hidden) -> Hidden | None:
+        """The hidden states of a step as it leaves them for `pool`."""
+        return None if self.pooling is None else hidden
+
+    def pool(self, leaves: list[Array], hidden: Hidden, cu_q: Array) -> Array:
+        """What each sequence's rows of a step are for the vector of its prompt: T rows, cu_q int32
+        [S + 1] -> float32 [S, E], the sum of its hidden states behind the final norm, or the last
+        of them, or the first; by classify the logits of the first, [S, V].
+        """
+        model = self.model(leaves)
+        if self.pooling == "classify":
+            return model.logits(hidden[_first_rows(hidden, cu_q)], self.kernels)
+        if self.pooling != "mean":
+            one = jnp.maximum(cu_q[1:] - 1, 0)
+            if self.pooling == "cls":
+                one = _first_rows(hidden, cu_q)
+            return model.normed(hidden[one], self.kernels).astype(jnp.float32)
+        rows = model.normed(hidden, self.kernels).astype(jnp.float32)
+        owners = jnp.searchsorted(cu_q[1:], jnp.arange(rows.shape[0]), side="right")
+        return jax.ops.segment_sum(rows, owners, cu_q.shape[0] - 1)
+
+    def lower_pool(
+        self,
+        bucket: Bucket,
+        leaves: Sequence[Shaped],
+        width: int,
+        dtype: DTypeLike,
+        *,
+        has_adapters: bool,
+    ) -> jax.stages.Lowered:
+        """`pool` behind a step of this bucket; width, dtype: of the hidden states."""
+        states: Any = self.whole((bucket.tokens, width), dtype)
+        adapted: Any = None
+        if has_adapters:
+            adapted = self.whole((bucket.tokens,), jnp.int32)
+        args = (
+            leaves,
+            Hidden(states, adapted),
+            self.whole((bucket.seats + 1,), jnp.int32),
+        )
+        pool = self.pool
+        if self.split:
+            pool = self._on_every_device(pool, args, WHOLE)
+        return jax.jit(pool).lower(*args)
+
+    def choose(
+        self, logits: Array, last_token: Array, seats: SeatState, heads: Array, masks: Array
+    ) -> tuple[Array, SeatState, Sampled]:
+        """The tokens of rows that are held to grammars, behind a step's own program: logits of
+        these rows, float32 [R, V], heads and masks as in `MaskedRows`.
+        """
+        positions, owners, params = MaskedHeads.of(heads)
+        rows = SamplingRows(params, positions, owners)
+        allowed = unpack_masks(masks, seats.counts.shape[1])
+        chosen, seats = self.sampler.sample(logits, rows, seats, allowed)
+        # A row that is not finite may be so where the mask hides it.
+        finite = jnp.isfinite(self.vocabulary.largest(logits)[:, 0])
+        tokens = jnp.where(finite, chosen.tokens, -1)
+        last_token = last_token.at[owners].set(tokens, mode="drop")
+        return last_token, seats, chosen._replace(tokens=tokens)
+
+    def lower(
+        self, layout: UploadLayout, leaves: Sequence[Shaped], state: DeviceState
+    ) -> jax.stages.Lowered:
+        """The step of one executable, for weights and state as arrays or shapes; all of the state
+        is donated, so addresses stay the same from step to step."""
+        packed = self.whole((layout.size,), jnp.int32)
+        if layout.plain:
+            step = partial(self.encode if self.encoder else self.plain, layout)
+            args = leaves, state.kv, state.last_token, packed
+            results = _POOL, WHOLE, WHOLE
+        else:
+            step = partial(self.full, layout)
+            args = leaves, state.kv, state.last_token, state.seats, packed
+            results = _POOL, WHOLE, WHOLE, WHOLE, _COLUMNS
+        if self.split:
+            step = self._on_every_device(step, args, results)
+        return jax.jit(step, donate_argnums=tuple(range(1, len(args) - 1))).lower(*args)
+
+    def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        """Compile what one of the `lower` methods made, as the engine runs it here."""
+        platform, halves = jax.default_backend(), self.kernels.sums_in_halves
+        return lowered.compile(_compiler_options(platform, self.split, halves))
+
+    def lower_choose(self, rows: int, state: DeviceState) -> jax.stages.Lowered:
+        """`choose` for so many rows."""
+        vocab = state.seats.counts.shape[1]
+        args = (
+            _shape_on(self.mesh, (rows, vocab), jnp.float32, _COLUMNS),
+            state.last_token,
+            state.seats,
+            self.whole((rows, MaskedHeads.words()), jnp.int32),
+            self.whole((rows, mask_words(vocab)), jnp.int32),
+        )
+        choose = self.choose
+        if self.split:
+            choose = self._on_every_device(choose, args, (WHOLE, WHOLE, WHOLE))
+        return jax.jit(choose, donate_argnums=(1, 2)).lower(*args)
+
+    def lower_pick(self, logit_rows: int, rows: int, state: DeviceState) -> jax.stages.Lowered:
+        """The program that picks `rows` of a step's logits for `choose`; numbers past the last one
+        bring any of them.
+        """
+        vocab = state.seats.counts.shape[1]
+        logits = _shape_on(self.mesh, (logit_rows, vocab), jnp.float32, _COLUMNS)
+        args = logits, self.whole((rows,), jnp.int32)
+        pick = partial(jnp.take, axis=0, mode="clip")
+        if self.split:
+            pick = self._on_every_device(pick, args, _COLUMNS)
+        return jax.jit(pick).lower(*args)
+
+    def whole(self, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+        """The shape of an array that every device has."""
+        return _shape_on(self.mesh, shape, dtype, WHOLE)
+
+    def _on_every_device(self, step: Callable[..., Any], args: Any, results: Any) -> Any:
+        # Unchecked: kernels are opaque to the analysis that would prove the results alike on all
+        # devices.
+        assert self.mesh is not None
+        return jax.shard_map(
+            step,
+            mesh=self.mesh,
+            in_specs=jax.tree.map(lambda x: x.sharding.spec, args),
+            out_specs=jax.tree.map(partial(of_each_engine, self.mesh), results),
+            check_vma=False,
+        )
+
+
+def _first_rows(hidden: Hidden, cu_q: Array) -> Array:
+    """The first row of each sequence, int32 [S]; any row of one that is absent."""
+    return jnp.minimum(cu_q[:-1], hidden.states.shape[0] - 1)
+
+
+def _compiler_options(platform: str, split: bool, halves: bool) -> dict[str, str]:
+    """What XLA is told when it compiles a step for this platform, split over devices or not.
+
+    halves: `KernelSet.sums_in_halves`.
+    """
+    options = dict(_COMPILER_OPTIONS.get(platform, {}))
+    if platform == "gpu" and split:
+        options["xla_gpu_enable_command_buffer"] = _GRAPH_COMMANDS
+    if platform == "tpu" and split and halves:
+        options |= _TPU_SUMS
+    return options

@@ -1,0 +1,194 @@
+"""Which kernels an engine may use: those that prove right here, in the shapes it will serve."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jitney.engine.common.engine_info import KernelProof
+from jitney.engine.common.errors import ConfigError
+from jitney.engine.core.executor.program import StateSizes
+from jitney.engine.core.models.layers import Linear
+from jitney.engine.core.models.mixture import ExpertLinear
+from jitney.engine.core.models.protocol import Model
+from jitney.engine.core.scheduler.buckets import Buckets
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
+from jitney.kernels.interface import KernelSet
+from jitney.kernels.proof import Proof, prove, without
+from jitney.kernels.proof_shapes import (
+    AttentionShapes,
+    Matrix,
+    MixtureShape,
+    NormShapes,
+    ServedShapes,
+    StepShapes,
+)
+
+_log = logging.getLogger("jitney.core")
+
+
+def proven(
+    kernels: KernelSet, served: ServedShapes, *, named: bool
+) -> tuple[KernelSet, list[KernelProof]]:
+    """The set without the kernels that are wrong here, and what was found of each.
+
+    named: the user asked for this set by name. Then a wrong kernel raises ConfigError; else the
+    reference serves in its place, or the set that stands in for this one, and one line of the log
+    says so.
+    """
+    proofs = prove(kernels, served)
+    wrong = [proof for proof in proofs if not proof.ok]
+    if wrong:
+        _report_wrong(kernels, "; ".join(map(str, wrong)), named=named)
+        if kernels.instead is not None:
+            return proven(kernels.instead, served, named=False)
+        kernels = without(kernels, [proof.kernel for proof in wrong])
+    return kernels, [_shown(proof) for proof in proofs]
+
+
+def proofs_of(kernels: KernelSet, served: ServedShapes) -> list[KernelProof]:
+    """What is found of each kernel, and nothing done about it."""
+    return [_shown(proof) for proof in prove(kernels, served)]
+
+
+def _report_wrong(kernels: KernelSet, wrong: str, *, named: bool) -> None:
+    if named:
+        raise ConfigError(
+            f"kernels {kernels.label} compute wrong numbers on this machine: {wrong}; use "
+            "--kernels auto, which leaves out what is wrong, or --kernels reference"
+        )
+    place = "the slower reference serves in their place"
+    if kernels.instead is not None:
+        place = f"kernels {kernels.instead.label} serve"
+    _log.error(
+        "KERNELS TAKEN OUT: %s of kernels %s; %s. Please report this with the output of `jitney "
+        "doctor`.",
+        wrong,
+        kernels.label,
+        place,
+    )
+
+
+def _shown(proof: Proof) -> KernelProof:
+    """A proof as the API, the page and `doctor` show it."""
+    return KernelProof(proof.kernel, proof.error, proof.limit, proof.reason)
+
+
+def served_by(
+    model: Model, own: ModelConfig, sizes: StateSizes, buckets: Buckets, dtype: DTypeLike
+) -> ServedShapes:
+    """What an engine will ask of its kernels.
+
+    model: with arrays over all devices, or an abstract one of such shapes. own: its configuration
+    on one device. dtype: of the activations.
+    """
+    table = 0
+    if own.tie_embeddings:
+        table = own.vocab_share
+    activations = jnp.dtype(dtype).name
+    return ServedShapes(
+        attention=_attention_shapes(own, sizes),
+        norms=_norm_shapes(own, activations),
+        steps=StepShapes(
+            decode=tuple(bucket.seats for bucket in buckets.decode),
+            mixed=tuple(bucket.tokens for bucket in buckets.mixed),
+            mixed_seats=tuple(bucket.seats for bucket in buckets.mixed),
+            blocks=_blocks_of(own, buckets),
+        ),
+        hidden_size=own.hidden_size,
+        vocab_size=own.vocab_size,
+        dtype=activations,
+        matrices=_matrices_of(model, own),
+        table=table,
+        mixtures=_mixtures_of(model, own),
+    )
+
+
+def _norm_shapes(own: ModelConfig, activations: str) -> NormShapes:
+    dtype = activations
+    if own.float32_norms:
+        dtype = "float32"
+    widths: tuple[int, ...] = ()
+    if own.wide_qk_norm and own.shards == 1:  # no kernel norms what is split over devices
+        widths = (own.n_heads * own.head_dim, own.n_kv_heads * own.head_dim)
+    return NormShapes(own.rms_eps, dtype, widths)
+
+
+def _attention_shapes(own: ModelConfig, sizes: StateSizes) -> AttentionShapes:
+    return AttentionShapes(
+        n_heads=own.n_heads,
+        n_kv_heads=own.n_kv_heads,
+        head_dim=own.head_dim,
+        windows=tuple(sorted(set(own.windows))),
+        softcap=own.attention_softcap,
+        qk_norm=own.qk_norm,
+        page_size=sizes.page_size,
+        pages=sizes.builder().pages,
+        context=sizes.context_length,
+        kv_dtype=jnp.dtype(sizes.kv_dtype).name,
+    )
+
+
+def _blocks_of(own: ModelConfig, buckets: Buckets) -> tuple[int, ...]:
+    """The different rows that experts are multiplied with at a time; none without experts."""
+    experts = own.experts
+    if experts is None:
+        return ()
+    steps = (*buckets.decode, *buckets.mixed)
+    return tuple({experts.block_rows(experts.engines * bucket.tokens) for bucket in steps})
+
+
+def _mixtures_of(model: Model, own: ModelConfig) -> tuple[MixtureShape, ...]:
+    """The different layers of experts."""
+    experts = [one for one in model.linears() if isinstance(one, ExpertLinear)]
+    pairs = zip(experts[::2], experts[1::2], strict=True)  # what opens, and what closes
+    return tuple(
+        dict.fromkeys(
+            MixtureShape(
+                own.intermediate_size,
+                (opening.packed.scheme, closing.packed.scheme),
+                own.activation,
+            )
+            for opening, closing in pairs
+        )
+    )
+
+
+def _matrices_of(model: Model, own: ModelConfig) -> tuple[Matrix, ...]:
+    """The different matrices of all layers, in the sizes of one device; own: its configuration."""
+    found: dict[Matrix, None] = {}
+    for linear in model.linears():
+        shards = own.shards
+        if own.experts is not None and isinstance(linear, ExpertLinear):
+            shards *= own.experts.engines
+        matrix = _matrix_of(linear, shards)
+        found[matrix] = None
+        found |= dict.fromkeys(_adapter_matrices(linear, matrix))
+    return tuple(found)
+
+
+def _adapter_matrices(linear: Linear, own: Matrix) -> Iterator[Matrix]:
+    """Those of its adapters, of which each device has the inputs and the outputs that it has of the
+    matrix itself.
+    """
+    if linear.adapters is None:
+        return
+    columns = linear.adapters.columns
+    yield Matrix(own.size_in, columns)
+    yield Matrix(columns, own.size_out)
+
+
+def _matrix_of(linear: Linear, shards: int) -> Matrix:
+    size_in, size_out = linear.sizes
+    if linear.summed:
+        size_in //= shards
+    else:
+        size_out //= shards
+    packed = linear.packed
+    group = 0
+    if packed.scheme == "int4":
+        group = 2 * packed.kernel.shape[0] // packed.scale.shape[0]
+    return Matrix(size_in, size_out, packed.scheme, linear.gated_by_kernel, group)

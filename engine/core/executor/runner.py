@@ -1,0 +1,565 @@
+"""The device side of a step: executables compiled ahead, donated state, and tokens that come back
+one step later.
+
+One executable per bucket and kind (all-greedy, or with the sampler): embed -> layers (write KV
+page, attend) -> rows that need logits -> sample -> last_token of each seat. On a CPU it is made of
+programs that buckets share (`step_parts`). The sampled token never waits for the host: the next
+step reads it from `last_token` by seat.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh
+
+from jitney.engine.common.outputs import TokenLogprobs
+from jitney.engine.common.requests import Pooling
+from jitney.engine.core.executor.choices import Choices
+from jitney.engine.core.executor.inputs import MaskedRows
+from jitney.engine.core.executor.program import (
+    DeviceState,
+    Program,
+    StateSizes,
+    StepCall,
+    StepOutput,
+)
+from jitney.engine.core.executor.sampling import Sampled, SeatState
+from jitney.engine.core.executor.step_parts import StepParts
+from jitney.engine.core.models.protocol import Model
+from jitney.engine.core.models.sharding import own_mesh
+from jitney.engine.core.scheduler.buckets import Bucket, Buckets
+from jitney.engine.core.scheduler.plan import MaskedRow, Plan, StepResult
+from jitney.engine.core.scheduler.sequence import Sequence
+from jitney.kernels.interface import Kernels
+
+_Report = Callable[[int, int, str], None]
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+#: Threads that compile: XLA does it outside the interpreter lock.
+_COMPILERS = 2
+
+
+class _Compilations:
+    """Counts the compilations of this process.
+
+    One for all runners: jax keeps its listeners for good, and a runner's own method would keep its
+    weights and pools with it.
+    """
+
+    def __init__(self):
+        self.count = 0
+        self._listens = False
+
+    def listen(self) -> None:
+        if not self._listens:
+            self._listens = True
+            jax.monitoring.register_event_duration_secs_listener(self._take)
+
+    def _take(self, event: str, duration_secs: float, **_: object) -> None:
+        if event == _COMPILE_EVENT:
+            self.count += 1
+
+
+_compilations = _Compilations()
+
+
+class _Batch(msgspec.Struct):
+    """A plan and its upload, ready to launch."""
+
+    plan: Plan
+    #: For the executable without a sampler.
+    plain: bool
+    #: int32, the whole upload (`engine.core.executor.inputs`).
+    packed: np.ndarray
+
+
+class LaunchedStep(msgspec.Struct):
+    """A step on the device; `output` fills in there."""
+
+    plan: Plan
+    output: StepOutput
+    scored: int  #: rows that bring prompt log-probabilities
+    #: float32 [S, E] on the device, see `Program.pool`; None where nobody wants a vector.
+    pooled: Array | None = None
+    #: float32 [S, V] on the device, until `choose`; None where nobody needs them.
+    logits: Array | None = None
+    #: What was chosen behind the step, and of each row of it that counts: (its number there, its
+    #: number among the logit rows).
+    chosen: Sampled | None = None
+    chosen_rows: list[tuple[int, int]] = []
+
+
+def _copy_to_host(output: object) -> None:
+    """Start the copies of a step's results."""
+    for array in jax.tree.leaves(output):
+        array.copy_to_host_async()
+
+
+def _copy_sampled(sampled: Array | Sampled, *, logprobs: bool) -> None:
+    """Start the copies of what `StepOutput.sampled` holds; without log-probabilities its tokens are
+    all that is read.
+    """
+    if isinstance(sampled, Sampled) and not logprobs:
+        sampled = sampled.tokens
+    _copy_to_host(sampled)
+
+
+def _board_seat(state: SeatState, seat: Array, *row: Array) -> SeatState:
+    columns = zip(state, row, strict=True)
+    return SeatState(*[column.at[seat].set(new) for column, new in columns])
+
+
+def _report_nothing(done: int, total: int, what: str) -> None:
+    pass
+
+
+def _meet_nobody() -> None:
+    pass
+
+
+class Runner:
+    """Runs plans on the default device, or on those of a mesh. `compile()` must come first; after
+    it nothing compiles any more.
+
+    model: with its weights; on a mesh, each in shares as `sharding.Shares` places them, its
+    configuration that of one device. sizes: of as many seats as the buckets. end_ids: tokens that
+    end a sequence. plain_mixed: see `is_plain`. in_parts: run each step as several programs, on one
+    device (`StepParts`). pooling: what vectors of prompts are made of; None: none are, and
+    nothing is compiled for them.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        buckets: Buckets,
+        kernels: Kernels,
+        sizes: StateSizes,
+        *,
+        end_ids: tuple[int, ...],
+        mesh: Mesh | None = None,
+        plain_mixed: bool = False,
+        in_parts: bool = False,
+        pooling: Pooling | None = None,
+    ):
+        graph, weights = nnx.split(model)
+        self.leaves, treedef = jax.tree.flatten(weights)
+        encoder = model.config.encoder is not None
+        self.program = Program(graph, treedef, kernels, mesh, sizes.logprobs, pooling, encoder)
+        self._hidden_dtype = model.dtype
+        #: By mixed bucket, what makes vectors of a step's hidden states.
+        self.pools: dict[Bucket, jax.stages.Compiled] = {}
+        self.config = model.config
+        self.buckets = buckets
+        self.end_ids = end_ids
+        self.plain_mixed = plain_mixed
+        self.n_pages = sizes.n_pages
+        self._sizes = sizes
+        self.builder = sizes.builder()
+        self.shapes = sizes.shapes(model.config, kernels, mesh)
+        own = own_mesh(mesh)
+        #: What runs beside the step, and the state that it has: on the devices of this engine,
+        #: where several share experts.
+        self.own_program = replace(self.program, mesh=own)
+        self.own_shapes = sizes.shapes(model.config, kernels, own)
+        #: Shapes until `compile` allocates it: compiling needs no arrays.
+        self.state: DeviceState = self.shapes
+        #: What runs a step, by (bucket, plain).
+        self.executables: dict[tuple[Bucket, bool], StepCall] = {}
+        self._parts: StepParts | None = None
+        if in_parts:
+            row_counts = [bucket.seats for bucket in buckets.decode]
+            self._parts = StepParts(
+                self.program, self.leaves, self.shapes, self.builder.layout, row_counts
+            )
+        #: Those that choose tokens behind a step.
+        self.choices = Choices(sizes.seats)
+        #: The weights on the host, and where on the device each belongs; while it sleeps.
+        self._asleep: list[tuple[np.ndarray, jax.sharding.Sharding]] = []
+        # Of the process, when `compile` was done.
+        self._compiled_before = 0
+        #: Seconds that compiling took.
+        self.compile_seconds = 0.0
+        #: Installs a boarding sequence's sampling state.
+        self._board: jax.stages.Compiled
+
+    def compile(
+        self, report: _Report = _report_nothing, meet: Callable[[], None] = _meet_nobody
+    ) -> None:
+        """Lower and compile every executable, the largest first, and allocate the state; then run
+        each once and start counting compiles.
+
+        report: called with the executables done, all of them, and the name of the last one. meet:
+        called before anything runs; on several hosts it waits for the others.
+        """
+        started = time.perf_counter()
+        self._compile_steps(report)
+        self._compile_board()
+        self._compile_pools()
+        if not self.program.encoder:
+            samplers = None if self._parts is None else self._parts.samplers
+            self.choices.compile(self.own_program, self.buckets, self.own_shapes, samplers)
+        self.state = self.shapes.allocate(self.config)
+        meet()
+        self.warm_up()
+        self.compile_seconds += time.perf_counter() - started
+        _compilations.listen()
+        self._compiled_before = _compilations.count
+
+    def _kinds(self) -> list[tuple[Bucket, bool]]:
+        """(bucket, plain) of every executable, the largest first."""
+        if self.program.encoder:
+            return [(bucket, True) for bucket in reversed(self.buckets.mixed)]
+        kinds = []
+        for bucket in reversed(self.buckets.all()):
+            if self.is_plain(bucket, True):
+                kinds.append((bucket, True))
+            kinds.append((bucket, False))
+        return kinds
+
+    def _compile_steps(self, report: _Report) -> None:
+        self.compile_steps(self._kinds(), report)
+
+    def compile_steps(
+        self,
+        kinds: list[tuple[Bucket, bool]],
+        report: _Report = _report_nothing,
+        threads: int = _COMPILERS,
+    ) -> None:
+        """Compile the steps of these (bucket, plain) that are not yet, as many at a time as there
+        are threads.
+        """
+        report(0, len(kinds), "")
+        with _no_collection(), ThreadPoolExecutor(threads) as pool:
+            compiling = {}
+            for kind in kinds:
+                if kind not in self.executables:
+                    compiling[kind] = self._start(pool, *kind)
+            for done, kind in enumerate(kinds, start=1):
+                if kind in compiling:
+                    self.executables[kind] = compiling[kind]()
+                report(done, len(kinds), _name_of(*kind))
+
+    def _start(self, pool: Executor, bucket: Bucket, plain: bool) -> Callable[[], StepCall]:
+        """Begin to compile a step. -> what waits for that, and returns what runs it."""
+        if self._parts is not None:
+            return self._parts.start(pool, bucket, plain)
+        return pool.submit(self.program.compile, self.lower(bucket, plain)).result
+
+    def largest_temp_bytes(self) -> int:
+        """Temporaries of the largest executable on each device, for sizing the pool, whose size
+        they do not depend on; and the logits that it leaves, which two steps may have at once.
+
+        `compile` will not compile that executable again.
+        """
+        started = time.perf_counter()
+        largest = self.buckets.mixed[-1]
+        executable = self.program.compile(self.lower(largest, False))
+        self.executables[largest, False] = executable
+        self.compile_seconds += time.perf_counter() - started
+        logits = 4 * largest.seats * self.shapes.seats.counts.shape[1]
+        memory = executable.memory_analysis()
+        assert memory is not None  # XLA of every platform that we compile for says it
+        return memory.temp_size_in_bytes + 2 * logits
+
+    def is_plain(self, bucket: Bucket, plain: bool) -> bool:
+        """Whether an all-greedy step of this bucket has an executable of its own.
+
+        Mixed buckets have one only with `plain_mixed`. On a GPU the sampler's conditions need a
+        driver that runs them inside a CUDA graph, else the host waits for each; and of steps in
+        parts a greedy one costs no more than a small program. Elsewhere it would cost seconds of
+        start-up, and skipping the sampler's parts costs nothing measurable. An encoder has no
+        sampler.
+        """
+        return self.program.encoder or (plain and (bucket.decode_only or self.plain_mixed))
+
+    def lower(self, bucket: Bucket, plain: bool) -> jax.stages.Lowered:
+        return self.program.lower(self.builder.layout(bucket, plain), self.leaves, self.shapes)
+
+    def _compile_board(self) -> None:
+        """The small program that installs a boarding sequence's sampling state."""
+        whole, seats = self.own_program.whole, self.own_shapes.seats
+        row = [whole(column.shape[1:], column.dtype) for column in seats]
+        board = jax.jit(
+            _board_seat,
+            donate_argnums=0,
+            out_shardings=jax.tree.map(lambda column: column.sharding, seats),
+        )
+        self._board = board.lower(seats, whole((), jnp.int32), *row).compile()
+
+    def _compile_pools(self) -> None:
+        """The programs of vectors, if the engine makes any: one for each bucket with prompts."""
+        if self.program.pooling is None:
+            return
+        width, dtype = self.config.hidden_size, self._hidden_dtype
+        for bucket in self.buckets.mixed:
+            lowered = self.program.lower_pool(
+                bucket, self.leaves, width, dtype, has_adapters=self._sizes.has_adapters
+            )
+            self.pools[bucket] = self.program.compile(lowered)
+
+    def warm_up(self) -> None:
+        """Run every executable on an empty batch: first calls set up thread pools and buffers."""
+        for bucket, plain in self.executables:
+            logits = self._run_empty(bucket, plain)
+            if logits is not None:
+                self._warm_up_choices(logits)
+
+    def _run_empty(self, bucket: Bucket, plain: bool) -> Array | None:
+        """A step without a row, to its end; its logits."""
+        packed = self.builder.empty(bucket, plain)
+        output, logits = jax.block_until_ready(self.run(bucket, plain, packed))
+        if bucket in self.pools:
+            jax.block_until_ready(self._run_pool(bucket, plain, output, packed))
+        return logits
+
+    def _run_pool(
+        self, bucket: Bucket, plain: bool, output: StepOutput, packed: np.ndarray
+    ) -> Array:
+        """See `Program.pool`. packed: the step's upload."""
+        own = self.builder.layout(bucket, plain).slices["cu_q"]
+        # Of its own: the upload is written anew while a device may still read this.
+        return self.pools[bucket](self.leaves, output.hidden, packed[own].copy())
+
+    def _warm_up_choices(self, logits: Array) -> None:
+        rows = logits.shape[0]
+        for size in self.choices.sizes_for(rows):
+            numbers = None
+            if size != rows:
+                numbers = np.zeros(size, np.int32)
+            no_rows = MaskedRows.empty(size, self.config.vocab_size, self._sizes.seats)
+            jax.block_until_ready(self.run_choice(logits, numbers, no_rows))
+
+    @property
+    def compiles(self) -> int:
+        """Compilations in this process since `compile`; one after ready is a bug worth showing."""
+        return _compilations.count - self._compiled_before
+
+    def batch(self, plan: Plan) -> _Batch:
+        """Pack the plan; numpy only."""
+        return self.pack(plan, self.is_plain(plan.bucket, plan.plain))
+
+    def pack(self, plan: Plan, plain: bool) -> _Batch:
+        """As `batch`, for the executable without a sampler or for the other one."""
+        return _Batch(plan, plain, self.builder.build(plan, plain))
+
+    def launch(self, batch: _Batch) -> LaunchedStep:
+        """Dispatch one step and start the copy of its tokens to the host; returns before it is
+        done.
+        """
+        plan = batch.plan
+        for seq in plan.boarded:
+            self._install(seq)
+        output, logits = self.run(plan.bucket, batch.plain, batch.packed)
+        pooled = None
+        if self.pools and plan.pools:
+            pooled = self._run_pool(plan.bucket, batch.plain, output, batch.packed)
+        # The hidden states are in nobody's way longer than they are read.
+        output = output._replace(hidden=None)
+        step = LaunchedStep(plan, output, plan.scored_rows, pooled=pooled)
+        _copy_to_host(pooled)
+        if plan.masked:
+            step.logits = logits
+        _copy_sampled(output.sampled, logprobs=_wants_logprobs(plan))
+        _copy_to_host((output.broken, output.scores if step.scored else None))
+        return step
+
+    def choose(self, launched: LaunchedStep, rows: list[MaskedRow], masks: np.ndarray) -> None:
+        """Dispatch the program that chooses the tokens of these rows of the step launched last, and
+        start the copies.
+        """
+        logits, launched.logits = launched.logits, None
+        assert logits is not None  # the launch kept them, since the plan has masked rows
+        computed = logits.shape[0]
+        size = self.choices.size(len(rows))
+        upload = MaskedRows.empty(size, self.config.vocab_size, self._sizes.seats)
+        for number, (masked, mask) in enumerate(zip(rows, masks, strict=True)):
+            # Where all rows of the step are taken, each stays where it is.
+            place = masked.row if size == computed else number
+            self.builder.put_masked(upload, place, masked, mask)
+            launched.chosen_rows.append((place, masked.row))
+        numbers = None
+        if size != computed:
+            numbers = np.zeros(size, np.int32)
+            numbers[: len(rows)] = [masked.row for masked in rows]
+        launched.chosen = self.run_choice(logits, numbers, upload)
+        _copy_sampled(launched.chosen, logprobs=_wants_logprobs(launched.plan))
+
+    def run_choice(self, logits: Array, numbers: np.ndarray | None, upload: MaskedRows) -> Sampled:
+        """One call of a program that chooses behind a step; replaces the donated state. numbers:
+        int32 [R], which of the step's logit rows; None: all.
+        """
+        if numbers is not None:
+            logits = self.choices.picks[logits.shape[0], len(numbers)](logits, numbers)
+        state, program = self.state, self.choices.programs[logits.shape[0]]
+        state.last_token, state.seats, sampled = program(
+            logits, state.last_token, state.seats, upload.heads, upload.masks
+        )
+        return sampled
+
+    def _install(self, seq: Sequence) -> None:
+        """Give the seat of a boarding sequence its counts and biases, if it needs any."""
+        params = seq.request.sampling
+        if params.penalised or params.biased:
+            vocab = self.config.vocab_size
+            row = SeatState.row(params, seq.tokens, seq.n_prompt, vocab, self.end_ids)
+            self.board(seq.seat, row)
+
+    def board(self, seat: int, row: Iterable[np.ndarray]) -> None:
+        """Give a seat its row of `SeatState`."""
+        self.state.seats = self._board(self.state.seats, np.int32(seat), *row)
+
+    def run(
+        self, bucket: Bucket, plain: bool, packed: np.ndarray
+    ) -> tuple[StepOutput, Array | None]:
+        """One call of an executable; replaces the donated state. -> (what it brings, its logits,
+        None of a plain one).
+        """
+        state, executable = self.state, self.executables[bucket, plain]
+        logits = None
+        if plain:
+            state.kv, state.last_token, output = executable(
+                self.leaves, state.kv, state.last_token, packed
+            )
+        else:
+            state.kv, state.last_token, state.seats, output, logits = executable(
+                self.leaves, state.kv, state.last_token, state.seats, packed
+            )
+        return output, logits
+
+    def restore(self, error: Exception) -> None:
+        """Allocate the state anew after `error`. A step takes its state by donation, so of one that
+        failed nothing may be left: neither what it was given nor what it would have returned.
+
+        Raises what the device raises, if even a step without a row fails.
+        """
+        self._free_state()  # before its room is needed again
+        self._start_over()
+
+    def _free_state(self) -> int:
+        """Let go of the state; its bytes."""
+        freed = 0
+        for array in jax.tree.leaves(self.state):
+            if isinstance(array, Array) and not array.is_deleted():
+                freed += array.nbytes
+                array.delete()
+        self.state = self.shapes
+        return freed
+
+    def _start_over(self) -> None:
+        """The state as it was at the start, and a step without a row."""
+        self.state = self.shapes.allocate(self.config)
+        self.builder = self._sizes.builder()
+        buckets = self.buckets.mixed if self.program.encoder else self.buckets.decode
+        self._run_empty(buckets[0], True)
+
+    def sleep(self, alive: Callable[[], None]) -> int:
+        """Free the device's memory, until `wake`; nothing may be launched. The KV pool and what
+        seats keep are let go; weights are copied to the host, unless the device is a CPU, whose
+        memory they are in already. alive: called now and then. -> bytes freed.
+        """
+        freed = self._free_state()
+        if jax.default_backend() == "cpu":
+            _return_free_memory()
+            return freed
+        for number, leaf in enumerate(self.leaves):
+            self._asleep.append((np.asarray(leaf), leaf.sharding))
+            freed += leaf.nbytes
+            leaf.delete()
+            self.leaves[number] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+            alive()
+        return freed
+
+    def wake(self, alive: Callable[[], None]) -> None:
+        """Take the memory again. Nothing is compiled for it. Raises what the device raises."""
+        for number, (weights, sharding) in enumerate(self._asleep):
+            self.leaves[number] = jax.block_until_ready(jax.device_put(weights, sharding))
+            alive()
+        self._asleep = []
+        self._start_over()
+
+    def fetch(self, launched: LaunchedStep) -> StepResult:
+        """Wait for what a step brought."""
+        plan, (sampled, broken, scores, _) = launched.plan, launched.output
+        result = _sampled(plan, sampled)
+        if launched.chosen is not None:
+            _put_chosen(result, launched.chosen, launched.chosen_rows)
+        if broken is not None:
+            chunks_broken = np.asarray(broken)[: len(plan.chunks)]
+            if chunks_broken.any():
+                result.broken = chunks_broken.tolist()
+        if launched.pooled is not None:
+            result.pooled = np.asarray(launched.pooled)
+        if scores is not None and launched.scored:
+            result.prompt_logprobs = _entries(scores, launched.scored)
+        return result
+
+
+def _return_free_memory() -> None:
+    """Give the system what this process has freed. Of blocks of up to 32 MB, as the pool of a layer
+    is one, glibc keeps some where it has met such before.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _name_of(bucket: Bucket, plain: bool) -> str:
+    if plain:
+        return f"{bucket}"
+    return f"{bucket} sampling"
+
+
+def _sampled(plan: Plan, sampled: Array | Sampled) -> StepResult:
+    """What `StepOutput.sampled` says of the plan's logit rows."""
+    rows = plan.logit_rows
+    if not isinstance(sampled, Sampled):
+        return StepResult(tokens=np.asarray(sampled)[:rows].tolist())
+    result = StepResult(tokens=np.asarray(sampled.tokens)[:rows].tolist())
+    if _wants_logprobs(plan):
+        result.logprobs = _entries(sampled[1:], rows)
+    return result
+
+
+def _put_chosen(result: StepResult, chosen: Sampled, rows: list[tuple[int, int]]) -> None:
+    """Put what was chosen behind a step in the place of what it chose itself."""
+    tokens = np.asarray(chosen.tokens).tolist()
+    for number, row in rows:
+        result.tokens[row] = tokens[number]
+    if result.logprobs is not None:
+        entries = _entries(chosen[1:], len(tokens))
+        for number, row in rows:
+            result.logprobs[row] = entries[number]
+
+
+def _wants_logprobs(plan: Plan) -> bool:
+    return any([chunk.sample and chunk.seq.logprobs is not None for chunk in plan.chunks])
+
+
+def _entries(columns: Iterable[Array], rows: int) -> list[TokenLogprobs]:
+    """The first `rows` entries of log-probabilities, most likely ids and theirs, each an array [R,
+    ...].
+    """
+    lists = [np.asarray(column)[:rows].tolist() for column in columns]
+    return [TokenLogprobs(*entry) for entry in zip(*lists, strict=True)]
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection inside: tracing makes millions of small objects and hardly a cycle."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

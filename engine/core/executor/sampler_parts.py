@@ -1,0 +1,195 @@
+"""The sampler in parts, as a CPU runs it: programs for a number of logit rows, of which the host,
+who knows what the rows ask for, runs those that they need.
+
+In one program, as a GPU or TPU has it (`sampling.Sampler`), conditions skip what no row asks for,
+and XLA compiles what more than one branch needs once for each.
+
+Axes: S logit rows, V vocabulary, M seats, W words of a row's parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jitney.engine.core.executor.inputs import BIASED, PENALISED, SAMPLING, SCORED, MaskedHeads
+from jitney.engine.core.executor.program import DeviceState, Program
+from jitney.engine.core.executor.sampling import (
+    Sampled,
+    Sampler,
+    SamplingRows,
+    SeatState,
+    unpack_masks,
+)
+from jitney.engine.core.executor.vocabulary import Vocabulary
+from jitney.engine.core.scheduler.plan import mask_words
+
+
+class LogitRows(NamedTuple):
+    """What the model leaves for the sampler; float32 and int32 arrays, or their shapes."""
+
+    logits: Any  #: float32 [S, V]
+    positions: Any  #: int32 [S]: of the rows
+    seats: Any  #: int32 [S]; M: none
+
+    def asking(self, sampling: Array) -> SamplingRows:
+        """These rows with their parameters, int32 [S, W] as uploaded."""
+        return SamplingRows(SAMPLING.columns(sampling), self.positions, self.seats)
+
+
+def _choose_likeliest(last_token: Array, rows: LogitRows) -> tuple[Array, Array]:
+    """-> (last_token, tokens int32 [S])."""
+    tokens = Vocabulary().greedy(rows.logits)
+    return last_token.at[rows.seats].set(tokens, mode="drop"), tokens
+
+
+def _choose(
+    sampler: Sampler, last_token: Array, rows: LogitRows, sampling: Array
+) -> tuple[Array, Array]:
+    """-> (last_token, tokens int32 [S])."""
+    tokens = sampler.choose_tokens(rows.logits, rows.asking(sampling))
+    return last_token.at[rows.seats].set(tokens, mode="drop"), tokens
+
+
+def _shape(rows: LogitRows, seats: SeatState, sampling: Array) -> Array:
+    """Logits [S, V] after penalties and biases."""
+    return Sampler().shape_logits(rows.logits, rows.asking(sampling), seats)
+
+
+def _mask(logits: Array, masks: Array) -> Array:
+    """Logits of what masks int32 [S, ceil(V / 32)] allow, -inf of all else. Of a row that is not
+    finite nothing is, even if the mask would hide where.
+    """
+    allowed = jnp.where(unpack_masks(masks, logits.shape[-1]), logits, -jnp.inf)
+    whole = jnp.isfinite(jnp.max(logits, axis=-1, keepdims=True))
+    return jnp.where(whole, allowed, jnp.nan)
+
+
+def _count(state: SeatState, seats: Array, parts: Array, tokens: Array) -> SeatState:
+    """seats, parts, tokens: int32 [S]."""
+    return state.count_tokens(SamplingRows({"parts": parts}, seats, seats), tokens)
+
+
+@dataclass(frozen=True)
+class RowSampler:
+    """The sampler of so many rows."""
+
+    #: One program for each part of `engine.core.executor.sampling`: argmax; draw; penalties and
+    #: bias; log-probabilities; grammar masks; counts of the tokens chosen.
+    likeliest: jax.stages.Compiled
+    choose: jax.stages.Compiled
+    shape: jax.stages.Compiled
+    score: jax.stages.Compiled
+    mask: jax.stages.Compiled
+    count: jax.stages.Compiled
+    #: `Sampled` without its tokens, of rows that ask for no log-probabilities.
+    no_scores: tuple[Array, ...]
+
+    def sample_masked(
+        self,
+        logits: Array,
+        last_token: Array,
+        seats: SeatState,
+        heads: np.ndarray,
+        masks: np.ndarray,
+    ) -> tuple[Array, SeatState, Sampled]:
+        """See `Program.choose`."""
+        own = MaskedHeads.of(heads)
+        rows = LogitRows(self.mask(logits, masks), own.positions, own.seats)
+        return self.sample(last_token, seats, rows, heads[:, 2:], logits)
+
+    def sample(
+        self,
+        last_token: Array,
+        seats: SeatState,
+        rows: LogitRows,
+        sampling: np.ndarray,
+        unmasked: Array | None = None,
+    ) -> tuple[Array, SeatState, Sampled]:
+        """One token for each row, and what the seats keep after it; see `sampling.Sampler`.
+
+        sampling: int32 [S, W]. unmasked: logits that log-probabilities are of, if not the rows'.
+        """
+        own_logits = rows.logits if unmasked is None else unmasked
+        params = SAMPLING.columns(sampling)
+        parts = params["parts"].copy()  # `count` may read it when the upload is another step's
+        wanted = np.bitwise_or.reduce(parts)
+        if wanted & (PENALISED | BIASED):
+            rows = rows._replace(logits=self.shape(rows, seats, sampling))
+        if params["temperature"].any():
+            last_token, tokens = self.choose(last_token, rows, sampling)
+        else:
+            last_token, tokens = self.likeliest(last_token, rows)
+        if wanted & PENALISED:
+            seats = self.count(seats, rows.seats, parts, tokens)
+        scores = self.no_scores
+        if wanted & SCORED:
+            scores = self.score(own_logits, tokens)
+        return last_token, seats, Sampled(tokens, *scores)
+
+
+class SamplerParts:
+    """Makes the programs of each number of rows once; for one device. state: arrays or shapes."""
+
+    def __init__(self, program: Program, state: DeviceState):
+        self._program = program
+        self._state = state
+        self._made: dict[int, dict[str, Future[jax.stages.Compiled]]] = {}
+        #: Those that somebody has waited for.
+        self._samplers: dict[int, RowSampler] = {}
+
+    def start(self, pool: Executor, rows: int) -> Callable[[], RowSampler]:
+        """Begin to compile the sampler of so many rows. -> what waits for it, and returns it."""
+        if rows not in self._made:
+            self._made[rows] = {
+                name: pool.submit(self._program.compile, lowered)
+                for name, lowered in self._lower(rows).items()
+            }
+        return partial(self._finish, rows)
+
+    def _finish(self, rows: int) -> RowSampler:
+        if rows not in self._samplers:
+            programs = {name: made.result() for name, made in self._made[rows].items()}
+            nothing = self._program.sampler.no_scores(jnp.zeros(rows, jnp.int32))
+            self._samplers[rows] = RowSampler(no_scores=nothing, **programs)
+        return self._samplers[rows]
+
+    def _lower(self, rows: int) -> dict[str, jax.stages.Lowered]:
+        """By the names that `RowSampler` has for them."""
+        state, sampler = self._state, self._program.sampler
+        vocab = state.seats.counts.shape[1]
+        logits, tokens = _floats(rows, vocab), _words(rows)
+        given = LogitRows(logits, tokens, tokens)
+        sampling = _words(rows, SAMPLING.words)
+        masks = _words(rows, mask_words(vocab))
+        choose = partial(_choose, sampler)
+
+        def replacing(part: Callable[..., Any], *args: Any) -> jax.stages.Lowered:
+            """Of a part whose first argument becomes its first result."""
+            return jax.jit(part, donate_argnums=0).lower(*args)
+
+        return {
+            "likeliest": replacing(_choose_likeliest, state.last_token, given),
+            "choose": replacing(choose, state.last_token, given, sampling),
+            "shape": jax.jit(_shape).lower(given, state.seats, sampling),
+            "score": jax.jit(sampler.score_tokens).lower(logits, tokens),
+            "mask": jax.jit(_mask).lower(logits, masks),
+            "count": replacing(_count, state.seats, tokens, tokens, tokens),
+        }
+
+
+def _words(*shape: int) -> jax.ShapeDtypeStruct:
+    """An int32 array to be."""
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _floats(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)

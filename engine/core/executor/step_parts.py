@@ -1,0 +1,288 @@
+"""The step in parts, as a CPU runs it: the model, one program a bucket, and behind it those of the
+head and the sampler, which are made for a number of logit rows and shared by all buckets.
+
+A decode step has about as many logit rows as its bucket has. One with prompts may have any number,
+most often a few: the host, who packed them, runs the programs that are large enough.
+
+XLA:CPU compiles a sampler for three times as long as thirty layers of native kernels. To start a
+second program takes little where a step takes milliseconds. A GPU or TPU runs the whole step as one
+(`Program.plain`, `Program.full`).
+
+Axes: T token rows and S logit rows of the bucket, R logit rows that are computed, V vocabulary, M
+seats, E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jitney.engine.core.executor.inputs import UploadLayout
+from jitney.engine.core.executor.program import DeviceState, Program, Shaped, StepCall, StepOutput
+from jitney.engine.core.executor.sampler_parts import LogitRows, RowSampler, SamplerParts
+from jitney.engine.core.executor.sampling import RowScores, SeatState, score_rows_at_once
+from jitney.engine.core.models.hidden import Hidden
+from jitney.engine.core.scheduler.buckets import Bucket
+
+#: A program as it is compiled, or will be.
+type _Part = Future[jax.stages.Compiled]
+
+
+class _LastRows(NamedTuple):
+    """Rows that logits are wanted of, those of no sequence last; arrays or their shapes."""
+
+    hidden: Hidden  #: M rows
+    positions: Any  #: int32 [M]
+    seats: Any  #: int32 [M]; M: none
+
+
+class _ModelOutput(NamedTuple):
+    """What the model's program brings, beside the pools that it replaces."""
+
+    rows: LogitRows | _LastRows  #: of a decode step with their logits
+    hidden: Hidden | None = None  #: of all rows; None of a decode step
+    broken: Array | None = None  #: see `StepOutput.broken`
+
+
+class StepParts:
+    """Makes steps out of parts, and each part once; for one device.
+
+    leaves, state: arrays or shapes, as for `Program.lower`. layout_of: (bucket, plain) -> what the
+    step uploads. sizes: numbers of logit rows that programs are made for, the largest M.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        leaves: Sequence[Shaped],
+        state: DeviceState,
+        layout_of: Callable[[Bucket, bool], UploadLayout],
+        sizes: Sequence[int],
+    ):
+        self._program = program
+        self._leaves = leaves
+        self._state = state
+        self._layout_of = layout_of
+        self._sizes = tuple(sorted(sizes))
+        #: Of every number of logit rows.
+        self.samplers = SamplerParts(program, state)
+        self._models: dict[Bucket, _Part] = {}
+        self._scores: dict[Bucket, _Part] = {}
+        #: By R.
+        self._heads: dict[int, _Part] = {}
+
+    def start(self, pool: Executor, bucket: Bucket, plain: bool) -> Callable[[], StepCall]:
+        """Begin to compile what this step takes and none before it took. -> what waits for that,
+        and returns the step.
+        """
+        if bucket not in self._models:
+            self._start_model(pool, bucket)
+        model, tails = self._models[bucket], self._start_tails(pool, bucket)
+        layout = self._layout_of(bucket, plain)
+        if plain:
+            return lambda: _PlainStep(layout, model.result(), tails())
+        if not layout.scores:
+            return lambda: _SampledStep(layout, model.result(), tails(), None)
+        score = self._scores[bucket]
+        return lambda: _SampledStep(layout, model.result(), tails(), score.result())
+
+    def _start_tails(self, pool: Executor, bucket: Bucket) -> Callable[[], _Tails]:
+        """What runs behind the model's program of a bucket."""
+        sizes: Sequence[int] = self._sizes
+        heads = self._heads
+        if bucket.decode_only:
+            sizes, heads = (bucket.seats,), {}
+        samplers = {size: self.samplers.start(pool, size) for size in sizes}
+
+        def finish() -> _Tails:
+            return _Tails(
+                {size: sampler() for size, sampler in samplers.items()},
+                {size: head.result() for size, head in heads.items()},
+            )
+
+        return finish
+
+    def _submit(self, pool: Executor, lowered: jax.stages.Lowered) -> _Part:
+        return pool.submit(self._program.compile, lowered)
+
+    def _start_model(self, pool: Executor, bucket: Bucket) -> None:
+        layout, state = self._layout_of(bucket, True), self._state
+        model = jax.jit(partial(_run_model, self._program, layout), donate_argnums=1)
+        upload = self._program.whole((layout.size,), jnp.int32)
+        lowered = model.lower(self._leaves, state.kv, state.last_token, upload)
+        self._models[bucket] = self._submit(pool, lowered)
+        if not bucket.decode_only:
+            _, output = lowered.out_info
+            self._scores[bucket] = self._submit(pool, self._lower_scores(bucket, output.hidden))
+            self._start_heads(pool, output.rows)
+
+    def _start_heads(self, pool: Executor, rows: Any) -> None:
+        """rows: what a model's program leaves, all alike."""
+        for size in self._sizes:
+            if size not in self._heads:
+                head = jax.jit(partial(_run_head, self._program, size))
+                self._heads[size] = self._submit(pool, head.lower(self._leaves, _shapes_of(rows)))
+
+    def _lower_scores(self, bucket: Bucket, hidden: Any) -> jax.stages.Lowered:
+        layout = self._layout_of(bucket, False)
+        score = jax.jit(partial(_score, self._program, layout, self._vocab))
+        upload = self._program.whole((layout.size,), jnp.int32)
+        return score.lower(self._leaves, _shapes_of(hidden), upload)
+
+    @property
+    def _vocab(self) -> int:
+        return self._state.seats.counts.shape[1]
+
+
+def _shapes_of(outputs: Any) -> Any:
+    """Of what a program leaves for another one."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), outputs)
+
+
+def _run_model(
+    program: Program,
+    layout: UploadLayout,
+    leaves: list[Array],
+    kv: list[Array],
+    last_token: Array,
+    packed: Array,
+) -> tuple[list[Array], _ModelOutput]:
+    """layout: of the step without a sampler, whose upload every step's begins with."""
+    inputs = layout.split(packed)
+    logits_of, hidden, kv = program.forward(leaves, kv, last_token, inputs)
+    at = inputs.logit_rows
+    positions = inputs.positions[at]
+    if layout.bucket.decode_only:
+        return kv, _ModelOutput(LogitRows(logits_of(at), positions, inputs.seats))
+    seats = len(last_token)
+    absent = seats - layout.bucket.seats
+    rows = _LastRows(
+        jax.tree.map(partial(_padded, absent=absent), hidden[at]),
+        _padded(positions, absent),
+        jnp.pad(inputs.seats, (0, absent), constant_values=seats),
+    )
+    return kv, _ModelOutput(rows, hidden, hidden.broken_sequences(inputs.cu_q))
+
+
+def _padded(rows: Array, absent: int) -> Array:
+    """With so many rows of zeros behind."""
+    return jnp.pad(rows, ((0, absent), *[(0, 0)] * (rows.ndim - 1)))
+
+
+def _run_head(program: Program, size: int, leaves: list[Array], rows: _LastRows) -> LogitRows:
+    """The first `size` rows with their logits."""
+    hidden, positions, seats = (field[:size] for field in rows)
+    logits = program.model(leaves).logits(hidden, program.kernels)
+    return LogitRows(logits, positions, seats)
+
+
+def _score(
+    program: Program,
+    layout: UploadLayout,
+    vocab: int,
+    leaves: list[Array],
+    hidden: Hidden,
+    packed: Array,
+) -> RowScores:
+    """Of the scored prompt rows; layout: of the step with a sampler."""
+    inputs, model = layout.split(packed), program.model(leaves)
+    return program.sampler.score_prompt(
+        lambda rows: model.logits(hidden[rows], program.kernels),
+        inputs.score_rows,
+        inputs.score_tokens,
+        inputs.score_count[0],
+        score_rows_at_once(layout.bucket.tokens, vocab),
+    )
+
+
+@dataclass(frozen=True)
+class _Tails:
+    """What runs behind the model's program of a bucket, by R, ascending."""
+
+    samplers: dict[int, RowSampler]
+    #: Of steps with prompts.
+    heads: dict[int, jax.stages.Compiled]
+
+    def rows(
+        self, leaves: list[Array], rows: LogitRows | _LastRows, seats: np.ndarray
+    ) -> LogitRows:
+        """At least those rows that somebody waits for, with their logits. seats: int32 [S], as
+        uploaded.
+        """
+        if isinstance(rows, LogitRows):
+            return rows
+        count = np.count_nonzero(seats < len(rows.seats))
+        size = next(size for size in self.heads if count <= size)
+        return self.heads[size](leaves, rows)
+
+    def sampler(self, rows: LogitRows) -> RowSampler:
+        return self.samplers[len(rows.seats)]
+
+
+@dataclass(frozen=True)
+class _PlainStep:
+    """An all-greedy step, called as `Program.plain` would be."""
+
+    layout: UploadLayout
+    #: The step up to the rows that choose a token.
+    model: jax.stages.Compiled
+    tails: _Tails
+
+    def __call__(
+        self, leaves: list[Array], kv: list[Array], last_token: Array, packed: np.ndarray
+    ) -> tuple[list[Array], Array, StepOutput]:
+        kv, output = self.model(leaves, kv, last_token, packed)
+        rows = self.tails.rows(leaves, output.rows, packed[self.layout.slices["seats"]])
+        last_token, tokens = self.tails.sampler(rows).likeliest(last_token, rows)
+        return kv, last_token, StepOutput(tokens, output.broken, hidden=output.hidden)
+
+
+@dataclass(frozen=True)
+class _SampledStep:
+    """A step with every sampling option, called as `Program.full` would be."""
+
+    layout: UploadLayout
+    #: The step up to the rows that choose a token.
+    model: jax.stages.Compiled
+    tails: _Tails
+    #: Of prompt rows; None of a step that has none.
+    score: jax.stages.Compiled | None
+
+    def __call__(
+        self,
+        leaves: list[Array],
+        kv: list[Array],
+        last_token: Array,
+        seats: SeatState,
+        packed: np.ndarray,
+    ) -> tuple[list[Array], Array, SeatState, StepOutput, Array]:
+        own = self.layout.slices["sampling"]
+        sampling = packed[own].reshape(self.layout.shapes["sampling"])
+        kv, output = self.model(leaves, kv, last_token, packed[: own.start])
+        rows = self.tails.rows(leaves, output.rows, packed[self.layout.slices["seats"]])
+        asked = _first(sampling, len(rows.seats))
+        last_token, seats, sampled = self.tails.sampler(rows).sample(last_token, seats, rows, asked)
+        scores = self._scores(leaves, output.hidden, packed)
+        result = StepOutput(sampled, output.broken, scores, output.hidden)
+        return kv, last_token, seats, result, rows.logits
+
+    def _scores(self, leaves: list[Array], hidden: Any, packed: np.ndarray) -> RowScores | None:
+        """Of the scored prompt rows; None where there are none."""
+        if self.score is None or not packed[self.layout.slices["score_count"]][0]:
+            return None
+        return self.score(leaves, hidden, packed)
+
+
+def _first(sampling: np.ndarray, count: int) -> np.ndarray:
+    """Parameters of so many rows, those of none being zero."""
+    if count <= len(sampling):
+        return sampling[:count]
+    return np.pad(sampling, ((0, count - len(sampling)), (0, 0)))

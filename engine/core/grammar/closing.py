@@ -1,0 +1,104 @@
+"""Objects that name their properties have no others, unless they say so: a model does not go on
+inventing them. Libraries write such schemas without `additionalProperties` and mean this; what
+fits the closed schema fits the client's own.
+
+An object is left open where closing it could exclude what the whole schema allows: where it says
+anything else about its properties, and where it applies together with another schema to the same
+value (`allOf`, `anyOf` beside `properties`, `$ref` beside them), by itself or through a reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jitney.engine.common.requests import JsonDict, JsonValue
+from jitney.engine.core.grammar.schema_tree import ANNOTATIONS, children, resolved
+
+#: Keywords that say nothing about which properties an object has.
+_QUIET = ANNOTATIONS | {"type", "discriminator"}
+#: Keywords beside `properties` that may allow others, or need them.
+_OPENING = frozenset(
+    {
+        "$dynamicRef",
+        "$ref",
+        "additionalProperties",
+        "allOf",
+        "anyOf",
+        "dependentSchemas",
+        "if",
+        "not",
+        "oneOf",
+        "patternProperties",
+        "propertyNames",
+        "unevaluatedProperties",
+    }
+)
+#: Keywords whose schemas apply to the same value as the one that has them.
+_UNIONS = ("anyOf", "oneOf")
+_CONDITIONS = frozenset({"not", "if", "then", "else", "dependentSchemas"})
+_IN_PLACE = _CONDITIONS | {*_UNIONS, "allOf"}
+_DEFINITIONS = frozenset({"$defs", "definitions"})
+
+
+def closed(schema: JsonDict) -> JsonDict:
+    """A schema with its objects closed. Raises RecursionError for one that is too deep."""
+    made = _closed_value(schema, _closable(schema))
+    assert isinstance(made, dict)  # as the schema is
+    return made
+
+
+def _closable(root: JsonDict) -> set[int]:
+    """The ids of the schemas that apply alone, wherever they apply."""
+    todo: list[tuple[JsonValue, bool]] = [(root, False)]
+    alone: dict[int, bool] = {}
+    while todo:
+        schema, is_shared = todo.pop()
+        if not isinstance(schema, dict):
+            continue
+        before = alone.get(id(schema))
+        if before is False or (before and not is_shared):
+            continue
+        alone[id(schema)] = not is_shared
+        todo += _applied(schema, is_shared, root)
+    return {key for key, is_alone in alone.items() if is_alone}
+
+
+def _applied(schema: JsonDict, is_shared: bool, root: JsonDict) -> Iterator[tuple[JsonValue, bool]]:
+    """Each schema that one applies, and whether together with others."""
+    said = schema.keys() - _QUIET
+    reference = schema.get("$ref")
+    if isinstance(reference, str):
+        yield resolved(root, reference), is_shared or said != {"$ref"}
+    for steps, child in children(schema):
+        keyword = steps[0]
+        if keyword in _DEFINITIONS:
+            continue
+        together = keyword in _CONDITIONS
+        if keyword in _IN_PLACE:
+            together |= said != {keyword}
+        if keyword == "allOf":
+            together |= schema["allOf"] != [child]
+        yield child, is_shared or together
+
+
+def _closed_value(value: JsonValue, closable: set[int]) -> JsonValue:
+    if isinstance(value, list):
+        return [_closed_value(item, closable) for item in value]
+    if not isinstance(value, dict):
+        return value
+    made = {key: _closed_value(each, closable) for key, each in value.items()}
+    if id(value) in closable and _names_all(value):
+        made["additionalProperties"] = False
+    return made
+
+
+def _names_all(schema: JsonDict) -> bool:
+    """Whether its `properties` are all that an object says about which it has."""
+    properties, required = schema.get("properties"), schema.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        return False
+    least = schema.get("minProperties", 0)
+    if not isinstance(least, int) or least > len(properties):
+        return False
+    names = {str(name) for name in required}
+    return names <= properties.keys() and not _OPENING & schema.keys()

@@ -1,0 +1,39 @@
+"""Grammars from what clients write."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import orjson
+
+from jitney.engine.common.requests import Grammar, JsonDict
+from jitney.engine.core.grammar.refusals import bad_grammar
+from jitney.engine.core.grammar.terms import Terms
+
+#: What a grammar in Lark has and one in GBNF has not: its directives, or a rule named start.
+_LARK = re.compile(r"(?m)^\s*(%llguidance\b|start\s*:(?!:=))")
+
+
+def schema_grammar(schema: JsonDict | bool, terms: Terms | None = None) -> Grammar:
+    """Whatever a JSON schema allows. terms: how it is enforced; None: as it says itself, or
+    strictly. Raises RequestError for one that is no JSON, or has numbers of more than 64 bits.
+    """
+    if terms is not None and isinstance(schema, dict):
+        schema = terms.with_schema(schema)
+    try:
+        return Grammar("json_schema", orjson.dumps(schema).decode())
+    except TypeError as error:
+        raise bad_grammar(f"the schema cannot be written as JSON: {error}") from None
+
+
+def choice_grammar(texts: Sequence[str]) -> Grammar:
+    """One of these texts."""
+    return Grammar("choice", orjson.dumps(list(texts)).decode())
+
+
+def text_grammar(text: str) -> Grammar:
+    """A grammar in Lark or in GBNF (llama.cpp's), whichever it looks like."""
+    if _LARK.search(text):
+        return Grammar("lark", text)
+    return Grammar("gbnf", text)

@@ -1,0 +1,102 @@
+"""What stands where in a JSON schema: the schemas inside of one, and what a reference means."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from urllib.parse import unquote
+
+from jitney.engine.common.requests import JsonDict, JsonValue
+
+#: Keywords whose value is a schema, a list of schemas, or schemas by name.
+ONE = frozenset(
+    {
+        "additionalItems",
+        "additionalProperties",
+        "contains",
+        "else",
+        "if",
+        "items",
+        "not",
+        "propertyNames",
+        "then",
+        "unevaluatedItems",
+        "unevaluatedProperties",
+    }
+)
+LISTED = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
+NAMED = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
+#: Keywords that hold a value to nothing.
+ANNOTATIONS = frozenset(
+    {
+        "$anchor",
+        "$comment",
+        "$defs",
+        "$id",
+        "$schema",
+        "contentEncoding",
+        "contentMediaType",
+        "contentSchema",
+        "default",
+        "definitions",
+        "deprecated",
+        "description",
+        "examples",
+        "id",
+        "readOnly",
+        "title",
+        "writeOnly",
+    }
+)
+
+
+def children(schema: JsonValue) -> Iterator[tuple[list[str], JsonValue]]:
+    """(steps down from here, schema) of the schemas directly inside one."""
+    if not isinstance(schema, dict):
+        return
+    for keyword, value in schema.items():
+        if keyword in ONE and isinstance(value, dict):
+            yield [keyword], value
+        elif keyword in LISTED and isinstance(value, list):
+            for number, child in enumerate(value):
+                yield [keyword, str(number)], child
+        elif keyword in NAMED and isinstance(value, dict):
+            for name, child in value.items():
+                yield [keyword, name], child
+
+
+def pointer(steps: Iterable[str]) -> str:
+    """A place as a JSON pointer, such as "#/properties/a"."""
+    return "/".join(["#", *map(escaped, steps)])
+
+
+def escaped(name: str) -> str:
+    """A name as a step of a JSON pointer (RFC 6901)."""
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def resolved(root: JsonDict, reference: str) -> JsonValue:
+    """What a reference into its own document means; None if it is no pointer, or to nothing."""
+    if not re.match(r"#(/|$)", reference):
+        return None
+    found: JsonValue = root
+    for step in unquote(reference).split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, dict) and name in found:
+            found = found[name]
+        elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            return None
+    return found
+
+
+def is_anything(schema: JsonValue) -> bool:
+    """Whether a schema allows every value, and holds no definitions that others may refer to."""
+    silent = ANNOTATIONS - {"$defs", "definitions"}
+    return schema is True or (isinstance(schema, dict) and not schema.keys() - silent)
+
+
+def is_never(schema: JsonValue) -> bool:
+    """Whether a schema plainly allows no value, such as zod's `{"not": {}}`."""
+    return schema is False or (isinstance(schema, dict) and is_anything(schema.get("not")))

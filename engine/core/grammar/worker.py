@@ -1,0 +1,85 @@
+"""Grammars checked in a process of their own: `python -P -m jitney.engine.core.grammar.worker`,
+started by `jitney.engine.server.chat.grammars`.
+
+A grammar comes from a client, and what it takes to compile it is not known before; a process can be
+ended. The first message in is a `CheckerSetup`, then come grammars; each is answered by one
+`Checked` (`jitney.engine.common.worker_pipe`).
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+import msgspec
+from llguidance import LLTokenizer, TokenizerWrapper
+
+from jitney.engine.common.errors import ErrorInfo, RequestError
+from jitney.engine.common.requests import Grammar
+from jitney.engine.common.worker_pipe import WorkerPipe, limit_memory
+from jitney.engine.core.grammar.compiling import checked
+from jitney.engine.core.grammar.setup import Checked, CheckerSetup
+
+#: Most bytes of memory that checking may take.
+_MORE_MEMORY = 512 << 20
+#: Seconds after which this process ends by itself, should nobody be left to end it.
+_LIMIT_S = 10.0
+
+
+class _Tokens:
+    """Single bytes and the special tokens: enough to tell whether a grammar can be used."""
+
+    bos_token_id = None
+
+    def __init__(self, setup: CheckerSetup):
+        names = [name.encode() for name in setup.special_tokens]
+        self.tokens = [bytes([byte]) for byte in range(256)] + names
+        self.special_token_ids = list(range(256, len(self.tokens)))
+        # One more that ends a text.
+        self.eos_token_id = len(self.tokens)
+        self.special_token_ids.append(self.eos_token_id)
+        self.tokens.append(b"<|end of the text|>")
+        # The rest of the model's tokens, which a grammar may name by their ids.
+        self.tokens += [b""] * (setup.vocab_size - len(self.tokens))
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+class Checker:
+    """Says of grammars whether they can be used."""
+
+    def __init__(self, setup: CheckerSetup):
+        tokens = _Tokens(setup)
+        self._trie = LLTokenizer(TokenizerWrapper(tokens), eos_token=tokens.eos_token_id, slices=[])
+
+    def check(self, grammar: Grammar) -> Checked:
+        try:
+            ready = checked(grammar, self._trie)
+        except RequestError as error:
+            return Checked(None, error.info)
+        except BaseException as error:  # a panic of the library's, or too little memory
+            reason = f"the grammar cannot be used: {type(error).__name__}"
+            return Checked(None, ErrorInfo("grammar_too_complex", reason))
+        return Checked(ready.grammar, unenforced=tuple(ready.left_out))
+
+
+def _main() -> int:
+    """Check until standard input ends."""
+    pipe = WorkerPipe()
+    first = pipe.read()
+    if first is None:
+        return 0
+    checker = Checker(msgspec.msgpack.decode(first, type=CheckerSetup))
+    limit_memory(_MORE_MEMORY)
+    pipe.send(checker.check(Grammar("json_object")))
+    decoder = msgspec.msgpack.Decoder(Grammar)
+    while (request := pipe.read()) is not None:
+        signal.setitimer(signal.ITIMER_REAL, _LIMIT_S)  # SIGALRM ends the process
+        pipe.send(checker.check(decoder.decode(request)))
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

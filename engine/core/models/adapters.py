@@ -1,0 +1,50 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) of a matrix, side by side: every row
+of a step is multiplied with all of them, and keeps what its own one gave.
+
+What a row gets depends on nobody else's adapter, since all numbers of all adapters are finite
+(`engine.core.weights.checkpoints.adapter`): columns of others are set to 0, and 0 times NaN would
+be NaN. A step has one shape whichever adapters its rows ask for. The price is that of all adapters'
+columns in every step, which are few: eight adapters of rank 16 are 128 columns, beside thousands of
+the matrix.
+
+Axes: T token rows, I and O a matrix's inputs and outputs, C columns of all adapters together.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from jitney.kernels.interface import Kernels
+
+
+class Adapters(nnx.Module):
+    """What every adapter of an engine adds to the products of one matrix: x a b, for its own
+    columns of a and rows of b.
+
+    a [I, C], b [C, O], the latter with the adapter's scale in it. owners: for each column the
+    number of its adapter, from 1.
+    """
+
+    def __init__(self, a: Array, b: Array, owners: tuple[int, ...]):
+        self.a = nnx.Param(a)
+        self.b = nnx.Param(b)
+        self.owners = owners
+
+    def __call__(self, x: Array, numbers: Array, kernels: Kernels) -> Array:
+        """x [T, I], numbers int32 [T], each row's adapter, 0: none -> float32 [T, O]."""
+        columns = kernels.matmul(x, self.a[...], jnp.float32)
+        own = numbers[:, None] == jnp.array(self.owners, jnp.int32)
+        return kernels.matmul(jnp.where(own, columns, 0).astype(x.dtype), self.b[...], jnp.float32)
+
+    @property
+    def columns(self) -> int:
+        """C; not once they are arranged."""
+        return self.a.shape[1]
+
+    def arrange(self, kernels: Kernels) -> None:
+        """Lay both out as the kernel set multiplies them fastest."""
+        if kernels.arrange is not None:
+            self.a = nnx.Param(kernels.arrange(self.a[...]))
+            self.b = nnx.Param(kernels.arrange(self.b[...]))

@@ -1,0 +1,111 @@
+"""Grouped-query attention as all models use it.
+
+Axes: T tokens, E embed, H query heads, K KV heads, D head dim, N pages of the pool.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from jitney.engine.core.models.layers import Linear, RMSNorm
+from jitney.engine.core.models.rope import Rope
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
+from jitney.kernels.interface import AttentionMeta, Kernels, RotateAndWrite
+
+
+class Attention(nnx.Module):
+    """Query, key and value projections fused into qkv [E, (H + 2K) * D].
+
+    kv_scales: float32 [2K], factors of an int8 or fp8 pool; None for pools of plain floats.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.n_heads = config.n_heads
+        self.n_kv_heads = config.n_kv_heads
+        self.head_dim = config.head_dim
+        self.scale = config.attention_scale
+        self.window = config.windows[layer]
+        self.softcap = config.attention_softcap
+        self.qkv = Linear(
+            config.hidden_size, config.qkv_size, bias=config.qkv_bias, dtype=dtype, rngs=rngs
+        )
+        self.o = Linear(
+            config.n_heads * config.head_dim,
+            config.hidden_size,
+            bias=config.o_bias,
+            dtype=dtype,
+            rngs=rngs,
+            summed=config.shards > 1,
+        )
+        self.q_norm = self._head_norm(config, dtype)
+        self.k_norm = self._head_norm(config, dtype)
+        self.kv_scales: nnx.Param | None = None
+
+    @staticmethod
+    def _head_norm(config: ModelConfig, dtype: DTypeLike) -> RMSNorm | None:
+        if not config.qk_norm:
+            return None
+        return RMSNorm.of(config.head_dim, config, dtype)
+
+    def __call__(
+        self, x: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
+    ) -> tuple[Array, Array]:
+        """x [T, E], rope (cos, sin), kv [N, page, 2K, D] -> ([T, E], kv)."""
+        kernels = kernels.of_rows(meta.counts[2])
+        heads = self.projected(x, kernels, meta.adapted).reshape(x.shape[0], -1, self.head_dim)
+        factors = self._pool_factors()
+        options: dict[str, Any] = {
+            "scale": self.scale,
+            "window": self.window,
+            "softcap": self.softcap,
+            **factors,
+        }
+        if kernels.rotate_and_write is None:
+            q, k, v = self.rotated(heads, rope, kernels)
+            o, kv = kernels.paged_attention(q, k, v, kv, meta, **options)
+        else:
+            q, kv = self.write(heads, rope, kv, meta, partial(kernels.rotate_and_write, **factors))
+            o = kernels.attend(q, kv, meta, **options)
+        return self.o(o.reshape(x.shape[0], -1), kernels, adapted=meta.adapted), kv
+
+    def projected(self, x: Array, kernels: Kernels, adapted: Array | None) -> Array:
+        """x [T, E] -> queries, keys and values before they are parted into heads, [T, (H + 2K) *
+        D].
+        """
+        return self.qkv(x, kernels, adapted=adapted)
+
+    def _pool_factors(self) -> dict[str, Any]:
+        if self.kv_scales is None:
+            return {}
+        return {"kv_scales": self.kv_scales[...]}
+
+    def rotated(self, heads: Array, rope: Rope, kernels: Kernels) -> tuple[Array, Array, Array]:
+        """heads [T, H + 2K, D] -> q [T, H, D] and k [T, K, D], normed and rotated, and v [T, K,
+        D].
+        """
+        q, k, v = jnp.split(heads, [self.n_heads, self.n_heads + self.n_kv_heads], axis=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q, kernels), self.k_norm(k, kernels)
+        return rope.rotate(q), rope.rotate(k), v
+
+    def write(
+        self,
+        heads: Array,
+        rope: Rope,
+        kv: Array,
+        meta: AttentionMeta,
+        rotate_and_write: RotateAndWrite,
+    ) -> tuple[Array, Array]:
+        """heads [T, H + 2K, D] -> (q [T, H, D], kv with the keys and values), by one kernel that
+        norms and rotates.
+        """
+        if self.q_norm is None or self.k_norm is None:
+            return rotate_and_write(heads, rope, kv, meta)
+        norms = self.q_norm.weight[...], self.k_norm.weight[...]
+        return rotate_and_write(heads, rope, kv, meta, norms=norms, eps=self.q_norm.eps)

@@ -1,0 +1,65 @@
+"""Gemma 2 and Gemma 3 (text): what differs from Llama's layers.
+
+Both halves of a layer are normed before and after, embeddings are scaled, scores and logits may
+have soft caps, and Gemma 3's layers with a window rotate by a theta of their own. The norms'
+weights are stored as 1 + w, in float32: bfloat16 has steps of 1/128 there, and w has them finer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+from jax import Array
+
+from jitney.engine.core.models.hidden import Hidden
+from jitney.engine.core.models.llama import Llama, PostNormBlock
+from jitney.engine.core.models.rope import Rope
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
+from jitney.engine.core.weights.checkpoints.names import GGUF, HF, Dialect, FileFormat
+from jitney.kernels.interface import Kernels
+
+_HF = replace(
+    HF,
+    attention_post_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_post_norm="post_feedforward_layernorm",
+    norm_offset=1.0,
+)
+#: llama.cpp's converter has added the 1 already.
+_GGUF = replace(GGUF, attention_post_norm="post_attention_norm", mlp_post_norm="post_ffw_norm")
+
+
+def _capped(logits: Array, cap: float) -> Array:
+    if not cap:
+        return logits
+    return cap * jnp.tanh(logits / cap)
+
+
+class Gemma(Llama):
+    """See `Llama`."""
+
+    block = PostNormBlock
+
+    def embedded(self, tokens: Array) -> Array:
+        """tokens int32 [T] -> [T, E]; the scale is rounded to the dtype, as it was in training."""
+        x = super().embedded(tokens)
+        return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
+
+    def ropes(self, positions: Array) -> list[Rope]:
+        """positions int32 [T] -> what each layer rotates by."""
+        if self.config.local_rope_theta is None:
+            return super().ropes(positions)
+        near = replace(self.config, rope_theta=self.config.local_rope_theta, rope_scaling=None)
+        far, local = Rope.at(positions, self.config), Rope.at(positions, near)
+        return [local if window else far for window in self.config.windows]
+
+    def logits(self, hidden: Hidden, kernels: Kernels) -> Array:
+        """R rows -> float32 [R, V]; see `Llama.logits`."""
+        return _capped(super().logits(hidden, kernels), self.config.logit_softcap)
+
+    @classmethod
+    def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:
+        if file_format == "hf":
+            return _HF
+        return _GGUF

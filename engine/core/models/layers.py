@@ -1,0 +1,288 @@
+"""Layers shared by all models: every norm of the engine, and every product with weights, is called
+here.
+
+Axes: T tokens, E embed, F feed-forward, I and O any input and output size. dtype in equals dtype
+out; sums and norms are computed in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
+
+from jitney.engine.core.models.adapters import Adapters
+from jitney.engine.core.models.quantization import Packed
+from jitney.engine.core.models.sharding import TENSOR, laid_out_anew
+from jitney.engine.core.weights.checkpoints.model_config import Activation, ModelConfig
+from jitney.kernels.experts import ACTIVATIONS, gate
+from jitney.kernels.interface import Arrange, AttentionMeta, Kernels
+
+#: From so many on, rows of a product whose results are summed over devices are many: half of the
+#: outputs take longer to send than to set out.
+_ROWS_IN_HALVES = 256
+#: Axes of a matrix as it comes, at most: those of experts that are set apart, [X, I, O].
+_FLAT = 3
+
+
+def normal(rngs: nnx.Rngs, shape: tuple[int, ...], spread: float, dtype: DTypeLike) -> Array:
+    """Random weights, drawn in float32 whatever the dtype: a bfloat16 model is the float32 one,
+    rounded.
+    """
+    return (spread * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)
+
+
+class Linear(nnx.Module):
+    """A matrix [I, O] in one of the schemes of `jitney.engine.core.models.quantization`, and bias
+    [O] or None.
+
+    kernel, scale, zeros, lows: the arrays of `Packed`; `set_matrix` replaces them. summed: the
+    inputs are split over devices, so the products are summed over them (in x's dtype) before the
+    bias. activation: of a matrix that opens an MLP, see `gated`. adapters: what is added to the
+    products, before the bias, of rows that ask for it; None: nothing is.
+    """
+
+    def __init__(
+        self,
+        size_in: int,
+        size_out: int,
+        *,
+        bias: bool,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+        summed: bool = False,
+        activation: Activation | None = None,
+    ):
+        self.summed = summed
+        self.activation: Activation | None = activation
+        # Keeps random models lively: the top two logits stay well apart.
+        spread = 1.5 / math.sqrt(size_in)
+        self.kernel = nnx.Param(normal(rngs, (size_in, size_out), spread, dtype))
+        self.scale: nnx.Param | None = None
+        self.zeros: nnx.Param | None = None
+        self.lows: nnx.Param | None = None
+        if bias:
+            self.bias = nnx.Param(normal(rngs, (size_out,), 0.25, dtype))
+        else:
+            self.bias = None
+        self.adapters: Adapters | None = None
+
+    def __call__(
+        self,
+        x: Array,
+        kernels: Kernels,
+        dtype: DTypeLike | None = None,
+        *,
+        adapted: Array | None = None,
+    ) -> Array:
+        """x [T, I] -> [T, O] in `dtype` (x's own if None). adapted: see
+        `jitney.kernels.interface.AttentionMeta`.
+        """
+        dtype = dtype or x.dtype
+        if self.summed:
+            y = self._sum(x, kernels, adapted)
+        elif self.bias is None:
+            return self._product(x, kernels, dtype, adapted)
+        else:
+            y = self._product(x, kernels, jnp.float32, adapted)
+        if self.bias is not None:
+            y = y.astype(jnp.float32) + self.bias[...].astype(jnp.float32)
+        return y.astype(dtype)
+
+    def _product(
+        self, x: Array, kernels: Kernels, dtype: DTypeLike, adapted: Array | None
+    ) -> Array:
+        """[T, O] in `dtype`, with what adapters add."""
+        if self.adapters is None or adapted is None:
+            return self.packed.product(x, kernels, dtype)
+        y = self.packed.product(x, kernels)
+        return (y + self.adapters(x, adapted, kernels)).astype(dtype)
+
+    def _sum(self, x: Array, kernels: Kernels, adapted: Array | None) -> Array:
+        """The products of all devices, summed: [T, O] in x's dtype."""
+        if self.adapters is not None:
+            return TENSOR.total(self._product(x, kernels, x.dtype, adapted))
+        packed = self.packed
+        halves = kernels.sums_in_halves and packed.halves_along_outputs
+        if not halves or x.shape[0] < _ROWS_IN_HALVES:
+            return TENSOR.total(packed.product(x, kernels, x.dtype))
+        sums = [TENSOR.total(half.product(x, kernels, x.dtype)) for half in packed.output_halves()]
+        return jnp.concatenate(sums, axis=1)
+
+    def gated(self, x: Array, kernels: Kernels, adapted: Array | None = None) -> Array:
+        """x [T, I] -> activation(first half of the outputs) * the other half, [T, O // 2] in x's
+        dtype.
+        """
+        assert self.activation is not None
+        if self.bias is None and self.adapters is None:
+            return self.packed.gated(x, self.activation, kernels)
+        dtype = x.dtype if kernels.narrow_gates else jnp.float32
+        both = self(x, kernels, dtype, adapted=adapted)
+        return gate(both, x.dtype, ACTIVATIONS[self.activation])
+
+    @property
+    def gated_by_kernel(self) -> bool:
+        """Whether `gated` is the kernel set's, if it multiplies this scheme: for silu, where
+        nothing is added to the products.
+        """
+        opens = self.activation == "silu" and self.bias is None and self.adapters is None
+        return opens and self.packed.scheme in ("plain", "int8", "int4")
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """(I, O), over all devices; not of a matrix that is arranged."""
+        size_in, size_out = self.kernel.shape
+        if self.packed.scheme == "int4":
+            size_in *= 2
+        return size_in, size_out
+
+    @property
+    def in_panels(self) -> bool:
+        """Whether a CPU's kernels laid the matrix out for products of any number of rows."""
+        return self.kernel.ndim > _FLAT
+
+    def arrange(self, kernels: Kernels) -> None:
+        """Lay the matrix out as the kernel set multiplies it fastest."""
+        arrange = self._arranged_by(kernels)
+        if arrange is not None:
+            parts = 1 + self.gated_by_kernel
+            self.kernel = nnx.Param(arrange(self.kernel[...], parts))
+        if self.adapters is not None:
+            self.adapters.arrange(kernels)
+
+    def arrange_shares(self, kernels: Kernels, mesh: Mesh) -> None:
+        """`arrange`, of a matrix that is split over devices: each lays out its own share. Only
+        where rows are rounded to fp8; other matrices stay as they are split.
+        """
+        if self.packed.scheme != "fp8" or kernels.fp8 is None:
+            return
+        before, after = PartitionSpec(None, TENSOR.name), PartitionSpec(None, TENSOR.name, None)
+        if self.summed:
+            before, after = PartitionSpec(TENSOR.name, None), PartitionSpec(None, None, TENSOR.name)
+        arrange = kernels.fp8.arrange
+        kernel = laid_out_anew(self.kernel[...], arrange, mesh, before=before, after=after)
+        self.kernel = nnx.Param(kernel)
+
+    def _arranged_by(self, kernels: Kernels) -> Arrange | None:
+        match self.packed.scheme:
+            case "plain":
+                return kernels.arrange
+            case "int8" if kernels.int8 is not None:
+                return kernels.int8.arrange
+            case "fp8" if kernels.fp8 is not None:
+                return kernels.fp8.arrange
+        return None
+
+    @property
+    def packed(self) -> Packed:
+        """The matrix as it is stored; of an abstract model its shapes."""
+        params = self.scale, self.zeros, self.lows
+        return Packed(self.kernel.get_value(), *map(_array_of, params))
+
+    def adapt(self, adapters: Adapters) -> None:
+        """Have the rows that ask for one of these adapters changed by it."""
+        self.adapters = nnx.data(adapters)
+
+    def set_matrix(self, packed: Packed) -> None:
+        """Replace the matrix, and with it the scheme."""
+        for name, array in packed._asdict().items():
+            if array is not None:
+                # nnx fixes an attribute without arrays as such when it is first set; data() says
+                # that it may change.
+                array = nnx.data(nnx.Param(array))
+            setattr(self, name, array)
+
+
+def _array_of(param: nnx.Param | None) -> Any:
+    """The array of a weight, or its shape, which cannot be indexed."""
+    return None if param is None else param.get_value()
+
+
+class RMSNorm(nnx.Module):
+    """weight [E]; x / rms(x) * weight."""
+
+    def __init__(self, size: int, eps: float, *, dtype: DTypeLike):
+        self.weight = nnx.Param(jnp.ones((size,), dtype))
+        self.eps = eps
+
+    @classmethod
+    def of(cls, size: int, config: ModelConfig, dtype: DTypeLike) -> RMSNorm:
+        """A norm of the model; dtype: of its other weights."""
+        if config.float32_norms:
+            dtype = jnp.float32
+        return cls(size, config.rms_eps, dtype=dtype)
+
+    def __call__(self, x: Array, kernels: Kernels) -> Array:
+        """x [..., E] -> [..., E] in x's dtype."""
+        return kernels.rms_norm(x, self.weight[...], self.eps)
+
+    def of_sum(self, x: Array, added: Array, kernels: Kernels) -> tuple[Array, Array]:
+        """x and added [T, E] -> (their sum in x's dtype, the same normed in added's)."""
+        return kernels.norm_sum(x, added, self.weight[...], self.eps)
+
+
+class NoNorm(nnx.Module):
+    """In a norm's place, where rows are taken as they are; see `RMSNorm`."""
+
+    def __call__(self, x: Array, kernels: Kernels) -> Array:
+        return x
+
+    def of_sum(self, x: Array, added: Array, kernels: Kernels) -> tuple[Array, Array]:
+        """x and added [T, E] -> (their sum in x's dtype, the same in added's).
+
+        XLA leaves out the rounding where what reads the sum is fused with it, which differs from
+        bucket to bucket (docs/decisions, 0033): said once more, it stays.
+        """
+        total = _rounded(x + added, x.dtype)
+        return total, _rounded(total, added.dtype)
+
+
+def _rounded(x: Array, dtype: DTypeLike) -> Array:
+    """x in a dtype, with that dtype's rounding even where XLA computes on in a wider one."""
+    numbers = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(x, numbers.nexp, numbers.nmant).astype(dtype)
+
+
+class RowFacts(NamedTuple):
+    """What a feed-forward is told of its rows; a pytree of arrays."""
+
+    #: int32: rows from there on pad the step; None: none does.
+    count: Array | None = None
+    #: int32 [T], see `jitney.kernels.interface.AttentionMeta`.
+    adapted: Array | None = None
+    #: int32 [engines]: the count of each engine that shares the model's experts, if it is known.
+    counts: Array | None = None
+
+    @classmethod
+    def of(cls, meta: AttentionMeta) -> RowFacts:
+        """Of all rows of a step."""
+        return cls(meta.counts[2], meta.adapted, meta.row_counts)
+
+
+class MLP(nnx.Module):
+    """down(activation(gate) * up), gate and up fused into one product [E, 2F]."""
+
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        size, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_up = Linear(
+            size, 2 * inner, bias=bias, dtype=dtype, rngs=rngs, activation=config.activation
+        )
+        self.down = Linear(inner, size, bias=bias, dtype=dtype, rngs=rngs, summed=config.shards > 1)
+
+    def __call__(self, x: Array, kernels: Kernels, rows: RowFacts) -> Array:
+        """x [T, E] -> [T, E]."""
+        if rows.count is not None:
+            kernels = kernels.of_rows(rows.count)
+        inner = self.gate_up.gated(x, kernels, rows.adapted)
+        return self.down(inner, kernels, adapted=rows.adapted)
+
+    def arrange(self, kernels: Kernels) -> None:
+        """Lay the matrices out as the kernel set multiplies them fastest."""
+        self.gate_up.arrange(kernels)
+        self.down.arrange(kernels)

@@ -1,0 +1,244 @@
+"""The Llama family (Llama, Mistral, Qwen2, Qwen3, SmolLM2): one module, told apart by its
+configuration.
+
+The module holds weights only. KV pages, batch and attention come in as arguments, so the same
+object serves every platform and every test. See `jitney.engine.core.models.protocol`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from jitney.engine.core.models.attention import Attention
+from jitney.engine.core.models.hidden import Hidden
+from jitney.engine.core.models.layers import MLP, Linear, NoNorm, RMSNorm, RowFacts, normal
+from jitney.engine.core.models.rope import Rope
+from jitney.engine.core.models.sharding import TENSOR
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
+from jitney.engine.core.weights.checkpoints.names import GGUF, HF, Dialect, FileFormat, WeightMap
+from jitney.kernels.interface import AttentionMeta, Kernels
+
+
+class Block(nnx.Module):
+    """One layer: attention and MLP, each normed before and added after."""
+
+    #: What the halves are made of.
+    attention_class: type[Attention] = Attention
+    mlp_class: type[MLP] = MLP
+
+    def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.attention_norm: RMSNorm | NoNorm = RMSNorm.of(config.hidden_size, config, dtype)
+        self.attention = self.attention_class(config, layer, dtype=dtype, rngs=rngs)
+        self.mlp_norm: RMSNorm | NoNorm = RMSNorm.of(config.hidden_size, config, dtype)
+        self.mlp = self.mlp_class(config, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
+    ) -> tuple[Array, Array, Array]:
+        """x [T, E] and what the layer before adds to it, kv [N, page, 2K, D] -> (x [T, E], what
+        this layer adds to it, kv). x may be wider than what is added (`float32_residual` of a
+        kernel set), which is in the activations' dtype.
+
+        A sum waits for the norm that reads it: one kernel may do both.
+        """
+        x, o, kv = self.attended(x, added, rope, kv, meta, kernels)
+        x, normed = self.mlp_norm.of_sum(x, o, kernels)
+        return x, self.fed_forward(normed, kernels, RowFacts.of(meta)), kv
+
+    def attended(
+        self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
+    ) -> tuple[Array, Array, Array]:
+        """The first half: as `__call__`."""
+        x, normed = self.attention_norm.of_sum(x, added, kernels)
+        o, kv = self.attention(normed, rope, kv, meta, kernels)
+        return x, o, kv
+
+    def fed_forward(self, normed: Array, kernels: Kernels, rows: RowFacts) -> Array:
+        """What the second half adds to x: normed [T, E] -> [T, E]."""
+        return self.mlp(normed, kernels, rows)
+
+    def linears(self) -> tuple[Linear, ...]:
+        """Every matrix of the layer."""
+        return self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down
+
+    def arrange(self, kernels: Kernels) -> None:
+        """Lay the matrices out as the kernel set multiplies them fastest."""
+        self.attention.qkv.arrange(kernels)
+        self.attention.o.arrange(kernels)
+        self.mlp.arrange(kernels)
+
+
+class PostNormBlock(Block):
+    """One layer: what attention and MLP give is normed, too, before it is added."""
+
+    def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        super().__init__(config, layer, dtype=dtype, rngs=rngs)
+        self.attention_post_norm = RMSNorm.of(config.hidden_size, config, dtype)
+        self.mlp_post_norm = RMSNorm.of(config.hidden_size, config, dtype)
+
+    def attended(
+        self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
+    ) -> tuple[Array, Array, Array]:
+        """See `Block.attended`."""
+        x, o, kv = super().attended(x, added, rope, kv, meta, kernels)
+        return x, self.attention_post_norm(o, kernels), kv
+
+    def fed_forward(self, normed: Array, kernels: Kernels, rows: RowFacts) -> Array:
+        """See `Block.fed_forward`."""
+        return self.mlp_post_norm(super().fed_forward(normed, kernels, rows), kernels)
+
+
+class Llama(nnx.Module):
+    """embed [V, E], L blocks, a final norm, and lm_head [E, V] unless the embedding serves as
+    one.
+    """
+
+    #: What a layer is made of.
+    block: type[Block] = Block
+
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.config = config
+        self.embed = nnx.Param(normal(rngs, (config.vocab_share, config.hidden_size), 1.0, dtype))
+        self.layers = nnx.List(
+            [self.block(config, layer, dtype=dtype, rngs=rngs) for layer in range(config.n_layers)]
+        )
+        self.norm = RMSNorm.of(config.hidden_size, config, dtype)
+        if config.tie_embeddings:
+            self.lm_head = None
+        else:
+            self.lm_head = Linear(
+                config.hidden_size, config.vocab_share, bias=False, dtype=dtype, rngs=rngs
+            )
+
+    def __call__(
+        self, tokens: Array, kv: list[Array], meta: AttentionMeta, kernels: Kernels
+    ) -> tuple[Hidden, list[Array]]:
+        """tokens int32 [T], kv L times [N, page, 2K, D] -> (rows behind the last attention, kv)."""
+        x = self.embedded(tokens)
+        added = jnp.zeros_like(x)
+        if kernels.float32_residual:
+            x = x.astype(jnp.float32)
+        pools = []
+        ropes = self.ropes(meta.positions)
+        for block, rope, pool in zip(self.layers, ropes, kv, strict=True):
+            graph, weights = nnx.split(block)
+            is_last = block is self.layers[-1]
+            x, added, pool = _run_block(
+                graph, weights, x, added, rope, pool, meta, kernels, attend_only=is_last
+            )
+            pools.append(pool)
+        return Hidden(x + added, meta.adapted), pools
+
+    def logits(self, hidden: Hidden, kernels: Kernels) -> Array:
+        """Last feed-forward, final norm and output head of the selected rows only: R of them ->
+        float32 [R, V].
+
+        Of a model split over devices: the columns of the device's own share of the vocabulary.
+        """
+        x = self.normed(hidden, kernels)
+        if self.lm_head is None:
+            return kernels.project(x, self.embed[...])
+        return self.lm_head(x, kernels, jnp.float32)
+
+    def normed(self, hidden: Hidden, kernels: Kernels) -> Array:
+        """R rows -> [R, E] behind the final norm."""
+        last, x = self.layers[-1], hidden.states
+        rows = RowFacts(adapted=hidden.adapted)
+        normed = last.mlp_norm(x, kernels).astype(self.dtype)
+        added = last.fed_forward(normed, kernels, rows)
+        _, normed = self.norm.of_sum(x, added, kernels)
+        return normed
+
+    def embedded(self, tokens: Array) -> Array:
+        """tokens int32 [T] -> [T, E]."""
+        if self.config.shards > 1:
+            return _lookup(self.embed[...], tokens)
+        return jnp.take(self.embed[...], tokens, axis=0, mode="clip")
+
+    def ropes(self, positions: Array) -> list[Rope]:
+        """positions int32 [T] -> what each layer rotates by."""
+        return [Rope.at(positions, self.config)] * self.config.n_layers
+
+    def linears(self) -> Iterator[Linear]:
+        """Every matrix that may be quantised; a tied head is the embedding, which is not."""
+        for block in self.layers:
+            yield from block.linears()
+        if self.lm_head is not None:
+            yield self.lm_head
+
+    def arrange(self, kernels: Kernels) -> None:
+        """Lay the matrices out as the kernel set multiplies them fastest; the last thing done to a
+        model's weights.
+        """
+        for block in self.layers:
+            block.arrange(kernels)
+        if self.lm_head is not None:
+            self.lm_head.arrange(kernels)
+
+    def set_kv_scales(self, scales: list[Array]) -> None:
+        """Give each layer the factors of its quantised pool, float32 [2K]."""
+        for block, layer in zip(self.layers, scales, strict=True):
+            block.attention.kv_scales = nnx.data(nnx.Param(layer))
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the activations, and of weights that are not quantised."""
+        return self.embed[...].dtype
+
+    @classmethod
+    def weight_map(cls, config: ModelConfig, file_format: FileFormat) -> WeightMap:
+        """Which tensors of a checkpoint make up each weight."""
+        return WeightMap.of(config, cls.dialect(config, file_format))
+
+    @classmethod
+    def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:
+        """The names that a format has for them."""
+        if file_format == "hf":
+            return HF
+        # Qwen's rows are not reordered; Mistral's GGUF files are Llama's.
+        return replace(GGUF, paired_rows=config.architecture == "LlamaForCausalLM")
+
+
+@partial(jax.jit, static_argnames=("graph", "kernels", "attend_only"))
+def _run_block(
+    graph: nnx.GraphDef[Block],
+    weights: Any,
+    x: Array,
+    added: Array,
+    rope: Rope,
+    kv: Array,
+    meta: AttentionMeta,
+    kernels: Kernels,
+    *,
+    attend_only: bool,
+) -> tuple[Array, Array, Array]:
+    """One block, or its first half, as a function of its weights: layers of the same make are
+    traced once per bucket, not once each.
+
+    The calls are inlined when the step is compiled, so the program is the unrolled one.
+    """
+    block = nnx.merge(graph, weights)
+    run = block.attended if attend_only else block
+    return run(x, added, rope, kv, meta, kernels)
+
+
+def _lookup(table: Array, tokens: Array) -> Array:
+    """Rows of a table whose rows are split: table [V / n, E], tokens int32 [T] of the whole -> [T,
+    E], exact.
+
+    Every device but one adds zeros. Inside the step only.
+    """
+    rows = table.shape[0]
+    own = tokens - TENSOR.number() * rows
+    mine = (own >= 0) & (own < rows)
+    return TENSOR.total(jnp.where(mine[:, None], jnp.take(table, own, axis=0, mode="clip"), 0))

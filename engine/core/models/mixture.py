@@ -1,0 +1,407 @@
+"""Mixtures of experts (Shazeer et al. 2017, arXiv 1701.06538): Qwen3's and Mixtral.
+
+A layer's feed-forward is one of many alike, its experts, and a router chooses a few of them for
+each row. Rows are sorted by expert, and multiplied in blocks of one expert each, as many as there
+are: an expert that nobody chose is not read, and rows that pad a step cost nothing. Where the
+kernel set has a kernel for it, that is all blocks at once; else one after the other. A row's
+experts are added in an order of its own, and a kernel set whose products of a row depend on that
+row alone gives it the same numbers alone and in a crowd.
+
+Axes: T rows, E embed, F an expert's feed-forward, X experts, C those that a row goes through, N
+blocks, B rows of a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
+
+from jitney.engine.core.models.layers import MLP, Linear, RowFacts, normal
+from jitney.engine.core.models.llama import Block, Llama
+from jitney.engine.core.models.quantization import Packed
+from jitney.engine.core.models.sharding import DATA, TENSOR, experts_axes, laid_out_anew
+from jitney.engine.core.weights.checkpoints.model_config import (
+    Activation,
+    ExpertsConfig,
+    ModelConfig,
+)
+from jitney.engine.core.weights.checkpoints.names import HF, Dialect, FileFormat
+from jitney.kernels.experts import ExpertBlocks, Stack
+from jitney.kernels.interface import Arrange, Kernels, OneOf
+
+#: A router's columns are a multiple of this, as those of products with kernels of their own.
+_COLUMNS = 16
+#: Up to so many rows of a step are counted by a product of [T, T].
+_MOST_ROWS_COUNTED = 1024
+_QWEN = replace(
+    HF,
+    router="mlp.gate",
+    expert_gate="mlp.experts.{e}.gate_proj",
+    expert_up="mlp.experts.{e}.up_proj",
+    expert_down="mlp.experts.{e}.down_proj",
+)
+_MIXTRAL = replace(
+    HF,
+    router="block_sparse_moe.gate",
+    expert_gate="block_sparse_moe.experts.{e}.w1",
+    expert_up="block_sparse_moe.experts.{e}.w3",
+    expert_down="block_sparse_moe.experts.{e}.w2",
+)
+
+
+class _Routes(NamedTuple):
+    """Which rows go through which experts, in blocks; a pytree of arrays."""
+
+    #: int32 [N * B]: the row at each place of the blocks; T: nobody's.
+    rows: Array
+    #: float32 [N * B]: how much of the expert's answer the row gets.
+    weights: Array
+    #: int32 [N]; X: nobody's, of blocks without rows.
+    experts: Array
+    #: int32: blocks that hold rows, the first ones.
+    count: Array
+    #: int32 [T, C]: where each row stands in the blocks of its experts, that of the greatest share
+    #: first; N * B: nowhere.
+    places: Array
+    #: float32 [T, C]: how much of these experts' answers it gets.
+    shares: Array
+
+    @property
+    def block(self) -> int:
+        """B."""
+        return self.blocks.size
+
+    @property
+    def blocks(self) -> ExpertBlocks:
+        """What a kernel asks for."""
+        return ExpertBlocks(self.rows, self.experts, self.count)
+
+
+def _route(scores: Array, config: ExpertsConfig, n_rows: Array, first: Array | int = 0) -> _Routes:
+    """scores float32 [T, X], the router's. n_rows int32: rows from there on pad the step, and go
+    through no expert; an array [D]: so it is in each of D equal parts of the rows. first: of the
+    experts that are here, `config.own` of them; they are numbered from there on.
+    """
+    n_padded, n_experts = scores.shape[0], config.own
+    shares, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), config.n_chosen)
+    if config.renormalised:
+        shares = shares / jnp.sum(shares, axis=-1, keepdims=True)
+    here = chosen - first
+    mine = _real_rows(n_padded, n_rows) & (here >= 0) & (here < n_experts)
+    at = jnp.clip(here, 0, n_experts - 1)
+    numbers = jnp.arange(n_experts)
+    goes = jnp.any((here[:, :, None] == numbers) & mine[:, :, None], axis=1)
+    block = config.block_rows(n_padded)
+    sizes = jnp.sum(goes, axis=0, dtype=jnp.int32)
+    blocks = -(-sizes // block)
+    ends = jnp.sum(jnp.where(numbers[:, None] >= numbers, blocks, 0), axis=1)
+    within = jnp.take_along_axis(_rows_before(goes), at, axis=1)
+    most = config.most_blocks(n_padded)
+    nowhere = most * block
+    places = jnp.where(mine, (ends - blocks)[at] * block + within, nowhere)
+    rows = jnp.broadcast_to(jnp.arange(n_padded)[:, None], chosen.shape)
+    return _Routes(
+        rows=jnp.full(nowhere, n_padded, jnp.int32).at[places].set(rows, mode="drop"),
+        weights=jnp.zeros(nowhere).at[places].set(shares, mode="drop"),
+        experts=jnp.sum(ends <= jnp.arange(most)[:, None], axis=1),
+        count=ends[-1],
+        places=places,
+        shares=shares,
+    )
+
+
+def _real_rows(n_padded: int, n_rows: Array) -> Array:
+    """Which of so many rows pad no step, bool [T, 1]; n_rows: see `_route`."""
+    if not n_rows.ndim:
+        return jnp.arange(n_padded)[:, None] < n_rows
+    part = n_padded // n_rows.size
+    return (jnp.arange(part) < n_rows[:, None]).reshape(-1, 1)
+
+
+def _rows_before(goes: Array) -> Array:
+    """goes bool [T, X], which rows go through which experts -> int32 [T, X], how many rows before
+    each do.
+
+    Of few rows by a product, which a GPU runs as one kernel, where a sort or a running sum is many.
+    """
+    ones = goes.astype(jnp.float32)
+    n_rows = len(goes)
+    if n_rows > _MOST_ROWS_COUNTED:
+        return (jnp.cumsum(ones, axis=0) - ones).astype(jnp.int32)
+    earlier = jnp.tri(n_rows, k=-1)
+    return jnp.matmul(earlier, ones).astype(jnp.int32)
+
+
+class ExpertLinear(Linear):
+    """The matrices [I, O] of X experts: side by side, [I, X * O], as they are loaded and rounded;
+    once they are arranged, each for itself, [X, ...].
+    """
+
+    def __init__(
+        self,
+        n_experts: int,
+        size_in: int,
+        size_out: int,
+        *,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+        summed: bool = False,
+        activation: Activation | None = None,
+    ):
+        super().__init__(
+            size_in,
+            n_experts * size_out,
+            bias=False,
+            dtype=dtype,
+            rngs=rngs,
+            summed=summed,
+            activation=activation,
+        )
+        self.n_experts = n_experts
+
+    @property
+    def _apart(self) -> bool:
+        """Whether each is laid out for itself."""
+        return self.kernel.ndim > 2
+
+    def of(self, expert: Array, kernels: Kernels) -> Packed:
+        """The matrix of one expert, int32; where it lies, if the kernel set takes such."""
+
+        def part(array: Array) -> Array:
+            size = array.shape[-1] // self.n_experts
+            return jax.lax.dynamic_slice_in_dim(array, expert * size, size, axis=-1)
+
+        packed = self.packed
+        if not self._apart:
+            return jax.tree.map(part, packed)
+        one = OneOf(packed.kernel, expert)
+        where_it_lies = kernels.takes_one_of and packed.scheme != "int4"
+        rest = jax.tree.map(part, packed._replace(kernel=None))
+        return rest._replace(kernel=one if where_it_lies else one.apart())
+
+    def at_once(self, kernels: Kernels) -> bool:
+        """Whether the kernel set multiplies all blocks at once with matrices kept like these."""
+        return kernels.experts is not None and self.packed.scheme != "int4"
+
+    @property
+    def stack(self) -> Stack:
+        """All matrices, each for itself."""
+        packed = self.packed
+        kernel, scale = packed.kernel, packed.scale
+        if not self._apart:
+            kernel = _set_apart(kernel, self.n_experts, None, 1)
+        if scale is not None:
+            scale = scale.reshape(self.n_experts, -1)
+        return Stack(kernel, scale)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """(I, O) of one expert, over all devices of all engines; not once they are arranged.
+
+        Of devices in groups each group's share of inputs or outputs is counted, though it is of
+        other experts: a device has I or O divided by all devices, with groups as without.
+        """
+        size_in, size_out = super().sizes
+        return size_in, size_out // self.n_experts
+
+    def arrange(self, kernels: Kernels) -> None:
+        """Lay each matrix out as the kernel set multiplies it fastest."""
+        parts = 1 + self.gated_by_kernel
+        arrange = self._arranged_by(kernels)
+        self.kernel = nnx.Param(_set_apart(self.kernel[...], self.n_experts, arrange, parts))
+
+    def arrange_shares(self, kernels: Kernels, mesh: Mesh) -> None:
+        """See `Linear.arrange_shares`; one behind the other too, where the kernel set multiplies
+        all blocks at once.
+        """
+        axes = experts_axes(mesh)
+        before, after = PartitionSpec(None, axes), PartitionSpec(None, None, axes)
+        if self.summed:
+            before, after = PartitionSpec(axes, None), PartitionSpec(None, axes, None)
+        work = _SetApart(self.n_experts)
+        if not self.at_once(kernels):
+            if self.packed.scheme != "fp8" or kernels.fp8 is None:
+                return
+            work = replace(work, arrange=kernels.fp8.arrange)
+            after = PartitionSpec(None, None, *reversed(before))
+        kernel = laid_out_anew(self.kernel[...], work, mesh, before=before, after=after)
+        self.kernel = nnx.Param(kernel)
+
+    def set_apart(self) -> None:
+        """Lay the matrices out one behind the other."""
+        self.kernel = nnx.Param(_set_apart(self.kernel[...], self.n_experts, None, 1))
+
+
+@dataclass(frozen=True)
+class _SetApart:
+    """`_set_apart` of one device's share, for `laid_out_anew`."""
+
+    n_experts: int
+    arrange: Arrange | None = None
+
+    def __call__(self, share: Array) -> Array:
+        return _set_apart(share, self.n_experts, self.arrange, 1)
+
+
+@partial(jax.jit, static_argnames=("n_experts", "arrange", "parts"))
+def _set_apart(w: Array, n_experts: int, arrange: Arrange | None, parts: int) -> Array:
+    """[I, X * O] -> [X, I, O], each laid out by `arrange`."""
+    apart = w.reshape(w.shape[0], n_experts, -1).swapaxes(0, 1)
+    if arrange is None:
+        return apart
+    return jax.lax.map(partial(arrange, parts=parts), apart)
+
+
+class _Experts(MLP):
+    """A router [E, X], which is never rounded to a scheme, and of each expert gate and up fused
+    [E, 2F], and down [F, E].
+
+    Of a model over several devices in groups (`ExpertsConfig.groups`) X experts are chosen from,
+    and those of the device's group are here; what the groups' experts give is added up as what the
+    shares of one expert give. Engines that share experts bring all their rows to all of them.
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        experts = config.experts
+        assert experts is not None
+        size, inner, own = config.hidden_size, config.intermediate_size, experts.own
+        self.experts = experts
+        self.shards = config.shards
+        self.group_size = config.feed_forward_shards(config.shards)
+        self.router = nnx.Param(normal(rngs, (size, experts.n_experts), 1.5 * size**-0.5, dtype))
+        self.gate_up = ExpertLinear(
+            own, size, 2 * inner, dtype=dtype, rngs=rngs, activation=config.activation
+        )
+        is_split = config.shards * experts.engines > 1
+        self.down = ExpertLinear(own, inner, size, dtype=dtype, rngs=rngs, summed=is_split)
+
+    def __call__(self, x: Array, kernels: Kernels, rows: RowFacts) -> Array:
+        """x [T, E] -> [T, E]; rows of padding are 0."""
+        if self.experts.engines > 1:
+            counts = self._counts_of_all(x.shape[0], rows)
+            sums = DATA.own_sums(self._answered(DATA.rows_of_all(x), kernels, counts))
+        else:
+            count = jnp.int32(x.shape[0]) if rows.count is None else rows.count
+            sums = self._answered(x, kernels, count)
+        return TENSOR.total(sums) if self.shards > 1 else sums
+
+    def _answered(self, x: Array, kernels: Kernels, count: Array) -> Array:
+        """What this device's experts give [T, E], or their shares; count: see `_route`."""
+        of_router = kernels if count.ndim else kernels.of_rows(count)
+        scores = of_router.matmul(x, self.router[...], jnp.float32)
+        routes = _route(scores[:, : self.experts.n_experts], self.experts, count, self._first())
+        if self._at_once(kernels):
+            sums = self._all_at_once(x, routes, kernels)
+        else:
+            sums = self._one_by_one(x, routes, kernels)
+        return sums.astype(x.dtype)
+
+    def _counts_of_all(self, n_rows: int, rows: RowFacts) -> Array:
+        """int32 [engines]: rows of each engine that pad no step."""
+        if rows.counts is not None:
+            return rows.counts
+        if rows.count is None:
+            return jnp.full(self.experts.engines, n_rows)
+        return DATA.rows_of_all(rows.count[None])
+
+    def _at_once(self, kernels: Kernels) -> bool:
+        return self.gate_up.at_once(kernels) and self.down.at_once(kernels)
+
+    def _all_at_once(self, x: Array, routes: _Routes, kernels: Kernels) -> Array:
+        """float32 [T, E], by the kernel set's products with experts."""
+        assert kernels.experts is not None
+        assert self.gate_up.activation is not None
+        answers = kernels.experts(
+            x, self.gate_up.stack, self.down.stack, routes.blocks, self.gate_up.activation
+        )
+        return _weighed(answers, routes)
+
+    def _one_by_one(self, x: Array, routes: _Routes, kernels: Kernels) -> Array:
+        """float32 [T, E], block after block."""
+
+        def add_block(number: Array, sums: Array) -> Array:
+            at, weights = (
+                jax.lax.dynamic_slice_in_dim(array, number * routes.block, routes.block)
+                for array in (routes.rows, routes.weights)
+            )
+            block = x.at[at].get(mode="fill", fill_value=0)
+            # Those of a block stand before its places of nobody.
+            own = kernels.of_rows(jnp.sum(at < len(x), dtype=jnp.int32))
+            answers = self._answers(block, routes.experts[number], own)
+            return sums.at[at].add(answers * weights[:, None], mode="drop")
+
+        return jax.lax.fori_loop(0, routes.count, add_block, jnp.zeros(x.shape, jnp.float32))
+
+    def _first(self) -> Array | int:
+        """The number of the first expert that this device has a share of."""
+        if self.experts.all_groups == 1:
+            return 0
+        group = TENSOR.number() // self.group_size
+        if self.experts.engines > 1:
+            group += DATA.number() * self.experts.groups
+        return group * self.experts.own
+
+    def arrange(self, kernels: Kernels) -> None:
+        """See `MLP.arrange`; the router gets columns of zeros up to whole vectors."""
+        if self._at_once(kernels):
+            self.gate_up.set_apart()
+            self.down.set_apart()
+        else:
+            super().arrange(kernels)
+        if kernels.arrange is not None:
+            missing = -self.experts.n_experts % _COLUMNS
+            padded = jnp.pad(self.router[...], ((0, 0), (0, missing)))
+            self.router = nnx.Param(kernels.arrange(padded))
+
+    def _answers(self, block: Array, expert: Array, kernels: Kernels) -> Array:
+        """What one expert makes of [B, E]: float32 [B, E]."""
+        opening = self.gate_up.of(expert, kernels)
+        assert self.gate_up.activation is not None
+        inner = opening.gated(block, self.gate_up.activation, kernels)
+        return self.down.of(expert, kernels).product(inner, kernels)
+
+
+def _weighed(answers: Array, routes: _Routes) -> Array:
+    """answers float32 [N * B, E] -> [T, E]: each row's own, by their shares; 0 of rows of padding.
+
+    Added from the greatest share on, one after the other: the order is the row's own.
+    """
+    n_rows, n_chosen = routes.places.shape
+    # Choice by choice, so that what is added lies in one piece. What rows of padding find, or who
+    # goes to experts elsewhere, may be no number, and is left out as it is added: at each gather
+    # that would be another pass.
+    places = routes.places.T.reshape(-1)
+    found = answers.at[places].get(mode="clip").reshape(n_chosen, n_rows, -1)
+    is_here = routes.places < len(answers)
+    sums = jnp.zeros(found.shape[1:], jnp.float32)
+    for choice in range(n_chosen):
+        weighed = found[choice] * routes.shares[:, choice, None]
+        sums = sums + jnp.where(is_here[:, choice, None], weighed, 0.0)
+    return sums
+
+
+class _MixtureBlock(Block):
+    """One layer: attention and experts, each normed before and added after."""
+
+    mlp_class = _Experts
+
+
+class Mixture(Llama):
+    """See `Llama`."""
+
+    block = _MixtureBlock
+
+    @classmethod
+    def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:
+        """The names of Hugging Face's folders; GGUF files of mixtures are not read."""
+        if config.architecture == "MixtralForCausalLM":
+            return _MIXTRAL
+        return _QWEN

@@ -1,0 +1,96 @@
+"""OLMo 2 (arXiv 2501.00656): what differs from Llama's layers.
+
+Attention and MLP read rows as they are, and what they give is normed before it is added. Queries,
+and keys, are normed over all heads at once, before they are parted into heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from jitney.engine.core.models.attention import Attention
+from jitney.engine.core.models.layers import NoNorm, RMSNorm
+from jitney.engine.core.models.llama import Llama, PostNormBlock
+from jitney.engine.core.models.sharding import TENSOR
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
+from jitney.engine.core.weights.checkpoints.names import HF, Dialect, FileFormat
+from jitney.kernels.interface import Kernels
+
+_HF = replace(
+    HF,
+    attention_norm="",
+    attention_post_norm="post_attention_layernorm",
+    mlp_norm="",
+    mlp_post_norm="post_feedforward_layernorm",
+)
+
+
+class _WideNormAttention(Attention):
+    """Attention whose queries, and whose keys, are normed over all heads at once
+    (`ModelConfig.wide_qk_norm`).
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        super().__init__(config, layer, dtype=dtype, rngs=rngs)
+        self.shards = config.shards
+        self.wide_q_norm = RMSNorm.of(config.n_heads * config.head_dim, config, dtype)
+        self.wide_k_norm = RMSNorm.of(config.n_kv_heads * config.head_dim, config, dtype)
+
+    def projected(self, x: Array, kernels: Kernels, adapted: Array | None) -> Array:
+        """See `Attention.projected`."""
+        first_key = self.n_heads * self.head_dim
+        first_value = first_key + self.n_kv_heads * self.head_dim
+        rows = super().projected(x, kernels, adapted)
+        q, k, v = jnp.split(rows, [first_key, first_value], axis=1)
+        if self.shards == 1:
+            q, k = self.wide_q_norm(q, kernels), self.wide_k_norm(k, kernels)
+        else:
+            q, k = _normed_shares([q, k], [self.wide_q_norm, self.wide_k_norm], self.shards)
+        return jnp.concatenate([q, k, v], axis=1)
+
+
+def _normed_shares(shares: Sequence[Array], norms: Sequence[RMSNorm], devices: int) -> list[Array]:
+    """Rows that are split over devices, each [T, C] of T rows of some kind, normed over all of
+    their devices' columns; norms: with this device's share of each kind's weights.
+
+    Devices that share columns have as many each, so the mean of their means is that of all. One sum
+    over the devices serves all kinds. Inside the step only.
+    """
+    wide = [rows.astype(jnp.float32) for rows in shares]
+    own = jnp.stack([jnp.mean(rows * rows, axis=-1) for rows in wide], axis=-1)
+    means = TENSOR.total(own) / devices
+    normed: list[Array] = []
+    for kind, norm in enumerate(norms):
+        rows = wide[kind] * jax.lax.rsqrt(means[:, kind, None] + norm.eps)
+        weight = norm.weight[...].astype(jnp.float32)
+        normed.append((rows * weight).astype(shares[kind].dtype))
+    return normed
+
+
+class _OlmoBlock(PostNormBlock):
+    """One layer: attention and MLP, each normed behind, then added."""
+
+    attention_class = _WideNormAttention
+
+    def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        super().__init__(config, layer, dtype=dtype, rngs=rngs)
+        self.attention_norm = NoNorm()
+        self.mlp_norm = NoNorm()
+
+
+class Olmo(Llama):
+    """See `Llama`."""
+
+    block = _OlmoBlock
+
+    @classmethod
+    def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:
+        """The names of Hugging Face's folders; GGUF files of OLMo 2 are not read."""
+        return _HF

@@ -1,0 +1,81 @@
+"""What a model is for the rest of the engine.
+
+Loading, sharding, the proof of kernels, calibration and the step see no more of a model than this.
+Most families are a few overrides of `jitney.engine.core.models.llama.Llama`; one that is not shall
+be an `nnx.Module` with these members.
+
+Weights are addressed by their path in the module's flat state. Two of its parts have a meaning
+elsewhere: `jitney.engine.core.models.sharding` splits the outputs of modules named qkv, gate_up and
+lm_head, the weights of norms named wide_q_norm and wide_k_norm, the inputs of modules named o and
+down, and the rows of `embed`; and the last part of a `Linear`'s matrix is `kernel`. Every other
+weight is whole on each device.
+
+Axes: T tokens, E embed, R rows that need logits, V vocabulary, L layers, N pages, K KV heads, D
+head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from jitney.engine.core.models.hidden import Hidden
+from jitney.engine.core.models.layers import Linear
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
+from jitney.engine.core.weights.checkpoints.names import FileFormat, WeightMap
+from jitney.kernels.interface import AttentionMeta, Kernels
+
+
+class Model(Protocol):
+    """Weights, and the functions that use them; a pytree (`nnx.Module`). An encoder is given whole
+    texts and no pools, and its logits are those of its own head (`ModelConfig.encoder`).
+    """
+
+    #: What one device runs; its `windows` say which layers see how far.
+    config: ModelConfig
+
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        """Random weights in `dtype`, of the shares of one of `config.shards` devices."""
+
+    def __call__(
+        self, tokens: Array, kv: list[Array], meta: AttentionMeta, kernels: Kernels
+    ) -> tuple[Hidden, list[Array]]:
+        """tokens int32 [T], kv L times [N, page, 2K, D] -> (rows behind the last attention, the
+        pools with the step's keys and values).
+        """
+        ...
+
+    def logits(self, hidden: Hidden, kernels: Kernels) -> Array:
+        """Of R rows float32 [R, V], of the device's own share of the vocabulary."""
+        ...
+
+    def normed(self, hidden: Hidden, kernels: Kernels) -> Array:
+        """R rows -> [R, E] behind the final norm, which is what the output head reads."""
+        ...
+
+    def linears(self) -> Iterator[Linear]:
+        """Every matrix that may be quantised, in one order."""
+        ...
+
+    def arrange(self, kernels: Kernels) -> None:
+        """Lay the matrices out as the kernel set multiplies them fastest; done last."""
+        ...
+
+    def set_kv_scales(self, scales: list[Array]) -> None:
+        """Give each layer the factors of its quantised pool, float32 [2K]."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the activations, and of weights that are not quantised."""
+        ...
+
+    @classmethod
+    def weight_map(cls, config: ModelConfig, file_format: FileFormat) -> WeightMap:
+        """Which tensors of a checkpoint of the whole model make up each weight."""
+        ...

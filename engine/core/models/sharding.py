@@ -1,0 +1,425 @@
+"""Tensor parallelism: one step on several devices, each with its share of heads, feed-forward and
+vocabulary.
+
+The whole step runs under `jax.shard_map` over one mesh axis, so every device runs an ordinary
+model, the one of `ModelConfig.local`, on its share of the weights and of the KV pools, with the
+kernels of one device (the split is that of Megatron-LM, arXiv 1909.08053). What joins the shares
+again is `Axis`: `total` after the two products that end a layer's halves; `executor.vocabulary` has
+what a sampler needs. Plans and uploads are the same on all devices.
+
+Engines that share the experts of a mixture run one step over a mesh of two axes, in which each has
+a row of devices: TENSOR splits one engine's devices as ever, and along DATA every engine has rows,
+pools and seats of its own. Experts are dealt out over both (`Axis.rows_of_all` and `own_sums` bring
+rows to them and back); all other weights are the same along DATA.
+
+Axes as in `jitney.kernels.interface`, with H, K, F and V counted over all devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jitney.engine.common.errors import ConfigError
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
+from jitney.engine.core.weights.checkpoints.names import Path
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """An axis of the mesh; what joins the arrays of its devices, inside a step only."""
+
+    name: str
+
+    def number(self) -> Array:
+        """int32: which of the axis this device is."""
+        return jax.lax.axis_index(self.name)
+
+    def total(self, x: Array) -> Array:
+        """Sum of every device's x, on every device."""
+        return jax.lax.psum(x, self.name)
+
+    def largest(self, x: Array) -> Array:
+        """The greatest of every device's x, number by number, on every device."""
+        return jax.lax.pmax(x, self.name)
+
+    def largest_of_group(self, x: Array, groups: Sequence[int]) -> Array:
+        """The same among the devices of the own group; groups: the one of each device of the
+        axis.
+        """
+        everybodys = jax.lax.all_gather(x, self.name)
+        numbers = jnp.array(groups)
+        mine = numbers == numbers[self.number()]
+        return jnp.max(jnp.where(mine[:, None], everybodys, -jnp.inf), axis=0)
+
+    def side_by_side(self, x: Array) -> Array:
+        """Every device's columns: [R, C / n] -> [R, C]."""
+        return jax.lax.all_gather(x, self.name, axis=1, tiled=True)
+
+    def rows_of_all(self, x: Array) -> Array:
+        """Every device's rows one behind the other: [T, E] -> [n * T, E]."""
+        return jax.lax.all_gather(x, self.name, tiled=True)
+
+    def own_sums(self, x: Array) -> Array:
+        """Sums over all devices of the rows that are this one's: [n * T, E] -> [T, E]."""
+        return jax.lax.psum_scatter(x, self.name, tiled=True)
+
+
+#: The mesh axis over which everything is split, and the one of engines that share experts.
+TENSOR, DATA = _Axis("tensor"), _Axis("data")
+WHOLE = PartitionSpec()
+#: Modules whose outputs are split (their last axis is outputs), and whose inputs are (the axis
+#: before it, of a matrix).
+_BY_OUTPUTS = ("qkv", "gate_up", "lm_head", "wide_q_norm", "wide_k_norm")
+_BY_INPUTS = ("o", "down")
+
+
+def make_mesh(devices: Sequence[Any], engines: int = 1) -> Mesh:
+    """The devices of one engine, or of several that share experts, those of one behind those of
+    another; their order is the order of the shares.
+    """
+    if engines == 1:
+        return Mesh(np.array(devices), (TENSOR.name,))
+    return Mesh(np.array(devices).reshape(engines, -1), (DATA.name, TENSOR.name))
+
+
+def own_mesh(mesh: Mesh | None) -> Mesh | None:
+    """This engine's devices, of a mesh of several engines: those of this process."""
+    if mesh is None or engines_of(mesh) == 1:
+        return mesh
+    return make_mesh([device for device in mesh.devices.flat if _is_here(device)])
+
+
+def _is_here(device: Any) -> bool:
+    return device.process_index == jax.process_index()
+
+
+def engines_of(mesh: Any) -> int:
+    """Engines that run their steps on this mesh together."""
+    return mesh.shape.get(DATA.name, 1)
+
+
+def of_each_engine(mesh: Mesh, spec: PartitionSpec) -> PartitionSpec:
+    """Where an array lies of which every engine has one of its own, the next behind the one before
+    along the first axis; spec: of one engine's.
+    """
+    if engines_of(mesh) == 1:
+        return spec
+    return PartitionSpec(DATA.name, *spec[1:])
+
+
+def experts_axes(mesh: Mesh) -> Any:
+    """The mesh's axes over which experts are dealt out."""
+    return (DATA.name, TENSOR.name) if engines_of(mesh) > 1 else TENSOR.name
+
+
+def _is_of_experts(path: Path) -> bool:
+    """Of a weight of a mixture: whether it is an expert's."""
+    return "gate_up" in path or "down" in path
+
+
+def _axis_of(path: Path, ndim: int, groups: int = 1) -> int | None:
+    """Which axis of a weight is split; None: every device has all of it. groups: with different
+    experts, `ExpertsConfig.all_groups`.
+    """
+    if path == ("embed",) or path[-1] == "kv_scales":
+        return 0
+    names = set(path)
+    if names & set(_BY_OUTPUTS) and ndim:
+        return None if path[-2:] == ("adapters", "a") else ndim - 1
+    if names & set(_BY_INPUTS) and ndim >= 2:
+        # The first axis, but for experts that are set apart, [X, I, O].
+        return None if path[-2:] == ("adapters", "b") else ndim - 2
+    if groups > 1 and "down" in names:
+        return 0  # every group has other experts' scales
+    # A bias, or a scale of each output, comes after the sum over the devices: it is whole.
+    return None
+
+
+def _sharding_of(path: Path, ndim: int, mesh: Mesh, groups: int = 1) -> NamedSharding:
+    """Who holds what of a weight."""
+    axis = _axis_of(path, ndim, groups)
+    if axis is None:
+        return NamedSharding(mesh, WHOLE)
+    split = experts_axes(mesh) if _is_of_experts(path) else TENSOR.name
+    return NamedSharding(mesh, PartitionSpec(*[None] * axis, split))
+
+
+def whole_shape(
+    path: Path, own: Sequence[int], shards: int, groups: int = 1, engines: int = 1
+) -> tuple[int, ...]:
+    """A weight's shape over all devices, given that of one device's share. shards: devices of one
+    engine.
+    """
+    whole = list(own)
+    axis = _axis_of(path, len(own), groups)
+    if axis is not None:
+        whole[axis] *= shards
+        if _is_of_experts(path):
+            whole[axis] *= engines
+    return tuple(whole)
+
+
+@partial(jax.jit, static_argnames=("work", "mesh"))
+def _run_on_each(stacked: Any, known: Any, *, work: Any, mesh: Mesh) -> Any:
+    """See `Shares.on_each`; every array is split along its first axis, whatever that is."""
+    split = PartitionSpec(TENSOR.name)
+    program = jax.shard_map(
+        work, mesh=mesh, in_specs=(split, WHOLE), out_specs=split, check_vma=False
+    )
+    return program(stacked, known)
+
+
+@partial(jax.jit, static_argnames=("work", "mesh", "before", "after"))
+def laid_out_anew(
+    array: Array,
+    work: Callable[[Array], Array],
+    mesh: Mesh,
+    *,
+    before: PartitionSpec,
+    after: PartitionSpec,
+) -> Array:
+    """An array of which each device has made work(its share); nothing is sent.
+
+    before, after: who holds what of it. work: as for `Shares.on_each`.
+    """
+    return jax.shard_map(work, mesh=mesh, in_specs=before, out_specs=after)(array)
+
+
+def _single_arrays(array: Array, mesh: Mesh) -> list[Array]:
+    """The parts of an array, in the order of the mesh's devices."""
+    parts = {shard.device: shard.data for shard in array.addressable_shards}
+    return [parts[device] for device in mesh.devices.flat]
+
+
+def _stacked(mesh: Mesh, *parts: Array) -> Array:
+    """Arrays of the same shape, one on each device of the mesh, as one along their first axis."""
+    rows, *rest = parts[0].shape
+    return jax.make_array_from_single_device_arrays(
+        (len(parts) * rows, *rest), NamedSharding(mesh, PartitionSpec(TENSOR.name)), list(parts)
+    )
+
+
+def _run(first: int, count: int) -> slice:
+    return slice(first, first + count)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Who holds what of a model's weights."""
+
+    #: Of the whole model.
+    config: ModelConfig
+    mesh: Mesh
+
+    @property
+    def shards(self) -> int:
+        """Devices of one engine."""
+        return self.mesh.shape[TENSOR.name]
+
+    @property
+    def engines(self) -> int:
+        """Engines that share the experts."""
+        return engines_of(self.mesh)
+
+    @property
+    def own(self) -> ModelConfig:
+        """The model that one device runs."""
+        return self.config.local(self.shards)
+
+    @cached_property
+    def group_size(self) -> int:
+        """Devices of a group that holds experts of its own; an engine's without experts."""
+        return self.config.feed_forward_shards(self.shards)
+
+    @property
+    def groups(self) -> int:
+        """How many groups there are, of all engines."""
+        return self.mesh.size // self.group_size
+
+    @staticmethod
+    def splits_inputs(path: Path) -> bool:
+        """Whether the inputs of a matrix are split, not its outputs."""
+        return not set(path).isdisjoint(_BY_INPUTS)
+
+    def input_shards(self, path: Path) -> int:
+        """Devices among which the inputs of a matrix are split."""
+        if "down" in path:
+            return self.group_size
+        return self.shards
+
+    def group_of(self, path: Path, device: int) -> int:
+        """Number of the devices that have its other inputs, of a matrix whose inputs are split."""
+        return device // self.input_shards(path)
+
+    def ranges(self, path: Path, size: int, device: int) -> list[slice]:
+        """Which indices along the split axis, of `size` in the checkpoint's order, the device
+        holds, in its own order. device: its number among those of all engines.
+
+        A fused projection is cut piece by piece, so that each device has (q, k, v) or (gate, up) of
+        its own.
+        """
+        own = self.own
+        if path[-1] == "kv_scales":
+            return [_run(2 * self._first_kv(device), 2 * own.n_kv_heads)]
+        if "qkv" in path:
+            return self._heads(device)
+        if "wide_q_norm" in path:
+            return [self._queries(device)]
+        if "wide_k_norm" in path:
+            return [self._keys(device)]
+        if "gate_up" in path:
+            return self._gates(device)
+        parts = own.shards
+        if self.splits_inputs(path):
+            parts = self.input_shards(path)
+        number = device % parts
+        if size % parts:
+            raise ConfigError(
+                f"tensor_parallel {own.shards} does not divide the {size} groups of inputs of "
+                f"quantised {'.'.join(map(str, path))}"
+            )
+        return [_run(number * size // parts, size // parts)]
+
+    def _first_kv(self, device: int) -> int:
+        """The device's first KV head; devices beyond the KV heads share them."""
+        return device % self.shards * self.config.n_kv_heads // self.shards
+
+    def _heads(self, device: int) -> list[slice]:
+        """Columns of the fused query, key and value projection."""
+        whole, keys = self.config, self._keys(device)
+        count = keys.stop - keys.start
+        first_key = whole.n_heads * whole.head_dim
+        first_value = first_key + whole.n_kv_heads * whole.head_dim
+        return [
+            self._queries(device),
+            _run(first_key + keys.start, count),
+            _run(first_value + keys.start, count),
+        ]
+
+    def _queries(self, device: int) -> slice:
+        """Columns of all query heads that are the device's."""
+        count = self.own.n_heads * self.own.head_dim
+        return _run(device % self.shards * count, count)
+
+    def _keys(self, device: int) -> slice:
+        """The same of all key heads, or of all value heads."""
+        dim = self.own.head_dim
+        return _run(self._first_kv(device) * dim, self.own.n_kv_heads * dim)
+
+    def _gates(self, device: int) -> list[slice]:
+        """Columns of the fused gate and up projection; of a mixture, of every expert's."""
+        own, whole = self.own.intermediate_size, self.config.intermediate_size
+        n_experts = 1
+        if self.own.experts is not None:
+            n_experts = self.own.experts.own
+        group, number = divmod(device, self.group_size)
+        matrices = range(2 * group * n_experts, 2 * (group + 1) * n_experts)
+        return [_run(matrix * whole + number * own, own) for matrix in matrices]
+
+    def _answers(self, size: int, device: int) -> slice:
+        """Columns of the products that close a feed-forward, of `size` over all experts: those of
+        the group's own.
+        """
+        own = size // self.groups
+        return _run(device // self.group_size * own, own)
+
+    def cut(self, path: Path, array: Any, device: int, *, transposed: bool = False) -> Any:
+        """One device's share of a weight in the checkpoint's order, numpy, jax or still in its file
+        (`loading.slices`), of which no more is read; transposed: a matrix [O, I].
+        """
+        if _axis_of(path, array.ndim, self.groups) is None:
+            return array[...]
+        axis, places = self.places(path, array.shape, device, transposed=transposed)
+        parts = [array[place] for place in places]
+        if len(parts) == 1:
+            return parts[0]
+        if isinstance(parts[0], np.ndarray):
+            return np.concatenate(parts, axis=axis)
+        return jnp.concatenate(parts, axis=axis)
+
+    def places(
+        self, path: Path, shape: Sequence[int], device: int, *, transposed: bool = False
+    ) -> tuple[int, list[tuple[slice, ...]]]:
+        """Where in a weight of this shape that is split one device's share lies: along which axis
+        there may be several parts, and each part's slice of every axis. The rest is as for `cut`.
+        """
+        axis = _axis_of(path, len(shape), self.groups)
+        assert axis is not None
+        outputs = len(shape) - 1
+        if transposed:
+            axis, outputs = outputs - axis, 0
+        place = [slice(0, size) for size in shape]
+        if "down" in path and self.groups > 1:
+            place[outputs] = self._answers(shape[outputs], device)
+            if axis == outputs:
+                return axis, [tuple(place)]
+        parts = self.ranges(path, shape[axis], device)
+        return axis, [(*place[:axis], part, *place[axis + 1 :]) for part in parts]
+
+    def place(self, path: Path, array: Any) -> Array:
+        """A whole weight in the checkpoint's order, numpy or jax -> the same, every device holding
+        its share.
+        """
+        return self.join(path, self.send(path, array, transposed=False))
+
+    def send(self, path: Path, stored: Any, *, transposed: bool) -> list[Array]:
+        """A whole weight ([O, I] if transposed), as `cut` takes it -> this host's devices' shares
+        of it, each on its device, as they are stored.
+
+        No device ever holds more of it than its share, and a host cuts out those of its own devices
+        alone.
+        """
+        pieces = []
+        for number, device in enumerate(self.mesh.devices.flat):
+            if number in self.own_numbers:
+                own = self.cut(path, stored, number, transposed=transposed)
+                pieces.append(jax.device_put(own, device))
+        return pieces
+
+    @cached_property
+    def own_numbers(self) -> tuple[int, ...]:
+        """Which of the mesh's devices are this host's."""
+        devices = enumerate(self.mesh.devices.flat)
+        return tuple(number for number, device in devices if _is_here(device))
+
+    @property
+    def engines_numbers(self) -> range:
+        """Numbers of the devices of this host's engine, which other hosts may have some of."""
+        engine = self.own_numbers[0] // self.shards
+        return range(engine * self.shards, (engine + 1) * self.shards)
+
+    def on_each(
+        self, work: Callable[[Any, Any], Any], pieces: Sequence[Any], known: Any = None
+    ) -> list[Any]:
+        """work(a device's share, known) on each of this host's devices, by one program for them
+        all; in it, TENSOR is the axis of this host's devices.
+
+        work: equal functions must compare equal, or each is compiled; may return a tree of arrays.
+        pieces: an array for each device, or a tree of arrays with one axis at least. known: what
+        all devices are told, or None.
+        """
+        mesh = make_mesh([self.mesh.devices.flat[number] for number in self.own_numbers])
+        stacked = jax.tree.map(partial(_stacked, mesh), *pieces)
+        leaves, tree = jax.tree.flatten(_run_on_each(stacked, known, work=work, mesh=mesh))
+        by_leaf = [_single_arrays(leaf, mesh) for leaf in leaves]
+        return [jax.tree.unflatten(tree, own) for own in zip(*by_leaf, strict=True)]
+
+    def join(self, path: Path, pieces: Sequence[Array]) -> Array:
+        """One array out of the devices' shares, each on its device already; of those of this host
+        alone, if there are several.
+        """
+        own = pieces[0].shape
+        return jax.make_array_from_single_device_arrays(
+            whole_shape(path, own, self.shards, self.groups, self.engines),
+            _sharding_of(path, len(own), self.mesh, self.groups),
+            list(pieces),
+        )

@@ -1,0 +1,109 @@
+"""What the scheduler is held to, out of the configuration."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from jitney.engine.common.errors import ConfigError
+from jitney.engine.common.requests import REQUEST_MOST
+from jitney.engine.config import AUTO, EngineSection, Share
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """What the scheduler is held to; the defaults are the plainest engine, without any of the
+    optional limits.
+
+    context_length: tokens of one sequence, prompt included. policy, order: names in
+    `engine.core.scheduler.policies`. batch_size (0: as many as there are seats): of the policies
+    that batch; max_wait_ms: of dynamic; static_timeout_ms: of static, 0 for none. prefill_share: of
+    the token budget, for prompt rows while others decode, or AUTO. target_itl_ms,
+    max_predicted_wait_s: 0 for none. background_seats: of requests that nobody waits for, while
+    others come; 0: a quarter of all. max_logprobs: alternatives that are computed for each token.
+    embedding_pooling: what vectors of prompts are made of (off, or a `Pooling`). adapters: how many
+    a request may choose from. encoder: prompts are computed whole, in one step each, and keep no
+    pages.
+    """
+
+    max_seats: int
+    context_length: int
+    max_waiting_requests: int = 256
+    max_waiting_tokens: int = 262144
+    policy: str = "continuous"
+    batch_size: int = 0
+    max_wait_ms: float = 200.0
+    order: str = "fcfs"
+    prefill_share: Share = 1.0
+    target_itl_ms: float = 0.0
+    max_predicted_wait_s: float = 0.0
+    static_timeout_ms: float = 0.0
+    background_seats: int = 0
+    max_logprobs: int = REQUEST_MOST.logprobs
+    embedding_pooling: str = "off"
+    adapters: int = 0
+    encoder: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        settings: EngineSection,
+        *,
+        context_length: int,
+        adapters: int = 0,
+        embedding_pooling: str = "off",
+        encoder: bool = False,
+    ) -> SchedulerLimits:
+        """The limits that the configuration and the model set."""
+        values = {name: getattr(settings, name) for name in _SETTINGS}
+        return cls(
+            context_length=context_length,
+            adapters=adapters,
+            embedding_pooling=embedding_pooling,
+            encoder=encoder,
+            **values,
+        )
+
+    @property
+    def batch(self) -> int:
+        """Sequences of a batch, of the policies that batch."""
+        return self.batch_size or self.max_seats
+
+    @property
+    def max_wait_s(self) -> float:
+        """Seconds that the oldest waits at most, of dynamic."""
+        return self.max_wait_ms / 1000
+
+    @property
+    def static_timeout_s(self) -> float:
+        """Seconds without an arrival after which a smaller batch boards, of static; inf: never."""
+        return self.static_timeout_ms / 1000 if self.static_timeout_ms else math.inf
+
+    def __post_init__(self) -> None:
+        for name in ("max_seats", "max_waiting_requests", "max_waiting_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1")
+        if self.context_length < 2:
+            raise ConfigError("context_length must be at least 2: one prompt token and one more")
+        if not 0 <= self.background_seats <= self.max_seats:
+            raise ConfigError(
+                f"background_seats must be 1 to max_seats ({self.max_seats}), or 0 for a quarter"
+            )
+        if not 0 <= self.batch_size <= self.max_seats:
+            raise ConfigError(
+                f"batch_size must be 1 to max_seats ({self.max_seats}), or 0 for all seats"
+            )
+        if self.prefill_share != AUTO and not 0 < self.prefill_share <= 1:
+            raise ConfigError(f"prefill_share must be more than 0 and at most 1, or {AUTO}")
+        for name in ("max_wait_ms", "static_timeout_ms", "target_itl_ms", "max_predicted_wait_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be at least 0")
+
+
+#: What the configuration sets, under the same names.
+_SETTINGS = {field.name for field in fields(SchedulerLimits)} - {
+    "context_length",
+    "adapters",
+    "embedding_pooling",
+    "encoder",
+}

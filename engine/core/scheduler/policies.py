@@ -1,0 +1,199 @@
+"""When waiting sequences may board, and who goes first: plain functions of counts and times.
+
+Their names stand in `jitney.engine.config.schema`, where the configuration and the command line
+read them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
+
+from jitney.engine.common.errors import ConfigError
+from jitney.engine.common.requests import EngineRequest
+from jitney.engine.core.scheduler.fair_queue import FairQueue
+from jitney.engine.core.scheduler.limits import SchedulerLimits
+from jitney.engine.core.scheduler.queues import WaitingQueue
+
+#: Order "priority": what one level is worth, in seconds of waiting, and the most levels that count
+#: either way.
+_LEVEL_S, _MAX_LEVELS = 10.0, 60
+#: Order "shortest": what one expected output token is worth, in seconds of waiting, and the most
+#: they are worth.
+_TOKEN_S, _LONGEST_S = 0.1, 60.0
+
+
+class Situation(NamedTuple):
+    """What a policy may look at, between two steps. now, arrivals (of all who wait): seconds of the
+    scheduler's clock.
+
+    busy_seats: seats with a sequence in them, or held by a batch. more_to_come: whether anybody can
+    still come before somebody who is here has ended; a server never knows better than that.
+    """
+
+    now: float
+    free_seats: int
+    busy_seats: int
+    waiting: int
+    arrivals: Iterator[float]
+    more_to_come: bool = True
+
+
+class _Policy(Protocol):
+    """Decides how many waiting sequences may take a seat in the next step; asked only while
+    somebody waits.
+
+    holds: those who board together are one batch. Their prompts are padded to the longest of them,
+    their steps to the size of the batch, and all their seats stay taken until the last of them is
+    done.
+    """
+
+    holds: bool
+
+    def boarders(self, situation: Situation) -> int:
+        """At most this many board now."""
+        ...
+
+    def boards_at(self, situation: Situation) -> float:
+        """When `boarders` will let somebody board if nobody comes and no seat is freed before; inf:
+        never.
+        """
+        ...
+
+
+class _Continuous:
+    """In-flight batching: every free seat is offered between any two steps."""
+
+    holds = False
+
+    def boarders(self, situation: Situation) -> int:
+        return situation.free_seats
+
+    def boards_at(self, situation: Situation) -> float:
+        return situation.now
+
+
+class _Batching:
+    """One batch after the other, of `size` sequences; the next one boards when the last of this one
+    has left.
+    """
+
+    holds = True
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def boarders(self, situation: Situation) -> int:
+        if self.boards_at(situation) > situation.now:
+            return 0
+        return min(self.size, situation.waiting)
+
+    def boards_at(self, situation: Situation) -> float:
+        if situation.busy_seats:
+            return math.inf
+        if situation.waiting >= self.size:
+            return situation.now
+        return self.gives_up_at(situation)
+
+    def gives_up_at(self, situation: Situation) -> float:
+        """When fewer than a batch board, though more could come; inf: never."""
+        raise NotImplementedError
+
+
+class _Static(_Batching):
+    """A batch boards when `size` sequences wait for it, and not before.
+
+    Fewer board where nobody else can come, and once nobody has come for `timeout_s` seconds (inf:
+    never).
+    """
+
+    def __init__(self, size: int, timeout_s: float):
+        super().__init__(size)
+        self.timeout_s = timeout_s
+
+    def gives_up_at(self, situation: Situation) -> float:
+        if not situation.more_to_come:
+            return situation.now
+        return max(situation.arrivals) + self.timeout_s
+
+
+class _Dynamic(_Batching):
+    """A batch boards when `size` sequences wait for it, or when the oldest of them has waited
+    `wait_s` seconds.
+    """
+
+    def __init__(self, size: int, wait_s: float):
+        super().__init__(size)
+        self.wait_s = wait_s
+
+    def gives_up_at(self, situation: Situation) -> float:
+        return min(situation.arrivals) + self.wait_s
+
+
+def _by_arrival(request: EngineRequest, expected: int) -> float:
+    """All requests are of one class, served in the order in which they came."""
+    return 0.0
+
+
+def _by_priority(request: EngineRequest, expected: int) -> float:
+    """Lower `priority` boards sooner and is preempted later, and who waits gains a level every
+    _LEVEL_S seconds.
+
+    All gain alike, so the difference of two who wait never changes and one number says it: the time
+    at which a request of priority 0 would have had to come to stand at the same place. A request is
+    therefore never overtaken by one that comes more than 2 * _MAX_LEVELS * _LEVEL_S seconds after
+    it.
+    """
+    return request.arrival + _LEVEL_S * max(-_MAX_LEVELS, min(_MAX_LEVELS, request.priority))
+
+
+def _by_length(request: EngineRequest, expected: int) -> float:
+    """Short answers first, as far as they can be foreseen; each expected token counts as _TOKEN_S
+    seconds of waiting.
+
+    As with `_by_priority` the place in the queue is one number, and nobody is overtaken by who
+    comes _LONGEST_S later.
+    """
+    return request.arrival + min(_LONGEST_S, _TOKEN_S * expected)
+
+
+class _Order(NamedTuple):
+    """Who goes first. key: from a request and its expected output tokens to its class, lower first,
+    then by arrival.
+
+    The class also says who is preempted first: the last one. queue: makes what keeps those who
+    wait.
+    """
+
+    key: Callable[[EngineRequest, int], float]
+    queue: Callable[[], WaitingQueue]
+
+
+POLICIES: dict[str, Callable[[SchedulerLimits], _Policy]] = {
+    "continuous": lambda limits: _Continuous(),
+    "static": lambda limits: _Static(limits.batch, limits.static_timeout_s),
+    "dynamic": lambda limits: _Dynamic(limits.batch, limits.max_wait_s),
+}
+_ORDERS: dict[str, _Order] = {
+    "fcfs": _Order(_by_arrival, WaitingQueue),
+    "priority": _Order(_by_priority, WaitingQueue),
+    "shortest": _Order(_by_length, WaitingQueue),
+    "fair": _Order(_by_arrival, FairQueue),
+}
+
+
+def make_policy(limits: SchedulerLimits) -> _Policy:
+    """The policy that the limits name; ConfigError lists the known ones."""
+    return _named(POLICIES, "policy", limits.policy)(limits)
+
+
+def make_order(name: str) -> _Order:
+    """The order of that name; ConfigError lists the known ones."""
+    return _named(_ORDERS, "order", name)
+
+
+def _named[T](table: dict[str, T], what: str, name: str) -> T:
+    if name not in table:
+        raise ConfigError(f"unknown {what} {name!r}; known: {', '.join(table)}")
+    return table[name]

@@ -1,0 +1,292 @@
+"""How long a newcomer will wait, from who is there, how long their answers should get, and how fast
+steps go.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from jitney.engine.common.errors import RequestError
+from jitney.engine.core.scheduler.estimates import OutputLengths, PrefillBudget, StepTimeEstimate
+from jitney.engine.core.scheduler.kv_pages import PagePool
+from jitney.engine.core.scheduler.limits import SchedulerLimits
+from jitney.engine.core.scheduler.passing import Passing
+from jitney.engine.core.scheduler.promises import SHORTEST_RETRY
+from jitney.engine.core.scheduler.sequence import Sequence
+from jitney.engine.core.scheduler.state import SchedulerState
+
+#: A deadline is given up only if it would be missed even with this share of the predicted wait.
+_HOPE = 0.5
+#: Groups in which the prompts ahead are looked at, at most.
+_GROUPS = 16
+#: Seconds of a step before one was measured.
+_FIRST_STEP_S = 0.02
+#: Below this share of a class, nothing is known about those who got so far: they end at once.
+_LEAST_ALIVE = 1e-12
+
+
+class _Endings:
+    """What is foreseen of some running answers, each one token further with each step: how many
+    still run after so many steps, by the life tables of their classes.
+
+    The answer that ends first of 32 is not the one with the shortest mean rest: lengths scatter, so
+    some answer ends soon even if each is expected to run on for long, and one that is past what was
+    expected of it is not about to end for that reason.
+
+    Takes some microseconds for each class among them, and less for each answer.
+    """
+
+    def __init__(self, running: Iterable[Sequence], lengths: OutputLengths):
+        by_kind = defaultdict[object, list[Sequence]](list)
+        for seq in running:
+            by_kind[seq.kind].append(seq)
+        #: Answers that run now.
+        self.n = sum(map(len, by_kind.values()))
+        edges = lengths.edges
+        longest = max((_most_left(seq) for same in by_kind.values() for seq in same), default=1)
+        #: Steps from now, rising from 0 to where the last one ends by length, f8 [T].
+        self._steps = np.append(
+            edges[: np.searchsorted(edges, longest - 1)], (longest - 1, longest)
+        )
+        #: How many should still run then, falling from n to 0, f8 [T].
+        self._running = np.zeros(len(self._steps))
+        for same in by_kind.values():
+            self._add(same, lengths)
+
+    def _add(self, same: list[Sequence], lengths: OutputLengths) -> None:
+        """Count answers of one class."""
+        outlook = lengths.likely(same[0].kind)
+        so_far = np.array([seq.n_output for seq in same], np.float64)
+        most_left = np.array([_most_left(seq) for seq in same], np.float64)
+        steps = self._steps[:, None]
+        share = outlook.reaches(so_far + steps) / np.maximum(outlook.reaches(so_far), _LEAST_ALIVE)
+        self._running += np.where(steps < most_left, share, 0.0).sum(axis=1)
+
+    def steps_until(self, n: int) -> float:
+        """Steps until so many of them, 1 to all, should have ended; at least 1.
+
+        Were lengths memoryless, the n-th of N would end on average when about n - n/2N are expected
+        to have ended; that is taken for all.
+        """
+        ended = n * (1 - 0.5 / self.n)
+        # A rising x for the interpolation: from the end to now.
+        steps = np.interp(self.n - ended, self._running[::-1], self._steps[::-1])
+        return max(1.0, float(steps))
+
+    @property
+    def tokens(self) -> float:
+        """Tokens that all of them together should still generate."""
+        return float(np.trapezoid(self._running, self._steps))
+
+
+def _most_left(seq: Sequence) -> int:
+    """Tokens after which it ends by length, at least 1."""
+    return max(1, seq.limit - seq.n_prompt - seq.n_output)
+
+
+class PredictedWait:
+    """Foresees a newcomer's wait; before a step was measured it foresees none.
+
+    A newcomer waits for a seat and for the prompt rows that go before its own. Steps with prompt
+    rows are counted, and beyond them those that only decode until a seat is free; each kind is
+    taken to last as long as its recent ones did.
+    """
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        state: SchedulerState,
+        prefill_budget: PrefillBudget,
+        pool: PagePool,
+        passing: Passing,
+        *,
+        batch: int = 0,
+    ):
+        self.limits = limits
+        self.state = state
+        # Its own: to ask for the rows of a step counts where there is a target_itl.
+        self.prefill_budget = replace(prefill_budget)
+        self.pool = pool
+        self.passing = passing
+        self.step_times: StepTimeEstimate = prefill_budget.step_times
+        #: Sequences per batch where seats are kept; 0 where they are refilled at once.
+        self.batch = batch
+        # Of this step; None until somebody asks.
+        self._endings: _Endings | None = None
+
+    def pass_step(self) -> None:
+        """A step is planned: the running answers will be one token further."""
+        self._endings = None
+
+    def check_deadline(self, leader: Sequence, wait: float, now: float) -> None:
+        """Raise RequestError deadline_unreachable if the first token could not come in time after
+        so many seconds of waiting.
+        """
+        deadline = leader.request.deadline
+        if deadline is None or now + _HOPE * wait + self._prefill(leader) <= deadline:
+            return
+        raise RequestError(
+            f"the first token could not come before the request's deadline; about {wait:.1f} s of "
+            "waiting are ahead",
+            code="deadline_unreachable",
+            retry_after=max(wait, SHORTEST_RETRY),
+        )
+
+    def wait(self, newcomer: Sequence) -> float:
+        """Seconds until it should board; 0 before anything was measured."""
+        ahead = self.state.n_ahead(newcomer)
+        rows = self._rows_ahead(ahead)
+        passing = self._rows_until_it_passes(newcomer.n_prompt - self._found(newcomer))
+        if passing < rows:
+            return self._behind(0, int(passing))
+        return self._behind(ahead, rows)
+
+    @property
+    def of_last(self) -> float:
+        """Seconds until a request should board that goes after all that are here now."""
+        ahead = self.state.live.n_waiting
+        return self._behind(ahead, self._rows_ahead(ahead))
+
+    def _behind(self, ahead: int, rows: int) -> float:
+        """Seconds until so many sequences and then the newcomer have boarded, and so many prompt
+        rows are computed.
+        """
+        if self.step_times.step is None:
+            return 0.0
+        steps = self._batch_steps(ahead) if self.batch else self._seat_steps(ahead)
+        prompt_steps, prompt_s = self._prompt_steps(ahead, rows)
+        return prompt_s + max(0.0, steps - prompt_steps) * self._decode_s(ahead)
+
+    def _decode_s(self, ahead: int) -> float:
+        """Seconds of a step in which those with seats decode, so many more too, and nothing
+        else.
+        """
+        seated = min(self.limits.max_seats, max(1, self.state.live.n_seated + ahead))
+        return self.step_times.decode(seated) or self.step_times.step or _FIRST_STEP_S
+
+    def _rows_until_it_passes(self, rows: int) -> float:
+        """Rows that are computed before a prompt of so many passes longer ones; inf if it does not
+        or finds no seat.
+        """
+        state = self.state
+        if not state.open_seats:
+            return math.inf
+        head = state.queue.head()
+        first = sum([seq.n_left for seq in state.live_prompts])
+        first += head.wanted_rows if head else 0
+        size = rows.bit_length()
+        shorter = sum([waiting for other, waiting in state.queue.rows.items() if other <= size])
+        return self.passing.rows_until(rows, first, shorter)
+
+    def _rows_ahead(self, ahead: int) -> int:
+        """Rows of the prompts that have boarded and of so many that wait."""
+        state = self.state
+        boarded = sum([seq.n_left for seq in state.live_prompts])
+        share = min(1.0, ahead / max(1, state.live.n_waiting))
+        return boarded + int(share * state.queue.rows.total())
+
+    def _seat_steps(self, ahead: int) -> float:
+        """Steps until so many who are ahead, and then the newcomer, have found a seat.
+
+        For the k-th seat to become free k of those who run must end. Beyond one round of all seats:
+        what is to be generated ahead, spread over the seats that are at work, less the half-done
+        answers that run on at that time.
+        """
+        wanted = ahead + 1 - self.state.open_seats
+        if wanted <= 0:
+            return 0.0
+        endings = self._endings_now()
+        if wanted <= endings.n:
+            return endings.steps_until(wanted)
+        mean, seats = self._mean_expected(), self.state.working_seats
+        return max(1.0, (endings.tokens + mean * (ahead - (seats - 1) / 2)) / seats)
+
+    def _batch_steps(self, ahead: int) -> float:
+        """Steps until the running batch and the full ones before the newcomer's are done."""
+        endings = self._endings_now()
+        running = endings.steps_until(endings.n) if endings.n else 0.0
+        return running + ahead // self.batch * self._mean_expected()
+
+    def _endings_now(self) -> _Endings:
+        """When those who are seated should end; those in the background give way.
+
+        Everybody who comes between two steps is told by the same: it costs about a millisecond at
+        1,024 seats.
+        """
+        if self._endings is None:
+            seated = (seq for seq in self.state.seated if not seq.background)
+            self._endings = _Endings(seated, self.state.lengths)
+        return self._endings
+
+    def _mean_expected(self) -> float:
+        """Output tokens that one of those who wait is expected to generate."""
+        backlog, queue = self.state.backlog, self.state.queue
+        if backlog.sequences:
+            return backlog.expected / backlog.sequences
+        return queue.expected / len(queue) if queue else 1.0
+
+    def answer_s(self, newcomer: Sequence) -> float:
+        """Seconds that a seat is taken by one answer, going by those who wait."""
+        tokens = self._mean_expected() if self.state.backlog.sequences else newcomer.expected
+        return tokens * (self.step_times.step or _FIRST_STEP_S)
+
+    def _prompt_steps(self, ahead: int, rows: int) -> tuple[float, float]:
+        """(steps that are full of the prompt rows ahead, seconds of all of them).
+
+        One prompt is computed after the other, or one group after the other where there are many.
+        Each then decodes beside the next ones, for as many steps as its answer is expected to have
+        tokens; and the more streams decode and the fewer prompts wait, the fewer rows a step has.
+        """
+        state = self.state
+        count = max(1, len(state.live_prompts) + ahead)
+        groups = min(count, _GROUPS)
+        mean, weight = rows // count, count / groups
+        most_wanting = max(1, state.open_seats) + 1
+        decoding = min(state.n_decoding_live, self.limits.max_seats - 1)
+        if rows < self._prompt_step(decoding, min(count + 1, most_wanting), mean)[0]:
+            return 0.0, 0.0
+        # So many streams, until so many steps from now.
+        streams: list[tuple[float, float]] = [(decoding, self._mean_rest())]
+        steps = seconds = 0.0
+        for group in range(groups):
+            decoding = int(sum([many for many, until in streams if until > steps]))
+            decoding = min(decoding, self.limits.max_seats - 1)
+            wanting = min(int(count - group * weight) + 1, most_wanting)
+            most, step_s = self._prompt_step(decoding, wanting, mean)
+            more = rows / groups / most
+            steps += more
+            seconds += more * step_s
+            streams.append((weight, steps + self._mean_expected()))
+        return steps, seconds
+
+    def _prompt_step(self, decoding: int, wanting: int, mean: int) -> tuple[int, float]:
+        """(prompt rows of a step, its seconds) beside so many streams, of so many prompts of `mean`
+        rows.
+        """
+        times, budget = self.step_times, self.prefill_budget
+        short = budget.is_short(mean, mean)
+        most = max(1, budget.most(decoding, mean // 2, wanting, short=short))
+        beside = times.buckets.mixed_for(decoding + 1)
+        bucket = next((b for b in beside if decoding + most <= b.tokens), beside[-1])
+        seconds = times.mixed(bucket, min(bucket.tokens, decoding + most))
+        if seconds is None:
+            seconds = times.step or _FIRST_STEP_S
+        return most, seconds + times.per_pair * most * mean / 2
+
+    def _mean_rest(self) -> float:
+        """Tokens that a running answer should still generate, on average."""
+        endings = self._endings_now()
+        return endings.tokens / endings.n if endings.n else 0.0
+
+    def _prefill(self, leader: Sequence) -> float:
+        """The least seconds for the rows of the prompt that are not found in pages now."""
+        return self.step_times.fastest_prefill(leader.n_prompt - self._found(leader))
+
+    def _found(self, newcomer: Sequence) -> int:
+        """Tokens of its prompt that are found in pages now."""
+        return self.pool.count(self.pool.shareable_keys(newcomer)) * self.pool.page_size

@@ -1,0 +1,142 @@
+"""Who loses its seat: to somebody who waits for an answer, to a lack of pages, to a stream that
+stands still, to a tenant's share.
+"""
+
+from __future__ import annotations
+
+from jitney.engine.core.scheduler.kv_pages import PagePool
+from jitney.engine.core.scheduler.sequence import Sequence
+from jitney.engine.core.scheduler.state import SchedulerState
+
+#: Seconds after which one who lost its seat to a lack of pages takes another's.
+_STALL_S = 1.2
+#: Seconds and tokens that a seat is good for before it can be taken so: no turn passes without
+#: progress.
+_TURN_S, _TURN_TOKENS = 1.0, 16
+
+
+class Preemption:
+    """Takes seats of sequences, which then wait at the front of the queue and compute again what
+    they had. Each method returns those who lost their seat.
+    """
+
+    def __init__(self, state: SchedulerState, pool: PagePool, seats: int):
+        self._state = state
+        self._pool = pool
+        self._seats = seats
+
+    def for_pages(self, needy: list[Sequence], now: float) -> list[Sequence]:
+        """Until there is a page for each decoding sequence that needs one.
+
+        The first by `_keeping_order` never loses its seat, and alone it fits the pool (checked
+        at admission): so it always goes on. Whoever lost its seat boards before anybody new, so
+        that everybody gets there some day.
+        """
+        preempted: list[Sequence] = []
+        if len(needy) <= self._pool.available:
+            return preempted
+        ranked = sorted(self._state.seated, key=_keeping_order)
+        while sum(seq.seated for seq in needy) > self._pool.available:
+            seq = ranked.pop()
+            self._state.preempt(seq, now)
+            preempted.append(seq)
+        return preempted
+
+    def for_live(self, now: float) -> list[Sequence]:
+        """Of those that nobody waits for: as many as others lack seats, and the first of these
+        pages.
+        """
+        state = self._state
+        head = state.queue.head()
+        preempted: list[Sequence] = []
+        if head is None:
+            return preempted
+        ranked = sorted((seq for seq in state.seated if seq.background), key=_keeping_order)
+        while ranked and self._lacks_room(head):
+            seq = ranked.pop()
+            state.preempt(seq, now)
+            preempted.append(seq)
+        return preempted
+
+    def _lacks_room(self, head: Sequence) -> bool:
+        """Whether those who wait have too few seats, or the first of them too few pages."""
+        state = self._state
+        return len(state.free_seats) < len(state.queue) or self._missing_pages(head) > 0
+
+    @staticmethod
+    def too_long_stalled(seq: Sequence, now: float) -> bool:
+        """Whether a waiting sequence lost its seat longer ago than a stream should stand still."""
+        return seq.preemptions > 0 and now - seq.unseated_at >= _STALL_S
+
+    def for_stalled(self, now: float) -> list[Sequence]:
+        """For whoever lost its seat longest ago, if that is too long ago.
+
+        In a pool full of answers that all have far to go nobody may leave for seconds: then they
+        take turns.
+        """
+        head = self._state.queue.head()
+        if head is None or not self.too_long_stalled(head, now):
+            return []
+        missing = self._missing_pages(head)
+        if missing <= 0:
+            return []
+        ready = [
+            seq
+            for seq in self._state.seated
+            if _had_its_turn(seq, now) and seq.n_pages >= missing and seq.rank[0] >= head.rank[0]
+        ]
+        if not ready:
+            return []
+        seq = min(ready, key=_n_pages)
+        self._state.preempt(seq, now)
+        return [seq]
+
+    def for_claimant(self, claimant: Sequence, now: float) -> list[Sequence]:
+        """One of a tenant that has more than its share of the seats, which no seat is free for.
+
+        Each sequence gives way once at most, and boards again before anybody new.
+        """
+        missing = self._missing_pages(claimant)
+        crowding = self._state.queue.crowding(self._seats)
+        ready = [
+            seq
+            for seq in self._state.seated
+            if seq.request.account in crowding
+            and not seq.background
+            and not seq.preemptions
+            and seq.n_pages >= missing
+        ]
+        if not ready:
+            return []
+        seq = max(ready, key=_keeping_order)
+        self._state.preempt(seq, now)
+        return [seq]
+
+    def _missing_pages(self, seq: Sequence) -> int:
+        """Pages that are not there for a sequence to board, one for each seated one kept back."""
+        wanted = self._pool.pages_for(len(seq.tokens)) + self._state.n_seated
+        return wanted - self._pool.available
+
+
+def _had_its_turn(seq: Sequence, now: float) -> bool:
+    """Whether a seated sequence may give way to one that has stood still for too long."""
+    return now - seq.sat_at >= _TURN_S and len(seq.tokens) - seq.sat_with >= _TURN_TOKENS
+
+
+def _n_pages(seq: Sequence) -> int:
+    return seq.n_pages
+
+
+#: Background, class, no token yet, rows computed (negative), request, index.
+type _Place = tuple[bool, float, bool, int, int, int]
+
+
+def _keeping_order(seq: Sequence) -> _Place:
+    """The order in which seated sequences keep their seats, the last one loses it first.
+
+    Those that somebody waits for before the others; among these the first class before the last;
+    streams that began before those that did not, whose clients see no stall; then those with most
+    rows to compute again; then the oldest.
+    """
+    group, number, index = seq.rank
+    return seq.background, group, seq.first_token_at is None, -seq.scheduled, number, index

@@ -1,0 +1,318 @@
+"""What a finished step means for its sequences: tokens appended, ends detected, every row's fate
+written down.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import numpy as np
+
+from jitney.engine.common.errors import ErrorInfo
+from jitney.engine.common.outputs import FinishReason, PromptLogprobs, SequenceOutput, TokenLogprobs
+from jitney.engine.core.scheduler.kv_pages import PagePool
+from jitney.engine.core.scheduler.plan import Chunk, Plan, StepResult
+from jitney.engine.core.scheduler.prompt_scores import PromptScores
+from jitney.engine.core.scheduler.queues import WaitingQueue
+from jitney.engine.core.scheduler.sequence import Matcher, Replay, Sequence
+from jitney.engine.core.scheduler.state import SchedulerState
+
+_log = logging.getLogger("jitney.core")
+
+_NAN = ErrorInfo("nan_logits", "the model's logits were not finite for this request")
+
+
+class Results:
+    """Gives the results of steps to the sequences that they were planned for."""
+
+    def __init__(self, state: SchedulerState, pool: PagePool, scores: PromptScores):
+        self.state = state
+        self.pool = pool
+        self.scores = scores
+        #: The order keeps count of tokens; else each of them would be a call for nothing.
+        self._charges = type(state.queue).charge is not WaitingQueue.charge
+
+    def commit(self, plan: Plan, result: StepResult, now: float) -> None:
+        """Give each chunk its logit rows, and count in the plan what became of its rows; an
+        exception over one sequence ends that sequence alone.
+        """
+        self._commit_decode(plan, result, now)
+        row, scored = plan.n_decode, 0
+        for number, chunk in enumerate(plan.prompt_chunks, plan.n_decode):
+            entries: list[TokenLogprobs] = []
+            if chunk.scored and result.prompt_logprobs is not None:
+                entries = result.prompt_logprobs[scored : scored + chunk.scored]
+            self._commit_prompt(plan, number, result, row, entries, now)
+            row += chunk.logit_rows
+            scored += chunk.scored
+
+    def _commit_decode(self, plan: Plan, result: StepResult, now: float) -> None:
+        """The decode rows, of one logit row each."""
+        fresh = 0
+        for row, chunk in enumerate(plan.chunks[: plan.n_decode]):
+            seq = chunk.seq
+            if seq.finish is not None:
+                self._count_dropped(plan, chunk)
+                if result.tokens[row] < 0:
+                    self._withdraw(seq)
+                continue
+            if chunk.recomputed:
+                plan.recomputed += 1
+            else:
+                fresh += 1
+            if chunk.sits_out:
+                continue
+            try:
+                self._append(seq, result, row, now)
+            except Exception:
+                self._drop(seq)
+        plan.decode += fresh
+
+    def _commit_prompt(
+        self,
+        plan: Plan,
+        number: int,
+        result: StepResult,
+        row: int,
+        entries: list[TokenLogprobs],
+        now: float,
+    ) -> None:
+        """Give the plan's prompt chunk of this number its logit row, if it has one, and `entries`,
+        the log-probabilities of its scored rows, which are its siblings' too.
+        """
+        chunk = plan.chunks[number]
+        seq = chunk.seq
+        ended = seq.finish is not None
+        if ended:
+            self._count_dropped(plan, chunk)
+        else:
+            self._count_rows(plan, chunk)
+        broken = result.broken is not None and result.broken[number]
+        if chunk.sample and result.tokens[row] < 0:
+            broken = True
+        try:
+            if broken or not _all_finite(entries):
+                self._fail_prompt(seq, chunk)
+                return
+            if chunk.scored:
+                self._score(seq, chunk, entries)
+            if chunk.sample and not ended and not chunk.sits_out:
+                self._append(seq, result, row, now)
+            if chunk.pools and not ended:
+                self._pool(chunk, result, number, now)
+        except Exception:
+            self._drop(seq)
+
+    def _drop(self, seq: Sequence) -> None:
+        """Taking in a sequence's result failed: end it."""
+        _log.exception(
+            "request %s, sequence %d: its result could not be taken in", seq.request.id, seq.index
+        )
+        if seq.finish is None:
+            self.state.end(seq, "error")
+
+    @staticmethod
+    def _count_dropped(plan: Plan, chunk: Chunk) -> None:
+        """Rows of a sequence that ended after they were launched: by itself, or ended from
+        outside.
+        """
+        if chunk.seq.finish in ("stop", "length"):
+            plan.past_end += chunk.count
+        else:
+            plan.cancelled += chunk.count
+
+    @staticmethod
+    def _count_rows(plan: Plan, chunk: Chunk) -> None:
+        """Rows by kind; a row of a prompt chunk that feeds back an output token for the first time
+        is a decode row.
+        """
+        fresh = chunk.start + chunk.recomputed
+        prefill = max(0, min(chunk.end, chunk.seq.n_prompt) - fresh)
+        plan.recomputed += chunk.recomputed
+        plan.prefill += prefill
+        plan.decode += chunk.count - chunk.recomputed - prefill
+
+    def _score(self, seq: Sequence, chunk: Chunk, entries: list[TokenLogprobs]) -> None:
+        """Keep the log-probabilities of the prompt tokens that follow the chunk's scored
+        positions.
+        """
+        if len(entries) != chunk.scored:
+            raise ValueError("the step brought no log-probabilities of the prompt")
+        most = seq.request.sampling.prompt_logprobs
+        seq.prompt_logprobs += [_trimmed(entry, most) for entry in entries]
+        if seq.shares and self.pool.retain:
+            self.scores.keep(seq.keys, seq.prompt_logprobs, chunk.scored)
+
+    def _append(self, seq: Sequence, result: StepResult, row: int, now: float) -> None:
+        """One new token: append it, see whether it ends the sequence, emit both."""
+        token = result.tokens[row]
+        seq.in_flight -= 1
+        if seq.replay is not None:
+            self._take_again(seq, seq.replay, token, now)
+            if seq.matcher is not None:
+                seq.matcher.take(seq.tokens, seq.n_prompt)
+            return
+        if token < 0:
+            self._fail(seq)
+            return
+        tokens = seq.tokens
+        output = SequenceOutput(seq.request_id, seq.index, [token])
+        if seq.logprobs is not None:
+            output.logprobs = [_trimmed(_logprobs_of(result)[row], seq.logprobs)]
+        tokens.append(token)
+        if self._charges:
+            self.state.lane_of(seq).queue.charge(seq, 1)
+        if seq.first_token_at is None:
+            self._first_token(seq, output, now)
+        if len(tokens) >= seq.limit or token in seq.stop_ids:
+            finish = _end_of(seq, token)
+            if finish is not None:
+                self.state.close(seq, finish)
+                output.finish = finish
+                output.stop_token = token if finish == "stop" else None
+        self.state.outputs.append(output)
+        if seq.matcher is not None and output.stop_token is None:
+            self._match(seq, seq.matcher, output)
+
+    def _pool(self, chunk: Chunk, result: StepResult, number: int, now: float) -> None:
+        """Add what the plan's chunk of this number brought to the vector of its prompt, which
+        ends with the prompt.
+        """
+        if result.pooled is None:
+            raise ValueError("the step brought no hidden states")
+        seq = chunk.seq
+        pooled = result.pooled[number].astype(np.float64)
+        # After a preemption a prompt is computed from its first row on.
+        if seq.pooled is not None and chunk.start and seq.request.pooling == "mean":
+            pooled += seq.pooled
+        seq.pooled = pooled
+        if chunk.end < seq.n_prompt:
+            return
+        seq.in_flight -= 1
+        output = SequenceOutput(seq.request_id, seq.index)
+        if seq.request.pooling == "classify":
+            output.embedding = pooled.astype(np.float32).tobytes()
+        else:
+            output.embedding = _of_length_one(pooled).tobytes()
+        self._first_token(seq, output, now)
+        self.state.close(seq, "stop")
+        output.finish = "stop"
+        self.state.outputs.append(output)
+
+    def _match(self, seq: Sequence, matcher: Matcher, output: SequenceOutput) -> None:
+        """Go on in the sequence's grammar, to whose end it may have come with this output."""
+        matcher.take(seq.tokens, seq.n_prompt, last=seq.finish is not None)
+        if matcher.complete:
+            if seq.finish is None:
+                self.state.close(seq, "stop")
+            output.finish = "stop"
+
+    def _take_again(self, seq: Sequence, replay: Replay, token: int, now: float) -> None:
+        """A token that was told before has come again. If it is another one now, what was told is
+        kept, and computed like a prompt.
+        """
+        if replay.stale:
+            self._drop_stale(seq, replay)
+        elif token < 0:
+            self._fail(seq)
+        elif token == replay.tokens[seq.n_output]:
+            seq.tokens.append(token)
+            if seq.n_output == len(replay.tokens):
+                seq.replay = None
+        else:
+            self._keep_replayed(seq, replay, now)
+
+    def _keep_replayed(self, seq: Sequence, replay: Replay, now: float) -> None:
+        """Go on from what was told; what was launched behind another token does not count."""
+        self.state.start_over(seq, now)
+        seq.tokens[seq.n_prompt :] = replay.tokens
+        replay.stale = seq.in_flight
+        if not replay.stale:
+            seq.replay = None
+
+    @staticmethod
+    def _drop_stale(seq: Sequence, replay: Replay) -> None:
+        """A token came that follows one which does not count."""
+        replay.stale -= 1
+        if not replay.stale:
+            seq.replay = None
+
+    @staticmethod
+    def _first_token(seq: Sequence, output: SequenceOutput, now: float) -> None:
+        """Fill in what is told once, with the first token."""
+        seq.first_token_at = now
+        output.cached_tokens = seq.cached_tokens
+        if seq.boarded_at is not None:
+            output.queued_s = max(0.0, seq.boarded_at - seq.request.arrival)
+            output.prefill_s = max(0.0, now - seq.boarded_at)
+        if seq.request.sampling.prompt_logprobs is not None:
+            if len(seq.prompt_logprobs) != seq.n_prompt:
+                raise ValueError("log-probabilities of the prompt are missing")
+            output.prompt_logprobs = PromptLogprobs.of(seq.prompt_logprobs)
+
+    def _fail(self, seq: Sequence) -> None:
+        """A row was not finite: end the sequence if it still runs, and let nobody share its
+        pages.
+        """
+        self._withdraw(seq)
+        if seq.finish is None:
+            self.state.end(seq, "error", _NAN)
+
+    def _fail_prompt(self, seq: Sequence, chunk: Chunk) -> None:
+        """`_fail`; where a row of the prompt was not finite, its siblings have the same prompt and
+        end with it.
+        """
+        self._fail(seq)
+        if chunk.start < seq.n_prompt:
+            for sibling in self.state.open_of(seq.request_id):
+                self._fail(sibling)
+
+    def _withdraw(self, seq: Sequence) -> None:
+        """Let nobody find any page that may hold, or have caused, a row that was not finite.
+
+        By name, because by now the pages themselves may be out of the sequence's hands: it was
+        preempted, aborted, past its deadline, or its last token was in flight when it left its
+        seat.
+        """
+        self.pool.withdraw(seq.keys)
+        self.scores.drop(seq.keys)
+        seq.shares = False
+
+
+def _end_of(seq: Sequence, token: int) -> FinishReason | None:
+    """Whether a token just appended ends the sequence; min_tokens also bans the ends on the
+    device.
+    """
+    if token in seq.stop_ids and seq.n_output >= seq.request.sampling.min_tokens:
+        return "stop"
+    return "length" if len(seq.tokens) >= seq.limit else None
+
+
+def _of_length_one(vector: np.ndarray) -> np.ndarray:
+    """float64 [E] -> float32 [E] of the same direction."""
+    length = np.linalg.norm(vector)
+    if length:
+        vector = vector / length
+    return vector.astype(np.float32)
+
+
+def _logprobs_of(result: StepResult) -> list[TokenLogprobs]:
+    """The log-probabilities of a step; ValueError if the runner brought none though a sequence
+    asked for them.
+    """
+    if result.logprobs is None:
+        raise ValueError("the step brought no log-probabilities")
+    return result.logprobs
+
+
+def _all_finite(entries: list[TokenLogprobs]) -> bool:
+    """Whether every entry is of a row whose logits were finite."""
+    return not any(math.isnan(entry.logprob) for entry in entries)
+
+
+def _trimmed(entry: TokenLogprobs, most: int | None) -> TokenLogprobs:
+    """The entry with its `most` likeliest alternatives; the device always computes the largest
+    number.
+    """
+    return TokenLogprobs(entry.logprob, entry.top_ids[:most], entry.top_logprobs[:most])

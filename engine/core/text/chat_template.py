@@ -1,0 +1,68 @@
+"""The chat templates of a model or of a file: which are used, and whether Jinja can read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from jitney.engine.common.errors import ConfigError
+
+#: Most characters of a chat template's file.
+_MOST_CHARS = 1 << 20
+#: Names of templates: for all chats, and for chats with tools.
+_DEFAULT, _TOOL_USE = "default", "tool_use"
+_INSTEAD = "write the template to use to a file and name it with --chat-template"
+
+
+def read_template(file: str) -> str:
+    """The template in a file. Raises ConfigError."""
+    try:
+        with Path(file).open(encoding="utf-8") as stream:
+            text = stream.read(_MOST_CHARS + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template {file} cannot be read: {error}") from None
+    if not text.strip() or len(text) > _MOST_CHARS:
+        raise ConfigError(f"chat_template {file} must have 1 to {_MOST_CHARS} characters")
+    _check(text, f"chat_template {file}")
+    return text
+
+
+def used_templates(templates: str | Mapping[str, str] | None) -> str | dict[str, str] | None:
+    """Of a model's templates those that chats use: one, or one for chats without tools and one for
+    those with tools, by transformers' names. Raises ConfigError where none is the default, or where
+    one has an error.
+    """
+    if isinstance(templates, Mapping):
+        used = {name: templates[name] for name in (_DEFAULT, _TOOL_USE) if name in templates}
+        if _DEFAULT not in templates and len(templates) == 1:
+            [templates] = templates.values()
+        elif _DEFAULT not in templates:
+            names = ", ".join(sorted(templates))
+            raise ConfigError(
+                f"the model has the chat templates {names}, and none of the name {_DEFAULT}; "
+                f"{_INSTEAD}"
+            )
+        else:
+            for name, text in used.items():
+                _check(text, f"the model's chat template {name}", _INSTEAD)
+            return used
+    if templates:
+        _check(templates, "the model's chat template", _INSTEAD)
+    return templates
+
+
+def _check(template: str, name: str, advice: str = "") -> None:
+    """Raise ConfigError, with the line, for a template that is no Jinja as transformers knows
+    it.
+    """
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        render_jinja_template([], chat_template=template)  # compiles, and renders nothing
+        return
+    except TemplateSyntaxError as error:
+        reason = f"{name}, line {error.lineno}: {(error.message or '').rstrip('.')}"
+    except Exception as error:  # of Python's compiler, which sees the template after Jinja
+        reason = f"{name} cannot be compiled: {error}"
+    raise ConfigError("; ".join(filter(None, (reason, advice))))

@@ -1,0 +1,191 @@
+"""From token ids to text, piece by piece: never half a character, never part of a stop string.
+
+Works on bytes: a token's bytes go through an incremental UTF-8 decoder, so a character that spans
+tokens appears when its last byte does, and the work per token does not grow with the length of the
+text.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Set
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Protocol
+
+from jitney.engine.common.requests import SamplingParams
+
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class TokenBytes(Protocol):
+    """What this module needs of a tokenizer."""
+
+    @property
+    def special_ids(self) -> Set[int]: ...
+
+    def token_bytes(self, token_id: int, /) -> bytes: ...
+
+
+@dataclass(slots=True)
+class TextDelta:
+    """What one push made certain."""
+
+    #: Characters that are now final.
+    text: str
+    #: How many of the pushed tokens count as output: fewer than pushed when a stop string was
+    #: completed by an earlier one.
+    tokens: int
+    #: For each of those, the character position in the whole text at which it begins.
+    offsets: list[int] = field(default_factory=list)
+    #: The stop string that ended the sequence, if one did.
+    stop: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        return self.stop is not None
+
+
+class TextStream:
+    """The text of one sequence.
+
+    A stop string counts when its last character appears; of several that end together the longest
+    wins. So the cut does not depend on how the text is split into tokens or the tokens into pushes.
+    Text of the first `min_tokens` tokens is not searched. prompt_ids: the tokens before; only a
+    character left unfinished at their end matters. seen_ids: special tokens that are no text to be
+    skipped, because somebody reads them.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TokenBytes,
+        params: SamplingParams,
+        prompt_ids: list[int] | tuple[int, ...] = (),
+        seen_ids: Set[int] = frozenset(),
+    ):
+        self._token_bytes = tokenizer.token_bytes
+        self._skip: Set[int] = frozenset()
+        if params.skip_special_tokens:
+            self._skip = tokenizer.special_ids - seen_ids
+        self._include_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        #: By the first character: most characters begin no stop string, however many there are.
+        self._finders: dict[str, list[_StopFinder]] = {}
+        for stop in params.stop:
+            self._finders.setdefault(stop[0], []).append(_StopFinder(stop))
+        #: Those that the text now ends with the beginning of.
+        self._begun: list[_StopFinder] = []
+        self._utf8 = _Utf8Decoder(errors="replace")
+        self._held = ""
+        self._decoded = 0  # characters decoded so far, held ones included
+        self._tokens = 0
+        for token in prompt_ids[-4:]:  # a character has at most 4 bytes, a token at least one
+            self._utf8.decode(self._bytes(token))
+
+    def push(
+        self, token_ids: list[int], final: bool = False, stop_token: int | None = None
+    ) -> TextDelta:
+        """Add tokens; `final` flushes what is held.
+
+        stop_token: the end token the core reported, which is the last of `token_ids`; like a stop
+        string it is no part of the text unless `include_stop_str_in_output`.
+        """
+        delta = TextDelta("", 0)
+        pieces: list[str] = []
+        shown = len(token_ids)
+        if stop_token is not None and not self._include_stop:
+            shown -= 1
+        for position, token in enumerate(token_ids):
+            delta.offsets.append(self._decoded)
+            delta.tokens += 1
+            self._tokens += 1
+            if position < shown:
+                pieces.append(self._settle(self._utf8.decode(self._bytes(token)), delta))
+            if delta.stop is not None:
+                break
+        if final and delta.stop is None:
+            pieces.append(self._flush(delta))
+        delta.text = "".join(pieces)
+        return delta
+
+    def _flush(self, delta: TextDelta) -> str:
+        """What is left when no token follows: an unfinished character, and text that was held."""
+        text = self._settle(self._utf8.decode(b"", True), delta)
+        if delta.stop is None:
+            text += self._held
+            self._held = ""
+        return text
+
+    def _bytes(self, token: int) -> bytes:
+        if token in self._skip:
+            return b""
+        return self._token_bytes(token)
+
+    def _settle(self, piece: str, delta: TextDelta) -> str:
+        """Take decoded characters; return those that can no longer become part of a stop string."""
+        if not self._finders or self._tokens <= self._min_tokens:
+            self._decoded += len(piece)
+            return piece
+        text = self._held + piece
+        end = len(self._held)
+        for char in piece:
+            end += 1
+            self._decoded += 1
+            delta.stop = self._completed_by(char)
+            if delta.stop is not None:
+                return self._stopped(text[:end], delta.stop)
+        held = 0
+        if not self._include_stop:
+            held = max([finder.matched for finder in self._begun], default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def _stopped(self, text: str, stop: str) -> str:
+        """What of a text that ends with a stop string is shown."""
+        self._held = ""
+        if self._include_stop:
+            return text
+        return text.removesuffix(stop)
+
+    def _completed_by(self, char: str) -> str | None:
+        """The longest stop string that this character completes."""
+        resting = [finder for finder in self._finders.get(char, ()) if not finder.matched]
+        fed = self._begun + resting
+        completed = [finder.stop for finder in fed if finder.feed(char)]
+        self._begun = [finder for finder in fed if finder.matched]
+        return max(completed, key=len, default=None)
+
+
+@dataclass(eq=False, slots=True)
+class _StopFinder:
+    """Knuth-Morris-Pratt search for one string, one character at a time."""
+
+    stop: str
+    #: Length of the longest prefix of `stop` that the text now ends with.
+    matched: int = 0
+    _fallback: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._fallback = _fallbacks(self.stop)
+
+    def feed(self, char: str) -> bool:
+        """True when `char` completes the string; the finder is spent then."""
+        while self.matched and self.stop[self.matched] != char:
+            self.matched = self._fallback[self.matched - 1]
+        self.matched += self.stop[self.matched] == char
+        return self.matched == len(self.stop)
+
+
+@lru_cache(maxsize=256)
+def _fallbacks(text: str) -> tuple[int, ...]:
+    """For each prefix of `text`, the length of its longest proper prefix that is also its
+    suffix.
+    """
+    table = [0] * len(text)
+    matched = 0
+    for position in range(1, len(text)):
+        while matched and text[matched] != text[position]:
+            matched = table[matched - 1]
+        matched += text[matched] == text[position]
+        table[position] = matched
+    return tuple(table)

@@ -1,0 +1,286 @@
+"""Text to token ids and back; jax-free, and light to import (tokenizers and transformers load when
+first used).
+
+Tokenizers come from a model folder (transformers reads it, never running its code), from GGUF
+metadata, or, for `tiny-random`, from here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from jitney.engine.common.errors import RequestError
+from jitney.engine.core.text.chat_template import read_template, used_templates
+from jitney.engine.core.text.fast_tokenizers import byte_characters, fast_tokenizer
+from jitney.engine.core.text.fill_in import FillIn
+from jitney.engine.core.text.template_worker import TemplateSource, reason_of
+from jitney.engine.core.text.token_lengths import longest_token
+from jitney.engine.core.weights.checkpoints.sources import ModelSource
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_log = logging.getLogger("jitney.text")
+
+#: SentencePiece's spelling of one byte that no other token covers.
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+class Tokenizer:
+    """Encode, decode and apply the chat template of one model; safe to share between threads.
+
+    `encode` and `decode` call the Rust tokenizer directly: transformers' wrapper sets padding and
+    truncation on it at every call, which fails with "Already borrowed" when two threads meet.
+    """
+
+    def __init__(self, fast: PreTrainedTokenizerFast, eos_ids: Iterable[int] = ()):
+        self._fast: Any = fast  # its own annotations allow lists and strings where only ints occur
+        self._rust = fast.backend_tokenizer
+        self._rust.no_padding()
+        self._rust.no_truncation()
+        own = [] if self._fast.eos_token_id is None else [self._fast.eos_token_id]
+        #: Every token that ends a generation.
+        self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*eos_ids, *own]))
+        #: Tokens that `decode(skip_special_tokens=True)` leaves out.
+        self.special_ids: frozenset[int] = frozenset(
+            id for id, token in self._rust.get_added_tokens_decoder().items() if token.special
+        )
+        #: Number of tokens the tokenizer knows; a model's own vocabulary may be padded beyond it.
+        self.vocab_size: int = self._rust.get_vocab_size(with_added_tokens=True)
+        #: Most characters that one token stands for; None: any number.
+        self.longest_token: int | None = longest_token(self._rust)
+        #: By token id; finding a token's bytes takes some 6 us, and lists of log-probabilities
+        #: need a thousand of them at once.
+        self._known_bytes: dict[int, bytes] = {}
+
+    @classmethod
+    def load(cls, source: ModelSource, chat_template: str = "") -> Tokenizer:
+        """The tokenizer of a model; ModelError if its files are missing, too large or of an unknown
+        kind. chat_template: a file whose template chats are rendered with instead of the model's
+        own; ConfigError if it cannot be read, or if a template has an error.
+        """
+        given = read_template(chat_template) if chat_template else ""
+        fast: Any = fast_tokenizer(source)
+        fast.chat_template = given or used_templates(fast.chat_template)
+        return cls(fast, source.config.eos_ids)
+
+    @property
+    def bos_id(self) -> int | None:
+        return self._fast.bos_token_id
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._fast.chat_template)
+
+    @cached_property
+    def added_tokens(self) -> dict[str, int]:
+        """Tokens that are found whole in a text before all others, and their ids."""
+        return {token.content: id for id, token in self._rust.get_added_tokens_decoder().items()}
+
+    @property
+    def chat_template(self) -> str:
+        """The text of the template for chats without tools; empty if there is none."""
+        return self._fast.get_chat_template() if self.has_chat_template else ""
+
+    @property
+    def tools_template(self) -> str:
+        """The text of the template for chats with tools; empty if there is none."""
+        return self._fast.get_chat_template(tools=[]) if self.has_chat_template else ""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; with the special tokens its model puts around a text, if asked
+        for. The interpreter is free meanwhile; offsets, which nobody reads, would be made and
+        thrown away with it held.
+        """
+        try:
+            [encoding] = self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return encoding.ids
+        except BaseException as error:
+            if not _is_tokenizers_own(error):
+                raise
+            raise _failed_on(text, error) from None
+
+    def encode_pair(self, query: str, document: str, max_tokens: int | None = None) -> list[int]:
+        """Token ids of two texts as the model's own template joins them: `[CLS] query [SEP]
+        document [SEP]`, or `<s> query </s></s> document </s>`. max_tokens: the document is cut at
+        its end to fit; RequestError if the query leaves no room for any of it.
+        """
+        try:
+            first, second = (
+                self._rust.encode(text, add_special_tokens=False) for text in (query, document)
+            )
+            if max_tokens is not None:
+                special = self._rust.num_special_tokens_to_add(is_pair=True)
+                room = max_tokens - special - len(first.ids)
+                _check_room(room, len(first.ids), max_tokens)
+                second.truncate(room)
+            return self._rust.post_process(first, second).ids
+        except BaseException as error:
+            if not _is_tokenizers_own(error) or isinstance(error, RequestError):
+                raise
+            raise _failed_on(query + document, error) from None
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `ids`; bytes that form no character yet become U+FFFD. Raises RequestError
+        where the tokenizer fails on them.
+        """
+        try:
+            return self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            if not _is_tokenizers_own(error):
+                raise
+            _log.error("the tokenizer failed on %d tokens: %s", len(ids), error)
+            raise RequestError(
+                "the model's tokenizer fails on these tokens", code="internal_error"
+            ) from None
+
+    @property
+    def template_source(self) -> TemplateSource | None:
+        """What a process needs to render chats of this model; None without a chat template."""
+        if not self.has_chat_template:
+            return None
+        return TemplateSource(self.chat_template, self.special_tokens, self.tools_template)
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Those that have names, such as "bos_token", by these."""
+        return {name: str(token) for name, token in self._fast.special_tokens_map.items()}
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The prompt text of a conversation, by the model's own template in transformers' sandbox.
+
+        variables go to the template as they are. It already contains the special tokens: encode it
+        without adding them. Raises RequestError if the model has no template, the template refuses
+        the messages, or a variable would change how templates are applied (`chat_template` itself,
+        say).
+        """
+        for name in variables.keys() & self._template_options:
+            raise RequestError(
+                f"{name} cannot be set for a chat template", param="chat_template_kwargs"
+            )
+        if not self.has_chat_template:
+            raise RequestError(
+                "this model has no chat template; use /v1/completions", param="messages"
+            )
+        try:
+            return self._fast.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=None if tools is None else [dict(tool) for tool in tools],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **variables,
+            )
+        except (
+            Exception
+        ) as error:  # a template may raise anything: jinja2's errors, TypeError, KeyError, ...
+            raise RequestError(
+                f"the chat template refused the messages: {reason_of(error)}", param="messages"
+            ) from error
+
+    @cached_property
+    def _template_options(self) -> frozenset[str]:
+        """transformers' own parameters, which a request must not reach through template
+        variables.
+        """
+        return frozenset(inspect.signature(self._fast.apply_chat_template).parameters) - {
+            "continue_final_message"
+        }
+
+    @cached_property
+    def fill_in(self) -> FillIn | None:
+        """How the model is asked to fill in the middle; None if it was not taught to."""
+        return FillIn.of(self)
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token as the vocabulary spells it, or None if it has none."""
+        return self._rust.token_to_id(token)
+
+    @property
+    def special_names(self) -> tuple[str, ...]:
+        """Names of the tokens that stand for no text of their own."""
+        names = [self.id_to_token(id) for id in sorted(self.special_ids)]
+        return tuple([name for name in names if name])
+
+    @property
+    def json(self) -> str:
+        """The tokenizer as the `tokenizers` library writes it."""
+        return self._rust.to_str()
+
+    def id_to_token(self, id: int) -> str | None:
+        """The token as the vocabulary spells it, or None for an id it does not have."""
+        return self._rust.id_to_token(id)
+
+    def token_bytes(self, id: int) -> bytes:
+        """The bytes this token adds to the text; a token may hold part of a UTF-8 character. b""
+        for an unknown id.
+        """
+        known = self._known_bytes.get(id)
+        if known is None:
+            known = self._known_bytes[id] = self._spelled_out(id)
+        return known
+
+    def _spelled_out(self, id: int) -> bytes:
+        token = self.id_to_token(id)
+        if token is None:
+            return b""
+        if id in self._added:
+            return token.encode()
+        if self._byte_level:
+            return bytes(byte for character in token for byte in self._character_bytes(character))
+        if _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        return token.replace("▁", " ").encode()
+
+    def _character_bytes(self, character: str) -> bytes:
+        byte = self._bytes_of.get(character)
+        return character.encode() if byte is None else bytes([byte])
+
+    @cached_property
+    def _added(self) -> frozenset[int]:
+        return frozenset(self._rust.get_added_tokens_decoder())
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        """True if the vocabulary spells bytes as printable characters (GPT-2), False if it is
+        SentencePiece's.
+        """
+        return b"ByteLevel" in self._rust.decoder.__getstate__() if self._rust.decoder else False
+
+    @cached_property
+    def _bytes_of(self) -> dict[str, int]:
+        return {character: byte for byte, character in byte_characters().items()}
+
+
+def _is_tokenizers_own(error: BaseException) -> bool:
+    """Whether the tokenizer raised it. A panic of its Rust code, as of a regular expression that
+    takes too many steps, is no Exception, and its class has no name that could be imported.
+    """
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def _failed_on(text: str, error: BaseException) -> RequestError:
+    _log.warning("the tokenizer failed on a text of %d characters: %s", len(text), error)
+    return RequestError("the model's tokenizer fails on this text", param="prompt")
+
+
+def _check_room(room: int, query_tokens: int, max_tokens: int) -> None:
+    """Raise RequestError unless a query leaves room for a token of a document."""
+    if room < 1:
+        raise RequestError(
+            f"the query has {query_tokens} tokens, which leave no room for a document in the "
+            f"{max_tokens} that the model reads",
+            code="context_length_exceeded",
+            param="query",
+        )

@@ -1,0 +1,47 @@
+"""A model's tokenizer, read and used once in a process of its own: `python -P -m
+jitney.engine.core.text.tokenizer_trial MODEL SECONDS GIB`, started by
+`jitney.engine.server.equipment`.
+
+The files may come from anybody, and what reading them takes is not known before: the library can
+run for ever, take all memory or end its process. This process may be ended, and has limits. What
+is wrong with the files in any other way, the server finds out itself when it reads them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import sys
+from pathlib import Path
+
+from jitney.engine.common.errors import JitneyError
+from jitney.engine.common.worker_pipe import limit_memory
+from jitney.engine.core.grammar.desk import GrammarDesk
+from jitney.engine.core.text.tokenizer import Tokenizer
+from jitney.engine.core.weights.checkpoints.sources import ModelSource
+
+#: Each of these characters may be replaced by a longer text, again and again.
+_TEXT = "".join(map(chr, range(1, 0x500))) + "한국어 中文 🙂"
+
+
+def _main() -> int:
+    model, seconds, gib = sys.argv[1:]
+    resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds)))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(JitneyError):
+        _try(ModelSource.resolve(model), int(gib) << 30)
+    return 0
+
+
+def _try(source: ModelSource, most_bytes: int) -> None:
+    """Do with a tokenizer what the server and its core do at their start, and for a text."""
+    limit_memory(most_bytes + Path(source.path).stat().st_size)  # a GGUF file is mapped
+    tokenizer = Tokenizer.load(source)
+    tokenizer.encode(_TEXT)
+    tokenizer.decode(range(tokenizer.vocab_size))
+    with contextlib.suppress(ValueError):  # no answer of this model can be held to a grammar
+        GrammarDesk.open(tokenizer.json, source.config.vocab_size, tokenizer.eos_ids)
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

@@ -1,0 +1,89 @@
+"""Checked access to the key-values of an untrusted file; jax-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from jitney.engine.common.errors import ModelError
+from jitney.engine.common.requests import JsonObject
+
+
+class _Most(NamedTuple):
+    """No model comes near these; a file that does is broken or hostile."""
+
+    layers: int = 1024
+    width: int = 1 << 20  # of any axis of a weight but the vocabulary
+    vocab: int = 1 << 24
+    context: int = 1 << 26  # tokens
+    experts: int = 1 << 12
+
+
+MOST = _Most()
+
+
+class Fields:
+    """Key-values of a file, each checked for type and range when it is read.
+
+    `where` names the file in errors. A key that is null counts as left out.
+    """
+
+    def __init__(self, values: JsonObject, where: str):
+        self.values = values
+        self.where = where
+
+    def under(self, prefix: str, where: str) -> Fields:
+        """The values under keys with this prefix, without it."""
+        keys = [key for key in self.values if key.startswith(prefix)]
+        return Fields({key.removeprefix(prefix): self.values[key] for key in keys}, where)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self.values.get(key)
+        return default if value is None else value
+
+    def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
+        value = self.get(key, default)
+        if type(value) is not int or not low <= value <= high:
+            self.reject(key, value, f"an integer from {low} to {high}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.get(key, default)
+        if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
+            self.reject(key, value, "a positive number")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.get(key, default)
+        if type(value) is not bool:
+            self.reject(key, value, "true or false")
+        return value
+
+    def table(self, key: str) -> JsonObject:
+        """A table of key-values; empty when left out."""
+        value = self.get(key, {})
+        if not isinstance(value, Mapping):
+            self.reject(key, value, "a table")
+        return value
+
+    def token_ids(self, *keys: str) -> tuple[int, ...]:
+        """Token ids under some keys, where each has one or a list of them: all of them once, in the
+        order first seen; none of keys that are left out.
+        """
+        found: dict[int, None] = {}
+        for key in keys:
+            value = self.get(key, [])
+            ids = value if isinstance(value, list) else [value]
+            if not set(map(type, ids)) <= {int}:
+                self.reject(key, value, "a token id or a list of them")
+            found |= dict.fromkeys(ids)
+        return tuple(found)
+
+    def token_id(self, key: str) -> int | None:
+        """The first of them."""
+        return next(iter(self.token_ids(key)), None)
+
+    def reject(self, key: str, value: object, wanted: str) -> None:
+        """Raise ModelError for a value."""
+        raise ModelError(f"{self.where}: {key} must be {wanted}, found {str(value)[:60]!r}")

@@ -1,0 +1,460 @@
+"""The families of models that are read, and what each adds to the common keys of its files.
+
+To add a family: a `Family` in FAMILIES, and its module in `jitney.engine.core.models.registry`.
+jax-free: also the processes that compute nothing read configurations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jitney.engine.common.errors import ModelError
+from jitney.engine.common.requests import JsonDict, JsonObject
+from jitney.engine.core.weights.checkpoints.config_fields import MOST, Fields
+from jitney.engine.core.weights.checkpoints.model_config import (
+    Activation,
+    EncoderConfig,
+    ExpertsConfig,
+    ModelConfig,
+)
+from jitney.engine.core.weights.checkpoints.rope_config import extended_context, hf_rope
+
+#: transformers' names of activations -> ours.
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+#: The same of encoders.
+_ENCODER_ACTIVATIONS: dict[str, Activation] = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+#: Layers of the Gemmas of 27 billion weights -> their scores are divided by the root of E / H.
+_GEMMA2_27B, _GEMMA3_27B = 46, 62
+
+
+def _read_decoder(values: JsonObject, **defaults: Any) -> tuple[Fields, ModelConfig]:
+    """The keys of config.json that all families share, and what they say.
+
+    defaults: what transformers assumes for keys that the file leaves out. A key set to null is not
+    left out: Mistral's `sliding_window: null` means none, its absence means 4096.
+    """
+    fields = Fields(defaults | dict(values), "config.json")
+    heads = fields.integer("num_attention_heads", 1, MOST.width)
+    hidden = fields.integer("hidden_size", 1, MOST.width)
+    layers = fields.integer("num_hidden_layers", 1, MOST.layers)
+    context = fields.integer("max_position_embeddings", 1, MOST.context)
+    theta, scaling = hf_rope(fields, context)
+    return fields, ModelConfig(
+        architecture="",
+        vocab_size=fields.integer("vocab_size", 2, MOST.vocab),
+        hidden_size=hidden,
+        n_layers=layers,
+        n_heads=heads,
+        n_kv_heads=fields.integer("num_key_value_heads", 1, heads, default=heads),
+        head_dim=fields.integer("head_dim", 2, MOST.width, default=hidden // heads),
+        intermediate_size=fields.integer("intermediate_size", 1, MOST.width),
+        windows=(0,) * layers,
+        context_length=extended_context(context, scaling),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        rms_eps=fields.number("rms_norm_eps", 1e-6),
+        tie_embeddings=fields.flag("tie_word_embeddings"),
+        qkv_bias=fields.flag("attention_bias"),
+        activation=_activation(fields),
+        bos_id=fields.token_id("bos_token_id"),
+        eos_ids=fields.token_ids("eos_token_id"),
+    )
+
+
+def _activation(
+    fields: Fields, known: Mapping[str, Activation] = _ACTIVATIONS, default: str = "silu"
+) -> Activation:
+    """`hidden_activation` goes before `hidden_act`: Gemma's first files name another there."""
+    key = "hidden_act" if fields.get("hidden_activation") is None else "hidden_activation"
+    name = fields.get(key, default)
+    if not isinstance(name, str) or name not in known:
+        names = ", ".join(known)
+        raise ModelError(f"config.json: {key} {str(name)[:40]!r} is not supported; known: {names}")
+    return known[name]
+
+
+def _window(fields: Fields) -> int:
+    """`sliding_window`; 0 for none."""
+    if fields.get("sliding_window") is None:
+        return 0
+    return fields.integer("sliding_window", 1, MOST.context)
+
+
+def _windows_by_type(fields: Fields, layers: int) -> tuple[int, ...] | None:
+    """Windows of the layers as `layer_types` names them; None if it is left out."""
+    kinds = fields.get("layer_types")
+    if kinds is None:
+        return None
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(k not in known for k in kinds):
+        fields.reject("layer_types", kinds, f"{layers} times full_attention or sliding_attention")
+    windows = {"full_attention": 0, "sliding_attention": _window(fields)}
+    return tuple(windows[kind] for kind in kinds)
+
+
+def _llama(values: JsonObject) -> ModelConfig:
+    fields, config = _read_decoder(values, max_position_embeddings=2048)
+    return replace(config, o_bias=config.qkv_bias, mlp_bias=fields.flag("mlp_bias"))
+
+
+def _mistral(values: JsonObject) -> ModelConfig:
+    fields, config = _read_decoder(
+        values, max_position_embeddings=131072, num_key_value_heads=8, sliding_window=4096
+    )
+    return replace(config, windows=(_window(fields),) * config.n_layers)
+
+
+def _qwen2(values: JsonObject) -> ModelConfig:
+    fields, config = _qwen(values, num_key_value_heads=32)
+    return replace(config, qkv_bias=True, windows=_qwen_windows(fields, config.n_layers))
+
+
+def _qwen3(values: JsonObject) -> ModelConfig:
+    fields, config = _read_qwen3(values, num_key_value_heads=32, head_dim=128)
+    return replace(config, windows=_qwen_windows(fields, config.n_layers))
+
+
+def _read_qwen3(values: JsonObject, **defaults: Any) -> tuple[Fields, ModelConfig]:
+    """What Qwen3's dense models and its mixtures share; see `_read_decoder`."""
+    fields, config = _qwen(values, **defaults)
+    return fields, replace(config, o_bias=config.qkv_bias, qk_norm=True)
+
+
+def _qwen(values: JsonObject, **defaults: Any) -> tuple[Fields, ModelConfig]:
+    return _read_decoder(values, max_position_embeddings=32768, sliding_window=4096, **defaults)
+
+
+def _qwen_windows(fields: Fields, layers: int) -> tuple[int, ...]:
+    """Without types, layers have windows from `max_window_layers` on."""
+    typed = _windows_by_type(fields, layers)
+    if not fields.flag("use_sliding_window"):
+        return (0,) * layers
+    if typed is not None:
+        return typed
+    first = min(fields.integer("max_window_layers", 0, MOST.layers, default=28), layers)
+    return (0,) * first + (_window(fields),) * (layers - first)
+
+
+def _qwen3_moe(values: JsonObject) -> ModelConfig:
+    """Qwen3's mixtures. Files of transformers 5 say num_local_experts, older ones num_experts.
+
+    With `use_sliding_window` every layer has the window: transformers' Qwen3MoeModel reads neither
+    `layer_types` nor `max_window_layers`.
+    """
+    fields, config = _read_qwen3(values, num_key_value_heads=4)
+    window = _window(fields) if fields.flag("use_sliding_window") else 0
+    every = fields.integer("decoder_sparse_step", 1, MOST.layers, default=1)
+    if fields.get("mlp_only_layers") or every != 1:
+        raise ModelError(
+            "config.json: mlp_only_layers and decoder_sparse_step: layers without experts among "
+            "layers with them are not supported"
+        )
+    count = "num_experts" if fields.get("num_local_experts") is None else "num_local_experts"
+    inner = fields.integer("moe_intermediate_size", 1, MOST.width, default=768)
+    experts = ExpertsConfig(
+        fields.integer(count, 1, MOST.experts, default=128),
+        fields.integer("num_experts_per_tok", 1, MOST.experts, default=8),
+        fields.flag("norm_topk_prob"),
+    )
+    windows = (window,) * config.n_layers
+    return replace(config, intermediate_size=inner, windows=windows, experts=experts)
+
+
+def _mixtral(values: JsonObject) -> ModelConfig:
+    fields, config = _read_decoder(
+        values, max_position_embeddings=131072, num_key_value_heads=8, rms_norm_eps=1e-5
+    )
+    experts = ExpertsConfig(
+        fields.integer("num_local_experts", 1, MOST.experts, default=8),
+        fields.integer("num_experts_per_tok", 1, MOST.experts, default=2),
+        renormalised=True,
+    )
+    return replace(config, windows=(_window(fields),) * config.n_layers, experts=experts)
+
+
+def _olmo2(values: JsonObject) -> ModelConfig:
+    _, config = _read_decoder(values, max_position_embeddings=2048, rms_norm_eps=1e-5)
+    return replace(config, o_bias=config.qkv_bias, wide_qk_norm=True)
+
+
+def _gemma2(values: JsonObject) -> ModelConfig:
+    defaults = {
+        "max_position_embeddings": 8192,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    }
+    return _gemma(defaults | dict(values), every=2)
+
+
+def _gemma3(values: JsonObject) -> ModelConfig:
+    """Gemma 3: layers with a window have a theta of their own."""
+    settings = {"max_position_embeddings": 131072, "rope_theta": 1e6} | dict(values)
+    local = Fields(settings, "config.json").number("rope_local_base_freq", 10000.0)
+    ropes = settings.get("rope_parameters")
+    if isinstance(ropes, Mapping) and "full_attention" in ropes:
+        fields = Fields(ropes, "config.json: rope_parameters")
+        sliding = Fields(fields.table("sliding_attention"), fields.where)
+        if sliding.get("rope_type", "default") != "default":
+            raise ModelError("config.json: rope scaling of sliding_attention is not supported")
+        local = sliding.number("rope_theta", local)
+        settings["rope_parameters"] = fields.table("full_attention")
+    pattern = Fields(settings, "config.json").integer(
+        "sliding_window_pattern", 1, MOST.layers, default=6
+    )
+    config = _gemma(settings, every=pattern)
+    return replace(config, qk_norm=True, local_rope_theta=local)
+
+
+def _gemma(values: JsonObject, every: int) -> ModelConfig:
+    """What the Gemmas share; every: without `layer_types`, each so manieth layer sees all."""
+    fields, config = _read_decoder(
+        values,
+        num_key_value_heads=4,
+        head_dim=256,
+        sliding_window=4096,
+        hidden_activation="gelu_pytorch_tanh",
+        query_pre_attn_scalar=256,
+        tie_word_embeddings=True,
+        bos_token_id=2,
+        eos_token_id=1,
+    )
+    if fields.flag("use_bidirectional_attention"):
+        raise ModelError("config.json: use_bidirectional_attention is not supported")
+    windows = _windows_by_type(fields, config.n_layers)
+    if windows is None:
+        windows = _every(every, _window(fields), config.n_layers)
+    return replace(
+        config,
+        windows=windows,
+        o_bias=config.qkv_bias,
+        float32_norms=True,
+        query_scalar=fields.number("query_pre_attn_scalar"),
+        attention_softcap=_softcap(fields, "attn_logit_softcapping"),
+        logit_softcap=_softcap(fields, "final_logit_softcapping"),
+    )
+
+
+def _every(every: int, window: int, layers: int) -> tuple[int, ...]:
+    """Windows of layers of which each `every`-th, counted from 1, sees all."""
+    pattern = (*[window] * (every - 1), 0)
+    return (pattern * layers)[:layers]
+
+
+def _softcap(fields: Fields, key: str) -> float:
+    """A soft cap; 0 where there is none."""
+    if fields.get(key) is None:
+        return 0.0
+    return fields.number(key)
+
+
+def _bert(values: JsonObject) -> ModelConfig:
+    fields = Fields(values, "config.json")
+    token_types = fields.integer("type_vocab_size", 1, MOST.width, default=2)
+    return _encoder(fields, EncoderConfig("mean", token_types))
+
+
+def _xlm_roberta(values: JsonObject) -> ModelConfig:
+    """XLM-RoBERTa: positions are counted from the one behind the padding token's id, and the table
+    of positions has rows for those before it, too.
+    """
+    fields = Fields(
+        {"max_position_embeddings": 514, "pad_token_id": 1} | dict(values), "config.json"
+    )
+    padding = fields.integer("pad_token_id", 0, MOST.vocab)
+    token_types = fields.integer("type_vocab_size", 1, MOST.width, default=1)
+    return _encoder(fields, EncoderConfig("mean", token_types, first_position=padding + 1))
+
+
+def _scoring(read: Callable[[JsonObject], ModelConfig]) -> Callable[[JsonObject], ModelConfig]:
+    """Of a model with a head that scores pairs, and is otherwise as `read` says."""
+
+    def read_scoring(values: JsonObject) -> ModelConfig:
+        config = read(values)
+        labels = values.get("id2label")
+        count = len(labels) if isinstance(labels, Mapping) else values.get("num_labels", 2)
+        if count != 1:
+            raise ModelError(
+                f"config.json: the model has {str(count)[:40]} labels; of those that classify only "
+                "rerankers are served, which have one"
+            )
+        assert config.encoder is not None  # `_encoder` has put it there
+        return replace(config, encoder=replace(config.encoder, pooling="classify"))
+
+    return read_scoring
+
+
+def _encoder(fields: Fields, encoder: EncoderConfig) -> ModelConfig:
+    """What the encoders share."""
+    for key in ("is_decoder", "add_cross_attention"):
+        if fields.flag(key):
+            raise ModelError(f"config.json: an encoder with {key} is not supported")
+    if fields.get("position_embedding_type", "absolute") != "absolute":
+        raise ModelError(
+            "config.json: position_embedding_type other than absolute is not supported"
+        )
+    if fields.get("quantization_config") is not None:
+        raise ModelError("config.json: quantised encoders are not supported")
+    heads = fields.integer("num_attention_heads", 1, MOST.width, default=12)
+    hidden = fields.integer("hidden_size", 1, MOST.width, default=768)
+    layers = fields.integer("num_hidden_layers", 1, MOST.layers, default=12)
+    first = encoder.first_position
+    places = fields.integer("max_position_embeddings", first + 2, MOST.context, default=512)
+    if hidden % heads:
+        fields.reject("hidden_size", hidden, f"a multiple of num_attention_heads ({heads})")
+    return ModelConfig(
+        architecture="",
+        vocab_size=fields.integer("vocab_size", 2, MOST.vocab, default=30522),
+        hidden_size=hidden,
+        n_layers=layers,
+        n_heads=heads,
+        n_kv_heads=heads,
+        head_dim=hidden // heads,
+        intermediate_size=fields.integer("intermediate_size", 1, MOST.width, default=3072),
+        windows=(0,) * layers,
+        context_length=places - first,
+        rms_eps=fields.number("layer_norm_eps", 1e-12),
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        activation=_activation(fields, _ENCODER_ACTIVATIONS, "gelu"),
+        encoder=encoder,
+        bos_id=fields.token_id("bos_token_id"),
+        eos_ids=fields.token_ids("eos_token_id"),
+    )
+
+
+def _gguf_gemma2(fields: Fields, config: ModelConfig) -> ModelConfig:
+    return _gguf_gemma(fields, config, every=2, largest=_GEMMA2_27B)
+
+
+def _gguf_gemma3(fields: Fields, config: ModelConfig) -> ModelConfig:
+    config = _gguf_gemma(fields, config, every=6, largest=_GEMMA3_27B)
+    return replace(config, local_rope_theta=fields.number("rope.freq_base_swa", 10000.0))
+
+
+def _gguf_gemma(fields: Fields, config: ModelConfig, *, every: int, largest: int) -> ModelConfig:
+    """What GGUF files of Gemma leave to the program that reads them, as llama.cpp has it."""
+    window = fields.integer("attention.sliding_window", 1, MOST.context)
+    scalar = config.head_dim
+    if config.n_layers == largest:
+        scalar = config.hidden_size // config.n_heads
+    return replace(
+        config,
+        windows=_every(every, window, config.n_layers),
+        float32_norms=True,
+        activation="gelu_tanh",
+        query_scalar=float(scalar),
+        attention_softcap=_softcap(fields, "attn_logit_softcapping"),
+        logit_softcap=_softcap(fields, "final_logit_softcapping"),
+    )
+
+
+def _gguf_plain(fields: Fields, config: ModelConfig) -> ModelConfig:
+    """Windows alike in all layers; the tensors say the rest."""
+    window = fields.integer("attention.sliding_window", 0, MOST.context, default=0)
+    return replace(config, windows=(window,) * config.n_layers)
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the files of one family are read."""
+
+    #: In `tiny-random:NAME`, and `general.architecture` of its GGUF files.
+    name: str
+    #: The configuration in a config.json, but for `architecture`; raises ModelError.
+    from_hf: Callable[[JsonObject], ModelConfig]
+    #: From the metadata of a GGUF file and what the common keys said; None: they are not read, or
+    #: go by another family's name.
+    from_gguf: Callable[[Fields, ModelConfig], ModelConfig] | None = None
+    #: How its tiny random model differs from TINY.
+    tiny: JsonDict = field(default_factory=dict)
+
+
+#: The smallest model that still has more than one of everything.
+_TINY = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=512,
+    hidden_size=64,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=16,
+    intermediate_size=128,
+    windows=(0, 0),
+    context_length=2048,
+    bos_id=257,
+    eos_ids=(259,),
+)
+#: Untied, unlike the published ones: a random one with scaled embeddings would repeat a token.
+_TINY_GEMMA: JsonDict = {
+    "windows": (32, 0),
+    "float32_norms": True,
+    "activation": "gelu_tanh",
+    "query_scalar": 24.0,
+}
+
+
+def _tiny_encoder(encoder: EncoderConfig) -> JsonDict:
+    biases = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
+    return {"n_kv_heads": 4, "activation": "gelu", "encoder": encoder} | biases
+
+
+#: Class name in `architectures` of config.json -> its family.
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family("llama", _llama, _gguf_plain),
+    "MistralForCausalLM": Family("mistral", _mistral, None, {"windows": (32, 32)}),
+    "Qwen2ForCausalLM": Family("qwen2", _qwen2, _gguf_plain, {"qkv_bias": True}),
+    "Qwen3ForCausalLM": Family("qwen3", _qwen3, _gguf_plain, {"qk_norm": True}),
+    "Qwen3MoeForCausalLM": Family(
+        "qwen3_moe", _qwen3_moe, None, {"qk_norm": True, "experts": ExpertsConfig(8, 2, True)}
+    ),
+    "MixtralForCausalLM": Family("mixtral", _mixtral, None, {"experts": ExpertsConfig(4, 2, True)}),
+    "Gemma2ForCausalLM": Family(
+        "gemma2",
+        _gemma2,
+        _gguf_gemma2,
+        _TINY_GEMMA | {"attention_softcap": 5.0, "logit_softcap": 10.0},
+    ),
+    "Gemma3ForCausalLM": Family(
+        "gemma3", _gemma3, _gguf_gemma3, _TINY_GEMMA | {"qk_norm": True, "local_rope_theta": 100.0}
+    ),
+    "Olmo2ForCausalLM": Family("olmo2", _olmo2, None, {"wide_qk_norm": True}),
+    "BertModel": Family("bert", _bert, None, _tiny_encoder(EncoderConfig("cls", 2))),
+    "BertForSequenceClassification": Family(
+        "bert_reranker",
+        _scoring(_bert),
+        None,
+        _tiny_encoder(EncoderConfig("classify", 2, separator_id=259)),
+    ),
+    "XLMRobertaModel": Family(
+        "xlm_roberta", _xlm_roberta, None, _tiny_encoder(EncoderConfig("mean", 1, 2))
+    ),
+    "XLMRobertaForSequenceClassification": Family(
+        "xlm_roberta_reranker",
+        _scoring(_xlm_roberta),
+        None,
+        _tiny_encoder(EncoderConfig("classify", 1, 2)),
+    ),
+}
+
+
+def tiny_config(name: str = "llama") -> ModelConfig:
+    """The configuration behind `tiny-random[:NAME]`: L 2, E 64, H 4, K 2, D 16, F 128, V 512.
+
+    Raises ModelError for an unknown family.
+    """
+    for architecture, family in FAMILIES.items():
+        if family.name == name:
+            return replace(_TINY, architecture=architecture, **family.tiny)
+    known = ", ".join(family.name for family in FAMILIES.values())
+    raise ModelError(f"tiny-random has no architecture {name!r}; known: {known}")

@@ -1,0 +1,248 @@
+"""GGUF files: header, key-values and tensors
+(https://github.com/ggml-org/ggml/blob/master/docs/gguf.md); jax-free.
+
+The header is parsed here: `gguf.GGUFReader` builds several objects per vocabulary entry and takes 2
+s for 49,152 tokens and their merges, this takes 0.1 s, and counts and lengths are checked against
+the file before anything is allocated. Block formats are decoded by the `gguf` library.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jitney.engine.common.errors import ModelError
+from jitney.engine.core.weights.checkpoints.files import Shape
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
+
+#: GGUF value type -> struct code; 8 is a string and 9 an array.
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+_STRING, _ARRAY = 8, 9
+#: Numbers of an array that becomes a list. No vocabulary is longer, and a list takes ten times the
+#: memory.
+_LONGEST_LIST = 1 << 20
+#: Tensors decoded at once: 4 Mi elements are 16 MiB of float32.
+_DECODE_ELEMENTS = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorInfo:
+    """Where a tensor lies."""
+
+    #: Row-major, as numpy has it; GGUF stores the reverse.
+    shape: Shape
+    #: `gguf.GGMLQuantizationType`.
+    kind: int
+    #: Bytes from the start of the file.
+    start: int
+    #: Bytes.
+    size: int
+
+    @property
+    def kind_name(self) -> str:
+        """Such as Q4_1."""
+        from gguf import GGMLQuantizationType
+
+        return GGMLQuantizationType(self.kind).name
+
+
+#: Name, shape, type and offset.
+type _Header = tuple[str, Shape, int, int]
+
+
+class GGUFFile:
+    """An open GGUF file: `metadata` (key-values), `tensors` (name -> TensorInfo), `read` and
+    `part`.
+
+    Raises ModelError when the file is not GGUF version 2 or 3, is cut short or contradicts itself.
+    """
+
+    def __init__(self, path: str | Path):
+        self.name = Path(path).name
+        try:
+            with open(path, "rb") as file:
+                self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{self.name}: cannot be read: {error}") from error
+        self.at = 0
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, _TensorInfo] = {}
+        try:
+            self.parse()
+        except (struct.error, UnicodeDecodeError, RecursionError) as error:
+            raise ModelError(
+                f"{self.name}: broken GGUF header near byte {self.at}: {error}"
+            ) from error
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor, decoded: float32 of its row-major shape."""
+        shape = self.tensors[name].shape
+        whole = self.part(name, slice(0, math.prod(shape[:-1])), slice(0, shape[-1]))
+        return whole.reshape(shape)
+
+    def part(self, name: str, rows: slice, columns: slice) -> np.ndarray:
+        """Rows and columns of a tensor as floats, float32 [rows, columns]; only the blocks that
+        hold them are decoded. Both with start and stop; of one axis, columns of one row.
+        """
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        kind = GGMLQuantizationType(self.tensors[name].kind)
+        block, size = GGML_QUANT_SIZES[kind]
+        first, end = columns.start // block, -(-columns.stop // block)
+        stored = _as_stored(self.rows(name)[rows, first * size : end * size], kind)
+        out = np.empty((len(stored), columns.stop - columns.start), np.float32)
+        # The library decodes rows; a few at a time keep its float32 temporaries small.
+        step = max(1, _DECODE_ELEMENTS // ((end - first) * block))
+        wanted = slice(columns.start - first * block, columns.stop - first * block)
+        for row in range(0, len(stored), step):
+            out[row : row + step] = self._decoded(name, stored[row : row + step], kind)[:, wanted]
+        return out
+
+    def _decoded(self, name: str, rows: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+        from gguf.quants import dequantize
+
+        try:
+            return dequantize(np.ascontiguousarray(rows), kind)
+        except NotImplementedError as error:
+            raise ModelError(
+                f"{self.name}: {name} has type {kind.name}, which cannot be decoded"
+            ) from error
+
+    def rows(self, name: str) -> np.ndarray:
+        """One tensor as it is stored: uint8 [rows, bytes], mapped."""
+        info = self.tensors[name]
+        raw = np.frombuffer(self.data, np.uint8, info.size, info.start)
+        return raw.reshape(math.prod(info.shape[:-1]), -1)
+
+    def parse(self) -> None:
+        """Read the header from the start; see the format's description."""
+        if self.data[:4] != b"GGUF":
+            raise ModelError(f"{self.name}: not a GGUF file")
+        self.at = 4
+        version = self.scalar("I")
+        if version not in (2, 3):
+            raise ModelError(f"{self.name}: GGUF version {version} is not supported, only 2 and 3")
+        n_tensors, n_values = self.count(24), self.count(12)
+        for _ in range(n_values):
+            key = self.string()
+            self.metadata[key] = self.value(self.scalar("I"))
+        stored = [self.tensor_header() for _ in range(n_tensors)]
+        alignment = self.metadata.get("general.alignment", 32)
+        if type(alignment) is not int or not 1 <= alignment <= 1 << 20:
+            raise ModelError(f"{self.name}: general.alignment is not a small positive number")
+        base = -(-self.at // alignment) * alignment
+        for name, shape, kind, offset in stored:
+            self.tensors[name] = self.placed(name, shape, kind, base + offset)
+
+    def tensor_header(self) -> _Header:
+        name = self.string()
+        return name, self._shape_of(name), self.scalar("I"), self.scalar("Q")
+
+    def _shape_of(self, name: str) -> Shape:
+        axes = self.scalar("I")
+        if not 1 <= axes <= 4:
+            raise ModelError(f"{self.name}: {name[:100]} has {axes} axes")
+        return tuple(self.scalar("Q") for _ in range(axes))[::-1]
+
+    def placed(self, name: str, shape: Shape, kind: int, start: int) -> _TensorInfo:
+        """The tensor's place in the file; ModelError if its type is unknown or it does not lie
+        inside.
+        """
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        if name in self.tensors:
+            raise ModelError(f"{self.name}: {name[:100]} is stored twice")
+        try:
+            block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+        except (ValueError, KeyError) as error:
+            raise ModelError(f"{self.name}: {name[:100]} has the unknown type {kind}") from error
+        size = math.prod(shape) // block * block_bytes
+        if 0 in shape or shape[-1] % block or start + size > len(self.data):
+            raise ModelError(
+                f"{self.name}: {name[:100]} {list(shape)} does not fit in the file; it may be cut "
+                "short"
+            )
+        return _TensorInfo(shape, kind, start, size)
+
+    def scalar(self, code: str) -> Any:
+        """The next little-endian number."""
+        (value,) = struct.unpack_from("<" + code, self.data, self.at)
+        self.at += struct.calcsize("<" + code)
+        return value
+
+    def count(self, smallest: int) -> int:
+        """A 64-bit count of things of at least `smallest` bytes each, which must still fit in the
+        file.
+        """
+        count = self.scalar("Q")
+        if count * smallest > len(self.data) - self.at:
+            raise ModelError(
+                f"{self.name}: broken GGUF header: a count of {count} at byte {self.at - 8}"
+            )
+        return count
+
+    def string(self) -> str:
+        length = self.count(1)
+        self.at += length
+        return self.data[self.at - length : self.at].decode("utf-8")
+
+    def value(self, kind: int) -> Any:
+        """One value; arrays of numbers become lists, very long ones numpy's."""
+        if kind == _STRING:
+            return self.string()
+        if kind == _ARRAY:
+            return self.array(self.scalar("I"))
+        return self.scalar(self.code(kind))
+
+    def array(self, kind: int) -> list[Any] | np.ndarray:
+        """Elements of one type."""
+        if kind == _STRING:
+            return [self.string() for _ in range(self.count(8))]
+        if kind == _ARRAY:
+            return [self.value(_ARRAY) for _ in range(self.count(12))]
+        code = self.code(kind)
+        length = self.count(struct.calcsize(code))
+        values = np.frombuffer(self.data, "<" + code, length, self.at)
+        self.at += length * struct.calcsize(code)
+        if length > _LONGEST_LIST:
+            return values.copy()  # a view would keep the file open
+        return values.tolist()
+
+    def code(self, kind: int) -> str:
+        if kind not in _SCALARS:
+            raise ModelError(
+                f"{self.name}: broken GGUF header: unknown value type {kind} at byte {self.at}"
+            )
+        return _SCALARS[kind]
+
+
+def _as_stored(rows: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+    """Bytes [R, bytes] viewed as the library expects: float16 and float32 as themselves, blocks as
+    bytes.
+    """
+    floats = {"F32": np.float32, "F16": np.float16}
+    return rows.view(floats.get(kind.name, np.uint8))

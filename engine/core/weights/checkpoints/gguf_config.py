@@ -1,0 +1,122 @@
+"""The configuration of a model from the metadata of its GGUF file; jax-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jitney.engine.common.errors import ModelError
+from jitney.engine.common.requests import JsonObject
+from jitney.engine.core.weights.checkpoints.config_fields import MOST, Fields
+from jitney.engine.core.weights.checkpoints.families import FAMILIES, Family
+from jitney.engine.core.weights.checkpoints.gguf import GGUFFile
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
+from jitney.engine.core.weights.checkpoints.rope_config import extended_context, gguf_rope
+from jitney.engine.core.weights.checkpoints.turn_ends import turn_ends
+
+#: Token types: control tokens are special; user-defined ones are matched whole but shown.
+CONTROL, USER_DEFINED = 3, 4
+_NAMED_ENDS = tuple(f"tokenizer.ggml.{key}_token_id" for key in ("eos", "eot", "eom"))
+
+
+def config_of(file: GGUFFile) -> ModelConfig:
+    """The model's configuration; ModelError if it cannot be served."""
+    return _read_gguf_config(file.metadata, file.shapes, _rope_factors(file))
+
+
+def _rope_factors(file: GGUFFile) -> tuple[float, ...]:
+    if "rope_freqs.weight" not in file.tensors:
+        return ()
+    return tuple(map(float, file.read("rope_freqs.weight").ravel()))
+
+
+def _read_gguf_config(
+    metadata: JsonObject,
+    shapes: Mapping[str, tuple[int, ...]],
+    rope_factors: tuple[float, ...] = (),
+) -> ModelConfig:
+    """Read GGUF key-values; shapes (row-major, as numpy sees them) tell which optional tensors
+    exist.
+
+    rope_factors: contents of `rope_freqs.weight` if the file has it. Raises ModelError as
+    `read_hf_config` does.
+    """
+    architecture, family = _family_named(metadata.get("general.architecture"))
+    fields = _fields_of(metadata, family.name)
+    tokens = Fields(metadata, "GGUF")
+    heads = fields.integer("attention.head_count", 1, MOST.width)
+    hidden = fields.integer("embedding_length", 1, MOST.width)
+    layers = fields.integer("block_count", 1, MOST.layers)
+    head_dim = _head_dim(fields, hidden // heads)
+    context = fields.integer("context_length", 1, MOST.context)
+    scaling = gguf_rope(fields, context, head_dim, rope_factors)
+    vocab = Fields({"rows": shapes.get("token_embd.weight", (None,))[0]}, "GGUF token_embd.weight")
+    config = ModelConfig(
+        architecture=architecture,
+        vocab_size=vocab.integer("rows", 2, MOST.vocab),
+        hidden_size=hidden,
+        n_layers=layers,
+        n_heads=heads,
+        n_kv_heads=fields.integer("attention.head_count_kv", 1, heads, default=heads),
+        head_dim=head_dim,
+        intermediate_size=fields.integer("feed_forward_length", 1, MOST.width),
+        windows=(0,) * layers,
+        context_length=extended_context(context, scaling),
+        rope_theta=fields.number("rope.freq_base", 10000.0),
+        rope_scaling=scaling,
+        rms_eps=fields.number("attention.layer_norm_rms_epsilon", 1e-6),
+        tie_embeddings="output.weight" not in shapes,
+        qkv_bias="blk.0.attn_q.bias" in shapes,
+        o_bias="blk.0.attn_output.bias" in shapes,
+        mlp_bias="blk.0.ffn_gate.bias" in shapes,
+        qk_norm="blk.0.attn_q_norm.weight" in shapes,
+        bos_id=tokens.token_id("tokenizer.ggml.bos_token_id"),
+        eos_ids=tokens.token_ids(*_NAMED_ENDS),
+    )
+    assert family.from_gguf is not None
+    return family.from_gguf(fields, config.with_ends(*_turn_ends(metadata, config)))
+
+
+def _turn_ends(metadata: JsonObject, config: ModelConfig) -> list[int]:
+    """Tokens that end a turn by their text, in the vocabulary of the file."""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    kinds = metadata.get("tokenizer.ggml.token_type")
+    if not isinstance(tokens, list) or not isinstance(kinds, list):
+        return []
+    by_kind: dict[int, dict[str, int]] = {CONTROL: {}, USER_DEFINED: {}}
+    for id, (text, kind) in enumerate(zip(tokens, kinds, strict=False)):
+        if kind in (CONTROL, USER_DEFINED) and isinstance(text, str) and id < config.vocab_size:
+            by_kind[kind][text] = id
+    template = metadata.get("tokenizer.chat_template")
+    if not isinstance(template, str):
+        template = ""
+    return turn_ends(by_kind[CONTROL], by_kind[USER_DEFINED], template, config.eos_ids)
+
+
+def _family_named(name: object) -> tuple[str, Family]:
+    """(architecture, family) of the name that GGUF files use."""
+    readable = {key: family for key, family in FAMILIES.items() if family.from_gguf is not None}
+    for architecture, family in readable.items():
+        if family.name == name:
+            return architecture, family
+    known = ", ".join(family.name for family in readable.values())
+    raise ModelError(f"GGUF: unknown architecture {str(name)[:40]!r}; known: {known}")
+
+
+def _fields_of(metadata: JsonObject, name: str) -> Fields:
+    """The keys of the architecture, without its name."""
+    fields = Fields(metadata, "GGUF").under(f"{name}.", f"GGUF {name}")
+    if fields.get("expert_count", 0):
+        raise ModelError("GGUF: mixture-of-experts models are not supported")
+    return fields
+
+
+def _head_dim(fields: Fields, default: int) -> int:
+    """Size of a head, which keys, values and rotation must share."""
+    head_dim = fields.integer("attention.key_length", 2, MOST.width, default=default)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if fields.get(key, head_dim) != head_dim:
+            raise ModelError(
+                f"{fields.where}: {key} {str(fields.get(key))[:20]} must equal the head size "
+                f"{head_dim}"
+            )
+    return head_dim

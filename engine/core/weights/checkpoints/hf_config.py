@@ -1,0 +1,80 @@
+"""The configuration of a model from its `config.json`; jax-free.
+
+The file is untrusted: each number is checked for type and range before anything is sized by it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+
+from jitney.engine.common.errors import ModelError
+from jitney.engine.common.requests import JsonObject
+from jitney.engine.core.weights.checkpoints.config_fields import Fields
+from jitney.engine.core.weights.checkpoints.families import FAMILIES
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
+from jitney.engine.core.weights.checkpoints.quantization_config import Packing
+
+_log = logging.getLogger(__name__)
+
+
+def read_hf_config(config: JsonObject, generation: JsonObject | None = None) -> ModelConfig:
+    """Read the contents of `config.json` (and of `generation_config.json`, which may name more end
+    tokens).
+
+    Nothing the file names is ever imported. Raises ModelError for an architecture, activation,
+    quantisation or rope scaling that is not supported, and for numbers that are missing or out of
+    range.
+    """
+    architecture = _known_architecture(config.get("architectures"))
+    _refuse_unsupported(config)
+    model = FAMILIES[architecture].from_hf(config)
+    more_ends = Fields(generation or {}, "generation_config.json").token_ids("eos_token_id")
+    return replace(model, architecture=architecture).with_ends(*more_ends)
+
+
+def read_packing(config: JsonObject) -> Packing | None:
+    """How the matrices are stored that go with a `config.json`; None: as floats. Raises ModelError
+    for a packing that is not read.
+    """
+    settings = config.get("quantization_config")
+    older = config.get("compression_config")  # compressed-tensors' key of 2024
+    if settings is None and isinstance(older, Mapping):
+        settings = {"quant_method": "compressed-tensors"} | dict(older)
+    return Packing.read(settings)
+
+
+def _known_architecture(names: object) -> str:
+    """The first class name in `architectures` that is served, of a base model that of the model
+    with its head; ModelError lists those that are.
+    """
+    if isinstance(names, list):
+        for name in names:
+            if isinstance(name, str) and _with_head(name) in FAMILIES:
+                return _with_head(name)
+    raise ModelError(
+        f"config.json: unknown architecture {repr(names)[:100]}; known: {', '.join(FAMILIES)}"
+    )
+
+
+def _with_head(name: str) -> str:
+    """The class of a model with its output head; name: that, or the one of its base model, such as
+    MistralModel. Encoders are served without a head.
+    """
+    if name in FAMILIES:
+        return name
+    base = name.removesuffix("TextModel").removesuffix("Model")
+    return name if base == name else f"{base}ForCausalLM"
+
+
+def _refuse_unsupported(config: JsonObject) -> None:
+    """Raise for settings that would change the answer in a way this engine does not compute."""
+    if "auto_map" in config:
+        _log.warning(
+            "config.json names custom code (auto_map); it is not run, the known architecture is "
+            "used instead"
+        )
+    read_packing(config)
+    if config.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ModelError("config.json: partial_rotary_factor other than 1 is not supported")

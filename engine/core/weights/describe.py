@@ -1,0 +1,81 @@
+"""How a model's weights are stored, in words and numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import jax
+from flax import nnx
+
+from jitney.engine.common.step_cost import StepCost
+from jitney.engine.core.models.layers import Linear
+from jitney.engine.core.models.protocol import Model
+from jitney.engine.core.weights.checkpoints.gguf import GGUFFile
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
+from jitney.engine.core.weights.checkpoints.safetensors import SafetensorsFolder
+from jitney.engine.core.weights.checkpoints.sources import ModelSource
+
+
+def describe_weights(model: Model, source: ModelSource | None = None) -> str:
+    """How the matrices are stored: a scheme, or dtype, or several of them with their counts. Where
+    floats were made of a GGUF file's blocks it says of which: in float32 they are exact, which is
+    another model than the same rounded."""
+    kinds = Counter(map(_kind, model.linears()))
+    if len(kinds) > 1:
+        return ", ".join(f"{kind} x {count}" for kind, count in kinds.most_common())
+    (kind,) = kinds
+    made = {"float32": "not rounded, from", "bfloat16": "rounded from"}.get(kind)
+    stored = _stored_blocks(source)
+    if stored and made:
+        return f"{kind}, {made} {stored}"
+    return kind
+
+
+def describe_step(model: Model, config: ModelConfig, kv_bytes: float) -> StepCost:
+    """What a decoder's steps read and compute, with its matrices as they are stored, on all devices
+    together. config: of the whole model. kv_bytes: of a position's keys and values, all layers.
+    """
+    stored = sum(
+        array.nbytes for linear in model.linears() for array in linear.packed if array is not None
+    )
+    table = config.vocab_size * config.hidden_size
+    numbers = config.step_cost(weight_bytes=0.0, head_bytes=0.0, kv_bytes=0.0).layer_weights
+    if config.tie_embeddings:
+        head_bytes = table * model.dtype.itemsize
+    else:
+        numbers += table  # the head is a matrix like any other
+        head_bytes = table * stored / numbers
+    return config.step_cost(weight_bytes=stored / numbers, head_bytes=head_bytes, kv_bytes=kv_bytes)
+
+
+def count_parameters(model: Model) -> int:
+    """Numbers that the model's weights stand for, without the scales of quantised matrices."""
+    count = sum(array.size for array in jax.tree.leaves(nnx.state(model)))
+    for linear in model.linears():
+        packed = linear.packed
+        if packed.scheme == "int4":  # two numbers a byte
+            count += packed.kernel.size
+        count -= sum(array.size for array in packed[1:] if array is not None)
+    return count
+
+
+def _kind(linear: Linear) -> str:
+    packed = linear.packed
+    if packed.scale is None:
+        return str(packed.kernel.dtype)
+    return packed.scheme
+
+
+def _stored_blocks(source: ModelSource | None) -> str:
+    """The commonest block format of a GGUF file's matrices, such as Q4_1; empty where they are
+    floats.
+    """
+    if source is None or source.kind != "gguf":
+        return ""
+    name = _commonest_kind(GGUFFile(source.path))
+    return "" if name in SafetensorsFolder.types else name
+
+
+def _commonest_kind(file: GGUFFile) -> str:
+    kinds = Counter(tensor.kind_name for tensor in file.tensors.values() if len(tensor.shape) == 2)
+    return max(kinds, key=kinds.__getitem__, default="")

@@ -1,0 +1,472 @@
+"""Weights into a model: one tensor at a time from the file, to the device, into its place and its
+scheme.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from jitney.engine.common.errors import ConfigError
+from jitney.engine.core.models.layers import Linear
+from jitney.engine.core.models.protocol import Model
+from jitney.engine.core.models.quantization import Packed, greatest, group_size, quantise
+from jitney.engine.core.models.registry import abstract_model, model_class, random_model
+from jitney.engine.core.models.sharding import TENSOR, Shares, whole_shape
+from jitney.engine.core.weights import repack
+from jitney.engine.core.weights.checkpoint import Checkpoint, open_checkpoint
+from jitney.engine.core.weights.checkpoints.fetch import Progress, no_progress
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
+from jitney.engine.core.weights.checkpoints.names import Path, Piece, Target, WeightMap
+from jitney.engine.core.weights.checkpoints.sources import ModelSource
+from jitney.engine.core.weights.describe import describe_weights
+from jitney.engine.core.weights.slices import Reordered, Sliceable, Stacked
+from jitney.engine.core.weights.stored_matrix import StoredMatrix
+from jitney.kernels.interface import KernelSet
+
+_log = logging.getLogger("jitney.core")
+
+type _Arrays = dict[Path, Array]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightStorage:
+    """How matrices are stored on the device."""
+
+    #: What floats are rounded to, one of Packed.schemes.
+    scheme: str = "plain"
+    #: Schemes in which a matrix of the checkpoint is taken as it is, number for number.
+    as_stored: frozenset[str] = frozenset()
+
+    @classmethod
+    def choose(cls, weights: str, platform: str, kernels: KernelSet) -> WeightStorage:
+        """How matrices are packed under `weights`, one of the configuration's words.
+
+        auto leaves quantised matrices of a checkpoint as they are where the device's products do:
+        XLA widens 8 bits within the product on GPUs and TPUs, 4 bits need a kernel. A CPU would
+        write them out as floats in every step, so there they become floats once.
+        """
+        if weights != "auto":
+            return cls(weights, frozenset({weights} - {"plain"}))
+        if platform == "cpu":
+            return cls()
+        schemes = {"int8", "fp8"}
+        if kernels.multiplies_int4:
+            schemes.add("int4")
+        return cls("plain", frozenset(schemes))
+
+
+def load_model(
+    source: ModelSource,
+    config: ModelConfig,
+    dtype: DTypeLike = jnp.float32,
+    progress: Progress = no_progress,
+    *,
+    storage: WeightStorage = WeightStorage(),
+    mesh: Mesh | None = None,
+) -> Model:
+    """The model with its weights on the default device, or split over a mesh; what is not quantised
+    is in `dtype`.
+
+    progress("weights", tensors done, tensors in all, "") is called after each tensor. Raises
+    ModelError naming every missing, unexpected and misshapen tensor, ConfigError where the scheme
+    does not fit the model. Host memory: one weight as it is stored; a device: its share of the
+    weights, and of one as it is stored.
+    """
+    shares = None if mesh is None else Shares(config, mesh)
+    own = config if shares is None else shares.own
+    if source.kind == "tiny":
+        return _assemble(own, dtype, _random_arrays(config, dtype, storage, shares))
+    weights = model_class(config.architecture).weight_map(config, source.kind)
+    checkpoint = open_checkpoint(source, weights)
+    weights.check(checkpoint.shapes)
+    loader = _Loader(checkpoint, storage, shares)
+    dtypes = _declared_dtypes(own, dtype)
+    arrays: _Arrays = {}
+    for done, target in enumerate(weights.targets, 1):
+        placed = loader.arrays(target, dtypes[target.path])
+        # Copies and rounding go on by themselves, and would keep one weight while the next is read.
+        jax.block_until_ready(placed)
+        arrays |= placed
+        progress("weights", done, len(weights.targets), "")
+    model = _assemble(own, dtype, arrays)
+    _log.info("weights: %s", describe_weights(model))
+    return model
+
+
+def load_shapes(
+    source: ModelSource, whole: ModelConfig, shards: int, dtype: DTypeLike, storage: WeightStorage
+) -> Model:
+    """What `load_model` would make of a model over so many devices, with shapes in place of arrays.
+
+    shards: devices of one engine. whole: the configuration of all devices. Of a checkpoint whose
+    matrices stay as they are stored, those of the first layer are read, and the other layers are
+    taken to be stored alike.
+    """
+    model = abstract_model(whole.local(shards), dtype=dtype, weights=storage.scheme)
+    if source.kind != "tiny" and storage.as_stored:
+        weights = model_class(whole.architecture).weight_map(whole, source.kind)
+        loader = _Loader(open_checkpoint(source, weights), storage, None)
+        _store_alike(model, weights, loader, dtype)
+    groups = engines = 1
+    if whole.experts is not None:
+        groups, engines = whole.experts.all_groups, whole.experts.engines
+    graph, state = nnx.split(model)
+    leaves = []
+    for path, leaf in _flat_leaves(state):
+        shape = whole_shape(path, leaf.shape, shards, groups, engines)
+        leaves.append((path, leaf.replace(jax.ShapeDtypeStruct(shape, leaf.dtype))))
+    return nnx.merge(graph, nnx.from_flat_state(leaves))
+
+
+def _store_alike(model: Model, weights: WeightMap, loader: _Loader, dtype: DTypeLike) -> None:
+    """Give the matrices of an abstract model the schemes that their checkpoint has."""
+    plain = abstract_model(model.config, dtype=dtype)
+    found: dict[Path, tuple[str, int] | None] = {}
+    for target in weights.targets:
+        path = target.path
+        if path[-1] != "kernel":
+            continue
+        place = tuple(name for name in path if not isinstance(name, int))
+        if place not in found:
+            found[place] = loader.stored_scheme(target)
+        stored = found[place]
+        if stored is not None:
+            scheme, group = stored
+            pack = partial(quantise, scheme=scheme, dtype=dtype, group=group)
+            packed = jax.eval_shape(pack, linear_at(plain, path).packed.kernel)
+            linear_at(model, path).set_matrix(packed)
+
+
+@dataclass(frozen=True)
+class _Loader:
+    """Where weights come from, and how and where they are stored."""
+
+    checkpoint: Checkpoint
+    storage: WeightStorage
+    #: None: all on the default device.
+    shares: Shares | None
+
+    def arrays(self, target: Target, dtype: DTypeLike) -> _Arrays:
+        """The arrays of one weight, on the default device or in shares."""
+        stored = self._as_stored(target)
+        if stored is not None:
+            return self._side_by_side(target.path, stored)
+        if self.shares is None:
+            return self._whole(target, dtype)
+        return self._split(target, dtype, self.shares)
+
+    def _as_stored(self, target: Target) -> list[StoredMatrix] | None:
+        """The pieces of a matrix that is taken as it is stored; None unless all are taken so and
+        are alike.
+        """
+        if not self.storage.as_stored or target.path[-1] != "kernel":
+            return None
+        matrices: list[StoredMatrix] = []
+        for piece in target.pieces:
+            matrix = self.checkpoint.matrix(piece.name)
+            if matrix is None:
+                return None
+            matrices.append(_reordered(matrix, piece))
+        described = [matrix.described() for matrix in matrices]
+        if {one.scheme for one in described} - self.storage.as_stored:
+            return None
+        return None if jax.eval_shape(repack.alike, described) is None else matrices
+
+    def stored_scheme(self, target: Target) -> tuple[str, int] | None:
+        """The scheme that a matrix is taken in as it is stored, and R of int4; None: its floats
+        are.
+        """
+        stored = self._as_stored(target)
+        if stored is None:
+            return None
+        return stored[0].described().scheme, stored[0].group
+
+    def _side_by_side(self, path: Path, matrices: list[StoredMatrix]) -> _Arrays:
+        """Pieces of one matrix as one, on the default device or in shares."""
+        if self.shares is None:
+            return _by_path(path, repack.join([matrix.packed() for matrix in matrices]))
+        return _in_shares(path, matrices, self.shares)
+
+    def _whole(self, target: Target, dtype: DTypeLike) -> _Arrays:
+        """A weight of the checkpoint's floats on the default device."""
+        rounds = self._rounds(target)
+        floats = _fuse(
+            [jnp.asarray(_sliced(self.checkpoint, piece)[...]) for piece in target.pieces],
+            dtype=jnp.dtype(jnp.float32 if rounds else dtype),
+            transpose=target.transpose,
+            offset=target.offset,
+        )
+        if not rounds:
+            return {target.path: floats}
+        return _by_path(target.path, _rounded(target.path, floats, dtype, self.storage, None))
+
+    def _split(self, target: Target, dtype: DTypeLike, shares: Shares) -> _Arrays:
+        """A weight of the checkpoint's floats in shares; each goes from the file to its device, and
+        is finished there.
+        """
+        stored = Stacked([_sliced(self.checkpoint, piece) for piece in target.pieces])
+        work = _Finish(jnp.dtype(dtype), target.transpose, target.offset)
+        most = None
+        if self._rounds(target):
+            work = _rounding(work, target.path, stored.shape[1], self.storage.scheme, shares)
+            if work.groups:
+                most = _most_elsewhere(target.path, stored, shares)
+        pieces = shares.send(target.path, stored, transposed=target.transpose)
+        finished = [_by_path(target.path, own) for own in shares.on_each(work, pieces, most)]
+        return {name: shares.join(name, [own[name] for own in finished]) for name in finished[0]}
+
+    def _rounds(self, target: Target) -> bool:
+        """Whether its floats are rounded to a scheme."""
+        return target.path[-1] == "kernel" and self.storage.scheme != "plain"
+
+
+def _sliced(checkpoint: Checkpoint, piece: Piece) -> Sliceable:
+    """A tensor as floats, its rows in our order, left in its file where that can be."""
+    stored = checkpoint.sliced(piece.name)
+    order = piece.order
+    if order is None:
+        return stored
+    return Reordered(stored, order)
+
+
+def _reordered(matrix: StoredMatrix, piece: Piece) -> StoredMatrix:
+    """A piece with its outputs in our order."""
+    order = piece.order
+    if order is None:
+        return matrix
+    return matrix.reordered(order)
+
+
+def _in_shares(path: Path, matrices: list[StoredMatrix], shares: Shares) -> _Arrays:
+    """Matrices side by side in shares: of each a device gets its own part, as it is stored, and
+    lays it out.
+    """
+    _check_groups(path, matrices[0], shares)
+    parts = [_parts_of(path, matrices, shares, number) for number in shares.own_numbers]
+    laid_out = [_laid_out(alike, shares) for alike in zip(*parts, strict=True)]
+    joined = laid_out[0]
+    if len(laid_out) > 1:
+        joined = shares.on_each(_join, list(zip(*laid_out, strict=True)))
+    finished = [_by_path(path, own) for own in joined]
+    return {name: shares.join(name, [own[name] for own in finished]) for name in finished[0]}
+
+
+def _laid_out(parts: tuple[_Part, ...], shares: Shares) -> list[Packed]:
+    """A part for each of this host's devices, all of one size, laid out there."""
+    devices = [shares.mesh.devices.flat[number] for number in shares.own_numbers]
+    read = [
+        jax.device_put(part.matrix.read(part.outputs, part.inputs), device)
+        for part, device in zip(parts, devices, strict=True)
+    ]
+    return shares.on_each(parts[0].matrix.part(parts[0].size), read)
+
+
+def _join(parts: tuple[Packed, ...], known: Array | None) -> Packed:
+    """See `Shares.on_each`."""
+    return repack.join(list(parts))
+
+
+class _Part(NamedTuple):
+    """Some outputs and inputs of a stored matrix."""
+
+    matrix: StoredMatrix
+    outputs: slice
+    inputs: slice
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return (
+            self.outputs.stop - self.outputs.start,
+            self.inputs.stop - self.inputs.start,
+        )
+
+
+def _parts_of(path: Path, matrices: list[StoredMatrix], shares: Shares, device: int) -> list[_Part]:
+    """What a device holds of matrices one behind the other, in its own order."""
+    shape = sum([matrix.shape[0] for matrix in matrices]), matrices[0].shape[1]
+    _, places = shares.places(path, shape, device, transposed=True)
+    found = []
+    for outputs, inputs in places:
+        first = 0
+        for matrix in matrices:
+            low = max(outputs.start - first, 0)
+            high = min(outputs.stop - first, matrix.shape[0])
+            if low < high:
+                found.append(_Part(matrix, slice(low, high), inputs))
+            first += matrix.shape[0]
+    return found
+
+
+def _check_groups(path: Path, matrix: StoredMatrix, shares: Shares) -> None:
+    """ConfigError where a group of inputs that share a scale would be torn."""
+    group = matrix.group
+    if not group or not shares.splits_inputs(path):
+        return
+    groups, parts = matrix.shape[1] // group, shares.input_shards(path)
+    if groups % parts:
+        raise ConfigError(
+            f"tensor_parallel {shares.shards} does not divide the {groups} groups of inputs of "
+            f"quantised {'.'.join(map(str, path))}"
+        )
+
+
+@partial(jax.jit, static_argnames=("dtype", "transpose", "offset"))
+def _fuse(parts: list[Array], *, dtype: np.dtype, transpose: bool, offset: float) -> Array:
+    """Parts [O_i, I] -> [sum O_i, I], or [I, sum O_i] if transposed, in dtype; on the device, by
+    all its threads.
+    """
+    whole = jnp.concatenate(parts)
+    if offset:
+        whole = whole.astype(jnp.float32) + offset
+    whole = whole.astype(dtype)
+    if transpose:
+        whole = whole.T
+    return whole
+
+
+@dataclass(frozen=True)
+class _Finish:
+    """From a device's share of a tensor as it is stored to what the model holds of it."""
+
+    dtype: np.dtype
+    #: [O, I] becomes [I, O].
+    transpose: bool
+    #: Then added to every number.
+    offset: float
+    scheme: str = "plain"
+    #: R of int4.
+    group: int = 0
+    #: The scale of an output is that of its inputs on all devices with the same number, one for
+    #: each device of this host; empty: that of its own inputs.
+    groups: tuple[int, ...] = ()
+
+    def __call__(self, part: Array, most: Array | None) -> Packed:
+        """See `Shares.on_each`; most: float32 [groups, O], the greatest magnitudes on other
+        hosts.
+        """
+        dtype = self.dtype
+        if self.scheme != "plain":
+            dtype = jnp.dtype(jnp.float32)
+        floats = _fuse([part], dtype=dtype, transpose=self.transpose, offset=self.offset)
+        if self.groups:
+            own = TENSOR.largest_of_group(greatest(floats), self.groups)
+            group = jnp.array(self.groups)[TENSOR.number()]
+            most = own if most is None else jnp.maximum(own, most[group])
+        return quantise(floats, scheme=self.scheme, dtype=dtype, group=self.group, most=most)
+
+
+def _rounding(work: _Finish, path: Path, inputs: int, scheme: str, shares: Shares) -> _Finish:
+    """The same work with rounding to the scheme at its end; inputs: of the whole matrix."""
+    if scheme == "int4":
+        return replace(work, scheme=scheme, group=_group(path, inputs, shares))
+    groups: tuple[int, ...] = ()
+    if shares.splits_inputs(path):
+        groups = tuple(shares.group_of(path, number) for number in shares.own_numbers)
+    return replace(work, scheme=scheme, groups=groups)
+
+
+def _group(path: Path, inputs: int, shares: Shares | None) -> int:
+    """Inputs of a group of int4; so few that each device has whole ones."""
+    if shares is not None and shares.splits_inputs(path):
+        inputs //= shares.input_shards(path)
+    return group_size(inputs)
+
+
+def _most_elsewhere(path: Path, stored: Sliceable, shares: Shares) -> np.ndarray | None:
+    """The greatest magnitude of each output among the inputs that other hosts hold, float32
+    [groups, O], see `Shares.group_of`; None if there are none.
+
+    Read here too, a share at a time: hosts load each at their own pace, and a collective would bind
+    them together.
+    """
+    most = None
+    n_groups = shares.mesh.size // shares.input_shards(path)
+    for number in shares.engines_numbers:
+        if number not in shares.own_numbers:
+            part = jnp.asarray(shares.cut(path, stored, number, transposed=True))
+            found = np.asarray(greatest(part.T))
+            if most is None:
+                most = np.zeros((n_groups, found.size), np.float32)
+            group = shares.group_of(path, number)
+            most[group] = np.maximum(most[group], found)
+    return most
+
+
+def _rounded(
+    path: Path, floats: Array, dtype: DTypeLike, storage: WeightStorage, shares: Shares | None
+) -> Packed:
+    """A matrix [I, O] in the scheme."""
+    group = 0
+    if storage.scheme == "int4":
+        group = _group(path, floats.shape[0], shares)
+    return quantise(floats, scheme=storage.scheme, dtype=dtype, group=group)
+
+
+def _by_path(path: Path, packed: Packed) -> _Arrays:
+    """The arrays of a matrix by their own paths; path: of its kernel."""
+    arrays = packed._asdict().items()
+    if path[-1] != "kernel":
+        return {path: packed.kernel}
+    return {(*path[:-1], name): array for name, array in arrays if array is not None}
+
+
+def _shared(arrays: _Arrays, shares: Shares | None) -> _Arrays:
+    """Whole arrays, every device holding its share."""
+    if shares is None:
+        return arrays
+    return {path: shares.place(path, array) for path, array in arrays.items()}
+
+
+def _declared_dtypes(config: ModelConfig, dtype: DTypeLike) -> dict[Path, DTypeLike]:
+    state = nnx.state(abstract_model(config, dtype=dtype))
+    return {path: leaf.dtype for path, leaf in _flat_leaves(state)}
+
+
+def _assemble(config: ModelConfig, dtype: DTypeLike, arrays: _Arrays) -> Model:
+    """A model around arrays given by path; every tensor of the model must be there in its shape."""
+    model = abstract_model(config, dtype=dtype)
+    for path in arrays:
+        if path[-1] == "kernel":
+            packed = [arrays.get((*path[:-1], name)) for name in Packed._fields]
+            linear_at(model, path).set_matrix(Packed(*packed))
+    graph, state = nnx.split(model)
+    leaves = [(path, leaf.replace(arrays.pop(path))) for path, leaf in _flat_leaves(state)]
+    assert not arrays, sorted(arrays)
+    return nnx.merge(graph, nnx.from_flat_state(leaves))
+
+
+def linear_at(model: Model, path: Path) -> Linear:
+    """The linear layer whose matrix has this path."""
+    module: Any = model
+    for name in path[:-1]:
+        module = module[name] if isinstance(name, int) else getattr(module, name)
+    return module
+
+
+def _flat_leaves(state: Any) -> list[tuple[Path, Any]]:
+    leaves: Any = nnx.to_flat_state(state)
+    return list(leaves)
+
+
+def _random_arrays(
+    config: ModelConfig, dtype: DTypeLike, storage: WeightStorage, shares: Shares | None
+) -> _Arrays:
+    """Those of the random model, packed and shared as loaded ones would be."""
+    arrays: _Arrays = {}
+    for path, leaf in _flat_leaves(nnx.state(random_model(config, dtype=dtype))):
+        parts = {path: leaf[...]}
+        if path[-1] == "kernel":
+            parts = _by_path(path, _rounded(path, leaf[...], dtype, storage, shares))
+        arrays |= _shared(parts, shares)
+    return arrays

@@ -1,0 +1,202 @@
+"""Which KV type a configuration means on a device, and the factors of quantised KV: the largest key
+and value of each head, as the checkpoint states them, or as seen while the model reads a text.
+
+The factors travel with the weights (`Attention.kv_scales`); what a pool stores is a number over its
+factor.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
+
+from jitney.engine.common.errors import ConfigError
+from jitney.engine.core.models.protocol import Model
+from jitney.engine.core.models.quantization import KV_TYPES
+from jitney.engine.core.models.registry import model_class
+from jitney.engine.core.models.sharding import TENSOR, Shares
+from jitney.engine.core.text.tokenizer import Tokenizer
+from jitney.engine.core.weights.checkpoint import open_checkpoint
+from jitney.engine.core.weights.checkpoints.sources import ModelSource
+from jitney.engine.core.weights.quantised_folder import QuantisedFolder
+from jitney.kernels.interface import AttentionMeta
+from jitney.kernels.scales import limit_of
+from jitney.kernels.select import select
+
+_log = logging.getLogger("jitney.core")
+
+#: An array of each layer, [2K].
+type _Layers = list[Array]
+
+#: Keys and values may exceed what the text gave by this factor before they are cut off. The steps
+#: of int8 grow as much (SmolLM2-135M diverges from its plain self by 2.1e-3 nats a token without a
+#: margin, 2.4 with 1.1, 4.6 with 1.5); fp8 has as many digits left wherever its factor puts a
+#: number.
+_MARGINS = {jnp.dtype(jnp.int8): 1.1, jnp.dtype(jnp.float8_e4m3fn): 2.0}
+#: Most positions that are read, and positions per page of the pool that they are read into.
+_MOST_TOKENS, _PAGE = 512, 16
+#: Compute capability from which NVIDIA GPUs convert fp8.
+_FP8_CAPABILITY = 8.9
+#: Read once to see how large keys and values become: prose, numbers, code and a list, as prompts
+#: have them.
+_TEXT = """The ferry leaves the old harbour at seven, turns north past the lighthouse and reaches the island in about
+forty minutes, if the wind is kind. On board there is coffee, a shelf of borrowed paperbacks and, most days, a dog.
+"Do you come here often?" asked the man with the green umbrella. She laughed. "Every Tuesday, for eleven years!"
+
+Prices in 2024: adults 12.50, children 6.25, bicycles 3.00; a family of four pays 34.90 instead of 37.50 (7 % less).
+
+def mean(values: list[float]) -> float:
+    if not values:
+        raise ValueError("mean of nothing")
+    return sum(values) / len(values)
+
+To bake the bread:
+1. Mix 500 g of flour, 350 ml of water, 10 g of salt and a little yeast.
+2. Let it rest overnight at 18 degrees; fold it twice, gently.
+3. Bake for 45 minutes at 230 degrees, the first twenty under a lid.
+
+Question: why does ice float? Answer: water expands by about nine percent when it freezes, so a block of ice weighs less
+than the water it pushes aside. In short, rho_ice = 917 kg/m^3 < rho_water = 1000 kg/m^3.
+{"name": "sensor-7", "values": [0.12, -3.4, 1e-6, 250000], "ok": true, "x": null} <p class="x">Zürich, 東京, naïve</p>
+"""  # noqa: E501 - factors of checkpoints rest on these very lines
+
+
+def choose_kv_dtype(name: str, dtype: np.dtype, device: Any) -> np.dtype:
+    """Of the KV pools; ConfigError for fp8 on an NVIDIA GPU that does not know it."""
+    if name == "auto":
+        return dtype
+    if name == "fp8":
+        _check_fp8(device)
+    return KV_TYPES[name]
+
+
+def _check_fp8(device: Any) -> None:
+    capability = str(getattr(device, "compute_capability", ""))
+    is_gpu = device.platform in ("gpu", "cuda") and capability
+    if is_gpu and float(capability) < _FP8_CAPABILITY:
+        raise ConfigError(
+            f"kv_dtype fp8 needs compute capability {_FP8_CAPABILITY}; this {device.device_kind} "
+            f"has {capability}: use int8"
+        )
+
+
+def load_kv_scales(
+    model: Model, source: ModelSource, kv_dtype: DTypeLike, mesh: Mesh | None = None
+) -> None:
+    """Give the model factors for its quantised pools: the checkpoint's own, else those that TEXT
+    leads to.
+    """
+    limits = _stored_limits(source)
+    if limits is None:
+        _calibrate_on_text(model, source, kv_dtype, mesh)
+        return
+    scales = [_factors(most, kv_dtype) for most in limits]
+    model.set_kv_scales(_placed(scales, source, mesh))
+    _log.info("KV factors: as the checkpoint has them")
+
+
+def _placed(scales: _Layers, source: ModelSource, mesh: Mesh | None) -> _Layers:
+    """On the devices that hold the layers."""
+    if mesh is None:
+        return scales
+    place = Shares(source.config, mesh).place
+    return [place(("attention", "kv_scales"), layer) for layer in scales]
+
+
+def _calibrate_on_text(
+    model: Model, source: ModelSource, kv_dtype: DTypeLike, mesh: Mesh | None
+) -> None:
+    ids = Tokenizer.load(source).encode(_TEXT)
+    tokens = [token for token in ids if token < source.config.vocab_size]
+    _calibrate(model, tokens, kv_dtype, mesh)
+    _log.info("KV factors: from %d tokens of the built-in text", len(tokens))
+
+
+def _stored_limits(source: ModelSource) -> _Layers | None:
+    """Largest magnitudes that a checkpoint states for each layer's KV heads, [2K] each, None if it
+    states none.
+    """
+    if source.kind != "hf":
+        return None
+    config = source.config
+    weights = model_class(config.architecture).weight_map(config, "hf")
+    checkpoint = open_checkpoint(source, weights)
+    if not isinstance(checkpoint, QuantisedFolder):
+        return None
+    limits = [checkpoint.kv_limits(layer) for layer in range(config.n_layers)]
+    if None in limits:
+        return None
+    return [jnp.tile(jnp.array(limit), config.n_kv_heads) for limit in limits]
+
+
+def _calibrate(
+    model: Model, tokens: Sequence[int], kv_dtype: DTypeLike, mesh: Mesh | None = None
+) -> None:
+    """Give the model factors for pools of kv_dtype (int8 or fp8), from what its heads do on
+    `tokens`.
+    """
+    seen = _largest(model, tokens, mesh)
+    model.set_kv_scales([_factors(_MARGINS[jnp.dtype(kv_dtype)] * most, kv_dtype) for most in seen])
+
+
+def _factors(most: Array, kv_dtype: DTypeLike) -> Array:
+    """most float32 [2K], the largest magnitude to be stored of each key and value head -> factors,
+    float32 [2K].
+    """
+    return jnp.where(most > 0, most, 1.0) / limit_of(kv_dtype)
+
+
+def _largest(model: Model, tokens: Sequence[int], mesh: Mesh | None = None) -> list[Array]:
+    """Largest magnitude of each layer's keys (rotated) and values by head, float32 [2K], after
+    reading `tokens` in one step into a small pool of plain floats, with the reference kernels."""
+    graph, state = nnx.split(model)
+    config, dtype, kernels = model.config, model.dtype, select("", "reference")
+    count = min(len(tokens), _MOST_TOKENS, config.context_length)
+    pages = -(-count // _PAGE)
+    shape = (pages + 1, _PAGE, 2 * config.n_kv_heads, config.head_dim)
+
+    def read(state: Any, row: Array, meta: AttentionMeta) -> list[Array]:
+        empty = [jnp.zeros(shape, dtype)] * config.n_layers
+        _, pools = nnx.merge(graph, state)(row, empty, meta, kernels)
+        return [_largest_by_head(pool) for pool in pools]
+
+    if mesh is not None:
+        specs = jax.tree.map(lambda leaf: leaf.sharding.spec, state)
+        read = jax.shard_map(
+            read,
+            mesh=mesh,
+            in_specs=(specs, PartitionSpec(), PartitionSpec()),
+            out_specs=PartitionSpec(TENSOR.name),
+            check_vma=False,
+        )
+    # In numpy: what all hosts have alike is no array of any device.
+    meta = jax.tree.map(np.asarray, _one_prompt(count, pages))
+    return jax.jit(read)(state, np.asarray(tokens[:count], np.int32), meta)
+
+
+def _largest_by_head(pool: Array) -> Array:
+    """pool [N, page, 2K, D] -> float32 [2K]."""
+    return jnp.max(jnp.abs(pool), axis=(0, 1, 3)).astype(jnp.float32)
+
+
+def _one_prompt(count: int, pages: int) -> AttentionMeta:
+    """A step of one sequence with `count` rows from position 0, in pages 1, 2, ..."""
+    rows = jnp.arange(count, dtype=jnp.int32)
+    table = jnp.zeros((2, pages), jnp.int32).at[0].set(jnp.arange(1, pages + 1))
+    return AttentionMeta(
+        kv_lens=jnp.array([count, 0]),
+        cu_q=jnp.array([0, count, count]),
+        page_table=table,
+        write_rows=rows + _PAGE,
+        positions=rows,
+        counts=jnp.array([0, 1, count]),
+    )

@@ -1,0 +1,200 @@
+"""From the bits of quantised checkpoints to `Packed`, number for number: no weight is rounded.
+
+Each function takes a matrix of O outputs and I inputs as its format stores it, and runs on the
+device. Codes of 4 bits are regrouped as `jitney.kernels.int4.Int4` wants them: row r of a group of
+R inputs holds inputs r and r + R // 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.lax import bitcast_convert_type
+
+from jitney.engine.core.models.quantization import Packed
+from jitney.kernels.int4 import Int4
+
+#: Which output of eight each 4-bit code of an AWQ word belongs to, from the lowest bits up.
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+#: Inputs of a super-block of Q4_K, and of a group in it.
+_SUPER, _GROUP = 256, 32
+#: Group that stands for "one scale for all inputs of an output".
+WHOLE_GROUP = 128
+
+
+@jax.jit
+def q4_0(rows: Array) -> Packed:
+    """GGUF Q4_0, uint8 [O, I / 32 * 18]: per 32 inputs a float16 step and 16 bytes, numbers (code -
+    8) * step.
+    """
+    blocks = _blocks(rows, 18)
+    return Packed(_block_codes(blocks[..., 2:]), _float16(blocks[..., :2]))
+
+
+@jax.jit
+def q4_1(rows: Array) -> Packed:
+    """GGUF Q4_1, uint8 [O, I / 32 * 20]: per 32 inputs a float16 step and low and 16 bytes: code *
+    step + low.
+    """
+    blocks = _blocks(rows, 20)
+    return Packed(
+        _block_codes(blocks[..., 4:]), _float16(blocks[..., :2]), lows=_float16(blocks[..., 2:4])
+    )
+
+
+@jax.jit
+def q4_k(rows: Array) -> Packed:
+    """GGUF Q4_K, uint8 [O, I / 256 * 144]: eight groups of 32 inputs share two float16 factors of
+    their 6-bit steps and lows; the products of those do not fit float16, so they are packed in
+    float32."""
+    blocks = _blocks(rows, 144)
+    factors = blocks[..., :4].reshape(*blocks.shape[:2], 2, 2)
+    factors = bitcast_convert_type(factors, jnp.float16).astype(jnp.float32)
+    steps, lows = _six_bits(blocks[..., 4:16])
+    scale = factors[..., :1] * steps
+    low = -factors[..., 1:] * lows
+    pairs = blocks[..., 16:].reshape(*blocks.shape[:2], _SUPER // _GROUP // 2, 1, _GROUP)
+    codes = jnp.concatenate([pairs & 15, pairs >> 4], axis=3).reshape(len(rows), -1, 2, _GROUP // 2)
+    return Packed(
+        _block_codes(codes[:, :, 0] | codes[:, :, 1] << 4),
+        scale.reshape(len(rows), -1).T,
+        lows=low.reshape(len(rows), -1).T,
+    )
+
+
+def _six_bits(packed: Array) -> tuple[Array, Array]:
+    """[..., 12] bytes of Q4_K -> (steps [..., 8], lows [..., 8]), 0..63 as float32.
+
+    The first four of each are the low bits of bytes 0..3 and 4..7; the last four are the halves of
+    bytes 8..11, under the two highest bits of the bytes before.
+    """
+    first, second, third = (packed[..., i : i + 4] for i in (0, 4, 8))
+    steps = jnp.concatenate([first & 63, third & 15 | first >> 6 << 4], axis=-1)
+    lows = jnp.concatenate([second & 63, third >> 4 | second >> 6 << 4], axis=-1)
+    return steps.astype(jnp.float32), lows.astype(jnp.float32)
+
+
+def _blocks(rows: Array, size: int) -> Array:
+    """uint8 [O, bytes] -> [O, blocks, size]."""
+    return rows.reshape(len(rows), -1, size)
+
+
+def _block_codes(codes: Array) -> Array:
+    """Bytes [O, G, 16], a group's inputs j and j + 16 in each -> uint8 [I // 2, O]: GGUF's blocks
+    are our groups.
+    """
+    return codes.reshape(len(codes), -1).T
+
+
+def _float16(pairs: Array) -> Array:
+    """Bytes [O, G, 2] -> float16 [G, O]."""
+    return bitcast_convert_type(pairs, jnp.float16).T
+
+
+@dataclass(frozen=True)
+class Gptq:
+    """`_gptq` of one kind of checkpoint."""
+
+    #: What has to be added to the stored zero points.
+    zero_offset: int
+
+    def __call__(self, words: Array, zero_words: Array, scales: Array) -> Packed:
+        return _gptq(words, zero_words, scales, self.zero_offset)
+
+
+@partial(jax.jit, static_argnames="zero_offset")
+def _gptq(words: Array, zero_words: Array, scales: Array, zero_offset: int) -> Packed:
+    """GPTQ: words int32 [I / 8, O], eight inputs each; zero_words int32 [G, O / 8]; scales
+    [G, O].
+    """
+    codes = _nibbles(words).transpose(0, 2, 1).reshape(-1, words.shape[1])
+    zeros = _nibbles(zero_words).reshape(len(zero_words), -1) + zero_offset
+    return _grouped(codes, scales, zeros)
+
+
+@jax.jit
+def awq(words: Array, zero_words: Array, scales: Array) -> Packed:
+    """AWQ (gemm): words int32 [I, O / 8] and zero_words int32 [G, O / 8], eight outputs each;
+    scales [G, O].
+    """
+    return _grouped(_awq_numbers(words), scales, _awq_numbers(zero_words))
+
+
+def _awq_numbers(words: Array) -> Array:
+    """int32 [N, O / 8] -> uint8 [N, O]."""
+    back = jnp.argsort(jnp.array(_AWQ_ORDER))
+    return _nibbles(words)[..., back].reshape(len(words), -1)
+
+
+@jax.jit
+def packed_rows(words: Array, scales: Array, zero_words: Array | None = None) -> Packed:
+    """compressed-tensors: words int32 [O, I / 8], eight inputs each, numbers less the least one;
+    scales [O, G]; zero_words int32 [O / 8, G], eight outputs each, None where groups are
+    symmetric."""
+    codes = _nibbles(words).reshape(len(words), -1).T
+    zeros = None
+    if zero_words is not None:
+        zeros = _nibbles(zero_words).transpose(0, 2, 1).reshape(-1, zero_words.shape[1]).T
+    return _grouped(codes, scales.T, zeros)
+
+
+@jax.jit
+def eight_bits(weights: Array, scale: Array) -> Packed:
+    """int8 or fp8 numbers [O, I] with a scale for the matrix or for each output."""
+    return Packed(weights.T, jnp.broadcast_to(scale.astype(jnp.float32).ravel(), len(weights)))
+
+
+def _nibbles(words: Array) -> Array:
+    """int32 [...] -> uint8 [..., 8], the lowest bits first."""
+    words = bitcast_convert_type(words, jnp.uint32)
+    return (words[..., None] >> jnp.arange(0, 32, 4, dtype=jnp.uint32) & 15).astype(jnp.uint8)
+
+
+def _grouped(codes: Array, scales: Array, zeros: Array | None) -> Packed:
+    """codes uint8 [I, O], scales and zeros [G, O] -> int4; one group for all inputs becomes several
+    alike.
+    """
+    if len(scales) == 1 and len(codes) > WHOLE_GROUP:
+        times = len(codes) // WHOLE_GROUP
+        scales = jnp.repeat(scales, times, 0)
+        if zeros is not None:
+            zeros = jnp.repeat(zeros, times, 0)
+    halves = codes.reshape(len(scales), 2, -1, codes.shape[1])
+    return Packed((halves[:, 0] | halves[:, 1] << 4).reshape(-1, codes.shape[1]), scales, zeros)
+
+
+def alike(parts: list[Packed]) -> list[Packed] | None:
+    """Matrices of the same inputs, so that they can lie side by side, or None where they are not
+    packed alike.
+    """
+    if any(part.lows is not None for part in parts):
+        parts = [_with_lows(part) for part in parts]
+    if len(set(map(_describe, parts))) > 1:
+        return None
+    return parts
+
+
+@jax.jit
+def join(parts: list[Packed]) -> Packed:
+    """Matrices that can lie side by side, as one."""
+    same = alike(parts)
+    assert same is not None
+    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis=-1), *same)
+
+
+def _with_lows(part: Packed) -> Packed:
+    """int4 without zero points as int4 with lows, if that is exact: -8 steps, a matter of the
+    exponent.
+    """
+    if part.scheme != "int4" or part.zeros is not None or part.lows is not None:
+        return part
+    return part._replace(lows=-Int4.middle * part.scale)
+
+
+def _describe(part: Packed) -> tuple[object, ...]:
+    """What two matrices must share to lie side by side."""
+    return tuple(None if array is None else (array.dtype, array.shape[:-1]) for array in part)

@@ -1,0 +1,115 @@
+"""Tensors of a checkpoint of which a part can be had without reading the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import EllipsisType
+from typing import Any, Protocol
+
+import numpy as np
+
+from jitney.engine.core.weights.checkpoints.files import Shape
+
+type _Index = tuple[slice, ...] | EllipsisType
+
+
+class Sliceable(Protocol):
+    """What numpy arrays can do, and tensors that still lie in their file."""
+
+    @property
+    def shape(self) -> Shape: ...
+    @property
+    def ndim(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> np.ndarray:
+        """index: a slice for each axis, fewer for the first ones, or ... for all."""
+        ...
+
+
+class StoredTensor:
+    """A tensor in a safetensors file."""
+
+    def __init__(self, file: Any, name: str, shape: Shape):
+        """file: as the safetensors library opens it."""
+        self._file = file
+        self._name = name
+        self.shape = shape
+        self.ndim = len(shape)
+
+    def __getitem__(self, index: _Index) -> np.ndarray:
+        if index is ...:
+            return self._file.get_tensor(self._name)
+        return self._file.get_slice(self._name)[index]
+
+
+class DecodedTensor:
+    """A tensor in its file that becomes floats as it is read."""
+
+    def __init__(self, decode: Callable[[slice, slice], np.ndarray], shape: Shape):
+        """decode: the given rows and columns, both with start and stop; of a tensor with one axis
+        these are its only row. shape: of one or two axes.
+        """
+        self._decode = decode
+        self.shape = shape
+        self.ndim = len(shape)
+
+    def __getitem__(self, index: _Index) -> np.ndarray:
+        ranges = [slice(0, size) for size in self.shape]
+        if index is not ...:
+            for axis, part in enumerate(index):
+                start, stop, _ = part.indices(self.shape[axis])
+                ranges[axis] = slice(start, stop)
+        if self.ndim == 1:
+            return self._decode(slice(0, 1), ranges[0])[0]
+        return self._decode(ranges[0], ranges[1])
+
+
+class Reordered:
+    """A tensor with its rows in another order."""
+
+    def __init__(self, stored: Sliceable, order: np.ndarray):
+        """order: the stored row that stands at each place, [rows]."""
+        self._stored = stored
+        self._order = order
+        self.shape = stored.shape
+        self.ndim = stored.ndim
+
+    def __getitem__(self, index: _Index) -> np.ndarray:
+        if index is ...:
+            return self._stored[...][self._order]
+        rows, *rest = index
+        order = self._order[rows]
+        first, last = order.min(), order.max()
+        return self._stored[(slice(first, last + 1), *rest)][order - first]
+
+
+class Stacked:
+    """Tensors one behind the other, along their first axis."""
+
+    def __init__(self, parts: Sequence[Sliceable]):
+        """parts: alike but for the length of the first axis, one at least."""
+        self._parts = parts
+        self.shape = (sum([part.shape[0] for part in parts]), *parts[0].shape[1:])
+        self.ndim = len(self.shape)
+
+    def __getitem__(self, index: _Index) -> np.ndarray:
+        if index is ...:
+            return _concatenated([part[...] for part in self._parts])
+        rows, *rest = index
+        start, stop, _ = rows.indices(self.shape[0])
+        pieces = []
+        for part in self._parts:
+            count = part.shape[0]
+            low, high = max(start, 0), min(stop, count)
+            if low < high:
+                pieces.append(part[(slice(low, high), *rest)])
+            start -= count
+            stop -= count
+        return _concatenated(pieces)
+
+
+def _concatenated(pieces: list[np.ndarray]) -> np.ndarray:
+    """No copy of a single one."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return np.concatenate(pieces)

@@ -1,0 +1,176 @@
+"""Matrices of quantised checkpoints as their files have them, of which a part can be laid out
+without the rest.
+
+A matrix has O outputs and I inputs. Its tensors are read by a window of both, as whole words, bytes
+and groups need it, and what lies around the part that was asked for is cut off once it is laid out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jitney.engine.core.models.quantization import Packed, widened
+from jitney.engine.core.weights.slices import Reordered, Sliceable
+
+#: What `StoredMatrix.read` brings of each tensor.
+type Tensors = tuple[np.ndarray, ...]
+#: The same on the device, and where the part begins.
+type _Read = tuple[tuple[Array, ...], Array]
+
+
+@dataclass(frozen=True)
+class Along:
+    """An axis of a stored tensor that runs along the matrix's outputs or inputs."""
+
+    axis: int
+    #: So many indices of it stand for so many outputs or inputs.
+    indices: int = 1
+    numbers: int = 1
+
+    def of(self, part: slice) -> slice:
+        """Where these outputs or inputs stand."""
+        first = part.start * self.indices // self.numbers
+        return slice(first, part.stop * self.indices // self.numbers)
+
+
+@dataclass(frozen=True)
+class Field:
+    """One tensor of a matrix as it is stored."""
+
+    stored: Sliceable
+    dtype: np.dtype
+    #: None: no axis runs along them.
+    outputs: Along | None
+    inputs: Along | None
+
+    def read(self, outputs: slice, inputs: slice) -> np.ndarray:
+        """What belongs to a part of the matrix, with one axis at least."""
+        if self.outputs is None and self.inputs is None:
+            return np.atleast_1d(self.stored[...])
+        index = [slice(0, size) for size in self.stored.shape]
+        if self.outputs is not None:
+            index[self.outputs.axis] = self.outputs.of(outputs)
+        if self.inputs is not None:
+            index[self.inputs.axis] = self.inputs.of(inputs)
+        return self.stored[tuple(index)]
+
+
+@dataclass(frozen=True)
+class StoredMatrix:
+    """A matrix in one of our schemes."""
+
+    #: (O, I).
+    shape: tuple[int, int]
+    #: The arguments of `lay_out`, in its order.
+    fields: tuple[Field, ...]
+    #: From the fields of a window of the matrix to the same in our order; equal ones must compare
+    #: equal, or each is compiled.
+    lay_out: Callable[..., Packed]
+    #: So many outputs and inputs are read together.
+    together: tuple[int, int] = (1, 1)
+
+    def described(self) -> Packed:
+        """What `packed` would give, as shapes."""
+        shapes = [jax.ShapeDtypeStruct(one.stored.shape, one.dtype) for one in self.fields]
+        return jax.eval_shape(self.lay_out, *shapes)
+
+    @property
+    def group(self) -> int:
+        """R of int4: inputs that share a scale; else 0."""
+        return _group_of(self.described())
+
+    def packed(self) -> Packed:
+        """All of it, on the default device."""
+        tensors = [field.stored[...] for field in self.fields]
+        return self.lay_out(*map(jnp.asarray, tensors))
+
+    def reordered(self, order: np.ndarray) -> StoredMatrix:
+        """With its outputs in another order; of matrices whose tensors are rows of outputs."""
+        fields = []
+        for field in self.fields:
+            assert field.outputs == Along(0)
+            fields.append(replace(field, stored=Reordered(field.stored, order)))
+        return replace(self, fields=tuple(fields))
+
+    def part(self, size: tuple[int, int]) -> Callable[[_Read, Array | None], Packed]:
+        """What lays out a part of so many outputs and inputs as `read` brings it; see
+        `Shares.on_each`.
+        """
+        return _LayOut(self.lay_out, size)
+
+    def read(self, outputs: slice, inputs: slice) -> tuple[Tensors, np.ndarray]:
+        """(the tensors of a window that holds this part, where in it the part begins, int32 [2]:
+        its first output and input). Parts of the same size that begin at multiples of it have
+        windows of the same size.
+        """
+        of_outputs = _window(outputs, self.shape[0], self.together[0])
+        of_inputs = _window(inputs, self.shape[1], self.together[1])
+        first = outputs.start - of_outputs.start, inputs.start - of_inputs.start
+        tensors = tuple([field.read(of_outputs, of_inputs) for field in self.fields])
+        return tensors, np.array(first, np.int32)
+
+    def floats(self, outputs: slice, inputs: slice) -> np.ndarray:
+        """A part as float32 [outputs, inputs]; the default device holds it meanwhile."""
+        tensors, (first_out, first_in) = self.read(outputs, inputs)
+        wide = np.asarray(widened(self.lay_out(*map(jnp.asarray, tensors)))).T
+        rows = slice(first_out, first_out + outputs.stop - outputs.start)
+        return wide[rows, first_in : first_in + inputs.stop - inputs.start]
+
+
+@dataclass(frozen=True)
+class _LayOut:
+    """From what a device was sent of a part (`StoredMatrix.read`) to the part in our order; see
+    `Shares.on_each`.
+    """
+
+    lay_out: Callable[..., Packed]
+    #: Outputs and inputs of the part.
+    size: tuple[int, int]
+
+    def __call__(self, read: _Read, known: Array | None) -> Packed:
+        tensors, first = read
+        return _cropped(self.lay_out(*tensors), first, self.size)
+
+
+def _cropped(packed: Packed, first: Array, size: tuple[int, int]) -> Packed:
+    """Some of a matrix: from the output and the input on that `first` names, int32 [2], so many."""
+    outputs, inputs = size
+    n_inputs = _inputs_of(packed)
+
+    def part(array: Array) -> Array:
+        if array.ndim == 1:
+            return jax.lax.dynamic_slice_in_dim(array, first[0], outputs)
+        rows = array.shape[0]
+        start = first[1] * rows // n_inputs
+        return jax.lax.dynamic_slice(array, (start, first[0]), (inputs * rows // n_inputs, outputs))
+
+    return jax.tree.map(part, packed)
+
+
+def _inputs_of(packed: Packed) -> int:
+    """I."""
+    return packed.kernel.shape[0] * (2 if packed.scheme == "int4" else 1)
+
+
+def _group_of(packed: Packed) -> int:
+    """R of int4: inputs that share a scale; else 0."""
+    if packed.scheme != "int4":
+        return 0
+    return _inputs_of(packed) // packed.scale.shape[0]
+
+
+def _window(part: slice, size: int, together: int) -> slice:
+    """What is read of `size` numbers, of which `together` are never parted, to have this part."""
+    count = part.stop - part.start
+    first = part.start // together * together
+    if count % together or first != part.start:
+        whole = -(-count // together) * together
+        count = min(size, whole + together)
+        first = min(first, size - count)
+    return slice(first, first + count)

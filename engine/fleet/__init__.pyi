@@ -1,0 +1,13 @@
+from .command import fleet_serve as fleet_serve
+from .compositions.answering import Answering as Answering
+from .compositions.answering import ModelAnswer as ModelAnswer
+from .compositions.cascade import Cascade as Cascade
+from .compositions.cascade import Measure as Measure
+from .compositions.http_engines import HttpEngines as HttpEngines
+from .compositions.question import Question as Question
+from .compositions.question import Route as Route
+from .launchers.engine_process import ADMIN_KEYS as ADMIN_KEYS
+from .routing import KnownBeginnings as KnownBeginnings
+from .routing import LeastWait as LeastWait
+from .routing import Ring as Ring
+from .routing import by_turn as by_turn

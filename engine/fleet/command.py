@@ -1,0 +1,292 @@
+"""`jitney fleet serve`: the endpoint of a fleet in this process, its engines in their own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from jitney.engine.common.errors import ConfigError
+from jitney.engine.config import Command, Config, Flag, FlagGroup, how_to_install, read_key_file
+from jitney.engine.server import (
+    LIVE,
+    AcceptedKeys,
+    FreshSettings,
+    Reloader,
+    base_url,
+    check_tls,
+    drain_status,
+    listen,
+)
+
+if TYPE_CHECKING:
+    import uvicorn
+    from ray.serve import Application
+
+    from jitney.engine.fleet.build import FleetParts
+    from jitney.engine.fleet.config import FleetConfig
+    from jitney.engine.fleet.fleet import Fleet
+    from jitney.engine.fleet.launchers.local import LocalEngines
+    from jitney.engine.server import ApiKeys, Connections, FileNews
+
+_log = logging.getLogger("jitney")
+
+#: Seconds that answers get to leave after the drain.
+_FAREWELL_S = 3.0
+#: Where the page of all engines is.
+_PAGE = "/dashboard"
+_ENGINE_KEY_FILE = "engine_key_file"
+#: The fleet's file as it is now. Raises ConfigError.
+type _Read = Callable[[], FleetConfig]
+_COMMAND = Command(
+    "fleet serve",
+    "Serve the models of a fleet.toml: engines that are started here and engines elsewhere, behind "
+    "one endpoint.",
+    [
+        FlagGroup(
+            (
+                Flag("file", {"metavar": "FILE", "help": "a fleet.toml: docs/fleet.md"}),
+                Flag.of("--host", "address to listen on, in place of the file's", metavar="TEXT"),
+                Flag.whole("--port", "port to listen on, in place of the file's"),
+                Flag(
+                    "--on",
+                    {
+                        "choices": ("processes", "ray"),
+                        "default": "processes",
+                        "help": "engines are processes of this machine, or replicas under Ray "
+                        "Serve (extra ray) on the cluster that RAY_ADDRESS names",
+                    },
+                ),
+            )
+        )
+    ],
+    usage="jitney fleet serve FILE [FLAG ...]",
+)
+
+
+def fleet_serve(arguments: Sequence[str]) -> int:
+    """Serve until told to stop. Exit status: 0 after a drain in which all requests finished, 128 +
+    its number after a second signal, else 1.
+    """
+    from jitney.engine.fleet.config import FleetConfig
+
+    args = _COMMAND.parse(arguments)
+    given = {name: getattr(args, name) for name in ("host", "port")}
+    flags = {name: value for name, value in given.items() if value is not None}
+    read = partial(FleetConfig.read, args.file, os.environ, flags)
+    config = read()
+    check_tls(config.server)
+    keys = AcceptedKeys.of(config.server)
+    return _start_on_ray(config, keys) if args.on == "ray" else _start(config, keys, read)
+
+
+def _start_on_ray(config: FleetConfig, keys: AcceptedKeys) -> int:
+    """Raises ConfigError where Ray is not installed."""
+    try:
+        from jitney.engine.fleet.launchers.ray_app import is_one_machine, run_on_ray
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "ray":
+            raise
+        raise ConfigError(f"--on ray needs Ray Serve: {how_to_install('ray')}") from None
+    from jitney.engine.fleet.launchers.engine_process import LOCALHOST
+
+    application = _application(config, keys, LOCALHOST if is_one_machine() else "")
+    run_on_ray(application, config.server.host, config.server.port)
+    return 0
+
+
+def _application(config: FleetConfig, keys: AcceptedKeys, host: str) -> Application:
+    """host: where engines listen; empty: at their node's address."""
+    from jitney.engine.fleet.launchers.ray_app import build_application
+    from jitney.engine.server import limits
+
+    # There may be several ingresses, on any node: none of them keeps files, batches or jobs.
+    own = replace(limits(Config(server=config.server), keys), data_dir=None)
+    settings = own.with_page(_PAGE)
+    return build_application(config, settings, keys.admins, url_key=_engine_key(config), host=host)
+
+
+def ray_application(args: dict[str, str]) -> Application:
+    """What `import_path` names in a file of Ray Serve's own, such as that of a RayService: the
+    fleet of args["file"], a fleet.toml that is there on every node. Keys come from the environment.
+    Raises ConfigError.
+    """
+    from jitney.engine.fleet.config import FleetConfig
+
+    if set(args) != {"file"}:
+        raise ConfigError("args of jitney's application are { file: FLEET_TOML }, no others")
+    config = FleetConfig.read(args["file"], os.environ)
+    check_tls(config.server)
+    return _application(config, AcceptedKeys.of(config.server), "")
+
+
+def _engine_key(config: FleetConfig) -> str:
+    """That engines of `urls` are asked with; empty: the client's own."""
+    key_file = config.fleet.engine_key_file
+    if not key_file:
+        return ""
+    return read_key_file(str(config.path(key_file)), _ENGINE_KEY_FILE)
+
+
+def _start(config: FleetConfig, keys: AcceptedKeys, read: _Read) -> int:
+    from jitney.engine.core import make_display
+    from jitney.engine.server import raise_descriptor_limit
+
+    raise_descriptor_limit()
+    make_display(config.server.log_level).close()
+    with contextlib.closing(listen(config.server.host, config.server.port)) as bound:
+        return asyncio.run(_serve(config, keys, bound, read))
+
+
+async def _serve(config: FleetConfig, keys: AcceptedKeys, bound: socket.socket, read: _Read) -> int:
+    from jitney.engine.fleet.build import open_fleet
+    from jitney.engine.fleet.launchers.local import LocalEngines
+
+    async with open_fleet(config, _engine_key(config)) as (fleet, parts):
+        engines = LocalEngines(config, parts, keys.users, keys.admins)
+        return await _Serving(config, keys, bound, fleet, parts, engines, read).run()
+
+
+def _ignore() -> None:
+    """The log says it."""
+
+
+class _Serving:
+    """One run: the endpoint, the engines, and the order in which they come and go."""
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        keys: AcceptedKeys,
+        bound: socket.socket,
+        fleet: Fleet,
+        parts: FleetParts,
+        engines: LocalEngines,
+        read: _Read,
+    ):
+        from jitney.engine.server import ApiKeys, Connections, limits
+
+        self.config = config
+        self.bound = bound
+        self.fleet = fleet
+        self.parts = parts
+        self.engines = engines
+        self._read = read
+        #: As its file is configured now.
+        self._engine_key = parts.key
+        settings = limits(Config(server=config.server), keys)
+        self._settings = replace(settings, data_dir=config.data_dir)
+        accepted, connections = ApiKeys(settings), Connections(settings)
+        self.web = self._web_server(accepted, connections)
+        own = fleet.own_requests
+        assert own is not None  # the ingress has made them
+        self.reload = fleet.reload = Reloader(
+            config.server,
+            self._reread,
+            accepted,
+            connections,
+            own,
+            tls=lambda: self.web.config.ssl,
+            on_taken=lambda _, keys: engines.accept(keys.admins),
+        )
+        #: Numbers of the signals that came.
+        self.signals: asyncio.Queue[int] = asyncio.Queue()
+
+    def _web_server(self, accepted: ApiKeys, connections: Connections) -> uvicorn.Server:
+        from jitney.engine.fleet.ingress import create_ingress
+        from jitney.engine.fleet.page import fleet_page_routes
+        from jitney.engine.server import web_server
+
+        settings, price = self._settings, self.config.fleet.price_per_hour
+        page = fleet_page_routes(self.fleet, settings, _PAGE, price, accepted)
+        own = settings.with_page(_PAGE)
+        app = create_ingress(self.fleet, own, extra_routes=page, keys=accepted)
+        return web_server(Config(server=self.config.server), settings, app, connections)
+
+    def _reread(self) -> FreshSettings:
+        """The fleet's file as it is now. Raises ConfigError."""
+        fresh, before = self._read(), self.config
+        sections = ((fresh.server, before.server), (fresh.fleet, before.fleet))
+        changed = [
+            name
+            for new, old in sections
+            for name in type(new).model_fields
+            if name not in LIVE | {_ENGINE_KEY_FILE} and getattr(new, name) != getattr(old, name)
+        ]
+        if fresh.models != before.models:
+            changed.append("models")
+        key = _engine_key(fresh)
+        if bool(key) != bool(self._engine_key):
+            raise ConfigError(
+                f"{_ENGINE_KEY_FILE}: engines get a key of the fleet's, or lose it, at a start only"
+            )
+        return FreshSettings(fresh.server, changed, partial(self._take_engine_key, key))
+
+    async def _take_engine_key(self, key: str) -> FileNews:
+        """Ask engines of `urls` with this key from now on."""
+        if not key:
+            return "none"
+        if key == self._engine_key:
+            return "unchanged"
+        self._engine_key = key
+        self.parts.use_key(key)
+        return "replaced"
+
+    async def run(self) -> int:
+        """Answer probes at once, start the engines, serve, drain. Raises JitneyError if an engine
+        cannot be started.
+        """
+        from jitney.engine.server import watch_disks
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.signals.put_nowait, number)
+        self.reload.listen(self.signals.put_nowait)
+        web = asyncio.create_task(self.web.serve(sockets=[self.bound]))
+        work = asyncio.create_task(self._work())
+        stop = asyncio.create_task(self.signals.get())
+        watching = asyncio.create_task(watch_disks([self.config.data_dir], _ignore))
+        try:
+            await asyncio.wait((web, work, stop), return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()  # the reason, as an exception
+            return await self._drain() if stop.done() else 1
+        finally:
+            for task in (work, stop, watching):
+                task.cancel()
+            await self._close(web)
+
+    async def _work(self) -> None:
+        """Start everything, say so, and keep the engines running."""
+        await self.engines.start()
+        url = base_url(self.config.server, self.bound.getsockname()[1])
+        print(f"Jitney's fleet serves {', '.join(self.fleet.models)}", flush=True)
+        print(f"  endpoint  {url}/v1", flush=True)
+        print(f"  engines   {url}/fleet/replicas", flush=True)
+        print(f"  page      {url}{_PAGE}/", flush=True)
+        await self.engines.watch()
+
+    async def _drain(self) -> int:
+        """Let running requests finish, at most drain_s seconds; a second signal ends everything at
+        once. Returns the exit status.
+        """
+        limit = self.config.server.drain_s
+        self.fleet.begin_drain()
+        _log.info("stopping: running requests have %g s; a second signal stops at once", limit)
+        status = await drain_status(self.fleet.drained(), self.signals, limit)
+        if status > 128:
+            self.web.force_exit = True
+            self.engines.kill()
+        return status
+
+    async def _close(self, web: asyncio.Task[None]) -> None:
+        self.web.should_exit = True
+        await asyncio.wait((web,), timeout=_FAREWELL_S)
+        await self.engines.close()

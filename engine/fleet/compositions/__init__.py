@@ -1,0 +1,1 @@
+"""Models composed of other models: cascades, ensembles and pipelines."""

@@ -1,0 +1,223 @@
+"""A small model answers; where it was not sure enough of its answer, a large one does.
+
+How sure it was is read from the log-probabilities of its own tokens; `jitney cascade tune` finds
+the threshold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
+
+from pydantic import Field
+
+from jitney.engine.common.errors import RequestError
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.config import Section
+from jitney.engine.fleet.compositions.answering import (
+    Answering,
+    ModelAnswer,
+    ModelStream,
+    Part,
+    marked,
+    total_usage,
+)
+from jitney.engine.fleet.compositions.question import Question
+from jitney.engine.server import HttpError
+
+_MeasureName = Literal["mean", "least"]
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """Log-probabilities of an answer's tokens -> confidence, 0 to 1: the probability of a token,
+    as the geometric mean of all (mean), or of the unlikeliest `window` neighbours (least).
+    """
+
+    name: _MeasureName
+    window: int = 1
+
+    def of(self, logprobs: Sequence[float]) -> float:
+        """Nothing was said: nothing is known of it, and it is 0."""
+        if not logprobs:
+            return 0.0
+        if self.name == "mean":
+            return math.exp(sum(logprobs) / len(logprobs))
+        return math.exp(_least_mean(logprobs, min(self.window, len(logprobs))))
+
+    def confidence(self, choices: Sequence[Sequence[float]]) -> float:
+        """Of the choice that the model was least sure of; choices: the log-probabilities of
+        each.
+        """
+        return min(map(self.of, choices), default=0.0)
+
+    def __str__(self) -> str:
+        return self.name if self.name == "mean" else f"least of {self.window}"
+
+
+def _least_mean(values: Sequence[float], window: int) -> float:
+    """The least mean of `window` neighbours."""
+    sums = [0.0, *accumulate(values)]
+    return min(sums[end] - sums[end - window] for end in range(window, len(sums))) / window
+
+
+class CascadeSettings(Section):
+    """`kind = "cascade"` in fleet.toml."""
+
+    kind: Literal["cascade"] = Field(
+        description="a small model answers, and a large one where the small was not sure"
+    )
+    small: str = Field(description="name of the model of the fleet that is asked first")
+    large: str = Field(description="name of the one that is asked where the first was not sure")
+    threshold: float = Field(
+        ge=0, le=1, description="least confidence of the small model's answers that are sent"
+    )
+    measure: _MeasureName = Field(
+        default="least",
+        description=(
+            "what its confidence is: the probability of its tokens, as the geometric mean of the "
+            "unlikeliest `window` tokens in a row (least), or of all (mean)"
+        ),
+    )
+    window: int = Field(default=8, ge=1, le=4096, description="tokens of measure = least")
+
+    @property
+    def parts(self) -> list[str]:
+        """Names of the models that it is made of."""
+        return [self.small, self.large]
+
+    @property
+    def scoring(self) -> list[str]:
+        """Those of them that must score or embed texts, which only engines do."""
+        return []
+
+
+@dataclass(slots=True)
+class _Try:
+    """What came of the small model."""
+
+    #: None if it failed.
+    answer: ModelAnswer | None
+    #: 0 if it failed.
+    confidence: float
+    #: Why it failed.
+    error: str | None = None
+
+
+class Cascade:
+    """One model made of two. models: who answers for both."""
+
+    def __init__(self, settings: CascadeSettings, models: Answering):
+        self._settings = settings
+        self._models = models
+        self._measure = Measure(settings.measure, settings.window)
+        self._small = Part("small", settings.small)
+        self._large = Part("large", settings.large)
+
+    @staticmethod
+    def check(question: Question) -> None:
+        """Raises RequestError that names the field, for what no cascade can do."""
+        question.refuse_token_ids()
+        why = "the prompt's log-probabilities would count as its answer's"
+        question.refuse_fields(["echo"], why)
+
+    async def seats(self) -> int | None:
+        """Those of the smaller batch: in the worst case every request needs both."""
+        known = [await self._models.seats(name) for name in self._settings.parts]
+        return min((seats for seats in known if seats is not None), default=None)
+
+    async def answer(self, question: Question) -> ModelAnswer:
+        """Raises HttpError, RequestError."""
+        tried = await self._try_small(question)
+        if self._trusts(tried):
+            return self._small_answer(question, tried)
+        try:
+            answer = await self._models.answer(question.to(self._large.model))
+        except (HttpError, RequestError) as error:
+            raise self._large.refusal(error, question.body) from error
+        return self._large_answer(answer, tried)
+
+    @asynccontextmanager
+    async def stream(self, question: Question) -> AsyncIterator[ModelStream]:
+        """Begins once it is known who answers: nothing of a small answer is sent before it is
+        trusted. Raises HttpError, RequestError.
+        """
+        tried = await self._try_small(question)
+        if self._trusts(tried):
+            answer = self._small_answer(question, tried)
+            yield ModelStream(answer.chunks(question), answer.headers)
+            return
+        asked = question.to(self._large.model)
+        try:
+            async with self._models.stream(asked) as stream:
+                headers = self._large.headers(stream.headers)
+                yield ModelStream(self._large_chunks(stream, tried), headers)
+        except (HttpError, RequestError) as error:
+            raise self._large.refusal(error, question.body) from error
+
+    async def _try_small(self, question: Question) -> _Try:
+        """Ask the small model. Raises RequestError for what no cascade can do."""
+        self.check(question)
+        asked = question.whole(self._small.model, **question.asking_logprobs)
+        try:
+            answer = await self._models.answer(asked)
+        except (HttpError, RequestError) as error:
+            return _Try(None, 0.0, str(error))
+        return _Try(answer, self._measure.confidence(answer.logprobs))
+
+    def _trusts(self, tried: _Try) -> bool:
+        return tried.answer is not None and tried.confidence >= self._settings.threshold
+
+    def _small_answer(self, question: Question, tried: _Try) -> ModelAnswer:
+        answer = tried.answer
+        assert answer is not None
+        answer.hide_logprobs(question)
+        body = answer.body | {"usage": total_usage(self._small_usage(tried))}
+        return ModelAnswer(
+            marked(body, self._told(self._small, tried)), self._small.headers(answer.headers)
+        )
+
+    def _large_answer(self, answer: ModelAnswer, tried: _Try) -> ModelAnswer:
+        """The large model's answer, which says whose it is, and what it took."""
+        body = answer.body | {"usage": self._usage_with_large(answer.usage, tried)}
+        return ModelAnswer(
+            marked(body, self._told(self._large, tried)), self._large.headers(answer.headers)
+        )
+
+    async def _large_chunks(self, stream: ModelStream, tried: _Try) -> AsyncIterator[JsonDict]:
+        """The large model's chunks; the first says whose they are."""
+        is_first = True
+        async for chunk in stream.chunks:
+            if "error" in chunk:
+                chunk = self._large.name_error(chunk)
+            elif is_first:
+                chunk = marked(chunk, self._told(self._large, tried))
+                is_first = False
+            if chunk.get("usage"):
+                chunk["usage"] = self._usage_with_large(chunk["usage"], tried)
+            yield chunk
+
+    def _told(self, part: Part, tried: _Try) -> JsonDict:
+        """What the cascade says of itself. part: whose answer it is."""
+        told: JsonDict = {
+            "kind": "cascade",
+            "stage": part.stage,
+            "confidence": tried.confidence,
+            "threshold": self._settings.threshold,
+        }
+        if tried.error is not None:
+            told["left_out"] = [{"stage": self._small.stage, "reason": tried.error}]
+        return told
+
+    def _small_usage(self, tried: _Try) -> list[JsonDict]:
+        if tried.answer is None:
+            return []
+        return self._small.usage(tried.answer.usage)
+
+    def _usage_with_large(self, usage: JsonDict, tried: _Try) -> JsonDict:
+        large = self._large.usage(usage)
+        return total_usage([*self._small_usage(tried), *large])

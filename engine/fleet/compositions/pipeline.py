@@ -1,0 +1,695 @@
+"""Models one after another: what one stage makes stands in the prompt of the next.
+
+A stage generates, ranks texts by how likely its model finds them, finds those whose vectors are
+nearest to a question's, or asks a reranker for those that fit it. The last one answers the client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from jitney.engine.common.errors import RequestError
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.config import Section
+from jitney.engine.core import variables_of
+from jitney.engine.fleet.compositions.answering import (
+    Answering,
+    ModelAnswer,
+    ModelStream,
+    Part,
+    all_of,
+    marked,
+    total_usage,
+)
+from jitney.engine.fleet.compositions.nearest import Embedder, KeptDocuments, documents_in, nearest
+from jitney.engine.fleet.compositions.question import Question, Route
+from jitney.engine.fleet.compositions.reranking import best_in, rerank_body
+from jitney.engine.fleet.compositions.scoring import TextScorer
+from jitney.engine.fleet.compositions.stage_budget import StageBudget
+from jitney.engine.fleet.compositions.stage_templates import StageRenderer
+from jitney.engine.server import (
+    ChatBody,
+    CompletionBody,
+    EmbeddingsBody,
+    HttpError,
+    ModelBody,
+    Notes,
+    RerankBody,
+)
+
+#: Variables that every template has, and the one of each text that is ranked.
+_GIVEN = ("question", "messages")
+_CANDIDATE = "candidate"
+#: Field of a request with the documents of stages that have none of their own.
+_DOCUMENTS = "documents"
+_MOST_STAGES = 16
+_MOST_CANDIDATES = 256
+#: Of a model whose seats nobody knows.
+_UNKNOWN_SEATS = 8
+#: Fields of a request that a stage sets itself, beside the text or texts that it asks about.
+_OWN_FIELDS = ("model", "messages", "prompt", "stream", "stream_options", "n", "best_of", "echo")
+#: What each route needs, for a look at the fields that a stage adds.
+_NEEDED: dict[type[ModelBody], JsonDict] = {
+    ChatBody: {"messages": [{"role": "user", "content": "x"}]},
+    CompletionBody: {"prompt": "x"},
+    EmbeddingsBody: {"input": "x", "encoding_format": "base64"},
+    RerankBody: rerank_body("x", ["x"], 1),
+}
+#: Fields about the client's prompt, which no engine gets to see.
+_PROMPT_FIELDS = (
+    "echo",
+    "suffix",
+    "truncate_prompt_tokens",
+    "prompt_logprobs",
+    "continue_final_message",
+    "return_token_ids",
+)
+#: What a stage passes on that was given no text: one that is empty.
+_NONE_FOUND = {"text": "", "texts": [""], "scores": [0.0]}
+_WHY = "its prompt goes through the templates of a pipeline"
+
+_StageName = Annotated[
+    str,
+    Field(
+        pattern=r"^[a-z_][a-z0-9_]{0,63}$",
+        description="what later templates, errors and usage call it",
+    ),
+]
+_Seats = Annotated[
+    int | None,
+    Field(
+        ge=1,
+        le=1 << 20,
+        description="requests that the model computes at once; empty: as its engines say",
+    ),
+]
+_Documents = Annotated[
+    list[Annotated[str, Field(min_length=1)]] | None,
+    Field(
+        min_length=1,
+        max_length=KeptDocuments.most,
+        description="the documents; a stage that names none in any way has those of the request's "
+        "field `documents`",
+    ),
+]
+_DocumentsOf = Annotated[
+    str | None,
+    Field(description="instead of them: name of an earlier stage that makes several"),
+]
+
+
+def _set_of(section: Section, *names: str) -> list[str]:
+    """Those of these fields that are set."""
+    return [name for name in names if getattr(section, name) is not None]
+
+
+class _GenerateStage(Section):
+    """`kind = "generate"`: the model answers a prompt."""
+
+    kind: Literal["generate"] = Field(description="the model answers a prompt")
+    name: _StageName
+    model: str = Field(description="name of a model of the fleet")
+    prompt: str = Field(
+        description="Jinja template: the user's message, or the prompt of a text completion"
+    )
+    system: str = Field(
+        default="",
+        description="Jinja template: the system's message; in a text completion it comes first",
+    )
+    route: Literal["chat", "completions"] | None = Field(
+        default=None,
+        description="what its model is asked by, empty: chat; the last stage uses the client's",
+    )
+    n: int | None = Field(
+        default=None,
+        ge=1,
+        le=64,
+        description="answers that it makes, empty: 1; the last stage makes as many as the client "
+        "asks for",
+    )
+    fields: dict[str, Any] = Field(
+        default={},
+        description="more fields of the request, such as { max_tokens = 64 }; in the last stage "
+        "the client's stand above them",
+    )
+    seats: _Seats = None
+
+    @property
+    def templates(self) -> dict[str, str]:
+        return {"prompt": self.prompt, "system": self.system}
+
+
+class _RankStage(Section):
+    """`kind = "rank"`: texts are sorted by how likely the model finds each."""
+
+    kind: Literal["rank"] = Field(description="texts are sorted by how likely the model finds each")
+    name: _StageName
+    model: str = Field(description="name of a model of the fleet that engines serve")
+    candidates: list[str] | None = Field(
+        default=None, min_length=1, max_length=_MOST_CANDIDATES, description="the texts"
+    )
+    candidates_of: str | None = Field(
+        default=None, description="instead of them: name of an earlier stage that makes several"
+    )
+    prompt: str = Field(
+        description="Jinja template of what stands before the scored text; `candidate` is the text "
+        "in question"
+    )
+    scored: str = Field(
+        description="Jinja template of the text whose mean log-probability is the candidate's score"
+    )
+    keep: int = Field(
+        default=1, ge=1, le=_MOST_CANDIDATES, description="texts that it passes on, the best first"
+    )
+    seats: _Seats = None
+
+    @property
+    def templates(self) -> dict[str, str]:
+        return {"prompt": self.prompt, "scored": self.scored}
+
+
+class _EmbedStage(Section):
+    """`kind = "embed"`: the documents nearest to a text, by the vectors that the model makes."""
+
+    kind: Literal["embed"] = Field(
+        description="the documents nearest to a text, by the vectors that the model makes"
+    )
+    name: _StageName
+    model: str = Field(
+        description="name of a model of the fleet whose engines make vectors: an encoder, or one "
+        "with `embedding_pooling`"
+    )
+    query: str = Field(
+        default="{{ question }}",
+        description="Jinja template of the text whose nearest documents are looked for",
+    )
+    documents: _Documents = None
+    file: str | None = Field(
+        default=None,
+        description="instead of them: a file of JSON lines, each a text or an object with `text`; "
+        "relative to the folder of fleet.toml",
+    )
+    documents_of: _DocumentsOf = None
+    prefix: str = Field(
+        default="",
+        description="stands before each document as it is embedded, such as `passage: `",
+    )
+    keep: int = Field(
+        default=4,
+        ge=1,
+        le=_MOST_CANDIDATES,
+        description="documents that it passes on, the nearest first",
+    )
+    fields: dict[str, Any] = Field(
+        default={},
+        description="more fields of /v1/embeddings, such as { truncate_prompt_tokens = 512 } for a "
+        "model that reads no longer texts",
+    )
+    seats: _Seats = None
+
+    @property
+    def templates(self) -> dict[str, str]:
+        return {"query": self.query}
+
+    @property
+    def sources(self) -> list[str]:
+        """Settings that say where its documents are; there may be one, or none."""
+        return _set_of(self, "documents", "file", "documents_of")
+
+
+class _RerankStage(Section):
+    """`kind = "rerank"`: the documents that fit a text best, by the scores of the model's own
+    rerank route.
+    """
+
+    kind: Literal["rerank"] = Field(
+        description="the documents that fit a text best, by the model's own rerank route"
+    )
+    name: _StageName
+    model: str = Field(
+        description="name of a model of the fleet whose engines answer /v1/rerank: a "
+        "cross-encoder, a Qwen3-Reranker, or one that makes vectors"
+    )
+    query: str = Field(
+        default="{{ question }}",
+        description="Jinja template of the text that the documents shall fit",
+    )
+    documents: _Documents = None
+    documents_of: _DocumentsOf = None
+    keep: int = Field(
+        default=1,
+        ge=1,
+        le=_MOST_CANDIDATES,
+        description="documents that it passes on, the best first",
+    )
+    fields: dict[str, Any] = Field(
+        default={},
+        description="more fields of /v1/rerank, such as { max_tokens_per_doc = 256 }",
+    )
+    seats: _Seats = None
+
+    @property
+    def templates(self) -> dict[str, str]:
+        return {"query": self.query}
+
+    @property
+    def sources(self) -> list[str]:
+        """See `_EmbedStage.sources`."""
+        return _set_of(self, "documents", "documents_of")
+
+
+_Stage = _GenerateStage | _RankStage | _EmbedStage | _RerankStage
+
+
+def _part_of(stage: _Stage) -> Part:
+    """As answers, errors and usage call it."""
+    return Part(stage.name, stage.model)
+
+
+class PipelineSettings(Section):
+    """`kind = "pipeline"` in fleet.toml."""
+
+    kind: Literal["pipeline"] = Field(description="models one after another")
+    stages: list[Annotated[_Stage, Field(discriminator="kind")]] = Field(
+        min_length=1,
+        max_length=_MOST_STAGES,
+        description="in their order, each a table [[models.NAME.stages]]; the last one generates",
+    )
+    max_waiting: int = Field(
+        default=256,
+        ge=0,
+        le=1 << 20,
+        description="requests that may wait until the slowest stage has seats for them",
+    )
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> Self:
+        known: list[str] = []
+        for stage in self.stages:
+            if stage.name in (*known, *_GIVEN, _CANDIDATE):
+                raise ValueError(f"two stages, or a variable, are called {stage.name}")
+            _check_stage(stage, known)
+            known.append(stage.name)
+        _check_last(self.stages[-1])
+        return self
+
+    @property
+    def parts(self) -> list[str]:
+        """Models that it is made of."""
+        return list(dict.fromkeys(stage.model for stage in self.stages))
+
+    @property
+    def scoring(self) -> list[str]:
+        """Those that must score or embed texts, which only engines do."""
+        return [stage.model for stage in self.stages if not isinstance(stage, _GenerateStage)]
+
+    @property
+    def own_fields(self) -> set[str]:
+        """Fields of a request that its stages read, beside those of the route."""
+        kinds = (_EmbedStage, _RerankStage)
+        searching = [stage for stage in self.stages if isinstance(stage, kinds)]
+        return {_DOCUMENTS} if any(not stage.sources for stage in searching) else set()
+
+
+def _check_stage(stage: _Stage, known: Sequence[str]) -> None:
+    """known: names of the stages before. Raises ValueError."""
+    given = [*_GIVEN, *known]
+    match stage:
+        case _RankStage():
+            given.append(_CANDIDATE)
+            _check_candidates(stage, known)
+        case _EmbedStage():
+            _check_documents(stage, known)
+            _check_fields(stage, EmbeddingsBody)
+        case _RerankStage():
+            _check_documents(stage, known)
+            _check_fields(stage, RerankBody)
+        case _GenerateStage():
+            _check_fields(stage, CompletionBody if stage.route == "completions" else ChatBody)
+    for name, template in stage.templates.items():
+        _check_template(f"stage {stage.name}: {name}", template, given)
+
+
+def _check_candidates(stage: _RankStage, known: Sequence[str]) -> None:
+    """Raises ValueError."""
+    if (stage.candidates is None) == (stage.candidates_of is None):
+        raise ValueError(f"stage {stage.name}: give either candidates or candidates_of")
+    if stage.candidates_of is not None and stage.candidates_of not in known:
+        raise ValueError(f"stage {stage.name}: candidates_of must name an earlier stage")
+
+
+def _check_documents(stage: _EmbedStage | _RerankStage, known: Sequence[str]) -> None:
+    """Raises ValueError."""
+    if len(stage.sources) > 1:
+        raise ValueError(f"stage {stage.name}: give one of {', '.join(stage.sources)}")
+    if stage.documents_of is not None and stage.documents_of not in known:
+        raise ValueError(f"stage {stage.name}: documents_of must name an earlier stage")
+
+
+def _check_template(where: str, template: str, given: Sequence[str]) -> None:
+    """given: the variables that it may ask for. Raises ValueError."""
+    try:
+        unknown = variables_of(template) - set(given)
+    except ValueError as error:
+        raise ValueError(f"{where} is no Jinja template: {error}") from None
+    if unknown:
+        first = min(unknown)
+        raise ValueError(f"{where} asks for {first!r}; it may ask for {', '.join(given)}")
+
+
+def _check_last(stage: _Stage) -> None:
+    """Raises ValueError."""
+    where = f"stage {stage.name}"
+    if not isinstance(stage, _GenerateStage):
+        raise ValueError(f'{where}: the last stage must be of kind "generate"')
+    for name in ("route", "n"):
+        if getattr(stage, name) is not None:
+            raise ValueError(f"{where}: {name} of the last stage is the client's; leave it out")
+    _check_fields(stage, CompletionBody)
+
+
+def _check_fields(
+    stage: _GenerateStage | _EmbedStage | _RerankStage, kind: type[ModelBody]
+) -> None:
+    """kind: body of the route that the stage's model is asked by. Raises ValueError."""
+    needed = _NEEDED[kind]
+    for name in stage.fields:
+        if name in _OWN_FIELDS or name in needed:
+            raise ValueError(f"stage {stage.name}: fields: {name} is set by the stage itself")
+    try:
+        _, unknown = kind.parse(needed | stage.fields)
+    except RequestError as error:
+        raise ValueError(f"stage {stage.name}: fields: {error}") from None
+    if unknown:
+        raise ValueError(f"stage {stage.name}: fields: no route has a field {unknown[0]}")
+
+
+@dataclass(slots=True)
+class _Run:
+    """One request on its way through the stages."""
+
+    question: Question
+    #: Of the templates: those given, then what each stage made, by its name.
+    variables: JsonDict
+    #: Of the stages so far.
+    usages: list[JsonDict] = field(default_factory=list)
+    #: What they warn the client of.
+    warnings: list[str] = field(default_factory=list)
+
+    def note(self, stage: _Stage, answer: ModelAnswer) -> None:
+        """Write down the usage and the warnings of a stage's answer."""
+        self.usages += _part_of(stage).usage(answer.usage)
+        warnings = answer.headers.get(Notes.WARNINGS)
+        if warnings:
+            self.warnings.append(f"stage {stage.name}: {warnings}")
+
+    def headers(self, headers: Mapping[str, str]) -> dict[str, str]:
+        """The headers of the last stage's answer, with the warnings of the others before its
+        own.
+        """
+        last = headers.get(Notes.WARNINGS)
+        warnings = [*self.warnings, last] if last else self.warnings
+        return {**headers, Notes.WARNINGS: ", ".join(warnings)} if warnings else dict(headers)
+
+
+class Pipeline:
+    """One model made of stages. models: who answers for those of the stages."""
+
+    def __init__(self, settings: PipelineSettings, models: Answering, folder: Path = Path()):
+        """folder: of the files that stages name. Raises ConfigError for one that cannot be read."""
+        self._stages = settings.stages
+        last = settings.stages[-1]
+        assert isinstance(last, _GenerateStage)  # checked with the settings
+        self._last, self._last_part = last, _part_of(last)
+        self._models = models
+        templates = {
+            f"{stage.name}.{name}": template
+            for stage in settings.stages
+            for name, template in stage.templates.items()
+        }
+        self._renderer = StageRenderer(templates)
+        self._reads_documents = bool(settings.own_fields)
+        #: By the names of stages that have documents of their own.
+        self._kept: dict[str, KeptDocuments] = {}
+        for stage in settings.stages:
+            if isinstance(stage, _EmbedStage) and (kept := _kept_documents(stage, folder)):
+                self._kept[stage.name] = kept
+        stage_models = [stage.model for stage in self._stages]
+        #: For questions that somebody waits for, and for lines of batches, which would keep the
+        #: others' places as long as they give way at the engines.
+        self._budget = StageBudget(stage_models, settings.max_waiting)
+        self._lines_budget = StageBudget(stage_models, settings.max_waiting)
+
+    async def start(self) -> None:
+        """Start the processes that render its templates."""
+        await self._renderer.start()
+
+    async def close(self) -> None:
+        """End them."""
+        await self._renderer.close()
+
+    async def seats(self) -> int | None:
+        """Requests that it works on at once."""
+        await self._look_at_seats()
+        return self._budget.limit
+
+    async def answer(self, question: Question) -> ModelAnswer:
+        """Raises HttpError, RequestError."""
+        async with self._last_question(question) as (asked, run):
+            with _in_stage(self._last, _passed_on(question)), self._timed(self._last, question):
+                answer = await self._models.answer(asked)
+            body = answer.body | {"usage": self._usage(answer.usage, run)}
+            headers = self._last_part.headers(run.headers(answer.headers))
+            return ModelAnswer(self._marked(body), headers)
+
+    @asynccontextmanager
+    async def stream(self, question: Question) -> AsyncIterator[ModelStream]:
+        """The last stage's stream. Raises HttpError, RequestError."""
+        async with self._last_question(question) as (asked, run):
+            with _in_stage(self._last, _passed_on(question)), self._timed(self._last, question):
+                async with self._models.stream(asked) as stream:
+                    headers = self._last_part.headers(run.headers(stream.headers))
+                    yield ModelStream(self._chunks(stream, run), headers)
+
+    @asynccontextmanager
+    async def _last_question(self, question: Question) -> AsyncIterator[tuple[Question, _Run]]:
+        """What the last stage is asked, once the others are through. Raises HttpError,
+        RequestError.
+        """
+        variables = _variables_of(question)
+        if self._reads_documents:
+            documents_in(question.own.get(_DOCUMENTS))
+        await self._look_at_seats()
+        async with self._budget_of(question).place(question.deadline):
+            run = _Run(question, variables)
+            for stage in self._stages[:-1]:
+                with _in_stage(stage):
+                    run.variables[stage.name] = await self._made(stage, run)
+            with _in_stage(self._last):
+                asked = await self._asked_last(run)
+            yield asked, run
+
+    def _budget_of(self, question: Question) -> StageBudget:
+        return self._lines_budget if question.background else self._budget
+
+    @contextmanager
+    def _timed(self, stage: _Stage, question: Question) -> Iterator[None]:
+        """Tell the budget how long a stage's model takes."""
+        began = time.monotonic()
+        yield
+        spent_s = time.monotonic() - began
+        self._budget_of(question).spent(self._stages.index(stage), spent_s)
+
+    async def _look_at_seats(self) -> None:
+        for stage in self._stages:
+            seats = stage.seats or await self._models.seats(stage.model) or _UNKNOWN_SEATS
+            self._budget.set_seats(stage.model, seats)
+            self._lines_budget.set_seats(stage.model, seats)
+
+    async def _made(self, stage: _Stage, run: _Run) -> JsonDict:
+        """What a stage makes, as later templates see it."""
+        match stage:
+            case _RankStage():
+                return await self._ranked(stage, run)
+            case _EmbedStage():
+                return await self._found(stage, run)
+            case _RerankStage():
+                return await self._reranked(stage, run)
+            case _GenerateStage():
+                return await self._generated(stage, run)
+
+    async def _generated(self, stage: _GenerateStage, run: _Run) -> JsonDict:
+        prompt = await self._prompt(stage, run.variables, stage.route != "completions")
+        body = stage.fields | prompt | {"n": stage.n or 1}
+        route = Route.COMPLETIONS if stage.route == "completions" else Route.CHAT
+        question = run.question
+        asked = Question(
+            stage.model, route, body, question.headers, question.deadline, question.own
+        )
+        with self._timed(stage, question):
+            answer = await self._models.answer(asked)
+        run.note(stage, answer)
+        texts = answer.texts
+        return {"text": texts[0], "texts": texts}
+
+    async def _prompt(
+        self, stage: _GenerateStage, variables: Mapping[str, Any], is_chat: bool
+    ) -> JsonDict:
+        """The field that holds a stage's prompt."""
+        text = await self._render(stage, "prompt", variables)
+        system = await self._render(stage, "system", variables) if stage.system else ""
+        if not is_chat:
+            return {"prompt": f"{system}\n\n{text}" if system else text}
+        messages = [{"role": "system", "content": system}] if system else []
+        return {"messages": [*messages, {"role": "user", "content": text}]}
+
+    async def _render(self, stage: _Stage, template: str, variables: Mapping[str, Any]) -> str:
+        return await self._renderer.render(f"{stage.name}.{template}", dict(variables))
+
+    async def _asked_last(self, run: _Run) -> Question:
+        """The client's request with the pipeline's prompt."""
+        question = run.question
+        prompt = await self._prompt(self._last, run.variables, question.is_chat)
+        given = question.body
+        fields = {name: value for name, value in self._last.fields.items() if name not in given}
+        return question.to(self._last.model, **fields, **prompt)
+
+    async def _ranked(self, stage: _RankStage, run: _Run) -> JsonDict:
+        """The best of some texts, and the scores of all that are kept."""
+        texts = stage.candidates or run.variables[stage.candidates_of or ""]["texts"]
+        at_once = asyncio.Semaphore(self._budget.seats(stage.model))
+        scorer = TextScorer(self._models, run.question, stage.model)
+
+        async def score(text: str) -> float:
+            async with at_once:
+                variables = run.variables | {_CANDIDATE: text}
+                prompt = await self._render(stage, "prompt", variables)
+                return await scorer.score(prompt, await self._render(stage, "scored", variables))
+
+        with self._timed(stage, run.question):
+            scores = await all_of(score(text) for text in texts)
+        usage = total_usage(scorer.usages)
+        del usage["stages"]
+        run.usages += _part_of(stage).usage(usage)
+        order = sorted(range(len(texts)), key=lambda place: -scores[place])[: stage.keep]
+        return _made_of(texts, [(place, scores[place]) for place in order])
+
+    async def _found(self, stage: _EmbedStage, run: _Run) -> JsonDict:
+        """The documents nearest to a text, and their cosines."""
+        query = await self._render(stage, "query", run.variables)
+        seats = self._budget.seats(stage.model)
+        embedder = Embedder(self._models, run.question, stage.model, seats, stage.fields)
+        kept = self._kept.get(stage.name)
+        if kept is None:
+            texts = _texts_of_run(stage, run)
+            prefixed = [stage.prefix + text for text in texts]
+            with self._timed(stage, run.question):
+                vectors = await embedder.vectors([query, *prefixed])
+            own, documents = vectors[:1], vectors[1:]
+        else:
+            texts = kept.texts
+            with self._timed(stage, run.question):
+                own = await embedder.vectors([query])
+            # Not timed: only the first request has to wait for it.
+            documents = await kept.vectors(embedder.for_people(), own.shape[1])
+        run.usages += _part_of(stage).usage(embedder.usage)
+        return _made_of(texts, await nearest(own, documents, stage.keep))
+
+    async def _reranked(self, stage: _RerankStage, run: _Run) -> JsonDict:
+        """The documents that fit a text best, and their scores."""
+        texts = stage.documents or _texts_of_run(stage, run)
+        if not texts:
+            return dict(_NONE_FOUND)
+        query = await self._render(stage, "query", run.variables)
+        body = {**stage.fields, **rerank_body(query, texts, stage.keep)}
+        question = run.question
+        asked = Question(stage.model, Route.RERANK, body, question.headers, question.deadline)
+        with self._timed(stage, question):
+            answer = await self._models.answer(asked)
+        run.note(stage, answer)
+        return _made_of(texts, best_in(answer, len(texts), stage.keep))
+
+    async def _chunks(self, stream: ModelStream, run: _Run) -> AsyncIterator[JsonDict]:
+        """The last stage's chunks; the first says whose they are."""
+        is_first = True
+        async for chunk in stream.chunks:
+            if "error" in chunk:
+                chunk = self._last_part.name_error(chunk)
+            elif is_first:
+                chunk = self._marked(chunk)
+                is_first = False
+            if chunk.get("usage"):
+                chunk = chunk | {"usage": self._usage(chunk["usage"], run)}
+            yield chunk
+
+    def _usage(self, usage: JsonDict, run: _Run) -> JsonDict:
+        last = self._last_part.usage(usage)
+        return total_usage([*run.usages, *last])
+
+    def _marked(self, body: JsonDict) -> JsonDict:
+        return marked(body, {"kind": "pipeline", "stage": self._last.name})
+
+
+def _kept_documents(stage: _EmbedStage, folder: Path) -> KeptDocuments | None:
+    """A stage's own documents; None where it has none. Raises ConfigError."""
+    if stage.file is not None:
+        return KeptDocuments.of_file(folder / Path(stage.file).expanduser(), stage.prefix)
+    return KeptDocuments(stage.documents, stage.prefix) if stage.documents else None
+
+
+def _made_of(texts: Sequence[str], best: Sequence[tuple[int, float]]) -> JsonDict:
+    """What a stage passes on that sorts texts. best: their places and scores, the best first."""
+    if not best:
+        return dict(_NONE_FOUND)
+    kept = [texts[place] for place, _ in best]
+    return {"text": kept[0], "texts": kept, "scores": [score for _, score in best]}
+
+
+def _texts_of_run(stage: _EmbedStage | _RerankStage, run: _Run) -> list[str]:
+    """Documents of the request, or of an earlier stage: those that say something."""
+    if stage.documents_of is None:
+        return documents_in(run.question.own.get(_DOCUMENTS))
+    return [text for text in run.variables[stage.documents_of]["texts"] if text]
+
+
+@contextmanager
+def _in_stage(stage: _Stage, fields: Collection[str] = ()) -> Iterator[None]:
+    """Name a stage in its errors. fields: as `Part.refusal` has them."""
+    try:
+        yield
+    except (HttpError, RequestError) as error:
+        raise _part_of(stage).refusal(error, fields) from error
+
+
+def _passed_on(question: Question) -> set[str]:
+    """The fields of a request that the last stage gets as they are."""
+    return set(question.body) - {"messages", "prompt"}
+
+
+def _variables_of(question: Question) -> JsonDict:
+    """What every template is given of a request. Raises RequestError for what no pipeline can
+    do.
+    """
+    question.refuse_token_ids()
+    question.refuse_fields(_PROMPT_FIELDS, _WHY)
+    body = question.checked()
+    if isinstance(body, CompletionBody):
+        if len(body.prompt) > 1:
+            raise RequestError(f"prompt must be one text: {_WHY}", param="prompt")
+        messages = [{"role": "user", "content": body.prompt[0]}]
+    else:
+        if body.add_generation_prompt is False:
+            raise RequestError(
+                f"add_generation_prompt must be true: {_WHY}", param="add_generation_prompt"
+            )
+        messages = [{"role": each.role, "content": each.content or ""} for each in body.messages]
+    asked = [each["content"] for each in messages if each["role"] == "user"]
+    return {"question": asked[-1] if asked else "", "messages": messages}

@@ -1,0 +1,93 @@
+"""How likely a model finds a text, by the mean log-probability of its tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.fleet.compositions.answering import Answering, ModelAnswer
+from jitney.engine.fleet.compositions.question import Question, Route
+from jitney.engine.server import HttpError
+
+#: Of a text without a token.
+_NOTHING = float("-inf")
+#: Fields of a question that decide how its messages read as a prompt.
+_TEMPLATE_FIELDS = ("messages", "chat_template_kwargs", "tools", "tool_choice", "cache_salt")
+
+
+def _logprobs_between(answer: ModelAnswer, start: int, end: int) -> list[float]:
+    """Of the tokens that have characters between two places of an echoed text. Raises HttpError."""
+    logprobs = answer.choices[0].get("logprobs") or {}
+    offsets, values = logprobs.get("text_offset"), logprobs.get("token_logprobs")
+    if not offsets or not values:
+        raise HttpError(502, "the engine echoes no log-probabilities", code="engine_dead")
+    ends = [*offsets[1:], len(answer.choices[0]["text"])]
+    return [
+        value
+        for value, from_, to in zip(values, offsets, ends, strict=False)
+        if value is not None and to > start and from_ < end
+    ]
+
+
+class TextScorer:
+    """Scores texts on behalf of one question, by a model that reads them as its own."""
+
+    def __init__(self, models: Answering, question: Question, scorer: str):
+        self._models = models
+        self._question = question
+        self._scorer = scorer
+        #: Of the scorer's work, all of it.
+        self.usages: list[JsonDict] = []
+
+    async def score(self, prompt: str, text: str) -> float:
+        """How likely `text` is behind `prompt`. Raises HttpError, RequestError."""
+        body: JsonDict = {"prompt": prompt + text, "echo": True, "logprobs": 0, "max_tokens": 1}
+        answer = await self._ask(Route.COMPLETIONS, body)
+        return _mean(_logprobs_between(answer, len(prompt), len(prompt + text)))
+
+    async def score_answers(self, texts: Sequence[str]) -> list[float]:
+        """How likely each is as the question's answer. Raises HttpError, RequestError."""
+        if not self._question.is_chat:
+            prompt = self._question.body["prompt"]
+            prompt = prompt if isinstance(prompt, str) else prompt[0]
+            return await asyncio.gather(*(self.score(prompt, text) for text in texts))
+        before = (await self._ask_chat({})).usage["prompt_tokens"]
+        return await asyncio.gather(*(self._chat_score(text, before) for text in texts))
+
+    async def _chat_score(self, text: str, before: int) -> float:
+        """before: tokens of the prompt without the answer."""
+        messages = [*self._question.body["messages"], {"role": "assistant", "content": text}]
+        answer = await self._ask_chat(
+            {
+                "messages": messages,
+                "add_generation_prompt": False,
+                "continue_final_message": True,
+                "prompt_logprobs": 0,
+            }
+        )
+        entries = answer.body.get("prompt_logprobs") or answer.choices[0].get("prompt_logprobs")
+        if entries is None:
+            raise HttpError(502, "the engine scores no prompts", code="engine_dead")
+        return _mean([_chosen(entry) for entry in entries[before:] if entry])
+
+    async def _ask_chat(self, fields: JsonDict) -> ModelAnswer:
+        body = self._question.body
+        kept = {name: body[name] for name in _TEMPLATE_FIELDS if name in body}
+        return await self._ask(Route.CHAT, kept | {"max_tokens": 1} | fields)
+
+    async def _ask(self, route: Route, body: JsonDict) -> ModelAnswer:
+        question = self._question
+        asked = Question(self._scorer, route, body, question.headers, question.deadline)
+        answer = await self._models.answer(asked)
+        self.usages.append(answer.usage)
+        return answer
+
+
+def _chosen(entry: JsonDict) -> float:
+    """Of the token that stands in the prompt: it comes first."""
+    return next(iter(entry.values()))["logprob"]
+
+
+def _mean(logprobs: Sequence[float]) -> float:
+    return sum(logprobs) / len(logprobs) if logprobs else _NOTHING

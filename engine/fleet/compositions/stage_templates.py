@@ -1,0 +1,54 @@
+"""The prompts of a pipeline's stages, rendered by processes that can be ended
+(`text.stage_template_worker`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.core import Rendered, StageTemplates, StageText
+from jitney.engine.server import HttpError, WorkerKind, WorkerPool
+
+_MODULE = "jitney.engine.core.text.stage_template_worker"
+#: Longest that a template may take, and most characters of what it makes.
+_TIMEOUT_S = 2.0
+_MOST_CHARS = 1 << 20
+
+
+class StageRenderer:
+    """Renders the templates of one pipeline, by their names."""
+
+    def __init__(self, templates: Mapping[str, str], timeout_s: float = _TIMEOUT_S):
+        self._timeout_s = timeout_s
+        kind = WorkerKind(
+            "renders a pipeline's prompts", _MODULE, StageTemplates(dict(templates)), Rendered
+        )
+        self._workers = WorkerPool(kind, timeout_s)
+
+    async def start(self) -> None:
+        """Start the processes, so that the first request need not wait."""
+        await self._workers.start()
+
+    async def close(self) -> None:
+        """End the processes, whatever they do."""
+        await self._workers.close()
+
+    async def render(self, name: str, variables: JsonDict) -> str:
+        """The text that a template makes. Raises HttpError, 400, if it makes none; RequestError."""
+        wanted = StageText(name, variables, _MOST_CHARS, 2 * self._timeout_s)
+        try:
+            rendered = await self._workers.ask(wanted)
+        except TimeoutError:
+            raise HttpError(400, f"its template took longer than {self._timeout_s:g} s") from None
+        except EOFError:
+            raise HttpError(400, "its template's process ended over it, twice") from None
+        if rendered.too_long:
+            raise HttpError(
+                400,
+                f"its template makes {rendered.too_long} characters; {_MOST_CHARS} at most",
+                code="context_length_exceeded",
+            )
+        if rendered.refusal:
+            raise HttpError(400, f"its template failed: {rendered.refusal}")
+        return rendered.text

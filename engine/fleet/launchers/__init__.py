@@ -1,0 +1,1 @@
+"""How the engines of a fleet are started: as local processes or on Ray."""

@@ -1,0 +1,303 @@
+"""The engines that a fleet starts itself: processes of this machine, each on a port of its own,
+started again when they die.
+
+They share the cache of compiled programs: of each model one is started first, and compiles; the
+others find what it compiled.
+
+A replica with `n_hosts` is as many processes: one engine over all of them, which its first host
+serves, or with `data_parallel` engines that share experts, which serve each. They start and end
+together; between that, each that dies is started again by itself, and finds the others waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import signal
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from jitney.engine.common.child_process import child_environ, end_child, start_child
+from jitney.engine.common.errors import JitneyError
+from jitney.engine.common.ports import free_port
+from jitney.engine.fleet.build import FleetParts
+from jitney.engine.fleet.config import FleetConfig
+from jitney.engine.fleet.launchers.engine_process import (
+    ADMIN_KEYS,
+    ENGINE_MODULE,
+    LOCALHOST,
+    ReplicaHost,
+    engine_config,
+    engine_keys,
+    keys_environ,
+)
+from jitney.engine.fleet.models import ReplicatedModel
+from jitney.engine.fleet.replicas import Replica, Watch
+from jitney.engine.fleet.sections import CandidateSection
+
+_log = logging.getLogger("jitney.fleet")
+
+#: Seconds before an engine is started again, the first time and at most; restarts are counted
+#: within a window, and after so many it is given up.
+_BACKOFF_S, _WINDOW_S, _MOST_RESTARTS = (0.5, 30.0), 600.0, 5
+#: Seconds beyond the drain's that an engine gets to end.
+_GRACE_S = 10.0
+#: Seconds between two looks at whether an engine is ready.
+_LOOK_S = 0.1
+
+
+@dataclass(eq=False, slots=True)
+class _EngineProcess:
+    """One engine of a model, or one host of an engine, over all of its processes."""
+
+    config: FleetConfig
+    model: ReplicatedModel
+    #: Among all processes of the model.
+    number: int
+    replica: Replica
+    #: 0: any free one, another one for each process.
+    port: int
+    #: What its processes have beside our environment: the keys that it accepts. All engines of a
+    #: fleet share it.
+    environ: dict[str, str]
+    #: None: it has no other hosts.
+    place: ReplicaHost | None = None
+    _process: asyncio.subprocess.Process | None = None
+    _restarts: deque[float] = field(default_factory=deque)
+
+    async def start(self) -> None:
+        """Start a process. Raises JitneyError."""
+        port = self.port or free_port()
+        self.replica.url = f"http://{LOCALHOST}:{port}"
+        words = self.config.engine_arguments(
+            self.model.name,
+            self.model.section,
+            self.replica.name,
+            self.number,
+            port,
+            place=self.place,
+        )
+        try:
+            self._process = await start_child(
+                ENGINE_MODULE,
+                *words,
+                stdout=asyncio.subprocess.DEVNULL,
+                env=child_environ() | self.environ,
+            )
+        except OSError as error:
+            raise JitneyError(f"{self.replica.name} cannot be started: {error.strerror}") from None
+        self.replica.became("starting", "its process was started, and does not answer yet")
+
+    def check(self) -> None:
+        """Raises JitneyError if it has ended."""
+        process = self._process
+        assert process is not None  # it was started
+        if process.returncode is not None:
+            self.replica.became("gone", f"it ended with status {process.returncode}")
+            raise JitneyError(
+                f"{self.replica.name} ended with status {process.returncode} before it was ready; "
+                "what it said stands above"
+            )
+
+    async def keep(self) -> None:
+        """Start it again whenever it dies; returns when it is given up."""
+        while True:
+            process = self._process
+            if process is None:  # a candidate's that could not be started
+                return
+            status = await process.wait()
+            self.replica.became("gone", f"it ended with status {status}")
+            pause = self._pause()
+            if pause is None:
+                _log.error("replica %s is given up: it died too often", self.replica.name)
+                return
+            await asyncio.sleep(pause)
+            await self.start()
+
+    def _pause(self) -> float | None:
+        """Seconds before the next start; None: no more."""
+        now = time.monotonic()
+        while self._restarts and now - self._restarts[0] > _WINDOW_S:
+            self._restarts.popleft()
+        if len(self._restarts) >= _MOST_RESTARTS:
+            return None
+        self._restarts.append(now)
+        return min(_BACKOFF_S[0] * 2 ** (len(self._restarts) - 1), _BACKOFF_S[1])
+
+    def tell_keys(self) -> None:
+        """Have the process accept the keys of `environ` from now on."""
+        process = self._process
+        if process is not None and process.returncode is None and process.stdin is not None:
+            process.stdin.write(self.environ[ADMIN_KEYS].encode() + b"\n")
+
+    def signal(self, number: int) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+    async def close(self, limit_s: float) -> None:
+        """Let it drain, at most so many seconds."""
+        if self._process is None:
+            return
+        self.signal(signal.SIGTERM)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), limit_s)
+        await end_child(self._process)
+
+
+@dataclass(frozen=True, slots=True)
+class _LocalReplica:
+    """One of a model's replicas: its processes, the first host's first."""
+
+    model: ReplicatedModel
+    processes: list[_EngineProcess]
+    #: Those that serve HTTP: the first alone, or all that share experts.
+    serving: list[_EngineProcess]
+
+    async def start(self, watch: Watch) -> None:
+        """Start all processes, and wait until they are ready. Raises JitneyError."""
+        for process in self.processes:
+            await process.start()
+        replicas = [process.replica for process in self.serving]
+        for replica in replicas:
+            self.model.engines.add(replica)
+        watch.begin(replicas)
+        while any(replica.state != "ready" for replica in replicas):
+            for process in self.processes:
+                process.check()
+            await asyncio.sleep(_LOOK_S)
+
+    async def close(self, limit_s: float) -> None:
+        """Let all drain, at most so many seconds. Hosts that serve nothing end with the first."""
+        await asyncio.gather(*(process.close(limit_s) for process in self.serving))
+        others = [process for process in self.processes if process not in self.serving]
+        await asyncio.gather(*(process.close(_GRACE_S) for process in others))
+
+
+class LocalEngines:
+    """All engines that a fleet starts. users, admins: the keys that its clients have. Without any,
+    engines have no key either: they listen to this machine alone.
+    """
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        parts: FleetParts,
+        users: Sequence[str] = (),
+        admins: Sequence[str] = (),
+    ):
+        self._config = config
+        self._parts = parts
+        self._drain_s = config.server.drain_s
+        self._key, self._environ = engine_keys(admins) if users or admins else ("", {})
+        self._ports = _ports(config.fleet.engine_port)
+        #: By arm (`FleetParts.arms`), in the order in which they start.
+        self.replicas: dict[str, list[_LocalReplica]] = {}
+        for arm, model in parts.arms.items():
+            if model.section.replicas:
+                numbers = range(model.section.replicas)
+                self.replicas[arm] = [self._make(arm, number) for number in numbers]
+
+    def _make(self, arm: str, number: int) -> _LocalReplica:
+        """The n-th replica of an arm."""
+        model = self._parts.arms[arm]
+        processes = [
+            self._make_process(model, name, number * model.section.n_hosts + place.host_id, place)
+            for name, place in _hosts_of(f"{arm}-{number}", model.section.n_hosts)
+        ]
+        config = engine_config(self._config.file, arm, model.section)
+        shares_experts = config.engine.data_parallel > 1
+        return _LocalReplica(model, processes, processes if shares_experts else processes[:1])
+
+    def _make_process(
+        self, model: ReplicatedModel, name: str, number: int, place: ReplicaHost
+    ) -> _EngineProcess:
+        return _EngineProcess(
+            config=self._config,
+            model=model,
+            number=number,
+            replica=Replica(name, key=self._key),
+            port=next(self._ports),
+            environ=self._environ,
+            place=place if model.section.n_hosts > 1 else None,
+        )
+
+    async def start(self) -> None:
+        """Start all, and wait until they are ready. Raises JitneyError; not for a candidate, which
+        must not keep its model from being served.
+        """
+        await asyncio.gather(*map(self._start_arm, self.replicas.values()))
+
+    async def _start_arm(self, replicas: list[_LocalReplica]) -> None:
+        try:
+            await self._start_model(replicas)
+        except JitneyError as error:
+            if not isinstance(replicas[0].model.section, CandidateSection):
+                raise
+            _log.error("candidate: %s", error)
+
+    async def _start_model(self, replicas: list[_LocalReplica]) -> None:
+        first, *others = replicas
+        watch = self._parts.watch
+        await first.start(watch)
+        await asyncio.gather(*(replica.start(watch) for replica in others))
+
+    async def watch(self) -> None:
+        """Start again what dies; never returns."""
+        keeping = [asyncio.create_task(process.keep()) for process in self.processes()]
+        try:
+            await asyncio.gather(*keeping)
+            await asyncio.Event().wait()
+        finally:
+            for task in keeping:
+                task.cancel()
+            await asyncio.gather(*keeping, return_exceptions=True)
+
+    def accept(self, admins: Sequence[str]) -> None:
+        """Have engines accept these keys of the fleet's administrators from now on, beside the one
+        that they are asked with.
+        """
+        if not self._key:
+            return
+        self._environ |= keys_environ(admins, self._key)
+        for process in self.processes():
+            process.tell_keys()
+
+    def kill(self) -> None:
+        """End all at once."""
+        for process in self.processes():
+            process.signal(signal.SIGKILL)
+
+    async def close(self) -> None:
+        """End all, letting them drain."""
+        limit_s = self._drain_s + _GRACE_S
+        replicas = [replica for own in self.replicas.values() for replica in own]
+        await asyncio.gather(*(replica.close(limit_s) for replica in replicas))
+
+    def processes(self, *arms: str) -> list[_EngineProcess]:
+        """All of these arms, or of all."""
+        return [
+            process
+            for arm in arms or self.replicas
+            for replica in self.replicas[arm]
+            for process in replica.processes
+        ]
+
+
+def _hosts_of(name: str, n_hosts: int) -> Iterator[tuple[str, ReplicaHost]]:
+    """(its name, its place), of each process of a replica. name: of the replica, and of its first
+    host.
+    """
+    coordinator = f"{LOCALHOST}:{free_port()}"
+    for host_id in range(n_hosts):
+        own = f"{name}.{host_id}" if host_id else name
+        yield own, ReplicaHost(coordinator, host_id)
+
+
+def _ports(first: int) -> Iterator[int]:
+    """One for each engine; 0: any free one."""
+    return itertools.count(first) if first else itertools.repeat(0)

@@ -1,0 +1,402 @@
+"""The actors of a fleet on Ray: engines, each a process of its own, and the directory that knows
+where they are.
+
+A replica over several hosts is an actor for each of them, one to a bundle of the replica's
+placement group. The first is Serve's, and has the others; if one of them is lost, all end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import get_current_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from jitney.engine.common.child_process import child_environ, end_child, start_child
+from jitney.engine.common.errors import JitneyError
+from jitney.engine.common.ports import free_port
+from jitney.engine.core import HostAddress
+from jitney.engine.fleet.config import FleetConfig
+from jitney.engine.fleet.launchers.autoscaling import EngineLoad
+from jitney.engine.fleet.launchers.engine_process import ENGINE_MODULE, ReplicaHost, engine_config
+from jitney.engine.fleet.replicas import Replica, Watch
+from jitney.engine.fleet.sections import CandidateSection
+from jitney.engine.fleet.upstream import upstream_client
+from jitney.engine.server import ServerSettings
+
+_log = logging.getLogger("jitney.fleet")
+
+_DIRECTORY = "jitney-fleet-directory"
+#: Seconds after which an engine that says nothing to the directory is struck off.
+_SILENT_S = 10.0
+#: Seconds between two looks at whether an engine is ready.
+_LOOK_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class RayFleet:
+    """What every actor of a fleet is given."""
+
+    #: Seconds beyond the drain's that an engine gets to end.
+    grace_s: ClassVar[float] = 10.0
+
+    config: FleetConfig
+    settings: ServerSettings
+    #: The environment of engines: the keys that they accept.
+    environ: dict[str, str]
+    #: The key that they are asked with.
+    key: str
+    #: That engines of `urls` are asked with; empty: the client's own.
+    url_key: str = ""
+    #: Runs an engine.
+    module: str = ENGINE_MODULE
+    #: Where engines listen; empty: at their node's address.
+    host: str = ""
+
+
+class Directory:
+    """Where the engines are: name -> (arm, URL, when it last said so); and which arms rest."""
+
+    #: Of Ray's actors, this one among them.
+    namespace: ClassVar[str] = "jitney"
+    #: Seconds between two words of an engine to it.
+    announce_s: ClassVar[float] = 1.0
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[str, str, float]] = {}
+        self._resting: set[str] = set()
+
+    def announce(self, name: str, arm: str, url: str) -> bool:
+        """Where an engine is. Returns whether its arm rests."""
+        self._known[name] = (arm, url, time.monotonic())
+        return arm in self._resting
+
+    def leave(self, name: str) -> None:
+        self._known.pop(name, None)
+
+    def engines(self, arm: str) -> dict[str, str]:
+        """Name -> URL, of those that are heard of."""
+        now = time.monotonic()
+        return {
+            name: url
+            for name, (of, url, at) in self._known.items()
+            if of == arm and now - at < _SILENT_S
+        }
+
+    def let_rest(self, arm: str, rests: bool) -> None:
+        """Whether no engines of an arm are wanted for now."""
+        if rests:
+            self._resting.add(arm)
+        else:
+            self._resting.discard(arm)
+
+    def rests(self, arm: str) -> bool:
+        return arm in self._resting
+
+    @classmethod
+    def of_cluster(cls) -> Any:
+        """The actor of this cluster; made if there is none. Outside any placement group: that of
+        the engine that makes it ends with that engine.
+        """
+        actor: Any = ray.remote(cls)
+        no_group: Any = None  # as documented; the annotation does without
+        return actor.options(
+            num_cpus=0,
+            name=_DIRECTORY,
+            namespace=cls.namespace,
+            get_if_exists=True,
+            lifetime="detached",
+            max_restarts=-1,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=no_group),
+        ).remote()
+
+
+def _actor_id() -> str:
+    """Of the actor that asks."""
+    own = ray.get_runtime_context().get_actor_id()
+    assert own is not None  # only actors ask
+    return own
+
+
+def _node_address() -> str:
+    """Of the node that an actor is on, as the cluster knows it."""
+    own = ray.get_runtime_context().get_node_id()
+    return next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == own)
+
+
+class _EngineChild:
+    """The process of an engine, or of one host of it, as a child of an actor."""
+
+    def __init__(self, fleet: RayFleet, arm: str, name: str):
+        self._fleet, self._arm = fleet, arm
+        self.name = name
+        #: Where it listens.
+        self.host = fleet.host or _node_address()
+        self.url = ""
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self, place: ReplicaHost | None) -> None:
+        """place: where it is one of several hosts. Raises OSError."""
+        fleet = self._fleet
+        model, section = fleet.config.arms[self._arm]
+        port = free_port(self.host)
+        self.url = f"http://{HostAddress(self.host, port)}"
+        words = fleet.config.engine_arguments(model, section, self.name, 0, port, self.host, place)
+        self._process = await start_child(
+            fleet.module,
+            *words,
+            stdout=asyncio.subprocess.DEVNULL,
+            env=child_environ() | fleet.environ,
+        )
+
+    @property
+    def has_ended(self) -> bool:
+        """It was started, and runs no more."""
+        return self._process is not None and _has_ended(self._process)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def drain(self) -> None:
+        """Let it finish what it has, and end it."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        with suppress(TimeoutError):
+            limit_s = self._fleet.config.server.drain_s + self._fleet.grace_s
+            await asyncio.wait_for(process.wait(), limit_s)
+        await end_child(process)
+
+
+class _HostActor:
+    """One of a replica's hosts, but its first."""
+
+    def __init__(self, fleet: RayFleet, arm: str, name: str, place: ReplicaHost):
+        self._child = _EngineChild(fleet, arm, name)
+        self._place = place
+
+    async def start(self) -> str:
+        """-> where it serves, if it does. Raises OSError."""
+        await self._child.start(self._place)
+        return self._child.url
+
+    async def has_ended(self) -> bool:
+        return self._child.has_ended
+
+    async def kill(self) -> None:
+        self._child.kill()
+
+    async def drain(self) -> None:
+        await self._child.drain()
+
+
+class EngineActor:
+    """One replica of an arm (`FleetConfig.arms`), for as long as Serve keeps the actor: an engine,
+    one over several hosts, or several that share experts.
+    """
+
+    async def __init__(self, fleet: RayFleet, arm: str):
+        self._fleet, self._arm = fleet, arm
+        section = fleet.config.arms[arm].section
+        self._n_hosts, self._wanted = section.n_hosts, section.ray
+        settings = engine_config(fleet.config.file, arm, section).engine
+        #: That every host serves HTTP, as those do that share experts.
+        self._all_serve = settings.data_parallel > 1
+        self._name = f"{arm}-{_actor_id()[:8]}"
+        self._directory = Directory.of_cluster()
+        self._client = upstream_client()
+        timing = fleet.config.fleet
+        self._watch = Watch(self._client, poll_s=timing.poll_s, lost_after_s=timing.lost_after_s)
+        self._child = _EngineChild(fleet, arm, self._name)
+        #: The other hosts.
+        self._others: list[Any] = []
+        #: Its engines as they are looked at.
+        self._replicas: list[Replica] = []
+        self._living: asyncio.Task[None] | None = None
+        if isinstance(section, CandidateSection):
+            # Serve waits for no candidate: the model is served without it.
+            self._living = asyncio.create_task(self._live_as_candidate())
+            return
+        await self._start()
+        await self._until_ready()
+        self._living = asyncio.create_task(self._announce())
+
+    async def _start(self) -> None:
+        """Start the processes of all hosts. Raises OSError or RayError."""
+        if self._n_hosts == 1:
+            await self._child.start(None)
+        else:
+            host = self._child.host
+            coordinator = str(HostAddress(host, free_port(host)))
+            await self._child.start(ReplicaHost(coordinator, 0))
+            self._others = [
+                self._make_host(ReplicaHost(coordinator, host_id))
+                for host_id in range(1, self._n_hosts)
+            ]
+        started = await asyncio.gather(*(other.start.remote() for other in self._others))
+        urls = {self._name: self._child.url}
+        if self._all_serve:
+            urls |= {self._name_of(host_id): url for host_id, url in enumerate(started, 1)}
+        self._replicas = [Replica(name, url, self._fleet.key) for name, url in urls.items()]
+        self._watch.begin(self._replicas)
+
+    def _make_host(self, place: ReplicaHost) -> Any:
+        """An actor for another host, in its bundle of the replica's group."""
+        actor: Any = ray.remote(_HostActor)
+        group = get_current_placement_group()
+        assert group is not None  # `build_application` saw to that
+        return actor.options(
+            **self._wanted.actor_options,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=group, placement_group_bundle_index=place.host_id
+            ),
+        ).remote(self._fleet, self._arm, self._name_of(place.host_id), place)
+
+    def _name_of(self, host_id: int) -> str:
+        return f"{self._name}.{host_id}"
+
+    async def _until_ready(self) -> None:
+        """Serve bounds the wait by what it bounds the start of an actor with. Raises
+        JitneyError.
+        """
+        while any(replica.state != "ready" for replica in self._replicas):
+            await self.check_health()
+            await asyncio.sleep(_LOOK_S)
+
+    async def _announce(self) -> None:
+        """Until the process ends, or is to end since its arm rests."""
+        while not self._child.has_ended:
+            try:
+                for replica in self._replicas:
+                    own = (replica.name, self._arm, replica.url)
+                    if await self._directory.announce.remote(*own):
+                        return
+            except RayError as error:
+                self._lost_directory(error)
+            await asyncio.sleep(Directory.announce_s)
+
+    async def _live_as_candidate(self) -> None:
+        """Start the engine whenever the candidate is to have requests, and let it go when it is
+        not. One that cannot start is given up: it would not next time either.
+        """
+        while True:
+            await self._until_wanted()
+            try:
+                await self._start()
+                await self._until_ready()
+            except (JitneyError, OSError, RayError) as error:
+                await self._end()
+                _log.error("candidate: %s before it was ready", error)
+                return
+            await self._announce()
+            if self._child.has_ended:
+                return  # Serve hears of it by `check_health`
+            _log.info("candidate: %s ends, since it is to have no requests", self._name)
+            await self._end()
+
+    async def _until_wanted(self) -> None:
+        while True:
+            try:
+                if not await self._directory.rests.remote(self._arm):
+                    return
+            except RayError as error:
+                self._lost_directory(error)
+            await asyncio.sleep(Directory.announce_s)
+
+    def _lost_directory(self, error: RayError) -> None:
+        """It is made anew."""
+        _log.warning("the directory of engines does not answer: %s", error)
+        self._directory = Directory.of_cluster()
+
+    async def check_health(self) -> None:
+        """Serve replaces the actor if this raises. Raises JitneyError."""
+        lost = await self._lost()
+        if lost is None:
+            return
+        # Nothing that the others compute with that host comes to an end.
+        self._child.kill()
+        for other in self._others:
+            with suppress(RayError):
+                await other.kill.remote()
+        raise JitneyError(f"the process of {lost} ended")
+
+    async def _lost(self) -> str | None:
+        """The name of a host whose process has ended."""
+        if self._child.has_ended:
+            return self._name
+        for host_id, other in enumerate(self._others, 1):
+            if await _is_lost(other):
+                return self._name_of(host_id)
+        return None
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve's policy is told."""
+        now = time.monotonic()
+        waits = [replica.predicted_wait(now) for replica in self._replicas]
+        loads = [replica.load for replica in self._replicas]
+        seats = [replica.seats for replica in self._replicas]
+        load = EngineLoad(min(waits, default=0.0), sum(loads), float(max(1, sum(seats))))
+        return load.reported()
+
+    async def __del__(self) -> None:
+        """End everything."""
+        if self._living is not None:
+            self._living.cancel()
+        await self._end()
+        await self._watch.close()
+        await self._client.aclose()
+
+    async def _end(self) -> None:
+        """Leave the directory, let the engine finish what it has, and end it. The other hosts end
+        with the first.
+        """
+        replicas, self._replicas = self._replicas, []
+        others, self._others = self._others, []
+        with suppress(RayError):
+            for replica in replicas:
+                await self._directory.leave.remote(replica.name)
+        for replica in replicas:
+            await self._watch.end(replica)
+        if self._all_serve:
+            await asyncio.gather(self._child.drain(), *map(_drain_host, others))
+            return
+        await self._child.drain()
+        await asyncio.gather(*map(_drain_host, others))
+
+
+async def _is_lost(host: Any) -> bool:
+    """The process of another host has ended, or its actor has."""
+    try:
+        return await host.has_ended.remote()
+    except RayError:
+        return True
+
+
+async def _drain_host(host: Any) -> None:
+    with suppress(RayError):
+        await host.drain.remote()
+    ray.kill(host)
+
+
+def _has_ended(process: asyncio.subprocess.Process) -> bool:
+    """Asked of the system itself: the loop, which is Serve's, may hear of a child's end late."""
+    if process.returncode is not None:
+        return True
+    try:
+        found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # somebody has asked for its status already
+        return True
+    return found is not None

@@ -1,0 +1,511 @@
+"""A model with a candidate beside it: keys that stick to an arm, and answers that are measured as
+they pass, of which nothing is read twice or kept.
+
+A request that the candidate fails before its answer begins is answered by the stable arm: the
+failure is counted, and the client need not know. It fails by an error, by what is no answer of the
+API, and by saying nothing for much longer than the stable arm's engines do. A refusal of the
+request itself is the client's fault if the stable arm refuses it as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+from jitney.engine.common.errors import JitneyError, RequestError
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.fleet.asked import Asked
+from jitney.engine.fleet.forwarding import ProxiedAnswer, is_own_limit, stream_failure
+from jitney.engine.fleet.models import ReplicatedModel
+from jitney.engine.fleet.replicas import EngineShare, Replica
+from jitney.engine.fleet.rollout.answer_shape import AnswerShape
+from jitney.engine.fleet.rollout.comparison import ARMS, ArmName, RequestOutcome
+from jitney.engine.fleet.rollout.measuring import UsageWatch
+from jitney.engine.fleet.rollout.rollout import Action, KeyPlace, Rollout
+from jitney.engine.server import ErrorReply, HttpError
+
+#: Routes whose answers are compared, but those that nobody waits for; others go to a key's arm as
+#: well.
+_COMPARED = frozenset(
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/api/chat",
+        "/api/generate",
+    }
+)
+#: Characters of a prompt that are its key where a request names nobody.
+_KEY_CHARS = 1024
+_HOUR_S = 3600.0
+#: Statuses: of an answer, of a refusal for lack of room, the first of an engine's and of a client's
+#: faults, and of what is no answer of the API, or none in time.
+_OK, _FULL, _SERVER_ERROR, _CLIENT_ERROR, _NO_ANSWER = 200, 429, 500, 400, 502
+#: How many times as long as the slowest of the stable arm a candidate may take, and how much of
+#: that one's time is left after each quicker one: after a hundred, a third. Seconds after which a
+#: client may leave one that takes longer, and that counts as the candidate's failure.
+_TIMES_SLOWER, _FADE, _LEAST_OVERDUE_S = 3.0, 0.99, 1.0
+#: How the API ends a stream that went wrong; the last one is a line of its own.
+_ERRORS = (b'data: {"error"', b"event: error\n", b"event: response.failed\n", b'\n{"error"')
+
+
+async def _nowhere() -> None:
+    """Nothing is kept."""
+
+
+@dataclass(slots=True)
+class ModelWithCandidate:
+    """Two arms under one name."""
+
+    stable: ReplicatedModel
+    candidate: ReplicatedModel
+    rollout: Rollout
+    #: Of one engine of each arm, an hour; in a unit of the operator's.
+    prices: Mapping[ArmName, float] = field(default_factory=lambda: dict.fromkeys(ARMS, 1.0))
+    #: Seconds.
+    clock: Callable[[], float] = time.monotonic
+    #: Seconds that the candidate may say nothing for, at least.
+    timeout_s: float = 10.0
+    #: Puts what is known on disk, after a decision.
+    keep: Callable[[], Awaitable[None]] = _nowhere
+    #: Whether the candidate has been ready since the last decision by hand: until then it is on its
+    #: way, and that is no failure.
+    _has_begun: bool = False
+    _pace: _Pace = field(default_factory=lambda: _Pace())
+
+    @property
+    def ready(self) -> bool:
+        return self.stable.ready or (self.rollout.share > 0 and self.candidate.ready)
+
+    @property
+    def replicas(self) -> Sequence[Replica]:
+        """Of both arms."""
+        return [*self.stable.replicas, *self.candidate.replicas]
+
+    def arm(self, name: ArmName) -> ReplicatedModel:
+        return self.stable if name == "stable" else self.candidate
+
+    def card(self) -> JsonDict:
+        return self.stable.card()
+
+    async def keeper_of(self, asked: Asked, path: str) -> Replica | None:
+        """See `FleetModel`."""
+        for name in ARMS:
+            found = await self.arm(name).keeper_of(asked, path)
+            if found is not None:
+                return found
+        return None
+
+    @asynccontextmanager
+    async def answer(self, asked: Asked) -> AsyncIterator[ProxiedAnswer]:
+        """See `FleetModel`."""
+        async with AsyncExitStack() as stack:
+            yield await self._answer_of(stack, asked)
+
+    async def _answer_of(self, stack: AsyncExitStack, asked: Asked) -> ProxiedAnswer:
+        """What an arm says, to be left with the stack."""
+        kept = self._keeping(asked)
+        if kept is not None:
+            return await stack.enter_async_context(self.arm(kept).answer(asked))
+        place = self.rollout.place(_key_of(asked))
+        if place.arm == "candidate" and self._may_try():
+            return await self._of_candidate(stack, place, asked)
+        if place.arm == "candidate":
+            return await stack.enter_async_context(self.stable.answer(asked))
+        answer, _ = await stack.enter_async_context(self._watched(place, asked))
+        return answer
+
+    def _keeping(self, asked: Asked) -> ArmName | None:
+        """The arm of the only engine that can answer, if there is but one."""
+        if not asked.keeper:
+            return None
+        names = [each.name for each in self.candidate.replicas]
+        return "candidate" if asked.keeper in names else "stable"
+
+    async def _of_candidate(
+        self, stack: AsyncExitStack, place: KeyPlace, asked: Asked
+    ) -> ProxiedAnswer:
+        """The candidate's answer, or the stable arm's in its place."""
+        is_refused = False
+        if self.candidate.ready:
+            own = await stack.enter_async_context(AsyncExitStack())
+            try:
+                answer, watch = await own.enter_async_context(self._watched(place, asked))
+                is_refused = not watch.failed
+                if watch.is_answer or watch.is_own_limit or (is_refused and not self.stable.ready):
+                    return answer
+                await own.aclose()
+            except (RequestError, HttpError, _Silent) as error:
+                is_refused = not _is_failure(_status_of(error))
+        else:
+            self._observe(place, asked, RequestOutcome(ok=False))
+        answer = await stack.enter_async_context(self.stable.answer(asked))
+        if is_refused and answer.status < _CLIENT_ERROR:
+            self._observe(place, asked, RequestOutcome(ok=False))
+        return answer
+
+    async def decide(self, action: Action) -> None:
+        """By hand. Engines of a candidate that was rolled back may have ended; they are on their
+        way again.
+        """
+        self.rollout.decide(action)
+        self._has_begun = False
+        await self.keep()
+
+    def _may_try(self) -> bool:
+        """False while the candidate's engines are loading for the first time."""
+        self._has_begun = self._has_begun or self.candidate.ready
+        return self._has_begun
+
+    @asynccontextmanager
+    async def _watched(
+        self, place: KeyPlace, asked: Asked
+    ) -> AsyncIterator[tuple[ProxiedAnswer, _AnswerWatch]]:
+        """An arm's answer, the candidate's once it has begun and is known to be one; what became of
+        it is observed when it is over.
+        """
+        is_judged = place.arm == "candidate" and self.rollout.state == "running"
+        limit_s = self.timeout_s if is_judged else None
+        watch = _AnswerWatch(asked, self.clock, self._pace, self.prices[place.arm], limit_s)
+        try:
+            async with AsyncExitStack() as stack:
+                async with watch.in_time():
+                    answering = self.arm(place.arm).answer(asked)
+                    answer = await watch.of(await stack.enter_async_context(answering))
+                yield answer, watch
+        except (RequestError, HttpError, _Silent) as error:
+            watch.refused(_status_of(error))
+            raise
+        finally:
+            outcome = watch.end()
+            if outcome is not None and not self._is_busier(place.arm, watch):
+                self._observe(place, asked, outcome)
+
+    def _observe(self, place: KeyPlace, asked: Asked, outcome: RequestOutcome) -> None:
+        if asked.route in _COMPARED and not asked.background:
+            self.rollout.observe(place, outcome)
+
+    def _is_busier(self, arm: ArmName, watch: _AnswerWatch) -> bool:
+        """It refused for lack of room, with more to do than the other arm: that says nothing of its
+        engines.
+        """
+        other: ArmName = "stable" if arm == "candidate" else "candidate"
+        return watch.is_full and self._load(arm) > self._load(other) and self.arm(other).ready
+
+    def _load(self, arm: ArmName) -> float:
+        """Requests at one of its engines that are ready, on average."""
+        engines = self.arm(arm).engines
+        return engines.total / max(1, len(engines.loads))
+
+    def report(self) -> JsonDict:
+        """As `Rollout.report`, with the names of each arm's engines."""
+        report = self.rollout.report()
+        for name in ARMS:
+            replicas = self.arm(name).replicas
+            report["arms"][name]["replicas"] = [replica.name for replica in replicas]
+        return report
+
+
+def _key_of(asked: Asked) -> bytes:
+    """What sticks to an arm: who asks, by the request's own word (`user`, `safety_identifier`,
+    `metadata.user_id`), else its conversation (`prompt_cache_key`, the header x-session-id), else
+    the beginning of its prompt.
+    """
+    fields = asked.fields
+    metadata = fields.get("metadata")
+    users = [fields.get("user"), fields.get("safety_identifier")]
+    if isinstance(metadata, dict):
+        users.append(metadata.get("user_id"))
+    for user in users:
+        if isinstance(user, str) and user:
+            return b"user\0" + user.encode(errors="replace")
+    return asked.prefix_key(_KEY_CHARS)
+
+
+def _is_failure(status: int) -> bool:
+    """True for answers that are the engine's fault, lack of room included."""
+    return status == _FULL or status >= _SERVER_ERROR
+
+
+def _status_of(error: Exception) -> int:
+    """Of the answer that an error is."""
+    return _NO_ANSWER if isinstance(error, _Silent) else ErrorReply.of(error, "").status
+
+
+class _Silent(JitneyError):
+    """The candidate says nothing for too long."""
+
+
+class _Wait(NamedTuple):
+    """What is waited for: all of these take about as long."""
+
+    #: Of an answer: that it begins (a plain one: that it is there), or the next piece.
+    what: Literal["first", "next"]
+    route: str
+    streams: bool
+    background: bool
+
+    @property
+    def next(self) -> _Wait:
+        return self._replace(what="next")
+
+
+class _Pace:
+    """How long the stable arm takes, which says how long a candidate may. Seconds."""
+
+    def __init__(self) -> None:
+        self._slowest: dict[_Wait, float] = {}
+        #: Since when each answer of the stable arm is waited for, the oldest first.
+        self._open: dict[_Wait, dict[object, float]] = {}
+
+    def begin(self, wait: _Wait, answer: object, now: float) -> None:
+        """An answer of the stable arm is waited for."""
+        self._open.setdefault(wait, {})[answer] = now
+
+    def end(self, wait: _Wait, answer: object) -> None:
+        """It is no more."""
+        self._open[wait].pop(answer, None)
+
+    def took(self, wait: _Wait, seconds: float) -> None:
+        """One has been waited for so long."""
+        self._slowest[wait] = max(seconds, _FADE * self._slowest.get(wait, 0.0))
+
+    def limit(self, wait: _Wait, now: float, least_s: float) -> float:
+        """How long the candidate may take; rises while the stable arm takes its time too."""
+        oldest = next(iter(self._open.get(wait, {}).values()), now)
+        slowest = max(now - oldest, self._slowest.get(wait, 0.0))
+        return max(least_s, _TIMES_SLOWER * slowest)
+
+    def knows(self, wait: _Wait) -> bool:
+        """An answer of the stable arm has been waited for."""
+        return wait in self._slowest
+
+
+@dataclass(eq=False, slots=True)
+class _AnswerWatch:
+    """One answer on its way to the client. Seconds of `clock`."""
+
+    asked: Asked
+    clock: Callable[[], float]
+    pace: _Pace
+    #: Of one of the arm's engines, an hour.
+    price: float
+    #: It is the candidate's: seconds that it may say nothing for, at least, and nothing is passed
+    #: on before it is known to be an answer. None: it is the stable arm's.
+    limit_s: float | None = None
+    begun: float = field(init=False)
+    shape: AnswerShape = field(init=False)
+    #: What is waited for, since when, and the longest that a piece was waited for.
+    _wait: _Wait = field(init=False)
+    _since: float = field(init=False)
+    _longest_s: float = 0.0
+    #: Looks whether that is too long.
+    _timer: asyncio.TimerHandle | None = None
+    #: Of the answer; 0: there was none.
+    _status: int = 0
+    _is_stream: bool = False
+    #: Until the first token.
+    _first_s: float | None = None
+    _first_load: float | None = None
+    _share: EngineShare | None = None
+    _usage: UsageWatch = field(default_factory=UsageWatch)
+    #: An event of it was one of its route's.
+    _is_proven: bool = False
+    #: It says itself that it failed, or is no answer.
+    _broken: bool = False
+    #: All of it came.
+    _whole: bool = False
+    #: The last events that said something.
+    _last: bytes = b""
+    #: It refuses for lack of room, or for the client's own limits.
+    is_full: bool = False
+    is_own_limit: bool = False
+
+    def __post_init__(self) -> None:
+        self.begun = self._since = self.clock()
+        self.shape = AnswerShape.of(self.asked)
+        self._wait = _Wait("first", self.asked.route, self.shape.streams, self.asked.background)
+        if self.limit_s is None:
+            self.pace.begin(self._wait, self, self.begun)
+
+    async def of(self, answer: ProxiedAnswer) -> ProxiedAnswer:
+        """The same answer, watched."""
+        self._status, self._share = answer.status, answer.share
+        self._is_stream = answer.status == _OK and answer.is_stream
+        if answer.status == _OK and not self.shape.is_of_its_kind(answer.media_type):
+            self._status = _NO_ANSWER
+        if not self._is_stream:
+            return await self._plain(answer)
+        body = self._watched(answer.body)
+        return replace(answer, body=body if self.limit_s is None else await self._proven(body))
+
+    async def _plain(self, answer: ProxiedAnswer) -> ProxiedAnswer:
+        """One that is no stream: all of it is there, unless it is very long."""
+        body = aiter(answer.body)
+        first = await anext(body, b"")
+        self._hear()
+        length = dict(answer.headers).get(b"content-length", b"")
+        is_all = length == str(len(first)).encode()
+        if answer.status == _FULL:
+            self.is_own_limit = is_own_limit(first)
+            self.is_full = not self.is_own_limit
+            self._status = _CLIENT_ERROR if self.is_own_limit else _FULL
+        elif answer.status == _OK:
+            is_fit = not is_all or self.shape.fits(first)
+            self._status = self._status if is_fit else _NO_ANSWER
+        elif answer.status < _SERVER_ERROR and not self.shape.is_error(first):
+            self._status = _NO_ANSWER
+        return replace(answer, body=self._watched(_joined([first] if first else [], body)))
+
+    async def _proven(self, body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """The body of a stream, once it is known to be one of its route's, or not to be."""
+        held: list[bytes] = []
+        async for part in body:
+            held.append(part)
+            if self._is_proven or self._broken:
+                break
+        return _joined(held, body)
+
+    @property
+    def is_answer(self) -> bool:
+        """As far as is known now."""
+        return self._status == _OK and not self._broken
+
+    @property
+    def failed(self) -> bool:
+        """As far as is known now."""
+        return self._broken or _is_failure(self._status)
+
+    def refused(self, status: int) -> None:
+        """There is no answer but an error of this status."""
+        self._status = status
+
+    @asynccontextmanager
+    async def in_time(self) -> AsyncIterator[None]:
+        """A wait for the candidate, which ends with _Silent once it has said nothing for too long;
+        for the stable arm, without an end.
+        """
+        if self.limit_s is None:
+            yield
+            return
+        try:
+            async with asyncio.timeout(None) as deadline:
+                self._check(deadline, self.limit_s)
+                yield
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            waited_s = self.clock() - self._since
+            raise _Silent(f"the engine has said nothing for {waited_s:.0f} s") from None
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def _check(self, deadline: asyncio.Timeout, limit_s: float) -> None:
+        """Whether it has said nothing for too long: now, and whenever that may be."""
+        loop = asyncio.get_running_loop()
+        left_s = self._left_s(limit_s)
+        if left_s > 0:
+            self._timer = loop.call_later(left_s, self._check, deadline, limit_s)
+        else:
+            deadline.reschedule(loop.time())
+
+    def _left_s(self, least_s: float) -> float:
+        """Seconds until the candidate has said nothing for too long."""
+        now = self.clock()
+        return self._since + self.pace.limit(self._wait, now, least_s) - now
+
+    def _hear(self) -> None:
+        """It says something: from now on the next piece is waited for."""
+        now = self.clock()
+        if self.limit_s is None:
+            self.pace.end(self._wait, self)
+            if self._wait.what == "first":
+                self.pace.took(self._wait, now - self._since)
+            else:
+                self._longest_s = max(self._longest_s, now - self._since)
+            self.pace.begin(self._wait.next, self, now)
+        self._wait, self._since = self._wait.next, now
+
+    async def _watched(self, body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        try:
+            while (part := await self._next(body)) is not None:
+                self._see(part)
+                yield part
+        except _Silent as error:
+            self._broken = True
+            yield stream_failure(RequestError(str(error), code="engine_dead"), self.asked)
+            return
+        self._whole = True
+        if self._is_stream and not self.shape.ends(self._last):
+            self._broken = True
+
+    async def _next(self, body: AsyncIterator[bytes]) -> bytes | None:
+        """The next part; None: there is none. Raises _Silent in the middle of a stream: before,
+        who waits for the stream to begin does.
+        """
+        if not self._is_proven:
+            return await anext(body, None)
+        async with self.in_time():
+            return await anext(body, None)
+
+    def _see(self, part: bytes) -> None:
+        pieces = self._usage.see(part)
+        if not self._is_stream or not self.shape.has_data(part):
+            return
+        if not self._is_proven:
+            self._is_proven = self.shape.fits_events(part) is True
+            self._broken = not self._is_proven
+        self._broken = self._broken or any(error in b"\n" + part for error in _ERRORS)
+        self._last = part
+        self._hear()
+        if pieces and self._first_s is None:
+            self._first_s = self._since - self.begun
+            self._first_load = self._share.load if self._share else None
+
+    @property
+    def _tokens(self) -> int:
+        """Of a plain answer by its usage alone: its text is one piece."""
+        return self._usage.tokens if self._is_stream else self._usage.output or 0
+
+    def end(self) -> RequestOutcome | None:
+        """It is over. How it went; None: it says nothing of the engine, since the client left, or
+        sent what cannot be answered.
+        """
+        if self.limit_s is None:
+            self.pace.end(self._wait, self)
+            if self._longest_s:
+                self.pace.took(self._wait, self._longest_s)
+        if self.failed:
+            return RequestOutcome(ok=False)
+        if self._status >= _CLIENT_ERROR:
+            return None
+        if not self._whole:
+            return RequestOutcome(ok=False) if self._was_overdue else None
+        share, total_s = self._share, self.clock() - self.begun
+        if share is None:
+            return RequestOutcome(True, self._tokens, total_s, self._first_s, load=None)
+        cost = self.price / _HOUR_S * share.seconds
+        return RequestOutcome(
+            True, self._tokens, total_s, self._first_s, cost, share.load, self._first_load
+        )
+
+    @property
+    def _was_overdue(self) -> bool:
+        """The client left, and had waited much longer than for the stable arm."""
+        if self.limit_s is None or self._whole:
+            return False
+        is_known = self.pace.knows(self._wait)
+        return self._left_s(_LEAST_OVERDUE_S if is_known else self.limit_s) <= 0
+
+
+async def _joined(held: list[bytes], rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    for part in held:
+        yield part
+    async for part in rest:
+        yield part

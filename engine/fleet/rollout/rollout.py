@@ -1,0 +1,352 @@
+"""A candidate beside a model: which keys it gets, how it does, and what becomes of it.
+
+A rollout runs until it is decided, by its rule or by hand: promoted, the candidate gets every
+request; rolled back, none. A restart begins it anew. No clock of its own, no tasks, no files:
+`engine.fleet.rollout.candidate` gives it requests and the time,
+`engine.fleet.rollout.rollout_keeper` keeps what `saved` says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.config import short
+from jitney.engine.fleet.rollout.comparison import (
+    ARMS,
+    FIGURES,
+    ArmName,
+    Comparison,
+    Interval,
+    RequestOutcome,
+)
+
+_log = logging.getLogger("jitney.fleet")
+
+type RolloutState = Literal["running", "promoted", "rolled_back"]
+type Action = Literal["promote", "roll_back", "restart"]
+#: What each action makes of a rollout.
+_STATES: Mapping[Action, RolloutState] = {
+    "promote": "promoted",
+    "roll_back": "rolled_back",
+    "restart": "running",
+}
+_IN_WORDS: Mapping[RolloutState, str] = {
+    "running": "begins anew",
+    "promoted": "is promoted",
+    "rolled_back": "is rolled back",
+}
+#: Looks that are kept for charts; when there are as many, every other one goes.
+_MOST_LOOKS = 240
+_HOUR_S = 3600.0
+#: Of what `saved` gives.
+_VERSION = 2
+
+
+class KeyPlace(NamedTuple):
+    """Where a key belongs, for as long as the rollout runs."""
+
+    arm: ArmName
+    #: Of `Comparison.clusters`.
+    cluster: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromotionRule:
+    """When a candidate is promoted or rolled back."""
+
+    #: Of the keys, that the candidate gets while the rollout runs.
+    share: float = 0.05
+    #: Requests of the candidate before it may be promoted.
+    min_requests: int = 500
+    #: Figure -> the share by which it may be worse, for errors the difference.
+    may_lose: Mapping[str, float] = field(
+        default_factory=lambda: {"tokens_per_s": 0.05, "first_token_s": 0.1, "errors": 0.01}
+    )
+    #: Whether the rule itself promotes, and rolls back.
+    promotes: bool = True
+    rolls_back: bool = True
+    #: Hours after which a candidate that the rule could not decide about is rolled back; 0: never.
+    undecided_after_h: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    """What became of a rollout, and why."""
+
+    state: RolloutState
+    by: Literal["rule", "hand"]
+    reason: str
+    #: time.time().
+    at: float
+
+
+class _Look(NamedTuple):
+    """What was known at one moment. intervals: by figure; those without one are absent."""
+
+    at: float
+    intervals: dict[str, Interval]
+
+
+class Rollout:
+    """One model's candidate. name: of the candidate; what is known belongs to it alone."""
+
+    def __init__(
+        self, model: str, name: str, rule: PromotionRule, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.model = model
+        self.name = name
+        self.rule = rule
+        self.state: RolloutState = "running"
+        self.decision: _Decision | None = None
+        self.comparison = Comparison()
+        #: By arm, the digests of its engines' configurations, as far as they say.
+        self.configs: dict[ArmName, tuple[str, ...]] = dict.fromkeys(ARMS, ())
+        self._clock = clock
+        self.since = clock()
+        self._looks: list[_Look] = []
+
+    def place(self, key: bytes) -> KeyPlace:
+        """Where a key belongs: always the same, and with a larger share still the same or the
+        candidate.
+        """
+        salt = f"{self.model}\0{self.name}\0".encode()
+        digest = hashlib.blake2b(salt + key, digest_size=9).digest()
+        part = int.from_bytes(digest[:8]) / 2**64
+        arm: ArmName = "candidate" if part < self.share else "stable"
+        return KeyPlace(arm, digest[8] % Comparison.clusters)
+
+    @property
+    def share(self) -> float:
+        """Of the keys that the candidate gets now."""
+        return {"running": self.rule.share, "promoted": 1.0, "rolled_back": 0.0}[self.state]
+
+    def observe(self, place: KeyPlace, outcome: RequestOutcome) -> None:
+        """A request is over. What comes after the decision compares nothing."""
+        if self.state == "running":
+            self.comparison.add(place.arm, place.cluster, outcome)
+
+    def learn(self, arm: ArmName, configs: Sequence[str]) -> None:
+        """The digests of an arm's engines. If they are others than before, what was measured was of
+        something else: the comparison begins anew.
+        """
+        known, told = self.configs[arm], tuple(sorted(set(configs)))
+        if not told or told == known:
+            return
+        self.configs[arm] = told
+        if known and self.state == "running":
+            self._begin_anew()
+            _log.info(
+                "rollout %s: the configuration of the %s arm is %s now, it was %s; candidate %s is "
+                "compared anew",
+                self.model,
+                arm,
+                ", ".join(map(short, told)),
+                ", ".join(map(short, known)),
+                self.name,
+            )
+
+    def look(self) -> _Decision | None:
+        """See how the arms stand, and decide if the rule says so. Intervals hold however often
+        this is called.
+        """
+        if self.state != "running":
+            return None
+        intervals = self.intervals()
+        self._keep(_Look(self._clock(), intervals))
+        action = self._by_rule(intervals)
+        return self._decide(action[0], "rule", action[1]) if action else None
+
+    def intervals(self) -> dict[str, Interval]:
+        """By figure; those that have none yet are absent."""
+        found = {name: self.comparison.interval(name) for name in FIGURES}
+        return {name: interval for name, interval in found.items() if interval is not None}
+
+    def decide(self, action: Action) -> _Decision:
+        """By hand."""
+        return self._decide(action, "hand", "")
+
+    def _by_rule(self, intervals: Mapping[str, Interval]) -> tuple[Action, str] | None:
+        """What to do, and why."""
+        rule = self.rule
+        broken = [name for name in rule.may_lose if self._breaks(name, intervals)]
+        if broken and rule.rolls_back:
+            return "roll_back", f"worse than allowed: {', '.join(broken)}"
+        if rule.promotes and self._is_proven(intervals):
+            return "promote", "no figure is worse than allowed"
+        if rule.undecided_after_h and rule.rolls_back and not broken:
+            hours = (self._clock() - self.since) / _HOUR_S
+            if hours >= rule.undecided_after_h:
+                return "roll_back", f"undecided after {hours:.1f} h"
+        return None
+
+    def _breaks(self, name: str, intervals: Mapping[str, Interval]) -> bool:
+        interval = intervals.get(name)
+        return interval is not None and interval.breaks(FIGURES[name], self.rule.may_lose[name])
+
+    def _is_proven(self, intervals: Mapping[str, Interval]) -> bool:
+        """Every figure that any request has is known to be within what is allowed."""
+        if self.comparison.requests("candidate") < self.rule.min_requests:
+            return False
+        return all(
+            name in intervals and intervals[name].keeps(FIGURES[name], margin)
+            for name, margin in self.rule.may_lose.items()
+            if self._has_requests(name)
+        )
+
+    def _has_requests(self, name: str) -> bool:
+        return any(self.comparison.sums[arm][name].requests for arm in ARMS)
+
+    def _decide(self, action: Action, by: Literal["rule", "hand"], why: str) -> _Decision:
+        intervals = self.intervals()
+        told = "; ".join(filter(None, (why, self._in_words(intervals))))
+        self.state = _STATES[action]
+        decision = self.decision = _Decision(self.state, by, told, self._clock())
+        _log.info(
+            "rollout %s: candidate %s %s by %s: %s",
+            self.model,
+            self.name,
+            _IN_WORDS[self.state],
+            by,
+            told,
+        )
+        if action == "restart":
+            self._begin_anew()
+        return decision
+
+    def _begin_anew(self) -> None:
+        self.comparison = Comparison()
+        self.since = self._clock()
+        self._looks.clear()
+
+    def _in_words(self, intervals: Mapping[str, Interval]) -> str:
+        """Every figure with its interval, and of how many requests."""
+        parts = [_figure_in_words(name, intervals.get(name)) for name in FIGURES]
+        counts = [f"{self.comparison.requests(arm)} requests of {arm}" for arm in ARMS]
+        return f"{', '.join(parts)}; {', '.join(counts)}"
+
+    def _keep(self, look: _Look) -> None:
+        self._looks.append(look)
+        if len(self._looks) >= _MOST_LOOKS:
+            del self._looks[1::2]
+
+    def report(self) -> JsonDict:
+        """All that a page shows, as docs/rollout.md says."""
+        intervals = self.intervals()
+        rule, decision = self.rule, self.decision
+        return {
+            "model": self.model,
+            "candidate": self.name,
+            "state": self.state,
+            "share": self.share,
+            "since": self.since,
+            "confidence": Comparison.confidence,
+            "decision": None if decision is None else _decision_report(decision),
+            "rule": {
+                "share": rule.share,
+                "min_requests": rule.min_requests,
+                "may_lose": dict(rule.may_lose),
+                "promote": "rule" if rule.promotes else "hand",
+                "roll_back": "rule" if rule.rolls_back else "hand",
+                "undecided_after_h": rule.undecided_after_h,
+            },
+            "arms": {arm: self._arm_report(arm) for arm in ARMS},
+            "figures": [self._figure_report(name, intervals.get(name)) for name in FIGURES],
+            "looks": [_look_report(look) for look in self._looks],
+        }
+
+    def _arm_report(self, arm: ArmName) -> JsonDict:
+        return {
+            "configs": list(self.configs[arm]),
+            "requests": self.comparison.requests(arm),
+            "tokens": self.comparison.tokens[arm],
+        }
+
+    def _figure_report(self, name: str, interval: Interval | None) -> JsonDict:
+        figure, margin = FIGURES[name], self.rule.may_lose.get(name)
+        return {
+            "name": name,
+            "unit": figure.unit,
+            "kind": "ratio" if figure.is_ratio else "difference",
+            "better": "more" if figure.more_is_better else "less",
+            "stable": self.comparison.level("stable", name),
+            "candidate": self.comparison.level("candidate", name),
+            "requests": {arm: self.comparison.sums[arm][name].requests for arm in ARMS},
+            "matched": {arm: self.comparison.matched(arm, name) for arm in ARMS},
+            "estimate": None if interval is None else interval.estimate,
+            "low": None if interval is None else interval.low,
+            "high": None if interval is None else interval.high,
+            "equal": figure.equal,
+            "worst_allowed": None if margin is None else figure.worst(margin),
+            "verdict": _verdict(name, interval),
+        }
+
+    def saved(self) -> JsonDict:
+        """What a restart must not lose, as JSON."""
+        decision = self.decision
+        return {
+            "version": _VERSION,
+            "model": self.model,
+            "candidate": self.name,
+            "state": self.state,
+            "since": self.since,
+            "decision": None if decision is None else _decision_report(decision),
+            "configs": {arm: list(self.configs[arm]) for arm in ARMS},
+            "comparison": self.comparison.saved(),
+        }
+
+    def restore(self, saved: JsonDict) -> bool:
+        """Go on with what `saved` gave; False: that was another candidate's. Raises KeyError,
+        TypeError or ValueError for what is nothing of the kind.
+        """
+        if saved["version"] != _VERSION:
+            raise ValueError(f"written by another version ({saved['version']})")
+        if (saved["model"], saved["candidate"]) != (self.model, self.name):
+            return False
+        if saved["state"] not in _STATES.values():
+            raise ValueError("no state of a rollout")
+        comparison = Comparison.restored(saved["comparison"])
+        decision = saved["decision"]
+        self.decision = None if decision is None else _Decision(**decision)
+        self.configs = {arm: tuple(map(str, saved["configs"][arm])) for arm in ARMS}
+        self.since = float(saved["since"])
+        self.state, self.comparison = saved["state"], comparison
+        return True
+
+
+def _verdict(name: str, interval: Interval | None) -> str:
+    """name: of the figure."""
+    return "no difference seen yet" if interval is None else interval.verdict(FIGURES[name])
+
+
+def _figure_in_words(name: str, interval: Interval | None) -> str:
+    if interval is None:
+        return f"{name} not known"
+    figure = FIGURES[name]
+    values = f"{interval.estimate:.3f} ({interval.low:.3f} to {interval.high:.3f})"
+    how = "times" if figure.is_ratio else "apart"
+    return f"{name} {values} {how}, {interval.verdict(figure)}"
+
+
+def _decision_report(decision: _Decision) -> JsonDict:
+    return {
+        "state": decision.state,
+        "by": decision.by,
+        "reason": decision.reason,
+        "at": decision.at,
+    }
+
+
+def _look_report(look: _Look) -> JsonDict:
+    values = {name: list(_ends(interval)) for name, interval in look.intervals.items()}
+    return {"at": look.at, "intervals": values}
+
+
+def _ends(interval: Interval) -> Iterator[float]:
+    """Estimate, low, high."""
+    yield from (interval.estimate, interval.low, interval.high)

@@ -1,0 +1,124 @@
+"""A rollout while the fleet runs: a look at both arms every few seconds, and what is known kept on
+disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import quote
+
+import httpx
+import orjson
+
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.fleet.replicas import Replica
+from jitney.engine.fleet.rollout.candidate import ModelWithCandidate
+from jitney.engine.fleet.rollout.comparison import ARMS
+
+_log = logging.getLogger("jitney.fleet")
+
+#: Seconds between two looks, and that an engine has to say its version.
+_LOOK_S, _VERSION_S = 10.0, 5.0
+
+
+@dataclass(slots=True)
+class RolloutKeeper:
+    """Looks at one rollout while the fleet runs, asks its engines what they are set to, and keeps
+    what is known on disk, if there is a folder for it.
+    """
+
+    model: ModelWithCandidate
+    client: httpx.AsyncClient
+    #: None: a restart of the fleet begins the rollout anew.
+    folder: Path | None = None
+    _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Go on where the file says, and look until the context is left."""
+        await asyncio.to_thread(self.restore)
+        self.model.keep = self.keep
+        looking = asyncio.create_task(self._look_on())
+        try:
+            yield
+        finally:
+            looking.cancel()
+            with suppress(asyncio.CancelledError):
+                await looking
+            await self.keep()
+
+    async def _look_on(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            try:
+                await self.look()
+            except Exception:
+                _log.exception("rollout %s: a look failed", self.model.rollout.model)
+
+    async def look(self) -> None:
+        """Once: what the engines are set to, how the arms stand, and to disk with it."""
+        for arm in ARMS:
+            replicas = [each for each in self.model.arm(arm).replicas if each.state == "ready"]
+            told = await asyncio.gather(*map(self._config_of, replicas))
+            self.model.rollout.learn(arm, list(filter(None, told)))
+        self.model.rollout.look()
+        await self.keep()
+
+    async def _config_of(self, replica: Replica) -> str:
+        """The digest of an engine's configuration; empty if it does not say."""
+        headers = {"authorization": f"Bearer {replica.key}"} if replica.key else {}
+        try:
+            answer = await self.client.get(
+                replica.url + "/version", headers=headers, timeout=_VERSION_S
+            )
+            told = answer.json()["config_digest"] if answer.status_code == 200 else ""
+        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+            return ""
+        return told if isinstance(told, str) else ""
+
+    @property
+    def file(self) -> Path | None:
+        """Where the rollout is kept."""
+        if self.folder is None:
+            return None
+        return self.folder / f"rollout-{quote(self.model.rollout.model, safe='')}.json"
+
+    async def keep(self) -> None:
+        """Put what is known on disk. A folder that cannot be written is told of, and nothing else
+        is lost.
+        """
+        if self.file is None:
+            return
+        async with self._writing:
+            saved = self.model.rollout.saved()
+            try:
+                await asyncio.to_thread(_write, self.file, saved)
+            except OSError as error:
+                _log.warning("rollout %s cannot be kept: %s", self.model.rollout.model, error)
+
+    def restore(self) -> None:
+        """Go on with what the file has; another candidate's is left behind."""
+        if self.file is None or not self.file.exists():
+            return
+        rollout = self.model.rollout
+        try:
+            goes_on = rollout.restore(orjson.loads(self.file.read_bytes()))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            _log.warning("rollout %s begins anew: its file: %s", rollout.model, error)
+            return
+        how = f"goes on, {rollout.state}" if goes_on else "begins: the file is another's"
+        _log.info("rollout %s: candidate %s %s", rollout.model, rollout.name, how)
+
+
+def _write(file: Path, saved: JsonDict) -> None:
+    """Whole or not at all."""
+    part = file.with_suffix(".part")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part.write_bytes(orjson.dumps(saved))
+    os.replace(part, file)

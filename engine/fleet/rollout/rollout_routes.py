@@ -1,0 +1,163 @@
+"""The lines of a fleet's table of routes that are about candidates."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jitney.engine.fleet.fleet import Fleet
+from jitney.engine.fleet.rollout.candidate import ModelWithCandidate
+from jitney.engine.server import HttpError, HttpRoute, Role, checked, echo, json_answer, read_object
+
+
+class _Described(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class RolloutBody(_Described):
+    """What to do with a candidate: promote gives it every request, roll_back none, restart the
+    share of the rule again, with nothing known.
+    """
+
+    action: Literal["promote", "roll_back", "restart"]
+
+
+class RolloutDecision(_Described):
+    """at: seconds since 1970. reason: one line with the intervals."""
+
+    state: str
+    by: Literal["rule", "hand"]
+    reason: str
+    at: float
+
+
+class RolloutRule(_Described):
+    """As in fleet.toml."""
+
+    share: float
+    min_requests: int
+    may_lose: dict[str, float]
+    promote: Literal["rule", "hand"]
+    roll_back: Literal["rule", "hand"]
+    undecided_after_h: float
+
+
+class RolloutArm(_Described):
+    """configs: digests of the configurations of its engines. requests, tokens: that were compared.
+    replicas: names.
+    """
+
+    configs: list[str]
+    requests: int
+    tokens: int
+    replicas: list[str]
+
+
+class RolloutFigure(_Described):
+    """One figure of both arms, and how the candidate stands to the stable one.
+
+    kind: estimate, low and high are the ratio of candidate to stable, or the difference. null: not
+    known yet. equal, worst_allowed: on the same scale. requests: that have the figure; matched: of
+    them, those that are compared, since the other arm has some at equal load.
+    """
+
+    name: str
+    unit: str
+    kind: Literal["ratio", "difference"]
+    better: Literal["more", "less"]
+    stable: float | None
+    candidate: float | None
+    requests: dict[str, int]
+    matched: dict[str, int]
+    estimate: float | None
+    low: float | None
+    high: float | None
+    equal: float
+    worst_allowed: float | None
+    verdict: Literal["better", "worse", "no difference seen yet"]
+
+
+class RolloutLook(_Described):
+    """What was known at a moment: by figure [estimate, low, high]."""
+
+    at: float
+    intervals: dict[str, list[float]]
+
+
+class RolloutReport(_Described):
+    """A model's candidate. share: of the keys, that it gets now. confidence: that all intervals
+    hold at all times.
+    """
+
+    model: str
+    candidate: str
+    state: Literal["running", "promoted", "rolled_back"]
+    share: float
+    since: float
+    confidence: float
+    decision: RolloutDecision | None
+    rule: RolloutRule
+    arms: dict[str, RolloutArm]
+    figures: list[RolloutFigure]
+    looks: list[RolloutLook]
+
+
+class RolloutList(_Described):
+    """GET /fleet/rollouts."""
+
+    rollouts: list[RolloutReport]
+
+
+async def _list_rollouts(fleet: Fleet, request: Request) -> Response:
+    return json_answer({"rollouts": [model.report() for model in fleet.rolled_out]})
+
+
+async def _show_rollout(fleet: Fleet, request: Request) -> Response:
+    return json_answer(_found(fleet, request).report())
+
+
+async def _decide(fleet: Fleet, request: Request) -> Response:
+    model = _found(fleet, request)
+    body = checked(RolloutBody, await fleet.slices.result(read_object(await request.body())))
+    await model.decide(body.action)
+    return json_answer(model.report())
+
+
+def _found(fleet: Fleet, request: Request) -> ModelWithCandidate:
+    name = request.path_params["model"]
+    model = fleet.models.get(name)
+    if not isinstance(model, ModelWithCandidate):
+        raise HttpError(404, f"no candidate of a model {echo(name)}", code="not_found")
+    return model
+
+
+ROLLOUT_ROUTES = (
+    HttpRoute(
+        "/fleet/rollouts",
+        ("GET",),
+        _list_rollouts,
+        "candidates, and how they compare",
+        role=Role.ADMIN,
+        answer=RolloutList,
+    ),
+    HttpRoute(
+        "/fleet/rollouts/{model:path}",
+        ("GET",),
+        _show_rollout,
+        "a model's candidate, and how it compares",
+        role=Role.ADMIN,
+        answer=RolloutReport,
+    ),
+    HttpRoute(
+        "/fleet/rollouts/{model:path}",
+        ("POST",),
+        _decide,
+        "promote a model's candidate, roll it back, or begin anew",
+        role=Role.ADMIN,
+        body=RolloutBody,
+        answer=RolloutReport,
+    ),
+)

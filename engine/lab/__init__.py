@@ -1,0 +1,5 @@
+"""Measurements and predictions: benchmarks, the simulator, and planning."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

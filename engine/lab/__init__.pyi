@@ -1,0 +1,12 @@
+from .commands.bench_device import bench_device as bench_device
+from .commands.bench_peers import bench_peers as bench_peers
+from .commands.bench_policies import bench_policies as bench_policies
+from .commands.bench_serve import bench_serve as bench_serve
+from .commands.bench_sizes import bench_sizes as bench_sizes
+from .commands.bench_step import bench_step as bench_step
+from .commands.bench_sweep import bench_sweep as bench_sweep
+from .commands.cascade_tune import cascade_tune as cascade_tune
+from .commands.plan import plan as plan
+from .commands.simulate import simulate as simulate
+from .policy_lab import Lab as Lab
+from .server_sizes import ServerSizes as ServerSizes

@@ -1,0 +1,268 @@
+"""Engines as processes of this machine: how each is started, when it is ready, how it is ended;
+and the int8 folder that one of them reads.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, NamedTuple, NoReturn
+
+import httpx
+import numpy as np
+
+from jitney.engine.common.errors import JitneyError, ModelError
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.core import SafetensorsFolder, read_json
+
+#: Seconds that an engine gets to be ready (the first start of some compiles for minutes), and to
+#: stop.
+_START_S, _STOP_S = 900.0, 30.0
+_LOOK_EVERY_S = 0.5
+#: Memory allocator that vLLM's CPU build asks for.
+_TCMALLOC = "/usr/lib/*/libtcmalloc_minimal.so.4"
+#: Last bytes of an engine's output that are shown when it fails.
+_LOG_TAIL = 1500
+_VLLM_FLAGS = (
+    *("--served-model-name", "m"),
+    *("--max-model-len", "2048"),
+    *("--max-num-seqs", "32"),
+    "--no-enable-prefix-caching",
+    "--disable-uvicorn-access-log",
+)
+_VLLM_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "4",
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "PYTHONPATH": "",
+}
+
+
+#: What stands beside the weights and is copied as it is.
+_BESIDE = ("*.json", "*.jinja", "*.txt", "*.model")
+_WEIGHTS = "model.safetensors"
+_MOST = 127
+_SCALED_INTS: JsonDict = {"num_bits": 8, "type": "int", "symmetric": True}
+
+
+class Peer(NamedTuple):
+    """An engine that can be started."""
+
+    #: In the table.
+    name: str
+    #: But for its host and port.
+    command: tuple[str, ...]
+    #: What its environment has beside ours.
+    environment: Mapping[str, str]
+    #: What a reader should know of how it runs.
+    settings: str
+
+    @classmethod
+    def ours(cls, model: str, kernels: str, dtype: str, weights: str = "") -> Peer:
+        """This engine, as `jitney serve` starts it; weights: how they are kept, "" for the
+        default.
+        """
+        program = "import sys; from jitney.engine.cli import main; sys.exit(main())"
+        words = ("serve", model, "--dtype", dtype, "--no-prefix-cache", "--kernels", kernels)
+        name = f"Jitney, {kernels} kernels"
+        if weights:
+            words = (*words, "--weights", weights)
+            name = f"Jitney, {weights}"
+        return cls(
+            name=name,
+            command=(sys.executable, "-c", program, *words),
+            environment={},
+            settings=f"jitney {' '.join(words)}",
+        )
+
+    @classmethod
+    def vllm(cls, executable: str, folder: str, dtype: str, name: str = "vLLM, CPU") -> Peer:
+        """vLLM's CPU build on a Hugging Face folder of the same model; name: in the table."""
+        flags = (*_VLLM_FLAGS, "--dtype", dtype)
+        preload = _preload(executable)
+        return cls(
+            name=name,
+            command=(executable, "serve", folder, *flags),
+            environment=_VLLM_ENVIRONMENT | _preloading(preload),
+            settings=f"vllm serve {' '.join(flags)}; preloaded: {_file_names(preload)}",
+        )
+
+    @classmethod
+    def vllm_w8a8(cls, executable: str, folder: Path, target: Path, dtype: str) -> Peer:
+        """The same on a copy of that folder, made as `target`, whose products are int8 by int8.
+        Raises ModelError where the folder holds no model, or one that is quantised already.
+        """
+        _write_w8a8(folder, target)
+        return cls.vllm(executable, str(target), dtype, name="vLLM, CPU, w8a8")
+
+    @contextmanager
+    def serving(self, port: int) -> Iterator[str]:
+        """The engine's address once it is ready; it is stopped at the end. JitneyError if it does
+        not get ready.
+        """
+        url = f"http://127.0.0.1:{port}"
+        with tempfile.TemporaryFile() as log, _terminable():
+            process = _start(self, port, log)
+            try:
+                _wait_ready(process, url, log)
+                yield url
+            finally:
+                _stop(process)
+
+
+def _file_names(paths: Sequence[str]) -> str:
+    return ", ".join(Path(path).name for path in paths) or "nothing"
+
+
+def _preloading(libraries: Sequence[str]) -> dict[str, str]:
+    return {"LD_PRELOAD": ":".join(libraries)} if libraries else {}
+
+
+def _preload(executable: str) -> list[str]:
+    """The allocator, and the OpenMP that vLLM's environment brings, as far as they are here."""
+    openmp = str(Path(executable).resolve().parent.parent / "lib" / "libiomp5.so")
+    return sorted(glob.glob(_TCMALLOC))[:1] + glob.glob(glob.escape(openmp))
+
+
+def _start(peer: Peer, port: int, log: IO[bytes]) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            [*peer.command, "--host", "127.0.0.1", "--port", str(port)],
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            env=os.environ | dict(peer.environment),
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise JitneyError(f"it cannot be started: {error.strerror or error}") from None
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Have SIGTERM end this process as an exception, so that the engine it started is stopped
+    too.
+    """
+
+    def leave(number: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _wait_ready(process: subprocess.Popen[bytes], url: str, log: IO[bytes]) -> None:
+    """Return when /health answers 200. JitneyError, with the end of the engine's output, if that
+    never happens.
+    """
+    until = time.monotonic() + _START_S
+    while not _is_healthy(url):
+        if process.poll() is not None:
+            status = f"it ended with status {process.returncode} before it was ready"
+            raise JitneyError(f"{status}: {_tail(log)}")
+        if time.monotonic() > until:
+            raise JitneyError(f"{_NEVER_READY}: {_tail(log)}")
+        time.sleep(_LOOK_EVERY_S)
+
+
+_NEVER_READY = (
+    f"it was not ready after {_START_S:g} s; if it compiles at its first start, its own "
+    "compile cache may now be broken and has to be deleted"
+)
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=_LOOK_EVERY_S).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def _tail(log: IO[bytes]) -> str:
+    log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL))
+    return " ".join(log.read().decode(errors="replace").split())
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End the engine and whatever it started, politely at first."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # its own session: nobody else is in the group
+    process.wait()
+
+
+def _write_w8a8(folder: Path, target: Path) -> None:
+    """Make `target`, a new folder, of the model in `folder`, as the compressed-tensors library has
+    "int-quantized": every matrix of the layers as whole numbers from -127 to 127 with one scale for
+    each output, and rows rounded as they come, each with its own scale. That is what `--weights
+    int8` does here on a CPU. The embedding, the head and the norms stay as they are.
+    """
+    config = read_json(folder, "config.json")
+    if "quantization_config" in config:
+        raise ModelError(f"{folder.name} is quantised already")
+    source = SafetensorsFolder(folder)
+    tensors: dict[str, np.ndarray] = {}
+    for name in source.shapes:
+        tensors |= _stored(name, source.read(name))
+    target.mkdir()
+    for pattern in _BESIDE:
+        for file in folder.glob(pattern):
+            shutil.copyfile(file, target / file.name)
+    (target / "model.safetensors.index.json").unlink(missing_ok=True)
+    config["quantization_config"] = _scheme()
+    (target / "config.json").write_text(json.dumps(config, indent=1))
+    _save(tensors, target / _WEIGHTS)
+
+
+def _stored(name: str, tensor: np.ndarray) -> dict[str, np.ndarray]:
+    """A tensor as it is, or a matrix of a layer [O, I] as int8 with scales [O, 1]."""
+    if ".layers." not in name or tensor.ndim != 2 or not name.endswith(".weight"):
+        return {name: tensor}
+    wide = tensor.astype(np.float32)
+    scales = np.maximum(np.abs(wide).max(axis=1, keepdims=True), 1e-12) / _MOST
+    scales = scales.astype(tensor.dtype)
+    codes = np.rint(wide / scales.astype(np.float32))
+    return {
+        name: np.clip(codes, -_MOST, _MOST).astype(np.int8),
+        f"{name}_scale": scales,
+    }
+
+
+def _scheme() -> JsonDict:
+    """What config.json says of it."""
+    weights = _SCALED_INTS | {"strategy": "channel", "dynamic": False}
+    rows = _SCALED_INTS | {"strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": rows}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+def _save(tensors: dict[str, np.ndarray], file: Path) -> None:
+    from safetensors.numpy import save_file
+
+    whole = {name: np.ascontiguousarray(each) for name, each in tensors.items()}
+    save_file(whole, file, metadata={"format": "pt"})

@@ -1,0 +1,402 @@
+"""Engines served one after another on this machine and driven by one client over HTTP, so that
+their figures can stand in one table.
+
+Every engine gets the same token ids as prompts, the same output lengths (greedy, the end of a text
+ignored), no prefix cache and the whole machine; the client is this process, on the same cores, and
+its share of them is measured. Lengths are checked by the engine's own usage counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, NamedTuple
+
+import msgspec
+
+from jitney.dashboard import Table
+from jitney.engine.common.errors import JitneyError
+from jitney.engine.common.machine import cpu_name
+from jitney.engine.common.ports import free_port
+from jitney.engine.common.requests import JsonDict, JsonObject
+from jitney.engine.common.summary import spread, token_gaps
+from jitney.engine.common.trace import Arrival
+from jitney.engine.lab.bench.load import LoadResult, run_load
+from jitney.engine.lab.bench.online import EngineAbout
+from jitney.engine.lab.bench.peer_process import Peer
+from jitney.engine.lab.bench.text import arrival_ids
+from jitney.engine.lab.simulation.workload import (
+    Closed,
+    Fixed,
+    Lengths,
+    LengthSummary,
+    LogNormal,
+    synthesise,
+)
+from jitney.engine.server import Answer, EndpointClient, RemoteEndpoint
+
+#: Log-normal lengths around 96 and 64 tokens.
+PROMPTS, OUTPUTS = LogNormal(96, 0.5, 4, 384), LogNormal(64, 0.5, 4, 256)
+_LONG_PROMPT = 512
+#: Prompts of that length, and how many of them are open at a time.
+_LONG_REQUESTS, _LONG_STREAMS = 24, 8
+#: A single stream is slow, and so gets fewer requests.
+_SINGLE_REQUESTS = 16
+_SEED = 0
+#: A line of progress.
+_Say = Callable[[str], None]
+#: Text -> token ids.
+type Encode = Callable[[str], list[int]]
+
+
+class _Measurement(NamedTuple):
+    """Requests for an engine."""
+
+    #: streams_<n> for a closed loop, prompts_<n> for long prompts.
+    name: str
+    #: Requests open at a time.
+    streams: int
+    #: Token ids of each prompt.
+    prompts: list[list[int]]
+    #: Tokens of each output.
+    outputs: list[int]
+
+    def describe(self) -> JsonDict:
+        prompts = LengthSummary.of(map(len, self.prompts))
+        outputs = LengthSummary.of(self.outputs)
+        return {
+            "streams": self.streams,
+            "requests": len(self.outputs),
+            "prompt_lengths": msgspec.to_builtins(prompts),
+            "output_lengths": msgspec.to_builtins(outputs),
+        }
+
+    def warm_up(self) -> _Measurement:
+        """Its first requests with short outputs, as many as are open at a time."""
+        few = max(2, self.streams)
+        outputs = [min(8, n_output) for n_output in self.outputs[:few]]
+        return _Measurement("warm-up", self.streams, self.prompts[:few], outputs)
+
+    def arrivals(self) -> list[Arrival]:
+        """As a closed loop takes them."""
+        lengths = zip(self.prompts, self.outputs, strict=True)
+        return [Arrival(0.0, len(prompt), n_output) for prompt, n_output in lengths]
+
+
+def _figure_of(name: str) -> str:
+    if name.startswith("prompts_"):
+        return "prompt_tok_s"
+    return "output_tok_s"
+
+
+@dataclass(slots=True)
+class _PeerResult:
+    """What an engine did."""
+
+    peer: Peer
+    #: What it says of itself.
+    version: str = ""
+    device: str = ""
+    kernels: str = ""
+    #: Seconds of each start.
+    start_s: list[float] = field(default_factory=list)
+    #: For each repetition the figures by the measurement's name.
+    runs: list[dict[str, JsonDict]] = field(default_factory=list)
+    #: Why it was left out from then on; "" if it was not.
+    failed: str = ""
+
+    def as_json(self) -> JsonDict:
+        return {
+            "version": self.version,
+            "device": self.device,
+            "kernels": self.kernels,
+            "settings": self.peer.settings,
+            "start_s": self.start_s,
+            "failed": self.failed or None,
+            "medians": _medians_of(self.runs),
+            "runs": self.runs,
+        }
+
+
+def _make_measurements(encode: Encode, streams: Sequence[int], requests: int) -> list[_Measurement]:
+    """Closed loops of so many streams, and long prompts with one output token each."""
+    loops = [_loop(encode, count, requests) for count in streams]
+    arrivals = _drawn(min(_LONG_REQUESTS, requests), Fixed(_LONG_PROMPT), Fixed(1))
+    name = f"prompts_{_LONG_PROMPT}"
+    return [*loops, _measurement(name, _LONG_STREAMS, arrivals, encode)]
+
+
+def _loop(encode: Encode, streams: int, requests: int) -> _Measurement:
+    if streams == 1:
+        requests = min(requests, _SINGLE_REQUESTS)
+    name = f"streams_{streams}"
+    return _measurement(name, streams, _drawn(requests, PROMPTS, OUTPUTS), encode)
+
+
+def _drawn(count: int, prompts: Lengths, outputs: Lengths) -> list[Arrival]:
+    return synthesise(count, prompts, outputs, Closed(), _SEED)
+
+
+def _measurement(
+    name: str, streams: int, arrivals: Sequence[Arrival], encode: Encode
+) -> _Measurement:
+    prompts = []
+    for number, arrival in enumerate(arrivals):
+        prompts.append(arrival_ids(encode, arrival, number, _SEED))
+    return _Measurement(name, streams, prompts, [arrival.n_output for arrival in arrivals])
+
+
+#: What holds for every engine.
+_TERMS = {
+    "client": "this process, on the same machine, over HTTP with streaming",
+    "prompts": "token ids, the same for every engine",
+    "settings": "greedy, the end of a text ignored, no prefix cache",
+}
+
+
+@dataclass(slots=True)
+class PeerBench:
+    """Starts engines in turn and measures each."""
+
+    measurements: Sequence[_Measurement]
+    #: Where they listen; 0: any free port.
+    port: int
+    #: Called with the report so far, after every measurement.
+    save: Callable[[JsonDict], None]
+    say: _Say
+    results: list[_PeerResult] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        encode: Encode,
+        streams: Sequence[int],
+        requests: int,
+        *,
+        port: int,
+        save: Callable[[JsonDict], None],
+        say: _Say,
+    ) -> PeerBench:
+        """With closed loops of so many streams, and long prompts with one output token each.
+
+        requests: of each of them, at most; slow ones have fewer.
+        """
+        return cls(_make_measurements(encode, streams, requests), port, save, say)
+
+    def compare(self, peers: Sequence[Peer], repetitions: int) -> JsonDict:
+        """Start the engines in turn, `repetitions` times over, and measure each; returns the
+        report. An engine that fails is left out from then on, with the reason in the report.
+        """
+        self.results = [_PeerResult(peer) for peer in peers]
+        for repetition in range(repetitions):
+            turn = f"repetition {repetition + 1} of {repetitions}"
+            for result in self.results:
+                self._take_turn(result, turn)
+        return self.report()
+
+    def _take_turn(self, result: _PeerResult, turn: str) -> None:
+        if not result.failed:
+            self.say(f"{result.peer.name}: {turn}")
+            self._measure_once(result)
+            self.save(self.report())
+
+    def _measure_once(self, result: _PeerResult) -> None:
+        result.runs.append({})
+        began = time.monotonic()
+        try:
+            with result.peer.serving(self.port or free_port()) as url:
+                result.start_s.append(round(time.monotonic() - began, 1))
+                asyncio.run(self._measure_all(result, RemoteEndpoint(url, "")))
+        except JitneyError as error:
+            result.failed = str(error)
+            self.say(f"{result.peer.name}: {error}")
+
+    async def _measure_all(self, result: _PeerResult, endpoint: RemoteEndpoint) -> None:
+        async with EndpointClient(endpoint) as client:
+            about = await EngineAbout.read(client)
+            result.version, result.device = about.version, about.device
+            result.kernels = about.kernels
+            await client.find_model()
+            for measurement in self.measurements:
+                await _drive(client, measurement.warm_up())
+                load = await _drive(client, measurement)
+                self._keep(result, measurement.name, _figures_of(load))
+
+    def _keep(self, result: _PeerResult, name: str, figures: JsonDict) -> None:
+        result.runs[-1][name] = figures
+        self.save(self.report())
+        self.say(_progress_line(name, figures))
+
+    def report(self) -> JsonDict:
+        """Everything that is known so far, ready for JSON."""
+        return {
+            "machine": cpu_name(),
+            **_TERMS,
+            "work": {one.name: one.describe() for one in self.measurements},
+            "engines": {result.peer.name: result.as_json() for result in self.results},
+        }
+
+
+def _progress_line(name: str, figures: JsonObject) -> str:
+    return (
+        f"  {name}: {figures['output_tok_s']:.0f} output tok/s, "
+        f"{figures['prompt_tok_s']:.0f} prompt tok/s, "
+        f"client {figures['client']['cpu_share']:.0%} of a core"
+    )
+
+
+async def _drive(client: EndpointClient, measurement: _Measurement) -> LoadResult:
+    """Send the requests as a closed loop. JitneyError if one fails, or is not as long as it should
+    be.
+    """
+
+    async def send(number: int) -> Answer:
+        body = client.endpoint.body("", measurement.outputs[number])
+        body["prompt"] = measurement.prompts[number]
+        return await client.ask(body)
+
+    arrivals = measurement.arrivals()
+    load = await run_load(send, arrivals, concurrency=measurement.streams, closed=True)
+    for arrival, answer in zip(arrivals, load.answers, strict=True):
+        _check_answer(measurement.name, arrival, answer)
+    return load
+
+
+def _check_answer(name: str, arrival: Arrival, answer: Answer) -> None:
+    if not answer.served:
+        raise JitneyError(f"{name}: a request ended with {answer.finish} {answer.detail}")
+    counted = answer.n_prompt, answer.n_output
+    wanted = arrival.n_prompt, arrival.n_output
+    if counted != wanted:
+        tokens = f"{counted} prompt and output tokens where {wanted}"
+        raise JitneyError(f"{name}: the engine counted {tokens} were asked for")
+
+
+def _figures_of(load: LoadResult) -> JsonDict:
+    """The figures of one measurement; tokens by the engine's usage counts, seconds from the first
+    request's sending to the last one's end.
+    """
+    figures = load.figures()
+    return {
+        "seconds": load.seconds,
+        "output_tok_s": figures["output_tok_s"],
+        "prompt_tok_s": figures["prompt_tokens"] / load.seconds,
+        "ttft_s": figures["ttft_s"],
+        "itl_s": spread(token_gaps(load.requests)),
+        "client": load.sender.as_json(),
+        "load_average": os.getloadavg()[0],
+    }
+
+
+#: Figures whose medians are reported: where each stands among a measurement's.
+_MEDIANS = {
+    "output_tok_s": ("output_tok_s",),
+    "prompt_tok_s": ("prompt_tok_s",),
+    "ttft_p50_s": ("ttft_s", "p50"),
+    "ttft_p99_s": ("ttft_s", "p99"),
+    "client_cpu_share": ("client", "cpu_share"),
+}
+
+
+def _medians_of(runs: Sequence[Mapping[str, JsonObject]]) -> dict[str, JsonDict]:
+    """For each measurement the median, least and most of its figures over the repetitions."""
+    names = dict.fromkeys(name for run in runs for name in run)  # in order, each once
+    return {name: _medians([run[name] for run in runs if name in run]) for name in names}
+
+
+def _medians(repetitions: Sequence[JsonObject]) -> dict[str, dict[str, float]]:
+    columns = {name: [_at(each, path) for each in repetitions] for name, path in _MEDIANS.items()}
+    return {name: _middle(values) for name, values in columns.items()}
+
+
+def _middle(values: Sequence[float]) -> dict[str, float]:
+    return {"median": median(values), "least": min(values), "most": max(values)}
+
+
+def _at(figures: Any, path: Sequence[str]) -> float:
+    for key in path:
+        figures = figures[key]
+    return figures
+
+
+@dataclass(frozen=True, slots=True)
+class PeerReport:
+    """What `PeerBench` found."""
+
+    #: As `PeerBench.report` returns it.
+    figures: JsonObject
+
+    def kernel_ratios(self, engines: Sequence[str]) -> dict[str, float]:
+        """For each measurement, the first engine's median over the second's: prompt tokens where
+        outputs are one token long, else output tokens. Empty if one of them was not measured.
+        """
+        known = self.figures["engines"]
+        if not known.keys() >= set(engines):
+            return {}
+        first, second = (known[engine]["medians"] for engine in engines)
+        both = [name for name in first if name in second]
+        return {name: _speed(first, name) / _speed(second, name) for name in both}
+
+    def markdown(self) -> str:
+        """The table for a page, with what it was taken on above it."""
+        taken = (
+            f"{self.figures['machine']}; over HTTP with streaming, the client on the same machine; "
+            "medians (least - most)."
+        )
+        return "\n".join([taken, "", *_table_of(self.figures).markdown_lines(), ""])
+
+
+def _speed(medians: JsonObject, name: str) -> float:
+    return medians[name][_figure_of(name)]["median"]
+
+
+def _table_of(report: JsonObject) -> Table:
+    work = report["work"]
+    heads = [_head(name, sent) for name, sent in work.items()]
+    most = work[_busiest(work)]["streams"]
+    measured = {name: engine for name, engine in report["engines"].items() if engine["medians"]}
+    rows = [_engine_row(name, engine, work) for name, engine in measured.items()]
+    return Table(["", *heads, f"first token at {most} streams, p50 / p99"], rows)
+
+
+def _busiest(work: JsonObject) -> str:
+    """The closed loop of most streams."""
+    loops = [name for name in work if name.startswith("streams_")]
+    return max(loops, key=lambda name: work[name]["streams"])
+
+
+def _engine_row(name: str, engine: JsonObject, work: JsonObject) -> list[str]:
+    medians = engine["medians"]
+    speeds = [_speed_cell(each, medians) for each in work]
+    title = f"{name} {engine['version']}".strip()
+    return [title, *speeds, _wait_cell(_busiest(work), medians)]
+
+
+def _head(name: str, sent: JsonObject) -> str:
+    if name.startswith("prompts_"):
+        return f"prompt tok/s, {sent['prompt_lengths']['longest']}-token prompts"
+    plural = "" if sent["streams"] == 1 else "s"
+    return f"{sent['streams']} stream{plural}, output tok/s"
+
+
+def _speed_cell(name: str, medians: JsonObject) -> str:
+    """Median, and in brackets least and most where they differ; empty where nothing was
+    measured.
+    """
+    if name not in medians:
+        return ""
+    figure = medians[name][_figure_of(name)]
+    is_one = figure["least"] == figure["most"]
+    cell = "{median:,.0f}" if is_one else "{median:,.0f} ({least:,.0f} - {most:,.0f})"
+    return cell.format_map(figure)
+
+
+def _wait_cell(name: str, medians: JsonObject) -> str:
+    if name not in medians:
+        return ""
+    p50, p99 = (1e3 * medians[name][f"ttft_{q}_s"]["median"] for q in ("p50", "p99"))
+    return f"{p50:,.0f} / {p99:,.0f} ms"

@@ -1,0 +1,430 @@
+"""Threads, seats, token budget and buckets by what steps take on this machine.
+
+A size is worth its longer step as long as each step brings more tokens a second for it, and nobody
+who reads along has to wait. What it comes to against the fixed sizes stands in docs/decisions
+(0094).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import tempfile
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import pairwise
+from typing import IO, Literal, NamedTuple
+
+import msgspec
+
+from jitney.engine.common.child_process import end_child, start_child
+from jitney.engine.common.errors import JitneyError
+from jitney.engine.config import Config, Value, settings
+from jitney.engine.core import powers_of_two, processors_here
+from jitney.engine.lab.bench.other_work import OtherWork
+from jitney.engine.server import core_environ
+
+#: A step that takes longer than it may is chosen only where the smallest takes almost as long.
+_ALMOST = 1.5
+#: A size up to the usual one must bring this share of the rows a second of the best: where all
+#: bring about as many, small steps only keep prompts waiting.
+_AS_GOOD = 0.9
+#: A bucket is left out where the next one is hardly slower; products are ours where they are.
+_HARDLY = 1.03
+#: Half the threads are enough where they need no more than so many times as long.
+_AS_FAST = 1.05
+#: Seats that there are always, so that few who come together share a step.
+_LEAST_SEATS = 4
+#: Rows of the smallest step with a prompt.
+_LEAST_ROWS = 16
+#: What is tried at most.
+_MOST_SEATS, _MOST_ROWS = 128, 2048
+#: Seconds of a look at what other programs do, before anything is timed.
+_LOOK_S = 0.5
+#: Rows of a product, no limit.
+_ANY_ROWS = 1 << 20
+#: Seconds that one process of measuring gets.
+_LIMIT_S = 900.0
+
+
+class _SizeRule(NamedTuple):
+    """Which sizes are worth their steps."""
+
+    #: The size that is taken where nothing speaks against it.
+    usual: int
+    #: Seconds that a step of at most that size may take, and one of a larger size.
+    limit_s: float
+    larger_limit_s: float
+    #: Rows a second of a larger size, over those of half of it, at least.
+    worth: float
+
+
+class Timed(msgspec.Struct, frozen=True, array_like=True):
+    """How long a step of one size took."""
+
+    #: Rows, padding included.
+    size: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Rows a second."""
+        return self.size / self.seconds
+
+
+class SizeTimes(msgspec.Struct, frozen=True):
+    """What was timed with one number of threads, both ascending."""
+
+    threads: int
+    #: Steps in which so many seats decode.
+    decode: tuple[Timed, ...]
+    #: Steps that compute so many rows of one prompt.
+    prompts: tuple[Timed, ...]
+    #: Products of more rows than `product_rows` were XLA's and could be ours.
+    rows_choose: bool = False
+    #: The kernels were never measured beside the reference on a CPU like this one.
+    untried: bool = False
+
+
+class TimedStep(msgspec.Struct, frozen=True, array_like=True):
+    """A step of one size, and how long timing it took."""
+
+    #: Of `SizeTimes`.
+    kind: Literal["decode", "prompts"]
+    step: Timed
+    #: Seconds.
+    spent_s: float = 0.0
+
+
+class TimingOrder(msgspec.Struct, frozen=True):
+    """What a process of measuring is told."""
+
+    #: The JSON of a `Config`.
+    config: msgspec.Raw
+    #: Steps that need not be timed again.
+    known: tuple[TimedStep, ...]
+    #: Share of the processors' time that other programs may use, 0 to 1.
+    most_other_work: float
+
+
+class TimingLine(msgspec.Struct, frozen=True):
+    """What it says, one line each; the last one has `times`, or `other_work`."""
+
+    step: TimedStep | None = None
+    times: SizeTimes | None = None
+    #: Share of the processors' time that other programs used, which was too much.
+    other_work: float = 0.0
+
+
+class OtherPrograms(JitneyError):
+    """Steps cannot be timed now, beside which other programs use so much of the processors; later
+    they may.
+    """
+
+    #: Share of the processors' time that they may use.
+    MOST = 0.1
+
+    def __init__(self, share: float):
+        super().__init__(
+            f"steps cannot be timed while other programs use {share:.0%} of the processors (at "
+            f"most {self.MOST:.0%}): try again when it is quiet"
+        )
+
+
+class NoTimeLeft(JitneyError):
+    """Timing has taken as long as it may."""
+
+
+def _ignore(what: object) -> None:
+    pass
+
+
+def _usual(name: str) -> int:
+    """The default of a setting."""
+    return settings()[name].field.default
+
+
+#: Decoding sequences of a step: with each doubling every token of every stream comes later.
+_SEATS = _SizeRule(_usual("max_seats"), limit_s=0.2, larger_limit_s=0.2, worth=1.1)
+#: Rows of a step with prompts, which others wait for. Steps beyond the usual size come only where
+#: so many rows wait, and then end sooner for all of them: a little more a second is enough.
+_ROWS = _SizeRule(_usual("token_budget"), limit_s=0.5, larger_limit_s=0.3, worth=1.03)
+
+#: Times the steps of an engine with these settings.
+_Time = Callable[[Config], Awaitable[SizeTimes]]
+_Values = dict[str, Value]
+
+
+class _Measured(msgspec.Struct, frozen=True):
+    """What was measured and chosen."""
+
+    #: With all threads first, in the sizes that were tried last, then with the fewer threads.
+    times: tuple[SizeTimes, ...]
+    #: Settings by flat name, but for those that came out as they are by default.
+    values: _Values
+
+
+async def sizes_here(config: Config, time_steps: _Time | None = None) -> _Measured:
+    """Those of this machine; as `_measure_sizes`. time_steps: None: `time_apart`."""
+    others = OtherWork(processors_here(config.engine.threads).chosen)
+    await asyncio.sleep(_LOOK_S)
+    share = others.share()
+    if share > OtherPrograms.MOST:
+        raise OtherPrograms(share)
+    return await _measure_sizes(config, time_steps or time_apart)
+
+
+async def _measure_sizes(config: Config, time_steps: _Time) -> _Measured:
+    """Measure, and choose. config: with the fixed sizes. Raises JitneyError if steps cannot be
+    timed, or only beside other work.
+
+    The sizes grow as long as the largest is the best, then the threads are halved as long as half
+    of them are as fast. Where no time is left for that, what was timed decides.
+    """
+    seats, rows = config.engine.max_seats, config.engine.token_budget
+    times = await time_steps(_of_sizes(config, seats, rows))
+    products: _Values = {}
+    with contextlib.suppress(NoTimeLeft):
+        products, times = await _choose_products(config, times, time_steps)
+        config = _with(config, **products)
+        while (larger := _larger(times, seats, rows)) != (seats, rows):
+            seats, rows = larger
+            times = await time_steps(_of_sizes(config, seats, rows))
+    seats = max(_best_seats(times), _LEAST_SEATS)
+    rows = max(_best_rows(times), 2 * seats)
+    values: _Values = {
+        **products,
+        "max_seats": seats,
+        "token_budget": rows,
+        "seat_buckets": _seat_buckets(times.decode, seats),
+        "token_buckets": _worth_a_program(times.prompts, rows),
+    }
+    fewer = []
+    if not config.engine.threads:
+        fewer = await _try_fewer_threads(_with(config, **values), times, time_steps)
+        values["threads"] = _fewest_as_fast(times, fewer, seats, rows)
+    return _Measured((times, *fewer), _but_defaults(values))
+
+
+async def _choose_products(
+    config: Config, times: SizeTimes, time_steps: _Time
+) -> tuple[_Values, SizeTimes]:
+    """Who multiplies: settings that make steps quicker than in `times`, if there are any, and the
+    times with them.
+    """
+    engine = config.engine
+    sizes = _of_sizes(config, engine.max_seats, engine.token_budget)
+    if times.untried and engine.kernels == "auto":
+        plain = await time_steps(_with(sizes, kernels="reference"))
+        if _slower_with(times, plain):
+            return {"kernels": "reference"}, plain
+    if times.rows_choose and engine.product_rows == _usual("product_rows"):
+        ours = await time_steps(_with(sizes, product_rows=_ANY_ROWS))
+        rows = _rows_as_fast(ours, times, engine.product_rows)
+        if rows == _ANY_ROWS:
+            return {"product_rows": rows}, ours
+        if rows > engine.product_rows:
+            between = await time_steps(_with(sizes, product_rows=rows))
+            return {"product_rows": rows}, between
+    return {}, times
+
+
+def _slower_with(kernels: SizeTimes, plain: SizeTimes) -> bool:
+    """Whether the largest steps of both kinds take longer with kernels than with the reference."""
+    decode = min(len(kernels.decode), len(plain.decode)) - 1
+    prompts = min(len(kernels.prompts), len(plain.prompts)) - 1
+    return (
+        kernels.decode[decode].seconds > plain.decode[decode].seconds
+        and kernels.prompts[prompts].seconds > plain.prompts[prompts].seconds
+    )
+
+
+def _rows_as_fast(ours: SizeTimes, xlas: SizeTimes, few: int) -> int:
+    """Up to how many rows steps are hardly slower with our products than with XLA's, which had
+    those of more than `few`; _ANY_ROWS if all are.
+    """
+    pairs = [
+        *zip(ours.decode, xlas.decode, strict=False),
+        *zip(ours.prompts, xlas.prompts, strict=False),
+    ]
+    tried = [(one, other) for one, other in pairs if one.size > few]
+    slower = [one.size for one, other in tried if one.seconds > _HARDLY * other.seconds]
+    if not slower:
+        return _ANY_ROWS
+    return max((one.size for one, _ in tried if one.size < min(slower)), default=few)
+
+
+def _best_size(timed: Sequence[Timed], rule: _SizeRule) -> int:
+    """The largest size that is worth its step."""
+    best = timed[0]
+    most = best.rate
+    least_limit_s = _ALMOST * best.seconds
+    for step in timed[1:]:
+        if step.size <= rule.usual:
+            limit_s, wanted = rule.limit_s, _AS_GOOD * most
+        else:
+            doublings = math.log2(step.size / best.size)
+            limit_s, wanted = rule.larger_limit_s, rule.worth**doublings * best.rate
+        if step.seconds <= max(limit_s, least_limit_s) and step.rate >= wanted:
+            best = step
+        most = max(most, step.rate)
+    return best.size
+
+
+def _larger(times: SizeTimes, seats: int, rows: int) -> tuple[int, int]:
+    """Seats and rows to measure next: twice those that are the best and quick."""
+    more_seats = _best_seats(times) == seats < _MOST_SEATS and _quick(times.decode, _SEATS)
+    more_rows = _best_rows(times) == rows < _MOST_ROWS and _quick(times.prompts, _ROWS)
+    return seats * (1 + more_seats), rows * (1 + more_rows)
+
+
+def _quick(timed: Sequence[Timed], rule: _SizeRule) -> bool:
+    """Whether a step of twice the largest size may keep the limit."""
+    return timed[-1].seconds <= rule.larger_limit_s / 2
+
+
+def _best_seats(times: SizeTimes) -> int:
+    return _best_size(times.decode, _SEATS)
+
+
+def _best_rows(times: SizeTimes) -> int:
+    return _best_size(times.prompts, _ROWS)
+
+
+def _worth_a_program(timed: Sequence[Timed], most: int) -> tuple[int, ...]:
+    """The sizes up to `most` whose steps are quicker than those of the next one, and `most`."""
+    kept = [
+        step.size
+        for step, following in pairwise(timed)
+        if step.size < most and following.seconds >= _HARDLY * step.seconds
+    ]
+    return (*kept, most)
+
+
+def _seat_buckets(timed: Sequence[Timed], seats: int) -> tuple[int, ...]:
+    """Those worth a program; (), which stands for the usual ones, if all that were timed are."""
+    kept = _worth_a_program(timed, seats)
+    usual = tuple(step.size for step in timed if step.size <= seats)
+    return () if kept == usual else kept
+
+
+async def _try_fewer_threads(
+    config: Config, times: SizeTimes, time_steps: _Time
+) -> list[SizeTimes]:
+    """Of the sizes chosen, with half the threads each time, until that is slower."""
+    seats, rows = config.engine.max_seats, config.engine.token_budget
+    config = _with(config, seat_buckets=(seats,), token_buckets=(rows,))
+    found: list[SizeTimes] = []
+    threads = times.threads
+    with contextlib.suppress(NoTimeLeft):
+        while threads > 1:
+            threads //= 2
+            found.append(await time_steps(_with(config, threads=threads)))
+            if not _as_fast(found[-1], times, seats, rows):
+                break
+    return found
+
+
+def _fewest_as_fast(times: SizeTimes, fewer: Sequence[SizeTimes], seats: int, rows: int) -> int:
+    """The number of threads to compute with; 0: all that are useful."""
+    fast = [each.threads for each in fewer if _as_fast(each, times, seats, rows)]
+    return min(fast, default=0)
+
+
+def _as_fast(fewer: SizeTimes, all_of_them: SizeTimes, seats: int, rows: int) -> bool:
+    pairs = (
+        (_seconds_of(fewer.decode, seats), _seconds_of(all_of_them.decode, seats)),
+        (_seconds_of(fewer.prompts, rows), _seconds_of(all_of_them.prompts, rows)),
+    )
+    return all(with_fewer <= _AS_FAST * with_all for with_fewer, with_all in pairs)
+
+
+def _seconds_of(timed: Sequence[Timed], size: int) -> float:
+    """Of the step that computes so many rows; of the largest, where none was timed that does."""
+    return next((step.seconds for step in timed if step.size >= size), timed[-1].seconds)
+
+
+def _of_sizes(config: Config, seats: int, rows: int) -> Config:
+    """To be measured: with steps for prompts of all sizes, also those that are few rows for so
+    many seats; with no more seats than a given number of pages has room for.
+    """
+    pages = config.engine.pages
+    return _with(
+        config,
+        max_seats=min(seats, pages - 1) if pages else seats,
+        token_budget=rows,
+        token_buckets=powers_of_two(_LEAST_ROWS, rows),
+    )
+
+
+def _with(config: Config, **sizes: Value) -> Config:
+    engine = config.engine.model_copy(update=sizes)
+    return config.model_copy(update={"engine": engine})
+
+
+def _but_defaults(values: _Values) -> _Values:
+    """Without what a start would choose anyway."""
+    known = settings()
+    return {name: value for name, value in values.items() if value != known[name].field.default}
+
+
+async def time_apart(
+    config: Config,
+    known: Sequence[TimedStep] = (),
+    *,
+    on_process: Callable[[asyncio.subprocess.Process], None] = _ignore,
+    on_step: Callable[[TimedStep], None] = _ignore,
+    limit_s: float | None = _LIMIT_S,
+    most_other_work: float = OtherPrograms.MOST,
+) -> SizeTimes:
+    """The times of an engine with these settings in a process of its own.
+
+    known: steps that need not be timed again. on_process, on_step: called with the process, and
+    with each step once it is timed. limit_s: seconds that the process gets, None: no limit.
+    most_other_work: see `TimingOrder`. Raises OtherPrograms where these made steps slower, else
+    JitneyError with the last line that the process said if it fails.
+    """
+    with tempfile.TemporaryFile() as errors:
+        process = await start_child(
+            "jitney.engine.lab.bench.sizes_worker", env=core_environ(config), stderr=errors
+        )
+        try:
+            on_process(process)
+            assert process.stdin is not None and process.stdout is not None  # start_child
+            # Nothing of the server is its business, keys least of all.
+            own = config.model_dump_json(exclude={"server"})
+            order = TimingOrder(msgspec.Raw(own.encode()), tuple(known), most_other_work)
+            process.stdin.write(msgspec.json.encode(order) + b"\n")
+            async with asyncio.timeout(limit_s):
+                times = await _last_of(process.stdout, on_step)
+        except TimeoutError:
+            raise JitneyError(f"steps are not timed after {limit_s:.0f} s") from None
+        finally:
+            await end_child(process)
+        if times is None:
+            raise JitneyError(f"steps cannot be timed: {_last_line(errors)}")
+        return times
+
+
+async def _last_of(
+    lines: asyncio.StreamReader, on_step: Callable[[TimedStep], None]
+) -> SizeTimes | None:
+    """All times that a process of measuring came to; None if it failed. Raises OtherPrograms."""
+    async for line in lines:
+        try:
+            said = msgspec.json.decode(line, type=TimingLine)
+        except msgspec.MsgspecError:
+            return None  # half a line: it has died
+        if said.step is not None:
+            on_step(said.step)
+        if said.other_work:
+            raise OtherPrograms(said.other_work)
+        if said.times is not None:
+            return said.times
+    return None
+
+
+def _last_line(errors: IO[bytes]) -> str:
+    errors.seek(0)
+    said = errors.read().decode(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(said) if line.strip()), "nothing said")[:300]

@@ -1,0 +1,316 @@
+"""The time of one step by bucket, rows and context, on the real runner: the table that a simulation
+needs.
+
+Steps are made up (no scheduler): every bucket at several contexts, alike and mixed, whole and
+partly filled. They are run in shuffled order, each launched before the one before it is fetched, as
+the engine does, and timed as the engine's records are: until the tokens are on the host, since the
+launch or since the step before was done.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from jitney.engine.common.engine_info import EngineInfo
+from jitney.engine.common.errors import ConfigError
+from jitney.engine.common.requests import EngineRequest, JsonDict, SamplingParams
+from jitney.engine.core import Bucket, Buckets, Chunk, EngineCore, Plan, StepWork
+from jitney.engine.core import Sequence as Seq
+from jitney.engine.lab.simulation.devices import Accelerator
+from jitney.engine.lab.simulation.roofline import Assumptions, ModelCost, Roofline
+from jitney.engine.lab.simulation.step_table import HostTimes, StepTable
+
+if TYPE_CHECKING:
+    from jitney.engine.common.step_cost import DeviceCeiling
+    from jitney.engine.core import LLM, ModelConfig, Runner
+
+#: Contexts of decode rows, where the engine's context and its pages allow them.
+_CONTEXTS = (64, 384, 1024)
+#: Where a prompt chunk with a long past starts.
+_LATE = 768
+_GREEDY = SamplingParams(temperature=0.0, seed=0, ignore_eos=True)
+_IDEAL = Assumptions(bandwidth=1.0, flops=1.0, overhead_s=0.0, hop_s=0.0)
+#: What of the engine stands in the report.
+_FACTS = (
+    "model",
+    "device",
+    "platform",
+    "dtype",
+    "kernels",
+    "seats",
+    "token_budget",
+    "page_size",
+)
+#: Called with how many rounds are done, of how many.
+_Watch = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StepCase:
+    """One made-up step."""
+
+    bucket: Bucket
+    #: Contexts of its decode rows.
+    decode: tuple[int, ...] = ()
+    #: (start, rows) of its prompt chunks.
+    prompts: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def positions(self) -> int:
+        """KV positions that its sequences hold."""
+        prompts = sum(start + count for start, count in self.prompts)
+        return sum(self.decode) + len(self.decode) + prompts
+
+    def plan(self, number: int, page_size: int) -> Plan:
+        """It as a plan whose sequences have just boarded, each with pages of its own."""
+        maker = _ChunkMaker(number, page_size)
+        chunks = [maker.chunk(length, 1, decode=True) for length in self.decode]
+        for start, count in self.prompts:
+            chunks.append(maker.chunk(start, count, decode=False))
+        boarded = [chunk.seq for chunk in chunks]
+        return Plan(number, chunks, self.bucket, True, StepWork.of(chunks), boarded=boarded)
+
+
+@dataclass(slots=True)
+class _StepTiming:
+    """A case and how long it took."""
+
+    case: StepCase
+    work: StepWork
+    #: Of each repeat.
+    seconds: list[float]
+
+    @property
+    def median(self) -> float:
+        """Seconds."""
+        return median(self.seconds)
+
+
+def _cases(buckets: Buckets, room: int, context: int) -> list[StepCase]:
+    """What to measure: room is how many KV positions the pool holds, context the most of one
+    sequence.
+    """
+    contexts = sorted({min(length, context - 1) for length in _CONTEXTS})
+    made: dict[StepCase, None] = {}  # in order, each once
+    for bucket in buckets.decode:
+        made |= dict.fromkeys(_decode_cases(bucket, contexts, room))
+    for bucket in buckets.mixed:
+        made |= dict.fromkeys(_mixed_cases(bucket, contexts, context))
+    return [case for case in made if case.positions <= room]
+
+
+def _decode_cases(bucket: Bucket, contexts: Sequence[int], room: int) -> Iterator[StepCase]:
+    """All seats alike at each context that fits, half of them, and one long among short ones."""
+    seats = bucket.seats
+    fit = [length for length in contexts if length * seats < room] or [contexts[0]]
+    for length in fit:
+        yield StepCase(bucket, (length,) * seats)
+    yield StepCase(bucket, (fit[-1],) * (seats // 2 + 1))
+    yield StepCase(bucket, (contexts[-1], *(contexts[0],) * (seats - 1)))
+
+
+def _mixed_cases(bucket: Bucket, contexts: Sequence[int], context: int) -> Iterator[StepCase]:
+    """Prompts alone, and beside decoding seats."""
+    rows, seats = bucket.tokens, bucket.seats
+    for chunks in _lone_prompts(bucket, context):
+        yield StepCase(bucket, (), chunks)
+    if seats > 1:
+        beside = min(seats - 1, rows - 1)
+        chunk = (0, min(rows - beside, context - 1))
+        for length in (contexts[0], contexts[-1]):
+            yield StepCase(bucket, (length,) * beside, (chunk,))
+
+
+def _lone_prompts(bucket: Bucket, context: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """(start, rows) of prompts that fill a bucket: one, half of it, several, late in a long one."""
+    whole = min(bucket.tokens, context - 1)
+    yield ((0, whole),)
+    yield ((0, max(1, whole // 2)),)
+    if bucket.seats >= 4:
+        yield ((0, bucket.tokens // 4),) * 4
+    late = max(0, min(_LATE, context - 1 - whole))
+    yield ((late, whole),)
+
+
+@dataclass(slots=True)
+class _ChunkMaker:
+    """Makes the chunks of one plan, seat after seat."""
+
+    #: Of the plan.
+    number: int
+    page_size: int
+    seat: int = 0
+    #: The first one that nobody holds.
+    page: int = 1
+
+    def chunk(self, start: int, count: int, *, decode: bool) -> Chunk:
+        """Rows of a sequence that has computed `start` positions."""
+        end = start + count
+        # A decoding row's token is still on the device, as it is when the engine runs.
+        tokens = [1] * (start if decode else end)
+        name = f"{self.number}-{self.seat}"
+        request = EngineRequest(id=name, prompt=tokens, sampling=_GREEDY, arrival=0.0)
+        seq = Seq(request, 0, 0, tokens, 1, seat=self.seat, pages=self._next_pages(end))
+        self.seat += 1
+        return Chunk(seq, start, count, decode=decode, sample=True)
+
+    def _next_pages(self, positions: int) -> list[int]:
+        """Pages for so many positions that nobody else has."""
+        first = self.page
+        self.page += -(-positions // self.page_size)
+        return list(range(first, self.page))
+
+
+def _time_cases(
+    runner: Runner,
+    wanted: Sequence[StepCase],
+    page_size: int,
+    repeats: int,
+    seconds: float,
+    watch: _Watch = lambda done, total: None,
+) -> list[_StepTiming]:
+    """Each case `repeats` times in shuffled rounds after one that does not count; at least one
+    round counts, and no new one begins after `seconds`.
+    """
+    plans = [case.plan(number, page_size) for number, case in enumerate(wanted)]
+    timings = [_StepTiming(case, plan.work, []) for case, plan in zip(wanted, plans, strict=True)]
+    pairs = list(zip(plans, timings, strict=True))
+    rng = random.Random(0)
+    started = time.perf_counter()
+    for turn in range(repeats + 1):
+        if turn > 1 and time.perf_counter() - started > seconds:
+            break
+        rng.shuffle(pairs)
+        spent = _run_in_turn(runner, [plan for plan, _ in pairs])
+        if turn:
+            for (_, timing), case_s in zip(pairs, spent, strict=True):
+                timing.seconds.append(case_s)
+        watch(turn + 1, repeats + 1)
+    return timings
+
+
+def _run_in_turn(runner: Runner, plans: Sequence[Plan]) -> list[float]:
+    """Device seconds of each plan, as `records.STEP_DTYPE` defines them: each is launched before
+    the one before it is fetched.
+    """
+    spent = []
+    ready = -np.inf
+    launched = _launch(runner, plans[0])
+    for following in [*plans[1:], None]:
+        in_flight = launched
+        if following is not None:
+            launched = _launch(runner, following)
+        step, since = in_flight
+        runner.fetch(step)
+        now = time.perf_counter()
+        spent.append(now - max(since, ready))
+        ready = now
+    return spent
+
+
+def _launch(runner: Runner, plan: Plan) -> tuple[Any, float]:
+    """(the launched step to fetch, when it was launched)."""
+    launched = runner.launch(runner.batch(plan))
+    return launched, time.perf_counter()
+
+
+def _measured_floor(config: ModelConfig, dtype: str, bandwidth: float, rate: float) -> Roofline:
+    """The least time that the measured bandwidth and rate allow."""
+    number = "f32" if dtype == "float32" else "bf16"
+    rates = MappingProxyType({"bf16": rate, "f32": rate})
+    chip = Accelerator("measured", 0.0, bandwidth, rates, 1.0)
+    return Roofline(ModelCost(config, number, number), chip, assumed=_IDEAL)
+
+
+def _host_of(core: EngineCore, seats: int) -> HostTimes:
+    """What the host needs for a step, from a short run of the engine itself with full seats."""
+    pool, limits = core.scheduler.pool, core.scheduler.limits
+    longest = min(limits.context_length, pool.capacity * pool.page_size // max(1, seats))
+    first = core.ledger.steps
+    for number in range(2 * seats):
+        core.add(_host_request(f"host-{first}-{number}", longest, number % 2, core.clock()))
+    core.run_until_idle()
+    return HostTimes.of(core.ledger.since(first))
+
+
+def _host_request(name: str, longest: int, shorter: int, now: float) -> EngineRequest:
+    """A request of at most `longest` tokens, `shorter` of them less."""
+    prompt = [1] * max(1, min(32, longest // 2 - 1))
+    n_output = max(2, min(24, longest // 2)) - shorter
+    sampling = msgspec.structs.replace(_GREEDY, max_tokens=n_output)
+    return EngineRequest(id=name, prompt=prompt, sampling=sampling, arrival=now)
+
+
+def measure(
+    llm: LLM,
+    config: ModelConfig,
+    *,
+    repeats: int,
+    seconds: float,
+    watch: _Watch = lambda done, total: None,
+) -> JsonDict:
+    """The whole report, ready for JSON; "table" is what `StepTable.load` reads. Raises ConfigError
+    if the pool is too small for any step."""
+    from jitney.engine.core import measure_ceiling
+
+    core, info = llm.core, llm.info
+    pool = core.scheduler.pool
+    room = pool.capacity * pool.page_size // 2
+    wanted = _cases(core.scheduler.buckets, room, info.model.context_length)
+    if not wanted:
+        raise ConfigError("the KV pool is too small to time a step: give it more --pages")
+    host = _host_of(core, info.sizes.seats)
+    runner: Any = core.runner
+    timings = _time_cases(runner, wanted, pool.page_size, repeats, seconds, watch)
+    kernels = f"{info.kernels.label} kernels on {info.device.name}"
+    source = f"bench step: {info.model.name} {info.formats.dtype}, {kernels}"
+    measured = [(timing.case.bucket, timing.work, timing.seconds) for timing in timings]
+    table = StepTable.from_repeats(measured, host, source)
+    ceiling = measure_ceiling(runner.program.kernels, info.formats.dtype)
+    return _report_of(info, config, timings, table, ceiling)
+
+
+def _report_of(
+    info: EngineInfo,
+    config: ModelConfig,
+    timings: Sequence[_StepTiming],
+    table: StepTable,
+    ceiling: DeviceCeiling,
+) -> JsonDict:
+    rate = ceiling.operations_s
+    assert rate is not None  # `measure_ceiling` multiplies
+    floor = _measured_floor(config, info.formats.dtype, ceiling.bytes_s, rate)
+    shown = info.flat()
+    return {
+        **{name: shown[name] for name in _FACTS},
+        "read_bytes_s": ceiling.bytes_s,
+        "product_flops_s": rate,
+        "cases": [_row_of(timing, table, floor) for timing in timings],
+        "table": table.contents(),
+    }
+
+
+def _row_of(timing: _StepTiming, table: StepTable, floor: Roofline) -> JsonDict:
+    case, work = timing.case, timing.work
+    return {
+        "bucket": str(case.bucket),
+        "tokens": case.bucket.tokens,
+        "seats": case.bucket.seats,
+        **work._asdict(),
+        "repeats": len(timing.seconds),
+        "median_s": timing.median,
+        "least_s": min(timing.seconds),
+        "most_s": max(timing.seconds),
+        "fitted_s": table.seconds(case.bucket, work),
+        "bytes_floor_s": floor.memory_seconds(case.bucket, work),
+        "flops_floor_s": floor.compute_seconds(case.bucket, work),
+    }

@@ -1,0 +1,91 @@
+"""Timing steps behind an engine that serves: only while that has nothing to do, for a bounded time,
+and kept step by step, so that a server that ends goes on with it at its next start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from jitney.engine.config import Config, KeptTimes
+from jitney.engine.lab.bench.sizes import NoTimeLeft, SizeTimes, Timed, TimedStep, time_apart
+
+#: Seconds of timing over all starts, from which on nothing more is tried.
+_MOST_S = 15.0
+
+
+class TimingBehind:
+    """Times steps in a process that stands still while the engine is busy.
+
+    times: what was timed so far. keep: called whenever there is more.
+    """
+
+    def __init__(self, times: KeptTimes, keep: Callable[[], object]):
+        self.times = times
+        self._keep = keep
+        self._process: asyncio.subprocess.Process | None = None
+        self._busy = False
+
+    def hold(self, busy: bool) -> None:
+        """Stand still from now on, or go on: the engine has something to do, or nothing."""
+        self._busy = busy
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGSTOP if busy else signal.SIGCONT)
+
+    async def time_steps(self, config: Config) -> SizeTimes:
+        """As `time_apart`, but of steps that are known none is timed again. Raises NoTimeLeft too,
+        once timing has taken 15 s.
+        """
+        made_by = _makes_steps(config)
+        name = " ".join((made_by, *map(str, _sizes_of(config))))
+        done = self.times.engines.get(name)
+        if done is not None:
+            return msgspec.convert(done, SizeTimes)
+        if self.times.spent_s >= _MOST_S:
+            raise NoTimeLeft("timing steps has taken as long as it may")
+
+        def keep(timed: TimedStep) -> None:
+            self.times.steps[f"{made_by} {timed.kind} {timed.step.size}"] = timed.step.seconds
+            self.times.spent_s += timed.spent_s
+            self._keep()
+
+        try:
+            times = await time_apart(
+                config,
+                tuple(self._known(made_by)),
+                on_process=self._began,
+                on_step=keep,
+                limit_s=None,
+            )
+        finally:
+            self._process = None
+        self.times.engines[name] = msgspec.to_builtins(times)
+        self._keep()
+        return times
+
+    def _began(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.hold(self._busy)
+
+    def _known(self, made_by: str) -> Iterator[TimedStep]:
+        """Steps of engines that differ in their sizes alone."""
+        for name, seconds in self.times.steps.items():
+            maker, kind, size = name.rsplit(" ", 2)
+            if maker == made_by and kind in ("decode", "prompts"):
+                yield TimedStep(kind, Timed(int(size), seconds))
+
+
+def _makes_steps(config: Config) -> str:
+    """What the time of a step depends on beside its size, as far as it is chosen."""
+    engine = config.engine
+    return f"{engine.threads} {engine.product_rows} {engine.kernels}"
+
+
+def _sizes_of(config: Config) -> tuple[object, ...]:
+    engine = config.engine
+    return engine.max_seats, engine.token_budget, engine.seat_buckets, engine.token_buckets

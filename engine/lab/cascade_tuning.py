@@ -1,0 +1,266 @@
+"""Which threshold a cascade should have: what each would have cost, and how often it would have
+agreed with the large model, over requests that both models answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import orjson
+
+from jitney.engine.common.errors import ConfigError, RequestError
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.fleet import Answering, Cascade, Measure, ModelAnswer, Question, Route
+from jitney.engine.server import HttpError
+
+#: When two answers agree: equal (they are the same text), words (F1 of the words they share).
+_Agreement = Literal["equal", "words"]
+#: Of costs that are compared: sums in another order differ beyond them.
+_DIGITS = 9
+#: Of a 95 % interval.
+_Z = 1.959964
+
+
+@dataclass(frozen=True, slots=True)
+class _Spent:
+    """What answers took. Seconds: from asking to the end of the answer."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    #: In the currency of the prices; 0 where there are none.
+    price: float = 0.0
+
+    def __add__(self, other: _Spent) -> _Spent:
+        return _Spent(
+            self.tokens + other.tokens, self.seconds + other.seconds, self.price + other.price
+        )
+
+    def of(self, by: Cost) -> float:
+        return float(getattr(self, by))
+
+
+type Cost = Literal["price", "seconds", "tokens"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrices:
+    """Per million tokens, prompt and output alike; None: unknown."""
+
+    small: float | None = None
+    large: float | None = None
+
+    @property
+    def known(self) -> bool:
+        return self.small is not None and self.large is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One request, as both models answered it."""
+
+    #: Of the small model's tokens, choice by choice.
+    logprobs: list[list[float]]
+    small: _Spent
+    large: _Spent
+    #: Of the small answer with the large one, 0 to 1.
+    agreement: float
+
+    def confidence(self, measure: Measure) -> float:
+        """As a cascade sees it."""
+        return measure.confidence(self.logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """What a cascade with this threshold would have done."""
+
+    threshold: float
+    #: Share of requests that the small model's answer was sent for.
+    kept: float
+    #: Mean with the large model's answers, and the bounds of its 95 % interval (Wilson).
+    agreement: float
+    low: float
+    high: float
+    spent: _Spent
+    #: What it cost beside the large model alone; over 1 where it cost more.
+    cost_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ladder:
+    """All thresholds that make a difference, from the one that sends everything the small model
+    says.
+    """
+
+    measure: Measure
+    rungs: list[Rung]
+
+    @classmethod
+    def of(cls, pairs: Sequence[Pair], measure: Measure, by: Cost) -> Ladder:
+        """The thresholds lie halfway between confidences that were seen, so that none hangs on the
+        last digit of a log-probability.
+        """
+        order = sorted(pairs, key=lambda pair: pair.confidence(measure))
+        confidences = [pair.confidence(measure) for pair in order]
+        rungs = [_rung(order, 0, 0.0, by)]
+        for place in range(1, len(order)):
+            if confidences[place] > confidences[place - 1]:
+                threshold = (confidences[place - 1] + confidences[place]) / 2
+                rungs.append(_rung(order, place, threshold, by))
+        if confidences[-1] < 1.0:
+            rungs.append(_rung(order, len(order), (confidences[-1] + 1.0) / 2, by))
+        return cls(measure, rungs)
+
+    def cheapest(self, agreement: float) -> Rung | None:
+        """Of those that agree so often, the one that costs least; None if none does."""
+        good = [rung for rung in self.rungs if rung.agreement >= agreement]
+        return min(good, key=lambda rung: (rung.cost_share, -rung.agreement), default=None)
+
+    def cost_share(self, agreement: float) -> float:
+        """Of the cheapest threshold for this agreement, rounded so that ladders can be compared;
+        infinite where there is none.
+        """
+        found = self.cheapest(agreement)
+        return math.inf if found is None else round(found.cost_share, _DIGITS)
+
+    def shown(self, most: int, chosen: Rung | None) -> list[Rung]:
+        """At most so many, evenly spread, both ends and the chosen one among them."""
+        last = len(self.rungs) - 1
+        places = {round(last * step / (most - 1)) for step in range(most)}
+        if chosen is not None:
+            places.add(self.rungs.index(chosen))
+        return [self.rungs[place] for place in sorted(places)]
+
+
+def _rung(order: Sequence[Pair], asked: int, threshold: float, by: Cost) -> Rung:
+    """asked: the large model answers so many, the least sure ones."""
+    n = len(order)
+    everything = sum((pair.large for pair in order), _Spent())
+    spent = sum((pair.small for pair in order), _Spent())
+    spent = sum((pair.large for pair in order[:asked]), spent)
+    agreement = (asked + sum(pair.agreement for pair in order[asked:])) / n
+    low, high = _interval(agreement, n)
+    share = spent.of(by) / everything.of(by) if everything.of(by) else math.inf
+    return Rung(threshold, 1 - asked / n, agreement, low, high, spent, share)
+
+
+def _interval(share: float, n: int) -> tuple[float, float]:
+    """Wilson's, of a share that was seen in n."""
+    middle = share + _Z * _Z / (2 * n)
+    spread = _Z * math.sqrt(share * (1 - share) / n + _Z * _Z / (4 * n * n))
+    scale = 1 + _Z * _Z / n
+    return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
+
+
+def read_questions(file: Path, defaults: JsonDict) -> list[Question]:
+    """Requests, one a line: the body of a chat or of a text completion, or a line of a batch, which
+    has one as its `body`. defaults: fields of those that do not have them. Raises ConfigError.
+    """
+    questions: list[Question] = []
+    try:
+        lines = file.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from None
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            questions.append(_read_question(f"{file}:{number}", line, defaults))
+    if not questions:
+        raise ConfigError(f"{file}: no requests in it; write one a line")
+    return questions
+
+
+def _read_question(where: str, line: bytes, defaults: JsonDict) -> Question:
+    try:
+        body = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(f"{where}: not JSON: {error}") from None
+    if isinstance(body, dict) and isinstance(body.get("body"), dict):
+        body = body["body"]
+    if not isinstance(body, dict) or ("messages" in body) == ("prompt" in body):
+        raise ConfigError(f"{where}: must be an object with either messages or prompt")
+    route = Route.CHAT if "messages" in body else Route.COMPLETIONS
+    try:
+        question = Question.of("", route, defaults | body, {}).whole("")
+        Cascade.check(question)
+    except RequestError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return question
+
+
+@dataclass(slots=True)
+class ModelComparison:
+    """Asks both models. prices: of their tokens."""
+
+    models: Answering
+    small: str
+    large: str
+    agreement: _Agreement
+    prices: TokenPrices
+
+    async def run(
+        self, questions: Sequence[Question], at_once: int, report: Callable[[int], None]
+    ) -> tuple[list[Pair], list[str]]:
+        """The pairs, and for each request that one of the models refused why. report: how many are
+        done.
+        """
+        places = asyncio.Semaphore(at_once)
+        pairs: list[Pair] = []
+        refusals: list[str] = []
+
+        async def one(question: Question) -> None:
+            async with places:
+                try:
+                    pairs.append(await self._pair(question))
+                except (HttpError, RequestError) as error:
+                    refusals.append(str(error))
+            report(len(pairs) + len(refusals))
+
+        await asyncio.gather(*(one(question) for question in questions))
+        return pairs, refusals
+
+    async def _pair(self, question: Question) -> Pair:
+        """One after the other, so that each is timed alone."""
+        asked = question.whole(self.small, **question.asking_logprobs)
+        small, small_spent = await self._timed(asked, self.prices.small)
+        large, large_spent = await self._timed(question.whole(self.large), self.prices.large)
+        return Pair(
+            small.logprobs,
+            small_spent,
+            large_spent,
+            self._agreement(small, large),
+        )
+
+    async def _timed(self, question: Question, price: float | None) -> tuple[ModelAnswer, _Spent]:
+        began = time.monotonic()
+        answer = await self.models.answer(question)
+        seconds = time.monotonic() - began
+        tokens = answer.usage.get("total_tokens") or 0
+        return answer, _Spent(tokens, seconds, (price or 0.0) * tokens / 1e6)
+
+    def _agreement(self, small: ModelAnswer, large: ModelAnswer) -> float:
+        """The mean of the choices."""
+        likenesses = list(self._likenesses(small, large))
+        return sum(likenesses) / len(likenesses) if likenesses else 0.0
+
+    def _likenesses(self, small: ModelAnswer, large: ModelAnswer) -> Iterator[float]:
+        for first, second in zip(small.normalised, large.normalised, strict=False):
+            if self.agreement == "words":
+                yield _likeness(first, second)
+            else:
+                yield float(first == second)
+
+
+def _likeness(first: str, second: str) -> float:
+    """Of two normalised texts, 0 to 1: F1 of the words that they share."""
+    if first == second:
+        return 1.0
+    words, others = Counter(first.split()), Counter(second.split())
+    shared = (words & others).total()
+    return 2 * shared / (words.total() + others.total()) if shared else 0.0

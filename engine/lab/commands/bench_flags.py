@@ -1,0 +1,301 @@
+"""Flags that the kinds of `jitney bench` share: the traffic, the service level, the price and where
+reports go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from jitney.engine.common.errors import ConfigError
+from jitney.engine.common.requests import JsonDict, JsonObject
+from jitney.engine.common.terminal import console
+from jitney.engine.common.trace import Arrival
+from jitney.engine.config import Arguments, Flag, FlagGroup
+from jitney.engine.lab.backlog import QueueGrowth
+from jitney.engine.lab.simulation.workload import (
+    WORKLOADS,
+    Closed,
+    Gamma,
+    Lengths,
+    LengthSummary,
+    Poisson,
+    parse_lengths,
+)
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from jitney.engine.lab.bench.load import LoadResult
+    from jitney.engine.lab.bench.offline import NamedWatch, OfflineRun
+
+
+#: What the requests are made of.
+_LENGTHS = (
+    Flag.of(
+        "--preset",
+        f"what comes; {'; '.join(f'{name}: {load.about}' for name, load in WORKLOADS.items())}",
+        "mixed",
+        choices=WORKLOADS,
+    ),
+    Flag.of(
+        "--prompt",
+        "prompt tokens: 128, 50..800, lognormal:mean=200,sigma=0.8,min=1,max=800 or "
+        "trace:FILE; for chat, of each turn's message [the preset's]",
+        metavar="LENGTH",
+    ),
+    Flag.of("--output", "output tokens, likewise [the preset's]", metavar="LENGTH"),
+    Flag.number("--scale", "multiply all output lengths, for a quicker run", 1.0),
+)
+#: More about when they come.
+_TIMES = (
+    Flag.number("--burst-shape", "gamma: below 1 comes in bursts", 1.0),
+    Flag.of(
+        "--trace",
+        "times and lengths from a file of JSON lines instead; with --rate, its times "
+        "are stretched to that mean rate",
+        metavar="FILE",
+    ),
+    Flag.whole("--seed", "of lengths and times", 0),
+)
+#: The service level and the price.
+_LIMITS = (
+    Flag.number(
+        "--slo-ttft-ms",
+        "goodput counts requests whose first token came in time",
+        metavar="MS",
+    ),
+    Flag.number("--slo-itl-ms", "and whose later tokens came this fast on average", metavar="MS"),
+    Flag.number("--price-per-hour", "of the device, for the cost of tokens and rows"),
+)
+#: When requests come.
+type _Pattern = Closed | Poisson | Gamma
+#: What each arrival pattern is called on the command line, and how it is made of a rate, a shape
+#: and a concurrency.
+_PATTERNS: dict[str, Callable[[float, float, int], _Pattern]] = {
+    "closed": lambda rate, shape, concurrency: Closed(concurrency),
+    "poisson": lambda rate, shape, concurrency: Poisson(rate),
+    "gamma": lambda rate, shape, concurrency: Gamma(rate, shape),
+}
+_JSON = Flag.of("--json", "write all figures to a file; - is standard output", metavar="FILE")
+_HTML = Flag.of("--html", "write one page with charts that needs no network", metavar="FILE")
+
+
+class TrafficArguments(Arguments):
+    """The parsed flags of a command that has those of `traffic_flags`."""
+
+    @staticmethod
+    def traffic_flags(requests: int | None, arrivals: str, shown: str = "") -> FlagGroup:
+        """The flags that say what traffic comes.
+
+        requests, arrivals: the command's own defaults. shown: how many requests come, in words,
+        where that is not one number.
+        """
+        text = f"how many requests come [{shown or requests}]"
+        how_many = Flag(
+            "--requests", {"help": text, "default": requests, "type": int, "metavar": "N"}
+        )
+        when = Flag.of("--arrivals", "when they come", arrivals, choices=_PATTERNS)
+        return FlagGroup((*_LENGTHS, how_many, when, *_TIMES), "traffic")
+
+    @staticmethod
+    def report_flags(*, page: bool = True) -> FlagGroup:
+        """The flags that say what is made of the measurement. page: whether there is one."""
+        files = (_JSON, _HTML) if page else (_JSON,)
+        return FlagGroup((*_LIMITS, *files), "report")
+
+    @property
+    def is_closed(self) -> bool:
+        """True where a request comes when another one ends."""
+        return not self.trace and self.arrivals == "closed"
+
+    @property
+    def is_drawn(self) -> bool:
+        """True where requests come at times that are drawn for a rate."""
+        return not self.trace and self.arrivals != "closed"
+
+    def check_concurrency(self) -> None:
+        """Raise ConfigError for a number of open requests where they come at their own times."""
+        if self.concurrency and not self.is_closed:
+            raise ConfigError(
+                "--concurrency is for --arrivals closed: other arrivals come at their own times"
+            )
+
+    def check_seats(self) -> None:
+        """Raise ConfigError for seats that are given twice."""
+        if self.seats is not None and "max_seats" in vars(self):
+            raise ConfigError("--seats and --max-seats are the same setting: give one")
+
+    def draw(self, rate: float) -> list[Arrival]:
+        """The requests that the flags describe; rate: requests a second, 0 where none is needed."""
+        self.check_numbers(requests=1, scale=0.001, burst_shape=0.001, seed=0)
+        arrivals = _recorded(self.trace, rate) if self.trace else self._made_up(rate)
+        return [_scaled(arrival, self.scale) for arrival in arrivals]
+
+    def _made_up(self, rate: float) -> list[Arrival]:
+        pattern = _make_pattern(self.arrivals, rate=rate, shape=self.burst_shape)
+        lengths = {name: self._lengths(name) for name in ("prompt", "output")}
+        return WORKLOADS[self.preset].arrivals(self.requests, pattern, self.seed, **lengths)
+
+    def _lengths(self, name: str) -> Lengths | None:
+        text = getattr(self, name)
+        return parse_lengths(text, self.flag_of(name)) if text else None
+
+    def describe(self, arrivals: list[Arrival], rate: float) -> JsonDict:
+        """The traffic for the report: what was asked for, and what it came to."""
+        conversations = {arrival.conversation for arrival in arrivals}
+        return {
+            **_size_of(arrivals),
+            "trace": self.trace,
+            **self._source(),
+            "conversations": len(conversations - {0}),
+            "repeated_prompt_tokens": _repeated_tokens(arrivals),
+            "scale": self.scale,
+            "rate": rate or None,
+            "seed": self.seed,
+        }
+
+    def figures_of(self, run: LoadResult | OfflineRun, *, closed: bool) -> JsonDict:
+        """The figures of a run, and how its queue went; None in a closed loop, where it cannot
+        grow.
+        """
+        backlog = None if closed else msgspec.to_builtins(QueueGrowth.of(run.requests))
+        return run.figures(**self.figure_options()) | {"backlog": backlog}
+
+    def _source(self) -> dict[str, str | None]:
+        """What was asked for. A preset is "custom" where a flag says other lengths than it has."""
+        if self.trace:
+            return _OF_A_TRACE
+        workload = WORKLOADS[self.preset]
+        asked = {
+            "preset": self.preset,
+            "about": workload.about,
+            "prompt": self.prompt or workload.prompt,
+            "output": self.output or workload.output,
+            "arrivals": self.arrivals,
+        }
+        if self.prompt or self.output:
+            return asked | {"preset": "custom", "about": None}
+        return asked
+
+
+def _make_pattern(
+    name: str, *, rate: float = 0.0, shape: float = 1.0, concurrency: int = 0
+) -> _Pattern:
+    """The arrival pattern of that name. ConfigError for an unknown one, or a rate that it needs and
+    lacks.
+    """
+    if name not in _PATTERNS:
+        raise ConfigError(f"unknown arrivals {name!r}; known: {', '.join(_PATTERNS)}")
+    if name != "closed" and not (rate > 0 and shape > 0):
+        raise ConfigError(f"{name} arrivals need a rate (requests a second) and a shape above 0")
+    return _PATTERNS[name](rate, shape, concurrency)
+
+
+_OF_A_TRACE = dict.fromkeys(("preset", "about", "prompt", "output")) | {"arrivals": "trace"}
+
+
+def _scaled(arrival: Arrival, scale: float) -> Arrival:
+    """With its output so many times as long."""
+    return msgspec.structs.replace(arrival, n_output=max(1, round(arrival.n_output * scale)))
+
+
+def _recorded(file: str, rate: float) -> list[Arrival]:
+    arrivals = Arrival.read_all(file)
+    return _at_rate(arrivals, rate) if rate else arrivals
+
+
+def _at_rate(arrivals: list[Arrival], rate: float) -> list[Arrival]:
+    """The same requests with their times stretched or squeezed evenly to a mean of `rate` a
+    second.
+    """
+    last = max((a.at for a in arrivals), default=0.0)
+    if last <= 0:
+        raise ConfigError("a trace whose requests all come at 0 has no rate to change")
+    scale = len(arrivals) / rate / last
+    return [msgspec.structs.replace(a, at=a.at * scale) for a in arrivals]
+
+
+def _repeated_tokens(arrivals: list[Arrival]) -> int:
+    """Prompt tokens that an earlier request's prompt began with already, by the conversations: what
+    a prefix cache of single tokens and endless memory would find."""
+    longest: dict[int, int] = {}
+    total = 0
+    for arrival in arrivals:
+        if not arrival.conversation:
+            continue
+        before = longest.get(arrival.conversation)
+        if before is None:
+            before = arrival.n_shared if longest else 0
+        total += min(before, arrival.n_prompt)
+        longest[arrival.conversation] = max(before, arrival.n_prompt)
+    return total
+
+
+def _size_of(arrivals: list[Arrival]) -> JsonDict:
+    size: JsonDict = {"requests": len(arrivals)}
+    for kind in ("prompt", "output"):
+        lengths = [getattr(arrival, f"n_{kind}") for arrival in arrivals]
+        size[f"{kind}_tokens"] = sum(lengths)
+        size[f"{kind}_lengths"] = msgspec.to_builtins(LengthSummary.of(lengths))
+    return size
+
+
+def traffic_line(traffic: JsonObject) -> str:
+    """A description of traffic in a sentence, with what its lengths came to."""
+    what = traffic["trace"] or traffic["preset"]
+    return f"{what}: {'; '.join(_traffic_parts(traffic))}"
+
+
+def _traffic_parts(traffic: JsonObject) -> Iterator[str]:
+    yield _amount(traffic)
+    rate = f" at {traffic['rate']:.3g} a second" if traffic["rate"] else ""
+    yield f"{traffic['arrivals']} arrivals{rate}"
+    for kind in ("prompt", "output"):
+        yield f"{kind}s {LengthSummary(**traffic[f'{kind}_lengths'])}"
+    if traffic["conversations"]:
+        yield _repetition(traffic)
+
+
+def _amount(traffic: JsonObject) -> str:
+    amount = "{requests} requests, {prompt_tokens:,} prompt and {output_tokens:,} output tokens"
+    if traffic["scale"] != 1:
+        amount += ", output lengths times {scale:g}"
+    return amount.format_map(traffic)
+
+
+def _repetition(traffic: JsonObject) -> str:
+    share = traffic["repeated_prompt_tokens"] / traffic["prompt_tokens"]
+    return f"{traffic['conversations']} conversations, {share:.0%} of the prompt tokens came before"
+
+
+@contextmanager
+def progress() -> Iterator[NamedWatch]:
+    """A progress bar per name on standard error, where a person watches it."""
+    with _bars() as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def watch(name: str, done: int, of: int) -> None:
+            if name not in tasks:
+                tasks[name] = bars.add_task(name, total=of)
+            bars.update(tasks[name], completed=done, total=of)
+
+        yield watch
+
+
+def _bars() -> Progress:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    shown = console(stderr=True)
+    return Progress(
+        TextColumn("{task.description:<12}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=shown,
+        disable=not shown.is_terminal,
+        refresh_per_second=2,
+    )

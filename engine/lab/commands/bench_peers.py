@@ -1,0 +1,185 @@
+"""`jitney bench peers`: this engine and others on this machine, one after another, driven by one
+client over HTTP.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from jitney.engine.common.errors import ConfigError
+from jitney.engine.common.requests import JsonDict, JsonObject
+from jitney.engine.common.terminal import visible
+from jitney.engine.common.text_file import write_text
+from jitney.engine.config import Arguments, Command, Flag, FlagGroup, say
+from jitney.engine.lab.bench.peer_process import Peer
+from jitney.engine.lab.bench.peers import Encode, PeerBench, PeerReport
+
+_ENGINES = {
+    "auto": "this engine with the kernels that it chooses",
+    "reference": "this engine with its plain JAX path",
+    "vllm": "vLLM's CPU build",
+    "int8": "this engine with --weights int8",
+    "vllm-w8a8": "vLLM's CPU build on the same model in int8, which is made of its folder",
+}
+_DEFAULT_ENGINES = ("auto", "reference", "vllm")
+_FLAGS = (
+    Flag.of(
+        "--engines",
+        "; ".join(f"{name}: {about}" for name, about in _ENGINES.items()),
+        ",".join(_DEFAULT_ENGINES),
+        metavar="A,B",
+    ),
+    Flag.of("--model", "this engine's model", "smollm2-135m", metavar="NAME"),
+    Flag.of("--dtype", "of every engine", "bfloat16", choices=("bfloat16", "float32")),
+    Flag.of("--vllm", "the vllm program [the one on the path]", "", metavar="FILE"),
+    Flag.of(
+        "--vllm-model", "the same model as a Hugging Face folder, for vLLM", "", metavar="FOLDER"
+    ),
+    Flag.of(
+        "--streams", "requests open at a time, one closed loop each", "32,8,1", metavar="A,B,..."
+    ),
+    Flag.whole("--requests", "of each closed loop; a single stream has 16 at most", 96),
+    Flag.whole("--repetitions", "times that every engine is started and measured", 3),
+    Flag.whole("--port", "where the engines listen; 0: any free port", 0),
+    Flag.of(
+        "--json",
+        "write all figures, again after every measurement; - is standard output",
+        metavar="FILE",
+    ),
+    Flag.of("--markdown", "write the table", metavar="FILE"),
+)
+
+
+_COMMAND = Command(
+    "bench peers",
+    "Serve this engine and others in turn on this machine and drive each over HTTP with the "
+    "same requests: closed loops, and 512-token prompts with one output token. Prompts are "
+    "token ids, outputs have fixed lengths, no engine has a prefix cache. About 20 minutes "
+    "with three engines on two cores.",
+    [FlagGroup(_FLAGS)],
+)
+
+
+def bench_peers(arguments: Sequence[str]) -> int:
+    """Measure the engines in turn and print the table; exit status 0, 1 if an engine failed."""
+    args = _COMMAND.parse(arguments)
+    args.check_writable("json", "markdown")
+    args.check_numbers(repetitions=1, requests=1, port=0)
+    report = _measured(args)
+    _deliver(args, report)
+    return int(any(engine["failed"] for engine in report["engines"].values()))
+
+
+def _measured(args: Arguments) -> JsonDict:
+    """All figures; they are written down after every measurement."""
+    streams = args.numbers_of("streams", int)
+    with TemporaryDirectory() as folder:
+        return _measured_beside(args, streams, _peers_from(args, Path(folder)))
+
+
+def _measured_beside(args: Arguments, streams: list[int], peers: list[Peer]) -> JsonDict:
+    bench = PeerBench.of(
+        _encoder(args.model),
+        streams,
+        args.requests,
+        port=args.port,
+        save=partial(_save, args),
+        say=say,
+    )
+    report = bench.compare(peers, args.repetitions)
+    pair = [Peer.ours(args.model, kernels, args.dtype).name for kernels in ("auto", "reference")]
+    report["auto_over_reference"] = PeerReport(report).kernel_ratios(pair)
+    return report
+
+
+def _save(args: Arguments, report: JsonObject) -> None:
+    if args.json != "-":
+        args.write_report(report)
+
+
+def _peers_from(args: Arguments, folder: Path) -> list[Peer]:
+    """The engines to measure; one line for each that is not here. folder: for what they need."""
+    names = args.names_of("engines", _ENGINES)
+    peers = list(filter(None, [_peer(args, name, folder) for name in names]))
+    if not peers:
+        raise ConfigError("--engines: none of them is installed here")
+    return peers
+
+
+def _peer(args: Arguments, name: str, folder: Path) -> Peer | None:
+    match name:
+        case "vllm":
+            return _vllm_from(args)
+        case "vllm-w8a8":
+            return _vllm_w8a8_from(args, folder / "w8a8")
+        case "int8":
+            return Peer.ours(args.model, "auto", args.dtype, weights="int8")
+    return Peer.ours(args.model, name, args.dtype)
+
+
+def _vllm_w8a8_from(args: Arguments, target: Path) -> Peer | None:
+    plain = _vllm_from(args)
+    if plain is None:
+        return None
+    return Peer.vllm_w8a8(plain.command[0], Path(args.vllm_model), target, args.dtype)
+
+
+def _vllm_from(args: Arguments) -> Peer | None:
+    program, folder = shutil.which(args.vllm or "vllm"), args.vllm_model
+    if program is None:
+        say("vLLM is not installed here and is left out; --vllm FILE names its program")
+        return None
+    if not Path(folder, "config.json").is_file():
+        raise ConfigError(
+            "--vllm-model must name a Hugging Face folder of the same model, for vLLM"
+        )
+    return Peer.vllm(program, folder, args.dtype)
+
+
+def _encoder(model: str) -> Encode:
+    """How the model's text becomes ids."""
+    from jitney.engine.core import ModelSource, Tokenizer
+
+    return Tokenizer.load(ModelSource.resolve(model)).encode
+
+
+def _deliver(args: Arguments, report: JsonObject) -> None:
+    table = PeerReport(report).markdown()
+    if args.markdown:
+        write_text("--markdown", args.markdown, table)
+    if args.write_report(report):
+        print(visible("\n".join([table, *_remarks(report)])))
+
+
+def _remarks(report: JsonObject) -> list[str]:
+    """What a reader of the table has to know beside it."""
+    lines = []
+    for name, engine in report["engines"].items():
+        lines += _engine_remarks(name, engine)
+    return [*lines, *_ratio_lines(report["auto_over_reference"])]
+
+
+def _engine_remarks(name: str, engine: JsonObject) -> Iterator[str]:
+    if engine["failed"]:
+        yield f"{name} failed: {engine['failed']}"
+    shares = [figures["client_cpu_share"]["median"] for figures in engine["medians"].values()]
+    if shares:
+        used = f"{min(shares):.0%} to {max(shares):.0%} of a core"
+        yield f"{name}: the client used {used}; {engine['settings']}"
+
+
+def _ratio_lines(ratios: Mapping[str, float]) -> Iterator[str]:
+    if ratios:
+        each = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in ratios.items())
+        yield f"auto over reference kernels: {each}; {_verdict_of(ratios)}"
+
+
+def _verdict_of(ratios: Mapping[str, float]) -> str:
+    below = [name for name, ratio in ratios.items() if ratio < 1]
+    if below:
+        return f"BELOW the reference: {', '.join(below)}"
+    return "none below the reference"

@@ -1,0 +1,97 @@
+"""`jitney bench sizes`: how long steps of growing sizes take here, and which sizes `jitney serve`
+chooses by that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from datetime import date
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from jitney.engine.common.errors import ConfigError
+from jitney.engine.common.requests import JsonObject
+from jitney.engine.config import (
+    SIZES,
+    Command,
+    Flag,
+    FlagGroup,
+    KeptSizes,
+    Layered,
+    check_platform,
+    runs_on_device,
+)
+from jitney.engine.lab.server_sizes import ServerSizes
+
+if TYPE_CHECKING:
+    from jitney.engine.lab.bench.sizes import SizeTimes
+
+_FLAGS = (
+    Flag.switch("--keep", "have jitney serve take these sizes from now on, with these settings"),
+    Flag.of("--json", "write the report; - is standard output", metavar="FILE"),
+)
+_COMMAND = Command(
+    "bench sizes",
+    "Time steps of growing sizes on this CPU, and say which sizes jitney serve chooses by them.",
+    [FlagGroup(_FLAGS)],
+    sections=("model", "engine"),
+    leave_out=(*sorted(SIZES), *Command.ONLY_SERVED),
+)
+
+
+def bench_sizes(arguments: Sequence[str]) -> int:
+    """Measure, print, and keep what was chosen if that is asked for; exit status 0."""
+    from jitney.engine.lab.bench.sizes import sizes_here
+
+    args = _COMMAND.parse(arguments)
+    args.check_writable("json")
+    layered = args.load_layers()
+    _check(layered)
+    config = layered.config
+    found = asyncio.run(sizes_here(config))
+    sizes = ServerSizes(layered)
+    chosen = KeptSizes(found.values, date.today().isoformat())
+    if args.keep:
+        _keep(sizes, chosen)
+    report = {"machine": sizes.machine, "model": config.model.id, **msgspec.to_builtins(found)}
+    if args.write_report(report):
+        _show(report, found.times, chosen)
+    return 0
+
+
+def _check(layered: Layered) -> None:
+    """Raises ConfigError where nothing can be chosen."""
+    engine = layered.config.engine
+    check_platform(engine.platform)
+    if runs_on_device(engine.platform):
+        raise ConfigError("sizes are measured on a CPU: give --platform cpu")
+    if engine.tensor_parallel > 1 or engine.n_hosts > 1:
+        raise ConfigError("sizes are measured of an engine that is one process")
+    for name in sorted(SIZES & set(layered.origins)):
+        where = layered.origins[name]
+        raise ConfigError(f"{where}: who gives one of the sizes decides on all; leave it out")
+
+
+def _keep(sizes: ServerSizes, chosen: KeptSizes) -> None:
+    reason = sizes.keep(chosen)
+    if reason:
+        raise ConfigError(f"the sizes cannot be kept: {reason}")
+
+
+def _show(report: JsonObject, timed: Sequence[SizeTimes], chosen: KeptSizes) -> None:
+    """One row a step, then what was chosen."""
+    from jitney.dashboard import Table, print_lines
+
+    rows = [row for times in timed for row in _rows(times)]
+    table = Table(["threads", "step", "rows", "ms", "rows/s"], rows)
+    table.print("{model} on {machine}".format_map(report))
+    print_lines([f"jitney serve: {chosen.flags}"])
+
+
+def _rows(times: SizeTimes) -> Iterator[list[str]]:
+    for name, timed in (("decode", times.decode), ("prompt", times.prompts)):
+        for step in timed:
+            figures = f"{1e3 * step.seconds:.2f}", f"{step.rate:,.0f}"
+            yield [str(times.threads), name, str(step.size), *figures]

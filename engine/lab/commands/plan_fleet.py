@@ -1,0 +1,303 @@
+"""`jitney plan --fleet`: how many replicas of what, at which price, for a traffic and targets."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from jitney.engine.common.errors import ConfigError
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.config import Command, Flag, FlagGroup
+from jitney.engine.lab.commands.fleet_flags import FleetArguments
+from jitney.engine.lab.commands.plan import ROOFLINE, assumptions_of
+from jitney.engine.lab.simulation.devices import DEVICES, Accelerator
+from jitney.engine.lab.simulation.fleet_planner import (
+    Circumstances,
+    FleetSizing,
+    ReplicaKind,
+    Targets,
+)
+from jitney.engine.lab.simulation.fleet_traffic import Load
+
+if TYPE_CHECKING:
+    from jitney.dashboard import Table
+
+_HOUR_S = 3600.0
+
+
+def plan_fleet(arguments: Sequence[str]) -> int:
+    """Size a fleet of each kind and compare them; exit status 0, 1 if none keeps the targets."""
+    args = _COMMAND.parse_as(FleetArguments, arguments)
+    _check(args)
+    kinds = _kinds_of(args)
+    load, targets, how = args.load(), _targets_of(args), _circumstances_of(args)
+    began = time.perf_counter()
+    sizings = [FleetSizing.of(kind, load, targets, how) for kind in kinds]
+    report = _report_of(args, load, sizings, how)
+    report["planned_in_s"] = round(time.perf_counter() - began, 1)
+    if args.write_report(report):
+        _show(args, load, sizings, report)
+    return int(all(sizing.problem for sizing in sizings))
+
+
+_WHAT = (
+    ROOFLINE.model,
+    Flag.of(
+        "--devices",
+        "replicas to compare: chips of one by tensor parallelism, device and number format of the "
+        f"weights, such as h100,4xv5e,l4:int8; devices: {', '.join(DEVICES)}",
+        metavar="LIST",
+    ),
+    Flag.of("--prices", "of one chip an hour, such as h100=2.5,v5e=1.2", "", metavar="LIST"),
+    ROOFLINE.kv,
+)
+_TARGETS = (
+    Flag.number(
+        "--slo-ttft-ms",
+        "most milliseconds to the first token, for 99 in 100 requests",
+        1000.0,
+        metavar="MS",
+    ),
+    Flag.number("--stream-tok-s", "least tokens a second of 99 in 100 streams; 0: any", 0.0),
+    Flag.number("--refused", "most of 100 requests that may be refused", 0.1),
+)
+_DEFAULT = Circumstances()
+_HOW = (
+    *FleetArguments.RUNNING,
+    Flag.whole("--most-seats", "most seats of a replica", _DEFAULT.most_seats),
+    Flag.whole("--token-budget", "most rows of a step", _DEFAULT.token_budget),
+    Flag.whole("--requests", "requests of one simulation, at most", _DEFAULT.most_requests),
+    ROOFLINE.json,
+)
+_COMMAND = Command(
+    "plan --fleet",
+    "How many replicas of what, at which price, for a traffic and its targets.",
+    (
+        FlagGroup(_WHAT),
+        FlagGroup(FleetArguments.TRAFFIC, "traffic"),
+        FlagGroup(_TARGETS, "targets"),
+        FlagGroup(_HOW, "how it is run"),
+        FlagGroup(ROOFLINE.efficiencies, "assumptions"),
+    ),
+    usage="jitney plan --fleet MODEL --devices LIST --rates LIST [FLAG ...]",
+)
+#: Least values of flags.
+_LEAST = {
+    "slo_ttft_ms": 1e-3,
+    "stream_tok_s": 0,
+    "refused": 0,
+    "most_seats": 1,
+    "token_budget": 2,
+    "requests": 1000,
+}
+
+
+def _check(args: FleetArguments) -> None:
+    """Raise ConfigError for flags that cannot be, before anything is simulated."""
+    args.check_numbers(**_LEAST)
+    args.check_writable("json")
+    if not args.model or not args.devices:
+        raise ConfigError("say what to size: jitney plan --fleet MODEL --devices LIST --rates LIST")
+    args.check_running()
+
+
+def _kinds_of(args: FleetArguments) -> list[ReplicaKind]:
+    """The replicas to compare, with their prices."""
+    prices = _prices_of(args)
+    kinds = [args.kind_of(word, prices) for word in args.words_of("devices")]
+    if not kinds:
+        raise ConfigError("--devices: names no device")
+    unused = prices.keys() - {kind.roofline.device.name for kind in kinds}
+    if unused:
+        raise ConfigError(f"--prices: {', '.join(sorted(unused))} is not among --devices")
+    return kinds
+
+
+def _prices_of(args: FleetArguments) -> dict[str, float]:
+    """Device -> price of a chip an hour."""
+    prices: dict[str, float] = {}
+    words = args.words_of("prices")
+    for word in words:
+        name, _, price = word.partition("=")
+        with suppress(ValueError):
+            prices[Accelerator.named(name.strip()).name] = float(price)
+    if len(prices) != len(words) or not all(0 < p < math.inf for p in prices.values()):
+        raise ConfigError(f"--prices: {args.prices!r} is none; write such as h100=2.5,v5e=1.2")
+    return prices
+
+
+def _targets_of(args: FleetArguments) -> Targets:
+    return Targets(args.slo_ttft_ms / 1e3, args.stream_tok_s, args.refused / 100)
+
+
+def _circumstances_of(args: FleetArguments) -> Circumstances:
+    return Circumstances(
+        router=args.router,
+        failures=args.failures(),
+        start_s=args.start_s,
+        token_budget=args.token_budget,
+        most_seats=args.most_seats,
+        most_requests=args.requests,
+        seed=args.seed,
+    )
+
+
+def _report_of(
+    args: FleetArguments, load: Load, sizings: list[FleetSizing], how: Circumstances
+) -> JsonDict:
+    cheapest = _cheapest(sizings)
+    return {
+        "model": args.model,
+        "rates": list(load.rates),
+        "hour_s": load.hour_s,
+        "targets": {
+            "ttft_p99_s": args.slo_ttft_ms / 1e3,
+            "stream_tok_s": args.stream_tok_s,
+            "refused_share": args.refused / 100,
+        },
+        "fleets": [_fleet_json(sizing) for sizing in sizings],
+        "cheapest": cheapest.kind.name if cheapest else None,
+        "assumed": list(_assumptions(sizings, how)),
+    }
+
+
+def _fleet_json(sizing: FleetSizing) -> JsonDict:
+    """One kind's answer; what is not known is None."""
+    kind = sizing.kind
+    return {
+        "device": kind.name,
+        "problem": sizing.problem or None,
+        "seats": sizing.seats,
+        "pages": sizing.pages,
+        "load_req_s": sizing.load_req_s,
+        "replicas": sizing.replicas,
+        "spare": sizing.spare,
+        "chips": sizing.replicas * kind.roofline.count,
+        "by_hour": list(sizing.by_hour),
+        "price_per_hour": sizing.price_per_hour,
+        "fixed": _bill(sizing, sizing.fixed_replica_hours),
+        "scaled": _bill(sizing, sizing.scaled_replica_hours),
+        "output_tokens": sizing.output_tokens,
+        "simulated_replicas": sizing.simulated,
+        "busiest": sizing.figures or None,
+    }
+
+
+def _bill(sizing: FleetSizing, replica_hours: float) -> JsonDict:
+    return {
+        "replica_hours": replica_hours,
+        "cost_per_million": sizing.cost_per_million(replica_hours),
+    }
+
+
+def _cheapest(sizings: Sequence[FleetSizing]) -> FleetSizing | None:
+    """By the scaled cost; None where not every fleet that would do has a price."""
+    able = [sizing for sizing in sizings if not sizing.problem]
+    if not able or any(sizing.price_per_hour is None for sizing in able):
+        return None
+    return min(able, key=_scaled_cost)
+
+
+def _scaled_cost(sizing: FleetSizing) -> float:
+    return sizing.cost_per_million(sizing.scaled_replica_hours) or math.inf
+
+
+def _show(args: FleetArguments, load: Load, sizings: list[FleetSizing], report: JsonDict) -> None:
+    from jitney.dashboard import print_lines
+
+    busiest = max(load.rates)
+    title = f"{args.model}: {busiest:,.6g} requests/s in the busiest {_hour_of(load)}"
+    cheapest = _cheapest(sizings)
+    _table(sizings, cheapest).print(title)
+    problems = [f"{each.kind.name}: {each.problem}" for each in sizings if each.problem]
+    print_lines(problems)
+    print(f"planned in {report['planned_in_s']:g} s; assumed:")
+    print_lines(f"  {line}" for line in report["assumed"])
+
+
+def _hour_of(load: Load) -> str:
+    return "hour" if load.hour_s == _HOUR_S else f"{load.hour_s:g} s"
+
+
+_HEADS = (
+    "replica",
+    "seats",
+    "req/s each",
+    "replicas",
+    "spare",
+    "chips",
+    "TTFT p99",
+    "tok/s p1",
+    "refused",
+    "price/h",
+    "cost/M fixed",
+    "cost/M scaled",
+    "",
+)
+
+
+def _table(sizings: Sequence[FleetSizing], cheapest: FleetSizing | None) -> Table:
+    from jitney.dashboard import Table
+
+    return Table(list(_HEADS), [_cells(sizing, sizing is cheapest) for sizing in sizings])
+
+
+def _cells(sizing: FleetSizing, is_cheapest: bool) -> list[str]:
+    if sizing.problem:
+        return [sizing.kind.name, *[""] * (len(_HEADS) - 2), "no"]
+    figures = sizing.figures
+    rates = figures["stream_tok_s"]
+    return [
+        sizing.kind.name,
+        str(sizing.seats),
+        f"{sizing.load_req_s:.2f}",
+        str(sizing.replicas),
+        str(sizing.spare),
+        str(sizing.replicas * sizing.kind.roofline.count),
+        f"{1e3 * figures['ttft_s']['p99']:.0f} ms",
+        f"{rates['p1']:.0f}" if rates else "",
+        f"{figures['refused_share']:.2%}",
+        _money(sizing.price_per_hour, 2),
+        _money(sizing.cost_per_million(sizing.fixed_replica_hours), 3),
+        _money(sizing.cost_per_million(sizing.scaled_replica_hours), 3),
+        "cheapest" if is_cheapest else "",
+    ]
+
+
+def _money(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:,.{digits}f}"
+
+
+def _assumptions(sizings: Sequence[FleetSizing], how: Circumstances) -> Iterator[str]:
+    """Everything that was taken for granted, and how far off it may be, a line each."""
+    lines = [line for sizing in sizings for line in assumptions_of(sizing.kind.roofline)]
+    yield from dict.fromkeys(lines)
+    yield (
+        "step times are estimates from published peaks, not measurements; the replicas' model is "
+        "within 1 % (tokens/s) and 8 % (first token p99) of the scheduler itself on the same step "
+        "times, where pages are not short"
+    )
+    yield _failing(how)
+    yield (
+        f"router {how.router}; the ingress sees loads every 0.25 s and predicted waits every "
+        "second, and takes no time itself; no prefix is found in a cache"
+    )
+    yield (
+        "a load is looked for with 4 replicas, at most 95 % of what their seats can serve; the "
+        "busiest time is simulated with at most 32, with their share of the traffic and at most "
+        f"{how.most_requests:,} requests"
+    )
+    yield "scaled: as many as each hour needs, started so long before it; fixed: as the busiest"
+
+
+def _failing(how: Circumstances) -> str:
+    failures = how.failures
+    return (
+        f"a core dies every {failures.core_mtbf_s / _HOUR_S:g} h and is back in "
+        f"{failures.core_recovery_s:g} s, a chip is lost every "
+        f"{failures.machine_mtbf_s / _HOUR_S:g} h, a replica starts in {how.start_s:g} s; to "
+        "spare: that fewer are up than needed has a chance of 1 in 1,000"
+    )

@@ -1,0 +1,196 @@
+"""Flags of the commands that simulate an engine, and what is simulated by them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from jitney.engine.common.errors import ConfigError
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.common.trace import Arrival
+from jitney.engine.config import Command, Config, EngineSection, Flag, FlagGroup
+from jitney.engine.lab.commands.bench_flags import TrafficArguments
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from jitney.engine.lab.simulation.engine_shape import EngineShape
+    from jitney.engine.lab.simulation.roofline import Roofline
+    from jitney.engine.lab.simulation.simulator import SimulatedRun
+    from jitney.engine.lab.simulation.step_table import StepTimes
+
+_NO_CAP = 2**31 - 1
+#: What a server refuses requests by -> the value with which it refuses none.
+_CAPS = {
+    "max_waiting_requests": _NO_CAP,
+    "max_waiting_tokens": _NO_CAP,
+    "max_predicted_wait_s": 0.0,
+}
+#: Fields that step records of this version have.
+_NEEDED = {"device_s", "keys", "longest", "pairs"}
+
+
+class SimulateArguments(TrafficArguments):
+    """The parsed flags of a command that simulates an engine."""
+
+    #: Compared unless told otherwise.
+    POLICIES: ClassVar = "static,dynamic,continuous"
+    #: Settings that say how to run on a real machine.
+    NOT_SIMULATED: ClassVar = (
+        *Command.ONLY_SERVED,
+        "revision",
+        "dtype",
+        "weights",
+        "adapters",
+        "memory_gib",
+        "kv_dtype",
+        "prefix_cache",
+        "share_outputs",
+        "kernels",
+        "compilation_cache",
+        "platform",
+        "device",
+        "tensor_parallel",
+        "data_parallel",
+        "coordinator",
+        "n_hosts",
+        "host_id",
+    )
+    #: How fast the traffic comes.
+    PACE: ClassVar = FlagGroup(
+        (
+            Flag.number("--rate", "requests a second [1; a trace's own]"),
+            Flag.whole("--concurrency", "closed arrivals: requests open at a time; 0: all", 0),
+        ),
+        "pace",
+    )
+
+    @property
+    def learns_from_runs(self) -> bool:
+        """True when step times are learned from measured runs."""
+        return not (self.table or self.records or self.chip)
+
+    def compared(self) -> list[str]:
+        """The policies to simulate."""
+        one = getattr(self, "policy", None)
+        return self.words_of("policy" if one else "policies", self.POLICIES)
+
+    def coming(self) -> list[Arrival]:
+        """The requests that the flags describe."""
+        self.check_concurrency()
+        return self.draw(self.rate or (0.0 if self.trace else 1.0))
+
+    def step_times(self, config: Config) -> StepTimes:
+        """The step times that one of --table, --records and --device asks for."""
+        from jitney.engine.lab.simulation.roofline import Roofline
+        from jitney.engine.lab.simulation.step_table import StepTable
+
+        sources = list(filter(None, [self.table, self.records, self.chip]))
+        if len(sources) != 1:
+            raise ConfigError(
+                "say where step times come from: exactly one of --table, --records and --device"
+            )
+        if self.table:
+            return StepTable.load(self.table)
+        if self.records:
+            return StepTable.from_records(self.read_records(), Path(self.records).name)
+        formats = {"weights": self.weight_format, "kv": self.kv}
+        return Roofline.named(config.model.id, self.chip, count=self.count, **formats)
+
+    def read_records(self) -> np.ndarray:
+        """The step records of --records: from .npy, or from the arrays of that type in an .npz, one
+        after another.
+        """
+        import numpy as np
+
+        fields = [(array, set(array.dtype.names or ())) for array in _arrays_in(self.records)]
+        records = [array for array, names in fields if "device_s" in names]
+        known = [array for array, names in fields if names >= _NEEDED]
+        if not records or len(known) < len(records):
+            raise ConfigError(f"{self.records}: holds no step records of this version")
+        return np.concatenate(records)
+
+    def shape_for(
+        self, config: Config, arrivals: Sequence[Arrival], table: StepTimes
+    ) -> EngineShape:
+        """The engine of the settings. What they leave open is chosen so that it does not
+        interfere: the context holds the longest request, pages suffice for every seat (or fill
+        the device's memory), and nobody is refused unless caps are given.
+        """
+        from jitney.engine.lab.simulation.engine_shape import EngineShape
+        from jitney.engine.lab.simulation.roofline import Roofline
+        from jitney.engine.lab.simulation.step_table import StepTable
+
+        settings = self._settings(config.engine)
+        context = config.model.context or max(map(_n_tokens, arrivals))
+        pages = settings.pages or _pages_for(table, settings, context)
+        return EngineShape.of(
+            settings,
+            context_length=context,
+            pages=pages,
+            on_device=isinstance(table, Roofline),
+            padding_is_free=isinstance(table, StepTable) and table.padding_is_free,
+        )
+
+    def _settings(self, settings: EngineSection) -> EngineSection:
+        """Without caps unless they are given, and with the seats that --seats names."""
+        changes: JsonDict = {name: none for name, none in _CAPS.items() if name not in vars(self)}
+        if self.seats:
+            changes["max_seats"] = self.seats
+            changes["token_budget"] = max(settings.token_budget, 2 * self.seats)
+        return settings.model_copy(update=changes)
+
+    def simulate(
+        self,
+        policy: str,
+        arrivals: Sequence[Arrival],
+        shape: EngineShape,
+        table: StepTimes,
+        clients: int,
+    ) -> SimulatedRun:
+        """One run; only the policy differs from those of the others. Static waits for its batch
+        unless told otherwise.
+
+        clients: requests that a closed loop keeps open; 0: they come at their times.
+        """
+        from jitney.engine.lab.simulation.simulator import simulate
+
+        timeout_ms = None if "static_timeout_ms" in vars(self) else 0.0
+        under = shape.under(policy, timeout_ms)
+        return simulate(arrivals, under, table, concurrency=clients or None, seed=self.seed)
+
+
+def _n_tokens(arrival: Arrival) -> int:
+    return arrival.n_prompt + max(1, arrival.n_output)
+
+
+def _pages_for(table: StepTimes, settings: EngineSection, context: int) -> int:
+    """Pages, the trash page included, when no setting says how many."""
+    from jitney.engine.lab.simulation.roofline import Roofline
+
+    wanted = settings.max_seats * -(-context // settings.page_size) + 1
+    if isinstance(table, Roofline):
+        return min(_pages_that_fit(table, settings.page_size), wanted)
+    return wanted
+
+
+def _pages_that_fit(roofline: Roofline, page_size: int) -> int:
+    page_bytes = roofline.cost.kv_bytes / roofline.kv_split * page_size
+    pages = int(roofline.kv_room / page_bytes)
+    if pages < 2:
+        chips = f"{roofline.count} x {roofline.device.name}"
+        raise ConfigError(
+            f"the model does not fit {chips}: use more chips (--count) or smaller --weights"
+        )
+    return pages
+
+
+def _arrays_in(file: str) -> list[np.ndarray]:
+    import numpy as np
+
+    try:
+        loaded = np.load(file, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read as numpy arrays: {error}") from None
+    return list(loaded.values()) if isinstance(loaded, Mapping) else [loaded]

@@ -1,0 +1,258 @@
+"""`jitney simulate --fleet`: what so many replicas do with a traffic, on a virtual clock, with
+failures and with replicas that are started and let go.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, replace
+
+from jitney.engine.common.errors import ConfigError
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.config import Command, Flag, FlagGroup
+from jitney.engine.lab.commands.fleet_flags import FleetArguments
+from jitney.engine.lab.commands.plan import ROOFLINE
+from jitney.engine.lab.simulation.engine_shape import EngineShape
+from jitney.engine.lab.simulation.fleet import Failures, FleetPlan, FleetRun
+from jitney.engine.lab.simulation.fleet_planner import Circumstances, ReplicaKind, Targets
+from jitney.engine.lab.simulation.fleet_scaling import ScalingRule
+from jitney.engine.lab.simulation.fleet_traffic import Day, Recorded, Traffic
+
+#: Least and most replicas, such as 2:50.
+_SCALE = re.compile(r"(?P<least>[1-9]\d*):(?P<most>[1-9]\d*)")
+_RULE = ScalingRule()
+_DEFAULT = Circumstances()
+#: Most requests of a run, if not said otherwise: a minute or two.
+_MOST = 1_000_000
+
+_WHAT = (
+    ROOFLINE.model,
+    Flag.of(
+        "--device",
+        "chips of a replica by tensor parallelism, device and number format of the weights, such "
+        "as h100, 4xv5e or l4:int8",
+        metavar="WORD",
+    ),
+    Flag.whole("--replicas", "replicas at the beginning, all ready"),
+    Flag.whole("--seats", "most seats of a replica", _DEFAULT.most_seats),
+    Flag.whole("--token-budget", "most rows of a step", _DEFAULT.token_budget),
+    ROOFLINE.kv,
+    Flag.number("--price", "of one chip an hour"),
+    Flag.switch(
+        "--prefix-cache",
+        "prompts of one conversation find the pages of those before, where a --trace names "
+        "conversations",
+    ),
+    ROOFLINE.json,
+)
+_HOW_MUCH = (
+    *FleetArguments.TRAFFIC,
+    Flag.number("--rate-s", "seconds that each of --rates holds", 3600.0),
+    Flag.whole("--requests", "most requests; of more, the busiest time", _MOST),
+)
+_FAILING = (
+    *FleetArguments.RUNNING,
+    Flag.number("--notice-s", "seconds until the loss of a machine is noticed", 30.0),
+    Flag.number("--outage-at-s", "seconds after which a part of all machines is lost at once"),
+    Flag.number("--outage-share", "of the machines that are lost then", 0.1),
+)
+_SCALING = (
+    Flag.of("--scale", "least and most replicas, such as 2:50", metavar="LEAST:MOST"),
+    Flag.number(
+        "--target-wait-s",
+        "predicted wait of the tenth of the replicas where it is longest, above which some are "
+        "started",
+        _RULE.target_wait_s,
+    ),
+    Flag.number(
+        "--fill",
+        "open requests over seats above which replicas are started; 1: only by the wait",
+        _RULE.fill,
+    ),
+    Flag.number("--calm-s", "seconds of calm before a replica is let go", _RULE.calm_s),
+)
+_COMMAND = Command(
+    "simulate --fleet",
+    "Predict what a fleet does with given traffic: replicas, an ingress and failures on a virtual "
+    "clock. Step times are those of `jitney plan`.",
+    (
+        FlagGroup(_WHAT),
+        FlagGroup(_HOW_MUCH, "traffic"),
+        FlagGroup(_FAILING, "routing and failures"),
+        FlagGroup(_SCALING, "replicas that come and go"),
+        FlagGroup(ROOFLINE.efficiencies, "assumptions"),
+    ),
+    usage="jitney simulate --fleet MODEL --device WORD --replicas N --rates LIST [FLAG ...]",
+)
+_LEAST = {
+    "replicas": 1,
+    "seats": 1,
+    "token_budget": 2,
+    "price": 0,
+    "rate_s": 1e-3,
+    "requests": 1,
+    "notice_s": 0,
+    "outage_at_s": 0,
+    "outage_share": 0,
+}
+
+
+def simulate_fleet(arguments: Sequence[str]) -> int:
+    """Simulate one fleet; exit status 0. Raises ConfigError."""
+    args = _COMMAND.parse_as(FleetArguments, arguments)
+    _check(args)
+    price = args.price
+    kind = args.kind_of(args.device, {})
+    load = args.load()
+    traffic, asked = _traffic_of(args, load)
+    plan = _plan_of(args, kind, traffic)
+    began = time.perf_counter()
+    found = plan.simulate(traffic)
+    took = time.perf_counter() - began
+    hour = None if price is None else price * kind.roofline.count
+    report = _report_of(args, plan, found, asked, hour)
+    report["simulated_in_s"] = round(took, 1)
+    if args.write_report(report):
+        _show(args, report)
+    return 0
+
+
+def _check(args: FleetArguments) -> None:
+    """Raises ConfigError for flags that cannot be, before anything is simulated."""
+    given = {name: least for name, least in _LEAST.items() if getattr(args, name) is not None}
+    args.check_numbers(**given)
+    args.check_writable("json")
+    if not args.model or not args.device or not args.replicas:
+        raise ConfigError(
+            "say what to simulate: jitney simulate --fleet MODEL --device WORD --replicas N "
+            "--rates LIST"
+        )
+    args.check_running()
+    if args.prefix_cache and not args.trace:
+        raise ConfigError("--prefix-cache is for --trace: made-up traffic has no conversations")
+
+
+def _traffic_of(args: FleetArguments, load: Day | Recorded) -> tuple[Traffic, int]:
+    """(what is simulated, how many requests there are)."""
+    if isinstance(load, Recorded):
+        return load.busiest(1.0, args.requests, args.seed), len(load.traffic)
+    load = replace(load, hour_s=args.rate_s)
+    asked = round(sum(load.rates) * load.hour_s)
+    if asked <= args.requests:
+        traffic = load.whole(args.seed)
+        return traffic, len(traffic)
+    return load.busiest(1.0, args.requests, args.seed), asked
+
+
+def _plan_of(args: FleetArguments, kind: ReplicaKind, traffic: Traffic) -> FleetPlan:
+    how = Circumstances(token_budget=args.token_budget, most_seats=args.seats)
+    _, engine = kind.engine_for(traffic, Targets(ttft_s=1.0), how)
+    return FleetPlan(
+        engine,
+        kind.roofline,
+        args.replicas,
+        args.router,
+        prefix_cache=args.prefix_cache,
+        failures=_failures_of(args, kind.roofline.count),
+        scaling=_scaling_of(args),
+        start_s=args.start_s,
+        seed=args.seed,
+    )
+
+
+def _failures_of(args: FleetArguments, chips: int) -> Failures:
+    failures = replace(args.failures().of_replica(chips), notice_s=args.notice_s)
+    if args.outage_at_s is None:
+        return failures
+    return replace(failures, outage_at=args.outage_at_s, outage_share=args.outage_share)
+
+
+def _scaling_of(args: FleetArguments) -> ScalingRule | None:
+    """None: there are always as many. Raises ConfigError."""
+    if args.scale is None:
+        return None
+    found = _SCALE.fullmatch(args.scale)
+    if found is None:
+        raise ConfigError(f"--scale: {args.scale!r} is none; write least and most, such as 2:50")
+    return ScalingRule(
+        target_wait_s=args.target_wait_s,
+        fill=args.fill,
+        calm_s=args.calm_s,
+        least=int(found["least"]),
+        most=int(found["most"]),
+    )
+
+
+def _report_of(
+    args: FleetArguments, plan: FleetPlan, found: FleetRun, asked: int, hour: float | None
+) -> JsonDict:
+    """hour: price of a replica."""
+    return {
+        "model": args.model,
+        "device": args.device,
+        "replicas": plan.replicas,
+        "router": plan.router,
+        "engine": _engine_json(plan.engine),
+        "requests_of_traffic": asked,
+        "figures": found.figures(),
+        "cost_per_million": None if hour is None else found.cost_per_million(hour),
+        "moments": [list(astuple(moment)) for moment in found.moments],
+    }
+
+
+def _engine_json(engine: EngineShape) -> JsonDict:
+    limits = engine.limits
+    return {
+        "seats": limits.max_seats,
+        "pages": engine.pages,
+        "context": limits.context_length,
+    }
+
+
+def _show(args: FleetArguments, report: JsonDict) -> None:
+    from jitney.dashboard import Table, print_lines
+
+    title = f"{args.replicas:,} x {args.device} ({args.model}), router {args.router}"
+    Table(["", "value"], list(_rows(report))).print(title)
+    print_lines(_notes(report))
+
+
+def _rows(report: JsonDict) -> Iterator[list[str]]:
+    """What came of it, a figure each."""
+    figures = report["figures"]
+    yield ["requests", f"{figures['requests']:,}"]
+    yield ["refused", f"{figures['refused_share']:.2%}"]
+    yield ["requests/s", f"{figures['req_s']:,.1f}"]
+    yield ["output tokens/s", f"{figures['output_tok_s']:,.0f}"]
+    if figures["ttft_s"]:
+        for name in ("p50", "p99"):
+            yield [f"first token {name}", f"{1e3 * figures['ttft_s'][name]:,.0f} ms"]
+    if figures["stream_tok_s"]:
+        yield ["tokens/s of the slowest 1 %", f"{figures['stream_tok_s']['p1']:.0f}"]
+    if figures["hit_rate"]:
+        yield ["prompt tokens found", f"{figures['hit_rate']:.1%}"]
+    yield [
+        "cores lost, machines lost",
+        f"{figures['core_failures']}, {figures['machine_failures']}",
+    ]
+    yield ["went on in a new core", f"{figures['continued']:,}"]
+    yield ["begun again elsewhere", f"{figures['repeated']:,}"]
+    yield ["replicas started", str(figures["started"])]
+    if figures["most_ready"]:
+        yield ["most replicas ready", str(figures["most_ready"])]
+    yield ["replica-hours", f"{figures['replica_hours']:.2f}"]
+    if report["cost_per_million"] is not None:
+        yield ["cost of a million output tokens", f"{report['cost_per_million']:.3f}"]
+
+
+def _notes(report: JsonDict) -> Iterator[str]:
+    engine, asked = report["engine"], report["requests_of_traffic"]
+    if report["figures"]["requests"] < asked:
+        yield f"of {asked:,} requests those of the busiest time (--requests)"
+    yield f"a replica has {engine['seats']} seats and {engine['pages']:,} pages"
+    yield (
+        f"simulated in {report['simulated_in_s']:g} s; step times are estimates from published "
+        "peaks, latencies are those after the first tenth of the time"
+    )

@@ -1,0 +1,263 @@
+"""Whether answers are right, before anything is timed: tokens of the engine, every case of
+attention, and every kernel in the shapes that the measured model asks for.
+
+Attention and the other kernels are compared with their definitions in numpy. The engine's tokens
+are compared with the reference kernels on the same device: each must be the one that these would
+choose, or as likely up to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace as replaced
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from msgspec.structs import replace
+
+from jitney.engine.core import (
+    KV_TYPES,
+    Bucket,
+    Buckets,
+    Model,
+    ModelConfig,
+    Packed,
+    StateSizes,
+    served_by,
+)
+from jitney.engine.lab.device.loop import make_traffic, random_requests
+from jitney.engine.lab.device.rows import PartJob, Row, Task, Tasks
+from jitney.engine.lab.device.steps import RandomModel
+from jitney.kernels.attention_cases import CASES, AttentionCase
+from jitney.kernels.expert_cases import CASES as EXPERTS
+from jitney.kernels.expert_cases import ExpertCase
+from jitney.kernels.interface import AttentionMeta, KernelSet
+from jitney.kernels.proof import Proof, prove
+from jitney.kernels.proof_attention import MetaBuilder
+from jitney.kernels.proof_shapes import ServedShapes
+from jitney.kernels.select import ServedHeads, reference_of
+
+#: Layers of the model whose tokens are compared: enough for each kernel to feed the next.
+_LAYERS = 2
+#: Requests, and their most tokens of prompt and answer.
+_REQUESTS, _PROMPT, _OUTPUT = 8, 150, 16
+#: How much less likely than the best a token may be for the reference, in spreads of its row of
+#: logits, by bytes per activation. Random models: the best stands 4 spreads above the average.
+_TOKEN_LIMIT = {2: 0.25, 4: 0.02}
+#: The same where rows are rounded to int8 or fp8: the last bit of a number may move it by a whole
+#: step.
+_ROUNDED_LIMIT = 0.25
+#: Positions that a sequence may have where kernels are proved.
+_CONTEXT = 4096
+#: Published mixtures, with four experts of a layer: in blocks of a decode step and of a prompt's,
+#: on one device and on one of several.
+_PUBLISHED = {
+    f"{name}, blocks of {block}, {scheme}": ExpertCase(
+        size, inner, block + 3, block, 4, (scheme, scheme)
+    )
+    for name, size, inner in (
+        ("Qwen3-30B-A3B", 2048, 768),
+        ("an eighth of Qwen3-30B-A3B", 2048, 96),
+        ("a fourth of Mixtral-8x7B", 4096, 3584),
+    )
+    for block in (16, 64)
+    for scheme in ("plain", "int8", "fp8")
+}
+
+
+def _checks(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+    """Of the first kernel set: tokens, attention in the dtype that serves, the kernels in the
+    measured model's shapes, attention in other dtypes, experts; a short call may not reach the end.
+    """
+    kernels = sets[0]
+    served, tested = _attention_cases(jnp.dtype(dtype).name)
+    yield from _token_tasks(job, kernels, dtype)
+    yield from _attention_tasks(job, kernels, served)
+    yield from _proof_tasks(job, kernels, dtype)
+    yield from _attention_tasks(job, kernels, tested)
+    for name, case in _expert_cases(kernels).items():
+        row = job.row("experts", name, kernels.label)
+        yield Task(row, partial(_expert_row, kernels, replaced(case, dtype=jnp.dtype(dtype).name)))
+
+
+def _token_tasks(job: PartJob, kernels: KernelSet, dtype: DTypeLike) -> Tasks:
+    config = _shallow(job.config, _LAYERS)
+    for weights in Packed.schemes:
+        case = f"{weights} weights, {jnp.dtype(dtype)}"
+        row = job.row("tokens of the engine", case, kernels.label)
+        model = RandomModel(config, kernels, dtype, weights)
+        yield Task(row, partial(_token_row, job, model))
+
+
+def _proof_tasks(job: PartJob, kernels: KernelSet, dtype: DTypeLike) -> Tasks:
+    for weights in Packed.schemes:
+        for kv in ("auto", *KV_TYPES):
+            row = job.row("kernels", f"{weights} weights, {kv} KV", kernels.label)
+            yield Task(row, partial(_proof_rows, job, kernels, dtype, weights, kv))
+
+
+def _attention_tasks(job: PartJob, kernels: KernelSet, cases: dict[str, AttentionCase]) -> Tasks:
+    for name, case in cases.items():
+        row = job.row("attention", name, kernels.label)
+        yield Task(row, partial(_case_row, kernels, case))
+
+
+def _attention_cases(dtype: str) -> tuple[dict[str, AttentionCase], dict[str, AttentionCase]]:
+    """Every case in this dtype, and those that this makes others, as they are tested."""
+    served = {f"{name}, {dtype}": case.served_as(dtype) for name, case in CASES.items()}
+    known = set(served.values())
+    tested = {f"{name}, {case.dtype}": case for name, case in CASES.items() if case not in known}
+    return served, tested
+
+
+def _case_row(kernels: KernelSet, case: AttentionCase, row: Row) -> Iterator[Row]:
+    reason = ""
+    if case.prompts:
+        reason = ServedHeads(case.heads[2], case.dtype, case.pool).refusal(kernels.name)
+    if reason:
+        yield row.noted(f"not for these kernels: {reason}")
+        return
+    yield _judged(row, Proof.of_attention(kernels, case))
+
+
+def _expert_cases(kernels: KernelSet) -> dict[str, ExpertCase]:
+    """None for a set that multiplies a mixture's blocks one after the other."""
+    return {} if kernels.experts is None else EXPERTS | _PUBLISHED
+
+
+def _expert_row(kernels: KernelSet, case: ExpertCase, row: Row) -> Iterator[Row]:
+    yield _judged(row, Proof.of_experts(kernels, case))
+
+
+def _judged(row: Row, proof: Proof) -> Row:
+    """The row with what was found."""
+    if proof.reason:
+        return row.as_wrong(proof.reason)
+    return _compared(row, proof.error, proof.limit)
+
+
+def _compared(row: Row, error: float, limit: float) -> Row:
+    row = replace(row, error=error, note=f"right (at most {limit:g})")
+    if not error <= limit:
+        return row.as_wrong(f"{error:.3g}, at most {limit:g} are right")
+    return row
+
+
+def _proof_rows(
+    job: PartJob, kernels: KernelSet, dtype: DTypeLike, weights: str, kv: str, row: Row
+) -> Iterator[Row]:
+    """A row for each kernel that the model calls with weights and pools of these kinds; the first
+    stands for all of them when it is asked what has been done.
+    """
+    served, pool = jnp.dtype(dtype), jnp.dtype(KV_TYPES.get(kv, dtype))
+    reason = ServedHeads(job.config.head_dim, served.name, pool.name).refusal(kernels.name)
+    if reason:
+        yield row.noted(f"not for these kernels: {reason}")
+        return
+    proofs = prove(kernels, _shapes_for(job, kernels, dtype, weights, kv))
+    whole = replace(row, note="right", figures=_count(proofs))
+    right = all(proof.ok for proof in proofs)
+    yield whole if right else whole.as_wrong("see below")
+    for proof in proofs:
+        yield _judged(replace(row, name=proof.kernel), proof)
+
+
+def _count(proofs: Sequence[Proof]) -> dict[str, float]:
+    return {"kernels compared": float(len(proofs))}
+
+
+def _shapes_for(
+    job: PartJob, kernels: KernelSet, dtype: DTypeLike, weights: str, kv: str
+) -> ServedShapes:
+    config = _shallow(job.config, 1)
+    model = RandomModel(config, kernels, dtype, weights).make(kv)
+    decode_rows, mixed_rows = job.sizes.proved
+    seats = decode_rows[-1]
+    decode = tuple(Bucket(rows, rows) for rows in decode_rows)
+    buckets = Buckets(decode, tuple(Bucket(rows, seats) for rows in mixed_rows))
+    context = min(_CONTEXT, config.context_length)
+    sizes = StateSizes(seats, 1, job.page_size, context, KV_TYPES.get(kv, dtype))
+    return served_by(model, config, sizes, buckets, dtype)
+
+
+def _token_row(job: PartJob, model: RandomModel, row: Row) -> Iterator[Row]:
+    """Greedy requests of many lengths through scheduler, core and runner."""
+    prompt = min(_PROMPT, model.config.context_length - _OUTPUT)
+    traffic, _ = make_traffic(job, model, context=prompt + _OUTPUT)
+    requests = random_requests(job, _REQUESTS, (1, prompt), (_OUTPUT, _OUTPUT))
+    outputs = traffic.run(requests, concurrency=job.sizes.streams).tokens
+    reference = _Reference(model, job.page_size, prompt + _OUTPUT)
+    errors = [0.0]
+    same = 0
+    for request, output in zip(requests, outputs, strict=True):
+        if len(output) != _OUTPUT:
+            raise RuntimeError(f"{len(output)} of {_OUTPUT} tokens came out")
+        behind = reference.behind_best(request.prompt, output)
+        errors.extend(behind)
+        same += sum(distance == 0 for distance in behind)
+    error = float(max(errors))
+    figures = {"tokens": float(_REQUESTS * _OUTPUT), "of them the reference's own": float(same)}
+    yield replace(_compared(row, error, _limit_of(model)), figures=figures)
+
+
+def _limit_of(model: RandomModel) -> float:
+    if getattr(model.kernels, model.weights, None) is not None:  # int8, fp8: rows are rounded, too
+        return _ROUNDED_LIMIT
+    return _TOKEN_LIMIT[model.itemsize]
+
+
+def _shallow(config: ModelConfig, most: int) -> ModelConfig:
+    """The same layers, at most so many of them."""
+    layers = min(most, config.n_layers)
+    return replaced(config, n_layers=layers, windows=config.windows[:layers])
+
+
+class _Reference:
+    """The model that the engine ran, by the reference kernels and without the engine."""
+
+    def __init__(self, model: RandomModel, page: int, tokens: int):
+        """page: positions of one. tokens: of the longest request."""
+        config = model.config
+        self._page, self._tokens = page, tokens
+        self._model = model.make()
+        self._kernels = reference_of(model.kernels)
+        pages = -(-tokens // page) + 1
+        shape = (pages, page, 2 * config.n_kv_heads, config.head_dim)
+        self._pools = [jnp.zeros(shape, model.dtype) for _ in range(config.n_layers)]
+        self._logits = jax.jit(partial(_logits_of, self._kernels))
+
+    def behind_best(self, prompt: Sequence[int], output: Sequence[int]) -> list[float]:
+        """How far each token's logit lies below the best one, in spreads of its row."""
+        ids = [*prompt, *output]
+        padded = np.zeros(self._tokens, np.int32)
+        padded[: len(ids)] = ids
+        pages = len(self._pools[0])
+        # Two sequences: as many rows as sequences would be a step of decode alone.
+        shape = (2, self._tokens, pages)
+        builder = MetaBuilder.empty(shape, pages, self._page, np.random.default_rng(0))
+        builder.add(len(ids), len(ids))
+        logits = self._logits(self._model, padded, self._pools, builder.meta(0))
+        rows = np.asarray(logits)[len(prompt) - 1 : len(ids) - 1]
+        chosen = rows[np.arange(len(output)), output]
+        return ((rows.max(-1) - chosen) / rows.std(-1)).tolist()
+
+
+def _logits_of(
+    kernels: KernelSet,
+    model: Model,
+    tokens: jax.Array,
+    pools: list[jax.Array],
+    meta: AttentionMeta,
+) -> jax.Array:
+    """float32 [T, V]."""
+    hidden, _ = model(tokens, pools, meta, kernels)
+    return model.logits(hidden, kernels)
+
+
+#: Part -> what yields its tasks.
+TASKS = {
+    "check": _checks,
+}

@@ -1,0 +1,173 @@
+"""Products with weights as they may be packed, and the search for a top-k or top-p threshold:
+checked, then timed.
+
+Bytes: weights with their scales, rows and results once. Operations: two per weight and row.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jitney.engine.core import Packed, quantise, threshold, widened
+from jitney.engine.lab.device.kernels import measured
+from jitney.engine.lab.device.rows import PartJob, Row, Task, Tasks
+from jitney.engine.lab.device.timing import distance, timed
+from jitney.kernels import eight_bits
+from jitney.kernels.interface import KernelSet
+
+#: Share of the probability and number of tokens that the timed search keeps: nucleus sampling over
+#: a flat tail, which no short list of candidates decides.
+_TOP_P, _TOP_K = 0.95, 0
+
+
+def _products(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+    """The two large matrices of a layer, for few rows: every way to keep weights."""
+    config = job.config
+    shapes = {
+        "gate_up": (config.hidden_size, 2 * config.intermediate_size),
+        "down": (config.intermediate_size, config.hidden_size),
+    }
+    wanted = itertools.product(job.sizes.product_rows, Packed.schemes, shapes.items(), sets)
+    for rows, scheme, (name, shape), kernels in wanted:
+        case = f"{name} {shape[0]} x {shape[1]}, {rows} rows"
+        row = job.row(f"{scheme} product", case, kernels.label)
+        yield Task(row, partial(_product_row, job, kernels, dtype, scheme, shape, rows))
+
+
+def _product_row(
+    job: PartJob,
+    kernels: KernelSet,
+    dtype: DTypeLike,
+    scheme: str,
+    shape: tuple[int, int],
+    rows: int,
+    row: Row,
+) -> Iterator[Row]:
+    plain = _make_weights(scheme, shape, dtype, 0)
+    weights = _laid_out(plain, kernels)
+    x = jax.random.normal(jax.random.key(9), (rows, shape[0]), dtype)
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
+    moved = held + x.nbytes + 4 * rows * shape[1]
+
+    def time(floor_s: float) -> list[float]:
+        seeds = range(1, job.copies_of(moved))
+        made = (_make_weights(scheme, shape, dtype, seed) for seed in seeds)
+        copies = [weights, *(_laid_out(weights, kernels) for weights in made)]
+        return timed(
+            lambda x, w: _chained(x, w.product(x, kernels)),
+            x,
+            copies,
+            floor_s=floor_s,
+            sample_s=job.sizes.sample_s,
+        )
+
+    yield measured(
+        job,
+        row,
+        moved=moved,
+        operations=2.0 * rows * shape[0] * shape[1],
+        error=_product_error(kernels, x, plain),
+        itemsize=jnp.dtype(dtype).itemsize,
+        time=time,
+    )
+
+
+def _product_error(kernels: KernelSet, x: jax.Array, weights: Packed) -> float:
+    """Distance from the product of the widened weights in float32, with rows rounded if the kernel
+    rounds them.
+    """
+    exact = jnp.matmul(
+        _as_multiplied(x, weights.scheme, kernels), widened(weights), precision="highest"
+    )
+    ours = jax.jit(lambda x, w: w.product(x, kernels))(x, _laid_out(weights, kernels))
+    return float(distance(ours, exact))
+
+
+def _as_multiplied(x: jax.Array, scheme: str, kernels: KernelSet) -> jax.Array:
+    """The rows as the kernel takes them, in float32."""
+    if scheme == "int8" and kernels.int8 is not None:
+        codes, steps = eight_bits.round_to_int8(x)
+        return codes * steps
+    if scheme == "fp8" and kernels.fp8 is not None:
+        codes, units = eight_bits.round_to_fp8(x)
+        return codes.astype(jnp.float32) * units
+    return x.astype(jnp.float32)
+
+
+def _laid_out(weights: Packed, kernels: KernelSet) -> Packed:
+    """As the kernel takes them: fp8 that is multiplied as such knows no other way."""
+    if weights.scheme == "fp8" and kernels.fp8 is not None:
+        return weights._replace(kernel=kernels.fp8.arrange(weights.kernel))
+    return weights
+
+
+def _make_weights(scheme: str, shape: tuple[int, int], dtype: DTypeLike, seed: int) -> Packed:
+    """Random weights [I, O] of spread 1 / sqrt(I)."""
+    wide = jax.random.normal(jax.random.key(seed), shape) / shape[0] ** 0.5
+    return quantise(wide, scheme=scheme, dtype=dtype)
+
+
+def _thresholds(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+    """Where nucleus sampling cuts, over the whole vocabulary: the set's kernel beside the sampler's
+    own search.
+    """
+    searches = {kernels.label: kernels.threshold for kernels in sets}
+    searches["sampler"] = threshold
+    for rows in job.sizes.sampled:
+        for by, search in searches.items():
+            row = job.row("top-p threshold", f"{rows} x {job.config.vocab_size:,}", by)
+            yield Task(row, partial(_threshold_row, job, search, rows))
+
+
+def _threshold_row(
+    job: PartJob, search: Callable[..., jax.Array] | None, rows: int, row: Row
+) -> Iterator[Row]:
+    """One search, checked against the sampler's own."""
+    if search is None:
+        yield row.noted("the sampler's own search serves this set")
+        return
+    scaled = _random_logits(rows, job.config.vocab_size)
+    top_k, top_p = jnp.full((rows,), _TOP_K, jnp.int32), jnp.full((rows,), _TOP_P, jnp.float32)
+    error = None
+    if search is not threshold:
+        found = jax.jit(search)(scaled, top_k, top_p)
+        error = float(distance(found, threshold(scaled, top_k, top_p)))
+
+    def time(floor_s: float) -> list[float]:
+        return timed(
+            lambda p, given: _chained(p, search(given[0], given[1], p)),
+            top_p,
+            [(scaled, top_k)],
+            floor_s=floor_s,
+            sample_s=job.sizes.sample_s,
+        )
+
+    yield measured(job, row, moved=scaled.nbytes, error=error, itemsize=4, time=time)
+
+
+def _chained(x: jax.Array, y: jax.Array) -> jax.Array:
+    """x, but not before y is there: a number too small to change it is added.
+
+    The barrier keeps XLA from computing only the part of y that is read.
+    """
+    tiny = jax.lax.optimization_barrier(y).ravel()[0].astype(jnp.float32) * 1e-30
+    return x + tiny.astype(x.dtype)
+
+
+def _random_logits(rows: int, vocab: int) -> jax.Array:
+    """float32 [rows, vocab], 0 the largest of each row."""
+    logits = jax.random.normal(jax.random.key(3), (rows, vocab), jnp.float32)
+    return logits - jnp.max(logits, axis=-1, keepdims=True)
+
+
+#: Part -> what yields its tasks.
+TASKS = {
+    "products": _products,
+    "sampling": _thresholds,
+}

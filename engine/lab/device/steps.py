@@ -1,0 +1,329 @@
+"""Whole steps of a model with random weights made on the device, through the engine's own runner.
+
+Bytes of a step: every weight but the embedding table once (a tied one is the head: once), of the
+table the rows looked up, each sequence's keys and values once, the step's own written once.
+Operations as `engine.lab.simulation.roofline` counts them.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from statistics import median
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from msgspec.structs import replace
+
+from jitney.engine.common.errors import ConfigError
+from jitney.engine.core import (
+    GIB,
+    Bucket,
+    Buckets,
+    LaunchedStep,
+    Model,
+    ModelConfig,
+    Runner,
+    StateSizes,
+    StepWork,
+    abstract_model,
+)
+from jitney.engine.lab.bench.step import StepCase
+from jitney.engine.lab.device.rows import PartJob, Row, Task, Tasks
+from jitney.engine.lab.device.timing import repeated
+from jitney.engine.lab.simulation.roofline import ModelCost
+from jitney.kernels.interface import KernelSet
+
+#: Of the memory that jax may use: left for temporaries, fragments and uploads.
+_SPARE = 0.08
+#: KV positions at most: enough for 256 sequences of 1k, and for 8 of 32k.
+_MOST_POSITIONS = 1 << 18
+#: Positions where the device does not say what memory it has.
+_FEW_POSITIONS = 1 << 10
+#: Programs compiled side by side.
+_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RandomModel:
+    """A model with random weights, and the kernels that it runs on."""
+
+    config: ModelConfig
+    kernels: KernelSet
+    dtype: DTypeLike  # of activations
+    weights: str = "plain"  # or one of Packed.schemes, as they are packed
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number that is not packed."""
+        return jnp.dtype(self.dtype).itemsize
+
+    def make(self, kv: str = "auto") -> Model:
+        """It, with keys and values as `kv` says: auto, or one of KV_TYPES."""
+        config, dtype = self.config, self.dtype
+        return _random_weights(abstract_model(config, dtype=dtype, weights=self.weights, kv=kv))
+
+
+@dataclass
+class StepBench:
+    """A runner over random weights, and what a step of it must move."""
+
+    runner: Runner
+    cost: ModelCost
+    weight_bytes: int  # read in every step
+    embed_bytes: int  # of one token's embedding
+    row_bytes: int  # of one token's keys and values in all layers
+    positions: int  # KV positions of the pool
+    page_size: int
+
+    @classmethod
+    def of(cls, job: PartJob, wanted: RandomModel, buckets: Buckets, context: int) -> StepBench:
+        """A runner that has compiled nothing yet, with as many pages as fit, up to what the cases
+        need.
+        """
+        gc.collect()  # the arrays of the one before it may hang in cycles
+        config, kernels = wanted.config, wanted.kernels
+        model = wanted.make()
+        model.arrange(kernels)
+        held = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
+        row_bytes = config.n_layers * 2 * config.n_kv_heads * config.head_dim * wanted.itemsize
+        pages = _pages_for(job, buckets, row_bytes, held)
+        sizes = StateSizes(buckets.seats, pages, job.page_size, context, wanted.dtype)
+        runner = Runner(model, buckets, kernels, sizes, end_ids=(), plain_mixed=True)
+        runner.state = runner.shapes.allocate(runner.config)
+        return cls(
+            runner=runner,
+            cost=ModelCost(config),
+            weight_bytes=held - _unread_bytes(wanted),
+            embed_bytes=config.hidden_size * wanted.itemsize,
+            row_bytes=row_bytes,
+            positions=(pages - 1) * job.page_size,
+            page_size=job.page_size,
+        )
+
+    def compile(self, buckets: Sequence[Bucket]) -> None:
+        """Compile the greedy step of these buckets, side by side."""
+        kinds = [(bucket, self.runner.is_plain(bucket, True)) for bucket in buckets]
+        self.runner.compile_steps(kinds, threads=_THREADS)
+
+    def floor_bytes(self, work: StepWork) -> float:
+        """Least bytes of a step."""
+        rows = work.decode + work.prompt
+        return self.weight_bytes + rows * self.embed_bytes + (work.keys + rows) * self.row_bytes
+
+    def operations(self, bucket: Bucket, work: StepWork) -> float:
+        """Least operations: of its rows, not of its padding."""
+        sampled = min(bucket.seats, work.decode or 1)
+        return sum(self.cost.operations(work.decode + work.prompt, sampled, work))
+
+
+def _random_weights(model: Model) -> Model:
+    """An abstract model with numbers in it, made on the device leaf by leaf: of the right size, of
+    no meaning.
+    """
+    graph, state = nnx.split(model)
+    leaves = []
+    for number, (path, leaf) in enumerate(nnx.to_flat_state(state)):
+        dtype = jnp.dtype(leaf.dtype)
+        filled = _fill(jax.random.key(number), str(path[-1]), leaf.shape, dtype)
+        leaves.append((path, leaf.replace(filled)))
+    return nnx.merge(graph, nnx.from_flat_state(leaves))
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _fill(key: jax.Array, name: str, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+    """Entries for the leaf of that name: matrices have a spread of 1 / sqrt(inputs), norms are 1,
+    and scales small, so that no step overflows."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        if name == "zeros":
+            return jnp.full(shape, 8, dtype)
+        return _random_bits(key, shape, dtype)
+    if name in ("scale", "kv_scales"):
+        return jnp.full(shape, 1e-3, dtype)
+    if len(shape) < 2:
+        return jnp.full(shape, name != "bias", dtype)
+    spread = 1.0 if dtype.itemsize == 1 else shape[0] ** -0.5
+    return (spread * jax.random.normal(key, shape, jnp.bfloat16)).astype(dtype)
+
+
+def _random_bits(key: jax.Array, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+    width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[dtype.itemsize]
+    return jax.lax.bitcast_convert_type(jax.random.bits(key, shape, width), dtype)
+
+
+def _unread_bytes(wanted: RandomModel) -> int:
+    """Of the table of embeddings, where it is not the head, too."""
+    config = wanted.config
+    if config.tie_embeddings:
+        return 0
+    return config.vocab_size * config.hidden_size * wanted.itemsize
+
+
+def _pages_for(job: PartJob, buckets: Buckets, row_bytes: int, held: int) -> int:
+    """held: bytes of the weights. ConfigError if they leave no room."""
+    wanted = _MOST_POSITIONS + buckets.seats * job.page_size
+    pages = min(wanted, _free_positions(row_bytes)) // job.page_size
+    if pages < 2:
+        raise ConfigError(f"{held / GIB:.1f} GiB of weights leave no room for keys and values")
+    return pages
+
+
+def _free_positions(row_bytes: int) -> int:
+    """KV positions that fit beside what the device holds now."""
+    stats = jax.devices()[0].memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return _FEW_POSITIONS
+    return int((1 - _SPARE) * stats["bytes_limit"] - stats["bytes_in_use"]) // row_bytes
+
+
+def _time_step(bench: StepBench, case: StepCase, sample_s: float) -> tuple[list[float], StepWork]:
+    """Seconds of a made-up step, many in flight, its upload included. RuntimeError if its logits
+    are not finite.
+    """
+    runner = bench.runner
+    plan = case.plan(0, bench.page_size)
+    packed, plain = runner.batch(plan).packed, runner.is_plain(case.bucket, True)
+    launched = LaunchedStep(plan, runner.run(case.bucket, plain, packed)[0], 0)
+    if min(runner.fetch(launched).tokens) < 0:
+        raise RuntimeError("the step's logits are not finite")
+    samples = repeated(lambda _: runner.run(case.bucket, plain, packed), None, sample_s)
+    return samples, plan.work
+
+
+def _step_row(
+    job: PartJob,
+    get: Callable[[], StepBench],
+    group: Sequence[Bucket],
+    case: StepCase,
+    row: Row,
+) -> Iterator[Row]:
+    """One step; `group` is compiled together with its bucket."""
+    bench = get()
+    wanted = _room_of(case, bench.page_size)
+    if wanted > bench.positions:
+        yield row.noted(_no_room(bench, wanted))
+        return
+    bench.compile(group)
+    samples, work = _time_step(bench, case, job.sizes.sample_s)
+    floor_s, bound = job.measured.of(bench.floor_bytes(work), bench.operations(case.bucket, work))
+    figures = {"tokens_s": (work.decode + work.prompt) / median(samples)}
+    yield replace(row.timed(samples), floor_s=floor_s, bound=bound, figures=figures)
+
+
+def _no_room(bench: StepBench, wanted: int) -> str:
+    """wanted: KV positions."""
+    needed = wanted * bench.row_bytes / GIB
+    room = bench.positions * bench.row_bytes / GIB
+    return f"does not fit: {needed:.1f} GiB of keys and values, room for {room:.1f}"
+
+
+def _room_of(case: StepCase, page: int) -> int:
+    """KV positions in whole pages."""
+    lengths = [length + 1 for length in case.decode]
+    lengths += [start + count for start, count in case.prompts]
+    return sum(math.ceil(length / page) * page for length in lengths)
+
+
+def _short_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+    """Decode steps of few seats and short contexts: what the goal is about."""
+    model, sizes = RandomModel(job.config, sets[0], dtype), job.sizes
+    yield from _decode_tasks(job, model, sizes.steps[:1], sizes.contexts[0])
+
+
+def _long_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+    """Decode steps of more seats, and of longer contexts."""
+    model, sizes = RandomModel(job.config, sets[0], dtype), job.sizes
+    yield from _decode_tasks(job, model, sizes.steps, sizes.contexts[1], sizes.contexts[0])
+
+
+def _library_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+    """Decode steps of the weights that cuBLASLt multiplies as they are."""
+    yield from _short_steps(job, sets, dtype)
+    yield from _narrow_steps(job, sets[0], dtype, "fp8")
+
+
+def _quantised_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+    """Decode steps with weights in 8 and 4 bits."""
+    for weights in ("fp8", "int8", "int4"):
+        yield from _narrow_steps(job, sets[0], dtype, weights)
+
+
+def _narrow_steps(job: PartJob, kernels: KernelSet, dtype: DTypeLike, weights: str) -> Tasks:
+    model, sizes = RandomModel(job.config, kernels, dtype, weights), job.sizes
+    yield from _decode_tasks(job, model, (sizes.quantised,), sizes.contexts[0][-1:])
+
+
+def _decode_tasks(
+    job: PartJob,
+    model: RandomModel,
+    groups: Sequence[Sequence[int]],
+    contexts: Sequence[int],
+    later: Sequence[int] = (),
+) -> Tasks:
+    """Every seat count of every group at `contexts`; from the second group on, at `later` too."""
+    longest = max((*contexts, *later)) + job.page_size
+    get = cache(partial(StepBench.of, job, model, _decode_buckets(groups), longest))
+    wanted = set(contexts)
+    for seat_counts in groups:
+        group = [Bucket(seats, seats) for seats in seat_counts]
+        for bucket, context in itertools.product(group, sorted(wanted)):
+            case = StepCase(bucket, (context - 1,) * bucket.seats)
+            row = _decode_row(job, model, bucket.seats, context)
+            yield Task(row, partial(_step_row, job, get, group, case))
+        wanted |= set(later)
+
+
+def _decode_row(job: PartJob, model: RandomModel, seats: int, context: int) -> Row:
+    """Of a decode step, without figures."""
+    weights, goal = model.weights, ""
+    if weights == "plain":
+        weights = str(jnp.dtype(model.dtype))
+        goal = _goal_of(job, seats, context)
+    case = f"{seats} x {context:,}, {weights}"
+    return job.row("decode step", case, model.kernels.label, goal)
+
+
+def _decode_buckets(groups: Sequence[Sequence[int]]) -> Buckets:
+    """For so many seats, and one that prompts fit in."""
+    sizes = sorted(itertools.chain.from_iterable(groups))
+    decode = tuple(Bucket(seats, seats) for seats in sizes)
+    return Buckets(decode, (Bucket(2 * sizes[-1], sizes[-1]),))
+
+
+def _goal_of(job: PartJob, seats: int, context: int) -> str:
+    """That a step with plain weights counts for; empty: none."""
+    short = seats <= 32 and context <= 1024
+    return "step" if short and job.part not in ("graphs", "cublas") else ""
+
+
+def _prefill_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+    """Steps of one prompt, whole."""
+    kernels, sizes = sets[0], sorted(job.sizes.prefill)
+    seats = min(8, sizes[0] // 2)
+    buckets = Buckets((Bucket(1, 1),), tuple(Bucket(rows, seats) for rows in sizes))
+    context = sizes[-1] + job.page_size
+    model = RandomModel(job.config, kernels, dtype)
+    get = cache(partial(StepBench.of, job, model, buckets, context))
+    for rows in job.sizes.prefill:
+        bucket = Bucket(rows, seats)
+        row = job.row("prompt step", f"{rows:,} rows, {jnp.dtype(dtype)}", kernels.label)
+        case = StepCase(bucket, (), ((0, rows),))
+        yield Task(row, partial(_step_row, job, get, [bucket], case))
+
+
+#: Part -> what yields its tasks.
+TASKS = {
+    "steps": _short_steps,
+    "graphs": _short_steps,
+    "cublas": _library_steps,
+    "contexts": _long_steps,
+    "quantised": _quantised_steps,
+    "prefill": _prefill_steps,
+}

@@ -1,0 +1,186 @@
+"""One part of `jitney bench device`, in a process of its own: a job on standard input, a line of
+JSON per row.
+
+Its own process, so that a part that dies, hangs or fills the memory takes no other with it, and so
+that parts may differ in what must be said before jax starts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TextIO
+
+import msgspec
+
+from jitney.engine.lab.device.rows import About, Floors, PartJob, Row, Sizes, Tasks
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from jitney.kernels.interface import KernelSet
+
+#: Part -> the module whose `TASKS` have it. Those of the peers are not given kernels.
+_OURS = {
+    "check": "check",
+    "steps": "steps",
+    "graphs": "steps",
+    "cublas": "steps",
+    "attention": "kernels",
+    "loop": "loop",
+    "crowds": "loop",
+    "write": "kernels",
+    "sampling": "products",
+    "products": "products",
+    "contexts": "steps",
+    "prefill": "steps",
+    "quantised": "steps",
+    "flashinfer": "prompt_peers",
+    "cudnn": "prompt_peers",
+}
+_PEERS = {"transformers": "peers", "vllm": "vllm_peer", "torch": "peers"}
+_PACKAGES = (
+    "jitney",
+    "jax",
+    "jaxlib",
+    "jax-triton",
+    "triton",
+    "libtpu",
+    "torch",
+    "transformers",
+    "vllm",
+    "flashinfer-python",
+    "jax-tvm-ffi",
+)
+
+
+class PartMessage(msgspec.Struct, omit_defaults=True):
+    """What the process prints: one of these."""
+
+    row: Row | None = None
+    about: About | None = None
+    floors: Floors | None = None
+
+
+def _main(given: TextIO = sys.stdin, out: TextIO = sys.stdout) -> int:
+    """Run the job; exit status 0."""
+    job = msgspec.json.decode(given.read(), type=PartJob)
+    for line in _lines_of(job):
+        out.write(msgspec.json.encode(line).decode() + "\n")
+        out.flush()
+    return 0
+
+
+def _lines_of(job: PartJob) -> Iterator[PartMessage]:
+    """Everything the job yields."""
+    if job.part == job.ABOUT:
+        sets, dtype = _kernels_of(job)
+        yield PartMessage(about=_about_device(sets[0], dtype))
+        return
+    if job.part == "floors":
+        _, dtype = _kernels_of(job)
+        yield PartMessage(floors=_floors_in(dtype))
+        return
+    if job.part in _PEERS:
+        tasks = _tasks_of(_PEERS[job.part], job)
+    else:
+        tasks = _tasks_of(_OURS[job.part], job, *_kernels_of(job))
+    for row in _rows_of(job, tasks):
+        yield PartMessage(row=row)
+
+
+def _tasks_of(module: str, job: PartJob, *kernels: Any) -> Tasks:
+    tasks = importlib.import_module(f"jitney.engine.lab.device.{module}").TASKS
+    return tasks[job.part](job, *kernels)
+
+
+def _rows_of(job: PartJob, tasks: Tasks) -> Iterator[Row]:
+    """The rows of all tasks that no earlier call has settled. One that raises says so in a row;
+    none begins when the time is up.
+    """
+    until = time.monotonic() + job.seconds
+    for task in tasks:
+        if task.row.of in job.settled:
+            continue
+        if time.monotonic() > until:
+            yield task.row.noted(f"not run: {task.row.NO_TIME}")
+            continue
+        try:
+            yield from task.run(task.row)
+        except Exception as error:  # whatever a driver says, the next case may do better
+            yield task.row.noted(_failure(error))
+
+
+def _failure(error: Exception) -> str:
+    words = " ".join(str(error).split())[:200]
+    return f"failed: {type(error).__name__}: {words}"
+
+
+def _kernels_of(job: PartJob) -> tuple[Sequence[KernelSet], np.dtype]:
+    """(the chosen kernel set and the one to compare with, dtype); starts jax."""
+    from jitney.engine.config import load_config
+    from jitney.engine.core import choose_dtype, choose_kernels, start_jax
+
+    platform = start_jax(load_config(flags={"platform": job.platform}))[0].platform
+    sets = [choose_kernels(platform, job.kernels)]
+    if job.against:
+        sets.append(choose_kernels(platform, job.against))
+    return sets, choose_dtype(job.dtype, platform)
+
+
+def _floors_in(dtype: np.dtype) -> Floors:
+    """What the device reaches."""
+    import jax
+
+    from jitney.engine.lab.device.timing import measure_floors
+
+    return measure_floors(Sizes.on(jax.devices()[0].platform), dtype)
+
+
+def _about_device(kernels: KernelSet, dtype: np.dtype) -> About:
+    """The device that jax has, and what runs on it."""
+    import jax
+
+    from jitney.engine.core import name_of
+
+    device = jax.devices()[0]
+    stats = device.memory_stats() or {}
+    return About(
+        device=device.device_kind,
+        platform=device.platform,
+        kernels=kernels.label,
+        kernel_set=kernels.name,
+        dtype=str(dtype),
+        memory=stats.get("bytes_limit", 0),
+        versions=_versions(),
+        choices=name_of(device) if jax.config.jax_compilation_cache_dir else "",
+        sm=_compute_capability(),
+    )
+
+
+def _compute_capability() -> int:
+    """Of an NVIDIA GPU, as 90 for 9.0; 0 for anything else."""
+    from jitney.kernels.interface import KernelError
+    from jitney.kernels.select import compute_capability
+
+    try:
+        return compute_capability()
+    except KernelError:
+        return 0
+
+
+def _versions() -> dict[str, str]:
+    """Of the packages that decide the figures, those that are here."""
+    found = {}
+    for package in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

@@ -1,0 +1,467 @@
+"""The policy lab: the last minutes' traffic again, under other policies and settings, on the
+simulator.
+
+The live engine only lends its history: arrivals, lengths, and step times to learn from. The
+simulation has a process of its own, at the lowest priority, one at a time, for a limited time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from pydantic import ValidationError
+
+from jitney.dashboard import Experiment, Window, stay_columns
+from jitney.engine.common.child_process import end_child, start_child
+from jitney.engine.common.engine_info import EngineInfo
+from jitney.engine.common.errors import RequestError
+from jitney.engine.common.history import History
+from jitney.engine.common.request_record import RequestRecord, Stay
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.common.trace import Arrival
+from jitney.engine.config import EngineSection
+from jitney.engine.core import POLICIES
+from jitney.engine.lab.simulation.replay import RecordedEngine, ReplayJob
+from jitney.engine.server import EngineClient, HttpError, Slices
+
+#: Seconds that all policies of one experiment may take together.
+_LIMIT_S = 120.0
+#: [engine] of a server's configuration, whose sizes are known only once the engine starts.
+type _SettingsNow = Callable[[], EngineSection]
+#: Step records the times are learned from, and stays that are shown: the newest.
+_MOST_RECORDS = 20_000
+#: Most bytes of one line of the worker's answer.
+_MOST_BYTES = 1 << 26
+#: Requests that are prepared between two rests.
+_PIECE = 64
+#: Settings that an experiment may change.
+_SETTINGS = (
+    "max_seats",
+    "token_budget",
+    "pages",
+    "batch_size",
+    "max_wait_ms",
+    "static_timeout_ms",
+    "order",
+    "prefill_share",
+    "target_itl_ms",
+    "max_predicted_wait_s",
+    "max_waiting_requests",
+    "max_waiting_tokens",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Traffic:
+    """What was recorded of an experiment's minutes."""
+
+    #: All requests that came, however they ended, by their arrival.
+    requests: list[RequestRecord]
+    #: Who sat where in this time.
+    stays: list[tuple[RequestRecord, Stay]]
+    #: When the first came, and when the last ended or the record does.
+    first: float
+    last: float
+    #: The newest step records of all, to learn step times from; and those of this time.
+    records: np.ndarray
+    window: np.ndarray
+
+
+class Lab:
+    """One engine's experiments. settings: tells [engine] of its configuration; None: not known,
+    nothing can be simulated.
+    """
+
+    def __init__(
+        self, client: EngineClient, settings: _SettingsNow | None, limit_s: float = _LIMIT_S
+    ):
+        self.client = client
+        self.settings = settings
+        self.limit_s = limit_s
+        #: Of the newest experiment: its number, how it stands ("idle", "running", "done" or
+        #: "failed"), why it failed, the share that is done, when it began, what came out.
+        self._number = 0
+        self._state = "idle"
+        self._error = ""
+        self._progress: float | None = None
+        self._started: float | None = None
+        self._result: JsonDict | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._slices = Slices()
+        self._preparing = False
+
+    @property
+    def _running(self) -> bool:
+        return self._task is not None and not self._task.done()
+
+    def status(self) -> JsonDict:
+        """Where the newest experiment stands, and what the next one could use."""
+        now = time.monotonic()
+        requests = self.client.history.ended(now - History.keep_s)
+        first = min((request.arrival for request in requests), default=now)
+        return {
+            "state": self._state,
+            "id": self._number,
+            "progress": self._progress,
+            "started": self._started,
+            "error": self._error,
+            "result": self._result,
+            "policies": list(POLICIES),
+            "settings": self._current_settings(),
+            "arrivals": len(requests),
+            "minutes": round((now - first) / 60, 2),
+        }
+
+    def _current_settings(self) -> JsonDict:
+        if self.settings is None:
+            return {}
+        settings = self.settings()
+        current = {name: getattr(settings, name) for name in _SETTINGS}
+        # Off, unless asked for: it is there for the tail of a server's traffic.
+        current["static_timeout_ms"] = None
+        if self.client.info is not None:
+            current["pages"] = self.client.info.sizes.pages
+        return current
+
+    async def start(self, experiment: Experiment) -> None:
+        """Begin an experiment. Raises HttpError 409 while one runs, RequestError if it makes no
+        sense.
+        """
+        if self._running or self._preparing:
+            raise HttpError(
+                409, "an experiment is running; wait for it, or stop it", code="lab_busy"
+            )
+        self._preparing = True
+        try:
+            job, basis = await self._slices.result(self._prepare(experiment))
+        finally:
+            self._preparing = False
+        self._number += 1
+        self._state = "running"
+        self._error = ""
+        self._progress = 0.0
+        self._result = None
+        self._started = round(time.monotonic(), 4)
+        self._task = asyncio.create_task(self._run(job, basis))
+
+    def _prepare(self, experiment: Experiment) -> Generator[None, None, tuple[ReplayJob, JsonDict]]:
+        """What the worker needs, and what is put around its answer. Work for `Slices`."""
+        info = self.client.info
+        if self.settings is None or info is None:
+            raise RequestError(
+                "the engine is not ready, so there is nothing to simulate", code="loading"
+            )
+        if info.model.encoder:
+            raise RequestError(
+                "the policy lab simulates models that write text; this one is an encoder",
+                code="unsupported_parameter",
+            )
+        settings = self.settings()
+        _check(experiment, settings)
+        traffic = yield from _recorded(self.client.history, experiment.minutes)
+        job = yield from _job(experiment, traffic, info, settings)
+        basis = yield from _basis(experiment, traffic, info)
+        return job, basis
+
+    async def stop(self) -> None:
+        if self._task is not None and self._running:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._state = "idle"
+            self._progress = None
+
+    async def _run(self, job: ReplayJob, basis: JsonDict) -> None:
+        try:
+            async with asyncio.timeout(self.limit_s):
+                result = await self._simulate(job)
+            basis["measured"]["figures"] = result.pop("measured")
+            self._result = basis | result
+            self._state = "done"
+        except TimeoutError:
+            self._fail(
+                f"it took longer than {self.limit_s:g} s: try fewer minutes or fewer policies"
+            )
+        except _Failed as error:
+            self._fail(str(error))
+        self._progress = None
+
+    def _fail(self, error: str) -> None:
+        self._state = "failed"
+        self._error = error
+
+    async def _simulate(self, job: ReplayJob) -> JsonDict:
+        """The worker's result. Raises _Failed; leaving early ends the process."""
+        process = await start_child("jitney.engine.lab.simulation.replay", limit=_MOST_BYTES)
+        assert process.stdin is not None and process.stdout is not None  # asked for
+        try:
+            await _send_job(job, process.stdin)
+            return await self._result_from(process.stdout)
+        finally:
+            await end_child(process)
+
+    async def _result_from(self, output: asyncio.StreamReader) -> JsonDict:
+        async for line in output:
+            message = msgspec.json.decode(line)
+            if "result" in message:
+                return message["result"]
+            if "error" in message:
+                raise _Failed(message["error"])
+            self._progress = message["progress"]
+        raise _Failed("the simulation ended without a result; the server's log says why")
+
+
+class _Failed(Exception):
+    """An experiment that brought nothing."""
+
+
+async def _send_job(job: ReplayJob, worker: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        worker.write(msgspec.msgpack.encode(job))
+        await worker.drain()
+        worker.close()
+
+
+def _recorded(history: History, minutes: float) -> Generator[None, None, _Traffic]:
+    """The traffic of the last minutes. Raises RequestError if nothing has ended in them."""
+    now = time.monotonic()
+    requests = _arrived_since(history, max(now - 60 * minutes, history.kept_from))
+    yield
+    records = history.records.since(-1)[-_MOST_RECORDS:]
+    if not any(map(_rode_to_the_end, requests)) or not len(records):
+        raise RequestError(
+            "no request of that time has ended yet: there is no traffic to replay",
+            param="minutes",
+        )
+    first = requests[0].arrival
+    last = max(min(request.end, now) for request in requests)
+    yield
+    window, _ = history.records.between(first, last)
+    stays = yield from Window(history, first, last).stays()
+    return _Traffic(
+        requests=requests,
+        stays=stays,
+        first=first,
+        last=last,
+        records=records,
+        window=window,
+    )
+
+
+def _rode_to_the_end(request: RequestRecord) -> bool:
+    return request.finished is not None and bool(request.stays)
+
+
+def _arrived_since(history: History, start: float) -> list[RequestRecord]:
+    candidates = [*history.ended(start), *history.open()]
+    requests = [request for request in candidates if request.arrival >= start]
+    return sorted(requests, key=lambda request: request.arrival)
+
+
+def _job(
+    experiment: Experiment, traffic: _Traffic, info: EngineInfo, settings: EngineSection
+) -> Generator[None, None, ReplayJob]:
+    stays = [stay for _, stay in traffic.stays]
+    requests: list[RequestRecord] = []
+    for place, request in enumerate(traffic.requests):
+        requests.append(request.until(traffic.last))
+        if place % _PIECE == 0:
+            yield
+    came = yield from _arrivals(traffic.requests, traffic.first)
+    return ReplayJob(
+        arrivals=came,
+        engine=_recorded_engine(info, settings),
+        changes=experiment.settings,
+        policies=experiment.policies,
+        records=_npy(traffic.records),
+        requests=requests,
+        seconds=traffic.last - traffic.first,
+        window=_npy(traffic.window),
+        seats=info.sizes.seats,
+        seated_s=sum(stay.seconds(traffic.first, traffic.last) for stay in stays),
+        recorded=info.queue.policy,
+        speed=experiment.speed,
+        price_per_hour=experiment.price_per_hour,
+    )
+
+
+def _recorded_engine(info: EngineInfo, settings: EngineSection) -> RecordedEngine:
+    return RecordedEngine(
+        settings=settings.model_dump(mode="json"),
+        context_length=info.model.context_length,
+        pages=info.sizes.pages,
+        seat_buckets=info.sizes.seat_buckets,
+        token_buckets=info.sizes.token_buckets,
+        machine=info.device.name,
+        on_device=info.device.platform != "cpu",
+        padding_is_free=info.sizes.padding_is_free,
+    )
+
+
+def _basis(
+    experiment: Experiment, traffic: _Traffic, info: EngineInfo
+) -> Generator[None, None, JsonDict]:
+    before = {request.number for request, _ in traffic.stays if request.arrival < traffic.first}
+    yield
+    stays = yield from _measured_stays(traffic)
+    return {
+        "minutes": experiment.minutes,
+        "from": round(traffic.first, 4),
+        "to": round(traffic.last, 4),
+        "requests": len(traffic.requests),
+        "counted": _counted(traffic.requests),
+        "on_board_before": len(before),
+        "speed": experiment.speed,
+        "settings": experiment.settings,
+        "cached_tokens": sum(request.cached_tokens for request in traffic.requests),
+        "measured": {
+            "policy": info.queue.policy,
+            "seats": info.sizes.seats,
+            "stays": stays,
+        },
+    }
+
+
+def _check(experiment: Experiment, settings: EngineSection) -> None:
+    """Raise RequestError naming the field unless the experiment makes sense, beside the engine's
+    own settings.
+    """
+    History.check_minutes(experiment.minutes)
+    _check_speed(experiment.speed)
+    _check_price(experiment.price_per_hour)
+    _check_policies(experiment.policies)
+    _check_settings(experiment.settings, settings)
+
+
+def _check_speed(speed: float) -> None:
+    if not 0.1 <= speed <= 10:
+        raise RequestError("speed must be at least 0.1 and at most 10", param="speed")
+
+
+def _check_price(price: float | None) -> None:
+    if price is not None and not 0 < price < 1e6:
+        raise RequestError(
+            "price_per_hour must be more than 0 and less than a million, or null",
+            param="price_per_hour",
+        )
+
+
+_SOME_POLICIES = f"policies must name some of: {', '.join(POLICIES)}, each once"
+
+
+def _check_policies(names: list[str]) -> None:
+    known = set(names) & set(POLICIES)
+    if not names or len(known) < len(names):
+        raise RequestError(_SOME_POLICIES, param="policies")
+
+
+def _check_settings(changes: JsonDict, settings: EngineSection) -> None:
+    for name in changes:
+        _check_known(name)
+    try:
+        EngineSection.model_validate(settings.model_dump(mode="python") | changes)
+    except ValidationError as error:
+        raise _field_error(error) from None
+
+
+def _check_known(name: str) -> None:
+    if name not in _SETTINGS:
+        known = ", ".join(_SETTINGS)
+        message = f"{name[:40]} cannot be changed here; known: {known}"
+        raise RequestError(message, param="settings")
+
+
+def _field_error(error: ValidationError) -> RequestError:
+    """The first of the faults, by the field's name."""
+    first = error.errors()[0]
+    name = ".".join(map(str, first["loc"])) or "settings"
+    message = first["msg"].removeprefix("Value error, ")
+    return RequestError(f"{name}: {message}", param=name)
+
+
+def _arrivals(requests: list[RequestRecord], first: float) -> Generator[None, None, list[Arrival]]:
+    """All requests as traffic, in seconds since `first`. Work for `Slices`."""
+    tenants: dict[str, str] = {}
+    lengths = sorted(request.n_output for request in requests if request.served)
+    ascending = np.array(lengths, np.int64)
+    traffic = []
+    for place, request in enumerate(requests):
+        arrival = Arrival(
+            at=request.arrival - first,
+            n_prompt=request.n_prompt,
+            n_output=_wanted(request, ascending),
+            tenant=tenants.setdefault(request.tenant, str(len(tenants))),
+            priority=request.priority,
+            n_cached=request.cached_tokens,
+        )
+        traffic.append(arrival)
+        if place % _PIECE == 0:
+            yield
+    return traffic
+
+
+def _wanted(request: RequestRecord, lengths: np.ndarray) -> int:
+    """How many tokens a request asks for. lengths: of the answers that were given to the end,
+    ascending.
+
+    Who was cut short asks for as much as it got. Whose answer nobody saw to its end (it runs or
+    waits still, or was refused, or left the queue) asks for as much as some answer that was longer
+    than what it has so far.
+    """
+    if _rode_to_the_end(request):
+        return max(1, request.n_output)
+    length = _some_longer(request, lengths)
+    return max(1, min(length, request.max_tokens or length))
+
+
+def _some_longer(request: RequestRecord, lengths: np.ndarray) -> int:
+    longer = lengths[np.searchsorted(lengths, request.n_output, "right") :]
+    if not len(longer):
+        return request.n_output + 1
+    # The same request asks for the same every time.
+    draw = np.random.default_rng(request.number).integers(len(longer))
+    return int(longer[draw])
+
+
+def _counted(requests: list[RequestRecord]) -> dict[str, int]:
+    """How many requests ended in which state. left: in the queue, but not refused."""
+    counts: dict[str, int] = dict.fromkeys(("ended", "running", "waiting", "refused", "left"), 0)
+    for request in requests:
+        counts[_state_in_the_end(request)] += 1
+    return counts
+
+
+def _state_in_the_end(request: RequestRecord) -> str:
+    if _rode_to_the_end(request):
+        return "ended"
+    if request.finish == "error":
+        return "refused"
+    if request.finished is not None:
+        return "left"
+    return "waiting" if request.stay is None else "running"
+
+
+def _measured_stays(traffic: _Traffic) -> Generator[None, None, dict[str, list[Any]]]:
+    """The stays of that time as they were, in seconds from its beginning."""
+    columns = yield from stay_columns(traffic.stays[-_MOST_RECORDS:])
+    for name in ("from", "first_token", "to"):
+        columns[name] = [_since(traffic.first, t) for t in columns[name]]
+        yield
+    return columns
+
+
+def _since(first: float, t: float | None) -> float | None:
+    return None if t is None else round(t - first, 4)
+
+
+def _npy(records: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, records, allow_pickle=False)
+    return file.getvalue()

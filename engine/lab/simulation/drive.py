@@ -1,0 +1,126 @@
+"""The loop that offers requests to a core and collects what it reports: on a virtual clock for the
+simulator, on a real one for a bench.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from jitney.engine.common.history import RequestRecords
+from jitney.engine.common.messages import StepReport
+from jitney.engine.common.records import STEP_DTYPE, step_of
+from jitney.engine.common.requests import EngineRequest
+from jitney.engine.core import EngineCore
+
+
+class _LoopClock(Protocol):
+    """The time that a loop goes by, in seconds."""
+
+    def __call__(self) -> float: ...
+    def wait_until(self, t: float) -> None: ...
+
+
+_RequestAt = Callable[[int, float], EngineRequest]
+
+
+class Offer:
+    """Requests to come.
+
+    times: when each comes, seconds of the loop's clock, ascending. request_at: makes request
+    `number` (from 0), which comes at a time. concurrency: a closed loop, in which a request comes
+    when fewer than so many are open, whatever its time says; 0: by their times.
+    """
+
+    def __init__(
+        self,
+        times: Sequence[float],
+        request_at: _RequestAt,
+        concurrency: int = 0,
+    ):
+        self._times = times
+        self._request_at = request_at
+        self._concurrency = concurrency
+        self._taken = 0
+
+    @property
+    def empty(self) -> bool:
+        """True when all have come."""
+        return self._taken == len(self._times)
+
+    @property
+    def next_at(self) -> float:
+        """When the next one comes by the clock; infinity if none does."""
+        if self.empty or self._concurrency:
+            return math.inf
+        return self._times[self._taken]
+
+    def due(self, now: float, n_open: int) -> bool:
+        """True if the next one comes now, while `n_open` are open."""
+        if self._concurrency:
+            return not self.empty and n_open < self._concurrency
+        return self.next_at <= now
+
+    def take(self, now: float) -> EngineRequest:
+        """The next one; in an open loop it came at its time, which may be a little before now."""
+        number = self._taken
+        self._taken += 1
+        return self._request_at(number, now if self._concurrency else self._times[number])
+
+
+@dataclass(slots=True)
+class StepLog:
+    """Every step of a run."""
+
+    #: One STEP_DTYPE item each, in bytes.
+    packed: list[bytes] = field(default_factory=list)
+    #: When each step's tokens were handed out, seconds of the loop's clock.
+    done: list[float] = field(default_factory=list)
+
+    @property
+    def last_step(self) -> int:
+        """Number of the newest step, -1 before the first."""
+        return step_of(self.packed[-1]) if self.packed else -1
+
+    @property
+    def records(self) -> np.ndarray:
+        """[steps] STEP_DTYPE."""
+        return np.frombuffer(b"".join(self.packed), STEP_DTYPE)
+
+
+def drive(
+    core: EngineCore,
+    clock: _LoopClock,
+    offer: Offer,
+    requests: RequestRecords,
+    reported: Callable[[StepReport], None] = lambda report: None,
+) -> StepLog:
+    """Take in who has come, step, and write down what it brought, until all have come and ended.
+
+    reported: called with each report before it is written down; the simulator's host works then.
+    """
+    log = StepLog()
+    while not offer.empty or core.has_work:
+        while offer.due(clock(), requests.n_open):
+            request = offer.take(clock())
+            requests.submit(request)
+            core.add(request)
+        core.scheduler.more_to_come = offer.next_at < math.inf
+        pause = core.pause_s if core.has_work else math.inf
+        if pause > 0:
+            # The next float: rounding must not leave it short of the time.
+            wakes = math.nextafter(clock() + pause, math.inf)
+            clock.wait_until(min(wakes, offer.next_at))
+            continue
+        report = core.step()
+        reported(report)
+        now = clock()
+        if report.record:
+            log.packed.append(report.record)
+            log.done.append(now)
+        requests.apply(report, log.last_step, now)
+    return log

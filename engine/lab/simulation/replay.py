@@ -1,0 +1,284 @@
+"""Traffic again, under other policies: the policy lab's process, `python -P -m
+jitney.engine.lab.simulation.replay`.
+
+A `ReplayJob` comes in, lines of JSON go out. It runs at the lowest priority, so that the engine it
+shares the machine with does not notice.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import sys
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from jitney.engine.common.errors import JitneyError
+from jitney.engine.common.request_record import RequestRecord, SeatStay
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.common.summary import spread, summarise
+from jitney.engine.common.trace import Arrival
+from jitney.engine.config import EngineSection
+from jitney.engine.core import Bucket, Buckets
+from jitney.engine.lab.simulation.accuracy import Recording, errors
+from jitney.engine.lab.simulation.engine_shape import EngineShape
+from jitney.engine.lab.simulation.simulator import SimulatedRun, simulate, weighted_spread
+from jitney.engine.lab.simulation.step_table import StepTable
+from jitney.engine.lab.simulation.verdicts import PolicyErrors, verdict_of
+
+_NICENESS = 15
+#: Most stays told of one policy.
+_MAX_STAYS = 20_000
+#: Ended requests below which the error of a prediction is chance.
+_FEWEST_ENDED = 20
+
+
+class RecordedEngine(msgspec.Struct, frozen=True):
+    """The engine that recorded."""
+
+    #: [engine] of its configuration.
+    settings: JsonDict
+    #: Tokens a sequence may have.
+    context_length: int
+    #: In use by sequences at most, without the trash page.
+    pages: int
+    #: Rows that its programs were compiled for, empty if it does not tell.
+    seat_buckets: tuple[int, ...] = ()
+    token_buckets: tuple[int, ...] = ()
+    #: The machine, in words.
+    machine: str = ""
+    #: On a GPU or TPU.
+    on_device: bool = False
+    #: See `Buckets`.
+    padding_is_free: bool = False
+
+    def shape(self, changes: JsonDict) -> EngineShape:
+        """It with some settings changed; with as many seats and as large a budget it keeps its
+        buckets.
+        """
+        settings = EngineSection.model_validate(self.settings | changes, strict=False)
+        return EngineShape.of(
+            settings,
+            context_length=self.context_length,
+            pages=(changes.get("pages") or self.pages) + 1,
+            on_device=self.on_device,
+            padding_is_free=self.padding_is_free,
+            buckets=self.own_buckets(settings),
+        )
+
+    def own_buckets(self, settings: EngineSection) -> Buckets | None:
+        """Those it was compiled with, if these settings leave them as they are; else None."""
+        asked = settings.max_seats, settings.token_budget
+        if asked != (max(self.seat_buckets, default=0), max(self.token_buckets, default=0)):
+            return None
+        decode = [Bucket(size, size) for size in self.seat_buckets]
+        mixed = [Bucket.mixed(size, settings.max_seats) for size in self.token_buckets]
+        return Buckets(tuple(decode), tuple(mixed), self.padding_is_free)
+
+
+class ReplayJob(msgspec.Struct, frozen=True):
+    """What to replay and how."""
+
+    #: At their recorded pace.
+    arrivals: list[Arrival]
+    engine: RecordedEngine
+    #: Settings other than the engine's own.
+    changes: JsonDict
+    #: To compare, by name.
+    policies: list[str]
+    #: A .npy file of step records to learn step times from.
+    records: bytes
+    #: The arrivals as they were served, open ones as far as they had come when the recording ended
+    #: (see `RequestRecord.until`).
+    requests: list[RequestRecord]
+    #: From the first arrival to the end of the recording.
+    seconds: float
+    #: The steps of that time (.npy).
+    window: bytes
+    #: Of the engine that recorded.
+    seats: int
+    #: Seconds that the requests sat in seats.
+    seated_s: float
+    #: The policy under which that was.
+    recorded: str
+    #: How many times as fast the arrivals shall come.
+    speed: float = 1.0
+    #: Of the engine; None: no costs are worked out.
+    price_per_hour: float | None = None
+
+    @property
+    def paced(self) -> list[Arrival]:
+        """The arrivals as they shall come."""
+        return [msgspec.structs.replace(each, at=each.at / self.speed) for each in self.arrivals]
+
+
+def _main() -> int:
+    """Exit status 0 with a last line {"result": ...} or {"error": ...}."""
+    os.nice(_NICENESS)
+    try:
+        _send(result=_work(msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ReplayJob)))
+    except JitneyError as error:
+        _send(error=str(error))
+    return 0
+
+
+def _send(**message: Any) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def _work(job: ReplayJob) -> JsonDict:
+    """Simulate what was recorded, to learn the error of doing so, and then each policy; says how
+    far it has come.
+    """
+    table = StepTable.from_records(_array(job.records))
+    clients = Recording(job.requests).clients()
+    measured = _measured_figures(job)
+    off = {job.recorded: _own_error(job, table, clients, measured)}
+    policies = {}
+    for number, policy in enumerate(job.policies, 1):
+        _send(progress=number / (len(job.policies) + 1))
+        policies[policy] = _predicted(job, policy, table, clients)
+    return {
+        "policies": policies,
+        "measured": measured,
+        "errors": off,
+        "closed_loop": clients,
+        "verdict": verdict_of(
+            {name: run["figures"] for name, run in policies.items()},
+            off,
+            PolicyErrors.shipped().learned_from(job.recorded, job.engine.machine),
+        ),
+    }
+
+
+def _predicted(job: ReplayJob, policy: str, table: StepTable, clients: int) -> JsonDict:
+    """What the recorded traffic would have met under a policy."""
+    shape = job.engine.shape(job.changes | {"policy": policy})
+    # Static is compared as what it is: it waits for its number, unless a timeout was asked for.
+    shape = shape.under(policy, job.changes.get("static_timeout_ms") or 0.0)
+    run = simulate(job.paced, shape, table, concurrency=round(clients * job.speed) or None)
+    return _result_of(run, job.price_per_hour)
+
+
+def _measured_figures(job: ReplayJob) -> JsonDict:
+    """The figures of what was recorded; tokens are counted whether their request has ended or
+    not.
+    """
+    window = _array(job.window)
+    figures = summarise(
+        job.requests,
+        records=window,
+        seats=job.seats,
+        seconds=job.seconds,
+        seated_s=job.seated_s,
+        price_per_hour=job.price_per_hour,
+    )
+    return figures | _seen_until(job.requests, job.seconds) | {"itl_s": _gaps_of(window)}
+
+
+def _own_error(
+    job: ReplayJob, table: StepTable, clients: int, measured: JsonDict
+) -> dict[str, float]:
+    """`accuracy.errors` of simulating the very policy, settings and traffic that were recorded.
+
+    Empty if too few requests ended. Both are looked at until the record ended: who was still
+    running then has brought so many tokens and no end.
+    """
+    if sum(request.served for request in job.requests) < _FEWEST_ENDED:
+        return {}
+    run = _again(job, table, clients)
+    figures = run.figures() | _seen_until(run.requests, job.seconds)
+    return errors(_compared(figures), _compared(measured))
+
+
+def _again(job: ReplayJob, table: StepTable, clients: int) -> SimulatedRun:
+    """What was recorded."""
+    shape = job.engine.shape({"policy": job.recorded})
+    return simulate(job.arrivals, shape, table, concurrency=clients or None)
+
+
+def _compared(figures: JsonDict) -> JsonDict:
+    """Those of them that can be looked at before everybody has ended."""
+    return {name: figures[name] for name in ("output_tok_s", "ttft_s", "e2e_s", "itl_s")}
+
+
+def _seen_until(requests: list[RequestRecord], seconds: float) -> JsonDict:
+    """Tokens and latencies as somebody sees them who looks away `seconds` after the first
+    arrival.
+    """
+    end = min(request.arrival for request in requests) + seconds
+    tokens = round(sum(_delivered(request, end) for request in requests))
+    begun = [request for request in requests if _first_token(request) <= end]
+    ended = [request for request in requests if request.served and request.end <= end]
+    return {
+        "output_tokens": tokens,
+        "output_tok_s": tokens / seconds if seconds > 0 else 0.0,
+        "ttft_s": spread([request.ttft_s for request in begun]),
+        "e2e_s": spread([request.e2e_s for request in ended]),
+    }
+
+
+def _first_token(request: RequestRecord) -> float:
+    return math.inf if request.first_token is None else request.first_token
+
+
+def _delivered(request: RequestRecord, end: float) -> float:
+    """Tokens that a request had brought by then, as if they had come evenly from the first to the
+    last.
+    """
+    first, last = _first_token(request), request.end
+    if first > end:
+        return 0.0
+    if last <= max(first, end):
+        return request.n_output
+    return 1 + (request.n_output - 1) * (end - first) / (last - first)
+
+
+def _result_of(run: SimulatedRun, price_per_hour: float | None) -> JsonDict:
+    first = min(request.arrival for request in run.requests)
+    return {
+        "figures": run.figures(price_per_hour=price_per_hour),
+        "seats": run.seats,
+        "seconds": run.seconds,
+        "stays_left_out": max(0, len(run.stays) - _MAX_STAYS),
+        "stays": _columns(run.stays[:_MAX_STAYS], first),
+    }
+
+
+def _columns(stays: list[SeatStay], first: float) -> dict[str, list[Any]]:
+    """Seconds since `first`."""
+    columns = {
+        name: [_since(first, getattr(stay, field)) for _, stay in stays]
+        for name, field in _TIMES.items()
+    }
+    seats = [stay.seat for _, stay in stays]
+    return columns | {"seat": seats, "request": [request.number for request, _ in stays]}
+
+
+#: Columns of times, by the fields of a stay.
+_TIMES = {"from": "start", "first_token": "first_token", "to": "end"}
+
+
+def _since(first: float, t: float | None) -> float | None:
+    if t is None:
+        return None
+    return round(t - first, 4)
+
+
+def _gaps_of(records: np.ndarray) -> dict[str, float] | None:
+    """Time between tokens: of the steps, as often as they had decode rows."""
+    steps = records[records["decode"] > 0]
+    spans = steps["device_s"].astype(np.float64) + steps["gap_s"]
+    return weighted_spread(spans, steps["decode"].astype(np.int64))
+
+
+def _array(file: bytes) -> np.ndarray:
+    return np.load(io.BytesIO(file), allow_pickle=False)
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

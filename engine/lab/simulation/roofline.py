@@ -1,0 +1,334 @@
+"""Step times from first principles: bytes over bandwidth or operations over peak, whichever takes
+longer.
+
+The roofline of Williams, Waterman and Patterson (2009) for one step of a decoder: weights and KV
+are read once, KV of the step's rows is written; matrix products cost two operations per weight and
+row, attention four per head, key and head dimension. What no chip reaches is taken off by two
+stated efficiencies, and each step pays a fixed overhead.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+from jitney.engine.common.errors import ConfigError, ModelError
+from jitney.engine.common.step_cost import StepCost
+from jitney.engine.core import Bucket, ExpertsConfig, ModelConfig, StepWork, read_hf_config
+from jitney.engine.lab.simulation.devices import Accelerator
+from jitney.engine.lab.simulation.step_table import HostTimes
+
+#: Bytes per number; int4 with a 2-byte scale and a 1-byte zero point for every 128 weights.
+_BYTES = {"f32": 4.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 3 / 128}
+#: Which unit multiplies weights of a format, where not bfloat16's: narrow weights are widened.
+_UNITS = {"f32": "f32"}
+#: The host of a GPU or TPU machine: the project's budget of 0.3 ms at 64 seats and 1 ms at 256,
+#: mostly per row.
+_ASSUMED_HOST = HostTimes(before=6e-5, before_per_row=2.2e-6, after=2e-5, after_per_row=1.4e-6)
+
+
+def _llama(
+    n_layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    inner: int,
+    vocab: int,
+    context: int,
+    architecture: str = "LlamaForCausalLM",
+    tied: bool = False,
+) -> ModelConfig:
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        n_layers=n_layers,
+        n_heads=heads,
+        n_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=inner,
+        windows=(0,) * n_layers,
+        context_length=context,
+        tie_embeddings=tied,
+        qk_norm=architecture.startswith("Qwen3"),
+    )
+
+
+#: Shapes by name, from the models' published config.json, so that planning needs no download.
+SHAPES = {
+    "llama-3.2-1b": _llama(16, 2048, 32, 8, 64, 8192, 128256, 131072, tied=True),
+    "llama-3.1-8b": _llama(32, 4096, 32, 8, 128, 14336, 128256, 131072),
+    "llama-3.1-70b": _llama(80, 8192, 64, 8, 128, 28672, 128256, 131072),
+    "qwen3-32b": _llama(64, 5120, 64, 8, 128, 25600, 151936, 40960, "Qwen3ForCausalLM"),
+    "qwen3-8b": _llama(36, 4096, 32, 8, 128, 12288, 151936, 40960, "Qwen3ForCausalLM"),
+    "qwen3-30b-a3b": replace(
+        _llama(48, 2048, 32, 4, 128, 768, 151936, 40960, "Qwen3MoeForCausalLM"),
+        experts=ExpertsConfig(128, 8, renormalised=True),
+    ),
+    "mixtral-8x7b": replace(
+        _llama(32, 4096, 32, 8, 128, 14336, 32000, 32768, "MixtralForCausalLM"),
+        experts=ExpertsConfig(8, 2, renormalised=True),
+    ),
+}
+
+
+def _find_shape(model: str) -> ModelConfig:
+    """The shape of a decoder: of a built-in name, a config.json or whatever `--model` takes; its
+    weights are not needed, but a repository id is fetched. Raises ModelError.
+    """
+    shape = _read_shape(model)
+    if shape.encoder is not None:
+        raise ModelError(
+            f"{model} is an encoder ({shape.architecture}): plans and simulations are of models "
+            "that write text"
+        )
+    return shape
+
+
+def _read_shape(model: str) -> ModelConfig:
+    if model.lower() in SHAPES:
+        return SHAPES[model.lower()]
+    path = Path(model).expanduser()
+    if path.is_dir():
+        path /= "config.json"
+    if path.suffix == ".json":
+        return read_hf_config(_read_config(path))
+    from jitney.engine.core import ModelSource
+
+    try:
+        return ModelSource.resolve(model).config
+    except ModelError as error:
+        raise ModelError(f"{error}; or a built-in shape: {', '.join(SHAPES)}") from None
+
+
+def _read_config(path: Path) -> Mapping[str, object]:
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(read, dict):
+        raise ModelError(f"{path}: must hold an object")
+    return read
+
+
+#: Assumptions that are shares of what there is.
+_SHARES = ("bandwidth", "flops", "memory")
+
+
+@dataclass(frozen=True, slots=True)
+class Assumptions:
+    """What the roofline takes for granted."""
+
+    #: Shares of the published peaks that are reached.
+    bandwidth: float = 0.8
+    flops: float = 0.6
+    #: Fixed cost of a step.
+    overhead_s: float = 3e-4
+    #: Latency of one collective between chips.
+    hop_s: float = 1e-5
+    #: Share of the memory that may be used.
+    memory: float = 0.92
+
+    def __post_init__(self) -> None:
+        for name in _SHARES:
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError(f"the {name} efficiency must be more than 0 and at most 1")
+        if min(self.overhead_s, self.hop_s) < 0:
+            raise ConfigError("the overhead of a step must not be negative")
+
+
+_USUAL = Assumptions()
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """Bytes and operations of a model in a number format. weights, kv: keys of BYTES. The
+    embedding, and a head tied to it, stay bfloat16 (float32 if the weights are) when matrices are
+    quantised. What is worked out once is kept: a simulation asks for it in every step."""
+
+    config: ModelConfig
+    weights: str = "bf16"
+    kv: str = "bf16"
+
+    def __post_init__(self) -> None:
+        for name in (self.weights, self.kv):
+            if name not in _BYTES:
+                raise ConfigError(f"unknown number format {name!r}; known: {', '.join(_BYTES)}")
+
+    @property
+    def narrow(self) -> list[str]:
+        """What is stored in fewer bits than bfloat16 has, in words."""
+        formats = {"weights": self.weights, "KV": self.kv}
+        return [f"{kind} {name}" for name, kind in formats.items() if _BYTES[kind] < _BYTES["bf16"]]
+
+    @cached_property
+    def step(self) -> StepCost:
+        """Of each step."""
+        return self.config.step_cost(
+            weight_bytes=_BYTES[self.weights], head_bytes=self.head_bytes, kv_bytes=self.kv_bytes
+        )
+
+    @cached_property
+    def layer_weights(self) -> int:
+        """Numbers in the matrices of all layers."""
+        return self.step.layer_weights
+
+    @cached_property
+    def table_weights(self) -> int:
+        """Numbers in the output head, and as many in the embedding."""
+        return self.config.vocab_size * self.config.hidden_size
+
+    @property
+    def parameters(self) -> int:
+        tables = 1 if self.config.tie_embeddings else 2
+        return self.layer_weights + tables * self.table_weights
+
+    @cached_property
+    def table_bytes(self) -> float:
+        """Of the embedding."""
+        return self.table_weights * max(_BYTES[self.weights], _BYTES["bf16"])
+
+    @cached_property
+    def head_bytes(self) -> float:
+        """Of what turns hidden states into logits: the embedding once more, or a matrix like any
+        other.
+        """
+        if self.config.tie_embeddings:
+            return self.table_bytes
+        return self.table_weights * _BYTES[self.weights]
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes held on the device."""
+        held = self.layer_weights * _BYTES[self.weights] + self.table_bytes
+        if not self.config.tie_embeddings:
+            held += self.head_bytes
+        return held
+
+    @cached_property
+    def kv_bytes(self) -> float:
+        """Bytes of keys and values per position, all layers."""
+        c = self.config
+        return c.n_layers * 2 * c.n_kv_heads * c.head_dim * _BYTES[self.kv]
+
+    def read_bytes(self, rows: int, work: StepWork) -> tuple[float, float]:
+        """(weights read, KV read and written) in a step: see `StepCost`."""
+        weights, kv = self.step.read_bytes(rows, work.keys, work.pairs)
+        return float(weights), float(kv)
+
+    def operations(self, rows: int, logit_rows: int, work: StepWork) -> tuple[float, float]:
+        """(in the layers' products, in output head and attention) of a step: see `StepCost`."""
+        layers, rest = self.step.operations(rows, logit_rows, work.keys + work.pairs)
+        return float(layers), float(rest)
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """`engine.lab.simulation.step_table.StepTimes` of a model on `count` chips, split by tensor
+    parallelism.
+
+    Weights and heads are divided evenly; KV heads at most as often as there are any, then they are
+    replicated. Each layer ends in two all-reduces of [rows, E] bfloat16, by rings: 2 (n - 1) / n of
+    the bytes over the link, and a hop. Queries and keys that are normed over all heads wait for a
+    third one, of two numbers a row: a hop.
+    """
+
+    cost: ModelCost
+    #: One of the chips.
+    device: Accelerator
+    count: int = 1
+    assumed: Assumptions = _USUAL
+    #: What the host takes around each step.
+    host: HostTimes = _ASSUMED_HOST
+    #: See `step_table.StepTable`.
+    noise: dict[str, list[float]] = field(default_factory=dict)
+
+    @classmethod
+    def named(
+        cls,
+        model: str,
+        device: str,
+        *,
+        weights: str = "bf16",
+        kv: str = "bf16",
+        count: int = 1,
+        assumed: Assumptions = _USUAL,
+    ) -> Roofline:
+        """Of a model, a built-in shape, a config.json or what `--model` takes, on chips of that
+        name. Raises ModelError and ConfigError.
+        """
+        cost = ModelCost(_find_shape(model), weights, kv)
+        return cls(cost, Accelerator.named(device), count, assumed)
+
+    @property
+    def source(self) -> str:
+        """What the times come from, in words."""
+        chips = f"{self.count} x {self.device.name}"
+        return f"roofline of {chips}, {self.cost.weights} weights, {self.cost.kv} KV"
+
+    def seconds(self, bucket: Bucket, work: StepWork) -> float:
+        """Expected device seconds of a step."""
+        return (
+            max(self.memory_seconds(bucket, work), self.compute_seconds(bucket, work))
+            + self.link_seconds(bucket.tokens)
+            + self.assumed.overhead_s
+        )
+
+    def memory_seconds(self, bucket: Bucket, work: StepWork) -> float:
+        """Time to read weights and KV once."""
+        weights, kv = self.cost.read_bytes(bucket.tokens, work)
+        per_chip = weights / self.count + kv / self.kv_split
+        return per_chip / (self.device.bandwidth * self.assumed.bandwidth)
+
+    def compute_seconds(self, bucket: Bucket, work: StepWork) -> float:
+        """Time of the arithmetic; attention runs in bfloat16 whatever the weights' format."""
+        layers, rest = self.cost.operations(bucket.tokens, bucket.seats, work)
+        unit = self._unit
+        plain = self.device.peak("f32" if unit == "f32" else "bf16")
+        return (layers / self.device.peak(unit) + rest / plain) / (self.count * self.assumed.flops)
+
+    @property
+    def multiplies_fp8(self) -> bool:
+        """Whether the layers' products are counted in fp8: on GPUs with units for it, but not those
+        of a mixture, whose experts are widened.
+        """
+        dense = self.cost.config.experts is None
+        return self.cost.weights == "fp8" and self.device.rounds_fp8 and dense
+
+    @property
+    def _unit(self) -> str:
+        """What multiplies the layers' weights."""
+        if self.multiplies_fp8:
+            return "fp8"
+        return _UNITS.get(self.cost.weights, "bf16")
+
+    def link_seconds(self, rows: int) -> float:
+        """Time of the all-reduces between chips."""
+        if self.count == 1:
+            return 0.0
+        config = self.cost.config
+        volume = 2 * (self.count - 1) / self.count * rows * config.hidden_size * _BYTES["bf16"]
+        return config.n_layers * (self.hops * self.assumed.hop_s + 2 * volume / self.device.link)
+
+    @property
+    def hops(self) -> int:
+        """All-reduces of a layer that a step waits for."""
+        return 3 if self.cost.config.wide_qk_norm else 2
+
+    def check_split(self) -> None:
+        """Raise ConfigError unless the engine can divide the model over the chips."""
+        self.cost.config.local(self.count)
+
+    @property
+    def kv_split(self) -> int:
+        """Among how many chips the KV is divided."""
+        return min(self.count, self.cost.config.n_kv_heads)
+
+    @property
+    def kv_room(self) -> float:
+        """Bytes left for KV on one chip, beside the weights."""
+        return self.device.memory * self.assumed.memory - self.cost.weight_bytes / self.count

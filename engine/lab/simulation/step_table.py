@@ -1,0 +1,455 @@
+"""How long a step takes: curves fitted to measured steps, by bucket, with non-negative least
+squares.
+
+A step of bucket b takes
+
+    fixed_b + per_key * keys + per_longest * longest + per_prompt * prompt rows + per_pair * pairs
+        + per_decode * decode rows
+
+(see `engine.core.scheduler.plan.StepWork`). All buckets of a kind (decode-only, mixed) are fitted
+together first, each with its own fixed part; then each bucket on its own, pulled towards the
+common slopes as strongly as PULL of its own points would, so that a bucket seen in few situations
+does not claim slopes it has no evidence for. A bucket that was never seen takes its fixed part from
+its neighbours by linear interpolation over the rows, and the slopes of the nearest.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+
+from jitney.engine.common.errors import ConfigError
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.core import Bucket, StepWork
+
+#: Points of its own that the common slopes weigh as much as.
+_PULL = 8.0
+#: How many times its fitted time a step must take to count as stalled by something else on the
+#: machine, and how often the fit is repeated without what exceeds that.
+_STALL, _ROUNDS = 4.0, 6
+#: Factors kept of the scatter of measured / fitted.
+_NOISE_POINTS = 200
+
+_COEFFICIENTS = ("fixed", "per_key", "per_longest", "per_prompt", "per_pair", "per_decode")
+
+
+class _Point(NamedTuple):
+    """One measured step."""
+
+    bucket: Bucket
+    work: StepWork
+    seconds: float
+
+
+class Curve(msgspec.Struct, frozen=True):
+    """Step time of one bucket (tokens, seats), in seconds; `points` measured steps stand behind
+    it.
+    """
+
+    tokens: int
+    seats: int
+    #: Seconds of the step itself, then of each: key that a decode row sees, key of the longest such
+    #: row, prompt row, pair of a prompt row and a key, decode row.
+    fixed: float
+    per_key: float = 0.0
+    per_longest: float = 0.0
+    per_prompt: float = 0.0
+    per_pair: float = 0.0
+    per_decode: float = 0.0
+    points: int = 0
+
+    @property
+    def decode_only(self) -> bool:
+        return self.tokens == self.seats
+
+    def seconds(self, work: StepWork) -> float:
+        return (
+            self.fixed
+            + self.per_key * work.keys
+            + self.per_longest * work.longest
+            + self.per_prompt * work.prompt
+            + self.per_pair * work.pairs
+            + self.per_decode * work.decode
+        )
+
+
+class HostTimes(msgspec.Struct, frozen=True):
+    """Seconds the host needs for a step of r sequences: `before` its launch (plan, batch, launch)
+    and `after` its result is there (commit), each fixed + r * per_row."""
+
+    before: float = 0.0
+    before_per_row: float = 0.0
+    after: float = 0.0
+    after_per_row: float = 0.0
+
+    @classmethod
+    def of(cls, records: np.ndarray) -> HostTimes:
+        """The host's part of each step, fitted over how many sequences sat."""
+        rows = np.column_stack((np.ones(len(records)), records["seats_busy"]))
+        launched = records["plan_s"] + records["batch_s"] + records["launch_s"]
+        before = _nonnegative(rows, launched.astype(float))
+        after = _nonnegative(rows, records["commit_s"].astype(float))
+        return cls(*before.tolist(), *after.tolist())
+
+
+#: A host that takes no time.
+_NO_HOST = HostTimes()
+
+
+class _FitError(msgspec.Struct, frozen=True):
+    """How far the curves are from what they were fitted to: median of |fitted / measured - 1|, and
+    the ratio of the sums minus 1, over `points` steps."""
+
+    points: int
+    median: float
+    total: float
+
+
+class StepTimes(Protocol):
+    """Anything that says how long a step takes."""
+
+    @property
+    def source(self) -> str:
+        """One line that says where the numbers come from."""
+        ...
+
+    @property
+    def host(self) -> HostTimes: ...
+    @property
+    def noise(self) -> dict[str, list[float]]:
+        """Kind ("decode", "mixed") -> equally likely factors measured / expected, mean 1; absent:
+        no scatter.
+        """
+        ...
+
+    def seconds(self, bucket: Bucket, work: StepWork) -> float:
+        """Expected device seconds of a step."""
+        ...
+
+
+class StepTable:
+    """Curves by bucket, as measured; `StepTimes`. source: one line that says where the numbers come
+    from.
+    """
+
+    def __init__(
+        self,
+        curves: Sequence[Curve],
+        host: HostTimes = _NO_HOST,
+        noise: dict[str, list[float]] | None = None,
+        errors: dict[str, _FitError] | None = None,
+        source: str = "",
+    ):
+        if not curves:
+            raise ConfigError("a step table needs at least one measured bucket")
+        self.curves, self.host, self.source = tuple(curves), host, source
+        self.noise, self.errors = noise or {}, errors or {}
+        #: What was timed; "": nobody says.
+        self.model = self.device = ""
+        self._by_shape = {(curve.tokens, curve.seats): curve for curve in curves}
+
+    @property
+    def padding_is_free(self) -> bool:
+        """Whether the measured steps with prompts took as long as they had rows, rather than as
+        long as their buckets have: see `Buckets`. Most of the seconds decide.
+        """
+        by_rows = by_bucket = 0.0
+        for curve in self.curves:
+            if not curve.decode_only:
+                by_rows += curve.points * curve.per_prompt * curve.tokens
+                by_bucket += curve.points * curve.fixed
+        return by_rows > by_bucket
+
+    def seconds(self, bucket: Bucket, work: StepWork) -> float:
+        """Expected device seconds of a step."""
+        shape = bucket.tokens, bucket.seats
+        if shape not in self._by_shape:
+            self._by_shape[shape] = _between(self.curves, bucket)
+        return self._by_shape[shape].seconds(work)
+
+    @classmethod
+    def _from_points(
+        cls,
+        points: Sequence[_Point],
+        host: HostTimes = _NO_HOST,
+        source: str = "",
+        noise: dict[str, list[float]] | None = None,
+    ) -> StepTable:
+        """Fit measured steps. noise: None takes it from the residuals."""
+        kinds = _by_kind(points)
+        curves = itertools.chain.from_iterable(map(_fit_steadily, kinds.values()))
+        table = cls(list(curves), host, noise, source=source)
+        for kind, group in kinds.items():
+            ratios, table.errors[kind] = _residuals(table, group)
+            if noise is None:
+                table.noise[kind] = ratios
+        return table
+
+    @classmethod
+    def from_repeats(
+        cls,
+        repeats: Iterable[tuple[Bucket, StepWork, Sequence[float]]],
+        host: HostTimes,
+        source: str,
+    ) -> StepTable:
+        """Fit steps of which each was measured several times, in seconds: curves through the
+        medians, and the scatter around them.
+        """
+        ratios: dict[str, list[float]] = {}
+        points = []
+        for bucket, work, seconds in repeats:
+            middle = median(seconds)
+            points.append(_Point(bucket, work, middle))
+            ratios.setdefault(bucket.kind, []).extend(np.divide(seconds, middle))
+        noise = {kind: _noise_factors(np.array(values)) for kind, values in ratios.items()}
+        return cls._from_points(points, host, source, noise)
+
+    @classmethod
+    def from_records(cls, records: np.ndarray, source: str = "step records") -> StepTable:
+        """Fit the step records of a real run (`ledger.STEP_DTYPE`); ConfigError if there are none
+        to learn from.
+        """
+        usable = records[(records["device_s"] > 0) & (records["compiled"] == 0)]
+        if not len(usable):
+            raise ConfigError(
+                "no step records to calibrate from: record a run with at least one step"
+            )
+        points, host = _points_of(usable), HostTimes.of(usable)
+        return cls._from_points(points, host, f"{source} ({len(usable)} steps)")
+
+    def contents(self) -> JsonDict:
+        """The table as plain data, for JSON."""
+        contents = _Contents(list(self.curves), self.source, self.host, self.noise, self.errors)
+        return msgspec.to_builtins(contents)
+
+    @classmethod
+    def load(cls, file: str | Path) -> StepTable:
+        """Read the "table" of a file written by `jitney bench step`. Raises ConfigError in one
+        line.
+        """
+        try:
+            report = msgspec.json.decode(Path(file).read_bytes(), type=_TableFile)
+        except OSError as error:
+            raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
+        except msgspec.DecodeError as error:
+            raise ConfigError(
+                f"{file}: not a step table (write one with jitney bench step --json): {error}"
+            ) from None
+        read = report.table
+        table = cls(read.curves, read.host, read.noise, read.errors, read.source)
+        table.model, table.device = report.model, report.device
+        return table
+
+
+def _by_kind(points: Sequence[_Point]) -> dict[str, list[_Point]]:
+    """Decode steps before mixed ones; a kind without points is left out."""
+    kinds: dict[str, list[_Point]] = {"decode": [], "mixed": []}
+    for point in points:
+        kinds[point.bucket.kind].append(point)
+    return {kind: group for kind, group in kinds.items() if group}
+
+
+class _Contents(msgspec.Struct):
+    """What `StepTable.contents` writes."""
+
+    curves: list[Curve]
+    #: What was measured, in words.
+    source: str = ""
+    host: HostTimes = _NO_HOST
+    #: By kind of step: `_noise_factors` of measured / fitted.
+    noise: dict[str, list[float]] = {}
+    #: By kind of step.
+    errors: dict[str, _FitError] = {}
+
+
+class _TableFile(msgspec.Struct):
+    """The part of a `jitney bench step` report that a simulation needs."""
+
+    table: _Contents
+    #: What was timed; "": the report does not say.
+    model: str = ""
+    device: str = ""
+
+
+def works_of(records: np.ndarray) -> Iterable[StepWork]:
+    """What each step of a run computed; prompt rows are those the ledger counted as prefill or
+    recomputed.
+    """
+    prompt = np.where(records["mixed"] == 1, records["prefill"] + records["recomputed"], 0)
+    decode = records["bucket_tokens"] - records["padding"] - prompt
+    return map(
+        StepWork,
+        decode.tolist(),
+        prompt.tolist(),
+        records["keys"].tolist(),
+        records["longest"].tolist(),
+        records["pairs"].tolist(),
+    )
+
+
+def _points_of(records: np.ndarray) -> list[_Point]:
+    buckets = map(Bucket, records["bucket_tokens"].tolist(), records["bucket_seats"].tolist())
+    return list(map(_Point, buckets, works_of(records), records["device_s"].tolist()))
+
+
+def _fit_steadily(points: Sequence[_Point]) -> list[Curve]:
+    """Curves of one kind that a few stalled steps do not bend: what exceeds STALL times a first fit
+    shapes no curve, and is spread over all of them, so that the sum of the steps stays what it
+    was."""
+    curves, measured = _fit_kind(points), _seconds_of(points)
+    for _ in range(_ROUNDS):
+        most = _STALL * _fitted_to(curves, points)
+        if np.all(measured <= most):
+            break
+        curves = _fit_kind(_retimed(points, np.minimum(measured, most)))
+    scale = float(measured.sum() / _fitted_to(curves, points).sum())
+    return [_scaled(curve, scale) for curve in curves]
+
+
+def _retimed(points: Sequence[_Point], seconds: np.ndarray) -> list[_Point]:
+    """The same work with other times."""
+    return list(map(_with_time, points, seconds.tolist()))
+
+
+def _with_time(point: _Point, seconds: float) -> _Point:
+    return point._replace(seconds=seconds)
+
+
+def _seconds_of(points: Sequence[_Point]) -> np.ndarray:
+    return np.array([point.seconds for point in points])
+
+
+def _scaled(curve: Curve, scale: float) -> Curve:
+    changes = {name: scale * getattr(curve, name) for name in _COEFFICIENTS}
+    return msgspec.structs.replace(curve, **changes)
+
+
+def _fitted_to(curves: Sequence[Curve], points: Sequence[_Point]) -> np.ndarray:
+    """What the curves say of the points, seconds, never quite 0."""
+    by_shape = {(curve.tokens, curve.seats): curve for curve in curves}
+    seconds = []
+    for point in points:
+        curve = by_shape[point.bucket.tokens, point.bucket.seats]
+        seconds.append(curve.seconds(point.work))
+    return np.maximum(seconds, 1e-9)
+
+
+def _fit_kind(points: Sequence[_Point]) -> list[Curve]:
+    """Curves of all buckets of one kind, rows ascending."""
+    shapes = np.array([(point.bucket.tokens, point.bucket.seats) for point in points])
+    buckets, which = np.unique(shapes, axis=0, return_inverse=True)
+    slopes = np.array([_slopes_of(point.work) for point in points], float)
+    slopes[:, ~_tell_apart(slopes, which.reshape(-1))] = 0.0
+    fixed = (which.reshape(-1, 1) == np.arange(len(buckets))).astype(float)
+    seconds = _seconds_of(points)
+    common = _nonnegative(np.hstack((fixed, slopes)), seconds)
+    curves = []
+    for at, (tokens, seats) in enumerate(buckets.tolist()):
+        mine = fixed[:, at] > 0
+        prior = np.array([common[at], *common[len(buckets) :]])
+        curves.append(_fit_bucket(tokens, seats, slopes[mine], seconds[mine], prior))
+    return curves
+
+
+def _tell_apart(slopes: np.ndarray, which: np.ndarray) -> np.ndarray:
+    """Columns bool [k] of slopes [n, k] that differ among the steps of some bucket, `which` [n]:
+    the others cannot be told from the fixed part, which then has all of it.
+    """
+    groups = [slopes[which == bucket] for bucket in np.unique(which)]
+    return np.any([np.ptp(group, axis=0) > 0 for group in groups], axis=0)
+
+
+def _fit_bucket(
+    tokens: int, seats: int, slopes: np.ndarray, seconds: np.ndarray, prior: np.ndarray
+) -> Curve:
+    """prior: the fit of all buckets of its kind together."""
+    count = len(seconds)
+    design = np.column_stack((np.ones(count), slopes))
+    own = _nonnegative(design, seconds, prior)
+    return Curve(tokens, seats, *own.tolist(), points=count)
+
+
+def _slopes_of(work: StepWork) -> tuple[int, ...]:
+    """What the slopes of a curve are multiplied with, in their order."""
+    return work.keys, work.longest, work.prompt, work.pairs, work.decode
+
+
+def _nonnegative(
+    design: np.ndarray, target: np.ndarray, prior: np.ndarray | None = None
+) -> np.ndarray:
+    """Non-negative least squares (Lawson and Hanson) of design [n, k] @ x = target [n]; with a
+    prior, x is pulled to it as if PULL more rows had said so of each typical column value."""
+    from scipy.optimize import nnls
+
+    scale = _column_scale(design)
+    rows, wanted = design / scale, target
+    if prior is not None:
+        rows = np.vstack((rows, np.sqrt(_PULL) * np.eye(design.shape[1])))
+        wanted = np.concatenate((target, np.sqrt(_PULL) * prior * scale))
+    return nnls(rows, wanted)[0] / scale
+
+
+def _column_scale(design: np.ndarray) -> np.ndarray:
+    """Columns differ by ten orders of magnitude (1 beside query-key pairs): scaled, they are alike
+    to the solver. [k], never 0.
+    """
+    scale = np.sqrt(np.mean(design**2, axis=0))
+    scale[scale == 0] = 1.0
+    return scale
+
+
+def _residuals(table: StepTable, points: Sequence[_Point]) -> tuple[list[float], _FitError]:
+    """(factors of scatter, the error) over the points."""
+    measured, fitted = _seconds_of(points), _fitted_to(table.curves, points)
+    error = _FitError(
+        len(points),
+        float(np.median(np.abs(fitted / measured - 1))),
+        float(fitted.sum() / measured.sum() - 1),
+    )
+    return _noise_factors(measured / fitted), error
+
+
+def _noise_factors(ratios: np.ndarray) -> list[float]:
+    """At most NOISE_POINTS equally likely factors, ascending, of mean 1: means of equal shares of
+    the sorted ratios.
+
+    Means, not quantiles: a rare stall keeps its weight, no more and no less.
+    """
+    shares = np.array_split(np.sort(ratios), min(_NOISE_POINTS, len(ratios)))
+    factors = np.array([share.mean() for share in shares])
+    return (factors / factors.mean()).tolist()
+
+
+def _between(curves: Sequence[Curve], bucket: Bucket) -> Curve:
+    """The curve of a bucket that was never measured, from those of its kind (from all if there are
+    none).
+    """
+    kin = [c for c in curves if c.decode_only == bucket.decode_only] or list(curves)
+    kin.sort(key=lambda c: c.tokens)
+    nearest = min(kin, key=lambda c: abs(c.tokens - bucket.tokens))
+    return msgspec.structs.replace(
+        nearest,
+        tokens=bucket.tokens,
+        seats=bucket.seats,
+        points=0,
+        fixed=_fixed_between(kin, bucket.tokens),
+    )
+
+
+def _fixed_between(kin: Sequence[Curve], tokens: int) -> float:
+    """Interpolated fixed part; past the last measured bucket it grows on as between the last
+    two.
+    """
+    last = kin[-1]
+    if tokens <= last.tokens or len(kin) == 1:
+        rows, fixed = zip(*((curve.tokens, curve.fixed) for curve in kin), strict=True)
+        return float(np.interp(tokens, rows, fixed))
+    before = kin[-2]
+    slope = max(0.0, (last.fixed - before.fixed) / max(1, last.tokens - before.tokens))
+    return last.fixed + slope * (tokens - last.tokens)

@@ -1,0 +1,95 @@
+"""The HTTP generation endpoint, assembled from the table of routes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
+
+from jitney.engine.common.errors import RequestError
+from jitney.engine.server.chat.endpoints import Endpoint
+from jitney.engine.server.http.access import ApiKeys
+from jitney.engine.server.http.context import Context
+from jitney.engine.server.http.disconnect import until_disconnect
+from jitney.engine.server.http.edge import application
+from jitney.engine.server.http.errors import HttpError
+from jitney.engine.server.http.openapi import document
+from jitney.engine.server.http.own_requests import OwnRequests
+from jitney.engine.server.http.routes import ROUTES
+from jitney.engine.server.http.routing import HttpRoute, RouteTable
+from jitney.engine.server.http.service import Service
+from jitney.engine.server.http.settings import ServerSettings
+from jitney.engine.server.process.client import EngineClient
+
+if TYPE_CHECKING:
+    from jitney.engine.core import Tokenizer
+
+
+def create_app(
+    client: EngineClient,
+    tokenizer: Tokenizer | None,
+    settings: ServerSettings,
+    model_name: str,
+    extra_routes: Sequence[BaseRoute] = (),
+    *,
+    routes: Sequence[HttpRoute] = ROUTES,
+    keys: ApiKeys | None = None,
+) -> Starlette:
+    """The application; `app.state.service` is its `Service`.
+
+    tokenizer may be None while the model is being fetched; set `app.state.service.tokenizer` when
+    it is there. `app.state.service.begin_drain()` refuses new requests, `await
+    app.state.service.drained()` waits for the open ones. extra_routes stand behind the same keys
+    and limits. keys: the accepted ones; None: those of the settings.
+    """
+    service = Service(client, tokenizer, settings, model_name)
+    service.openapi = document(tuple(routes))
+    table = RouteTable(routes)
+    own = service.own_requests = OwnRequests(service, table)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with own.at_work():
+            yield
+        service.close()
+
+    all_routes = [*(_starlette_route(route, service) for route in routes), *extra_routes]
+    app = application(service, settings, table, all_routes, lifespan, keys)
+    app.state.service = service
+    return app
+
+
+class _GenerationEndpoint(Endpoint[Service]):
+    """What every route that generates has around its handler: the limits of its key, the counts of
+    open, refused and abandoned requests, and an end to its work when the client leaves.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        context = Context.of(scope)
+        request = Request(scope, receive)
+        try:
+            # Kept in the request, so that from here on `receive` waits for the client's leaving.
+            await request.body()
+            with self.service.generating(context), self.service.quotas.open(context.tenant):
+                answering = self._answer(request, send)
+                if context.background:
+                    answering = self.service.until_drain(answering)
+                context.left = await until_disconnect(receive, answering)
+        except ClientDisconnect:
+            context.left = True
+        except (RequestError, HttpError) as error:
+            code = error.info.code if isinstance(error, RequestError) else error.code
+            self.service.metrics.rejected.labels(code or "invalid_request").inc()
+            raise
+        if context.left:
+            self.service.metrics.disconnects.inc()
+
+
+def _starlette_route(route: HttpRoute, service: Service) -> Route:
+    kind = _GenerationEndpoint if route.generates else Endpoint
+    return Route(route.path, kind(service, route.handler), methods=route.methods)

@@ -1,0 +1,1 @@
+"""Text generation APIs: request bodies, response bodies and streams of each API family."""

@@ -1,0 +1,309 @@
+"""The sequences of one request on their way to the client: tokens in, text and its meaning out."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from jitney.engine.common.outputs import PromptLogprobs, SequenceOutput, TokenLogprobs
+from jitney.engine.common.requests import EngineRequest, SamplingParams
+from jitney.engine.core import TextDelta, TextStream, TokenBytes
+from jitney.engine.server.chat.conversation.custom_inputs import CustomInputs
+from jitney.engine.server.chat.conversation.events import AssistantEvent, ToolCallStart
+from jitney.engine.server.chat.conversation.thoughts import AssistantParser
+from jitney.engine.server.chat.generation_request import EncodedPrompt, GenerationRequest
+from jitney.engine.server.http.slices import Work
+
+#: Tokens of a prompt that are turned into text between two stops of `Slices`.
+_ECHO_TOKENS = 64
+
+
+class _Scores:
+    """Log-probabilities of tokens, in columns: 250 bytes a token with 20 alternatives, where
+    objects take a thousand and keep the garbage collector busy.
+    """
+
+    def __init__(self, width: int):
+        #: Alternatives kept per token.
+        self.width = width
+        #: float64[n]: the token's own; NaN where nothing is known.
+        self.chosen = array("d")
+        #: int32[n * width], float64[n * width]: the most likely tokens, id -1 where there are
+        #: fewer.
+        self._top_ids = array("i")
+        self._top = array("d")
+
+    def append(self, entry: TokenLogprobs | None) -> None:
+        chosen = math.nan
+        ids: list[int] = []
+        logprobs: list[float] = []
+        if entry is not None:
+            chosen = entry.logprob
+            ids, logprobs = entry.top_ids[: self.width], entry.top_logprobs[: self.width]
+        missing = self.width - len(ids)
+        self.chosen.append(chosen)
+        self._top_ids.extend(ids)
+        self._top_ids.extend([-1] * missing)
+        self._top.extend(logprobs)
+        self._top.extend([0.0] * missing)
+
+    def extend(self, others: _Scores) -> None:
+        """others: of the same width."""
+        self.chosen.extend(others.chosen)
+        self._top_ids.extend(others._top_ids)
+        self._top.extend(others._top)
+
+    def logprob(self, place: int) -> float | None:
+        logprob = self.chosen[place]
+        return None if math.isnan(logprob) else logprob
+
+    def top(self, place: int) -> Iterator[tuple[int, float]]:
+        """The most likely tokens with their log-probabilities."""
+        start, end = place * self.width, (place + 1) * self.width
+        for id, logprob in zip(self._top_ids[start:end], self._top[start:end], strict=True):
+            if id >= 0:
+                yield id, logprob
+
+
+def _scores(width: int | None) -> _Scores | None:
+    return None if width is None else _Scores(width)
+
+
+@dataclass(slots=True)
+class TokenList:
+    """Tokens as lists of log-probabilities show them: three columns of one length."""
+
+    ids: list[int]
+    #: Character position in the text at which each begins.
+    offsets: list[int]
+    #: None where log-probabilities are not wanted.
+    scores: _Scores | None
+
+    @classmethod
+    def empty(cls, width: int | None) -> TokenList:
+        """width: of the scores, None for none."""
+        return cls([], [], _scores(width))
+
+    def cleared(self) -> TokenList:
+        """None, with room for the same scores."""
+        if self.scores is None:
+            return TokenList.empty(None)
+        return TokenList.empty(self.scores.width)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def extend(self, others: TokenList, shift: int = 0) -> None:
+        """Add tokens; shift: characters of the text before theirs."""
+        self.ids += others.ids
+        self.offsets += [offset + shift for offset in others.offsets]
+        if self.scores is not None and others.scores is not None:
+            self.scores.extend(others.scores)
+
+
+@dataclass(slots=True)
+class ChoiceDelta:
+    """What one choice gained."""
+
+    #: All tokens, whether their text is final or still held back.
+    tokens: TokenList
+    #: Text that is final, markers included.
+    text: str = ""
+    #: What that text says, where the request has a parser for it (chats do).
+    events: list[AssistantEvent] = field(default_factory=list)
+    #: Why it ended, if it did.
+    finish: str | None = None
+
+    def extend(self, more: ChoiceDelta) -> None:
+        self.text += more.text
+        self.events += more.events
+        self.tokens.extend(more.tokens)
+        self.finish = more.finish
+
+
+@dataclass(slots=True)
+class PromptEcho:
+    """A prompt as `echo` repeats it."""
+
+    text: str
+    tokens: TokenList
+    #: As wide as `prompt_logprobs` asks for; None where it does not.
+    scores: _Scores | None = None
+    #: They come with the first output token, and become `tokens.scores` and `scores`.
+    logprobs: PromptLogprobs | None = None
+
+    @classmethod
+    def blank(cls, request: GenerationRequest, prompt: EncodedPrompt) -> PromptEcho:
+        """Its scores are those that are shown: `logprobs` counts for a prompt only with `echo`."""
+        shown = _scores(request.top_logprobs if request.echo else None)
+        return cls("", TokenList(prompt.ids, [], shown), _scores(request.prompt_logprobs))
+
+    def fill(
+        self, tokenizer: TokenBytes, request: GenerationRequest, prompt: EncodedPrompt
+    ) -> Work[None]:
+        """The prompt's text and where each token begins in it; a character cut off at its end is
+        left to the output.
+        """
+        skips = request.sampling.skip_special_tokens
+        stream = TextStream(tokenizer, SamplingParams(skip_special_tokens=skips))
+        texts: list[str] = []
+        for start in range(0, len(prompt.ids), _ECHO_TOKENS):
+            decoded = stream.push(prompt.ids[start : start + _ECHO_TOKENS])
+            texts.append(decoded.text)
+            self.tokens.offsets += decoded.offsets
+            yield
+        self.text = "".join(texts) if prompt.text is None else prompt.text
+
+    def take_scores(self) -> Work[None]:
+        entries, self.logprobs = self.logprobs or (), None
+        wanted = [scores for scores in (self.tokens.scores, self.scores) if scores is not None]
+        for place, entry in enumerate(entries):
+            for scores in wanted:
+                scores.append(entry)
+            if place % _ECHO_TOKENS == 0:
+                yield
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One sequence on its way to the client."""
+
+    #: Position among all choices of the answer.
+    index: int
+    #: Number of its prompt, and of the sequence among those of that prompt.
+    prompt: int
+    sequence: int
+    engine_request: EngineRequest
+    stream: TextStream
+    #: Tokens whose text is held back.
+    unsent: TokenList
+    #: Says what the text means; None where the text is all.
+    parser: AssistantParser | None = None
+    #: Reads the texts of custom tools; None where there are no such tools.
+    inputs: CustomInputs | None = None
+    #: Calls of tools after which it ends; None: as many as it makes.
+    most_calls: int | None = None
+    #: Calls of tools so far.
+    n_calls: int = 0
+    #: Tokens that came.
+    n_tokens: int = 0
+    #: Sum of their log-probabilities, if they are asked for.
+    cumulative: float = 0.0
+    #: Why it ended; None while it goes on.
+    finish: str | None = None
+    #: The stop string that ended it, if one did.
+    stop_string: str | None = None
+    #: Whether its first chunk is out; written by whoever formats the stream.
+    started: bool = False
+    #: time.monotonic() of its newest token; 0 before the first.
+    tokens_at: float = 0.0
+    #: The same of its first token.
+    first_at: float = 0.0
+    #: Seconds that it waited for a seat, and from there to its first token; None before that.
+    queued_s: float | None = None
+    prefill_s: float | None = None
+
+    @classmethod
+    def all_of(cls, request: GenerationRequest, tokenizer: TokenBytes) -> list[Choice]:
+        """The choices of all sequences, prompt by prompt."""
+        choices: list[Choice] = []
+        for prompt, engine_request in enumerate(request.engine_requests):
+            for sequence in range(request.sampling.n):
+                stream = TextStream(
+                    tokenizer, request.sampling, engine_request.prompt, request.seen_ids
+                )
+                unsent = TokenList.empty(request.top_logprobs)
+                parser = None if request.make_parser is None else request.make_parser()
+                custom = request.custom_names
+                choices.append(
+                    cls(
+                        index=len(choices),
+                        prompt=prompt,
+                        sequence=sequence,
+                        engine_request=engine_request,
+                        stream=stream,
+                        unsent=unsent,
+                        parser=parser,
+                        inputs=CustomInputs(custom) if custom else None,
+                        most_calls=request.most_calls,
+                    )
+                )
+        return choices
+
+    @property
+    def mean_logprob(self) -> float:
+        return self.cumulative / max(1, self.n_tokens)
+
+    def accept(self, output: SequenceOutput) -> ChoiceDelta | None:
+        """Add an output; None while nothing can be shown (half a character, a possible stop
+        string).
+        """
+        events: list[AssistantEvent] = []
+        text = TextDelta("", 0)
+        for part in _parts(output, one_by_one=self.parser is not None):
+            more = self.stream.push(
+                part.tokens, final=part.finish is not None, stop_token=part.stop_token
+            )
+            self._count(part, more)
+            text.text += more.text
+            self.finish = "stop" if more.stopped else part.finish
+            self.stop_string = more.stop
+            events += self._parsed(more.text, part.tokens[: more.tokens])
+            if self.finish is not None:
+                break
+        new = text.text if self.parser is None else events
+        if not new and self.finish is None:
+            return None
+        delta = ChoiceDelta(self.unsent, text.text, events, self.finish)
+        self.unsent = self.unsent.cleared()
+        return delta
+
+    def _parsed(self, text: str, tokens: list[int]) -> list[AssistantEvent]:
+        """What new text says. It ends here if that is one call too many, which is left out."""
+        if self.parser is None:
+            return []
+        events = self.parser.push(text, tokens)
+        if self.finish is not None:
+            is_cut = self.finish != "stop" or self.stop_string is not None
+            events += self.parser.finish(is_cut=is_cut)
+        if self.inputs is not None:
+            events = self.inputs.texts(events, is_end=self.finish is not None)
+        for place, event in enumerate(events):
+            if isinstance(event, ToolCallStart):
+                if self.n_calls == self.most_calls:
+                    self.finish = "stop"
+                    return events[:place]
+                self.n_calls += 1
+        return events
+
+    def _count(self, output: SequenceOutput, text: TextDelta) -> None:
+        """Take the tokens that count, which a stop string may have cut."""
+        self.n_tokens += text.tokens
+        self.unsent.ids += output.tokens[: text.tokens]
+        self.unsent.offsets += text.offsets
+        for entry in (output.logprobs or [])[: text.tokens]:
+            self.cumulative += entry.logprob
+            if self.unsent.scores is not None:
+                self.unsent.scores.append(entry)
+
+
+#: What choices gained, in the order in which it came.
+type Deltas = list[tuple[Choice, ChoiceDelta]]
+
+
+def _parts(output: SequenceOutput, *, one_by_one: bool) -> Iterator[SequenceOutput]:
+    """An output as several with one token each, so that whose text is what is known exactly."""
+    if not one_by_one or len(output.tokens) < 2:
+        yield output
+        return
+    last = len(output.tokens) - 1
+    for place, token in enumerate(output.tokens):
+        scores = None if output.logprobs is None else output.logprobs[place : place + 1]
+        part = SequenceOutput(
+            request_id=output.request_id, index=output.index, tokens=[token], logprobs=scores
+        )
+        if place == last:
+            part.finish, part.stop_token = output.finish, output.stop_token
+        yield part

@@ -1,0 +1,115 @@
+"""The text that a call gives a custom tool, read out of the call's arguments while they come."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+
+from jitney.engine.server.chat.conversation.events import (
+    AssistantEvent,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from jitney.engine.server.chat.conversation.tools import CUSTOM_INPUT
+
+#: What the arguments begin with, without blanks.
+_HEAD = f'{{"{CUSTOM_INPUT}":"'
+_HEAD_WITH_BLANKS = re.compile(rf'\s*\{{\s*"{CUSTOM_INPUT}"\s*:\s*"')
+_PAIR = r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_ALONE = r"\\u[dD][89abAB][0-9a-fA-F]{2}(?=[^\\]|\\[^u]|\\u[^dD]|\\u[dD][^c-fC-F])"
+_OTHER = r"\\u(?![dD][89abAB])[0-9a-fA-F]{4}"
+#: An escape of which every character is there; half of a surrogate pair waits for its other half.
+_ESCAPE = re.compile(rf"{_PAIR}|{_ALONE}|{_OTHER}|\\[^u]", re.DOTALL)
+#: As much of a JSON string as can be decoded.
+_DECODABLE = re.compile(rf'(?:[^"\\]+|{_ESCAPE.pattern})*', re.DOTALL)
+#: An escape that was cut off.
+_CUT = re.compile(r"\\(u[0-9a-fA-F]{0,4}(\\(u[0-9a-fA-F]{0,4})?)?)?")
+
+
+class CustomInputs:
+    """Turns the arguments of calls of custom tools into the text of their `input`, wherever the
+    arguments are cut. Arguments of another form are the text themselves.
+    """
+
+    def __init__(self, names: frozenset[str]):
+        self._names = names
+        #: Of the call that is open; None where it is a function's.
+        self._input: _Input | None = None
+        self._index = 0
+
+    def texts(self, events: Iterable[AssistantEvent], *, is_end: bool) -> list[AssistantEvent]:
+        """The events, with the texts of custom tools. is_end: nothing follows."""
+        made: list[AssistantEvent] = []
+        for event in events:
+            match event:
+                case ToolCallStart():
+                    made += self._closed()
+                    is_custom = event.name in self._names
+                    self._input = _Input() if is_custom else None
+                    self._index = event.index
+                    made.append(replace(event, is_custom=is_custom))
+                case ToolCallArguments() if self._input is not None:
+                    made += self._more(self._input.push(event.text))
+                case _:
+                    made.append(event)
+        return made + (self._closed() if is_end else [])
+
+    def _closed(self) -> list[AssistantEvent]:
+        """What was held back of the call that is open."""
+        held, self._input = self._input, None
+        return [] if held is None else self._more(held.finish())
+
+    def _more(self, text: str) -> list[AssistantEvent]:
+        return [ToolCallArguments(self._index, text, is_custom=True)] if text else []
+
+
+class _Input:
+    """The `input` of one call."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._is_begun = self._is_other = self._is_over = False
+
+    def push(self, text: str) -> str:
+        """More of the arguments, and what they add to the input."""
+        self._held += text
+        if not self._is_begun and not self._is_other:
+            self._begin()
+        if self._is_other:
+            return self._all_held()
+        return self._decoded() if self._is_begun and not self._is_over else ""
+
+    def finish(self) -> str:
+        """What is left when the arguments are over."""
+        is_cut = self._is_begun and _CUT.fullmatch(self._held)
+        return "" if is_cut or self._is_over else self._all_held()
+
+    def _begin(self) -> None:
+        head = _HEAD_WITH_BLANKS.match(self._held)
+        if head is not None:
+            self._is_begun = True
+            self._held = self._held[head.end() :]
+        else:
+            self._is_other = not _HEAD.startswith("".join(self._held.split()))
+
+    def _decoded(self) -> str:
+        whole = _DECODABLE.match(self._held)
+        assert whole is not None  # it may be empty
+        self._held = self._held[whole.end() :]
+        self._is_over = self._held.startswith('"')
+        text = _ESCAPE.sub(_unescaped, whole[0])
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+    def _all_held(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+def _unescaped(escape: re.Match[str]) -> str:
+    """The characters of an escape; one that JSON does not know stands for itself."""
+    try:
+        return json.loads(f'"{escape[0]}"')
+    except ValueError:
+        return escape[0]

@@ -1,0 +1,576 @@
+"""The families' ways to write calls and thoughts, as data.
+
+Names are those of vLLM's parsers where it has one for the same form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.server.chat.conversation import harmony
+from jitney.engine.server.chat.conversation.call_text import CallText, SyntaxText, TagText
+from jitney.engine.server.chat.conversation.harmony import HarmonyReader
+from jitney.engine.server.chat.conversation.python_calls import PythonCalls
+from jitney.engine.server.chat.conversation.reading import CallReader, TextReader
+from jitney.engine.server.chat.conversation.tag_calls import TagCalls
+from jitney.engine.server.chat.conversation.tool_calls import (
+    BareCalls,
+    BraceCalls,
+    JsonCalls,
+    KeyedCalls,
+    MistralCalls,
+    NamedCalls,
+)
+from jitney.engine.server.chat.conversation.value_rules import ValueSyntax
+
+#: The functions that a turn may call, with the schemas of their arguments.
+type Functions = Mapping[str, JsonDict | None]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a family calls tools."""
+
+    name: str
+    #: Other names of it.
+    aliases: tuple[str, ...]
+    new_reader: Callable[[Functions], TextReader]
+    #: How calls are written.
+    text: CallText
+    #: Texts that the reader looks for, and must see where they are special tokens.
+    markers: tuple[str, ...]
+    #: What of a template's text shows that its model calls tools this way: one of these. Empty:
+    #: the first marker.
+    signs: tuple[str, ...] = ()
+    #: And what shows that it does not.
+    unless: str = "\0"
+
+    @property
+    def openings(self) -> tuple[str, ...]:
+        """Markers that the reader takes for the beginning of a call."""
+        reader = self.new_reader({})
+        return reader.opening_markers if isinstance(reader, CallReader) else ()
+
+    def is_signed(self, template: str) -> bool:
+        """Whether a template shows this form."""
+        signs = self.signs or self.markers[:1]
+        return any(sign in template for sign in signs) and self.unless not in template
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """How a family writes what it thinks."""
+
+    name: str
+    aliases: tuple[str, ...]
+    #: Before and after the thoughts, at the beginning of a turn.
+    start: str
+    end: str
+    #: What a template must have for its model to think this way: one of these.
+    signs: tuple[str, ...]
+
+    def is_open(self, prompt: str) -> bool:
+        """Whether a prompt ends with the beginning of the thoughts."""
+        return prompt.rstrip().endswith(self.start.rstrip())
+
+    def is_closed(self, prompt: str) -> bool:
+        """Whether a prompt ends with the end of the thoughts, so that none follow."""
+        return prompt.rstrip().endswith(self.end)
+
+
+def _json_format(
+    name: str,
+    start: str,
+    end: str,
+    text: CallText,
+    *,
+    aliases: tuple[str, ...] = (),
+    signs: tuple[str, ...] = (),
+    unless: str = "\0",
+) -> ToolFormat:
+    """Calls that are JSON objects, or a list of them, between two markers."""
+    return ToolFormat(
+        name,
+        aliases,
+        lambda functions: JsonCalls(start, end),
+        text,
+        markers=(start, end) if end else (start,),
+        signs=signs,
+        unless=unless,
+    )
+
+
+def _tag_format(
+    name: str,
+    text: CallText,
+    markers: tuple[str, ...],
+    *,
+    aliases: tuple[str, ...] = (),
+    signs: tuple[str, ...] = (),
+    unless: str = "\0",
+) -> ToolFormat:
+    """Calls whose arguments are elements between tags."""
+    return ToolFormat(
+        name,
+        aliases,
+        lambda functions: TagCalls(text, functions),
+        text,
+        markers=markers,
+        signs=signs,
+        unless=unless,
+    )
+
+
+def _brace_format(name: str, start: str, quote: str, end: str) -> ToolFormat:
+    """Google's `call:name{key:value}` between two markers, with marks around strings."""
+    syntax = ValueSyntax(quote, has_bare_keys=True)
+    text = CallText(
+        before_name=f"{start}call:",
+        before_arguments="{",
+        after=f"}}{end}",
+        arguments=SyntaxText(syntax, ":"),
+    )
+    return ToolFormat(
+        name,
+        (),
+        lambda functions: BraceCalls(start, quote, end),
+        text,
+        markers=(start, quote, end),
+        signs=(start,),
+    )
+
+
+_PYTHON = SyntaxText(
+    ValueSyntax(
+        quote="'",
+        char=r"[^'\\\x00-\x1f\x7f]|\\['\\nrt]",
+        escapes={"'": r"\'", "\\": r"\\", "\n": r"\n", "\r": r"\r", "\t": r"\t"},
+        true="True",
+        false="False",
+        null="None",
+        comma=", ",
+        colon=": ",
+    ),
+    colon="=",
+    odd=("**{", "}"),
+)
+
+
+def _python_format(
+    name: str,
+    start: str,
+    end: str,
+    text: CallText,
+    *,
+    aliases: tuple[str, ...] = (),
+    signs: tuple[str, ...] = (),
+) -> ToolFormat:
+    """Calls in Python between two markers."""
+    return ToolFormat(
+        name,
+        aliases,
+        lambda functions: PythonCalls(start, end, functions),
+        text,
+        markers=(start, end),
+        signs=signs,
+    )
+
+
+_CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_CALL_BEGIN, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+_CALL_SEP = "<｜tool▁sep｜>"
+_DEEPSEEK_MARKERS = (_CALLS_BEGIN, _CALLS_END, _CALL_BEGIN, _CALL_END, _CALL_SEP)
+_KIMI_CALLS = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+_KIMI_CALL = ("<|tool_call_begin|>", "<|tool_call_end|>")
+_KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
+_SOLAR_CALLS = ("<|tool_calls|>", "<|calls|>")
+_SOLAR_CALL = ("<|tool_call:begin|>", "<|tool_call:end|>")
+_SOLAR_NAME, _SOLAR_ARGUMENTS = "<|tool_call:name|>", "<|tool_call:args|>"
+_MISTRAL = "[TOOL_CALLS]"
+_MISTRAL_MARKERS = (_MISTRAL, "[ARGS]", "[CALL_ID]")
+_PYTHON_TAG = "<|python_tag|>"
+_FENCE = "```"
+_GLM_MARKERS = (
+    "<tool_call>",
+    "</tool_call>",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+)
+
+#: For models whose template shows no form of their own.
+HERMES = _json_format(
+    "hermes",
+    "<tool_call>",
+    "</tool_call>",
+    CallText(
+        before_name='<tool_call>\n{"name": "',
+        before_arguments='", "arguments": ',
+        after="}\n</tool_call>",
+        separator="\n",
+    ),
+    aliases=("qwen", "qwen25", "qwen3"),
+    signs=("<tool_call>",),
+)
+
+#: In the order in which their signs are looked for.
+TOOL_FORMATS = (
+    ToolFormat(
+        "harmony",
+        ("openai", "gptoss"),
+        lambda functions: HarmonyReader(),
+        CallText(
+            before_name=f"{harmony.Mark.CHANNEL}commentary to={HarmonyReader.FUNCTIONS}",
+            before_arguments=f" {harmony.Mark.CONSTRAIN}json{harmony.Mark.MESSAGE}",
+            after="",
+            is_alone=True,
+        ),
+        markers=tuple(harmony.Mark),
+        signs=(harmony.Mark.CHANNEL,),
+    ),
+    ToolFormat(
+        "deepseek_v31",
+        (),
+        lambda functions: NamedCalls(
+            _CALL_BEGIN,
+            _CALL_END,
+            after_name=_CALL_SEP,
+            around=(_CALLS_BEGIN, _CALLS_END),
+        ),
+        CallText(
+            first=_CALLS_BEGIN,
+            before_name=_CALL_BEGIN,
+            before_arguments=_CALL_SEP,
+            after=_CALL_END,
+            last=_CALLS_END,
+        ),
+        markers=_DEEPSEEK_MARKERS,
+        signs=(_CALL_BEGIN,),
+        unless="```json",
+    ),
+    ToolFormat(
+        "deepseek_v3",
+        ("deepseek_r1",),
+        lambda functions: NamedCalls(
+            _CALL_BEGIN,
+            _CALL_END,
+            before_name=f"function{_CALL_SEP}",
+            after_name="```json",
+            before_end="```",
+            around=(_CALLS_BEGIN, _CALLS_END),
+        ),
+        CallText(
+            first=_CALLS_BEGIN,
+            before_name=f"{_CALL_BEGIN}function{_CALL_SEP}",
+            before_arguments="\n```json\n",
+            after=f"\n```{_CALL_END}",
+            separator="\n",
+            last=_CALLS_END,
+        ),
+        markers=_DEEPSEEK_MARKERS,
+        signs=(_CALL_BEGIN,),
+    ),
+    ToolFormat(
+        "kimi_k2",
+        (),
+        lambda functions: NamedCalls(
+            *_KIMI_CALL,
+            before_name="functions.",
+            after_name=_KIMI_ARGUMENTS,
+            around=_KIMI_CALLS,
+        ),
+        CallText(
+            first=_KIMI_CALLS[0],
+            before_name=f"{_KIMI_CALL[0]}functions.",
+            before_arguments=f":0{_KIMI_ARGUMENTS}",
+            after=_KIMI_CALL[1],
+            last=_KIMI_CALLS[1],
+        ),
+        markers=(*_KIMI_CALLS, *_KIMI_CALL, _KIMI_ARGUMENTS),
+    ),
+    ToolFormat(
+        "solar_open",
+        (),
+        lambda functions: NamedCalls(
+            *_SOLAR_CALL,
+            behind_id=_SOLAR_NAME,
+            after_name=_SOLAR_ARGUMENTS,
+            around=_SOLAR_CALLS,
+        ),
+        CallText(
+            first=_SOLAR_CALLS[0],
+            before_name=f"{_SOLAR_CALL[0]}call000000{_SOLAR_NAME}",
+            before_arguments=_SOLAR_ARGUMENTS,
+            after=_SOLAR_CALL[1],
+            last=_SOLAR_CALLS[1],
+        ),
+        markers=(*_SOLAR_CALLS, *_SOLAR_CALL, _SOLAR_NAME, _SOLAR_ARGUMENTS),
+        signs=(_SOLAR_CALL[0],),
+    ),
+    ToolFormat(
+        "mistral_named",
+        ("mistral_v11",),
+        lambda functions: MistralCalls(_MISTRAL),
+        CallText(before_name=_MISTRAL, before_arguments="[ARGS]", after=""),
+        markers=_MISTRAL_MARKERS,
+        signs=("[ARGS]",),
+    ),
+    ToolFormat(
+        "mistral",
+        (),
+        lambda functions: MistralCalls(_MISTRAL),
+        CallText(
+            first=f"{_MISTRAL} [",
+            before_name='{"name": "',
+            before_arguments='", "arguments": ',
+            after="}",
+            separator=", ",
+            last="]",
+        ),
+        markers=_MISTRAL_MARKERS,
+        signs=(_MISTRAL,),
+    ),
+    _brace_format("gemma4", "<|tool_call>", '<|"|>', "<tool_call|>"),
+    _brace_format("functiongemma", "<start_function_call>", "<escape>", "<end_function_call>"),
+    ToolFormat(
+        "functionary",
+        (),
+        lambda functions: NamedCalls("<function=", "</function>", after_name=">"),
+        CallText(before_name="<function=", before_arguments=">", after="</function>"),
+        markers=("<function=", "</function>"),
+        signs=("<function=example_function_name>{",),
+    ),
+    _tag_format(
+        "glm45",
+        CallText(
+            before_name="<tool_call>",
+            before_arguments="\n",
+            after="</tool_call>",
+            separator="\n",
+            arguments=TagText("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+        ),
+        _GLM_MARKERS,
+        signs=("</arg_key>\n<arg_value>", "\\n<arg_value>"),
+    ),
+    _tag_format(
+        "glm47",
+        CallText(
+            before_name="<tool_call>",
+            before_arguments="",
+            after="</tool_call>",
+            arguments=TagText("<arg_key>", "</arg_key><arg_value>", "</arg_value>"),
+        ),
+        _GLM_MARKERS,
+        signs=("<arg_key>",),
+    ),
+    _tag_format(
+        "seed_oss",
+        CallText(
+            before_name="<seed:tool_call>\n<function=",
+            before_arguments=">\n",
+            after="</function>\n</seed:tool_call>",
+            separator="\n",
+            arguments=TagText("<parameter=", ">", "</parameter>\n"),
+        ),
+        ("<seed:tool_call>", "</seed:tool_call>"),
+    ),
+    _tag_format(
+        "minimax_m2",
+        CallText(
+            first="<minimax:tool_call>\n",
+            before_name='<invoke name="',
+            before_arguments='">\n',
+            after="</invoke>\n",
+            last="</minimax:tool_call>",
+            arguments=TagText('<parameter name="', '">', "</parameter>\n"),
+        ),
+        ("<minimax:tool_call>", "</minimax:tool_call>"),
+    ),
+    _tag_format(
+        "qwen3_coder",
+        CallText(
+            before_name="<tool_call>\n<function=",
+            before_arguments=">\n",
+            after="</function>\n</tool_call>",
+            separator="\n",
+            arguments=TagText("<parameter=", ">\n", "\n</parameter>\n"),
+        ),
+        ("<tool_call>", "</tool_call>", "<function=", "</function>"),
+        aliases=("qwen3_xml",),
+        signs=("<function=",),
+    ),
+    _json_format(
+        "apriel",
+        "<tool_calls>",
+        "</tool_calls>",
+        CallText(
+            first="<tool_calls>[",
+            before_name='{"name": "',
+            before_arguments='", "arguments": ',
+            after="}",
+            separator=", ",
+            last="]</tool_calls>",
+        ),
+        signs=("<tool_calls>[",),
+    ),
+    HERMES,
+    _json_format(
+        "nemotron_v2",
+        "<TOOLCALL>",
+        "</TOOLCALL>",
+        CallText(
+            first="<TOOLCALL>[",
+            before_name='{"name": "',
+            before_arguments='", "arguments": ',
+            after="}",
+            separator=", ",
+            last="]</TOOLCALL>",
+        ),
+    ),
+    _json_format(
+        "minimax",
+        "<tool_calls>",
+        "</tool_calls>",
+        CallText(
+            first="<tool_calls>\n",
+            before_name='{"name": "',
+            before_arguments='", "arguments": ',
+            after="}",
+            separator="\n",
+            last="\n</tool_calls>",
+        ),
+        aliases=("minimax_m1",),
+        signs=("<tool_calls>",),
+    ),
+    _json_format(
+        "cohere_command",
+        "<|START_ACTION|>",
+        "<|END_ACTION|>",
+        CallText(
+            first="<|START_ACTION|>[\n    ",
+            before_name='{"tool_call_id": "0", "tool_name": "',
+            before_arguments='", "parameters": ',
+            after="}",
+            separator=",\n    ",
+            last="\n]<|END_ACTION|>",
+        ),
+    ),
+    _json_format(
+        "granite",
+        "<|tool_call|>",
+        "",
+        CallText(
+            first="<|tool_call|>[",
+            before_name='{"name": "',
+            before_arguments='", "arguments": ',
+            after="}",
+            separator=", ",
+            last="]",
+        ),
+    ),
+    _json_format(
+        "gigachat31",
+        "<|function_call|>",
+        "",
+        CallText(
+            before_name='<|function_call|>{"name": "',
+            before_arguments='", "arguments": ',
+            after="}",
+            is_alone=True,
+        ),
+        aliases=("gigachat3",),
+    ),
+    ToolFormat(
+        "apertus",
+        (),
+        lambda functions: KeyedCalls("<|tools_prefix|>", "<|tools_suffix|>"),
+        CallText(
+            first="<|tools_prefix|>[",
+            before_name='{"',
+            before_arguments='": ',
+            after="}",
+            separator=", ",
+            last="]<|tools_suffix|>",
+        ),
+        markers=("<|tools_prefix|>", "<|tools_suffix|>"),
+    ),
+    ToolFormat(
+        "llama3_json",
+        ("llama3", "llama4_json"),
+        lambda functions: BareCalls(_PYTHON_TAG, functions),
+        CallText(
+            before_name='{"name": "',
+            before_arguments='", "parameters": ',
+            after="}",
+            separator="; ",
+            has_marker=False,
+        ),
+        markers=(_PYTHON_TAG,),
+        signs=(_PYTHON_TAG, '"parameters": dictionary of argument name'),
+    ),
+    _python_format(
+        "lfm2",
+        "<|tool_call_start|>",
+        "<|tool_call_end|>",
+        CallText(
+            first="<|tool_call_start|>[",
+            before_name="",
+            before_arguments="(",
+            after=")",
+            separator=", ",
+            last="]<|tool_call_end|>",
+            arguments=_PYTHON,
+        ),
+        signs=("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["),
+    ),
+    _python_format(
+        "gemma",
+        f"{_FENCE}tool_code",
+        _FENCE,
+        CallText(
+            first=f"{_FENCE}tool_code\n",
+            before_name="",
+            before_arguments="(",
+            after=")",
+            separator="\n",
+            last=f"\n{_FENCE}",
+            arguments=_PYTHON,
+        ),
+        aliases=("gemma3",),
+        signs=(f"{_FENCE}tool_code",),
+    ),
+)
+
+#: In the order in which their signs are looked for.
+REASONING_FORMATS = (
+    ReasoningFormat(
+        "qwen3",
+        ("deepseek_r1", "deepseek_v3", "deepseek_v31", "think"),
+        "<think>",
+        "</think>",
+        ("</think>", "<think>"),
+    ),
+    ReasoningFormat("mistral", ("magistral",), "[THINK]", "[/THINK]", ("[/THINK]",)),
+    ReasoningFormat("gemma4", (), "<|channel>thought\n", "<channel|>", ("<|channel>thought",)),
+    ReasoningFormat("seed_oss", (), "<seed:think>", "</seed:think>", ("</seed:think>",)),
+    ReasoningFormat(
+        "cohere_command",
+        (),
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        ("<|END_THINKING|>",),
+    ),
+    ReasoningFormat("apertus", (), "<|inner_prefix|>", "<|inner_suffix|>", ("<|inner_suffix|>",)),
+    ReasoningFormat(
+        "apriel",
+        (),
+        "Here are my reasoning steps:\n",
+        "[BEGIN FINAL RESPONSE]",
+        ("[BEGIN FINAL RESPONSE]",),
+    ),
+)
+#: Names of harmony's channels among them.
+HARMONY_NAMES = ("harmony", "openai", "openai_gptoss", "gptoss")

@@ -1,0 +1,209 @@
+"""Grammars that hold a model to its family's way to call tools, with arguments that fit the tools'
+schemas. In llguidance's Lark, since JSON schemas stand among other text in them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from jitney.engine.common.errors import RequestError
+from jitney.engine.common.requests import Grammar
+from jitney.engine.core import Terms, arguments_schema, json_rule
+from jitney.engine.server.chat.conversation import harmony
+from jitney.engine.server.chat.conversation.formats import TurnFormat
+from jitney.engine.server.chat.conversation.lark import Lark
+from jitney.engine.server.chat.conversation.tools import Tool, ToolUse
+
+#: Calls of a turn that is forced to call and may do so more than once.
+_MOST_CALLS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn before it is written."""
+
+    format: TurnFormat
+    #: The end of the text that it follows.
+    prompt: str
+    #: Token ids of markers that are tokens of their own: no others spell them.
+    special_ids: Mapping[str, int]
+    #: Tokens that it may think; None: as many as it likes.
+    thinking_budget: int | None = None
+    #: Keywords of the tools' schemas that the grammar does not enforce: a function's name and a
+    #: JSON pointer. Written by `grammar`.
+    unenforced: list[str] = field(default_factory=list[str])
+
+    def grammar(self, use: ToolUse | None, answer: Grammar | None) -> Grammar | None:
+        """The grammar of the whole turn; None: it may be anything. use: what it may call. answer:
+        what its content must be, if it says any. Raises RequestError.
+        """
+        _check_budget(self)
+        if use is not None and answer is not None and not use.is_required:
+            return _calls_or_answer(self, use, answer)
+        if use is not None:
+            return _tool_grammar(self, use)
+        if answer is not None:
+            return _behind_thoughts(self, answer)
+        if self.thinking_budget is None:
+            return None
+        lark = Lark(self.special_ids, json_rule)
+        thoughts = _thoughts(lark, self)
+        return Grammar("lark", lark.written(f"{thoughts} {_content(lark, self, 'ANY')}"))
+
+
+def _check_budget(turn: Turn) -> None:
+    """Refuse a budget where it could not be kept to the token."""
+    if turn.thinking_budget is None:
+        return
+    if turn.format.thoughts_end not in turn.special_ids:
+        raise RequestError(
+            "this model does not think, or marks the end of its thoughts with no token of its own",
+            code="unsupported_parameter",
+            param="thinking_token_budget",
+        )
+
+
+def _tool_grammar(turn: Turn, use: ToolUse) -> Grammar | None:
+    """The grammar of a turn that may or must call; None: it may be anything. Raises RequestError
+    where calls need not be made and are not read.
+    """
+    is_free = turn.thinking_budget is None and not any(tool.strict for tool in use.tools)
+    if is_free and not use.is_required:
+        return None
+    if not use.is_required:
+        _check_reading(turn)
+    lark = Lark(turn.special_ids, json_rule)
+    thoughts = _thoughts(lark, turn)
+    return Grammar("lark", lark.written(f"{thoughts} {_answer(lark, turn, use)}"))
+
+
+def _check_reading(turn: Turn) -> None:
+    """Raise RequestError where calls are content unless they are forced."""
+    if turn.format.tools is None:
+        raise RequestError(
+            "this server reads calls only where they are forced (tool_call_parser none), so "
+            "strict tools and response_format beside tools need tool_choice required or a function",
+            code="unsupported_parameter",
+            param="tools",
+        )
+
+
+def _calls_or_answer(turn: Turn, use: ToolUse, grammar: Grammar) -> Grammar:
+    """A turn that calls, or else says what its grammar allows. Raises RequestError where one of
+    them cannot be held to its form.
+    """
+    _check_reading(turn)
+    lark = Lark(turn.special_ids, json_rule)
+    thoughts = _thoughts(lark, turn)
+    said = _content(lark, turn, _rule_of(lark, grammar))
+    return Grammar("lark", lark.written(f"{thoughts} ({_calls(lark, turn, use)} | {said})"))
+
+
+def _behind_thoughts(turn: Turn, grammar: Grammar) -> Grammar:
+    """The grammar of a turn whose answer has a grammar, and which may begin with thoughts. Raises
+    RequestError for a grammar that cannot stand behind other text.
+    """
+    lark = Lark(turn.special_ids, json_rule)
+    thoughts = _thoughts(lark, turn)
+    if not thoughts:
+        return grammar
+    said = _content(lark, turn, _rule_of(lark, grammar))
+    return Grammar("lark", lark.written(f"{thoughts} {said}"))
+
+
+def _rule_of(lark: Lark, grammar: Grammar) -> str:
+    """A grammar as a part of a turn's. Raises RequestError where it can be no part."""
+    match grammar.kind:
+        case "json_object":
+            return json_rule({"type": "object"})
+        case "json_schema":
+            return json_rule(json.loads(grammar.text))
+        case "choice":
+            choices = [lark.literal(text) for text in json.loads(grammar.text)]
+            return f"({' | '.join(choices)})"
+        case _:
+            raise RequestError(
+                f"a {grammar.kind} grammar stands neither behind thoughts nor beside tools here; "
+                "switch them off, or use a JSON schema or a choice",
+                code="unsupported_parameter",
+                param="structured_outputs",
+            )
+
+
+def _content(lark: Lark, turn: Turn, rule: str) -> str:
+    """A rule of what is said, with the header that it has in some formats."""
+    if not turn.format.has_channels:
+        return rule
+    return f"{lark.literal(f'{harmony.Mark.CHANNEL}final{harmony.Mark.MESSAGE}')} {rule}"
+
+
+def _answer(lark: Lark, turn: Turn, use: ToolUse) -> str:
+    """The rule of the answer behind the thoughts."""
+    if use.is_required:
+        return _calls(lark, turn, use)
+    if turn.format.has_channels:
+        return f"({_calls(lark, turn, use)} | {_content(lark, turn, 'ANY')})"
+    form = turn.format.calls
+    if not form.text.has_marker:
+        return f"(NO_CALL | NO_CALL_LINES {_calls(lark, turn, use)})"
+    head = form.text.first or form.text.before_name
+    trigger = next(marker for marker in form.markers if head.startswith(marker))
+    text = lark.without(marker for marker in form.openings if marker != trigger)
+    call = f"{lark.up_to(trigger, text=text)} {_calls(lark, turn, use, trigger=trigger)}"
+    return f"({call})* {text}"
+
+
+def _thoughts(lark: Lark, turn: Turn) -> str:
+    """The rule of the thoughts before the answer."""
+    turns, budget = turn.format, turn.thinking_budget
+    if turns.has_channels:
+        head = lark.literal(
+            f"{harmony.Mark.CHANNEL}{harmony.HarmonyReader.THOUGHTS}{harmony.Mark.MESSAGE}"
+        )
+        behind = lark.literal(f"{harmony.Mark.START}assistant")
+        return f"({head} {lark.up_to(harmony.Mark.END, budget)} {behind})?"
+    reasoning = turns.reasoning
+    if reasoning is None or reasoning.is_closed(turn.prompt):
+        return ""
+    rest = f"{lark.up_to(reasoning.end, budget)} BLANKS"
+    if reasoning.is_open(turn.prompt):
+        return rest
+    return f"({lark.literal(reasoning.start)} {rest})?"
+
+
+def _calls(lark: Lark, turn: Turn, use: ToolUse, *, trigger: str = "") -> str:
+    """The calls of a turn. trigger: what of the first one has been written already; behind it
+    stands one call, unless they have something around them.
+    """
+    text = turn.format.calls.text
+    rules = [_call(lark, turn, tool, "" if text.first else trigger) for tool in use.tools]
+    one = lark.rule(lark.one_of(rules))
+    most = min(use.most_calls or _MOST_CALLS, _MOST_CALLS)
+    if text.is_alone or (trigger and not text.first):
+        most = 1
+    more = f"({lark.literal(text.separator)} {one}){{0,{most - 1}}}" if most > 1 else ""
+    head = lark.literal(text.first.removeprefix(trigger))
+    return f"{head} {one} {more} {lark.literal(text.last)}"
+
+
+def _call(lark: Lark, turn: Turn, tool: Tool, trigger: str) -> str:
+    """One call of a tool. Raises RequestError if it is strict and not all of its schema can be
+    enforced in the model's form.
+    """
+    text = turn.format.calls.text
+    before = text.before_name.removeprefix(trigger)
+    head = lark.literal(f"{before}{tool.name}{text.before_arguments}")
+    terms = Terms(tool.strict, closed=True, name=tool.name, param=tool.path)
+    unenforced: list[str] = []
+    try:
+        schema = arguments_schema(tool.parameters, terms)
+        arguments = text.arguments.rule(lark, schema, unenforced)
+    except RecursionError:
+        unenforced.append("#")
+        arguments = text.arguments.rule(lark, {"type": "object"}, [])
+    if unenforced and tool.strict:
+        raise terms.refusal(unenforced[0], "the form of this model's calls cannot enforce it")
+    turn.unenforced.extend(map(terms.pointer, unenforced))
+    return lark.rule(f"{head} {arguments} {lark.literal(text.after)}")

@@ -1,0 +1,343 @@
+"""What parsers of a model's text are made of: they read one character after the other, however the
+text is cut into pieces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections import deque
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+
+from jitney.engine.server.chat.conversation.events import (
+    AssistantEvent,
+    ContentDelta,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
+
+#: A part of a parser: it is sent characters, and "" when there are no more.
+type Reading = Generator[None, str, None]
+#: One that returns what it found.
+type Finding[T] = Generator[None, str, T]
+#: What ends a name that stands without quotes, beside blanks.
+_BEHIND_NAME = '{[<>"'
+#: Blanks that are held back at most.
+_MOST_BLANKS = 64
+
+
+class Ended(Exception):
+    """There is no more text."""
+
+
+class Malformed(Exception):
+    """What was read is no call."""
+
+
+class TextReader:
+    """Base of the readers: `read` says what the text means, as it reads it. `next_char` gives it
+    the characters, and raises Ended behind the last one.
+    """
+
+    #: Text that is held back: blanks, and the beginning of what may be a marker.
+    _held = ""
+    _n_calls = 0
+    #: What is read now is thought, not said.
+    is_thinking = False
+    #: What the markers begin with that are looked for now; None: something else is read.
+    _watched: frozenset[str] | None = None
+    _drops_blanks = True
+    #: The marker that was found last.
+    found = ""
+    #: Most characters of a name: longer ones are no names.
+    most_name = 256
+    #: The text ended where the model would have gone on.
+    is_cut = False
+    #: No text follows what was sent.
+    _is_ended = False
+
+    def __init__(self) -> None:
+        self._events: list[AssistantEvent] = []
+        #: Characters to be read once more, before those that come.
+        self._again: deque[str] = deque()
+        #: Read since `mark`, to be given back should it be no call.
+        self._since_mark: list[str] = []
+        self._reading = self._read_all()
+        next(self._reading)
+
+    def new_id(self) -> str:
+        """Of a call, as OpenAI's look."""
+        return "call_" + secrets.token_hex(12)
+
+    @property
+    def is_unsure(self) -> bool:
+        """Whether the newest text may be the beginning of a marker."""
+        return bool(self._held.strip())
+
+    def feed(self, text: str) -> list[AssistantEvent]:
+        """Read more text; what it says."""
+        if not self.passes(text):
+            for char in text:
+                self._reading.send(char)
+        return self._taken()
+
+    def passes(self, text: str) -> bool:
+        """Say text in which no marker begins, as most text is: 2 us, where reading each character
+        takes 5.
+        """
+        watched = self._watched
+        if watched is None or self._held.strip() or not watched.isdisjoint(text):
+            return False
+        kept = text.rstrip() if self._drops_blanks else text
+        if not kept or len(text) - len(kept) > _MOST_BLANKS:
+            return False
+        self.say(self._held + kept)
+        self._held = text[len(kept) :]
+        return True
+
+    def close(self, *, is_cut: bool) -> list[AssistantEvent]:
+        """There is no more text; what was held back. is_cut: the model would have gone on."""
+        self.is_cut = is_cut
+        with contextlib.suppress(StopIteration):
+            self._reading.send("")
+        return self._taken()
+
+    def read(self) -> Reading:
+        """Read until Ended is raised."""
+        raise NotImplementedError
+
+    def _read_all(self) -> Reading:
+        try:
+            yield from self.read()
+        except Ended:
+            self.say(self._held + "".join(self._since_mark))
+
+    def _taken(self) -> list[AssistantEvent]:
+        taken, self._events = self._events, []
+        return taken
+
+    def next_char(self) -> Finding[str]:
+        """The next character. Raises Ended."""
+        if self._again:
+            char = self._again.popleft()
+        elif self._is_ended:
+            raise Ended
+        else:
+            char = yield
+        if not char:
+            self._is_ended = True
+            raise Ended
+        self._since_mark.append(char)
+        return char
+
+    def unread(self, text: str) -> None:
+        """Have the end of what was read be read again."""
+        self._again.extendleft(reversed(text))
+        if text:
+            del self._since_mark[-len(text) :]
+
+    def mark(self, before: str = "") -> None:
+        """From here on what is read belongs to a part that may turn out to be content. before: what
+        was read of it already.
+        """
+        self._since_mark = list(before)
+
+    def give_back(self) -> None:
+        """What was read since `mark` is content, and may hold markers behind its beginning."""
+        text = "".join(self._since_mark)
+        said = text[: _blanks_before(text) + 1]
+        self.unread(text.removeprefix(said))
+        self.mark()
+        self.say(said)
+
+    def say(self, text: str) -> None:
+        """Content, or thoughts."""
+        self._add(ReasoningDelta(text) if self.is_thinking else ContentDelta(text))
+
+    def _add(self, event: ContentDelta | ReasoningDelta | ToolCallArguments) -> None:
+        """Join text to the newest event if it goes on with that."""
+        last = self._events[-1] if self._events else None
+        if isinstance(last, type(event)) and getattr(last, "index", 0) == getattr(
+            event, "index", 0
+        ):
+            self._events[-1] = replace(event, text=last.text + event.text)
+        elif event.text:
+            self._events.append(event)
+
+    def begin_call(self, name: str) -> int:
+        """A call has begun: what was read of it is not content any more. Returns its index."""
+        index = self._n_calls
+        self._n_calls += 1
+        self._events.append(ToolCallStart(index, self.new_id(), name))
+        self.mark()
+        return index
+
+    def add_arguments(self, index: int, text: str) -> None:
+        """More of a call's arguments; it is not content any more."""
+        self._add(ToolCallArguments(index, text))
+        self.mark()
+
+    def until(self, markers: Sequence[str], *, drop_blanks: bool = True) -> Finding[str]:
+        """What is said up to one of the markers, which is returned and marked. Blanks before the
+        marker go with it, and are held back for that.
+        """
+        self.mark()
+        self._drops_blanks = drop_blanks
+        watched = frozenset([marker[0] for marker in markers])
+        while True:
+            self._watched = None if self._again else watched
+            char = yield from self.next_char()
+            self._watched = None
+            self.mark()
+            self._held += char
+            self._settle(markers, drop_blanks)
+            found = self._held.lstrip() if drop_blanks else self._held
+            if found in markers:
+                self.found = found
+                self.mark(self._held)
+                self._held = ""
+                return found
+
+    def _settle(self, markers: Sequence[str], drop_blanks: bool) -> None:
+        """Say what of the held text cannot be the beginning of a marker, or blanks before it."""
+        while True:
+            blanks = _blanks_before(self._held) if drop_blanks else 0
+            kept = self._held[blanks:]
+            if blanks <= _MOST_BLANKS and (not kept or _may_become(kept, markers)):
+                return
+            self.say(self._held[: blanks + 1])
+            self._held = self._held[blanks + 1 :]
+
+    def peek(self) -> Finding[str]:
+        """The next character, which is left. Raises Ended."""
+        char = yield from self.next_char()
+        self.unread(char)
+        return char
+
+    def peek_filled(self) -> Finding[str]:
+        """As `peek`, behind blanks."""
+        char = " "
+        while char.isspace():
+            char = yield from self.next_char()
+        self.unread(char)
+        return char
+
+    def skip_blanks(self) -> Reading:
+        """Read over blanks."""
+        yield from self.peek_filled()
+
+    def drop_blanks(self) -> Reading:
+        """Read over blanks that are no content."""
+        self.mark()
+        while True:
+            char = yield from self.next_char()
+            self.mark()
+            if not char.isspace():
+                self._again.appendleft(char)
+                return
+
+    def expect(self, text: str) -> Reading:
+        """Read this text. Raises Malformed at the first other character, which is left."""
+        for wanted in text:
+            yield from self.any_of((wanted,))
+
+    def expect_next(self, text: str) -> Reading:
+        """As `expect`, behind blanks."""
+        yield from self.skip_blanks()
+        yield from self.expect(text)
+
+    def look_for(self, text: str) -> Reading:
+        """As `expect`, and leave the text."""
+        yield from self.expect(text)
+        self.unread(text)
+
+    def read_name(self) -> Finding[str]:
+        """A name without quotes."""
+        name = ""
+        while not _ends_name(char := (yield from self.next_char())):
+            name += char
+        self.unread(char)
+        return self.checked_name(name)
+
+    def checked_name(self, text: str) -> str:
+        """The text, which is a name. Raises Malformed if it is none."""
+        if not 0 < len(text) <= self.most_name:
+            raise Malformed
+        return text
+
+    def any_of(self, texts: tuple[str, ...]) -> Finding[str]:
+        """Read one of these texts, of which none begins another. Raises Malformed at the first
+        character that belongs to none, which is left.
+        """
+        read = ""
+        while read not in texts:
+            read += yield from self.peek()
+            if not _may_become(read, texts):
+                raise Malformed
+            yield from self.next_char()
+        return read
+
+
+class CallReader(TextReader):
+    """Content with calls between markers. What turns out to be no call is content."""
+
+    def __init__(
+        self,
+        starts: tuple[str, ...],
+        ends: tuple[str, ...] = (),
+        around: tuple[str, ...] = (),
+    ):
+        """starts, ends: markers before and after a call. around: others, which are read over."""
+        self._starts = starts
+        self._ends = ends
+        self._around = around
+        super().__init__()
+
+    @property
+    def opening_markers(self) -> tuple[str, ...]:
+        """Markers that calls begin with."""
+        return self._starts + self._around
+
+    def read(self) -> Reading:
+        passed = self._around
+        while True:
+            marker = yield from self.until(self._starts + passed)
+            passed = self._around
+            if marker in self._starts:
+                is_cut_short = yield from self.attempt()
+                if is_cut_short:  # its end is still to come
+                    passed += self._ends
+
+    def attempt(self) -> Finding[bool]:
+        """Read calls behind a marker. True: the last one had begun, and ended badly."""
+        n_before = self._n_calls
+        try:
+            yield from self.read_calls()
+            self.mark()
+            return False
+        except Ended:
+            if self._n_calls > n_before:
+                self.mark()  # what there is of its end
+            raise
+        except Malformed:
+            self.give_back()
+            return self._n_calls > n_before
+
+    def read_calls(self) -> Reading:
+        """What follows a marker. Raises Malformed."""
+        raise NotImplementedError
+
+
+def _ends_name(char: str) -> bool:
+    return char in _BEHIND_NAME or char.isspace()
+
+
+def _blanks_before(text: str) -> int:
+    return len(text) - len(text.lstrip())
+
+
+def _may_become(text: str, markers: Sequence[str]) -> bool:
+    """Whether more text could make it one of the markers, or it is one."""
+    return any(marker.startswith(text) for marker in markers)

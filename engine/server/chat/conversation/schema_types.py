@@ -1,0 +1,190 @@
+"""The types that a JSON schema admits, for forms that write texts and other values differently."""
+
+from __future__ import annotations
+
+import ast
+import json
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from itertools import chain
+
+from jitney.engine.common.requests import JsonDict, JsonValue
+
+#: Schemas that may still be looked at.
+type Steps = Iterator[int]
+
+ALL_TYPES = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
+TEXT = frozenset({"string"})
+#: Schemas that are looked at for one question; what refers to itself has no end.
+_MOST_STEPS = 256
+#: Types of values that are written as one word.
+_WORD_TYPES = frozenset({"string", "number", "integer", "boolean", "null"})
+#: Longest text that is read as Python: its parser takes time and memory for all of it at once.
+_MOST_PYTHON = 1 << 14
+#: Words of Python that models write for those of JSON, as templates show them in earlier calls.
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+
+
+def new_steps() -> Steps:
+    """The schemas that may be looked at for one question."""
+    return iter(range(_MOST_STEPS))
+
+
+def target_of(reference: JsonValue, root: JsonDict) -> JsonValue | None:
+    """The schema that a JSON pointer into `root` refers to; None: there is none."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    found: JsonValue = root
+    for step in reference.removeprefix("#").split("/")[1:]:
+        key = step.replace("~1", "/").replace("~0", "~")
+        if not isinstance(found, dict) or key not in found:
+            return None
+        found = found[key]
+    return found
+
+
+def listed_values(schema: JsonValue) -> list[JsonValue] | None:
+    """The values that a schema lists; None: it does not list them."""
+    if not isinstance(schema, dict):
+        return None
+    if "const" in schema:
+        return [schema["const"]]
+    values = schema.get("enum")
+    return values if isinstance(values, list) else None
+
+
+def all_values(
+    schema: JsonValue, root: JsonDict, steps: Steps | None = None
+) -> list[JsonValue] | None:
+    """The values that fit a schema, if it lists them, by itself or in alternatives; else None."""
+    steps = steps or new_steps()
+    if not isinstance(schema, dict) or next(steps, None) is None:
+        return None
+    values = listed_values(schema)
+    if values is not None:
+        return values
+    if schema.get("type") == "null":
+        return [None]
+    if "$ref" in schema:
+        return all_values(target_of(schema["$ref"], root), root, steps)
+    for keyword in ("anyOf", "oneOf"):
+        options = schema.get(keyword)
+        if isinstance(options, list):
+            found = [all_values(option, root, steps) for option in options]
+            known = [each for each in found if each is not None]
+            return [*chain(*known)] if len(known) == len(found) else None
+    return None
+
+
+def properties_of(schema: JsonValue, root: JsonDict, steps: Steps | None = None) -> JsonDict:
+    """The schemas of the properties that an object's schema names, by itself or in its parts."""
+    steps = steps or new_steps()
+    if not isinstance(schema, dict) or next(steps, None) is None:
+        return {}
+    parts = [target_of(schema["$ref"], root)] if "$ref" in schema else []
+    parts += [*_list(schema.get("allOf")), *_list(schema.get("anyOf")), *_list(schema.get("oneOf"))]
+    found: JsonDict = {}
+    for part in parts:
+        found |= properties_of(part, root, steps)
+    own = schema.get("properties")
+    return found | own if isinstance(own, dict) else found
+
+
+def types_of(schema: JsonValue, root: JsonDict, steps: Steps | None = None) -> frozenset[str]:
+    """The JSON types of the values that fit a schema; every type where it does not say."""
+    steps = steps or new_steps()
+    if not isinstance(schema, dict) or next(steps, None) is None:
+        return ALL_TYPES
+    values = listed_values(schema)
+    if values is not None:
+        return frozenset().union(*map(_types_of_value, values))
+    types = _named_types(schema.get("type"))
+    if "$ref" in schema:
+        types &= types_of(target_of(schema["$ref"], root), root, steps)
+    for keyword in ("anyOf", "oneOf"):
+        options = schema.get(keyword)
+        if isinstance(options, list):
+            found = [types_of(option, root, steps) for option in options]
+            types &= frozenset().union(*found)
+    for part in _list(schema.get("allOf")):
+        types &= types_of(part, root, steps)
+    return types
+
+
+def _named_types(names: JsonValue) -> frozenset[str]:
+    types = frozenset([names] if isinstance(names, str) else map(str, _list(names)))
+    if "number" in types:
+        types |= {"integer"}
+    return types & ALL_TYPES or ALL_TYPES
+
+
+def _list(value: JsonValue) -> Iterable[JsonValue]:
+    return value if isinstance(value, list) else ()
+
+
+def _types_of_value(value: JsonValue) -> frozenset[str]:
+    match value:
+        case None:
+            return frozenset({"null"})
+        case bool():
+            return frozenset({"boolean"})
+        case str():
+            return TEXT
+        case dict():
+            return frozenset({"object"})
+        case list():
+            return frozenset({"array"})
+        case _:
+            is_whole = isinstance(value, int) or value.is_integer()
+            return frozenset({"number", "integer"} if is_whole else {"number"})
+
+
+def quoted(text: str) -> str:
+    """A string as JSON writes it."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def json_of(text: str, types: frozenset[str]) -> str:
+    """The JSON of a value that was written without quotes, and whose schema admits these types.
+    Text that is no JSON, or JSON of a type that is not admitted where strings are, is a string.
+    """
+    if types == TEXT:
+        return quoted(text)
+    word = text.strip()
+    for written in (word, _WORDS.get(word), _python_as_json(word)):
+        if written is not None and _is_json(written, types):
+            return written
+    return quoted(text)
+
+
+def word_json(word: str) -> str:
+    """A word as JSON: a number, true, false or null as it stands, else a string."""
+    return json_of(word, _WORD_TYPES)
+
+
+def _is_json(text: str, types: frozenset[str]) -> bool:
+    """Whether a text is the JSON of one of these types. Where none of them is a string, any JSON is
+    nearer to what was meant than a string; where it is one of several, strings have no quotes.
+    """
+    try:
+        value = json.loads(text, parse_constant=_not_json)
+    except (ValueError, RecursionError):
+        return False
+    unquoted = frozenset[str]() if types == ALL_TYPES else TEXT
+    return "string" not in types or bool(_types_of_value(value) & types - unquoted)
+
+
+def _python_as_json(text: str) -> str | None:
+    """The JSON of a list or a dict that is written as Python does it; None: it is neither."""
+    if text[:1] not in ("{", "[") or len(text) > _MOST_PYTHON:
+        return None
+    errors = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError)
+    with suppress(*errors), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of odd escapes
+        return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
+    return None
+
+
+def _not_json(word: str) -> None:
+    raise json.JSONDecodeError("no JSON", word, 0)

@@ -1,0 +1,346 @@
+"""The abilities of a chat template, found by rendering small conversations: which messages it
+accepts, and whether the text of each one reaches the prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from jitney.engine.common.errors import RequestError
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.server.chat.conversation.tools import Tool, ToolUse
+
+#: Renders messages with variables of the template. Raises RequestError where the template refuses
+#: them or takes too long.
+type Render = Callable[[list[JsonDict], JsonDict], Awaitable[str]]
+#: Whether templates read a call's arguments as an object or as JSON text.
+type _ArgumentsForm = Literal["object", "text"]
+#: Where a template shows what the assistant says beside its calls: in the message that has the
+#: calls, in a message before it, or in one that an empty message of the user separates from it.
+#: None: nowhere.
+type _TextBesideCalls = Literal["beside", "before", "before_empty_turn"] | None
+#: How a user speaks after a tool result: in the next message, after an empty turn of the assistant,
+#: or at the end of the result.
+type _UserAfterResult = Literal["next", "after_empty_turn", "in_result"]
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateAbilities:
+    """What one way to render a template accepts and shows. The defaults are the least that a
+    template can do: users and assistants that alternate.
+    """
+
+    #: A system message at the beginning, whatever message the conversation ends with.
+    system: bool = False
+    #: Several of them at the beginning.
+    systems: bool = False
+    #: A system message after other messages, where it stands.
+    system_later: bool = False
+    #: Two messages in a row of the user, or of the assistant.
+    user_twice: bool = False
+    assistant_twice: bool = False
+    #: A conversation that the assistant begins.
+    assistant_first: bool = False
+    #: An assistant's message without text.
+    empty_assistant: bool = False
+    #: An assistant's calls, with their arguments in this form; None: they are not shown.
+    arguments: _ArgumentsForm | None = None
+    #: The arguments of the calls, not only their names.
+    shows_arguments: bool = False
+    #: Results in messages of the role tool.
+    results: bool = False
+    #: Several calls in one message.
+    parallel_calls: bool = False
+    #: Calls that no result follows.
+    unanswered_calls: bool = False
+    text_beside_calls: _TextBesideCalls = None
+    #: Whether a message that only calls has the content null rather than an empty text.
+    null_beside_calls: bool = False
+    user_after_result: _UserAfterResult = "in_result"
+    #: Whether ids of calls must have nine letters and digits.
+    short_ids: bool = False
+
+
+class ChatAbilities(NamedTuple):
+    """What a model's chat template can do. Templates may differ beside tools."""
+
+    #: Rendered without tools.
+    plain: TemplateAbilities = TemplateAbilities()
+    #: Rendered with them; None: the template does not show tools.
+    with_tools: TemplateAbilities | None = None
+    #: Whether tools must be written out (`Tool.completed`).
+    needs_complete_tools: bool = False
+    #: Whether it is given an empty list where there are no tools.
+    needs_tools: bool = False
+    #: Why not even one message of a user can be rendered; empty: it can.
+    refusal: str = ""
+
+    @classmethod
+    async def of(cls, render: Render) -> ChatAbilities:
+        """Render some fifty small conversations and see what comes of them."""
+        found, variables = cls(), JsonDict()
+        try:
+            await render([_USER], {})
+        except RequestError as error:
+            variables["tools"] = []
+            found = cls(refusal=str(error))
+        try:
+            await render([_USER], variables)
+        except RequestError:
+            return found
+        found = cls(await _Prober(render, variables).abilities(), needs_tools=bool(variables))
+        complete = await _shows_tools(render, [_TOOL.completed()])
+        if not complete:
+            return found
+        bare = await _shows_tools(render, [tool.shown() for tool in _BARE_TOOLS])
+        return found._replace(
+            with_tools=await _Prober(render, {"tools": [_TOOL.completed()]}).abilities(),
+            needs_complete_tools=not bare,
+        )
+
+    def beside(self, use: ToolUse | None) -> TemplateAbilities:
+        """For a request with these tools."""
+        return self.plain if use is None or self.with_tools is None else self.with_tools
+
+    def variables(self, use: ToolUse | None) -> JsonDict:
+        """What the template is given of the tools."""
+        if use is None or self.with_tools is None:
+            return {"tools": []} if self.needs_tools else {}
+        if self.needs_complete_tools:
+            return {"tools": [tool.completed() for tool in use.tools]}
+        return {"tools": [tool.shown() for tool in use.tools]}
+
+    def limited(self, use: ToolUse | None) -> ToolUse | None:
+        """The tools of a turn that can be shown to the model later."""
+        can = self.beside(use)
+        if use is None or can.arguments is None or can.parallel_calls:
+            return use
+        return replace(use, most_calls=1)
+
+
+#: What the small conversations are made of; no template has these texts of its own.
+_USER: JsonDict = {"role": "user", "content": "quserone"}
+_USER_2: JsonDict = {"role": "user", "content": "qusertwo"}
+_ASSISTANT: JsonDict = {"role": "assistant", "content": "qassistone"}
+_ASSISTANT_2: JsonDict = {"role": "assistant", "content": "qassisttwo"}
+_SYSTEM: JsonDict = {"role": "system", "content": "qsystemone"}
+_SYSTEM_2: JsonDict = {"role": "system", "content": "qsystemtwo"}
+_EMPTY: JsonDict = {"role": "assistant", "content": ""}
+_EMPTY_USER: JsonDict = {"role": "user", "content": ""}
+_TOOL = Tool(
+    "qtoolname",
+    "qtooltext",
+    {"type": "object", "properties": {"qkey": {"type": "string"}}, "required": ["qkey"]},
+)
+_BARE_PROPERTIES: JsonDict = {"qkey": {"type": ["string", "null"]}, "qany": True}
+#: Without all that a tool need not say.
+_BARE_TOOLS = (
+    Tool("qbarename", parameters={"type": "object", "properties": _BARE_PROPERTIES}),
+    Tool("quntypedname", parameters={"properties": _BARE_PROPERTIES}),
+    Tool("qemptyname", parameters={"type": "object"}),
+)
+
+
+async def _shows_tools(render: Render, tools: list[JsonDict]) -> bool:
+    """Whether the names of all tools stand in the prompt, and no None in place of what they do not
+    say.
+    """
+    try:
+        prompt = await render([_USER], {"tools": tools})
+    except RequestError:
+        return False
+    return all([tool["function"]["name"] in prompt for tool in tools]) and "None" not in prompt
+
+
+class _CallShape(NamedTuple):
+    """How the calls of a small conversation and their results are written."""
+
+    form: _ArgumentsForm
+    short_ids: bool
+    #: Whether results have the role tool; else a user tells of them.
+    results: bool
+    #: Of a message that only calls.
+    content: str | None
+    has_arguments: bool = True
+
+    def calls(self, *numbers: int, content: str | None = None) -> JsonDict:
+        """A message that makes these calls."""
+        calls = [self._call(number) for number in numbers]
+        content = content or self.content
+        return {"role": "assistant", "content": content, "tool_calls": calls}
+
+    def answered(self, *numbers: int, content: str | None = None) -> list[JsonDict]:
+        """A message that makes these calls, and their results."""
+        calls = self.calls(*numbers, content=content)
+        if not self.results:
+            texts = [f"qresult{number}" for number in numbers]
+            return [calls, {"role": "user", "content": "\n".join(texts)}]
+        return [calls, *[self._result(number) for number in numbers]]
+
+    def _id(self, number: int) -> str:
+        return f"qcallid0{number}" if self.short_ids else f"call_qcallid0000{number}"
+
+    def _call(self, number: int) -> JsonDict:
+        value: JsonDict = {"qargument": f"qvalue{number}"} if self.has_arguments else {}
+        arguments = value if self.form == "object" else json.dumps(value)
+        function: JsonDict = {"name": _TOOL.name, "arguments": arguments}
+        return {"id": self._id(number), "type": "function", "function": function}
+
+    def _result(self, number: int) -> JsonDict:
+        return {
+            "role": "tool",
+            "tool_call_id": self._id(number),
+            "name": _TOOL.name,
+            "content": f"qresult{number}",
+        }
+
+
+#: How calls may be written, the likeliest first; of each group any may be right.
+_CALL_SHAPES = [
+    [_CallShape(form, short_ids, results, content, has_arguments) for form in ("object", "text")]
+    for has_arguments in (True, False)
+    for results in (True, False)
+    for content in ("", None)
+    for short_ids in (False, True)
+]
+
+
+class _Prober:
+    """Finds the abilities of a template that is rendered with these variables."""
+
+    def __init__(self, render: Render, variables: JsonDict):
+        self._render = render
+        self._variables = variables
+
+    async def abilities(self) -> TemplateAbilities:
+        shows = self._shows
+        system = await self._shows_first_system()
+        abilities = TemplateAbilities(
+            system=system,
+            systems=system and await shows(_SYSTEM, _SYSTEM_2, _USER, _ASSISTANT, _USER_2),
+            system_later=system and await self._shows_later_system(),
+            user_twice=await shows(_USER, _USER_2, _ASSISTANT),
+            assistant_twice=await shows(_USER, _ASSISTANT, _ASSISTANT_2, _USER_2),
+            assistant_first=await shows(_ASSISTANT, _USER),
+            empty_assistant=await shows(_USER, _EMPTY, _USER_2),
+        )
+        shape = await self._call_shape()
+        return abilities if shape is None else await self._with_calls(abilities, shape)
+
+    async def _shows_first_system(self) -> bool:
+        ends = ([_USER], [_USER, _ASSISTANT], [_USER, _ASSISTANT, _USER_2])
+        return all([await self._shows(_SYSTEM, *end) for end in ends])
+
+    async def _shows_later_system(self) -> bool:
+        ends = ([_SYSTEM_2], [_SYSTEM_2, _USER_2], [_USER_2, _SYSTEM_2])
+        return all([await self._shows(_SYSTEM, _USER, _ASSISTANT, *end) for end in ends])
+
+    async def _call_shape(self) -> _CallShape | None:
+        """The first way to write calls that the template shows; None: it shows no calls."""
+        for shapes in _CALL_SHAPES:
+            shown = [shape for shape in shapes if await self._shows_rounds(shape)]
+            clean = [shape for shape in shown if await self._is_clean(shape)]
+            if shown:
+                return await self._with_null((clean or shown)[0])
+        return None
+
+    async def _shows_rounds(self, shape: _CallShape) -> bool:
+        """Whether two rounds of a call and its result are shown, also at the end."""
+        return await self._shows_answered(*shape.answered(1), *shape.answered(2))
+
+    async def _shows_answered(self, *messages: JsonDict) -> bool:
+        """Whether calls with results are shown in the middle and at the end of a conversation."""
+        ends = ([], [_ASSISTANT, _USER_2])
+        return all([await self._shows(_USER, *messages, *end) for end in ends])
+
+    async def _is_clean(self, shape: _CallShape) -> bool:
+        """Whether the arguments stand in the prompt neither as Python writes an object nor as JSON
+        within a JSON string.
+        """
+        prompt = await self._prompt(_USER, *shape.answered(1))
+        return prompt is not None and "'qargument'" not in prompt and '\\"qargument' not in prompt
+
+    async def _with_null(self, shape: _CallShape) -> _CallShape:
+        """The shape with null beside calls, where an empty text makes a turn of its own."""
+        if shape.content is None:
+            return shape
+        given = shape._replace(content=None)
+        empty = await self._prompt(_USER, *shape.answered(1), _ASSISTANT)
+        null = await self._prompt(_USER, *given.answered(1), _ASSISTANT)
+        if empty is None or null is None or len(null) >= len(empty):
+            return shape
+        return given if await self._shows_rounds(given) else shape
+
+    async def _with_calls(
+        self, abilities: TemplateAbilities, shape: _CallShape
+    ) -> TemplateAbilities:
+        """The abilities of a template that shows calls of this shape."""
+        shows, answered = self._shows, shape.answered(1)
+        system = abilities.system and await shows(_SYSTEM, _USER, *answered)
+        after: _UserAfterResult = "in_result"
+        if await shows(_USER, *answered, _USER_2, _ASSISTANT):
+            after = "next"
+        elif await shows(_USER, *answered, _EMPTY, _USER_2, _ASSISTANT):
+            after = "after_empty_turn"
+        return replace(
+            abilities,
+            system=system,
+            systems=system and abilities.systems,
+            system_later=system and abilities.system_later,
+            arguments=shape.form,
+            shows_arguments=shape.has_arguments,
+            results=shape.results,
+            parallel_calls=await self._shows_answered(*shape.answered(1, 2)),
+            unanswered_calls=await shows(_USER, shape.calls(1))
+            and await shows(_USER, shape.calls(1), _USER_2, _ASSISTANT),
+            text_beside_calls=await self._text_beside(shape),
+            null_beside_calls=shape.content is None,
+            user_after_result=after,
+            short_ids=shape.short_ids,
+        )
+
+    async def _text_beside(self, shape: _CallShape) -> _TextBesideCalls:
+        text = "qbesides"
+        if await self._shows_answered(*shape.answered(1, content=text)):
+            return "beside"
+        said: JsonDict = {"role": "assistant", "content": text}
+        if await self._shows_answered(said, *shape.answered(1)):
+            return "before"
+        if await self._shows_answered(said, _EMPTY_USER, *shape.answered(1)):
+            return "before_empty_turn"
+        return None
+
+    async def _shows(self, *messages: JsonDict) -> bool:
+        """Whether the template accepts the messages and shows all their texts in order, each
+        once.
+        """
+        prompt = await self._prompt(*messages)
+        return prompt is not None and _has_in_order(prompt, messages)
+
+    async def _prompt(self, *messages: JsonDict) -> str | None:
+        try:
+            return await self._render(list(messages), self._variables)
+        except RequestError:
+            return None
+
+
+def _has_in_order(prompt: str, messages: Sequence[JsonDict]) -> bool:
+    place = 0
+    for message in messages:
+        content = message["content"]
+        if content and prompt.count(content) != 1:
+            return False
+        texts = [content] if content else []
+        for call in message.get("tool_calls", ()):
+            arguments = call["function"]["arguments"]
+            value = json.loads(arguments) if isinstance(arguments, str) else arguments
+            texts += [call["function"]["name"], *value.values()]
+        for text in texts:
+            place = prompt.find(text, place)
+            if place < 0:
+                return False
+            place += len(text)
+    return True

@@ -1,0 +1,208 @@
+"""The thoughts of a model: split from what it says, and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import groupby
+
+from jitney.engine.server.chat.conversation.events import (
+    AssistantEvent,
+    ContentDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from jitney.engine.server.chat.conversation.reading import Ended, Malformed, Reading, TextReader
+
+
+class AssistantParser:
+    """Splits the text of one sequence, as a reader reads it.
+
+    However the text is cut into pieces, the events say the same once neighbours of one kind are
+    joined. All of the text comes out, but for the markers between its parts.
+
+    is_forced: a grammar lets the model write nothing but thoughts and calls, so that what is read
+    as content is the beginning of a call that was cut off.
+    """
+
+    def __init__(self, reader: TextReader, *, is_forced: bool = False):
+        self._reader = reader
+        self._is_forced = is_forced
+        #: Tokens so far that were thoughts, the marker that ends them not counted. Exact where
+        #: tokens come one by one.
+        self.reasoning_tokens = 0
+        #: Text that may belong to the marker that ends the thoughts, and how many tokens brought
+        #: each piece.
+        self._unsure: list[tuple[str, int]] = []
+
+    def push(self, text: str, tokens: list[int]) -> list[AssistantEvent]:
+        """Add text, and the tokens that brought it; what is certain now. Text that may be the
+        beginning of a marker is held back.
+        """
+        was_thinking = self._reader.is_thinking
+        events = self._reader.feed(text)
+        if was_thinking:
+            self._unsure.append((text, len(tokens)))
+            if not self._reader.is_thinking:
+                self._count(before=self._reader.found)
+            elif not self._reader.is_unsure:
+                self._count()
+        return self._shown(events)
+
+    def finish(self, *, is_cut: bool = False) -> list[AssistantEvent]:
+        """Events that were held back. is_cut: the model would have gone on writing."""
+        was_thinking = self._reader.is_thinking
+        events = self._reader.close(is_cut=is_cut)
+        has_called = was_thinking and not self._reader.is_thinking
+        self._count(before=self._reader.found if has_called else "")
+        return self._shown(events)
+
+    def _shown(self, events: list[AssistantEvent]) -> list[AssistantEvent]:
+        if not self._is_forced:
+            return events
+        return [event for event in events if not isinstance(event, ContentDelta)]
+
+    def _count(self, before: str = "") -> None:
+        """Tokens that were thoughts: all, or those before a marker."""
+        texts = "".join([text for text, _ in self._unsure])
+        most = texts.find(before) if before else len(texts)
+        length = 0
+        for text, n_tokens in self._unsure:
+            length += len(text)
+            if length <= most:
+                self.reasoning_tokens += n_tokens
+        self._unsure = []
+
+
+class ThinkReader(TextReader):
+    """Thoughts between two tags at the beginning of a turn; the rest is for another reader. Blanks
+    around the thoughts belong to the tags.
+
+    A call within the thoughts is one if they never end, and it is the last that was written: models
+    leave the closing tag out before calls. It is held back until the turn ends. Where the closing
+    tag comes after it, it was only thought of.
+    """
+
+    #: The thoughts are, and what comes is the other reader's.
+    _is_over = False
+    #: Reads what may be a call among the thoughts.
+    _call: TextReader | None = None
+
+    def __init__(
+        self,
+        start: str,
+        end: str,
+        new_answer: Callable[[], TextReader],
+        call_markers: tuple[str, ...],
+        *,
+        is_open: bool,
+    ):
+        """new_answer: makes the reader of the rest. call_markers: calls among the thoughts begin
+        with these. is_open: the prompt ends with the first tag.
+        """
+        self._start = start
+        self._end = end
+        self._new_answer = new_answer
+        self._call_markers = call_markers
+        self._answer = new_answer()
+        self._is_open = self.is_thinking = is_open
+        super().__init__()
+
+    @property
+    def is_unsure(self) -> bool:
+        return self._call is not None or super().is_unsure
+
+    def feed(self, text: str) -> list[AssistantEvent]:
+        if self._is_over:
+            return self._answer.feed(text)
+        if self.passes(text):
+            return self._taken()
+        for position, char in enumerate(text):
+            self._reading.send(char)
+            if self._is_over:
+                rest = "".join(self._since_mark) + text[position + 1 :]
+                self.mark()
+                return self._taken() + self._answer.feed(rest)
+        return self._taken()
+
+    def close(self, *, is_cut: bool) -> list[AssistantEvent]:
+        events = [] if self._is_over else super().close(is_cut=is_cut)
+        return events + self._answer.close(is_cut=is_cut)
+
+    def read(self) -> Reading:
+        if not self._is_open:
+            yield from self._open()
+        if self._is_open:
+            self.is_thinking = True
+            yield from self.drop_blanks()
+            while (yield from self.until((self._end, *self._call_markers))) != self._end:
+                yield from self._hold_call()
+            self.is_thinking = False
+            yield from self.drop_blanks()
+            yield from self.next_char()
+        self._is_over = True
+        while True:
+            yield from self.next_char()
+
+    def _open(self) -> Reading:
+        """See whether the turn begins with thoughts."""
+        self.mark()
+        try:
+            yield from self.expect_next(self._start)
+            self._is_open = True
+            self.mark()
+        except Malformed:
+            yield from self.next_char()
+
+    def _hold_call(self) -> Reading:
+        """Hold back what may be a call, up to where it is known not to be one."""
+        marker = self.found
+        self._call = self._new_answer()
+        events = self._call.feed(marker)
+        has_begun = False
+        tail = ""
+        try:
+            while has_begun or not events:
+                char = yield from self.next_char()
+                tail = (tail + char)[-len(self._end) :]
+                if tail == self._end:
+                    self._call_markers = ()  # all up to here is thought
+                    self.unread("".join(self._since_mark))
+                    return
+                more = self._call.feed(char)
+                has_begun = has_begun or any(isinstance(each, ToolCallStart) for each in more)
+                events += more
+            self.give_back()
+        except Ended:
+            self._end_with(events + self._call.close(is_cut=self.is_cut), marker)
+            raise
+        finally:
+            self._call = None
+
+    def _end_with(self, events: list[AssistantEvent], marker: str) -> None:
+        """Say what was held back when the turn has ended: calls, or more thoughts."""
+        starts = [at for at, event in enumerate(events) if isinstance(event, ToolCallStart)]
+        if not starts or _content(events[starts[-1] :]).strip():
+            return
+        self.mark()
+        for (kind, _), group in groupby(events, _kind):
+            first, *more = group
+            if kind is ContentDelta:
+                thought = _content([first, *more])
+                self.say(thought if thought.strip() else "")
+            elif isinstance(first, ToolCallArguments):
+                text = "".join([each.text for each in more if isinstance(each, ToolCallArguments)])
+                self._events.append(replace(first, text=first.text + text))
+            else:
+                self._events += [first, *more]
+        self.is_thinking = False
+        self.found = marker
+
+
+def _kind(event: AssistantEvent) -> tuple[type, int]:
+    """The kind of an event and the call that it belongs to."""
+    return type(event), getattr(event, "index", 0)
+
+
+def _content(events: list[AssistantEvent]) -> str:
+    return "".join([event.text for event in events if isinstance(event, ContentDelta)])

@@ -1,0 +1,266 @@
+"""Readers of calls, one for each form in which models write them. What differs between the families
+of a form is data (`engine.server.chat.conversation.formats`).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Container
+
+from jitney.engine.server.chat.conversation.json_calls import JsonReader
+from jitney.engine.server.chat.conversation.reading import CallReader, Finding, Malformed, Reading
+from jitney.engine.server.chat.conversation.schema_types import quoted, word_json
+
+_ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
+
+
+class JsonCalls(CallReader, JsonReader):
+    """JSON objects or lists of them, between two tags. Without an end, one of them."""
+
+    def __init__(self, start: str, end: str):
+        self._end = end
+        super().__init__((start,), (end,) if end else ())
+
+    def read_calls(self) -> Reading:
+        yield from self.skip_blanks()
+        yield from self.read_calls_as_json()
+        while self._end and (yield from self.peek_filled()) == "{":
+            yield from self.read_calls_as_json()
+        if self._end:
+            yield from self.expect_next(self._end)
+
+
+class KeyedCalls(JsonCalls):
+    """Apertus: a list of objects whose only key is the name, and its value the arguments."""
+
+    def read_call(self) -> Reading:
+        yield from self.expect("{")
+        yield from self.skip_blanks()
+        name = self.checked_name((yield from self.read_string()))
+        yield from self.expect_next(":")
+        yield from self.skip_blanks()
+        yield from self.look_for("{")
+        yield from self.read_arguments(self.begin_call(name))
+        yield from self.expect_next("}")
+
+
+class BareCalls(CallReader, JsonReader):
+    """Llama: JSON objects at the beginning of the turn, of a line or behind another call, and such
+    behind a tag. Without the tag only functions that were given can be called.
+    """
+
+    #: Whether what comes begins a line.
+    _begins_line = True
+
+    def __init__(self, tag: str, names: Container[str]):
+        self._tag = tag
+        self._given = names
+        super().__init__((tag,))
+
+    def say(self, text: str) -> None:
+        if text:
+            self._begins_line = text.rstrip(" \t").endswith("\n")
+        super().say(text)
+
+    def read(self) -> Reading:
+        while True:
+            marker = yield from self.until((self._tag, "{"))
+            if marker == self._tag:
+                yield from self.attempt()
+            elif self._begins_line or "\n" in self._since_mark:
+                self.unread(marker)
+                self.names = self._given
+                yield from self.attempt()
+                self.names = None
+            else:
+                self.say("".join(self._since_mark))
+                self.mark()
+
+    def read_calls(self) -> Reading:
+        yield from self.skip_blanks()
+        yield from self.read_call()
+        while True:
+            if (yield from self.peek_filled()) == ";":
+                yield from self.next_char()
+            yield from self.skip_blanks()
+            yield from self.look_for("{")
+            yield from self.read_call()
+
+
+class NamedCalls(CallReader, JsonReader):
+    """A name, then the arguments as JSON, with markers around them. A number behind the name is
+    Kimi's own name of the call.
+    """
+
+    def __init__(
+        self,
+        start: str,
+        end: str,
+        *,
+        before_name: str = "",
+        behind_id: str = "",
+        after_name: str = "",
+        before_end: str = "",
+        around: tuple[str, ...] = (),
+    ):
+        """start, end: before and after each call; around: around all calls of a turn.
+
+        before_name: between the start and the name. behind_id: before the name, behind the model's
+        own name of the call; empty: it gives none. after_name: between the name and the arguments.
+        before_end: between the arguments and the end.
+        """
+        self._end = end
+        self._before_name = before_name
+        self._behind_id = behind_id
+        self._after_name = after_name
+        self._before_end = before_end
+        super().__init__((start,), (end,), around)
+
+    def read_calls(self) -> Reading:
+        yield from self.expect(self._before_name)
+        if self._behind_id:
+            yield from self.read_name()
+            yield from self.expect(self._behind_id)
+        name, _, _ = (yield from self.read_name()).partition(":")
+        yield from self.expect_next(self._after_name)
+        yield from self.read_named(name)
+        yield from self.expect_next(self._before_end)
+        yield from self.expect_next(self._end)
+
+    def read_named(self, name: str) -> Reading:
+        """The arguments of a call."""
+        yield from self.skip_blanks()
+        yield from self.look_for("{")
+        yield from self.read_arguments(self.begin_call(name))
+
+
+class MistralCalls(NamedCalls):
+    """Both of Mistral's forms: a list of JSON objects, and (since v11) names with arguments."""
+
+    _ARGS, _CALL_ID = "[ARGS]", "[CALL_ID]"
+
+    def __init__(self, start: str):
+        CallReader.__init__(self, (start,))
+
+    def new_id(self) -> str:
+        """Nine letters and digits: Mistral's templates take no other."""
+        return "".join(secrets.choice(_ALPHABET) for _ in range(9))
+
+    def read_calls(self) -> Reading:
+        if (yield from self.peek_filled()) in "[{":
+            yield from self.read_calls_as_json()
+        else:
+            name = yield from self.read_name()
+            yield from self._pass_markers()
+            yield from self.read_named(name)
+
+    def _pass_markers(self) -> Reading:
+        """What stands between a name and its arguments, among it the model's own name of the call;
+        ours are known to be new.
+        """
+        if (yield from self.peek_filled()) != "[":
+            return
+        if (yield from self.any_of((self._ARGS, self._CALL_ID))) == self._CALL_ID:
+            yield from self.read_name()
+            yield from self.expect(self._ARGS)
+
+
+#: Reads a pair, or a value.
+type _Member = Callable[[], Reading]
+
+
+class BraceCalls(NamedCalls):
+    """FunctionGemma and Gemma 4: `call:name{key:value}` between two tags, strings between marks of
+    their own. The arguments are written as JSON here.
+    """
+
+    #: Of the call that is being read.
+    _index = -1
+
+    def __init__(self, start: str, quote: str, end: str):
+        self._quote = quote
+        super().__init__(start, end, before_name="call:")
+
+    def read_calls(self) -> Reading:
+        yield from self.expect_next(self._before_name)
+        name = yield from self.read_name()
+        yield from self.look_for("{")
+        self._index = self.begin_call(name)
+        yield from self._read_members("}", self._read_pair)
+        yield from self.expect_next(self._end)
+
+    def _write(self, text: str) -> None:
+        """More of the arguments."""
+        self.add_arguments(self._index, text)
+
+    def _read_members(self, end: str, read_member: _Member) -> Reading:
+        """From an opening bracket to the closing one."""
+        yield from self._copy_bracket()
+        while (yield from self.peek_filled()) != end:
+            yield from read_member()
+            yield from self._pass_comma(end)
+        yield from self._copy_bracket()
+
+    def _copy_bracket(self) -> Reading:
+        self._write((yield from self.next_char()))
+
+    def _pass_comma(self, end: str) -> Reading:
+        """What follows a value, unless it is the end."""
+        if (yield from self.peek_filled()) != end:
+            yield from self.expect(",")
+            self._write(", ")
+
+    def _read_pair(self) -> Reading:
+        if (yield from self.peek()) == self._quote[0]:
+            yield from self._read_text()
+            yield from self.expect(":")
+        else:
+            self._write(quoted((yield from self._bare_key())))
+        self._write(": ")
+        yield from self._read_value()
+
+    def _bare_key(self) -> Finding[str]:
+        """A key without marks, up to its colon."""
+        key = ""
+        while (char := (yield from self.next_char())) != ":":
+            key += char
+            if char in "{}[]," or len(key) > self.most_name:
+                raise Malformed
+        return key.strip()
+
+    def _read_value(self) -> Reading:
+        first = yield from self.peek_filled()
+        if first == "{":
+            yield from self._read_members("}", self._read_pair)
+        elif first == "[":
+            yield from self._read_members("]", self._read_value)
+        elif first == self._quote[0]:
+            yield from self._read_text()
+        else:
+            yield from self._read_word()
+
+    def _read_text(self) -> Reading:
+        """A string between marks."""
+        yield from self.expect(self._quote)
+        self._write('"')
+        held = ""
+        while held != self._quote:
+            held += yield from self.next_char()
+            held = self._without_text(held)
+        self._write('"')
+
+    def _without_text(self, held: str) -> str:
+        """What may be the beginning of a mark; the text before it is written."""
+        while not self._quote.startswith(held):
+            self._write(quoted(held[0])[1:-1])
+            held = held[1:]
+            self.mark(held)
+        return held
+
+    def _read_word(self) -> Reading:
+        """A number, true, false or null; anything else is a string without marks."""
+        word = ""
+        while (char := (yield from self.next_char())) not in ",}]":
+            word += char
+        self.unread(char)
+        self._write(word_json(word.strip()))

@@ -1,0 +1,185 @@
+"""POST /v1/embeddings: vectors of texts, as OpenAI has it."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+import orjson
+from pydantic import Field, PlainValidator
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from jitney.engine.common.engine_info import EngineInfo, ModelInfo
+from jitney.engine.common.errors import RequestError
+from jitney.engine.common.requests import JsonValue
+from jitney.engine.server.chat.endpoints import GenerationAnswer, read_body
+from jitney.engine.server.chat.formats import Format
+from jitney.engine.server.chat.request import RequestBuilder
+from jitney.engine.server.chat.schema import GenerationBody, Label, ModelBody, prompt_list
+from jitney.engine.server.http.answers import Described
+from jitney.engine.server.http.context import Context
+from jitney.engine.server.http.jsonio import LongJson, in_pieces
+from jitney.engine.server.http.routing import HttpRoute
+from jitney.engine.server.http.service import Service
+from jitney.engine.server.http.slices import Pieces
+
+#: Inputs of one request, as OpenAI has it.
+_MOST_INPUTS = 2048
+_DAY_MS = 86_400_000
+#: Fields that no generation has.
+_OWN_FIELDS = {"add_special_tokens", "dimensions", "encoding_format", "input"}
+
+_Input = (
+    str
+    | Annotated[list[str], Field(min_length=1, max_length=_MOST_INPUTS)]
+    | Annotated[list[int], Field(min_length=1)]
+    | Annotated[list[list[int]], Field(min_length=1, max_length=_MOST_INPUTS)]
+)
+
+
+def _inputs(value: JsonValue) -> list[str | list[int]]:
+    return prompt_list(value, _MOST_INPUTS, "input", empty_texts=True)
+
+
+class EmbeddingsBody(ModelBody):
+    """POST /v1/embeddings."""
+
+    counted: ClassVar[tuple[str, ...]] = ()
+
+    #: A text, texts, the token ids of one, or of several.
+    input: Annotated[list[str | list[int]], PlainValidator(_inputs, json_schema_input_type=_Input)]
+    #: base64: of float32 numbers, the low byte first. None: float.
+    encoding_format: Literal["float", "base64"] | None = None
+    #: Numbers of a vector; fewer than the model makes only where its files say that it was trained
+    #: for that. None: all.
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    #: Of longer inputs, the last so many tokens are read; None: they are refused.
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    #: Whether the model's own special tokens are put around a text. None: yes.
+    add_special_tokens: bool | None = None
+    user: Label | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    timeout_ms: Annotated[int, Field(ge=1, le=_DAY_MS)] | None = None
+
+
+class EmbeddingUsage(Described):
+    """Tokens of all inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(Described):
+    """The vector of one input, of length 1; a text in base64."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingsAnswer(Described):
+    """One vector for each input, in order."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+class _Format(Format):
+    """Vectors as numbers."""
+
+    def whole(self) -> Pieces:
+        usage = self.generation.usage()
+        counts = {name: usage[name] for name in ("prompt_tokens", "total_tokens")}
+        body = {"object": "list", "data": LongJson(self._data()), "model": self.request.model}
+        return in_pieces(body | {"usage": counts})
+
+    def _data(self) -> Iterator[bytes]:
+        mark = b"["
+        for index, vector in enumerate(self.generation.embeddings):
+            entry = {"object": "embedding", "index": index, "embedding": self._written(vector)}
+            yield mark + orjson.dumps(entry, option=orjson.OPT_SERIALIZE_NUMPY)
+            mark = b","
+        yield b"]"
+
+    def _written(self, vector: bytes) -> np.ndarray | str:
+        return np.frombuffer(vector, np.float32)
+
+
+class _Base64Format(_Format):
+    """Vectors in base64."""
+
+    def _written(self, vector: bytes) -> str:
+        return base64.b64encode(np.frombuffer(vector, np.float32).astype("<f4").tobytes()).decode()
+
+
+async def _embeddings(service: Service, request: Request) -> ASGIApp:
+    body = await read_body(service, request, EmbeddingsBody)
+    service.check_model(body.model)
+    check_vectors(service.info, body.dimensions)
+    fields = body.model_dump(exclude=_OWN_FIELDS, exclude_none=True)
+    shared = GenerationBody.model_validate(fields)
+    builder = RequestBuilder(service, shared, Context.of(request))
+    special = body.add_special_tokens is not False
+    wanted = await builder.embeddings(body.input, special, body.dimensions)
+    return GenerationAnswer(service, wanted, _format_of(body))
+
+
+def _format_of(body: EmbeddingsBody) -> type[_Format]:
+    return _Base64Format if body.encoding_format == "base64" else _Format
+
+
+def check_vectors(info: EngineInfo, dimensions: int | None) -> None:
+    """Raises RequestError for vectors that this engine does not make. dimensions: numbers of each;
+    None: as many as the model has.
+    """
+    if info.model.pooling is None:
+        raise RequestError(
+            "this server makes no vectors: start it with --embedding-pooling last or mean",
+            code="unsupported_parameter",
+            param="model",
+        )
+    if info.model.pooling == "classify":
+        raise RequestError(
+            "this model makes no vectors of texts: it scores pairs of them (/v1/rerank, /v1/score)",
+            code="unsupported_parameter",
+            param="model",
+        )
+    if dimensions is not None:
+        _check_dimensions(info.model, dimensions)
+
+
+def _check_dimensions(model: ModelInfo, dimensions: int) -> None:
+    """Raises RequestError for shorter vectors than the model was trained for."""
+    size, shorter = model.embedding_size, model.embedding_dimensions
+    if dimensions == size or (shorter is not None and dimensions in (shorter or range(1, size))):
+        return
+    if shorter is None:
+        allowed = (
+            f"{size}, as many as the model makes: its config.json does not say that it was trained "
+            "for shorter vectors (is_matryoshka, matryoshka_dimensions)"
+        )
+    elif shorter:
+        allowed = f"one of {', '.join(map(str, (*shorter, size)))}"
+    else:
+        allowed = f"1 to {size}"
+    raise RequestError(
+        f"dimensions must be {allowed}", code="unsupported_parameter", param="dimensions"
+    )
+
+
+EMBEDDING_ROUTES = (
+    HttpRoute(
+        "/v1/embeddings",
+        ("POST",),
+        _embeddings,
+        "vectors of texts",
+        generates=True,
+        body=EmbeddingsBody,
+        answer=EmbeddingsAnswer,
+    ),
+)

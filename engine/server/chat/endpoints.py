@@ -1,0 +1,134 @@
+"""The generation routes: read a request, run it, answer; and stop the engine's work when the client
+leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.core import TokenBytes
+from jitney.engine.server.chat.choices import Deltas
+from jitney.engine.server.chat.formats import Format
+from jitney.engine.server.chat.generation import Generation
+from jitney.engine.server.chat.generation_request import GenerationRequest
+from jitney.engine.server.chat.schema import ModelBody
+from jitney.engine.server.http.blocks import AnswerParts, BlockAnswer
+from jitney.engine.server.http.context import Context
+from jitney.engine.server.http.jsonio import read_object
+from jitney.engine.server.http.routing import Handler
+from jitney.engine.server.http.service import Service
+from jitney.engine.server.http.slices import Pieces
+
+
+async def read_body[B: ModelBody](service: Service, request: Request, kind: type[B]) -> B:
+    """The checked body of a request. Raises RequestError and HttpError."""
+    return checked_body(request, kind, await read_fields(service, request))
+
+
+async def read_fields(service: Service, request: Request) -> JsonDict:
+    """The body of a request, not checked yet. Raises RequestError and HttpError."""
+    service.ready()
+    return await service.slices.result(read_object(await request.body()))
+
+
+def checked_body[B: ModelBody](request: Request, kind: type[B], fields: JsonDict) -> B:
+    """The body of a request as a model of its fields. Those that change nothing, and forms that the
+    answer is not held to, are noted in the request's context. Raises RequestError.
+    """
+    body, ignored = kind.parse(fields)
+    notes = Context.of(request).notes
+    notes.ignored.extend(ignored)
+    notes.unenforced.extend(body.unenforced())
+    return body
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationAnswer:
+    """Runs a request and sends what comes of it, whole or as a stream."""
+
+    service: Service
+    request: GenerationRequest
+    format: Callable[[Generation, TokenBytes], Format]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        context = Context.of(scope)
+        quotas, request = self.service.quotas, self.request
+        with (
+            quotas.open_rest(context.tenant, request.sequences),
+            quotas.spending(context.tenant, request.engine_requests) as context.spending,
+        ):
+            await self._run(scope, receive, send)
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        context = Context.of(scope)
+        _, tokenizer = self.service.ready()
+        async with Generation(self.service, self.request, context) as generation:
+            format = self.format(generation, tokenizer)
+            if self.request.stream:
+                await self._stream(generation, format, context.request_id, AnswerParts(send))
+            else:
+                while not generation.done:
+                    for choice, delta in await generation.deltas(None):
+                        format.add(choice, delta)
+                blocks = self.service.slices.blocks(format.whole())
+                await BlockAnswer(blocks, {"content-type": "application/json"}).send(send)
+
+    async def _stream(
+        self, generation: Generation, format: Format, request_id: str, parts: AnswerParts
+    ) -> None:
+        """The engine's first output decides the status; what goes wrong later is an event in the
+        stream.
+        """
+        settings = self.service.settings
+        deltas = await generation.deltas(settings.header_wait_s)
+        await parts.begin(format.stream_headers)
+        try:
+            opening = format.opening()
+            if opening:
+                await parts.write(opening)
+            await self._send_frames(format, deltas, parts)
+            while not generation.done:
+                deltas = await generation.deltas(settings.comment_s)
+                await self._send_frames(format, deltas, parts)
+            await self._send_pieces(format.tail(), parts)
+        except Exception as error:
+            await self._send_pieces(format.failure(error, request_id), parts)
+        await parts.end()
+
+    async def _send_frames(self, format: Format, deltas: Deltas, parts: AnswerParts) -> None:
+        """What these deltas have to say; a sign of life where it is nothing."""
+        if deltas:
+            await self._send_pieces(_frames(format, deltas), parts)
+        else:
+            await parts.write(format.keep_alive)
+
+    async def _send_pieces(self, pieces: Pieces, parts: AnswerParts) -> None:
+        async with aclosing(self.service.slices.blocks(pieces)) as blocks:
+            async for block in blocks:
+                await parts.write(block)
+
+
+def _frames(format: Format, deltas: Deltas) -> Pieces:
+    for choice, delta in deltas:
+        yield from format.chunks(choice, delta)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint[S]:
+    """A handler as an ASGI application. service: what the routes of its table share."""
+
+    service: S
+    handler: Handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._answer(Request(scope, receive), send)
+
+    async def _answer(self, request: Request, send: Send) -> None:
+        answer = await self.handler(self.service, request)
+        await answer(request.scope, request.receive, send)

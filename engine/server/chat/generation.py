@@ -1,0 +1,397 @@
+"""One HTTP request under way: outputs of its engine requests in, text of its choices out.
+
+A `Generation` owns the engine requests of one HTTP request. However it ends (done, error, client
+gone), leaving it ends every sequence that is still open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from jitney.engine.common.errors import ErrorInfo, RequestError
+from jitney.engine.common.outputs import SequenceOutput
+from jitney.engine.server.chat.choices import Choice, ChoiceDelta, Deltas, PromptEcho
+from jitney.engine.server.chat.generation_request import GenerationRequest
+from jitney.engine.server.http.context import Context
+from jitney.engine.server.http.service import Service
+
+_NO_REASON = ("internal_error", "the engine gave no reason")
+#: Why a sequence ended -> code and message.
+_BAD_ENDS = {
+    "deadline": ("deadline_exceeded", "the request's time ran out"),
+    "abort": ("draining", "the server ended this request: it stops, or goes to sleep"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _TokenCounts:
+    """Tokens of a request."""
+
+    prompt: int
+    #: Of those, the tokens that came from the prefix cache.
+    cached: int
+    completion: int
+    #: Of those, thoughts.
+    reasoning: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Seconds of a request."""
+
+    #: Since it arrived.
+    total_s: float
+    #: That it waited for a seat; from there to its first token; from that to its newest one.
+    queued_s: float
+    prompt_s: float
+    answer_s: float
+
+
+class Generation:
+    """Async context manager: submits the engine requests, merges their outputs, aborts what is open
+    at the end.
+
+    Raises RequestError on entry if the engine refuses at once, and from `deltas` when a sequence
+    ends badly.
+    """
+
+    def __init__(self, service: Service, request: GenerationRequest, context: Context):
+        _, tokenizer = service.ready()
+        self.request = request
+        self.choices = Choice.all_of(request, tokenizer)
+        #: The prompts as they are repeated, if that is asked for.
+        self.echoes = [PromptEcho.blank(request, prompt) for prompt in request.prompts]
+        #: Tokens of each prompt that came from the prefix cache.
+        self.cached_tokens = [0] * len(request.prompts)
+        #: The vectors of the prompts, if they are asked for: float32 as bytes.
+        self.embeddings: list[bytes] = [b""] * len(request.prompts)
+        self._tokenizer = tokenizer
+        self._slices = service.slices
+        self._client = service.client
+        self._metrics = service.metrics
+        self._quotas = service.quotas
+        self._tracing = service.tracing
+        self._context = context
+        #: What nobody has asked for yet.
+        self._news: _Mailbox[tuple[Choice, ChoiceDelta]] = _Mailbox()
+        #: Engine requests that were submitted.
+        self._n_submitted = 0
+
+    async def __aenter__(self) -> Generation:
+        self._context.end = self._end_with
+        try:
+            for _ in range(self.request.first_group):
+                self._submit_next()
+            if self.request.echo:
+                await self._make_echoes()
+        except BaseException:
+            self._end()
+            raise
+        self._metrics.prompt_tokens.inc(self._context.prompt_tokens)
+        for request in self.request.engine_requests:
+            self._metrics.prompt_lengths.observe(len(request.prompt))
+        return self
+
+    def _submit_next(self) -> None:
+        """Give the engine the next of the engine requests, if there is one. Raises RequestError."""
+        number = self._n_submitted
+        if number == len(self.request.engine_requests):
+            return
+        request = self.request.engine_requests[number]
+        self._client.submit(request, partial(self._hear, number))
+        self._n_submitted += 1
+        if self._tracing is not None:
+            self._tracing.submitted(request, self._context)
+
+    async def _make_echoes(self) -> None:
+        """While the engine reads the prompts."""
+        for echo, prompt in zip(self.echoes, self.request.prompts, strict=True):
+            await self._slices.result(echo.fill(self._tokenizer, self.request, prompt))
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._end()
+
+    @property
+    def done(self) -> bool:
+        return self._news.is_empty and all(choice.finish is not None for choice in self.choices)
+
+    def usage(self) -> dict[str, object]:
+        """OpenAI's usage object, as things stand now."""
+        prompt = self._context.prompt_tokens
+        completion = 0 if self.request.prompt_only else self.completion_tokens
+        usage: dict[str, object] = {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(self.cached_tokens)},
+        }
+        if self.request.make_parser is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return usage
+
+    @property
+    def counts(self) -> _TokenCounts:
+        """As things stand now."""
+        return _TokenCounts(
+            prompt=sum(len(prompt.ids) for prompt in self.request.prompts),
+            cached=sum(self.cached_tokens),
+            completion=self.completion_tokens,
+            reasoning=self.reasoning_tokens,
+        )
+
+    @property
+    def times(self) -> _Times:
+        """Of the first choice, as things stand now."""
+        choice = self.choices[0]
+        return _Times(
+            total_s=time.monotonic() - self._context.started,
+            queued_s=choice.queued_s or 0.0,
+            prompt_s=choice.prefill_s or 0.0,
+            answer_s=choice.tokens_at - choice.first_at,
+        )
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Output tokens so far that were thoughts."""
+        parsers = [choice.parser for choice in self.choices]
+        return sum(parser.reasoning_tokens for parser in parsers if parser is not None)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Output tokens so far."""
+        return sum(choice.n_tokens for choice in self.choices)
+
+    async def deltas(self, wait_s: float | None) -> Deltas:
+        """What is new since the last call, at least one delta; empty if `wait_s` seconds bring
+        none. What came before a failure is still shown.
+        """
+        deltas = await self._news.take(wait_s)
+        for echo in self.echoes:
+            if echo.logprobs is not None:
+                await self._slices.result(echo.take_scores())
+        return deltas
+
+    def _hear(self, number: int, output: SequenceOutput) -> None:
+        """An output of the n-th engine request has come. What goes wrong is told to whoever asks
+        for deltas.
+        """
+        if self._news.has_failed:
+            return
+        try:
+            self._take(number, output)
+        except Exception as error:
+            self._news.fail(error)
+
+    def _take(self, number: int, output: SequenceOutput) -> None:
+        """Add an output of the n-th engine request to the news. Raises RequestError when a sequence
+        ends badly.
+        """
+        choice = self.choices[number * self.request.sampling.n + output.index]
+        if choice.finish is not None:  # what the core computed before it heard of a stop string
+            return
+        if output.finish in ("error", "deadline", "abort"):
+            choice.finish = output.finish
+            self._metrics.finished.labels(output.finish).inc()
+            raise _bad_end(output.error, output.finish)
+        self._take_prompt_facts(number, output)
+        delta = self._accept(choice, output)
+        if delta is not None:
+            self._news.put((choice, delta))
+        if choice.finish is not None:
+            self._submit_next()
+
+    def _accept(self, choice: Choice, output: SequenceOutput) -> ChoiceDelta | None:
+        if output.tokens:
+            self._observe_tokens(choice, output)
+        delta = choice.accept(output)
+        if choice.finish is not None:
+            self._observe_end(choice, by_core=output.finish is not None)
+        return delta
+
+    def _take_prompt_facts(self, number: int, output: SequenceOutput) -> None:
+        """Keep what comes once per prompt."""
+        if output.prompt_logprobs is not None:
+            self.echoes[number].logprobs = output.prompt_logprobs
+        if output.embedding is not None:
+            self.embeddings[number] = _cut(output.embedding, self.request.dimensions)
+        if output.index == 0 and output.cached_tokens:
+            self._metrics.cached_tokens.inc(output.cached_tokens - self.cached_tokens[number])
+            self.cached_tokens[number] = output.cached_tokens
+
+    def _observe_tokens(self, choice: Choice, output: SequenceOutput) -> None:
+        """Charge new tokens to the key, and measure when they came."""
+        if self._context.spending is not None:
+            self._context.spending.spend(len(output.tokens))
+        now = time.monotonic()
+        if not choice.tokens_at:
+            choice.first_at = now
+            choice.queued_s, choice.prefill_s = output.queued_s, output.prefill_s
+        if not self._context.background:
+            self._observe_times(choice, output, now)
+        choice.tokens_at = now
+
+    def _observe_times(self, choice: Choice, output: SequenceOutput, now: float) -> None:
+        """What somebody waits for."""
+        if choice.tokens_at:
+            self._metrics.itl.observe((now - choice.tokens_at) / len(output.tokens))
+        else:
+            self._metrics.ttft.observe(now - self._context.started)
+            if output.queued_s is not None:
+                self._metrics.queue.observe(output.queued_s)
+
+    def _observe_end(self, choice: Choice, *, by_core: bool) -> None:
+        if not by_core:
+            self._client.abort(choice.engine_request.id, choice.sequence, "stop")
+        self._quotas.observe(
+            choice.engine_request,
+            self._context.tenant,
+            choice.n_tokens,
+            by_itself=choice.finish == "stop",
+        )
+        self._metrics.finished.labels(choice.finish).inc()
+        self._metrics.output_lengths.observe(choice.n_tokens)
+        if not self._context.background:
+            self._observe_whole_time(choice)
+
+    def _observe_whole_time(self, choice: Choice) -> None:
+        """From arrival to end, and of it what was not spent waiting for a seat."""
+        whole_s = time.monotonic() - self._context.started
+        self._metrics.e2e.observe(whole_s)
+        if choice.queued_s is not None:
+            self._metrics.work.observe(max(0.0, whole_s - choice.queued_s))
+
+    def _end_with(self, error: Exception) -> None:
+        """Give up the engine's work; whoever asks for deltas is told the error."""
+        self._news.fail(error)
+        for request in self.request.engine_requests[: self._n_submitted]:
+            self._client.abort(request.id)
+
+    def _end(self) -> None:
+        """Abort what is open, and listen no more."""
+        self._context.end = None
+        self._context.completion_tokens = self.completion_tokens
+        self._metrics.generated_tokens.inc(self._context.completion_tokens)
+        for number, request in enumerate(self.request.engine_requests[: self._n_submitted]):
+            still_open = self._still_open(number)
+            if still_open:
+                self._client.abort(request.id)
+                self._metrics.finished.labels("abort").inc(still_open)
+            self._client.forget(request.id)
+        self._news.close()
+
+    def _still_open(self, prompt: int) -> int:
+        """Sequences of a prompt that have not ended."""
+        return sum(each.prompt == prompt and each.finish is None for each in self.choices)
+
+
+class _Mailbox[T]:
+    """Items in the order in which they came; one task takes them, all that are there at a time.
+
+    A stream takes once for each token, and mostly waits for less than its limit. So a wait sets no
+    timer of its own: one timer is set for the end of a wait, and when it goes off for a later wait
+    it is set once more, for the end of that one.
+    """
+
+    def __init__(self) -> None:
+        self._items: list[T] = []
+        #: Raised by `take` once the items before it are taken.
+        self._failure: Exception | None = None
+        #: Done when there is something, or the wait is over; None while nobody waits.
+        self._taker: asyncio.Future[None] | None = None
+        #: The time of the loop's clock at which the present wait ends.
+        self._due = math.inf
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._items and self._failure is None
+
+    def put(self, item: T) -> None:
+        self._items.append(item)
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """The first one counts."""
+        self._failure = self._failure or error
+        self._wake()
+
+    @property
+    def has_failed(self) -> bool:
+        return self._failure is not None
+
+    async def take(self, wait_s: float | None) -> list[T]:
+        """What came since the last call, at least one item; empty if `wait_s` seconds (None: as
+        long as it takes) bring none. Raises the failure.
+        """
+        if self.is_empty:
+            await self._arrival(wait_s)
+        if self._failure is not None and not self._items:
+            raise self._failure
+        items, self._items = self._items, []
+        return items
+
+    def close(self) -> None:
+        """Hold nothing any more: a failure holds frames, and those may hold us."""
+        self._items = []
+        self._failure = None
+        self._stop_timer()
+
+    async def _arrival(self, wait_s: float | None) -> None:
+        loop = asyncio.get_running_loop()
+        self._taker = loop.create_future()
+        self._due = math.inf if wait_s is None else loop.time() + wait_s
+        if self._timer is not None and self._timer.when() > self._due:
+            self._stop_timer()
+        if self._timer is None:
+            self._set_timer(loop)
+        try:
+            await self._taker
+        finally:
+            self._taker = None
+
+    def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._due < math.inf:
+            self._timer = loop.call_at(self._due, self._look, loop)
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The wait that the timer was set for is over, or was long ago."""
+        self._timer = None
+        if self._taker is None:
+            return
+        if loop.time() < self._due:
+            self._set_timer(loop)
+        else:
+            self._wake()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _wake(self) -> None:
+        if self._taker is not None and not self._taker.done():
+            self._taker.set_result(None)
+
+
+def _cut(vector: bytes, dimensions: int | None) -> bytes:
+    """The first numbers of a vector of float32, of length 1 again; all: as they are."""
+    whole = np.frombuffer(vector, np.float32)
+    if dimensions is None or dimensions >= whole.size:
+        return vector
+    numbers = whole[:dimensions]
+    length = float(np.linalg.norm(numbers))
+    return (numbers / length if length else numbers).astype(np.float32).tobytes()
+
+
+def _bad_end(error: ErrorInfo | None, finish: str) -> RequestError:
+    """What a sequence's bad end means for its request."""
+    if error is not None:
+        return RequestError.from_info(error)
+    code, message = _BAD_ENDS.get(finish, _NO_REASON)
+    return RequestError(message, code=code)

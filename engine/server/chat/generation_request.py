@@ -1,0 +1,82 @@
+"""What one HTTP request wants generated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jitney.engine.common.requests import EngineRequest, SamplingParams
+from jitney.engine.server.chat.conversation.thoughts import AssistantParser
+
+
+@dataclass(slots=True)
+class EncodedPrompt:
+    ids: list[int]
+    #: As the client wrote it; None if it sent token ids.
+    text: str | None = None
+    #: Of a conversation: the end of its text, which says whether the model has begun to think.
+    tail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """All that one HTTP request wants."""
+
+    id: str
+    #: Seconds since 1970.
+    created: int
+    #: What the answer calls it.
+    model: str
+    prompts: list[EncodedPrompt]
+    #: One per prompt, in order.
+    engine_requests: list[EngineRequest]
+    #: sampling.n sequences are generated per prompt.
+    sampling: SamplingParams
+    #: Choices returned per prompt.
+    n: int
+    #: The answer comes piece by piece.
+    stream: bool
+    #: Of a stream: a last chunk with the usage; the usage in every chunk.
+    include_usage: bool
+    continuous_usage: bool
+    #: Tokens are shown beside the text.
+    return_token_ids: bool
+    #: Alternatives shown per token of the prompt; None for no log-probabilities of them.
+    prompt_logprobs: int | None
+    #: Alternatives shown per token; None for no log-probabilities.
+    top_logprobs: int | None
+    #: Whether the answer begins with the prompt.
+    echo: bool = False
+    #: Echo without a continuation (max_tokens 0): the one token that the engine must generate is
+    #: dropped.
+    prompt_only: bool = False
+    #: Makes what splits the text of a choice into thoughts, content and calls; None: nothing does.
+    make_parser: Callable[[], AssistantParser] | None = None
+    #: Special tokens that it must see; others are shown only if that is asked for.
+    seen_ids: frozenset[int] = frozenset()
+    #: Calls of tools after which a choice ends; None: as many as it makes.
+    most_calls: int | None = None
+    #: Whether each choice must call, so that it has no content.
+    must_call: bool = False
+    #: Names of the tools that take a text.
+    custom_names: frozenset[str] = frozenset()
+    #: Log-probabilities name tokens by their ids.
+    tokens_as_ids: bool = False
+    #: Whether thoughts are shown.
+    shows_reasoning: bool = True
+    #: Prompts that are with the engine at a time, in their order; None: all.
+    in_flight: int | None = None
+    #: Numbers of each vector, which is cut and brought to length 1 again; None: all that the model
+    #: makes.
+    dimensions: int | None = None
+
+    @property
+    def first_group(self) -> int:
+        """Prompts that the engine is given at once."""
+        together = len(self.engine_requests)
+        return together if self.in_flight is None else min(self.in_flight, together)
+
+    @property
+    def sequences(self) -> int:
+        """That are open at a time, of all prompts."""
+        return self.first_group * self.sampling.n

@@ -1,0 +1,122 @@
+"""Grammars checked by processes that can be ended (`structured.worker`), so that one whose
+compiling does not end costs its own request and nobody else's; and what came of them, kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from msgspec.structs import replace
+
+from jitney.engine.common.errors import ErrorInfo
+from jitney.engine.common.lru import LruCache
+from jitney.engine.common.requests import Grammar, JsonDict
+from jitney.engine.core import (
+    Checked,
+    CheckedGrammar,
+    CheckerSetup,
+    Enforced,
+    Terms,
+    bare,
+    schema_grammar,
+    schemas,
+    with_schemas,
+)
+from jitney.engine.server.http.worker_pool import WorkerKind, WorkerPool
+
+_MODULE = "jitney.engine.core.grammar.worker"
+#: Seconds that checking a grammar may take.
+_TIMEOUT_S = 2.0
+#: What is kept of grammars that were checked: characters of their texts, and what one counts beside
+#: its own.
+_MOST_CHARS = 8 << 20
+_CHARS_EACH = 500
+#: Schemas of one grammar that may take too long, each as long as checking a grammar may.
+_MOST_ENDLESS = 2
+_ENDED = ErrorInfo(
+    "grammar_too_complex", "compiling the grammar takes too much memory, or ended its process"
+)
+
+
+class Grammars:
+    """Says of the grammars of one model whether they can be used. A process has 27 MB; none is
+    started before the first grammar. timeout_s: the longest that checking one may take.
+    """
+
+    def __init__(self, setup: CheckerSetup, timeout_s: float = _TIMEOUT_S):
+        kind = WorkerKind("compiles grammars", _MODULE, setup, Checked)
+        self._workers = WorkerPool(kind, timeout_s)
+        self._kept: LruCache[Grammar, Checked] = LruCache(_MOST_CHARS, _chars_of)
+        #: Those that are being checked, each once, whoever asks for it.
+        self._checks: dict[Grammar, asyncio.Task[Checked]] = {}
+        too_long = f"compiling the grammar took longer than {timeout_s:g} s"
+        #: Why there is no answer: it took too long, or its process ended.
+        self._unfinished = (ErrorInfo("grammar_too_complex", too_long), _ENDED)
+
+    async def close(self) -> None:
+        """End the processes, whatever they do."""
+        await self._workers.close()
+
+    async def checked(self, grammar: Grammar, param: str) -> CheckedGrammar:
+        """The grammar as the engine takes it. Raises RequestError, blamed on `param` or on a tool,
+        for one that cannot be used.
+        """
+        found = self._kept.get(grammar)
+        if found is None:
+            # It goes on when the client leaves: others may wait for the same.
+            found = await asyncio.shield(self._checks.get(grammar) or self._begin(grammar))
+        return found.usable(param)
+
+    def _begin(self, grammar: Grammar) -> asyncio.Task[Checked]:
+        task = self._checks[grammar] = asyncio.create_task(self._check(grammar))
+        task.add_done_callback(_seen)
+        return task
+
+    async def _check(self, grammar: Grammar) -> Checked:
+        try:
+            found = await self._answer(grammar)
+            if found.error in self._unfinished:
+                found = await self._without_endless(grammar, found)
+        finally:
+            del self._checks[grammar]
+        self._kept.put(grammar, found)
+        return found
+
+    async def _answer(self, grammar: Grammar) -> Checked:
+        """What a process says of a grammar, or that it came to no end."""
+        try:
+            return await self._workers.ask(grammar)
+        except TimeoutError:
+            return Checked(None, self._unfinished[0])
+        except EOFError:
+            return Checked(None, self._unfinished[1])
+
+    async def _without_endless(self, grammar: Grammar, found: Checked) -> Checked:
+        """What a process says of a grammar without those of its schemas that are not strict and
+        that it comes to no end with; `found` if those are none, or more than a few.
+        """
+        endless: list[JsonDict] = []
+        for schema in schemas(grammar):
+            if Terms.split(schema)[0].strict:
+                continue
+            alone = await self._answer(schema_grammar(schema))
+            if alone.error in self._unfinished:
+                endless.append(schema)
+            if len(endless) > _MOST_ENDLESS:
+                return found
+        if not endless:
+            return found
+        lighter, left_out = with_schemas(
+            grammar, lambda schema: bare(schema) if schema in endless else Enforced(schema, [])
+        )
+        found = await self._answer(lighter)
+        return replace(found, unenforced=(*left_out, *found.unenforced))
+
+
+def _chars_of(grammar: Grammar) -> int:
+    return _CHARS_EACH + len(grammar.text)
+
+
+def _seen(check: asyncio.Task[Checked]) -> None:
+    if not check.cancelled():
+        check.exception()  # nobody may be left to ask for it

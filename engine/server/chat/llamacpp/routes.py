@@ -1,0 +1,257 @@
+"""Routes that turn texts into tokens, tokens into texts and chats into prompts; and the one
+that says what stands between two texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from jitney.engine.common.errors import RequestError
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.core import OtherFile, TokenBytes
+from jitney.engine.server.chat.choices import Choice, ChoiceDelta
+from jitney.engine.server.chat.endpoints import (
+    GenerationAnswer,
+    checked_body,
+    read_body,
+    read_fields,
+)
+from jitney.engine.server.chat.formats import Format
+from jitney.engine.server.chat.generation_request import GenerationRequest
+from jitney.engine.server.chat.llamacpp.bodies import (
+    ChatTokenizeBody,
+    DetokenizeAnswer,
+    DetokenizeBody,
+    InfillAnswer,
+    InfillBody,
+    TemplateAnswer,
+    TextTokenizeBody,
+    TokenizeAnswer,
+    TokenizeBody,
+    TokenizerAnswer,
+)
+from jitney.engine.server.chat.request import Conversation, RequestBuilder, RouteKind
+from jitney.engine.server.chat.schema import ChatBody
+from jitney.engine.server.http.blocks import BlockAnswer
+from jitney.engine.server.http.context import Context
+from jitney.engine.server.http.errors import ErrorReply
+from jitney.engine.server.http.jsonio import LongJson, in_pieces
+from jitney.engine.server.http.routing import HttpRoute
+from jitney.engine.server.http.service import Service
+from jitney.engine.server.http.slices import Pieces
+
+_POST = ("POST",)
+_INFILL = RouteKind("infill-", "input_prefix", clamps=True)
+
+
+async def _tokenize(service: Service, request: Request) -> ASGIApp:
+    """A chat if it has messages, else a text."""
+    fields = await read_fields(service, request)
+    if fields.get("messages") is not None:
+        return await _tokenize_chat(service, request, fields)
+    body = checked_body(request, TextTokenizeBody, fields)
+    service.check_model(body.model)
+    if body.content is not None:
+        ids = await _encode(service, body.content, "content", special=bool(body.add_special))
+        tokens = _pieces(service, ids) if body.with_pieces else ids
+        return _sent(service, {"tokens": tokens})
+    special = body.add_special_tokens is not False
+    ids = await _encode(service, body.prompt or "", "prompt", special=special)
+    return _sent(service, _counted(service, ids, strings=bool(body.return_token_strs)))
+
+
+async def _tokenize_chat(service: Service, request: Request, fields: JsonDict) -> ASGIApp:
+    body = checked_body(request, ChatTokenizeBody, fields)
+    text = await _chat_text(service, request, body)
+    ids = await _encode(service, text, "messages", special=bool(body.add_special_tokens))
+    return _sent(service, _counted(service, ids, strings=bool(body.return_token_strs)))
+
+
+async def _detokenize(service: Service, request: Request) -> ASGIApp:
+    body = await read_body(service, request, DetokenizeBody)
+    service.check_model(body.model)
+    info, tokenizer = service.ready()
+    if body.tokens and max(body.tokens) >= info.model.vocab_size:
+        raise RequestError(f"token ids must be 0 to {info.model.vocab_size - 1}", param="tokens")
+    text = await service.off_loop(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
+    return _sent(service, {"prompt": text, "content": text})
+
+
+async def _tokenizer_info(service: Service, request: Request) -> ASGIApp:
+    info, tokenizer = service.ready()
+    names = ("bos_token", "eos_token", "pad_token", "unk_token")
+    body: JsonDict = {name: tokenizer.special_tokens.get(name) for name in names}
+    body["chat_template"] = tokenizer.chat_template if tokenizer.has_chat_template else None
+    body["vocab_size"] = tokenizer.vocab_size
+    body["model_max_length"] = info.model.context_length
+    return _sent(service, body)
+
+
+async def _apply_template(service: Service, request: Request) -> ASGIApp:
+    body = await read_body(service, request, ChatBody)
+    return _sent(service, {"prompt": await _chat_text(service, request, body)})
+
+
+async def _chat_text(service: Service, request: Request, body: ChatBody) -> str:
+    service.check_model(body.model)
+    conversation = await Conversation.of_chat(service, body)
+    return await conversation.text(service, Context.of(request).notes)
+
+
+async def _encode(service: Service, text: str, param: str, *, special: bool) -> list[int]:
+    _, tokenizer = service.ready()
+    service.check_chars(len(text), param)
+    try:
+        return await service.off_loop(lambda: tokenizer.encode(text, add_special_tokens=special))
+    except RequestError as error:
+        raise error.blaming(param) from error
+
+
+def _counted(service: Service, ids: list[int], *, strings: bool) -> JsonDict:
+    """vLLM's answer."""
+    info, tokenizer = service.ready()
+    spelled = LongJson.of(lambda place: tokenizer.id_to_token(ids[place]), len(ids))
+    return {
+        "count": len(ids),
+        "max_model_len": info.model.context_length,
+        "tokens": ids,
+        "token_strs": spelled if strings else None,
+    }
+
+
+def _pieces(service: Service, ids: list[int]) -> list[JsonDict] | LongJson:
+    """The tokens with their texts, in llama.cpp's form."""
+    _, tokenizer = service.ready()
+    return LongJson.of(lambda place: _piece(tokenizer, ids[place]), len(ids))
+
+
+def _piece(tokenizer: TokenBytes, id: int) -> JsonDict:
+    data = tokenizer.token_bytes(id)
+    try:
+        return {"id": id, "piece": data.decode()}
+    except UnicodeDecodeError:
+        return {"id": id, "piece": list(data)}
+
+
+def _sent(service: Service, body: JsonDict) -> ASGIApp:
+    """Long lists are written in slices of the loop's time."""
+    blocks = service.slices.blocks(_written(in_pieces(body)))
+    return BlockAnswer(blocks, {"content-type": "application/json"})
+
+
+def _written(pieces: Iterator[bytes]) -> Pieces:
+    yield from pieces
+
+
+async def _infill(service: Service, request: Request) -> ASGIApp:
+    body = await read_body(service, request, InfillBody)
+    wanted = await _infill_request(service, body, Context.of(request))
+    return GenerationAnswer(service, wanted, _InfillFormat)
+
+
+async def _infill_request(
+    service: Service, body: InfillBody, context: Context
+) -> GenerationRequest:
+    _, tokenizer = service.ready()
+    service.check_model(body.model)
+    fill_in = service.fill_in("input_suffix")
+    extra = body.input_extra or []
+    texts = [body.input_prefix, body.input_suffix, body.prompt or "", *(e.text for e in extra)]
+    service.check_chars(sum(map(len, texts)), _INFILL.prompt_field)
+    others = [OtherFile(each.filename or "file", each.text) for each in extra]
+    before = body.input_prefix + (body.prompt or "")
+    most = body.max_tokens if body.n_predict in (None, -1) else body.n_predict
+    builder = RequestBuilder(service, body, context)
+    sampling = builder.sampling({"max_tokens": most}, fill_in.ends)
+    ids = await service.off_loop(
+        lambda: fill_in.prompt(tokenizer, before, body.input_suffix, others)
+    )
+    return await builder.tokens(_INFILL, [ids], sampling)
+
+
+class _InfillFormat(Format):
+    """llama.cpp's events: no [DONE], the last one says `stop`."""
+
+    def whole(self) -> Pieces:
+        [choice] = self.generation.choices
+        return in_pieces(self._last(choice, self._totals[choice.index]))
+
+    def chunks(self, choice: Choice, delta: ChoiceDelta) -> Iterator[bytes]:
+        if delta.finish is not None:
+            return self._event(self._last(choice, delta))
+        return self._event(self._piece(choice, delta))
+
+    def tail(self) -> Pieces:
+        yield from ()
+
+    def failure(self, error: Exception, request_id: str) -> Pieces:
+        yield ErrorReply.of(error, request_id).event()
+
+    def _piece(self, choice: Choice, delta: ChoiceDelta) -> JsonDict:
+        tokens = delta.tokens.ids if self.request.return_token_ids else []
+        return {"index": choice.index, "content": delta.text, "tokens": tokens, "stop": False}
+
+    def _last(self, choice: Choice, delta: ChoiceDelta) -> JsonDict:
+        usage: JsonDict = self.generation.usage()
+        return self._piece(choice, delta) | {
+            "stop": True,
+            "model": self.request.model,
+            "tokens_predicted": usage["completion_tokens"],
+            "tokens_evaluated": usage["prompt_tokens"],
+            "tokens_cached": usage["prompt_tokens_details"]["cached_tokens"],
+            "truncated": False,
+            "stop_type": _stop_type(choice, delta),
+        }
+
+
+def _stop_type(choice: Choice, delta: ChoiceDelta) -> str:
+    if delta.finish != "stop":
+        return "limit"
+    return "word" if choice.stop_string else "eos"
+
+
+TEXT_ROUTES = (
+    HttpRoute(
+        "/infill",
+        _POST,
+        _infill,
+        "what stands between two texts, as llama.cpp has it",
+        generates=True,
+        body=InfillBody,
+        answer=InfillAnswer,
+    ),
+    HttpRoute(
+        "/tokenize",
+        _POST,
+        _tokenize,
+        "the tokens of a text or of a chat, as vLLM and llama.cpp have it",
+        body=TokenizeBody,
+        answer=TokenizeAnswer,
+    ),
+    HttpRoute(
+        "/detokenize",
+        _POST,
+        _detokenize,
+        "the text of tokens",
+        body=DetokenizeBody,
+        answer=DetokenizeAnswer,
+    ),
+    HttpRoute(
+        "/tokenizer_info",
+        ("GET",),
+        _tokenizer_info,
+        "the tokenizer's special tokens and the chat template, as vLLM has it",
+        answer=TokenizerAnswer,
+    ),
+    HttpRoute(
+        "/apply-template",
+        _POST,
+        _apply_template,
+        "what the chat template makes of a chat",
+        body=ChatBody,
+        answer=TemplateAnswer,
+    ),
+)

@@ -1,0 +1,115 @@
+"""Chats and prompts of Ollama's routes, as chat templates know conversations."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import orjson
+
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.server.chat.conversation.tools import ToolUse
+from jitney.engine.server.chat.ollama.schema import (
+    NAMES,
+    MadeCall,
+    OllamaChatBody,
+    OllamaGenerateBody,
+    OllamaTurn,
+)
+from jitney.engine.server.chat.request import Conversation, RouteKind
+from jitney.engine.server.chat.schema import ReasoningEffort
+from jitney.engine.server.http.slices import Work
+
+#: More tokens than there is room for mean as many as there are: num_predict is a bound.
+CHAT = RouteKind("chat-", "messages", names=NAMES, clamps=True)
+PROMPT = RouteKind("gen-", "prompt", names={"messages": "prompt", **NAMES}, clamps=True)
+
+
+def of_chat(body: OllamaChatBody) -> Work[Conversation]:
+    """The conversation of /api/chat. Its last message may be the assistant's, which the answer goes
+    on with.
+    """
+    messages: list[JsonDict] = []
+    calls = _OpenCalls()
+    for message in body.messages:
+        messages.append(_template_message(message, calls))
+        yield
+    variables: JsonDict = {}
+    if messages[-1]["role"] == "assistant":
+        variables = {"add_generation_prompt": False, "continue_final_message": True}
+    tools = [tool.function.as_tool() for tool in body.tools]
+    return Conversation(
+        kind=CHAT,
+        messages=messages,
+        variables=variables,
+        tools=ToolUse.of(tools, "auto", None, parallel=True),
+        effort=_effort(body.think),
+    )
+
+
+def of_prompt(body: OllamaGenerateBody) -> Conversation:
+    """A prompt as what a user says, behind the system's message if there is one."""
+    messages: list[JsonDict] = [{"role": "user", "content": body.prompt}]
+    if body.system:
+        messages.insert(0, {"role": "system", "content": body.system})
+    return Conversation(kind=PROMPT, messages=messages, effort=_effort(body.think))
+
+
+def _effort(think: bool | Literal["low", "medium", "high"] | None) -> ReasoningEffort | None:
+    """How long the model shall think; None: as it likes."""
+    match think:
+        case True:
+            return "medium"
+        case False:
+            return "none"
+    return think
+
+
+class _OpenCalls:
+    """Calls of a conversation that no result has answered yet. Ollama's clients give calls no ids,
+    and results the function's name.
+    """
+
+    def __init__(self) -> None:
+        #: (id, name of the function), in their order.
+        self._open: list[tuple[str, str]] = []
+        self._count = 0
+
+    def add(self, call: MadeCall) -> str:
+        """The id of a new call."""
+        self._count += 1
+        id = call.id or f"call{self._count:05}"
+        self._open.append((id, call.function.name))
+        return id
+
+    def answered(self, result: OllamaTurn) -> str | None:
+        """The id of the call that a result answers: the one that it names, else the first one of
+        its function, else the first one. None: there is none.
+        """
+        by_id = [each for each in self._open if each[0] == result.tool_call_id]
+        by_name = [each for each in self._open if result.tool_name in (None, each[1])]
+        found = next(iter(by_id or by_name or self._open), None)
+        if found is None:
+            return result.tool_call_id
+        self._open.remove(found)
+        return found[0]
+
+
+def _template_message(message: OllamaTurn, calls: _OpenCalls) -> JsonDict:
+    shown: JsonDict = {"role": message.role, "content": message.content or ""}
+    if message.thinking:
+        shown["reasoning_content"] = message.thinking
+    if message.tool_calls:
+        shown["tool_calls"] = [_template_call(call, calls) for call in message.tool_calls]
+    if message.role == "tool":
+        id = calls.answered(message)
+        if id is not None:
+            shown["tool_call_id"] = id
+        if message.tool_name is not None:
+            shown["name"] = message.tool_name
+    return shown
+
+
+def _template_call(call: MadeCall, calls: _OpenCalls) -> JsonDict:
+    arguments = orjson.dumps(call.function.arguments or {}).decode()
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": calls.add(call), "type": "function", "function": function}

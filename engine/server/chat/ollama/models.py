@@ -1,0 +1,125 @@
+"""What Ollama's routes say of models."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from jitney.engine.common.engine_info import EngineInfo
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.server.chat.ollama.format import rfc3339
+
+if TYPE_CHECKING:
+    from jitney.engine.core import Tokenizer
+    from jitney.engine.server.chat.conversation.formats import TurnFormat
+
+#: The tag of a name that has none.
+_TAG = ":latest"
+#: Class name of a model -> the family's name, as GGUF files spell it.
+_FAMILY = re.compile(r"(\w+?)(?:For[A-Z]|LMHead|Model$)")
+#: When a model is unloaded that stays: far away, since clients read a date.
+_NEVER = "9999-12-31T23:59:59Z"
+_UNITS = ((10**9, "B"), (10**6, "M"), (10**3, "K"))
+
+
+def without_tag(name: str) -> str:
+    """A name as it is served, of one that a client has given the usual tag."""
+    return name.removesuffix(_TAG)
+
+
+def listed(name: str, info: EngineInfo | None, created: int, parent: str = "") -> JsonDict:
+    """A model of /api/tags. info: of its engine; None: not known yet. created: seconds since 1970.
+    parent: of an adapter, the model that it changes.
+    """
+    return _identity(name, info, parent) | {
+        "modified_at": rfc3339(datetime.fromtimestamp(created, UTC))
+    }
+
+
+def running(name: str, info: EngineInfo | None, context_length: int | None) -> JsonDict:
+    """A model of /api/ps. info, context_length: None: not known."""
+    in_memory = 0
+    if info is not None and info.device.platform != "cpu":
+        in_memory = info.model.weight_bytes
+    return _identity(name, info, "") | {
+        "expires_at": _NEVER,
+        "size_vram": in_memory,
+        "context_length": context_length or 0,
+    }
+
+
+def described(
+    info: EngineInfo, tokenizer: Tokenizer, turns: TurnFormat, created: int, parent: str = ""
+) -> JsonDict:
+    """The answer of /api/show."""
+    defaults = [f"{name} {value}" for name, value in info.model.sampling_defaults.items()]
+    return {
+        "modelfile": "",
+        "parameters": "\n".join(defaults),
+        "template": tokenizer.chat_template,
+        "details": _details(info, parent),
+        "model_info": _gguf_names(info),
+        "capabilities": _capabilities(info, tokenizer, turns),
+        "modified_at": rfc3339(datetime.fromtimestamp(created, UTC)),
+    }
+
+
+def _identity(name: str, info: EngineInfo | None, parent: str) -> JsonDict:
+    return {
+        "name": name,
+        "model": name,
+        "size": 0 if info is None else info.model.weight_bytes,
+        "digest": "" if info is None else info.config_digest,
+        "details": _details(info, parent),
+    }
+
+
+def _details(info: EngineInfo | None, parent: str) -> JsonDict:
+    family = "" if info is None else _family(info)
+    return {
+        "parent_model": parent,
+        "format": "",
+        "family": family,
+        "families": [family] if family else [],
+        "parameter_size": "" if info is None else _in_units(info.model.parameters),
+        "quantization_level": "" if info is None else info.formats.weights,
+    }
+
+
+def _family(info: EngineInfo) -> str:
+    found = _FAMILY.match(info.model.architecture)
+    return (found[1] if found else info.model.architecture).lower()
+
+
+def _in_units(count: int) -> str:
+    """Such as 134.5M; empty for 0."""
+    for unit, letter in _UNITS:
+        if count >= unit:
+            return f"{count / unit:.1f}{letter}"
+    return str(count or "")
+
+
+def _gguf_names(info: EngineInfo) -> JsonDict:
+    """The model's sizes by the names that GGUF files give them, which clients look for."""
+    family, model = _family(info), info.model
+    return {
+        "general.architecture": family,
+        "general.basename": model.name,
+        "general.parameter_count": model.parameters,
+        f"{family}.context_length": model.context_length,
+        f"{family}.embedding_length": model.embedding_size,
+        f"{family}.vocab_size": model.vocab_size,
+    }
+
+
+def _capabilities(info: EngineInfo, tokenizer: Tokenizer, turns: TurnFormat) -> list[str]:
+    writes = not info.model.encoder
+    can = {
+        "completion": writes,
+        "tools": writes and tokenizer.has_chat_template and turns.tools is not None,
+        "thinking": writes and turns.thinks,
+        "insert": tokenizer.fill_in is not None,
+        "embedding": info.model.pooling not in (None, "classify"),
+    }
+    return [name for name, is_so in can.items() if is_so]

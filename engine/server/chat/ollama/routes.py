@@ -1,0 +1,278 @@
+"""Ollama's routes: the same model, tools and limits in the words of its clients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from jitney.engine.core import first_tokens
+from jitney.engine.server.chat.embeddings import check_vectors
+from jitney.engine.server.chat.endpoints import GenerationAnswer, read_body
+from jitney.engine.server.chat.formats import Format
+from jitney.engine.server.chat.generation_request import GenerationRequest
+from jitney.engine.server.chat.ollama import answers
+from jitney.engine.server.chat.ollama.conversation import CHAT, PROMPT, of_chat, of_prompt
+from jitney.engine.server.chat.ollama.format import (
+    ChatFormat,
+    EmbeddingFormat,
+    EmbedFormat,
+    GenerateFormat,
+    head,
+)
+from jitney.engine.server.chat.ollama.models import described, listed, running, without_tag
+from jitney.engine.server.chat.ollama.schema import (
+    OllamaBody,
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    OllamaGenerateBody,
+    OllamaShowBody,
+)
+from jitney.engine.server.chat.request import RequestBuilder, RouteKind
+from jitney.engine.server.chat.schema import GenerationBody
+from jitney.engine.server.http.blocks import AnswerParts
+from jitney.engine.server.http.context import Context
+from jitney.engine.server.http.jsonio import json_answer
+from jitney.engine.server.http.routing import HttpRoute
+from jitney.engine.server.http.service import Service
+
+_GET = ("GET",)
+_POST = ("POST",)
+#: The release of Ollama whose forms are spoken here: clients decide by it what they may send.
+_VERSION = "0.12.11"
+#: Media type of a stream.
+_LINES = AnswerParts.JSON_LINES["content-type"]
+_EMBEDDINGS = RouteKind("embd-", "prompt", names={"input": "prompt"})
+
+
+async def _chat(service: Service, request: Request) -> ASGIApp:
+    body = await read_body(service, request, OllamaChatBody)
+    if not body.messages:
+        return _loaded(service, body, ChatFormat)
+    context = Context.of(request)
+    with CHAT.blaming():
+        builder = _builder(service, body, context)
+        sampling = builder.sampling(body.own_sampling)
+        conversation = await service.slices.result(of_chat(body))
+        wanted = await builder.answer(conversation, sampling)
+    return _answer(service, body, wanted, ChatFormat)
+
+
+async def _generate(service: Service, request: Request) -> ASGIApp:
+    body = await read_body(service, request, OllamaGenerateBody)
+    if not body.prompt and not body.suffix:
+        return _loaded(service, body, GenerateFormat)
+    context = Context.of(request)
+    _, tokenizer = service.ready()
+    with PROMPT.blaming():
+        builder = _builder(service, body, context)
+        if body.raw or body.suffix or not tokenizer.has_chat_template:
+            wanted = await _continued(builder, body)
+        else:
+            sampling = builder.sampling(body.own_sampling)
+            conversation = of_prompt(body)
+            wanted = await builder.answer(conversation, sampling)
+    return _answer(service, body, wanted, GenerateFormat)
+
+
+async def _continued(
+    builder: RequestBuilder[GenerationBody], body: OllamaGenerateBody
+) -> GenerationRequest:
+    """The request that goes on where the prompt ends, or fills in what stands before the suffix."""
+    service = builder.service
+    if body.think is not None:
+        builder.context.notes.ignored.append("think")
+    text = "\n\n".join([each for each in (body.system, body.prompt) if each])
+    service.check_chars(len(text) + len(body.suffix), PROMPT.prompt_field)
+    _, tokenizer = service.ready()
+    own = body.own_sampling
+    if not body.suffix:
+        sampling = builder.sampling(own)
+        ids = await service.off_loop(lambda: tokenizer.encode(text))
+    else:
+        fill_in = service.fill_in("suffix")
+        sampling = builder.sampling(own, fill_in.ends)
+        ids = await service.off_loop(lambda: fill_in.prompt(tokenizer, text, body.suffix))
+    return await builder.tokens(PROMPT, [ids], sampling)
+
+
+def _builder(
+    service: Service, body: OllamaChatBody | OllamaGenerateBody, context: Context
+) -> RequestBuilder[GenerationBody]:
+    model = _served_name(service, body)
+    body.note_context(service.info.model.context_length, context.notes)
+    return RequestBuilder(service, body.generation(model), context)
+
+
+def _answer(
+    service: Service, body: OllamaBody, wanted: GenerationRequest, format: type[Format]
+) -> ASGIApp:
+    """Ollama's answers call the model as the client does."""
+    wanted = replace(wanted, model=body.model or wanted.model)
+    return GenerationAnswer(service, wanted, format)
+
+
+def _loaded(
+    service: Service, body: OllamaBody, format: type[ChatFormat | GenerateFormat]
+) -> ASGIApp:
+    """The answer to a request that only wants the model to be there."""
+    _served_name(service, body)
+    shown = head(body.model or service.model_name) | format.written({"content": ""})
+    return json_answer(shown | {"done": True, "done_reason": "load"})
+
+
+def _served_name(service: Service, body: OllamaBody | OllamaShowBody) -> str | None:
+    """The model that a body names, as the server calls it; None: it names none. Raises HttpError
+    for one that is not there.
+    """
+    name = body.named
+    if name is not None and name not in (*service.model_names, *service.adapters):
+        name = without_tag(name)
+    service.check_model(name)
+    return name
+
+
+async def _embed(service: Service, request: Request) -> ASGIApp:
+    body = await read_body(service, request, OllamaEmbedBody)
+    texts = [body.input] if isinstance(body.input, str) else body.input
+    check_vectors(service.info, body.dimensions)
+    cuts = body.truncate is not False
+    wanted = await _vectors(service, body, Context.of(request), texts, cuts=cuts)
+    wanted = replace(wanted, dimensions=body.dimensions)
+    return _answer(service, body, wanted, EmbedFormat)
+
+
+async def _embeddings(service: Service, request: Request) -> ASGIApp:
+    body = await read_body(service, request, OllamaEmbeddingsBody)
+    check_vectors(service.info, None)
+    with _EMBEDDINGS.blaming():
+        wanted = await _vectors(service, body, Context.of(request), [body.prompt], cuts=True)
+    return _answer(service, body, wanted, EmbeddingFormat)
+
+
+async def _vectors(
+    service: Service, body: OllamaBody, context: Context, texts: list[str], *, cuts: bool
+) -> GenerationRequest:
+    """cuts: of longer texts the beginning is read, else they are refused."""
+    info, tokenizer = service.ready()
+    shared = GenerationBody(model=_served_name(service, body))
+    builder = RequestBuilder(service, shared, context)
+    if not cuts:
+        return await builder.embeddings(texts)
+    chars, tokens = service.most_chars, info.request_limits.longest_prompt
+    cut = await service.off_loop(
+        lambda: [first_tokens(tokenizer, text[:chars], tokens) for text in texts]
+    )
+    return await builder.embeddings(cut)
+
+
+async def _tags(service: Service, request: Request) -> Response:
+    """The model under each of its names, and its adapters."""
+    info, created = service.client.info, service.created
+    models = [listed(name, info, created) for name in service.model_names]
+    models += [listed(name, info, created, service.model_name) for name in service.adapters]
+    return json_answer({"models": models})
+
+
+async def _show(service: Service, request: Request) -> Response:
+    body = await read_body(service, request, OllamaShowBody)
+    name = _served_name(service, body)
+    info, tokenizer = service.ready()
+    parent = service.model_name if service.adapter_number(name) else ""
+    return json_answer(described(info, tokenizer, service.turns, service.created, parent))
+
+
+async def _running(service: Service, request: Request) -> Response:
+    """Nothing runs while the model is loaded, or the engine asleep."""
+    info = service.client.info
+    if info is None or service.unready() is not None:
+        return json_answer({"models": []})
+    length = info.model.context_length
+    return json_answer({"models": [running(name, info, length) for name in service.model_names]})
+
+
+async def show_version(service: object, request: Request) -> Response:
+    """Of Ollama, not of this server."""
+    return json_answer({"version": _VERSION})
+
+
+#: Bodies of any type, since Ollama's own examples leave curl to call them forms.
+OLLAMA_ROUTES = (
+    HttpRoute(
+        "/api/chat",
+        _POST,
+        _chat,
+        "answer a chat, as Ollama has it",
+        generates=True,
+        body=OllamaChatBody,
+        takes_any_type=True,
+        answer=answers.OllamaChatAnswer,
+        stream_type=_LINES,
+        streams_unasked=True,
+    ),
+    HttpRoute(
+        "/api/generate",
+        _POST,
+        _generate,
+        "answer a prompt, as Ollama has it",
+        generates=True,
+        body=OllamaGenerateBody,
+        takes_any_type=True,
+        answer=answers.OllamaGenerateAnswer,
+        stream_type=_LINES,
+        streams_unasked=True,
+    ),
+    HttpRoute(
+        "/api/embed",
+        _POST,
+        _embed,
+        "vectors of texts, as Ollama has it",
+        generates=True,
+        body=OllamaEmbedBody,
+        takes_any_type=True,
+        answer=answers.OllamaEmbedAnswer,
+    ),
+    HttpRoute(
+        "/api/embeddings",
+        _POST,
+        _embeddings,
+        "the vector of a text, as older clients of Ollama ask for it",
+        generates=True,
+        body=OllamaEmbeddingsBody,
+        takes_any_type=True,
+        answer=answers.OllamaEmbeddingAnswer,
+    ),
+    HttpRoute(
+        "/api/show",
+        _POST,
+        _show,
+        "what the model is and can do, as Ollama has it",
+        body=OllamaShowBody,
+        takes_any_type=True,
+        answer=answers.OllamaShowAnswer,
+    ),
+    HttpRoute(
+        "/api/tags",
+        _GET,
+        _tags,
+        "the served model, as Ollama lists its models",
+        answer=answers.OllamaModelList,
+    ),
+    HttpRoute(
+        "/api/ps",
+        _GET,
+        _running,
+        "the served model, as Ollama lists those that are loaded",
+        answer=answers.OllamaRunningList,
+    ),
+    HttpRoute(
+        "/api/version",
+        _GET,
+        show_version,
+        "the release of Ollama whose forms these are",
+        answer=answers.OllamaVersion,
+    ),
+)

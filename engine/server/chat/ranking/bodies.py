@@ -1,0 +1,208 @@
+"""The bodies and answers of the routes that rank and score, with the fields of Cohere, Jina and
+vLLM.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
+
+from pydantic import Field, PlainValidator, model_validator
+
+from jitney.engine.common.requests import JsonValue
+from jitney.engine.server.chat.schema import GenerationBody, Label, ModelBody, Part, at_field
+from jitney.engine.server.http.answers import Described
+
+#: Documents of one request.
+_MOST_DOCUMENTS = 2048
+_MOST_INSTRUCTION_CHARS = 4096
+_DAY_MS = 86_400_000
+
+
+class Pair(NamedTuple):
+    """Two texts to be compared. place: of the document among the request's."""
+
+    query: str
+    document: str
+    place: int
+
+
+class _Document(Part):
+    """A document as an object; other fields than its text are not read."""
+
+    text: str
+
+
+_Documents = Annotated[list[str | _Document], Field(min_length=1, max_length=_MOST_DOCUMENTS)]
+_Texts = str | Annotated[list[str], Field(min_length=1, max_length=_MOST_DOCUMENTS)]
+
+
+def _texts(value: JsonValue) -> list[str]:
+    if not isinstance(value, list) or not 0 < len(value) <= _MOST_DOCUMENTS:
+        raise ValueError(f"must be a list of 1 to {_MOST_DOCUMENTS} documents")
+    texts = [item.get("text") if isinstance(item, dict) else item for item in value]
+    kept = [text for text in texts if isinstance(text, str)]
+    if len(kept) < len(texts):
+        raise ValueError('must hold texts, or objects {"text": string}')
+    return kept
+
+
+class RankingBody(ModelBody):
+    """Fields that the routes share."""
+
+    counted: ClassVar[tuple[str, ...]] = ()
+
+    #: What fits a query, for a model that is told so. None: what answers a web search.
+    instruction: Annotated[str, Field(min_length=1, max_length=_MOST_INSTRUCTION_CHARS)] | None = (
+        None
+    )
+    #: Of a longer document, the first so many tokens are read; None: as many as there is room for.
+    max_tokens_per_doc: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    #: The same of query and document together, with the model's own words around them.
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    cache_salt: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")] | None = None
+    user: Label | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    timeout_ms: Annotated[int, Field(ge=1, le=_DAY_MS)] | None = None
+
+    @property
+    def pairs(self) -> list[Pair]:
+        """What is compared, in order."""
+        raise NotImplementedError
+
+    def generation(self) -> GenerationBody:
+        """What a generation has of the same fields."""
+        return GenerationBody(
+            model=self.model,
+            cache_salt=self.cache_salt,
+            user=self.user,
+            priority=self.priority,
+            timeout_ms=self.timeout_ms,
+        )
+
+
+class RerankBody(RankingBody):
+    """POST /v1/rerank, /v2/rerank and /rerank."""
+
+    query: Annotated[str, Field(min_length=1)]
+    documents: Annotated[list[str], PlainValidator(_texts, json_schema_input_type=_Documents)]
+    #: Documents in the answer, the best first; None: all.
+    top_n: Annotated[int, Field(ge=1)] | None = None
+    #: Whether the answer repeats the documents. None: as Jina and vLLM do, but not below /v2, as
+    #: Cohere.
+    return_documents: bool | None = None
+
+    @property
+    def pairs(self) -> list[Pair]:
+        return [Pair(self.query, text, place) for place, text in enumerate(self.documents)]
+
+
+class ScoreBody(RankingBody):
+    """POST /v1/score and /score: one query with every document, or as many queries as documents.
+    The texts have vLLM's older names, text_1 and text_2, or the newer ones.
+    """
+
+    text_1: _Texts | None = None
+    text_2: _Texts | None = None
+    queries: _Texts | None = None
+    documents: _Texts | None = None
+
+    @model_validator(mode="after")
+    def _go_together(self) -> Self:
+        queries, documents = self._sides
+        if not queries:
+            raise at_field("text_1", "must be given, or queries; not both")
+        if not documents:
+            raise at_field("text_2", "must be given, or documents; not both")
+        if len(queries) not in (1, len(documents)):
+            raise at_field("text_1", "must be one text, or as many as text_2")
+        return self
+
+    @property
+    def pairs(self) -> list[Pair]:
+        queries, documents = self._sides
+        if len(queries) == 1:
+            queries *= len(documents)
+        both = zip(queries, documents, strict=True)
+        return [Pair(query, document, place) for place, (query, document) in enumerate(both)]
+
+    @property
+    def _sides(self) -> tuple[list[str], list[str]]:
+        """Queries and documents; none where a side has both of its names, or neither."""
+        return _one_of(self.text_1, self.queries), _one_of(self.text_2, self.documents)
+
+
+def _one_of(one: str | list[str] | None, other: str | list[str] | None) -> list[str]:
+    if one is not None and other is not None:
+        return []
+    given = one if other is None else other
+    return [given] if isinstance(given, str) else list(given or ())
+
+
+class RankingUsage(Described):
+    """Tokens that the model read."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class RankedDocument(Described):
+    """A document of the request."""
+
+    text: str
+
+
+class RankedResult(Described):
+    """A document's place in the request, and how well it fits."""
+
+    index: int
+    relevance_score: float
+    document: RankedDocument | None = None
+
+
+class RankingTokens(Described):
+    """The same counts in Cohere's form."""
+
+    input_tokens: int
+    output_tokens: Literal[0]
+
+
+class RankingApiVersion(Described):
+    """Of Cohere's API."""
+
+    version: Literal["2"]
+
+
+class RankingMeta(Described):
+    """What Cohere's clients read beside the results."""
+
+    api_version: RankingApiVersion
+    tokens: RankingTokens
+
+
+class RerankAnswer(Described):
+    """The best first; equal ones in the order of the request."""
+
+    id: str
+    model: str
+    results: list[RankedResult]
+    usage: RankingUsage
+    meta: RankingMeta
+
+
+class ScoredPair(Described):
+    """The score of a pair, by its place in the request."""
+
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoreAnswer(Described):
+    """One score for each pair, in order."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ScoredPair]
+    usage: RankingUsage

@@ -1,0 +1,636 @@
+"""From a checked body to engine requests: prompts become token ids, fields become sampling
+parameters.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace as with_fields
+
+from jitney.engine.common.engine_info import EngineInfo
+from jitney.engine.common.errors import RequestError
+from jitney.engine.common.requests import (
+    EngineRequest,
+    Grammar,
+    JsonDict,
+    Pooling,
+    SamplingParams,
+    Whole,
+)
+from jitney.engine.server.chat.conversation.grammars import Turn
+from jitney.engine.server.chat.conversation.messages import shaped_messages
+from jitney.engine.server.chat.conversation.tools import ToolUse
+from jitney.engine.server.chat.generation_request import EncodedPrompt, GenerationRequest
+from jitney.engine.server.chat.schema import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    Message,
+    ReasoningEffort,
+)
+from jitney.engine.server.http.context import Context, Notes
+from jitney.engine.server.http.service import Service
+from jitney.engine.server.http.slices import Work
+
+if TYPE_CHECKING:
+    from jitney.engine.core import Tokenizer
+    from jitney.engine.server.chat.conversation.formats import TurnFormat
+
+#: Most choices of one request, over all its prompts.
+_MAX_CHOICES = 128
+#: Of a request with many prompts, those that are with the engine at a time, for each of its seats:
+#: enough that no seat waits for the next one.
+_PER_SEAT = 4
+#: Characters of a prompt's end that are kept.
+_TAIL_CHARS = 256
+#: Of `truncate_prompt_tokens`.
+_ALL_THERE_IS_ROOM_FOR = -1
+#: Fields of a body that mean the same to the engine.
+_SAMPLING_FIELDS = [
+    name for name in SamplingParams.__struct_fields__ if name in GenerationBody.model_fields
+]
+
+
+@dataclass(frozen=True, slots=True)
+class RouteKind:
+    """What differs between the routes."""
+
+    id_prefix: str
+    #: The field of the body that is to blame for a prompt.
+    prompt_field: str
+    #: max_tokens where none is named, as OpenAI has it; None: to the end of the context.
+    default_tokens: int | None = None
+    #: The field that asks for alternatives.
+    logprobs_field: str = "top_logprobs"
+    #: What the body calls fields of a chat.
+    names: Mapping[str | None, str] = MappingProxyType({})
+    #: Whether a max_tokens that is more than there is room for means: to the end of the context.
+    clamps: bool = False
+    #: The field of a tool that its schema stands in.
+    tool_schema: str = "function.parameters"
+
+    @contextmanager
+    def blaming(self) -> Iterator[None]:
+        """Errors that blame a field of a chat, or a tool for its schema, blame what the route calls
+        it.
+        """
+        try:
+            yield
+        except RequestError as error:
+            param = error.info.param
+            name = self.names.get(param)
+            if param is not None and param.startswith("tools["):
+                name = f"{param}.{self.tool_schema}"
+            if name is None:
+                raise
+            raise error.blaming(name) from error
+
+
+_COMPLETION = RouteKind("cmpl-", "prompt", 16, "logprobs")
+_CHAT = RouteKind("chatcmpl-", "messages")
+_EMBEDDING = RouteKind("embd-", "input")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """What every route that continues a conversation makes of its body."""
+
+    kind: RouteKind
+    #: As chat templates know them.
+    messages: list[JsonDict]
+    #: What else the template is given.
+    variables: JsonDict = field(default_factory=dict)
+    #: What the model may call; None: nothing.
+    tools: ToolUse | None = None
+    #: How long it shall think; None: as it likes.
+    effort: ReasoningEffort | None = None
+    #: Tokens that it may think; None: as many as it likes.
+    thinking_budget: int | None = None
+    #: Whether its thoughts are shown.
+    shows_reasoning: bool = True
+    #: Whether the model's special tokens are put around what the template writes.
+    special_tokens: bool = False
+
+    @classmethod
+    async def of_chat(cls, service: Service, body: ChatBody) -> Conversation:
+        """What a chat's body makes the template read."""
+        messages = await service.slices.result(_template_messages(body.messages))
+        return cls(
+            kind=_CHAT,
+            messages=messages,
+            variables=body.chat_template_kwargs | _template_variables(body),
+            tools=_tool_use(body),
+            effort=body.reasoning_effort,
+            thinking_budget=body.thinking_token_budget,
+            shows_reasoning=body.include_reasoning is not False,
+            special_tokens=bool(body.add_special_tokens),
+        )
+
+    async def prompt(
+        self, service: Service, notes: Notes, *, is_truncated: bool = False
+    ) -> EncodedPrompt:
+        """The tokens that the model reads. notes: get the hints that this model cannot follow, and
+        the changes that the template asks for. is_truncated: only the last of them will be read, so
+        there may be more than fit. Raises RequestError.
+        """
+        _, tokenizer = service.ready()
+        notes.ignored.extend(self._unfollowed(service.turns))
+        text = await self.text(service, notes, is_truncated=is_truncated)
+        with self.kind.blaming():
+            special = self.special_tokens
+            return await service.off_loop(lambda: _chat_prompt(text, tokenizer, special))
+
+    def _unfollowed(self, turns: TurnFormat) -> list[str]:
+        """What the route calls the hints about thoughts that this model cannot follow."""
+        names: list[str] = []
+        can_stop = turns.takes_effort or (self.effort == "none" and not turns.thinks)
+        if self.effort is not None and not can_stop:
+            names.append("reasoning_effort")
+        if self.thinking_budget is not None and not turns.thinks:
+            names.append("thinking_token_budget")
+        return [self.kind.names.get(name, name) for name in names]
+
+    async def text(self, service: Service, notes: Notes, *, is_truncated: bool = False) -> str:
+        """The text that the chat template makes of it. notes: get the changes that the template
+        asks for. Raises RequestError.
+        """
+        use, abilities = self.tools, await service.chat_abilities()
+        with self.kind.blaming():
+            variables = self.variables | service.turns.effort_variables(self.effort)
+            variables |= abilities.variables(use)
+            shaping = shaped_messages(self.messages, abilities, service.turns, use, notes.warnings)
+            messages = await service.slices.result(shaping)
+            return await service.render_chat(messages, variables, is_truncated=is_truncated)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestBuilder[B: GenerationBody]:
+    """Makes of one body what the engine is asked for. Its methods raise RequestError and HttpError
+    for what cannot be asked.
+    """
+
+    service: Service
+    body: B
+    context: Context
+
+    async def completion(self: RequestBuilder[CompletionBody]) -> GenerationRequest:
+        """The request that continues the prompts of a completion."""
+        service, body = self.service, self.body
+        info = service.info
+        service.check_model(body.model)
+        sampling = self._completion_sampling()
+        _check_choices(len(body.prompt) * sampling.n, info)
+        self._check_texts(body.prompt, "prompt", also=len(body.suffix or ""))
+        if body.suffix:
+            sampling = _with_ends(sampling, service.fill_in("suffix").ends)
+        sampling = await self._with_checked_grammar(sampling)
+        special = body.add_special_tokens is not False
+        prompts = await _encoded(service, body.prompt, body.suffix, special)
+        request = await service.slices.result(self._request(_COMPLETION, prompts, sampling))
+        return replace(
+            request,
+            top_logprobs=body.logprobs,
+            echo=bool(body.echo),
+            prompt_only=body.max_tokens == 0,
+        )
+
+    def _completion_sampling(self: RequestBuilder[CompletionBody]) -> SamplingParams:
+        body = self.body
+        own: JsonDict = {"max_tokens": body.max_tokens, "logprobs": body.logprobs}
+        if body.max_tokens == 0:
+            own["max_tokens"] = 1
+        if body.echo:
+            own["prompt_logprobs"] = _wider(body.logprobs, body.prompt_logprobs)
+        if body.best_of is not None:
+            own["n"] = body.best_of
+            if body.best_of > (body.n or 1) and body.logprobs is None:
+                own["logprobs"] = 0  # what the best are chosen by
+        return self.sampling(own)
+
+    async def embeddings(
+        self,
+        items: Sequence[str | list[int]],
+        special: bool = True,
+        dimensions: int | None = None,
+    ) -> GenerationRequest:
+        """The request for one vector for each text or list of token ids. special: whether the
+        model's own special tokens are put around a text. dimensions: numbers of each vector; None:
+        all.
+        """
+        self._check_texts(items, "input")
+        with _EMBEDDING.blaming():
+            prompts = await _encoded(self.service, items, None, special)
+        ids = [prompt.ids for prompt in prompts]
+        if not all(ids):
+            raise RequestError(
+                f"input {ids.index([])} (counted from 0) is empty, and this model's tokenizer puts "
+                "no token of its own around a text",
+                param="input",
+            )
+        request = await self.vectors(_EMBEDDING, ids)
+        return replace(request, in_flight=self.group_size, dimensions=dimensions)
+
+    @property
+    def group_size(self) -> int:
+        """Prompts of one request that are with the engine at a time, where they may be many: no
+        more than the key may have open.
+        """
+        info = self.service.info
+        most = info.sizes.seats + info.queue.max_waiting_requests
+        return min(_PER_SEAT * info.sizes.seats, most, self.service.most_of_key or most)
+
+    async def vectors(self, kind: RouteKind, prompts: Sequence[list[int]]) -> GenerationRequest:
+        """The request for what the model's pooling makes of each prompt of tokens."""
+        sampling = SamplingParams(max_tokens=1, temperature=0.0)
+        pooling = self.service.info.model.pooling
+        request = await self.tokens(kind, prompts, sampling, pooling)
+        return replace(request, prompt_only=True)
+
+    @property
+    def _is_truncated(self) -> bool:
+        """Whether longer prompts are cut to the context, or to less."""
+        return self.body.truncate_prompt_tokens is not None
+
+    def _check_texts(self, prompts: Sequence[str | list[int]], param: str, also: int = 0) -> None:
+        """Refuse prompts whose texts cannot fit. also: characters that come with each. Raises
+        RequestError.
+        """
+        lengths = [len(prompt) for prompt in prompts if isinstance(prompt, str)]
+        if not self._is_truncated:
+            self.service.check_chars(max(lengths, default=0) + also, param)
+
+    async def chat(self: RequestBuilder[ChatBody]) -> GenerationRequest:
+        """The request that answers a chat."""
+        body = self.body
+        max_tokens = body.max_completion_tokens
+        if max_tokens is None:
+            max_tokens = body.max_tokens
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        sampling = self.sampling({"max_tokens": max_tokens, "logprobs": logprobs})
+        return await self.answer(await Conversation.of_chat(self.service, body), sampling)
+
+    async def answer(
+        self, conversation: Conversation, sampling: SamplingParams
+    ) -> GenerationRequest:
+        """The request that continues a conversation."""
+        service = self.service
+        service.check_model(self.body.model)
+        _check_choices(sampling.n, service.info)
+        sampling = await self._with_checked_grammar(sampling)
+        notes = self.context.notes
+        prompt = await conversation.prompt(service, notes, is_truncated=self._is_truncated)
+        use = (await service.chat_abilities()).limited(conversation.tools)
+        conversation = replace(conversation, tools=use)
+        with conversation.kind.blaming():
+            sampling = await self._held_to_grammar(conversation, prompt.tail, sampling)
+        request = await service.slices.result(self._request(conversation.kind, [prompt], sampling))
+        names = frozenset() if use is None else use.names
+        functions = {} if use is None else use.functions
+        must_call = use is not None and use.is_required
+        turns = service.turns
+        return replace(
+            request,
+            top_logprobs=sampling.logprobs,
+            make_parser=lambda: turns.parser(prompt.tail, functions, forced=must_call),
+            seen_ids=service.marker_ids(names),
+            most_calls=None if use is None else use.most_calls,
+            must_call=must_call,
+            custom_names=frozenset() if use is None else use.custom_names,
+            shows_reasoning=conversation.shows_reasoning,
+        )
+
+    async def tokens(
+        self,
+        kind: RouteKind,
+        prompts: Sequence[list[int]],
+        sampling: SamplingParams,
+        pooling: Pooling | None = None,
+    ) -> GenerationRequest:
+        """The request that continues each prompt of tokens, or with a pooling is answered by what
+        that makes of it.
+        """
+        sampling = await self._with_checked_grammar(sampling)
+        encoded = [EncodedPrompt(ids) for ids in prompts]
+        work = self._request(kind, encoded, sampling, pooling)
+        request = await self.service.slices.result(work)
+        return replace(request, top_logprobs=sampling.logprobs)
+
+    def sampling(self, own: JsonDict, ends: Iterable[int] = ()) -> SamplingParams:
+        """Sampling parameters, checked. A field that was not given has the model's default, or the
+        engine's. own: fields that the route has a meaning of its own for. ends: tokens that end the
+        text beside those that the body names. Raises RequestError where the model writes no text.
+        """
+        body, info = self.body, self.service.info
+        info.request_limits.check_writes()
+        given = {name: getattr(body, name) for name in _SAMPLING_FIELDS}
+        if body.repeat_penalty is not None:
+            given["repetition_penalty"] = body.repeat_penalty
+        given = {name: value for name, value in given.items() if value is not None}
+        fields = SamplingParams.fields_with(info.model.sampling_defaults, given)
+        fields["allowed_token_ids"] = tuple(dict.fromkeys(body.allowed_token_ids or ()))
+        fields["stop_token_ids"] = tuple(dict.fromkeys(body.stop_token_ids or ()))
+        fields["grammar"] = self._wanted_grammar
+        params = SamplingParams(**(fields | own))
+        params.validate(info.model.vocab_size)
+        if params.top_k > info.model.vocab_size:
+            params = with_fields(params, top_k=info.model.vocab_size)
+        return _with_ends(params, ends)
+
+    async def _held_to_grammar(
+        self, conversation: Conversation, prompt: str, sampling: SamplingParams
+    ) -> SamplingParams:
+        """With the grammar of the whole turn, where calls are forced or strict, thoughts have a
+        budget, or the answer has a grammar of its own.
+        """
+        service = self.service
+        turns = service.turns
+        budget = conversation.thinking_budget if turns.thinks else None
+        turn = Turn(turns, prompt, service.special_texts, budget)
+        answer = self._wanted_grammar
+        grammar = turn.grammar(conversation.tools, answer)
+        self.context.notes.unenforced.extend(turn.unenforced)
+        if grammar is None or grammar == answer:
+            return sampling  # the answer's own grammar has been checked by itself
+        param = "tools" if conversation.tools is not None else self._grammar_field
+        return await self._held_to(sampling, grammar, param)
+
+    async def _with_checked_grammar(self, sampling: SamplingParams) -> SamplingParams:
+        """The parameters with their grammar as the engine takes it. Raises RequestError, blamed on
+        the field that it came in, if it cannot be used.
+        """
+        if sampling.grammar is None:
+            return sampling
+        return await self._held_to(sampling, sampling.grammar, self._grammar_field)
+
+    async def _held_to(
+        self, sampling: SamplingParams, grammar: Grammar, param: str
+    ) -> SamplingParams:
+        """The parameters with a grammar as the engine takes it; the client is told of what of its
+        schemas is left out. Raises RequestError, blamed on `param` or on a tool.
+        """
+        checked = await self.service.checked_grammar(grammar, param)
+        notes = self.context.notes.unenforced
+        notes += [place for place in checked.unenforced if place not in notes]
+        return with_fields(sampling, grammar=checked.grammar)
+
+    @property
+    def _wanted_grammar(self) -> Grammar | None:
+        """The grammar of the answer, as the client wrote it."""
+        wanted = self.body.wanted_grammar
+        return None if wanted is None else wanted.grammar
+
+    @property
+    def _grammar_field(self) -> str:
+        """The field to blame for a grammar; without one of its own, what forces a turn's form."""
+        wanted = self.body.wanted_grammar
+        return "tools" if wanted is None else wanted.param
+
+    def _request(
+        self,
+        kind: RouteKind,
+        prompts: list[EncodedPrompt],
+        sampling: SamplingParams,
+        pooling: Pooling | None = None,
+    ) -> Work[GenerationRequest]:
+        """Without what only one of the routes shows."""
+        body = self.body
+        info, tokenizer = self.service.ready()
+        banned = yield from _banned_sequences(body.bad_words or (), tokenizer)
+        if banned:
+            sampling = with_fields(sampling, banned_sequences=banned)
+        most = self._most_prompt_tokens(kind, sampling)
+        if most is not None:
+            for prompt in prompts:
+                _truncate(prompt, most, keeps_ends=info.model.encoder)
+        self.context.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
+        wanted = self._engine_request(sampling, len(prompts), pooling)
+        engine_requests: list[EngineRequest] = []
+        for number, prompt in enumerate(prompts):
+            engine_requests.append(_for_prompt(wanted, number, prompt.ids, info, kind))
+            yield
+        options = body.stream_options
+        return GenerationRequest(
+            id=kind.id_prefix + (body.request_id or wanted.id),
+            created=int(time.time()),
+            model=self.service.name_in_answers(body.model),
+            prompts=prompts,
+            engine_requests=engine_requests,
+            sampling=sampling,
+            n=body.n or 1,
+            stream=bool(body.stream),
+            include_usage=bool(options and options.include_usage),
+            continuous_usage=bool(options and options.continuous_usage_stats),
+            return_token_ids=bool(body.return_token_ids),
+            tokens_as_ids=bool(body.return_tokens_as_token_ids),
+            prompt_logprobs=body.prompt_logprobs,
+            top_logprobs=None,
+        )
+
+    def _engine_request(
+        self, sampling: SamplingParams, prompts: int, pooling: Pooling | None
+    ) -> EngineRequest:
+        """What the engine requests of so many prompts share."""
+        body, context, info = self.body, self.context, self.service.info
+        if body.priority and info.queue.order != "priority":
+            raise RequestError(
+                "priority needs a server started with order priority", param="priority"
+            )
+        id = uuid.uuid4().hex
+        whole = None
+        if prompts > 1:
+            whole = Whole(id, prompts, context.prompt_tokens)
+        return EngineRequest(
+            id=id,
+            whole=whole,
+            prompt=[],
+            sampling=sampling,
+            arrival=context.started,
+            deadline=self._deadline,
+            priority=body.priority or 0,
+            tenant=context.tenant,
+            cache_salt=body.cache_salt or "",
+            user=body.user or "",
+            background=context.background,
+            adapter=self.service.adapter_number(body.model),
+            pooling=pooling,
+        )
+
+    def _most_prompt_tokens(self, kind: RouteKind, sampling: SamplingParams) -> int | None:
+        """What a longer prompt is cut to; None: it is not cut."""
+        if self.body.truncate_prompt_tokens != _ALL_THERE_IS_ROOM_FOR:
+            return self.body.truncate_prompt_tokens
+        answer = sampling.max_tokens or kind.default_tokens or 1
+        return max(1, self.service.info.request_limits.longest - answer)
+
+    @property
+    def _deadline(self) -> float | None:
+        """In seconds of time.monotonic(); the nearer of the server's and the client's. The server's
+        is not for what nobody waits for.
+        """
+        limits = [(self.body.timeout_ms or 0) / 1000]
+        if not self.context.background:
+            limits.append(self.service.settings.server.request_timeout_s)
+        limits = [limit for limit in limits if limit]
+        return self.context.started + min(limits) if limits else None
+
+
+def _with_ends(sampling: SamplingParams, ends: Iterable[int]) -> SamplingParams:
+    """The parameters, ended also by these tokens."""
+    all_ends = tuple(dict.fromkeys((*sampling.stop_token_ids, *ends)))
+    return with_fields(sampling, stop_token_ids=all_ends)
+
+
+def _check_choices(choices: int, info: EngineInfo) -> None:
+    most = min(_MAX_CHOICES, info.sizes.seats + info.queue.max_waiting_requests)
+    if choices > most:
+        raise RequestError(f"prompts times n (or best_of) may be at most {most}", param="n")
+
+
+async def _encoded(
+    service: Service, items: Sequence[str | list[int]], suffix: str | None, special: bool
+) -> list[EncodedPrompt]:
+    """Texts become tokens on a thread. Token ids need none: between cores that compute, it costs
+    more to wake one than to take them.
+    """
+    _, tokenizer = service.ready()
+
+    def encode() -> list[EncodedPrompt]:
+        return [_completion_prompt(item, suffix, tokenizer, special) for item in items]
+
+    if any(isinstance(item, str) for item in items):
+        return await service.off_loop(encode)
+    return encode()
+
+
+def _completion_prompt(
+    item: str | list[int], suffix: str | None, tokenizer: Tokenizer, special: bool
+) -> EncodedPrompt:
+    """special: whether the model's own special tokens are put around a text."""
+    if not isinstance(item, str):
+        return EncodedPrompt(item)
+    if suffix:
+        fill_in = tokenizer.fill_in
+        assert fill_in is not None  # `completion` has asked for it
+        return EncodedPrompt(fill_in.prompt(tokenizer, item, suffix), item)
+    return EncodedPrompt(tokenizer.encode(item, add_special_tokens=special), item)
+
+
+def _banned_sequences(
+    words: Sequence[str], tokenizer: Tokenizer
+) -> Work[tuple[tuple[int, ...], ...]]:
+    """The words as tokens, at the beginning of a text and within one, where it is spelled with a
+    blank before it.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        texts = [word] if word[0].isspace() else [word, " " + word]
+        for text in texts:
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            if ids:
+                found[tuple(ids)] = None
+        yield
+    return tuple(found)
+
+
+def _for_prompt(
+    wanted: EngineRequest, number: int, ids: list[int], info: EngineInfo, kind: RouteKind
+) -> EngineRequest:
+    """The engine request of one prompt. What the engine would refuse is refused here, and blamed on
+    the field that the client sent.
+    """
+    request = with_fields(
+        wanted,
+        id=f"{wanted.id}-{number}",
+        prompt=ids,
+        sampling=_with_max_tokens(wanted.sampling, len(ids), info, kind),
+    )
+    try:
+        info.request_limits.check(request)
+    except RequestError as error:
+        param = error.info.param
+        if param == "logprobs":
+            param = kind.logprobs_field
+        if param in ("prompt", "max_tokens"):  # which by now can only be too many after it
+            param = kind.prompt_field
+        raise error.blaming(param) from None
+    return request
+
+
+def _with_max_tokens(
+    sampling: SamplingParams, prompt_tokens: int, info: EngineInfo, kind: RouteKind
+) -> SamplingParams:
+    """The parameters with max_tokens made explicit, unless the prompt itself does not fit."""
+    room = info.request_limits.longest - prompt_tokens
+    wanted = sampling.max_tokens
+    if room < 1 or (wanted is not None and (wanted <= room or not kind.clamps)):
+        return sampling
+    if wanted is not None:
+        return with_fields(sampling, max_tokens=room)
+    return with_fields(sampling, max_tokens=min(kind.default_tokens or room, room))
+
+
+def _chat_prompt(text: str, tokenizer: Tokenizer, special: bool) -> EncodedPrompt:
+    try:
+        ids = tokenizer.encode(text, add_special_tokens=special)
+        return EncodedPrompt(ids, tail=text[-_TAIL_CHARS:])
+    except RequestError as error:
+        raise error.blaming(_CHAT.prompt_field) from error
+
+
+def _tool_use(body: ChatBody) -> ToolUse | None:
+    """What the body says of tools."""
+    tools = list(body.client_tools())
+    parallel = body.parallel_tool_calls is not False and not body.names_one_tool
+    return ToolUse.of(tools, body.tool_mode, body.chosen_names, parallel=parallel)
+
+
+def _template_variables(body: ChatBody) -> JsonDict:
+    """What a chat template is given beside the messages."""
+    goes_on = bool(body.continue_final_message)
+    begins = body.add_generation_prompt
+    if begins is None:
+        begins = not goes_on
+    return {"add_generation_prompt": begins, "continue_final_message": goes_on}
+
+
+def _template_messages(messages: Iterable[Message]) -> Work[list[JsonDict]]:
+    made: list[JsonDict] = []
+    for message in messages:
+        made.append(_template_message(message))
+        yield
+    return made
+
+
+def _template_message(message: Message) -> JsonDict:
+    """A message as chat templates know it: no nulls, and "system" for its newer name."""
+    fields = message.model_dump(exclude_none=True)
+    fields["role"] = "system" if message.role == "developer" else message.role
+    fields.setdefault("content", "")
+    thoughts = fields.pop("reasoning", None)
+    if thoughts is not None:
+        fields.setdefault("reasoning_content", thoughts)
+    return fields
+
+
+def _wider(one: int | None, other: int | None) -> int | None:
+    """The larger of two numbers of alternatives; None is none at all."""
+    if one is None or other is None:
+        return one if other is None else other
+    return max(one, other)
+
+
+def _truncate(prompt: EncodedPrompt, tokens: int, *, keeps_ends: bool) -> None:
+    """Keep the last tokens of a longer prompt. keeps_ends: the first ones and the very last, as an
+    encoder's tokenizer does, which puts special tokens at both ends.
+    """
+    if len(prompt.ids) > tokens:
+        first = prompt.ids[: tokens - 1] if keeps_ends else []
+        prompt.ids = first + prompt.ids[len(first) - tokens :]
+        prompt.text = None  # an echo shows what the model read

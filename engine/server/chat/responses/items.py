@@ -1,0 +1,277 @@
+"""The items of a conversation, as /v1/responses has them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import orjson
+from pydantic import ConfigDict, Field, PlainValidator
+
+from jitney.engine.common.requests import JsonDict, JsonValue
+from jitney.engine.server.chat.content import Content, content_of
+from jitney.engine.server.chat.schema import Label, Part, unsupported
+from jitney.engine.server.http.errors import echo
+
+_Status = Literal["in_progress", "completed", "incomplete"]
+_Texts = str | list[JsonDict]
+_CallId = Annotated[Label, Field(min_length=1)]
+
+
+class _Item(Part):
+    """One item of a conversation. id: as an earlier answer gave it; of no meaning here."""
+
+    id: Label | None = None
+    status: _Status | None = None
+
+    def shown(self) -> JsonDict:
+        """The item as it is kept and listed, without its id."""
+        raise NotImplementedError
+
+    @property
+    def replaced(self) -> tuple[str, ...]:
+        """Types of what the model does not read of it."""
+        return ()
+
+
+def _content(value: JsonValue) -> Content:
+    return content_of(value)
+
+
+_Content = Annotated[Content, PlainValidator(_content, json_schema_input_type=_Texts)]
+
+
+class MessageItem(_Item):
+    """Somebody says something."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: _Content
+
+    @property
+    def replaced(self) -> tuple[str, ...]:
+        return self.content.replaced
+
+    def shown(self) -> JsonDict:
+        if self.role == "assistant":
+            part = {"type": "output_text", "text": self.content.text, "annotations": []}
+        else:
+            part = {"type": "input_text", "text": self.content.text}
+        return {
+            "type": "message",
+            "role": self.role,
+            "status": self.status or "completed",
+            "content": [part],
+        }
+
+
+class FunctionCallItem(_Item):
+    """The model called a function. namespace: of the function."""
+
+    type: Literal["function_call"]
+    call_id: _CallId
+    name: _CallId
+    arguments: str
+    namespace: Label | None = None
+
+    def shown(self) -> JsonDict:
+        return {
+            "type": "function_call",
+            "status": self.status or "completed",
+            "call_id": self.call_id,
+            "name": self.name,
+            "arguments": self.arguments,
+        } | _namespace(self.namespace)
+
+
+class CustomCallItem(_Item):
+    """The model called a custom tool. namespace: of the tool."""
+
+    type: Literal["custom_tool_call"]
+    call_id: _CallId
+    name: _CallId
+    input: str
+    namespace: Label | None = None
+
+    def shown(self) -> JsonDict:
+        return {
+            "type": "custom_tool_call",
+            "status": self.status or "completed",
+            "call_id": self.call_id,
+            "name": self.name,
+            "input": self.input,
+        } | _namespace(self.namespace)
+
+
+class CallOutputItem(_Item):
+    """What a function or a custom tool gave."""
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: _CallId
+    output: _Content
+
+    @property
+    def replaced(self) -> tuple[str, ...]:
+        return self.output.replaced
+
+    def shown(self) -> JsonDict:
+        return {
+            "type": self.type,
+            "status": self.status or "completed",
+            "call_id": self.call_id,
+            "output": self.output.text,
+        }
+
+
+class _Thought(Part):
+    type: Literal["reasoning_text", "text"]
+    text: str
+
+
+class ReasoningItem(_Item):
+    """What the model thought. Only `content` is read again."""
+
+    type: Literal["reasoning"]
+    content: list[_Thought] | None = None
+    summary: list[JsonDict] | None = None
+    encrypted_content: str | None = None
+
+    @property
+    def replaced(self) -> tuple[str, ...]:
+        return ("encrypted reasoning",) if self.encrypted_content and not self.content else ()
+
+    def shown(self) -> JsonDict:
+        content = [{"type": "reasoning_text", "text": each.text} for each in self.content or ()]
+        return {
+            "type": "reasoning",
+            "status": self.status or "completed",
+            "summary": [],
+            "content": content,
+        }
+
+
+class ReferenceItem(Part):
+    """An item of an earlier response."""
+
+    type: Literal["item_reference"] | None = None
+    id: Label
+
+
+class HostedItem(Part):
+    """An item of a tool that one provider defines, or of its servers. It is kept as it came."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+
+    @property
+    def replaced(self) -> tuple[str, ...]:
+        """Its type, unless the model reads it as a call of a function, or what one gave."""
+        item = self.shown()
+        is_read = hosted_call(item) is not None or hosted_output(item) is not None
+        return () if is_read else (self.type,)
+
+    def shown(self) -> JsonDict:
+        """The item as it is kept and listed, without its id."""
+        given = {name: value for name, value in (self.model_extra or {}).items() if name != "id"}
+        if self.type == "local_shell_call_output" and "call_id" not in given:
+            given["call_id"] = (self.model_extra or {}).get("id")  # where this type has it
+        return {"type": self.type} | given
+
+
+#: Tools of a provider that the client runs: type of a call -> name of a function, and the field
+#: that has its arguments.
+_HOSTED_CALLS = {
+    "apply_patch_call": ("apply_patch", "operation"),
+    "local_shell_call": ("local_shell", "action"),
+    "shell_call": ("shell", "action"),
+    "tool_search_call": ("tool_search", "arguments"),
+}
+#: Type of what such a tool gave -> the field that has it.
+_HOSTED_OUTPUTS = {
+    "apply_patch_call_output": "output",
+    "local_shell_call_output": "output",
+    "shell_call_output": "output",
+    "tool_search_output": "tools",
+}
+#: Items that no template can show, beside calls of tools that run on a provider's servers.
+_UNREAD = frozenset(
+    {
+        "additional_tools",
+        "agent_message",
+        "compaction",
+        "configuration_update",
+        "context_compaction",
+        "ghost_snapshot",
+        "mcp_approval_request",
+        "mcp_approval_response",
+        "mcp_list_tools",
+        "program",
+        "program_output",
+    }
+)
+
+
+def hosted_call(item: JsonDict) -> JsonDict | None:
+    """The call of a function that a kept item is read as; None if it is no call of the client's."""
+    name, field = _HOSTED_CALLS.get(item["type"], ("", ""))
+    if not name or not isinstance(item.get("call_id"), str):
+        return None
+    function = {"name": name, "arguments": _json_text(item.get(field) or {})}
+    return {"id": item["call_id"], "type": "function", "function": function}
+
+
+def hosted_output(item: JsonDict) -> JsonDict | None:
+    """The tool's message that a kept item is read as; None if the client's tool gave nothing."""
+    field = _HOSTED_OUTPUTS.get(item["type"])
+    if field is None or not isinstance(item.get("call_id"), str):
+        return None
+    text = _json_text(item.get(field) or "")
+    return {"role": "tool", "tool_call_id": item["call_id"], "content": text}
+
+
+def _json_text(value: JsonValue) -> str:
+    return value if isinstance(value, str) else orjson.dumps(value).decode()
+
+
+def _namespace(name: str | None) -> JsonDict:
+    return {} if name is None else {"namespace": name}
+
+
+AnyItem = (
+    MessageItem
+    | FunctionCallItem
+    | CustomCallItem
+    | CallOutputItem
+    | ReasoningItem
+    | ReferenceItem
+    | HostedItem
+)
+_ITEMS: dict[str, type[AnyItem]] = {
+    "custom_tool_call": CustomCallItem,
+    "custom_tool_call_output": CallOutputItem,
+    "function_call": FunctionCallItem,
+    "function_call_output": CallOutputItem,
+    "item_reference": ReferenceItem,
+    "message": MessageItem,
+    "reasoning": ReasoningItem,
+}
+
+
+def item_of(value: JsonValue) -> AnyItem:
+    """An item, by its type. Raises ValueError and pydantic's errors."""
+    if not isinstance(value, dict):
+        raise ValueError("must be an object")
+    kind = value.get("type")
+    if kind is None and "role" in value:
+        return MessageItem.model_validate(value)
+    if kind is None:
+        return ReferenceItem.model_validate(value)
+    if isinstance(kind, str) and kind in _ITEMS:
+        return _ITEMS[kind].model_validate(value)
+    if isinstance(kind, str) and _is_hosted(kind):
+        return HostedItem.model_validate(value)
+    raise unsupported(f"items of type {echo(kind)} are not supported here")
+
+
+def _is_hosted(kind: str) -> bool:
+    return kind in _UNREAD or kind in _HOSTED_OUTPUTS or kind.endswith(("_call", "_call_output"))

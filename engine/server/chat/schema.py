@@ -1,0 +1,862 @@
+"""The request bodies of the two generation routes: which fields exist, and of which type.
+
+A body declares the fields that are done; `engine.server.chat.fields` decides what becomes of all
+others. null always means: not given. Ranges of sampling parameters are declared in
+`SamplingParams`, which checks them; here stand types, sizes and combinations. A new sampling
+parameter is one field of `GenerationBody` under its own name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self, cast
+
+import orjson
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from jitney.engine.common.errors import RequestError
+from jitney.engine.common.requests import JsonDict, JsonObject, JsonValue, Range, SamplingParams
+from jitney.engine.server.chat import grammar_fields
+from jitney.engine.server.chat.conversation.tools import Tool, custom_arguments
+from jitney.engine.server.chat.fields import Rule, rules_of, unfollowed
+from jitney.engine.server.chat.grammar_fields import WantedGrammar
+from jitney.engine.server.http.context import Context
+from jitney.engine.server.http.errors import echo
+from jitney.engine.server.http.field_errors import readable
+
+
+class _Limits(NamedTuple):
+    """The most that a body may have of each."""
+
+    #: Stop strings.
+    stops: int = 64
+    #: Entries of stop_token_ids, before those that are named twice are dropped.
+    stop_tokens: int = 512
+    #: Characters of a field that only labels a request (user, names, ids).
+    label_chars: int = 512
+    #: Ids of allowed_token_ids.
+    allowed_tokens: int = 1 << 20
+    #: Words that are banned, and characters of each.
+    bad_words: int = 256
+    bad_word_chars: int = 64
+    prompts: int = 128
+    messages: int = 4096
+    tools: int = 128
+    #: Variables of a chat template that a request may set, and characters of their JSON.
+    variables: int = 32
+    variable_chars: int = 1 << 14
+
+
+LIMITS = _Limits()
+_DAY_MS = 86_400_000
+_SALT = r"^[A-Za-z0-9_-]{1,128}$"
+_TOKEN_ID = re.compile(r"[0-9]{1,10}\Z")
+#: Names of functions; OpenAI takes no dots, and 64 characters.
+_FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,128}$"
+#: Variables of a chat template that a request may not set: what is rendered, and how transformers
+#: renders it.
+_OWN_VARIABLES = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "conversations",
+        "documents",
+        "kwargs",
+        "load_audio_from_video",
+        "max_length",
+        "messages",
+        "padding",
+        "processor_kwargs",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "self",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+
+#: Field of a body -> the field of SamplingParams whose range it has.
+_SAMPLED_AS = {
+    "best_of": "n",
+    "max_completion_tokens": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "top_logprobs": "logprobs",
+}
+#: Kinds of content part that exist elsewhere; a text model cannot read them, and no URL is ever
+#: fetched.
+_MEDIA_PARTS = frozenset(
+    {
+        "document",
+        "image",
+        "image_url",
+        "input_image",
+        "input_audio",
+        "audio_url",
+        "video_url",
+        "file",
+        "input_file",
+        "image_embeds",
+        "image_pil",
+    }
+)
+
+
+class Part(BaseModel):
+    """A body, or something in one. No coercion: "10" and true are not integers; NaN and infinities
+    are not numbers.
+    """
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
+
+
+class _StreamOptions(Part):
+    model_config = ConfigDict(extra="allow")
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    #: Padding that hides how long the pieces of a stream are; there is none, so true is a hint.
+    include_obfuscation: bool | None = None
+
+
+class _TextPart(Part):
+    """A part of a message. A text model reads no others."""
+
+    type: Literal["text"]
+    text: str
+
+
+#: What clients may send, where it is checked by a function.
+_Stop = str | Annotated[list[str], Field(max_length=LIMITS.stops)]
+_Prompt = (
+    str
+    | Annotated[list[str], Field(min_length=1, max_length=LIMITS.prompts)]
+    | Annotated[list[int], Field(min_length=1)]
+    | Annotated[list[list[int]], Field(min_length=1, max_length=LIMITS.prompts)]
+)
+
+
+def _described(schema: JsonDict, model: type[GenerationBody]) -> None:
+    """Add to a model's JSON schema what its functions check: ranges, and the fields of others that
+    may only ask for nothing.
+    """
+    properties = schema["properties"]
+    for name, (low, high, open_low) in _ranges_of(model):
+        least = "exclusiveMinimum" if open_low else "minimum"
+        properties[name] |= {least: low, "maximum": high}
+    for name, rule in model.rules().items():
+        if rule.is_hint:
+            properties[name] = {"description": "accepted, and changes nothing here"}
+        else:
+            properties[name] = {"enum": [None, *rule.neutral], "description": "not supported here"}
+
+
+def _ranges_of(model: type[BaseModel]) -> Iterator[tuple[str, Range]]:
+    """The fields that are held to a range of SamplingParams, some under a name of their own."""
+    for name in model.model_fields:
+        limits = _range_of(_SAMPLED_AS.get(name, name))
+        if limits is not None and name not in ("max_tokens", "logprobs"):
+            yield name, limits
+
+
+def _range_of(field: str) -> Range | None:
+    """Of a field of SamplingParams, if it has one."""
+    items = SamplingParams.declared().get(field, ())
+    return next((item for item in items if isinstance(item, Range)), None)
+
+
+def ranged(field: str) -> AfterValidator:
+    """Held to the range of a field of SamplingParams, under our field's name (RequestError)."""
+    limits = _range_of(field)
+    assert limits is not None
+
+    def check(value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None:
+            limits.check(str(info.field_name), value)
+        return value
+
+    return AfterValidator(check)
+
+
+def _stops(value: JsonValue) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list) or len(value) > LIMITS.stops:
+        raise ValueError(f"must be a string or at most {LIMITS.stops} strings")
+    texts = [text for text in value if isinstance(text, str)]
+    if len(texts) < len(value):
+        raise ValueError("must be a string or a list of strings")
+    return tuple(dict.fromkeys(texts))
+
+
+def _truncation(value: JsonValue) -> int | None:
+    if value is None:
+        return None
+    if type(value) is not int or not (value == -1 or 1 <= value < 2**31):
+        raise ValueError(
+            "must be a number of tokens, at least 1, or -1 for all that there is room for"
+        )
+    return value
+
+
+def _logit_bias(value: JsonValue) -> dict[int, float]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError("must be an object of token ids and numbers")
+    biases: dict[int, float] = {}
+    for token, bias in value.items():
+        if isinstance(bias, bool) or not isinstance(bias, int | float):
+            raise ValueError("must map token ids to numbers")
+        if not _TOKEN_ID.match(token):
+            raise ValueError("must map token ids to numbers")
+        biases[int(token)] = float(bias)
+    return biases
+
+
+def _prompts(value: JsonValue) -> list[str | list[int]]:
+    return prompt_list(value, LIMITS.prompts)
+
+
+def prompt_list(
+    value: JsonValue, most: int, what: str = "prompt", *, empty_texts: bool = False
+) -> list[str | list[int]]:
+    """The four forms of `prompt` as one list of at most so many. empty_texts: a list may hold some.
+    Raises ValueError.
+    """
+    items = [value] if not isinstance(value, list) or _is_token_list(value) else value
+    if not 0 < len(items) <= most:
+        raise ValueError(f"must hold 1 to {most} {what}s")
+    if not _all_of(str, items) and not all(map(_is_token_list, items)):
+        raise ValueError(
+            "must be a string, a list of strings, a list of token ids or a list of such lists"
+        )
+    # "" alone is a prompt for a model that begins its texts with a token of its own.
+    may_be_empty = value == "" or (empty_texts and _all_of(str, items))
+    if not may_be_empty and not all(items):
+        raise ValueError(f"a{'n' if what[0] in 'aeiou' else ''} {what} is empty")
+    return cast("list[str | list[int]]", items)
+
+
+def _all_of(kind: type, values: list[JsonValue]) -> bool:
+    """Exact types: true is no integer. A set of types, because a body may hold half a million
+    token ids, and a generator over them takes 20 ms.
+    """
+    return set(map(type, values)) <= {kind}
+
+
+def _is_token_list(value: JsonValue) -> bool:
+    return isinstance(value, list) and _all_of(int, value)
+
+
+def kind_of(value: JsonValue) -> str | None:
+    """The type that an object says it has; None if it says none."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    return kind if isinstance(kind, str) else None
+
+
+def text_content(value: JsonValue, kinds: tuple[str, ...] = ("text",)) -> str | None:
+    """Message content as one string; text parts are joined by line breaks. kinds: what the route
+    calls its parts.
+    """
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise ValueError("must be a string or a list of text parts")
+    return "\n".join(_text_part(index, part, kinds) for index, part in enumerate(value))
+
+
+def _text_part(index: int, part: JsonValue, kinds: tuple[str, ...]) -> str:
+    kind = kind_of(part)
+    if kind in _MEDIA_PARTS:
+        raise unsupported(f"part {index}: this model reads text only")
+    text = part.get("text") if isinstance(part, dict) else None
+    if kind not in kinds or not isinstance(text, str):
+        raise ValueError(f'part {index} must be {{"type": "{kinds[0]}", "text": string}}')
+    return text
+
+
+def _safe_id(value: str | None) -> str | None:
+    if value is not None and not Context.SAFE_ID.match(value):
+        raise ValueError("must have 1 to 128 characters of A-Z, a-z, 0-9, _, . and -")
+    return value
+
+
+Label = Annotated[str, Field(max_length=LIMITS.label_chars)]
+Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Label], Field(max_length=16)]
+
+
+class ModelBody(Part):
+    """A body that may name the model."""
+
+    #: Fields of a base that this route refuses -> values that ask for nothing.
+    refused: ClassVar[Mapping[str, tuple[JsonValue, ...]]] = {}
+    #: Lists of messages, whose length is looked at before anything else.
+    counted: ClassVar[tuple[str, ...]] = ("messages", "input")
+
+    #: None: the served model.
+    model: Annotated[str, Field(min_length=1)] | None = None
+
+    @classmethod
+    def parse(cls, raw: JsonObject) -> tuple[Self, list[str]]:
+        """The body, and the fields that change nothing here. Raises RequestError naming the first
+        field at fault.
+        """
+        ignored = unfollowed(raw, cls.rules(), cls.model_fields)
+        for name in cls.counted:
+            messages = raw.get(name)
+            if isinstance(messages, list) and len(messages) > LIMITS.messages:
+                raise RequestError(f"{name} may hold at most {LIMITS.messages}", param=name)
+        body = checked(cls, raw)
+        return body, ignored + body.unfollowed()
+
+    @classmethod
+    def rules(cls) -> dict[str, Rule]:
+        """What becomes of the fields that the body does not do."""
+        return rules_of(cls.model_fields, cls.refused)
+
+    def unfollowed(self) -> list[str]:
+        """Paths of what the declared fields ask for and do not get."""
+        return []
+
+    def unenforced(self) -> list[str]:
+        """Paths of the forms that the answer is not held to."""
+        return []
+
+
+_BadWord = Annotated[str, Field(min_length=1, max_length=LIMITS.bad_word_chars)]
+
+
+class GenerationBody(ModelBody):
+    """Fields that the generation routes share."""
+
+    model_config = ConfigDict(json_schema_extra=_described)
+
+    n: Annotated[int | None, ranged("n")] = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    repetition_penalty: float | None = None
+    #: Its name in llama.cpp and Ollama.
+    repeat_penalty: Annotated[float | None, ranged("repetition_penalty")] = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[
+        dict[int, float],
+        PlainValidator(_logit_bias, json_schema_input_type=dict[str, float] | None),
+    ] = {}
+    stop: Annotated[
+        tuple[str, ...], PlainValidator(_stops, json_schema_input_type=_Stop | None)
+    ] = ()
+    stop_token_ids: Annotated[list[int], Field(max_length=LIMITS.stop_tokens)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    return_token_ids: bool | None = None
+    #: Log-probabilities name a token "token_id:123" instead of by its text.
+    return_tokens_as_token_ids: bool | None = None
+    #: -1: as many as leave room for max_tokens.
+    truncate_prompt_tokens: Annotated[
+        Literal[-1] | Annotated[int, Field(ge=1, lt=2**31)] | None, PlainValidator(_truncation)
+    ] = None
+    #: None: all.
+    allowed_token_ids: (
+        Annotated[list[int], Field(min_length=1, max_length=LIMITS.allowed_tokens)] | None
+    ) = None
+    bad_words: Annotated[list[_BadWord], Field(max_length=LIMITS.bad_words)] | None = None
+    prompt_logprobs: Annotated[int | None, ranged("prompt_logprobs")] = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: Annotated[str, Field(pattern=_SALT)] | None = None
+    response_format: grammar_fields.ResponseFormat | None = None
+    structured_outputs: grammar_fields.StructuredOutputs | None = None
+    guided_json: grammar_fields.Schema | None = None
+    guided_regex: grammar_fields.Pattern | None = None
+    guided_choice: grammar_fields.Choices | None = None
+    guided_grammar: grammar_fields.Pattern | None = None
+    request_id: Annotated[str | None, AfterValidator(_safe_id)] = None
+    timeout_ms: Annotated[int, Field(ge=1, le=_DAY_MS)] | None = None
+    user: Label | None = None
+    safety_identifier: Label | None = None
+    metadata: Metadata | None = None
+    #: Prompts of one key share the prefix cache whatever they are called.
+    prompt_cache_key: Label | None = None
+
+    def unfollowed(self) -> list[str]:
+        options = self.stream_options
+        extra = [] if options is None else list(options.model_extra or {})
+        if options is not None and options.include_obfuscation:
+            extra.append("include_obfuscation")
+        return [f"stream_options.{name}" for name in extra]
+
+    @property
+    def wanted_grammar(self) -> WantedGrammar | None:
+        """What the answer is held to. Raises RequestError for more than one."""
+        found: list[WantedGrammar] = []
+        if self.response_format is not None:
+            found += self.response_format.grammars()
+        if self.structured_outputs is not None:
+            found += self.structured_outputs.grammars()
+        found += WantedGrammar.of_fields(
+            "guided_",
+            self.guided_json,
+            self.guided_regex,
+            self.guided_choice,
+            self.guided_grammar,
+        )
+        if len(found) > 1:
+            raise RequestError(
+                f"an answer is held to one grammar, and {found[0].param} names another",
+                param=found[1].param,
+            )
+        return found[0] if found else None
+
+    @property
+    def chosen_names(self) -> list[str] | None:
+        """The tools that a choice of them names; None if it names none."""
+        return None
+
+    def check_tools(self, names: list[str], *, needs_tools: bool, what: str = "functions") -> None:
+        """Raise a pydantic error unless tools of these names fit the choice of them."""
+        if len(set(names)) < len(names):
+            raise at_field("tools", f"must not have two {what} of one name")
+        if needs_tools and not names:
+            raise at_field("tool_choice", "is only allowed with tools")
+        for name in self.chosen_names or ():
+            if name not in names:
+                raise at_field("tool_choice", f"names {echo(name)}, which is not among the tools")
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise at_field("stream_options", "is only allowed when stream is true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise at_field("prompt_logprobs", "is not available in a stream")
+        if None not in (self.repeat_penalty, self.repetition_penalty):
+            raise at_field("repeat_penalty", "excludes repetition_penalty, its other name")
+        return self
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: Annotated[
+        list[str | list[int]], PlainValidator(_prompts, json_schema_input_type=_Prompt)
+    ]
+    #: What comes after the answer, which fills in the middle; "": nothing.
+    suffix: str | None = None
+    #: Whether the model's own special tokens are put around the prompt. None: yes.
+    add_special_tokens: bool | None = None
+    best_of: Annotated[int | None, ranged("n")] = None
+    echo: bool | None = None
+    logprobs: Annotated[int | None, ranged("logprobs")] = None
+
+    @model_validator(mode="after")
+    def _completion_combinations(self) -> Self:
+        n = self.n or 1
+        best_of = self.best_of or n
+        if best_of < n:
+            raise at_field("best_of", "must not be less than n")
+        if best_of > n and self.stream:
+            raise at_field(
+                "best_of", "must equal n when streaming: the best are known only at the end"
+            )
+        if self.max_tokens == 0 and not self.echo:
+            raise at_field("max_tokens", "may be 0 only with echo")
+        if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompt):
+            raise at_field("suffix", "needs prompts that are texts")
+        if self.suffix and (self.echo or self.truncate_prompt_tokens is not None):
+            raise at_field("suffix", "excludes echo and truncate_prompt_tokens")
+        return self
+
+
+class _ToolFunction(Part):
+    name: Annotated[str, Field(min_length=1, max_length=LIMITS.label_chars)]
+    arguments: str
+
+
+class _ToolCall(Part):
+    """A call made earlier in the conversation; the chat template shows it to the model."""
+
+    id: Label
+    type: Literal["function"] = "function"
+    function: _ToolFunction
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_function(cls, raw: JsonValue) -> JsonValue:
+        """A call of a custom tool is one of a function that takes the text."""
+        if kind_of(raw) != "custom" or not isinstance(raw, dict):
+            return raw
+        custom = raw.get("custom")
+        text = custom.get("input") if isinstance(custom, dict) else None
+        if not isinstance(custom, dict) or not isinstance(text, str):
+            raise at_field("custom", "must have a name and an input")
+        function = {"name": custom.get("name"), "arguments": custom_arguments(text)}
+        return raw | {"type": "function", "function": function}
+
+
+FunctionName = Annotated[str, Field(pattern=_FUNCTION_NAME)]
+
+
+def object_schema(value: JsonDict | None) -> JsonDict | None:
+    """The JSON schema of a function's arguments, which are an object. Raises ValueError."""
+    if value is not None and value.get("type", "object") != "object":
+        raise ValueError('must be a JSON schema whose type is "object"')
+    return value
+
+
+class FunctionFields(Part):
+    """A function that the model may ask the client to call, as OpenAI's routes describe it."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: Annotated[JsonDict | None, AfterValidator(object_schema)] = None
+    strict: bool | None = None
+
+    def as_tool(self) -> Tool:
+        """As every conversation has it."""
+        return Tool(self.name, self.description, self.parameters, bool(self.strict))
+
+
+class _InputFormat(Part):
+    """The form of a custom tool's input: any text, or the texts of a grammar."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _flat(cls, raw: JsonValue) -> JsonValue:
+        """Chats have the grammar in an object of its own."""
+        grammar = raw.get("grammar") if isinstance(raw, dict) else None
+        return raw | grammar if isinstance(raw, dict) and isinstance(grammar, dict) else raw
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.type == "grammar" and None in (self.syntax, self.definition):
+            raise at_field("type", "a grammar needs a syntax and a definition")
+        return self
+
+
+class CustomFields(Part):
+    """A tool that takes a text, as OpenAI's routes describe it."""
+
+    name: FunctionName
+    description: str | None = None
+    format: _InputFormat | None = None
+
+    def as_tool(self) -> Tool:
+        """As every conversation has it."""
+        form = self.format
+        if form is None or form.syntax is None or form.definition is None:
+            return Tool.custom(self.name, self.description)
+        return Tool.custom(self.name, self.description, form.syntax, form.definition)
+
+    def is_enforced(self, *, required: bool) -> bool:
+        """Whether the input is held to its form. required: the model must call. A Lark grammar
+        describes the text itself, which stands in a JSON string here.
+        """
+        syntax = None if self.format is None else self.format.syntax
+        return syntax is None or (syntax == "regex" and required)
+
+
+class OtherTool(Part):
+    """A tool of which the model is not told: it runs on the servers of one provider, or may only be
+    called from there.
+    """
+
+    type: str
+
+    @classmethod
+    def of(cls, value: JsonValue) -> OtherTool:
+        """By the type that it says it has; functions need not say theirs."""
+        return cls(type=kind_of(value) or "function")
+
+
+def is_for_the_model(tool: JsonValue) -> bool:
+    """Whether a tool may be called by the model itself, not only by programs that it writes."""
+    callers = tool.get("allowed_callers") if isinstance(tool, dict) else None
+    return callers is None or (isinstance(callers, list) and "direct" in callers)
+
+
+class _Tool(Part):
+    """A function that the model may ask the client to call."""
+
+    type: Literal["function"]
+    function: FunctionFields
+
+    @property
+    def fields(self) -> FunctionFields | CustomFields:
+        return self.function
+
+
+class _CustomTool(Part):
+    """A tool that takes a text, which the model may ask the client to call."""
+
+    type: Literal["custom"]
+    custom: CustomFields
+
+    @property
+    def fields(self) -> FunctionFields | CustomFields:
+        return self.custom
+
+
+_AnyTool = _Tool | _CustomTool | OtherTool
+_TOOLS: dict[str | None, type[_Tool | _CustomTool]] = {
+    None: _Tool,
+    "function": _Tool,
+    "custom": _CustomTool,
+}
+
+
+def _tool(value: JsonValue) -> _AnyTool:
+    kind = kind_of(value)
+    return _TOOLS[kind].model_validate(value) if kind in _TOOLS else OtherTool.of(value)
+
+
+def left_out(tools: Sequence[Part] | None) -> list[str]:
+    """Paths of the tools that the model is not told of."""
+    return [
+        f"tools[{place}]" for place, tool in enumerate(tools or ()) if isinstance(tool, OtherTool)
+    ]
+
+
+class _NamedFunction(Part):
+    name: FunctionName
+
+
+class _NamedTool(Part):
+    """One function or custom tool, by its name."""
+
+    type: Literal["function", "custom"]
+    function: Annotated[_NamedFunction, Field(validation_alias=AliasChoices("function", "custom"))]
+
+    @property
+    def names(self) -> list[str]:
+        return [self.function.name]
+
+
+def with_names(value: JsonValue) -> JsonValue:
+    """Of a list of allowed tools those that have names; the model is not told of others."""
+    if not isinstance(value, list):
+        return value
+    return [each for each in value if kind_of(each) in (None, "function", "custom")]
+
+
+class _AllowedTools(Part):
+    mode: Literal["auto", "required"]
+    tools: Annotated[
+        list[_NamedTool],
+        BeforeValidator(with_names),
+        Field(min_length=1, max_length=LIMITS.tools),
+    ]
+
+
+class _Allowed(Part):
+    """Some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: _AllowedTools
+
+    @property
+    def names(self) -> list[str]:
+        return [tool.function.name for tool in self.allowed_tools.tools]
+
+
+#: auto: the model may call; none: it may not; required: it must; one function: it must call that
+#: one, once; some of them: it may or must call these.
+_ToolChoice = Literal["auto", "none", "required"] | _NamedTool | _Allowed
+
+
+def _checked_variables(value: JsonValue) -> JsonDict:
+    """Variables for the chat template, none of which is ours. Raises ValueError."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError("must be an object")
+    if len(value) > LIMITS.variables or len(orjson.dumps(value)) > LIMITS.variable_chars:
+        raise ValueError(
+            f"must hold at most {LIMITS.variables} variables and {LIMITS.variable_chars} characters"
+        )
+    for name in value:
+        if name in _OWN_VARIABLES or not name.isidentifier() or name.startswith("_"):
+            raise ValueError(f"{echo(name)} cannot be set for a chat template")
+        if name.endswith(("_token", "_tokens")) and name.split("_")[0] in _SPECIAL_TOKENS:
+            raise ValueError(f"{echo(name)} cannot be set for a chat template")
+    return value
+
+
+#: What the names of special tokens begin with.
+_SPECIAL_TOKENS = frozenset(
+    {"additional", "bos", "cls", "eos", "extra", "mask", "pad", "sep", "unk"}
+)
+#: How long a model shall think.
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class Message(Part):
+    """One message. An assistant and a tool may say nothing; everyone else must say something, and a
+    tool what call it answers.
+    """
+
+    role: Literal["developer", "system", "user", "assistant", "tool"]
+    content: Annotated[
+        str | None,
+        PlainValidator(text_content, json_schema_input_type=str | list[_TextPart] | None),
+    ] = None
+    name: Label | None = None
+    tool_calls: Annotated[list[_ToolCall], Field(max_length=128)] | None = None
+    tool_call_id: Label | None = None
+    #: What an assistant thought before it answered, which most templates leave out; reasoning:
+    #: another name of it.
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text_only(cls, raw: JsonValue) -> JsonValue:
+        for name in ("audio", "function_call"):
+            if isinstance(raw, dict) and raw.get(name) is not None:
+                raise unsupported(f"{name} is not supported here")
+        return raw
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.content is None and self.role not in ("assistant", "tool"):
+            raise at_field("content", "must be a string or a list of text parts")
+        if self.role == "tool" and not self.tool_call_id:
+            raise at_field("tool_call_id", "must name the call that a tool message answers")
+        return self
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions. Of two different token limits max_completion_tokens, the newer
+    name, wins.
+
+    Several system messages and a last message of the assistant are allowed; messages that the chat
+    template refuses or would not show are shaped for it (`conversation.messages`). A new assistant
+    turn begins unless add_generation_prompt is false or continue_final_message is true: then the
+    answer goes on where the last message ends. "developer" reads as "system".
+    """
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int | None, ranged("max_tokens")] = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, ranged("logprobs")] = None
+    #: None: true, unless continue_final_message is.
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: (
+        Annotated[
+            list[Annotated[_AnyTool, PlainValidator(_tool, json_schema_input_type=_AnyTool)]],
+            Field(max_length=LIMITS.tools),
+        ]
+        | None
+    ) = None
+    #: None: auto where there are tools.
+    tool_choice: _ToolChoice | None = None
+    #: None: true.
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    #: Whether the model's special tokens are put around what the template wrote, which has them
+    #: already. None: no.
+    add_special_tokens: bool | None = None
+    #: Tokens after which the thoughts are ended and the answer begins.
+    thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    #: Whether thoughts are shown; None: true.
+    include_reasoning: bool | None = None
+    chat_template_kwargs: Annotated[
+        JsonDict,
+        PlainValidator(_checked_variables, json_schema_input_type=JsonDict | None),
+    ] = {}
+
+    @model_validator(mode="after")
+    def _chat_combinations(self) -> Self:
+        names = [tool.name for tool in self.client_tools()]
+        self.check_tools(names, needs_tools=self.tool_choice not in (None, "none", "auto"))
+        if self.continue_final_message and self.add_generation_prompt:
+            raise at_field("continue_final_message", "excludes add_generation_prompt")
+        if self.top_logprobs and not self.logprobs:
+            raise at_field("top_logprobs", "is only allowed when logprobs is true")
+        return self
+
+    def client_tools(self) -> Iterator[Tool]:
+        """The tools that the model is told of."""
+        for place, tool in enumerate(self.tools or ()):
+            if not isinstance(tool, OtherTool):
+                yield tool.fields.as_tool().at(f"tools[{place}]")
+
+    def unfollowed(self) -> list[str]:
+        return super().unfollowed() + left_out(self.tools)
+
+    def unenforced(self) -> list[str]:
+        required = self.tool_mode == "required"
+        return [
+            f"tools[{place}].custom.format"
+            for place, tool in enumerate(self.tools or ())
+            if isinstance(tool, _CustomTool) and not tool.custom.is_enforced(required=required)
+        ]
+
+    @property
+    def chosen_names(self) -> list[str] | None:
+        """The tools that tool_choice names; None if it names none."""
+        choice = self.tool_choice
+        return choice.names if isinstance(choice, Part) else None
+
+    @property
+    def tool_mode(self) -> Literal["auto", "none", "required"]:
+        """What tool_choice comes to."""
+        choice = self.tool_choice
+        if isinstance(choice, _NamedTool):
+            return "required"
+        if isinstance(choice, _Allowed):
+            return choice.allowed_tools.mode
+        return choice or "auto"
+
+    @property
+    def names_one_tool(self) -> bool:
+        """Whether tool_choice is one function, to be called once."""
+        return isinstance(self.tool_choice, _NamedTool)
+
+
+def checked[M: BaseModel](kind: type[M], raw: JsonObject) -> M:
+    """What was sent, in a model's form. Raises RequestError naming the first field at fault."""
+    try:
+        return kind.model_validate(dict(raw))
+    except ValidationError as error:
+        raise readable(error, raw) from None
+
+
+def at_field(field: str, message: str) -> PydanticCustomError:
+    """An error of a combination of fields, to be blamed on one of them."""
+    return PydanticCustomError("combination", "{reason}", {"field": field, "reason": message})
+
+
+def unsupported(reason: str) -> PydanticCustomError:
+    return PydanticCustomError("unsupported_parameter", "{reason}", {"reason": reason})

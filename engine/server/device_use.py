@@ -1,0 +1,74 @@
+"""How much of its device an engine uses: bytes and operations of the steps of the last seconds over
+the time they took, beside the most that was measured of the device.
+
+Worked out of the step records when somebody asks; a step costs nothing for it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from jitney.engine.common.engine_info import EngineInfo
+from jitney.engine.common.records import RecordRing
+from jitney.engine.common.step_cost import StepCost
+
+#: Seconds that are looked back.
+WINDOW_S = 15.0
+
+
+class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the last WINDOW_S seconds. None: not known, or no step was done."""
+
+    #: Share of the time in which a step ran.
+    busy: float
+    #: Bytes read and written, and operations, a second of the time in which steps ran.
+    bytes_s: float | None = None
+    operations_s: float | None = None
+    #: The most that was measured of the same.
+    ceiling_bytes_s: float | None = None
+    ceiling_operations_s: float | None = None
+    #: Shares of the most; a little above 1 where the measurement was disturbed.
+    bandwidth: float | None = None
+    operations: float | None = None
+
+    @classmethod
+    def of(cls, info: EngineInfo | None, records: RecordRing, now: float) -> DeviceUse:
+        """Of an engine that runs since `info` was told. now: seconds of time.monotonic()."""
+        steps, _ = records.between(now - WINDOW_S, now)
+        seconds = float(steps["device_s"].sum(dtype=np.float64))
+        busy = min(1.0, seconds / WINDOW_S)
+        ceiling = info.ceiling if info is not None else None
+        use = cls(
+            busy=busy,
+            ceiling_bytes_s=ceiling and ceiling.bytes_s,
+            ceiling_operations_s=ceiling and ceiling.operations_s,
+        )
+        if info is None or info.step_cost is None or seconds <= 0:
+            return use
+        moved, operations = _work_of(steps, info.step_cost, info.sizes.padding_is_free)
+        return msgspec.structs.replace(
+            use,
+            bytes_s=moved / seconds,
+            operations_s=operations / seconds,
+            bandwidth=_share(moved / seconds, use.ceiling_bytes_s),
+            operations=_share(operations / seconds, use.ceiling_operations_s),
+        )
+
+
+def _work_of(steps: np.ndarray, cost: StepCost, padding_is_free: bool) -> tuple[float, float]:
+    """(bytes, operations) of the programs of these steps, `records.STEP_DTYPE`."""
+    rows = steps["bucket_tokens"].astype(np.float64)
+    logit_rows = steps["bucket_seats"].astype(np.float64)
+    if padding_is_free:
+        rows -= steps["padding"]
+        # Each row with logits is of a sequence in a seat: at most so many.
+        logit_rows = np.minimum(rows, steps["seats_busy"])
+    keys, pairs = steps["keys"].astype(np.float64), steps["pairs"].astype(np.float64)
+    weights, kv = cost.read_bytes(rows, keys, pairs)
+    layers, rest = cost.operations(rows, logit_rows, keys + pairs)
+    return float(np.sum(weights + kv)), float(np.sum(layers + rest))
+
+
+def _share(value: float, most: float | None) -> float | None:
+    return value / most if most else None

@@ -1,0 +1,154 @@
+"""What `jitney serve` brings together behind its port: the model's files, the engine's process, the
+tokenizer, and processes that render chats and check grammars.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jitney.engine.common.child_process import child_environ, end_child, start_child
+from jitney.engine.common.errors import ConfigError, ModelError
+from jitney.engine.common.messages import Progress
+from jitney.engine.config import Config
+from jitney.engine.core import Display, check_fits
+
+if TYPE_CHECKING:
+    from jitney.engine.common.engine_info import EngineInfo
+    from jitney.engine.core import ModelSource, Tokenizer
+    from jitney.engine.server.chat.chat_templates import ChatTemplates
+    from jitney.engine.server.chat.grammars import Grammars
+    from jitney.engine.server.http.service import Service
+    from jitney.engine.server.process.supervisor import ProcessClient
+
+
+#: What tries a tokenizer, and the most that it may take: seconds of processor time, memory, and
+#: seconds after which it is ended, however busy the machine is.
+_TRIAL = "jitney.engine.core.text.tokenizer_trial"
+_TRIAL_CPU_S, _TRIAL_GIB, _TRIAL_S = 20, 4, 180.0
+
+
+class Equipment:
+    """Fetches a model's files, starts its engine, and gives one service all it needs to answer."""
+
+    def __init__(self, config: Config, client: ProcessClient, display: Display):
+        self.config = config
+        self.client = client
+        self.display = display
+        #: Renders chats, once the model's template is known.
+        self.chat_templates: ChatTemplates | None = None
+        #: Checks grammars, once the engine is ready.
+        self.grammars: Grammars | None = None
+
+    async def find_model(self) -> ModelSource:
+        """The model's files, fetched if need be. Raises ModelError, or ConfigError for settings
+        that do not fit the model and for an adapter that is called as it is.
+        """
+        source = await _in_thread(self._find_model)
+        check_fits(self.config, source.config)
+        names = self.config.server.served_model_name or (source.name,)
+        for name in names:
+            if name in self.config.model.adapter_folders:
+                raise ConfigError(f"adapters: {name!r} is what the model itself is called")
+        return source
+
+    def _find_model(self) -> ModelSource:
+        from jitney.engine.core import ModelSource
+
+        def report(stage: str, done: int, total: int, detail: str) -> None:
+            self.display.progress(Progress(stage, done, total, detail))
+
+        model = self.config.model
+        return ModelSource.resolve(model.id, revision=model.revision or None, progress=report)
+
+    async def equip(self, service: Service, source: ModelSource) -> tuple[Tokenizer, EngineInfo]:
+        """Until the engine is ready. Raises JitneyError with the reason if it cannot be."""
+        await self.client.start()
+        await _try_tokenizer(source)
+        tokenizer = await _in_thread(lambda: self._load_tokenizer(source))
+        service.chat_templates = await self._start_chat_templates(tokenizer)
+        await _in_thread(lambda: service.learn_turns(tokenizer))
+        await service.learn_abilities(tokenizer)
+        service.tokenizer = tokenizer
+        if source.config.encoder is None:  # an encoder writes nothing that a grammar could hold
+            self.client.learn(await _in_thread(lambda: tokenizer.json))
+        info = await self.client.wait_ready()
+        service.grammars = self.grammars = _new_grammars(tokenizer, info)
+        return tokenizer, info
+
+    def _load_tokenizer(self, source: ModelSource) -> Tokenizer:
+        from jitney.engine.core import Tokenizer
+
+        return Tokenizer.load(source, self.config.model.chat_template)
+
+    async def _start_chat_templates(self, tokenizer: Tokenizer) -> ChatTemplates | None:
+        """None for a model without a template."""
+        from jitney.engine.server.chat.chat_templates import ChatTemplates
+
+        source = tokenizer.template_source
+        if source is None:
+            return None
+        self.chat_templates = ChatTemplates(source, self.config.server.template_timeout_s)
+        await self.chat_templates.start()
+        return self.chat_templates
+
+    async def close(self) -> None:
+        """End the processes, whatever they do."""
+        for pool in filter(None, (self.chat_templates, self.grammars)):
+            await pool.close()
+
+
+async def _try_tokenizer(source: ModelSource) -> None:
+    """See in a process of its own that reading a model's tokenizer comes to an end, within limits:
+    some two seconds of processor time, while the engine loads. Raises ModelError if it does not.
+    """
+    if source.kind == "tiny":
+        return
+    # With many threads their stacks would count as memory.
+    environ = child_environ() | {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
+    nowhere = asyncio.subprocess.DEVNULL
+    limits = str(_TRIAL_CPU_S), str(_TRIAL_GIB)
+    process = await start_child(
+        _TRIAL, source.path, *limits, stdout=nowhere, stderr=nowhere, env=environ
+    )
+    try:
+        status = await asyncio.wait_for(process.wait(), _TRIAL_S)
+    except TimeoutError:
+        status = None
+    finally:
+        await end_child(process)
+    if status != 0:
+        file = Path(source.path, "tokenizer.json") if source.kind == "hf" else source.path
+        raise ModelError(
+            f"{file}: the tokenizer cannot be used. Reading it and using it once takes more than "
+            f"{_TRIAL_CPU_S} s of processor time or {_TRIAL_GIB} GiB of memory, or ends the "
+            "process that does it; replace the file by the model's original"
+        )
+
+
+def _new_grammars(tokenizer: Tokenizer, info: EngineInfo) -> Grammars:
+    from jitney.engine.core import CheckerSetup
+    from jitney.engine.server.chat.grammars import Grammars
+
+    return Grammars(CheckerSetup(tokenizer.special_names, info.model.vocab_size))
+
+
+async def _in_thread[T](work: Callable[[], T]) -> T:
+    """Run blocking work on a thread that the program's end does not wait for, such as a
+    download.
+    """
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # from here on it ends only with the work
+
+    def body() -> None:
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=body, daemon=True).start()
+    return await asyncio.wrap_future(future)

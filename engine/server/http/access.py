@@ -1,0 +1,359 @@
+"""Who may use a route: the keys, the roles that they give, and the one place that lets requests in.
+
+A route's line in its table says which role it needs. Where the server has no key, everybody is an
+administrator; where it has one, nobody is without a key of `admin_keys`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from jitney.engine.server.http.context import Context
+from jitney.engine.server.http.errors import HttpError
+from jitney.engine.server.http.routing import Role
+from jitney.engine.server.http.settings import ServerSettings, digest_key
+
+#: Seconds that a wrong key is remembered.
+_WINDOW_S = 60.0
+#: Wrong keys with the same beginning from one address in that time, as of a client that was given
+#: a wrong key and tries again; and wrong keys of any kind from it.
+_MOST_ALIKE = 10
+_MOST_OF_ADDRESS = 60
+#: Characters of a key that are its beginning.
+_BEGINNING = 8
+#: Addresses and beginnings that are remembered.
+_MAX_REMEMBERED = 4096
+#: An IPv6 client has a whole network of so many bits to choose its addresses from.
+_IPV6_NETWORK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who sent a request."""
+
+    role: Role
+    #: Digest of the key; empty where there is none.
+    tenant: str = ""
+    #: An administrator's key brought it for this client (`engine.server.http.tenants`).
+    passed_on: bool = False
+    #: Digest of the key that the request shows, whoever it is for; empty where there is none.
+    key: str = field(default="", compare=False)
+
+    @classmethod
+    def of(cls, scope: Scope) -> Identity:
+        """Who sent this request, once it has been let in."""
+        return scope["jitney.identity"]
+
+    @property
+    def is_admin(self) -> bool:
+        return self.role is Role.ADMIN
+
+    def may_see(self, tenant: str) -> bool:
+        """Whether the requests of this tenant are shown to them."""
+        return self.is_admin or self.tenant == tenant
+
+
+#: Everybody, where the server has no keys.
+EVERYBODY = Identity(Role.ADMIN)
+#: Who has shown no key.
+NOBODY = Identity(Role.ANYBODY)
+
+#: Finds out who sent a request. Raises HttpError for a key that is none of ours.
+type _Identify = Callable[[Scope], Identity]
+#: The role that a request's route needs.
+type _RoleOf = Callable[[Scope], Role]
+
+
+@dataclass(frozen=True, slots=True)
+class _KeyChanges:
+    """How a new set of keys differs from the one before. Digests."""
+
+    added: frozenset[str]
+    removed: frozenset[str]
+    #: They were administrators' keys and are users' now.
+    demoted: frozenset[str]
+    #: They were users' keys and are administrators' now.
+    promoted: frozenset[str]
+
+
+@dataclass(eq=False, slots=True)
+class _Admitted:
+    """A request that was let in and is not answered yet."""
+
+    key: str
+    #: None for a page that has no endpoint around it.
+    context: Context | None
+    #: Runs it.
+    task: asyncio.Task[object] | None
+    #: It was cancelled because its key is not accepted any more.
+    revoked: bool = False
+
+    def revoke(self) -> None:
+        """End it: by its own answer, where that can say why (`Context.end`), else by a
+        cancellation.
+        """
+        if self.context is not None and self.context.end is not None:
+            self.context.end(_key_removed())
+        elif self.task is not None:
+            self.revoked = True
+            self.task.cancel()
+
+
+class ApiKeys:
+    """The accepted keys, and the open requests that showed them. Lives on one event loop.
+
+    clock: seconds, for how often wrong keys come.
+    """
+
+    def __init__(self, settings: ServerSettings, clock: Callable[[], float] = time.monotonic):
+        #: By digest.
+        self._roles = _roles_of(settings.api_keys, settings.admin_keys)
+        self._guesses = _Guesses(clock)
+        self._admitted: set[_Admitted] = set()
+
+    @property
+    def needed(self) -> bool:
+        return bool(self._roles)
+
+    def replace(self, users: Collection[str], admins: Collection[str]) -> _KeyChanges:
+        """Accept these keys, by digest, and no others from now on. Open requests go on until
+        `revoke`.
+        """
+        before, self._roles = self._roles, _roles_of(users, admins)
+        both = before.keys() & self._roles.keys()
+        return _KeyChanges(
+            added=frozenset(self._roles.keys() - before.keys()),
+            removed=frozenset(before.keys() - self._roles.keys()),
+            demoted=frozenset(key for key in both if self._roles[key] < before[key]),
+            promoted=frozenset(key for key in both if self._roles[key] > before[key]),
+        )
+
+    def revoke(self, keys: Collection[str]) -> int:
+        """End the open requests that showed one of these keys, but not the one that asks for it:
+        streams with an error, others with a 401. -> how many.
+        """
+        own = asyncio.current_task()
+        ended = [each for each in self._admitted if each.key in keys and each.task is not own]
+        for each in ended:
+            each.revoke()
+        return len(ended)
+
+    @contextmanager
+    def admitting(self, scope: Scope) -> Iterator[None]:
+        """While a request is answered. Raises HttpError 401 where its key was removed before its
+        answer began; an answer that had begun breaks off.
+        """
+        key = Identity.of(scope).key
+        if not key:
+            yield
+            return
+        admitted = _Admitted(key, scope.get("jitney"), asyncio.current_task())
+        self._admitted.add(admitted)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not admitted.revoked or admitted.task is None:
+                raise
+            admitted.task.uncancel()
+            if admitted.context is None or not admitted.context.status:
+                raise _key_removed() from None
+        finally:
+            self._admitted.discard(admitted)
+
+    def current(self, identity: Identity) -> Identity:
+        """The same identity, or nobody's where its key was removed or has another role now."""
+        return identity if self._roles.get(identity.key) is identity.role else NOBODY
+
+    def of_request(self, scope: Scope) -> Identity:
+        """By the header 'Authorization: Bearer KEY', or where there is none, by 'x-api-key: KEY',
+        as Anthropic's clients send it. Two of either are none.
+        """
+        if not self.needed:
+            return EVERYBODY
+        key = key_of(scope)
+        if not key:
+            return NOBODY
+        return self.identify(key.decode("latin-1"), address_of(scope))
+
+    def identify(self, key: str, address: str) -> Identity:
+        """Whose key this is. Raises HttpError: 401, or 429 to an address that shows many wrong
+        ones.
+        """
+        digest = digest_key(key)
+        # Every digest is compared in full, whichever matches: how long it takes says nothing.
+        matches = [known for known in self._roles if hmac.compare_digest(digest, known)]
+        if matches:
+            return Identity(self._roles[digest], digest, key=digest)
+        wait = self._guesses.wait(address, key)
+        if wait > 0:
+            raise HttpError(
+                429,
+                f"too many wrong keys; a wrong one is looked at again in {wait:.0f} s",
+                code="too_many_attempts",
+                headers={"retry-after": str(round(wait) or 1)},
+                close=True,
+            )
+        self._guesses.failed(address, key)
+        raise HttpError(
+            401,
+            "this is not a valid API key",
+            code="invalid_api_key",
+            headers={"www-authenticate": "Bearer"},
+            close=True,
+        )
+
+
+def _roles_of(users: Collection[str], admins: Collection[str]) -> dict[str, Role]:
+    """A key that stands in both lists is an administrator's."""
+    return dict.fromkeys(users, Role.USER) | dict.fromkeys(admins, Role.ADMIN)
+
+
+def _key_removed() -> HttpError:
+    return HttpError(
+        401, "this API key was removed while it was in use", code="key_removed", close=True
+    )
+
+
+def key_of(scope: Scope) -> bytes:
+    """What the request shows as its key; empty where it shows none."""
+    given = values_of(scope, b"authorization")
+    if not given:
+        return _only(values_of(scope, b"x-api-key")).strip()
+    scheme, _, key = _only(given).partition(b" ")
+    if scheme.lower() != b"bearer":
+        return b""
+    return key.strip()
+
+
+def values_of(scope: Scope, header: bytes) -> list[bytes]:
+    """The values of a header, by its lower-case name, as often as it was sent."""
+    return [value for name, value in scope["headers"] if name == header]
+
+
+def _only(values: Sequence[bytes]) -> bytes:
+    """The one value; empty where there are more, or none."""
+    if len(values) != 1:
+        return b""
+    return values[0]
+
+
+def client_of(scope: Scope) -> str:
+    """Whose share of what all share a request counts to: its key's, or where it has none that of
+    its address. For one that has been let in.
+    """
+    return Identity.of(scope).tenant or _network(address_of(scope))
+
+
+def address_of(scope: Scope) -> str:
+    """The client's address; behind a trusted proxy, what that says it is."""
+    client = scope.get("client")
+    return client[0] if client else ""
+
+
+@dataclass(frozen=True, slots=True)
+class AccessControl:
+    """Lets a request in, or not, by the role that its route needs; who sent it is in the scope from
+    then on (`Identity.of`).
+
+    keys: whose open requests these are. missing: how to show who one is, for those who did not.
+    """
+
+    app: ASGIApp
+    keys: ApiKeys
+    role_of: _RoleOf
+    identify: _Identify
+    missing: Callable[[], HttpError]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        self._check(scope)
+        with self.keys.admitting(scope):
+            await self.app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        needed = self.role_of(scope)
+        if needed is Role.ANYBODY:
+            scope["jitney.identity"] = NOBODY
+            return
+        identity = self.identify(scope)
+        if identity.role is Role.ANYBODY:
+            raise self.missing()
+        if identity.role < needed:
+            raise HttpError(
+                403,
+                "this needs an administrator's key (admin_keys, admin_key_file)",
+                code="admin_key_needed",
+            )
+        scope["jitney.identity"] = identity
+
+
+class _Guesses:
+    """Wrong keys of the last minute, counted by where they come from: who shows many is told to
+    wait. clock: seconds.
+
+    A right key is never held up, however many wrong ones its address has shown: whoever shares an
+    address (a proxy, a building) with somebody who guesses would be locked out with them. What
+    makes guessing hopeless is a long key; this keeps it from filling logs and taking time.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        #: When wrong keys came, by address and by address and beginning; the quietest first.
+        self._times: dict[str, list[float]] = {}
+
+    def wait(self, address: str, key: str) -> float:
+        """Seconds until a wrong key like this one is worth another answer, 0: now."""
+        waits = [self._wait(place, most) for place, most in _places(address, key)]
+        return max(waits)
+
+    def failed(self, address: str, key: str) -> None:
+        """This key was wrong. Of too many places the one that was quiet longest is forgotten."""
+        for place, _ in _places(address, key):
+            recent = [*self._recent(place), self._clock()]
+            self._times.pop(place, None)
+            self._times[place] = recent
+            if len(self._times) > _MAX_REMEMBERED:
+                del self._times[next(iter(self._times))]
+
+    def _wait(self, place: str, most: int) -> float:
+        recent = self._recent(place)
+        if len(recent) < most:
+            return 0.0
+        return recent[0] + _WINDOW_S - self._clock()
+
+    def _recent(self, place: str) -> list[float]:
+        since = self._clock() - _WINDOW_S
+        return [when for when in self._times.get(place, ()) if when > since]
+
+
+def _places(address: str, key: str) -> list[tuple[str, int]]:
+    """What a wrong key is counted under, with the most that each may have. A beginning is kept as
+    a digest: it may be that of a right key.
+    """
+    network = _network(address)
+    beginning = digest_key(key[:_BEGINNING])
+    return [(network, _MOST_OF_ADDRESS), (f"{network} {beginning}", _MOST_ALIKE)]
+
+
+def _network(address: str) -> str:
+    """The address, or of IPv6 the network that its owner surely has."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if parsed.version == 4:
+        return str(parsed)
+    mapped = parsed.ipv4_mapped
+    if mapped is not None:
+        return str(mapped)
+    return str(ipaddress.ip_network((int(parsed), _IPV6_NETWORK), strict=False))

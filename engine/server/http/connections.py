@@ -1,0 +1,231 @@
+"""The open connections of a server: how many there may be, which of them give way to new ones, and
+which clients do not read.
+
+A connection between two requests is kept for long, so that clients close first: a request that is
+sent at the moment at which we close is not answered. It is closed as soon as a new connection needs
+its place, unless its next request is there already. So is one that has been open for a moment and
+has not sent a request.
+
+A new connection is always taken. Where a request is under way on all others it is beyond
+`max_connections`: a few are, so that probes are answered and requests are told that the server is
+full.
+
+A client that stops reading costs what waits for it, and keeps its sequences in their seats. So what
+was written to a connection must have left within `write_timeout_s`, and all that waits for slow
+readers together is bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+from jitney.engine.server.http.settings import ServerSettings
+
+_log = logging.getLogger("jitney.api")
+
+#: Bytes that may wait for all clients together.
+_MOST_BYTES = 64 << 20
+#: Connections beyond `max_connections`: their requests are refused, but for probes. Of more the one
+#: that has been open for longest is closed without a word.
+SPARE = 64
+#: Seconds that a client has for the head of its request while others need its place.
+_GRACE_S = 1.0
+#: Seconds between two looks, at most.
+_LOOK_S = 1.0
+#: The write timeout during a drain.
+_HURRY_S = 2.0
+
+
+class _Connection(Protocol):
+    """What is asked of a connection."""
+
+    @property
+    def written(self) -> int:
+        """Bytes written to it so far."""
+        ...
+
+    @property
+    def waiting(self) -> int:
+        """How many of them wait for the client to read."""
+        ...
+
+    @property
+    def has_unread(self) -> bool:
+        """Something has come that was not read yet, and will be."""
+        ...
+
+    def drop(self) -> None:
+        """Close it at once; what waits is lost."""
+        ...
+
+    def give_way(self) -> None:
+        """Close it at once where nothing waits."""
+        ...
+
+    @property
+    def key(self) -> str:
+        """Digest of the key of its newest request; empty: it had none."""
+        ...
+
+    def leave(self) -> None:
+        """Close it at once between two requests, or behind an answer that is able to say why it
+        ends (`Context.end`) or has not begun; another answer is broken off.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class _Mark:
+    """What a client has to have taken, and since when."""
+
+    written: int
+    since: float
+
+
+class Connections:
+    """Lives on one event loop; looks at the connections now and then while there are any. Each says
+    of itself what it does: `works`, `is_kept` or `is_awaited`.
+    """
+
+    def __init__(self, settings: ServerSettings, *, most_bytes: int = _MOST_BYTES):
+        self.most = settings.max_connections
+        self.timeout_s = settings.server.write_timeout_s
+        self._most_bytes = most_bytes
+        self._open: dict[_Connection, _Mark] = {}
+        #: Between two requests, the one that is so for longest first.
+        self._kept: dict[_Connection, None] = {}
+        #: Without a request that is under way, and since when: a head is awaited, or the rest of a
+        #: request that was answered early. The one that is so for longest first.
+        self._awaited: dict[_Connection, float] = {}
+        #: Those that came when there was no place left, the oldest first.
+        self._extra: dict[_Connection, None] = {}
+        self._look: asyncio.TimerHandle | None = None
+
+    @property
+    def n_open(self) -> int:
+        return len(self._open)
+
+    @property
+    def waiting(self) -> int:
+        """Bytes that wait for all clients together."""
+        return sum(connection.waiting for connection in self._open)
+
+    def opened(self, connection: _Connection) -> None:
+        """A client has come."""
+        self._make_room(1)
+        if len(self._open) >= self.most + SPARE:
+            self._close(next(iter(self._extra)))
+        if len(self._open) >= self.most:
+            self._extra[connection] = None
+        self._open[connection] = _Mark(0, time.monotonic())
+        self.is_awaited(connection)
+        if self._look is None:
+            self._look_later()
+
+    def works(self, connection: _Connection) -> None:
+        """A request is under way on it."""
+        self._kept.pop(connection, None)
+        self._awaited.pop(connection, None)
+
+    def is_kept(self, connection: _Connection) -> None:
+        """It is between two requests."""
+        self._awaited.pop(connection, None)
+        if connection in self._open:
+            self._kept.setdefault(connection)
+
+    def is_awaited(self, connection: _Connection) -> None:
+        """A part of a request is to come that is not worked on."""
+        self._kept.pop(connection, None)
+        if connection in self._open:
+            self._awaited.setdefault(connection, time.monotonic())
+
+    def has_place(self, connection: _Connection) -> bool:
+        """Whether a request that comes on it is one of those that may be under way. Works on it
+        from here on.
+        """
+        if connection not in self._extra:
+            return True
+        self.works(connection)
+        self._make_room(0)
+        if len(self._open) > self.most:
+            return False
+        del self._extra[connection]
+        return True
+
+    def closed(self, connection: _Connection) -> None:
+        self.works(connection)
+        self._extra.pop(connection, None)
+        self._open.pop(connection, None)
+
+    def _make_room(self, places: int) -> None:
+        """Close connections without a request until there are so many places, or none is left."""
+        while len(self._open) + places > self.most:
+            idle = self._first_idle()
+            if idle is None:
+                return
+            self._close(idle)
+
+    def _first_idle(self) -> _Connection | None:
+        """The next one that gives way."""
+        for connection in self._kept:
+            if _may_go(connection):
+                return connection
+        latest = time.monotonic() - _GRACE_S
+        for connection, since in self._awaited.items():
+            if since > latest:
+                return None
+            if _may_go(connection):
+                return connection
+        return None
+
+    def _close(self, connection: _Connection) -> None:
+        self.closed(connection)
+        if connection.waiting:
+            connection.drop()
+        else:
+            connection.give_way()
+
+    def close_of(self, keys: Collection[str]) -> None:
+        """Keys are not accepted any more: close their connections, see `_Connection.leave`."""
+        for connection in list(self._open):
+            if connection.key in keys:
+                connection.leave()
+
+    def hurry(self) -> None:
+        """The server is about to stop: who does not read is not waited for."""
+        self.timeout_s = min(self.timeout_s, _HURRY_S)
+        for mark in self._open.values():
+            mark.since = time.monotonic()
+
+    def _look_later(self) -> None:
+        pause = min(_LOOK_S, self.timeout_s / 4)
+        self._look = asyncio.get_running_loop().call_later(pause, self._look_around)
+
+    def _look_around(self) -> None:
+        self._look = None
+        now = time.monotonic()
+        for connection, mark in list(self._open.items()):
+            if connection.written - connection.waiting >= mark.written:
+                mark.written, mark.since = connection.written, now
+            elif now - mark.since > self.timeout_s:
+                self._let_go(connection, f"did not read for {self.timeout_s:g} s")
+        while self._open and self.waiting > self._most_bytes:
+            largest = max(self._open, key=lambda connection: connection.waiting)
+            self._let_go(largest, "reads too slowly, and too much waits for all clients")
+        if self._open:
+            self._look_later()
+
+    def _let_go(self, connection: _Connection, why: str) -> None:
+        _log.warning("a client %s: let go, with %d bytes unread", why, connection.waiting)
+        self.closed(connection)
+        connection.drop()
+
+
+def _may_go(connection: _Connection) -> bool:
+    """A client that has not read all of its answer yet has `write_timeout_s` for that."""
+    return not connection.waiting and not connection.has_unread

@@ -1,0 +1,54 @@
+"""The operating system's limit of open files, of which every connection takes one."""
+
+from __future__ import annotations
+
+import logging
+import resource
+
+from jitney.engine.server.http.connections import SPARE
+
+_log = logging.getLogger("jitney")
+
+#: More than any server needs; some systems name a billion, and some programs walk through them.
+_ENOUGH = 1 << 20
+#: Descriptors for everything but connections: logs, libraries, the core's sockets, drawings, files
+#: and webhooks.
+_OWN = 128
+#: Connections that are accepted in one turn of the event loop, and turns that pass until one of
+#: them can be refused and is closed.
+ACCEPTED_AT_ONCE, _TURNS = 16, 5
+
+
+def _descriptor_limit() -> int:
+    """Files that this process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _ENOUGH if soft == resource.RLIM_INFINITY else soft
+
+
+def raise_descriptor_limit() -> int:
+    """Raise the limit as far as we may, and return it. A login's 1,024 is what programs that use
+    select() can bear; nothing here does.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return _descriptor_limit()
+
+
+def connections_within(wanted: int, limit: int | None = None) -> int:
+    """How many connections of the wanted ones a limit of open files allows; says so if it is fewer.
+    limit: None: this process's own.
+    """
+    if limit is None:
+        limit = _descriptor_limit()
+    possible = max(1, limit - _OWN - SPARE - _TURNS * ACCEPTED_AT_ONCE)
+    if possible >= wanted:
+        return wanted
+    _log.warning(
+        "only %d files may be open (ulimit -Hn): at most %d connections instead of %d",
+        limit,
+        possible,
+        wanted,
+    )
+    return possible

@@ -1,0 +1,173 @@
+"""What every request passes before a handler sees it, and what one without a route is told: the
+same for an engine and for a fleet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from functools import partial
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from jitney.engine.server.http.access import AccessControl, ApiKeys, Identity, client_of
+from jitney.engine.server.http.background import BackgroundRequests
+from jitney.engine.server.http.context import Context
+from jitney.engine.server.http.cross_site import cors, refuse_other_sites
+from jitney.engine.server.http.errors import ErrorReply, HttpError, echo
+from jitney.engine.server.http.middleware import (
+    BodyLimit,
+    ErrorMiddleware,
+    HeaderLimits,
+    RequestObserver,
+)
+from jitney.engine.server.http.quotas import Shares
+from jitney.engine.server.http.routing import Role, RouteTable, route_path
+from jitney.engine.server.http.settings import ServerSettings
+from jitney.engine.server.http.tenants import identity_of
+
+#: Methods that change nothing. OPTIONS is how a browser asks beforehand.
+_SAFE = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
+#: What lives as long as the application.
+type _Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
+
+
+def application(
+    observer: RequestObserver,
+    settings: ServerSettings,
+    table: RouteTable,
+    routes: Sequence[BaseRoute],
+    lifespan: _Lifespan,
+    keys: ApiKeys | None = None,
+) -> Starlette:
+    """Routes behind the edge. table: those of them that it knows by their lines. keys: the accepted
+    ones; None: those of the settings.
+    """
+    app = Starlette(
+        routes=routes,
+        middleware=_edge(observer, settings, table, keys or ApiKeys(settings)),
+        exception_handlers={HTTPException: partial(_answer_unrouted, table)},
+        lifespan=lifespan,
+    )
+    app.router.redirect_slashes = False  # the redirect would repeat the client's Host header
+    return app
+
+
+def _edge(
+    observer: RequestObserver, settings: ServerSettings, table: RouteTable, keys: ApiKeys
+) -> list[Middleware]:
+    """What every request passes before a handler sees it, outermost first."""
+    return [
+        *cors(settings),
+        Middleware(ErrorMiddleware, service=observer, table=table),
+        Middleware(HeaderLimits, settings=settings),
+        Middleware(_SiteGuard, settings=settings),
+        Middleware(
+            AccessControl,
+            keys=keys,
+            role_of=partial(_role_of, settings),
+            identify=partial(_identify, keys),
+            missing=_no_key,
+        ),
+        Middleware(_ClientShares, shares=_shares(settings)),
+        Middleware(BackgroundRequests),
+        Middleware(BodyLimit, settings=settings, service=observer),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _SiteGuard:
+    """Refuses requests that change something and come from a page of another site, unless that site
+    is one of `cors_origins`.
+    """
+
+    app: ASGIApp
+    settings: ServerSettings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("method", "GET") not in _SAFE:
+            refuse_other_sites(scope, self.settings.server.cors_origins)
+        await self.app(scope, receive, send)
+
+
+def _shares(settings: ServerSettings) -> Shares:
+    """Three quarters of the connections are the most that one client may have at work."""
+    most = math.ceil(settings.max_connections * 3 / 4)
+    return Shares(most, "requests (three quarters of max_connections)", "too_many_connections")
+
+
+@dataclass(frozen=True, slots=True)
+class _ClientShares:
+    """Leaves some of the connections to others, whatever one client has under way."""
+
+    app: ASGIApp
+    shares: Shares
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = Context.of(scope).route if scope["type"] == "http" else None
+        if scope["type"] != "http" or (route is not None and route.is_probe):
+            await self.app(scope, receive, send)
+            return
+        with self.shares.one_of(client_of(scope)):
+            await self.app(scope, receive, send)
+
+
+def _role_of(settings: ServerSettings, scope: Scope) -> Role:
+    """By the request's line in the table. Decides on the path alone: one rebuilt from the Host
+    header can be made to look public.
+    """
+    route = Context.of(scope).route
+    if route is not None:
+        return route.role
+    return Role.ANYBODY if _is_public(settings, route_path(scope)) else Role.USER
+
+
+def _is_public(settings: ServerSettings, path: str) -> bool:
+    return path in settings.public_paths or path.startswith(settings.public_prefixes)
+
+
+def _identify(keys: ApiKeys, scope: Scope) -> Identity:
+    identity = identity_of(keys.of_request(scope), scope)
+    Context.of(scope).tenant = identity.tenant
+    return identity
+
+
+def _no_key() -> HttpError:
+    return HttpError(
+        401,
+        "give a valid API key as 'Authorization: Bearer KEY', or as 'x-api-key: KEY'",
+        code="invalid_api_key",
+        headers={"www-authenticate": "Bearer"},
+        close=True,
+    )
+
+
+def _no_route(path: str) -> HttpError:
+    return HttpError(
+        404, f"no route {echo(path)} here; /openapi.json lists what there is", code="not_found"
+    )
+
+
+async def _answer_unrouted(table: RouteTable, request: Request, error: Exception) -> Response:
+    """Answers to a path or method that no route takes."""
+    context = Context.of(request)
+    error = _router_error(table, route_path(request.scope), error)
+    return ErrorReply.of(error, context.request_id).response(context.error_form)
+
+
+def _router_error(table: RouteTable, path: str, error: Exception) -> Exception:
+    """The router's error in our words."""
+    allowed = table.allowed(path)
+    if allowed:  # else the path is one of the extra routes', or nobody's
+        return HTTPException(405, headers={"allow": ", ".join(allowed)})
+    if isinstance(error, HTTPException) and error.status_code == 404:
+        return _no_route(path)
+    return error

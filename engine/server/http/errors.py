@@ -1,0 +1,264 @@
+"""The one table of errors, and the one function that turns any of them into an answer."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+import orjson
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from jitney.engine.common.errors import ContextOverflow, ErrorInfo, JitneyError, RequestError
+from jitney.engine.common.requests import JsonDict
+
+_log = logging.getLogger("jitney.api")
+
+#: Most characters of a message, whatever it quotes.
+_MESSAGE_LIMIT = 1000
+#: Most characters of a client's own input that any message repeats.
+_ECHO_LIMIT = 200
+
+#: HTTP status -> error type; else server_error from 500 on, and invalid_request_error.
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+#: The same in Anthropic's form; else api_error from 500 on, and invalid_request_error.
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+#: The code of a request that is longer than the context.
+_TOO_LONG = "context_length_exceeded"
+#: Request error code -> (status, the code shown to the client, seconds for Retry-After when the
+#: error knows none).
+_CODES: dict[str, tuple[int, str | None, float | None]] = {
+    "invalid_value": (400, None, None),
+    _TOO_LONG: (400, _TOO_LONG, None),
+    "unsupported_parameter": (400, "unsupported_parameter", None),
+    "grammar_too_complex": (400, "grammar_too_complex", None),
+    "queue_full": (429, "queue_full", 1.0),
+    "rate_limit": (429, "rate_limit", 1.0),
+    "draining": (503, "draining", 5.0),
+    "loading": (503, "loading", 5.0),
+    "restarting": (503, "restarting", 5.0),
+    "sleeping": (503, "sleeping", None),
+    "busy": (503, "busy", 1.0),
+    "engine_dead": (503, "engine_dead", 5.0),
+    "deadline_exceeded": (504, "deadline_exceeded", None),
+    "deadline_unreachable": (504, "deadline_unreachable", None),
+    "nan_logits": (500, "nan_logits", None),
+    "request_failed": (500, "request_failed", None),
+    "request_quarantined": (400, "request_quarantined", None),
+    "internal_error": (500, "internal_error", None),
+}
+#: Messages for what the router refuses.
+_ROUTER = {404: ("no such route", "not_found"), 405: ("this route does not take that method", None)}
+#: Anthropic's routes, and those that both APIs have; what the paths of Ollama's begin with.
+_MESSAGES = "/v1/messages"
+_MODELS = "/v1/models"
+_OLLAMA = "/api/"
+
+
+class ErrorForm(Enum):
+    """Whose clients read an error; and an answer, where both have the route."""
+
+    #: {"error": {"message", "type", "param", "code"}}
+    OPENAI = "openai"
+    #: {"type": "error", "error": {"type", "message"}, "request_id"}
+    ANTHROPIC = "anthropic"
+    #: {"error": text}
+    OLLAMA = "ollama"
+
+    @classmethod
+    def of(cls, path: str, *, names_version: bool = False) -> ErrorForm:
+        """Of a path's answers, whether or not a route has it. names_version: the request has the
+        header anthropic-version, which the clients of both APIs are told apart by where they share
+        a path.
+        """
+        is_shared = path == _MODELS or path.startswith(_MODELS + "/")
+        is_own = path == _MESSAGES or path.startswith(_MESSAGES + "/")
+        if is_own or (is_shared and names_version):
+            return cls.ANTHROPIC
+        return cls.OLLAMA if path.startswith(_OLLAMA) else cls.OPENAI
+
+
+class HttpError(JitneyError):
+    """A request refused by the HTTP side itself. close: the connection is of no further use (unread
+    body). details: `error.details` in Anthropic's form.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        close: bool = False,
+        details: JsonDict | None = None,
+    ):
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+        self.headers = dict(headers or {})
+        self.details = details
+        if close:
+            self.headers["connection"] = "close"
+
+    @classmethod
+    def no_model(cls, name: str, hint: str = "") -> HttpError:
+        """404. hint: what is said behind the name."""
+        return cls(404, f"no model {echo(name)}{hint}", code="model_not_found", param="model")
+
+
+@dataclass(slots=True)
+class ErrorReply:
+    """What any exception is answered with."""
+
+    request_id: str
+    status: int
+    message: str
+    code: str | None
+    param: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    details: JsonDict | None = None
+    #: Of a request that is longer than the context.
+    overflow: ContextOverflow | None = None
+
+    @classmethod
+    def of(cls, error: BaseException, request_id: str) -> ErrorReply:
+        """What we did not raise on purpose is a bare 500."""
+        match error:
+            case HttpError():
+                return cls(
+                    request_id,
+                    error.status,
+                    str(error),
+                    error.code,
+                    error.param,
+                    error.headers,
+                    error.details,
+                )
+            case RequestError(info=info) if info.code != "internal_error":
+                return _refusal(info, request_id)
+            case HTTPException():
+                return _router_reply(error, request_id)
+        if not isinstance(error, RequestError):
+            _log.error("request %s failed", request_id, exc_info=error)
+        message = f"internal error; the log names it by request id {request_id}"
+        return cls(request_id, 500, message, "internal_error")
+
+    def response(self, form: ErrorForm = ErrorForm.OPENAI) -> Response:
+        """As a whole answer."""
+        body = orjson.dumps(self.body(form))
+        return Response(body, self.status, self.headers, "application/json")
+
+    def body(self, form: ErrorForm) -> JsonDict:
+        """The error as clients of this form read it."""
+        match form:
+            case ErrorForm.OPENAI:
+                return self.openai()
+            case ErrorForm.ANTHROPIC:
+                return self.anthropic()
+            case ErrorForm.OLLAMA:
+                return {"error": self._naming_param()[:_MESSAGE_LIMIT]}
+
+    def event(self) -> bytes:
+        """Inside a stream that has already begun: one SSE event."""
+        return b"data: " + orjson.dumps(self.openai()) + b"\n\n"
+
+    def openai(self) -> JsonDict:
+        return {
+            "error": {
+                "message": self.message[:_MESSAGE_LIMIT],
+                "type": self._type(_TYPES, "server_error"),
+                "param": None if self.param is None else self.param[:_ECHO_LIMIT],
+                "code": self.code,
+            }
+        }
+
+    def _naming_param(self) -> str:
+        if self.param is None or self.param in self.message:
+            return self.message
+        return f"{self.param[:_ECHO_LIMIT]}: {self.message}"
+
+    def _type(self, types: Mapping[int, str], ours: str) -> str:
+        """types: by status. ours: of errors that are the server's."""
+        other = ours if self.status >= 500 else "invalid_request_error"
+        return types.get(self.status, other)
+
+    def anthropic(self) -> JsonDict:
+        """A form without a place for the field at fault, which its message names instead, or for a
+        code. One code is added all the same: opencode looks for it in every form.
+        """
+        message = self._naming_param()
+        if self.overflow is not None:
+            message = self.overflow.anthropic_message()
+        kind = self._type(_ANTHROPIC_TYPES, "api_error")
+        error: JsonDict = {"type": kind, "message": message[:_MESSAGE_LIMIT]}
+        if self.details is not None:
+            error["details"] = self.details
+        if self.code == _TOO_LONG:
+            error["code"] = _TOO_LONG
+        return {"type": "error", "error": error, "request_id": self.request_id}
+
+
+def _refusal(info: ErrorInfo, request_id: str) -> ErrorReply:
+    status, code, pause = _CODES[info.code]
+    if info.retry_after is not None:
+        pause = info.retry_after
+    headers = {} if pause is None else _retry_headers(pause)
+    return ErrorReply(
+        request_id, status, info.message, code, info.param, headers, overflow=info.overflow
+    )
+
+
+def _retry_headers(pause_s: float) -> dict[str, str]:
+    return {
+        "retry-after": str(max(1, math.ceil(pause_s))),
+        "retry-after-ms": str(max(1, math.ceil(pause_s * 1000))),
+    }
+
+
+def status_of(code: str) -> int:
+    """The HTTP status of a request's error, by its code."""
+    return _CODES.get(code, _CODES["internal_error"])[0]
+
+
+def retry_after_s(headers: Mapping[str, str], default: float) -> float:
+    """Seconds after which a refusal wants its client to come again. headers: lower case, of any
+    server; default: where they do not say.
+    """
+    for name, unit in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
+        value = headers.get(name, "")
+        if value.isascii() and value.isdigit():
+            return int(value) * unit
+    return default
+
+
+def _router_reply(error: HTTPException, request_id: str) -> ErrorReply:
+    """The router lists the allowed methods in the order of a set; ours is the same on every run."""
+    message, code = _ROUTER.get(error.status_code, (error.detail, None))
+    reply = ErrorReply(request_id, error.status_code, message, code)
+    for name, value in (error.headers or {}).items():
+        if name.lower() == "allow":
+            value = ", ".join(sorted(value.split(", ")))
+        reply.headers[name.lower()] = value
+    return reply
+
+
+def echo(value: object) -> str:
+    """A client's value as a message may repeat it: printable, at most 200 characters."""
+    if not isinstance(value, (int, float)):
+        value = str(value)[:_ECHO_LIMIT]
+    text = repr(value)
+    return text if len(text) <= _ECHO_LIMIT else text[: _ECHO_LIMIT - 3] + "..."

@@ -1,0 +1,77 @@
+"""What stands at "/" and "/docs": where a person or a program that knows only the address can go
+on. The same for an engine and for a fleet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal, Protocol
+
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+
+from jitney.engine.server.http.answers import Described
+from jitney.engine.server.http.docs_page import CONTENT_POLICY, docs_page
+from jitney.engine.server.http.jsonio import json_answer
+from jitney.engine.server.http.routing import HttpRoute, Role
+from jitney.engine.server.http.settings import ServerSettings
+
+_HTML = "text/html"
+
+
+class _Documented(Protocol):
+    @property
+    def settings(self) -> ServerSettings: ...
+    @property
+    def openapi(self) -> bytes: ...
+
+
+class FrontAnswer(Described):
+    """Where what is; paths are relative to this one."""
+
+    server: Literal["jitney"]
+    api: Literal["v1"]
+    docs: str
+    openapi: str
+    #: The page that shows what the server does; null where it is not served.
+    page: str | None
+
+
+async def _front_door(server: _Documented, request: Request) -> Response:
+    """A browser goes on to the page, or to the routes where there is none. Redirects are relative:
+    an absolute one would repeat the client's Host header.
+    """
+    page = server.settings.page
+    if _HTML in request.headers.get("accept", ""):
+        return RedirectResponse(page or "docs", headers={"vary": "accept"})
+    places = {"docs": "docs", "openapi": "openapi.json", "page": page}
+    return json_answer({"server": "jitney", "api": "v1"} | places, {"vary": "accept"})
+
+
+async def _show_docs(server: _Documented, request: Request) -> Response:
+    """The routes as a page. It holds nothing but what the source does, so that it needs no key,
+    which a browser could not send.
+    """
+    page = await asyncio.to_thread(docs_page, server.openapi)
+    headers = {"content-security-policy": CONTENT_POLICY, "x-content-type-options": "nosniff"}
+    return Response(page, headers=headers, media_type=_HTML)
+
+
+FRONT_ROUTES = (
+    HttpRoute(
+        "/",
+        ("GET",),
+        _front_door,
+        "where to go on: a browser to the page",
+        role=Role.ANYBODY,
+        answer=FrontAnswer,
+    ),
+    HttpRoute(
+        "/docs",
+        ("GET",),
+        _show_docs,
+        "these routes, as a page",
+        role=Role.ANYBODY,
+        media_type=_HTML,
+    ),
+)

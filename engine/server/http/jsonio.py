@@ -1,0 +1,177 @@
+"""Reading a JSON body that may be hostile: parse, then its depth, then a reason that names the
+field. And writing JSON that is too long to be written at once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+
+import orjson
+from starlette.responses import Response
+
+from jitney.engine.common.errors import RequestError
+from jitney.engine.common.requests import JsonDict, JsonValue
+from jitney.engine.server.http.errors import HttpError, echo
+
+_MAX_DEPTH = 64
+#: What orjson says of a thousand levels.
+_TOO_DEEP = "Recursion limit reached"
+_CONTAINERS = frozenset({dict, list})
+#: Values that are looked at between two stops of `Slices`.
+_LOOKS = 256
+#: Stands where a LongJson belongs; no JSON text contains this byte.
+_HOLE = b"\0"
+#: Elements of a list that are written at once.
+_GROUP = 16
+#: The same of plain numbers and words that are there already.
+_RUN = 2048
+
+
+def read_object(body: bytes) -> Generator[None, None, JsonDict]:
+    """The JSON object in `body`; of equal keys the last one counts. Work for `Slices`.
+
+    Raises HttpError 400 invalid_json, or RequestError for a number that is not finite.
+    """
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        if _TOO_DEEP in str(error):
+            raise _too_deep() from None
+        yield
+        yield from _refuse_not_finite(body)
+        raise HttpError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    yield
+    if not isinstance(value, dict):
+        raise HttpError(400, "the body must be a JSON object", code="invalid_json")
+    yield from _check_depth(value)
+    return value
+
+
+def _too_deep() -> HttpError:
+    return HttpError(
+        400, f"the body is nested deeper than {_MAX_DEPTH} levels", code="invalid_json"
+    )
+
+
+def _check_depth(value: JsonValue) -> Generator[None, None, None]:
+    """Level by level: nothing here calls itself."""
+    level: list[JsonValue] = [[value]]
+    for _ in range(_MAX_DEPTH + 1):
+        inner: list[JsonValue] = []
+        for number, container in enumerate(level):
+            values = _inside(container)
+            if not _CONTAINERS.isdisjoint(map(type, values)):
+                inner += [each for each in values if type(each) in _CONTAINERS]
+            if number % _LOOKS == 0:
+                yield
+        if not inner:
+            return
+        level = inner
+    raise _too_deep()
+
+
+def _inside(container: JsonValue) -> list[JsonValue]:
+    """The values of a list or of an object."""
+    if isinstance(container, dict):
+        return list(container.values())
+    return container if isinstance(container, list) else []
+
+
+def _refuse_not_finite(body: bytes) -> Generator[None, None, None]:
+    """Raise RequestError with the path of the first NaN, Infinity or 1e999, if that is all that is
+    wrong (the fast parser does not say).
+    """
+    try:
+        value = json.loads(body.decode())
+    except (ValueError, RecursionError):
+        return
+    yield from _check_depth(value)
+    for number, (path, found) in enumerate(_numbers(value, "")):
+        if not math.isfinite(found):
+            field = re.split(r"[.\[]", path)[0]
+            raise RequestError(f"{echo(path)} must be a finite number", param=field) from None
+        if number % _LOOKS == 0:
+            yield
+
+
+def _numbers(value: JsonValue, path: str) -> Iterator[tuple[str, float]]:
+    """All numbers, whole ones too, so that whoever asks can stop in between."""
+    match value:
+        case float() | int():
+            yield path, value
+        case dict():
+            for key, item in value.items():
+                yield from _numbers(item, f"{path}.{key}" if path else key)
+        case list():
+            for index, item in enumerate(value):
+                yield from _numbers(item, f"{path}[{index}]")
+
+
+@dataclass(frozen=True, slots=True)
+class LongJson:
+    """A value, somewhere inside another one, whose JSON text comes in pieces."""
+
+    pieces: Iterator[bytes]
+
+    @classmethod
+    def of[T](cls, make: Callable[[int], T], count: int) -> list[T] | LongJson:
+        """The list of make(0) to make(count - 1), made bit by bit if it is long."""
+        if count <= _GROUP:
+            return [make(place) for place in range(count)]
+        return cls(_groups(make, count))
+
+    @classmethod
+    def of_list[T](cls, values: list[T]) -> list[T] | LongJson:
+        """A list that is there already, and may be long."""
+        if len(values) <= _RUN:
+            return values
+        return cls(_runs(values))
+
+
+def in_pieces(value: object) -> Generator[bytes, None, None]:
+    """The JSON text of `value`, written piece by piece where it is a LongJson."""
+    long: list[LongJson] = []
+
+    def leave_a_hole(item: object) -> orjson.Fragment:
+        if not isinstance(item, LongJson):
+            raise TypeError(f"{type(item).__name__} is no JSON")
+        long.append(item)
+        return orjson.Fragment(_HOLE)
+
+    text = orjson.dumps(value, leave_a_hole, orjson.OPT_PASSTHROUGH_DATACLASS)
+    if not long:
+        yield text
+        return
+    before, *parts = text.split(_HOLE)
+    yield before
+    for item, part in zip(long, parts, strict=True):
+        yield from item.pieces
+        yield part
+
+
+def _runs(values: Sequence[object]) -> Iterator[bytes]:
+    mark = b"["
+    for start in range(0, len(values), _RUN):
+        yield mark + orjson.dumps(values[start : start + _RUN])[1:-1]
+        mark = b","
+    yield b"]"
+
+
+def _groups(make: Callable[[int], object], count: int) -> Iterator[bytes]:
+    mark = b"["
+    for start in range(0, count, _GROUP):
+        group = [make(place) for place in range(start, min(start + _GROUP, count))]
+        yield mark + orjson.dumps(group)[1:-1]
+        mark = b","
+    yield b"]"
+
+
+def json_answer(
+    value: object, headers: dict[str, str] | None = None, *, status: int = 200
+) -> Response:
+    """A JSON answer."""
+    return Response(orjson.dumps(value), status, headers=headers, media_type="application/json")

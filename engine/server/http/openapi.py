@@ -1,0 +1,173 @@
+"""The OpenAPI document of the routes, made of their table and of the models that bodies are checked
+with.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib.metadata import version
+from typing import Any
+
+import orjson
+from pydantic import BaseModel, TypeAdapter
+from pydantic.json_schema import JsonSchemaMode, JsonSchemaValue, models_json_schema
+
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.server.http.answers import AnthropicErrorAnswer, ErrorAnswer, OllamaErrorAnswer
+from jitney.engine.server.http.errors import ErrorForm
+from jitney.engine.server.http.routing import HttpRoute, Role
+
+_SCHEMAS = "#/components/schemas/{model}"
+_KEY = "key"
+#: "{model:path}": what follows the name is the router's own.
+_PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
+#: The body of errors in each form.
+_ERROR_ANSWERS = {
+    ErrorForm.OPENAI: ErrorAnswer,
+    ErrorForm.ANTHROPIC: AnthropicErrorAnswer,
+    ErrorForm.OLLAMA: OllamaErrorAnswer,
+}
+#: Status -> when a route answers it. Every route may; those of `_GENERATING` only where the engine
+#: works.
+_ERRORS = {
+    400: "the request is not valid; `param` names the field",
+    401: "no key, or one that is not ours",
+    403: "the key's role does not suffice, or the request comes from another site's page",
+    404: "there is no such model, file, batch or job, or it is somebody else's",
+    405: "the route does not take this method",
+    408: "head or body did not arrive in time",
+    409: "the Idempotency-Key of a job was used for another one, or a file that was to be read "
+    "again is not sound",
+    413: "the body is too large",
+    415: "the body is not JSON in UTF-8, or not a form where one is wanted",
+    429: "too many requests; Retry-After says when to come again",
+    431: "the head is too large",
+    500: "an error of ours; the log names it by the request's id",
+    503: "loading, draining, or the engine is gone",
+}
+_GENERATING = {504: "the deadline passed, or could not be met"}
+
+
+@cache
+def document(routes: tuple[HttpRoute, ...]) -> bytes:
+    """The document, as JSON. Made once for each table: it takes half a second."""
+    paths: dict[str, JsonDict] = {}
+    for route in routes:
+        path = paths.setdefault(_PARAMETER.sub(r"{\1}", route.path), {})
+        for method in route.methods:
+            path[method.lower()] = _operation(route, method)
+    return orjson.dumps(
+        {
+            "openapi": "3.1.0",
+            "info": {
+                "title": "Jitney",
+                "version": version("jitney"),
+                "description": "In-flight batching for large language models.",
+            },
+            "paths": paths,
+            "components": {
+                "schemas": _schemas(routes),
+                "securitySchemes": {_KEY: {"type": "http", "scheme": "bearer"}},
+            },
+        }
+    )
+
+
+def _operation(route: HttpRoute, method: str) -> JsonDict:
+    operation: JsonDict = {
+        "summary": route.summary,
+        "operationId": _name(route, method),
+        "responses": _responses(route),
+        # A server without keys lets everybody in.
+        "security": [] if route.role is Role.ANYBODY else [{_KEY: []}, {}],
+    }
+    parameters = [_parameter(name) for name in _PARAMETER.findall(route.path)]
+    parameters += _query_parameters(route)
+    if parameters:
+        operation["parameters"] = parameters
+    if route.body is not None:
+        media_type = "multipart/form-data" if route.uploads else "application/json"
+        content = {media_type: {"schema": _ref(route.body)}}
+        operation["requestBody"] = {"required": True, "content": content}
+    return operation
+
+
+def _name(route: HttpRoute, method: str) -> str:
+    words = re.findall(r"\w+", _PARAMETER.sub(r"\1", route.path))
+    return "_".join([method.lower(), *words])
+
+
+def _parameter(name: str) -> JsonDict:
+    return {
+        "name": name,
+        "in": "path",
+        "required": True,
+        "schema": {"type": "string", "minLength": 1},
+    }
+
+
+def _query_parameters(route: HttpRoute) -> list[JsonDict]:
+    if route.query is None:
+        return []
+    return [
+        {"name": name, "in": "query", "schema": schema}
+        for name, schema in route.query.model_json_schema()["properties"].items()
+    ]
+
+
+def _responses(route: HttpRoute) -> JsonDict:
+    content = _json(_answer_schema(route)) if route.answer else {route.media_type: {}}
+    if route.generates:
+        content[route.stream_type] = {}
+    good = {"description": route.summary, "content": content}
+    responses: JsonDict = {str(route.status): good}
+    body = _json(_ref(_ERROR_ANSWERS[ErrorForm.of(route.path)]))
+    for status, when in _errors(route).items():
+        responses[str(status)] = {"description": when, "content": body}
+    return responses
+
+
+def _errors(route: HttpRoute) -> dict[int, str]:
+    """When each status comes."""
+    if route.generates:
+        return _ERRORS | _GENERATING
+    return _ERRORS
+
+
+def _json(schema: JsonSchemaValue) -> JsonDict:
+    return {"application/json": {"schema": schema}}
+
+
+def _ref(model: type) -> JsonSchemaValue:
+    return {"$ref": _SCHEMAS.format(model=model.__name__)}
+
+
+def _answer_schema(route: HttpRoute) -> JsonSchemaValue:
+    """A model by its name; a list, or one of several, with their definitions elsewhere."""
+    if isinstance(route.answer, type):
+        return _ref(route.answer)
+    schema = TypeAdapter(route.answer).json_schema(ref_template=_SCHEMAS, mode="serialization")
+    schema.pop("$defs", None)
+    return schema
+
+
+def _models(routes: Sequence[HttpRoute]) -> Iterator[type[BaseModel]]:
+    yield from _ERROR_ANSWERS.values()
+    for route in routes:
+        yield from (model for model in (route.body, *_answer_models(route)) if model)
+
+
+def _answer_models(route: HttpRoute) -> tuple[Any, ...]:
+    """The models of its answer: itself, those of a list, or those that it may be one of."""
+    return getattr(route.answer, "__args__", (route.answer,))
+
+
+def _schemas(routes: Sequence[HttpRoute]) -> dict[str, JsonSchemaValue]:
+    """Every model, and what it is made of, by name."""
+    models: list[tuple[type[BaseModel], JsonSchemaMode]] = [
+        (model, "validation") for model in dict.fromkeys(_models(routes))
+    ]
+    _, schema = models_json_schema(models, ref_template=_SCHEMAS)
+    return schema["$defs"]

@@ -1,0 +1,403 @@
+"""uvicorn's h11 protocol with what it lacks: a time limit for headers, our form of error, limits
+for slow clients and for TLS handshakes, answers for clients that have ended their side, and an end
+that does not take the answer with it.
+
+Give `http_protocol(settings, connections)` to `uvicorn.Config(http=...)`. What h11 cannot parse
+never reaches the application, so it is answered here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import socket
+import ssl
+import sys
+import time
+import uuid
+from asyncio.sslproto import SSLProtocol
+from collections.abc import Callable
+from typing import Any
+
+import h11
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from jitney.engine.server.http.access import Identity
+from jitney.engine.server.http.connections import Connections
+from jitney.engine.server.http.context import Context
+from jitney.engine.server.http.errors import ErrorReply, HttpError
+from jitney.engine.server.http.http_connection import HttpConnection
+from jitney.engine.server.http.middleware import HeaderLimits
+from jitney.engine.server.http.settings import ServerSettings
+
+#: What is still read, and thrown away, of a request that was answered before all of it came. A
+#: close with unread bytes resets the connection, and a client that writes before it reads would
+#: lose its answer.
+_DISCARDED_BYTES = 64 << 20
+_DISCARDING_S = 5.0
+#: The same of what is no HTTP.
+_LINGER_S = 0.5
+#: Until what has come is certainly read.
+_SOON_S = 0.5
+#: Pauses between looks at a client that has ended its side: the first, and the longest, to which
+#: they double.
+_LOOK_S, _LONGEST_LOOK_S = 0.05, 2.0
+#: How long the answer of such a client is waited for where nothing can be sent before it: to
+#: HTTP/1.0. Proxies that speak it, and whose clients leave, take a seat for no longer.
+_OLD_PATIENCE_S = 5.0
+
+
+def http_protocol(settings: ServerSettings, connections: Connections) -> type[asyncio.Protocol]:
+    """The protocol class for these limits (uvicorn wants a class, and makes the instances
+    itself). connections: hears of every one that comes and goes.
+    """
+
+    class LimitedProtocol(_BoundedProtocol):
+        header_timeout_s = settings.server.read_timeout_s
+        all_open = connections
+
+    return LimitedProtocol
+
+
+def over_tls(
+    protocol: Callable[..., asyncio.BaseProtocol], context: ssl.SSLContext
+) -> Callable[..., asyncio.BaseProtocol]:
+    """The same as a protocol of plain connections, for a server that asyncio does not speak TLS
+    for. protocol: of `http_protocol`.
+    """
+
+    def made(**given: Any) -> asyncio.BaseProtocol:
+        inner = protocol(**given)
+        assert isinstance(inner, _BoundedProtocol)
+        inner.handshake = _Handshake(inner, context)
+        return inner.handshake
+
+    return made
+
+
+class _Handshake(SSLProtocol):
+    """A connection that counts as one from the moment at which it is accepted.
+
+    asyncio's own TLS tells a protocol of it once its handshake is over, and waits a minute for
+    that: clients that begin none would be as many as files may be open, and lock everybody out.
+    """
+
+    #: Nothing of an answer is written meanwhile, and what comes is read at once.
+    written = waiting = 0
+    has_unread = False
+    key = ""
+    _bare: asyncio.Transport
+
+    def __init__(self, inner: _BoundedProtocol, context: ssl.SSLContext):
+        super().__init__(
+            asyncio.get_running_loop(),
+            inner,
+            context,
+            None,  # type: ignore[arg-type]  # nobody waits for its end
+            server_side=True,
+            ssl_handshake_timeout=inner.header_timeout_s,  # type: ignore[arg-type]
+        )
+        self._all_open = inner.all_open
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._bare = transport
+        self._all_open.opened(self)
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._all_open.closed(self)
+        super().connection_lost(exc)
+
+    def drop(self) -> None:
+        self._bare.abort()
+
+    def give_way(self) -> None:
+        self.drop()
+
+    def leave(self) -> None:
+        self.drop()
+
+
+def _send_at_once(sock: socket.socket | None) -> None:
+    """asyncio does so only where a socket names its protocol, which accepted ones do not. Without
+    it a part of an answer waits until the client's system has acknowledged the one before: 40 ms.
+    """
+    if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+class _Outbound:
+    """A transport as uvicorn sees it: what is written is counted, and a close is the protocol's."""
+
+    def __init__(self, transport: asyncio.Transport, protocol: _BoundedProtocol):
+        self.written = 0
+        self._transport = transport
+        #: None once the connection is lost.
+        self._protocol: _BoundedProtocol | None = protocol
+
+    def write(self, data: bytes) -> None:
+        self.written += len(data)
+        self._transport.write(data)
+
+    def close(self) -> None:
+        if self._protocol is not None:
+            self._protocol.close()
+
+    def let_go(self) -> None:
+        """The connection is lost: transport and protocol no longer hold each other, which only a
+        full collection would part.
+        """
+        self._protocol = None
+        # One that was broken off still holds methods of its own as callbacks; a close drops them.
+        self._transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+class _BoundedProtocol(H11Protocol):
+    """A connection whose request head must be complete within `header_timeout_s` of its start."""
+
+    header_timeout_s = 10.0
+    all_open: Connections
+    #: It counts in our place until it is over; None: there is none, or it is.
+    handshake: _Handshake | None = None
+    #: The rest of what the client sends is thrown away, at most so many bytes.
+    _discarding = False
+    _left_to_discard = _DISCARDED_BYTES
+    _head_timer: asyncio.TimerHandle | None = None
+    #: time.monotonic() at which something last came.
+    _heard_at = 0.0
+    #: time.monotonic() at which the client ended its side (RFC 9112, 9.6) with an answer due.
+    _half_closed_at: float | None = None
+    _bare: asyncio.Transport
+    _outbound: _Outbound
+
+    def __init__(self, config: Config, *args: Any, **kw: Any):
+        super().__init__(config, *args, **kw)
+        self._http = HttpConnection(h11.SERVER, self.conn._max_incomplete_event_size)
+        self.conn = self._http
+
+    @property
+    def written(self) -> int:
+        return self._outbound.written
+
+    @property
+    def waiting(self) -> int:
+        return self._bare.get_write_buffer_size()
+
+    @property
+    def has_unread(self) -> bool:
+        return not self._discarding and self._has(select.POLLIN)
+
+    def _has(self, events: int) -> bool:
+        """Whether the socket has one of these events, or is broken."""
+        poll = select.poll()
+        poll.register(self._bare.get_extra_info("socket"), events)
+        return bool(poll.poll(0))
+
+    @property
+    def key(self) -> str:
+        identity: Identity | None = self._noted("jitney.identity")
+        return "" if identity is None else identity.key
+
+    def leave(self) -> None:
+        cycle = self.cycle
+        has_begun = cycle is not None and cycle.response_started and not cycle.response_complete
+        context: Context | None = self._noted("jitney")
+        if has_begun and (context is None or context.end is None):
+            self.drop()
+        else:
+            self.shutdown()
+
+    def _noted(self, name: str) -> Any:
+        """What our application has written into the scope of the newest request; None: nothing."""
+        scope: Any = {} if self.cycle is None else self.cycle.scope
+        return scope.get(name)
+
+    def drop(self) -> None:
+        self._bare.abort()
+
+    def give_way(self) -> None:
+        """Over TLS a client is told, and its own farewell is not waited for."""
+        self._bare.close()
+        self._bare.abort()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._bare = transport
+        self._outbound = _Outbound(transport, self)
+        _send_at_once(transport.get_extra_info("socket"))
+        super().connection_made(self._outbound)  # type: ignore[arg-type]
+        if self.handshake is not None:
+            self.all_open.closed(self.handshake)
+            self.handshake = None
+        self.all_open.opened(self)
+        self._watch_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        self.all_open.closed(self)
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        self._outbound.let_go()
+        self.cycle = None  # type: ignore[assignment]  # which calls us when its answer is complete
+
+    def data_received(self, data: bytes) -> None:
+        if self._discarding:
+            self._discard(data)
+            return
+        self._heard_at = time.monotonic()
+        crowded = not self.all_open.has_place(self)
+        if crowded != self.app_state.get(HeaderLimits.CROWDED, False):
+            self.app_state = {**self.app_state, HeaderLimits.CROWDED: crowded}
+        super().data_received(data)
+        self._watch_head()
+        self._say_state()
+
+    def _say_state(self) -> None:
+        """Tell what this connection does now."""
+        if self.timeout_keep_alive_task is not None:
+            self.all_open.is_kept(self)
+        elif self._discarding or self._bare.is_closing() or self.conn.their_state is h11.IDLE:
+            self.all_open.is_awaited(self)
+        else:
+            self.all_open.works(self)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more: it has left, or it has ended its side and reads. Only what is
+        sent to it tells (`_look_at_client`). A reader of events is taken to have left: its seat
+        should not wait for that, and a client that ends its side does so with its request.
+        """
+        if self._discarding or not self._owes_answer or self.scheme == "https":
+            return False
+        is_stream = self.conn.our_state is h11.SEND_BODY and self._http.sends_events
+        if is_stream and time.monotonic() - self._heard_at > _SOON_S:
+            return False
+        if self._half_closed_at is None:
+            self._half_closed_at = time.monotonic()
+            self.loop.call_later(_LOOK_S, self._look_at_client, _LOOK_S)
+        return True
+
+    @property
+    def _owes_answer(self) -> bool:
+        """A whole request has come, and its answer is not complete."""
+        is_open = self.cycle is not None and not self.cycle.response_complete
+        return is_open and self.conn.their_state is not h11.SEND_BODY
+
+    def _look_at_client(self, pause_s: float) -> None:
+        """Let go of a client that has ended its side and turns out to have left: its system answers
+        what is sent with a reset. Until there is an answer, an interim one is sent for that, which
+        every client of HTTP/1.1 passes over (RFC 9110, 15.2).
+        """
+        if self._bare.is_closing() or not self._owes_answer or self._half_closed_at is None:
+            return
+        is_late = time.monotonic() - self._half_closed_at > _OLD_PATIENCE_S
+        awaits_answer = self.conn.our_state is h11.SEND_RESPONSE
+        is_old = self.conn.their_http_version != b"1.1"
+        if self._has(0) or (awaits_answer and is_old and is_late):
+            self.drop()
+            return
+        if awaits_answer and not is_old:
+            interim = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+            self._outbound.write(self.conn.send(interim))
+        self.loop.call_later(pause_s, self._look_at_client, min(2 * pause_s, _LONGEST_LOOK_S))
+
+    def on_response_complete(self) -> None:
+        """A request that was answered before its body was there ends the connection, and so does
+        the last one of a client that has ended its side.
+        """
+        if self.conn.their_state is h11.SEND_BODY:
+            self.close()
+            return
+        super().on_response_complete()
+        self._say_state()
+        if self._half_closed_at is not None and not self._owes_answer:
+            self.close()
+
+    def close(self) -> None:
+        """Close once what is written has left; if a body is still coming, its rest is read
+        first.
+        """
+        if self.conn.their_state is h11.SEND_BODY and not self._discarding:
+            self._close_slowly(_DISCARDING_S)
+        elif not self._discarding:
+            self._bare.close()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close a connection that has been idle for long, unless its next request is there already:
+        a close with unread bytes is a reset.
+        """
+        if self.has_unread:
+            self.timeout_keep_alive_task = self.loop.call_later(
+                _SOON_S, self.timeout_keep_alive_handler
+            )
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _close_slowly(self, seconds: float) -> None:
+        self._discarding = True
+        self._stop_timer()
+        self._unset_keepalive_if_required()
+        self._say_state()
+        self.flow.resume_reading()
+        if self._bare.is_closing():
+            return
+        if self._bare.can_write_eof():
+            self._bare.write_eof()
+        self.loop.call_later(seconds, self._bare.close)
+
+    def _discard(self, data: bytes) -> None:
+        self._left_to_discard -= len(data)
+        if self._left_to_discard < 0:
+            self._bare.close()
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn calls this while handling h11's error, which knows whether the head was too large
+        (431).
+        """
+        if getattr(sys.exception(), "error_status_hint", 400) == 431:
+            self._refuse(HttpError(431, "the request head is too large", close=True))
+        else:
+            self._refuse(HttpError(400, "not a valid HTTP request", close=True))
+
+    def _watch_head(self) -> None:
+        """Start the timer while a head is awaited; stop it once one is there. Between requests
+        uvicorn's own runs.
+        """
+        is_awaited = self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None
+        if self._discarding or not is_awaited:
+            self._stop_timer()
+        elif self._head_timer is None:
+            self._head_timer = self.loop.call_later(self.header_timeout_s, self._head_is_late)
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        message = f"the request head did not arrive within {self.header_timeout_s:g} s"
+        self._refuse(HttpError(408, message, close=True))
+
+    def _refuse(self, error: HttpError) -> None:
+        """Answer, if nothing has been answered on this turn yet, and close."""
+        may_answer = self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE)
+        if not may_answer or self._bare.is_closing():
+            self._bare.close()
+            return
+        self._write(error)
+        self._close_slowly(_LINGER_S)
+
+    def _write(self, error: HttpError) -> None:
+        request_id = uuid.uuid4().hex
+        response = ErrorReply.of(error, request_id).response()
+        headers = [*response.raw_headers, (b"x-request-id", request_id.encode())]
+        events = (
+            h11.Response(status_code=response.status_code, headers=headers),
+            h11.Data(data=bytes(response.body)),
+            h11.EndOfMessage(),
+        )
+        for event in events:
+            self._outbound.write(self.conn.send(event) or b"")

@@ -1,0 +1,45 @@
+"""What stands after the question mark of a URL, checked as bodies are."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, Field
+from starlette.requests import Request
+
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.server.chat.schema import checked
+
+#: How clients mark the name of a list.
+_LIST_MARK = "[]"
+
+
+class PageQuery(BaseModel):
+    """Which batches or jobs are listed: those behind `after`, the newest first."""
+
+    after: str = ""
+    limit: Annotated[int, Field(ge=1, le=100)] = 20
+
+
+def read_query[Q: BaseModel](request: Request, kind: type[Q]) -> Q:
+    """The query of a request; names that are not of its model are ignored. Raises RequestError."""
+    given: JsonDict = {}
+    for name, value in request.query_params.multi_items():
+        name = name.removesuffix(_LIST_MARK)
+        if _is_list(kind, name):
+            given.setdefault(name, []).append(value)
+        else:
+            given[name] = value
+    return checked(kind, given)
+
+
+def listed(items: list[JsonDict], *, more: bool, none: str | None = None) -> JsonDict:
+    """One page of a list of things with ids. none: in the place of the ids if it is empty."""
+    ids = [item["id"] for item in items] or [none]
+    ends = {"first_id": ids[0], "last_id": ids[-1]}
+    return {"object": "list", "data": items} | ends | {"has_more": more}
+
+
+def _is_list(kind: type[BaseModel], name: str) -> bool:
+    field = kind.model_fields.get(name)
+    return field is not None and isinstance(field.default, list)

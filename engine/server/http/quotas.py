@@ -1,0 +1,260 @@
+"""What one client may have at a time and in a minute, so that none can take the whole server:
+`Quotas` of its API key's work, and `Shares` of things that are few, such as connections.
+
+Work is not counted in requests: a request with n sequences has n of them open, and is charged for
+the output that is expected of all of them as soon as it comes.
+
+Whoever is refused is told a time of its own, one after the other, but no place is kept for it as
+the engine's queue keeps one (`engine.core.scheduler.promises`): only the same client's other
+requests could take it, and which of them goes first is that client's own affair.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from jitney.engine.common.errors import RequestError
+from jitney.engine.common.requests import EngineRequest
+from jitney.engine.core import OutputLengths, RequestClasses
+from jitney.engine.server.http.errors import HttpError
+
+_MINUTE_S = 60.0
+#: Seconds after which one of a key's sequences ends, before one was seen to; the longest advice;
+#: and what the mean of such times keeps of itself with each new one.
+_FIRST_RETRY_S, _LONGEST_RETRY_S, _FADE = 1.0, 3600.0, 0.9
+
+
+@dataclass(slots=True)
+class _Turns:
+    """Gives those who are turned away times one after the other, not all the same."""
+
+    #: Clock seconds: all before is given away.
+    until: float = 0.0
+
+    def next(self, now: float, first_in: float, each: float) -> float:
+        """Seconds after which to come. first_in: at the soonest; each: that this one takes."""
+        at = max(self.until, now + first_in)
+        if at - now < _LONGEST_RETRY_S:
+            self.until = at + each
+        return min(at - now, _LONGEST_RETRY_S)
+
+
+@dataclass(slots=True)
+class _Usage:
+    """What one key uses."""
+
+    #: Left to spend, below 0 after answers longer than expected; as of `at` (clock seconds).
+    tokens: float
+    at: float
+    #: Times given to those turned away: for want of a place, and for want of tokens.
+    places: _Turns
+    minutes: _Turns
+    #: Sequences under way.
+    open: int = 0
+    #: Seconds between two ends of sequences while none more may be open; when the last one was.
+    ends_every: float = _FIRST_RETRY_S
+    full_since: float | None = None
+
+
+@dataclass(slots=True)
+class Spending:
+    """The tokens of one request. reserved: output tokens that were charged and have not come."""
+
+    #: None: nothing is counted.
+    usage: _Usage | None
+    reserved: float
+
+    def spend(self, tokens: int) -> None:
+        """So many output tokens came. Those beyond what was expected are charged now, so a long
+        answer is not cut off, and the debt keeps the next request waiting.
+        """
+        if self.usage is None:
+            return
+        expected = min(self.reserved, tokens)
+        self.reserved -= expected
+        self.usage.tokens -= tokens - expected
+
+    def give_back(self, tokens: float) -> None:
+        """So many were charged for the prompt beyond what it had; fewer than 0: too few were."""
+        if self.usage is not None:
+            self.usage.tokens += tokens
+
+
+@dataclass(slots=True)
+class Shares:
+    """How many things each client has under way, such as uploads, counted by `access.client_of`."""
+
+    #: Of one client.
+    most: int
+    #: The things, for the message, and the error's code.
+    things: str
+    code: str
+    _taken: Counter[str] = field(default_factory=Counter[str], init=False)
+
+    @contextmanager
+    def one_of(self, client: str) -> Iterator[None]:
+        """Lasts as long as the thing. Raises HttpError 429 if the client has its share already."""
+        if self._taken[client] >= self.most:
+            raise HttpError(
+                429,
+                f"one client may have {self.most} {self.things} at a time",
+                code=self.code,
+                headers={"retry-after": "1"},
+                close=True,
+            )
+        self._taken[client] += 1
+        try:
+            yield
+        finally:
+            self._taken[client] -= 1
+            if not self._taken[client]:
+                del self._taken[client]
+
+
+@dataclass(slots=True, eq=False)
+class Quotas:
+    """Open sequences and tokens per minute of each key; 0 for no limit. clock: seconds.
+
+    Tokens are a bucket: it holds a minute's worth and fills at that rate. A request enters if its
+    prompt and the output that is expected of it are covered (more than the bucket: if the bucket is
+    full). What did not come is given back at its end.
+    """
+
+    max_concurrent: int
+    tokens_per_minute: int
+    clock: Callable[[], float] = time.monotonic
+    #: By key.
+    _usage: dict[str, _Usage] = field(default_factory=dict[str, "_Usage"], init=False)
+    #: How long answers are expected to be.
+    _lengths: OutputLengths = field(default_factory=OutputLengths, init=False)
+
+    @contextmanager
+    def open(self, key: str, sequences: int = 1) -> Iterator[None]:
+        """So many sequences of this key are under way. Raises RequestError rate_limit if they are
+        too many.
+        """
+        usage = self._of(key)
+        if self.max_concurrent and usage.open + sequences > self.max_concurrent:
+            retry = self._free_in(usage, sequences)
+            raise RequestError(
+                f"at most {self.max_concurrent} sequences of one client may be open at a time, and "
+                f"{usage.open} are; retry in {retry:.1f} s",
+                code="rate_limit",
+                retry_after=retry,
+            )
+        self._count(usage, sequences)
+        try:
+            yield
+        finally:
+            self._count(usage, -sequences)
+
+    @contextmanager
+    def open_rest(self, key: str, sequences: int) -> Iterator[None]:
+        """As `open` for the other sequences of a request of so many, of which one is open already.
+        Raises RequestError invalid_value if the key may never have so many.
+        """
+        if self.max_concurrent and sequences > self.max_concurrent:
+            raise RequestError(
+                f"prompts times n (or best_of) is {sequences}, and one client may have at most "
+                f"{self.max_concurrent} sequences open",
+                param="n",
+            )
+        if sequences == 1:
+            yield
+            return
+        with self.open(key, sequences - 1):
+            yield
+
+    @contextmanager
+    def spending(self, key: str, requests: Sequence[EngineRequest]) -> Iterator[Spending]:
+        """Charge the prompts of a request and what is expected of their answers. Raises
+        RequestError rate_limit with the seconds after which there is enough for it.
+        """
+        if not self.tokens_per_minute:
+            yield Spending(None, 0.0)
+            return
+        kinds = [_kind(key, request) for request in requests]
+        reserved = sum(map(self._expected, kinds, requests))
+        prompts = sum(len(request.prompt) for request in requests)
+        with self.charging(key, prompts, reserved) as spending:
+            yield spending
+
+    @contextmanager
+    def charging(self, key: str, n_prompt: int, reserved: float) -> Iterator[Spending]:
+        """As `spending`, of so many prompt tokens and output tokens that are expected."""
+        wanted = n_prompt + reserved
+        usage = self._of(key)
+        self._check_tokens(usage, wanted)
+        usage.tokens -= wanted
+        spending = Spending(usage, reserved)
+        try:
+            yield spending
+        finally:
+            self._of(key).tokens += spending.reserved
+
+    def observe(self, request: EngineRequest, key: str, n_output: int, *, by_itself: bool) -> None:
+        """A sequence of this request is over, after so many tokens. by_itself: not cut off."""
+        if self.tokens_per_minute:
+            self._lengths.observe(_kind(key, request), 0, n_output, by_itself=by_itself)
+
+    def expect(self, key: str, n_prompt: int, max_tokens: int | None, most: int) -> int:
+        """Output tokens of one sequence, at most so many. max_tokens: as the client gave it."""
+        return self._lengths.expect(RequestClasses.of(key, n_prompt, max_tokens), most)
+
+    def seen(self, key: str, n_prompt: int, max_tokens: int | None, n_output: int) -> None:
+        """A sequence ended after so many tokens."""
+        self._lengths.observe(
+            RequestClasses.of(key, n_prompt, max_tokens), 0, n_output, by_itself=True
+        )
+
+    def _expected(self, kind: RequestClasses, request: EngineRequest) -> int:
+        """Output tokens of all its sequences."""
+        sampling = request.sampling
+        most = sampling.max_tokens or 1
+        return sampling.n * self._lengths.expect(kind, most)
+
+    def _check_tokens(self, usage: _Usage, wanted: float) -> None:
+        missing = min(wanted, self.tokens_per_minute) - usage.tokens
+        if missing <= 0:
+            return
+        second = _MINUTE_S / self.tokens_per_minute
+        retry = usage.minutes.next(self.clock(), missing * second, wanted * second)
+        raise RequestError(
+            f"one client may use {self.tokens_per_minute} tokens a minute, and this request is "
+            f"expected to use {wanted:.0f}; retry in {retry:.1f} s",
+            code="rate_limit",
+            retry_after=retry,
+        )
+
+    def _count(self, usage: _Usage, sequences: int) -> None:
+        """So many more are open, or fewer."""
+        now = self.clock()
+        if sequences < 0 and usage.full_since is not None:
+            each = (now - usage.full_since) / -sequences
+            usage.ends_every = _FADE * usage.ends_every + (1 - _FADE) * each
+        usage.open += sequences
+        usage.full_since = now if usage.open >= self.max_concurrent else None
+
+    def _free_in(self, usage: _Usage, sequences: int) -> float:
+        """Seconds after which so many should be free, for this one and those told before it."""
+        missing = usage.open + sequences - self.max_concurrent
+        each = usage.ends_every
+        return usage.places.next(self.clock(), missing * each, sequences * each)
+
+    def _of(self, key: str) -> _Usage:
+        """The key's usage as of now; keys are as many as were handed out, so none is forgotten."""
+        now, full = self.clock(), float(self.tokens_per_minute)
+        usage = self._usage.get(key)
+        if usage is None:
+            usage = self._usage[key] = _Usage(full, now, _Turns(), _Turns())
+        usage.tokens = min(full, usage.tokens + (now - usage.at) * full / _MINUTE_S)
+        usage.at = now
+        return usage
+
+
+def _kind(key: str, request: EngineRequest) -> RequestClasses:
+    return RequestClasses.of(key, len(request.prompt), request.sampling.max_tokens)

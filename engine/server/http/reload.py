@@ -1,0 +1,84 @@
+"""POST /admin/reload: the files that the configuration names are read again while the server runs.
+The same for an engine and for a fleet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Literal, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jitney.engine.common.errors import JitneyError
+from jitney.engine.server.http.answers import Described
+from jitney.engine.server.http.errors import HttpError
+from jitney.engine.server.http.jsonio import json_answer
+from jitney.engine.server.http.routing import HttpRoute, Role
+
+#: What became of a file: there is none, it says what it said before, or it counts from now on.
+type FileNews = Literal["none", "unchanged", "replaced"]
+
+
+class KeyNews(Described):
+    """How many keys changed, and what ended with those that were removed."""
+
+    added: int
+    removed: int
+    #: Keys that are another role's now.
+    changed: int
+    #: Open requests that ended with an error, and work in the background that was cancelled.
+    requests_ended: int
+    jobs_cancelled: int
+    batches_cancelled: int
+
+
+class ReloadAnswer(Described):
+    """POST /admin/reload."""
+
+    status: Literal["reloaded"]
+    keys: KeyNews
+    certificate: FileNews
+    #: The key that a fleet asks engines of `urls` with.
+    engine_key: FileNews
+    #: Settings that were changed and count only at the next start.
+    needs_restart: list[str]
+
+
+#: Reads the files and takes over what changed. Raises JitneyError, and then nothing has changed.
+type Reload = Callable[[], Awaitable[ReloadAnswer]]
+
+
+class _Reloadable(Protocol):
+    @property
+    def reload(self) -> Reload | None:
+        """None: it cannot read its files again."""
+        ...
+
+
+async def _reload(server: _Reloadable, request: Request) -> Response:
+    if server.reload is None:
+        raise HttpError(
+            404,
+            "this server cannot read its files again; start it anew (on Ray: deploy the fleet "
+            "again)",
+            code="not_found",
+        )
+    try:
+        answer = await server.reload()
+    except JitneyError as error:
+        message = f"nothing was changed: {error}"
+        raise HttpError(409, message, code="reload_failed") from error
+    return json_answer(answer.model_dump())
+
+
+RELOAD_ROUTES = (
+    HttpRoute(
+        "/admin/reload",
+        ("POST",),
+        _reload,
+        "read keys and certificate again, as they are configured now",
+        role=Role.ADMIN,
+        answer=ReloadAnswer,
+    ),
+)

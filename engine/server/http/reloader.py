@@ -1,0 +1,231 @@
+"""Reading keys and certificate of a running server again, on SIGHUP and on POST /admin/reload."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import signal
+import ssl
+import sys
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jitney.engine.common.errors import ConfigError, JitneyError
+from jitney.engine.config import ServerSection, read_key_file
+from jitney.engine.server.http.listen import AcceptedKeys, check_tls, load_certificate
+
+if TYPE_CHECKING:
+    from jitney.engine.server.http.access import ApiKeys
+    from jitney.engine.server.http.connections import Connections
+    from jitney.engine.server.http.own_requests import OwnRequests
+    from jitney.engine.server.http.reload import FileNews, KeyNews, ReloadAnswer
+
+_log = logging.getLogger("jitney")
+
+#: Settings of [server] that a running server takes over.
+LIVE = frozenset(
+    {
+        "api_key_file",
+        "api_keys",
+        "admin_key_file",
+        "admin_keys",
+        "ssl_certfile",
+        "ssl_keyfile",
+    }
+)
+_WEBHOOK_SECRET = "webhook_secret_file"
+
+
+async def _nothing_more() -> FileNews:
+    return "none"
+
+
+@dataclass(frozen=True, slots=True)
+class FreshSettings:
+    """A configuration that was read again and is sound."""
+
+    server: ServerSection
+    #: Settings that differ from those of the start and count only at the next one.
+    needs_restart: list[str]
+    #: Takes over the key that engines are asked with.
+    take_engine_key: Callable[[], Awaitable[FileNews]] = _nothing_more
+
+
+@dataclass(eq=False)
+class Reloader:
+    """Reads the files of a running server again and takes over what changed in them. A removed
+    key's requests and connections end, its jobs and batches are cancelled; what it stored stays.
+    """
+
+    #: As the server was started.
+    server: ServerSection
+    #: Reads the configuration; blocks. Raises ConfigError.
+    read: Callable[[], FreshSettings]
+    keys: ApiKeys
+    connections: Connections
+    own: OwnRequests
+    #: Of the listening socket; None: it speaks no TLS.
+    tls: Callable[[], ssl.SSLContext | None]
+    #: Hears of the settings and the keys that count from now on.
+    on_taken: Callable[[FreshSettings, AcceptedKeys], None] | None = None
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    #: Digest of the certificate's files, and the secret of webhooks, as they count now.
+    _certificate: bytes = field(init=False)
+    _secret: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._certificate = _certificate_digest(self.server)
+        self._secret = _webhook_secret(self.server)
+
+    async def __call__(self) -> ReloadAnswer:
+        """Raises JitneyError, naming file and field, and then nothing has changed."""
+        from jitney.engine.server.http.reload import ReloadAnswer
+
+        async with self._turn:
+            fresh = await asyncio.to_thread(self.read)
+            accepted = await asyncio.to_thread(self._checked, fresh.server)
+            needs_restart = list(fresh.needs_restart)
+            if await asyncio.to_thread(_webhook_secret, fresh.server) != self._secret:
+                needs_restart.append(_WEBHOOK_SECRET)
+            certificate = await asyncio.to_thread(self._take_certificate, fresh.server)
+            engine_key = await fresh.take_engine_key()
+            keys = await self._take_keys(accepted)
+            if self.on_taken is not None:
+                self.on_taken(fresh, accepted)
+        answer = ReloadAnswer(
+            status="reloaded",
+            keys=keys,
+            certificate=certificate,
+            engine_key=engine_key,
+            needs_restart=sorted(set(needs_restart)),
+        )
+        _log.info("read again: %s", _in_words(answer))
+        return answer
+
+    def _checked(self, server: ServerSection) -> AcceptedKeys:
+        """The keys of new settings that can be taken over. Raises ConfigError. Blocks."""
+        check_tls(server)
+        if bool(server.ssl_certfile) != (self.tls() is not None):
+            raise ConfigError("ssl_certfile: a server begins or stops to speak TLS at a start only")
+        accepted = AcceptedKeys.of(server)
+        if self.keys.needed and not (accepted.users or accepted.admins):
+            raise ConfigError(
+                "api_key_file, api_keys, admin_key_file, admin_keys: no key is left, and without "
+                "any everybody would be an administrator; leave one, or start the server anew"
+            )
+        if not self.keys.needed and (accepted.users or accepted.admins):
+            raise ConfigError(
+                "api_key_file, api_keys, admin_key_file, admin_keys: this server was started "
+                "without keys, and takes its first one at a start only"
+            )
+        return accepted
+
+    def _take_certificate(self, server: ServerSection) -> FileNews:
+        """Handshakes from now on use the certificate that the files hold. Blocks."""
+        context = self.tls()
+        if context is None:
+            return "none"
+        digest = _certificate_digest(server)
+        if digest == self._certificate:
+            return "unchanged"
+        load_certificate(context, server)
+        self._certificate = digest
+        return "replaced"
+
+    async def _take_keys(self, accepted: AcceptedKeys) -> KeyNews:
+        from jitney.engine.server.http.reload import KeyNews
+        from jitney.engine.server.http.settings import digest_key
+
+        changes = self.keys.replace(
+            [digest_key(key) for key in accepted.users],
+            [digest_key(key) for key in accepted.admins],
+        )
+        lost = changes.removed | changes.demoted
+        self.connections.close_of(lost)
+        requests_ended = self.keys.revoke(lost)
+        jobs, batches = await self._cancelled(changes.removed)
+        return KeyNews(
+            added=len(changes.added),
+            removed=len(changes.removed),
+            changed=len(changes.demoted | changes.promoted),
+            requests_ended=requests_ended,
+            jobs_cancelled=jobs,
+            batches_cancelled=batches,
+        )
+
+    async def _cancelled(self, removed: Collection[str]) -> tuple[int, int]:
+        """(jobs, batches) of removed keys that were cancelled. The keys are removed by now, so that
+        a store which cannot be reached is a line of the log.
+        """
+        try:
+            return await self.own.cancel_of(removed)
+        except JitneyError as error:
+            _log.error("jobs and batches of removed keys were not cancelled: %s", error)
+            return 0, 0
+
+    def listen(self, stop: Callable[[int], None]) -> None:
+        """Read again on SIGHUP. stop: is called instead where the terminal that the server was
+        started in is gone, which is told by the same signal.
+        """
+        loop, has_terminal = asyncio.get_running_loop(), _has_terminal()
+        tasks: set[asyncio.Task[None]] = set()
+
+        def hang_up() -> None:
+            if has_terminal and not _has_terminal():
+                stop(signal.SIGHUP)
+                return
+            task = asyncio.create_task(self._reload_aloud())
+            tasks.add(task)  # the loop itself does not hold it
+            task.add_done_callback(tasks.discard)
+
+        loop.add_signal_handler(signal.SIGHUP, hang_up)
+
+    async def _reload_aloud(self) -> None:
+        try:
+            await self()
+        except JitneyError as error:
+            _log.error("NOTHING WAS READ AGAIN, and all is as it was: %s", error)
+
+
+def _has_terminal() -> bool:
+    """Whether what we write goes to a terminal that is there."""
+    try:
+        return os.isatty(sys.stderr.fileno())
+    except (OSError, ValueError):
+        return False
+
+
+def _certificate_digest(server: ServerSection) -> bytes:
+    """Of the bytes of certificate and key; of nothing where they cannot be read."""
+    digest = hashlib.sha256()
+    for name in (server.ssl_certfile, server.ssl_keyfile):
+        try:
+            content = Path(name).read_bytes() if name else b""
+        except OSError:
+            content = b""
+        digest.update(len(content).to_bytes(8) + content)
+    return digest.digest()
+
+
+def _webhook_secret(server: ServerSection) -> str:
+    return read_key_file(server.webhook_secret_file, _WEBHOOK_SECRET)
+
+
+def _in_words(answer: ReloadAnswer) -> str:
+    """One line for the log."""
+    keys = answer.keys
+    words = [
+        f"keys: {keys.added} added, {keys.removed} removed, {keys.changed} changed",
+        f"{keys.requests_ended} requests ended, {keys.jobs_cancelled} jobs and "
+        f"{keys.batches_cancelled} batches cancelled",
+        f"certificate: {answer.certificate}",
+    ]
+    if answer.engine_key != "none":
+        words.append(f"engine key: {answer.engine_key}")
+    if answer.needs_restart:
+        words.append(f"at the next start only: {', '.join(answer.needs_restart)}")
+    return "; ".join(words)

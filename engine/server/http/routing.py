@@ -1,0 +1,141 @@
+"""What an HTTP route is: one line of data, read by everybody who treats routes differently."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.routing import compile_path
+from starlette.types import ASGIApp, Scope
+
+#: Reads a request and returns what answers it; its exceptions become error answers. Its first
+#: argument is what the routes of its table share: `engine.server.http.service.Service` for those of
+#: an engine.
+type Handler = Callable[[Any, Request], Awaitable[ASGIApp]]
+
+
+class Role(IntEnum):
+    """What somebody may do; each role may do what those before it may."""
+
+    #: Probes, the sign-in form.
+    ANYBODY = 0
+    #: Generate; see one's own requests, and how many seats are taken.
+    USER = 1
+    #: See everything: texts, everybody's requests, metrics, traces, reports; use the policy lab.
+    ADMIN = 2
+
+
+@dataclass(frozen=True, slots=True)
+class HttpRoute:
+    """One line of the table of routes."""
+
+    #: Template of the path, such as "/v1/models/{model:path}". Metrics and the log call the route
+    #: by it.
+    path: str
+    #: A route that takes GET takes HEAD too.
+    methods: tuple[str, ...]
+    handler: Handler
+    #: What it is for, as the documentation says it.
+    summary: str
+    #: Who may use it.
+    role: Role = Role.USER
+    #: True: it makes the engine work. Such a request counts against its key's limits, a drain waits
+    #: for it, and the client's leaving ends it.
+    generates: bool = False
+    #: Most bytes of a body; 0 for the server's own limit.
+    body_limit: int = 0
+    #: The model of the body that it takes; None if it takes none.
+    body: type[BaseModel] | None = None
+    #: The body is read as JSON whatever its Content-Type says. Pages of other sites are kept out by
+    #: what browsers say of them, not by the type.
+    takes_any_type: bool = False
+    #: The body is multipart/form-data, and is read piece by piece by the handler; its limit is
+    #: `file_limit`.
+    uploads: bool = False
+    #: The model of what may stand after the question mark; None if nothing may.
+    query: type[BaseModel] | None = None
+    #: The model of its answer, a list of one, or one of several; None for what is no JSON.
+    answer: Any = None
+    #: What an answer is that has no model.
+    media_type: str = "text/plain"
+    #: Media type of its answer as a stream, if it generates; and whether it streams unless `stream`
+    #: is false.
+    stream_type: str = "text/event-stream"
+    streams_unasked: bool = False
+    #: Of an answer that is no error.
+    status: int = 200
+    #: Level of its line in the access log.
+    log_level: int = logging.INFO
+    #: It is answered however many connections are open: a full server is no broken one.
+    is_probe: bool = False
+
+    @classmethod
+    def probe(cls, path: str, handler: Handler, summary: str, answer: type[BaseModel]) -> HttpRoute:
+        """An orchestrator's probes carry no key, say nothing about requests, and come every second
+        or so, which would bury the rest of the log.
+        """
+        return cls(
+            path,
+            ("GET",),
+            handler,
+            summary,
+            role=Role.ANYBODY,
+            answer=answer,
+            log_level=logging.DEBUG,
+            is_probe=True,
+        )
+
+
+def route_path(scope: Scope) -> str:
+    """The path that routes are found by, as the router finds them: without the one that a proxy in
+    front takes away (root_path).
+    """
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    if path == root:
+        return ""
+    return path.removeprefix(root) if path.startswith(root + "/") else path
+
+
+class RouteTable:
+    """The lines of the table, found by path and method. Several lines may share a path."""
+
+    def __init__(self, routes: Sequence[HttpRoute]):
+        self.routes = tuple(routes)
+        self._patterns = [(_pattern(route.path), route) for route in routes]
+
+    def find(self, path: str, method: str) -> HttpRoute | None:
+        """The route of a request: of those with this path the one for the method, else the first
+        (whose answer is 405). None if no route has the path.
+        """
+        candidates = self._with_path(path)
+        for route in candidates:
+            if method in _allowed(route):
+                return route
+        return candidates[0] if candidates else None
+
+    def allowed(self, path: str) -> list[str]:
+        """The methods that the path's routes take, sorted."""
+        methods: set[str] = set()
+        for route in self._with_path(path):
+            methods |= _allowed(route)
+        return sorted(methods)
+
+    def _with_path(self, path: str) -> list[HttpRoute]:
+        return [route for pattern, route in self._patterns if pattern.fullmatch(path)]
+
+
+def _pattern(path: str) -> re.Pattern[str]:
+    pattern, _, _ = compile_path(path)
+    return pattern
+
+
+def _allowed(route: HttpRoute) -> set[str]:
+    methods = set(route.methods)
+    return methods | {"HEAD"} if "GET" in methods else methods

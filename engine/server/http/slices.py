@@ -1,0 +1,173 @@
+"""Long work on the event loop, a few milliseconds at a time.
+
+Work here is a generator that stops now and then. Threads would not do: pure Python in a thread
+takes the interpreter for 5 ms whenever the loop writes to a socket, which is once for every stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import time
+from collections.abc import AsyncGenerator, Generator, Iterator
+
+from jitney.engine.common.errors import RequestError
+
+#: Stops now and then; returns what it made.
+type Work[T] = Generator[object, None, T]
+#: Stops after each piece of what is sent.
+type Pieces = Generator[bytes, None, None]
+
+#: Seconds of work between two turns of the loop. What a generator does between two stops should
+#: take much less.
+_SLICE_S = 0.002
+#: Bytes that are sent at once.
+_BLOCK = 1 << 16
+#: Those who wait that are called at a time: a slice is long enough for about so many streams to
+#: write a token each, and who was called in vain waits again.
+_CALLED = 16
+
+
+class Slices:
+    """Gives out the loop's time: one slice in a turn of the loop, whoever has had the fewest first,
+    so that short work does not wait for long work. Who leaves some of a slice leaves it to the next
+    one: what all streams write after a step is done in one turn, and not each in a turn of its own.
+
+    most: works under way at a time, one more is refused; 0: no limit.
+    """
+
+    _open = 0
+    #: Somebody has the slice of this turn, or is about to get that of the next one.
+    _taken = False
+    #: Those who were called and have not run yet; the first of them begins a slice.
+    _called = 0
+    _has_begun = True
+    #: time.perf_counter() at which this turn's slice is used up.
+    _ends = 0.0
+
+    def __init__(self, most: int = 0):
+        self._most = most
+        #: (slices had so far, order of coming, who waits).
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._order = itertools.count()
+
+    async def result[T](self, work: Work[T]) -> T:
+        """Run `work` to its end; what it returns. Raises RequestError busy if too much is under
+        way.
+        """
+        self._enter()
+        try:
+            n_slices = 0
+            while True:
+                await self._turn(n_slices)
+                n_slices += 1
+                try:
+                    _advance(work, self._ends)
+                except StopIteration as end:
+                    return end.value
+        finally:
+            self._open -= 1
+            work.close()
+
+    async def blocks(self, pieces: Pieces) -> AsyncGenerator[bytes]:
+        """What `pieces` gives, joined to blocks of some 64 kB. The loop's time is not held while
+        the reader is busy with a block. Raises RequestError busy if too much is under way.
+        """
+        self._enter()
+        try:
+            block = bytearray()
+            n_slices = 0
+            more = True
+            while more:
+                await self._turn(n_slices)
+                n_slices += 1
+                more = _fill(block, pieces, self._ends)
+                if len(block) >= _BLOCK:
+                    yield bytes(block)
+                    block.clear()
+            if block:
+                yield bytes(block)
+        finally:
+            self._open -= 1
+            pieces.close()
+
+    def _enter(self) -> None:
+        if self._most and self._open >= self._most:
+            raise RequestError(
+                f"{self._most} long answers are being made already; ask again in a moment",
+                code="busy",
+            )
+        self._open += 1
+
+    async def _turn(self, n_slices: int) -> None:
+        """Wait for a slice of the loop's time, or for the rest of one; it is used at once."""
+        if not self._taken:
+            self._begin()
+        elif self._waiting or not self._has_rest:
+            await self._wait(n_slices)
+
+    @property
+    def _has_rest(self) -> bool:
+        """Whether the slice of this turn is not used up."""
+        return self._has_begun and time.perf_counter() < self._ends
+
+    async def _wait(self, n_slices: int) -> None:
+        order = next(self._order)
+        while True:
+            ticket = asyncio.get_running_loop().create_future()
+            heapq.heappush(self._waiting, (n_slices, order, ticket))
+            try:
+                await ticket
+            except asyncio.CancelledError:
+                if ticket.done() and not ticket.cancelled():
+                    self._give_up_call()
+                raise
+            self._called -= 1
+            if not self._has_begun:
+                self._begin()
+                return
+            if self._has_rest:
+                return
+
+    def _begin(self) -> None:
+        """A slice begins; whatever waits on the loop now goes before the next one."""
+        self._taken = self._has_begun = True
+        self._ends = time.perf_counter() + _SLICE_S
+        asyncio.get_running_loop().call_soon(self._pass_on)
+
+    def _pass_on(self) -> None:
+        """Call those who waited longest; the slice is free if nobody waits."""
+        while self._waiting and self._called < _CALLED:
+            _, _, ticket = heapq.heappop(self._waiting)
+            if not ticket.done():
+                ticket.set_result(None)
+                self._called += 1
+        self._taken = self._called > 0
+        self._has_begun = not self._taken
+
+    def _give_up_call(self) -> None:
+        """One who was called will not come: if nobody else was, call others."""
+        self._called -= 1
+        if not self._called and not self._has_begun:
+            self._pass_on()
+
+
+def _advance(work: Iterator[object], end: float) -> None:
+    """Until time.perf_counter() is at `end`, at least once. Raises StopIteration at the work's
+    own end.
+    """
+    next(work)
+    while time.perf_counter() < end:
+        next(work)
+
+
+def _fill(block: bytearray, pieces: Iterator[bytes], end: float) -> bool:
+    """Until time.perf_counter() is at `end`, or as much as makes the block full. False: there is no
+    more.
+    """
+    for piece in pieces:
+        block += piece
+        if len(block) >= _BLOCK or time.perf_counter() >= end:
+            return True
+    return False

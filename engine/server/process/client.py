@@ -1,0 +1,103 @@
+"""The engine as the HTTP side sees it: an interface.
+
+Nothing here knows how the core is reached: `engine.server.process.supervisor.ProcessClient` is an
+`EngineClient` whose core has a process of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from jitney.engine.common.engine_info import EngineInfo, EngineState
+from jitney.engine.common.history import History
+from jitney.engine.common.messages import Progress, SeatMap
+from jitney.engine.common.outputs import FinishReason, SequenceOutput
+from jitney.engine.common.requests import EngineRequest
+from jitney.engine.server.process.counters import EngineCounters
+
+#: Hears of each output of a request when it has come, in their order. It must not raise, and is
+#: called on the event loop, between whatever else that does.
+type OutputListener = Callable[[SequenceOutput], None]
+
+
+class EngineClient(Protocol):
+    """One engine, reached from one asyncio event loop.
+
+    state "loading" until the first `Ready`, "restarting" while a dead core is being replaced; info
+    is None until that first `Ready`.
+    """
+
+    @property
+    def state(self) -> EngineState: ...
+    @property
+    def info(self) -> EngineInfo | None: ...
+    @property
+    def progress(self) -> Progress | None: ...
+    @property
+    def counters(self) -> EngineCounters: ...
+    @property
+    def history(self) -> History: ...
+
+    def submit(self, request: EngineRequest, listener: OutputListener) -> None:
+        """Register the request; `listener` hears of its outputs, never before this has returned.
+
+        Each of the n sequences ends with an output that has `finish`. A request refused by the core
+        has finish "error" for every index; so does a core that dies (code engine_dead) where
+        another cannot go on with it. Raises RequestError (loading, restarting, draining,
+        engine_dead).
+        """
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """Nobody listens to a request any more: its listener is called no more, and what is left of
+        the request is aborted. An ended one is ignored.
+        """
+        ...
+
+    def abort(
+        self, request_id: str, index: int | None = None, reason: FinishReason = "abort"
+    ) -> None:
+        """End one request, or one of its sequences; unknown or finished ones are ignored."""
+        ...
+
+    async def seat_map(self) -> SeatMap:
+        """The seats and page states as they are now. Raises RequestError when the core does not
+        answer.
+        """
+        ...
+
+    async def page_states(self) -> bytes:
+        """The page states alone (see `engine.common.messages.SeatMap`), which cost the core
+        next to nothing. Raises as `seat_map`.
+        """
+        ...
+
+    async def sleep(self, *, abort: bool = False) -> int:
+        """Refuse new requests (sleeping), wait until the open ones have ended (abort: end them),
+        and free the device's memory, until `wake`. -> bytes freed, 0 if it slept already. Raises
+        RequestError.
+        """
+        ...
+
+    async def wake(self) -> None:
+        """Take the device's memory again, and serve; nothing if it does not sleep. Raises
+        RequestError.
+        """
+        ...
+
+    async def reset_prefix_cache(self) -> None:
+        """Let no later prompt find what was computed for an earlier one. Raises RequestError."""
+        ...
+
+    def records(self, after_step: int) -> np.ndarray:
+        """Step records newer than `after_step`, oldest first, as far back as they are kept
+        (`records.STEP_DTYPE`).
+        """
+        ...
+
+    def last_step_age(self) -> float:
+        """Seconds since a step finished or the idle loop ticked."""
+        ...

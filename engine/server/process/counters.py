@@ -1,0 +1,153 @@
+"""Running totals of one engine, which metrics and pages read."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from jitney.engine.common.messages import CanaryFinding, GrammarWork
+from jitney.engine.common.outputs import SequenceOutput
+from jitney.engine.common.records import ROW_KINDS
+
+_STEP_KINDS = ("decode", "mixed")
+#: Why a core ended: by itself or killed from outside; after it said why; killed because it said
+#: nothing for too long; or it could not be started.
+_CAUSES = ("died", "failed", "hung", "not started")
+#: Upper bounds in seconds of the step-time histograms.
+_STEP_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_GAP_BOUNDS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1)
+_FILL_BOUNDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+
+
+@dataclass(eq=False, slots=True)
+class Histogram:
+    """Counts per upper bound plus one for the rest."""
+
+    bounds: tuple[float, ...]
+    counts: list[int] = field(init=False)
+    #: Sum of the values.
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+def _zeros(names: Iterable[str]) -> Callable[[], dict[str, int]]:
+    """Makes a count of each."""
+    return lambda: dict.fromkeys(names, 0)
+
+
+@dataclass(eq=False)
+class EngineCounters:
+    """Running totals over the life of the API process; written by the client alone, from step
+    reports.
+    """
+
+    #: Steps by kind: decode, mixed.
+    steps: dict[str, int] = field(default_factory=_zeros(_STEP_KINDS))
+    #: Rows by ROW_KINDS.
+    rows: dict[str, int] = field(default_factory=_zeros(ROW_KINDS))
+    preemptions: int = 0
+    #: Compilations since the engine was ready.
+    compiles: int = 0
+    #: Sequences that ended because a logit was not finite.
+    nan_rows: int = 0
+    #: Cores started to replace one that ended, in all and by why it ended.
+    engine_restarts: int = 0
+    restart_causes: dict[str, int] = field(default_factory=_zeros(_CAUSES))
+    #: Requests that went on in another core.
+    resumed: int = 0
+    #: Sequences computed again with the reference.
+    canary_checked: int = 0
+    #: Of them, those that differed by more than rounding explains.
+    canary_mismatched: int = 0
+    #: Largest difference of two log-probabilities.
+    canary_worst: float = 0.0
+    #: What grammars cost: masks and grammars, and seconds of each; and how many are kept.
+    masks: int = 0
+    mask_seconds: float = 0.0
+    grammars_compiled: int = 0
+    grammar_seconds: float = 0.0
+    grammars_kept: int = 0
+    #: Sequences that wait, and their prompt tokens.
+    waiting: int = 0
+    waiting_tokens: int = 0
+    #: Seconds that whoever comes now should wait for a seat.
+    predicted_wait: float = 0.0
+    #: Seconds from one step's result to the next one's, device time plus the gap before it, by kind
+    #: of step and rows of its program: (kind, rows), of those that ran.
+    step_seconds: dict[tuple[str, int], Histogram] = field(
+        default_factory=lambda: defaultdict(lambda: Histogram(_STEP_BOUNDS))
+    )
+    #: Seconds before each step in which the device had nothing to do.
+    host_gap_seconds: Histogram = field(default_factory=lambda: Histogram(_GAP_BOUNDS))
+    #: Share of the seats that were taken, of each step.
+    seat_fill_ratio: Histogram = field(default_factory=lambda: Histogram(_FILL_BOUNDS))
+    #: The newest record (numpy scalar of `records.STEP_DTYPE`), which the gauges read.
+    last: Any = None
+
+    def observe_step(self, record: Any) -> None:
+        """Add one step record (a numpy scalar with the fields of `records.STEP_DTYPE`)."""
+        values = dict(zip(record.dtype.names, record.item(), strict=True))
+        kind = "mixed" if values["mixed"] else "decode"
+        self.steps[kind] += 1
+        for name in ROW_KINDS:
+            self.rows[name] += values[name]
+        self.preemptions += values["preempted"]
+        self.compiles += values["compiled"]
+        self.waiting, self.waiting_tokens = values["waiting"], values["waiting_tokens"]
+        program = kind, values["bucket_tokens"]
+        self.step_seconds[program].observe(values["device_s"] + values["gap_s"])
+        self.host_gap_seconds.observe(values["gap_s"])
+        self.seat_fill_ratio.observe(values["seats_busy"] / max(1, values["seats"]))
+        self.last = record
+
+    def observe_outputs(self, outputs: Iterable[SequenceOutput]) -> None:
+        """Count what only the outputs tell: rows whose logits were not finite."""
+        for output in outputs:
+            if output.error_code == "nan_logits":
+                self.nan_rows += 1
+
+    def observe_canary(self, findings: Iterable[CanaryFinding]) -> None:
+        """Count sequences that were computed again."""
+        for finding in findings:
+            self.canary_checked += 1
+            self.canary_mismatched += not finding.right
+            self.canary_worst = max(self.canary_worst, finding.apart)
+
+    def observe_grammars(self, work: GrammarWork) -> None:
+        """Add what grammars have cost."""
+        self.masks += work.masks
+        self.mask_seconds += work.mask_s
+        self.grammars_compiled += work.compiled
+        self.grammar_seconds += work.compile_s
+        self.grammars_kept = work.kept
+
+    def observe_idle(self, waiting: int) -> None:
+        """An idle tick: nothing sits in a seat, and no page is held by a sequence."""
+        self.waiting, self.waiting_tokens = waiting, 0
+        self.predicted_wait = 0.0
+        if self.last is not None:
+            self.last = self.last.copy()
+            self.last["seats_busy"] = self.last["pages_used"] = 0
+
+    def observe_restart(self, cause: str, resumed: int) -> None:
+        """A core is started to replace one that ended. resumed: requests that it gets."""
+        self.engine_restarts += 1
+        self.restart_causes[cause] += 1
+        self.resumed += resumed
+
+    def observe_lost(self, waiting: int) -> None:
+        """The core is gone: nobody sits, and so many sequences wait for the next one."""
+        self.observe_idle(waiting)
+
+    def gauge(self, name: str) -> int:
+        """A field of the newest record, 0 before the first step."""
+        return 0 if self.last is None else int(self.last[name])

@@ -1,0 +1,87 @@
+"""The core's process on several hosts: meeting the others, and ending with any of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+
+import zmq
+
+from jitney.engine.common import messages
+from jitney.engine.common.errors import ConfigError, ModelError
+from jitney.engine.config import Config, configuration_digest, short
+from jitney.engine.core import FirstHost, Hello, Lost, ModelSource, OtherHost
+
+#: What a host finds wrong by itself, or all of them alike, whether or not another is gone.
+_FOUND_ALONE = (ConfigError, ModelError)
+#: Milliseconds for the last message.
+_LINGER_MS = 2000
+
+type _Report = Callable[[messages.Progress], None]
+
+
+@contextlib.contextmanager
+def met(
+    config: Config, source: ModelSource, report: _Report, address: str
+) -> Iterator[FirstHost | OtherHost]:
+    """The other hosts of the engine, once all are there; they hear of it when this one ends.
+    address: where the parent hears us. Raises ConfigError if they do not come, or do not want us.
+
+    Whatever fails inside may have failed because one of them is gone, which is then the reason.
+    """
+    hosts = _meet(config, source, report, _ender(address))
+    name = f"host {hosts.host_id}"
+    try:
+        yield hosts
+    except BaseException as error:
+        # A device that waits for a lost host fails in its own words, at any point of a start or of
+        # a step: before the connection's end is noticed, or just after.
+        if not isinstance(error, _FOUND_ALONE):
+            hosts.wait_for_loss()
+        hosts.leave(f"{name} cannot go on: {error}", failed=True)
+        raise
+    hosts.leave(f"{name} was told to end", failed=False)
+
+
+def _meet(
+    config: Config, source: ModelSource, report: _Report, lost: Lost
+) -> FirstHost | OtherHost:
+    def arrived(done: int, total: int, detail: str) -> None:
+        report(messages.Progress("hosts", done, total, detail))
+
+    engine = config.engine
+    hello = Hello(engine.host_id, _versions(), _digest(config, source))
+    meet = OtherHost.join if engine.host_id else FirstHost.gather
+    return meet(engine.coordinator, engine.n_hosts, hello, arrived, lost)
+
+
+def _versions() -> str:
+    """Of Jitney and of jax: other ones may compile other programs."""
+    return f"jitney {version('jitney')}, jax {version('jax')}"
+
+
+def _digest(config: Config, source: ModelSource) -> str:
+    """Of the model and of all settings but those of [server], which this process is not told, and
+    the order, which hangs on the keys: hosts that serve nothing need none.
+    """
+    config = config.model_copy(update={"engine": config.engine.model_copy(update={"order": ""})})
+    identity = source.identity(config.model.adapter_folders)
+    return short(configuration_digest(config, model=identity, version=version("jitney")))
+
+
+def _ender(address: str) -> Lost:
+    """Ends this process, from any thread, whatever it waits for: nothing that it does with a host
+    that is gone comes to an end.
+    """
+
+    def lost(reason: str, failed: bool) -> None:
+        code = "engine_dead" if failed else messages.Fatal.host_lost
+        with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+            socket.linger = _LINGER_MS
+            socket.connect(address)
+            socket.send(messages.encode(messages.Fatal.of(reason, code)))
+        os._exit(1)
+
+    return lost

@@ -1,0 +1,223 @@
+"""A core process as its parent holds it: the process, and the two sockets to it, in a folder of
+this user alone that is never left behind for good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from jitney.engine.common import messages
+from jitney.engine.common.child_process import child_environ, start_child
+from jitney.engine.common.errors import EngineDead, ErrorInfo
+from jitney.engine.config import Config
+from jitney.engine.server.process.main import SOCKET_NAMES, Start, remove_folder
+
+#: Has glibc ask for huge pages: a CPU's step reads all weights, and looks up an address every 4 KiB
+#: otherwise.
+_HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+#: A core has little for numpy to multiply, the proof of its kernels; numpy's threads would wait for
+#: each other in a loop, which took half of that proof's time.
+_ONE_NUMPY_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
+#: Descriptors that a link takes: of two sockets, their listeners and connections, the folder's
+#: lock, the core's pipe and process, and some that starting a process needs for a moment.
+_DESCRIPTORS = 16
+_FOLDER_PREFIX = "jitney-core-"
+#: A sweep by another server may take a folder in the moment between its making and its lock.
+_FOLDER_TRIES = 3
+_decode = msgspec.msgpack.Decoder(messages.FromCore).decode
+
+
+@contextlib.contextmanager
+def _private_folder() -> Iterator[str]:
+    """A new folder in the temporary directory, locked while it is in use and then removed.
+
+    The lock ends with this process, however it dies, and says to `_remove_left_folders` that nobody
+    uses the folder any more. Services that clean the temporary directory by age respect it too.
+    Raises OSError if there is no room, no descriptor, or no temporary directory.
+    """
+    folder, lock = _locked_folder()
+    try:
+        yield folder
+    finally:
+        remove_folder(folder)
+        os.close(lock)
+
+
+def _remove_left_folders() -> None:
+    """Remove the folders of servers that were killed: ours, locked by nobody, and with nothing but
+    sockets in them.
+    """
+    for path in Path(tempfile.gettempdir()).glob(_FOLDER_PREFIX + "*"):
+        with contextlib.suppress(OSError):
+            _remove_if_left(str(path))
+
+
+def _locked_folder() -> tuple[str, int]:
+    """A new folder and the descriptor that locks it."""
+    for _ in range(_FOLDER_TRIES):
+        folder = tempfile.mkdtemp(prefix=_FOLDER_PREFIX)
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            continue
+        except OSError:
+            remove_folder(folder)
+            raise
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.path.isdir(folder):
+            return folder, lock
+        os.close(lock)
+    raise OSError(f"folders in {tempfile.gettempdir()} vanish as soon as they are made")
+
+
+def _remove_if_left(folder: str) -> None:
+    """Remove one folder, if it is ours and nobody uses it. Raises OSError if somebody does."""
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        ours = os.fstat(lock).st_uid == os.geteuid()
+        if ours and set(os.listdir(lock)) <= set(SOCKET_NAMES):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            remove_folder(folder)
+    finally:
+        os.close(lock)
+
+
+@dataclass(slots=True)
+class CoreLink:
+    """A core process and the sockets to it; a restart makes a new one, so no message of the old
+    core reaches the new one.
+    """
+
+    to_core: zmq.Socket
+    from_core: zmq.asyncio.Socket
+    process: asyncio.subprocess.Process
+    #: The core has said `Ready`; this and what follows is written by the client.
+    ready: bool = False
+    #: The core was told the tokenizer.
+    learned: bool = False
+    #: Why the core ended, if it said so.
+    fatal: ErrorInfo | None = None
+    #: Why it has nothing to do any more, if it said so.
+    left: str = ""
+    #: It said nothing for too long and was killed for it.
+    hung: bool = False
+    #: Hosts whose engines the core waited for, by its last word about that.
+    awaits: list[int] = field(default_factory=list)
+    #: Who waits for which answer.
+    tickets: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
+
+    def send(self, message: messages.ToCore) -> None:
+        """Queue a message; one to a dead core is dropped: what it was about is seen to when the
+        death is noticed.
+        """
+        with contextlib.suppress(zmq.Again):
+            self.to_core.send(messages.encode(message), zmq.NOBLOCK)
+
+    async def receive(self) -> messages.FromCore:
+        """The next message."""
+        return _decode(await self.from_core.recv())
+
+    def answer(self, message: messages.SeatMap | messages.Done) -> None:
+        """Wake whoever asked with this ticket, unless it has given up."""
+        waiter = self.tickets.pop(message.ticket, None)
+        if waiter is not None and not waiter.done():
+            waiter.set_result(message)
+
+    def lost(self) -> None:
+        """The core is gone: whoever asked it something waits for nothing."""
+        for waiter in self.tickets.values():
+            if not waiter.done():
+                waiter.set_exception(EngineDead("the engine process ended"))
+
+    def kill(self) -> None:
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
+
+
+class Workshop:
+    """What every link needs and what must be there when no descriptor is left: ZeroMQ's own
+    threads, and descriptors to give away. Folders that killed servers left go when it is made.
+
+    libzmq ends the process if it gets no descriptor for the poller of a new context, so there is
+    one context for all links.
+    """
+
+    def __init__(self) -> None:
+        _remove_left_folders()
+        self.context = zmq.Context()
+        self.context.socket(zmq.PUSH).close()  # the first socket starts the threads
+        self._spare: list[int] = []
+        self.keep_spare()
+
+    def keep_spare(self) -> None:
+        """Take as many descriptors as the next link will need, or as there are."""
+        with contextlib.suppress(OSError):
+            while len(self._spare) < _DESCRIPTORS:
+                self._spare.append(os.open(os.devnull, os.O_RDONLY))
+
+    def free_spare(self) -> None:
+        """Give them back, for a link that is about to be opened."""
+        while self._spare:
+            os.close(self._spare.pop())
+
+    @contextlib.asynccontextmanager
+    async def open_link(self, config: Config, builder: str) -> AsyncIterator[CoreLink]:
+        """Start a core process; leaving kills it if it still runs. The sockets lie in a new folder
+        of this user's alone. Raises OSError or ZMQError if it cannot be started.
+        """
+        context = self.context
+        with (
+            _private_folder() as folder,
+            context.socket(zmq.PUSH) as to_core,
+            zmq.asyncio.Context.shadow(context).socket(zmq.PULL) as from_core,
+        ):
+            settings = config.model_dump(mode="json", exclude={"server"})
+            start = Start(settings, folder, builder, config.server.log_level)
+            for socket, address in ((to_core, start.to_core), (from_core, start.from_core)):
+                socket.set_hwm(0)
+                socket.linger = 0
+                socket.bind(address)
+            link = CoreLink(to_core, from_core, await _spawn(config, start))
+            try:
+                yield link
+            finally:
+                link.kill()
+                await link.process.wait()
+
+    def close(self) -> None:
+        """Let go of everything; links must be closed before."""
+        self.free_spare()
+        self.context.destroy(linger=0)
+
+
+def core_environ(config: Config) -> dict[str, str]:
+    """The environment of a process that computes with these settings."""
+    ours = _HUGE_PAGES | _ONE_NUMPY_THREAD
+    return ours | child_environ() | config.engine.jax_environment
+
+
+async def _spawn(config: Config, start: Start) -> asyncio.subprocess.Process:
+    """Start a core."""
+    process = await start_child(
+        "jitney.engine.server.process.main",
+        stdout=None,
+        env=core_environ(config),
+    )
+    assert (
+        process.stdin is not None
+    )  # asked for above; it stays open for as long as this process lives
+    process.stdin.write(msgspec.json.encode(start) + b"\n")
+    return process

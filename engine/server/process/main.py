@@ -1,0 +1,351 @@
+"""The core in a process of its own: `python -P -m jitney.engine.server.process.main`, started by
+`jitney.engine.server.process.supervisor`.
+
+The parent writes one line of JSON (`Start`) to our standard input and then holds that pipe open:
+its end is how we notice that the parent is gone, however it died. Messages go over two one-way
+ZeroMQ sockets in the parent's private folder (`jitney.engine.common.messages`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import logging
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import zmq
+
+from jitney.engine.common import messages
+from jitney.engine.common.engine_info import EngineInfo
+from jitney.engine.common.errors import JitneyError, RequestError
+from jitney.engine.config import Config
+from jitney.engine.core import FirstHost, Goodbye, JoinedCore, ModelSource, OtherHost
+from jitney.engine.server.process.hosts import met
+
+if TYPE_CHECKING:
+    from jitney.engine.core import EngineCore, Follower
+
+_log = logging.getLogger("jitney.core")
+
+#: Seconds that a follower listens to the first host before it looks whether it is to end.
+_LISTEN_S = 0.2
+#: Seconds between two ticks of an idle core or of a follower, and idle ticks between two
+#: conservation checks of the page pool.
+_TICK_S = 1.0
+_CHECK_EVERY = 10
+#: Milliseconds for the last messages.
+_LINGER_MS = 2000
+#: What makes the follower on the other hosts of an engine.
+_FOLLOWER = "jitney.engine.core.build:build_follower"
+_decode = msgspec.msgpack.Decoder(messages.ToCore).decode
+
+
+#: What is in the folder of a core.
+SOCKET_NAMES = ("to", "from")
+
+
+class Start(msgspec.Struct, frozen=True):
+    """The parent's one line."""
+
+    #: Sections of the configuration.
+    config: dict[str, Any]
+    #: Of the two sockets.
+    folder: str
+    #: What makes the core, MODULE:FUNCTION.
+    builder: str
+    log_level: str = "info"
+
+    @property
+    def to_core(self) -> str:
+        """The address of the socket that we read."""
+        return f"ipc://{self.folder}/to"
+
+    @property
+    def from_core(self) -> str:
+        """The address of the socket that we write to."""
+        return f"ipc://{self.folder}/from"
+
+
+def remove_folder(folder: str) -> None:
+    """Remove a folder of sockets; what does not go stays."""
+    for name in SOCKET_NAMES:
+        with contextlib.suppress(OSError):
+            Path(folder, name).unlink()
+    with contextlib.suppress(OSError):
+        os.rmdir(folder)
+
+
+def main() -> int:
+    """Run one core until Shutdown; returns the exit status (0: as asked, 1: after a
+    Fatal).
+    """
+    # Ctrl-C, a service manager's SIGTERM and a terminal's end reach the whole group; the parent
+    # drains, and then sends Shutdown.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format="%(asctime)s %(name)s %(levelname)s %(message)s",
+    )
+    # At INFO it names the platforms that are absent.
+    logging.getLogger("jax").setLevel(logging.WARNING)
+    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
+    logging.getLogger().setLevel(start.log_level.upper())
+    threading.Thread(target=_die_with_parent, args=(start.folder,), daemon=True).start()
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.PULL) as inbox,
+        context.socket(zmq.PUSH) as outbox,
+    ):
+        for socket, address in (
+            (inbox, start.to_core),
+            (outbox, start.from_core),
+        ):
+            # A bound would drop or block; the scheduler's caps bound what is in flight.
+            socket.set_hwm(0)
+            socket.linger = _LINGER_MS
+            socket.connect(address)
+        status = _guarded(start, inbox, outbox)
+    if _n_hosts(start) > 1:
+        # At an ordinary end jax waits for the other hosts, of which some may be gone.
+        os._exit(status)
+    return status
+
+
+def _n_hosts(start: Start) -> int:
+    return start.config.get("engine", {}).get("n_hosts", 1)
+
+
+def _die_with_parent(folder: str) -> None:
+    """Leave at once when the parent's end of the pipe closes: an orphan would keep the device and
+    answer nobody. The sockets' folder goes too, which the parent removes where it is not killed.
+    """
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    remove_folder(folder)
+    os._exit(1)
+
+
+def _guarded(start: Start, inbox: zmq.Socket, outbox: zmq.Socket) -> int:
+    """Build and serve; an exception becomes one Fatal line for the parent and a traceback in the
+    log.
+    """
+    try:
+        _build_and_serve(start, inbox, outbox)
+    except Exception as error:
+        code = messages.Fatal.refused if isinstance(error, JitneyError) else "engine_dead"
+        outbox.send(messages.encode(messages.Fatal.of(_in_one_line(error), code)))
+        return 1
+    return 0
+
+
+def _in_one_line(error: Exception) -> str:
+    """What went wrong; the traceback goes to the log, unless it was raised on purpose."""
+    if isinstance(error, JitneyError):
+        return str(error)
+    _log.exception("the engine core stopped")
+    return f"{type(error).__name__}: {error}"
+
+
+def _build_and_serve(start: Start, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
+    def report(progress: messages.Progress) -> None:
+        outbox.send(messages.encode(progress))
+
+    config = Config.model_validate(start.config, strict=False)
+    source = ModelSource.resolve(config.model.id, revision=config.model.revision or None)
+    if config.engine.n_hosts > 1:
+        with met(config, source, report, start.from_core) as hosts:
+            _serve_together(start, config, source, hosts, inbox, outbox)
+        return
+    core, info = _builder(start.builder)(config, source, report)
+    _start_serving(core, info, inbox, outbox)
+
+
+def _start_serving(
+    core: EngineCore, info: EngineInfo, inbox: zmq.Socket, outbox: zmq.Socket
+) -> None:
+    core.on_first_step = lambda step: outbox.send(messages.encode(messages.FirstStep(step)))
+    for message in _received(inbox, 0.0):  # the tokenizer, as a rule: to read it takes a while
+        _handle(core, message, outbox)
+    outbox.send(messages.encode(messages.Ready(info)))
+    _serve(core, inbox, outbox)
+
+
+def _builder(name: str) -> Callable[..., Any]:
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def _serve_together(
+    start: Start,
+    config: Config,
+    source: ModelSource,
+    hosts: FirstHost | OtherHost,
+    inbox: zmq.Socket,
+    outbox: zmq.Socket,
+) -> None:
+    def report(progress: messages.Progress) -> None:
+        outbox.send(messages.encode(progress))
+
+    if isinstance(hosts, FirstHost) or config.engine.data_parallel > 1:
+        core, info = _builder(start.builder)(config, source, report, hosts)
+        _start_serving(core, info, inbox, outbox)
+        return
+    follower, info = _builder(_FOLLOWER)(config, source, report, hosts)
+    outbox.send(messages.encode(messages.Ready(info)))
+    _start_ticking(start.from_core)
+    _freeze()
+    left = _follow(follower, hosts, lambda: _is_shut_down(inbox))
+    if left is not None:
+        outbox.send(messages.encode(left))
+
+
+def _follow(
+    follower: Follower, hosts: OtherHost, is_shut_down: Callable[[], bool]
+) -> messages.Left | None:
+    """Do what the first host does until it ends, or until we are shut down (None)."""
+    while not is_shut_down():
+        until = time.monotonic() + _TICK_S
+        while time.monotonic() < until:
+            message = hosts.next(_LISTEN_S)
+            if isinstance(message, Goodbye):
+                return messages.Left(message.reason)
+            if message is not None:
+                follower.do(message)
+    return None
+
+
+def _start_ticking(address: str) -> None:
+    """Tell the parent once a second that this process lives, from a thread of its own: how long a
+    step may take is the first host's to judge.
+    """
+    threading.Thread(target=_tick, args=(address,), daemon=True).start()
+
+
+def _tick(address: str) -> None:
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.linger = 0
+        socket.connect(address)
+        while True:
+            socket.send(messages.encode(messages.Tick(waiting=0)))
+            time.sleep(_TICK_S)
+
+
+def _is_shut_down(inbox: zmq.Socket) -> bool:
+    return any([isinstance(message, messages.Shutdown) for message in _received(inbox, 0.0)])
+
+
+def _freeze() -> None:
+    """Weights, executables and modules live for ever: no collection needs to look at them again."""
+    gc.collect()
+    gc.freeze()
+
+
+def _serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
+    """Answer messages and step while there is work; return on Shutdown, after the current step."""
+    _freeze()
+    joined = core if isinstance(core, JoinedCore) else None
+    if joined is not None:
+        joined.rounds.on_wait = lambda hosts: outbox.send(messages.encode(messages.Awaiting(hosts)))
+    idle_ticks, next_tick = 0, 0.0
+    while True:
+        wait_s = min(_TICK_S, core.pause_s) if core.has_work else _TICK_S
+        for message in _received(inbox, wait_s, joined):
+            if isinstance(message, messages.Shutdown):
+                return
+            _handle(core, message, outbox)
+        if joined is not None:
+            _send_partings(joined, outbox)
+        if core.has_work:
+            if core.company_s:
+                continue  # there is time for somebody else
+            outbox.send(messages.encode(core.step()))
+            idle_ticks = 0
+            continue
+        if joined is not None:
+            joined.take_part()
+        if time.monotonic() >= next_tick:
+            outbox.send(messages.encode(messages.Tick(waiting=0)))
+            next_tick = time.monotonic() + _TICK_S
+            idle_ticks += 1
+            if idle_ticks % _CHECK_EVERY == 0:
+                core.check()
+
+
+def _send_partings(joined: JoinedCore, outbox: zmq.Socket) -> None:
+    """What the others say of the end."""
+    while (parting := joined.rounds.next_parting()) is not None:
+        outbox.send(messages.encode(messages.Parting(parting.drained)))
+
+
+def _received(
+    inbox: zmq.Socket, wait_s: float, joined: JoinedCore | None = None
+) -> Iterator[messages.ToCore]:
+    """Messages that are here now, or that come within `wait_s` seconds; none if the others of a
+    joined engine wait for it earlier.
+    """
+    if wait_s and joined is not None:
+        zmq.select([inbox, joined], [], [], wait_s)
+    elif wait_s and not inbox.poll(math.ceil(wait_s * 1000)):
+        return
+    while True:
+        try:
+            yield _decode(inbox.recv(zmq.NOBLOCK))
+        except zmq.Again:
+            return
+
+
+def _handle(core: EngineCore, message: messages.ToCore, outbox: zmq.Socket) -> None:
+    """Give one message to the core; its consequences come out of the next step."""
+
+    def alive() -> None:
+        outbox.send(messages.encode(messages.Tick(waiting=0)))
+
+    match message:
+        case messages.Add(request=request):
+            core.add(request)
+        case messages.Abort(request_id=request_id, index=index, reason=reason):
+            core.abort(request_id, index, reason)
+        case messages.AskSeatMap(ticket=ticket, seats=seats):
+            if core.has_work:
+                core.ask(message)  # answered after the next plan
+            else:
+                outbox.send(messages.encode(core.seat_map(ticket, seats=seats)))
+        case messages.TokenizerJson(json=tokenizer):
+            core.learn(tokenizer)
+        case messages.Sleep(ticket=ticket):
+            outbox.send(messages.encode(_done(ticket, lambda: core.sleep(alive))))
+        case messages.Wake(ticket=ticket):
+            core.wake(alive)
+            outbox.send(messages.encode(messages.Done(ticket)))
+        case messages.ResetPrefixCache(ticket=ticket):
+            core.reset_prefix_cache()
+            outbox.send(messages.encode(messages.Done(ticket)))
+        case messages.Part(drained=drained):
+            if isinstance(core, JoinedCore):
+                core.rounds.part(drained=drained)
+        case messages.Shutdown():
+            pass
+
+
+def _done(ticket: int, work: Callable[[], int]) -> messages.Done:
+    """Do it, and say so."""
+    try:
+        return messages.Done(ticket, freed=work())
+    except RequestError as error:
+        return messages.Done(ticket, error.info)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""One request as the API process has it: who listens to its outputs, and what another core would
+need to go on with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import msgspec
+
+from jitney.engine.common.errors import ErrorInfo
+from jitney.engine.common.outputs import FinishReason, SequenceOutput
+from jitney.engine.common.requests import EngineRequest
+from jitney.engine.server.process.client import OutputListener
+
+
+@dataclass(eq=False)
+class Stream:
+    """An open request; it ends after each of its sequences had its terminal output."""
+
+    #: With a seed, so that another core would draw the same tokens.
+    request: EngineRequest
+    listener: OutputListener
+    #: Sequences without a terminal output.
+    open: set[int] = field(init=False)
+    #: Output tokens of each sequence so far.
+    tokens: list[list[int]] = field(init=False)
+    #: Nothing more is to come, or nobody listens; written by the client.
+    closed: bool = False
+    #: Ends that were asked of the core.
+    asked: dict[int, FinishReason] = field(default_factory=dict)
+    #: Cores that crashed while they had it; see `suspicion`.
+    crashes: int = 0
+    #: Ends it when the core should have done so.
+    timer: asyncio.TimerHandle | None = None
+
+    def __post_init__(self) -> None:
+        numbers = range(self.request.sampling.n)
+        self.open = set(numbers)
+        self.tokens = [[] for _ in numbers]
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    def put(self, output: SequenceOutput) -> None:
+        """Called by the client for each output of this request; what follows a sequence's end is
+        dropped.
+        """
+        if output.index in self.open:
+            self.tokens[output.index] += output.tokens
+            if output.finish is not None:
+                self.open.discard(output.index)
+            self.listener(output)
+
+    def ask_end(self, index: int | None, reason: FinishReason) -> None:
+        """Note that the core was asked to end a sequence (None: all of them)."""
+        for number in self.open if index is None else self.open & {index}:
+            self.asked.setdefault(number, reason)
+
+    def asked_ends(self) -> list[SequenceOutput]:
+        """The terminal outputs that were asked for and have not come."""
+        return [
+            self._end(index, self.asked[index]) for index in sorted(self.open & set(self.asked))
+        ]
+
+    def ends(self, reason: FinishReason, error: ErrorInfo) -> list[SequenceOutput]:
+        """Terminal outputs for every sequence that is still open."""
+        return [self._end(index, reason, error) for index in sorted(self.open)]
+
+    def _end(
+        self, index: int, reason: FinishReason, error: ErrorInfo | None = None
+    ) -> SequenceOutput:
+        return SequenceOutput(request_id=self.id, index=index, finish=reason, error=error)
+
+    def resumed(self) -> EngineRequest:
+        """The request for another core, with what its open sequences have so far."""
+        outputs = [
+            tokens if index in self.open else None for index, tokens in enumerate(self.tokens)
+        ]
+        return msgspec.structs.replace(self.request, resumed=outputs)

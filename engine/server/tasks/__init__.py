@@ -1,0 +1,1 @@
+"""Batches and jobs: requests that are stored and answered in the background."""

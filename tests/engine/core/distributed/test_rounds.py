@@ -1,0 +1,186 @@
+"""Engines that agree upon each step, all in this process; none of them has a device."""
+
+from __future__ import annotations
+
+import queue
+import select
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from jitney.engine.core.distributed.messages import (
+    Meeting,
+    Missing,
+    Parting,
+    StepSize,
+    Together,
+    Want,
+    Wanted,
+)
+from jitney.engine.core.distributed.rounds import _ASK_S, Referee, Rounds, _largest
+
+LIMIT_S = 30.0
+SMALL = StepSize(tokens=4, seats=4, decode_only=True, plain=True)
+SAMPLED = StepSize(tokens=8, seats=8, decode_only=True, plain=False)
+PROMPT = StepSize(tokens=64, seats=2, decode_only=False, plain=True)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([SMALL], SMALL),
+        ([SMALL, SAMPLED], SAMPLED),
+        ([PROMPT, SMALL], StepSize(64, 4, False, True)),
+        ([SAMPLED, PROMPT], StepSize(64, 8, False, False)),
+    ],
+)
+def test_one_step_holds_those_of_all(sizes: list[StepSize], expected: StepSize):
+    assert _largest(sizes) == expected
+
+
+def engines(count: int) -> list[Rounds]:
+    """Engines that reach the referee at once."""
+    found: list[Rounds] = []
+    send: dict[int, Callable[[Meeting], None]] = {}
+    referee = Referee(send)
+
+    def said_by(number: int) -> Callable[[Want | Missing | Parting], None]:
+        return lambda message: referee.take(number, message)
+
+    for number in range(count):
+        found.append(Rounds(said_by(number)))
+        send[number] = found[number].take
+    return found
+
+
+def is_awake(engine: Rounds) -> bool:
+    return bool(select.select([engine], [], [], 0)[0])
+
+
+def test_nobody_is_asked_while_nobody_has_a_step_to_run():
+    assert not any(engine.is_asked() or is_awake(engine) for engine in engines(3))
+
+
+def test_who_sleeps_is_asked_and_takes_part():
+    busy, idle = engines(2)
+    with ThreadPoolExecutor(1) as pool:
+        agreed = pool.submit(busy.agree, SMALL)
+        assert select.select([idle], [], [], LIMIT_S)[0]
+        assert not agreed.done()
+        assert idle.is_asked() and not busy.is_asked()
+        assert idle.agree(None) == agreed.result(LIMIT_S) == SMALL
+    assert not idle.is_asked() and not is_awake(idle)
+
+
+def test_all_run_the_same_steps_whoever_has_work():
+    """Every engine has work in some of the rounds, and nobody in all."""
+    wanted = [[SMALL] * 40, [PROMPT] * 7, [SAMPLED] * 25]
+    ran: list[list[StepSize]] = [[], [], []]
+    done = threading.Barrier(3)
+
+    def run(number: int, engine: Rounds) -> None:
+        for size in wanted[number]:
+            ran[number].append(engine.agree(size))
+        while len(ran[number]) < 40:
+            select.select([engine], [], [], LIMIT_S)
+            if engine.is_asked():
+                ran[number].append(engine.agree(None))
+        done.wait(LIMIT_S)
+
+    with ThreadPoolExecutor(3) as pool:
+        for job in [pool.submit(run, *each) for each in enumerate(engines(3))]:
+            job.result(LIMIT_S)
+    assert ran[0] == ran[1] == ran[2]
+    assert set(ran[0]) == {
+        StepSize(64, 8, False, False),
+        SAMPLED,
+        SMALL,
+    }
+
+
+def test_a_late_question_wakes_nobody_twice():
+    """Somebody said what it wants while it was being asked."""
+    said: list[Want | Missing | Parting] = []
+    engine = Rounds(said.append)
+    engine.take(Together(0, SMALL))
+    assert engine.agree(SMALL) == SMALL
+    engine.take(Wanted(0))
+    assert is_awake(engine) and not engine.is_asked() and not is_awake(engine)
+    assert said == [Want(0, SMALL)]
+
+
+def test_whoever_is_in_another_round_is_not_heard():
+    told: list[Meeting] = []
+    referee = Referee({0: told.append, 1: told.append})
+    with pytest.raises(ConnectionError, match="host 1 is in round 1, not 0"):
+        referee.take(1, Want(1, SMALL))
+    referee.take(1, Want(0, SMALL))
+    with pytest.raises(ConnectionError, match="host 1 is in round 0"):
+        referee.take(1, Want(0, SMALL))
+    assert told == [Wanted(0)]
+
+
+def partings(engine: Rounds) -> list[bool]:
+    """What was heard of the end since; what woke it is read."""
+    assert not engine.is_asked()
+    return [parting.drained for parting in iter(engine.next_parting, None)]
+
+
+def test_all_drain_once_one_is_told_to_end_and_none_leaves_before_the_last():
+    first, second, third = engines(3)
+    second.part(drained=False)
+    assert is_awake(first) and is_awake(third)
+    assert [partings(engine) for engine in (first, second, third)] == [[False]] * 3
+    second.part(drained=True)
+    first.part(drained=False)
+    third.part(drained=True)
+    assert [partings(engine) for engine in (first, second, third)] == [[]] * 3
+    first.part(drained=True)
+    assert [partings(engine) for engine in (first, second, third)] == [[True]] * 3
+
+
+def test_who_is_idle_is_told_of_both_at_once():
+    """It may be that nobody had a request."""
+    first, second = engines(2)
+    first.part(drained=True)
+    second.part(drained=True)
+    assert partings(first) == partings(second) == [False, True]
+
+
+def test_steps_go_on_while_engines_drain():
+    busy, idle = engines(2)
+    idle.part(drained=True)
+    with ThreadPoolExecutor(1) as pool:
+        agreed = pool.submit(busy.agree, SMALL)
+        while not idle.is_asked():
+            select.select([idle], [], [], LIMIT_S)
+        assert idle.agree(None) == agreed.result(LIMIT_S) == SMALL
+
+
+def test_who_waits_is_told_for_whom():
+    """Every second, until the last one has answered."""
+    first, second, third = engines(3)
+    waits: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+    second.on_wait = waits.put
+    with ThreadPoolExecutor(2) as pool:
+        agreed = [pool.submit(second.agree, SMALL)]
+        told = [waits.get(timeout=LIMIT_S) for _ in range(2)]
+        assert told == [[], [0, 2]]  # it asks once it has waited
+        agreed.append(pool.submit(first.agree, PROMPT))
+        while waits.get(timeout=LIMIT_S) != [2]:
+            pass
+        size = third.agree(None)
+        assert [future.result(LIMIT_S) for future in agreed] == [size, size]
+
+
+def test_a_round_that_is_over_misses_nobody():
+    told: list[Meeting] = []
+    referee = Referee({0: told.append, 1: lambda message: None})
+    referee.take(0, Want(0, SMALL))
+    referee.take(0, Missing(0))
+    referee.take(1, Want(0, None))
+    referee.take(0, Missing(0))
+    assert told == [Missing(0, [1]), Together(0, SMALL), Missing(0, [])]
+    assert _ASK_S <= 2.0, "a supervisor may bear no more than 10 s of silence"

@@ -1,0 +1,185 @@
+"""The device side of a step: which executables there are, that none is compiled twice, programs
+from shapes alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from lowered_steps import lower_step
+
+from jitney.engine.common.records import Ledger
+from jitney.engine.common.requests import EngineRequest, Range, SamplingParams, Uploaded
+from jitney.engine.core.engine_core import EngineCore
+from jitney.engine.core.executor import inputs, program
+from jitney.engine.core.executor.program import StateSizes
+from jitney.engine.core.executor.runner import Runner
+from jitney.engine.core.executor.sampling import Sampler, SamplingRows, SeatState
+from jitney.engine.core.models.registry import abstract_model, random_model
+from jitney.engine.core.scheduler.buckets import Bucket, Buckets
+from jitney.engine.core.scheduler.kv_pages import PagePool
+from jitney.engine.core.scheduler.limits import SchedulerLimits
+from jitney.engine.core.scheduler.scheduler import Scheduler
+from jitney.engine.core.weights.checkpoints.families import tiny_config
+from jitney.engine.lab.bench.step import StepCase
+from jitney.kernels.select import select
+
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
+KERNELS = select("cpu", "reference")
+BUCKETS = Buckets.of(max_seats=4, token_budget=32, seat_sizes=(4,), token_sizes=(32,))
+SIZES = StateSizes(
+    seats=4, n_pages=16, page_size=16, context_length=64, kv_dtype=jnp.dtype("float32")
+)
+DECODE, MIXED = Bucket(4, 4), Bucket(32, 4)
+
+
+def make_runner(*, plain_mixed: bool = False) -> Runner:
+    model = random_model(tiny_config())
+    return Runner(model, BUCKETS, KERNELS, SIZES, end_ids=(), plain_mixed=plain_mixed)
+
+
+@pytest.fixture(scope="module")
+def runner() -> Runner:
+    """One with an executable of every kind, sized first as on a device."""
+    made = make_runner(plain_mixed=True)
+    assert made.largest_temp_bytes() > 0
+    first = made.executables[MIXED, False]
+    made.compile()
+    assert made.executables[MIXED, False] is first, "the largest step was compiled twice"
+    return made
+
+
+def test_a_runner_that_is_let_go_leaves_nothing():
+    """Neither its pools nor its weights: jax keeps whatever listens to it."""
+    made = make_runner()
+    made.compile()
+    pool = weakref.ref(made.state.kv[0])
+    weights = weakref.ref(made.leaves[0])
+    gone = weakref.ref(made)
+    del made
+    gc.collect()
+    assert [gone(), pool(), weights()] == [None, None, None]
+
+
+def test_every_kind_has_one_executable(runner: Runner):
+    assert set(runner.executables) == {
+        (DECODE, True),
+        (DECODE, False),
+        (MIXED, True),
+        (MIXED, False),
+    }
+    assert runner.compiles == 0
+
+
+def test_mixed_steps_are_plain_only_where_that_is_asked_for(runner: Runner):
+    assert runner.is_plain(MIXED, True) and not runner.is_plain(MIXED, False)
+    other = make_runner()
+    assert not other.is_plain(MIXED, True) and other.is_plain(DECODE, True)
+
+
+def test_a_mixed_step_answers_alike_with_and_without_the_sampler(runner: Runner):
+    plan = StepCase(MIXED, prompts=((0, 9), (0, 17))).plan(0, SIZES.page_size)
+    found = []
+    for plain in (True, False):
+        runner.plain_mixed = plain
+        found.append(runner.fetch(runner.launch(runner.batch(plan))).tokens)
+    runner.plain_mixed = True
+    assert found[0] == found[1] and len(found[0]) == 2
+
+
+def test_the_state_is_empty_until_it_is_allocated():
+    made = make_runner()
+    assert all(isinstance(pool, jax.ShapeDtypeStruct) for pool in made.state.kv)
+
+
+def test_the_state_of_a_ready_runner(runner: Runner):
+    assert [pool.shape for pool in runner.state.kv] == [(16, 16, 4, 16)] * 2
+    assert (
+        runner.state.seats.counts.shape == (4, 512)
+        and np.asarray(runner.state.seats.bias_ids == 512).all()
+    )
+
+
+def test_bytes_of_a_devices_pools():
+    """Sixteen pages of 2 layers, 16 positions, keys and values, heads of one device, 16 numbers a
+    head, 4 bytes.
+    """
+    assert SIZES.pool_bytes(tiny_config(), KERNELS) == 16 * 2 * 16 * 2 * 2 * 16 * 4
+    assert SIZES.pool_bytes(tiny_config().local(2), KERNELS) == 16 * 2 * 16 * 2 * 1 * 16 * 4
+    wide = replace(KERNELS, pool_shape=lambda n, page, heads, dim, dtype: (n, page, 8, 128))
+    assert SIZES.pool_bytes(tiny_config(), wide) == 16 * 2 * 16 * 8 * 128 * 4
+    assert SIZES.shapes(tiny_config(), wide, None).kv[0].shape == (16, 16, 8, 128)
+
+
+@pytest.mark.parametrize(("bucket", "plain"), [(DECODE, True), (MIXED, False)], ids=str)
+def test_a_program_from_shapes_alone_is_the_engines_own(
+    runner: Runner, bucket: Bucket, plain: bool
+):
+    lowered = lower_step(abstract_model(tiny_config()), bucket, plain, KERNELS, SIZES)
+    assert lowered.as_text() == runner.lower(bucket, plain).as_text()
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize(("bucket", "plain"), [(DECODE, True), (MIXED, True)], ids=str)
+def test_the_last_feed_forward_is_for_the_rows_that_choose(
+    bucket: Bucket, plain: bool, layers: int
+):
+    rows = []
+
+    def gated(x: jax.Array, w: jax.Array) -> jax.Array:
+        rows.append(x.shape[0])
+        return KERNELS.gated(x, w)
+
+    config = replace(tiny_config(), n_layers=layers, windows=(0,) * layers)
+    lower_step(abstract_model(config), bucket, plain, replace(KERNELS, gated=gated), SIZES)
+    # Layers of one make are traced once.
+    before_the_last = [bucket.tokens] if layers > 1 else []
+    assert rows == [*before_the_last, bucket.seats]
+
+
+class FavouringParams(SamplingParams, frozen=True, kw_only=True):
+    """Sampling parameters with one that nobody else has."""
+
+    #: The token that is likelier than all others.
+    favourite: Annotated[int, Range(0, 511), Uploaded("int32")] = 0
+
+
+class FavouringSampler(Sampler):
+    """The sampler with that parameter's line."""
+
+    def sample(
+        self, logits: jax.Array, rows: SamplingRows, state: SeatState, *rest: Any
+    ) -> tuple[Any, SeatState]:
+        favoured = jnp.arange(logits.shape[-1]) == rows.params["favourite"][:, None]
+        return super().sample(jnp.where(favoured, 1e9, logits), rows, state, *rest)
+
+
+def test_a_made_up_sampling_parameter_reaches_the_sampler(monkeypatch: pytest.MonkeyPatch):
+    """Its declaration and its line are all that a parameter takes: range, upload and the name
+    inside jit follow.
+    """
+    monkeypatch.setattr(inputs, "SAMPLING", inputs._SamplingUpload(FavouringParams))
+    monkeypatch.setattr(program, "Sampler", FavouringSampler)
+    runner = make_runner()
+    runner.compile()
+    scheduler = Scheduler(
+        SchedulerLimits(4, SIZES.context_length), BUCKETS, PagePool(16, 16), vocab_size=512
+    )
+    core = EngineCore(scheduler, runner, Ledger())
+    for favourite in (7, 300, 512):
+        params = FavouringParams(favourite=favourite, max_tokens=3)
+        core.add(EngineRequest(id=str(favourite), prompt=[1, 2], sampling=params, arrival=0.0))
+    tokens: dict[str, list[int]] = {}
+    for output in core.run_until_idle():
+        tokens.setdefault(output.request_id, []).extend(output.tokens)
+        if output.request_id == "512":
+            assert output.error is not None and output.error.param == "favourite"
+    assert tokens == {"7": [7] * 3, "300": [300] * 3, "512": []}

@@ -1,0 +1,199 @@
+"""Steps in parts answer as whole ones do, and have parts in common."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jitney.engine.common.records import Ledger
+from jitney.engine.common.requests import EngineRequest, SamplingParams
+from jitney.engine.core.engine_core import EngineCore
+from jitney.engine.core.executor.inputs import SAMPLING, MaskedRows
+from jitney.engine.core.executor.program import StateSizes
+from jitney.engine.core.executor.runner import Runner
+from jitney.engine.core.executor.sampling import Sampled, SeatState
+from jitney.engine.core.executor.step_parts import StepParts
+from jitney.engine.core.models.registry import random_model
+from jitney.engine.core.scheduler.buckets import Bucket, Buckets
+from jitney.engine.core.scheduler.kv_pages import PagePool
+from jitney.engine.core.scheduler.limits import SchedulerLimits
+from jitney.engine.core.scheduler.scheduler import Scheduler
+from jitney.engine.core.weights.checkpoints.families import tiny_config
+from jitney.kernels.select import select
+
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
+KERNELS = select("cpu", "reference")
+#: More than four: a row that is chosen behind a step has a sampler of its own.
+SEATS = 5
+#: Numbers of logit rows that programs are made for.
+ROWS = (2, SEATS)
+BUCKETS = Buckets.of(max_seats=SEATS, token_budget=32, seat_sizes=ROWS, token_sizes=(16, 32))
+SIZES = StateSizes(
+    seats=SEATS, n_pages=32, page_size=16, context_length=64, kv_dtype=jnp.dtype("float32")
+)
+VOCAB = 512
+
+
+@cache
+def runner(in_parts: bool) -> Runner:
+    model = random_model(tiny_config())
+    made = Runner(
+        model, BUCKETS, KERNELS, SIZES, end_ids=(), plain_mixed=in_parts, in_parts=in_parts
+    )
+    made.compile()
+    return made
+
+
+PARAMS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "drawn": SamplingParams(temperature=1.0, seed=1),
+    "cut": SamplingParams(temperature=0.9, seed=2, top_k=20, top_p=0.8),
+    "floored": SamplingParams(temperature=1.3, seed=3, min_p=0.05),
+    "penalised": SamplingParams(temperature=0.7, seed=4, repetition_penalty=1.3),
+    "counted": SamplingParams(temperature=0.0, presence_penalty=1.0, frequency_penalty=0.5),
+    "biased": SamplingParams(temperature=0.0, logit_bias={7: 50.0}, stop_token_ids=(7,)),
+    "banned": SamplingParams(temperature=0.0, stop_token_ids=(9, 11), min_tokens=3),
+    "scored": SamplingParams(temperature=0.8, seed=5, logprobs=3),
+    "scored prompt": SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=2),
+}
+
+
+def fresh_core(own: Runner) -> EngineCore:
+    """Over a runner whose state is as at the start."""
+    own.state = own.shapes.allocate(own.config)
+    scheduler = Scheduler(
+        SchedulerLimits(SEATS, SIZES.context_length), BUCKETS, PagePool(32, 16), vocab_size=VOCAB
+    )
+    return EngineCore(scheduler, own, Ledger())
+
+
+def answers(in_parts: bool, names: list[str]) -> dict[str, Any]:
+    """By name: tokens, log-probabilities of them and of the prompt."""
+    own = runner(in_parts)
+    core = fresh_core(own)
+    for number, name in enumerate(names):
+        prompt = [(31 * number + 7 * at) % VOCAB for at in range(5 + 3 * number)]
+        core.add(EngineRequest(id=name, prompt=prompt, sampling=PARAMS[name], arrival=0.0))
+    compiled = own.compiles
+    found: dict[str, Any] = {name: ([], [], []) for name in names}
+    for output in core.run_until_idle():
+        assert output.error is None
+        for kept, new in zip(
+            found[output.request_id],
+            (output.tokens, output.logprobs, output.prompt_logprobs),
+            strict=True,
+        ):
+            kept += new or []
+    assert own.compiles == compiled
+    return found
+
+
+def same_entries(found: list[Any], expected: list[Any]) -> None:
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        if b is None:
+            assert a is None
+            continue
+        assert a.top_ids == b.top_ids
+        np.testing.assert_allclose(a.logprob, b.logprob, rtol=1e-5)
+        np.testing.assert_allclose(a.top_logprobs, b.top_logprobs, rtol=1e-5)
+
+
+@pytest.mark.parametrize("names", [*([name] for name in PARAMS), list(PARAMS)], ids=", ".join)
+def test_all_that_a_request_may_ask_for_answers_alike(names: list[str]):
+    found, expected = answers(True, names), answers(False, names)
+    for name in names:
+        assert found[name][0] == expected[name][0] and found[name][0]
+        for mine, theirs in zip(found[name][1:], expected[name][1:], strict=True):
+            same_entries(mine, theirs)
+
+
+@pytest.mark.parametrize("rows", [1, SEATS])
+def test_rows_are_chosen_under_masks_alike(rows: int):
+    """Drawn, penalised and scored ones, one that may not be finite, and one whose mask hides it."""
+    noise = np.random.default_rng(rows)
+    logits = noise.normal(0, 3, (SEATS, VOCAB)).astype(np.float32)
+    logits[4, 5] = np.nan
+    asked = [PARAMS[name] for name in ("scored", "penalised", "counted", "cut", "drawn")]
+    masks = noise.integers(-(2**31), 2**31, (rows, VOCAB // 32)).astype(np.int32)
+    masks[-1, 0] = 0  # hides the 5
+    numbers = None if rows == SEATS else np.array([1], np.int32)
+    found = []
+    for in_parts in (True, False):
+        own = runner(in_parts)
+        own.state = own.shapes.allocate(own.config)
+        upload = MaskedRows.empty(rows, VOCAB, SEATS)
+        for place in range(rows):
+            seat = place if numbers is None else int(numbers[place])
+            upload.heads[place, :2] = 20 + place, seat
+            upload.heads[place, 2:] = np.frombuffer(SAMPLING.pack(asked[seat], 99), np.int32)
+            upload.masks[place] = masks[place]
+            own.board(seat, SeatState.row(asked[seat], [3, 4, 5, 4], 2, VOCAB, ()))
+        sampled = own.run_choice(jnp.asarray(logits), numbers, upload)
+        found.append(jax.tree.map(np.asarray, (sampled, own.state.last_token, own.state.seats)))
+    (mine, *state), (theirs, *their_state) = found
+    np.testing.assert_array_equal(mine.tokens, theirs.tokens)
+    jax.tree.map(np.testing.assert_array_equal, state, their_state)
+    if rows == SEATS:
+        assert mine.tokens[4] == -1 and (mine.tokens[:4] >= 0).all()
+        np.testing.assert_allclose(mine.logprobs[:4], theirs.logprobs[:4], rtol=1e-5)
+        np.testing.assert_array_equal(mine.top_ids[0], theirs.top_ids[0])
+
+
+def test_steps_of_as_many_logit_rows_have_one_sampler():
+    """And both kinds of a bucket's steps have one model."""
+    own = runner(True)
+    compiled = []
+    compile_one = own.program.compile
+    own.program.compile = lambda lowered: compiled.append(lowered) or compile_one(lowered)  # pyright: ignore
+    parts = StepParts(own.program, own.leaves, own.shapes, own.builder.layout, ROWS)
+    with ThreadPoolExecutor(1) as pool:
+        samplers = set()
+        for bucket in BUCKETS.all():
+            for plain in (True, False):
+                step: Any = parts.start(pool, bucket, plain)()
+                samplers |= {id(sampler.choose) for sampler in step.tails.samplers.values()}
+    del own.program.compile
+    assert len(samplers) == len(ROWS)
+    names = sorted(str(lowered.as_text().split()[1]) for lowered in compiled)
+    models, scores, sampler = len(BUCKETS.all()), len(BUCKETS.mixed), 6
+    assert len(names) == models + scores + len(ROWS) * (1 + sampler)
+    assert len(set(names)) == 3 + sampler
+
+
+def test_a_greedy_step_in_parts_takes_no_parameters():
+    packed = runner(True).builder.layout(Bucket(SEATS, SEATS), True)
+    assert "sampling" not in packed.slices
+
+
+def test_a_step_with_prompts_computes_logits_of_few_rows_where_few_are_wanted():
+    own = runner(True)
+    core = fresh_core(own)
+    widths: list[tuple[int, int]] = []
+    run = own.run
+
+    def watched(bucket: Bucket, plain: bool, packed: np.ndarray) -> Any:
+        output, logits = run(bucket, plain, packed)
+        sampled = output.sampled
+        assert isinstance(sampled, Sampled) is not plain
+        tokens = sampled.tokens if isinstance(sampled, Sampled) else sampled
+        if not bucket.decode_only:
+            widths.append((bucket.seats, len(tokens)))
+        return output, logits
+
+    own.run = watched  # pyright: ignore[reportAttributeAccessIssue]
+    for count in (1, 4):
+        for number in range(count):
+            prompt = [3 + number, 4, 5]
+            name = f"{count}-{number}"
+            core.add(EngineRequest(id=name, prompt=prompt, sampling=PARAMS["drawn"], arrival=0.0))
+        core.run_until_idle()
+    del own.run
+    assert widths == [(SEATS, 2), (SEATS, SEATS)]

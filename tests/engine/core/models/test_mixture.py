@@ -1,0 +1,381 @@
+"""Mixtures of experts: who goes where, and what comes of it, against a loop over rows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import prompt
+from safetensors.numpy import save_file
+
+from jitney.engine import LLM, SamplingParams
+from jitney.engine.common.errors import ConfigError, ModelError
+from jitney.engine.common.requests import EngineRequest
+from jitney.engine.core.executor.program import StateSizes
+from jitney.engine.core.executor.proving import served_by
+from jitney.engine.core.models.layers import RowFacts
+from jitney.engine.core.models.mixture import _Experts, _route, _Routes
+from jitney.engine.core.models.quantization import Packed, quantise, widened
+from jitney.engine.core.models.registry import abstract_model, random_model
+from jitney.engine.core.scheduler.buckets import Buckets
+from jitney.engine.core.weights.checkpoints.families import tiny_config
+from jitney.engine.core.weights.checkpoints.model_config import ExpertsConfig
+from jitney.engine.lab.simulation.roofline import SHAPES, ModelCost
+from jitney.kernels import eight_bits, experts
+from jitney.kernels.interface import Fp8Products
+from jitney.kernels.pallas_tpu import experts as pallas_experts
+from jitney.kernels.proof_shapes import MixtureShape
+from jitney.kernels.select import reference, select
+
+pytestmark = pytest.mark.usefixtures("programs_when_used")
+
+
+def chosen_of(scores: np.ndarray, config: ExpertsConfig) -> list[dict[int, float]]:
+    """What each row gives to each expert it goes through, in float64."""
+    found = []
+    for row in scores.astype(np.float64):
+        shares = np.exp(row - row.max())
+        shares /= shares.sum()
+        best = np.argsort(-shares, kind="stable")[: config.n_chosen]
+        if config.renormalised:
+            shares /= shares[best].sum()
+        found.append({int(expert): float(shares[expert]) for expert in best})
+    return found
+
+
+def read(routes: _Routes, n_padded: int) -> list[dict[int, float]]:
+    """The same, out of the blocks."""
+    found: list[dict[int, float]] = [{} for _ in range(n_padded)]
+    rows = np.asarray(routes.rows).reshape(-1, routes.block)
+    weights = np.asarray(routes.weights).reshape(-1, routes.block)
+    for block in range(int(routes.count)):
+        expert = int(routes.experts[block])
+        real = rows[block] < n_padded
+        assert real.any() and (np.diff(rows[block][real]) > 0).all()
+        assert real[: real.sum()].all()
+        for row, weight in zip(rows[block][real], weights[block][real], strict=True):
+            assert expert not in found[row]
+            found[row][expert] = float(weight)
+    assert (rows[int(routes.count) :] == n_padded).all()
+    return found
+
+
+def rows_read(routes: _Routes, n_padded: int) -> list[list[int]]:
+    """For each row, the experts at its places, greatest share first."""
+    places, owners = np.asarray(routes.places), np.asarray(routes.experts)
+    most = len(routes.rows)
+    for row, place in np.ndenumerate(places):
+        assert place == most or routes.rows[place] == row[0]
+    return [[int(owners[p // routes.block]) for p in own if p < most] for own in places]
+
+
+@pytest.mark.usefixtures("hurried")
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    n_padded=st.sampled_from([1, 3, 16, 40, 200]),
+    experts=st.sampled_from([(1, 1), (4, 2), (5, 5), (33, 3)]),
+    renormalised=st.booleans(),
+    real=st.floats(0, 1),
+    skew=st.sampled_from([0.1, 8.0]),
+)
+def test_every_real_row_goes_through_its_experts_and_no_other_row_does(
+    seed: int,
+    n_padded: int,
+    experts: tuple[int, int],
+    renormalised: bool,
+    real: float,
+    skew: float,
+):
+    check_routes(
+        seed, n_padded, ExpertsConfig(*experts, renormalised), round(real * n_padded), skew
+    )
+
+
+def test_steps_of_many_rows_are_routed_by_a_running_sum():
+    check_routes(1, 1100, ExpertsConfig(33, 3, renormalised=True), 1090, 1.0)
+
+
+def check_routes(seed: int, n_padded: int, config: ExpertsConfig, n_rows: int, skew: float) -> None:
+    drawn = np.random.default_rng(seed)
+    # Some experts are everybody's, others nobody's.
+    scores = drawn.standard_normal((n_padded, config.n_experts))
+    scores = (scores + skew * drawn.standard_normal(config.n_experts)).astype(np.float32)
+    routed = jax.jit(_route, static_argnums=1)(scores, config, jnp.int32(n_rows))
+    found, wanted = read(routed, n_padded), chosen_of(scores, config)
+    assert not any(found[n_rows:])
+    at_places = rows_read(routed, n_padded)
+    assert not any(at_places[n_rows:])
+    assert [set(own) for own in at_places] == [own.keys() for own in found]
+    assert (np.diff(np.asarray(routed.shares)[:n_rows], axis=1) <= 0).all()
+    assert (np.asarray(routed.experts)[int(routed.count) :] == config.n_experts).all()
+    for own, expected in zip(found[:n_rows], wanted[:n_rows], strict=True):
+        assert own.keys() == expected.keys()
+        np.testing.assert_allclose(
+            [own[expert] for expert in expected], list(expected.values()), rtol=1e-4, atol=1e-6
+        )
+
+
+def real(n_rows: int) -> RowFacts:
+    """So many rows are real, those behind them pad the step."""
+    return RowFacts(jnp.int32(n_rows))
+
+
+def naive(layer: _Experts, x: np.ndarray, n_experts: int) -> np.ndarray:
+    """Row by row and expert by expert, in float64, with the weights as they are stored."""
+
+    def matrices(packed: Packed) -> list[np.ndarray]:
+        return np.split(np.asarray(widened(packed), np.float64), n_experts, axis=1)
+
+    opening, closing = matrices(layer.gate_up.packed), matrices(layer.down.packed)
+    scores = x.astype(np.float64) @ np.asarray(layer.router[...], np.float64)
+    found = np.zeros(x.shape)
+    for row, shares in enumerate(chosen_of(scores, layer.experts)):
+        for expert, share in shares.items():
+            gate, up = np.split(x[row].astype(np.float64) @ opening[expert], 2)
+            found[row] += share * ((gate / (1 + np.exp(-gate)) * up) @ closing[expert])
+    return found
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("arranged", [False, True])
+@pytest.mark.parametrize("scheme", Packed.schemes)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_a_layer_is_the_sum_of_its_rows_experts(family: str, scheme: str, arranged: bool):
+    config = tiny_config(family)
+    assert config.experts is not None
+    layer = _Experts(config, dtype=jnp.float32, rngs=nnx.Rngs(3))
+    for linear in (layer.gate_up, layer.down):
+        linear.set_matrix(quantise(linear.kernel[...], scheme=scheme, dtype=jnp.float32))
+    x = np.random.default_rng(5).standard_normal((40, config.hidden_size)).astype(np.float32)
+    expected = naive(layer, x, config.experts.n_experts)
+    kernels = reference()
+    if arranged:
+        layer.arrange(kernels)
+    found = np.asarray(layer(jnp.asarray(x), kernels, real(37)))
+    np.testing.assert_allclose(found[:37], expected[:37], rtol=0, atol=2e-4)
+    assert np.abs(expected[:37]).max() > 1
+    assert not found[37:].any()
+
+
+@pytest.mark.parametrize("scheme", Packed.schemes)
+def test_the_machines_own_kernels_give_the_same_layer_in_bfloat16(scheme: str):
+    """Weights laid out in panels and multiplied where they lie, where this CPU has such."""
+    config = tiny_config("mixtral")
+    assert config.experts is not None
+    layer = _Experts(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(3))
+    for linear in (layer.gate_up, layer.down):
+        linear.set_matrix(quantise(linear.kernel[...], scheme=scheme, dtype=jnp.bfloat16))
+    x = jax.random.normal(jax.random.key(1), (40, config.hidden_size), jnp.bfloat16)
+    expected = naive(layer, np.asarray(x, np.float32), config.experts.n_experts)
+    kernels = select("cpu", "auto")
+    layer.arrange(kernels)
+    found = np.asarray(layer(x, kernels, real(40)), np.float64)
+    # The rows of products in int8 are rounded to 8 bits as well.
+    bound = 0.04 if scheme == "int8" else 0.02
+    assert np.abs(found - expected).max() < bound * np.abs(expected).max()
+    for row in (0, 17, 39):
+        one = layer(x[row : row + 1], kernels, real(1))
+        np.testing.assert_array_equal(np.asarray(one[0], np.float64), found[row])
+
+
+AT_ONCE = {
+    "plain jax.numpy": experts.experts,
+    "Pallas, interpreted": partial(pallas_experts.experts, interpret=True),
+}
+
+
+@pytest.mark.parametrize("arranged", [False, True])
+@pytest.mark.parametrize("scheme", ["plain", "int8", "fp8"])
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_all_blocks_at_once_give_what_one_after_the_other_gives(
+    name: str, scheme: str, arranged: bool
+):
+    layer, x = layer_of("qwen3_moe", scheme)
+    expected = np.asarray(layer(x, reference(), real(37)))
+    calls = []
+
+    def counted(*args: Any) -> jax.Array:
+        calls.append(args)
+        return AT_ONCE[name](*args)
+
+    kernels = replace(reference(), experts=counted)
+    if arranged:
+        layer.arrange(kernels)
+    found = np.asarray(layer(x, kernels, real(37)))
+    assert len(calls) == 1
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    assert not found[37:].any()
+
+
+def test_numbers_at_nobodys_places_reach_no_row():
+    """A kernel leaves them as the memory was."""
+    layer, x = layer_of("mixtral", "plain")
+
+    def leaving(given: Any, *args: Any) -> jax.Array:
+        blocks = args[2]
+        answers = experts.experts(given, *args)
+        return jnp.where((blocks.rows < len(given))[:, None], answers, jnp.nan)
+
+    for n_rows in (0, 1, 37, 40):
+        found = layer(x, replace(reference(), experts=leaving), real(n_rows))
+        expected = layer(x, reference(), real(n_rows))
+        np.testing.assert_allclose(np.asarray(found), np.asarray(expected), rtol=0, atol=1e-4)
+
+
+def test_a_row_alone_has_the_bits_it_has_in_a_crowd_all_at_once():
+    layer, x = layer_of("qwen3_moe", "plain", "bfloat16")
+    kernels = replace(reference(), experts=AT_ONCE["Pallas, interpreted"])
+    layer.arrange(kernels)
+    found = np.asarray(layer(x, kernels, real(40)), np.float32)
+    for row in (0, 17, 39):
+        one = layer(x[row : row + 1], kernels, real(1))
+        np.testing.assert_array_equal(np.asarray(one[0], np.float32), found[row])
+
+
+def test_experts_in_four_bits_are_multiplied_one_after_the_other():
+    def never(*args: Any) -> jax.Array:
+        raise AssertionError("int4 is not for this kernel")
+
+    layer, x = layer_of("mixtral", "int4")
+    expected = np.asarray(layer(x, reference(), real(40)))
+    kernels = replace(reference(), experts=never)
+    layer.arrange(kernels)
+    np.testing.assert_allclose(np.asarray(layer(x, kernels, real(40))), expected, atol=1e-4)
+
+
+def test_experts_that_no_kernel_of_fp8_is_for_are_laid_out_for_all_at_once():
+    """A set that multiplies rows in fp8 turns its matrices; those of experts stay [X, I, O]."""
+    layer, x = layer_of("mixtral", "fp8")
+    expected = np.asarray(layer(x, reference(), real(40)))
+    products = Fp8Products(eight_bits.arrange_fp8, eight_bits.matmul_fp8)
+    kernels = replace(reference(), fp8=products, experts=experts.experts)
+    layer.arrange(kernels)
+    np.testing.assert_allclose(np.asarray(layer(x, kernels, real(40))), expected, atol=1e-4)
+
+
+def test_experts_of_which_half_is_in_four_bits_are_laid_out_for_one_after_the_other():
+    layer, x = layer_of("mixtral", "fp8")
+    wide = widened(layer.down.packed)
+    layer.down.set_matrix(quantise(wide, scheme="int4", dtype=jnp.float32))
+    products = Fp8Products(eight_bits.arrange_fp8, eight_bits.matmul_fp8)
+    without = replace(reference(), fp8=products)
+    given = nnx.clone(layer)
+    given.arrange(without)
+    expected = np.asarray(given(x, without, real(40)))
+    kernels = replace(without, experts=experts.experts)
+    layer.arrange(kernels)
+    np.testing.assert_array_equal(np.asarray(layer(x, kernels, real(40))), expected)
+
+
+def layer_of(family: str, scheme: str, dtype: str = "float32") -> tuple[_Experts, jax.Array]:
+    """A layer with weights in the scheme, and 40 rows."""
+    config = tiny_config(family)
+    layer = _Experts(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(3))
+    for linear in (layer.gate_up, layer.down):
+        linear.set_matrix(quantise(linear.kernel[...], scheme=scheme, dtype=jnp.dtype(dtype)))
+    return layer, jax.random.normal(jax.random.key(1), (40, config.hidden_size), dtype)
+
+
+SETTINGS: dict[str, Any] = {
+    "page_size": 16,
+    "max_seats": 8,
+    "context": 256,
+    "token_budget": 64,
+    "measured_sizes": False,
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+
+
+def engine(model: str, **settings: Any) -> LLM:
+    return LLM(model, **SETTINGS | settings)
+
+
+@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"weights": "int8"}], ids=str)
+def test_a_crowd_changes_nobodys_tokens(settings: dict[str, Any]):
+    llm = engine("tiny-random:qwen3_moe", **settings)
+    prompts = [prompt(20 + i, 3 + 9 * i) for i in range(8)]
+    crowd = [one.outputs[0].token_ids for one in llm.generate(prompts, GREEDY)]
+    alone = [llm.generate([one], GREEDY)[0].outputs[0].token_ids for one in prompts]
+    assert crowd == alone
+    assert len({tuple(tokens) for tokens in crowd}) == 8
+    llm.core.check()
+
+
+def test_experts_are_proven_in_the_rows_of_their_blocks():
+    """One of the step's own counts of rows is no other's: a kernel may have ways of its own for
+    few and for many.
+    """
+    config = tiny_config("mixtral")
+    buckets = Buckets.of(max_seats=2, token_budget=300, seat_sizes=(1, 2), token_sizes=(300,))
+    sizes = StateSizes(
+        seats=2, n_pages=16, page_size=16, context_length=64, kv_dtype=jnp.dtype("float32")
+    )
+    served = served_by(random_model(config), config, sizes, buckets, jnp.float32)
+    assert set(served.steps.blocks) == {16, 128}
+    assert served.mixtures == (MixtureShape(128, ("plain", "plain"), "silu"),)
+    assert {1, 2, 16, 128} <= set(served.steps.product_rows)
+
+
+def test_an_adapter_of_experts_is_refused_by_name(tmp_path: Path):
+    name = "base_model.model.model.layers.0.block_sparse_moe.experts.0.w1"
+    save_file(
+        {
+            f"{name}.lora_A.weight": np.zeros((4, 64), np.float32),
+            f"{name}.lora_B.weight": np.zeros((128, 4), np.float32),
+        },
+        tmp_path / "adapter_model.safetensors",
+    )
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["w1"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises((ModelError, ConfigError), match=r"experts\.0\.w1"):
+        engine("tiny-random:mixtral", adapters=(f"own={tmp_path}",))
+
+
+@pytest.mark.usefixtures("hurried")
+def test_the_canary_judges_a_mixture_in_float32_alone():
+    """In bfloat16 rounding sends some tokens through other experts: log-probabilities of random
+    models move by up to 4.
+    """
+    with pytest.raises(ConfigError, match=r"canary_every cannot judge a mixture .* in bfloat16"):
+        engine("tiny-random:mixtral", dtype="bfloat16", canary_every=1)
+    llm = engine("tiny-random:mixtral", dtype="float32", canary_every=1)
+    for number in range(4):
+        tokens = prompt(20 + number, 30)
+        asked = EngineRequest(id=f"r{number}", prompt=tokens, sampling=GREEDY, arrival=0.0)
+        llm.core.add(asked)
+    found = []
+    while llm.core.has_work:
+        found += llm.core.step().canary
+    assert len(found) == 4
+    assert all(finding.right and finding.apart < 1e-3 for finding in found)
+
+
+#: What they are published with: all weights, and those that a token meets.
+@pytest.mark.parametrize(
+    ("name", "all_weights", "met"),
+    [("qwen3-30b-a3b", 30.53e9, 3.35e9), ("mixtral-8x7b", 46.70e9, 12.9e9)],
+)
+def test_published_mixtures_have_their_number_of_weights(name: str, all_weights: float, met: float):
+    config = SHAPES[name]
+    leaves = jax.tree.leaves(nnx.state(abstract_model(config)))
+    cost = ModelCost(config)
+    assert sum(leaf.size for leaf in leaves) == pytest.approx(all_weights, rel=1e-3)
+    assert cost.parameters == pytest.approx(all_weights, rel=1e-3)
+    assert cost.step.row_weights + 2 * cost.table_weights == pytest.approx(met, rel=5e-3)
+
+
+def test_few_rows_read_few_experts():
+    cost = ModelCost(SHAPES["qwen3-30b-a3b"])
+    assert cost.step.read_weights(1) == pytest.approx(cost.step.row_weights)
+    assert cost.step.read_weights(8) < 0.5 * cost.layer_weights
+    assert cost.step.read_weights(512) == pytest.approx(cost.layer_weights, rel=1e-6)

@@ -1,0 +1,127 @@
+"""Every family over several devices: two sums a layer, and through the command line the tokens of
+one device.
+
+`docs/benchmarks/tensor_parallel.py` does the second for all families and counts; here it is the
+family with the most of its own: windows, caps of scores and of logits, norms behind layers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from places import SUPPORT
+
+from jitney.engine.core.weights.checkpoints.families import FAMILIES, tiny_config
+
+#: Decoders; an encoder is served on one device.
+NAMES = [family.name for family in FAMILIES.values() if tiny_config(family.name).encoder is None]
+#: Families whose rows are rounded to fp8, over so many devices.
+IN_FP8 = (("qwen3", 4), ("mixtral", 2))
+
+
+def run(folder: Path, jobs: list[tuple[str, str, list[Any]]]) -> dict[str, np.ndarray]:
+    """What `sharding_program` makes of the jobs, in a process with eight devices,
+    compiled in a hurry."""
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(SUPPORT / "sharding_program.py"),
+            str(folder / "jobs.json"),
+            str(folder / "out.npz"),
+        ],
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return dict(np.load(folder / "out.npz"))
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
+    """What a greedy step of each family is on two devices, by the family's name; and what engines
+    answer on one device and on four, which share KV heads two by two.
+    """
+    jobs: list[tuple[str, str, list[Any]]] = [
+        (name, "program", [2, True, [4, 4], name]) for name in NAMES
+    ]
+    jobs += [(str(n), "served", ["gemma2", n]) for n in (1, 4)]
+    jobs += [(f"adapted {n}", "adapted", [n]) for n in (1, 4)]
+    return run(tmp_path_factory.mktemp("families"), jobs)
+
+
+@pytest.fixture(scope="module")
+def products(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
+    """What engines answer whose products are multiplied in other ways, on several devices and on
+    one. All in one process, which takes seconds to start.
+    """
+    jobs: list[tuple[str, str, list[Any]]] = [
+        ("loop", "served", ["qwen3_moe", 1]),
+        ("at once", "served_at_once", ["qwen3_moe", 4]),
+    ]
+    for family, devices in IN_FP8:
+        jobs.append((f"{family} over", "in_fp8", [family, devices, 1]))
+        jobs.append((f"{family} on one", "in_fp8", [family, 1, devices]))
+    return run(tmp_path_factory.mktemp("products"), jobs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_of_any_family_sends_two_sums(results: dict[str, np.ndarray], name: str):
+    """And a third one of two numbers a row, where queries and keys are normed over all heads."""
+    reduces, gathers, widest, pools, aliased, scatters = results[name]
+    sums = 3 if tiny_config(name).wide_qk_norm else 2
+    assert reduces == sums * 2 + 1  # two layers, and one for the embedding
+    assert gathers == 1 and widest == 2 * 2 * 4  # two numbers a row of each device
+    assert scatters == 0
+    assert aliased >= pools
+
+
+def test_the_command_line_prints_the_same_on_four_devices(results: dict[str, np.ndarray]):
+    np.testing.assert_array_equal(results["4 text"], results["1 text"])
+    assert len(results["1 text"]) > 24
+
+
+def test_an_engine_on_four_devices_answers_like_one(results: dict[str, np.ndarray]):
+    answers = results["4 tokens"]
+    np.testing.assert_array_equal(answers, results["1 tokens"])
+    assert answers.shape == (18, 12) and len(np.unique(answers, axis=0)) > 12
+    assert not results["4 compiles"]
+
+
+def test_adapters_on_four_devices_answer_like_those_on_one(results: dict[str, np.ndarray]):
+    answers = results["adapted 4"]
+    np.testing.assert_array_equal(answers, results["adapted 1"])
+    assert answers.shape == (6, 12) and len(np.unique(answers, axis=0)) == 6
+
+
+def test_experts_all_at_once_on_four_devices_choose_the_tokens_of_one_after_the_other_on_one(
+    products: dict[str, np.ndarray],
+):
+    """Each device has a share of every expert."""
+    assert products["at once calls"] > 0
+    for kind in ("text", "tokens"):
+        np.testing.assert_array_equal(products[f"at once {kind}"], products[f"loop {kind}"])
+
+
+@pytest.mark.parametrize(("family", "devices"), IN_FP8)
+def test_rows_in_fp8_over_devices_choose_the_tokens_of_shares_rounded_on_one(
+    products: dict[str, np.ndarray], family: str, devices: int
+):
+    """One device multiplies each share of a row with its own part of the matrix, turned back to
+    [I, O], and adds them up. The experts of a mixture go one after the other here.
+    """
+    over, on_one = f"{family} over", f"{family} on one"
+    assert products[f"{over} calls"] > 0 and products[f"{on_one} calls"] > 0
+    assert products[f"{over} proved"].tolist() == [True]
+    np.testing.assert_array_equal(products[f"{over} tokens"], products[f"{on_one} tokens"])

@@ -1,0 +1,655 @@
+"""Weights from folders and GGUF files: the same numbers by every way in, and one clear error for
+every bad file.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from gguf_files import close, open_writer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llamas import as_llama
+from safetensors.numpy import save_file
+
+from jitney.engine.common.errors import ModelError
+from jitney.engine.core.models.llama import Llama
+from jitney.engine.core.models.registry import model_class
+from jitney.engine.core.models.rope import _inverse_frequencies
+from jitney.engine.core.weights.checkpoint import _BlockGGUF
+from jitney.engine.core.weights.checkpoints.families import FAMILIES, tiny_config
+from jitney.engine.core.weights.checkpoints.gguf import GGUFFile
+from jitney.engine.core.weights.checkpoints.gguf_config import config_of
+from jitney.engine.core.weights.checkpoints.sources import ModelSource
+from jitney.engine.core.weights.load import load_model
+
+DECODERS = [name for name in FAMILIES if tiny_config(FAMILIES[name].name).encoder is None]
+
+E, H, K, D, F, V, L = 64, 4, 2, 16, 128, 96, 2
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": V,
+    "hidden_size": E,
+    "num_hidden_layers": L,
+    "num_attention_heads": H,
+    "num_key_value_heads": K,
+    "intermediate_size": F,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "eos_token_id": 2,
+}
+
+
+def tensors(biases: bool = False, lm_head: bool = True) -> dict[str, np.ndarray]:
+    """A Hugging Face state dict."""
+    random = np.random.default_rng(3)
+    shapes = {"model.embed_tokens.weight": (V, E), "model.norm.weight": (E,)}
+    if lm_head:
+        shapes["lm_head.weight"] = (V, E)
+    for layer in range(L):
+        at = f"model.layers.{layer}."
+        shapes |= {
+            f"{at}input_layernorm.weight": (E,),
+            f"{at}post_attention_layernorm.weight": (E,),
+            f"{at}self_attn.q_proj.weight": (H * D, E),
+            f"{at}self_attn.k_proj.weight": (K * D, E),
+            f"{at}self_attn.v_proj.weight": (K * D, E),
+            f"{at}self_attn.o_proj.weight": (E, H * D),
+            f"{at}mlp.gate_proj.weight": (F, E),
+            f"{at}mlp.up_proj.weight": (F, E),
+            f"{at}mlp.down_proj.weight": (E, F),
+        }
+        if biases:
+            shapes |= {
+                f"{at}self_attn.{name}_proj.bias": (rows,)
+                for name, rows in (("q", H * D), ("k", K * D), ("v", K * D))
+            }
+    return {
+        name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()
+    }
+
+
+def write_folder(
+    folder: Path, state: dict[str, np.ndarray], config: dict = CONFIG, shards: int = 1
+) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if shards == 1:
+        save_file(state, folder / "model.safetensors")
+        return folder
+    weight_map = {
+        name: f"model-{i % shards:05}-of-{shards:05}.safetensors" for i, name in enumerate(state)
+    }
+    for shard in set(weight_map.values()):
+        save_file(
+            {name: state[name] for name in state if weight_map[name] == shard}, folder / shard
+        )
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
+    return folder
+
+
+def load(path: Path, dtype=jnp.float32) -> Llama:
+    source = ModelSource.resolve(str(path))
+    return as_llama(load_model(source, source.config, dtype))
+
+
+def flat(model: Llama) -> dict[tuple, np.ndarray]:
+    return {path: np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(nnx.state(model))}
+
+
+def assert_same(a: Llama, b: Llama, **tolerance) -> None:
+    left, right = flat(a), flat(b)
+    assert left.keys() == right.keys()
+    for path in left:
+        np.testing.assert_allclose(left[path], right[path], err_msg=str(path), **tolerance)
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(ModelError) as caught:
+        load(folder)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# Hugging Face folders
+
+
+def test_projections_are_fused_and_transposed(tmp_path: Path):
+    state = tensors()
+    found = flat(load(write_folder(tmp_path, state)))
+    at = "model.layers.1."
+    q, k, v = (state[f"{at}self_attn.{name}_proj.weight"] for name in "qkv")
+    qkv = found["layers", 1, "attention", "qkv", "kernel"]
+    assert qkv.shape == (E, (H + 2 * K) * D)
+    np.testing.assert_array_equal(qkv[:, : H * D], q.T)
+    np.testing.assert_array_equal(qkv[:, H * D : (H + K) * D], k.T)
+    np.testing.assert_array_equal(qkv[:, (H + K) * D :], v.T)
+    gate_up = found["layers", 1, "mlp", "gate_up", "kernel"]
+    np.testing.assert_array_equal(gate_up[:, :F], state[f"{at}mlp.gate_proj.weight"].T)
+    np.testing.assert_array_equal(gate_up[:, F:], state[f"{at}mlp.up_proj.weight"].T)
+    np.testing.assert_array_equal(
+        found["layers", 0, "mlp", "down", "kernel"], state["model.layers.0.mlp.down_proj.weight"].T
+    )
+    np.testing.assert_array_equal(found["lm_head", "kernel"], state["lm_head.weight"].T)
+    np.testing.assert_array_equal(found["embed",], state["model.embed_tokens.weight"])
+    assert len(found) == 3 + L * 6
+
+
+def test_shards_and_one_file_give_the_same_model(tmp_path: Path):
+    state = tensors()
+    one, three = (
+        write_folder(tmp_path / "one", state),
+        write_folder(tmp_path / "three", state, shards=3),
+    )
+    assert_same(load(one), load(three), rtol=0)
+
+
+def bare(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors of the base model, by the names that it has when it is saved by itself."""
+    return {
+        name.removeprefix("model."): value for name, value in state.items() if "lm_head" not in name
+    }
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("architecture", DECODERS)
+def test_a_base_model_saved_by_itself_is_the_same_model(
+    tmp_path: Path, architecture: str, shards: int
+):
+    """Qwen3-Embedding, and others of `AutoModel`, lack the prefix of all names."""
+    config = replace(tiny_config(FAMILIES[architecture].name), tie_embeddings=True)
+    random = np.random.default_rng(5)
+    weights = model_class(architecture).weight_map(config, "hf")
+    state = {
+        name: random.standard_normal(piece.shape).astype(np.float32)
+        for name, piece in weights.pieces.items()
+    }
+    loaded = [
+        flat(as_llama(load_model(ModelSource("hf", str(folder), "", config), config)))
+        for folder in (
+            write_folder(tmp_path / "long", state),
+            write_folder(tmp_path / "bare", bare(state), shards=shards),
+        )
+    ]
+    assert loaded[0].keys() == loaded[1].keys()
+    for path, leaf in loaded[0].items():
+        np.testing.assert_array_equal(loaded[1][path], leaf, err_msg=str(path))
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_base_model_without_a_head_says_so(
+    tmp_path: Path, shards: int, caplog: pytest.LogCaptureFixture
+):
+    """Qwen3-Embedding-8B has an untied head by its configuration, and none in its files."""
+    config = CONFIG | {"architectures": ["LlamaModel"]}
+    with caplog.at_level(logging.WARNING):
+        model = load(write_folder(tmp_path / "bare", bare(tensors()), config, shards))
+    assert model.lm_head is None and "no output head" in caplog.text
+    caplog.clear()
+    whole = load(
+        write_folder(
+            tmp_path / "whole",
+            bare(tensors()) | {"lm_head.weight": tensors()["lm_head.weight"]},
+            config,
+            shards,
+        )
+    )
+    assert_same(whole, load(write_folder(tmp_path / "long", tensors())))
+    assert not caplog.text
+
+
+def test_a_damaged_model_is_none_without_a_head(tmp_path: Path):
+    assert "1 missing: lm_head.weight" in refusal(write_folder(tmp_path, tensors(lm_head=False)))
+
+
+def test_a_tensor_under_both_names_is_refused(tmp_path: Path):
+    state = tensors() | {"norm.weight": np.ones(E, np.float32)}
+    assert "model.norm.weight is stored twice" in refusal(write_folder(tmp_path, state))
+
+
+def test_stored_dtypes_are_read_and_cast(tmp_path: Path):
+    state = tensors()
+    wide = load(write_folder(tmp_path / "f32", state), jnp.bfloat16)
+    narrow = write_folder(
+        tmp_path / "bf16", {name: value.astype(ml_dtypes.bfloat16) for name, value in state.items()}
+    )
+    assert_same(wide, load(narrow, jnp.bfloat16), rtol=0)
+    half = write_folder(
+        tmp_path / "f16", {name: value.astype(np.float16) for name, value in state.items()}
+    )
+    assert_same(load(half), load(write_folder(tmp_path / "f32", state)), rtol=1e-3, atol=1e-3)
+
+
+def test_progress_counts_tensors(tmp_path: Path):
+    source = ModelSource.resolve(str(write_folder(tmp_path, tensors())))
+    seen = []
+    load_model(source, source.config, jnp.float32, lambda *news: seen.append(news))
+    assert seen == [("weights", done, 15, "") for done in range(1, 16)]
+
+
+def test_a_tied_model_may_carry_its_head(tmp_path: Path):
+    tied = CONFIG | {"tie_word_embeddings": True}
+    state = tensors() | {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(D // 2, np.float32)
+    }
+    assert load(write_folder(tmp_path, state, tied)).lm_head is None
+
+
+def test_all_faults_in_one_error(tmp_path: Path):
+    state = tensors()
+    del state["model.layers.0.mlp.up_proj.weight"], state["model.norm.weight"]
+    state["model.layers.1.self_attn.q_proj.weight"] = np.zeros((H * D, E + 1), np.float32)
+    state["model.layers.1.self_attn.q_proj.bias"] = np.zeros(H * D, np.float32)
+    message = refusal(write_folder(tmp_path, state))
+    assert "2 missing: model.norm.weight, model.layers.0.mlp.up_proj.weight" in message
+    assert "1 unexpected: model.layers.1.self_attn.q_proj.bias" in message
+    assert (
+        "1 misshapen: model.layers.1.self_attn.q_proj.weight [64, 65] instead of [64, 64]"
+        in message
+    )
+
+
+def test_a_long_list_of_faults_is_counted(tmp_path: Path):
+    message = refusal(write_folder(tmp_path, {"model.norm.weight": np.ones(E, np.float32)}))
+    assert (
+        "20 missing" in message and message.count("model.layers") == 8 and "and 10 more" in message
+    )
+
+
+def shard_index(folder: Path, shard: str) -> Path:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"model.norm.weight": shard}})
+    )
+    return folder
+
+
+@pytest.mark.parametrize(
+    "shard", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", "a\\b", "a\x00b"]
+)
+def test_shards_outside_the_folder_are_refused(tmp_path: Path, shard: str):
+    save_file(tensors(), tmp_path / "secret.safetensors")
+    assert "unsafe file name" in refusal(
+        shard_index(write_folder(tmp_path / "model", tensors()), shard)
+    )
+
+
+def test_a_missing_shard_is_named(tmp_path: Path):
+    folder = shard_index(write_folder(tmp_path, tensors()), "model-00001-of-00002.safetensors")
+    assert refusal(folder) == "the model folder lacks model-00001-of-00002.safetensors"
+
+
+def test_links_out_of_the_folder_are_refused(tmp_path: Path):
+    folder = write_folder(tmp_path / "model", tensors())
+    (folder / "model.safetensors").rename(tmp_path / "weights")
+    (folder / "model.safetensors").symlink_to(tmp_path / "weights")
+    message = refusal(folder)
+    assert "model.safetensors is a link that leads out of the model folder" in message
+    assert str(tmp_path / "weights") in message and "put the file itself there" in message
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to("/etc/passwd")
+    assert "leads out of the model folder" in refusal(folder)
+
+
+def test_a_link_to_nothing_is_named(tmp_path: Path):
+    folder = write_folder(tmp_path, tensors())
+    (folder / "generation_config.json").symlink_to("../blobs/gone")
+    assert refusal(folder) == (
+        "generation_config.json of the model folder is a link to '../blobs/gone', where no file is"
+    )
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path) -> Path:
+    """A snapshot in a cache of the hub; the weights lie where several repositories share them."""
+    cache = tmp_path / "hub"
+    repository = cache / "models--a--b"
+    blobs, snapshot = repository / "blobs", repository / "snapshots" / "abc"
+    shared = cache / "blobs" / "5e" / f"5e{'0' * 62}"
+    for folder in (blobs, snapshot, shared.parent):
+        folder.mkdir(parents=True)
+    plain = write_folder(tmp_path / "plain", tensors())
+    (plain / "config.json").rename(blobs / "c0")
+    (plain / "model.safetensors").rename(shared)
+    (blobs / "e7").symlink_to(Path("../../blobs/5e") / shared.name)
+    (snapshot / "config.json").symlink_to("../../blobs/c0")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/e7")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("{}")
+    (cache / "token").write_text("{}")
+    return snapshot
+
+
+def test_links_of_the_hub_cache_are_fine(tmp_path: Path, snapshot: Path):
+    wanted = load(snapshot)
+    (tmp_path / "link").symlink_to(snapshot)
+    below, elsewhere = snapshot / "checkpoint-7", tmp_path / "elsewhere"
+    for folder in (below, elsewhere):
+        folder.mkdir()
+        for name in ("config.json", "model.safetensors"):
+            (folder / name).symlink_to((snapshot / name).resolve())
+    through = tmp_path / "through"
+    through.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (through / name).symlink_to(snapshot / name)
+    for folder in (tmp_path / "link", below, elsewhere, through):
+        assert_same(load(folder), wanted)
+
+
+def test_links_below_the_folder_are_fine(tmp_path: Path):
+    folder = write_folder(tmp_path / "model", tensors())
+    (folder / "..data").mkdir()
+    (folder / "config.json").rename(folder / "..data" / "config.json")
+    (folder / "config.json").symlink_to("..data/config.json")
+    assert flat(load(folder))
+
+
+@pytest.mark.parametrize("target", ["../../refs/main", "../../../token", "../../blobs/evil"])
+def test_other_files_of_the_hub_cache_are_refused(tmp_path: Path, snapshot: Path, target: str):
+    """Only what is named by its content; a name in `blobs` that leads elsewhere is none."""
+    (tmp_path / "secret.json").write_text("{}")
+    (snapshot.parents[1] / "blobs" / "evil").symlink_to(tmp_path / "secret.json")
+    (snapshot / "generation_config.json").symlink_to(target)
+    assert "generation_config.json is a link that leads out" in refusal(snapshot)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"short",
+        struct.pack("<Q", 1 << 62) + b"{}",
+        struct.pack("<Q", 2**32) + b"{" * 100,
+        struct.pack("<Q", 8) + b"not json",
+        struct.pack("<Q", 66)
+        + b'{"model.norm.weight":{"dtype":"F32","shape":[64],"data_offsets":[0,256]}}'[:66],
+    ],
+)
+def test_damaged_safetensors_are_refused(tmp_path: Path, data: bytes):
+    folder = write_folder(tmp_path, tensors())
+    (folder / "model.safetensors").write_bytes(data)
+    assert refusal(folder).startswith("model.safetensors: not a sound safetensors file")
+
+
+def test_a_cut_safetensors_file_is_refused(tmp_path: Path):
+    path = write_folder(tmp_path, tensors()) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert "not a sound safetensors file" in refusal(tmp_path)
+
+
+def test_eight_bit_tensors_are_refused(tmp_path: Path):
+    state: dict = tensors() | {"model.norm.weight": np.ones(E, np.int8)}
+    assert "model.norm.weight has type I8" in refusal(write_folder(tmp_path, state))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("config.json", "{", "config.json is not JSON"),
+        ("config.json", "[" * 100_000, "config.json is not JSON"),
+        ("config.json", "[1]", "config.json must hold a JSON object"),
+        ("generation_config.json", '{"eos_token_id": 9999}', "outside the vocabulary"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": 1}}', "weight_map"),
+    ],
+)
+def test_unsound_json_is_refused(tmp_path: Path, name: str, text: str, words: str):
+    folder = write_folder(tmp_path, tensors())
+    (folder / name).write_text(text)
+    assert words in refusal(folder)
+
+
+def test_a_folder_without_weights(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
+    assert "neither model.safetensors nor" in refusal(tmp_path)
+
+
+# GGUF files
+
+
+def permuted(rows: np.ndarray, heads: int) -> np.ndarray:
+    """What llama.cpp's converter does to query and key rows of Llama models."""
+    return (
+        rows.reshape(heads, 2, len(rows) // heads // 2, *rows.shape[1:])
+        .swapaxes(1, 2)
+        .reshape(rows.shape)
+    )
+
+
+def write_gguf(
+    path: Path,
+    state: dict[str, np.ndarray],
+    kinds: dict[str, str] | str = "F32",
+    arch: str = "llama",
+    extra: dict[str, np.ndarray] | None = None,
+) -> Path:
+    """Names by the gguf library's own table; kinds: a tensor type for all matrices, or by Hugging
+    Face name.
+    """
+    names = gguf.get_tensor_name_map(
+        {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2}[arch], L
+    )
+    writer = open_writer(path, arch, layers=L, size=E, inner=F, heads=H, kv_heads=K)
+    for name, value in state.items():
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert stored
+        if arch == "llama" and ("q_proj" in name or "k_proj" in name):
+            value = permuted(value, H if "q_proj" in name else K)
+        kind = gguf.GGMLQuantizationType[
+            kinds if isinstance(kinds, str) else kinds.get(name, "F32")
+        ]
+        if value.ndim == 1:
+            kind = gguf.GGMLQuantizationType.F32
+        writer.add_tensor(stored, gguf.quants.quantize(value, kind), raw_dtype=kind)
+    for name, value in (extra or {}).items():
+        writer.add_tensor(name, value)
+    close(writer)
+    return path
+
+
+@pytest.mark.parametrize(("arch", "biases"), [("llama", False), ("llama", True), ("qwen2", True)])
+def test_gguf_equals_the_folder_it_was_made_from(tmp_path: Path, arch: str, biases: bool):
+    state = tensors(biases)
+    folder = write_folder(
+        tmp_path / "hf",
+        state,
+        CONFIG | {"architectures": ["Qwen2ForCausalLM" if biases else "LlamaForCausalLM"]},
+    )
+    assert_same(load(write_gguf(tmp_path / "m.gguf", state, arch=arch)), load(folder), rtol=0)
+
+
+def test_a_gguf_without_output_is_tied(tmp_path: Path):
+    state = tensors(lm_head=False)
+    model = load(write_gguf(tmp_path / "m.gguf", state))
+    assert model.config.tie_embeddings and model.lm_head is None
+
+
+#: Largest rounding error relative to the largest value of a block, for n-bit codes over its range.
+ERRORS = {
+    "F16": 1e-3,
+    "BF16": 8e-3,
+    "Q8_0": 8e-3,
+    "Q5_0": 0.07,
+    "Q5_1": 0.04,
+    "Q4_0": 0.14,
+    "Q4_1": 0.08,
+}
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_gguf_block_formats(tmp_path: Path, kind: str):
+    state = tensors()
+    model = flat(load(write_gguf(tmp_path / "m.gguf", state, kind)))
+    exact = flat(load(write_folder(tmp_path / "hf", state)))
+    for path, value in exact.items():
+        error = np.abs(model[path] - value).max() / np.abs(value).max()
+        assert error <= (ERRORS[kind] if value.ndim == 2 else 0), path
+        assert value.ndim == 1 or error > 0
+
+
+@pytest.mark.parametrize("length", [3, 3 << 20])
+def test_a_long_array_of_numbers_stays_packed(tmp_path: Path, length: int):
+    path = tmp_path / "long.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_key_value(
+        "general.bytes",
+        np.arange(length, dtype=np.uint8).tolist(),
+        gguf.GGUFValueType.ARRAY,
+        gguf.GGUFValueType.UINT8,
+    )
+    writer.add_uint32("general.behind", 7)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    metadata = GGUFFile(path).metadata
+    values = metadata["general.bytes"]
+    assert isinstance(values, list if length == 3 else np.ndarray)
+    assert np.array_equal(values, np.arange(length, dtype=np.uint8))
+    assert metadata["general.behind"] == 7
+
+
+def read_back(path: Path, raw: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """Write one tensor of encoded rows, and decode it from the file."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("x", raw, raw_dtype=kind)
+    close(writer)
+    return _BlockGGUF(path).sliced("x")[...]
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "BF16"])
+def test_tensors_are_decoded_in_parts_as_in_one_go(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(
+        "jitney.engine.core.weights.checkpoints.gguf._DECODE_ELEMENTS", 3 * 512
+    )  # three rows at a time
+    type = gguf.GGMLQuantizationType[kind]
+    block, size = gguf.GGML_QUANT_SIZES[type]
+    # Bytes below 60 keep every scale finite.
+    raw = np.random.default_rng(5).integers(0, 60, (10, 512 // block * size), dtype=np.uint8)
+    found = read_back(tmp_path / "k.gguf", raw, type)
+    expected = gguf.quants.dequantize(raw, type)
+    assert found.shape == (10, 512) and np.isfinite(found).all() and found.std() > 0
+    np.testing.assert_array_equal(found, expected)
+    part = _BlockGGUF(tmp_path / "k.gguf").sliced("x")[slice(2, 9), slice(130, 261)]
+    np.testing.assert_array_equal(part, expected[2:9, 130:261])
+
+
+def test_q4_k_against_the_format_by_hand(tmp_path: Path):
+    """One super-block: 8 sub-blocks of 32, value = d * scale * code - dmin * min, 6-bit scales
+    packed in 12 bytes.
+    """
+    random = np.random.default_rng(11)
+    packed, codes = (
+        random.integers(0, 256, 12, dtype=np.uint8),
+        random.integers(0, 256, 128, dtype=np.uint8),
+    )
+    raw = np.concatenate([np.array([0.5, 0.25], np.float16).view(np.uint8), packed, codes])[None]
+    expected = []
+    for sub in range(8):
+        if sub < 4:
+            scale, low = packed[sub] & 63, packed[sub + 4] & 63
+        else:
+            scale = (packed[sub + 4] & 15) | ((packed[sub - 4] >> 6) << 4)
+            low = (packed[sub + 4] >> 4) | ((packed[sub] >> 6) << 4)
+        part = codes[sub // 2 * 32 : sub // 2 * 32 + 32]
+        nibbles = part >> 4 if sub % 2 else part & 15
+        expected += [0.5 * int(scale) * int(code) - 0.25 * int(low) for code in nibbles]
+    found = read_back(tmp_path / "k.gguf", raw, gguf.GGMLQuantizationType.Q4_K)
+    np.testing.assert_allclose(found[0], expected, rtol=1e-6)
+
+
+def test_rope_divisors_of_llama3_files(tmp_path: Path):
+    """`rope_freqs.weight` holds what the llama3 rule divides each frequency by."""
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    folder = write_folder(tmp_path / "hf", tensors(), CONFIG | {"rope_scaling": scaling})
+    wanted, _ = _inverse_frequencies(ModelSource.resolve(str(folder)).config)
+    plain = 10000.0 ** -(np.arange(D // 2) / (D // 2))
+    divisors = (plain / np.asarray(wanted)).astype(np.float32)
+    assert divisors.min() == pytest.approx(1) and divisors.max() == pytest.approx(8)
+    path = write_gguf(tmp_path / "m.gguf", tensors(), extra={"rope_freqs.weight": divisors})
+    np.testing.assert_allclose(
+        _inverse_frequencies(ModelSource.resolve(str(path)).config)[0], wanted, rtol=1e-5
+    )
+    assert_same(load(path), load(folder), rtol=0)
+
+
+@pytest.fixture(scope="module")
+def sound_gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "m.gguf", tensors()).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"GG",
+        b"GGUF",
+        b"GGML" + bytes(100),
+        b"GGUF" + struct.pack("<IQQ", 9, 0, 0),
+        b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0),
+        b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1 << 62) + b"key",
+    ],
+)
+def test_files_that_are_not_gguf(tmp_path: Path, data: bytes):
+    (tmp_path / "m.gguf").write_bytes(data)
+    assert refusal(tmp_path / "m.gguf").startswith("m.gguf: ")
+
+
+def test_gguf_files_cut_anywhere_are_refused(tmp_path: Path, sound_gguf: bytes):
+    for size in (10, 30, 200, 700, 1500, len(sound_gguf) // 2, len(sound_gguf) - 1):
+        (tmp_path / "m.gguf").write_bytes(sound_gguf[:size])
+        assert refusal(tmp_path / "m.gguf")
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_gguf_headers_with_changed_bytes_are_read_or_refused(
+    sound_gguf: bytes, data, tmp_path_factory
+):
+    damaged = bytearray(sound_gguf)
+    for _ in range(data.draw(st.integers(1, 3))):
+        damaged[data.draw(st.integers(0, 2200))] = data.draw(st.integers(0, 255))
+    path = tmp_path_factory.getbasetemp() / "damaged.gguf"
+    path.write_bytes(damaged)
+    try:
+        config = config_of(GGUFFile(path))
+    except ModelError as error:
+        assert "\n" not in str(error)
+    else:
+        assert config.n_layers >= 1
+
+
+def test_gguf_faults_name_the_tensors(tmp_path: Path):
+    state = tensors()
+    del state["model.layers.1.mlp.down_proj.weight"]
+    message = refusal(write_gguf(tmp_path / "m.gguf", state))
+    assert "1 missing: blk.1.ffn_down.weight" in message
+
+
+def test_tiny_random_needs_no_files():
+    source = ModelSource.resolve("tiny-random:qwen3")
+    assert source == ModelSource("tiny", "", "tiny-random:qwen3", source.config)
+    model = load_model(source, source.config, jnp.bfloat16)
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {jnp.dtype(jnp.bfloat16)}

@@ -1,0 +1,694 @@
+"""Quantised checkpoints as they are: every bit layout against numpy written from the format's
+description.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from gguf_files import close, open_writer
+from llamas import as_llama
+from safetensors.flax import save_file
+
+from jitney.engine.common.errors import ModelError
+from jitney.engine.core.models.llama import Llama
+from jitney.engine.core.models.quantization import KV_TYPES, Packed, quantise, widened
+from jitney.engine.core.weights import quantising, repack
+from jitney.engine.core.weights.checkpoint import _BlockGGUF, open_checkpoint
+from jitney.engine.core.weights.checkpoints.quantization_config import Packing
+from jitney.engine.core.weights.checkpoints.sources import ModelSource
+from jitney.engine.core.weights.describe import describe_weights
+from jitney.engine.core.weights.load import WeightStorage, load_model
+from jitney.engine.core.weights.quantising import load_kv_scales
+
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
+E, H, K, D, F, V, L = 64, 4, 2, 16, 128, 96, 2
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": V,
+    "hidden_size": E,
+    "num_hidden_layers": L,
+    "num_attention_heads": H,
+    "num_key_value_heads": K,
+    "intermediate_size": F,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "eos_token_id": 2,
+}
+SIZES = {
+    "self_attn.q_proj": (H * D, E),
+    "self_attn.k_proj": (K * D, E),
+    "self_attn.v_proj": (K * D, E),
+    "self_attn.o_proj": (E, H * D),
+    "mlp.gate_proj": (F, E),
+    "mlp.up_proj": (F, E),
+    "mlp.down_proj": (E, F),
+}
+PACKED = WeightStorage("plain", frozenset({"int4", "int8", "fp8"}))
+FLOATS = WeightStorage()
+RANDOM = np.random.default_rng(7)
+
+
+def words_of(
+    nibbles: np.ndarray, axis: int, order: tuple[int, ...] = tuple(range(8))
+) -> np.ndarray:
+    """nibbles along `axis`, eight to an int32; order[i] is the one at bits 4i."""
+    moved = np.moveaxis(nibbles.astype(np.uint32), axis, -1)
+    eights = moved.reshape(*moved.shape[:-1], -1, 8)
+    words = np.zeros(eights.shape[:-1], np.uint32)
+    for i, source in enumerate(order):
+        words |= eights[..., source] << np.uint32(4 * i)
+    return np.ascontiguousarray(np.moveaxis(words, -1, axis)).view(np.int32)
+
+
+def codes(size_out: int, size_in: int, group: int, least_zero: int = 0) -> tuple[np.ndarray, ...]:
+    """Random (nibbles [I, O], zeros [G, O], float16 scales [G, O])."""
+    groups = size_in // group
+    return (
+        RANDOM.integers(0, 16, (size_in, size_out)),
+        RANDOM.integers(least_zero, 16 + least_zero, (groups, size_out)),
+        RANDOM.uniform(0.01, 0.1, (groups, size_out)).astype(np.float16),
+    )
+
+
+def numbers(nibbles: np.ndarray, zeros: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """[I, O] as the formats define it, in float32."""
+    group = len(nibbles) // len(scales)
+    return ((nibbles - zeros.repeat(group, 0)) * scales.astype(np.float32).repeat(group, 0)).astype(
+        np.float32
+    )
+
+
+def gptq(
+    base: str, size_out: int, size_in: int, group: int = 32, offset: int = 1
+) -> tuple[dict, np.ndarray]:
+    nibbles, zeros, scales = codes(size_out, size_in, group, least_zero=offset)
+    state = {
+        "qweight": words_of(nibbles, 0),
+        "qzeros": words_of(zeros - offset, 1),
+        "scales": scales,
+        "g_idx": (np.arange(size_in) // group).astype(np.int32),
+    }
+    return {f"{base}.{name}": value for name, value in state.items()}, numbers(
+        nibbles, zeros, scales
+    ).T
+
+
+def awq(base: str, size_out: int, size_in: int, group: int = 32) -> tuple[dict, np.ndarray]:
+    nibbles, zeros, scales = codes(size_out, size_in, group)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    state = {
+        "qweight": words_of(nibbles, 1, order),
+        "qzeros": words_of(zeros, 1, order),
+        "scales": scales,
+    }
+    return {f"{base}.{name}": value for name, value in state.items()}, numbers(
+        nibbles, zeros, scales
+    ).T
+
+
+def pack_quantised(
+    base: str, size_out: int, size_in: int, group: int = 32, symmetric: bool = False
+) -> tuple[dict, np.ndarray]:
+    """compressed-tensors: signed numbers plus 8, along the inputs; zero points likewise, along the
+    outputs.
+    """
+    nibbles, zeros, scales = codes(size_out, size_in, group)
+    zeros = np.full_like(zeros, 8) if symmetric else zeros
+    state = {
+        "weight_packed": words_of(nibbles.T, 1),
+        "weight_scale": scales.T.astype(ml_dtypes.bfloat16),
+        "weight_shape": np.array([size_out, size_in], np.int32),
+    }
+    if not symmetric:
+        state["weight_zero_point"] = words_of(zeros.T, 0)
+    scales = state["weight_scale"].T.astype(np.float32)
+    return {f"{base}.{name}": value for name, value in state.items()}, numbers(
+        nibbles, zeros, scales
+    ).T
+
+
+def fp8(
+    base: str, size_out: int, size_in: int, shape: tuple[int, ...] = ()
+) -> tuple[dict, np.ndarray]:
+    weights = RANDOM.standard_normal((size_out, size_in)).astype(ml_dtypes.float8_e4m3fn)
+    scale = RANDOM.uniform(0.5, 2, (size_out, 1) if shape == (-1, 1) else shape).astype(np.float32)
+    return {f"{base}.weight": weights, f"{base}.weight_scale": scale}, weights.astype(
+        np.float32
+    ) * scale
+
+
+def int8(base: str, size_out: int, size_in: int) -> tuple[dict, np.ndarray]:
+    weights = RANDOM.integers(-127, 128, (size_out, size_in)).astype(np.int8)
+    scale = RANDOM.uniform(0.01, 0.02, (size_out, 1)).astype(ml_dtypes.bfloat16)
+    return (
+        {f"{base}.weight": weights, f"{base}.weight_scale": scale},
+        weights.astype(np.float32) * scale.astype(np.float32),
+    )
+
+
+COMPRESSED = {"quant_method": "compressed-tensors"}
+#: Name -> (quantization_config, function that makes one matrix, scheme it is packed in).
+FORMATS: dict[str, tuple[dict, Any, str]] = {
+    "gptq": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False},
+        gptq,
+        "int4",
+    ),
+    "gptq_v2": (
+        {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"},
+        lambda *args: gptq(*args, offset=0),
+        "int4",
+    ),
+    "gptq whole columns": (
+        {"quant_method": "gptq", "bits": 4, "group_size": -1},
+        lambda base, outs, ins: gptq(base, outs, ins, group=ins),
+        "int4",
+    ),
+    "awq": ({"quant_method": "awq", "bits": 4, "version": "GEMM", "zero_point": True}, awq, "int4"),
+    "pack": (
+        COMPRESSED
+        | {"format": "pack-quantized", "config_groups": {"a": {"weights": {"num_bits": 4}}}},
+        pack_quantised,
+        "int4",
+    ),
+    "pack symmetric": (
+        COMPRESSED | {"format": "pack-quantized"},
+        lambda *args: pack_quantised(*args, symmetric=True),
+        "int4",
+    ),
+    "fp8 tensor": ({"quant_method": "fp8"}, fp8, "fp8"),
+    "fp8 outputs": (
+        COMPRESSED | {"format": "float-quantized"},
+        lambda *args: fp8(*args, shape=(-1, 1)),
+        "fp8",
+    ),
+    "int8": (COMPRESSED | {"format": "int-quantized"}, int8, "int8"),
+}
+
+
+def write_folder(
+    folder: Path, config: dict, make: Any, change: Any = None
+) -> dict[str, np.ndarray]:
+    """A quantised checkpoint; returns the floats it stands for, by unquantised name."""
+    state: dict[str, Any] = {
+        "model.embed_tokens.weight": RANDOM.standard_normal((V, E)),
+        "lm_head.weight": RANDOM.standard_normal((V, E)),
+        "model.norm.weight": np.ones(E),
+    }
+    for layer in range(L):
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            state[f"model.layers.{layer}.{norm}.weight"] = np.ones(E)
+    state = {name: value.astype(np.float32) for name, value in state.items()}
+    floats = dict(state)
+    for layer in range(L):
+        for name, size in SIZES.items():
+            base = f"model.layers.{layer}.{name}"
+            parts, floats[f"{base}.weight"] = make(base, *size)
+            state |= parts
+    if change:
+        change(state)
+    save_file(
+        {name: jnp.asarray(value) for name, value in state.items()}, folder / "model.safetensors"
+    )
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": config}))
+    return floats
+
+
+def load(path: Path, storage: WeightStorage = PACKED) -> Llama:
+    source = ModelSource.resolve(str(path))
+    return as_llama(load_model(source, source.config, jnp.float32, storage=storage))
+
+
+def qkv(floats: dict[str, np.ndarray], layer: int) -> np.ndarray:
+    return np.concatenate(
+        [floats[f"model.layers.{layer}.self_attn.{name}_proj.weight"] for name in "qkv"]
+    ).T
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_folders_stay_as_they_are_number_for_number(tmp_path: Path, name: str):
+    config, make, scheme = FORMATS[name]
+    floats = write_folder(tmp_path, config, make)
+    packed, plain = load(tmp_path), load(tmp_path, FLOATS)
+    for layer in range(L):
+        blocks = packed.layers[layer], plain.layers[layer]
+        wanted = {
+            "qkv": qkv(floats, layer),
+            "down": floats[f"model.layers.{layer}.mlp.down_proj.weight"].T,
+        }
+        for block in blocks:
+            for part, linear in (("qkv", block.attention.qkv), ("down", block.mlp.down)):
+                np.testing.assert_array_equal(
+                    widened(linear.packed), wanted[part], err_msg=f"{layer} {part}"
+                )
+        assert (
+            blocks[0].attention.qkv.packed.scheme == scheme
+            and blocks[1].attention.qkv.packed.scheme == "plain"
+        )
+    assert (
+        describe_weights(packed) == f"{scheme} x {4 * L}, float32 x 1"
+        and describe_weights(plain) == "float32"
+    )
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("part", [((0, 64), (64, 128)), ((4, 28), (32, 96)), ((0, 64), (0, 128))])
+def test_a_part_is_laid_out_as_in_the_whole(
+    tmp_path: Path, name: str, part: tuple[tuple[int, int], tuple[int, int]]
+):
+    """Also one that begins within a word, and of no more than its surroundings is read."""
+    config, make, scheme = FORMATS[name]
+    floats = write_folder(tmp_path, config, make)
+    source = ModelSource.resolve(str(tmp_path))
+    folder = open_checkpoint(source, Llama.weight_map(source.config, "hf"))
+    matrix = folder.matrix("model.layers.1.mlp.down_proj.weight")
+    assert matrix is not None and matrix.shape == (64, 128)
+    outputs, inputs = (slice(*ends) for ends in part)
+    whole = floats["model.layers.1.mlp.down_proj.weight"][outputs, inputs]
+    np.testing.assert_array_equal(matrix.floats(outputs, inputs), whole)
+    if matrix.group == 128 and inputs != slice(0, 128):
+        return  # its one group cannot be parted
+    read, first = matrix.read(outputs, inputs)
+    found = matrix.part(whole.shape)((tuple(map(jnp.asarray, read)), jnp.asarray(first)), None)
+    np.testing.assert_array_equal(widened(found), whole.T)
+    assert found.scheme == scheme
+    around = (whole.shape[0] + 16) / 64 * (whole.shape[1] + 64) / 128
+    stored = sum(np.prod(field.stored.shape) * field.dtype.itemsize for field in matrix.fields)
+    assert sum(array.nbytes for array in read) <= around * stored + 4
+
+
+def test_floats_have_no_matrix(tmp_path: Path):
+    config, make, _ = FORMATS["fp8 tensor"]
+    write_folder(tmp_path, config, make)
+    source = ModelSource.resolve(str(tmp_path))
+    folder = open_checkpoint(source, Llama.weight_map(source.config, "hf"))
+    assert folder.matrix("model.norm.weight") is None
+    assert folder.matrix("lm_head.weight") is None
+
+
+def test_a_folder_may_be_kept_in_another_scheme(tmp_path: Path):
+    config, make, _ = FORMATS["gptq"]
+    floats = write_folder(tmp_path, config, make)
+    model = load(tmp_path, WeightStorage("int8", frozenset({"int8"})))
+    found, wanted = (
+        model.layers[0].attention.qkv.packed,
+        quantise(qkv(floats, 0), scheme="int8", dtype=jnp.float32),
+    )
+    np.testing.assert_array_equal(found.kernel, wanted.kernel)
+    assert describe_weights(model) == "int8"
+
+
+def test_fp8_with_scales_of_blocks_becomes_floats(tmp_path: Path):
+    """weight_scale_inv [ceil(O / 32), ceil(I / 32)]: the last block of an axis may be cut short."""
+
+    def make(base: str, size_out: int, size_in: int) -> tuple[dict, np.ndarray]:
+        weights = RANDOM.standard_normal((size_out, size_in)).astype(ml_dtypes.float8_e4m3fn)
+        scale = RANDOM.uniform(0.5, 2, (-(-size_out // 32), -(-size_in // 32))).astype(np.float32)
+        wide = scale.repeat(32, 0).repeat(32, 1)[:size_out, :size_in]
+        return (
+            {f"{base}.weight": weights, f"{base}.weight_scale_inv": scale},
+            weights.astype(np.float32) * wide,
+        )
+
+    floats = write_folder(tmp_path, {"quant_method": "fp8", "weight_block_size": [32, 32]}, make)
+    model = load(tmp_path)
+    np.testing.assert_array_equal(model.layers[1].attention.qkv.packed.kernel, qkv(floats, 1))
+    assert describe_weights(model) == "float32"
+    source = ModelSource.resolve(str(tmp_path))
+    folder = open_checkpoint(source, Llama.weight_map(source.config, "hf"))
+    name = "model.layers.1.self_attn.q_proj.weight"
+    part = folder.sliced(name)[slice(3, 40), slice(31, 34)]
+    np.testing.assert_array_equal(part, folder.sliced(name)[...][3:40, 31:34])
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("self_attn.k_scale", "self_attn.v_scale"),
+        ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"),
+        ("self_attn.k_proj.output_scale", "self_attn.v_proj.output_scale"),
+    ],
+)
+def test_scales_of_fp8_keys_and_values_come_from_the_checkpoint(
+    tmp_path: Path, names: tuple[str, str]
+):
+    """A scale is the factor of an fp8 pool; int8 covers the same range, 448 scales, with 127
+    steps.
+    """
+
+    def add(state: dict[str, np.ndarray]) -> None:
+        for layer in range(L):
+            state |= {
+                f"model.layers.{layer}.{name}": np.array([0.01 * (layer + 1) * (i + 1)], np.float32)
+                for i, name in enumerate(names)
+            }
+
+    write_folder(tmp_path, FORMATS["fp8 tensor"][0], fp8, add)
+    source = ModelSource.resolve(str(tmp_path))
+    for kv, limit in (("fp8", 448), ("int8", 127)):
+        model = load(tmp_path)
+        load_kv_scales(model, source, KV_TYPES[kv])
+        found = [block.attention.kv_scales[...] for block in model.layers]  # pyright: ignore[reportOptionalSubscript]
+        np.testing.assert_allclose(
+            found, np.array([[0.01, 0.02] * K, [0.02, 0.04] * K]) * 448 / limit, rtol=1e-6
+        )
+
+
+def test_biases_of_zeros_that_the_model_does_not_have_are_passed_over(tmp_path: Path):
+    def add(state: dict[str, np.ndarray]) -> None:
+        state["model.layers.0.self_attn.o_proj.bias"] = np.zeros(E, np.float16)
+
+    config, make, _ = FORMATS["gptq"]
+    write_folder(tmp_path, config, make, add)
+    assert load(tmp_path).layers[0].attention.o.bias is None
+
+
+def bias(state: dict[str, np.ndarray]) -> None:
+    state["model.layers.0.self_attn.o_proj.bias"] = np.eye(1, E, 5, dtype=np.float16)[0]
+
+
+def shuffle(state: dict[str, np.ndarray]) -> None:
+    state["model.layers.1.mlp.down_proj.g_idx"] = state["model.layers.1.mlp.down_proj.g_idx"][
+        ::-1
+    ].copy()
+
+
+def lose(state: dict[str, np.ndarray]) -> None:
+    del state["model.layers.0.self_attn.q_proj.scales"]
+
+
+def shrink(state: dict[str, np.ndarray]) -> None:
+    state["model.layers.0.self_attn.q_proj.qzeros"] = state[
+        "model.layers.0.self_attn.q_proj.qzeros"
+    ][:, 1:]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (shuffle, "model.layers.1.mlp.down_proj.g_idx reorders inputs"),
+        (lose, "q_proj lacks"),
+        (shrink, "do not fit"),
+        (bias, "1 unexpected: model.layers.0.self_attn.o_proj.bias"),
+    ],
+)
+def test_unsound_parts_are_named(tmp_path: Path, change: Any, words: str):
+    config, make, _ = FORMATS["gptq"]
+    write_folder(tmp_path, config, make, change)
+    with pytest.raises(ModelError, match=words) as caught:
+        load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def assert_same(model: Llama, other: Llama) -> None:
+    """Their weights, in whatever scheme they are kept, are the same numbers."""
+    left, right = (dict(nnx.to_flat_state(nnx.state(each))) for each in (model, other))
+    assert left.keys() == right.keys()
+    for path, leaf in left.items():
+        np.testing.assert_array_equal(leaf[...], right[path][...], err_msg=str(path))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_base_model_saved_by_itself_is_the_same_when_quantised(tmp_path: Path, name: str):
+    config, make, _ = FORMATS[name]
+    bare = tmp_path / "bare"
+    bare.mkdir()
+
+    def also_bare(state: dict[str, Any]) -> None:
+        short = {name.removeprefix("model."): jnp.asarray(x) for name, x in state.items()}
+        save_file(short, bare / "model.safetensors")
+
+    write_folder(tmp_path, config, make, also_bare)
+    (bare / "config.json").write_bytes((tmp_path / "config.json").read_bytes())
+    assert_same(load(bare), load(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("key", "method"),
+    [
+        ("quantization_config", {"quant_method": "compressed_tensors"}),
+        ("compression_config", COMPRESSED),
+        ("compression_config", {}),
+    ],
+)
+def test_compressed_tensors_by_its_older_names(tmp_path: Path, key: str, method: dict):
+    """Files of 2024, and of tools that spell the method with an underscore, are the same model."""
+    config, make, _ = FORMATS["int8"]
+    write_folder(tmp_path, config, make)
+    wanted = load(tmp_path)
+    older = {name: value for name, value in config.items() if name != "quant_method"} | method
+    (tmp_path / "config.json").write_text(
+        json.dumps(CONFIG | {"quantization_config": None, key: older})
+    )
+    assert_same(load(tmp_path), wanted)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"quant_method": "gptq", "bits": 8}, "bits 8; only 4"),
+        ({"quant_method": "gptq", "bits": 3}, "bits 3"),
+        (
+            {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
+            "GPTQ format 'marlin'",
+        ),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version gemv"),
+        ({"quant_method": "awq"}, "bits None"),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            "the method 'bitsandbytes'; known: gptq, awq",
+        ),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt e5m2"),
+        ({"bits": 4}, "the method 'None'"),
+        ([], "not a table"),
+        (COMPRESSED | {"format": "marlin-24"}, "'marlin-24'"),
+        (
+            COMPRESSED
+            | {"format": "pack-quantized", "config_groups": {"a": {"weights": {"num_bits": 8}}}},
+            "num_bits 8",
+        ),
+        (
+            COMPRESSED
+            | {
+                "format": "pack-quantized",
+                "config_groups": {"a": {"weights": {"num_bits": 4, "actorder": "group"}}},
+            },
+            "actorder",
+        ),
+    ],
+)
+def test_formats_that_are_not_read_are_named(config: Any, words: str):
+    with pytest.raises(ModelError, match=words) as caught:
+        Packing.read(config)
+    assert str(caught.value).startswith("config.json: quantization_config ") and "\n" not in str(
+        caught.value
+    )
+
+
+# GGUF
+
+
+def open_one(path: Path, raw: np.ndarray, kind: gguf.GGMLQuantizationType) -> _BlockGGUF:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("x", raw, raw_dtype=kind)
+    close(writer)
+    return _BlockGGUF(path)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K"])
+def test_gguf_blocks_keep_their_numbers(tmp_path: Path, kind: str):
+    """Against the gguf library's decoder. Random bytes, but factors of ordinary size."""
+    type = gguf.GGMLQuantizationType[kind]
+    block, size = gguf.GGML_QUANT_SIZES[type]
+    raw = RANDOM.integers(0, 256, (10, 512 // block, size), dtype=np.uint8)
+    factors = 1 if kind == "Q4_0" else 2
+    steps = RANDOM.uniform(-0.1, 0.1, (10, 512 // block, factors)).astype(np.float16)
+    raw[..., : 2 * factors] = steps.view(np.uint8)
+    raw = raw.reshape(10, -1)
+    matrix = open_one(tmp_path / "x.gguf", raw, type).matrix("x")
+    assert matrix is not None
+    packed = matrix.packed()
+    assert packed.scheme == "int4" and packed.kernel.shape == (256, 10)
+    assert packed.scale.dtype == (jnp.float32 if kind == "Q4_K" else jnp.float16)
+    wanted = gguf.quants.dequantize(raw, type).T
+    # (code - 8) * step + (low + 8 * step) rounds twice where the library rounds once, at eight
+    # steps or so.
+    np.testing.assert_allclose(
+        widened(packed), wanted, rtol=0, atol=0 if kind == "Q4_0" else 4e-7 * np.abs(wanted).max()
+    )
+
+
+def test_gguf_codes_are_ours_bit_for_bit(tmp_path: Path):
+    """Q4_1 by hand: byte j of a block holds inputs j (low) and j + 16 (high); step and low stay
+    float16.
+    """
+    raw = RANDOM.integers(0, 256, (3, 20), dtype=np.uint8)
+    raw[:, :4] = np.array([0.5, -3.0], np.float16).view(np.uint8)
+    matrix = open_one(tmp_path / "x.gguf", raw, gguf.GGMLQuantizationType.Q4_1).matrix("x")
+    assert matrix is not None
+    packed = matrix.packed()
+    np.testing.assert_array_equal(packed.kernel, raw[:, 4:].T)
+    np.testing.assert_array_equal(packed.scale, np.full((1, 3), 0.5))
+    np.testing.assert_array_equal(packed.lows, np.full((1, 3), -3.0))
+    assert (
+        widened(packed)[3, 1] == 0.5 * (raw[1, 7] & 15) - 3
+        and widened(packed)[19, 1] == 0.5 * (raw[1, 7] >> 4) - 3
+    )
+
+
+def write_gguf(path: Path, kinds: dict[str, str]) -> Path:
+    """A llama file; kinds: type by the end of a Hugging Face name, else F32."""
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, L)
+    writer = open_writer(path, "llama", layers=L, size=E, inner=F, heads=H, kv_heads=K)
+    shapes = {"model.embed_tokens": (V, E), "lm_head": (V, E), "model.norm": (E,)}
+    for layer in range(L):
+        shapes |= {f"model.layers.{layer}.{name}": size for name, size in SIZES.items()}
+        shapes |= {
+            f"model.layers.{layer}.{name}": (E,)
+            for name in ("input_layernorm", "post_attention_layernorm")
+        }
+    for name, shape in shapes.items():
+        kind = gguf.GGMLQuantizationType[
+            next((kinds[end] for end in kinds if name.endswith(end)), "F32")
+        ]
+        value = RANDOM.standard_normal(shape).astype(np.float32)
+        writer.add_tensor(
+            f"{names.get_name(name)}.weight", gguf.quants.quantize(value, kind), raw_dtype=kind
+        )
+    close(writer)
+    return path
+
+
+def test_a_gguf_model_stays_in_4_bits_with_its_rows_in_order(tmp_path: Path):
+    """Packed and decoded copies are the same numbers, query and key rows reordered alike; Q4_0
+    beside Q4_1 is fused.
+    """
+    path = write_gguf(
+        tmp_path / "m.gguf",
+        {
+            "q_proj": "Q4_0",
+            "k_proj": "Q4_1",
+            "v_proj": "Q4_1",
+            "o_proj": "Q4_0",
+            "gate_proj": "Q4_1",
+            "up_proj": "Q4_1",
+            "down_proj": "Q4_0",
+        },
+    )
+    packed, plain = load(path), load(path, FLOATS)
+    assert describe_weights(packed) == f"int4 x {4 * L}, float32 x 1"
+    for one, other in zip(packed.linears(), plain.linears(), strict=True):
+        np.testing.assert_allclose(widened(one.packed), widened(other.packed), rtol=0, atol=2e-6)
+    assert (
+        packed.layers[0].attention.qkv.lows is not None
+        and packed.layers[0].attention.o.lows is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "said"),
+    [
+        (jnp.float32, "float32, not rounded, from Q4_1"),
+        (jnp.bfloat16, "bfloat16, rounded from Q4_1"),
+    ],
+)
+def test_floats_made_of_4_bits_say_so(tmp_path: Path, dtype: Any, said: str):
+    """In float32 they are the file's own numbers; in bfloat16 those rounded: two models, a little
+    apart.
+    """
+    path = write_gguf(
+        tmp_path / "m.gguf",
+        {
+            "q_proj": "Q4_1",
+            "k_proj": "Q4_1",
+            "v_proj": "Q4_1",
+            "o_proj": "Q4_1",
+            "gate_proj": "Q4_1",
+            "up_proj": "Q4_1",
+            "down_proj": "Q8_0",
+        },
+    )
+    source = ModelSource.resolve(str(path))
+    model = as_llama(load_model(source, source.config, dtype, storage=FLOATS))
+    assert describe_weights(model, source) == said and describe_weights(model) == str(
+        jnp.dtype(dtype)
+    )
+    stored = _BlockGGUF(path).sliced("blk.1.ffn_gate.weight")[...].T
+    np.testing.assert_array_equal(
+        model.layers[1].mlp.gate_up.packed.kernel[:, :F], stored.astype(dtype)
+    )
+    assert describe_weights(load(path), source).startswith("int4")
+
+
+def test_floats_that_the_file_has_are_just_that(tmp_path: Path):
+    path = write_gguf(tmp_path / "m.gguf", {})
+    assert describe_weights(load(path, FLOATS), ModelSource.resolve(str(path))) == "float32"
+
+
+def test_a_mixed_gguf_falls_back_matrix_by_matrix(tmp_path: Path):
+    """A fused matrix with a piece in another format becomes floats as a whole; the others stay."""
+    path = write_gguf(
+        tmp_path / "m.gguf",
+        {
+            "q_proj": "Q4_0",
+            "k_proj": "Q4_0",
+            "v_proj": "Q8_0",
+            "o_proj": "Q4_0",
+            "down_proj": "Q4_0",
+        },
+    )
+    model = load(path)
+    assert [linear.packed.scheme for linear in model.linears()] == [
+        "plain",
+        "int4",
+        "plain",
+        "int4",
+    ] * L + ["plain"]
+    plain = _BlockGGUF(path).sliced("blk.1.ffn_gate.weight")[...]
+    np.testing.assert_array_equal(model.layers[1].mlp.gate_up.packed.kernel[:, :F], plain.T)
+
+
+def test_a_mixed_model_computes_what_its_floats_do(tmp_path: Path):
+    """Keys and values of both layers, which all matrices but the last two and the head lead to;
+    float32.
+    """
+    path = write_gguf(
+        tmp_path / "m.gguf",
+        {
+            "q_proj": "Q4_0",
+            "k_proj": "Q4_1",
+            "v_proj": "Q4_1",
+            "gate_proj": "Q4_0",
+            "up_proj": "Q4_0",
+            "down_proj": "Q8_0",
+        },
+    )
+    packed, plain = (
+        quantising._largest(load(path, storage), range(40)) for storage in (PACKED, FLOATS)
+    )
+    np.testing.assert_allclose(packed, plain, rtol=1e-4)
+    assert np.asarray(plain).min() > 0.5
+
+
+def test_matrices_side_by_side():
+    """Of like groups they are joined; of unlike groups or types they are not."""
+    weights = RANDOM.standard_normal((128, 16))
+    a, b = (quantise(weights, scheme="int4", dtype=jnp.float32, group=group) for group in (32, 64))
+    parts = repack.alike([a, a])
+    assert parts is not None
+    joined = repack.join(parts)
+    assert joined.kernel.shape == (64, 32) and joined.scale.shape == (4, 32)
+    np.testing.assert_array_equal(widened(joined)[:, 16:], widened(a))
+    assert repack.alike([a, b]) is None
+    assert repack.alike([a, Packed(jnp.zeros((128, 16)))]) is None

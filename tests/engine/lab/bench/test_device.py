@@ -1,0 +1,864 @@
+"""`bench device`: its arithmetic by hand, all of its parts at the tiny shape on this CPU, and what
+it does when one fails."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import itertools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo
+
+from jitney.engine.common.errors import ConfigError, JitneyError
+from jitney.engine.config.schema import compilation_cache_dir
+from jitney.engine.core.executor.autotuning import RESULTS
+from jitney.engine.core.weights.checkpoints.families import tiny_config
+from jitney.engine.lab.commands.bench_device import bench_device
+from jitney.engine.lab.device import kernels, prompt_peers, steps, timing, worker
+from jitney.engine.lab.device import run as device_run
+from jitney.engine.lab.device.check import TASKS
+from jitney.engine.lab.device.kernels import Contexts, _make_inputs, attend_row
+from jitney.engine.lab.device.power import PowerMeter
+from jitney.engine.lab.device.report import _GOALS, DeviceReport, _goal_values
+from jitney.engine.lab.device.rows import About, Floors, PartJob, Row, Task
+from jitney.engine.lab.device.run import (
+    _ENVIRONMENT,
+    _PART_S,
+    PARTS,
+    DevicePlan,
+    DeviceResults,
+    _run_apart,
+)
+from jitney.engine.lab.device.saved import ResultFiles, _Choices
+from jitney.engine.lab.device.worker import PartMessage, _lines_of, _rows_of
+from jitney.kernels import experts
+from jitney.kernels.interface import KernelSet
+from jitney.kernels.select import reference
+
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
+ROOT = Path(__file__).parents[4]
+FLOORS = Floors(copy_bytes_s=1e9, product_flops_s=1e12, launch_s=1e-5)
+CPU = About(
+    device="cpu",
+    platform="cpu",
+    kernels="native (avx2)",
+    kernel_set="native",
+    dtype="float32",
+    memory=0,
+    versions={"jax": "0"},
+)
+GPU = About(
+    device="A Card 80GB",
+    platform="gpu",
+    kernels="triton",
+    kernel_set="triton",
+    dtype="bfloat16",
+    memory=60 << 30,
+    versions={"jax": "0"},
+)
+
+
+def job(part: str, **changes: object) -> PartJob:
+    fields = {
+        "part": part,
+        "shape": "tiny",
+        "dtype": "float32",
+        "kernels": "reference",
+        "page_size": 16,
+        "seconds": 60.0,
+        "floors": FLOORS,
+    } | changes
+    return PartJob(**fields)  # type: ignore[arg-type]
+
+
+def row(**changes: object) -> Row:
+    fields = {"part": "steps", "name": "decode step", "case": "1 x 1", "by": "triton"} | changes
+    return Row(**fields)  # type: ignore[arg-type]
+
+
+# Arithmetic
+
+
+def test_a_floor_is_the_larger_of_bytes_and_operations():
+    assert FLOORS.of(2e9, 1e12) == (2.0, "bytes")
+    assert FLOORS.of(2e9, 3e12) == (3.0, "operations")
+
+
+def test_the_bytes_and_operations_of_attention_by_hand():
+    config = tiny_config()  # H 4, K 2, D 16
+    load = Contexts((100, 20), ((12, 10),))
+    # pairs: 100 + 20, and 3 + 4 + ... + 12
+    assert load.pairs == 120 + 75
+    assert load.operations(config) == 4 * 4 * 16 * 195
+    assert load.moved(config, 4, 1) == (100 + 20 + 12) * 2 * 2 * 16 + 4 * 2 * 12 * 4 * 16
+
+
+def test_inputs_are_a_batch_the_engine_could_make():
+    given = _make_inputs(Contexts((33, 1), ((40, 7),)), job("attention"), jnp.float32, 0)
+    meta = given.meta
+    assert meta.counts.tolist() == [2, 3, 9] and meta.kv_lens.tolist() == [33, 1, 40]
+    assert meta.cu_q.tolist() == [0, 1, 2, 9] and meta.positions.tolist() == [32, 0, *range(33, 40)]
+    used = [
+        page
+        for table, length in zip(meta.page_table.tolist(), (33, 1, 40), strict=True)
+        for page in table[: -(-length // 16)]
+    ]
+    assert sorted(used) == list(range(1, 8)) and given.kv.shape == (8, 16, 4, 16)
+    at = np.asarray(meta.positions)
+    seq = np.array([0, 1] + [2] * 7)
+    assert np.array_equal(
+        meta.write_rows, np.asarray(meta.page_table)[seq, at // 16] * 16 + at % 16
+    )
+
+
+@pytest.mark.parametrize(
+    ("goal", "values", "first", "then"),
+    [
+        ("decode", [0.9, 0.86], True, True),
+        ("decode", [0.9, 0.71], True, False),
+        ("decode", [0.9, 0.69], False, False),
+        ("gap", [0.02], True, False),
+        ("gap", [0.005], True, True),
+        ("gap", [0.06], False, False),
+    ],
+)
+def test_a_goal_is_met_when_every_figure_meets_it(
+    goal: str, values: list[float], first: bool, then: bool
+):
+    name = "share" if goal == "gap" else "x"
+    rows = [row(goal=goal, seconds=1.0, floor_s=value, figures={name: value}) for value in values]
+    judged = next(
+        g
+        for g in DeviceReport(DeviceResults(DevicePlan(), GPU, FLOORS, rows)).goals()
+        if g["goal"] == goal
+    )
+    assert (judged["met_first"], judged["met_then"]) == (first, then)
+    assert judged["worst"] == (max if _GOALS[goal].most else min)(values) and judged[
+        "counted"
+    ] == len(values)
+
+
+def test_the_peer_goal_is_a_ratio_of_tokens_per_second():
+    ours, theirs = (
+        row(goal="peer", figures={"tokens_s": 5000.0}),
+        row(goal="peer's", figures={"tokens_s": 2000.0}),
+    )
+    assert _goal_values([ours, theirs], "peer") == [2.5]
+    assert _goal_values([ours, row(goal="peer's", note="torch is not installed")], "peer") == []
+
+
+def test_goals_are_not_judged_on_the_tiny_shape():
+    found = DeviceResults(DevicePlan(), CPU, FLOORS, [row(goal="decode", seconds=1.0, floor_s=2.0)])
+    assert found.shape == "tiny" and all(
+        g["met_first"] is None for g in DeviceReport(found).goals()
+    )
+    assert DeviceResults(DevicePlan(), GPU, FLOORS).shape == "llama-3.1-8b"
+    assert found.job("steps", 1.0).kernels == "native"  # without its instructions
+
+
+# All parts, in this process
+
+
+def in_process(job: PartJob, environment: Mapping[str, str]) -> Iterator[PartMessage]:
+    yield from _lines_of(job)
+
+
+class Kept:
+    """A store that keeps nothing but how often it was asked to."""
+
+    def __init__(self):
+        self.saved: list[int] = []
+
+    def take_up(self, results: DeviceResults) -> None:
+        return
+
+    def save(self, results: DeviceResults) -> None:
+        self.saved.append(len(results.rows))
+
+
+def quiet(news: str) -> None:
+    """No progress."""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[DeviceResults, Path]:
+    """The rehearsal: everything at the tiny shape, with the CPU's own kernels."""
+    folder = tmp_path_factory.mktemp("out")
+    plan = DevicePlan(shape="tiny", platform="cpu", dtype="float32", seconds=300.0)
+    with pytest.MonkeyPatch.context() as patch:
+        # Nobody reads these times: programs of few repeats are compiled and run sooner.
+        patch.setattr(timing, "_MOST_UNROLLED", 2)
+        patch.setattr(timing, "_REPEATS", 3)
+        return plan.measure(ResultFiles(folder), quiet, in_process), folder
+
+
+def test_every_part_yields_figures_or_says_why_not(found: tuple[DeviceResults, Path]):
+    rows = found[0].rows
+    assert {r.part for r in rows} == set(PARTS) - {"floors"}
+    assert not [r for r in rows if "failed" in r.note or "WRONG" in r.note]
+    silent = {r.part for r in rows if r.seconds is None}
+    assert all(r.note for r in rows if r.seconds is None)
+    peers = {"transformers", "vllm", "cudnn", "flashinfer", "torch"}
+    assert silent <= {"check", "graphs", "cublas", "write", "sampling", *peers}
+    for part in (
+        "steps",
+        "attention",
+        "loop",
+        "prefill",
+        "contexts",
+        "quantised",
+        "products",
+        "sampling",
+        "crowds",
+    ):
+        assert any(r.part == part and r.seconds for r in rows), part
+
+
+def test_a_second_kernel_set_is_timed_beside_the_first_and_counts_for_no_goal():
+    sets = [replace(reference(), name=name) for name in ("one", "two")]
+    tasks = list(kernels.TASKS["attention"](job("attention", shape="qwen3-8b"), sets, jnp.float32))
+    rows = [task.row for task in tasks]
+    assert [row.by for row in rows] == ["one", "two"] * (len(rows) // 2)
+    assert {row.case for row in rows[::2]} == {row.case for row in rows[1::2]}
+    assert {row.goal for row in rows[1::2]} == {""}
+    assert {row.goal for row in rows[::2]} == {"", "decode", "long", "prefill"}
+
+
+def test_figures_are_finite_and_fractions_follow_from_their_parts(
+    found: tuple[DeviceResults, Path],
+):
+    measured = found[0]
+    floors = measured.floors
+    assert floors and min(floors.copy_bytes_s, floors.product_flops_s, floors.launch_s) > 0
+    for r in DeviceReport(measured).as_json()["rows"]:
+        numbers = [r[name] for name in ("seconds", "least", "most", "floor_s", "error", "fraction")]
+        assert all(math.isfinite(x) for x in [*numbers, *r["figures"].values()] if x is not None), r
+        if r["seconds"] is None:
+            continue
+        assert r["least"] <= r["seconds"] <= r["most"]
+        if r["floor_s"] is not None:
+            assert r["floor_s"] > 0 and r["fraction"] == r["floor_s"] / r["seconds"]
+        if r["name"] in ("decode step", "prompt step"):
+            rows = int(r["case"].split(" ")[0])
+            assert r["figures"]["tokens_s"] == pytest.approx(rows / r["seconds"])
+
+
+def test_the_floor_of_a_decode_step_by_hand(found: tuple[DeviceResults, Path]):
+    measured = found[0]
+    assert measured.floors
+    step = next(r for r in measured.rows if r.part == "steps")
+    assert step.case == "2 x 16, float32"
+    c = tiny_config()
+    layer = c.hidden_size * (c.qkv_size + c.n_heads * c.head_dim + 3 * c.intermediate_size)
+    norms = 2 * c.n_layers * c.hidden_size + c.hidden_size
+    weights = 4 * (c.n_layers * layer + norms + c.hidden_size * c.vocab_size)
+    per_token = c.n_layers * 2 * c.n_kv_heads * c.head_dim * 4
+    moved = (
+        weights + 2 * 4 * c.hidden_size + (2 * 16 + 2) * per_token
+    )  # two seats of 16 keys, this step's own included
+    products = c.n_layers * layer + c.hidden_size * c.vocab_size
+    attention = 4 * c.n_layers * c.n_heads * c.head_dim * 2 * 16
+    operations = 2 * 2 * products + attention
+    floors = measured.floors
+    # Which of the two is larger depends on the machine that runs this.
+    least = {
+        "bytes": moved / floors.copy_bytes_s,
+        "operations": operations / floors.product_flops_s,
+    }
+    assert step.bound == max(least, key=lambda what: least[what])
+    assert step.floor_s == pytest.approx(least[step.bound])
+    assert Floors(1.0, 1e30, 1.0).of(moved, operations) == (moved, "bytes")
+    assert Floors(1e30, 1.0, 1.0).of(moved, operations) == (operations, "operations")
+
+
+def test_the_loop_gives_every_request_its_tokens(found: tuple[DeviceResults, Path]):
+    loop = {r.name: r for r in found[0].rows if r.part == "loop"}
+    batch = loop["batch of equal requests"]
+    assert batch.seconds and batch.figures["tokens_s"] * batch.seconds == pytest.approx(4 * 8)
+    assert loop["host gap"].figures["share"] < 1 and loop["closed loop"].figures["steps"] >= 8
+
+
+def test_answers_are_compared_before_anything_is_timed(found: tuple[DeviceResults, Path]):
+    rows = found[0].rows
+    checked = [r for r in rows if r.part == "check"]
+    assert rows[0] in checked and all(r.note.startswith("right") for r in checked)
+    cases = {r.case for r in checked if r.name == "attention"}
+    for case in ("head dim 80", "group of seven", "window in mixed", "softcap", "fp8 e5m2 pool"):
+        assert any(name.startswith(case) for name in cases)
+    tokens = {r.case: r.figures for r in checked if r.name == "tokens of the engine"}
+    assert {case.split()[0] for case in tokens} == {"plain", "int8", "fp8", "int4"}
+    assert all(figures["tokens"] == 128 for figures in tokens.values())
+    assert tokens["plain weights, float32"]["of them the reference's own"] > 100
+    assert DeviceReport(found[0]).numerics().startswith("No wrong answer in ")
+
+
+def test_what_serves_is_compared_first():
+    both = replace(reference(), experts=experts.experts)
+    rows = [task.row for task in TASKS["check"](job("check"), [both], jnp.dtype(jnp.bfloat16))]
+    kinds = [(r.name, r.name == "attention" and r.case.endswith("bfloat16")) for r in rows]
+    assert [kind for kind, _ in itertools.groupby(kinds)] == [
+        ("tokens of the engine", False),
+        ("attention", True),
+        ("kernels", False),
+        ("attention", False),
+        ("experts", False),
+    ]
+
+
+def test_a_wrong_attention_is_wrong_in_tokens_and_cases():
+    def late(*args: Any, **options: Any) -> Any:
+        q, *others = args
+        return reference().paged_attention(jnp.roll(q, 1, axis=1), *others, **options)
+
+    broken = replace(reference(), name="broken", paged_attention=late)
+    tasks = {task.row.case: task for task in TASKS["check"](job("check"), [broken], jnp.float32)}
+    for case in ("plain weights, float32", "mixed, float32"):
+        (row,) = tasks[case].run(tasks[case].row)
+        assert row.note.startswith("WRONG") and row.wrong and row.error
+    results = DeviceResults(DevicePlan(), CPU, FLOORS, [row])
+    assert DeviceReport(results).numerics().startswith("**WRONG ANSWERS** in 1: attention, mixed")
+
+
+def test_products_with_experts_are_compared_where_a_set_has_them():
+    def tasks(kernels: KernelSet) -> dict[str, Task]:
+        found = TASKS["check"](job("check"), [kernels], jnp.float32)
+        return {task.row.case: task for task in found if task.row.name == "experts"}
+
+    def late(x: jax.Array, *args: Any) -> jax.Array:
+        return experts.experts(jnp.roll(x, 1, axis=0), *args)
+
+    assert not tasks(reference())
+    right, wrong = (
+        tasks(replace(reference(), name="other", experts=one)) for one in (experts.experts, late)
+    )
+    assert {"gelu", "fp8", "nobody", "Qwen3-30B-A3B, blocks of 16, int8"} <= right.keys()
+    for found, note in ((right, "right"), (wrong, "WRONG")):
+        (row,) = found["int8"].run(found["int8"].row)
+        assert row.note.startswith(note)
+
+
+def test_both_files_say_the_same(found: tuple[DeviceResults, Path]):
+    measured, folder = found
+    report = json.loads((folder / "device_cpu_tiny.json").read_text())
+    page = (folder / "device_cpu_tiny.md").read_text()
+    assert len(report["rows"]) == len(measured.rows) and report["about"]["platform"] == "cpu"
+    assert len(report["goals"]) == len(_GOALS)
+    for part in PARTS:
+        assert f"## {part}:" in page or part == "floors"
+    tables = [line for line in page.splitlines() if line.startswith("| ")]
+    assert all(line.count("|") in (8, 10) for line in tables) and "nan" not in page.lower().split(
+        "|"
+    )
+    assert "shows that everything runs" in page and report["numerics"] in page
+    assert set(report["finished"]) == set(PARTS)
+
+
+# What goes wrong
+
+
+def test_cudnn_is_asked_for_the_attention_that_ours_computes(monkeypatch: pytest.MonkeyPatch):
+    """As far as a machine without a GPU goes: what is compared with is a naive attention over the
+    pages, and what a GPU would be given is cuDNN's, over pages and causal.
+    """
+    given = prompt_peers._make_prompt(job("cudnn"), 48, jnp.float32, 0)
+    order = np.asarray(given.table).reshape(-1)
+    assert sorted(order) == [0, 1, 2] and given.keys.shape[:2] == (3, 16)
+    keys, values = (np.asarray(pool)[order].reshape(48, -1, 16) for pool in given[1:3])
+    queries = np.asarray(given.q)[0]
+    group = queries.shape[1] // keys.shape[1]
+    scores = np.einsum("thd,shd->hts", queries, keys.repeat(group, 1)) / 4
+    scores = np.where(np.tri(48, dtype=bool), scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    wanted = np.einsum("hts,shd->thd", weights, values.repeat(group, 1))
+    np.testing.assert_allclose(prompt_peers._in_a_row(given)[0], wanted, atol=1e-5)
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91400)
+    given = prompt_peers._make_prompt(job("cudnn"), 48, jnp.bfloat16, 0)
+    traced = jax.jit(prompt_peers._over_pages).trace(given)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    [call] = [line for line in text.splitlines() if "custom_call" in line]
+    assert "__cudnn$fmhaSoftmax" in call and "PADDING_CAUSAL" in call
+    assert re.search(r"is_paged_attention\S* true", call)
+
+
+def test_cudnn_cannot_serve_since_it_asks_for_a_pool_of_the_tables_size(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Once jax takes a pool with more pages than the table names, decision 113 is to be read
+    anew.
+    """
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91400)
+    given = prompt_peers._make_prompt(job("cudnn"), 48, jnp.bfloat16, 0)
+    pool = jnp.concatenate([given.keys, given.keys])
+    with pytest.raises(ValueError, match="must have same number of blocks, got 6 vs 3"):
+        jax.eval_shape(prompt_peers._over_pages, given._replace(keys=pool, values=pool))
+
+
+def test_a_wrong_kernel_is_said_and_not_timed():
+    def attend(q: jnp.ndarray, kv: object, meta: object, **options: object) -> jnp.ndarray:
+        return q
+
+    broken = KernelSet(**{**vars(reference()), "name": "broken", "attend": attend})
+    base = row(part="attention", case="1 x 64", goal="decode")
+    (told,) = attend_row(job("attention"), broken, jnp.float32, Contexts((64,)), "auto", base)
+    assert told.note.startswith("WRONG") and told.seconds is None and told.goal == "" and told.error
+    assert "WRONG" in DeviceReport(DeviceResults(DevicePlan(), GPU, FLOORS, [told])).markdown()
+
+
+def test_nan_counts_as_wrong():
+    def attend(q: jnp.ndarray, kv: object, meta: object, **options: object) -> jnp.ndarray:
+        return q * jnp.nan
+
+    broken = KernelSet(**{**vars(reference()), "name": "broken", "attend": attend})
+    base = row(part="attention", case="1 x 64")
+    (told,) = attend_row(job("attention"), broken, jnp.float32, Contexts((64,)), "auto", base)
+    assert told.note.startswith("WRONG") and told.seconds is None
+
+
+def test_a_case_that_raises_is_a_row_and_the_next_one_runs():
+    def bad(row: Row) -> Iterator[Row]:
+        raise MemoryError("out of\nmemory")
+
+    first, second = row(name="a", goal="step"), row(name="b")
+    tasks = iter([Task(first, bad), Task(second, lambda row: [row])])
+    first, second = _rows_of(job("steps"), tasks)
+    assert first.note == "failed: MemoryError: out of memory" and second.name == "b"
+    assert first.name == "a" and first.goal == ""
+    late = list(_rows_of(job("steps", seconds=-1.0), iter([Task(first, bad)])))
+    assert [r.note for r in late] == ["not run: the time was up"]
+
+
+class Device:
+    """Parts of a device that answer at once; what they were asked is kept."""
+
+    def __init__(self, about: About = GPU, floors: Floors | None = FLOORS):
+        self.about, self.floors = about, floors
+        self.jobs: list[PartJob] = []
+        self.environments: list[Mapping[str, str]] = []
+        self.notes: dict[str, str] = {}  # of rows, by part
+
+    @property
+    def parts(self) -> list[str]:
+        return [job.part for job in self.jobs]
+
+    def __call__(self, job: PartJob, environment: Mapping[str, str]) -> Iterator[PartMessage]:
+        self.jobs.append(job)
+        self.environments.append(environment)
+        if job.part == PartJob.ABOUT:
+            yield PartMessage(about=self.about)
+        elif job.part == "floors":
+            if self.floors is not None:
+                yield PartMessage(floors=self.floors)
+        else:
+            cases = [row(part=job.part, case=case) for case in ("first", "second")]
+            tasks = [Task(case, self._answer) for case in cases]
+            for answer in _rows_of(job, iter(tasks)):
+                yield PartMessage(row=answer)
+
+    def _answer(self, asked: Row) -> list[Row]:
+        note = self.notes.get(f"{asked.part} {asked.case}", "")
+        seconds = None if note else float(len(self.jobs))
+        return [msgspec.structs.replace(asked, seconds=seconds, note=note)]
+
+
+def test_nothing_begins_when_the_time_is_up():
+    device = Device()
+    found = DevicePlan(seconds=0.0).measure(Kept(), quiet, device)
+    assert device.parts == [PartJob.ABOUT, "floors"]
+    assert {r.part: r.note for r in found.rows} == dict.fromkeys(
+        [part for part in PARTS if part != "floors"], "not run: the time was up"
+    )
+    assert found.finished == ["floors"]
+
+
+def test_parts_run_in_order_with_what_was_found_first():
+    device = Device()
+    plan = DevicePlan(only=("graphs", "steps"), environment={"A": "b"})
+    plan.measure(Kept(), quiet, device)
+    assert device.parts == [PartJob.ABOUT, "floors", "steps", "graphs"]
+    first, _, steps, _ = device.jobs
+    assert (first.shape, steps.shape, steps.page_size) == ("", "llama-3.1-8b", 64)
+    assert steps.floors == FLOORS and (steps.kernels, steps.dtype) == ("triton", "bfloat16")
+    assert device.environments[2] == {"A": "b"}
+    assert "command_buffer" in device.environments[3]["XLA_FLAGS"]
+
+
+def test_steps_with_cublas_alone_stand_beside_those_of_their_weights():
+    device = Device()
+    DevicePlan(only=("steps", "cublas")).measure(Kept(), quiet, device)
+    assert device.parts == [PartJob.ABOUT, "floors", "steps", "cublas"]
+    assert "triton_gemm=false" in device.environments[3]["XLA_FLAGS"]
+    tasks = {
+        part: [
+            task.row
+            for task in steps.TASKS[part](
+                job(part, shape="llama-3.1-8b"), [reference()], jnp.dtype(jnp.bfloat16)
+            )
+        ]
+        for part in ("steps", "quantised", "cublas")
+    }
+    known = {row.case for row in (*tasks["steps"], *tasks["quantised"])}
+    assert len(tasks["cublas"]) == 10 and {row.case for row in tasks["cublas"]} < known
+    assert {row.goal for row in tasks["steps"]} == {"step"}
+    assert {row.goal for row in tasks["cublas"]} == {""}
+
+
+@pytest.mark.parametrize("part", _ENVIRONMENT)
+def test_xla_knows_the_options_of_a_part(part: str):
+    """It ends a process at an option that it does not know."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import jax; jax.devices()"],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **_ENVIRONMENT[part]},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_part_has_more_than_five_minutes_and_all_have_25():
+    device = Device()
+    DevicePlan().measure(Kept(), quiet, device)
+    assert DevicePlan.TOTAL_S == 1500 and _PART_S == 300
+    assert device.parts[1:] == list(PARTS)
+    assert all(job.seconds < job.limit_s <= _PART_S for job in device.jobs)
+    short = Device()
+    DevicePlan(seconds=100.0).measure(Kept(), quiet, short)
+    assert all(
+        job.limit_s <= 100 for job in short.jobs if job.part not in (PartJob.ABOUT, "floors")
+    )
+
+
+def test_in_a_short_call_no_part_takes_the_time_of_those_behind_it():
+    device = Device()
+    DevicePlan(only=("check", "steps", "loop"), seconds=480.0).measure(Kept(), quiet, device)
+    limits = {job.part: job.limit_s for job in device.jobs}
+    assert limits["check"] == 160
+    assert limits["steps"] == pytest.approx(240, abs=1)  # half of what is left
+    assert limits["loop"] == _PART_S
+    alone = Device()
+    DevicePlan(only=("check",), seconds=200.0).measure(Kept(), quiet, alone)
+    assert alone.jobs[-1].limit_s == pytest.approx(200, abs=1)
+
+
+def test_what_was_cut_short_for_others_is_taken_up_with_what_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    real, spent = time.monotonic, [0.0]
+    monkeypatch.setattr(device_run.time, "monotonic", lambda: real() + spent[0])
+    limits: list[tuple[str, float]] = []
+
+    def start(job: PartJob, environment: Mapping[str, str]) -> Iterator[PartMessage]:
+        if job.part == PartJob.ABOUT:
+            yield PartMessage(about=GPU)
+        elif job.part == "floors":
+            yield PartMessage(floors=FLOORS)
+        else:
+            limits.append((job.part, round(job.limit_s)))
+            needed = {"check": 150.0, "steps": 10.0}[job.part]
+            spent[0] += min(needed, job.limit_s)
+            note = "" if needed <= job.limit_s else "not finished: the time was up"
+            yield PartMessage(row=row(part=job.part, seconds=None if note else 1.0, note=note))
+
+    plan = DevicePlan(only=("check", "steps"), seconds=300.0)
+    found = plan.measure(Kept(), quiet, start)
+    assert limits == [("check", 100), ("steps", 200), ("check", 190)]
+    assert found.finished == ["floors", "steps", "check"]
+    assert [(r.part, r.note) for r in found.rows] == [("steps", ""), ("check", "")]
+
+
+def test_what_a_call_left_is_handed_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Two machines: nothing but the folder of results reaches the second."""
+    gpu = msgspec.structs.replace(GPU, choices="a-card-9.0-jaxlib-0.1")
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for number, folder in enumerate(folders):
+        monkeypatch.setenv("JITNEY_CACHE", str(tmp_path / f"cache {number}"))
+        measured = compilation_cache_dir() / "a-card-9.0-jaxlib-0.1" / RESULTS
+        measured.mkdir(parents=True)
+        (measured / f"{number}.txt").write_text(f"measured by {number}")
+        folder.mkdir()
+        device = Device(gpu)
+        monkeypatch.setattr("jitney.engine.lab.device.run._run_apart", device)
+        earlier = ["--from", str(folders[0])] if number else []
+        assert bench_device(["--only", "steps", "--out-dir", str(folder), *earlier]) == 0
+        assert ("steps" in device.parts) == (number == 0)
+    assert [path.name for path in sorted(folders[1].iterdir())] == [
+        "autotuned_a-card-9.0-jaxlib-0.1.tar.gz",
+        "device_a_card_80gb_llama-3.1-8b.json",
+        "device_a_card_80gb_llama-3.1-8b.md",
+    ]
+    brought = compilation_cache_dir() / "a-card-9.0-jaxlib-0.1" / RESULTS / "0.txt"
+    assert brought.read_text() == "measured by 0"
+    with tarfile.open(folders[1] / "autotuned_a-card-9.0-jaxlib-0.1.tar.gz") as archive:
+        names = [f"a-card-9.0-jaxlib-0.1/{number}.txt" for number in range(2)]
+        assert archive.getnames() == names
+    with pytest.raises(ConfigError, match="no results of an earlier call"):
+        bench_device(["--out-dir", str(folder), "--from", str(brought.parent)])
+
+
+def test_it_is_said_where_what_xla_measures_is_lost():
+    for about, lost in (
+        (GPU, True),
+        (msgspec.structs.replace(GPU, choices="card"), False),
+        (CPU, False),
+    ):
+        said: list[str] = []
+        DevicePlan(only=("check",)).measure(Kept(), said.append, Device(about))
+        assert any("what XLA measures is not kept" in line for line in said) == lost
+
+
+def test_an_archive_puts_files_into_its_own_folder_alone(tmp_path: Path):
+    with tarfile.open(tmp_path / "autotuned_card.tar.gz", "w:gz") as archive:
+        for name in ("card/right", "card/../../wrong", "other/wrong", "card/deep/wrong"):
+            archive.addfile(tarfile.TarInfo(name), io.BytesIO())
+    _Choices(tmp_path, tmp_path / "programs", "card").take_up()
+    files = [path for path in (tmp_path / "programs").rglob("*") if path.is_file()]
+    assert files == [tmp_path / "programs" / "card" / RESULTS / "right"]
+    assert not list(tmp_path.glob("wrong"))
+
+
+def test_a_second_call_goes_on_where_the_first_one_stopped(tmp_path: Path):
+    first = Device()
+    first.notes = {"steps second": "not run: the time was up", "loop first": "failed: OSError: no"}
+    DevicePlan(only=("steps", "loop")).measure(ResultFiles(tmp_path), quiet, first)
+    second = Device()
+    found = DevicePlan(only=("steps", "loop")).measure(ResultFiles(tmp_path), quiet, second)
+    assert second.parts == [PartJob.ABOUT, "steps"]  # what failed by itself would fail again
+    measured = {(r.part, r.case): r.seconds for r in found.rows if r.part == "steps"}
+    assert measured == {("steps", "first"): 3.0, ("steps", "second"): 2.0}
+    report = json.loads((tmp_path / "device_a_card_80gb_llama-3.1-8b.json").read_text())
+    assert report["calls"] == 2 and set(report["finished"]) == {"floors", "steps", "loop"}
+    third = Device()
+    merged = DevicePlan(only=("graphs",)).measure(ResultFiles(tmp_path), quiet, third)
+    assert {r.part for r in merged.rows} == {"steps", "loop", "graphs"}
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["again", "another program"])
+def test_no_call_overwrites_another_measurement(tmp_path: Path, again: bool):
+    plan = DevicePlan(only=("steps",))
+    plan.measure(ResultFiles(tmp_path), quiet, Device())
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    about = GPU if again else msgspec.structs.replace(GPU, versions={"jax": "1"})
+    plan.measure(ResultFiles(tmp_path, again=again), quiet, Device(about))
+    after = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert len(before) == 2 and len(after) == 4
+    assert {name: after[name] for name in before} == before
+    assert "device_a_card_80gb_llama-3.1-8b-2.json" in after
+
+
+def test_another_machine_of_the_same_card_goes_on_with_the_same_file(tmp_path: Path):
+    plan = DevicePlan(only=("steps",))
+    plan.measure(ResultFiles(tmp_path), quiet, Device())
+    versions = {**GPU.versions, "torch": "2"}
+    other = msgspec.structs.replace(GPU, memory=GPU.memory + 4096, versions=versions, choices="a")
+    second = Device(other)
+    plan.measure(ResultFiles(tmp_path), quiet, second)
+    assert second.parts == [PartJob.ABOUT] and len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"device": "A card 80GB"},
+        {"kernels": "triton (fp8)"},
+        {"dtype": "float32"},
+        {"versions": {"jax": "0", "triton": "1"}},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_what_decides_figures_begins_a_file_of_its_own(tmp_path: Path, fields: dict[str, Any]):
+    plan = DevicePlan(only=("steps",))
+    plan.measure(ResultFiles(tmp_path), quiet, Device())
+    second = Device(msgspec.structs.replace(GPU, **fields))
+    plan.measure(ResultFiles(tmp_path), quiet, second)
+    assert second.parts == [PartJob.ABOUT, "floors", "steps"] and len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path):
+    (file := tmp_path / "device_a_card_80gb_llama-3.1-8b.json").write_text("[]")
+    DevicePlan(only=("steps",)).measure(ResultFiles(tmp_path), quiet, Device())
+    assert file.read_text() == "[]" and len(list(tmp_path.iterdir())) == 3
+
+
+def test_every_row_is_kept_at_once():
+    store = Kept()
+    measured = DevicePlan().measure(store, quiet, Device())
+    assert set(range(1, len(measured.rows) + 1)) <= set(store.saved)
+
+
+def test_the_reference_is_never_measured_in_silence():
+    plain = msgspec.structs.replace(GPU, platform="METAL", kernel_set="reference")
+    with pytest.raises(ConfigError, match="no kernels of our own for METAL"):
+        DevicePlan().measure(Kept(), quiet, Device(plain))
+    asked = DevicePlan(kernels="reference", only=("check",)).measure(Kept(), quiet, Device(plain))
+    assert asked.finished == ["check"]
+    said: list[str] = []
+    slow = msgspec.structs.replace(CPU, kernel_set="reference")
+    DevicePlan(only=("check",)).measure(Kept(), said.append, Device(slow))
+    assert any("REFERENCE kernels are measured" in line for line in said)
+
+
+def test_power_is_read_until_it_is_stopped():
+    script = "import time\nprint('[N/A]\\n100.5\\n200.5', flush=True)\ntime.sleep(60)"
+    meter = PowerMeter((sys.executable, "-c", script))
+    meter.start()
+    deadline = time.monotonic() + 30
+    while len(meter.watts) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert meter.stop() == {"watts on average": 150.5, "watts at most": 200.5}
+    absent = PowerMeter(("no-such-program",))
+    absent.start()
+    assert absent.stop() == {}
+
+
+def test_a_large_shape_on_a_cpu_and_no_floors_are_one_line():
+    with pytest.raises(ConfigError, match="needs a GPU or TPU"):
+        DevicePlan(shape="qwen3-8b").measure(Kept(), quiet, Device(CPU))
+    with pytest.raises(JitneyError, match="could not be described"):
+        DevicePlan().measure(Kept(), quiet, lambda job, environment: iter(()))
+    with pytest.raises(JitneyError, match="could not be measured"):
+        DevicePlan().measure(Kept(), quiet, Device(floors=None))
+    with pytest.raises(ConfigError, match=r"unknown part 'step'; known: check, floors, attention"):
+        DevicePlan(only=("step",))
+
+
+def test_a_process_that_dies_becomes_a_row(tmp_path: Path):
+    lines = list(_run_apart(job("steps", kernels="nonesuch"), {"JAX_PLATFORMS": "cpu"}))
+    (told,) = [line.row for line in lines if line.row]
+    assert (
+        told.note.startswith("failed: the process ended with status 1") and "nonesuch" in told.note
+    )
+
+
+@pytest.mark.usefixtures("hurried_processes")
+def test_the_command_in_processes_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert (
+        bench_device(
+            [
+                "--only",
+                "write",
+                "--platform",
+                "cpu",
+                "--dtype",
+                "float32",
+                "--out-dir",
+                str(tmp_path),
+            ]
+        )
+        == 0
+    )
+    said = capsys.readouterr()
+    assert "no GPU or TPU here" in said.err and "| goal |" in said.out
+    assert json.loads((tmp_path / "device_cpu_tiny.json").read_text())["rows"]
+    with pytest.raises(ConfigError, match="no such folder"):
+        bench_device(["--out-dir", str(tmp_path / "absent")])
+
+
+def test_the_rehearsal_is_all_parts_at_the_tiny_shape_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    device = Device(CPU)
+    monkeypatch.setattr("jitney.engine.lab.device.run._run_apart", device)
+    assert bench_device(["--rehearse", "--out-dir", str(tmp_path)]) == 0
+    assert device.parts == [PartJob.ABOUT, *(part for part in PARTS if part not in _ENVIRONMENT)]
+    assert {(job.shape, job.platform) for job in device.jobs} == {("tiny", "cpu")}
+    assert "device_cpu_tiny.md" in capsys.readouterr().out
+
+
+def test_the_program_runs_as_a_module(tmp_path: Path):
+    """From links to a checkout, as docs/benchmarks/first_device.sh makes them."""
+    (tmp_path / "jitney").mkdir()
+    for name in ("engine", "kernels", "dashboard", "__main__.py"):
+        (tmp_path / "jitney" / name).symlink_to(ROOT / name)
+    done = subprocess.run(
+        [sys.executable, "-m", "jitney", "bench", "device", "--help"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0 and "--rehearse" in done.stdout
+
+
+#: Distributions on the machine that docs/benchmarks/first_device.sh is for: jax, Triton, torch and
+#: transformers with their needs.
+THERE = {
+    "click",
+    "filelock",
+    "httpx",
+    "idna",
+    "jax",
+    "jaxlib",
+    "ml_dtypes",
+    "numpy",
+    "opt_einsum",
+    "packaging",
+    "pyyaml",
+    "scipy",
+    "setuptools",
+    "triton",
+    "typing_extensions",
+}
+#: Prints the distributions that the bench loads, beside ours.
+LOADED = """
+import sys
+from importlib.metadata import packages_distributions
+from jitney.engine.lab.device import (
+    check, kernels, loop, peers, products, prompt_peers, steps, vllm_peer, worker
+)
+from jitney.engine.lab.commands import bench_device
+from jitney.kernels.triton_gpu.launch import _jax_triton
+
+_jax_triton()
+names = packages_distributions()
+print(*{name for module in sys.modules for name in names.get(module.partition(".")[0], ())})
+"""
+
+
+def test_the_wheels_to_bring_are_all_that_is_loaded():
+    pytest.importorskip("triton")
+    script = (ROOT / "docs" / "benchmarks" / "first_device.sh").read_text()
+    brought = {name.lower().replace("-", "_") for name in re.findall(r"^    (\S+)==", script, re.M)}
+    assert "jax_triton" in brought
+    environ = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", LOADED],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    loaded = {name.lower().replace("-", "_") for name in done.stdout.split()}
+    assert not loaded - brought - THERE - {"jitney"}
+
+
+def test_what_the_worker_runs_is_what_the_parts_are():
+    modules = worker._OURS | worker._PEERS
+    assert set(PARTS) == {"floors", *modules}
+    for part, module in modules.items():
+        tasks = importlib.import_module(f"jitney.engine.lab.device.{module}").TASKS
+        assert callable(tasks[part])
+    assert kernels._LIMITS[2] > kernels._LIMITS[4]

@@ -1,0 +1,158 @@
+"""The planner against sums done by hand, and against the simulator."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from jitney.engine.common.errors import ConfigError
+from jitney.engine.core.scheduler.buckets import Bucket, Buckets
+from jitney.engine.core.scheduler.limits import SchedulerLimits
+from jitney.engine.lab.simulation.devices import DEVICES
+from jitney.engine.lab.simulation.engine_shape import EngineShape
+from jitney.engine.lab.simulation.planner import (
+    Demand,
+    Operating,
+    Sizing,
+    _first_token,
+    _fit,
+    _knee,
+    _seat_wait,
+)
+from jitney.engine.lab.simulation.roofline import SHAPES, ModelCost, Roofline
+from jitney.engine.lab.simulation.simulator import simulate
+from jitney.engine.lab.simulation.step_table import HostTimes
+from jitney.engine.lab.simulation.workload import Closed, Fixed, Uniform, synthesise
+
+LLAMA = Roofline(ModelCost(SHAPES["llama-3.1-8b"]), DEVICES["h100"])
+DEMAND = Demand(prompt=512, output=256)
+
+
+def test_memory_by_hand():
+    memory = _fit(LLAMA, DEMAND)
+    room = 0.92 * 80e9 - 2 * (6_979_321_856 + 2 * 525_336_576)
+    pages = int(room / (131072 * 16)) - 1
+    assert (memory.kv_room_bytes, memory.pages, memory.positions) == (
+        pytest.approx(room),
+        pages,
+        pages * 16,
+    )
+    assert (memory.seats_mean, memory.seats_full) == (
+        pages // 40,
+        pages // 48,
+    )  # 640 and 768 tokens in pages of 16
+
+
+def test_a_steady_step_by_hand():
+    """64 decoding, 128 prompt rows beside them: memory bound."""
+    point = Operating.of(LLAMA, DEMAND, 64)
+    positions = 64 * 640 + 128 * 256 / 128 + 192
+    step = (2 * (6_979_321_856 + 525_336_576) + positions * 131072) / (0.8 * 3.35e12) + 3e-4
+    assert point.step_s == pytest.approx(step) and point.bound == "memory"
+    assert point.output_tok_s == pytest.approx(64 / step) and point.req_s == pytest.approx(
+        64 / step / 256
+    )
+
+
+def test_the_token_budget_bounds_who_decodes():
+    point = Operating.of(LLAMA, replace(DEMAND, token_budget=300), 200)
+    assert point.decoding == pytest.approx(100)  # 100 decode rows and 200 prompt rows
+
+
+def test_cost_is_price_over_tokens():
+    point = Operating.of(replace(LLAMA, count=2), replace(DEMAND, price_per_hour=3.0), 32)
+    assert point.cost_per_million == pytest.approx(2 * 3.0 / (point.output_tok_s * 3600) * 1e6)
+    assert Operating.of(LLAMA, DEMAND, 32).cost_per_million is None
+
+
+def test_waiting_for_one_server_is_the_m_m_1_queue():
+    # P(wait > t) = load * exp(-(1 - load) t / service)
+    assert _seat_wait(1, 2.0, 0.8, 0.99) == pytest.approx(math.log(0.8 / 0.01) * 2.0 / 0.2)
+    # Two servers at 0.8: Erlang C = 0.7111
+    assert _seat_wait(2, 2.0, 0.8, 0.99) == pytest.approx(
+        math.log(0.71111 / 0.01) * 2.0 / 0.4, rel=1e-4
+    )
+    assert _seat_wait(500, 2.0, 0.8, 0.99) == 0.0
+
+
+def test_a_prompt_longer_than_the_budget_takes_several_steps():
+    demand = Demand(prompt=1000, output=10, token_budget=300)
+    waits = _seat_wait(100, 0.01 * (10 + 5), 0.8, 0.99)
+    assert _first_token(demand, 100, 0.01) == pytest.approx(waits + 0.01 + 5 * 0.01)
+
+
+def at(seats: int, step: float, tok: float) -> Operating:
+    return Operating(seats, seats, step, tok, tok, 0.0, "memory", None)
+
+
+def test_the_knee_is_where_the_curve_bends():
+    curve = [at(1, 1.0, 10), at(2, 1.1, 20), at(4, 1.2, 40), at(8, 2.4, 44), at(16, 4.8, 46)]
+    assert _knee(curve).seats == 4
+    assert _knee([at(1, 1.0, 10), at(2, 1.0, 20)]).seats == 2  # no latency is lost
+    # A mixture of experts: all is gained at the end.
+    assert _knee([at(1, 1.0, 10), at(2, 2.0, 12), at(4, 2.5, 30), at(8, 2.6, 60)]).seats == 8
+
+
+def test_limits_choose_the_batch_size_and_replicas():
+    demand = replace(DEMAND, itl_s=0.0085, ttft_s=1.0, rate=100.0, price_per_hour=2.0)
+    sizing = Sizing.of(LLAMA, demand)
+    chosen = sizing.chosen
+    assert chosen is not None and sizing.within_slo == chosen
+    assert chosen.step_s <= 0.0085 and chosen.ttft_s <= 1.0
+    larger = [p for p in sizing.curve if p.seats > chosen.seats]
+    assert all(p.step_s > 0.0085 or p.ttft_s > 1.0 for p in larger)
+    assert sizing.load_req_s == pytest.approx(0.8 * chosen.req_s)
+    assert sizing.replicas == math.ceil(100 / (0.8 * chosen.req_s))
+    assert sizing.cost_per_million_loaded == pytest.approx((chosen.cost_per_million or 0) / 0.8)
+
+
+def test_without_limits_the_knee_is_chosen_and_impossible_ones_choose_nothing():
+    assert Sizing.of(LLAMA, DEMAND).chosen == Sizing.of(LLAMA, DEMAND).knee
+    assert Sizing.of(LLAMA, DEMAND).replicas is None
+    hopeless = Sizing.of(LLAMA, replace(DEMAND, itl_s=0.001, rate=5.0))
+    assert (hopeless.chosen, hopeless.load_req_s, hopeless.replicas) == (None, None, None)
+
+
+def test_what_does_not_fit_says_so():
+    with pytest.raises(ConfigError, match="--count"):
+        Sizing.of(Roofline(ModelCost(SHAPES["llama-3.1-70b"]), DEVICES["h100"]), DEMAND)
+    assert (
+        Sizing.of(
+            Roofline(ModelCost(SHAPES["llama-3.1-70b"]), DEVICES["h100"], 4), DEMAND
+        ).memory.seats_full
+        > 0
+    )
+    with pytest.raises(ConfigError, match="context of 131072"):
+        Sizing.of(LLAMA, Demand(prompt=131_000, output=100))
+    for count in (0, 3, 5):
+        with pytest.raises(ConfigError, match="divide"):
+            replace(LLAMA, count=count).check_split()
+    replace(LLAMA, count=16).check_split()  # KV heads are replicated
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"prompt": 0}, {"output": 0}, {"itl_s": 0.0}, {"rate": -1.0}, {"price_per_hour": -2.0}],
+)
+def test_impossible_demands_name_the_field(wrong: dict[str, float]):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        replace(DEMAND, **wrong)
+
+
+def test_the_simulator_agrees_with_the_steady_state():
+    """32 seats that are always busy, and a bucket for every size, because the sum by hand knows no
+    padding.
+    """
+    demand = Demand(prompt=128, output=64, token_budget=512)
+    roofline = replace(LLAMA, host=HostTimes())
+    arrivals = synthesise(1500, Fixed(128), Uniform(16, 112), Closed(), 0)
+    limits = SchedulerLimits(max_seats=32, context_length=256, max_waiting_requests=1000)
+    buckets = Buckets(
+        tuple(Bucket(n, n) for n in range(1, 33)), tuple(Bucket(n, 32) for n in range(33, 513))
+    )
+    run = simulate(arrivals, EngineShape(limits, buckets, 32 * 20), roofline, concurrency=40)
+    assert run.figures()["output_tok_s"] == pytest.approx(
+        Operating.of(roofline, demand, 32).output_tok_s, rel=0.05
+    )

@@ -1,0 +1,218 @@
+"""Tuning a cascade: what the ladder says, and that a cascade then does it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+from scripted_models import Said, ScriptedModel, ScriptedModels
+
+from jitney.engine.common.errors import ConfigError
+from jitney.engine.fleet.compositions.answering import ModelAnswer
+from jitney.engine.fleet.compositions.cascade import Cascade, CascadeSettings, Measure
+from jitney.engine.fleet.compositions.question import Question
+from jitney.engine.lab.cascade_tuning import (
+    Ladder,
+    ModelComparison,
+    Pair,
+    TokenPrices,
+    _likeness,
+    _Spent,
+    read_questions,
+)
+from jitney.engine.lab.commands.cascade_tune import _MEASURES, _endpoint_from
+
+MEAN = Measure("mean")
+
+
+def pair(p: float, agrees: float, small: int = 10, large: int = 100) -> Pair:
+    return Pair([[math.log(p)]], _Spent(tokens=small), _Spent(tokens=large), agrees)
+
+
+PAIRS = [pair(0.9, 1), pair(0.8, 1), pair(0.6, 0), pair(0.4, 1), pair(0.2, 0)]
+
+
+def test_every_threshold_that_makes_a_difference_is_a_rung():
+    whole = Ladder.of(PAIRS, MEAN, "tokens")
+    assert [rung.threshold for rung in whole.rungs] == pytest.approx([0, 0.3, 0.5, 0.7, 0.85, 0.95])
+    assert [rung.kept for rung in whole.rungs] == pytest.approx([1, 0.8, 0.6, 0.4, 0.2, 0])
+    assert [rung.agreement for rung in whole.rungs] == pytest.approx([0.6, 0.8, 0.8, 1, 1, 1])
+    assert [rung.spent.tokens for rung in whole.rungs] == [50, 150, 250, 350, 450, 550]
+    assert whole.rungs[3].cost_share == pytest.approx(0.7)
+    assert all(rung.low <= rung.agreement <= rung.high for rung in whole.rungs)
+
+
+def test_the_cheapest_that_agrees_often_enough():
+    whole = Ladder.of(PAIRS, MEAN, "tokens")
+    cases = {0.5: 0.0, 0.8: 0.3, 0.81: 0.7, 1.0: 0.7}
+    for wanted, threshold in cases.items():
+        found = whole.cheapest(wanted)
+        assert found is not None
+        assert found.threshold == pytest.approx(threshold)
+
+
+def test_the_measure_that_costs_least_is_taken():
+    # A least window of one sees the unsure token that a mean over many hides.
+    long = [math.log(0.99)] * 30
+    pairs = [
+        Pair([[*long, math.log(0.1)]], _Spent(1), _Spent(10), 0.0),
+        Pair([[math.log(0.9)] * 5], _Spent(1), _Spent(10), 1.0),
+    ]
+    ladders = [Ladder.of(pairs, measure, "tokens") for measure in _MEASURES]
+    best = min(ladders, key=lambda each: each.cost_share(1.0))
+    assert best.measure == Measure("least", 1)
+    found = best.cheapest(1.0)
+    assert found is not None and found.kept == 0.5
+
+
+def test_of_measures_that_cost_the_same_the_first_is_taken():
+    ladders = [Ladder.of(PAIRS, measure, "tokens") for measure in _MEASURES]
+    assert min(ladders, key=lambda each: each.cost_share(0.8)).measure == MEAN
+
+
+def test_both_ends_and_the_chosen_rung_are_shown():
+    whole = Ladder.of([pair(n / 100, n % 2) for n in range(1, 99)], MEAN, "tokens")
+    chosen = whole.rungs[37]
+    shown = whole.shown(12, chosen)
+    assert shown[0] == whole.rungs[0] and shown[-1] == whole.rungs[-1]
+    assert chosen in shown and len(shown) <= 13
+
+
+def noisy(seed: int) -> ScriptedModels:
+    """A small model that is the likelier wrong the less sure it is."""
+    draw = random.Random(seed)
+    said: dict[str, Said] = {}
+
+    def small(question: Question) -> Said:
+        text = question.body["messages"][0]["content"]
+        if text not in said:
+            p = draw.random() * 0.98 + 0.01
+            words = "right" if draw.random() < p else "wrong"
+            said[text] = Said(words, [math.log(p)] * 3)
+        return said[text]
+
+    large = ScriptedModel(lambda question: Said("right", [-0.1]))
+    return ScriptedModels(tiny=ScriptedModel(small), big=large)
+
+
+def test_the_threshold_does_what_the_table_says():
+    models = noisy(1)
+    questions = [
+        Question("", "/v1/chat/completions", {"messages": [{"role": "user", "content": str(n)}]})
+        for n in range(200)
+    ]
+
+    async def scene() -> list[ModelAnswer]:
+        comparison = ModelComparison(models, "tiny", "big", "equal", TokenPrices())
+        pairs, refusals = await comparison.run(questions, 4, lambda done: None)
+        assert len(pairs) == 200 and not refusals
+        found.append(Ladder.of(pairs, MEAN, "tokens").cheapest(0.9))
+        settings = CascadeSettings(
+            kind="cascade",
+            small="tiny",
+            large="big",
+            threshold=round(found[0].threshold, 6),
+            measure="mean",
+        )
+        cascade = Cascade(settings, models)
+        return [await cascade.answer(question) for question in questions]
+
+    found: list = []
+    answers = asyncio.run(scene())
+    rung = found[0]
+    assert 0.2 < rung.kept < 0.9  # it is no end of the ladder
+    kept = sum(answer.body["model"] == "tiny" for answer in answers) / 200
+    agreed = sum(answer.normalised[0] == "right" for answer in answers) / 200
+    tokens = sum(answer.usage["total_tokens"] for answer in answers)
+    assert kept == pytest.approx(rung.kept)
+    assert agreed == pytest.approx(rung.agreement)
+    assert tokens == rung.spent.tokens
+
+
+def test_prices_and_refusals_are_told():
+    def small(question: Question) -> Said | Exception:
+        from jitney.engine.common.errors import RequestError
+
+        if "bad" in str(question.body):
+            return RequestError("no")
+        return Said("yes", [-0.5] * 10)
+
+    models = ScriptedModels(
+        tiny=ScriptedModel(small), big=ScriptedModel(lambda question: Said("Yes!", [-0.1] * 10))
+    )
+    questions = [
+        Question("", "/v1/completions", {"prompt": prompt}) for prompt in ("a", "bad", "b")
+    ]
+    comparison = ModelComparison(models, "tiny", "big", "equal", TokenPrices(1.0, 10.0))
+    pairs, refusals = asyncio.run(comparison.run(questions, 1, lambda done: None))
+    assert refusals == ["no"]
+    assert [pair.agreement for pair in pairs] == [1.0, 1.0]
+    assert pairs[0].small.price == pytest.approx(20e-6)
+    assert pairs[0].large.price == pytest.approx(200e-6)
+    found = Ladder.of(pairs, MEAN, "price").rungs[0]
+    assert found.cost_share == pytest.approx(0.1)
+
+
+def test_answers_are_the_same_but_for_what_does_not_matter():
+    def said(text: str) -> dict:
+        return {"message": {"content": text}}
+
+    def call(arguments: str) -> dict:
+        function = {"name": "f", "arguments": arguments}
+        return {"message": {"content": None, "tool_calls": [{"function": function}]}}
+
+    def normalised(choice: dict) -> str:
+        (text,) = ModelAnswer({"choices": [choice]}).normalised
+        return text
+
+    assert normalised(said("  The Answer\n is: 4. ")) == normalised({"text": "the answer is: 4"})
+    assert normalised(said("4")) != normalised(said("5"))
+    assert normalised(call('{"a": 1, "b": 2}')) == normalised(call('{"b":2,"a":1}'))
+    assert normalised(call('{"a": 1}')) != normalised(call('{"a": 2}'))
+    assert _likeness("a b c d", "a b x") == pytest.approx(4 / 7)
+    assert _likeness("", "a") == 0.0
+
+
+def test_requests_are_read_from_bodies_and_from_batches(tmp_path: Path):
+    file = tmp_path / "requests.jsonl"
+    chat = {"messages": [{"role": "user", "content": "a"}], "temperature": 1}
+    lines = [{"prompt": "a", "stream": True}, {"custom_id": "1", "body": chat}]
+    file.write_text("\n\n".join(map(json.dumps, lines)))
+    first, second = read_questions(file, {"temperature": 0.0, "max_tokens": 5})
+    assert first.route == "/v1/completions"
+    assert first.body == {"prompt": "a", "temperature": 0.0, "max_tokens": 5}
+    assert second.is_chat and second.body["temperature"] == 1
+
+
+@pytest.mark.parametrize(
+    "line, complaint",
+    [
+        ("{", "1: not JSON"),
+        ("[]", "1: must be an object with either messages or prompt"),
+        ('{"prompt": "a", "messages": []}', "1: must be an object"),
+        ('{"messages": []}', "1: messages"),
+        ('{"prompt": [1, 2]}', "1: prompt is not supported"),
+        ('{"prompt": "a", "echo": true}', "1: echo is not supported"),
+        ("", "no requests in it"),
+    ],
+)
+def test_a_line_that_cannot_be_asked_is_named(tmp_path: Path, line: str, complaint: str):
+    file = tmp_path / "requests.jsonl"
+    file.write_text(line)
+    with pytest.raises(ConfigError, match=complaint):
+        read_questions(file, {})
+
+
+def test_a_model_is_named_by_its_address(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JITNEY_LARGE_KEY", "secret")
+    endpoint = _endpoint_from("large", "http://10.0.0.1:8000/v1/org/model", 5.0)
+    assert (endpoint.base, endpoint.model) == ("http://10.0.0.1:8000", "org/model")
+    assert endpoint.headers == {"authorization": "Bearer secret"}
+    assert _endpoint_from("small", "http://h:1/m", 5.0).model == "m"
+    for text in ("h:1/m", "http://h:1", "http://h:1/v1/", "ftp://h/m"):
+        with pytest.raises(ConfigError, match="give http://HOST:PORT/MODEL"):
+            _endpoint_from("small", text, 5.0)

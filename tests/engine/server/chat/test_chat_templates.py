@@ -1,0 +1,434 @@
+"""Templates that never end, tokenisers that never end, tokenisers that panic: each costs its own
+request and nobody else's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from api_fakes import ByteTokenizer, FakeClient, call, make_app, run, until
+from tokenizers import Regex, models, pre_tokenizers
+from tokenizers import Tokenizer as RustTokenizer
+
+from jitney.engine.common.errors import RequestError
+from jitney.engine.core.text.fast_tokenizers import _tiny_fast
+from jitney.engine.core.text.template_worker import TemplateSource, _render
+from jitney.engine.core.text.tokenizer import Tokenizer
+from jitney.engine.server.chat.chat_templates import ChatTemplates
+from jitney.engine.server.chat.conversation.template_abilities import (
+    ChatAbilities,
+    TemplateAbilities,
+)
+from jitney.engine.server.http import worker_pool as workers
+from jitney.engine.server.http.text_threads import TextThreads
+
+#: What a message makes this template do.
+TEMPLATE = """
+{%- if messages[0].content == 'spin' -%}
+{%- for a in range(99999) -%}{%- for b in range(99999) -%}{%- endfor -%}{%- endfor -%}
+{%- elif messages[0].content == 'refuse' -%}{{ raise_exception('no such role') }}
+{%- elif messages[0].content == 'long' -%}{{ 'x' * 5000 }}
+{%- elif messages[0].content == 'memory' -%}{{ 'x' * (messages | length * 4000000000) }}
+{%- elif messages[0].content == 'escape' -%}{{ ''.__class__.__mro__ }}
+{%- else -%}{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}
+{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}{%- endif -%}
+"""
+SOURCE = TemplateSource(TEMPLATE, {"bos_token": "<s>"})
+TIMEOUT_S = 0.5
+
+
+def said(content: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+@contextlib.asynccontextmanager
+async def rendering(timeout_s: float = TIMEOUT_S) -> AsyncIterator[ChatTemplates]:
+    templates = ChatTemplates(SOURCE, timeout_s)
+    await templates.start()
+    try:
+        yield templates
+    finally:
+        await templates.close()
+
+
+def processes(templates: ChatTemplates) -> list[int]:
+    return [place.process.pid for place in templates._workers._places if place.process is not None]
+
+
+async def error_of(templates: ChatTemplates, content: str) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        await templates.render(said(content), 1000)
+    assert caught.value.info.param == "messages"
+    return caught.value
+
+
+def test_what_comes_back_is_what_transformers_makes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JITNEY_API_KEYS", "sesame")
+    monkeypatch.setenv("JITNEY_ADMIN_KEYS", "sesame")
+
+    async def session() -> None:
+        async with rendering() as templates:
+            for pid in processes(templates):
+                assert b"sesame" not in Path(f"/proc/{pid}/environ").read_bytes()
+            text = await templates.render(said("hi"), 1000)
+            assert text == "<s>user: hi\nassistant: "
+            assert text == _render(SOURCE, said("hi"), add_generation_prompt=True)
+            assert "no such role" in str(await error_of(templates, "refuse"))
+            assert "unsafe" in str(await error_of(templates, "escape"))
+            too_long = await error_of(templates, "long")
+            assert too_long.info.code == "context_length_exceeded" and "5000" in str(too_long)
+            before = processes(templates)
+            assert "refused the messages" in str(await error_of(templates, "memory"))
+            assert processes(templates) == before, "no process had to be ended for these"
+
+    run(session())
+
+
+def test_an_answer_may_go_on_where_the_last_message_ends():
+    messages = [*said("a"), {"role": "assistant", "content": "The answer"}]
+
+    async def session() -> None:
+        async with rendering() as templates:
+            variables = {"add_generation_prompt": False, "continue_final_message": True}
+            assert await templates.render(messages, 1000, variables) == (
+                "<s>user: a\nassistant: The answer"
+            )
+            variables["continue_final_message"] = False
+            assert await templates.render(messages, 1000, variables) == (
+                "<s>user: a\nassistant: The answer\n"
+            )
+
+    run(session())
+
+
+def test_chats_that_do_not_end_are_cut_off_and_others_go_on():
+    async def session() -> None:
+        async with rendering() as templates:
+            before = processes(templates)
+            bad = [asyncio.create_task(error_of(templates, "spin")) for _ in range(2)]
+            await asyncio.sleep(0.1)
+            good = asyncio.create_task(templates.render(said("hi"), 1000))
+            errors = await asyncio.gather(*bad)
+            assert all("took longer than 0.5 s" in str(error) for error in errors)
+            assert await good == "<s>user: hi\nassistant: ", "with two of two processes held up"
+            assert await templates.render(said("again"), 1000)
+            after = processes(templates)
+            assert not set(before) & set(after)
+            for pid in before:
+                with pytest.raises(ProcessLookupError):
+                    os.kill(pid, 0)
+
+    run(session())
+
+
+def test_a_client_that_leaves_does_not_take_the_process_with_it():
+    async def session() -> None:
+        async with rendering() as templates:
+            before = processes(templates)
+            leaving = [asyncio.create_task(templates.render(said("spin"), 10)) for _ in range(2)]
+            await asyncio.sleep(0.1)
+            for task in leaving:
+                task.cancel()
+            await asyncio.gather(*leaving, return_exceptions=True)
+            assert await templates.render(said("hi"), 1000), "once the time of the others is over"
+            for _ in range(50):
+                task = asyncio.create_task(templates.render(said("hi"), 1000))
+                await asyncio.sleep(0)
+                task.cancel()
+            kept = processes(templates)
+            assert await templates.render(said("one"), 1000) == "<s>user: one\nassistant: "
+            assert set(kept) == set(processes(templates)) and not set(kept) & set(before)
+
+    run(session())
+
+
+def test_a_process_that_somebody_ends_is_replaced_unnoticed():
+    async def session() -> None:
+        async with rendering() as templates:
+            for pid in processes(templates):
+                os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(0.05)
+            for _ in range(3):
+                assert await templates.render(said("hi"), 1000)
+            for pid in processes(templates):
+                os.kill(pid, signal.SIGTERM)  # as a service manager sends it to the whole group
+            await asyncio.sleep(0.05)
+            kept = processes(templates)
+            assert await templates.render(said("hi"), 1000)
+            assert processes(templates) == kept
+
+    run(session())
+
+
+def test_a_chat_that_finds_no_process_is_told_to_come_back(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(workers, "_WAIT_S", 0.05)
+
+    async def session() -> None:
+        async with rendering() as templates:
+            bad = [asyncio.create_task(error_of(templates, "spin")) for _ in range(2)]
+            await asyncio.sleep(0.1)
+            with pytest.raises(RequestError) as caught:
+                await templates.render(said("hi"), 1000)
+            assert caught.value.info.code == "busy"
+            await asyncio.gather(*bad)
+
+    run(session())
+
+
+def test_over_http_two_bad_chats_stop_nobody():
+    """The endpoint with the processes behind it, as `jitney serve` sets it up."""
+
+    async def session() -> None:
+        app = make_app(FakeClient(context_length=2000))
+        async with rendering(timeout_s=3) as templates:
+            app.state.service.chat_templates = templates
+
+            async def ask(content: str):
+                body = {"model": "m", "messages": said(content), "max_tokens": 2}
+                return await call(app, "/v1/chat/completions", body)
+
+            bad = [asyncio.create_task(ask("spin")) for _ in range(2)]
+            await asyncio.sleep(0.1)
+            plain = {"model": "m", "prompt": "Hi", "max_tokens": 2}
+            assert (await call(app, "/v1/completions", plain)).status == 200
+            assert not any(task.done() for task in bad), "it did not wait for them"
+            replies = await asyncio.gather(*bad)
+            assert {reply.status for reply in replies} == {400}
+            assert {reply.error["param"] for reply in replies} == {"messages"}
+            assert (await ask("hi")).status == 200
+
+    run(session())
+
+
+def test_texts_that_are_never_tokenised_do_not_stop_others():
+    class Stuck(ByteTokenizer):
+        def encode(self, text, *, add_special_tokens=True):
+            if text == "stuck":
+                release.wait(20)
+            return super().encode(text)
+
+    release = threading.Event()
+
+    async def session() -> None:
+        app = make_app(FakeClient(), tokenize_timeout_s=0.2)
+        app.state.service.tokenizer = Stuck()
+
+        async def ask(text: str):
+            return await call(app, "/v1/completions", {"model": "m", "prompt": text})
+
+        stuck = await asyncio.gather(*(ask("stuck") for _ in range(2)))
+        assert [reply.status for reply in stuck] == [400, 400]
+        assert (await ask("fine")).status == 200
+        lost = [thread for thread in threading.enumerate() if thread.name == "tokenize"]
+        assert len(lost) >= 4 and all(thread.daemon for thread in lost)
+        release.set()
+
+    run(session())
+
+
+def test_a_prompt_of_token_ids_waits_for_no_thread():
+    class Stuck(ByteTokenizer):
+        def encode(self, text, *, add_special_tokens=True):
+            release.wait(20)
+            return super().encode(text)
+
+    release = threading.Event()
+
+    async def session() -> None:
+        app = make_app(FakeClient())
+        app.state.service.tokenizer = Stuck()
+
+        async def ask(prompt: object):
+            return await call(app, "/v1/completions", {"model": "m", "prompt": prompt})
+
+        stuck = [asyncio.create_task(ask("stuck")) for _ in range(4)]
+        ids = await ask([[1, 2], [3]])
+        assert ids.status == 200 and len(ids.json()["choices"]) == 2
+        assert not any(task.done() for task in stuck)
+        release.set()
+        assert [reply.status for reply in await asyncio.gather(*stuck)] == [200] * 4
+
+    run(session())
+
+
+STUCK = """
+import asyncio, time
+from api_fakes import ByteTokenizer, FakeClient, call, make_app
+
+class Stuck(ByteTokenizer):
+    def apply_chat_template(self, messages, **variables):
+        time.sleep(600)
+
+async def session():
+    app = make_app(FakeClient(), tokenize_timeout_s=0.1)
+    app.state.service.tokenizer = Stuck()
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    reply = await call(app, "/v1/chat/completions", body)
+    print(reply.status)
+    app.state.service.close()
+
+asyncio.run(session())
+"""
+
+
+def test_text_work_that_never_ends_does_not_keep_the_program():
+    support = str(Path(__file__).parents[3] / "support")
+    environ = os.environ | {"PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{support}"}
+    done = subprocess.run(
+        [sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=30, env=environ
+    )
+    assert (done.returncode, done.stdout) == (0, "400\n"), done.stderr
+
+
+def test_only_so_many_threads_are_given_up():
+    release = threading.Event()
+
+    async def session() -> list[Any]:
+        threads = TextThreads(threads=1, most_lost=2)
+        results = []
+        for work in [lambda: release.wait(20)] * 3 + [lambda: True]:
+            try:
+                results.append(await threads.run(work, 0.1))
+            except RequestError as error:
+                results.append(error.info.code)
+        release.set()
+        await asyncio.sleep(0.1)
+        results.append(await threads.run(lambda: True, 1))
+        threads.close()
+        return results
+
+    assert run(session()) == ["invalid_value"] * 3 + ["busy", True]
+
+
+def test_threads_come_with_the_work_and_go_without_it():
+    before = set(threading.enumerate())  # those of other tests end when they like
+
+    def count() -> int:
+        threads = set(threading.enumerate()) - before
+        return sum(thread.name == "tokenize" for thread in threads)
+
+    async def session() -> None:
+        threads = TextThreads(idle_s=0.05)
+        assert count() == 0
+        for _ in range(2):
+            assert await threads.run(lambda: 1, 20) == 1
+            until(lambda: count() == 0, 30)
+        both = threading.Barrier(2, timeout=20)
+        await asyncio.gather(*(threads.run(both.wait, 30) for _ in range(2)))
+        waiting = TextThreads(threads=1)
+        await asyncio.gather(*(waiting.run(lambda: 1, 20) for _ in range(5)))
+        assert count() >= 1
+        waiting.close()
+        until(lambda: count() == 0, 30)
+
+    run(session())
+
+
+def panicking() -> Tokenizer:
+    """Its regular expression takes too many steps on 'aaaa...c', where Rust panics."""
+    from transformers import PreTrainedTokenizerFast  # seconds: not while tests are collected
+
+    rust = RustTokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    rust.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+b"), "isolated")
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=rust))
+
+
+def test_a_panic_of_a_tokenizer_is_an_error_of_its_request():
+    async def session() -> None:
+        app = make_app(FakeClient())
+        app.state.service.tokenizer = panicking()
+
+        async def ask(prompt: str):
+            return await call(app, "/v1/completions", {"model": "m", "prompt": prompt})
+
+        for _ in range(3):
+            reply = await ask("a" * 40 + "c")
+            assert (reply.status, reply.error["param"]) == (400, "prompt")
+            assert "tokenizer fails" in reply.error["message"]
+        assert (await ask("a")).status == 200
+
+    run(session())
+
+
+def test_a_panic_in_decoding_is_ours_too(monkeypatch: pytest.MonkeyPatch):
+    class PanicException(BaseException):
+        pass
+
+    class Rust:
+        def decode(self, ids, skip_special_tokens):
+            raise PanicException("index out of bounds")
+
+    tokenizer = Tokenizer(_tiny_fast())
+    monkeypatch.setattr(tokenizer, "_rust", Rust())
+    with pytest.raises(RequestError) as caught:
+        tokenizer.decode([1, 2])
+    assert caught.value.info.code == "internal_error"
+
+
+def test_the_source_of_a_template_has_what_it_needs():
+    tokenizer = Tokenizer(_tiny_fast())
+    source = tokenizer.template_source
+    assert source is not None
+    assert _render(source, said("hi"), add_generation_prompt=True) == tokenizer.apply_chat_template(
+        said("hi")
+    )
+
+
+def test_a_template_that_never_ends_does_not_hold_the_start(caplog: pytest.LogCaptureFixture):
+    """Neither with every message nor with some of those that show what it accepts."""
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    always = TemplateSource(loop, {})
+    later = TemplateSource(
+        "{% if messages | length > 1 %}" + loop + "{% endif %}{{ messages[0].content }}", {}
+    )
+
+    async def session(source: TemplateSource) -> ChatAbilities:
+        app = make_app(FakeClient())
+        service = app.state.service
+        service.chat_templates = ChatTemplates(source, TIMEOUT_S)
+        try:
+            await service.chat_templates.start()
+            await service.learn_abilities(service.tokenizer)
+            return await service.chat_abilities()
+        finally:
+            await service.chat_templates.close()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jitney.engine.server.http.service._PROBING_S", 2.0)
+        for source in (always, later):
+            began = time.monotonic()
+            can = run(session(source))
+            assert time.monotonic() - began < 20
+            assert can.plain == TemplateAbilities() and can.refusal
+    assert [record.levelname for record in caplog.records].count("ERROR") == 2
+    assert "--chat-template" in caplog.text
+
+
+def test_the_abilities_of_the_worker_are_those_of_the_tokenizer():
+    async def session() -> tuple[ChatAbilities, ChatAbilities]:
+        tokenizer = Tokenizer(_tiny_fast())
+        app = make_app(FakeClient())
+        service = app.state.service
+        await service.learn_abilities(tokenizer)
+        here = await service.chat_abilities()
+        assert tokenizer.template_source is not None
+        service.chat_templates = ChatTemplates(tokenizer.template_source, TIMEOUT_S)
+        try:
+            await service.learn_abilities(tokenizer)
+            return here, await service.chat_abilities()
+        finally:
+            await service.chat_templates.close()
+
+    here, there = run(session())
+    assert here == there and here.plain.system and here.with_tools is None

@@ -1,0 +1,121 @@
+"""What is put into a mailbox comes out once, in order, and a wait ends when it should."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from jitney.engine.server.chat.generation import _Mailbox
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(30):
+            await test()
+
+    asyncio.run(limited())
+
+
+def test_all_that_came_is_taken_at_once_and_in_order():
+    async def test() -> None:
+        box: _Mailbox[int] = _Mailbox()
+        for item in range(3):
+            box.put(item)
+        assert not box.is_empty
+        assert await box.take(None) == [0, 1, 2]
+        assert box.is_empty
+
+    run(test)
+
+
+@pytest.mark.parametrize("wait_s", [None, 20.0])
+def test_who_waits_is_woken_by_what_comes(wait_s: float | None):
+    async def test() -> None:
+        box: _Mailbox[str] = _Mailbox()
+        asyncio.get_running_loop().call_later(0.01, box.put, "a")
+        assert await box.take(wait_s) == ["a"]
+
+    run(test)
+
+
+def test_a_failure_comes_after_what_came_before_it_and_stays():
+    async def test() -> None:
+        box: _Mailbox[str] = _Mailbox()
+        box.put("a")
+        box.fail(ValueError("first"))
+        box.fail(ValueError("second"))
+        assert box.has_failed
+        assert await box.take(None) == ["a"]
+        for _ in range(2):
+            with pytest.raises(ValueError, match="first"):
+                await box.take(None)
+
+    run(test)
+
+
+def test_a_failure_wakes_who_waits():
+    async def test() -> None:
+        box: _Mailbox[str] = _Mailbox()
+        asyncio.get_running_loop().call_later(0.01, box.fail, ValueError("gone"))
+        with pytest.raises(ValueError, match="gone"):
+            await box.take(20.0)
+
+    run(test)
+
+
+def test_a_wait_is_as_long_as_it_may_be_also_after_many_short_ones():
+    """One timer serves many waits: it may be that of a wait which something ended long ago."""
+
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        box: _Mailbox[int] = _Mailbox()
+        for item in range(5):
+            loop.call_later(0.02, box.put, item)
+            assert await box.take(0.2) == [item]
+        begun = time.monotonic()
+        assert await box.take(0.2) == []
+        assert 0.19 < time.monotonic() - begun < 5
+        assert await box.take(0.01) == []
+
+    run(test)
+
+
+def test_a_shorter_wait_is_not_held_up_by_the_timer_of_a_longer_one():
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        box: _Mailbox[int] = _Mailbox()
+        loop.call_later(0.01, box.put, 1)
+        assert await box.take(25.0) == [1]
+        assert await box.take(0.05) == []
+
+    run(test)
+
+
+def test_a_timer_that_goes_off_while_nobody_waits_ends_no_later_wait():
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        box: _Mailbox[int] = _Mailbox()
+        box.put(0)
+        loop.call_later(0.01, box.put, 1)
+        assert await box.take(0.05) == [0]
+        assert await box.take(0.05) == [1]
+        await asyncio.sleep(0.1)
+        loop.call_later(0.1, box.put, 2)
+        assert await box.take(20.0) == [2]
+
+    run(test)
+
+
+def test_a_closed_one_holds_nothing():
+    async def test() -> None:
+        box: _Mailbox[int] = _Mailbox()
+        box.put(1)
+        box.fail(ValueError("gone"))
+        box.close()
+        assert box.is_empty
+        assert not box.has_failed
+
+    run(test)

@@ -1,0 +1,121 @@
+"""How a server that was told to stop ends, while somebody asks on."""
+
+from __future__ import annotations
+
+import asyncio
+from signal import SIGTERM
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jitney.engine.cli.serve import _Server
+from jitney.engine.fleet.command import _Serving
+from jitney.engine.server.http.open_requests import OpenRequests
+
+
+class Asked:
+    """A service, or a fleet, of which somebody asks something more as soon as it is drained."""
+
+    def __init__(self, drains: bool):
+        self.open = OpenRequests()
+        self.one_more = self.open.one()
+        if not drains:
+            self.one_more.__enter__()
+
+    def begin_drain(self) -> None:
+        pass
+
+    async def drained(self) -> None:
+        await self.open.until_idle()
+        self.one_more.__enter__()
+
+
+async def _at_once() -> None:
+    """It has no other engines to wait for."""
+
+
+def server_of(kind: type[Any], asked: Asked) -> Any:
+    """As much of a server as a drain touches."""
+    server = object.__new__(kind)
+    server.config = SimpleNamespace(server=SimpleNamespace(drain_s=0.05))
+    server.signals = asyncio.Queue()
+    server.web = SimpleNamespace(force_exit=False)
+    server.connections = SimpleNamespace(hurry=lambda: None)
+    server.client = SimpleNamespace(
+        drain=lambda: None, kill=lambda: None, drained_together=_at_once
+    )
+    server.engines = SimpleNamespace(kill=lambda: None)
+    server.app = SimpleNamespace(state=SimpleNamespace(service=asked))
+    server.fleet = asked
+    return server
+
+
+@pytest.mark.parametrize("kind", [_Server, _Serving])
+def test_who_asks_after_the_last_answer_does_not_make_the_end_a_failure(kind: type[Any]):
+    async def drain() -> int:
+        asked = Asked(drains=True)
+        status = await server_of(kind, asked)._drain()
+        assert asked.open._count
+        return status
+
+    assert asyncio.run(drain()) == 0
+
+
+@pytest.mark.parametrize("kind", [_Server, _Serving])
+def test_an_answer_that_takes_too_long_does(kind: type[Any]):
+    async def drain() -> int:
+        return await server_of(kind, Asked(drains=False))._drain()
+
+    assert asyncio.run(drain()) == 1
+
+
+@pytest.mark.parametrize("kind", [_Server, _Serving])
+def test_a_second_signal_is_the_status(kind: type[Any]):
+    async def drain() -> int:
+        server = server_of(kind, Asked(drains=False))
+        server.signals.put_nowait(15)
+        status = await server._drain()
+        assert server.web.force_exit
+        return status
+
+    assert asyncio.run(drain()) == 128 + 15
+
+
+@pytest.mark.parametrize(
+    ("numbers", "others_before", "heard"),
+    [
+        ([SIGTERM], None, [SIGTERM]),
+        ([SIGTERM, SIGTERM], None, [SIGTERM, SIGTERM]),
+        ([], 0, [SIGTERM]),
+        # It gets the signal that the other one got, a moment later; a second one is one.
+        ([SIGTERM], 0, [SIGTERM]),
+        ([SIGTERM, SIGTERM], 0, [SIGTERM, SIGTERM]),
+        # The others are told to end because this one was.
+        ([SIGTERM], 1, [SIGTERM]),
+        ([SIGTERM, SIGTERM], 1, [SIGTERM, SIGTERM]),
+    ],
+)
+def test_an_engine_that_shares_experts_stops_with_the_others(
+    numbers: list[int], others_before: int | None, heard: list[int]
+):
+    """others_before: the signal before which another engine began to drain; None: never."""
+
+    async def scene() -> list[int]:
+        others = asyncio.Event()
+        server = object.__new__(_Server)
+        server.signals = asyncio.Queue()
+        server._signalled = server._ends_with_others = False
+        client: Any = SimpleNamespace(until_others_drain=others.wait)
+        server.client = client
+        listening = asyncio.create_task(server._stop_with_others())
+        for place, number in enumerate([*numbers, 0]):
+            if place == others_before:
+                others.set()
+                await listening
+            if number:
+                server._take_signal(number)
+        listening.cancel()
+        return [server.signals.get_nowait() for _ in range(server.signals.qsize())]
+
+    assert asyncio.run(scene()) == heard

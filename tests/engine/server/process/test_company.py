@@ -1,0 +1,76 @@
+"""The core's loop while a step runs: whoever comes is taken in before the next one is planned."""
+
+from __future__ import annotations
+
+import threading
+
+import msgspec
+import pytest
+import zmq
+from process_core import Core
+
+from jitney.engine.common import messages
+from jitney.engine.common.requests import EngineRequest, SamplingParams
+from jitney.engine.server.process import main
+
+_WAIT_S = 30.0
+_ONE_TOKEN = SamplingParams(max_tokens=1)
+
+
+class _PatientCore(Core):
+    """Has company for so long as only one request is here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looked = threading.Event()
+        self.company: list[int] = []
+
+    @property
+    def company_s(self) -> float:
+        if len(self.rows) != 1 or self.steps:
+            return 0.0
+        self.looked.set()
+        return _WAIT_S
+
+    @property
+    def pause_s(self) -> float:
+        return self.company_s
+
+    def step(self) -> messages.StepReport:
+        self.company.append(len(self.rows))
+        return super().step()
+
+
+@pytest.fixture
+def ends():
+    """(the core's inbox, its outbox, what the others have of them)."""
+    context = zmq.Context()
+    sockets = []
+    for name in ("to", "from"):
+        for kind, join in ((zmq.PULL, "bind"), (zmq.PUSH, "connect")):
+            socket = context.socket(kind)
+            getattr(socket, join)(f"inproc://{name}")
+            sockets.append(socket)
+    yield sockets
+    context.destroy(linger=0)
+
+
+def test_whoever_comes_while_there_is_time_is_in_the_same_plan(ends, monkeypatch):
+    monkeypatch.setattr(main, "_freeze", lambda: None)
+    inbox, to_core, from_core, outbox = ends
+    core = _PatientCore()
+    loop = threading.Thread(target=main._serve, args=(core, inbox, outbox), daemon=True)
+    loop.start()
+    for name in ("first", "second"):
+        request = EngineRequest(id=name, prompt=[1, 2], sampling=_ONE_TOKEN, arrival=0.0)
+        to_core.send(messages.encode(messages.Add(request)))
+        assert core.looked.wait(_WAIT_S)
+    ended = set()
+    while len(ended) < 2:
+        assert from_core.poll(1000 * _WAIT_S), "both are answered"
+        report = msgspec.msgpack.decode(from_core.recv(), type=messages.FromCore)
+        if isinstance(report, messages.StepReport):
+            ended |= {output.request_id for output in report.outputs if output.finish}
+    to_core.send(messages.encode(messages.Shutdown()))
+    loop.join(_WAIT_S)
+    assert not loop.is_alive() and core.company[0] == 2
