@@ -427,7 +427,7 @@ def is_shown(module: str, name: str) -> bool:
 NAMES_OF_OTHERS = {"Any", "tmp_path", "__init__"}
 
 
-#: The pages that tell newcomers of files and names.
+#: Pages for newcomers, whose files and names must exist.
 PAGES = (
     "README.md",
     "CONTRIBUTING.md",

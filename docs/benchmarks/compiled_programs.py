@@ -1,10 +1,10 @@
-"""Writes what the engine's steps are when compiled for GPUs and TPUs, without one:
+"""Count what the engine's compiled steps read and write on GPUs and TPUs, without a device: writes
 compiled_programs.json and .md here.
 
 python docs/benchmarks/compiled_programs.py [--targets h100 v6e ...], after `make test-compile` has
 fetched the compilers' plugins; the programs and their account are those of tests/compiled. Programs
-of other targets, and those whose plugin is not there, stay as the JSON has them. --kept compiles
-nothing: it writes the pages anew from what JITNEY_COMPILED holds, and for the others from the JSON.
+of other targets, and those without a plugin, stay as the JSON has them. --kept compiles nothing: it
+writes both files from what JITNEY_COMPILED holds, and otherwise from the JSON.
 """
 
 from __future__ import annotations

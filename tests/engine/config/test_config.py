@@ -261,9 +261,7 @@ def test_the_documentation_says_of_every_setting_what_the_code_says():
         row = f"| `{setting.key}` | {flag} | `{default}` | {setting.field.description} |"
         assert row in text, f"docs/configuration.md lacks the row\n{row}"
         named = setting.flag.removeprefix("--").upper().replace("-", "_")
-        assert setting.env == f"JITNEY_{named}", (
-            "docs/configuration.md tells variables by this rule"
-        )
+        assert setting.env == f"JITNEY_{named}", "the page derives variables from flags"
 
 
 def toml_line(value: object) -> str:
