@@ -215,7 +215,8 @@ class EngineCore:
         flight = self._flight
         if not self.plans_late or flight is None or self.has_outputs or self._questions:
             return 0.0
-        soonest = self.scheduler.step_times.soonest(flight.plan.bucket, flight.plan.rows)
+        plan = flight.plan
+        soonest = self.scheduler.step_times.soonest(plan.bucket, plan.rows, plan.work.pairs)
         if soonest is None or not self.scheduler.has_place:
             return 0.0
         began = flight.launched if self._ready is None else max(flight.launched, self._ready)

@@ -53,6 +53,8 @@ _BACKGROUND_SLOWER, _BACKGROUND_STRETCH = 2.0, 1.2
 #: Where even the smallest mixed step is longer than the target, one in so many steps takes prompt
 #: rows all the same.
 _PATIENCE = 4
+#: Rows a second that brief steps may lose, of those of full ones.
+_BRIEF_LOSS = 0.08
 #: Share AUTO: the least that prompts get, and how many different shares there are.
 _LEAST_SHARE, _LEVELS = 0.25, 16
 #: Times the tokens a second that a larger decode bucket must give where several fill it together.
@@ -145,7 +147,7 @@ class StepTimeEstimate:
             )
             whole, scale = seconds, 1 / self._fullness(bucket, rows)
             if scale > 1:
-                least = min(seconds, self._least())
+                least = min(seconds, self.least)
                 whole = least + (seconds - least) * scale
             self._seen[bucket].append((whole, pairs * scale))
             self._typicals.pop(bucket, None)
@@ -160,7 +162,8 @@ class StepTimeEstimate:
             return 1.0
         return min(1.0, max(_LEAST_FULL, rows / bucket.tokens))
 
-    def _least(self) -> float:
+    @property
+    def least(self) -> float:
         """Seconds that a step takes however few its rows are, as far as it was seen: those of the
         smallest one that only decoded.
         """
@@ -208,6 +211,11 @@ class StepTimeEstimate:
         self._take_in()
         return self._typical(bucket) if bucket in self._seen else None
 
+    def far_above_least(self, sequences: int) -> bool:
+        """Whether a step in which so many sequences decode takes twice as long as any step must."""
+        seconds = self.decode(sequences) if sequences else None
+        return seconds is not None and seconds >= 2 * self.least > 0
+
     def rows_beside(self, sequences: int) -> int:
         """Rows that may be added to a step in which so many sequences decode, at least one, without
         slowing it down: its padding, and more where a larger bucket takes hardly longer.
@@ -246,14 +254,16 @@ class StepTimeEstimate:
                 return count - sequences
         return None
 
-    def soonest(self, bucket: Bucket, rows: int) -> float | None:
-        """The least seconds that the newest steps of a bucket took, with so many rows; None where
-        too few were seen to tell.
+    def soonest(self, bucket: Bucket, rows: int, pairs: int = 0) -> float | None:
+        """The least seconds that the newest steps of a bucket would have taken with so many rows
+        and query-key pairs of prompts; None where too few were seen to tell.
         """
         self._take_in()
         if bucket not in self._seen or len(self._seen[bucket]) < _FEWEST_SEEN:
             return None
-        return self._shortest(bucket, rows)
+        slope = self._slope.value
+        least = min([seconds - slope * before for seconds, before in self._seen[bucket]])
+        return self._with_rows(least, bucket, rows) + slope * pairs
 
     def _shortest(self, bucket: Bucket, rows: int) -> float:
         """The least seconds of a bucket that was seen, with so many rows."""
@@ -264,7 +274,7 @@ class StepTimeEstimate:
         fullness = self._fullness(bucket, rows)
         if fullness == 1:
             return full
-        least = min(full, self._least())
+        least = min(full, self.least)
         return least + (full - least) * fullness
 
     def _decode_bucket(self, sequences: int) -> Bucket:
@@ -386,6 +396,30 @@ class PrefillBudget:
         if self._timely(bucket.tokens, decoding, start, limit - usual) >= rows:
             return rows  # as nearly always: no need to ask about other steps
         return self._most_in_time(rows, decoding, start, limit)
+
+    def brief(self, decoding: int) -> int:
+        """Prompt rows of the shortest step beside so many decoding sequences in which long prompts
+        lose no more than _BRIEF_LOSS of their speed: whoever comes meanwhile waits for its end. All
+        that a step can have, before any was measured.
+
+        What a step takes whatever its prompt rows is lost once more with each step that a prompt is
+        cut into. A bucket that was not seen looks as fast as the nearest one, so it is tried.
+        """
+        times, buckets = self.step_times, self.step_times.buckets
+        fullest, kept = buckets.mixed[-1], 1 - _BRIEF_LOSS
+        most = fullest.tokens - decoding
+        full = times.mixed(fullest)
+        if full is None:
+            return most
+        if buckets.padding_is_free:
+            fixed = (times.decode(decoding) if decoding else None) or times.least
+            share = min(1.0, fixed / full) or 1.0
+            return math.ceil(most * kept * share / (1 - kept * (1 - share)))
+        for bucket in buckets.mixed_for(decoding + 1):
+            rows, seconds = bucket.tokens - decoding, times.mixed(bucket)
+            if seconds and rows * full >= kept * most * seconds:
+                return rows
+        return most
 
     def _most_in_time(self, rows: int, decoding: int, start: int, limit: float) -> int:
         """At most so many prompt rows, of a step of any bucket that takes `limit` seconds."""
