@@ -492,7 +492,7 @@ class EngineCore:
             gap = began - before
         device = ready - began
         if not flight.compiled:
-            self.scheduler.observe(plan, device)
+            self.scheduler.observe(plan, device, gap)
         # The next step's gap is idle time only while there was something to do.
         busy = self._flight is not None or self.scheduler.has_open
         self._ready = ready if busy else None

@@ -34,6 +34,8 @@ _KEPT = 15
 _MOST_UNTAKEN = 64
 #: What fading means and sums keep of themselves with each new step.
 _FADE = 0.95
+#: The same of the sums that tell how much longer than typical steps take: the last 100 or so.
+_FADE_SLOWLY = 0.99
 #: Query-key pairs that count as no difference: among prompts as short as that nothing is learnt
 #: about long ones.
 _FEW_PAIRS = 10_000.0
@@ -66,8 +68,9 @@ _FEWEST_SEEN = 3
 _LEAST_FULL = 0.5
 
 
-#: A step: its bucket, the seconds it took, the query-key pairs of its prompt rows, its rows.
-type _Observed = tuple[Bucket, float, int, int]
+#: A step: its bucket, the seconds it took, the query-key pairs of its prompt rows, its rows, the
+#: gap before it.
+type _Observed = tuple[Bucket, float, int, int, float]
 #: By bucket: seconds and pairs of the newest steps, as if each had been full.
 type _Steps = defaultdict[Bucket, deque[tuple[float, float]]]
 
@@ -119,6 +122,9 @@ class StepTimeEstimate:
     buckets: Buckets
     #: Steps that were observed and not yet taken in.
     _untaken: list[_Observed] = field(default_factory=list[_Observed])
+    #: Fading sums of what steps took, with the gaps before them, and of what is typical of them.
+    _taken_s: float = 0.0
+    _typical_s: float = 0.0
     #: Fading mean of all steps, seconds; None before the first.
     _step: float | None = None
     #: What was seen, by bucket.
@@ -129,11 +135,14 @@ class StepTimeEstimate:
     #: Seconds that each pair of a prompt row and a key adds.
     _slope: _Slope = field(default_factory=_Slope)
 
-    def observe(self, bucket: Bucket, seconds: float, pairs: int = 0, rows: int = 0) -> None:
+    def observe(
+        self, bucket: Bucket, seconds: float, pairs: int = 0, rows: int = 0, gap: float = 0.0
+    ) -> None:
         """A step of this bucket took so long on the device; pairs: query-key pairs of its prompt
-        rows; rows: those that were somebody's, 0: all.
+        rows; rows: those that were somebody's, 0: all; gap: seconds that the device had waited for
+        the host before it.
         """
-        self._untaken.append((bucket, seconds, pairs, rows or bucket.tokens))
+        self._untaken.append((bucket, seconds, pairs, rows or bucket.tokens, gap))
         if len(self._untaken) >= _MOST_UNTAKEN:
             self._take_in()
 
@@ -141,7 +150,8 @@ class StepTimeEstimate:
         """Learn from the steps observed since the last time, in their order."""
         if not self._untaken:
             return
-        for bucket, seconds, pairs, rows in self._untaken:
+        for bucket, seconds, pairs, rows, gap in self._untaken:
+            self._compare(bucket, seconds + gap, pairs, rows)
             self._step = (
                 seconds if self._step is None else _FADE * self._step + (1 - _FADE) * seconds
             )
@@ -155,6 +165,26 @@ class StepTimeEstimate:
                 self._slope.observe(bucket, whole, pairs * scale)
                 self._bases.clear()
         self._untaken.clear()
+
+    def _compare(self, bucket: Bucket, seconds: float, pairs: int, rows: int) -> None:
+        """Add a step to what steps took and to what is typical of them."""
+        if bucket not in self._seen:
+            return
+        if bucket.decode_only:
+            typical = self._typical(bucket)
+        else:
+            typical = self._with_rows(self._base(bucket), bucket, rows) + self._slope.value * pairs
+        self._taken_s = _FADE_SLOWLY * self._taken_s + seconds
+        self._typical_s = _FADE_SLOWLY * self._typical_s + typical
+
+    @property
+    def stretch(self) -> float:
+        """How many times as long as their typical times steps take one after another, at least 1:
+        medians leave out the few that something else on the machine makes long, and what the device
+        waits for the host.
+        """
+        self._take_in()
+        return max(1.0, self._taken_s / self._typical_s) if self._typical_s else 1.0
 
     def _fullness(self, bucket: Bucket, rows: int) -> float:
         """The share of a full step's rows by which one with so many is told from it."""

@@ -269,11 +269,11 @@ class Scheduler:
         """Outputs that have not been handed out yet."""
         return self.state.take_outputs()
 
-    def observe(self, plan: Plan, seconds: float) -> None:
-        """A planned step took so long on the device; what is foreseen and promised rests on
-        this.
+    def observe(self, plan: Plan, seconds: float, gap: float = 0.0) -> None:
+        """A planned step took so long on the device, which had waited for the host for `gap`
+        seconds before; what is foreseen and promised rests on this.
         """
-        self.step_times.observe(plan.bucket, seconds, plan.work.pairs, plan.rows)
+        self.step_times.observe(plan.bucket, seconds, plan.work.pairs, plan.rows, gap)
 
     def pause(self, now: float) -> float:
         """Seconds in which no plan can come of who is here, because the policy lets everybody wait;
