@@ -56,7 +56,7 @@ _BACKGROUND_SLOWER, _BACKGROUND_STRETCH = 2.0, 1.2
 #: rows all the same.
 _PATIENCE = 4
 #: Rows a second that brief steps may lose, of those of full ones.
-_BRIEF_LOSS = 0.08
+_BRIEF_LOSS = 0.06
 #: Share AUTO: the least that prompts get, and how many different shares there are.
 _LEAST_SHARE, _LEVELS = 0.25, 16
 #: Times the tokens a second that a larger decode bucket must give where several fill it together.
