@@ -517,12 +517,14 @@ def test_a_modest_tenant_waits_for_the_step_that_runs_and_for_its_own():
     )
 
 
-def test_who_takes_a_seat_has_a_step_without_streams_that_take_long_but_no_two_in_a_row():
+def test_who_takes_a_seat_has_a_step_without_streams_that_take_long_but_no_two_in_a_row(
+    monkeypatch: pytest.MonkeyPatch,
+):
     core = make_core(seats=8, budget=64, pages=400, order="fair", eos=())
     times, decode = core.scheduler.step_times, core.scheduler.buckets.decode
     times.observe(decode[0], 0.01)
     times.observe(decode[-1], 0.02)
-    core.scheduler.observe = lambda *_: None
+    monkeypatch.setattr(core.scheduler, "observe", lambda *_: None)
     plans = watch(core)
     for number in range(10):
         core.add(make_request(f"a{number}", [1, 2], user="a", max_tokens=40))

@@ -220,7 +220,7 @@ def test_a_prompt_that_passes_has_a_step_without_longer_ones_rows():
     assert plans[2].work.prompt == BUDGET - plans[2].n_decode
 
 
-def test_steps_are_brief_while_short_prompts_are_expected():
+def test_steps_are_brief_while_short_prompts_are_expected(monkeypatch: pytest.MonkeyPatch):
     """10 ms and 10 ms a row; they are expected for ten seconds."""
     clock = FakeClock()
     core = core_for(clock=clock)
@@ -231,7 +231,7 @@ def test_steps_are_brief_while_short_prompts_are_expected():
     times = core.scheduler.step_times
     times.observe(buckets.decode[0], 0.01)
     times.observe(buckets.mixed[-1], 0.17)
-    core.scheduler.observe = lambda *_: None
+    monkeypatch.setattr(core.scheduler, "observe", lambda *_: None)
     brief = core.scheduler._prefill_budget.brief(0)
     assert 16 / 0.17 > brief / (0.01 + 0.01 * brief) >= 0.94 * 16 / 0.17 and brief < 16
     plans = watch(core)
