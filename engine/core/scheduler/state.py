@@ -15,8 +15,8 @@ from jitney.engine.common.engine_info import Seat
 from jitney.engine.common.errors import ErrorInfo, RequestError
 from jitney.engine.common.outputs import FinishReason, SequenceOutput
 from jitney.engine.common.requests import EngineRequest
-from jitney.engine.core.scheduler.estimates import OutputLengths
 from jitney.engine.core.scheduler.kv_pages import PagePool
+from jitney.engine.core.scheduler.lengths import LengthEstimate
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.promises import PlaceRate
 from jitney.engine.core.scheduler.queues import Backlog, Lane, RequestWork, WaitingQueue, overgrown
@@ -95,7 +95,7 @@ class SchedulerState:
         self.kept: dict[int, Sequence] = {}
         self.released: list[int] = []
         #: What is known about the lengths of answers.
-        self.lengths = OutputLengths()
+        self.lengths = LengthEstimate()
         #: Sequences that ended since the last commit.
         self.finished = 0
         #: Times that somebody gave back its seat and pages.
@@ -299,7 +299,7 @@ class SchedulerState:
         """Free all that an open sequence has, at once; the caller emits its one terminal output."""
         group = self.groups[seq.request.id]
         seq.finish = reason
-        self.lengths.observe(seq.kind, seq.passed, seq.n_output, by_itself=reason == "stop")
+        self.lengths.observe(seq.kind, seq.counted, seq.n_output, by_itself=reason == "stop")
         self.finished += 1
         group.open.remove(seq)
         self._leave_place(seq, group)

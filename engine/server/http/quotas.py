@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import EngineRequest
-from jitney.engine.core import OutputLengths, RequestClasses
+from jitney.engine.core import LengthEstimate, RequestClasses
 from jitney.engine.server.http.errors import HttpError
 
 _MINUTE_S = 60.0
@@ -130,7 +130,7 @@ class Quotas:
     #: By key.
     _usage: dict[str, _Usage] = field(default_factory=dict[str, "_Usage"], init=False)
     #: How long answers are expected to be.
-    _lengths: OutputLengths = field(default_factory=OutputLengths, init=False)
+    _lengths: LengthEstimate = field(default_factory=LengthEstimate, init=False)
 
     def limit(self, max_concurrent: int, tokens_per_minute: int) -> None:
         """Hold keys to these limits from now on. What a key has spent of its minute stays spent,
