@@ -16,7 +16,7 @@ from jitney.engine.core.scheduler.kv_pages import PagePool
 from jitney.engine.core.scheduler.lengths import LengthEstimate
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.passing import Passing
-from jitney.engine.core.scheduler.promises import SHORTEST_RETRY
+from jitney.engine.core.scheduler.retry_schedule import SHORTEST_RETRY
 from jitney.engine.core.scheduler.sequence import Sequence
 from jitney.engine.core.scheduler.state import SchedulerState
 

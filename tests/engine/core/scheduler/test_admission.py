@@ -301,8 +301,8 @@ def busy_core(clock: FakeClock, **limits) -> EngineCore:
 
 def foreseen(core: EngineCore, **request) -> float:
     """The wait predicted for a request that came now."""
-    newcomer = core.scheduler._admission.leader(make_request("newcomer", [1], **request), 10**6)
-    return core.scheduler._entrance.predicted_wait.wait(newcomer)
+    newcomer = core.scheduler._factory.leader(make_request("newcomer", [1], **request), 10**6)
+    return core.scheduler._admission.predicted_wait.wait(newcomer)
 
 
 def test_the_wait_is_foreseen_from_rests_and_expectations():

@@ -1,6 +1,4 @@
-"""What is checked, and made, before a request may wait: a request that can never run is refused
-here.
-"""
+"""Checks requests and makes their sequences. A request that can never run is refused here."""
 
 from __future__ import annotations
 
@@ -20,8 +18,8 @@ _MOST_REPLAYED = 512
 
 
 @dataclass(eq=False)
-class Admission:
-    """Turns requests into sequences."""
+class SequenceFactory:
+    """Makes the sequences of requests."""
 
     pool: PagePool
     request_limits: RequestLimits
