@@ -44,8 +44,7 @@ _LEAST_SHARE = 0.4
 
 
 class _Pace:
-    """Places and tokens that were released while the engine was crowded, and in how many seconds.
-    """
+    """Places and tokens released while the engine was crowded, and in how many seconds."""
 
     def __init__(self, halve_at: int):
         self.halve_at = halve_at
@@ -115,9 +114,9 @@ class ReleaseRate:
         return self._slowed() * seconds / (self._long.places + _PRIOR_PLACES)
 
     def per_token(self, foreseen: float, tokens: float) -> float:
-        """Seconds per token. foreseen: the predicted seconds per place, which has so many
-        tokens.""" seconds = self._long.seconds + _PRIOR_PLACES * foreseen return self._slowed() *
-        seconds / (self._long.tokens + _PRIOR_PLACES * max(1.0, tokens))
+        """Seconds per token. foreseen: the predicted seconds per place of so many tokens."""
+        seconds = self._long.seconds + _PRIOR_PLACES * foreseen
+        return self._slowed() * seconds / (self._long.tokens + _PRIOR_PLACES * max(1.0, tokens))
 
     def _slowed(self) -> float:
         return self._short.times_slower_than(self._long)

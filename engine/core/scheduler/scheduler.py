@@ -792,13 +792,17 @@ class Scheduler:
         """Whether so many have seats, and the pool should last beside who sits: the sequence, and
         those behind it. The background gives way to a live one.
         """
-        others = self.state.class_of_request(seq).queue.following(seq, count - 1) if count > 1 else
-        [] if len(others) < count - 1 or count > len(self.state.free_seats): return False newcomers
-        = [(seq, fresh)] newcomers += [(other, self.pool.pages_for(len(other.tokens))) for other in
-        others] riders, yielding = self.state.seated, list[Sequence]() if not seq.background and
-        self.state.background.n_seated: yielding = [rider for rider in riders if rider.background]
-        riders = [rider for rider in riders if not rider.background] return
-        self._demand.fits(riders, newcomers, yielding)
+        queue = self.state.class_of_request(seq).queue
+        others = queue.following(seq, count - 1) if count > 1 else []
+        if len(others) < count - 1 or count > len(self.state.free_seats):
+            return False
+        newcomers = [(seq, fresh)]
+        newcomers += [(other, self.pool.pages_for(len(other.tokens))) for other in others]
+        riders, yielding = self.state.seated, list[Sequence]()
+        if not seq.background and self.state.background.n_seated:
+            yielding = [rider for rider in riders if rider.background]
+            riders = [rider for rider in riders if not rider.background]
+        return self._demand.fits(riders, newcomers, yielding)
 
     def _find_scores(self, seq: Sequence, keys: list[bytes]) -> None:
         """A prompt that is to be scored boards for the first time: take over what is known of its

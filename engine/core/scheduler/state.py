@@ -18,9 +18,15 @@ from jitney.engine.common.requests import EngineRequest
 from jitney.engine.core.scheduler.kv_pages import PagePool
 from jitney.engine.core.scheduler.lengths import LengthEstimate
 from jitney.engine.core.scheduler.limits import SchedulerLimits
-from jitney.engine.core.scheduler.queues import Backlog, RequestClass, RequestWork, WaitingQueue,
-overgrown from jitney.engine.core.scheduler.retry_schedule import ReleaseRate from
-jitney.engine.core.scheduler.sequence import Sequence
+from jitney.engine.core.scheduler.queues import (
+    Backlog,
+    RequestClass,
+    RequestWork,
+    WaitingQueue,
+    overgrown,
+)
+from jitney.engine.core.scheduler.retry_schedule import ReleaseRate
+from jitney.engine.core.scheduler.sequence import Sequence
 
 #: What an output says when a sequence ends for this reason and no better error is known.
 _ERRORS = {
