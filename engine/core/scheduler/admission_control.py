@@ -1,8 +1,8 @@
-"""Whether a request may begin to wait: by how much waits already, by how long it would wait, and by
-whom the next places are promised to.
+"""Admission control: whether a request may wait, by the work that waits already, by its predicted
+wait, and by the places that are promised to returning requests.
 
-A request for whose sequences seats are free is refused only for the predicted wait, which prompts
-ahead of it may make too long; one that comes to an idle engine is never refused.
+If seats are free for a request, it is refused only for its predicted wait, which prompts ahead of
+it may make too long. An idle engine refuses no request.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.core.scheduler.limits import SchedulerLimits
-from jitney.engine.core.scheduler.promises import SHORTEST_RETRY, Promises
 from jitney.engine.core.scheduler.queues import RequestWork
+from jitney.engine.core.scheduler.retry_schedule import SHORTEST_RETRY, RetrySchedule
 from jitney.engine.core.scheduler.sequence import Sequence
 from jitney.engine.core.scheduler.state import SchedulerState
 
@@ -62,14 +62,14 @@ class _Verdict:
     refusal: RequestError | None = None
 
 
-class Entrance:
-    """Lets requests in, or refuses them with the seconds after which to come again."""
+class AdmissionControl:
+    """Admits requests, or refuses them with a Retry-After."""
 
     def __init__(self, limits: SchedulerLimits, state: SchedulerState, wait: PredictedWait):
         self.limits = limits
         self.state = state
         self.predicted_wait = wait
-        self.promises = Promises()
+        self.promises = RetrySchedule()
         # By the id of what they are parts of: what was said of requests of which more are to come.
         self._verdicts: OrderedDict[str, _Verdict] = OrderedDict()
 
@@ -106,7 +106,7 @@ class Entrance:
         bounds = self._bounds(leader, work, wait, now)
         if not bounds:
             return
-        name = Promises.name_of(leader.request)
+        name = RetrySchedule.name_of(leader.request)
         promised = self.promises.take(name, now)
         if promised and not _first_over(bounds):
             return
@@ -122,7 +122,7 @@ class Entrance:
         )
 
     def _judge_background(self, leader: Sequence) -> None:
-        """What nobody waits for has a bound of its own, and is promised nothing."""
+        """Background requests have a bound of their own, and get no promises."""
         if not self._background_has_room(leader):
             raise RequestError(
                 "too many requests wait in the background already",
@@ -137,7 +137,7 @@ class Entrance:
         )
 
     def has_room(self, leader: Sequence, now: float) -> bool:
-        """Whether `admit` would let it in; nothing is promised."""
+        """Whether `admit` would admit the request; makes no promise."""
         if leader.request.background:
             return self._background_has_room(leader)
         work = RequestWork.of(leader.request, leader.expected)
@@ -148,7 +148,7 @@ class Entrance:
         return self.state.backlog.sequences + work.sequences <= self.state.open_seats
 
     def _wait(self, leader: Sequence) -> float:
-        """The predicted wait, where anybody wants to know it."""
+        """The predicted wait in seconds, or 0 if no setting or deadline needs it."""
         if self.limits.max_predicted_wait_s or leader.request.deadline is not None:
             return self.predicted_wait.wait(leader)
         return 0.0
@@ -196,7 +196,7 @@ class Entrance:
         return bounds
 
     def _refusal(self, bounds: list[_Bound], leader: Sequence, now: float) -> str | None:
-        """Why who was promised nothing may not wait, or None."""
+        """Why a request without a promise may not wait, or None."""
         if self._may_overflow(leader):
             return _first_over(
                 [bound._replace(most=bound.overflow * bound.most) for bound in bounds]
@@ -218,7 +218,7 @@ class Entrance:
         return self.state.queue.may_overflow(own, len(accounts), most)
 
     def _seconds(self, work: RequestWork, leader: Sequence) -> float:
-        """In which as much work comes free."""
+        """Seconds in which as much work is released."""
         return work.tokens * self._seconds_per_token(leader)
 
     def _seconds_per_token(self, leader: Sequence) -> float:

@@ -1,6 +1,4 @@
-"""What is checked, and made, before a request may wait: a request that can never run is refused
-here.
-"""
+"""Checks requests and makes their sequences. A request that can never run is refused here."""
 
 from __future__ import annotations
 
@@ -11,8 +9,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from jitney.engine.common.requests import EngineRequest, RequestLimits, SamplingParams
-from jitney.engine.core.scheduler.estimates import OutputLengths, RequestClasses
 from jitney.engine.core.scheduler.kv_pages import PagePool
+from jitney.engine.core.scheduler.lengths import LengthEstimate, RequestClasses
 from jitney.engine.core.scheduler.sequence import OwnPages, Replay, Sequence
 
 #: Output tokens that are generated again at most. They take as long as they took the first time.
@@ -20,8 +18,8 @@ _MOST_REPLAYED = 512
 
 
 @dataclass(eq=False)
-class Admission:
-    """Turns requests into sequences."""
+class SequenceFactory:
+    """Makes the sequences of requests."""
 
     pool: PagePool
     request_limits: RequestLimits
@@ -30,7 +28,7 @@ class Admission:
     #: From a request and its expected output tokens to its class in the queue
     #: (`engine.core.scheduler.policies._ORDERS`).
     class_of: Callable[[EngineRequest, int], float]
-    lengths: OutputLengths
+    lengths: LengthEstimate
 
     def check(self, request: EngineRequest) -> int:
         """The most tokens the request may generate. Raises RequestError if it can never run."""

@@ -1,10 +1,8 @@
-"""When whoever is turned away should come back: how fast places come free, and to whom the next
-ones are promised.
+"""Retry-After of refused requests: how fast queue places are released, and to which clients the
+next ones are promised.
 
-If everybody were told when one place is free, all would come back for that one. So places are given
-away in the order of refusal: the n-th to be turned away is told when a place is free for the n-th,
-and a newcomer who finds places promised does not get one of them. It is a queue of clients that
-wait at home, at the cost of a line each.
+If all refused requests were told when one place is free, all would return for that one. So the n-th
+refused request is told when a place is free for the n-th, and newcomers do not get promised places.
 """
 
 from __future__ import annotations
@@ -19,34 +17,34 @@ from heapq import heappop, heappush
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.core.scheduler.sequence import Sequence
 
-#: Bounds of the seconds after which to try again.
+#: Bounds of Retry-After, in seconds.
 SHORTEST_RETRY, _LONGEST_RETRY = 0.1, 3600.0
 #: Places that came free after which the counts are halved: about the last 128 to 256 count, and
 #: the last 20 to 40.
 _HALVE_LONG_AT, _HALVE_SHORT_AT = 256, 40
-#: What is foreseen of the pace of places weighs as much as so many that came free.
+#: Released places that the predicted release rate weighs as much as.
 _PRIOR_PLACES = 8
-#: Promises are a little sparser than places come free, so that what was promised is kept.
+#: Promises are spaced a little wider than places are released, so that they can be kept.
 _SPARSE = 1.05
-#: Places that come free for each one that is promised to somebody who was put off.
+#: Places that are released for each one that is promised to a returning request that found none.
 _LATE_SPACING = 2.0
 #: A promise holds from so many seconds before its time to so many after it, and this share of the
 #: time that was to be waited.
 _EARLY_S, _LATE_S, _LATE_SHARE = 0.05, 5.0, 0.1
-#: Most that is added at random to a time, in seconds and as a share of it, so that clients that
-#: were turned away together do not come back together.
+#: Random delay: at most so many seconds, and this share of the wait, so that clients that were
+#: refused together do not return together.
 _JITTER_S, _JITTER_SHARE = 0.5, 0.05
-#: Promises remembered, in all and for one name; who is turned away beyond them gets none.
+#: Most promises, in all and for one client; further refusals get a time without a promise.
 _MOST, _MOST_OF_ONE = 100_000, 128
-#: Whether promises are taken up is counted, beside so many that are taken to have been. Half of
-#: the counts is forgotten in so many seconds: another crowd may keep better to its times.
+#: The share of promises that are taken up starts as if so many had been; counts halve in so many
+#: seconds, since the next crowd may behave differently.
 _PRIOR_TAKEN, _HALF_LIFE_S = 8.0, 60.0
-#: Its least: a crowd that comes again after one that did not finds not too much promised.
+#: Least share, so that not too many places are promised to the next crowd.
 _LEAST_SHARE = 0.4
 
 
 class _Pace:
-    """What came free while the engine was crowded, and in how many seconds; newer counts more."""
+    """Places and tokens released while the engine was crowded, and in how many seconds."""
 
     def __init__(self, halve_at: int):
         self.halve_at = halve_at
@@ -64,19 +62,18 @@ class _Pace:
             self.tokens /= 2
 
     def times_slower_than(self, other: _Pace) -> float:
-        """At least 1, which it is where little is known."""
+        """How many times slower than another average, at least 1; 1 while little is known."""
         if self.places < _PRIOR_PLACES or not (other.tokens and other.seconds):
             return 1.0
         return max(1.0, self.seconds / self.tokens / (other.seconds / other.tokens))
 
 
-class PlaceRate:
-    """Seconds per place and per token of work that comes free while every seat is taken and
-    somebody waits: the slower of a long and a short average, since a crowd itself slows the engine
-    down, and promises that come too soon are not kept.
+class ReleaseRate:
+    """Seconds per released place, and per token of released work, while all seats are taken and
+    requests wait. The slower of a long and a short average, since a crowd slows the engine down.
 
-    A place comes free when a sequence ends, in a seat or before it had one. Its work is what was
-    expected of it when it was let in, so that work let in and work that leaves are counted alike.
+    A place is released when a sequence ends, seated or waiting. Its work is what was expected at
+    its admission, so that admitted and released work are counted alike.
     """
 
     def __init__(self) -> None:
@@ -91,12 +88,12 @@ class PlaceRate:
         self._crowded_since: float | None = None
 
     def freed(self, seq: Sequence) -> None:
-        """A sequence has left its seat for good, or the queue."""
+        """A sequence has ended, in its seat or in the queue."""
         self._new_places += 1
         self._new_tokens += seq.expected + seq.n_prompt / seq.request.sampling.n
 
     def step(self, now: float, *, crowded: bool) -> None:
-        """A step was planned; what came free since the one before counts if it was crowded then."""
+        """A step was planned; releases since the last one count if the engine was crowded then."""
         if self._crowded_at is not None:
             for pace in (self._long, self._short):
                 pace.add(now - self._crowded_at, self._new_places, self._new_tokens)
@@ -112,12 +109,12 @@ class PlaceRate:
         return 0.0 if self._crowded_since is None else now - self._crowded_since
 
     def per_place(self, foreseen: float) -> float:
-        """Seconds per place; foreseen: the same, by prediction."""
+        """Seconds per place. foreseen: the predicted value."""
         seconds = self._long.seconds + _PRIOR_PLACES * foreseen
         return self._slowed() * seconds / (self._long.places + _PRIOR_PLACES)
 
     def per_token(self, foreseen: float, tokens: float) -> float:
-        """Seconds per token of work; foreseen: seconds per place, and how many tokens it has."""
+        """Seconds per token. foreseen: the predicted seconds per place of so many tokens."""
         seconds = self._long.seconds + _PRIOR_PLACES * foreseen
         return self._slowed() * seconds / (self._long.tokens + _PRIOR_PLACES * max(1.0, tokens))
 
@@ -126,7 +123,7 @@ class PlaceRate:
 
 
 class _TakenShare:
-    """The share of promises that are taken up, of those whose time has come."""
+    """The share of promises that are taken up, of those that were due."""
 
     def __init__(self) -> None:
         self._taken = 0.0
@@ -142,7 +139,7 @@ class _TakenShare:
         self._lapsed += 1
 
     def expected(self, now: float) -> float:
-        """Of the promises that are made now."""
+        """The share to expect of promises that are made now."""
         self._fade(now)
         taken = self._taken + _PRIOR_TAKEN
         return max(_LEAST_SHARE, taken / (taken + self._lapsed))
@@ -154,8 +151,8 @@ class _TakenShare:
         self._faded_at = now
 
 
-class Promises:
-    """Who was told to come back when. A client is known again by what it asks for (`name_of`)."""
+class RetrySchedule:
+    """The times at which refused requests were told to return; see `name_of`."""
 
     def __init__(self, seed: int = 0):
         self._random = random.Random(seed)
@@ -172,9 +169,8 @@ class Promises:
 
     @staticmethod
     def name_of(request: EngineRequest) -> bytes:
-        """By what a request is known when it comes again: whose it is, its prompt and its lengths.
-
-        Not by its seed: whoever gave none has got another one each time it arrives here.
+        """A digest by which a returning request is recognised: account, prompt and lengths, without
+        the seed, which differs each time unless the client gave one.
         """
         sampling = request.sampling
         together = request.whole.requests if request.whole else 1
@@ -191,15 +187,15 @@ class Promises:
         return digest.digest()
 
     def __len__(self) -> int:
-        """Promises that hold."""
+        """Promises that are open."""
         return self._count
 
     def left(self, now: float) -> float:
-        """Seconds for which the places that come free are promised; 0 if none are."""
+        """Seconds for which released places are promised; 0 if none are."""
         return max(0.0, max(self._until, self._late_until) - now)
 
     def take(self, name: bytes, now: float) -> bool:
-        """Whether a place was promised for this time; that promise is used up then."""
+        """Whether a place was promised for this time. Uses up the promise."""
         self._lapse(now)
         times = self._times.get(name)
         if not times or times[0] > now + _EARLY_S:
@@ -209,10 +205,10 @@ class Promises:
         return True
 
     def give(self, name: bytes, now: float, free_in: float, work_s: float) -> float:
-        """Promise the next places, and return the seconds after which to come.
+        """Promise the next places. Returns the seconds after which to return.
 
-        free_in: seconds until places are free if nobody comes. work_s: seconds in which as much
-        comes free as is asked for.
+        free_in: seconds until places are free if no request arrives. work_s: seconds in which as
+        much work is released as the request has.
         """
         self._lapse(now)
         start = max(self._until, self._late_until, now + free_in)
@@ -222,11 +218,9 @@ class Promises:
         return self._promise(name, now, start - now)
 
     def put_off(self, name: bytes, now: float, free_in: float, work_s: float) -> float:
-        """As `give` for one who came in time and found no place: it does not go to the end.
-
-        The engine has become slower than it was when the promises were made, so more come than
-        there are places for. Those put off are told times one after the other too, among those of
-        the others: half of the places are theirs, and all behind the last of the others.
+        """As `give`, for a request that returned in time and found no place, because the engine has
+        become slower since. Such requests get half of the places before the last promise, and all
+        places after it.
         """
         at = max(self._late_until, now + free_in)
         self._late_until = at + work_s * (_LATE_SPACING if at < self._until else _SPARSE)
@@ -246,7 +240,7 @@ class Promises:
         return self._count < _MOST and len(self._times.get(name, ())) < _MOST_OF_ONE
 
     def _lapse(self, now: float) -> None:
-        """Forget the promises that nobody came for, and expect fewer to come."""
+        """Drop the promises that were not taken up."""
         while self._lapses and self._lapses[0][0] <= now:
             _, name, at = heappop(self._lapses)
             if at in self._times.get(name, ()):
