@@ -57,9 +57,9 @@ from .models.registry import abstract_model as abstract_model
 from .scheduler.buckets import Bucket as Bucket
 from .scheduler.buckets import Buckets as Buckets
 from .scheduler.buckets import powers_of_two as powers_of_two
-from .scheduler.estimates import OutputLengths as OutputLengths
-from .scheduler.estimates import RequestClasses as RequestClasses
 from .scheduler.kv_pages import PagePool as PagePool
+from .scheduler.lengths import LengthEstimate as LengthEstimate
+from .scheduler.lengths import RequestClasses as RequestClasses
 from .scheduler.limits import SchedulerLimits as SchedulerLimits
 from .scheduler.plan import Chunk as Chunk
 from .scheduler.plan import Draft as Draft

@@ -22,11 +22,10 @@ from jitney.engine.fleet.fleet import Fleet
 from jitney.engine.fleet.forwarding import ProxiedAnswer, stream_failure
 from jitney.engine.fleet.rollout.rollout_routes import ROLLOUT_ROUTES
 from jitney.engine.server import (
-    BATCH_ROUTES,
     FRONT_ROUTES,
-    JOB_ROUTES,
     RELOAD_ROUTES,
     ROUTES,
+    TASK_ROUTES,
     AnswerParts,
     AnthropicModel,
     AnthropicModelList,
@@ -36,10 +35,10 @@ from jitney.engine.server import (
     Endpoint,
     HttpError,
     HttpRoute,
+    InternalRequests,
     OllamaModelList,
     OllamaRunningList,
     OllamaVersion,
-    OwnRequests,
     Role,
     RouteTable,
     ServerSettings,
@@ -396,8 +395,7 @@ _FLEET_ROUTES = (
         role=Role.ADMIN,
         answer=ReplicaList,
     ),
-    *BATCH_ROUTES,
-    *JOB_ROUTES,
+    *TASK_ROUTES,
     *RELOAD_ROUTES,
     *ROLLOUT_ROUTES,
 )
@@ -419,9 +417,9 @@ def create_ingress(
     fleet.openapi = document(tuple(routes))
     fleet.settings = settings
     table = RouteTable(routes)
-    own = fleet.own_requests = OwnRequests(fleet, table)
+    tasks = fleet.internal_requests = InternalRequests(fleet, table)
     all_routes = [*(_starlette_route(route, fleet) for route in routes), *extra_routes]
-    app = application(fleet, settings, table, all_routes, lambda app: own.at_work(), keys)
+    app = application(fleet, settings, table, all_routes, lambda app: tasks.at_work(), keys)
     app.state.fleet = fleet
     return app
 
