@@ -9,7 +9,7 @@ import json
 import re
 from pathlib import Path
 
-from jitney.engine.lab.bench.peers import PeerReport
+from jitney.engine.lab.bench.peers import markdown
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "measurements.md"
@@ -24,8 +24,7 @@ def filled(page: str) -> str:
 
 def _table(name: str) -> str:
     """The table of a file that `jitney bench peers --json` wrote, with an empty line around it."""
-    report = PeerReport(json.loads((HERE / name).read_text()))
-    return f"\n{report.markdown()}\n"
+    return f"\n{markdown(json.loads((HERE / name).read_text()))}\n"
 
 
 if __name__ == "__main__":
