@@ -77,7 +77,7 @@ def test_the_least_wait_goes_round_who_is_slow():
     for router in ("round-robin", "least-wait"):
         run = fleet(router=router, engine=engine(seats=8)).simulate(traffic)
         first[router] = run.figures()["ttft_s"]["p99"]
-    assert first["least-wait"] < 0.9 * first["round-robin"]
+    assert first["least-wait"] < 0.95 * first["round-robin"]
 
 
 #: Replicas, pages of each, and conversations that are open at once. The first: 7 replicas, whose
