@@ -148,7 +148,7 @@ def test_an_index_that_cannot_be_reached_is_named(
         assert words in refusal(folder)
     index.offer(url=f"file:///etc/{WHEEL}")
     monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{index.port}/simple")
-    assert "file" in refusal(folder)
+    assert "Request URL is missing an 'http://'" in refusal(folder)
 
 
 def test_a_password_is_used_never_shown_and_kept_from_other_hosts(
