@@ -85,7 +85,7 @@ class Step(msgspec.Struct, tag="step", frozen=True):
 
     tokens: int  #: of the bucket
     seats: int  #: of the bucket
-    plain: bool  #: the one without a sampler
+    greedy_only: bool  #: the one without a sampler
     packed: PackedArray  #: the upload
 
 
@@ -115,7 +115,7 @@ class StepSize(msgspec.Struct, frozen=True):
     #: Nobody in it has a prompt.
     decode_only: bool
     #: The program without a sampler does.
-    plain: bool
+    greedy_only: bool
 
 
 class Want(msgspec.Struct, tag="want", frozen=True):

@@ -67,10 +67,10 @@ class LeadingRunner(_RunnerWithOthers):
             self._hosts.send(message)
 
     def run(
-        self, bucket: Bucket, plain: bool, packed: np.ndarray
+        self, bucket: Bucket, greedy_only: bool, packed: np.ndarray
     ) -> tuple[StepOutput, Array | None]:
-        self._send(Step(bucket.tokens, bucket.seats, plain, PackedArray.of(packed)))
-        return super().run(bucket, plain, packed)
+        self._send(Step(bucket.tokens, bucket.seats, greedy_only, PackedArray.of(packed)))
+        return super().run(bucket, greedy_only, packed)
 
     def board(self, seat: int, row: Iterable[np.ndarray]) -> None:
         columns = list(row)
@@ -114,7 +114,9 @@ class Follower:
         """
         bucket = Bucket(step.tokens, step.seats)
         before = self._output
-        self._output, self._logits = self._runner.run(bucket, step.plain, step.packed.unpacked())
+        self._output, self._logits = self._runner.run(
+            bucket, step.greedy_only, step.packed.unpacked()
+        )
         jax.block_until_ready(before)
 
     def _choose(self, choice: Choose) -> None:
@@ -129,7 +131,7 @@ class Follower:
 def _size_of(plan: Plan) -> StepSize:
     """What an engine says of its next step."""
     bucket = plan.bucket
-    return StepSize(bucket.tokens, bucket.seats, bucket.decode_only, plan.plain)
+    return StepSize(bucket.tokens, bucket.seats, bucket.decode_only, plan.greedy_only)
 
 
 def _bucket_of(size: StepSize, buckets: Buckets) -> Bucket:
@@ -160,25 +162,25 @@ class JoinedRunner(_RunnerWithOthers):
 
     def batch(self, plan: Plan) -> Any:
         """Agree upon the step's size, and pack the plan into it."""
-        plan.bucket, plain = self._agree(_size_of(plan))
-        return self.pack(plan, plain)
+        plan.bucket, greedy_only = self._agree(_size_of(plan))
+        return self.pack(plan, greedy_only)
 
     def take_part(self) -> None:
         """Run a step in which others have rows and this engine has none; then wait for the one
         before: the host is to be a step ahead of its device, and no more.
         """
-        bucket, plain = kind = self._agree(None)
+        bucket, greedy_only = kind = self._agree(None)
         if kind not in self._empty:
-            self._empty[kind] = self.builder.empty(bucket, plain)
+            self._empty[kind] = self.builder.empty(bucket, greedy_only)
         before = self._last
-        self._last, _ = self.run(bucket, plain, self._empty[kind])
+        self._last, _ = self.run(bucket, greedy_only, self._empty[kind])
         jax.block_until_ready(before)
 
     def _agree(self, size: StepSize | None) -> tuple[Bucket, bool]:
         """Which executable all run now; size: of what this engine wants to run."""
         agreed = self.rounds.agree(size)
         bucket = _bucket_of(agreed, self.buckets)
-        return bucket, self.is_plain(bucket, agreed.plain)
+        return bucket, self.runs_greedy_only(bucket, agreed.greedy_only)
 
     @property
     def _own_mesh(self) -> Mesh:
@@ -186,11 +188,11 @@ class JoinedRunner(_RunnerWithOthers):
         assert mesh is not None  # it has one of all engines
         return mesh
 
-    def run(self, bucket: Bucket, plain: bool, packed: Any) -> tuple[StepOutput, Any]:
+    def run(self, bucket: Bucket, greedy_only: bool, packed: Any) -> tuple[StepOutput, Any]:
         own = jax.device_put(packed, NamedSharding(self._own_mesh, WHOLE))
         shape = self.program.whole(packed.shape, packed.dtype)
         whole: Any = _of_all(own, shape)
-        output, logits = super().run(bucket, plain, whole)
+        output, logits = super().run(bucket, greedy_only, whole)
         if logits is not None:
             logits = _own_part(logits, self._own_mesh)
         return jax.tree.map(_own_values, output), logits

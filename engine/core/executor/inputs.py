@@ -172,16 +172,15 @@ _StepInputs = namedtuple(  # pyright: ignore[reportUntypedNamedTuple]
 
 
 class UploadLayout:
-    """Where each field lies in the packed array of one executable. What the one without a sampler
-    takes is how the other's begins.
+    """Where each field lies in the packed array of one executable. The upload of the executable
+    without a sampler (greedy_only) is a prefix of the other's.
 
-    pages: P. plain: of the executable without a sampler. adapted: seats whose adapters are told;
-    0: there are none.
+    pages: P. adapted: seats whose adapters are uploaded; 0: the engine has no adapters.
     """
 
-    def __init__(self, bucket: Bucket, pages: int, plain: bool, adapted: int = 0):
+    def __init__(self, bucket: Bucket, pages: int, greedy_only: bool, adapted: int = 0):
         self.bucket = bucket
-        self.plain = plain
+        self.greedy_only = greedy_only
         self.sampling = SAMPLING
         self._axes = {
             "1": 1,
@@ -197,12 +196,12 @@ class UploadLayout:
     @property
     def scores(self) -> bool:
         """True where prompt rows can bring log-probabilities."""
-        return not self.plain and not self.bucket.decode_only
+        return not self.greedy_only and not self.bucket.decode_only
 
     @property
     def _parts(self) -> list[str]:
         """The parts of an upload that this executable takes, in order of packing."""
-        wanted = {"sampling": not self.plain, "scores": self.scores}
+        wanted = {"sampling": not self.greedy_only, "scores": self.scores}
         return [part for part in _PARTS if wanted.get(part, True)]
 
     @cached_property
@@ -283,7 +282,7 @@ class _Upload:
         self.stamps: list[object] = [None] * layout.bucket.seats
         #: Rows that may hold a table.
         self.used = 0
-        if not layout.plain:
+        if not layout.greedy_only:
             self._sampling = self._words[layout.slices["sampling"]].cast("B")
 
     def pack(self, rows: _StepRows) -> None:
@@ -350,24 +349,24 @@ class BatchBuilder:
         self._layouts: dict[tuple[Bucket, bool], UploadLayout] = {}
         self._uploads: dict[tuple[Bucket, bool], list[_Upload]] = {}
 
-    def layout(self, bucket: Bucket, plain: bool) -> UploadLayout:
-        key = bucket, plain
+    def layout(self, bucket: Bucket, greedy_only: bool) -> UploadLayout:
+        key = bucket, greedy_only
         if key not in self._layouts:
             adapted = len(self._adapters)
-            self._layouts[key] = UploadLayout(bucket, self.pages, plain, adapted)
+            self._layouts[key] = UploadLayout(bucket, self.pages, greedy_only, adapted)
         return self._layouts[key]
 
-    def empty(self, bucket: Bucket, plain: bool) -> np.ndarray:
+    def empty(self, bucket: Bucket, greedy_only: bool) -> np.ndarray:
         """The upload of a step without a row."""
-        upload = _Upload(self.layout(bucket, plain), self)
+        upload = _Upload(self.layout(bucket, greedy_only), self)
         upload.pack(_StepRows())
         return upload.packed
 
-    def build(self, plan: Plan, plain: bool) -> np.ndarray:
+    def build(self, plan: Plan, greedy_only: bool) -> np.ndarray:
         """Plan -> packed int32 array, which stays as it is until the next but one of its executable
         is built.
 
-        plain: for the executable without a sampler, which takes no sampling parameters.
+        greedy_only: for the executable without a sampler, which takes no sampling parameters.
         """
         for seq in plan.boarded:
             self._board(seq)
@@ -375,10 +374,10 @@ class BatchBuilder:
             self._feed(seq)
         for seq in plan.dropped:
             self._drop(seq)
-        upload = self._next_upload(plan.bucket, plain)
+        upload = self._next_upload(plan.bucket, greedy_only)
         rows = self._gather(plan)
         upload.pack(rows)
-        if not plain:
+        if not greedy_only:
             upload.pack_sampling([self._sampling[seat] for seat in rows.seats])
             if not plan.bucket.decode_only:
                 upload.pack_scores(rows)
@@ -394,12 +393,12 @@ class BatchBuilder:
         head[2:] = np.frombuffer(self._own_sampling[masked.seat], np.int32)
         upload.masks[place] = mask
 
-    def _next_upload(self, bucket: Bucket, plain: bool) -> _Upload:
+    def _next_upload(self, bucket: Bucket, greedy_only: bool) -> _Upload:
         """The one of an executable's two arrays that was used before the other."""
-        key = bucket, plain
+        key = bucket, greedy_only
         both = self._uploads.get(key)
         if both is None:
-            layout = self.layout(bucket, plain)
+            layout = self.layout(bucket, greedy_only)
             both = self._uploads[key] = [_Upload(layout, self), _Upload(layout, self)]
         both.reverse()
         return both[0]

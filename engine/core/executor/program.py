@@ -73,7 +73,7 @@ _TPU_SUMS = {
 
 #: An array, or its shape.
 type Shaped = Array | jax.ShapeDtypeStruct
-#: What runs a step, by the arguments and results of `Program.plain` or `Program.full`;
+#: What runs a step, by the arguments and results of `Program.greedy_only` or `Program.full`;
 #: or what chooses behind one, by those of `Program.choose`.
 type StepCall = Callable[..., Any]
 #: From numbers of token rows, int32 [R], to their logits, float32 [R, V].
@@ -291,7 +291,7 @@ class Program:
 
         return logits_of, hidden, kv
 
-    def plain(
+    def greedy_only(
         self,
         layout: UploadLayout,
         leaves: list[Array],
@@ -430,8 +430,8 @@ class Program:
         """The step of one executable, for weights and state as arrays or shapes; all of the state
         is donated, so addresses stay the same from step to step."""
         packed = self.whole((layout.size,), jnp.int32)
-        if layout.plain:
-            step = partial(self.encode if self.encoder else self.plain, layout)
+        if layout.greedy_only:
+            step = partial(self.encode if self.encoder else self.greedy_only, layout)
             args = leaves, state.kv, state.last_token, packed
             results = _POOL, WHOLE, WHOLE
         else:

@@ -80,7 +80,7 @@ class _Batch(msgspec.Struct):
 
     plan: Plan
     #: For the executable without a sampler.
-    plain: bool
+    greedy_only: bool
     #: int32, the whole upload (`engine.core.executor.inputs`).
     packed: np.ndarray
 
@@ -133,11 +133,11 @@ class Runner:
     """Runs plans on the default device, or on those of a mesh. `compile()` must come first; after
     it nothing compiles any more.
 
-    model: with its weights; on a mesh, each in shares as `sharding.Shares` places them, its
-    configuration that of one device. sizes: of as many seats as the buckets. end_ids: tokens that
-    end a sequence. plain_mixed: see `is_plain`. in_parts: run each step as several programs, on one
-    device (`StepParts`). pooling: what vectors of prompts are made of; None: none are, and
-    nothing is compiled for them.
+    model: with its weights; on a mesh, each in shares as `sharding.Shares` places them, and its
+    configuration is one device's. sizes: of as many seats as the buckets. end_ids: tokens that end
+    a sequence. greedy_only_mixed: see `runs_greedy_only`. in_parts: run each step as several
+    programs on one device (`StepParts`). pooling: how vectors of prompts are made; None: none are
+    made, and nothing is compiled for them.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Runner:
         *,
         end_ids: tuple[int, ...],
         mesh: Mesh | None = None,
-        plain_mixed: bool = False,
+        greedy_only_mixed: bool = False,
         in_parts: bool = False,
         pooling: Pooling | None = None,
     ):
@@ -163,7 +163,7 @@ class Runner:
         self.config = model.config
         self.buckets = buckets
         self.end_ids = end_ids
-        self.plain_mixed = plain_mixed
+        self.greedy_only_mixed = greedy_only_mixed
         self.n_pages = sizes.n_pages
         self._sizes = sizes
         self.builder = sizes.builder()
@@ -175,7 +175,7 @@ class Runner:
         self.own_shapes = sizes.shapes(model.config, kernels, own)
         #: Shapes until `compile` allocates it: compiling needs no arrays.
         self.state: DeviceState = self.shapes
-        #: What runs a step, by (bucket, plain).
+        #: What runs a step, by (bucket, greedy_only).
         self.executables: dict[tuple[Bucket, bool], StepCall] = {}
         self._parts: StepParts | None = None
         if in_parts:
@@ -218,12 +218,12 @@ class Runner:
         self._compiled_before = _compilations.count
 
     def _kinds(self) -> list[tuple[Bucket, bool]]:
-        """(bucket, plain) of every executable, the largest first."""
+        """(bucket, greedy_only) of every executable, the largest first."""
         if self.program.encoder:
             return [(bucket, True) for bucket in reversed(self.buckets.mixed)]
         kinds = []
         for bucket in reversed(self.buckets.all()):
-            if self.is_plain(bucket, True):
+            if self.runs_greedy_only(bucket, True):
                 kinds.append((bucket, True))
             kinds.append((bucket, False))
         return kinds
@@ -237,9 +237,7 @@ class Runner:
         report: _Report = _report_nothing,
         threads: int = _COMPILERS,
     ) -> None:
-        """Compile the steps of these (bucket, plain) that are not yet, as many at a time as there
-        are threads.
-        """
+        """Compile those of these (bucket, greedy_only) that are missing, `threads` at a time."""
         report(0, len(kinds), "")
         with _no_collection(), ThreadPoolExecutor(threads) as pool:
             compiling = {}
@@ -251,11 +249,11 @@ class Runner:
                     self.executables[kind] = compiling[kind]()
                 report(done, len(kinds), _name_of(*kind))
 
-    def _start(self, pool: Executor, bucket: Bucket, plain: bool) -> Callable[[], StepCall]:
+    def _start(self, pool: Executor, bucket: Bucket, greedy_only: bool) -> Callable[[], StepCall]:
         """Begin to compile a step. -> what waits for that, and returns what runs it."""
         if self._parts is not None:
-            return self._parts.start(pool, bucket, plain)
-        return pool.submit(self.program.compile, self.lower(bucket, plain)).result
+            return self._parts.start(pool, bucket, greedy_only)
+        return pool.submit(self.program.compile, self.lower(bucket, greedy_only)).result
 
     def largest_temp_bytes(self) -> int:
         """Temporaries of the largest executable on each device, for sizing the pool, whose size
@@ -273,19 +271,22 @@ class Runner:
         assert memory is not None  # XLA of every platform that we compile for says it
         return memory.temp_size_in_bytes + 2 * logits
 
-    def is_plain(self, bucket: Bucket, plain: bool) -> bool:
+    def runs_greedy_only(self, bucket: Bucket, greedy_only: bool) -> bool:
         """Whether an all-greedy step of this bucket has an executable of its own.
 
-        Mixed buckets have one only with `plain_mixed`. On a GPU the sampler's conditions need a
-        driver that runs them inside a CUDA graph, else the host waits for each; and of steps in
-        parts a greedy one costs no more than a small program. Elsewhere it would cost seconds of
-        start-up, and skipping the sampler's parts costs nothing measurable. An encoder has no
-        sampler.
+        Mixed buckets have one only with `greedy_only_mixed`: on a GPU, where old drivers run the
+        sampler's conditions outside the CUDA graph and the host waits for each, and for steps in
+        parts, where it is one more small program. Elsewhere it would cost seconds of start-up and
+        save nothing measurable. An encoder has no sampler.
         """
-        return self.program.encoder or (plain and (bucket.decode_only or self.plain_mixed))
+        return self.program.encoder or (
+            greedy_only and (bucket.decode_only or self.greedy_only_mixed)
+        )
 
-    def lower(self, bucket: Bucket, plain: bool) -> jax.stages.Lowered:
-        return self.program.lower(self.builder.layout(bucket, plain), self.leaves, self.shapes)
+    def lower(self, bucket: Bucket, greedy_only: bool) -> jax.stages.Lowered:
+        return self.program.lower(
+            self.builder.layout(bucket, greedy_only), self.leaves, self.shapes
+        )
 
     def _compile_board(self) -> None:
         """The small program that installs a boarding sequence's sampling state."""
@@ -311,24 +312,24 @@ class Runner:
 
     def warm_up(self) -> None:
         """Run every executable on an empty batch: first calls set up thread pools and buffers."""
-        for bucket, plain in self.executables:
-            logits = self._run_empty(bucket, plain)
+        for bucket, greedy_only in self.executables:
+            logits = self._run_empty(bucket, greedy_only)
             if logits is not None:
                 self._warm_up_choices(logits)
 
-    def _run_empty(self, bucket: Bucket, plain: bool) -> Array | None:
+    def _run_empty(self, bucket: Bucket, greedy_only: bool) -> Array | None:
         """A step without a row, to its end; its logits."""
-        packed = self.builder.empty(bucket, plain)
-        output, logits = jax.block_until_ready(self.run(bucket, plain, packed))
+        packed = self.builder.empty(bucket, greedy_only)
+        output, logits = jax.block_until_ready(self.run(bucket, greedy_only, packed))
         if bucket in self.pools:
-            jax.block_until_ready(self._run_pool(bucket, plain, output, packed))
+            jax.block_until_ready(self._run_pool(bucket, greedy_only, output, packed))
         return logits
 
     def _run_pool(
-        self, bucket: Bucket, plain: bool, output: StepOutput, packed: np.ndarray
+        self, bucket: Bucket, greedy_only: bool, output: StepOutput, packed: np.ndarray
     ) -> Array:
         """See `Program.pool`. packed: the step's upload."""
-        own = self.builder.layout(bucket, plain).slices["cu_q"]
+        own = self.builder.layout(bucket, greedy_only).slices["cu_q"]
         # Of its own: the upload is written anew while a device may still read this.
         return self.pools[bucket](self.leaves, output.hidden, packed[own].copy())
 
@@ -348,11 +349,11 @@ class Runner:
 
     def batch(self, plan: Plan) -> _Batch:
         """Pack the plan; numpy only."""
-        return self.pack(plan, self.is_plain(plan.bucket, plan.plain))
+        return self.pack(plan, self.runs_greedy_only(plan.bucket, plan.greedy_only))
 
-    def pack(self, plan: Plan, plain: bool) -> _Batch:
+    def pack(self, plan: Plan, greedy_only: bool) -> _Batch:
         """As `batch`, for the executable without a sampler or for the other one."""
-        return _Batch(plan, plain, self.builder.build(plan, plain))
+        return _Batch(plan, greedy_only, self.builder.build(plan, greedy_only))
 
     def launch(self, batch: _Batch) -> LaunchedStep:
         """Dispatch one step and start the copy of its tokens to the host; returns before it is
@@ -361,10 +362,10 @@ class Runner:
         plan = batch.plan
         for seq in plan.boarded:
             self._install(seq)
-        output, logits = self.run(plan.bucket, batch.plain, batch.packed)
+        output, logits = self.run(plan.bucket, batch.greedy_only, batch.packed)
         pooled = None
         if self.pools and plan.pools:
-            pooled = self._run_pool(plan.bucket, batch.plain, output, batch.packed)
+            pooled = self._run_pool(plan.bucket, batch.greedy_only, output, batch.packed)
         # The hidden states are in nobody's way longer than they are read.
         output = output._replace(hidden=None)
         step = LaunchedStep(plan, output, plan.scored_rows, pooled=pooled)
@@ -421,14 +422,14 @@ class Runner:
         self.state.seats = self._board(self.state.seats, np.int32(seat), *row)
 
     def run(
-        self, bucket: Bucket, plain: bool, packed: np.ndarray
+        self, bucket: Bucket, greedy_only: bool, packed: np.ndarray
     ) -> tuple[StepOutput, Array | None]:
         """One call of an executable; replaces the donated state. -> (what it brings, its logits,
-        None of a plain one).
+        None of an all-greedy one).
         """
-        state, executable = self.state, self.executables[bucket, plain]
+        state, executable = self.state, self.executables[bucket, greedy_only]
         logits = None
-        if plain:
+        if greedy_only:
             state.kv, state.last_token, output = executable(
                 self.leaves, state.kv, state.last_token, packed
             )
@@ -515,8 +516,8 @@ def _return_free_memory() -> None:
         trim(0)
 
 
-def _name_of(bucket: Bucket, plain: bool) -> str:
-    if plain:
+def _name_of(bucket: Bucket, greedy_only: bool) -> str:
+    if greedy_only:
         return f"{bucket}"
     return f"{bucket} sampling"
 

@@ -264,7 +264,7 @@ class Sampler:
     """Chooses a token for each row of float32 logits [S, V], and scores tokens."""
 
     #: The kernel set's own `threshold`; None: the one here.
-    cut: Threshold | None = None
+    top_k_top_p: Threshold | None = None
     #: K: the alternatives of each token that are scored.
     width: int = REQUEST_MOST.logprobs
     #: Which of all columns the logits hold; what seats keep, and masks, hold all.
@@ -353,7 +353,7 @@ class Sampler:
         limited = (top_k > 0) | (top_p < 1.0)
         floor = jax.lax.cond(
             self.vocabulary.anybody(limited),
-            lambda: self.vocabulary.threshold(scaled, top_k, top_p, self.cut or threshold),
+            lambda: self.vocabulary.threshold(scaled, top_k, top_p, self.top_k_top_p or threshold),
             lambda: jnp.full_like(top_p, -jnp.inf),
         )
         least = jnp.where(rows.params["min_p"] > 0, jnp.log(rows.params["min_p"]), -jnp.inf)

@@ -6,7 +6,7 @@ most often a few: the host, who packed them, runs the programs that are large en
 
 XLA:CPU compiles a sampler for three times as long as thirty layers of native kernels. To start a
 second program takes little where a step takes milliseconds. A GPU or TPU runs the whole step as one
-(`Program.plain`, `Program.full`).
+(`Program.greedy_only`, `Program.full`).
 
 Axes: T token rows and S logit rows of the bucket, R logit rows that are computed, V vocabulary, M
 seats, E hidden size.
@@ -55,8 +55,8 @@ class _ModelOutput(NamedTuple):
 class StepParts:
     """Makes steps out of parts, and each part once; for one device.
 
-    leaves, state: arrays or shapes, as for `Program.lower`. layout_of: (bucket, plain) -> what the
-    step uploads. sizes: numbers of logit rows that programs are made for, the largest M.
+    leaves, state: arrays or shapes, as for `Program.lower`. layout_of: (bucket, greedy_only) ->
+    what the step uploads. sizes: numbers of logit rows that programs are made for, the largest M.
     """
 
     def __init__(
@@ -79,15 +79,15 @@ class StepParts:
         #: By R.
         self._heads: dict[int, _Part] = {}
 
-    def start(self, pool: Executor, bucket: Bucket, plain: bool) -> Callable[[], StepCall]:
+    def start(self, pool: Executor, bucket: Bucket, greedy_only: bool) -> Callable[[], StepCall]:
         """Begin to compile what this step takes and none before it took. -> what waits for that,
         and returns the step.
         """
         if bucket not in self._models:
             self._start_model(pool, bucket)
         model, tails = self._models[bucket], self._start_tails(pool, bucket)
-        layout = self._layout_of(bucket, plain)
-        if plain:
+        layout = self._layout_of(bucket, greedy_only)
+        if greedy_only:
             return lambda: _PlainStep(layout, model.result(), tails())
         if not layout.scores:
             return lambda: _SampledStep(layout, model.result(), tails(), None)
@@ -229,7 +229,7 @@ class _Tails:
 
 @dataclass(frozen=True)
 class _PlainStep:
-    """An all-greedy step, called as `Program.plain` would be."""
+    """An all-greedy step, called as `Program.greedy_only` would be."""
 
     layout: UploadLayout
     #: The step up to the rows that choose a token.

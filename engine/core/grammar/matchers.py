@@ -24,9 +24,9 @@ from jitney.engine.common.messages import GrammarWork
 from jitney.engine.common.requests import Grammar, SamplingParams
 from jitney.engine.core.grammar.compiling import first_mask, new_matcher
 from jitney.engine.core.grammar.embedding import writes_json
-from jitney.engine.core.grammar.lane import Lane
 from jitney.engine.core.grammar.numbers import NumberEnds
 from jitney.engine.core.grammar.refusals import NO_TOKEN
+from jitney.engine.core.grammar.worker_thread import WorkerThread
 from jitney.engine.core.scheduler.plan import mask_words
 
 _log = logging.getLogger("jitney.core")
@@ -59,15 +59,15 @@ class _Work:
     compile_s: float = 0.0
 
 
-class _MaskLanes:
+class _MaskThreads:
     """The threads that compute masks, and what they have taken."""
 
     def __init__(self, trie: LLTokenizer):
         self.trie = trie
         self.words = mask_words(trie.vocab_size)
         #: For masks that a step waits for, and for those that none waits for.
-        self.quick = Lane("masks")
-        self.slow = Lane("slow masks")
+        self.quick = WorkerThread("masks")
+        self.slow = WorkerThread("slow masks")
         #: Guards `work`.
         self.lock = threading.Lock()
         self.work = _Work()
@@ -109,11 +109,11 @@ class _Allowance:
 class GrammarMatcher:
     """Where one sequence stands in its grammar (`engine.core.scheduler.sequence.Matcher`).
 
-    While its mask is being computed, a lane's thread has `_inner`, and nobody else may touch it.
+    While its mask is being computed, a worker's thread has `_inner`, and nobody else may touch it.
     """
 
     _inner: LLMatcher
-    _lanes: _MaskLanes
+    _threads: _MaskThreads
     _allowance: _Allowance
     #: What ends long numbers; None: the grammar writes no JSON.
     _number_ends: NumberEnds | None = None
@@ -171,9 +171,9 @@ class GrammarMatcher:
         if self._pending or self._mask is not None or self._error is not None:
             return False
         self._pending = True
-        lane = self._lanes.slow if self._is_slow else self._lanes.quick
-        lane.put(self._find)
-        return lane is self._lanes.quick
+        worker = self._threads.slow if self._is_slow else self._threads.quick
+        worker.put(self._find)
+        return worker is self._threads.quick
 
     def fill(self, masks: np.ndarray, row: int) -> None:
         """Write which tokens may come next into a row of int32 [n, ceil(V / 32)]. Raises
@@ -193,15 +193,15 @@ class GrammarMatcher:
         tokens, started = len(self._fresh), time.thread_time()
         try:
             if self._fresh:
-                self._go_on(self._lanes.advance(self._inner, self._fresh))
+                self._go_on(self._threads.advance(self._inner, self._fresh))
             if self._error is not None:
                 raise self._error
-            mask = np.empty((1, self._lanes.words), np.int32)
+            mask = np.empty((1, self._threads.words), np.int32)
             fill_next_token_bitmask(self._inner, mask, 0)
             if self._inner.is_error():
                 raise _stopped(self._inner)
             seconds = time.thread_time() - started
-            self._lanes.count(seconds)
+            self._threads.count(seconds)
             self._mask_s = seconds
             self._allowance.spend(seconds, tokens)
             self._mask = mask[0]
@@ -264,7 +264,7 @@ class _TokenRules:
 
 
 @dataclass(eq=False, slots=True)
-class RuledMatcher:
+class TokenConstraint:
     """Where one sequence stands (`engine.core.scheduler.sequence.Matcher`)."""
 
     _rules: _TokenRules
@@ -339,14 +339,14 @@ class Matchers:
     def __init__(self, trie: LLTokenizer, clock: Callable[[], float] = time.monotonic):
         self._trie = trie
         self._clock = clock
-        self._lanes = _MaskLanes(trie)
+        self._threads = _MaskThreads(trie)
         #: Made with the first grammar of JSON.
         self._number_ends: NumberEnds | None = None
         #: Keeps all but the tokens that end a text.
-        self._no_ends = _mask_without(trie.eos_tokens, self._lanes.words)
-        self._compiling = Lane("grammars")
+        self._no_ends = _mask_without(trie.eos_tokens, self._threads.words)
+        self._compiling = WorkerThread("grammars")
         # All below: under the lock, since the compiling thread writes it too.
-        self._lock = self._lanes.lock
+        self._lock = self._threads.lock
         self._kept: LruCache[Grammar, _Compiled | RequestError] = LruCache(_MOST_BYTES, _bytes_of)
         self._jobs: dict[Grammar, _Job] = {}
 
@@ -384,7 +384,7 @@ class Matchers:
         allowance = _Allowance()
         return lambda: GrammarMatcher(
             found.matcher.deep_copy(),
-            self._lanes,
+            self._threads,
             allowance,
             ends,
             _mask=found.mask,
@@ -397,14 +397,19 @@ class Matchers:
 
     def masks(self, rows: int) -> np.ndarray:
         """Room for the masks of so many rows, int32 [rows, ceil(V / 32)]."""
-        return np.zeros((rows, self._lanes.words), np.int32)
+        return np.zeros((rows, self._threads.words), np.int32)
 
     def wait(self) -> None:
         """Wait for the masks that were begun, as long as a step does."""
-        self._lanes.quick.wait(_STEP_S)
+        self._threads.quick.wait(_STEP_S)
 
     def fill(
-        self, matcher: GrammarMatcher | RuledMatcher, masks: np.ndarray, row: int, *, may_end: bool
+        self,
+        matcher: GrammarMatcher | TokenConstraint,
+        masks: np.ndarray,
+        row: int,
+        *,
+        may_end: bool,
     ) -> bool:
         """Write a matcher's mask; False if there is nothing that may come next. may_end: the text
         may end here, if the grammar allows it. Raises RequestError if the grammar takes too much,
@@ -424,10 +429,10 @@ class Matchers:
     def take_work(self) -> GrammarWork | None:
         """What there was to do since the last call; None if nothing was."""
         with self._lock:
-            work = self._lanes.work
+            work = self._threads.work
             if not (work.masks or work.compiled):
                 return None
-            self._lanes.work = _Work()
+            self._threads.work = _Work()
             kept = len(self._kept)
         return GrammarWork(
             masks=work.masks,
@@ -455,8 +460,8 @@ class Matchers:
             if job.given_up:
                 return
             del self._jobs[job.grammar]
-            self._lanes.work.compiled += 1
-            self._lanes.work.compile_s += self._clock() - started
+            self._threads.work.compiled += 1
+            self._threads.work.compile_s += self._clock() - started
             self._kept.put(job.grammar, result)
 
     def _result(self, grammar: Grammar) -> _Compiled | RequestError:
@@ -464,7 +469,7 @@ class Matchers:
             if self._number_ends is None and writes_json(grammar):
                 self._number_ends = NumberEnds(self._trie)
             matcher, started = new_matcher(grammar, self._trie), time.thread_time()
-            mask = first_mask(matcher)[: self._lanes.words]
+            mask = first_mask(matcher)[: self._threads.words]
         except RequestError as error:
             return error
         except BaseException:  # a panic of the library's; the thread must go on

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from jitney.engine.common.errors import JitneyError
 from jitney.engine.common.worker_pipe import limit_memory
-from jitney.engine.core.grammar.desk import GrammarDesk
+from jitney.engine.core.grammar.manager import GrammarManager
 from jitney.engine.core.text.tokenizer import Tokenizer
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 
@@ -40,7 +40,7 @@ def _try(source: ModelSource, most_bytes: int) -> None:
     tokenizer.encode(_TEXT)
     tokenizer.decode(range(tokenizer.vocab_size))
     with contextlib.suppress(ValueError):  # no answer of this model can be held to a grammar
-        GrammarDesk.open(tokenizer.json, source.config.vocab_size, tokenizer.eos_ids)
+        GrammarManager.open(tokenizer.json, source.config.vocab_size, tokenizer.eos_ids)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from jitney.engine.common.errors import RequestError
 from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.requests import Grammar, SamplingParams
 from jitney.engine.core.engine_core import EngineCore
-from jitney.engine.core.grammar.desk import GrammarDesk
-from jitney.engine.core.grammar.matchers import Matchers, RuledMatcher, _TokenRules
+from jitney.engine.core.grammar.manager import GrammarManager
+from jitney.engine.core.grammar.matchers import Matchers, TokenConstraint, _TokenRules
 
 PROMPT = [1, 2, 3]
 
@@ -35,7 +35,7 @@ class Trie:
 
 def make_ruled_core() -> EngineCore:
     core = make_core()
-    core.grammars = GrammarDesk(Matchers(cast(Any, Trie())))
+    core.grammars = GrammarManager(Matchers(cast(Any, Trie())))
     return core
 
 
@@ -47,7 +47,7 @@ def answer(**sampling: Any) -> list[int]:
     return tokens_of(outputs, "a")
 
 
-def mask_of(matcher: RuledMatcher, vocab_size: int = VOCAB) -> set[int]:
+def mask_of(matcher: TokenConstraint, vocab_size: int = VOCAB) -> set[int]:
     masks = np.zeros((1, -(-vocab_size // 32)), np.int32)
     matcher.fill(masks, 0)
     bits = np.unpackbits(masks[0].view(np.uint8), bitorder="little")
@@ -66,7 +66,7 @@ def test_the_mask_is_what_the_definition_says(allowed, banned, output):
     params = SamplingParams(
         allowed_token_ids=tuple(allowed), banned_sequences=tuple(map(tuple, banned))
     )
-    matcher = RuledMatcher(_TokenRules(params, VOCAB), None)
+    matcher = TokenConstraint(_TokenRules(params, VOCAB), None)
     for end in range(len(output) + 1):  # token by token, as a sequence grows
         matcher.take(PROMPT + output[:end], len(PROMPT))
     wanted = set(allowed) or set(range(VOCAB))

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 _MOST_LEFT = 4
 
 
-class Lane:
+class WorkerThread:
     """Runs jobs one after another. Neither a job nor its thread can be ended, but the thread can be
     left to it: another one runs the jobs behind it, and the first one ends when its job does.
     """
@@ -48,12 +48,12 @@ class Lane:
             self._n_left += 1
             self._current = self._started()
 
-    def _started(self) -> _Worker:
-        worker = _Worker()
+    def _started(self) -> _Thread:
+        worker = _Thread()
         threading.Thread(target=self._run, args=(worker,), name=self._name, daemon=True).start()
         return worker
 
-    def _run(self, worker: _Worker) -> None:
+    def _run(self, worker: _Thread) -> None:
         while not worker.is_left:
             job = self._jobs.get()
             worker.began = time.monotonic()
@@ -63,8 +63,8 @@ class Lane:
             self._n_left -= 1
 
 
-class _Worker:
-    """One of a lane's threads."""
+class _Thread:
+    """One of a worker's threads."""
 
     #: When its job began (time.monotonic()); None: it has none.
     began: float | None = None

@@ -16,7 +16,7 @@ from jitney.engine.common.errors import ErrorInfo, RequestError
 from jitney.engine.common.messages import GrammarWork
 from jitney.engine.common.outputs import FinishReason
 from jitney.engine.common.requests import EngineRequest, Grammar, SamplingParams
-from jitney.engine.core.grammar.matchers import GrammarMatcher, Matchers, RuledMatcher
+from jitney.engine.core.grammar.matchers import GrammarMatcher, Matchers, TokenConstraint
 from jitney.engine.core.scheduler.plan import Chunk, MaskedRow, Plan
 from jitney.engine.core.scheduler.sequence import Sequence
 
@@ -71,7 +71,7 @@ class _Masks(NamedTuple):
     late: list[Chunk]
 
 
-class GrammarDesk:
+class GrammarManager:
     """Grammars as the core's loop sees them."""
 
     def __init__(self, matchers: Matchers):
@@ -79,7 +79,7 @@ class GrammarDesk:
         self._waiting: list[_Waiting] = []
 
     @classmethod
-    def open(cls, tokenizer: str, vocab_size: int, end_ids: Iterable[int]) -> GrammarDesk:
+    def open(cls, tokenizer: str, vocab_size: int, end_ids: Iterable[int]) -> GrammarManager:
         """Of one model; see `_token_trie`."""
         return cls(Matchers(_token_trie(tokenizer, vocab_size, end_ids)))
 
@@ -173,24 +173,24 @@ class GrammarDesk:
             return _Ending(seq, "error", error.info)
         return _Ending(seq, "stop")
 
-    def ruled(
+    def constrained(
         self, params: SamplingParams, new_inner: Callable[[], Any] | None
-    ) -> Callable[[], RuledMatcher]:
+    ) -> Callable[[], TokenConstraint]:
         """What makes matchers for a request that may not choose all tokens. new_inner: makes those
         of its grammar, if it has one.
         """
         rules = self._matchers.rules(params)
         if new_inner is None:
-            return lambda: RuledMatcher(rules, None)
-        return lambda: RuledMatcher(rules, new_inner())
+            return lambda: TokenConstraint(rules, None)
+        return lambda: TokenConstraint(rules, new_inner())
 
     def take_work(self) -> GrammarWork | None:
         """See `Matchers.take_work`."""
         return self._matchers.take_work()
 
 
-def _matcher_of(seq: Sequence) -> GrammarMatcher | RuledMatcher:
-    assert isinstance(seq.matcher, (GrammarMatcher, RuledMatcher))  # made here
+def _matcher_of(seq: Sequence) -> GrammarMatcher | TokenConstraint:
+    assert isinstance(seq.matcher, (GrammarMatcher, TokenConstraint))  # made here
     return seq.matcher
 
 
