@@ -84,7 +84,6 @@ from .text.template_worker import Chat as Chat
 from .text.template_worker import Rendered as Rendered
 from .text.template_worker import TemplateSource as TemplateSource
 from .text.tokenizer import Tokenizer as Tokenizer
-from .text.truncation import first_tokens as first_tokens
 from .weights.checkpoints.families import tiny_config as tiny_config
 from .weights.checkpoints.files import read_json as read_json
 from .weights.checkpoints.hf_config import read_hf_config as read_hf_config
