@@ -1,16 +1,12 @@
-"""Steps that others take part in: several hosts that run one engine, and several engines that share
-a mixture's experts.
+"""Steps that others take part in: hosts that run one engine, or engines that share experts.
 
-On several hosts the first one's runner says what it does before it does it, and the others do the
-same. All run one program over one mesh, and every device brings the same results, so only the first
-host fetches them. What is said is what `Runner` does to the device while it serves: `run`, `board`
-and `run_choice`, three kinds of messages. What happens before, every host does by itself in the
-same order: load, compile, warm up.
+Several hosts run one program over one mesh. The first one's runner sends `run`, `board` and
+`run_choice` before it does them, and the others follow; only it fetches the results. Loading,
+compiling and warming up happen on every host in the same order without messages.
 
-The step of several engines is one program over the devices of all. Each engine has a scheduler,
-seats and pages of its own, and a row of the mesh. It gives the step its own upload and reads its
-own results; of an array over all engines it has its devices' part and no more. What runs beside the
-step (boarding, choosing under masks) is of one engine alone.
+The step of several engines is one program over all devices. Each engine has its own scheduler,
+seats, pages and row of the mesh, uploads its own rows and reads its own results. Boarding and
+choosing under masks are each engine's alone.
 """
 
 from __future__ import annotations
@@ -109,9 +105,7 @@ class Follower:
                 raise ConnectionError(f"host 0 said {message} where a step was expected")
 
     def _run(self, step: Step) -> None:
-        """Launch it, and then wait for the one before: the host is to be a step ahead of its
-        device, and no more.
-        """
+        """Launch it, then wait for the step before: the host stays one step ahead of its device."""
         bucket = Bucket(step.tokens, step.seats)
         before = self._output
         self._output, self._logits = self._runner.run(
@@ -145,10 +139,7 @@ def _bucket_of(size: StepSize, buckets: Buckets) -> Bucket:
 
 
 class JoinedRunner(_RunnerWithOthers):
-    """Of one of the engines. `join` comes after `compile`, and before the first step.
-
-    Compiling, warming up and the steps themselves are the same on all of them, in the same order.
-    """
+    """The runner of one of several engines; `join` comes between `compile` and the first step."""
 
     #: What the last step without a row brings; nobody reads it, but it says when that is done.
     _last: Any = None
@@ -166,8 +157,8 @@ class JoinedRunner(_RunnerWithOthers):
         return self.pack(plan, greedy_only)
 
     def take_part(self) -> None:
-        """Run a step in which others have rows and this engine has none; then wait for the one
-        before: the host is to be a step ahead of its device, and no more.
+        """Run a step in which only other engines have rows, then wait for the step before: the host
+        stays one step ahead of its device.
         """
         bucket, greedy_only = kind = self._agree(None)
         if kind not in self._empty:
@@ -223,9 +214,7 @@ def _pieces(array: Array) -> list[Array]:
 
 
 def _own_part(array: Array, mesh: Mesh) -> Array:
-    """What this engine has of an array of all engines, on its devices: where it lies. mesh: of
-    these.
-    """
+    """This engine's part of an array of all engines, in place. mesh: its own devices."""
     first, *rest = array.shape
     sharding: Any = array.sharding
     engines = engines_of(sharding.mesh)

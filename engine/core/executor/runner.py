@@ -1,10 +1,8 @@
-"""The device side of a step: executables compiled ahead, donated state, and tokens that come back
-one step later.
+"""The device side of a step: executables compiled ahead, donated state, late tokens.
 
-One executable per bucket and kind (all-greedy, or with the sampler): embed -> layers (write KV
-page, attend) -> rows that need logits -> sample -> last_token of each seat. On a CPU it is made of
-programs that buckets share (`step_parts`). The sampled token never waits for the host: the next
-step reads it from `last_token` by seat.
+One executable per bucket and kind (all-greedy, or with the sampler); on a CPU made of programs that
+buckets share (`step_parts`). The next step reads sampled tokens from `last_token` by seat, so they
+never wait for the host.
 """
 
 from __future__ import annotations
@@ -52,10 +50,8 @@ _COMPILERS = 2
 
 
 class _Compilations:
-    """Counts the compilations of this process.
-
-    One for all runners: jax keeps its listeners for good, and a runner's own method would keep its
-    weights and pools with it.
+    """Counts the compilations of this process, for all runners: jax keeps listeners for good, and
+    with a runner's own method its weights.
     """
 
     def __init__(self):
@@ -108,9 +104,7 @@ def _copy_to_host(output: object) -> None:
 
 
 def _copy_sampled(sampled: Array | Sampled, *, logprobs: bool) -> None:
-    """Start the copies of what `StepOutput.sampled` holds; without log-probabilities its tokens are
-    all that is read.
-    """
+    """Start the copies of `StepOutput.sampled`; without log-probabilities only of its tokens."""
     if isinstance(sampled, Sampled) and not logprobs:
         sampled = sampled.tokens
     _copy_to_host(sampled)
@@ -130,14 +124,12 @@ def _meet_nobody() -> None:
 
 
 class Runner:
-    """Runs plans on the default device, or on those of a mesh. `compile()` must come first; after
-    it nothing compiles any more.
+    """Runs plans on the default device or a mesh; nothing compiles after `compile()`.
 
-    model: with its weights; on a mesh, each in shares as `sharding.Shares` places them, and its
-    configuration is one device's. sizes: of as many seats as the buckets. end_ids: tokens that end
-    a sequence. greedy_only_mixed: see `runs_greedy_only`. in_parts: run each step as several
-    programs on one device (`StepParts`). pooling: how vectors of prompts are made; None: none are
-    made, and nothing is compiled for them.
+    model: with its weights, on a mesh in shares, and one device's configuration. sizes: of as many
+    seats as the buckets. end_ids: tokens that end a sequence. greedy_only_mixed: see
+    `runs_greedy_only`. in_parts: run each step as several programs (`StepParts`). pooling: how
+    vectors of prompts are made; None: none are.
     """
 
     def __init__(
@@ -197,11 +189,10 @@ class Runner:
     def compile(
         self, report: _Report = _report_nothing, meet: Callable[[], None] = _meet_nobody
     ) -> None:
-        """Lower and compile every executable, the largest first, and allocate the state; then run
-        each once and start counting compiles.
+        """Compile every executable, the largest first, allocate the state, and run each once.
 
-        report: called with the executables done, all of them, and the name of the last one. meet:
-        called before anything runs; on several hosts it waits for the others.
+        report: called with the executables done, all of them, and the last one's name. meet: called
+        before anything runs; on several hosts it waits for the others.
         """
         started = time.perf_counter()
         self._compile_steps(report)
@@ -256,10 +247,8 @@ class Runner:
         return pool.submit(self.program.compile, self.lower(bucket, greedy_only)).result
 
     def largest_temp_bytes(self) -> int:
-        """Temporaries of the largest executable on each device, for sizing the pool, whose size
-        they do not depend on; and the logits that it leaves, which two steps may have at once.
-
-        `compile` will not compile that executable again.
+        """Temporaries of the largest executable on each device, with the logits of two steps, for
+        sizing the pool; `compile` reuses that executable.
         """
         started = time.perf_counter()
         largest = self.buckets.mixed[-1]
@@ -356,9 +345,7 @@ class Runner:
         return _Batch(plan, greedy_only, self.builder.build(plan, greedy_only))
 
     def launch(self, batch: _Batch) -> LaunchedStep:
-        """Dispatch one step and start the copy of its tokens to the host; returns before it is
-        done.
-        """
+        """Dispatch one step and start to copy its tokens to the host."""
         plan = batch.plan
         for seq in plan.boarded:
             self._install(seq)
@@ -377,9 +364,7 @@ class Runner:
         return step
 
     def choose(self, launched: LaunchedStep, rows: list[MaskedRow], masks: np.ndarray) -> None:
-        """Dispatch the program that chooses the tokens of these rows of the step launched last, and
-        start the copies.
-        """
+        """Dispatch the program that chooses the tokens of these rows of the last step."""
         logits, launched.logits = launched.logits, None
         assert logits is not None  # the launch kept them, since the plan has masked rows
         computed = logits.shape[0]
@@ -398,8 +383,8 @@ class Runner:
         _copy_sampled(launched.chosen, logprobs=_wants_logprobs(launched.plan))
 
     def run_choice(self, logits: Array, numbers: np.ndarray | None, upload: MaskedRows) -> Sampled:
-        """One call of a program that chooses behind a step; replaces the donated state. numbers:
-        int32 [R], which of the step's logit rows; None: all.
+        """Run a program that chooses behind a step; replaces the donated state. numbers: int32 [R],
+        the step's logit rows; None: all.
         """
         if numbers is not None:
             logits = self.choices.picks[logits.shape[0], len(numbers)](logits, numbers)
@@ -424,9 +409,7 @@ class Runner:
     def run(
         self, bucket: Bucket, greedy_only: bool, packed: np.ndarray
     ) -> tuple[StepOutput, Array | None]:
-        """One call of an executable; replaces the donated state. -> (what it brings, its logits,
-        None of an all-greedy one).
-        """
+        """Run an executable; replaces the donated state -> (output, logits or None)."""
         state, executable = self.state, self.executables[bucket, greedy_only]
         logits = None
         if greedy_only:
@@ -440,10 +423,8 @@ class Runner:
         return output, logits
 
     def restore(self, error: Exception) -> None:
-        """Allocate the state anew after `error`. A step takes its state by donation, so of one that
-        failed nothing may be left: neither what it was given nor what it would have returned.
-
-        Raises what the device raises, if even a step without a row fails.
+        """Allocate the state anew after `error`: a failed step has consumed what was donated.
+        Raises what the device raises if an empty step fails too.
         """
         self._free_state()  # before its room is needed again
         self._start_over()
@@ -508,9 +489,7 @@ class Runner:
 
 
 def _return_free_memory() -> None:
-    """Give the system what this process has freed. Of blocks of up to 32 MB, as the pool of a layer
-    is one, glibc keeps some where it has met such before.
-    """
+    """Give freed memory to the system; glibc keeps some blocks of up to 32 MB, such as pools."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -549,9 +528,7 @@ def _wants_logprobs(plan: Plan) -> bool:
 
 
 def _entries(columns: Iterable[Array], rows: int) -> list[TokenLogprobs]:
-    """The first `rows` entries of log-probabilities, most likely ids and theirs, each an array [R,
-    ...].
-    """
+    """The first `rows` of log-probabilities, and of the most likely ids and theirs."""
     lists = [np.asarray(column)[:rows].tolist() for column in columns]
     return [TokenLogprobs(*entry) for entry in zip(*lists, strict=True)]
 

@@ -1,6 +1,4 @@
-"""What the core's loop needs of grammars: requests wait until theirs is compiled, and each step has
-its masks.
-"""
+"""Grammars for the core's loop: requests wait until theirs is compiled, and steps get masks."""
 
 from __future__ import annotations
 
@@ -133,9 +131,7 @@ class GrammarManager:
                     entry.ended.setdefault(number, reason)
 
     def masks(self, plan: Plan) -> _Masks:
-        """The masks of a plan's rows, now that all tokens before them are known. Rows of sequences
-        that have ended get none, nor do those whose mask takes long.
-        """
+        """The masks of a plan's rows, except of ended sequences and where masks take long."""
         open_rows = [row for row in plan.masked if row.chunk.seq.finish is None]
         self._begin([row.chunk.seq for row in open_rows])
         masks = self._matchers.masks(len(open_rows))
@@ -176,8 +172,8 @@ class GrammarManager:
     def constrained(
         self, params: SamplingParams, new_inner: Callable[[], Any] | None
     ) -> Callable[[], TokenConstraint]:
-        """What makes matchers for a request that may not choose all tokens. new_inner: makes those
-        of its grammar, if it has one.
+        """A maker of matchers for a request with token rules. new_inner: makes those of its
+        grammar.
         """
         rules = self._matchers.rules(params)
         if new_inner is None:
@@ -197,8 +193,7 @@ def _matcher_of(seq: Sequence) -> GrammarMatcher | TokenConstraint:
 def _token_trie(tokenizer: str, vocab_size: int, end_ids: Iterable[int]) -> LLTokenizer:
     """The tokens by their bytes. Takes half a second, and the interpreter, for 50,000 tokens.
 
-    tokenizer: as the `tokenizers` library writes it (JSON). vocab_size: of the model, which may
-    have more tokens than the tokenizer. end_ids: tokens that end a text; a model without one must
-    not be let end by a token. Raises ValueError for a tokenizer that llguidance cannot read.
+    tokenizer: the `tokenizers` library's JSON. vocab_size: of the model, perhaps more than the
+    tokenizer's. end_ids: tokens that end a text. Raises ValueError if llguidance cannot read it.
     """
     return LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(end_ids) or [0])

@@ -1,7 +1,7 @@
 """Where each sequence stands in its grammar, and which tokens may come next: the core's half.
 
-Grammars are compiled, and masks computed, on threads beside the steps: llguidance leaves the
-interpreter to others meanwhile. A sequence whose mask is not there in time sits steps out.
+Grammars are compiled, and masks computed, on threads beside the steps: llguidance releases the
+interpreter. A sequence whose mask is late sits steps out.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class _MaskThreads:
             self.work.mask_s += seconds
 
     def advance(self, matcher: LLMatcher, tokens: list[int]) -> bool:
-        """`LLMatcher.consume_tokens`, which holds the interpreter, without holding it: llguidance
-        lets go of it for several matchers at once. The other one has an error and does nothing.
+        """`LLMatcher.consume_tokens` without holding the interpreter, which llguidance releases
+        only for several matchers at once; the second one here does nothing.
         """
         executor, idle = LLExecutor(1), LLMatcher(self.trie, "", log_level=0)
         return all(
@@ -109,7 +109,7 @@ class _Allowance:
 class GrammarMatcher:
     """Where one sequence stands in its grammar (`engine.core.scheduler.sequence.Matcher`).
 
-    While its mask is being computed, a worker's thread has `_inner`, and nobody else may touch it.
+    While its mask is computed, a worker thread owns `_inner`.
     """
 
     _inner: LLMatcher
@@ -176,9 +176,7 @@ class GrammarMatcher:
         return worker is self._threads.quick
 
     def fill(self, masks: np.ndarray, row: int) -> None:
-        """Write which tokens may come next into a row of int32 [n, ceil(V / 32)]. Raises
-        RequestError if that takes too much.
-        """
+        """Write the allowed tokens to a row of int32 [n, ceil(V / 32)]. Raises RequestError."""
         if self._mask is None:
             self._find()
         if self._error is not None:
@@ -239,9 +237,8 @@ def _dead_end() -> RequestError:
 
 
 class _TokenRules:
-    """What the sequences of one request share: which tokens they may choose from, whatever its
-    grammar says. Those it allows (`allowed_token_ids`), without those that would complete a word
-    it bans (`bad_words`).
+    """The tokens that a request's sequences may choose from beside its grammar: those it allows
+    (`allowed_token_ids`), without those that complete a word it bans (`bad_words`).
     """
 
     def __init__(self, params: SamplingParams, vocab_size: int):
@@ -359,8 +356,8 @@ class Matchers:
         self._compiling.put(partial(self._compile, job))
 
     def maker(self, grammar: Grammar) -> Callable[[], GrammarMatcher] | None:
-        """What makes matchers of a grammar that was begun, each at the beginning of a text; None
-        while it is being compiled. Raises RequestError if it cannot be used.
+        """A maker of matchers of a grammar that was begun; None while it is compiled. Raises
+        RequestError if it cannot be used.
         """
         with self._lock:
             found = self._kept.get(grammar)
@@ -411,9 +408,9 @@ class Matchers:
         *,
         may_end: bool,
     ) -> bool:
-        """Write a matcher's mask; False if there is nothing that may come next. may_end: the text
-        may end here, if the grammar allows it. Raises RequestError if the grammar takes too much,
-        or asks for more and no token that may be chosen goes on with it.
+        """Write a matcher's mask; False if nothing may come next. may_end: the text may end here.
+        Raises RequestError if the grammar takes too much, or no token that may be chosen goes on
+        with it.
         """
         matcher.fill(masks, row)
         if not may_end:

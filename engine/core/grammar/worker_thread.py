@@ -12,8 +12,8 @@ _MOST_LEFT = 4
 
 
 class WorkerThread:
-    """Runs jobs one after another. Neither a job nor its thread can be ended, but the thread can be
-    left to it: another one runs the jobs behind it, and the first one ends when its job does.
+    """Runs jobs one after another on a thread that can be replaced while a job takes too long; the
+    old thread ends with its job.
     """
 
     def __init__(self, name: str):
@@ -30,8 +30,8 @@ class WorkerThread:
         self._jobs.put(job)
 
     def wait(self, seconds: float) -> None:
-        """Wait until all jobs are done, at most so long. If one of them alone has then taken more
-        than half of that, its thread is left to it.
+        """Wait until all jobs are done, at most so long; replace a thread whose job took over half
+        of it.
         """
         done = threading.Event()
         self._jobs.put(done.set)
