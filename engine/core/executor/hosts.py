@@ -22,9 +22,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jitney.engine.common.errors import EngineDead, RequestError
 from jitney.engine.core.distributed import messages
-from jitney.engine.core.distributed.link import FirstHost
+from jitney.engine.core.distributed.link import Leader
 from jitney.engine.core.distributed.messages import Board, Choose, PackedArray, Step, StepSize
-from jitney.engine.core.distributed.rounds import Rounds
+from jitney.engine.core.distributed.step_barrier import StepBarrier
 from jitney.engine.core.executor.inputs import MaskedRows
 from jitney.engine.core.executor.program import StepOutput
 from jitney.engine.core.executor.runner import Runner
@@ -49,12 +49,12 @@ class _RunnerWithOthers(Runner):
         )
 
 
-class LeadingRunner(_RunnerWithOthers):
+class LeaderRunner(_RunnerWithOthers):
     """Of the first host. `lead` comes after `compile`, and before the first step."""
 
-    _hosts: FirstHost | None = None
+    _hosts: Leader | None = None
 
-    def lead(self, hosts: FirstHost) -> None:
+    def lead(self, hosts: Leader) -> None:
         """From here on say what is done."""
         self._hosts = hosts
 
@@ -138,16 +138,19 @@ def _bucket_of(size: StepSize, buckets: Buckets) -> Bucket:
     )
 
 
-class JoinedRunner(_RunnerWithOthers):
-    """The runner of one of several engines; `join` comes between `compile` and the first step."""
+class LockstepRunner(_RunnerWithOthers):
+    """Of one of the engines. `join` comes after `compile`, and before the first step.
+
+    Compiling, warming up and the steps themselves are the same on all of them, in the same order.
+    """
 
     #: What the last step without a row brings; nobody reads it, but it says when that is done.
     _last: Any = None
 
-    def join(self, rounds: Rounds) -> None:
+    def join(self, barrier: StepBarrier) -> None:
         """From here on run steps when all do."""
         #: How this engine agrees with the others.
-        self.rounds = rounds
+        self.barrier = barrier
         #: Uploads of steps without a row.
         self._empty: dict[tuple[Bucket, bool], np.ndarray] = {}
 
@@ -156,9 +159,9 @@ class JoinedRunner(_RunnerWithOthers):
         plan.bucket, greedy_only = self._agree(_size_of(plan))
         return self.pack(plan, greedy_only)
 
-    def take_part(self) -> None:
-        """Run a step in which only other engines have rows, then wait for the step before: the host
-        stays one step ahead of its device.
+    def run_empty_step(self) -> None:
+        """Run a step in which others have rows and this engine has none; then wait for the one
+        before: the host is to be a step ahead of its device, and no more.
         """
         bucket, greedy_only = kind = self._agree(None)
         if kind not in self._empty:
@@ -169,7 +172,7 @@ class JoinedRunner(_RunnerWithOthers):
 
     def _agree(self, size: StepSize | None) -> tuple[Bucket, bool]:
         """Which executable all run now; size: of what this engine wants to run."""
-        agreed = self.rounds.agree(size)
+        agreed = self.barrier.agree(size)
         bucket = _bucket_of(agreed, self.buckets)
         return bucket, self.runs_greedy_only(bucket, agreed.greedy_only)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Literal, Protocol
 
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -33,6 +34,14 @@ class KeyNews(Described):
     batches_cancelled: int
 
 
+class AdapterNews(Described):
+    """Names of the adapters that came, that went, and whose files are others than before."""
+
+    added: list[str] = Field(default_factory=list[str])
+    removed: list[str] = Field(default_factory=list[str])
+    replaced: list[str] = Field(default_factory=list[str])
+
+
 class ReloadAnswer(Described):
     """POST /admin/reload."""
 
@@ -41,6 +50,9 @@ class ReloadAnswer(Described):
     certificate: FileNews
     #: The key that a fleet asks engines of `urls` with.
     engine_key: FileNews
+    adapters: AdapterNews
+    #: Other settings that were changed and count from now on.
+    settings: list[str]
     #: Settings that were changed and count only at the next start.
     needs_restart: list[str]
 
@@ -77,7 +89,7 @@ RELOAD_ROUTES = (
         "/admin/reload",
         ("POST",),
         _reload,
-        "read keys and certificate again, as they are configured now",
+        "read keys, certificate, adapters and limits again, as they are configured now",
         role=Role.ADMIN,
         answer=ReloadAnswer,
     ),

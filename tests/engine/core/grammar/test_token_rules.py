@@ -33,14 +33,14 @@ class Trie:
     eos_tokens: tuple[int, ...] = (EOS,)
 
 
-def make_ruled_core() -> EngineCore:
+def make_constrained_core() -> EngineCore:
     core = make_core()
     core.grammars = GrammarManager(Matchers(cast(Any, Trie())))
     return core
 
 
 def answer(**sampling: Any) -> list[int]:
-    core = make_ruled_core()
+    core = make_constrained_core()
     core.add(make_request("a", PROMPT, max_tokens=20, **sampling))
     outputs = core.run_until_idle()
     core.check()
@@ -100,7 +100,7 @@ def test_a_prompt_does_not_begin_a_banned_word():
 
 
 def test_an_answer_for_which_nothing_is_left_ends():
-    core = make_ruled_core()
+    core = make_constrained_core()
     params = {"allowed_token_ids": (5,), "banned_sequences": ((5, 5),)}
     core.add(make_request("a", PROMPT, **params))
     outputs = core.run_until_idle()
@@ -134,7 +134,7 @@ def test_ends_are_not_chosen_before_min_tokens():
 def test_neighbours_notice_nothing():
     alone = make_core()
     alone.add(make_request("b", PROMPT, max_tokens=20))
-    core = make_ruled_core()
+    core = make_constrained_core()
     core.add(make_request("a", PROMPT, max_tokens=20, allowed_token_ids=(5, 7), n=2))
     core.add(make_request("b", PROMPT, max_tokens=20))
     outputs = core.run_until_idle()
