@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Literal
 
+from msgspec import UNSET
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel, ConfigDict
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -38,10 +38,13 @@ from jitney.engine.server import (
     ErrorReply,
     HttpError,
     HttpRoute,
+    Maybe,
+    ModelCard,
     OllamaModelList,
     OllamaRunningList,
     OllamaVersion,
     OwnRequests,
+    ResponseModel,
     Role,
     RouteTable,
     ServerSettings,
@@ -94,28 +97,21 @@ _TO_TAGGED_MODELS = frozenset(
 _TO_KEEPERS = "/v1/responses/"
 
 
-class FleetModelCard(BaseModel):
-    """A model of the fleet. kind: what stands behind it; more, by its kind."""
+class FleetModelCard(ModelCard, kw_only=True):
+    """A model of the fleet. kind: what stands behind it; made_of: its parts, where it has some."""
 
-    model_config = ConfigDict(extra="allow")
-
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    root: str
-    max_model_len: int | None
     kind: str
+    made_of: Maybe[JsonDict] = UNSET
 
 
-class FleetModelList(BaseModel):
+class FleetModelList(ResponseModel):
     """GET /v1/models."""
 
-    object: Literal["list"]
     data: list[FleetModelCard]
+    object: Literal["list"] = "list"
 
 
-class ReplicaList(BaseModel):
+class ReplicaList(ResponseModel):
     """GET /fleet/replicas: by model, the engines as the fleet knows them."""
 
     models: dict[str, list[JsonDict]]
@@ -254,17 +250,22 @@ async def _show_model(fleet: Fleet, request: Request) -> Response:
     return card_answer(request, _card(fleet, name))
 
 
-def _card(fleet: Fleet, name: str) -> JsonDict:
-    own = {"id": name, "object": "model", "created": fleet.created, "owned_by": "jitney"}
-    own |= {"root": name, "max_model_len": None}
-    if name in fleet.adapters:
-        parent = fleet.adapters[name]
-        return own | fleet.models[parent].card() | {"parent": parent}
-    return own | fleet.models[name].card()
+def _card(fleet: Fleet, name: str) -> FleetModelCard:
+    parent = fleet.adapters.get(name)
+    said = fleet.models[parent or name].card()
+    return FleetModelCard(
+        id=name,
+        created=fleet.created,
+        root=name,
+        parent=parent or UNSET,
+        max_model_len=said.get("max_model_len"),
+        kind=said["kind"],
+        made_of=said.get("made_of", UNSET),
+    )
 
 
 async def _livez(fleet: Fleet, request: Request) -> Response:
-    return json_answer({"status": "ok"})
+    return json_answer(Status("ok"))
 
 
 async def _readyz(fleet: Fleet, request: Request) -> Response:
@@ -272,7 +273,7 @@ async def _readyz(fleet: Fleet, request: Request) -> Response:
     reason = fleet.unready()
     if reason is not None:
         raise reason
-    return json_answer({"status": "ready"})
+    return json_answer(Status("ready"))
 
 
 async def _startupz(fleet: Fleet, request: Request) -> Response:
@@ -280,11 +281,11 @@ async def _startupz(fleet: Fleet, request: Request) -> Response:
     reason = fleet.unstarted()
     if reason is not None:
         raise reason
-    return json_answer({"status": "started"})
+    return json_answer(Status("started"))
 
 
 async def _show_version(fleet: Fleet, request: Request) -> Response:
-    return json_answer({"version": version("jitney")})
+    return json_answer(Version(version("jitney")))
 
 
 async def _show_openapi(fleet: Fleet, request: Request) -> Response:
@@ -297,21 +298,21 @@ async def _show_metrics(fleet: Fleet, request: Request) -> Response:
 
 async def _list_replicas(fleet: Fleet, request: Request) -> Response:
     shown = {name: [each.shown() for each in known] for name, known in fleet.replicas.items()}
-    return json_answer({"models": shown})
+    return json_answer(ReplicaList(shown))
 
 
 async def _list_tags(fleet: Fleet, request: Request) -> Response:
     """In Ollama's form; what the engines' models are is not known here."""
     models = [listed(name, None, fleet.created) for name in fleet.models]
     models += [listed(name, None, fleet.created, parent) for name, parent in fleet.adapters.items()]
-    return json_answer({"models": models})
+    return json_answer(OllamaModelList(models))
 
 
 async def _list_running(fleet: Fleet, request: Request) -> Response:
     """Those that would answer now."""
     ready = [name for name, model in fleet.models.items() if model.ready]
     models = [running(name, None, fleet.models[name].card().get("max_model_len")) for name in ready]
-    return json_answer({"models": models})
+    return json_answer(OllamaRunningList(models))
 
 
 _GET = ("GET",)

@@ -10,22 +10,29 @@ from starlette.responses import Response
 
 from jitney.engine.fleet.fleet import Fleet
 from jitney.engine.fleet.rollout.candidate import ModelWithCandidate
-from jitney.engine.server import HttpError, HttpRoute, Role, checked, echo, json_answer, read_object
+from jitney.engine.server import (
+    HttpError,
+    HttpRoute,
+    ResponseModel,
+    Role,
+    checked,
+    echo,
+    json_answer,
+    read_object,
+)
 
 
-class _Described(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class RolloutBody(_Described):
+class RolloutBody(BaseModel):
     """What to do with a candidate: promote gives it every request, roll_back none, restart the
     share of the rule again, with nothing known.
     """
 
+    model_config = ConfigDict(extra="forbid")
+
     action: Literal["promote", "roll_back", "restart"]
 
 
-class RolloutDecision(_Described):
+class RolloutDecision(ResponseModel):
     """at: seconds since 1970. reason: one line with the intervals."""
 
     state: str
@@ -34,7 +41,7 @@ class RolloutDecision(_Described):
     at: float
 
 
-class RolloutRule(_Described):
+class RolloutRule(ResponseModel):
     """As in fleet.toml."""
 
     share: float
@@ -45,7 +52,7 @@ class RolloutRule(_Described):
     undecided_after_h: float
 
 
-class RolloutArm(_Described):
+class RolloutArm(ResponseModel):
     """configs: digests of the configurations of its engines. requests, tokens: that were compared.
     replicas: names.
     """
@@ -56,7 +63,7 @@ class RolloutArm(_Described):
     replicas: list[str]
 
 
-class RolloutFigure(_Described):
+class RolloutFigure(ResponseModel):
     """One figure of both arms, and how the candidate stands to the stable one.
 
     kind: estimate, low and high are the ratio of candidate to stable, or the difference. null: not
@@ -80,14 +87,14 @@ class RolloutFigure(_Described):
     verdict: Literal["better", "worse", "no difference seen yet"]
 
 
-class RolloutLook(_Described):
+class RolloutLook(ResponseModel):
     """What was known at a moment: by figure [estimate, low, high]."""
 
     at: float
     intervals: dict[str, list[float]]
 
 
-class RolloutReport(_Described):
+class RolloutReport(ResponseModel):
     """A model's candidate. share: of the keys, that it gets now. confidence: that all intervals
     hold at all times.
     """
@@ -105,7 +112,7 @@ class RolloutReport(_Described):
     looks: list[RolloutLook]
 
 
-class RolloutList(_Described):
+class RolloutList(ResponseModel):
     """GET /fleet/rollouts."""
 
     rollouts: list[RolloutReport]

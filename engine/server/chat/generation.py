@@ -121,20 +121,6 @@ class Generation:
     def done(self) -> bool:
         return self._news.is_empty and all(choice.finish is not None for choice in self.choices)
 
-    def usage(self) -> dict[str, object]:
-        """OpenAI's usage object, as things stand now."""
-        prompt = self._context.prompt_tokens
-        completion = 0 if self.request.prompt_only else self.completion_tokens
-        usage: dict[str, object] = {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(self.cached_tokens)},
-        }
-        if self.request.make_parser is not None:
-            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
-        return usage
-
     @property
     def counts(self) -> _TokenCounts:
         """As things stand now."""

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from jitney.engine.server.http.answers import Described
+from jitney.engine.server.http.answers import ResponseModel
 from jitney.engine.server.http.docs_page import CONTENT_POLICY, docs_page
 from jitney.engine.server.http.jsonio import json_answer
 from jitney.engine.server.http.routing import HttpRoute, Role
@@ -26,15 +26,15 @@ class _Documented(Protocol):
     def openapi(self) -> bytes: ...
 
 
-class FrontAnswer(Described):
+class FrontAnswer(ResponseModel):
     """Where what is; paths are relative to this one."""
 
-    server: Literal["jitney"]
-    api: Literal["v1"]
-    docs: str
-    openapi: str
     #: The page that shows what the server does; null where it is not served.
     page: str | None
+    server: Literal["jitney"] = "jitney"
+    api: Literal["v1"] = "v1"
+    docs: Literal["docs"] = "docs"
+    openapi: Literal["openapi.json"] = "openapi.json"
 
 
 async def _front_door(server: _Documented, request: Request) -> Response:
@@ -44,8 +44,7 @@ async def _front_door(server: _Documented, request: Request) -> Response:
     page = server.settings.page
     if _HTML in request.headers.get("accept", ""):
         return RedirectResponse(page or "docs", headers={"vary": "accept"})
-    places = {"docs": "docs", "openapi": "openapi.json", "page": page}
-    return json_answer({"server": "jitney", "api": "v1"} | places, {"vary": "accept"})
+    return json_answer(FrontAnswer(page), {"vary": "accept"})
 
 
 async def _show_docs(server: _Documented, request: Request) -> Response:

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jitney.engine.common.errors import JitneyError
-from jitney.engine.server.http.answers import Described
+from jitney.engine.server.http.answers import ResponseModel
 from jitney.engine.server.http.errors import HttpError
 from jitney.engine.server.http.jsonio import json_answer
 from jitney.engine.server.http.routing import HttpRoute, Role
@@ -20,7 +20,7 @@ from jitney.engine.server.http.routing import HttpRoute, Role
 type FileNews = Literal["none", "unchanged", "replaced"]
 
 
-class KeyNews(Described):
+class KeyNews(ResponseModel, kw_only=True):
     """How many keys changed, and what ended with those that were removed."""
 
     added: int
@@ -33,10 +33,10 @@ class KeyNews(Described):
     batches_cancelled: int
 
 
-class ReloadAnswer(Described):
+class ReloadAnswer(ResponseModel, kw_only=True):
     """POST /admin/reload."""
 
-    status: Literal["reloaded"]
+    status: Literal["reloaded"] = "reloaded"
     keys: KeyNews
     certificate: FileNews
     #: The key that a fleet asks engines of `urls` with.
@@ -69,7 +69,7 @@ async def _reload(server: _Reloadable, request: Request) -> Response:
     except JitneyError as error:
         message = f"nothing was changed: {error}"
         raise HttpError(409, message, code="reload_failed") from error
-    return json_answer(answer.model_dump())
+    return json_answer(answer)
 
 
 RELOAD_ROUTES = (

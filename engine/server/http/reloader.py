@@ -97,7 +97,6 @@ class Reloader:
             if self.on_taken is not None:
                 self.on_taken(fresh, accepted)
         answer = ReloadAnswer(
-            status="reloaded",
             keys=keys,
             certificate=certificate,
             engine_key=engine_key,

@@ -9,11 +9,10 @@ from functools import partial
 
 import orjson
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.server.chat.anthropic.answers import CountAnswer, MessageAnswer
+from jitney.engine.server.chat.anthropic.answers import CountAnswer, MessageAnswer, MessageEvent
 from jitney.engine.server.chat.anthropic.format import MessageFormat
 from jitney.engine.server.chat.anthropic.schema import (
     CountTokensBody,
@@ -30,6 +29,7 @@ from jitney.engine.server.chat.endpoints import GenerationAnswer, read_body
 from jitney.engine.server.chat.request import Conversation, RequestBuilder, RouteKind
 from jitney.engine.server.chat.schema import ReasoningEffort
 from jitney.engine.server.http.context import Context, Notes
+from jitney.engine.server.http.jsonio import json_answer
 from jitney.engine.server.http.routing import HttpRoute
 from jitney.engine.server.http.service import Service
 from jitney.engine.server.http.slices import Work
@@ -80,8 +80,7 @@ async def _count_tokens(service: Service, request: Request) -> ASGIApp:
     builder.sampling({})  # what a message is refused for is refused here too
     conversation = await service.slices.result(_conversation_of(body, service, notes))
     prompt = await conversation.prompt(service, notes)
-    counted = orjson.dumps({"input_tokens": len(prompt.ids)})
-    return Response(counted, media_type="application/json")
+    return json_answer(CountAnswer(len(prompt.ids)))
 
 
 def _conversation_of(body: CountTokensBody, service: Service, notes: Notes) -> Work[Conversation]:
@@ -202,6 +201,7 @@ MESSAGE_ROUTES = (
         generates=True,
         body=MessagesBody,
         answer=MessageAnswer,
+        event=MessageEvent,
     ),
     HttpRoute(
         "/v1/messages/count_tokens",

@@ -9,18 +9,26 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from jitney.engine.core import first_tokens
-from jitney.engine.server.chat.embeddings import check_vectors
 from jitney.engine.server.chat.endpoints import GenerationAnswer, read_body
 from jitney.engine.server.chat.formats import Format
 from jitney.engine.server.chat.generation_request import GenerationRequest
-from jitney.engine.server.chat.ollama import answers
+from jitney.engine.server.chat.ollama.answers import (
+    OllamaChatAnswer,
+    OllamaEmbedAnswer,
+    OllamaEmbeddingAnswer,
+    OllamaGenerateAnswer,
+    OllamaMessage,
+    OllamaModelList,
+    OllamaRunningList,
+    OllamaShowAnswer,
+    OllamaVersion,
+)
 from jitney.engine.server.chat.ollama.conversation import CHAT, PROMPT, of_chat, of_prompt
 from jitney.engine.server.chat.ollama.format import (
     ChatFormat,
     EmbeddingFormat,
     EmbedFormat,
     GenerateFormat,
-    head,
 )
 from jitney.engine.server.chat.ollama.models import described, listed, running, without_tag
 from jitney.engine.server.chat.ollama.schema import (
@@ -31,6 +39,7 @@ from jitney.engine.server.chat.ollama.schema import (
     OllamaGenerateBody,
     OllamaShowBody,
 )
+from jitney.engine.server.chat.openai.embeddings import check_vectors
 from jitney.engine.server.chat.request import RequestBuilder, RouteKind
 from jitney.engine.server.chat.schema import GenerationBody
 from jitney.engine.server.http.blocks import AnswerParts
@@ -120,8 +129,9 @@ def _loaded(
 ) -> ASGIApp:
     """The answer to a request that only wants the model to be there."""
     _served_name(service, body)
-    shown = head(body.model or service.model_name) | format.written({"content": ""})
-    return json_answer(shown | {"done": True, "done_reason": "load"})
+    answer = format.answer(body.model or service.model_name, OllamaMessage())
+    answer.done, answer.done_reason = True, "load"
+    return json_answer(answer)
 
 
 def _served_name(service: Service, body: OllamaBody | OllamaShowBody) -> str | None:
@@ -174,7 +184,7 @@ async def _tags(service: Service, request: Request) -> Response:
     info, created = service.client.info, service.created
     models = [listed(name, info, created) for name in service.model_names]
     models += [listed(name, info, created, service.model_name) for name in service.adapters]
-    return json_answer({"models": models})
+    return json_answer(OllamaModelList(models))
 
 
 async def _show(service: Service, request: Request) -> Response:
@@ -189,14 +199,15 @@ async def _running(service: Service, request: Request) -> Response:
     """Nothing runs while the model is loaded, or the engine asleep."""
     info = service.client.info
     if info is None or service.unready() is not None:
-        return json_answer({"models": []})
+        return json_answer(OllamaRunningList([]))
     length = info.model.context_length
-    return json_answer({"models": [running(name, info, length) for name in service.model_names]})
+    models = [running(name, info, length) for name in service.model_names]
+    return json_answer(OllamaRunningList(models))
 
 
 async def show_version(service: object, request: Request) -> Response:
     """Of Ollama, not of this server."""
-    return json_answer({"version": _VERSION})
+    return json_answer(OllamaVersion(_VERSION))
 
 
 #: Bodies of any type, since Ollama's own examples leave curl to call them forms.
@@ -209,7 +220,8 @@ OLLAMA_ROUTES = (
         generates=True,
         body=OllamaChatBody,
         takes_any_type=True,
-        answer=answers.OllamaChatAnswer,
+        answer=OllamaChatAnswer,
+        event=OllamaChatAnswer,
         stream_type=_LINES,
         streams_unasked=True,
     ),
@@ -221,7 +233,8 @@ OLLAMA_ROUTES = (
         generates=True,
         body=OllamaGenerateBody,
         takes_any_type=True,
-        answer=answers.OllamaGenerateAnswer,
+        answer=OllamaGenerateAnswer,
+        event=OllamaGenerateAnswer,
         stream_type=_LINES,
         streams_unasked=True,
     ),
@@ -233,7 +246,7 @@ OLLAMA_ROUTES = (
         generates=True,
         body=OllamaEmbedBody,
         takes_any_type=True,
-        answer=answers.OllamaEmbedAnswer,
+        answer=OllamaEmbedAnswer,
     ),
     HttpRoute(
         "/api/embeddings",
@@ -243,7 +256,7 @@ OLLAMA_ROUTES = (
         generates=True,
         body=OllamaEmbeddingsBody,
         takes_any_type=True,
-        answer=answers.OllamaEmbeddingAnswer,
+        answer=OllamaEmbeddingAnswer,
     ),
     HttpRoute(
         "/api/show",
@@ -252,27 +265,27 @@ OLLAMA_ROUTES = (
         "what the model is and can do, as Ollama has it",
         body=OllamaShowBody,
         takes_any_type=True,
-        answer=answers.OllamaShowAnswer,
+        answer=OllamaShowAnswer,
     ),
     HttpRoute(
         "/api/tags",
         _GET,
         _tags,
         "the served model, as Ollama lists its models",
-        answer=answers.OllamaModelList,
+        answer=OllamaModelList,
     ),
     HttpRoute(
         "/api/ps",
         _GET,
         _running,
         "the served model, as Ollama lists those that are loaded",
-        answer=answers.OllamaRunningList,
+        answer=OllamaRunningList,
     ),
     HttpRoute(
         "/api/version",
         _GET,
         show_version,
         "the release of Ollama whose forms these are",
-        answer=answers.OllamaVersion,
+        answer=OllamaVersion,
     ),
 )

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
+from msgspec import UNSET
 from pydantic import Field, PlainValidator, model_validator
 
 from jitney.engine.common.requests import JsonValue
 from jitney.engine.server.chat.schema import GenerationBody, Label, ModelBody, Part, at_field
-from jitney.engine.server.http.answers import Described
+from jitney.engine.server.http.answers import Maybe, ResponseModel
 
 #: Documents of one request.
 _MOST_DOCUMENTS = 2048
@@ -138,48 +139,48 @@ def _one_of(one: str | list[str] | None, other: str | list[str] | None) -> list[
     return [given] if isinstance(given, str) else list(given or ())
 
 
-class RankingUsage(Described):
+class RankingUsage(ResponseModel):
     """Tokens that the model read."""
 
     prompt_tokens: int
     total_tokens: int
 
 
-class RankedDocument(Described):
+class RankedDocument(ResponseModel):
     """A document of the request."""
 
     text: str
 
 
-class RankedResult(Described):
+class RankedResult(ResponseModel):
     """A document's place in the request, and how well it fits."""
 
     index: int
     relevance_score: float
-    document: RankedDocument | None = None
+    document: Maybe[RankedDocument] = UNSET
 
 
-class RankingTokens(Described):
+class RankingTokens(ResponseModel):
     """The same counts in Cohere's form."""
 
     input_tokens: int
-    output_tokens: Literal[0]
+    output_tokens: Literal[0] = 0
 
 
-class RankingApiVersion(Described):
+class RankingApiVersion(ResponseModel):
     """Of Cohere's API."""
 
-    version: Literal["2"]
+    version: Literal["2"] = "2"
 
 
-class RankingMeta(Described):
+class RankingMeta(ResponseModel):
     """What Cohere's clients read beside the results."""
 
     api_version: RankingApiVersion
     tokens: RankingTokens
 
 
-class RerankAnswer(Described):
+class RerankAnswer(ResponseModel):
     """The best first; equal ones in the order of the request."""
 
     id: str
@@ -189,19 +190,19 @@ class RerankAnswer(Described):
     meta: RankingMeta
 
 
-class ScoredPair(Described):
+class ScoredPair(ResponseModel):
     """The score of a pair, by its place in the request."""
 
     index: int
-    object: Literal["score"]
     score: float
+    object: Literal["score"] = "score"
 
 
-class ScoreAnswer(Described):
+class ScoreAnswer(ResponseModel, kw_only=True):
     """One score for each pair, in order."""
 
     id: str
-    object: Literal["list"]
+    object: Literal["list"] = "list"
     created: int
     model: str
     data: list[ScoredPair]

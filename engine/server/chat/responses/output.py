@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jitney.engine.common.requests import JsonDict
+from msgspec import UNSET
+
 from jitney.engine.server.chat.choices import TokenList
 from jitney.engine.server.chat.conversation.events import (
     AssistantEvent,
@@ -16,7 +17,33 @@ from jitney.engine.server.chat.conversation.events import (
     ToolCallArguments,
     ToolCallStart,
 )
+from jitney.engine.server.chat.responses.answers import (
+    ArgumentsDelta,
+    ArgumentsDone,
+    ContentPartAdded,
+    ContentPartDone,
+    CustomInputDelta,
+    CustomInputDone,
+    EventLogprob,
+    ItemStatus,
+    OutputCall,
+    OutputCustomCall,
+    OutputItem,
+    OutputItemAdded,
+    OutputItemDone,
+    OutputMessage,
+    OutputReasoning,
+    OutputText,
+    OutputTextDelta,
+    OutputTextDone,
+    ReasoningText,
+    ReasoningTextDelta,
+    ReasoningTextDone,
+    ResponseEvent,
+)
 from jitney.engine.server.chat.responses.tools import CallForm
+from jitney.engine.server.chat.token_scores import TokenScores
+from jitney.engine.server.http.jsonio import LongJson
 
 #: Type of an item -> how its ids begin.
 _ID_PREFIXES = {
@@ -27,11 +54,6 @@ _ID_PREFIXES = {
     "custom_tool_call_output": "cto_",
     "reasoning": "rs_",
 }
-
-#: An event without its sequence number.
-type ResponseEvent = JsonDict
-#: The log-probabilities of tokens as a JSON value; the second answer is the shorter form of events.
-type _Scored = Callable[[TokenList, bool], Any]
 
 
 def new_item_id(kind: str) -> str:
@@ -48,207 +70,181 @@ class _OpenItem:
         self.id = new_item_id(self.kind)
         #: Position among the output items.
         self.place = place
+        self._texts: list[str] = []
 
-    def at(self) -> JsonDict:
-        return {"item_id": self.id, "output_index": self.place}
+    @property
+    def text(self) -> str:
+        """All of it so far."""
+        return "".join(self._texts)
 
-    def of_part(self, kind: str, **more: Any) -> ResponseEvent:
-        """An event of its one part."""
-        return {"type": f"response.{kind}"} | self.at() | {"content_index": 0} | more
-
-    def shown(self, status: str) -> JsonDict:
+    def shown(self, status: ItemStatus) -> OutputItem:
         """The item as it stands."""
         raise NotImplementedError
 
     def begun(self) -> Iterator[ResponseEvent]:
-        yield {
-            "type": "response.output_item.added",
-            "output_index": self.place,
-            "item": self.shown("in_progress"),
-        }
+        yield OutputItemAdded(output_index=self.place, item=self.shown("in_progress"))
 
-    def done(self, status: str) -> Iterator[ResponseEvent]:
-        yield {
-            "type": "response.output_item.done",
-            "output_index": self.place,
-            "item": self.shown(status),
-        }
+    def done(self, status: ItemStatus) -> Iterator[ResponseEvent]:
+        yield OutputItemDone(output_index=self.place, item=self.shown(status))
 
 
-class _Message(_OpenItem):
-    kind = "message"
+class _OpenText(_OpenItem):
+    """An item with one part, which is a text."""
 
     #: Whether its one part has been begun.
     _has_part = False
 
-    def __init__(self, place: int, scored: _Scored | None):
-        super().__init__(place)
-        self._scored = scored
-        self._texts: list[str] = []
-        self._tokens = TokenList.empty(None)
-
-    def shown(self, status: str) -> JsonDict:
-        content = [self._part()] if self._has_part else []
-        return {
-            "id": self.id,
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": content,
-        }
-
     def begun(self) -> Iterator[ResponseEvent]:
         yield from super().begun()
         self._has_part = True
-        yield self.of_part("content_part.added", part=self._part())
+        yield ContentPartAdded(item_id=self.id, output_index=self.place, part=self._part())
+
+    def done(self, status: ItemStatus) -> Iterator[ResponseEvent]:
+        yield self._text_done()
+        yield ContentPartDone(item_id=self.id, output_index=self.place, part=self._part())
+        yield from super().done(status)
+
+    def _text_done(self) -> ResponseEvent:
+        raise NotImplementedError
+
+    def _part(self) -> OutputText | ReasoningText:
+        raise NotImplementedError
+
+
+class _Message(_OpenText):
+    kind = "message"
+
+    def __init__(self, place: int, scores: TokenScores | None):
+        super().__init__(place)
+        self._scores = scores
+        self._tokens = TokenList.empty(None)
+
+    def shown(self, status: ItemStatus) -> OutputMessage:
+        return OutputMessage(self.id, status, [self._part()] if self._has_part else [])
 
     def more(self, text: str, tokens: TokenList | None) -> Iterator[ResponseEvent]:
         self._texts.append(text)
-        logprobs: Any = []
-        if self._scored is not None and tokens is not None:
+        logprobs: list[EventLogprob] = []
+        if tokens is not None:
             self._keep(tokens)
-            logprobs = self._scored(tokens, True)
-        yield self.of_part("output_text.delta", delta=text, logprobs=logprobs)
+            logprobs = self._short(tokens)
+        yield OutputTextDelta(
+            item_id=self.id, output_index=self.place, delta=text, logprobs=logprobs
+        )
 
-    def done(self, status: str) -> Iterator[ResponseEvent]:
-        text, logprobs = "".join(self._texts), self._logprobs(True)
-        yield self.of_part("output_text.done", text=text, logprobs=logprobs)
-        yield self.of_part("content_part.done", part=self._part())
-        yield from super().done(status)
+    def _text_done(self) -> OutputTextDone:
+        return OutputTextDone(
+            item_id=self.id,
+            output_index=self.place,
+            text=self.text,
+            logprobs=self._short(self._tokens),
+        )
 
     def _keep(self, tokens: TokenList) -> None:
         if self._tokens.scores is None:
             self._tokens = tokens.cleared()
         self._tokens.extend(tokens)
 
-    def _logprobs(self, short: bool) -> Any:
-        if self._scored is None or not self._tokens:
+    def _short(self, tokens: TokenList) -> list[EventLogprob]:
+        """Without the tokens' bytes, as events have them."""
+        scores = self._scores
+        if scores is None:
             return []
-        return self._scored(self._tokens, short)
+        return LongJson.of(lambda place: EventLogprob.of(scores.entry(tokens, place)), len(tokens))
 
-    def _part(self) -> JsonDict:
-        return {
-            "type": "output_text",
-            "text": "".join(self._texts),
-            "annotations": [],
-            "logprobs": self._logprobs(False),
-        }
+    def _part(self) -> OutputText:
+        logprobs = [] if self._scores is None else self._scores.entries(self._tokens)
+        return OutputText(self.text, logprobs)
 
 
-class _Reasoning(_OpenItem):
+class _Reasoning(_OpenText):
     kind = "reasoning"
 
-    def __init__(self, place: int):
-        super().__init__(place)
-        self._texts: list[str] = []
-        self._has_part = False
-
-    def shown(self, status: str) -> JsonDict:
-        return {
-            "id": self.id,
-            "type": "reasoning",
-            "status": status,
-            "summary": [],
-            "content": [self._part()] if self._has_part else [],
-        }
-
-    def begun(self) -> Iterator[ResponseEvent]:
-        yield from super().begun()
-        self._has_part = True
-        yield self.of_part("content_part.added", part=self._part())
+    def shown(self, status: ItemStatus) -> OutputReasoning:
+        return OutputReasoning(self.id, status, [self._part()] if self._has_part else [])
 
     def more(self, text: str) -> Iterator[ResponseEvent]:
         self._texts.append(text)
-        yield self.of_part("reasoning_text.delta", delta=text)
+        yield ReasoningTextDelta(item_id=self.id, output_index=self.place, delta=text)
 
-    def done(self, status: str) -> Iterator[ResponseEvent]:
-        yield self.of_part("reasoning_text.done", text="".join(self._texts))
-        yield self.of_part("content_part.done", part=self._part())
-        yield from super().done(status)
+    def _text_done(self) -> ReasoningTextDone:
+        return ReasoningTextDone(item_id=self.id, output_index=self.place, text=self.text)
 
-    def _part(self) -> JsonDict:
-        return {"type": "reasoning_text", "text": "".join(self._texts)}
+    def _part(self) -> ReasoningText:
+        return ReasoningText(self.text)
 
 
 class _Call(_OpenItem):
     """A call of a client's tool. form: what the client calls the tool."""
 
-    #: The field of its text; the events of which begin with the type.
-    field = ""
-    events = ""
-
     def __init__(self, place: int, call_id: str, form: CallForm):
         super().__init__(place)
         self._call_id = call_id
-        self._form = form
-        self._texts: list[str] = []
-
-    def shown(self, status: str) -> JsonDict:
-        shown = {
-            "id": self.id,
-            "type": self.kind,
-            "status": status,
-            "call_id": self._call_id,
-            "name": self._form.name,
-            self.field: "".join(self._texts),
-        }
-        if self._form.namespace is not None:
-            shown["namespace"] = self._form.namespace
-        return shown
+        self._name = form.name
+        self._namespace = UNSET if form.namespace is None else form.namespace
 
     def more(self, text: str) -> Iterator[ResponseEvent]:
         self._texts.append(text)
-        yield {"type": f"response.{self.events}.delta"} | self.at() | {"delta": text}
+        yield self._delta(text)
 
-    def done(self, status: str) -> Iterator[ResponseEvent]:
-        text = {self.field: "".join(self._texts)}
-        yield {"type": f"response.{self.events}.done"} | self.at() | self._named() | text
+    def done(self, status: ItemStatus) -> Iterator[ResponseEvent]:
+        yield self._text_done()
         yield from super().done(status)
 
-    def _named(self) -> JsonDict:
-        """What else the last event of its text says."""
-        return {}
+    def _delta(self, text: str) -> ResponseEvent:
+        raise NotImplementedError
+
+    def _text_done(self) -> ResponseEvent:
+        raise NotImplementedError
 
 
 class _FunctionCall(_Call):
     kind = "function_call"
-    field = "arguments"
-    events = "function_call_arguments"
 
-    def _named(self) -> JsonDict:
-        return {"name": self._form.name}
+    def shown(self, status: ItemStatus) -> OutputCall:
+        return OutputCall(self.id, status, self._call_id, self._name, self.text, self._namespace)
+
+    def _delta(self, text: str) -> ArgumentsDelta:
+        return ArgumentsDelta(item_id=self.id, output_index=self.place, delta=text)
+
+    def _text_done(self) -> ArgumentsDone:
+        return ArgumentsDone(
+            item_id=self.id, output_index=self.place, name=self._name, arguments=self.text
+        )
 
 
 class _CustomCall(_Call):
     kind = "custom_tool_call"
-    field = "input"
-    events = "custom_tool_call_input"
 
-    def shown(self, status: str) -> JsonDict:
+    def shown(self, status: ItemStatus) -> OutputCustomCall:
         """Without a status, which this type of item has only among the input items."""
-        shown = super().shown(status)
-        del shown["status"]
-        return shown
+        return OutputCustomCall(self.id, self._call_id, self._name, self.text, self._namespace)
+
+    def _delta(self, text: str) -> CustomInputDelta:
+        return CustomInputDelta(item_id=self.id, output_index=self.place, delta=text)
+
+    def _text_done(self) -> CustomInputDone:
+        return CustomInputDone(item_id=self.id, output_index=self.place, input=self.text)
 
 
 @dataclass(slots=True)
 class _Closed:
     item: _OpenItem
-    status: str
+    status: ItemStatus
 
 
 class Output:
-    """The output items of one response, one open at a time. scored: writes log-probabilities, if
-    they are wanted. forms: what the client calls its tools, by what the model calls them.
+    """The output items of one response, one open at a time. scores: writes log-probabilities,
+    if they are wanted. forms: what the client calls its tools, by what the model calls them.
     """
 
-    def __init__(self, scored: _Scored | None, forms: Mapping[str, CallForm]):
-        self._scored = scored
+    def __init__(self, scores: TokenScores | None, forms: Mapping[str, CallForm]):
+        self._scores = scores
         self._forms = forms
         self._closed: list[_Closed] = []
         self._open: _OpenItem | None = None
 
-    def items(self) -> list[JsonDict]:
+    def items(self) -> list[OutputItem]:
         """All that have ended."""
         return [closed.item.shown(closed.status) for closed in self._closed]
 
@@ -258,7 +254,7 @@ class Output:
         """
         match event:
             case ContentDelta():
-                item = yield from self._item(_Message, lambda place: _Message(place, self._scored))
+                item = yield from self._item(_Message, lambda place: _Message(place, self._scores))
                 yield from item.more(event.text, tokens)
             case ReasoningDelta():
                 item = yield from self._item(_Reasoning, _Reasoning)
@@ -274,13 +270,13 @@ class Output:
                 assert isinstance(self._open, _Call)
                 yield from self._open.more(event.text)
 
-    def finish(self, status: str) -> Iterator[ResponseEvent]:
+    def finish(self, status: ItemStatus) -> Iterator[ResponseEvent]:
         """The turn is over. A model that said nothing gave an empty message."""
         if not self._closed and self._open is None:
-            yield from self._item(_Message, lambda place: _Message(place, self._scored))
+            yield from self._item(_Message, lambda place: _Message(place, self._scores))
         yield from self.close(status)
 
-    def close(self, status: str) -> Iterator[ResponseEvent]:
+    def close(self, status: ItemStatus) -> Iterator[ResponseEvent]:
         """End the item that is open, if one is."""
         item, self._open = self._open, None
         if item is not None:

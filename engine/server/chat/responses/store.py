@@ -102,13 +102,13 @@ class ResponseStore:
     def n_bytes(self) -> int:
         return sum(shelf.n_bytes for shelf in self._shelves.values())
 
-    def put(self, tenant: str, id: str, turn: KeptTurn, body: JsonDict) -> None:
-        """Keep a response; one of that id is replaced."""
+    def put(self, tenant: str, id: str, turn: KeptTurn, body: bytes) -> None:
+        """Keep a response, as JSON; one of that id is replaced."""
         self.discard(tenant, id)
         items = orjson.loads(turn.input) + orjson.loads(turn.output)
         item_ids = [item["id"] for item in items]
         expires = self._clock() + self._ttl_s
-        kept = KeptResponse(id, turn, orjson.dumps(body), expires, item_ids)
+        kept = KeptResponse(id, turn, body, expires, item_ids)
         shelf = self._shelves.setdefault(tenant, _Shelf())
         shelf.responses[id] = kept
         shelf.items |= dict.fromkeys(item_ids, id)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from jitney.engine.server.chat.schema import Metadata
-from jitney.engine.server.http.answers import Described
+from jitney.engine.server.http.answers import ResponseModel
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _WINDOW = re.compile(r"([1-9][0-9]{0,5})([smhd])\Z")
@@ -57,7 +57,7 @@ class FileForm(BaseModel):
     purpose: Literal["batch"]
 
 
-class FileAnswer(Described):
+class FileAnswer(ResponseModel):
     """A file, without its bytes."""
 
     id: str
@@ -70,7 +70,7 @@ class FileAnswer(Described):
     expires_at: None
 
 
-class FileList(Described):
+class FileList(ResponseModel):
     """GET /v1/files."""
 
     object: Literal["list"]
@@ -80,7 +80,7 @@ class FileList(Described):
     has_more: bool
 
 
-class FileDeleted(Described):
+class FileDeleted(ResponseModel):
     """DELETE /v1/files/{file_id}."""
 
     id: str
@@ -88,7 +88,7 @@ class FileDeleted(Described):
     deleted: Literal[True]
 
 
-class BatchFault(Described):
+class BatchFault(ResponseModel):
     """Why a batch's file cannot be worked on; line: counted from 1."""
 
     code: str
@@ -97,14 +97,14 @@ class BatchFault(Described):
     line: int | None
 
 
-class BatchFaults(Described):
+class BatchFaults(ResponseModel):
     """At most ten of them."""
 
     object: Literal["list"]
     data: list[BatchFault]
 
 
-class RequestCounts(Described):
+class RequestCounts(ResponseModel):
     """Lines in all, those answered with a 200, and those with anything else."""
 
     total: int
@@ -112,7 +112,7 @@ class RequestCounts(Described):
     failed: int
 
 
-class BatchAnswer(Described):
+class BatchAnswer(ResponseModel):
     """A batch."""
 
     id: str
@@ -146,7 +146,7 @@ class BatchAnswer(Described):
     metadata: dict[str, str] | None
 
 
-class BatchList(Described):
+class BatchList(ResponseModel):
     """GET /v1/batches."""
 
     object: Literal["list"]

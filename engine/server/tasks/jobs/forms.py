@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.server.chat.schema import Metadata
-from jitney.engine.server.http.answers import Described
+from jitney.engine.server.http.answers import ResponseModel
 from jitney.engine.server.tasks.batches.forms import check_window
 
 
@@ -28,7 +28,7 @@ class JobBody(BaseModel):
     metadata: Metadata | None = None
 
 
-class JobResponse(Described):
+class JobResponse(ResponseModel):
     """What the route answered, as HTTP would have."""
 
     status_code: int
@@ -36,7 +36,7 @@ class JobResponse(Described):
     body: JsonDict
 
 
-class JobSummary(Described):
+class JobSummary(ResponseModel):
     """A job in a list: without its answer."""
 
     id: str
@@ -60,7 +60,7 @@ class JobAnswer(JobSummary):
     response: JobResponse | None
 
 
-class JobList(Described):
+class JobList(ResponseModel):
     """GET /v1/jobs."""
 
     object: Literal["list"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from api_fakes import FakeClient, Script, call, make_app, run
 
-from jitney.engine.server.chat.embeddings import EmbeddingsBody
+from jitney.engine.server.chat.openai.embeddings import EmbeddingsBody
 from jitney.engine.server.http.settings import digest_key
 
 PROMPT = {"model": "m", "prompt": "ab"}

@@ -9,7 +9,7 @@ import pytest
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.server.chat.anthropic.schema import MessagesBody
-from jitney.engine.server.chat.embeddings import EmbeddingsBody
+from jitney.engine.server.chat.openai.embeddings import EmbeddingsBody
 from jitney.engine.server.chat.responses.schema import ResponsesBody
 from jitney.engine.server.chat.schema import ChatBody, CompletionBody, ModelBody
 
