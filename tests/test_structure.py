@@ -260,7 +260,7 @@ def python(code: str, *flags: str, cwd: Path) -> subprocess.CompletedProcess[str
 
 def test_the_api_process_runs_without_jax(tmp_path: Path):
     done = python(
-        "import jitney.engine.server.app, jitney.engine.server.process.supervisor, "
+        "import jitney.engine.server.app, jitney.engine.server.process.process_client, "
         "jitney.engine.core.text.tokenizer, sys\n"
         "import jitney.engine.cli.serve\n"
         "print(sorted({'jax', 'flax', 'torch'} & set(sys.modules)))",

@@ -10,8 +10,6 @@ const SVG = "http://www.w3.org/2000/svg";
 const WIDTH = 240;
 const HEIGHT = 34;
 const MIDDLE = 15;
-/** Of each arm, before there is an interval. */
-const LEAST_REQUESTS = 30;
 const HEAD = ["Figure", "Stable", "Candidate", "Candidate to stable", "So far"];
 
 const perSecond = (value) => (value < 10 ? value.toFixed(2) : count(value));
@@ -98,20 +96,12 @@ function drawing(figure, label) {
   return picture;
 }
 
-/** Why there is no interval: few requests, or few that the other arm has some of at equal load. */
-function whyUnknown({requests, matched}) {
-  const enough = Math.min(requests.stable, requests.candidate) >= LEAST_REQUESTS;
-  const few = Math.min(matched.stable, matched.candidate) < LEAST_REQUESTS;
-  return enough && few ? "too few at equal load" : "not known yet";
-}
-
 /** One row of the table. */
 function row(figure) {
   const [name, inWords] = FIGURES[figure.name] ?? [figure.unit, (value) => value.toPrecision(3)];
   const value = (one) => (one === null ? "–" : inWords(one));
   const words = intervalInWords(figure);
-  const known = figure.estimate !== null;
-  const verdict = known ? figure.verdict : whyUnknown(figure);
+  const kind = figure.estimate === null ? "no" : figure.verdict.split(" ")[0];
   return make(
     "tr",
     {},
@@ -119,7 +109,7 @@ function row(figure) {
     make("td", {"data-name": "Stable"}, value(figure.stable)),
     make("td", {"data-name": "Candidate"}, value(figure.candidate)),
     make("td", {class: "drawn"}, drawing(figure, `${name}: ${words}`), make("span", {}, words)),
-    make("td", {class: `verdict-${known ? figure.verdict.split(" ")[0] : "no"}`}, verdict),
+    make("td", {class: `verdict-${kind}`}, figure.verdict),
   );
 }
 

@@ -44,7 +44,7 @@ def adapt(linear: Linear, pieces: int) -> None:
     columns = ADAPTERS * own
     a: Any = jax.ShapeDtypeStruct((inputs, columns), DTYPE)
     b: Any = jax.ShapeDtypeStruct((columns, outputs), DTYPE)
-    owners = tuple(1 + column // own for column in range(columns))
+    owners: Any = jax.ShapeDtypeStruct((columns,), jnp.int32)
     linear.adapt(Adapters(a, b, owners))
 
 

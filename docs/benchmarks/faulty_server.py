@@ -21,13 +21,13 @@ from jitney.engine.common.messages import Progress
 from jitney.engine.config.schema import Config
 from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
-from jitney.engine.server.process import supervisor
+from jitney.engine.server.process import process_client
 
 #: Tokens that no other request has.
 NAN, POISON = 500, 501
 
 
-class _FaultyClient(supervisor.ProcessClient):
+class _FaultyClient(process_client.ProcessClient):
     """Its cores are made by `build` below."""
 
     def __init__(self, config: Config, **rest: Any):
@@ -72,7 +72,7 @@ def main() -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join(
         folder for folder in (here, os.environ.get("PYTHONPATH")) if folder
     )
-    supervisor.ProcessClient = _FaultyClient
+    process_client.ProcessClient = _FaultyClient
     return cli.main()
 
 

@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass
 
 from jitney.engine.cli.asking import Refused, ask
 from jitney.engine.cli.config_sources import settings_of
-from jitney.engine.cli.diagnosis import COMPLAINTS, Figures, Finding, Scrape, diagnose
+from jitney.engine.cli.diagnosis import COMPLAINTS, Figures, Finding, diagnose
 from jitney.engine.common.errors import JitneyError
 from jitney.engine.common.requests import JsonDict
+from jitney.engine.common.scrape import Scrape
 from jitney.engine.config import KEY_FLAG, Command, Flag, FlagGroup
 
 _DEFAULT_URL = "http://127.0.0.1:8000"
@@ -128,11 +129,7 @@ def _engine(url: str, key: str, seconds: float) -> _Report:
 
 def _scrape(url: str, key: str) -> Scrape:
     """Raises Refused, also for what is no answer of a Jitney server."""
-    text = ask(url, "/metrics", key, _NO_METRICS).decode("utf-8", "replace")
-    try:
-        scrape = Scrape(text)
-    except ValueError:
-        scrape = Scrape("")
+    scrape = Scrape(ask(url, "/metrics", key, _NO_METRICS).decode("utf-8", "replace"))
     if not scrape.names():
         raise Refused(f"{url}: {_NO_METRICS[404]}")
     return scrape

@@ -8,13 +8,13 @@ do not show.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Literal, NamedTuple
 
 from jitney.engine.common.records import ROW_KINDS
+from jitney.engine.common.scrape import Scrape
 
 type _Complaint = Literal["latency", "throughput", "batches", "memory"]
 
@@ -26,38 +26,6 @@ COMPLAINTS: dict[_Complaint, str] = {
     "batches": "batches do not fill",
     "memory": "memory is short",
 }
-_SERIES = re.compile(r"^jitney_(\w+)(\{.*\})? (\S+)$", re.MULTILINE)
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-
-
-class _Sample(NamedTuple):
-    labels: dict[str, str]
-    value: float
-
-
-class Scrape:
-    """What /metrics said at one moment, of our own series."""
-
-    def __init__(self, text: str):
-        self._samples: dict[str, list[_Sample]] = {}
-        for name, labels, value in _SERIES.findall(text):
-            sample = _Sample(dict(_LABEL.findall(labels)), float(value))
-            self._samples.setdefault(name, []).append(sample)
-
-    def names(self) -> set[str]:
-        """Of all metrics, without `jitney_`."""
-        return set(self._samples)
-
-    def samples(self, name: str, **labels: str) -> Iterator[_Sample]:
-        """Those with these labels, whatever else they have."""
-        for sample in self._samples.get(name, ()):
-            if labels.items() <= sample.labels.items():
-                yield sample
-
-    def value(self, name: str, **labels: str) -> float:
-        """The sum of those samples; NaN if there is none."""
-        values = [sample.value for sample in self.samples(name, **labels)]
-        return math.fsum(values) if values else _NAN
 
 
 @dataclass(frozen=True, slots=True)

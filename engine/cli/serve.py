@@ -11,7 +11,7 @@ import os
 import shlex
 import signal
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from jitney.engine.config import (
     check_platform,
     say,
     settings,
+    values,
 )
 from jitney.engine.core import Display, make_display, placed
 from jitney.engine.lab import ServerSizes
@@ -42,7 +43,9 @@ from jitney.engine.server import (
     Equipment,
     FreshSettings,
     Reloader,
+    at_a_start_only,
     base_url,
+    check_adapter_names,
     check_tls,
     drain_status,
     limits,
@@ -57,6 +60,7 @@ if TYPE_CHECKING:
     from jitney.engine.common.engine_info import EngineInfo, ModelInfo
     from jitney.engine.core import Tokenizer
     from jitney.engine.server import (
+        AdapterNews,
         ApiKeys,
         ProcessClient,
         Recorder,
@@ -71,6 +75,12 @@ _YOUNG_OBJECTS, _COLLECT_S = 2000, 60.0
 _DASHBOARD = "/dashboard"
 #: Where settings come from that were read again.
 _REREAD = "read again"
+
+#: Called before the settings are read again; may block.
+before_rereading: list[Callable[[], None]] = []
+#: Has the engine serve the adapters that are configured now.
+type _TakeAdapters = Callable[[Config], Awaitable[AdapterNews]]
+
 _PRINT_CONFIG = Flag.switch("--print-config", "print the settings as TOML and exit")
 _COMMAND = Command(
     "serve",
@@ -107,17 +117,17 @@ def run(arguments: Sequence[str]) -> int:
     )
 
 
-def _reread(args: Arguments, given: Layered) -> FreshSettings:
+def _reread(args: Arguments, given: Layered, take_adapters: _TakeAdapters) -> FreshSettings:
     """The settings as file, environment and flags have them now. given: as they had them at the
     start. Raises ConfigError.
     """
-    fresh = args.load_layers().config
-    changed: list[str] = []
-    for name, place in settings().items():
-        before = getattr(getattr(given.config, place.section), place.key)
-        if name not in LIVE and getattr(getattr(fresh, place.section), place.key) != before:
-            changed.append(name)
-    return FreshSettings(fresh.server, changed)
+    for catch_up in before_rereading:
+        catch_up()
+    before, fresh = given.config, args.load_layers().config
+    if before.engine.n_hosts > 1:  # each host reads its own files, and all change together
+        return FreshSettings(fresh.server, at_a_start_only(values(before), values(fresh)))
+    changed = at_a_start_only(values(before), values(fresh), "adapters")
+    return FreshSettings(fresh.server, changed, take_adapters=partial(take_adapters, fresh))
 
 
 def _say_all(lines: Iterable[str]) -> None:
@@ -148,7 +158,7 @@ def _start_following(config: Config, chosen: Sequence[str]) -> int:
 def _start(
     layered: Layered,
     chosen: Sequence[str],
-    reread: Callable[[], FreshSettings],
+    reread: Callable[[_TakeAdapters], FreshSettings],
     *,
     times_steps: bool,
 ) -> int:
@@ -186,7 +196,7 @@ class _Server:
         keys: AcceptedKeys,
         bound: socket.socket,
         display: Display,
-        reread: Callable[[], FreshSettings],
+        reread: Callable[[_TakeAdapters], FreshSettings],
         *,
         times_steps: bool = False,
     ):
@@ -216,10 +226,10 @@ class _Server:
         self.web = web_server(config, settings, self.app, self.connections)
         self.reload = service.reload = Reloader(
             config.server,
-            reread,
+            partial(reread, self._take_adapters),
             accepted,
             self.connections,
-            service.own_requests,
+            service,
             tls=lambda: self.web.config.ssl,
             on_taken=self._show_taken,
         )
@@ -295,12 +305,23 @@ class _Server:
         service = self.app.state.service
         before: Layered = service.layered
         now = {name: getattr(fresh.server, name) for name in LIVE}
-        changed = {
-            name: value
-            for name, value in now.items()
-            if value != getattr(before.config.server, name)
-        }
+        now["adapters"] = self.client.config.model.adapters
+        were = values(before.config)
+        changed = {name: value for name, value in now.items() if value != were[name]}
         service.layered = before.with_values(changed, _REREAD)
+
+    async def _take_adapters(self, config: Config) -> AdapterNews:
+        """Have the engine serve those that are configured now. One that is not ready has read those
+        that it has, or will.
+        """
+        from jitney.engine.server import AdapterNews
+
+        adapters, before = config.model.adapters, self.client.config.model.adapters
+        if adapters == before and (not adapters or self.client.state != "ready"):
+            return AdapterNews()
+        check_adapter_names(config, self.app.state.service.model_names)
+        done = await self.client.set_adapters(adapters)
+        return AdapterNews(added=done.added, removed=done.removed, replaced=done.replaced)
 
     async def _watch_disks(self) -> None:
         """Those that are written to while requests are answered; never returns."""

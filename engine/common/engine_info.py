@@ -55,8 +55,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     #: It reads a whole text in one step and writes none: it makes vectors of texts, or scores pairs
     #: of them. No keys and values are kept.
     encoder: bool = False
-    #: Names that requests call adapters by, in the order of their numbers.
-    adapters: tuple[str, ...] = ()
+    #: Numbers of adapters, by the names that requests call them.
+    adapters: dict[str, int] = {}
 
     def number_of(self, adapter: str) -> int:
         """An adapter's number, from its name. Raises RequestError."""
@@ -65,7 +65,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
             raise RequestError(
                 f"there is no adapter {adapter!r} here; there are: {there}", param="adapter"
             )
-        return 1 + self.adapters.index(adapter)
+        return self.adapters[adapter]
 
     @property
     def pooling(self) -> Pooling | None:
@@ -153,8 +153,8 @@ class QueueInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What is running, fixed once the engine is ready; the API, the page and `doctor` all show
-    this.
+    """What is running, fixed once the engine is ready but for its adapters; the API, the page and
+    `doctor` all show this.
     """
 
     #: Of this package.
@@ -181,7 +181,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
             pool_tokens=self.sizes.pages * self.sizes.page_size,
             max_logprobs=self.sizes.max_logprobs,
             pooling=self.model.pooling,
-            adapters=len(self.model.adapters),
+            adapters=frozenset(self.model.adapters.values()),
             encoder=self.model.encoder,
         )
 
@@ -193,6 +193,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         groups = (self.model, self.formats, self.device, self.kernels, self.sizes, self.queue)
         for group in groups:
             shown |= msgspec.to_builtins(group)
+        shown["adapters"] = list(self.model.adapters)
         return shown
 
 

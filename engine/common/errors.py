@@ -93,6 +93,7 @@ class ErrorInfo(msgspec.Struct, frozen=True):
 #: Every code a request can end with; `engine.server.http.errors` gives each its HTTP status.
 _CODES = (
     "invalid_value",
+    "model_not_found",
     "context_length_exceeded",
     "unsupported_parameter",
     "grammar_too_complex",

@@ -270,8 +270,8 @@ class History(RequestRecords):
     seats: list[RequestRecord | None] = field(default_factory=list)
     #: Seats that a batch keeps after their passenger's end.
     held: set[int] = field(default_factory=set)
-    #: Names of the engine's adapters.
-    adapters: tuple[str, ...] = ()
+    #: Names of the engine's adapters by number, of those that are gone too.
+    adapters: dict[int, str] = field(default_factory=dict[int, str])
     #: (time, seconds since arrival) of those who boarded, and of first tokens, where somebody waits
     #: for them.
     waits: deque[tuple[float, float]] = field(default_factory=_newest(_KEEP_SAMPLES))
@@ -327,7 +327,11 @@ class History(RequestRecords):
 
     def adapter_of(self, record: RequestRecord) -> str:
         """The name of the adapter that answers it; empty: none does."""
-        return self.adapters[record.adapter - 1] if record.adapter else ""
+        return self.adapters.get(record.adapter, "")
+
+    def learn_adapters(self, info: EngineInfo) -> None:
+        """These are served from now on."""
+        self.adapters |= {number: name for name, number in info.model.adapters.items()}
 
     def core_ready(self, info: EngineInfo) -> None:
         """A core starts, its step numbers beginning anew: ours go on rising."""
@@ -336,7 +340,7 @@ class History(RequestRecords):
             self.outages[-1].ready = self.ready_at
             self._look_at_streams(self.ready_at)
         self.seats = [None] * info.sizes.seats
-        self.adapters = info.model.adapters
+        self.learn_adapters(info)
         self.held.clear()
         self._holds = info.queue.policy in _HOLDING
         self._first_step = self.records.last_step + 1

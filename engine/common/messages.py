@@ -65,13 +65,23 @@ class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache", frozen=True):
     ticket: int
 
 
+class SetAdapters(msgspec.Struct, tag="set_adapters", frozen=True):
+    """Serve these adapters from now on, and no others; answered by `AdaptersSet`."""
+
+    ticket: int
+    #: Folders by name.
+    folders: dict[str, str]
+    #: No adapter that comes gets a smaller number.
+    first_number: int
+
+
 class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
     """Stop the loop after the current step and exit with status 0."""
 
 
-class Part(msgspec.Struct, tag="part", frozen=True):
+class Drain(msgspec.Struct, tag="drain", frozen=True):
     """Of an engine that shares experts, which ends with the others: it takes no requests any more.
-    Answered to all of them, by `Parting`.
+    Answered to all of them, by `DrainState`.
     """
 
     #: It has none left.
@@ -166,8 +176,8 @@ class StepReport(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     events: list[SequenceEvent] = []
     #: The prompt chunks of the step.
     chunks: list[PromptChunk] = []
-    #: To whoever asked for the seats since the last report.
-    answers: list[SeatMap] = []
+    #: Answers to questions about seats, or to new adapters, since the last report.
+    answers: list[SeatMap | AdaptersSet] = []
     #: Of the sequences that were computed again since the last report.
     canary: list[CanaryFinding] = []
     #: None: there was none.
@@ -186,14 +196,14 @@ class FirstStep(msgspec.Struct, tag="first_step", frozen=True):
     step: int
 
 
-class Tick(msgspec.Struct, tag="tick", frozen=True):
+class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True):
     """The idle loop is alive (sent about once a second while there is no work)."""
 
     #: Sequences without a seat.
     waiting: int
 
 
-class Awaiting(msgspec.Struct, tag="awaiting", frozen=True):
+class WaitingFor(msgspec.Struct, tag="waiting_for", frozen=True):
     """The core has a step to run and waits for engines that share experts with it, which have to
     say how large it is to be; sent every second of that.
     """
@@ -222,6 +232,22 @@ class Done(msgspec.Struct, tag="done", frozen=True, omit_defaults=True):
     freed: int = 0
 
 
+class AdaptersSet(msgspec.Struct, tag="adapters_set", frozen=True, omit_defaults=True):
+    """The adapters that are served from now on, or why they are those from before."""
+
+    ticket: int
+    #: None: they have been set.
+    error: ErrorInfo | None = None
+    #: Numbers by name.
+    adapters: dict[str, int] = {}
+    #: Of the configuration with them.
+    config_digest: str = ""
+    #: Names of those that came, that went, and whose files are others than before.
+    added: list[str] = []
+    removed: list[str] = []
+    replaced: list[str] = []
+
+
 class Fatal(msgspec.Struct, tag="fatal", frozen=True):
     """The core cannot start or go on; its process exits after this."""
 
@@ -239,13 +265,13 @@ class Fatal(msgspec.Struct, tag="fatal", frozen=True):
         return cls(ErrorInfo(code, " ".join(reason.split())[:500]))
 
 
-class Parting(msgspec.Struct, tag="parting", frozen=True):
+class DrainState(msgspec.Struct, tag="drain_state", frozen=True):
     """Of engines that share experts: one is told to end, so all are to drain; or all have."""
 
     drained: bool
 
 
-class Left(msgspec.Struct, tag="left", frozen=True):
+class PeerLeft(msgspec.Struct, tag="peer_left", frozen=True):
     """The first host of an engine over several has ended it: nothing is left to do here, and the
     core's process exits after this.
     """
@@ -255,20 +281,30 @@ class Left(msgspec.Struct, tag="left", frozen=True):
 
 
 type ToCore = (
-    Add | Abort | AskSeatMap | TokenizerJson | Sleep | Wake | ResetPrefixCache | Part | Shutdown
+    Add
+    | Abort
+    | AskSeatMap
+    | TokenizerJson
+    | Sleep
+    | Wake
+    | ResetPrefixCache
+    | SetAdapters
+    | Drain
+    | Shutdown
 )
 type FromCore = (
     Progress
     | Ready
     | FirstStep
     | StepReport
-    | Tick
-    | Awaiting
+    | Heartbeat
+    | WaitingFor
     | SeatMap
     | Done
-    | Parting
+    | AdaptersSet
+    | DrainState
     | Fatal
-    | Left
+    | PeerLeft
 )
 
 encode = msgspec.msgpack.encode

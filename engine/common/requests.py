@@ -318,7 +318,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     #: time another's prompts.
     tenant: str = ""
     cache_salt: str = ""
-    #: Which of the engine's adapters changes the model for it, from 1; 0: none.
+    #: The number of the adapter that changes the model for it; 0: none. One that comes while the
+    #: engine serves gets a number that none had, also where it takes another's name.
     adapter: int = 0
     #: Whom the client says it asks for; in the fair order it tells apart those without a key.
     user: str = ""
@@ -355,8 +356,8 @@ class RequestLimits(msgspec.Struct, frozen=True):
     max_logprobs: int = REQUEST_MOST.logprobs
     #: How vectors of prompts are made; None: none are.
     pooling: Pooling | None = None
-    #: How many there are.
-    adapters: int = 0
+    #: Numbers of those that there are.
+    adapters: frozenset[int] = frozenset()
     #: See `ModelInfo`.
     encoder: bool = False
 
@@ -382,8 +383,12 @@ class RequestLimits(msgspec.Struct, frozen=True):
                 "(--embedding-pooling)",
                 code="unsupported_parameter",
             )
-        if not 0 <= request.adapter <= self.adapters:
-            raise RequestError(f"this engine has {self.adapters} adapters", param="model")
+        if request.adapter and request.adapter not in self.adapters:
+            raise RequestError(
+                "the adapter was removed or replaced; /v1/models lists what there is",
+                code="model_not_found",
+                param="model",
+            )
         self._check_prompt(request.prompt)
         if self.encoder:
             return self._no_tokens(len(request.prompt))

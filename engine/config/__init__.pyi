@@ -1,4 +1,6 @@
 from .arguments import Arguments as Arguments
+from .cache_folder import keep as keep
+from .cache_folder import kept_file as kept_file
 from .cache_folder import make_folders as make_folders
 from .cache_folder import make_private as make_private
 from .cache_folder import open_compilation_cache as open_compilation_cache
@@ -28,6 +30,7 @@ from .layers import load_config as load_config
 from .layers import read_toml as read_toml
 from .layers import settings as settings
 from .layers import unknown_word as unknown_word
+from .layers import values as values
 from .platforms import check_devices as check_devices
 from .platforms import check_platform as check_platform
 from .platforms import prepare_platform as prepare_platform

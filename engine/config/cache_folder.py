@@ -1,22 +1,29 @@
-"""The cache folder: why nothing can be stored there, and the folder of compiled programs, which are
-machine code that is loaded and run, so that it is used only where nobody else can have put anything
-into it.
+"""The cache folder: why nothing can be stored there, files of what was measured here, and the
+folder of compiled programs, which are machine code that is loaded and run, so that it is used only
+where nobody else can have put anything into it.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import logging
 import os
 import shutil
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 
-from jitney.engine.config.schema import EngineSection, compilation_cache_dir
+import msgspec
+
+from jitney.engine.config.schema import EngineSection, cache_dir, compilation_cache_dir
 
 _log = logging.getLogger("jitney")
 
 _PRIVATE = 0o700
+#: Bytes that a file of what was measured has at most.
+_FILE_BYTES = 1 << 14
 _REMEDY = "name another folder in JITNEY_CACHE"
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
@@ -38,6 +45,29 @@ def open_compilation_cache(engine: EngineSection) -> Path | None:
         )
         return None
     return folder
+
+
+def kept_file(room: str, facts: Mapping[str, object]) -> Path:
+    """The file of a folder in the cache folder that holds what was measured under these facts;
+    under others it is another file.
+    """
+    text = json.dumps(facts, sort_keys=True)
+    return cache_dir() / room / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def keep(contents: msgspec.Struct, path: Path) -> str:
+    """Write such a file anew. Returns why that cannot be, or an empty text."""
+    reason = make_private(path.parent)
+    if reason:
+        return reason
+    # Another process that starts beside us reads the old file or the new one.
+    new = path.with_suffix(".new")
+    try:
+        new.write_bytes(msgspec.json.encode(contents) + b"\n")
+        new.replace(path)
+    except OSError as error:
+        return why_not_stored(error, path.parent, _FILE_BYTES)
+    return ""
 
 
 def make_private(folder: Path) -> str:

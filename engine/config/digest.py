@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.config.layers import Layered, Setting, settings
+from jitney.engine.config.layers import Layered, Setting, settings, values
 from jitney.engine.config.schema import Config
 
 #: Characters of a digest that are enough for people to tell configurations apart.
@@ -108,9 +108,9 @@ def short(digest: str) -> str:
 def _counted(config: Config) -> JsonDict:
     """Values by flat name."""
     return {
-        setting.name: _identity(setting, getattr(getattr(config, setting.section), setting.key))
-        for setting in settings().values()
-        if _is_counted(setting)
+        name: _identity(settings()[name], value)
+        for name, value in values(config).items()
+        if _is_counted(settings()[name])
     }
 
 

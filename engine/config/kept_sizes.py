@@ -7,8 +7,6 @@ Sizes are a layer between the defaults and what a file, the environment or a fla
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -16,15 +14,13 @@ from pathlib import Path
 import msgspec
 
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.config.cache_folder import make_private, why_not_stored
+from jitney.engine.config.cache_folder import keep, kept_file
 from jitney.engine.config.layers import Layered, settings
 from jitney.engine.config.presets import SIZES, runs_on_device
-from jitney.engine.config.schema import Config, cache_dir
+from jitney.engine.config.schema import Config
 
 #: Where a value comes from that was chosen by measuring.
 _FROM_MEASURED = "measured here"
-#: Bytes that a file of them has at most.
-_FILE_BYTES = 1 << 14
 #: What stands for the sizes where all came out as their defaults.
 _USUAL = "the usual ones"
 #: Settings that are chosen so.
@@ -107,7 +103,7 @@ class KeptSizes(msgspec.Struct, frozen=True):
 
     def keep(self, config: Config, machine: str) -> str:
         """Keep them for the next start. Returns why they cannot be kept, or an empty text."""
-        return _keep(self, _path(config, machine))
+        return keep(self, _path(config, machine))
 
 
 class KeptTimes(msgspec.Struct):
@@ -129,26 +125,11 @@ class KeptTimes(msgspec.Struct):
 
     def keep(self, config: Config, machine: str) -> str:
         """See `KeptSizes.keep`."""
-        return _keep(self, self._file(config, machine))
+        return keep(self, self._file(config, machine))
 
     @staticmethod
     def _file(config: Config, machine: str) -> Path:
         return _path(config, machine).with_suffix(".times.json")
-
-
-def _keep(contents: msgspec.Struct, path: Path) -> str:
-    """Write a file anew. Returns why that cannot be, or an empty text."""
-    reason = make_private(path.parent)
-    if reason:
-        return reason
-    # Another process that starts beside us reads the old file or the new one.
-    new = path.with_suffix(".new")
-    try:
-        new.write_bytes(msgspec.json.encode(contents) + b"\n")
-        new.replace(path)
-    except OSError as error:
-        return why_not_stored(error, path.parent, _FILE_BYTES)
-    return ""
 
 
 def _text(value: Value) -> str:
@@ -158,9 +139,7 @@ def _text(value: Value) -> str:
 
 
 def _path(config: Config, machine: str) -> Path:
-    text = json.dumps(_facts(config, machine), sort_keys=True)
-    name = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return cache_dir() / "sizes" / f"{name}.json"
+    return kept_file("sizes", _facts(config, machine))
 
 
 def _facts(config: Config, machine: str) -> Mapping[str, object]:

@@ -217,6 +217,14 @@ class Layered:
         return "\n\n".join(blocks) + "\n"
 
 
+def values(config: Config) -> dict[str, object]:
+    """All settings by flat name."""
+    return {
+        name: getattr(getattr(config, setting.section), setting.key)
+        for name, setting in settings().items()
+    }
+
+
 def load_config(
     file: str | Path | None = None,
     environ: Mapping[str, str] = NOTHING,

@@ -190,6 +190,15 @@ class _ModelSection(Section):
             "a request whose model is NAME is answered with that one"
         ),
     )
+    adapter_room: int = Field(
+        default=0,
+        ge=0,
+        le=65536,
+        description=(
+            "ranks, all together, of adapters that may come while the engine serves, beside those "
+            "of adapters that are given at the start; every step multiplies with them"
+        ),
+    )
     chat_template: str = Field(
         default="",
         description=(
@@ -212,7 +221,7 @@ class _ModelSection(Section):
 
     @property
     def adapter_folders(self) -> dict[str, str]:
-        """Adapters by name, in the order of their numbers."""
+        """Adapters by name."""
         parts = (adapter.partition("=") for adapter in self.adapters)
         return {name: folder for name, _, folder in parts}
 

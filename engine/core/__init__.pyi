@@ -11,12 +11,12 @@ from .display import load_llm as load_llm
 from .display import make_display as make_display
 from .distributed.connection import HostAddress as HostAddress
 from .distributed.environment import placed as placed
-from .distributed.joined import JoinedCore as JoinedCore
-from .distributed.link import FirstHost as FirstHost
+from .distributed.link import Leader as Leader
 from .distributed.link import Lost as Lost
-from .distributed.link import OtherHost as OtherHost
-from .distributed.messages import Goodbye as Goodbye
+from .distributed.link import Worker as Worker
+from .distributed.lockstep import LockstepCore as LockstepCore
 from .distributed.messages import Hello as Hello
+from .distributed.messages import Leave as Leave
 from .engine_core import EngineCore as EngineCore
 from .engine_core import StepRunner as StepRunner
 from .executor.autotuning import RESULTS as RESULTS
@@ -26,6 +26,8 @@ from .executor.fits import check_fits as check_fits
 from .executor.memory import GIB as GIB
 from .executor.memory import available_host_bytes as available_host_bytes
 from .executor.memory import claim_memory as claim_memory
+from .executor.other_work import MOST_OTHER_WORK as MOST_OTHER_WORK
+from .executor.other_work import OtherWork as OtherWork
 from .executor.program import StateSizes as StateSizes
 from .executor.proving import served_by as served_by
 from .executor.runner import LaunchedStep as LaunchedStep

@@ -10,8 +10,8 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -51,14 +51,15 @@ from jitney.engine.config import (
     settings,
     why_no_room,
 )
+from jitney.engine.core.adapter_manager import AdapterManager, ServedModel
 from jitney.engine.core.canary import CanaryCore
-from jitney.engine.core.distributed.joined import JoinedCore
-from jitney.engine.core.distributed.link import FirstHost, Hosts, OtherHost
+from jitney.engine.core.distributed.link import Hosts, Leader, Worker
+from jitney.engine.core.distributed.lockstep import LockstepCore
 from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.executor.autotuning import programs_folder
-from jitney.engine.core.executor.ceiling import ceiling_or_none
+from jitney.engine.core.executor.ceiling import ceiling_or_none, kept_ceiling
 from jitney.engine.core.executor.fits import context_of
-from jitney.engine.core.executor.hosts import Follower, JoinedRunner, LeadingRunner
+from jitney.engine.core.executor.hosts import Follower, LeaderRunner, LockstepRunner
 from jitney.engine.core.executor.memory import (
     GIB,
     PoolRoom,
@@ -76,7 +77,7 @@ from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.kv_pages import NoPages, PagePool
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.scheduler import Scheduler
-from jitney.engine.core.weights.adapters import load_adapters
+from jitney.engine.core.weights.adapters import AdapterBank, LoadedAdapter, load_adapters
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.sampling_defaults import sampling_defaults
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
@@ -111,6 +112,7 @@ _LEAST_MEASURED_BYTES = 16 << 20
 _NOT_OF_ENCODERS = (
     "weights",
     "adapters",
+    "adapter_room",
     "kv_dtype",
     "policy",
     "embedding_pooling",
@@ -146,6 +148,8 @@ class _Setup:
     context: int
     #: The others; None if there are none.
     hosts: Hosts | None
+    #: Numbers of the configuration's adapters, by name.
+    adapters: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @property
     def settings(self) -> EngineSection:
@@ -172,6 +176,11 @@ class _Setup:
     @property
     def is_encoder(self) -> bool:
         return self.source.config.encoder is not None
+
+    @property
+    def has_adapters(self) -> bool:
+        """There are some, or there may be."""
+        return bool(self.config.model.adapters or self.config.model.adapter_room)
 
     @cached_property
     def pooling(self) -> str:
@@ -206,7 +215,7 @@ class _Setup:
             context_length=self.context,
             kv_dtype=self.kv_dtype,
             logprobs=self.settings.max_logprobs,
-            has_adapters=bool(self.config.model.adapters),
+            has_adapters=self.has_adapters,
         )
 
 
@@ -218,39 +227,56 @@ class _Built:
     runner: Runner
     #: The core that checks the engine, if one does.
     alone: EngineCore | None
+    adapters: AdapterManager | None
     info: EngineInfo
 
 
 def build_engine(
-    config: Config, source: ModelSource, progress: _Report, hosts: Hosts | None = None
+    config: Config,
+    source: ModelSource,
+    progress: _Report,
+    hosts: Hosts | None = None,
+    adapters: Mapping[str, int] | None = None,
 ) -> tuple[EngineCore, EngineInfo]:
     """Load, size, compile and warm up; reports weights and compile stages. hosts: the others, if
-    there are any. Raises JitneyError in one line.
+    there are any. adapters: the numbers of the configuration's adapters, if an earlier core has
+    given them some. Raises JitneyError in one line.
     """
-    built = _build(config, source, progress, hosts)
+    built = _build(config, source, progress, hosts, adapters)
     runner = built.runner
-    if isinstance(runner, JoinedRunner):
+    if isinstance(runner, LockstepRunner):
         assert hosts is not None  # _runner_class
-        runner.join(hosts.rounds())
-    if isinstance(runner, LeadingRunner):
-        assert isinstance(hosts, FirstHost)  # _runner_class
+        runner.join(hosts.step_barrier())
+    if isinstance(runner, LeaderRunner):
+        assert isinstance(hosts, Leader)  # _runner_class
         runner.lead(hosts)
-    return _make_core(built.setup, runner, built.alone), built.info
+    core = _make_core(built.setup, runner, built.alone)
+    core.adapters = built.adapters
+    return core, built.info
 
 
 def build_follower(
-    config: Config, source: ModelSource, progress: _Report, hosts: OtherHost
+    config: Config, source: ModelSource, progress: _Report, hosts: Worker
 ) -> tuple[Follower, EngineInfo]:
     """As `build_engine`, on a host that follows the first one."""
     built = _build(config, source, progress, hosts)
     return Follower(built.runner), built.info
 
 
-def _build(config: Config, source: ModelSource, progress: _Report, hosts: Hosts | None) -> _Built:
+def _build(
+    config: Config,
+    source: ModelSource,
+    progress: _Report,
+    hosts: Hosts | None,
+    numbers: Mapping[str, int] | None = None,
+) -> _Built:
     defaults = sampling_defaults(config.sampling, source)
     setup = _set_up(config, source, hosts)
+    if numbers:
+        setup = replace(setup, adapters=numbers)
     kernels = _choose_kernels(setup)
     model = _load(setup, kernels, progress)
+    adapters = _load_adapters(setup, model)
     progress(messages.Progress("proof", 0, 1, kernels.label))
     kernels, proofs = _prove(setup, model, kernels)
     _say_if_widened(model, kernels)
@@ -265,7 +291,47 @@ def _build(config: Config, source: ModelSource, progress: _Report, hosts: Hosts 
         _keep_freed_memory()
     info = _describe(setup, model, kernels, runner, proofs, defaults)
     info = msgspec.structs.replace(info, step_cost=_step_cost(setup, model), ceiling=ceiling)
-    return _Built(setup, runner, alone, info)
+    manager = None
+    if adapters is not None and hosts is None:
+        manager = _manage_adapters(setup, adapters, runner, kernels, alone)
+    return _Built(setup, runner, alone, manager, info)
+
+
+def _load_adapters(setup: _Setup, model: Model) -> tuple[AdapterBank, list[LoadedAdapter]] | None:
+    """None where there are none, nor room for any."""
+    if not setup.has_adapters:
+        return None
+    with in_one_line("loading adapters"):
+        return load_adapters(
+            model,
+            setup.source.config,
+            setup.config.model.adapter_folders,
+            setup.dtype,
+            setup.mesh,
+            room=setup.config.model.adapter_room,
+            numbers=setup.adapters,
+        )
+
+
+def _manage_adapters(
+    setup: _Setup,
+    adapters: tuple[AdapterBank, list[LoadedAdapter]],
+    runner: Runner,
+    kernels: KernelSet,
+    alone: EngineCore | None,
+) -> AdapterManager:
+    """What changes them while the engine serves."""
+    models = [ServedModel(runner, kernels if setup.mesh is None else None)]
+    if alone is not None:
+        assert isinstance(alone.runner, Runner)  # `_core_alone`
+        models.append(ServedModel(alone.runner, None))
+
+    def digest_of(folders: Mapping[str, str]) -> str:
+        identity = setup.source.identity(folders)
+        return configuration_digest(setup.config, model=identity, version=version("jitney"))
+
+    bank, loaded = adapters
+    return AdapterManager(bank, loaded, models, digest_of)
 
 
 def _step_cost(setup: _Setup, model: Model) -> StepCost | None:
@@ -282,7 +348,8 @@ def _measure_ceiling(setup: _Setup, model: Model, kernels: KernelSet) -> DeviceC
     held = sum(array.nbytes for array in jax.tree.leaves(nnx.state(model)))
     if held < _LEAST_MEASURED_BYTES or setup.is_encoder:
         return None
-    ceiling = ceiling_or_none(kernels, setup.dtype, len(setup.devices))
+    measure = kept_ceiling if setup.settings.compilation_cache else ceiling_or_none
+    ceiling = measure(kernels, setup.dtype, len(setup.devices))
     narrow = {"int8": kernels.int8, "fp8": kernels.fp8}
     if ceiling and any(narrow.get(one.packed.scheme) for one in model.linears()):
         return msgspec.structs.replace(ceiling, operations_s=None)
@@ -313,9 +380,7 @@ def prove_kernels(config: Config, source: ModelSource) -> tuple[str, list[Kernel
     whole = setup.source.config
     storage = WeightStorage.choose(config.model.weights, setup.device.platform, kernels)
     model = load_shapes(source, whole, setup.settings.tensor_parallel, setup.dtype, storage)
-    folders = config.model.adapter_folders
-    if folders:
-        load_adapters(model, whole, folders, setup.dtype)
+    _load_adapters(setup, model)
     return kernels.label, proofs_of(kernels, _served(setup, model, kernels))
 
 
@@ -357,6 +422,7 @@ def _setup_on(
         kv_dtype=choose_kv_dtype(config.engine.kv_dtype, dtype, devices[0]),
         context=context,
         hosts=hosts,
+        adapters={name: number for number, name in enumerate(config.model.adapter_folders, 1)},
     )
 
 
@@ -405,10 +471,6 @@ def _load(setup: _Setup, kernels: KernelSet, progress: _Report) -> Model:
         if setup.hosts is not None:
             setup.hosts.same("weights", "loaded")  # what follows runs on all of them
         load_kv_scales(model, setup.source, setup.kv_dtype, setup.mesh)
-    folders = setup.config.model.adapter_folders
-    if folders:
-        with in_one_line("loading adapters"):
-            load_adapters(model, setup.source.config, folders, setup.dtype, setup.mesh)
     return model
 
 
@@ -508,9 +570,9 @@ def _make_runner(setup: _Setup, model: Model, kernels: KernelSet) -> Runner:
 
 def _runner_class(setup: _Setup) -> type[Runner]:
     if setup.settings.data_parallel > 1:
-        return JoinedRunner
-    if isinstance(setup.hosts, FirstHost):
-        return LeadingRunner
+        return LockstepRunner
+    if isinstance(setup.hosts, Leader):
+        return LeaderRunner
     return Runner
 
 
@@ -531,8 +593,10 @@ def _make_core(setup: _Setup, runner: Runner, alone: EngineCore | None) -> Engin
     """The engine; alone: the core that checks it, if one does."""
     scheduler = _make_scheduler(setup, runner)
     late = setup.device.platform == "cpu" and setup.hosts is None
-    if isinstance(runner, JoinedRunner):
-        return JoinedCore(scheduler, runner, Ledger(), partner=runner, rounds=runner.rounds)
+    if isinstance(runner, LockstepRunner):
+        return LockstepCore(
+            scheduler, runner, Ledger(), lockstep_runner=runner, barrier=runner.barrier
+        )
     if alone is None:
         return EngineCore(scheduler, runner, Ledger(), plans_late=late)
     limit, every = _CANARY_LIMITS[jnp.dtype(setup.dtype).name], setup.settings.canary_every
@@ -544,7 +608,7 @@ def _make_scheduler(setup: _Setup, runner: Runner) -> Scheduler:
     limits = SchedulerLimits.of(
         settings,
         context_length=setup.context,
-        adapters=len(setup.config.model.adapters),
+        adapters=frozenset(setup.adapters.values()),
         embedding_pooling=setup.pooling,
         encoder=setup.is_encoder,
     )
@@ -601,7 +665,7 @@ def _core_alone(setup: _Setup, model: Model, kernels: KernelSet) -> EngineCore:
         SchedulerLimits(
             max_seats=1,
             context_length=longest,
-            adapters=len(setup.config.model.adapters),
+            adapters=frozenset(setup.adapters.values()),
         ),
         buckets,
         PagePool(n_pages, page_size, retain=False),
@@ -847,7 +911,7 @@ def _model_info(setup: _Setup, model: Model, defaults: dict[str, int | float]) -
         embedding_size=1 if setup.pooling == "classify" else setup.source.config.hidden_size,
         embedding_dimensions=setup.dimensions,
         encoder=setup.is_encoder,
-        adapters=tuple(setup.config.model.adapter_folders),
+        adapters=dict(setup.adapters),
     )
 
 

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from jitney.engine.common.errors import ErrorInfo, RequestError
 from jitney.engine.common.messages import (
+    AdaptersSet,
     AskSeatMap,
     PromptChunk,
     SeatMap,
     SequenceEvent,
+    SetAdapters,
     StepReport,
 )
 from jitney.engine.common.outputs import FinishReason, SequenceOutput
@@ -25,6 +27,7 @@ from jitney.engine.core.scheduler.plan import MaskedRow, Plan, StepResult
 from jitney.engine.core.scheduler.sequence import Matcher, Sequence
 
 if TYPE_CHECKING:
+    from jitney.engine.core.adapter_manager import AdapterManager
     from jitney.engine.core.grammar.desk import GrammarDesk
     from jitney.engine.core.scheduler.scheduler import Scheduler
 
@@ -33,6 +36,12 @@ _log = logging.getLogger("jitney.core")
 type _NewMatcher = Callable[[], Matcher] | None
 _NO_GRAMMARS = ErrorInfo(
     "unsupported_parameter", "this engine cannot hold an answer to a grammar", "structured_outputs"
+)
+
+_NO_ADAPTERS = ErrorInfo(
+    "invalid_value",
+    "adapters: this engine was started without any, and without room for some; give adapter_room "
+    "at the start",
 )
 
 #: How XLA says that a device's memory was too small for a step.
@@ -155,6 +164,8 @@ class EngineCore:
     plans_late: bool = False
     #: Holds answers to grammars; None until somebody knows what the tokens spell.
     grammars: GrammarDesk | None = None
+    #: Changes the adapters; None where there are none, nor room for any.
+    adapters: AdapterManager | None = None
     #: Kinds of steps that have run: (bucket, plain).
     _kinds: set[tuple[Bucket, bool]] = field(default_factory=set[tuple[Bucket, bool]])
     #: The step that the device computes.
@@ -178,12 +189,14 @@ class EngineCore:
         """True while `step` has anything to do or to report."""
         if self._flight is not None or self.scheduler.has_open or self.has_outputs:
             return True
-        return self._compiles
+        return self._works_beside
 
     @property
-    def _compiles(self) -> bool:
-        """Somebody waits for a grammar."""
-        return self.grammars is not None and self.grammars.has_waiting
+    def _works_beside(self) -> bool:
+        """Grammars are being compiled, or adapters are being loaded."""
+        if self.grammars is not None and self.grammars.has_waiting:
+            return True
+        return self.adapters is not None and self.adapters.is_busy
 
     @property
     def has_outputs(self) -> bool:
@@ -200,7 +213,7 @@ class EngineCore:
         pause = self.scheduler.pause(self.clock())
         if self._all_wait:
             pause = pause or _COMPILING_S
-        if not self._compiles:
+        if not self._works_beside:
             return pause
         if not self.scheduler.has_open:
             return _COMPILING_S
@@ -226,6 +239,18 @@ class EngineCore:
         """Admit a request; a refusal becomes one terminal output per sequence in the next step's
         report.
         """
+        if self.adapters is not None and request.adapter:
+            request = self.adapters.current(request)
+            refusal = self.adapters.refusal(request)
+            if refusal is not None:
+                self._reject(request, refusal)
+                return
+            if self.adapters.hold(request):
+                return
+        self._let_in_loaded(request)
+
+    def _let_in_loaded(self, request: EngineRequest) -> None:
+        """Go on with a request whose adapter is there."""
         grammar = request.sampling.grammar
         if grammar is None and not request.sampling.ruled:
             self._let_in(request)
@@ -250,6 +275,38 @@ class EngineCore:
             )
         except ValueError as error:
             _log.warning("no answer can be held to a grammar: %s", error)
+
+    def set_adapters(self, message: SetAdapters) -> AdaptersSet | None:
+        """Serve other adapters. -> the answer, if it is known at once; else a report has it."""
+        if self.adapters is None:
+            return AdaptersSet(message.ticket, _NO_ADAPTERS)
+        if self._asleep:
+            asleep = ErrorInfo("sleeping", "adapters: the engine is asleep; POST /wake_up wakes it")
+            return AdaptersSet(message.ticket, asleep)
+        self.adapters.ask(message)
+        return None
+
+    @property
+    def open_adapters(self) -> set[int]:
+        """Numbers of the adapters that open requests ask for."""
+        waiting = set[int]() if self.grammars is None else self.grammars.waiting_adapters
+        return self.scheduler.open_adapters | waiting
+
+    def _tend_adapters(self) -> None:
+        """Go on with a change of adapters, and let those in whose adapters are there."""
+        if self.adapters is None:
+            return
+        for held in self.adapters.tend(lambda: self.open_adapters):
+            if held.is_over:
+                self._end_before(held.request, held.ended)
+                continue
+            self._let_in_loaded(held.request)
+            for index, reason in held.ended.items():
+                self.abort(held.request.id, index, reason)
+        self._serve_adapters(self.adapters.numbers)
+
+    def _serve_adapters(self, numbers: set[int]) -> None:
+        self.scheduler.serve_adapters(numbers)
 
     def _let_in(self, request: EngineRequest, new_matcher: _NewMatcher = None) -> None:
         try:
@@ -296,6 +353,8 @@ class EngineCore:
         """End a request (index None) or one of its sequences; its terminal output comes with the
         next step.
         """
+        if self.adapters is not None:
+            self.adapters.abort(request_id, index, reason)
         if self.grammars is not None:
             self.grammars.abort(request_id, index, reason)
         self.scheduler.abort(request_id, index, reason)
@@ -314,6 +373,7 @@ class EngineCore:
         """
         previous, self._flight = self._flight, None
         started = self.clock()
+        self._tend_adapters()
         self._let_in_compiled()
         alone = previous is not None and self._is_alone(previous.plan, started)
         plan = None if alone else self.scheduler.plan(started)
@@ -428,7 +488,10 @@ class EngineCore:
     ) -> StepReport:
         """What has become known since the last report."""
         rejected, self._rejected = self._rejected, []
-        answers, self._answers = self._answers, []
+        answers: list[SeatMap | AdaptersSet] = [*self._answers]
+        self._answers.clear()
+        if self.adapters is not None:
+            answers += self.adapters.take_answers()
         events = self._unseated() + self._released()
         if self._flight is not None:
             events += _seat_events(self._flight.plan, self._flight.started)

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.config import Command, Config, Flag, FlagGroup, how_to_install, read_key_file
 from jitney.engine.server import (
-    LIVE,
     AcceptedKeys,
     FreshSettings,
     Reloader,
+    at_a_start_only,
     base_url,
     check_tls,
     drain_status,
@@ -30,11 +30,12 @@ if TYPE_CHECKING:
     import uvicorn
     from ray.serve import Application
 
+    from jitney.engine.config import Section
     from jitney.engine.fleet.build import FleetParts
     from jitney.engine.fleet.config import FleetConfig
     from jitney.engine.fleet.fleet import Fleet
     from jitney.engine.fleet.launchers.local import LocalEngines
-    from jitney.engine.server import ApiKeys, Connections, FileNews
+    from jitney.engine.server import AdapterNews, ApiKeys, Connections, FileNews
 
 _log = logging.getLogger("jitney")
 
@@ -158,6 +159,29 @@ def _ignore() -> None:
     """The log says it."""
 
 
+def _but_adapters(section: Section) -> Section:
+    """What a model's engines are started with. Those over several hosts take their adapters at a
+    start only.
+    """
+    from jitney.engine.fleet.launchers.engine_process import without_adapters
+    from jitney.engine.fleet.sections import ReplicasSection
+
+    if not isinstance(section, ReplicasSection) or section.n_hosts > 1:
+        return section
+    return without_adapters(section)
+
+
+def _values(config: FleetConfig) -> dict[str, object]:
+    """Settings of the fleet by name, but that of the key that engines are asked with."""
+    own: dict[str, object] = {
+        **dict(config.server),
+        **dict(config.fleet),
+        "models": {name: _but_adapters(section) for name, section in config.models.items()},
+    }
+    del own[_ENGINE_KEY_FILE]
+    return own
+
+
 class _Serving:
     """One run: the endpoint, the engines, and the order in which they come and go."""
 
@@ -185,14 +209,12 @@ class _Serving:
         self._settings = replace(settings, data_dir=config.data_dir)
         accepted, connections = ApiKeys(settings), Connections(settings)
         self.web = self._web_server(accepted, connections)
-        own = fleet.own_requests
-        assert own is not None  # the ingress has made them
         self.reload = fleet.reload = Reloader(
             config.server,
             self._reread,
             accepted,
             connections,
-            own,
+            fleet,
             tls=lambda: self.web.config.ssl,
             on_taken=lambda _, keys: engines.accept(keys.admins),
         )
@@ -212,22 +234,39 @@ class _Serving:
 
     def _reread(self) -> FreshSettings:
         """The fleet's file as it is now. Raises ConfigError."""
-        fresh, before = self._read(), self.config
-        sections = ((fresh.server, before.server), (fresh.fleet, before.fleet))
-        changed = [
-            name
-            for new, old in sections
-            for name in type(new).model_fields
-            if name not in LIVE | {_ENGINE_KEY_FILE} and getattr(new, name) != getattr(old, name)
-        ]
-        if fresh.models != before.models:
-            changed.append("models")
+        fresh = self._read()
+        changed = at_a_start_only(_values(self.config), _values(fresh))
         key = _engine_key(fresh)
         if bool(key) != bool(self._engine_key):
             raise ConfigError(
                 f"{_ENGINE_KEY_FILE}: engines get a key of the fleet's, or lose it, at a start only"
             )
-        return FreshSettings(fresh.server, changed, partial(self._take_engine_key, key))
+        return FreshSettings(
+            fresh.server,
+            changed,
+            partial(self._take_engine_key, key),
+            partial(self._take_adapters, fresh),
+        )
+
+    async def _take_adapters(self, fresh: FleetConfig) -> AdapterNews:
+        """Have the engines that are started here serve those that are configured now, and give
+        requests for an adapter to the engines that hold it.
+        """
+        from jitney.engine.server import AdapterNews
+
+        adapters = {name: of for name, of in fresh.adapters.items() if of in self.config.models}
+        before = self.fleet.adapters
+        news = await self.engines.set_adapters(fresh)
+        self.fleet.adapters = adapters
+        for model in {*adapters.values(), *before.values()}:
+            for replica in self.fleet.models[model].replicas:
+                replica.models = ()
+                await self.parts.watch.look(replica)
+        return AdapterNews(
+            added=sorted(adapters.keys() - before.keys()),
+            removed=sorted(before.keys() - adapters.keys()),
+            replaced=news.replaced,
+        )
 
     async def _take_engine_key(self, key: str) -> FileNews:
         """Ask engines of `urls` with this key from now on."""

@@ -23,9 +23,11 @@ from jitney.engine.fleet.quotas import FleetQuotas
 from jitney.engine.fleet.replicas import Replica
 from jitney.engine.fleet.rollout.candidate import ModelWithCandidate
 from jitney.engine.server import (
+    Context,
     ErrorReply,
     HttpError,
     OpenRequests,
+    Role,
     ServerSettings,
     Slices,
     Tracing,
@@ -214,10 +216,13 @@ class Fleet:
             return self.settings.server.body_limit or None
         return self.settings.body_limit(longest)
 
-    def turned_away(self, reply: ErrorReply) -> None:
-        """See `RequestObserver`: the metrics count answers by their class, and engines tell of
-        their own.
+    def answered(self, context: Context, reply: ErrorReply | None) -> None:
+        """See `RequestObserver`: the page tells of refusals, by an engine or by the fleet itself.
+        Probes that are told "not ready" are none, and what administrators ask is not counted.
         """
+        route = context.route
+        if route is not None and route.role is Role.USER and not route.is_probe:
+            self.refusals.note(context.status)
 
     @property
     def most_of_key(self) -> int:

@@ -16,7 +16,6 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.fleet.asked import Asked
 from jitney.engine.fleet.fleet import Fleet
@@ -35,7 +34,6 @@ from jitney.engine.server import (
     Context,
     Document,
     Endpoint,
-    ErrorReply,
     HttpError,
     HttpRoute,
     Maybe,
@@ -129,7 +127,6 @@ class _Sending:
         context, model = Context.of(scope), self.fleet.models[self.model_name]
         with self.fleet.quotas.holding(context.tenant, self.model_name, self.asked) as account:
             async with model.answer(self.asked) as answer:
-                self.fleet.refusals.note(answer.status)
                 await self._send(account.watched(answer), context, send)
 
     async def _send(self, answer: ProxiedAnswer, context: Context, send: Send) -> None:
@@ -231,9 +228,6 @@ class _Passing(Endpoint[Fleet]):
                 context.left = await until_disconnect(receive, self._answer(request, send))
         except ClientDisconnect:
             context.left = True
-        except (RequestError, HttpError) as error:
-            fleet.refusals.note(ErrorReply.of(error, context.request_id).status)
-            raise
         if context.left:
             fleet.metrics.disconnects.inc()
 

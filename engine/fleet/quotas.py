@@ -90,6 +90,11 @@ class FleetQuotas:
     def __post_init__(self) -> None:
         self._quotas = Quotas(self.max_concurrent, self.tokens_per_minute, self.clock)
 
+    def limit(self, max_concurrent: int, tokens_per_minute: int) -> None:
+        """See `Quotas.limit`."""
+        self._quotas.limit(max_concurrent, tokens_per_minute)
+        self.max_concurrent, self.tokens_per_minute = max_concurrent, tokens_per_minute
+
     @contextmanager
     def holding(self, key: str, model: str, asked: Asked) -> Iterator[_Account]:
         """A request of this key is under way. Raises RequestError rate_limit, or invalid_value if

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Literal
@@ -20,6 +21,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from jitney.engine.common.requests import JsonDict
+from jitney.engine.common.scrape import Scrape
 
 _log = logging.getLogger("jitney.fleet")
 
@@ -27,19 +29,6 @@ _log = logging.getLogger("jitney.fleet")
 _LOOK_S = 5.0
 #: What the mean of a request's seconds keeps of itself with each new one.
 _FADE = 0.9
-#: Names of metrics, or of one series with its labels -> what they are here; and vLLM's, so that its
-#: engines can be mixed in. An engine of ours may say both (`metrics_compat`).
-_LOADS = {
-    'jitney_requests_open{lane="background"}': "background",
-    "jitney_seats": "seats",
-    "jitney_requests_running": "running",
-    "jitney_requests_waiting": "waiting",
-    "jitney_predicted_wait_seconds": "wait_s",
-}
-_LOADS_OF_VLLM = {
-    "vllm:num_requests_running": "running",
-    "vllm:num_requests_waiting": "waiting",
-}
 _NOT_HERE = 404
 
 #: "starting": its process was started, and does not answer yet. "ready": it takes requests.
@@ -326,7 +315,7 @@ class Watch:
             replica.running, replica.waiting, replica.background = 0.0, 0.0, 0.0
             replica.open_then = 0
             return
-        values = _values(answer.text)
+        values = _loads(answer.text)
         replica.seats = int(values.get("seats", 0))
         replica.running = values.get("running", 0.0)
         replica.waiting = values.get("waiting", 0.0)
@@ -359,19 +348,22 @@ def _models_of(answer: httpx.Response) -> tuple[tuple[str, ...], int | None]:
         return (), None
 
 
-def _values(text: str) -> dict[str, float]:
-    """What an engine's metrics, in Prometheus' text form, say of its load."""
-    return _summed(text, _LOADS_OF_VLLM) | _summed(text, _LOADS)
-
-
-def _summed(text: str, names: Mapping[str, str]) -> dict[str, float]:
-    """The numbers of these names; those of one name are summed."""
-    values: dict[str, float] = {}
-    for line in text.splitlines():
-        series, _, value = line.rpartition(" ")
-        here = names.get(series) or names.get(series.partition("{")[0])
-        if here is None:
-            continue
-        with suppress(ValueError):
-            values[here] = values.get(here, 0.0) + float(value)
-    return values
+def _loads(text: str) -> dict[str, float]:
+    """The load of an engine by its metrics, in Prometheus' text form: what it says, of `Replica`'s
+    fields. vLLM's names are read too, so that its engines can be mixed in; an engine of ours may
+    have both (`metrics_compat`).
+    """
+    ours, of_vllm = Scrape(text), Scrape(text, "vllm:")
+    loads = {
+        "running": of_vllm.value("num_requests_running"),
+        "waiting": of_vllm.value("num_requests_waiting"),
+    }
+    if ours.names():
+        loads = {
+            "seats": ours.value("seats"),
+            "running": ours.value("requests_running"),
+            "waiting": ours.value("requests_waiting"),
+            "background": ours.value("requests_open", lane="background"),
+            "wait_s": ours.value("predicted_wait_seconds"),
+        }
+    return {name: value for name, value in loads.items() if math.isfinite(value)}

@@ -15,6 +15,7 @@ from .chat.schema import ModelBody as ModelBody
 from .chat.schema import checked as checked
 from .device_use import DeviceUse as DeviceUse
 from .equipment import Equipment as Equipment
+from .equipment import check_adapter_names as check_adapter_names
 from .http.access import EVERYBODY as EVERYBODY
 from .http.access import NOBODY as NOBODY
 from .http.access import AccessControl as AccessControl
@@ -70,9 +71,11 @@ from .http.own_requests import OwnRequests as OwnRequests
 from .http.quotas import Quotas as Quotas
 from .http.quotas import Spending as Spending
 from .http.reload import RELOAD_ROUTES as RELOAD_ROUTES
+from .http.reload import AdapterNews as AdapterNews
 from .http.reloader import LIVE as LIVE
 from .http.reloader import FreshSettings as FreshSettings
 from .http.reloader import Reloader as Reloader
+from .http.reloader import at_a_start_only as at_a_start_only
 from .http.routes import ROUTES as ROUTES
 from .http.routing import HttpRoute as HttpRoute
 from .http.routing import Role as Role
@@ -92,7 +95,7 @@ from .http.worker_pool import WorkerKind as WorkerKind
 from .http.worker_pool import WorkerPool as WorkerPool
 from .process.client import EngineClient as EngineClient
 from .process.link import core_environ as core_environ
-from .process.supervisor import ProcessClient as ProcessClient
+from .process.process_client import ProcessClient as ProcessClient
 from .process.trace_recorder import Recorder as Recorder
 from .tasks.batches.execution import LineExecutor as LineExecutor
 from .tasks.batches.offline import OfflineBatch as OfflineBatch

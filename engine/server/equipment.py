@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jitney.engine.server.chat.chat_templates import ChatTemplates
     from jitney.engine.server.chat.grammars import Grammars
     from jitney.engine.server.http.service import Service
-    from jitney.engine.server.process.supervisor import ProcessClient
+    from jitney.engine.server.process.process_client import ProcessClient
 
 
 #: What tries a tokenizer, and the most that it may take: seconds of processor time, memory, and
@@ -51,9 +51,7 @@ class Equipment:
         source = await _in_thread(self._find_model)
         check_fits(self.config, source.config)
         names = self.config.server.served_model_name or (source.name,)
-        for name in names:
-            if name in self.config.model.adapter_folders:
-                raise ConfigError(f"adapters: {name!r} is what the model itself is called")
+        check_adapter_names(self.config, names)
         return source
 
     def _find_model(self) -> ModelSource:
@@ -100,6 +98,13 @@ class Equipment:
         """End the processes, whatever they do."""
         for pool in filter(None, (self.chat_templates, self.grammars)):
             await pool.close()
+
+
+def check_adapter_names(config: Config, names: Iterable[str]) -> None:
+    """Raises ConfigError for an adapter that is called as the model itself. names: of the model."""
+    for name in names:
+        if name in config.model.adapter_folders:
+            raise ConfigError(f"adapters: {name!r} is what the model itself is called")
 
 
 async def _try_tokenizer(source: ModelSource) -> None:

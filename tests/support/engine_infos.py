@@ -40,6 +40,8 @@ def engine_info(**fields: Any) -> EngineInfo:
     grouped: dict[str, Any] = {}
     for group, names in _GROUPS.items():
         grouped[group] = {name: left.pop(name) for name in names if name in left}
+    adapters = grouped["model"].get("adapters", ())
+    grouped["model"]["adapters"] = {name: number for number, name in enumerate(adapters, 1)}
     unknown = left.keys() - {"version", "config_digest"}
     if unknown:
         raise TypeError(f"EngineInfo has no {', '.join(sorted(unknown))}")

@@ -6,6 +6,7 @@ first serves nothing, as with `jitney serve`.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
@@ -52,9 +53,9 @@ def _flag(name: str) -> str:
 
 
 def _hear_the_fleet(keys: ApiKeys) -> None:
-    """Until its end. A line is the keys from now on."""
+    """Until its end. A line says what counts from now on of the environment."""
     for line in sys.stdin:
-        keys.replace((), _digests(line.strip()))
+        keys.replace((), _digests(json.loads(line)["JITNEY_ADMIN_KEYS"]))
 
 
 def _end_with_the_fleet(server: uvicorn.Server, keys: ApiKeys) -> None:

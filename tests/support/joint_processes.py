@@ -20,7 +20,7 @@ from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.ports import free_port
 from jitney.engine.common.requests import EngineRequest, SamplingParams
 from jitney.engine.config.layers import load_config
-from jitney.engine.server.process.supervisor import ProcessClient
+from jitney.engine.server.process.process_client import ProcessClient
 
 #: Of a tiny model on a CPU: few sizes, since every process compiles them.
 TINY: dict[str, Any] = {

@@ -59,9 +59,9 @@ def await_use(runner: Runner, _report: object) -> None:
     runner.choices = ChoicesWhenUsed(runner.choices.sizes[-1])
 
 
-def build_awaiting(*arguments: Any) -> tuple[EngineCore, EngineInfo]:
+def build_awaiting(*arguments: Any, **named: Any) -> tuple[EngineCore, EngineInfo]:
     """As `build_engine`, for a process of its own that runs few of its programs:
     `ProcessClient(builder="programs:build_awaiting")`.
     """
     with mock.patch.object(Runner, "_compile_steps", await_use):
-        return build_engine(*arguments)
+        return build_engine(*arguments, **named)

@@ -26,21 +26,21 @@ from jitney.engine.common.worker_pipe import framed
 from jitney.engine.core.distributed import messages
 from jitney.engine.core.distributed.connection import Connection, HostAddress
 from jitney.engine.core.distributed.messages import (
-    Agreed,
-    Beat,
-    Goodbye,
+    Accept,
+    AskForStep,
+    BarrierMessage,
+    DrainState,
+    Heartbeat,
     Hello,
-    Meeting,
-    Missing,
-    Parting,
+    Leave,
+    Propose,
+    ProposeStep,
     Refused,
-    Say,
-    Together,
-    Want,
-    Wanted,
+    RunStep,
+    Stragglers,
     Welcome,
 )
-from jitney.engine.core.distributed.rounds import Referee, Rounds
+from jitney.engine.core.distributed.step_barrier import Coordinator, StepBarrier
 
 _log = logging.getLogger("jitney.hosts")
 
@@ -84,7 +84,7 @@ class Hosts(Protocol):
         """Raise ConfigError unless all hosts have the same."""
         ...
 
-    def rounds(self) -> Rounds:
+    def step_barrier(self) -> StepBarrier:
         """How the engines of all hosts agree upon their steps; called once, before the first."""
         ...
 
@@ -155,10 +155,10 @@ class _Watched:
     #: Set when the connection has ended.
     ended: threading.Event = field(default_factory=threading.Event)
     #: Its last words, if it said any.
-    goodbye: Goodbye | None = None
+    goodbye: Leave | None = None
     #: What hears of rounds once there are some; before, they wait in line.
     _meeting: Callable[[Any], None] | None = None
-    _early: list[Meeting] = field(default_factory=list[Meeting])
+    _early: list[BarrierMessage] = field(default_factory=list[BarrierMessage])
     _switching: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self, on_end: Callable[[_Watched, str, bool], None]) -> None:
@@ -188,19 +188,19 @@ class _Watched:
 
     def _take(self, message: messages.Message) -> None:
         match message:
-            case Beat():
+            case Heartbeat():
                 pass
-            case Goodbye(failed=True):
+            case Leave(failed=True):
                 self.goodbye = message
-            case Goodbye():
+            case Leave():
                 self.goodbye = message
                 self.inbox.put(message)
-            case Want() | Wanted() | Together() | Missing() | Parting():
+            case ProposeStep() | AskForStep() | RunStep() | Stragglers() | DrainState():
                 self._take_round(message)
             case _:
                 self.inbox.put(message)
 
-    def _take_round(self, message: Meeting) -> None:
+    def _take_round(self, message: BarrierMessage) -> None:
         with self._switching:
             if self._meeting is None:
                 self._early.append(message)
@@ -226,7 +226,7 @@ class _Watched:
         return message
 
 
-class FirstHost:
+class Leader:
     """The host that plans. Its methods are called by one thread."""
 
     host_id = 0
@@ -247,7 +247,7 @@ class FirstHost:
     @classmethod
     def gather(
         cls, coordinator: str, n_hosts: int, own: Hello, report: _Report, lost: Lost
-    ) -> FirstHost:
+    ) -> Leader:
         """Wait for the others. Raises ConfigError if they do not come."""
         waiting = _Waiting(n_hosts, own, report)
         address = HostAddress.read(coordinator)
@@ -272,7 +272,7 @@ class FirstHost:
         """See `Hosts`."""
         values = [self._said(other, what) for other in self._others]
         least = min([value, *map(int, values)])
-        self.send(Agreed(what, least))
+        self.send(Accept(what, least))
         return least
 
     def same(self, what: str, value: str) -> None:
@@ -283,22 +283,22 @@ class FirstHost:
                 reason = f"{other.name} has other {what} than host 0: {said}, not {value}"
                 self.send(Refused(reason))
                 raise ConfigError(reason)
-        self.send(Agreed(what, value))
+        self.send(Accept(what, value))
 
-    def rounds(self) -> Rounds:
+    def step_barrier(self) -> StepBarrier:
         """See `Hosts`."""
-        own = Rounds(lambda message: referee.take(0, message))
-        send: dict[int, Callable[[Meeting], None]] = {0: own.take}
+        own = StepBarrier(lambda message: coordinator.take(0, message))
+        send: dict[int, Callable[[BarrierMessage], None]] = {0: own.take}
         for number, other in enumerate(self._others, 1):
             send[number] = partial(_say, other)
-        referee = Referee(send)
+        coordinator = Coordinator(send)
         for number, other in enumerate(self._others, 1):
-            other.meet(partial(referee.take, number))
+            other.meet(partial(coordinator.take, number))
         return own
 
     def _said(self, other: _Watched, what: str) -> int | str:
         message = other.hear()
-        if not isinstance(message, Say) or message.what != what:
+        if not isinstance(message, Propose) or message.what != what:
             raise ConnectionError(f"{other.name} said {message} where {what} was to be agreed upon")
         return message.value
 
@@ -309,7 +309,7 @@ class FirstHost:
     def leave(self, reason: str, *, failed: bool) -> None:
         """See `Hosts`."""
         self._ending.leave()
-        self.send(Goodbye(reason, failed))
+        self.send(Leave(reason, failed))
         until = time.monotonic() + _FAREWELL_S
         for other in self._others:
             other.ended.wait(max(0.0, until - time.monotonic()))
@@ -318,11 +318,11 @@ class FirstHost:
     def _ended(self, other: _Watched, reason: str, failed: bool) -> None:
         """By the thread that reads a host."""
         if self._ending.notice():
-            self.send(Goodbye(reason, True))
+            self.send(Leave(reason, True))
             self._ending.report(reason, failed)
 
 
-class OtherHost:
+class Worker:
     """A host that does what the first one does."""
 
     def __init__(self, connection: Connection, own: Hello, n_hosts: int, address: str, lost: Lost):
@@ -339,7 +339,7 @@ class OtherHost:
     @classmethod
     def join(
         cls, coordinator: str, n_hosts: int, own: Hello, report: _Report, lost: Lost
-    ) -> OtherHost:
+    ) -> Worker:
         """Find the first host and wait until all are there. Raises ConfigError if it cannot be
         found, or sends this host away.
         """
@@ -383,21 +383,21 @@ class OtherHost:
         self._agree(what, value)
 
     def _agree(self, what: str, value: int | str) -> int | str:
-        _send(self._first, framed(Say(what, value)))
+        _send(self._first, framed(Propose(what, value)))
         answer = self._first.hear()
         match answer:
-            case Agreed():
+            case Accept():
                 return answer.value
             case Refused():
                 raise ConfigError(answer.reason)
         raise ConnectionError(f"host 0 said {answer} where {what} was to be agreed upon")
 
-    def rounds(self) -> Rounds:
+    def step_barrier(self) -> StepBarrier:
         """See `Hosts`."""
         self._follows = False
         if self._first.goodbye is not None:
             raise ConnectionError(self._first.goodbye.reason)
-        own = Rounds(partial(_say, self._first))
+        own = StepBarrier(partial(_say, self._first))
         self._first.meet(own.take)
         return own
 
@@ -408,7 +408,7 @@ class OtherHost:
     def leave(self, reason: str, *, failed: bool) -> None:
         """See `Hosts`."""
         self._ending.leave()
-        _send(self._first, framed(Goodbye(reason, failed)))
+        _send(self._first, framed(Leave(reason, failed)))
         self._first.connection.close()
 
     def _ended(self, first: _Watched, reason: str, failed: bool) -> None:
@@ -427,8 +427,8 @@ def _send(other: _Watched, frame: bytes) -> None:
 
 
 def _beat(others: list[_Watched]) -> None:
-    """Say that we live, for as long as somebody hears it."""
-    frame = framed(Beat())
+    """Propose that we live, for as long as somebody hears it."""
+    frame = framed(Heartbeat())
     while not all(other.ended.wait(_BEAT_S / len(others)) for other in others):
         for other in others:
             _send(other, frame)
@@ -533,14 +533,14 @@ def _is_there(connection: Connection) -> bool:
     if connection.ended:
         return False
     try:
-        connection.send(Beat())
+        connection.send(Heartbeat())
     except OSError:
         return False
     return True
 
 
 def _ask_in(connection: Connection, own: Hello, report: _Report, n_hosts: int) -> Welcome:
-    """Say who we are, and wait for everybody. Raises ConfigError if we are not wanted."""
+    """Propose who we are, and wait for everybody. Raises ConfigError if we are not wanted."""
     connection.send(own)
     report(1, n_hosts, "waiting for the others")
     reported = time.monotonic()

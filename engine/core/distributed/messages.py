@@ -1,10 +1,9 @@
-"""What the processes of one engine over several hosts say to each other (msgspec, MessagePack;
-tagged unions). Jax-free.
+"""Messages between the hosts of one engine (msgspec, MessagePack, tagged unions). Imports no jax.
 
-The first host plans; the others do on their devices what it does on its own, in its order. What a
-plan comes to is small: which program runs, and the one array that it takes. Engines that share a
-mixture's experts plan each for itself, and agree upon the size of every step (`Want`, `Wanted`,
-`Together`, `Missing`; `jitney.engine.core.distributed.rounds`) and upon their end (`Parting`).
+Host 0, the leader, schedules; the workers run the same programs in the same order. A step is small
+on the wire: which program runs, and its one input array. Engines that share the experts of a model
+schedule for themselves and agree on the size of every step (`ProposeStep`, `AskForStep`, `RunStep`,
+`Stragglers`; see `jitney.engine.core.distributed.step_barrier`) and on when to end (`DrainState`).
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ import numpy as np
 
 
 class PackedArray(msgspec.Struct, frozen=True, array_like=True):
-    """A numpy array on its way."""
+    """A numpy array as bytes."""
 
     dtype: str
     shape: tuple[int, ...]
-    #: In this machine's order of bytes, rows last.
+    #: In native byte order, C-contiguous.
     data: bytes
 
     @classmethod
@@ -26,80 +25,80 @@ class PackedArray(msgspec.Struct, frozen=True, array_like=True):
         return cls(array.dtype.str, array.shape, array.tobytes())
 
     def unpacked(self) -> np.ndarray:
-        """Read-only."""
+        """The array, read-only."""
         return np.frombuffer(self.data, self.dtype).reshape(self.shape)
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
-    """Who wants to join; the first message of a host, to the first one."""
+    """The first message of a worker to the leader."""
 
-    #: From 1; the first host is 0.
+    #: From 1; the leader is 0.
     host_id: int
-    #: Of Jitney and of jax.
+    #: Versions of Jitney and jax.
     versions: str
-    #: Of what all hosts must be told alike (`jitney.engine.config.digest`).
+    #: Digest of the settings that must be equal on all hosts (`jitney.engine.config.digest`).
     digest: str
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
-    """All hosts are there. jax_port: of the first one, where jax's own service will listen."""
+    """All hosts have joined. jax_port: of the jax distributed service on the leader."""
 
     jax_port: int
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
-    """This host cannot take part, or the hosts do not agree."""
+    """The worker may not join, or the hosts disagree."""
 
     #: One line.
     reason: str
 
 
-class Say(msgspec.Struct, tag="say", frozen=True):
-    """What a host found, which all must agree upon; answered by `Agreed` or `Refused`."""
+class Propose(msgspec.Struct, tag="propose", frozen=True):
+    """A value that all hosts must agree on; answered by `Accept` or `Refused`."""
 
-    #: The name of the finding.
+    #: Name of the value.
     what: str
     value: int | str
 
 
-class Agreed(msgspec.Struct, tag="agreed", frozen=True):
+class Accept(msgspec.Struct, tag="accept", frozen=True):
     what: str
     value: int | str
 
 
-class Beat(msgspec.Struct, tag="beat", frozen=True):
-    """A sign of life, once a second."""
+class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True):
+    """Sent once a second."""
 
 
-class Goodbye(msgspec.Struct, tag="goodbye", frozen=True):
-    """The sender ends; nothing follows."""
+class Leave(msgspec.Struct, tag="leave", frozen=True):
+    """The sender ends; its last message."""
 
     #: One line.
     reason: str
-    #: It could not go on; else it was told to end.
+    #: The sender failed; False: it was told to end.
     failed: bool
 
 
 class Step(msgspec.Struct, tag="step", frozen=True):
     """Run the program of a bucket."""
 
-    tokens: int  #: of the bucket
-    seats: int  #: of the bucket
-    plain: bool  #: the one without a sampler
-    packed: PackedArray  #: the upload
+    tokens: int  #: rows of the bucket
+    seats: int  #: sequences of the bucket
+    plain: bool  #: the program without a sampler
+    packed: PackedArray  #: the step's input
 
 
 class Board(msgspec.Struct, tag="board", frozen=True):
-    """Give a seat its sampling state. row: the columns of `SeatState`, in order."""
+    """Set the sampling state of a seat. row: the columns of `SeatState`, in order."""
 
     seat: int
     row: list[PackedArray]
 
 
 class Choose(msgspec.Struct, tag="choose", frozen=True):
-    """Choose tokens of the step that was run last, under masks."""
+    """Sample the rows of the last step that have token masks."""
 
-    #: Which of its logit rows; None: all of them.
+    #: Numbers of the logit rows; None: all.
     numbers: PackedArray | None
     #: As in `MaskedRows`.
     heads: PackedArray
@@ -107,56 +106,58 @@ class Choose(msgspec.Struct, tag="choose", frozen=True):
 
 
 class StepSize(msgspec.Struct, frozen=True):
-    """What a step of one engine needs, or what one for all of them has."""
+    """The size of one engine's next step, or of the step that all engines run."""
 
     #: Rows and sequences of the bucket.
     tokens: int
     seats: int
-    #: Nobody in it has a prompt.
+    #: No row belongs to a prompt.
     decode_only: bool
-    #: The program without a sampler does.
+    #: The program without a sampler is enough.
     plain: bool
 
 
-class Want(msgspec.Struct, tag="want", frozen=True):
-    """An engine's part in a round; to host 0, once a round."""
+class ProposeStep(msgspec.Struct, tag="propose_step", frozen=True):
+    """The size of an engine's next step; sent to host 0 once a round."""
 
     #: Rising from 0.
     round: int
-    #: Of its next step; None: it has none, and takes part in that of the others.
+    #: None: the engine has no step of its own and joins that of the others.
     size: StepSize | None
 
 
-class Wanted(msgspec.Struct, tag="wanted", frozen=True):
-    """Somebody has a step to run: host 0 asks what you want in this round."""
+class AskForStep(msgspec.Struct, tag="ask_for_step", frozen=True):
+    """An engine has a step to run: host 0 asks the others to propose theirs."""
 
     round: int
 
 
-class Together(msgspec.Struct, tag="together", frozen=True):
-    """All engines run this step now; it ends the round."""
+class RunStep(msgspec.Struct, tag="run_step", frozen=True):
+    """All engines run a step of this size now; ends the round."""
 
     round: int
     size: StepSize
 
 
-class Parting(msgspec.Struct, tag="parting", frozen=True):
-    """Engines that share experts end together. An engine says it of itself to host 0, which tells
-    all: that some engine drains, so that all do; and that all have drained.
+class DrainState(msgspec.Struct, tag="drain_state", frozen=True):
+    """An engine drains, or has drained. Engines that share experts end together: host 0 tells all
+    when the first one drains, and when all have drained.
     """
 
-    #: It has no requests any more, and takes none; else it takes none, and may have some.
+    #: No request is open; False: no new request is accepted, some may be open.
     drained: bool
 
 
-class Missing(msgspec.Struct, tag="missing", frozen=True):
-    """Who keeps a round from its end: asked of host 0 by an engine that waits, and answered."""
+class Stragglers(msgspec.Struct, tag="stragglers", frozen=True):
+    """The engines that a round waits for: asked by a waiting engine, answered by host 0."""
 
     round: int
-    #: Hosts whose engines have said nothing in it; None: that is the question.
+    #: Hosts that have not proposed a step; None in the question.
     hosts: list[int] | None = None
 
 
 type Command = Step | Board | Choose
-type Meeting = Want | Wanted | Together | Missing | Parting
-type Message = Command | Meeting | Hello | Welcome | Refused | Say | Agreed | Beat | Goodbye
+type BarrierMessage = ProposeStep | AskForStep | RunStep | Stragglers | DrainState
+type Message = (
+    Command | BarrierMessage | Hello | Welcome | Refused | Propose | Accept | Heartbeat | Leave
+)

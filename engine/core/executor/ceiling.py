@@ -1,21 +1,29 @@
-"""What a device can do at most, measured: how fast it reads memory, and how fast it multiplies.
+"""What a device can do at most, measured: how fast it reads memory, and how fast it multiplies. It
+is kept in the cache folder, so that later starts need not measure.
 
 Both go through the kernel set that serves: XLA's own products on a CPU reach a fifth of it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 from jax.typing import DTypeLike
 
+from jitney.engine.common.machine import processor_name
 from jitney.engine.common.step_cost import DeviceCeiling
+from jitney.engine.config import keep, kept_file
+from jitney.engine.core.executor.other_work import MOST_OTHER_WORK, OtherWork
+from jitney.engine.core.executor.threads import own_processors
 from jitney.kernels.interface import KernelSet
 
 _log = logging.getLogger("jitney.core")
@@ -48,6 +56,38 @@ def ceiling_or_none(kernels: KernelSet, dtype: DTypeLike, n_devices: int) -> Dev
     except jax.errors.JaxRuntimeError as error:
         _log.info("what the device can do at most is not measured: %s", str(error).splitlines()[0])
         return None
+
+
+def kept_ceiling(kernels: KernelSet, dtype: DTypeLike, n_devices: int) -> DeviceCeiling | None:
+    """As `ceiling_or_none`, measured by this start or by an earlier one with these devices, kernels
+    and versions. Nothing is kept that was measured beside other programs' work.
+    """
+    file = kept_file("ceilings", _facts(kernels, dtype, n_devices))
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        return msgspec.json.decode(file.read_bytes(), type=DeviceCeiling)
+    others = OtherWork(own_processors())
+    ceiling = ceiling_or_none(kernels, dtype, n_devices)
+    if ceiling is None or others.share() > MOST_OTHER_WORK:
+        return ceiling
+    reason = keep(ceiling, file)
+    if reason:
+        _log.info("what the device can do at most is measured at every start: %s", reason)
+    return ceiling
+
+
+def _facts(kernels: KernelSet, dtype: DTypeLike, n_devices: int) -> dict[str, object]:
+    """All that a measurement depends on."""
+    device = jax.local_devices()[0]
+    on_cpu = device.platform == "cpu"
+    return {
+        "device": processor_name() if on_cpu else device.device_kind,
+        "processors": len(own_processors()) if on_cpu else 0,
+        "devices": n_devices,
+        "kernels": kernels.label,
+        "dtype": jnp.dtype(dtype).name,
+        "work": [_READ_BYTES[on_cpu], _PRODUCT[on_cpu], _FEW_ROWS],
+        "versions": [version(name) for name in ("jitney", "jax", "jaxlib")],
+    }
 
 
 def _copying() -> float:

@@ -26,9 +26,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jitney.engine.common.errors import EngineDead, RequestError
 from jitney.engine.core.distributed import messages
-from jitney.engine.core.distributed.link import FirstHost
+from jitney.engine.core.distributed.link import Leader
 from jitney.engine.core.distributed.messages import Board, Choose, PackedArray, Step, StepSize
-from jitney.engine.core.distributed.rounds import Rounds
+from jitney.engine.core.distributed.step_barrier import StepBarrier
 from jitney.engine.core.executor.inputs import MaskedRows
 from jitney.engine.core.executor.program import StepOutput
 from jitney.engine.core.executor.runner import Runner
@@ -53,12 +53,12 @@ class _RunnerWithOthers(Runner):
         )
 
 
-class LeadingRunner(_RunnerWithOthers):
+class LeaderRunner(_RunnerWithOthers):
     """Of the first host. `lead` comes after `compile`, and before the first step."""
 
-    _hosts: FirstHost | None = None
+    _hosts: Leader | None = None
 
-    def lead(self, hosts: FirstHost) -> None:
+    def lead(self, hosts: Leader) -> None:
         """From here on say what is done."""
         self._hosts = hosts
 
@@ -142,7 +142,7 @@ def _bucket_of(size: StepSize, buckets: Buckets) -> Bucket:
     )
 
 
-class JoinedRunner(_RunnerWithOthers):
+class LockstepRunner(_RunnerWithOthers):
     """Of one of the engines. `join` comes after `compile`, and before the first step.
 
     Compiling, warming up and the steps themselves are the same on all of them, in the same order.
@@ -151,10 +151,10 @@ class JoinedRunner(_RunnerWithOthers):
     #: What the last step without a row brings; nobody reads it, but it says when that is done.
     _last: Any = None
 
-    def join(self, rounds: Rounds) -> None:
+    def join(self, barrier: StepBarrier) -> None:
         """From here on run steps when all do."""
         #: How this engine agrees with the others.
-        self.rounds = rounds
+        self.barrier = barrier
         #: Uploads of steps without a row.
         self._empty: dict[tuple[Bucket, bool], np.ndarray] = {}
 
@@ -163,7 +163,7 @@ class JoinedRunner(_RunnerWithOthers):
         plan.bucket, plain = self._agree(_size_of(plan))
         return self.pack(plan, plain)
 
-    def take_part(self) -> None:
+    def run_empty_step(self) -> None:
         """Run a step in which others have rows and this engine has none; then wait for the one
         before: the host is to be a step ahead of its device, and no more.
         """
@@ -176,7 +176,7 @@ class JoinedRunner(_RunnerWithOthers):
 
     def _agree(self, size: StepSize | None) -> tuple[Bucket, bool]:
         """Which executable all run now; size: of what this engine wants to run."""
-        agreed = self.rounds.agree(size)
+        agreed = self.barrier.agree(size)
         bucket = _bucket_of(agreed, self.buckets)
         return bucket, self.is_plain(bucket, agreed.plain)
 

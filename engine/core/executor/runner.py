@@ -13,9 +13,10 @@ import contextlib
 import ctypes
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,7 @@ from jitney.engine.core.models.sharding import own_mesh
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 from jitney.engine.core.scheduler.plan import MaskedRow, Plan, StepResult
 from jitney.engine.core.scheduler.sequence import Sequence
+from jitney.engine.core.weights.checkpoints.names import Path as ModelPath
 from jitney.kernels.interface import Kernels
 
 _Report = Callable[[int, int, str], None]
@@ -121,6 +123,11 @@ def _board_seat(state: SeatState, seat: Array, *row: Array) -> SeatState:
     return SeatState(*[column.at[seat].set(new) for column, new in columns])
 
 
+def _path_of(keys: Iterable[Any]) -> ModelPath:
+    """From the keys that jax has for a leaf of a model's state."""
+    return tuple(key.key for key in keys if isinstance(key, jax.tree_util.DictKey))
+
+
 def _report_nothing(done: int, total: int, what: str) -> None:
     pass
 
@@ -155,6 +162,9 @@ class Runner:
     ):
         graph, weights = nnx.split(model)
         self.leaves, treedef = jax.tree.flatten(weights)
+        flat, _ = jax.tree_util.tree_flatten_with_path(weights)
+        #: By path in the model, which of `leaves` a weight is.
+        self._numbers = {_path_of(keys): number for number, (keys, _) in enumerate(flat)}
         encoder = model.config.encoder is not None
         self.program = Program(graph, treedef, kernels, mesh, sizes.logprobs, pooling, encoder)
         self._hidden_dtype = model.dtype
@@ -437,6 +447,17 @@ class Runner:
                 self.leaves, state.kv, state.last_token, state.seats, packed
             )
         return output, logits
+
+    def exchange(self, arrays: Mapping[ModelPath, Array]) -> None:
+        """Steps that are launched from now on have these weights, by their path in the model; those
+        that run keep the ones that they have. Each is as large, and laid out, as the one before.
+        """
+        for path, array in arrays.items():
+            number = self._numbers[path]
+            before = self.leaves[number]
+            if (array.shape, array.dtype) != (before.shape, before.dtype):
+                raise ValueError(f"{path} is {array.shape} {array.dtype}, not as it was")
+            self.leaves[number] = array
 
     def restore(self, error: Exception) -> None:
         """Allocate the state anew after `error`. A step takes its state by donation, so of one that

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from jitney.engine.common.requests import Grammar, JsonDict, JsonValue
 from jitney.engine.core.grammar.embedding import Embedded, schemas, with_schemas, writes_json
 from jitney.engine.core.grammar.enforcement import Enforced, Enforcer, bare, by_rules
+from jitney.engine.core.grammar.finite import endless_rule
 from jitney.engine.core.grammar.refusals import bad_grammar
 from jitney.engine.core.grammar.terms import Terms
 
@@ -61,10 +62,14 @@ def new_matcher(grammar: Grammar, trie: LLTokenizer) -> LLMatcher:
 
 def checked(grammar: Grammar, trie: LLTokenizer) -> Embedded:
     """The grammar as `new_matcher` takes it without another look at its schemas. Raises
-    RequestError for one that has no matcher, or matches no text.
+    RequestError for one that has no matcher, or matches no text or none that ends.
     """
     found, matcher = _Compiler(trie).compiled(grammar)
     first_mask(matcher)
+    rule = endless_rule(found.grammar.text) if found.grammar.kind == "lark" else ""
+    if rule:
+        name = "root" if (grammar.kind, rule) == ("gbnf", "start") else rule
+        raise bad_grammar(f"it has no finite sentence: none gets out of the rule {name}")
     return found
 
 

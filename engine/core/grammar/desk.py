@@ -87,6 +87,11 @@ class GrammarDesk:
     def has_waiting(self) -> bool:
         return bool(self._waiting)
 
+    @property
+    def waiting_adapters(self) -> set[int]:
+        """Numbers of the adapters that waiting requests ask for."""
+        return {entry.request.adapter for entry in self._waiting}
+
     def check(self, grammar: Grammar) -> None:
         """Wait until a grammar is compiled. Raises RequestError if it cannot be used."""
         self._matchers.begin(grammar)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import JsonDict, JsonValue
 from jitney.engine.core.grammar.closing import closed
+from jitney.engine.core.grammar.finite import endless_reference
 from jitney.engine.core.grammar.schema_rules import SchemaRules
 from jitney.engine.core.grammar.schema_tree import ANNOTATIONS, children, pointer
 from jitney.engine.core.grammar.terms import Terms
@@ -72,6 +73,9 @@ def by_rules(schema: JsonDict) -> Enforced:
     """
     terms, rest = Terms.split(schema)
     try:
+        reference = endless_reference(rest)
+        if reference:
+            raise terms.refusal(reference, "no value is finite: each has another of these in it")
         rules = SchemaRules(_closed(rest, terms) if terms.closed else rest, terms)
         return Enforced(rules.apply(), [terms.pointer(place) for place in rules.left_out])
     except RequestError:

@@ -23,19 +23,20 @@ class Adapters(nnx.Module):
     """What every adapter of an engine adds to the products of one matrix: x a b, for its own
     columns of a and rows of b.
 
-    a [I, C], b [C, O], the latter with the adapter's scale in it. owners: for each column the
-    number of its adapter, from 1.
+    a [I, C], b [C, O], the latter with the adapter's scale in it. owners: int32 [C], for each
+    column the number of its adapter, from 1; below 0: of none. They are weights like any others, so
+    that an adapter can take columns that are free without another program.
     """
 
-    def __init__(self, a: Array, b: Array, owners: tuple[int, ...]):
+    def __init__(self, a: Array, b: Array, owners: Array):
         self.a = nnx.Param(a)
         self.b = nnx.Param(b)
-        self.owners = owners
+        self.owners = nnx.Param(owners)
 
     def __call__(self, x: Array, numbers: Array, kernels: Kernels) -> Array:
         """x [T, I], numbers int32 [T], each row's adapter, 0: none -> float32 [T, O]."""
         columns = kernels.matmul(x, self.a[...], jnp.float32)
-        own = numbers[:, None] == jnp.array(self.owners, jnp.int32)
+        own = numbers[:, None] == self.owners[...]
         return kernels.matmul(jnp.where(own, columns, 0).astype(x.dtype), self.b[...], jnp.float32)
 
     @property

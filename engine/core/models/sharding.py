@@ -132,6 +132,8 @@ def _axis_of(path: Path, ndim: int, groups: int = 1) -> int | None:
     """
     if path == ("embed",) or path[-1] == "kv_scales":
         return 0
+    if path[-2:] == ("adapters", "owners"):
+        return None
     names = set(path)
     if names & set(_BY_OUTPUTS) and ndim:
         return None if path[-2:] == ("adapters", "a") else ndim - 1

@@ -21,9 +21,9 @@ class SchedulerLimits:
     the token budget, for prompt rows while others decode, or AUTO. target_itl_ms,
     max_predicted_wait_s: 0 for none. background_seats: of requests that nobody waits for, while
     others come; 0: a quarter of all. max_logprobs: alternatives that are computed for each token.
-    embedding_pooling: what vectors of prompts are made of (off, or a `Pooling`). adapters: how many
-    a request may choose from. encoder: prompts are computed whole, in one step each, and keep no
-    pages.
+    embedding_pooling: what vectors of prompts are made of (off, or a `Pooling`). adapters: numbers
+    of those that a request may choose from. encoder: prompts are computed whole, in one step each,
+    and keep no pages.
     """
 
     max_seats: int
@@ -41,7 +41,7 @@ class SchedulerLimits:
     background_seats: int = 0
     max_logprobs: int = REQUEST_MOST.logprobs
     embedding_pooling: str = "off"
-    adapters: int = 0
+    adapters: frozenset[int] = frozenset()
     encoder: bool = False
 
     @classmethod
@@ -50,7 +50,7 @@ class SchedulerLimits:
         settings: EngineSection,
         *,
         context_length: int,
-        adapters: int = 0,
+        adapters: frozenset[int] = frozenset(),
         embedding_pooling: str = "off",
         encoder: bool = False,
     ) -> SchedulerLimits:

@@ -14,10 +14,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from jitney.engine.common.engine_info import Seat
 from jitney.engine.common.errors import ConfigError, ErrorInfo, RequestError
 from jitney.engine.common.outputs import FinishReason, SequenceOutput
 from jitney.engine.common.requests import EngineRequest, RequestLimits, pooling_of
+from jitney.engine.core.faults import StepBlame
 from jitney.engine.core.scheduler.admission import Admission
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.entrance import Entrance
@@ -36,7 +39,6 @@ from jitney.engine.core.scheduler.results import Results
 from jitney.engine.core.scheduler.row_limit import RowLimit
 from jitney.engine.core.scheduler.sequence import Matcher, Sequence
 from jitney.engine.core.scheduler.state import SchedulerState
-from jitney.engine.core.scheduler.suspects import Suspects
 
 _log = logging.getLogger("jitney.core")
 
@@ -112,7 +114,7 @@ class Scheduler:
         self._turned_away: tuple[Sequence | None, int] = (None, 0)
         self._scores = PromptScores(pool.page_size)
         self._results = Results(self.state, pool, self._scores)
-        self._suspects = Suspects()
+        self._suspects = StepBlame()
         # Rows that a step has at most, never fewer than all seats need.
         self._row_limit = RowLimit([bucket.tokens for bucket in buckets.mixed_for(buckets.seats)])
         self._arrivals = 0
@@ -167,6 +169,18 @@ class Scheduler:
         """Where a batch keeps its seats to its end, nobody in it could give way."""
         if request.background and self._policy.holds:
             raise RequestError("batches need a server with the policy continuous")
+
+    def serve_adapters(self, numbers: Iterable[int]) -> None:
+        """Let requests choose from these adapters, too."""
+        limits = self.request_limits
+        adapters = limits.adapters.union(numbers)
+        if adapters != limits.adapters:
+            self._admission.request_limits = msgspec.structs.replace(limits, adapters=adapters)
+
+    @property
+    def open_adapters(self) -> set[int]:
+        """Numbers of the adapters that open requests ask for."""
+        return {group.request.adapter for group in self.state.groups.values()}
 
     @property
     def request_limits(self) -> RequestLimits:

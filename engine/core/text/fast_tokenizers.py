@@ -5,13 +5,14 @@ jax-free.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jitney.engine.common.errors import ModelError
-from jitney.engine.common.requests import JsonObject
+from jitney.engine.common.requests import JsonObject, JsonValue
 from jitney.engine.core.text.gguf_words import Words, words_of
 from jitney.engine.core.weights.checkpoints.files import MAX_TOKENIZER_BYTES, read_json, safe_file
 from jitney.engine.core.weights.checkpoints.gguf import GGUFFile
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 #: The token type of GGUF files that stands for what the vocabulary lacks.
 _UNKNOWN = 2
 
+#: Most pieces of a post-processor; models have up to some twenty.
+_MOST_PIECES = 256
 #: Where model folders keep named chat templates.
 _MORE_TEMPLATES = "additional_chat_templates"
 _TINY_SPECIALS = ("<|unk|>", "<|bos|>", "<|im_start|>", "<|im_end|>")
@@ -90,9 +93,31 @@ def _fast_from_folder(folder: Path) -> PreTrainedTokenizerFast:
     for file in (folder / _MORE_TEMPLATES).glob("*.jinja"):
         safe_file(folder / _MORE_TEMPLATES, file.name)
     try:
-        return _fast_class().from_pretrained(str(folder), local_files_only=True)
+        fast = _fast_class().from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # from OSError to the Rust parser's bare Exception
         raise ModelError(f"the model's tokenizer cannot be read: {_reason(error)}") from error
+    _check_post_processor(fast.backend_tokenizer)
+    return fast
+
+
+def _check_post_processor(rust: RustTokenizer) -> None:
+    """Raises ModelError for more pieces around each text, or copies of it, than any model has."""
+    if rust.post_processor is None:
+        return
+    pieces = _count_pieces(json.loads(rust.post_processor.__getstate__()))
+    if pieces > _MOST_PIECES:
+        raise ModelError(
+            f"tokenizer.json: post_processor has {pieces:,} pieces, at most {_MOST_PIECES} are "
+            "allowed; replace the file by the model's original"
+        )
+
+
+def _count_pieces(value: JsonValue) -> int:
+    """Elements of all lists in it: processors, parts of templates, tokens of these parts."""
+    inside = [*value.values()] if isinstance(value, dict) else value
+    if not isinstance(inside, list):
+        return 0
+    return (len(value) if isinstance(value, list) else 0) + sum(map(_count_pieces, inside))
 
 
 def _reason(error: Exception) -> str:

@@ -17,6 +17,9 @@ ENGINE_MODULE = "jitney.engine.cli.fleet_engine"
 LOCALHOST = "127.0.0.1"
 #: In the environment of an engine: the keys that it accepts.
 ADMIN_KEYS = "JITNEY_ADMIN_KEYS"
+#: And its adapters, where settings of its model name some: what its flags say stays as it is.
+ADAPTERS = "JITNEY_ADAPTERS"
+_ADAPTERS = "adapters"
 #: Settings of an engine that its fleet decides.
 _DECIDED = (
     "host",
@@ -106,6 +109,20 @@ def _check_hosts_of_file(file: Path) -> None:
     for setting in _OF_HOSTS:
         if setting in told:
             raise ConfigError(f"{file}: {_give_in_settings(setting)}")
+
+
+def adapters_environ(section: ReplicasSection) -> dict[str, str]:
+    """What an engine's environment says of adapters."""
+    adapters = section.settings.get(_ADAPTERS)
+    if adapters is None:
+        return {}
+    return {ADAPTERS: ",".join(adapters) if isinstance(adapters, list) else str(adapters)}
+
+
+def without_adapters(section: ReplicasSection) -> ReplicasSection:
+    """A section of which its adapters are known otherwise."""
+    settings = {name: value for name, value in section.settings.items() if name != _ADAPTERS}
+    return section.model_copy(update={"settings": settings, _ADAPTERS: ()})
 
 
 def engine_keys(admins: Sequence[str]) -> tuple[str, dict[str, str]]:

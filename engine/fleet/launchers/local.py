@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
+import os
 import signal
 import time
 from collections import deque
@@ -21,23 +23,29 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import httpx
+
 from jitney.engine.common.child_process import child_environ, end_child, start_child
 from jitney.engine.common.errors import JitneyError
 from jitney.engine.common.ports import free_port
 from jitney.engine.fleet.build import FleetParts
 from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.launchers.engine_process import (
+    ADAPTERS,
     ADMIN_KEYS,
     ENGINE_MODULE,
     LOCALHOST,
     ReplicaHost,
+    adapters_environ,
     engine_config,
     engine_keys,
     keys_environ,
+    without_adapters,
 )
 from jitney.engine.fleet.models import ReplicatedModel
 from jitney.engine.fleet.replicas import Replica, Watch
-from jitney.engine.fleet.sections import CandidateSection
+from jitney.engine.fleet.sections import CandidateSection, ReplicasSection
+from jitney.engine.server import AdapterNews
 
 _log = logging.getLogger("jitney.fleet")
 
@@ -48,6 +56,8 @@ _BACKOFF_S, _WINDOW_S, _MOST_RESTARTS = (0.5, 30.0), 600.0, 5
 _GRACE_S = 10.0
 #: Seconds between two looks at whether an engine is ready.
 _LOOK_S = 0.1
+#: Seconds that an engine gets to read its adapters.
+_RELOAD_S = 300.0
 
 
 @dataclass(eq=False, slots=True)
@@ -66,6 +76,8 @@ class _EngineProcess:
     environ: dict[str, str]
     #: None: it has no other hosts.
     place: ReplicaHost | None = None
+    #: Variables of its environment that name adapters.
+    adapters: dict[str, str] = field(default_factory=dict[str, str])
     _process: asyncio.subprocess.Process | None = None
     _restarts: deque[float] = field(default_factory=deque)
 
@@ -75,7 +87,7 @@ class _EngineProcess:
         self.replica.url = f"http://{LOCALHOST}:{port}"
         words = self.config.engine_arguments(
             self.model.name,
-            self.model.section,
+            without_adapters(self.model.section),
             self.replica.name,
             self.number,
             port,
@@ -86,7 +98,7 @@ class _EngineProcess:
                 ENGINE_MODULE,
                 *words,
                 stdout=asyncio.subprocess.DEVNULL,
-                env=child_environ() | self.environ,
+                env=child_environ() | self.environ | self.adapters,
             )
         except OSError as error:
             raise JitneyError(f"{self.replica.name} cannot be started: {error.strerror}") from None
@@ -130,9 +142,51 @@ class _EngineProcess:
 
     def tell_keys(self) -> None:
         """Have the process accept the keys of `environ` from now on."""
+        self._tell({ADMIN_KEYS: self.environ[ADMIN_KEYS]})
+
+    async def set_adapters(self, adapters: dict[str, str]) -> AdapterNews:
+        """Have the process serve other adapters, and read the files of those that it has again.
+        Raises JitneyError, naming the engine, if it refuses, and then it serves those from before.
+        """
+        before, self.adapters = self.adapters, adapters
+        if self._process is None or self._process.returncode is not None:
+            return AdapterNews()  # the next process is started with them
+        if self.replica.state != "ready":
+            self.adapters = before
+            if adapters == before:
+                return AdapterNews()
+            raise JitneyError(
+                f"{self.replica.name} is {self.replica.state}, and takes other adapters once it is "
+                "ready; reload then"
+            )
+        try:
+            return await self._reload()
+        except JitneyError:
+            self.adapters = before
+            self._tell_adapters()
+            raise
+
+    async def _reload(self) -> AdapterNews:
+        self._tell_adapters()
+        headers = {"authorization": f"Bearer {self.replica.key}"} if self.replica.key else {}
+        try:
+            answer = await self.model.client.post(
+                f"{self.replica.url}/admin/reload", headers=headers, timeout=_RELOAD_S
+            )
+            told = answer.json()
+        except (httpx.HTTPError, ValueError) as error:
+            raise JitneyError(f"{self.replica.name} did not answer: {error}") from None
+        if answer.status_code != 200:
+            raise JitneyError(f"{self.replica.name}: {told['error']['message']}")
+        return AdapterNews.model_validate(told["adapters"])
+
+    def _tell_adapters(self) -> None:
+        self._tell({ADAPTERS: self.adapters.get(ADAPTERS, os.environ.get(ADAPTERS))})
+
+    def _tell(self, environ: dict[str, str | None]) -> None:
         process = self._process
         if process is not None and process.returncode is None and process.stdin is not None:
-            process.stdin.write(self.environ[ADMIN_KEYS].encode() + b"\n")
+            process.stdin.write(json.dumps(environ).encode() + b"\n")
 
     def signal(self, number: int) -> None:
         if self._process is not None and self._process.returncode is None:
@@ -195,6 +249,8 @@ class LocalEngines:
         self._drain_s = config.server.drain_s
         self._key, self._environ = engine_keys(admins) if users or admins else ("", {})
         self._ports = _ports(config.fleet.engine_port)
+        #: Models whose engines had adapters when they were last asked.
+        self._adapted = {*config.adapters.values()}
         #: By arm (`FleetParts.arms`), in the order in which they start.
         self.replicas: dict[str, list[_LocalReplica]] = {}
         for arm, model in parts.arms.items():
@@ -224,6 +280,7 @@ class LocalEngines:
             port=next(self._ports),
             environ=self._environ,
             place=place if model.section.n_hosts > 1 else None,
+            adapters=adapters_environ(model.section),
         )
 
     async def start(self) -> None:
@@ -266,6 +323,35 @@ class LocalEngines:
         self._environ |= keys_environ(admins, self._key)
         for process in self.processes():
             process.tell_keys()
+
+    async def set_adapters(self, fresh: FleetConfig) -> AdapterNews:
+        """Have engines serve the adapters that their models have now. Raises JitneyError if one
+        refuses, and then all serve those from before.
+        """
+        done: list[tuple[_EngineProcess, dict[str, str]]] = []
+        news: list[AdapterNews] = []
+        for arm in self.replicas.keys() & fresh.models.keys():
+            section = fresh.models[arm]
+            if not isinstance(section, ReplicasSection) or section.n_hosts > 1:
+                continue
+            if arm not in {*fresh.adapters.values(), *self._adapted}:
+                continue
+            for process in self.processes(arm):
+                before = process.adapters
+                try:
+                    news.append(await process.set_adapters(adapters_environ(section)))
+                except JitneyError:
+                    for other, old in done:
+                        with suppress(JitneyError):
+                            await other.set_adapters(old)
+                    raise
+                done.append((process, before))
+        self._adapted = {*fresh.adapters.values()}
+        return AdapterNews(
+            added=sorted({name for each in news for name in each.added}),
+            removed=sorted({name for each in news for name in each.removed}),
+            replaced=sorted({name for each in news for name in each.replaced}),
+        )
 
     def kill(self) -> None:
         """End all at once."""

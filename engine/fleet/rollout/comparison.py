@@ -63,7 +63,13 @@ _LEAST_WEIGHT = _LEAST_REQUESTS / 2
 
 type ArmName = Literal["stable", "candidate"]
 ARMS: tuple[ArmName, ...] = ("stable", "candidate")
-_Verdict = Literal["better", "worse", "no difference seen yet"]
+Verdict = Literal[
+    "better",
+    "worse",
+    "no difference seen yet",
+    "not known yet",
+    "not compared: loads hardly overlap",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +285,7 @@ class Interval:
     low: float
     high: float
 
-    def verdict(self, figure: _Figure) -> _Verdict:
+    def verdict(self, figure: _Figure) -> Verdict:
         if self.low <= figure.equal <= self.high:
             return "no difference seen yet"
         is_more = self.low > figure.equal
@@ -360,6 +366,13 @@ class Comparison:
         if figure.is_ratio:
             return Interval(math.exp(difference), math.exp(low), math.exp(high))
         return Interval(difference, max(-1.0, low), min(1.0, high))
+
+    def verdict(self, name: str, interval: Interval | None) -> Verdict:
+        """What is known of a figure in words. interval: as `interval` gave it."""
+        if interval is not None:
+            return interval.verdict(FIGURES[name])
+        enough = all(self.sums[arm][name].enough for arm in ARMS)
+        return "not compared: loads hardly overlap" if enough else "not known yet"
 
     def saved(self) -> JsonDict:
         """All of it, as JSON."""

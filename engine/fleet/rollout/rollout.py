@@ -226,9 +226,17 @@ class Rollout:
 
     def _in_words(self, intervals: Mapping[str, Interval]) -> str:
         """Every figure with its interval, and of how many requests."""
-        parts = [_figure_in_words(name, intervals.get(name)) for name in FIGURES]
+        parts = [self._figure_in_words(name, intervals.get(name)) for name in FIGURES]
         counts = [f"{self.comparison.requests(arm)} requests of {arm}" for arm in ARMS]
         return f"{', '.join(parts)}; {', '.join(counts)}"
+
+    def _figure_in_words(self, name: str, interval: Interval | None) -> str:
+        verdict = self.comparison.verdict(name, interval)
+        if interval is None:
+            return f"{name} {verdict}"
+        values = f"{interval.estimate:.3f} ({interval.low:.3f} to {interval.high:.3f})"
+        how = "times" if FIGURES[name].is_ratio else "apart"
+        return f"{name} {values} {how}, {verdict}"
 
     def _keep(self, look: _Look) -> None:
         self._looks.append(look)
@@ -283,7 +291,7 @@ class Rollout:
             "high": None if interval is None else interval.high,
             "equal": figure.equal,
             "worst_allowed": None if margin is None else figure.worst(margin),
-            "verdict": _verdict(name, interval),
+            "verdict": self.comparison.verdict(name, interval),
         }
 
     def saved(self) -> JsonDict:
@@ -317,20 +325,6 @@ class Rollout:
         self.since = float(saved["since"])
         self.state, self.comparison = saved["state"], comparison
         return True
-
-
-def _verdict(name: str, interval: Interval | None) -> str:
-    """name: of the figure."""
-    return "no difference seen yet" if interval is None else interval.verdict(FIGURES[name])
-
-
-def _figure_in_words(name: str, interval: Interval | None) -> str:
-    if interval is None:
-        return f"{name} not known"
-    figure = FIGURES[name]
-    values = f"{interval.estimate:.3f} ({interval.low:.3f} to {interval.high:.3f})"
-    how = "times" if figure.is_ratio else "apart"
-    return f"{name} {values} {how}, {interval.verdict(figure)}"
 
 
 def _decision_report(decision: _Decision) -> JsonDict:

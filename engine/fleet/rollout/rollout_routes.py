@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from jitney.engine.fleet.fleet import Fleet
 from jitney.engine.fleet.rollout.candidate import ModelWithCandidate
+from jitney.engine.fleet.rollout.comparison import Verdict
 from jitney.engine.server import (
     HttpError,
     HttpRoute,
@@ -84,7 +85,7 @@ class RolloutFigure(ResponseModel):
     high: float | None
     equal: float
     worst_allowed: float | None
-    verdict: Literal["better", "worse", "no difference seen yet"]
+    verdict: Verdict
 
 
 class RolloutLook(ResponseModel):

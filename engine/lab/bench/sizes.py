@@ -20,8 +20,7 @@ import msgspec
 from jitney.engine.common.child_process import end_child, start_child
 from jitney.engine.common.errors import JitneyError
 from jitney.engine.config import Config, Value, settings
-from jitney.engine.core import powers_of_two, processors_here
-from jitney.engine.lab.bench.other_work import OtherWork
+from jitney.engine.core import MOST_OTHER_WORK, OtherWork, powers_of_two, processors_here
 from jitney.engine.server import core_environ
 
 #: A step that takes longer than it may is chosen only where the smallest takes almost as long.
@@ -121,13 +120,10 @@ class OtherPrograms(JitneyError):
     they may.
     """
 
-    #: Share of the processors' time that they may use.
-    MOST = 0.1
-
     def __init__(self, share: float):
         super().__init__(
             f"steps cannot be timed while other programs use {share:.0%} of the processors (at "
-            f"most {self.MOST:.0%}): try again when it is quiet"
+            f"most {MOST_OTHER_WORK:.0%}): try again when it is quiet"
         )
 
 
@@ -169,7 +165,7 @@ async def sizes_here(config: Config, time_steps: _Time | None = None) -> _Measur
     others = OtherWork(processors_here(config.engine.threads).chosen)
     await asyncio.sleep(_LOOK_S)
     share = others.share()
-    if share > OtherPrograms.MOST:
+    if share > MOST_OTHER_WORK:
         raise OtherPrograms(share)
     return await _measure_sizes(config, time_steps or time_apart)
 
@@ -375,7 +371,7 @@ async def time_apart(
     on_process: Callable[[asyncio.subprocess.Process], None] = _ignore,
     on_step: Callable[[TimedStep], None] = _ignore,
     limit_s: float | None = _LIMIT_S,
-    most_other_work: float = OtherPrograms.MOST,
+    most_other_work: float = MOST_OTHER_WORK,
 ) -> SizeTimes:
     """The times of an engine with these settings in a process of its own.
 

@@ -21,8 +21,15 @@ import msgspec
 
 from jitney.engine.common.errors import ConfigError, JitneyError
 from jitney.engine.config import Config
-from jitney.engine.core import LLM, Bucket, Buckets, PagePool, own_processors
-from jitney.engine.lab.bench.other_work import OtherWork
+from jitney.engine.core import (
+    LLM,
+    MOST_OTHER_WORK,
+    Bucket,
+    Buckets,
+    OtherWork,
+    PagePool,
+    own_processors,
+)
 from jitney.engine.lab.bench.sizes import (
     OtherPrograms,
     SizeTimes,
@@ -145,7 +152,7 @@ class _StepTimer:
     known: Mapping[tuple[str, int], Timed]
     say: _Say
     #: See `TimingOrder`.
-    most_other_work: float = OtherPrograms.MOST
+    most_other_work: float = MOST_OTHER_WORK
 
     def timed(
         self, kind: Literal["decode", "prompts"], cases: Sequence[StepCase]

@@ -43,6 +43,7 @@ class SimulateArguments(TrafficArguments):
         "dtype",
         "weights",
         "adapters",
+        "adapter_room",
         "memory_gib",
         "kv_dtype",
         "prefix_cache",

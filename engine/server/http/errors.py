@@ -43,6 +43,7 @@ _TOO_LONG: Literal["context_length_exceeded"] = "context_length_exceeded"
 #: error knows none).
 _CODES: dict[str, tuple[int, str | None, float | None]] = {
     "invalid_value": (400, None, None),
+    "model_not_found": (404, None, None),
     _TOO_LONG: (400, _TOO_LONG, None),
     "unsupported_parameter": (400, "unsupported_parameter", None),
     "grammar_too_complex": (400, "grammar_too_complex", None),

@@ -72,8 +72,10 @@ class RequestObserver(Protocol):
         """Why no request can be served now, or None."""
         ...
 
-    def turned_away(self, reply: ErrorReply) -> None:
-        """A client was told to come again: 429, or 503 by a route that generates."""
+    def answered(self, context: Context, reply: ErrorReply | None) -> None:
+        """A request has ended. reply: the error that it was answered with before any answer had
+        begun; None: `context.status` says all.
+        """
         ...
 
 
@@ -108,6 +110,7 @@ class ErrorMiddleware:
         tracing = self.service.tracing
         if tracing is not None and route is not None and route.generates:
             tracing.begin(scope)
+        reply = None
         try:
             await self.app(scope, receive, send_marked)
         except Exception as error:
@@ -117,10 +120,9 @@ class ErrorMiddleware:
                 )
                 raise
             reply = ErrorReply.of(error, context.request_id)
-            if _turns_away(reply.status, context):
-                self.service.turned_away(reply)
             await reply.response(context.error_form)(scope, receive, send_marked)
         finally:
+            self.service.answered(context, reply)
             self._record(scope, context)
 
     def _record(self, scope: Scope, context: Context) -> None:
@@ -142,12 +144,6 @@ class ErrorMiddleware:
             context.completion_tokens,
             f" session={context.session_id}" if context.session_id else "",
         )
-
-
-def _turns_away(status: int, context: Context) -> bool:
-    """Lines of batches are asked again by whoever sent them here, so nobody is turned away."""
-    generates = context.route is not None and context.route.generates
-    return (status == 429 or (status == 503 and generates)) and not context.background
 
 
 def _template(scope: Scope, context: Context) -> tuple[str, int]:

@@ -132,6 +132,14 @@ class Quotas:
     #: How long answers are expected to be.
     _lengths: OutputLengths = field(default_factory=OutputLengths, init=False)
 
+    def limit(self, max_concurrent: int, tokens_per_minute: int) -> None:
+        """Hold keys to these limits from now on. What a key has spent of its minute stays spent,
+        and its open sequences go on.
+        """
+        for key in self._usage:
+            self._of(key).tokens += tokens_per_minute - self.tokens_per_minute
+        self.max_concurrent, self.tokens_per_minute = max_concurrent, tokens_per_minute
+
     @contextmanager
     def open(self, key: str, sequences: int = 1) -> Iterator[None]:
         """So many sequences of this key are under way. Raises RequestError rate_limit if they are

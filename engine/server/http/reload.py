@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Literal, Protocol
 
+from msgspec import field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -33,6 +34,14 @@ class KeyNews(ResponseModel, kw_only=True):
     batches_cancelled: int
 
 
+class AdapterNews(ResponseModel):
+    """Names of the adapters that came, that went, and whose files are others than before."""
+
+    added: list[str] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)
+
+
 class ReloadAnswer(ResponseModel, kw_only=True):
     """POST /admin/reload."""
 
@@ -41,6 +50,9 @@ class ReloadAnswer(ResponseModel, kw_only=True):
     certificate: FileNews
     #: The key that a fleet asks engines of `urls` with.
     engine_key: FileNews
+    adapters: AdapterNews
+    #: Other settings that were changed and count from now on.
+    settings: list[str]
     #: Settings that were changed and count only at the next start.
     needs_restart: list[str]
 
@@ -77,7 +89,7 @@ RELOAD_ROUTES = (
         "/admin/reload",
         ("POST",),
         _reload,
-        "read keys and certificate again, as they are configured now",
+        "read keys, certificate, adapters and limits again, as they are configured now",
         role=Role.ADMIN,
         answer=ReloadAnswer,
     ),

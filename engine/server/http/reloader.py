@@ -1,4 +1,4 @@
-"""Reading keys and certificate of a running server again, on SIGHUP and on POST /admin/reload."""
+"""Reading settings of a running server again, on SIGHUP and on POST /admin/reload."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import os
 import signal
 import ssl
 import sys
-from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from jitney.engine.common.errors import ConfigError, JitneyError
 from jitney.engine.config import ServerSection, read_key_file
@@ -22,26 +22,74 @@ if TYPE_CHECKING:
     from jitney.engine.server.http.access import ApiKeys
     from jitney.engine.server.http.connections import Connections
     from jitney.engine.server.http.own_requests import OwnRequests
-    from jitney.engine.server.http.reload import FileNews, KeyNews, ReloadAnswer
+    from jitney.engine.server.http.reload import (
+        AdapterNews,
+        FileNews,
+        KeyNews,
+        ReloadAnswer,
+    )
+    from jitney.engine.server.http.settings import ServerSettings
 
 _log = logging.getLogger("jitney")
 
-#: Settings of [server] that a running server takes over.
-LIVE = frozenset(
+_WEBHOOK_SECRET = "webhook_secret_file"
+#: Settings of [server] that requests are held to as they stand, and what messages are signed with.
+_READ_AT_USE = frozenset(
     {
-        "api_key_file",
-        "api_keys",
-        "admin_key_file",
-        "admin_keys",
-        "ssl_certfile",
-        "ssl_keyfile",
+        "key_max_concurrent",
+        "key_tokens_per_minute",
+        "key_files",
+        "key_file_bytes",
+        "key_batches",
+        "key_jobs",
+        _WEBHOOK_SECRET,
     }
 )
-_WEBHOOK_SECRET = "webhook_secret_file"
+#: Settings of [server] that a running server takes over.
+LIVE = _READ_AT_USE | {
+    "api_key_file",
+    "api_keys",
+    "admin_key_file",
+    "admin_keys",
+    "ssl_certfile",
+    "ssl_keyfile",
+}
 
 
-async def _nothing_more() -> FileNews:
+async def _no_key() -> FileNews:
     return "none"
+
+
+async def _no_adapters() -> AdapterNews:
+    from jitney.engine.server.http.reload import AdapterNews
+
+    return AdapterNews()
+
+
+def at_a_start_only(
+    before: Mapping[str, object], fresh: Mapping[str, object], *live: str
+) -> list[str]:
+    """Names of the settings that differ and that a running server does not take over. live: those
+    that this one does, beside `LIVE`.
+    """
+    names = before.keys() - LIVE - set(live)
+    return sorted(name for name in names if fresh[name] != before[name])
+
+
+class _Limits(Protocol):
+    """Of each key."""
+
+    def limit(self, max_concurrent: int, tokens_per_minute: int) -> None: ...
+
+
+class _Host(Protocol):
+    """The server behind the endpoint: an engine's, or a fleet's."""
+
+    settings: ServerSettings
+    own_requests: OwnRequests | None
+
+    @property
+    def quotas(self) -> _Limits: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +100,9 @@ class FreshSettings:
     #: Settings that differ from those of the start and count only at the next one.
     needs_restart: list[str]
     #: Takes over the key that engines are asked with.
-    take_engine_key: Callable[[], Awaitable[FileNews]] = _nothing_more
+    take_engine_key: Callable[[], Awaitable[FileNews]] = _no_key
+    #: Has the adapters loaded. Raises JitneyError, naming one, and then nothing has changed.
+    take_adapters: Callable[[], Awaitable[AdapterNews]] = _no_adapters
 
 
 @dataclass(eq=False)
@@ -67,19 +117,17 @@ class Reloader:
     read: Callable[[], FreshSettings]
     keys: ApiKeys
     connections: Connections
-    own: OwnRequests
+    host: _Host
     #: Of the listening socket; None: it speaks no TLS.
     tls: Callable[[], ssl.SSLContext | None]
     #: Hears of the settings and the keys that count from now on.
     on_taken: Callable[[FreshSettings, AcceptedKeys], None] | None = None
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    #: Digest of the certificate's files, and the secret of webhooks, as they count now.
+    #: Digest of the certificate's files, as they count now.
     _certificate: bytes = field(init=False)
-    _secret: str = field(init=False)
 
     def __post_init__(self) -> None:
         self._certificate = _certificate_digest(self.server)
-        self._secret = _webhook_secret(self.server)
 
     async def __call__(self) -> ReloadAnswer:
         """Raises JitneyError, naming file and field, and then nothing has changed."""
@@ -88,19 +136,21 @@ class Reloader:
         async with self._turn:
             fresh = await asyncio.to_thread(self.read)
             accepted = await asyncio.to_thread(self._checked, fresh.server)
-            needs_restart = list(fresh.needs_restart)
-            if await asyncio.to_thread(_webhook_secret, fresh.server) != self._secret:
-                needs_restart.append(_WEBHOOK_SECRET)
+            secret = await asyncio.to_thread(_webhook_secret, fresh.server)
+            adapters = await fresh.take_adapters()
             certificate = await asyncio.to_thread(self._take_certificate, fresh.server)
             engine_key = await fresh.take_engine_key()
             keys = await self._take_keys(accepted)
+            settings = self._take_settings(fresh.server, secret)
             if self.on_taken is not None:
                 self.on_taken(fresh, accepted)
         answer = ReloadAnswer(
             keys=keys,
             certificate=certificate,
             engine_key=engine_key,
-            needs_restart=sorted(set(needs_restart)),
+            adapters=adapters,
+            settings=settings,
+            needs_restart=fresh.needs_restart,
         )
         _log.info("read again: %s", _in_words(answer))
         return answer
@@ -135,6 +185,19 @@ class Reloader:
         self._certificate = digest
         return "replaced"
 
+    def _take_settings(self, fresh: ServerSection, secret: str) -> list[str]:
+        """Names of what requests are held to from now on, where it differs. secret: of webhooks."""
+        before, server = self.host.settings, self.host.settings.server
+        now = {name: getattr(fresh, name) for name in _READ_AT_USE}
+        changed = {name for name, value in now.items() if value != getattr(server, name)}
+        if secret != before.webhook_secret:
+            changed.add(_WEBHOOK_SECRET)
+        self.host.settings = replace(
+            before, server=server.model_copy(update=now), webhook_secret=secret
+        )
+        self.host.quotas.limit(fresh.key_max_concurrent, fresh.key_tokens_per_minute)
+        return sorted(changed)
+
     async def _take_keys(self, accepted: AcceptedKeys) -> KeyNews:
         from jitney.engine.server.http.reload import KeyNews
         from jitney.engine.server.http.settings import digest_key
@@ -161,7 +224,8 @@ class Reloader:
         a store which cannot be reached is a line of the log.
         """
         try:
-            return await self.own.cancel_of(removed)
+            assert self.host.own_requests is not None  # the application has made them
+            return await self.host.own_requests.cancel_of(removed)
         except JitneyError as error:
             _log.error("jobs and batches of removed keys were not cancelled: %s", error)
             return 0, 0
@@ -225,6 +289,11 @@ def _in_words(answer: ReloadAnswer) -> str:
     ]
     if answer.engine_key != "none":
         words.append(f"engine key: {answer.engine_key}")
+    for change, names in answer.adapters.model_dump().items():
+        if names:
+            words.append(f"adapters {change}: {', '.join(names)}")
+    if answer.settings:
+        words.append(f"from now on: {', '.join(answer.settings)}")
     if answer.needs_restart:
         words.append(f"at the next start only: {', '.join(answer.needs_restart)}")
     return "; ".join(words)

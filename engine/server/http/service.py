@@ -183,13 +183,14 @@ class Service:
     def adapters(self) -> tuple[str, ...]:
         """Names that ask for the model with an adapter; none until the engine is ready."""
         info = self.client.info
-        return () if info is None else info.model.adapters
+        return () if info is None else tuple(info.model.adapters)
 
     def adapter_number(self, model: str | None) -> int:
         """Of the adapter that a request's model names; 0: the model itself."""
-        if model is None or model not in self.adapters:
+        info = self.client.info
+        if info is None or model is None:
             return 0
-        return 1 + self.adapters.index(model)
+        return info.model.adapters.get(model, 0)
 
     def check_model(self, name: str | None) -> None:
         """Raises HttpError 404 for a name that is none of the model's or of its adapters."""
@@ -311,8 +312,15 @@ class Service:
         assert info is not None and tokenizer is not None  # `unready` has just checked
         return info, tokenizer
 
-    def turned_away(self, reply: ErrorReply) -> None:
-        """See `middleware.RequestObserver`: the page tells of it."""
+    def answered(self, context: Context, reply: ErrorReply | None) -> None:
+        """See `middleware.RequestObserver`: the page tells of clients that were told to come again.
+        Lines of batches are not: their sender asks again.
+        """
+        if reply is None or context.background:
+            return
+        generates = context.route is not None and context.route.generates
+        if reply.status != 429 and not (reply.status == 503 and generates):
+            return
         retry_s = retry_after_s(reply.headers, 0.0) or None
         self.client.history.turned_away(reply.status, reply.code or "", retry_s)
 

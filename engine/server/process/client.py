@@ -1,7 +1,6 @@
-"""The engine as the HTTP side sees it: an interface.
+"""The interface of the engine for the HTTP side.
 
-Nothing here knows how the core is reached: `engine.server.process.supervisor.ProcessClient` is an
-`EngineClient` whose core has a process of its own.
+`engine.server.process.process_client.ProcessClient` implements it with a core in its own process.
 """
 
 from __future__ import annotations

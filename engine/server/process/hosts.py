@@ -12,7 +12,7 @@ import zmq
 from jitney.engine.common import messages
 from jitney.engine.common.errors import ConfigError, ModelError
 from jitney.engine.config import Config, configuration_digest, short
-from jitney.engine.core import FirstHost, Hello, Lost, ModelSource, OtherHost
+from jitney.engine.core import Hello, Leader, Lost, ModelSource, Worker
 
 #: What a host finds wrong by itself, or all of them alike, whether or not another is gone.
 _FOUND_ALONE = (ConfigError, ModelError)
@@ -25,7 +25,7 @@ type _Report = Callable[[messages.Progress], None]
 @contextlib.contextmanager
 def met(
     config: Config, source: ModelSource, report: _Report, address: str
-) -> Iterator[FirstHost | OtherHost]:
+) -> Iterator[Leader | Worker]:
     """The other hosts of the engine, once all are there; they hear of it when this one ends.
     address: where the parent hears us. Raises ConfigError if they do not come, or do not want us.
 
@@ -45,15 +45,13 @@ def met(
     hosts.leave(f"{name} was told to end", failed=False)
 
 
-def _meet(
-    config: Config, source: ModelSource, report: _Report, lost: Lost
-) -> FirstHost | OtherHost:
+def _meet(config: Config, source: ModelSource, report: _Report, lost: Lost) -> Leader | Worker:
     def arrived(done: int, total: int, detail: str) -> None:
         report(messages.Progress("hosts", done, total, detail))
 
     engine = config.engine
     hello = Hello(engine.host_id, _versions(), _digest(config, source))
-    meet = OtherHost.join if engine.host_id else FirstHost.gather
+    meet = Worker.join if engine.host_id else Leader.gather
     return meet(engine.coordinator, engine.n_hosts, hello, arrived, lost)
 
 

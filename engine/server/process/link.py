@@ -7,9 +7,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import itertools
 import os
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import zmq.asyncio
 
 from jitney.engine.common import messages
 from jitney.engine.common.child_process import child_environ, start_child
-from jitney.engine.common.errors import EngineDead, ErrorInfo
+from jitney.engine.common.errors import EngineDead, ErrorInfo, RequestError
 from jitney.engine.config import Config
 from jitney.engine.server.process.main import SOCKET_NAMES, Start, remove_folder
 
@@ -103,20 +104,21 @@ class CoreLink:
     to_core: zmq.Socket
     from_core: zmq.asyncio.Socket
     process: asyncio.subprocess.Process
-    #: The core has said `Ready`; this and what follows is written by the client.
+    #: The core has sent `Ready`. This and the following fields are written by the supervisor.
     ready: bool = False
     #: The core was told the tokenizer.
     learned: bool = False
     #: Why the core ended, if it said so.
     fatal: ErrorInfo | None = None
-    #: Why it has nothing to do any more, if it said so.
+    #: Why the leader of its engine told it to end, if it did.
     left: str = ""
-    #: It said nothing for too long and was killed for it.
+    #: It was silent for too long and was killed.
     hung: bool = False
-    #: Hosts whose engines the core waited for, by its last word about that.
+    #: Hosts that the core waits for, from its newest message about that.
     awaits: list[int] = field(default_factory=list)
-    #: Who waits for which answer.
+    #: Questions that wait for an answer, by their tickets.
     tickets: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
+    _new_tickets: Iterator[int] = field(default_factory=itertools.count)
 
     def send(self, message: messages.ToCore) -> None:
         """Queue a message; one to a dead core is dropped: what it was about is seen to when the
@@ -129,14 +131,33 @@ class CoreLink:
         """The next message."""
         return _decode(await self.from_core.recv())
 
-    def answer(self, message: messages.SeatMap | messages.Done) -> None:
-        """Wake whoever asked with this ticket, unless it has given up."""
+    async def ask(self, question: Callable[[int], messages.ToCore], wait_s: float | None) -> Any:
+        """Send a question, which is made of a ticket, and wait for its answer. wait_s None: until
+        the core ends. Raises RequestError if the core does not answer in time.
+        """
+        ticket = next(self._new_tickets)
+        waiter = asyncio.get_running_loop().create_future()
+        self.tickets[ticket] = waiter
+        self.send(question(ticket))
+        try:
+            return await asyncio.wait_for(waiter, wait_s)
+        except EngineDead:
+            raise RequestError("the engine died over it", code="engine_dead") from None
+        except TimeoutError:
+            raise RequestError(
+                "the engine is busy and did not answer in time", code="internal_error"
+            ) from None
+        finally:
+            self.tickets.pop(ticket, None)
+
+    def answer(self, message: messages.SeatMap | messages.Done | messages.AdaptersSet) -> None:
+        """Complete the question with this ticket, if it still waits."""
         waiter = self.tickets.pop(message.ticket, None)
         if waiter is not None and not waiter.done():
             waiter.set_result(message)
 
     def lost(self) -> None:
-        """The core is gone: whoever asked it something waits for nothing."""
+        """Fail all questions: the core is gone."""
         for waiter in self.tickets.values():
             if not waiter.done():
                 waiter.set_exception(EngineDead("the engine process ended"))
@@ -147,7 +168,7 @@ class CoreLink:
                 self.process.kill()
 
 
-class Workshop:
+class LinkRuntime:
     """What every link needs and what must be there when no descriptor is left: ZeroMQ's own
     threads, and descriptors to give away. Folders that killed servers left go when it is made.
 
@@ -174,9 +195,12 @@ class Workshop:
             os.close(self._spare.pop())
 
     @contextlib.asynccontextmanager
-    async def open_link(self, config: Config, builder: str) -> AsyncIterator[CoreLink]:
+    async def open_link(
+        self, config: Config, builder: str, adapters: dict[str, int]
+    ) -> AsyncIterator[CoreLink]:
         """Start a core process; leaving kills it if it still runs. The sockets lie in a new folder
-        of this user's alone. Raises OSError or ZMQError if it cannot be started.
+        of this user's alone. adapters: see `Start`. Raises OSError or ZMQError if it cannot be
+        started.
         """
         context = self.context
         with (
@@ -185,7 +209,7 @@ class Workshop:
             zmq.asyncio.Context.shadow(context).socket(zmq.PULL) as from_core,
         ):
             settings = config.model_dump(mode="json", exclude={"server"})
-            start = Start(settings, folder, builder, config.server.log_level)
+            start = Start(settings, folder, builder, config.server.log_level, adapters)
             for socket, address in ((to_core, start.to_core), (from_core, start.from_core)):
                 socket.set_hwm(0)
                 socket.linger = 0

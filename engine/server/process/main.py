@@ -29,7 +29,7 @@ from jitney.engine.common import messages
 from jitney.engine.common.engine_info import EngineInfo
 from jitney.engine.common.errors import JitneyError, RequestError
 from jitney.engine.config import Config
-from jitney.engine.core import FirstHost, Goodbye, JoinedCore, ModelSource, OtherHost
+from jitney.engine.core import Leader, Leave, LockstepCore, ModelSource, Worker
 from jitney.engine.server.process.hosts import met
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ class Start(msgspec.Struct, frozen=True):
     #: What makes the core, MODULE:FUNCTION.
     builder: str
     log_level: str = "info"
+    #: Numbers of adapters by name, as an earlier core had them.
+    adapters: dict[str, int] = {}
 
     @property
     def to_core(self) -> str:
@@ -168,8 +170,13 @@ def _build_and_serve(start: Start, inbox: zmq.Socket, outbox: zmq.Socket) -> Non
         with met(config, source, report, start.from_core) as hosts:
             _serve_together(start, config, source, hosts, inbox, outbox)
         return
-    core, info = _builder(start.builder)(config, source, report)
+    core, info = _builder(start.builder)(config, source, report, **_numbered(start))
     _start_serving(core, info, inbox, outbox)
+
+
+def _numbered(start: Start) -> dict[str, Any]:
+    """What the core's builder is told of an earlier core's adapters."""
+    return {"adapters": start.adapters} if start.adapters else {}
 
 
 def _start_serving(
@@ -191,14 +198,14 @@ def _serve_together(
     start: Start,
     config: Config,
     source: ModelSource,
-    hosts: FirstHost | OtherHost,
+    hosts: Leader | Worker,
     inbox: zmq.Socket,
     outbox: zmq.Socket,
 ) -> None:
     def report(progress: messages.Progress) -> None:
         outbox.send(messages.encode(progress))
 
-    if isinstance(hosts, FirstHost) or config.engine.data_parallel > 1:
+    if isinstance(hosts, Leader) or config.engine.data_parallel > 1:
         core, info = _builder(start.builder)(config, source, report, hosts)
         _start_serving(core, info, inbox, outbox)
         return
@@ -212,15 +219,15 @@ def _serve_together(
 
 
 def _follow(
-    follower: Follower, hosts: OtherHost, is_shut_down: Callable[[], bool]
-) -> messages.Left | None:
+    follower: Follower, hosts: Worker, is_shut_down: Callable[[], bool]
+) -> messages.PeerLeft | None:
     """Do what the first host does until it ends, or until we are shut down (None)."""
     while not is_shut_down():
         until = time.monotonic() + _TICK_S
         while time.monotonic() < until:
             message = hosts.next(_LISTEN_S)
-            if isinstance(message, Goodbye):
-                return messages.Left(message.reason)
+            if isinstance(message, Leave):
+                return messages.PeerLeft(message.reason)
             if message is not None:
                 follower.do(message)
     return None
@@ -238,7 +245,7 @@ def _tick(address: str) -> None:
         socket.linger = 0
         socket.connect(address)
         while True:
-            socket.send(messages.encode(messages.Tick(waiting=0)))
+            socket.send(messages.encode(messages.Heartbeat(waiting=0)))
             time.sleep(_TICK_S)
 
 
@@ -255,9 +262,11 @@ def _freeze() -> None:
 def _serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
     """Answer messages and step while there is work; return on Shutdown, after the current step."""
     _freeze()
-    joined = core if isinstance(core, JoinedCore) else None
+    joined = core if isinstance(core, LockstepCore) else None
     if joined is not None:
-        joined.rounds.on_wait = lambda hosts: outbox.send(messages.encode(messages.Awaiting(hosts)))
+        joined.barrier.on_wait = lambda hosts: outbox.send(
+            messages.encode(messages.WaitingFor(hosts))
+        )
     idle_ticks, next_tick = 0, 0.0
     while True:
         wait_s = min(_TICK_S, core.pause_s) if core.has_work else _TICK_S
@@ -266,7 +275,7 @@ def _serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
                 return
             _handle(core, message, outbox)
         if joined is not None:
-            _send_partings(joined, outbox)
+            _send_drain_states(joined, outbox)
         if core.has_work:
             if core.company_s:
                 continue  # there is time for somebody else
@@ -274,23 +283,23 @@ def _serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
             idle_ticks = 0
             continue
         if joined is not None:
-            joined.take_part()
+            joined.run_empty_step()
         if time.monotonic() >= next_tick:
-            outbox.send(messages.encode(messages.Tick(waiting=0)))
+            outbox.send(messages.encode(messages.Heartbeat(waiting=0)))
             next_tick = time.monotonic() + _TICK_S
             idle_ticks += 1
             if idle_ticks % _CHECK_EVERY == 0:
                 core.check()
 
 
-def _send_partings(joined: JoinedCore, outbox: zmq.Socket) -> None:
+def _send_drain_states(joined: LockstepCore, outbox: zmq.Socket) -> None:
     """What the others say of the end."""
-    while (parting := joined.rounds.next_parting()) is not None:
-        outbox.send(messages.encode(messages.Parting(parting.drained)))
+    while (drain_state := joined.barrier.next_drain_state()) is not None:
+        outbox.send(messages.encode(messages.DrainState(drain_state.drained)))
 
 
 def _received(
-    inbox: zmq.Socket, wait_s: float, joined: JoinedCore | None = None
+    inbox: zmq.Socket, wait_s: float, joined: LockstepCore | None = None
 ) -> Iterator[messages.ToCore]:
     """Messages that are here now, or that come within `wait_s` seconds; none if the others of a
     joined engine wait for it earlier.
@@ -310,7 +319,7 @@ def _handle(core: EngineCore, message: messages.ToCore, outbox: zmq.Socket) -> N
     """Give one message to the core; its consequences come out of the next step."""
 
     def alive() -> None:
-        outbox.send(messages.encode(messages.Tick(waiting=0)))
+        outbox.send(messages.encode(messages.Heartbeat(waiting=0)))
 
     match message:
         case messages.Add(request=request):
@@ -332,9 +341,13 @@ def _handle(core: EngineCore, message: messages.ToCore, outbox: zmq.Socket) -> N
         case messages.ResetPrefixCache(ticket=ticket):
             core.reset_prefix_cache()
             outbox.send(messages.encode(messages.Done(ticket)))
-        case messages.Part(drained=drained):
-            if isinstance(core, JoinedCore):
-                core.rounds.part(drained=drained)
+        case messages.SetAdapters():
+            answer = core.set_adapters(message)
+            if answer is not None:
+                outbox.send(messages.encode(answer))
+        case messages.Drain(drained=drained):
+            if isinstance(core, LockstepCore):
+                core.barrier.drain(drained=drained)
         case messages.Shutdown():
             pass
 

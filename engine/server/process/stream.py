@@ -30,7 +30,7 @@ class Stream:
     closed: bool = False
     #: Ends that were asked of the core.
     asked: dict[int, FinishReason] = field(default_factory=dict)
-    #: Cores that crashed while they had it; see `suspicion`.
+    #: Cores that crashed while they had it; see `faults.CrashBlame`.
     crashes: int = 0
     #: Ends it when the core should have done so.
     timer: asyncio.TimerHandle | None = None

@@ -398,7 +398,7 @@ def test_what_cannot_fit_the_model_is_said_before_anything_is_loaded(
 ):
     """The core's process is not even started."""
     from jitney.engine.core.weights.checkpoints.sources import ModelSource
-    from jitney.engine.server.process.supervisor import ProcessClient
+    from jitney.engine.server.process.process_client import ProcessClient
 
     async def no_core(client: ProcessClient) -> None:
         raise AssertionError("the core was started")

@@ -14,8 +14,9 @@ from api_fakes import FakeClient, Script, make_app
 from metric_names import metric_names
 
 from jitney.engine.cli import diagnosis
-from jitney.engine.cli.diagnosis import COMPLAINTS, RULES, Figures, Scrape, diagnose
+from jitney.engine.cli.diagnosis import COMPLAINTS, RULES, Figures, diagnose
 from jitney.engine.common.records import STEP_DTYPE
+from jitney.engine.common.scrape import Scrape
 
 ROOT = Path(__file__).parents[3]
 #: An engine with nothing wrong: half of its seats taken, some wait, answers come quickly.

@@ -32,6 +32,7 @@ from jitney.engine.server.app import create_app
 from jitney.engine.server.http.access import ApiKeys
 from jitney.engine.server.http.connections import Connections
 from jitney.engine.server.http.listen import AcceptedKeys, base_url, listen
+from jitney.engine.server.http.reload import AdapterNews
 from jitney.engine.server.http.reloader import FreshSettings, Reloader
 from jitney.engine.server.http.web_server import limits, web_server
 
@@ -48,6 +49,8 @@ class Running:
     settings: dict[str, str] = field(default_factory=dict)
     #: Settings that a reload reports.
     changed: list[str] = field(default_factory=list)
+    #: Answers requests.
+    host: Any = None
     url: str = ""
 
     def users(self, *keys: str) -> None:
@@ -92,13 +95,13 @@ class Running:
         app = create_app(client, ByteTokenizer(), own, "m", pages, keys=keys)  # type: ignore[arg-type]
         bound = listen("127.0.0.1", 0)
         server = web_server(config, settings, app, connections)
-        service = app.state.service
+        service = self.host = app.state.service
         service.reload = Reloader(
             config.server,
             lambda: FreshSettings(self.config.server, self.changed),
             keys,
             connections,
-            service.own_requests,
+            service,
             tls=lambda: server.config.ssl,
         )
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[bound])))
@@ -322,9 +325,65 @@ def test_a_server_without_keys_takes_none_while_it_runs(tmp_path: Path):
         assert status(running, "any") == 200
 
 
+def test_limits_of_each_key_count_from_now_on(running: Running):
+    with (
+        running.http("ann") as web,
+        web.stream("POST", "/v1/completions", json=stream(max_tokens=200)) as answer,
+    ):
+        lines = answer.iter_lines()
+        next(lines)
+        running.settings.update(key_max_concurrent="1", key_jobs="1")
+        assert running.reload().json()["settings"] == ["key_jobs", "key_max_concurrent"]
+        assert web.post("/v1/completions", json=PROMPT).json()["error"]["code"] == "rate_limit"
+        job = {"endpoint": "/v1/completions", "body": PROMPT}
+        jobs = [web.post("/v1/jobs", json=job) for _ in range(2)]
+        assert [answer.status_code for answer in jobs] == [202, 429]
+        running.settings.clear()
+        assert running.reload().json()["settings"] == ["key_jobs", "key_max_concurrent"]
+        assert web.post("/v1/completions", json=PROMPT | {"max_tokens": 1}).status_code == 200
+        assert running.reload().json()["settings"] == []
+
+
+def test_a_keys_new_minute_holds_what_it_has_not_spent(running: Running):
+    def ask(max_tokens: int) -> int:
+        with running.http("ann") as web:
+            body = PROMPT | {"max_tokens": max_tokens}
+            return web.post("/v1/completions", json=body).status_code
+
+    running.settings.update(key_tokens_per_minute="20")
+    running.reload()
+    assert [ask(8), ask(16)] == [200, 429]
+    running.settings.update(key_tokens_per_minute="40")
+    running.reload()
+    assert [ask(16), ask(30)] == [200, 429]
+
+
+def test_messages_are_signed_with_the_new_secret(running: Running):
+    file = running.folder / "secret"
+
+    def write(secret: str) -> None:
+        file.write_text(secret)
+        file.chmod(0o600)
+
+    write("one")
+    running.settings.update(webhook_secret_file=str(file))
+    assert running.reload().json()["settings"] == ["webhook_secret_file"]
+    write("two")
+    assert running.reload().json()["settings"] == ["webhook_secret_file"]
+    service = running.host
+    assert service.settings.webhook_secret == "two"
+    file.chmod(0o644)
+    assert running.reload().status_code == 409
+    assert service.settings.webhook_secret == "two"
+
+
 def test_what_counts_at_the_next_start_only_is_named(running: Running):
     running.changed.append("max_seats")
     assert running.reload().json()["needs_restart"] == ["max_seats"]
+
+
+async def never(config: Config) -> AdapterNews:
+    raise AssertionError(config)
 
 
 def test_the_configurations_file_is_read_again(tmp_path: Path):
@@ -335,7 +394,7 @@ def test_the_configurations_file_is_read_again(tmp_path: Path):
     args = Arguments(config=str(file), model_word=None, page_size=32)
     before = args.load_layers()
     file.write_text('[server]\nadmin_keys = ["two"]\ndrain_s = 1.5\n[engine]\nmax_seats = 8\n')
-    fresh = _reread(args, before)
+    fresh = _reread(args, before, never)
     assert AcceptedKeys.of(fresh.server) == AcceptedKeys(admins=("two",))
     assert sorted(fresh.needs_restart) == ["drain_s", "max_seats"]
 
@@ -480,7 +539,7 @@ runpy.run_module("jitney.engine.cli.fleet_engine", run_name="__main__")
     ) as engine:
         assert engine.stdin is not None and engine.stdout is not None
         assert engine.stdout.readline() == "before\n"
-        engine.stdin.write("root,fleet\n")
+        engine.stdin.write('{"JITNEY_ADMIN_KEYS": "root,fleet"}\n')
         engine.stdin.flush()
         assert engine.stdout.readline() == "root,fleet\n"
         engine.stdin.close()

@@ -24,11 +24,13 @@ import httpx
 import openai
 import psutil
 import pytest
+from adapter_files import write_adapter
 from engine_infos import engine_info
 
 from jitney.engine.cli.serve import _curl_line
 from jitney.engine.common.ports import free_port
 from jitney.engine.config.schema import Config, ServerSection
+from jitney.engine.core.weights.checkpoints.sources import ModelSource
 
 FLAGS = (
     "tiny-random",
@@ -491,6 +493,58 @@ def test_a_signal_has_it_read_its_keys_again(cache: Path, tmp_path: Path):
         headers = {"authorization": "Bearer third"}
         shown = httpx.get(serving.url + "/config", headers=headers, timeout=60).json()["settings"]
         assert shown["admin_keys"]["value"] == "2 set, not shown"
+
+
+def test_adapters_come_and_go_with_the_configuration(cache: Path, tmp_path: Path):
+    """A core that is started anew is an engine that was started with them."""
+    file, model = tmp_path / "run.toml", ModelSource.resolve("tiny-random").config
+    folders = {name: write_adapter(tmp_path / name, model, seed) for seed, name in enumerate("abc")}
+
+    def configure(*names: str) -> None:
+        listed = [f"{name}={folders[name]}" for name in names]
+        file.write_text(f"[model]\nadapters = {json.dumps(listed)}\nadapter_room = 4\n")
+
+    def ask(name: str) -> httpx.Response:
+        body = BODY | {"max_tokens": 8, "model": name}
+        return httpx.post(serving.url + "/v1/completions", json=body, timeout=60)
+
+    def text(name: str) -> str:
+        return ask(name).json()["choices"][0]["text"]
+
+    def reload() -> httpx.Response:
+        return httpx.post(serving.url + "/admin/reload", timeout=60)
+
+    configure("a")
+    with Serving(cache, "--config", str(file)) as serving:
+        serving.ready()
+        before, digest = text("a"), serving.get("/version").json()["config_digest"]
+        assert ask("b").status_code == 404
+        configure("a", "b")
+        news = reload().json()
+        assert news["adapters"] == {"added": ["b"], "removed": [], "replaced": []}
+        assert news["needs_restart"] == []
+        assert serving.get("/version").json()["adapters"] == ["a", "b"]
+        assert serving.get("/version").json()["config_digest"] != digest
+        assert serving.get("/config").json()["settings"]["adapters"]["value"][1][:2] == "b="
+        names = [card["id"] for card in serving.get("/v1/models").json()["data"]]
+        assert names == ["tiny-random", "a", "b"]
+        texts = [text(name) for name in names]
+        assert texts[1] == before and len(set(texts)) == 3
+
+        configure("b")
+        assert reload().json()["adapters"]["removed"] == ["a"]
+        assert (ask("a").status_code, text("b")) == (404, texts[2])
+        (folders["c"] / "adapter_model.safetensors").write_bytes(b"")
+        configure("b", "c")
+        refused = reload()
+        assert refused.status_code == 409
+        assert "nothing was changed: adapter c: " in refused.json()["error"]["message"]
+        assert (ask("c").status_code, text("b")) == (404, texts[2])
+
+        os.kill(serving.core(), signal.SIGKILL)
+        serving.wait_for(lambda: bool(serving.outages()))
+        serving.ready()
+        assert (ask("a").status_code, text("b")) == (404, texts[2])
 
 
 def test_a_second_signal_ends_it_at_once(cache: Path):

@@ -23,6 +23,7 @@ COUNTED = {
     "dtype",
     "weights",
     "context",
+    "adapter_room",
     "chat_template",
     "max_seats",
     "page_size",

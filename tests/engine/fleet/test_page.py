@@ -124,6 +124,20 @@ def test_the_page_and_readyz_say_the_same(served: Served):
         assert sums["unready_models"] == []
 
 
+def test_a_fault_of_the_fleet_itself_is_counted_with_the_refusals(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(name: object) -> str:
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr(served.fleet, "model_name", fail)
+    with served.http() as http:
+        key = {"authorization": f"Bearer {USER}"}
+        body = {"model": "m", "prompt": "Where to?"}
+        assert http.post("/v1/completions", json=body, headers=key).status_code == 500
+    assert served.fleet.refusals.lately() == {"500": 1}
+
+
 def test_refusals_of_the_last_minute_are_counted_by_status():
     now = [100.0]
     counts = RefusalCounts(lambda: now[0])

@@ -5,6 +5,7 @@ asks engines with.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -16,10 +17,12 @@ from typing import Any
 
 import httpx
 import pytest
+from adapter_files import write_adapter
 from api_fakes import FakeClient, Script, until
 from fleet_engines import CHAT, FakeEngine, engines
 
 from jitney.engine.common.ports import free_port
+from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.server.http.settings import digest_key
 
 PROGRAM = "import sys; from jitney.engine.cli import main; sys.exit(main())"
@@ -38,7 +41,7 @@ class Program:
 
     def http(self, key: str) -> httpx.Client:
         headers = {"authorization": f"Bearer {key}"}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=30, trust_env=False)
+        return httpx.Client(base_url=self.url, headers=headers, timeout=180, trust_env=False)
 
     def status(self, key: str, path: str = "/v1/models") -> int:
         with self.http(key) as web:
@@ -57,8 +60,10 @@ def write(file: Path, *keys: str) -> None:
 
 
 @contextlib.contextmanager
-def fleet_over(folder: Path, engine: FakeEngine) -> Iterator[Program]:
-    """A fleet with keys of its own, whose one engine it asks with `engine.key`."""
+def fleet_over(folder: Path, model: str, ready_s: float = 60) -> Iterator[Program]:
+    """A fleet with keys of its own, which asks engines of `urls` with `engine.key`. model: lines of
+    [models.m].
+    """
     for name, key in (("users", "ann"), ("admins", "boss"), ("engine.key", "fleet-1")):
         write(folder / name, key)
     port = free_port()
@@ -66,7 +71,7 @@ def fleet_over(folder: Path, engine: FakeEngine) -> Iterator[Program]:
         f'[fleet]\nport = {port}\npoll_s = 0.05\ndata_dir = "data"\n'
         'engine_key_file = "engine.key"\n'
         f'api_key_file = "{folder}/users"\nadmin_key_file = "{folder}/admins"\n'
-        f'[models.m]\nurls = ["{engine.url}"]\n'
+        f"[models.m]\n{model}\n"
     )
     command = [sys.executable, "-P", "-c", PROGRAM, "fleet", "serve", str(folder / "fleet.toml")]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("JITNEY_")}
@@ -75,7 +80,7 @@ def fleet_over(folder: Path, engine: FakeEngine) -> Iterator[Program]:
     )
     program = Program(folder, f"http://127.0.0.1:{port}", process)
     try:
-        until(lambda: is_ready(program), 60)
+        until(lambda: is_ready(program), ready_s)
         yield program
     finally:
         process.send_signal(signal.SIGTERM)
@@ -92,14 +97,15 @@ def is_ready(program: Program) -> bool:
 def engine() -> Iterator[FakeEngine]:
     """Accepts both keys of the fleet. Its answers take ten seconds."""
     keys = tuple(map(digest_key, ("fleet-1", "fleet-2")))
-    fake = FakeEngine(FakeClient(Script("x" * 200, delay_s=0.05)), {"admin_keys": keys})
+    script = Script("x" * 200, delay_s=0.05)
+    fake = FakeEngine(FakeClient(script, adapters=("fr",)), {"admin_keys": keys})
     with engines(fake):
         yield fake
 
 
 @pytest.fixture(scope="module")
 def program(engine: FakeEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
-    with fleet_over(tmp_path_factory.mktemp("fleet"), engine) as program:
+    with fleet_over(tmp_path_factory.mktemp("fleet"), f'urls = ["{engine.url}"]') as program:
         yield program
 
 
@@ -164,6 +170,74 @@ def test_other_settings_are_named(program: Program):
     file.write_text(before.replace("[models.m]", "drain_s = 1.5\n[models.other]"))
     assert program.reload()["needs_restart"] == ["drain_s", "models"]
     file.write_text(before)
+
+
+def complete(program: Program, model: str, **fields: Any) -> httpx.Response:
+    body = {"model": model, "prompt": "Hi", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    with program.http("ann") as web:
+        return web.post("/v1/completions", json=body | fields)
+
+
+def test_adapters_of_engines_elsewhere_can_be_named_while_it_serves(program: Program):
+    file = program.folder / "fleet.toml"
+    before = file.read_text()
+    assert complete(program, "fr", max_tokens=1).status_code == 404
+    file.write_text(before + 'adapters = ["fr"]\n')
+    told = program.reload()
+    assert (told["adapters"]["added"], told["needs_restart"]) == (["fr"], [])
+    assert complete(program, "fr", max_tokens=1).status_code == 200
+    file.write_text(before)
+    assert program.reload()["adapters"]["removed"] == ["fr"]
+    assert complete(program, "fr", max_tokens=1).status_code == 404
+
+
+MODEL = """
+replicas = 1
+
+[models.m.settings]
+model = "tiny-random"
+dtype = "float32"
+max_seats = 4
+token_budget = 64
+seat_buckets = [4]
+token_buckets = [64]
+adapter_room = 4
+adapters = {adapters}
+"""
+
+
+@pytest.mark.usefixtures("hurried_processes")
+def test_engines_that_it_started_take_other_adapters(tmp_path: Path):
+    config = ModelSource.resolve("tiny-random").config
+    folders = {name: write_adapter(tmp_path / name, config, len(name)) for name in ("fr", "deu")}
+    file = tmp_path / "fleet.toml"
+
+    def listed(*names: str) -> str:
+        return json.dumps([f"{name}={folders[name]}" for name in names])
+
+    with fleet_over(tmp_path, MODEL.format(adapters=listed("fr")), 300) as program:
+        before = file.read_text()
+        base, french = (complete(program, name).json() for name in ("m", "fr"))
+        assert complete(program, "deu").status_code == 404
+        file.write_text(before.replace(listed("fr"), listed("fr", "deu")))
+        told = program.reload()
+        assert (told["adapters"]["added"], told["needs_restart"]) == (["deu"], [])
+        german = [complete(program, "deu").json()["choices"][0]["text"] for _ in range(2)]
+        texts = [answer["choices"][0]["text"] for answer in (base, french)]
+        assert len(set(german)) == 1 and german[0] not in texts
+        assert complete(program, "fr").json()["choices"][0]["text"] == texts[1]
+
+        (folders["fr"] / "adapter_config.json").write_text("{}")
+        with program.http("boss") as web:
+            refused = web.post("/admin/reload")
+        assert refused.status_code == 409
+        assert "m-0: nothing was changed: adapter fr: " in refused.json()["error"]["message"]
+        assert complete(program, "fr").json()["choices"][0]["text"] == texts[1]
+
+        file.write_text(before.replace(listed("fr"), listed("deu")))
+        assert program.reload()["adapters"]["removed"] == ["fr"]
+        assert complete(program, "fr").status_code == 404
+        assert complete(program, "deu").json()["choices"][0]["text"] == german[0]
 
 
 def test_a_signal_does_the_same(program: Program):

@@ -136,6 +136,34 @@ def test_who_stays_undecided_is_rolled_back_in_the_end():
     assert decision is not None and "undecided after 25.0 h" in decision.reason
 
 
+def test_speeds_that_cannot_be_compared_are_told_and_decide_nothing():
+    """Each arm has as much to do as the other never has."""
+    clock = Clock()
+    rollout = rollout_of(PromotionRule(min_requests=500, undecided_after_h=24.0), clock)
+
+    def verdicts() -> dict[str, str]:
+        return {figure["name"]: figure["verdict"] for figure in rollout.report()["figures"]}
+
+    def observe(numbers: range) -> None:
+        for number in numbers:
+            place = number % Comparison.clusters
+            busy = RequestOutcome(True, 20, 3.0, 0.5, load=8.0, first_load=8.0)
+            rollout.observe(KeyPlace("stable", place), busy)
+            rollout.observe(KeyPlace("candidate", place), RequestOutcome(True, 20, 1.0, 0.1))
+
+    observe(range(10))
+    assert verdicts()["tokens_per_s"] == verdicts()["errors"] == "not known yet"
+    observe(range(10, 1200))
+    apart = "not compared: loads hardly overlap"
+    assert verdicts()["tokens_per_s"] == verdicts()["first_token_s"] == apart
+    assert verdicts()["errors"] == "no difference seen yet"
+    assert rollout.look() is None and rollout.state == "running"
+    clock.now += 25 * HOUR_S
+    decision = rollout.look()
+    assert decision is not None and decision.state == "rolled_back"
+    assert f"undecided after 25.0 h; tokens_per_s {apart}, first_token_s {apart}" in decision.reason
+
+
 def test_figures_that_no_request_has_do_not_hold_up_a_promotion():
     """Nobody streams: no first token is ever seen."""
     rollout = rollout_of(PromotionRule(min_requests=500))
@@ -146,7 +174,7 @@ def test_figures_that_no_request_has_do_not_hold_up_a_promotion():
             )
     decision = rollout.look()
     assert decision is not None and decision.state == "promoted"
-    assert "first_token_s not known" in decision.reason
+    assert "first_token_s not known yet" in decision.reason
 
 
 def test_another_configuration_is_compared_anew(caplog: pytest.LogCaptureFixture):

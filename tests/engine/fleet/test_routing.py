@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jitney.engine.fleet.replica_set import ReplicaSet
-from jitney.engine.fleet.replicas import Replica, _values
+from jitney.engine.fleet.replicas import Replica, _loads
 from jitney.engine.fleet.routing import KnownBeginnings, LeastWait, Ring, _most_load, by_turn
 
 KEYS = [f"conversation {number}".encode() for number in range(4000)]
@@ -247,8 +247,9 @@ OF_VLLM = 'vllm:num_requests_running{model_name="a b"} 4.0\n'
 
 def test_a_load_is_what_people_wait_for():
     told = {"seats": 4.0, "running": 4.0, "waiting": 3.0, "background": 5.0, "wait_s": 0.25}
-    assert _values(METRICS) == _values(METRICS + OF_VLLM) == told
-    assert _values(OF_VLLM) == {"running": 4.0}
+    assert _loads(METRICS) == _loads(METRICS + OF_VLLM) == told
+    assert _loads(OF_VLLM) == {"running": 4.0}
+    assert _loads("jitney_seats 4 1700000000000\njitney_requests_running +Inf\n<p>") == {"seats": 4}
     replica = Replica("r", seats=4, running=4.0, waiting=3.0, background=5.0, wait_s=0.25)
     assert (replica.load, replica.taken) == (2.0, 0.5)
     for _ in range(6):

@@ -124,6 +124,20 @@ class Adapter:
             )
 
 
+def stamp_of(folder: str) -> tuple[int, ...]:
+    """Numbers that change when a file of an adapter does, or when another takes its place; none
+    where a file is not there.
+    """
+    numbers: list[int] = []
+    for name in (_CONFIG, _TENSORS):
+        try:
+            status = (Path(folder).expanduser() / name).stat()
+        except OSError:
+            return ()
+        numbers += status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    return tuple(numbers)
+
+
 def _read_adapter(name: str, folder: Path) -> Adapter:
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder")

@@ -128,10 +128,7 @@ class Batches:
 
     async def _begun(self, keeper: StoreKeeper) -> _Open:
         """Go on with what the folder has."""
-        settings = self._host.settings
-        webhooks = Webhooks(
-            keeper, settings.server.webhook_prefixes, settings.webhook_secret, self._queues
-        )
+        webhooks = Webhooks(keeper, lambda: self._host.settings, self._queues)
         runner = BatchRunner(self._host, keeper, self.executor, webhooks.wake)
         await runner.start()
         return _Open(keeper, runner, webhooks, asyncio.create_task(webhooks.run()))

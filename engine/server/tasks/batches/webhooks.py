@@ -32,6 +32,7 @@ from jitney.engine.common.requests import JsonDict
 from jitney.engine.server.tasks.batches.store import BatchStore, StoreUnavailable
 
 if TYPE_CHECKING:
+    from jitney.engine.server.http.settings import ServerSettings
     from jitney.engine.server.tasks.batches.keeper import StoreKeeper
 
 _log = logging.getLogger("jitney.api")
@@ -286,13 +287,12 @@ class Webhooks:
     def __init__(
         self,
         keeper: StoreKeeper,
-        prefixes: tuple[str, ...],
-        secret: str,
+        settings: Callable[[], ServerSettings],
         queues: Sequence[Deliveries],
     ):
         self._keeper = keeper
-        self._prefixes = prefixes
-        self._secret = secret
+        #: As they count now: the URLs that are told, and the secret that messages are signed with.
+        self._settings = settings
         self._queues = queues
         #: Something is due, or there is room for it.
         self._changed = asyncio.Event()
@@ -367,9 +367,11 @@ class Webhooks:
     async def _send(self, client: httpx.AsyncClient, delivery: _Delivery) -> str:
         """One try; why it failed."""
         url, body = delivery.url, delivery.event.text()
-        if not self._secret or not _is_allowed(url, self._prefixes):
+        settings = self._settings()
+        secret = settings.webhook_secret
+        if not secret or not _is_allowed(url, settings.server.webhook_prefixes):
             return "its URL is not allowed any more"
-        headers = _signed(self._secret, delivery.event.id, int(time.time()), body)
+        headers = _signed(secret, delivery.event.id, int(time.time()), body)
         try:
             # What is answered is not read.
             async with (

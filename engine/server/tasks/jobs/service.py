@@ -115,11 +115,10 @@ class _JobRunner:
         on_end: Callable[[], None],
     ):
         """on_end is called when a job is over."""
+        self._host = host
         self._keeper = keeper
         self._executor = executor
         self._on_end = on_end
-        #: Bytes that one key may have.
-        self._most_bytes = host.settings.server.key_file_bytes
         self._places = Places(host)
         self._tasks = Tasks(self._changed)
         #: Set, and forgotten, at a job's next change.
@@ -128,6 +127,11 @@ class _JobRunner:
     @property
     def is_stopped(self) -> bool:
         return self._tasks.is_stopped
+
+    @property
+    def _most_bytes(self) -> int:
+        """That one key may have."""
+        return self._host.settings.server.key_file_bytes
 
     async def start(self) -> None:
         """Go on with what an earlier process has left."""

@@ -19,8 +19,8 @@ from jitney.engine.common.ports import free_port
 from jitney.engine.common.worker_pipe import framed
 from jitney.engine.core.distributed import link
 from jitney.engine.core.distributed.connection import Connection, HostAddress
-from jitney.engine.core.distributed.link import FirstHost, OtherHost
-from jitney.engine.core.distributed.messages import Goodbye, Hello, PackedArray, Step, StepSize
+from jitney.engine.core.distributed.link import Leader, Worker
+from jitney.engine.core.distributed.messages import Hello, Leave, PackedArray, Step, StepSize
 
 LIMIT_S = 30.0
 OWN = Hello(0, "jitney 1, jax 2", "abc")
@@ -55,9 +55,9 @@ class Meeting:
     def report(self, done: int, total: int, detail: str) -> None:
         self.reports.append((done, total, detail))
 
-    def first(self, n_hosts: int = 2) -> Future[FirstHost]:
+    def first(self, n_hosts: int = 2) -> Future[Leader]:
         return self.pool.submit(
-            FirstHost.gather, self.coordinator, n_hosts, OWN, self.report, self.lost_by(0)
+            Leader.gather, self.coordinator, n_hosts, OWN, self.report, self.lost_by(0)
         )
 
     def other(
@@ -66,12 +66,12 @@ class Meeting:
         n_hosts: int = 2,
         versions: str = OWN.versions,
         digest: str = OWN.digest,
-    ) -> Future[OtherHost]:
+    ) -> Future[Worker]:
         hello = Hello(number, versions, digest)
         lost = self.lost_by(number)
-        return self.pool.submit(OtherHost.join, self.coordinator, n_hosts, hello, self.report, lost)
+        return self.pool.submit(Worker.join, self.coordinator, n_hosts, hello, self.report, lost)
 
-    def pair(self) -> tuple[FirstHost, OtherHost]:
+    def pair(self) -> tuple[Leader, Worker]:
         first, other = self.first(), self.other()
         return first.result(LIMIT_S), other.result(LIMIT_S)
 
@@ -84,13 +84,13 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
 
 
 @pytest.fixture
-def pair(meeting: Meeting) -> Iterator[tuple[FirstHost, OtherHost]]:
+def pair(meeting: Meeting) -> Iterator[tuple[Leader, Worker]]:
     first, other = meeting.pair()
     yield first, other
     part([first, other])
 
 
-def part(hosts: list[FirstHost | OtherHost]) -> None:
+def part(hosts: list[Leader | Worker]) -> None:
     """The first host last: it waits for the others."""
     for host in reversed(hosts):
         host.leave("the test is over", failed=False)
@@ -100,7 +100,7 @@ def step(number: int) -> Step:
     return Step(number, 4, True, PackedArray.of(np.arange(number, dtype=np.int32)))
 
 
-def test_what_the_first_host_says_comes_in_order(pair: tuple[FirstHost, OtherHost]):
+def test_what_the_first_host_says_comes_in_order(pair: tuple[Leader, Worker]):
     first, other = pair
     for number in range(50):
         first.send(step(number))
@@ -133,7 +133,7 @@ def test_hosts_agree_on_the_least(meeting: Meeting):
 
 
 def test_hosts_that_found_different_things_all_say_so(
-    meeting: Meeting, pair: tuple[FirstHost, OtherHost]
+    meeting: Meeting, pair: tuple[Leader, Worker]
 ):
     asked = [
         meeting.pool.submit(host.same, "kernels", value)
@@ -219,7 +219,7 @@ def connected(port: int) -> socket.socket:
     [
         b"GET / HTTP/1.1\r\nhost: x\r\n\r\n",
         b"\xff\xff\xff\xff",
-        framed(Goodbye("no hello", False)),
+        framed(Leave("no hello", False)),
         b"\x00\x00\x00\x02\xc1\xc1",
         b"",
     ],
@@ -289,7 +289,7 @@ def test_the_end_of_the_first_host_in_order_is_no_loss(meeting: Meeting):
     first.send(step(1))
     leaving = meeting.pool.submit(first.leave, "host 0 was told to end", failed=False)
     assert isinstance(other.next(LIMIT_S), Step)
-    assert other.next(LIMIT_S) == Goodbye("host 0 was told to end", False)
+    assert other.next(LIMIT_S) == Leave("host 0 was told to end", False)
     other.leave("the first host is gone", failed=False)
     leaving.result(LIMIT_S)
     assert meeting.losses.empty()
@@ -301,18 +301,18 @@ SIZE = StepSize(tokens=4, seats=4, decode_only=True, plain=True)
 def test_engines_of_several_hosts_agree_upon_steps(meeting: Meeting):
     futures = [meeting.first(3), meeting.other(1, 3), meeting.other(2, 3)]
     hosts = [future.result(LIMIT_S) for future in futures]
-    early = meeting.pool.submit(hosts[2].rounds().agree, SIZE)  # host 0 may not be there yet
-    idle = [host.rounds() for host in hosts[:2]]
-    for rounds in idle:
-        wait_for(rounds.is_asked)
-    agreed = [meeting.pool.submit(rounds.agree, None) for rounds in idle]
+    early = meeting.pool.submit(hosts[2].step_barrier().agree, SIZE)  # host 0 may not be there yet
+    idle = [host.step_barrier() for host in hosts[:2]]
+    for barrier in idle:
+        wait_for(barrier.is_asked)
+    agreed = [meeting.pool.submit(barrier.agree, None) for barrier in idle]
     assert [future.result(LIMIT_S) for future in (early, *agreed)] == [SIZE] * 3
     part(hosts)
 
 
 def test_the_end_of_a_host_in_order_is_a_loss_to_engines_of_their_own(meeting: Meeting):
     first, other = meeting.pair()
-    other.rounds()
+    other.step_barrier()
     leaving = meeting.pool.submit(first.leave, "host 0 was told to end", failed=False)
     assert meeting.losses.get(timeout=LIMIT_S) == (1, "host 0 was told to end", False)
     other.leave("the first host is gone", failed=False)
@@ -322,9 +322,9 @@ def test_the_end_of_a_host_in_order_is_a_loss_to_engines_of_their_own(meeting: M
 def test_a_first_host_that_ended_has_no_rounds(meeting: Meeting):
     first, other = meeting.pair()
     leaving = meeting.pool.submit(first.leave, "host 0 was told to end", failed=False)
-    assert other.next(LIMIT_S) == Goodbye("host 0 was told to end", False)
+    assert other.next(LIMIT_S) == Leave("host 0 was told to end", False)
     with pytest.raises(ConnectionError, match="host 0 was told to end"):
-        other.rounds()
+        other.step_barrier()
     other.leave("the first host is gone", failed=False)
     leaving.result(LIMIT_S)
 

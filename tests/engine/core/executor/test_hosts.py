@@ -15,7 +15,7 @@ from jitney.engine.core.distributed import messages
 from jitney.engine.core.distributed.connection import _decode
 from jitney.engine.core.distributed.messages import Board, Choose, Step
 from jitney.engine.core.engine_core import EngineCore
-from jitney.engine.core.executor.hosts import Follower, LeadingRunner
+from jitney.engine.core.executor.hosts import Follower, LeaderRunner
 from jitney.engine.core.executor.program import StateSizes
 from jitney.engine.core.executor.runner import Runner
 from jitney.engine.core.models.registry import random_model
@@ -52,16 +52,16 @@ def wire() -> Wire:
 
 
 @pytest.fixture(scope="module")
-def leading(wire: Wire) -> LeadingRunner:
+def leading(wire: Wire) -> LeaderRunner:
     model = random_model(tiny_config())
-    runner = LeadingRunner(model, BUCKETS, select("cpu", "reference"), SIZES, end_ids=())
+    runner = LeaderRunner(model, BUCKETS, select("cpu", "reference"), SIZES, end_ids=())
     runner.compile()
     runner.lead(wire)  # type: ignore[arg-type]
     return runner
 
 
 @pytest.fixture(scope="module")
-def core(leading: LeadingRunner) -> EngineCore:
+def core(leading: LeaderRunner) -> EngineCore:
     scheduler = Scheduler(
         SchedulerLimits(max_seats=4, context_length=64),
         BUCKETS,
@@ -87,7 +87,7 @@ def state_of(runner: Runner) -> list[np.ndarray]:
 
 
 def test_a_follower_ends_up_with_the_same_state(
-    core: EngineCore, leading: LeadingRunner, wire: Wire, monkeypatch: pytest.MonkeyPatch
+    core: EngineCore, leading: LeaderRunner, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ):
     tokens = served(
         core,
@@ -114,10 +114,10 @@ def test_a_follower_ends_up_with_the_same_state(
     core.reset_prefix_cache()
 
 
-def test_a_follower_takes_nothing_but_steps(leading: LeadingRunner):
+def test_a_follower_takes_nothing_but_steps(leading: LeaderRunner):
     follower = Follower(leading)
     with pytest.raises(ConnectionError, match="where a step was expected"):
-        follower.do(messages.Beat())
+        follower.do(messages.Heartbeat())
 
 
 def test_several_hosts_do_not_sleep(core: EngineCore):

@@ -15,7 +15,7 @@ from outputs import Outputs, collect
 
 from jitney.engine.common.requests import Grammar
 from jitney.engine.config.schema import Config, EngineSection, ServerSection, _ModelSection
-from jitney.engine.server.process.supervisor import ProcessClient
+from jitney.engine.server.process.process_client import ProcessClient
 
 SUPPORT = Path(__file__).parents[3] / "support"
 CODE = Grammar("regex", "[a-f]{20}-[0-9]{12}")

@@ -93,7 +93,7 @@ def test_numbers_are_transformers_numbers(architecture: str, pooling: Pooling, t
         alone = numbers(run(llm.core, [requests[number]])[str(number)])
         assert alone.shape == right.shape and alone.dtype == np.float32
         np.testing.assert_allclose(alone, right, atol=2e-5)
-        np.testing.assert_allclose(numbers(crowd[str(number)]), alone, atol=2e-6)
+        np.testing.assert_allclose(numbers(crowd[str(number)]), alone, atol=5e-6)
     assert llm.core.runner.compiles == compiled, "nothing compiles while it serves"
 
 
@@ -211,7 +211,7 @@ def test_a_step_that_fails_costs_no_other_text():
         core.runner.launch = launch  # type: ignore[attr-defined]
     assert ended["20"].error is not None and ended["20"].error.code == "request_failed"
     for name in ("30", "10"):
-        np.testing.assert_allclose(numbers(ended[name]), alone[name], atol=2e-6)
+        np.testing.assert_allclose(numbers(ended[name]), alone[name], atol=5e-6)
 
 
 def test_a_row_that_is_not_finite_ends_its_text_alone():

@@ -27,7 +27,7 @@ from jitney.engine.core.scheduler.promises import _LONGEST_RETRY, PlaceRate, Pro
 from jitney.engine.core.scheduler.sequence import Sequence
 from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.simulator import VirtualDevice, _FlyingStep, simulate
-from jitney.engine.server.process.supervisor import _with_seed
+from jitney.engine.server.process.process_client import _with_seed
 
 #: 8 seats, answers of 35 tokens on average, 50 ms a step.
 CAPACITY = 8 / (35 * 0.05)

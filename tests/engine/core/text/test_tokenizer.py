@@ -22,6 +22,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers.integrations.gguf import gguf_tokenizer_mapping
 
 from jitney.engine.common.errors import ModelError, RequestError
+from jitney.engine.common.requests import JsonDict
 from jitney.engine.core.text.fast_tokenizers import _fast_from_gguf, _tiny_fast, byte_characters
 from jitney.engine.core.text.gguf_words import _PRE_TOKENIZERS
 from jitney.engine.core.text.tokenizer import Tokenizer
@@ -169,6 +170,35 @@ def test_unsound_tokenizer_files_are_refused(tmp_path: Path, monkeypatch: pytest
 
 
 # Encoders read pairs of texts
+
+
+TEXT: JsonDict = {"Sequence": {"id": "A", "type_id": 0}}
+MARK: JsonDict = {"SpecialToken": {"id": "<|bos|>", "type_id": 0}}
+BYTES: JsonDict = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+
+
+def template(single: list[JsonDict], tokens: int = 1) -> JsonDict:
+    token = {"id": "<|bos|>", "ids": [257] * tokens, "tokens": ["<|bos|>"] * tokens}
+    pieces = {"single": single, "pair": [TEXT, {"Sequence": {"id": "B", "type_id": 1}}]}
+    return {"type": "TemplateProcessing", **pieces, "special_tokens": {"<|bos|>": token}}
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [
+        template([MARK] * 200_000 + [TEXT]),
+        template([TEXT] * 200_000),
+        template([MARK, TEXT], tokens=200_000),
+        {"type": "Sequence", "processors": [BYTES | {"use_regex": True}] * 200_000},
+    ],
+    ids=["marks", "copies", "tokens", "processors"],
+)
+def test_a_post_processor_of_many_pieces_is_refused(processor: JsonDict, tmp_path: Path):
+    source = save_folder(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"post_processor": processor}))
+    with pytest.raises(ModelError, match=r"tokenizer\.json: post_processor has [24]00,00\d pieces"):
+        Tokenizer.load(source)
 
 
 @pytest.mark.parametrize("architecture", ["BertForSequenceClassification", "XLMRobertaModel"])

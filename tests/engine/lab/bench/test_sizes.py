@@ -22,9 +22,9 @@ from jitney.engine.common.errors import JitneyError
 from jitney.engine.config.kept_sizes import _FROM_MEASURED, _MEASURED, KeptTimes
 from jitney.engine.config.layers import Layered
 from jitney.engine.config.schema import Config, EngineSection, _ModelSection
+from jitney.engine.core.executor.other_work import OtherWork
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 from jitney.engine.lab.bench import sizes_worker, timing_behind
-from jitney.engine.lab.bench.other_work import OtherWork
 from jitney.engine.lab.bench.sizes import (
     NoTimeLeft,
     OtherPrograms,

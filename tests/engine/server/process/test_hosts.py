@@ -29,7 +29,7 @@ from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import Grammar, SamplingParams
 from jitney.engine.core.text.tokenizer import Tokenizer
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
-from jitney.engine.server.process.supervisor import ProcessClient
+from jitney.engine.server.process.process_client import ProcessClient
 
 MODEL = "tiny-random:qwen3"
 SETTINGS = TINY | {"model": MODEL}
@@ -99,7 +99,7 @@ async def lose_a_process(story: Story, first: ProcessClient, other: ProcessClien
     other.kill()
     story.resumed = output.tokens + await tokens_of(stream)
     await other.until("ready")
-    story.restarts = [len(client._restarts) for client in (first, other)]
+    story.restarts = [len(client._restarts.restarts) for client in (first, other)]
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ from jitney.engine.common.outputs import TokenLogprobs
 from jitney.engine.common.requests import Grammar, SamplingParams
 from jitney.engine.core.text.tokenizer import Tokenizer
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
-from jitney.engine.server.process.supervisor import ProcessClient
+from jitney.engine.server.process.process_client import ProcessClient
 
 MODEL = "tiny-random:qwen3_moe"
 SETTINGS = TINY | {"model": MODEL, "seat_buckets": (1, 4)}
@@ -138,7 +138,7 @@ async def lose_a_process(story: Story, first: ProcessClient, other: ProcessClien
     other.kill()
     story.resumed = output.tokens + await tokens_of(stream)
     await other.until("ready")
-    story.restarts.append([len(client._restarts) for client in (first, other)])
+    story.restarts.append([len(client._restarts.restarts) for client in (first, other)])
 
 
 async def drain_together(story: Story, first: ProcessClient, other: ProcessClient) -> None:
@@ -169,7 +169,7 @@ async def drain_together(story: Story, first: ProcessClient, other: ProcessClien
     await first.close()
     await other.until("dead")
     story.dismissed = other.dismissed
-    story.restarts.append([len(client._restarts) for client in (first, other)])
+    story.restarts.append([len(client._restarts.restarts) for client in (first, other)])
 
 
 @pytest.fixture(scope="module")

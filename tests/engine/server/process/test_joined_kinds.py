@@ -84,7 +84,7 @@ async def live(story: Story, settings: dict[str, Any]) -> None:
     async with two_processes(settings | several, builder) as clients:
         for client in clients:
             info = await client.wait_ready()
-            assert (info.model.adapters, info.formats.kv_dtype) == (("fr", "de"), "int8")
+            assert (list(info.model.adapters), info.formats.kv_dtype) == (["fr", "de"], "int8")
         streams = [
             [
                 Outputs(client, request(f"{place}", PROMPTS[prompt], GREEDY, adapter))

@@ -22,7 +22,6 @@ from core_runs import random_request
 from fakes import solo
 from outputs import Outputs, collect
 from places import SUPPORT
-from process_core import INFO
 
 from jitney.engine.common import messages
 from jitney.engine.common.errors import EngineDead, RequestError
@@ -30,10 +29,11 @@ from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.requests import EngineRequest, SamplingParams
 from jitney.engine.config.schema import Config, EngineSection, ServerSection, _ModelSection
 from jitney.engine.core.scheduler.admission import _sibling_seed
-from jitney.engine.server.process import supervisor, watchdog
+from jitney.engine.server.process import process_client, watchdog
+from jitney.engine.server.process.faults import CoreEnd, RestartPolicy
 from jitney.engine.server.process.link import CoreLink, _private_folder, _remove_left_folders
 from jitney.engine.server.process.main import _TICK_S
-from jitney.engine.server.process.supervisor import ProcessClient
+from jitney.engine.server.process.process_client import ProcessClient
 
 # As in process_core.
 RAISE, DIE, PAUSE, HANG_ONCE, RAISE_ONCE, DIE_ONCE, FAIL = 900, 901, 902, 903, 904, 905, 906
@@ -77,7 +77,7 @@ def test_a_host_that_is_gone_is_not_missed_once_nothing_is_left_to_do(
     client = ProcessClient(config())
     if drains:
         client.drain()
-    end = supervisor._CoreEnd("failed", "host 1 was told to end", ready=True, crashed=crashed)
+    end = CoreEnd("failed", "host 1 was told to end", ready=True, crashed=crashed)
     client._give_up(end)
     assert (client.state, client.dismissed) == ("dead", dismissed)
     assert client.failure == "host 1 was told to end"
@@ -225,7 +225,7 @@ def test_a_listener_that_leaves_frees_the_seat():
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch):
     """Restarts without long pauses."""
-    monkeypatch.setattr(supervisor, "_BACKOFF_S", (0.02, 0.1))
+    monkeypatch.setattr(RestartPolicy, "backoff_s", (0.02, 0.1))
 
 
 @pytest.mark.parametrize("how", ["kill -9", "exception", "dies in a step"])
@@ -429,7 +429,7 @@ def test_a_core_that_dies_while_draining_is_replaced_for_those_who_are_open():
 
 
 def test_deadlines_end_requests_though_the_core_does_not(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(supervisor, "_DEADLINE_GRACE_S", 0.1)
+    monkeypatch.setattr(process_client, "_DEADLINE_GRACE_S", 0.1)
 
     async def test() -> None:
         async with running() as client:
@@ -544,8 +544,8 @@ def test_a_core_that_keeps_dying_is_given_up():
 
 def test_a_core_that_has_served_for_a_while_starts_the_count_anew(monkeypatch):
     """Whoever kills cores now and then (the kernel, for memory) does not end the server."""
-    monkeypatch.setattr(supervisor, "_PROVEN_S", 0.0)
-    monkeypatch.setattr(supervisor, "_BACKOFF_S", (0.01, 0.01))
+    monkeypatch.setattr(RestartPolicy, "proven_s", 0.0)
+    monkeypatch.setattr(RestartPolicy, "backoff_s", (0.01, 0.01))
 
     async def test() -> None:
         async with running(max_restarts=1) as client:
@@ -562,20 +562,19 @@ def test_a_core_that_has_served_for_a_while_starts_the_count_anew(monkeypatch):
 
 
 def test_the_pause_before_a_restart_grows_while_the_same_thing_happens_soon():
-    client = ProcessClient(config(max_restarts=50))
-    killed = supervisor._CoreEnd("died", "killed", ready=True)
-    crashed = supervisor._CoreEnd("died", "crashed", ready=True, crashed=True)
-    failed = supervisor._CoreEnd("failed", "out of memory", crashed=True)
+    policy = RestartPolicy(max_restarts=50)
+    killed = CoreEnd("died", "killed", ready=True)
+    crashed = CoreEnd("died", "crashed", ready=True, crashed=True)
+    failed = CoreEnd("failed", "out of memory", crashed=True)
 
-    def pause(end: supervisor._CoreEnd, lived_s: float = 0.0) -> float | None:
-        client._ready_at = time.monotonic() - lived_s
-        return client._restart_delay(end)
+    def pause(end: CoreEnd, lived_s: float = 0.0) -> float | None:
+        policy.ready_at = time.monotonic() - lived_s
+        return policy.delay(end)
 
     assert [pause(killed) for _ in range(8)] == [0.5, 1, 2, 4, 8, 16, 30, 30]
     assert [pause(crashed), pause(crashed)] == [0.5, 1], "something else"
     assert [pause(crashed, 20), pause(crashed, 20)] == [0.5, 0.5], "each had lived"
     assert pause(crashed) == 1
-    client.info = INFO
     assert [pause(failed, 100), pause(failed, 100)] == [0.5, 1], "a start is no life"
 
 
@@ -861,9 +860,9 @@ def test_an_engine_that_others_keep_waiting_names_them(hosts: list[int], who: st
     """Its own requests are no reason for that."""
     client = ProcessClient(config())
     link = CoreLink(None, None, None, ready=True)  # pyright: ignore[reportArgumentType]
-    client._take(link, messages.Awaiting(hosts))
+    client._take(link, messages.WaitingFor(hosts))
     client._watchdog.waited(client._watchdog.limit)
-    client._take(link, messages.Awaiting(hosts))
+    client._take(link, messages.WaitingFor(hosts))
     assert not client._watchdog.overdue
     client._watchdog.waited(2 * client._watchdog.limit)
     assert client._watchdog.overdue

@@ -12,7 +12,7 @@ import msgspec
 
 from jitney.engine.common import messages
 from jitney.engine.config.schema import Config
-from jitney.engine.server.process.supervisor import ProcessClient
+from jitney.engine.server.process.process_client import ProcessClient
 
 
 def test_others_run_between_two_reports():
@@ -21,12 +21,12 @@ def test_others_run_between_two_reports():
         left = n_reports
         turns = 0
 
-        async def receive() -> messages.Tick:
+        async def receive() -> messages.Heartbeat:
             nonlocal left
             left -= 1
             if left < 0:
                 await asyncio.Event().wait()
-            return messages.Tick(waiting=0)
+            return messages.Heartbeat(waiting=0)
 
         link: Any = SimpleNamespace(receive=receive, kill=lambda: None)
         reading = asyncio.create_task(client._read(link))
@@ -48,7 +48,7 @@ def test_the_predicted_wait_is_the_newest_that_was_said():
         messages.StepReport([]),
         messages.StepReport([], predicted_wait=0.0),
         messages.StepReport([], predicted_wait=2.0),
-        messages.Tick(waiting=0),
+        messages.Heartbeat(waiting=0),
     ):
         client._take(link, msgspec.msgpack.decode(messages.encode(message), type=messages.FromCore))
         waits.append(client.counters.predicted_wait)

@@ -13,9 +13,9 @@ from core_runs import CONTEXT, PAGE_SIZE, PAGES, assert_solo_tokens, random_even
 from fakes import FakeClock, FakeRunner, make_core, make_request, tokens_of
 
 from jitney.engine.common.records import Ledger
-from jitney.engine.core.distributed.joined import JoinedCore
+from jitney.engine.core.distributed.lockstep import LockstepCore
 from jitney.engine.core.distributed.messages import StepSize
-from jitney.engine.core.distributed.rounds import Referee, Rounds
+from jitney.engine.core.distributed.step_barrier import Coordinator, StepBarrier
 from jitney.engine.core.executor.hosts import _bucket_of, _size_of
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 from jitney.engine.core.scheduler.plan import Plan
@@ -23,10 +23,10 @@ from jitney.engine.core.scheduler.plan import Plan
 LIMIT_S = 60.0
 
 
-class JoinedFake(FakeRunner):
+class LockstepFake(FakeRunner):
     """A fake device whose steps are those of all."""
 
-    rounds: Rounds
+    barrier: StepBarrier
     buckets: Buckets
 
     def __init__(self, n_pages: int, page_size: int, seats: int):
@@ -39,29 +39,29 @@ class JoinedFake(FakeRunner):
         plan.bucket = self._agree(_size_of(plan))
         return super().batch(plan)
 
-    def take_part(self) -> None:
+    def run_empty_step(self) -> None:
         self.empty += 1
         self._agree(None)
 
     def _agree(self, size: StepSize | None) -> Bucket:
-        self.steps.append(_bucket_of(self.rounds.agree(size), self.buckets))
+        self.steps.append(_bucket_of(self.barrier.agree(size), self.buckets))
         return self.steps[-1]
 
 
-def joined_cores(count: int) -> list[tuple[JoinedCore, JoinedFake]]:
-    found: list[tuple[JoinedCore, JoinedFake]] = []
-    referee = Referee({number: lambda m, at=number: hear(at, m) for number in range(count)})
+def lockstep_cores(count: int) -> list[tuple[LockstepCore, LockstepFake]]:
+    found: list[tuple[LockstepCore, LockstepFake]] = []
+    coordinator = Coordinator({number: lambda m, at=number: hear(at, m) for number in range(count)})
 
     def hear(number: int, message) -> None:
-        found[number][0].rounds.take(message)
+        found[number][0].barrier.take(message)
 
     for number in range(count):
-        rounds = Rounds(lambda want, at=number: referee.take(at, want))
-        found.append(joined_core(rounds))
+        barrier = StepBarrier(lambda want, at=number: coordinator.take(at, want))
+        found.append(lockstep_core(barrier))
     return found
 
 
-def joined_core(rounds: Rounds) -> tuple[JoinedCore, JoinedFake]:
+def lockstep_core(barrier: StepBarrier) -> tuple[LockstepCore, LockstepFake]:
     clock = FakeClock(tick=0.001)
     core = make_core(
         pages=PAGES,
@@ -69,17 +69,19 @@ def joined_core(rounds: Rounds) -> tuple[JoinedCore, JoinedFake]:
         budget=13,
         context=CONTEXT,
         clock=clock,
-        device=JoinedFake,
+        device=LockstepFake,
     )
     runner = core.runner
-    assert isinstance(runner, JoinedFake)
-    runner.rounds, runner.buckets = rounds, core.scheduler.buckets
-    joined = JoinedCore(core.scheduler, runner, Ledger(), clock, partner=runner, rounds=rounds)
+    assert isinstance(runner, LockstepFake)
+    runner.barrier, runner.buckets = barrier, core.scheduler.buckets
+    joined = LockstepCore(
+        core.scheduler, runner, Ledger(), clock, lockstep_runner=runner, barrier=barrier
+    )
     return joined, runner
 
 
 def test_random_lives_beside_each_other():
-    engines = joined_cores(3)
+    engines = lockstep_cores(3)
     left = [3]
     counting = threading.Lock()
 
@@ -92,7 +94,7 @@ def test_random_lives_beside_each_other():
             left[0] -= 1
         while left[0]:
             select.select([core], [], [], 0.01)
-            core.take_part()
+            core.run_empty_step()
 
     with ThreadPoolExecutor(3) as pool:
         for job in [pool.submit(live, number) for number in range(3)]:
@@ -103,16 +105,16 @@ def test_random_lives_beside_each_other():
 
 
 def test_who_has_nothing_to_run_takes_part_and_stays_idle():
-    (busy, _), (idle, runner) = joined_cores(2)
+    (busy, _), (idle, runner) = lockstep_cores(2)
     busy.add(make_request("r", [1, 2, 3], max_tokens=5, ignore_eos=True))
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(busy.run_until_idle)
         while not answer.done():
             select.select([idle], [], [], 0.01)
             assert not idle.has_work
-            idle.take_part()
+            idle.run_empty_step()
         assert len(tokens_of(answer.result(), "r")) == 5
     assert runner.empty == len(runner.steps) > 0
-    idle.take_part()
+    idle.run_empty_step()
     assert runner.empty == len(runner.steps)
     idle.check()

@@ -11,15 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from jitney.engine.core.distributed.messages import (
-    Meeting,
-    Missing,
-    Parting,
+    AskForStep,
+    BarrierMessage,
+    DrainState,
+    ProposeStep,
+    RunStep,
     StepSize,
-    Together,
-    Want,
-    Wanted,
+    Stragglers,
 )
-from jitney.engine.core.distributed.rounds import _ASK_S, Referee, Rounds, _largest
+from jitney.engine.core.distributed.step_barrier import _ASK_S, Coordinator, StepBarrier, _largest
 
 LIMIT_S = 30.0
 SMALL = StepSize(tokens=4, seats=4, decode_only=True, plain=True)
@@ -40,22 +40,22 @@ def test_one_step_holds_those_of_all(sizes: list[StepSize], expected: StepSize):
     assert _largest(sizes) == expected
 
 
-def engines(count: int) -> list[Rounds]:
-    """Engines that reach the referee at once."""
-    found: list[Rounds] = []
-    send: dict[int, Callable[[Meeting], None]] = {}
-    referee = Referee(send)
+def engines(count: int) -> list[StepBarrier]:
+    """Engines that reach the coordinator at once."""
+    found: list[StepBarrier] = []
+    send: dict[int, Callable[[BarrierMessage], None]] = {}
+    coordinator = Coordinator(send)
 
-    def said_by(number: int) -> Callable[[Want | Missing | Parting], None]:
-        return lambda message: referee.take(number, message)
+    def said_by(number: int) -> Callable[[ProposeStep | Stragglers | DrainState], None]:
+        return lambda message: coordinator.take(number, message)
 
     for number in range(count):
-        found.append(Rounds(said_by(number)))
+        found.append(StepBarrier(said_by(number)))
         send[number] = found[number].take
     return found
 
 
-def is_awake(engine: Rounds) -> bool:
+def is_awake(engine: StepBarrier) -> bool:
     return bool(select.select([engine], [], [], 0)[0])
 
 
@@ -75,12 +75,12 @@ def test_who_sleeps_is_asked_and_takes_part():
 
 
 def test_all_run_the_same_steps_whoever_has_work():
-    """Every engine has work in some of the rounds, and nobody in all."""
+    """Every engine has work in some of the barrier, and nobody in all."""
     wanted = [[SMALL] * 40, [PROMPT] * 7, [SAMPLED] * 25]
     ran: list[list[StepSize]] = [[], [], []]
     done = threading.Barrier(3)
 
-    def run(number: int, engine: Rounds) -> None:
+    def run(number: int, engine: StepBarrier) -> None:
         for size in wanted[number]:
             ran[number].append(engine.agree(size))
         while len(ran[number]) < 40:
@@ -102,56 +102,56 @@ def test_all_run_the_same_steps_whoever_has_work():
 
 def test_a_late_question_wakes_nobody_twice():
     """Somebody said what it wants while it was being asked."""
-    said: list[Want | Missing | Parting] = []
-    engine = Rounds(said.append)
-    engine.take(Together(0, SMALL))
+    said: list[ProposeStep | Stragglers | DrainState] = []
+    engine = StepBarrier(said.append)
+    engine.take(RunStep(0, SMALL))
     assert engine.agree(SMALL) == SMALL
-    engine.take(Wanted(0))
+    engine.take(AskForStep(0))
     assert is_awake(engine) and not engine.is_asked() and not is_awake(engine)
-    assert said == [Want(0, SMALL)]
+    assert said == [ProposeStep(0, SMALL)]
 
 
 def test_whoever_is_in_another_round_is_not_heard():
-    told: list[Meeting] = []
-    referee = Referee({0: told.append, 1: told.append})
+    told: list[BarrierMessage] = []
+    coordinator = Coordinator({0: told.append, 1: told.append})
     with pytest.raises(ConnectionError, match="host 1 is in round 1, not 0"):
-        referee.take(1, Want(1, SMALL))
-    referee.take(1, Want(0, SMALL))
+        coordinator.take(1, ProposeStep(1, SMALL))
+    coordinator.take(1, ProposeStep(0, SMALL))
     with pytest.raises(ConnectionError, match="host 1 is in round 0"):
-        referee.take(1, Want(0, SMALL))
-    assert told == [Wanted(0)]
+        coordinator.take(1, ProposeStep(0, SMALL))
+    assert told == [AskForStep(0)]
 
 
-def partings(engine: Rounds) -> list[bool]:
+def partings(engine: StepBarrier) -> list[bool]:
     """What was heard of the end since; what woke it is read."""
     assert not engine.is_asked()
-    return [parting.drained for parting in iter(engine.next_parting, None)]
+    return [drain_state.drained for drain_state in iter(engine.next_drain_state, None)]
 
 
 def test_all_drain_once_one_is_told_to_end_and_none_leaves_before_the_last():
     first, second, third = engines(3)
-    second.part(drained=False)
+    second.drain(drained=False)
     assert is_awake(first) and is_awake(third)
     assert [partings(engine) for engine in (first, second, third)] == [[False]] * 3
-    second.part(drained=True)
-    first.part(drained=False)
-    third.part(drained=True)
+    second.drain(drained=True)
+    first.drain(drained=False)
+    third.drain(drained=True)
     assert [partings(engine) for engine in (first, second, third)] == [[]] * 3
-    first.part(drained=True)
+    first.drain(drained=True)
     assert [partings(engine) for engine in (first, second, third)] == [[True]] * 3
 
 
 def test_who_is_idle_is_told_of_both_at_once():
     """It may be that nobody had a request."""
     first, second = engines(2)
-    first.part(drained=True)
-    second.part(drained=True)
+    first.drain(drained=True)
+    second.drain(drained=True)
     assert partings(first) == partings(second) == [False, True]
 
 
 def test_steps_go_on_while_engines_drain():
     busy, idle = engines(2)
-    idle.part(drained=True)
+    idle.drain(drained=True)
     with ThreadPoolExecutor(1) as pool:
         agreed = pool.submit(busy.agree, SMALL)
         while not idle.is_asked():
@@ -176,11 +176,11 @@ def test_who_waits_is_told_for_whom():
 
 
 def test_a_round_that_is_over_misses_nobody():
-    told: list[Meeting] = []
-    referee = Referee({0: told.append, 1: lambda message: None})
-    referee.take(0, Want(0, SMALL))
-    referee.take(0, Missing(0))
-    referee.take(1, Want(0, None))
-    referee.take(0, Missing(0))
-    assert told == [Missing(0, [1]), Together(0, SMALL), Missing(0, [])]
+    told: list[BarrierMessage] = []
+    coordinator = Coordinator({0: told.append, 1: lambda message: None})
+    coordinator.take(0, ProposeStep(0, SMALL))
+    coordinator.take(0, Stragglers(0))
+    coordinator.take(1, ProposeStep(0, None))
+    coordinator.take(0, Stragglers(0))
+    assert told == [Stragglers(0, [1]), RunStep(0, SMALL), Stragglers(0, [])]
     assert _ASK_S <= 2.0, "a supervisor may bear no more than 10 s of silence"

@@ -1,4 +1,4 @@
-"""After a step has failed: whose fault was it?"""
+"""Finds the sequence that makes a step fail."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from jitney.engine.core.scheduler.plan import Plan
 from jitney.engine.core.scheduler.sequence import Sequence
 
 
-class Suspects:
-    """The sequences of a step that failed, until it is known which of them made it fail.
+class StepBlame:
+    """The sequences of a failed step, until it is known which of them made it fail.
 
-    Each is computed alone: all its tokens again in prompt steps, and then one decode row. If that
-    fails too it is guilty, and nobody else is suspected any more; who passes waits for the others'
-    trials.
+    Each is computed alone: all its tokens again in prompt steps, then one decode row. If that fails
+    too, the sequence is to blame and the others are cleared; otherwise the next one is tried.
     """
 
     def __init__(self) -> None:
@@ -24,34 +23,28 @@ class Suspects:
 
     @property
     def first(self) -> Sequence | None:
-        """Whose trial it is; None if nobody is suspected. Who has ended meanwhile is passed
-        over.
-        """
+        """The sequence that is tried next; None if there is none. Ended ones are dropped."""
         waiting = self._waiting
         while waiting and waiting[0].finish is not None:
             waiting.popleft()
         return waiting[0] if waiting else None
 
     def accuse(self, plan: Plan) -> None:
-        """All sequences of a step that failed, whoever boarded last first."""
+        """Suspect all sequences of a failed step, the last to board first."""
         members = [chunk.seq for chunk in plan.chunks if chunk.seq.finish is None]
-        members.sort(key=_sat_at)
+        members.sort(key=lambda seq: seq.sat_at)
         self._waiting = deque(reversed(members))
 
     def on_trial(self, plan: Plan) -> Sequence | None:
-        """Whose trial this step was part of."""
+        """The suspected sequence that was computed alone in this step."""
         if self._waiting and plan.chunks[0].seq is self._waiting[0]:
             return self._waiting[0]
         return None
 
     def acquit(self) -> None:
-        """The first one has passed."""
+        """The first sequence has passed."""
         self._waiting.popleft()
 
     def clear(self) -> None:
-        """The guilty one is found."""
+        """The sequence to blame is found."""
         self._waiting.clear()
-
-
-def _sat_at(seq: Sequence) -> float:
-    return seq.sat_at

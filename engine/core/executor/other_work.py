@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+#: Share of the processors' time that other programs may use while something is timed.
+MOST_OTHER_WORK = 0.1
 _STAT = Path("/proc/stat")
 #: Columns of a line of it that are no work: idle, and waiting for a disk. Those behind the ninth
 #: count work that is in the columns before them, too.

@@ -1,0 +1,181 @@
+"""Whether a grammar has a sentence that ends: the usual fixpoint of symbols that produce something
+(J. E. Hopcroft, J. D. Ullman, "Introduction to Automata Theory, Languages, and Computation", 1979,
+section 4.4), over the rules of a grammar in Lark, and over what a JSON schema refers to.
+
+What is not understood is taken to end: nothing is refused by mistake.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Set
+from itertools import chain
+
+from jitney.engine.common.requests import JsonDict, JsonValue
+from jitney.engine.core.grammar.schema_tree import children, resolved
+
+_DECODER = json.JSONDecoder()
+#: Parts of a grammar: comments, JSON, literals, patterns, tokens, how often the part before may
+#: come, and names.
+_PART = re.compile(
+    r'//[^\n]*|%\w+\s*\{|"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)+/|<[^>\n]*>|\{[^}\n]*\}'
+    r"|~\s*\d+|\w+|\S"
+)
+_MAY_BE_MISSING = re.compile(r"[*?]|\{\s*0*\s*[,}].*|~\s*0+")
+#: A rule's name; those of terminals are in capitals, and llguidance refuses ones without an end.
+_NAME = re.compile(r"_*[a-z]\w*")
+
+#: What a rule allows: of each alternative the parts, a name or alternatives in parentheses.
+type _Alternatives = list[list[str | _Alternatives]]
+
+
+def endless_rule(lark: str) -> str:
+    """A rule that no sentence of a grammar in Lark gets out of; empty: some sentence ends."""
+    try:
+        rules = _rules(list(_parts(lark)))
+        endless = _endless(rules, lambda name, waiting: _waits_for(rules[name], waiting))
+    except (ValueError, RecursionError):
+        return ""
+    name, passed = "start", set[str]()
+    while name in endless and name not in passed:
+        passed.add(name)
+        name = _waits_for(rules[name], endless)
+    return name if name in passed else ""
+
+
+def endless_reference(schema: JsonDict) -> str:
+    """A reference that no value of a JSON schema gets out of; empty: some value ends."""
+    try:
+        meant = {name: resolved(schema, name) for name in _references(schema)}
+        return _needs(schema, _endless(meant, lambda name, waiting: _needs(meant[name], waiting)))
+    except (AttributeError, RecursionError, TypeError, ValueError):  # llguidance refuses it
+        return ""
+
+
+def _endless(names: Iterable[str], waits_for: Callable[[str, Set[str]], str]) -> Set[str]:
+    """Those of some names that never end. waits_for: of a name, one among those that are still in
+    question which it does not end without; empty: it ends.
+    """
+    endless = set(names)
+    order, before = list(names), -1
+    while len(endless) != before:
+        before = len(endless)
+        for name in order:
+            if not waits_for(name, endless):
+                endless.discard(name)
+        order = [name for name in reversed(order) if name in endless]
+    return endless
+
+
+def _parts(lark: str) -> Iterator[str]:
+    """Raises ValueError for what is not understood."""
+    at = 0
+    while found := _PART.search(lark, at):
+        part, at = found[0], found.end()
+        if part.startswith("%lark"):
+            raise ValueError("a grammar inside of a grammar")
+        if part.startswith("%") and part.endswith("{"):
+            _, at = _DECODER.raw_decode(lark, at - 1)
+            part = '""'
+        if not part.startswith("//"):
+            yield part
+
+
+def _rules(parts: list[str]) -> dict[str, _Alternatives]:
+    """By name. Raises ValueError for what is not understood."""
+    colons = [at for at, part in enumerate(parts) if part == ":"]
+    begins = [_begin(parts, colon) for colon in colons]
+    rules: dict[str, _Alternatives] = {}
+    for begin, colon, end in zip(begins, colons, [*begins[1:], len(parts)], strict=True):
+        if _NAME.fullmatch(parts[begin]):
+            rules[parts[begin]] = _read(iter(parts[colon + 1 : end]))
+    return rules
+
+
+def _begin(parts: list[str], colon: int) -> int:
+    """Where a rule's name stands, before what it says of itself. Raises ValueError."""
+    at = colon - 1
+    if parts[at] == "]":
+        at -= 1 + parts[at::-1].index("[")
+    if at < 0 or not parts[at].isidentifier():
+        raise ValueError("a colon without a rule")
+    return at
+
+
+def _read(parts: Iterator[str]) -> _Alternatives:
+    """To the end, or to the parenthesis or bracket that closes it."""
+    alternatives: _Alternatives = [[]]
+    for part in parts:
+        last = alternatives[-1]
+        if part in ")]":
+            break
+        if part == "|":
+            alternatives.append([])
+        elif part == "(":
+            last.append(_read(parts))
+        elif part == "[":
+            _read(parts)  # it may be missing
+        elif _MAY_BE_MISSING.fullmatch(part):
+            del last[-1:]
+        else:
+            last.append(part)
+    return alternatives
+
+
+def _waits_for(alternatives: _Alternatives, endless: Set[str]) -> str:
+    """One of these rules that no alternative does without; empty: some alternative ends."""
+    name = ""
+    for parts in alternatives:
+        names = (
+            (part if part in endless else "")
+            if isinstance(part, str)
+            else _waits_for(part, endless)
+            for part in parts
+        )
+        name = next(filter(None, names), "")
+        if not name:
+            break
+    return name
+
+
+def _references(schema: JsonValue) -> Iterator[str]:
+    """All that a schema refers to by "$ref"."""
+    if isinstance(schema, dict):
+        if isinstance(schema.get("$ref"), str):
+            yield schema["$ref"]
+        for _, child in children(schema):
+            yield from _references(child)
+
+
+def _needs(schema: JsonValue, endless: Set[str]) -> str:
+    """One of these references that each of a schema's values has in it; empty: some value has
+    none.
+    """
+    if not isinstance(schema, dict):
+        return ""
+    if schema.get("$ref") in endless:
+        return schema["$ref"]
+    for one_of in (schema.get("anyOf"), schema.get("oneOf")):
+        needed = [_needs(each, endless) for each in one_of or ()]
+        if needed and all(needed):
+            return needed[0]
+    values = chain(schema.get("allOf") or (), _required(schema))
+    return next(filter(None, (_needs(each, endless) for each in values)), "")
+
+
+def _required(schema: JsonDict) -> Iterator[JsonValue]:
+    """Schemas of what each value of a schema has in it, if it says that values are all objects or
+    all arrays.
+    """
+    kind = schema.get("type")
+    if kind in ("object", ["object"]):
+        properties = schema.get("properties", {})
+        yield from (properties[name] for name in schema.get("required", ()) if name in properties)
+    elif kind in ("array", ["array"]):
+        items = schema.get("items")
+        first = items if isinstance(items, list) else schema.get("prefixItems", [])
+        least = schema.get("minItems", 0)
+        yield from first[: int(least)]
+        if least > len(first):
+            yield items
