@@ -120,7 +120,7 @@ class LongJson:
 
     __slots__ = ("pieces",)
 
-    def __init__(self, pieces: Iterator[bytes]):
+    def __init__(self, pieces: Callable[[], Iterator[bytes]]):
         self.pieces = pieces
 
     @classmethod
@@ -128,25 +128,24 @@ class LongJson:
         """The list of make(0) to make(count - 1), made bit by bit if it is long."""
         if count <= _GROUP:
             return [make(place) for place in range(count)]
-        return cls._joined(_groups(make, count))
+        return cls._joined(lambda: _groups(make, count))
 
     @classmethod
     def of_list[T](cls, values: list[T]) -> list[T]:
         """A list that is there already, and may be long."""
         if len(values) <= _RUN:
             return values
-        runs = range(0, len(values), _RUN)
-        return cls._joined([to_json(values[start : start + _RUN])[1:-1]] for start in runs)
+        return cls._joined(lambda: _runs(values))
 
     @classmethod
     def of_each[T](cls, values: Iterable[T]) -> list[T]:
-        """A list whose elements are made and written one by one, each in pieces."""
-        return cls._joined(map(in_pieces, values))
+        """A list whose elements are made and written one by one, each in pieces; once."""
+        return cls._joined(lambda: map(in_pieces, values))
 
     @classmethod
-    def _joined(cls, runs: Iterable[Iterable[bytes]]) -> Any:
-        """runs: of elements, without brackets."""
-        return cls(_list_text(runs))
+    def _joined(cls, runs: Callable[[], Iterable[Iterable[bytes]]]) -> Any:
+        """runs: makes the texts of elements, without brackets."""
+        return cls(lambda: _list_text(runs()))
 
 
 def _list_text(runs: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
@@ -156,6 +155,11 @@ def _list_text(runs: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
             yield b","
         yield from run
     yield b"]"
+
+
+def _runs(values: list[Any]) -> Iterator[Iterable[bytes]]:
+    for start in range(0, len(values), _RUN):
+        yield [to_json(values[start : start + _RUN])[1:-1]]
 
 
 def _groups(make: Callable[[int], object], count: int) -> Iterator[Iterable[bytes]]:
@@ -201,7 +205,7 @@ def _around_long(value: object) -> Iterator[bytes]:
     before, *parts = text.split(_HOLE)
     yield before
     for item, part in zip(long, parts, strict=True):
-        yield from item.pieces
+        yield from item.pieces()
         yield part
 
 

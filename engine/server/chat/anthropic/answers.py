@@ -111,9 +111,6 @@ class InputJsonDelta(ResponseModel, tag_field="type", tag="input_json_delta"):
     partial_json: str
 
 
-type Delta = TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
-
-
 class MessageStart(ResponseModel, tag_field="type", tag="message_start"):
     """The first event: the message without its content and its end."""
 
@@ -131,7 +128,7 @@ class ContentBlockDelta(ResponseModel, tag_field="type", tag="content_block_delt
     """More of the block that is open."""
 
     index: int
-    delta: Delta
+    delta: TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
 
 
 class ContentBlockStop(ResponseModel, tag_field="type", tag="content_block_stop"):

@@ -14,7 +14,6 @@ from jitney.engine.server.chat.anthropic.answers import (
     ContentBlockDelta,
     ContentBlockStart,
     ContentBlockStop,
-    Delta,
     InputJsonDelta,
     MessageAnswer,
     MessageDelta,
@@ -49,82 +48,6 @@ from jitney.engine.server.http.jsonio import to_json
 from jitney.engine.server.http.slices import Pieces
 
 
-class _Block:
-    """A block that is being written."""
-
-    def begun(self) -> Content:
-        """The block as it begins."""
-        raise NotImplementedError
-
-    def more(self, text: str) -> Iterator[Delta]:
-        """Deltas that add a text."""
-        raise NotImplementedError
-
-    def ended(self) -> Iterator[Delta]:
-        """Deltas that come last."""
-        yield from ()
-
-    def shown(self) -> Content:
-        """The whole block."""
-        raise NotImplementedError
-
-
-class _Text(_Block):
-    def __init__(self) -> None:
-        self._texts: list[str] = []
-
-    def begun(self) -> TextContent:
-        return TextContent()
-
-    def more(self, text: str) -> Iterator[TextDelta]:
-        self._texts.append(text)
-        yield TextDelta(text)
-
-    def shown(self) -> TextContent:
-        return TextContent("".join(self._texts))
-
-
-class _Thinking(_Block):
-    """is_shown: else the block says only that there were thoughts."""
-
-    def __init__(self, is_shown: bool) -> None:
-        self._is_shown = is_shown
-        self._texts: list[str] = []
-        self._digest = hashlib.sha256()
-
-    def begun(self) -> ThinkingContent:
-        return ThinkingContent()
-
-    def more(self, text: str) -> Iterator[ThinkingDelta]:
-        self._digest.update(text.encode("utf-8", "surrogatepass"))
-        if self._is_shown:
-            self._texts.append(text)
-            yield ThinkingDelta(text)
-
-    def ended(self) -> Iterator[SignatureDelta]:
-        yield SignatureDelta(self._digest.hexdigest())
-
-    def shown(self) -> ThinkingContent:
-        return ThinkingContent("".join(self._texts), self._digest.hexdigest())
-
-
-class _ToolUse(_Block):
-    def __init__(self, id: str, name: str) -> None:
-        self._id = id
-        self._name = name
-        self._texts: list[str] = []
-
-    def begun(self) -> ToolUseContent:
-        return ToolUseContent(self._id, self._name, {})
-
-    def more(self, text: str) -> Iterator[InputJsonDelta]:
-        self._texts.append(text)
-        yield InputJsonDelta(text)
-
-    def shown(self) -> ToolUseContent:
-        return ToolUseContent(self._id, self._name, arguments_object("".join(self._texts)))
-
-
 class _ContentBlocks:
     """The content of one message, one block open at a time. shows_thoughts: else they are left
     out of their blocks.
@@ -132,49 +55,58 @@ class _ContentBlocks:
 
     def __init__(self, *, shows_thoughts: bool):
         self._shows_thoughts = shows_thoughts
-        self._blocks: list[_Block] = []
-        self._open: _Block | None = None
-
-    def content(self) -> list[Content]:
-        return [block.shown() for block in self._blocks]
+        #: The blocks; the text of one that is open stands in `_texts` until it is closed.
+        self.content: list[Content] = []
+        self._open: Content | None = None
+        self._texts: list[str] = []
 
     def push(self, event: AssistantEvent) -> Iterator[BlockEvent]:
         """One more event of the model's turn, and what a stream says of it."""
         match event:
-            case ContentDelta():
-                if not isinstance(self._open, _Text):
-                    yield from self._begin(_Text())
-            case ReasoningDelta():
-                if not isinstance(self._open, _Thinking):
-                    yield from self._begin(_Thinking(self._shows_thoughts))
             case ToolCallStart():
-                yield from self._begin(_ToolUse(event.id, event.name))
+                yield from self._begin(ToolUseContent(event.id, event.name, {}))
                 return
+            case ContentDelta():
+                if not isinstance(self._open, TextContent):
+                    yield from self._begin(TextContent())
+                delta = TextDelta(event.text)
+            case ReasoningDelta():
+                if not isinstance(self._open, ThinkingContent):
+                    yield from self._begin(ThinkingContent())
+                delta = ThinkingDelta(event.text) if self._shows_thoughts else None
             case ToolCallArguments():
-                pass
-        assert self._open is not None
-        yield from self._deltas(self._open.more(event.text))
+                delta = InputJsonDelta(event.text)
+        self._texts.append(event.text)
+        if delta is not None:
+            yield ContentBlockDelta(len(self.content) - 1, delta)
 
     def close(self) -> Iterator[BlockEvent]:
-        """End the block that is open, if one is."""
-        if self._open is not None:
-            yield from self._deltas(self._open.ended())
-            yield ContentBlockStop(len(self._blocks) - 1)
-            self._open = None
+        """Complete the block that is open, if one is."""
+        index, text = len(self.content) - 1, "".join(self._texts)
+        self._texts.clear()
+        match self._open:
+            case None:
+                return
+            case TextContent() as block:
+                block.text = text
+            case ThinkingContent() as block:
+                block.thinking = text if self._shows_thoughts else ""
+                digest = hashlib.sha256(text.encode("utf-8", "surrogatepass"))
+                block.signature = digest.hexdigest()
+                yield ContentBlockDelta(index, SignatureDelta(block.signature))
+            case ToolUseContent() as block:
+                block.input = arguments_object(text)
+        self._open = None
+        yield ContentBlockStop(index)
 
-    def _begin(self, block: _Block) -> Iterator[BlockEvent]:
+    def _begin(self, block: Content) -> Iterator[BlockEvent]:
         yield from self.close()
         self._open = block
-        self._blocks.append(block)
-        index = len(self._blocks) - 1
-        yield ContentBlockStart(index, block.begun())
+        self.content.append(block)
+        index = len(self.content) - 1
+        yield ContentBlockStart(index, block)
         if index == 0:
             yield Ping()
-
-    def _deltas(self, deltas: Iterator[Delta]) -> Iterator[ContentBlockDelta]:
-        index = len(self._blocks) - 1
-        for delta in deltas:
-            yield ContentBlockDelta(index, delta)
 
 
 class MessageFormat(Format):
@@ -193,10 +125,11 @@ class MessageFormat(Format):
                 pass
 
     def whole(self) -> Pieces:
-        yield b""
+        for _ in self._blocks.close():
+            yield b""
         [choice] = self.generation.choices
         message = self._message()
-        message.content = self._blocks.content()
+        message.content = self._blocks.content
         message.stop_reason = self._stop_reason(choice)
         message.stop_sequence = choice.stop_string
         yield to_json(message)
