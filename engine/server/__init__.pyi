@@ -8,9 +8,9 @@ from .chat.ollama.models import running as running
 from .chat.ollama.models import without_tag as without_tag
 from .chat.ollama.routes import show_version as show_version
 from .chat.openai.embeddings import EmbeddingsBody as EmbeddingsBody
+from .chat.openai.schema import ChatBody as ChatBody
+from .chat.openai.schema import CompletionBody as CompletionBody
 from .chat.ranking.bodies import RerankBody as RerankBody
-from .chat.schema import ChatBody as ChatBody
-from .chat.schema import CompletionBody as CompletionBody
 from .chat.schema import ModelBody as ModelBody
 from .chat.schema import checked as checked
 from .device_use import DeviceUse as DeviceUse

@@ -28,13 +28,8 @@ from jitney.engine.server.chat.conversation.grammars import Turn
 from jitney.engine.server.chat.conversation.messages import shaped_messages
 from jitney.engine.server.chat.conversation.tools import ToolUse
 from jitney.engine.server.chat.generation_request import EncodedPrompt, GenerationRequest
-from jitney.engine.server.chat.schema import (
-    ChatBody,
-    CompletionBody,
-    GenerationBody,
-    Message,
-    ReasoningEffort,
-)
+from jitney.engine.server.chat.openai.schema import CompletionBody
+from jitney.engine.server.chat.schema import GenerationBody, ReasoningEffort
 from jitney.engine.server.http.context import Context, Notes
 from jitney.engine.server.http.service import Service
 from jitney.engine.server.http.slices import Work
@@ -94,7 +89,6 @@ class RouteKind:
 
 
 _COMPLETION = RouteKind("cmpl-", "prompt", 16, "logprobs")
-_CHAT = RouteKind("chatcmpl-", "messages")
 _EMBEDDING = RouteKind("embd-", "input")
 
 
@@ -117,21 +111,6 @@ class Conversation:
     shows_reasoning: bool = True
     #: Whether the model's special tokens are put around what the template writes.
     special_tokens: bool = False
-
-    @classmethod
-    async def of_chat(cls, service: Service, body: ChatBody) -> Conversation:
-        """What a chat's body makes the template read."""
-        messages = await service.slices.result(_template_messages(body.messages))
-        return cls(
-            kind=_CHAT,
-            messages=messages,
-            variables=body.chat_template_kwargs | _template_variables(body),
-            tools=_tool_use(body),
-            effort=body.reasoning_effort,
-            thinking_budget=body.thinking_token_budget,
-            shows_reasoning=body.include_reasoning is not False,
-            special_tokens=bool(body.add_special_tokens),
-        )
 
     async def prompt(
         self, service: Service, notes: Notes, *, is_truncated: bool = False
@@ -265,16 +244,6 @@ class RequestBuilder[B: GenerationBody]:
         lengths = [len(prompt) for prompt in prompts if isinstance(prompt, str)]
         if not self._is_truncated:
             self.service.check_chars(max(lengths, default=0) + also, param)
-
-    async def chat(self: RequestBuilder[ChatBody]) -> GenerationRequest:
-        """The request that answers a chat."""
-        body = self.body
-        max_tokens = body.max_completion_tokens
-        if max_tokens is None:
-            max_tokens = body.max_tokens
-        logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        sampling = self.sampling({"max_tokens": max_tokens, "logprobs": logprobs})
-        return await self.answer(await Conversation.of_chat(self.service, body), sampling)
 
     async def answer(
         self, conversation: Conversation, sampling: SamplingParams
@@ -581,42 +550,7 @@ def _chat_prompt(text: str, tokenizer: Tokenizer, special: bool) -> EncodedPromp
         ids = tokenizer.encode(text, add_special_tokens=special)
         return EncodedPrompt(ids, tail=text[-_TAIL_CHARS:])
     except RequestError as error:
-        raise error.blaming(_CHAT.prompt_field) from error
-
-
-def _tool_use(body: ChatBody) -> ToolUse | None:
-    """What the body says of tools."""
-    tools = list(body.client_tools())
-    parallel = body.parallel_tool_calls is not False and not body.names_one_tool
-    return ToolUse.of(tools, body.tool_mode, body.chosen_names, parallel=parallel)
-
-
-def _template_variables(body: ChatBody) -> JsonDict:
-    """What a chat template is given beside the messages."""
-    goes_on = bool(body.continue_final_message)
-    begins = body.add_generation_prompt
-    if begins is None:
-        begins = not goes_on
-    return {"add_generation_prompt": begins, "continue_final_message": goes_on}
-
-
-def _template_messages(messages: Iterable[Message]) -> Work[list[JsonDict]]:
-    made: list[JsonDict] = []
-    for message in messages:
-        made.append(_template_message(message))
-        yield
-    return made
-
-
-def _template_message(message: Message) -> JsonDict:
-    """A message as chat templates know it: no nulls, and "system" for its newer name."""
-    fields = message.model_dump(exclude_none=True)
-    fields["role"] = "system" if message.role == "developer" else message.role
-    fields.setdefault("content", "")
-    thoughts = fields.pop("reasoning", None)
-    if thoughts is not None:
-        fields.setdefault("reasoning_content", thoughts)
-    return fields
+        raise error.blaming("messages") from error
 
 
 def _wider(one: int | None, other: int | None) -> int | None:

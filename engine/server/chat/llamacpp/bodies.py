@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, Self
 from msgspec import UNSET
 from pydantic import Field, PlainValidator, RootModel, model_validator
 
+from jitney.engine.server.chat.openai.schema import ChatBody
 from jitney.engine.server.chat.schema import (
-    ChatBody,
     GenerationBody,
     Label,
     ModelBody,

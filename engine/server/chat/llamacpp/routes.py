@@ -35,8 +35,9 @@ from jitney.engine.server.chat.llamacpp.bodies import (
     TokenizerAnswer,
     TokenPiece,
 )
-from jitney.engine.server.chat.request import Conversation, RequestBuilder, RouteKind
-from jitney.engine.server.chat.schema import ChatBody
+from jitney.engine.server.chat.openai.conversation import chat_conversation
+from jitney.engine.server.chat.openai.schema import ChatBody
+from jitney.engine.server.chat.request import RequestBuilder, RouteKind
 from jitney.engine.server.http.blocks import BlockAnswer
 from jitney.engine.server.http.context import Context
 from jitney.engine.server.http.errors import ErrorReply
@@ -107,7 +108,7 @@ async def _apply_template(service: Service, request: Request) -> ASGIApp:
 
 async def _chat_text(service: Service, request: Request, body: ChatBody) -> str:
     service.check_model(body.model)
-    conversation = await Conversation.of_chat(service, body)
+    conversation = await chat_conversation(service, body)
     return await conversation.text(service, Context.of(request).notes)
 
 

@@ -14,9 +14,10 @@ from jitney.engine.server.chat.openai.answers import (
     CompletionAnswer,
     CompletionChunk,
 )
+from jitney.engine.server.chat.openai.conversation import chat_request
 from jitney.engine.server.chat.openai.format import ChatFormat, CompletionFormat
+from jitney.engine.server.chat.openai.schema import ChatBody, CompletionBody
 from jitney.engine.server.chat.request import RequestBuilder
-from jitney.engine.server.chat.schema import ChatBody, CompletionBody
 from jitney.engine.server.http.context import Context
 from jitney.engine.server.http.routing import HttpRoute
 from jitney.engine.server.http.service import Service
@@ -44,7 +45,7 @@ async def _chat_completions(service: Service, request: Request) -> ASGIApp:
 
 async def _chat(service: Service, request: Request, fields: JsonDict) -> ASGIApp:
     body = checked_body(request, ChatBody, fields)
-    wanted = await RequestBuilder(service, body, Context.of(request)).chat()
+    wanted = await chat_request(RequestBuilder(service, body, Context.of(request)))
     return GenerationAnswer(service, wanted, ChatFormat)
 
 

@@ -16,7 +16,7 @@ from api_fakes import FakeClient, Reply, Script, call, make_app, run, served
 from pydantic import TypeAdapter
 
 from jitney.engine.common.errors import RequestError
-from jitney.engine.server.chat.schema import ChatBody, CompletionBody
+from jitney.engine.server.chat.openai.schema import ChatBody, CompletionBody
 from jitney.engine.server.http.routes import ROUTES
 from jitney.engine.server.http.routing import HttpRoute, Role
 from jitney.engine.server.http.settings import digest_key
