@@ -60,6 +60,7 @@ PARTS = {
         "/zmq/",
         "engine/common/messages.py",
         "engine/server/chat/schema.py",
+        "engine/server/chat/openai/schema.py",
         "engine/core/text/tokenizer.py",
         "/asyncio/selector_events.py:_read_ready",
     ),

@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 import orjson
@@ -172,14 +172,17 @@ class _HoldsLongJson(Exception):
     """The value cannot be written at once."""
 
 
-def _refuse_long(item: object) -> NoReturn:
+def _written(item: object) -> msgspec.Raw:
+    """What msgspec itself cannot write: texts that are JSON already."""
     if isinstance(item, LongJson):
         raise _HoldsLongJson
+    if isinstance(item, orjson.Fragment):
+        return msgspec.Raw(orjson.dumps(item))
     raise TypeError(f"{type(item).__name__} cannot be written as JSON")
 
 
 #: A value of JSON, or one made of structs, as JSON text; for a LongJson see `in_pieces`.
-to_json = msgspec.json.Encoder(enc_hook=_refuse_long).encode
+to_json = msgspec.json.Encoder(enc_hook=_written).encode
 
 
 def in_pieces(value: object) -> Pieces:
@@ -197,7 +200,7 @@ def _around_long(value: object) -> Iterator[bytes]:
 
     def leave_a_hole(item: object) -> msgspec.Raw:
         if not isinstance(item, LongJson):
-            _refuse_long(item)
+            return _written(item)
         long.append(item)
         return msgspec.Raw(_HOLE)
 
