@@ -132,6 +132,20 @@ FIELDS: Mapping[str, Rule] = {
     "xtc_probability": refused(0, 0.0),
 }
 
+#: Fields of a generation that only OpenAI's own routes have a place for -> values that ask for
+#: nothing.
+OPENAI_ONLY: Mapping[str, tuple[JsonValue, ...]] = {
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "n": (1,),
+    "prompt_logprobs": (),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "structured_outputs": (),
+}
+
 
 def rules_of(
     declared: Collection[str], own: Mapping[str, tuple[JsonValue, ...]]

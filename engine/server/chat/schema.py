@@ -59,7 +59,6 @@ class _Limits(NamedTuple):
 
 LIMITS = _Limits()
 _DAY_MS = 86_400_000
-_SALT = r"^[A-Za-z0-9_-]{1,128}$"
 _TOKEN_ID = re.compile(r"[0-9]{1,10}\Z")
 #: Names of functions; OpenAI takes no dots, and 64 characters.
 _FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,128}$"
@@ -254,6 +253,7 @@ def _safe_id(value: str | None) -> str | None:
     return value
 
 
+CacheSalt = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
 Label = Annotated[str, Field(max_length=LIMITS.label_chars)]
 Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Label], Field(max_length=16)]
 
@@ -296,10 +296,19 @@ class ModelBody(Part):
         return []
 
 
+class EngineBody(ModelBody):
+    """A body that makes the engine work: for whom, and how soon."""
+
+    #: Counts where the order of the server is priority.
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    timeout_ms: Annotated[int, Field(ge=1, le=_DAY_MS)] | None = None
+    user: Label | None = None
+
+
 _BadWord = Annotated[str, Field(min_length=1, max_length=LIMITS.bad_word_chars)]
 
 
-class GenerationBody(ModelBody):
+class GenerationBody(EngineBody):
     """Fields that the generation routes share."""
 
     model_config = ConfigDict(json_schema_extra=_described)
@@ -343,8 +352,7 @@ class GenerationBody(ModelBody):
     ) = None
     bad_words: Annotated[list[_BadWord], Field(max_length=LIMITS.bad_words)] | None = None
     prompt_logprobs: Annotated[int | None, ranged("prompt_logprobs")] = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    cache_salt: Annotated[str, Field(pattern=_SALT)] | None = None
+    cache_salt: CacheSalt | None = None
     response_format: grammar_fields.ResponseFormat | None = None
     structured_outputs: grammar_fields.StructuredOutputs | None = None
     guided_json: grammar_fields.Schema | None = None
@@ -352,8 +360,6 @@ class GenerationBody(ModelBody):
     guided_choice: grammar_fields.Choices | None = None
     guided_grammar: grammar_fields.Pattern | None = None
     request_id: Annotated[str | None, AfterValidator(_safe_id)] = None
-    timeout_ms: Annotated[int, Field(ge=1, le=_DAY_MS)] | None = None
-    user: Label | None = None
     safety_identifier: Label | None = None
     metadata: Metadata | None = None
     #: Prompts of one key share the prefix cache whatever they are called.

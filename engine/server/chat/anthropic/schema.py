@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, mod
 from jitney.engine.common.requests import JsonDict, JsonObject, JsonValue
 from jitney.engine.server.chat.content import Content, content_of, is_content, refuse_lost
 from jitney.engine.server.chat.conversation.tools import Tool
+from jitney.engine.server.chat.fields import OPENAI_ONLY
 from jitney.engine.server.chat.grammar_fields import WantedGrammar
 from jitney.engine.server.chat.schema import (
     LIMITS,
@@ -261,20 +262,8 @@ class _UserMetadata(Part):
     user_id: Label | None = None
 
 
-#: Fields of OpenAI's routes that have no place in a message.
-_NOT_HERE = {
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "n": (1,),
-    "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "stop": ([],),
-    "structured_outputs": (),
-}
+#: Fields of the other routes that have no place in a message.
+_NOT_HERE = {**OPENAI_ONLY, "return_tokens_as_token_ids": (False,), "stop": ([],)}
 
 
 class CountTokensBody(GenerationBody):

@@ -22,7 +22,7 @@ from jitney.engine.server.chat.endpoints import GenerationAnswer, read_body
 from jitney.engine.server.chat.formats import Format
 from jitney.engine.server.chat.generation import Generation
 from jitney.engine.server.chat.request import RequestBuilder
-from jitney.engine.server.chat.schema import GenerationBody, Label, ModelBody, prompt_list
+from jitney.engine.server.chat.schema import EngineBody, GenerationBody, prompt_list
 from jitney.engine.server.http.answers import ResponseModel
 from jitney.engine.server.http.context import Context
 from jitney.engine.server.http.jsonio import LongJson, in_pieces
@@ -32,7 +32,6 @@ from jitney.engine.server.http.slices import Pieces
 
 #: Inputs of one request, as OpenAI has it.
 _MOST_INPUTS = 2048
-_DAY_MS = 86_400_000
 #: Fields that no generation has.
 _OWN_FIELDS = {"add_special_tokens", "dimensions", "encoding_format", "input"}
 
@@ -52,7 +51,7 @@ def _inputs(value: JsonValue) -> list[str | list[int]]:
     return prompt_list(value, _MOST_INPUTS, "input", empty_texts=True)
 
 
-class EmbeddingsBody(ModelBody):
+class EmbeddingsBody(EngineBody):
     """POST /v1/embeddings."""
 
     counted: ClassVar[tuple[str, ...]] = ()
@@ -68,9 +67,6 @@ class EmbeddingsBody(ModelBody):
     truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     #: Whether the model's own special tokens are put around a text. None: yes.
     add_special_tokens: bool | None = None
-    user: Label | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    timeout_ms: Annotated[int, Field(ge=1, le=_DAY_MS)] | None = None
 
 
 class EmbeddingUsage(ResponseModel):

@@ -10,13 +10,12 @@ from msgspec import UNSET
 from pydantic import Field, PlainValidator, model_validator
 
 from jitney.engine.common.requests import JsonValue
-from jitney.engine.server.chat.schema import GenerationBody, Label, ModelBody, Part, at_field
+from jitney.engine.server.chat.schema import CacheSalt, EngineBody, GenerationBody, Part, at_field
 from jitney.engine.server.http.answers import Maybe, ResponseModel
 
 #: Documents of one request.
 _MOST_DOCUMENTS = 2048
 _MOST_INSTRUCTION_CHARS = 4096
-_DAY_MS = 86_400_000
 
 
 class Pair(NamedTuple):
@@ -47,7 +46,7 @@ def _texts(value: JsonValue) -> list[str]:
     return kept
 
 
-class RankingBody(ModelBody):
+class RankingBody(EngineBody):
     """Fields that the routes share."""
 
     counted: ClassVar[tuple[str, ...]] = ()
@@ -60,10 +59,7 @@ class RankingBody(ModelBody):
     max_tokens_per_doc: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     #: The same of query and document together, with the model's own words around them.
     truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    cache_salt: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")] | None = None
-    user: Label | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    timeout_ms: Annotated[int, Field(ge=1, le=_DAY_MS)] | None = None
+    cache_salt: CacheSalt | None = None
 
     @property
     def pairs(self) -> list[Pair]:

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, mod
 from jitney.engine.common.requests import Grammar, JsonDict, JsonValue
 from jitney.engine.server.chat.content import refuse_lost
 from jitney.engine.server.chat.conversation.tools import ToolMode
+from jitney.engine.server.chat.fields import OPENAI_ONLY
 from jitney.engine.server.chat.grammar_fields import WantedGrammar
 from jitney.engine.server.chat.responses.items import AnyItem, MessageItem, item_of
 from jitney.engine.server.chat.responses.tools import (
@@ -112,19 +113,7 @@ _INNER_HINTS: dict[str, tuple[str | None, ...]] = {
 
 
 #: Fields of the other routes that have no place in a response.
-_NOT_HERE = {
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "max_tokens": (),
-    "n": (1,),
-    "prompt_logprobs": (),
-    "request_id": (),
-    "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
-    "structured_outputs": (),
-}
+_NOT_HERE = {**OPENAI_ONLY, "max_tokens": (), "request_id": ()}
 
 
 class InputTokensBody(GenerationBody):
