@@ -27,7 +27,6 @@ from jitney.engine.server import (
     JOB_ROUTES,
     RELOAD_ROUTES,
     ROUTES,
-    AnswerParts,
     AnthropicModel,
     AnthropicModelList,
     ApiKeys,
@@ -47,6 +46,7 @@ from jitney.engine.server import (
     RouteTable,
     ServerSettings,
     Status,
+    StreamingWriter,
     Version,
     application,
     card_answer,
@@ -139,7 +139,7 @@ class _Sending:
         self.fleet.note_keeper(self.model_name, self.asked, answer.replica, first)
         headers = answer.headers
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-        parts = AnswerParts(send)
+        parts = StreamingWriter(send)
         await parts.write(first)
         if answer.is_stream:
             await self._send_stream(body, context, parts)
@@ -149,7 +149,7 @@ class _Sending:
         await parts.end()
 
     async def _send_stream(
-        self, body: AsyncIterator[bytes], context: Context, parts: AnswerParts
+        self, body: AsyncIterator[bytes], context: Context, parts: StreamingWriter
     ) -> None:
         """The rest of a stream, to its end or to the error that `Context.end` is called with."""
         task = asyncio.current_task()

@@ -28,8 +28,6 @@ from .http.answers import ResponseModel as ResponseModel
 from .http.answers import Status as Status
 from .http.answers import Version as Version
 from .http.background import BackgroundRequests as BackgroundRequests
-from .http.blocks import AnswerParts as AnswerParts
-from .http.blocks import BlockAnswer as BlockAnswer
 from .http.client import Answer as Answer
 from .http.client import EndpointClient as EndpointClient
 from .http.client import RemoteEndpoint as RemoteEndpoint
@@ -84,6 +82,8 @@ from .http.routing import route_path as route_path
 from .http.settings import ServerSettings as ServerSettings
 from .http.settings import digest_key as digest_key
 from .http.slices import Slices as Slices
+from .http.streaming import StreamedAnswer as StreamedAnswer
+from .http.streaming import StreamingWriter as StreamingWriter
 from .http.tenants import TENANT_HEADER as TENANT_HEADER
 from .http.tenants import signed as signed
 from .http.tenants import stated as stated

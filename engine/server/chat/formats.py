@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from jitney.engine.core import TokenBytes
 from jitney.engine.server.chat.choices import Choice, ChoiceDelta, TokenList
 from jitney.engine.server.chat.generation import Generation
-from jitney.engine.server.http.blocks import AnswerParts
 from jitney.engine.server.http.jsonio import in_pieces
 from jitney.engine.server.http.slices import Pieces
+from jitney.engine.server.http.streaming import StreamingWriter
 
 
 class Format:
@@ -22,7 +22,7 @@ class Format:
     #: comment by itself loses its end, and swallows all that follows.
     keep_alive = b"\n\n"
     #: Of a stream.
-    stream_headers = AnswerParts.EVENT_STREAM
+    stream_headers = StreamingWriter.EVENT_STREAM
 
     def __init__(self, generation: Generation, tokenizer: TokenBytes):
         self.generation = generation

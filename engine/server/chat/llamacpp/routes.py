@@ -38,13 +38,13 @@ from jitney.engine.server.chat.llamacpp.bodies import (
 from jitney.engine.server.chat.openai.conversation import chat_conversation
 from jitney.engine.server.chat.openai.schema import ChatBody
 from jitney.engine.server.chat.request import RequestBuilder, RouteKind
-from jitney.engine.server.http.blocks import BlockAnswer
 from jitney.engine.server.http.context import Context
 from jitney.engine.server.http.errors import ErrorReply
 from jitney.engine.server.http.jsonio import LongJson, in_pieces, json_answer
 from jitney.engine.server.http.routing import HttpRoute
 from jitney.engine.server.http.service import Service
 from jitney.engine.server.http.slices import Pieces
+from jitney.engine.server.http.streaming import StreamedAnswer
 
 _POST = ("POST",)
 _INFILL = RouteKind("infill-", "input_prefix", clamps=True)
@@ -140,7 +140,7 @@ def _piece(tokenizer: TokenBytes, id: int) -> TokenPiece:
 def _sent(service: Service, body: TokenizeAnswer | PiecesAnswer) -> ASGIApp:
     """Long lists are written in slices of the loop's time."""
     blocks = service.slices.blocks(in_pieces(body))
-    return BlockAnswer(blocks, {"content-type": "application/json"})
+    return StreamedAnswer(blocks, {"content-type": "application/json"})
 
 
 async def _infill(service: Service, request: Request) -> ASGIApp:

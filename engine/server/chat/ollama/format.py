@@ -35,10 +35,10 @@ from jitney.engine.server.chat.ollama.answers import (
 from jitney.engine.server.chat.openai.embeddings import float_list
 from jitney.engine.server.chat.token_scores import TokenLogprob, TokenScores
 from jitney.engine.server.http.answers import Maybe
-from jitney.engine.server.http.blocks import AnswerParts
 from jitney.engine.server.http.errors import ErrorForm, ErrorReply
 from jitney.engine.server.http.jsonio import LongJson, in_pieces, to_json
 from jitney.engine.server.http.slices import Pieces
+from jitney.engine.server.http.streaming import StreamingWriter
 
 _SECOND_NS = 1e9
 
@@ -56,7 +56,7 @@ def now() -> str:
 class _LineFormat[A: Generated](Format):
     """A turn of the model. It has one choice. A: the answer, or one line of it."""
 
-    stream_headers = AnswerParts.JSON_LINES
+    stream_headers = StreamingWriter.JSON_LINES
 
     def __init__(self, generation: Generation, tokenizer: TokenBytes):
         super().__init__(generation, tokenizer)

@@ -42,18 +42,18 @@ from jitney.engine.server.chat.ollama.schema import (
 from jitney.engine.server.chat.openai.embeddings import check_vectors
 from jitney.engine.server.chat.request import RequestBuilder, RouteKind
 from jitney.engine.server.chat.schema import GenerationBody
-from jitney.engine.server.http.blocks import AnswerParts
 from jitney.engine.server.http.context import Context
 from jitney.engine.server.http.jsonio import json_answer
 from jitney.engine.server.http.routing import HttpRoute
 from jitney.engine.server.http.service import Service
+from jitney.engine.server.http.streaming import StreamingWriter
 
 _GET = ("GET",)
 _POST = ("POST",)
 #: The release of Ollama whose forms are spoken here: clients decide by it what they may send.
 _VERSION = "0.12.11"
 #: Media type of a stream.
-_LINES = AnswerParts.JSON_LINES["content-type"]
+_LINES = StreamingWriter.JSON_LINES["content-type"]
 _EMBEDDINGS = RouteKind("embd-", "prompt", names={"input": "prompt"})
 
 

@@ -17,12 +17,12 @@ from jitney.engine.common.errors import RequestError
 from jitney.engine.config import ServerSection
 from jitney.engine.server.chat.schema import checked
 from jitney.engine.server.http.access import client_of
-from jitney.engine.server.http.blocks import BlockAnswer
 from jitney.engine.server.http.context import Context
 from jitney.engine.server.http.errors import HttpError, echo
 from jitney.engine.server.http.jsonio import json_answer, read_object
 from jitney.engine.server.http.queries import PageQuery, listed, read_query
 from jitney.engine.server.http.routing import HttpRoute
+from jitney.engine.server.http.streaming import StreamedAnswer
 from jitney.engine.server.tasks.batches.forms import (
     BatchAnswer,
     BatchBody,
@@ -129,7 +129,7 @@ async def _file_content(host: RequestHost, request: Request) -> ASGIApp:
     keeper = await _batches(host).keeper()
     file = await _file(keeper, request)
     headers = {"content-type": "application/octet-stream", "x-content-type-options": "nosniff"}
-    return BlockAnswer(_blocks_of(keeper, file.id), headers)
+    return StreamedAnswer(_blocks_of(keeper, file.id), headers)
 
 
 async def _blocks_of(keeper: StoreKeeper, file_id: str) -> AsyncGenerator[bytes]:

@@ -16,13 +16,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.server.chat.schema import checked
-from jitney.engine.server.http.blocks import AnswerParts
 from jitney.engine.server.http.context import Context
 from jitney.engine.server.http.disconnect import until_disconnect
 from jitney.engine.server.http.errors import HttpError
 from jitney.engine.server.http.jsonio import json_answer, read_object
 from jitney.engine.server.http.queries import PageQuery, listed, read_query
 from jitney.engine.server.http.routing import HttpRoute
+from jitney.engine.server.http.streaming import StreamingWriter
 from jitney.engine.server.tasks.batches.forms import window_s
 from jitney.engine.server.tasks.batches.host import RequestHost
 from jitney.engine.server.tasks.batches.keeper import StoreKeeper
@@ -165,8 +165,8 @@ class _EventAnswer:
         await until_disconnect(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
-        parts = AnswerParts(send)
-        await parts.begin(AnswerParts.EVENT_STREAM)
+        parts = StreamingWriter(send)
+        await parts.begin(StreamingWriter.EVENT_STREAM)
         async with aclosing(self.events) as events:
             async for event in events:
                 await parts.write(event)
