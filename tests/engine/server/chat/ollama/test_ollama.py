@@ -467,12 +467,6 @@ def test_a_stream_with_nothing_to_say_sends_lines_that_clients_can_read():
     assert "".join([part.message.content or "" for part in parts]) == "ab"
 
 
-def test_a_client_that_leaves_ends_it():
-    client = FakeClient(Script(hang=True))
-    run(call(make_app(client), CHAT, {"messages": [USER]}, leave_after=0.1))
-    assert [id for id, _, _ in client.aborts] == [client.requests[0].id]
-
-
 @pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain"])
 def test_a_body_of_any_type_is_read_unless_another_site_sent_it(kind: str):
     """Curl calls what it sends a form unless it is told otherwise, and Ollama's examples do not."""
