@@ -118,13 +118,14 @@ def measure(llm: LLM, streams: int, prompt: int, alone_steps: int) -> dict[str, 
 
 @contextlib.contextmanager
 def in_order() -> Iterator[None]:
-    """No prompt passes another one inside."""
-    passing = Passing.longest
+    """No prompt passes another one inside, and no step is brief for one that might."""
+    longest, expects = Passing.longest, Passing.expects
     Passing.longest = lambda self, rows_first: 0
+    Passing.expects = lambda self, rows, now: False
     try:
         yield
     finally:
-        Passing.longest = passing
+        Passing.longest, Passing.expects = longest, expects
 
 
 #: How prompts are computed, by name.

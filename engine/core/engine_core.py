@@ -228,7 +228,8 @@ class EngineCore:
         flight = self._flight
         if not self.plans_late or flight is None or self.has_outputs or self._questions:
             return 0.0
-        soonest = self.scheduler.step_times.soonest(flight.plan.bucket, flight.plan.rows)
+        plan = flight.plan
+        soonest = self.scheduler.step_times.soonest(plan.bucket, plan.rows, plan.work.pairs)
         if soonest is None or not self.scheduler.has_place:
             return 0.0
         began = flight.launched if self._ready is None else max(flight.launched, self._ready)
@@ -554,7 +555,7 @@ class EngineCore:
             gap = began - before
         device = ready - began
         if not flight.compiled:
-            self.scheduler.observe(plan, device)
+            self.scheduler.observe(plan, device, gap)
         # The next step's gap is idle time only while there was something to do.
         busy = self._flight is not None or self.scheduler.has_open
         self._ready = ready if busy else None

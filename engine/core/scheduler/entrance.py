@@ -27,6 +27,11 @@ _NEWCOMERS = 0.5
 #: Share of a bound down to which the queue goes before the first promise falls due: what is left
 #: takes in that places do not come free evenly.
 _CALM = 0.6
+#: Share of the longest predicted wait that may be filled while all seats are taken: what is
+#: predicted is a mean, and the last in a hundred wait longer. And in the first seconds of a crowd:
+#: it slows the engine down, on two cores to half its speed, and what is predicted goes by the steps
+#: before it.
+_SURE, _AT_FIRST, _FIRST_S = 0.9, 0.5, 3.0
 #: Verdicts kept; more are never open, since parts come one after the other.
 _MOST_VERDICTS = 64
 
@@ -43,6 +48,8 @@ class _Bound(NamedTuple):
     reason: str
     #: How many times `most` it is for a tenant that others have left no room.
     overflow: float = 2.0
+    #: Share of `most` that may be filled now.
+    now: float = 1.0
 
 
 @dataclass(slots=True)
@@ -96,7 +103,7 @@ class Entrance:
         work = RequestWork.of_all(leader.request, leader.expected)
         wait = self._wait(leader)
         self.predicted_wait.check_deadline(leader, wait, now)
-        bounds = self._bounds(leader, work, wait)
+        bounds = self._bounds(leader, work, wait, now)
         if not bounds:
             return
         name = Promises.name_of(leader.request)
@@ -134,7 +141,7 @@ class Entrance:
         if leader.request.background:
             return self._background_has_room(leader)
         work = RequestWork.of(leader.request, leader.expected)
-        bounds = self._bounds(leader, work, self._wait(leader))
+        bounds = self._bounds(leader, work, self._wait(leader), now)
         return not bounds or self._refusal(bounds, leader, now) is None
 
     def _finds_seats(self, work: RequestWork) -> bool:
@@ -146,20 +153,24 @@ class Entrance:
             return self.predicted_wait.wait(leader)
         return 0.0
 
-    def _bounds(self, leader: Sequence, work: RequestWork, wait: float) -> list[_Bound]:
+    def _bounds(self, leader: Sequence, work: RequestWork, wait: float, now: float) -> list[_Bound]:
         """The bounds that hold for this request, and where it would take them. One of too many
         tokens may wait alone.
         """
         if not self.state.live.requests:
             return []
-        bounds = [] if self._finds_seats(work) else self._bounds_of_waiting(leader, work)
+        finds_seats = self._finds_seats(work)
+        bounds = [] if finds_seats else self._bounds_of_waiting(leader, work)
         longest = self.limits.max_predicted_wait_s
         if longest:
+            crowd_s = self.state.places.crowded_s(now)
+            share = 1.0 if finds_seats else _SURE if crowd_s >= _FIRST_S else _AT_FIRST
+            shown = longest if wait > longest else share * longest
             reason = (
-                f"about {wait:.1f} s of waiting are ahead, and at most {longest:g} are allowed; "
+                f"about {wait:.1f} s of waiting are ahead, and at most {shown:g} are allowed; "
                 f"sequences waiting: {self.state.backlog.sequences}"
             )
-            bounds.append(_Bound(wait, longest, 1.0, reason, overflow=1.0))
+            bounds.append(_Bound(wait, longest, 1.0, reason, overflow=1.0, now=share))
         return bounds
 
     def _bounds_of_waiting(self, leader: Sequence, work: RequestWork) -> list[_Bound]:
@@ -223,6 +234,6 @@ class Entrance:
 def _first_over(bounds: list[_Bound], share: float = 1.0) -> str | None:
     """The reason of the first bound of which more than a share is filled."""
     for bound in bounds:
-        if bound.level > share * bound.most:
+        if bound.level > share * bound.now * bound.most:
             return bound.reason
     return None

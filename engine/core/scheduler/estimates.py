@@ -34,6 +34,8 @@ _KEPT = 15
 _MOST_UNTAKEN = 64
 #: What fading means and sums keep of themselves with each new step.
 _FADE = 0.95
+#: The same of the sums that tell how much longer than typical steps take: the last 100 or so.
+_FADE_SLOWLY = 0.99
 #: Query-key pairs that count as no difference: among prompts as short as that nothing is learnt
 #: about long ones.
 _FEW_PAIRS = 10_000.0
@@ -53,6 +55,8 @@ _BACKGROUND_SLOWER, _BACKGROUND_STRETCH = 2.0, 1.2
 #: Where even the smallest mixed step is longer than the target, one in so many steps takes prompt
 #: rows all the same.
 _PATIENCE = 4
+#: Rows a second that brief steps may lose, of those of full ones.
+_BRIEF_LOSS = 0.06
 #: Share AUTO: the least that prompts get, and how many different shares there are.
 _LEAST_SHARE, _LEVELS = 0.25, 16
 #: Times the tokens a second that a larger decode bucket must give where several fill it together.
@@ -64,8 +68,9 @@ _FEWEST_SEEN = 3
 _LEAST_FULL = 0.5
 
 
-#: A step: its bucket, the seconds it took, the query-key pairs of its prompt rows, its rows.
-type _Observed = tuple[Bucket, float, int, int]
+#: A step: its bucket, the seconds it took, the query-key pairs of its prompt rows, its rows, the
+#: gap before it.
+type _Observed = tuple[Bucket, float, int, int, float]
 #: By bucket: seconds and pairs of the newest steps, as if each had been full.
 type _Steps = defaultdict[Bucket, deque[tuple[float, float]]]
 
@@ -117,6 +122,9 @@ class StepTimeEstimate:
     buckets: Buckets
     #: Steps that were observed and not yet taken in.
     _untaken: list[_Observed] = field(default_factory=list[_Observed])
+    #: Fading sums of what steps took, with the gaps before them, and of what is typical of them.
+    _taken_s: float = 0.0
+    _typical_s: float = 0.0
     #: Fading mean of all steps, seconds; None before the first.
     _step: float | None = None
     #: What was seen, by bucket.
@@ -127,11 +135,14 @@ class StepTimeEstimate:
     #: Seconds that each pair of a prompt row and a key adds.
     _slope: _Slope = field(default_factory=_Slope)
 
-    def observe(self, bucket: Bucket, seconds: float, pairs: int = 0, rows: int = 0) -> None:
+    def observe(
+        self, bucket: Bucket, seconds: float, pairs: int = 0, rows: int = 0, gap: float = 0.0
+    ) -> None:
         """A step of this bucket took so long on the device; pairs: query-key pairs of its prompt
-        rows; rows: those that were somebody's, 0: all.
+        rows; rows: those that were somebody's, 0: all; gap: seconds that the device had waited for
+        the host before it.
         """
-        self._untaken.append((bucket, seconds, pairs, rows or bucket.tokens))
+        self._untaken.append((bucket, seconds, pairs, rows or bucket.tokens, gap))
         if len(self._untaken) >= _MOST_UNTAKEN:
             self._take_in()
 
@@ -139,13 +150,14 @@ class StepTimeEstimate:
         """Learn from the steps observed since the last time, in their order."""
         if not self._untaken:
             return
-        for bucket, seconds, pairs, rows in self._untaken:
+        for bucket, seconds, pairs, rows, gap in self._untaken:
+            self._compare(bucket, seconds + gap, pairs, rows)
             self._step = (
                 seconds if self._step is None else _FADE * self._step + (1 - _FADE) * seconds
             )
             whole, scale = seconds, 1 / self._fullness(bucket, rows)
             if scale > 1:
-                least = min(seconds, self._least())
+                least = min(seconds, self.least)
                 whole = least + (seconds - least) * scale
             self._seen[bucket].append((whole, pairs * scale))
             self._typicals.pop(bucket, None)
@@ -154,13 +166,34 @@ class StepTimeEstimate:
                 self._bases.clear()
         self._untaken.clear()
 
+    def _compare(self, bucket: Bucket, seconds: float, pairs: int, rows: int) -> None:
+        """Add a step to what steps took and to what is typical of them."""
+        if bucket not in self._seen:
+            return
+        if bucket.decode_only:
+            typical = self._typical(bucket)
+        else:
+            typical = self._with_rows(self._base(bucket), bucket, rows) + self._slope.value * pairs
+        self._taken_s = _FADE_SLOWLY * self._taken_s + seconds
+        self._typical_s = _FADE_SLOWLY * self._typical_s + typical
+
+    @property
+    def stretch(self) -> float:
+        """How many times as long as their typical times steps take one after another, at least 1:
+        medians leave out the few that something else on the machine makes long, and what the device
+        waits for the host.
+        """
+        self._take_in()
+        return max(1.0, self._taken_s / self._typical_s) if self._typical_s else 1.0
+
     def _fullness(self, bucket: Bucket, rows: int) -> float:
         """The share of a full step's rows by which one with so many is told from it."""
         if bucket.decode_only or not self.buckets.padding_is_free:
             return 1.0
         return min(1.0, max(_LEAST_FULL, rows / bucket.tokens))
 
-    def _least(self) -> float:
+    @property
+    def least(self) -> float:
         """Seconds that a step takes however few its rows are, as far as it was seen: those of the
         smallest one that only decoded.
         """
@@ -208,6 +241,11 @@ class StepTimeEstimate:
         self._take_in()
         return self._typical(bucket) if bucket in self._seen else None
 
+    def far_above_least(self, sequences: int) -> bool:
+        """Whether a step in which so many sequences decode takes twice as long as any step must."""
+        seconds = self.decode(sequences) if sequences else None
+        return seconds is not None and seconds >= 2 * self.least > 0
+
     def rows_beside(self, sequences: int) -> int:
         """Rows that may be added to a step in which so many sequences decode, at least one, without
         slowing it down: its padding, and more where a larger bucket takes hardly longer.
@@ -246,14 +284,16 @@ class StepTimeEstimate:
                 return count - sequences
         return None
 
-    def soonest(self, bucket: Bucket, rows: int) -> float | None:
-        """The least seconds that the newest steps of a bucket took, with so many rows; None where
-        too few were seen to tell.
+    def soonest(self, bucket: Bucket, rows: int, pairs: int = 0) -> float | None:
+        """The least seconds that the newest steps of a bucket would have taken with so many rows
+        and query-key pairs of prompts; None where too few were seen to tell.
         """
         self._take_in()
         if bucket not in self._seen or len(self._seen[bucket]) < _FEWEST_SEEN:
             return None
-        return self._shortest(bucket, rows)
+        slope = self._slope.value
+        least = min([seconds - slope * before for seconds, before in self._seen[bucket]])
+        return self._with_rows(least, bucket, rows) + slope * pairs
 
     def _shortest(self, bucket: Bucket, rows: int) -> float:
         """The least seconds of a bucket that was seen, with so many rows."""
@@ -264,7 +304,7 @@ class StepTimeEstimate:
         fullness = self._fullness(bucket, rows)
         if fullness == 1:
             return full
-        least = min(full, self._least())
+        least = min(full, self.least)
         return least + (full - least) * fullness
 
     def _decode_bucket(self, sequences: int) -> Bucket:
@@ -386,6 +426,30 @@ class PrefillBudget:
         if self._timely(bucket.tokens, decoding, start, limit - usual) >= rows:
             return rows  # as nearly always: no need to ask about other steps
         return self._most_in_time(rows, decoding, start, limit)
+
+    def brief(self, decoding: int) -> int:
+        """Prompt rows of the shortest step beside so many decoding sequences in which long prompts
+        lose no more than _BRIEF_LOSS of their speed: whoever comes meanwhile waits for its end. All
+        that a step can have, before any was measured.
+
+        What a step takes whatever its prompt rows is lost once more with each step that a prompt is
+        cut into. A bucket that was not seen looks as fast as the nearest one, so it is tried.
+        """
+        times, buckets = self.step_times, self.step_times.buckets
+        fullest, kept = buckets.mixed[-1], 1 - _BRIEF_LOSS
+        most = fullest.tokens - decoding
+        full = times.mixed(fullest)
+        if full is None:
+            return most
+        if buckets.padding_is_free:
+            fixed = (times.decode(decoding) if decoding else None) or times.least
+            share = min(1.0, fixed / full) or 1.0
+            return math.ceil(most * kept * share / (1 - kept * (1 - share)))
+        for bucket in buckets.mixed_for(decoding + 1):
+            rows, seconds = bucket.tokens - decoding, times.mixed(bucket)
+            if seconds and rows * full >= kept * most * seconds:
+                return rows
+        return most
 
     def _most_in_time(self, rows: int, decoding: int, start: int, limit: float) -> int:
         """At most so many prompt rows, of a step of any bucket that takes `limit` seconds."""

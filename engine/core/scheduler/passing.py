@@ -3,9 +3,9 @@
 Prompts are computed in boarding order, one after another. A short one may pass those before it:
 its rows fit one step and are few beside theirs. Passing is paid for, in rows, out of a budget that
 grows by `_SHARE` of all prompt rows computed while some prompt waits, and that holds one step at
-most: the rows that pass, and what a step costs that is kept brief for them. So over any stretch of
-steps longer prompts keep the rest of the rows, less one step's; a short prompt that finds too
-little saved keeps its place by arrival. Neither kind starves.
+most: the rows that pass, and the cost of a step that has no others. So over any stretch of steps
+longer prompts keep the rest of the rows, less one step's; a short prompt that finds too little
+saved keeps its place by arrival. Neither kind starves.
 
 Shortest remaining first is Schrage, A Proof of the Optimality of the Shortest Remaining Processing
 Time Discipline, 1968; the bounded budget is a token bucket.
@@ -19,12 +19,13 @@ import math
 _MUCH_SHORTER = 0.25
 #: Of the rows computed while some prompt waits, those that short ones may take before longer ones.
 _SHARE = 0.15
-#: Of the token budget: the prompt rows of a step in which short prompts pass, or twice theirs if
-#: that is more. The step is brief, so that their first tokens do not wait for a long one's rows.
-_BRIEF = 0.25
-#: Rows that a brief step costs for each one that it leaves to later steps: what a step takes
-#: whatever its rows comes once more. A CPU's takes 21 ms and 0.32 ms for each of 512 rows.
-_PRICE = 0.25
+#: Of the token budget: the rows that could be computed in the time that a step takes whatever its
+#: rows, which comes once more where short prompts have a step of their own. A full step takes 10 to
+#: 20 times as long on a CPU, 14 times on an H100.
+_PRICE = 0.125
+#: A prompt of at most this share of the token budget lets others like it be expected, for so many
+#: seconds.
+_SHORT, _EXPECTED_S = 0.25, 10.0
 
 
 class Passing:
@@ -33,9 +34,10 @@ class Passing:
     def __init__(self, token_budget: int):
         """token_budget: the most rows of one step."""
         self._token_budget = token_budget
-        self._brief = int(_BRIEF * token_budget)
         # Rows that may be taken, at most the token budget.
         self._saved = float(token_budget)
+        # Until when short prompts are expected, clock seconds.
+        self._expected_until = -math.inf
 
     def longest(self, rows_first: int) -> int:
         """The most rows of a prompt that may pass so many rows of those before it now; 0 where
@@ -57,17 +59,27 @@ class Passing:
 
     def spend(self, rows: int, left: int) -> int:
         """Short prompts take so many rows of a step, which leaves others. -> how many of these
-        longer ones may have: all, or where that can be paid for too, as many as the short ones took
-        or as keep the step brief.
+        longer ones may have: none where a step of their own can be paid for, so that their first
+        tokens do not wait for a long one's rows; else all.
         """
         self._saved -= rows
-        brief = max(rows, self._brief - rows)
-        price = _PRICE * (left - brief)
-        if not 0 < price <= self._saved:
+        price = _PRICE * self._token_budget
+        if not left or price > self._saved:
             return left
         self._saved -= price
-        return brief
+        return 0
 
     def save(self, rows: int) -> None:
         """A step with so many prompt rows is planned in which some prompt has to wait."""
         self._saved = min(float(self._token_budget), self._saved + _SHARE * rows)
+
+    def board(self, rows: int, now: float) -> None:
+        """A prompt with so many rows to compute takes a seat."""
+        if rows <= _SHORT * self._token_budget:
+            self._expected_until = now + _EXPECTED_S
+
+    def expects(self, rows: int, now: float) -> bool:
+        """Whether steps are to be brief while a prompt of so many rows is computed, since short
+        prompts have come of late.
+        """
+        return rows > self._token_budget and now < self._expected_until

@@ -94,7 +94,7 @@ class PredictedWait:
 
     A newcomer waits for a seat and for the prompt rows that go before its own. Steps with prompt
     rows are counted, and beyond them those that only decode until a seat is free; each kind is
-    taken to last as long as its recent ones did.
+    taken to last as long as its recent ones did, the gaps between them included.
     """
 
     def __init__(
@@ -160,7 +160,8 @@ class PredictedWait:
             return 0.0
         steps = self._batch_steps(ahead) if self.batch else self._seat_steps(ahead)
         prompt_steps, prompt_s = self._prompt_steps(ahead, rows)
-        return prompt_s + max(0.0, steps - prompt_steps) * self._decode_s(ahead)
+        seconds = prompt_s + max(0.0, steps - prompt_steps) * self._decode_s(ahead)
+        return self.step_times.stretch * seconds
 
     def _decode_s(self, ahead: int) -> float:
         """Seconds of a step in which those with seats decode, so many more too, and nothing

@@ -87,6 +87,8 @@ class PlaceRate:
         self._new_tokens = 0.0
         # When the last step was planned, if the engine was crowded then.
         self._crowded_at: float | None = None
+        # When a step was first planned in the crowd that is here.
+        self._crowded_since: float | None = None
 
     def freed(self, seq: Sequence) -> None:
         """A sequence has left its seat for good, or the queue."""
@@ -100,6 +102,14 @@ class PlaceRate:
                 pace.add(now - self._crowded_at, self._new_places, self._new_tokens)
         self._new_places, self._new_tokens = 0, 0.0
         self._crowded_at = now if crowded else None
+        if not crowded:
+            self._crowded_since = None
+        elif self._crowded_since is None:
+            self._crowded_since = now
+
+    def crowded_s(self, now: float) -> float:
+        """Seconds for which the engine has been crowded."""
+        return 0.0 if self._crowded_since is None else now - self._crowded_since
 
     def per_place(self, foreseen: float) -> float:
         """Seconds per place; foreseen: the same, by prediction."""

@@ -50,6 +50,8 @@ _BACKGROUND_EVERY = 8
 #: output head and the best of all tokens take as long as the layers of a small model (1.7 to 2.2
 #: times a row's time with 49,152 tokens), and more with more tokens.
 _SCORED_ROW = 3
+#: Of the token budget: the most prompt rows that a claimant may have in a step without streams.
+_FEW_ROWS = 0.125
 _FAILED = ErrorInfo(
     "request_failed", "computing this request failed, also when it was computed alone"
 )
@@ -119,6 +121,8 @@ class Scheduler:
         self._row_limit = RowLimit([bucket.tokens for bucket in buckets.mixed_for(buckets.seats)])
         self._arrivals = 0
         self._steps = 0
+        # The last step was a claimant's alone.
+        self._claimed_alone = False
         # The last step with prompt rows that nobody waits for.
         self._background_prompts_at = 0
 
@@ -194,13 +198,15 @@ class Scheduler:
 
     @property
     def has_place(self) -> bool:
-        """Whether somebody who came now would find a seat: free, behind all who wait, or as another
-        tenant's share.
+        """Whether somebody who came now would find a seat: free, behind all who wait or, as a short
+        prompt is expected to, before longer ones; or as another tenant's share.
         """
         if self._policy.holds:
             return False
-        queue = self.state.queue
-        return self.state.open_seats > len(queue) or queue.gives_way(self.limits.max_seats)
+        state, queue = self.state, self.state.queue
+        if state.open_seats > len(queue) or queue.gives_way(self.limits.max_seats):
+            return True
+        return self._expects_short(state.live_prompts, self.clock())
 
     def check_request(self, request: EngineRequest) -> None:
         """Raise RequestError if a request can never run here, however idle the engine; `add` checks
@@ -277,11 +283,11 @@ class Scheduler:
         """Outputs that have not been handed out yet."""
         return self.state.take_outputs()
 
-    def observe(self, plan: Plan, seconds: float) -> None:
-        """A planned step took so long on the device; what is foreseen and promised rests on
-        this.
+    def observe(self, plan: Plan, seconds: float, gap: float = 0.0) -> None:
+        """A planned step took so long on the device, which had waited for the host for `gap`
+        seconds before; what is foreseen and promised rests on this.
         """
-        self.step_times.observe(plan.bucket, seconds, plan.work.pairs, plan.rows)
+        self.step_times.observe(plan.bucket, seconds, plan.work.pairs, plan.rows, gap)
 
     def pause(self, now: float) -> float:
         """Seconds in which no plan can come of who is here, because the policy lets everybody wait;
@@ -365,9 +371,15 @@ class Scheduler:
         if self.state.stalled:
             draft.preempted += self._preemption.for_stalled(now)
         claimant = self._make_way(draft, now)
-        self._plan_decode(draft, now)
+        alone = claimant is not None and self._goes_alone(claimant)
+        if not alone:
+            self._plan_decode(draft, now)
+        self._claimed_alone = False
         if claimant is not None and self._seat_claimant(claimant, draft, now):
+            self._claimed_alone = alone
             return
+        if alone:
+            self._plan_decode(draft, now)
         prompts = self.state.live_prompts
         if prompts or self.state.n_seatable:
             self._plan_prompts(prompts, draft, now)
@@ -386,6 +398,9 @@ class Scheduler:
         if passes:
             self._plan_passing(prompts, rows_first, draft, now)
             prompts = [seq for seq in prompts if seq not in draft.passed]
+        if self._expects_short(prompts, now):
+            brief = self._prefill_budget.brief(draft.n_decode)
+            draft.tokens_left = min(draft.tokens_left, brief)
         self._plan_prefill(prompts, draft)
         self._plan_boarding(self.state.live, self._may_board(now), draft, now)
         if rows_first > draft.rows - rows:
@@ -397,6 +412,17 @@ class Scheduler:
         """
         head = self.state.queue.head()
         return sum([seq.n_left for seq in prompts]) + (head.wanted_rows if head else 0)
+
+    def _expects_short(self, prompts: list[Sequence], now: float) -> bool:
+        """Whether a short prompt should come soon that finds a seat and passes one of these, or the
+        one that boards next.
+        """
+        state = self.state
+        if not state.free_seats or state.lacks_pages:
+            return False
+        head = state.queue.head()
+        rows = [len(seq.tokens) - seq.cached_tokens for seq in prompts]
+        return self._passing.expects(max([*rows, head.wanted_rows if head else 0]), now)
 
     def _plan_passing(
         self, prompts: list[Sequence], rows_first: int, draft: Draft, now: float
@@ -515,6 +541,15 @@ class Scheduler:
             return False
         self._add_chunk(seq, draft, draft.tokens_left)
         return True
+
+    def _goes_alone(self, claimant: Sequence) -> bool:
+        """Whether a claimant's prompt has a step without the streams, which go on in the next one:
+        where a step of theirs takes so much longer that they lose little by it.
+        """
+        few = claimant.wanted_rows <= _FEW_ROWS * self.buckets.token_budget
+        if not few or self._claimed_alone:
+            return False
+        return self.step_times.far_above_least(self.state.n_decoding_live)
 
     def _plan_decode(self, draft: Draft, now: float) -> None:
         """One row for each sequence that decodes, unless its last token is already in flight; long
@@ -676,6 +711,8 @@ class Scheduler:
             return False
         self.state.seat(seq, now)
         draft.boarded.append(seq)
+        if not seq.background:
+            self._passing.board(seq.n_left, now)
         return True
 
     def _plan_columns(self, draft: Draft) -> None:

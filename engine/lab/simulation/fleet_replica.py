@@ -353,6 +353,8 @@ class ReplicaModel:
             seatable = min(len(self._waiting), self._seats - decoding - len(self._prompts))
         else:
             going_on = list(prompts)
+        if self._expects_short(going_on):
+            draft.tokens_left = min(draft.tokens_left, self.costs.brief_rows(decoding))
         for at, prompt in enumerate(going_on):
             if not draft.tokens_left:
                 break
@@ -366,6 +368,15 @@ class ReplicaModel:
         """As `Scheduler._rows_first`."""
         rows = sum([prompt.n_left for prompt in self._prompts])
         return rows + (self._wanted(self._waiting[0]) if self._waiting else 0)
+
+    def _expects_short(self, prompts: list[_Prompt]) -> bool:
+        """As `Scheduler._expects_short`."""
+        head = self._waiting[0] if self._waiting else None
+        if self.n_seated >= self._seats or (head and head is self._turned_away):
+            return False
+        rows = [prompt.request.n_known - prompt.request.n_cached for prompt in prompts]
+        longest = max([*rows, self._wanted(head) if head else 0])
+        return self._passing.expects(longest, self._plan_at)
 
     def _draft_passing(self, draft: _Draft, rows_first: int) -> list[_Prompt]:
         """Rows of short prompts that pass longer ones, as the scheduler plans them. -> the prompts
@@ -416,6 +427,7 @@ class ReplicaModel:
         self.waiting_prompt -= request.n_known
         self.waiting_work -= request.n_longest
         prompt = _Prompt(request, self._found(request))
+        self._passing.board(prompt.n_left, self._plan_at)
         self._promised += self._positions(request)
         self._prompts.append(prompt)
         return prompt

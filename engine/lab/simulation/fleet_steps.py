@@ -42,7 +42,8 @@ class _KnownStepTimes(StepTimeEstimate):
     def mixed(self, bucket: Bucket, rows: int = 0) -> float:
         return self._with_rows(self._mixed[bucket], bucket, rows or bucket.tokens)
 
-    def _least(self) -> float:
+    @property
+    def least(self) -> float:
         return next(iter(self._decode.values()))
 
     def decode(self, sequences: int) -> float:
@@ -95,11 +96,16 @@ class StepCosts:
         #: As `Buckets.thrifty`.
         self.thrifty = functools.lru_cache(_REMEMBERED)(buckets.thrifty)
         self._most = functools.lru_cache(_REMEMBERED)(self._budget.most)
+        self._brief = functools.cache(self._budget.brief)
 
     def prompt_rows(self, decoding: int, start: int, prompts: int, rest: int, whole: int) -> int:
         """As `PrefillBudget.most`; rest, whole: rows that the first prompt has left, and had."""
         short = self._budget.is_short(rest, whole)
         return self._most(decoding, start - start % _START_STEP, prompts, short=short)
+
+    def brief_rows(self, decoding: int) -> int:
+        """As `PrefillBudget.brief`."""
+        return self._brief(decoding)
 
     def mixed_seconds(self, work: StepWork, sequences: int) -> float:
         """Of a step with prompt rows, of so many sequences."""

@@ -231,30 +231,37 @@ def simulate(
 
 def _run_of(requests: list[RequestRecord], log: StepLog, seats: int) -> SimulatedRun:
     records = log.records
-    gaps, gap_counts = _token_waits(requests, records["step"], np.array(log.done))
+    gaps, gap_counts = _token_waits(requests, records, np.array(log.done))
     return SimulatedRun(requests, records, span(requests), seats, gaps, gap_counts)
 
 
 def _token_waits(
-    requests: Series[RequestRecord], steps: np.ndarray, done: np.ndarray
+    requests: Series[RequestRecord], records: np.ndarray, done: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """(waits between two tokens of a request, s; how many tokens waited so long), all of them.
 
-    steps: numbers of the run's steps [steps], ascending; done: when each handed out its tokens
-    [steps] f8. Every step of a stay brings a token, from its first one on, so the waits are those
-    between neighbouring steps; who lost its seat waits from one stay to the next.
+    records: of the run's steps, in order [steps] STEP_DTYPE; done: when each handed out its tokens
+    [steps] f8. From its first token on every step with decode rows brings a stay one, so the waits
+    are those between such steps; before that who lost its seat waits from one stay to the next.
     """
     first, last, follows = _stay_steps(requests)
-    began, ended = np.searchsorted(steps, first), np.searchsorted(steps, last)
-    # A stay's tokens but the first have waited for one step: add at its second, take off behind
-    # its last.
-    more = np.bincount(began + 1, minlength=len(steps) + 1)
-    fewer = np.bincount(ended + 1, minlength=len(steps) + 1)
-    counts = np.cumsum(more - fewer)[1 : len(steps)]
+    began, ended = np.searchsorted(records["step"], first), np.searchsorted(records["step"], last)
+    decodes = np.flatnonzero(records["decode"])
+    # Of those steps the one with a stay's second token, and the one behind its last.
+    second = np.searchsorted(decodes, began, side="right")
+    behind = np.searchsorted(decodes, ended, side="right")
+    goes_on = second < behind
+    to_second = done[decodes[second[goes_on]]] - done[began[goes_on]]
+    more = np.bincount(second[goes_on] + 1, minlength=len(decodes) + 2)
+    fewer = np.bincount(behind[goes_on], minlength=len(decodes) + 2)
+    counts = np.cumsum(more - fewer)[1 : len(decodes)]
     waited = counts > 0
-    between_stays = done[began[1:][follows]] - done[ended[:-1][follows]]
-    waits = np.concatenate((np.diff(done)[waited], between_stays))
-    return waits, np.concatenate((counts[waited], np.ones(len(between_stays), np.int64)))
+    latest = began.copy()
+    latest[goes_on] = decodes[behind[goes_on] - 1]
+    between_stays = done[began[1:][follows]] - done[latest[:-1][follows]]
+    alone = np.concatenate((to_second, between_stays))
+    waits = np.concatenate((np.diff(done[decodes])[waited], alone))
+    return waits, np.concatenate((counts[waited], np.ones(len(alone), np.int64)))
 
 
 def _stay_steps(requests: Series[RequestRecord]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -125,7 +125,7 @@ def with_times(core: EngineCore, decode: dict[int, float], mixed: float) -> Engi
         scheduler.step_times.observe(bucket, decode[bucket.seats])
     for bucket in scheduler.buckets.mixed:
         scheduler.step_times.observe(bucket, mixed * bucket.tokens)
-    scheduler.observe = lambda plan, seconds: None
+    scheduler.observe = lambda plan, seconds, gap=0.0: None
     return core
 
 

@@ -38,7 +38,7 @@ from jitney.engine.core.scheduler.policies import (
 from jitney.engine.core.scheduler.queues import WaitingQueue
 from jitney.engine.core.scheduler.sequence import Sequence
 from jitney.engine.lab.simulation.engine_shape import EngineShape
-from jitney.engine.lab.simulation.simulator import simulate
+from jitney.engine.lab.simulation.simulator import SimulatedRun, simulate
 from jitney.engine.lab.simulation.step_table import Curve, StepTable
 from jitney.engine.lab.simulation.workload import Fixed, LogNormal, Poisson, Uniform, synthesise
 
@@ -425,7 +425,10 @@ CALM_S = 20.0
 #: Of a faster CPU, where nothing is computed for padding.
 CPU_TABLE = StepTable(
     [Curve(rows, rows, ms / 1000) for rows, ms in ((1, 8), (8, 10.5), (16, 13), (32, 17))]
-    + [Curve(rows, 32, 0.019, per_prompt=0.29e-3, points=1) for rows in MIXED_MS]
+    + [
+        Curve(rows, 32, 0.008, per_prompt=0.29e-3, per_decode=0.35e-3, points=1)
+        for rows in MIXED_MS
+    ]
 )
 
 
@@ -475,8 +478,8 @@ def test_from_a_calm_start_a_heavy_tenant_makes_way(monkeypatch: pytest.MonkeyPa
     assert rows > 0.97 * most
 
 
-def modest_first_tokens(*, flooded: bool) -> list[float]:
-    """Seconds to the first tokens of a tenant that asks 20 tokens now and then, of 32 seats.
+def modest_run(*, flooded: bool) -> SimulatedRun:
+    """A tenant that asks 20 tokens now and then, of 32 seats.
 
     flooded: from CALM_S on another one asks twice what can be served.
     """
@@ -489,18 +492,54 @@ def modest_first_tokens(*, flooded: bool) -> list[float]:
     coming = sorted((one for one in arrivals if one.at <= last), key=lambda one: one.at)
     limits = SchedulerLimits(32, 4096, 10_000, 10**9, order="fair", prefill_share="auto")
     buckets = replace(Buckets.of(max_seats=32, token_budget=512), padding_is_free=True)
-    run = simulate(coming, EngineShape(limits, buckets, 8193, plans_late=True), CPU_TABLE)
+    engine = EngineShape(limits, buckets, 8193, plans_late=True)
+    return simulate(coming, engine, CPU_TABLE, keep_times=True)
+
+
+def modest_first_tokens(run: SimulatedRun) -> list[float]:
+    """Seconds, of those that came after twice CALM_S."""
     late = [one for one in run.requests if one.tenant == "modest" and one.arrival > 2 * CALM_S]
     return [one.ttft_s or 0.0 for one in late]
 
 
-def test_a_modest_tenants_first_token_is_less_than_twice_its_own_beside_a_flood():
-    """Its prompt has a step without the flood's, and steps are planned late enough for it to be in
-    the next one.
+def test_a_modest_tenant_waits_for_the_step_that_runs_and_for_its_own():
+    """Its prompt has a step without the flood's prompts and streams, and steps are planned late
+    enough for it to be in the next one: with the streams it would wait 3 times as long as alone.
     """
-    alone, beside = modest_first_tokens(flooded=False), modest_first_tokens(flooded=True)
+    flooded = modest_run(flooded=True)
+    alone, beside = (modest_first_tokens(run) for run in (modest_run(flooded=False), flooded))
     assert len(alone) == len(beside) > 20 and min(alone) > 0
-    assert np.median(beside) < 1.8 * np.median(alone)
+    assert np.median(beside) < 2.4 * np.median(alone)
+    # Steps without the streams are counted in their waits.
+    gaps = np.concatenate([np.diff(np.array(one.token_times)) for one in flooded.requests])
+    assert np.sort(np.repeat(flooded.gaps, flooded.gap_counts)).tolist() == pytest.approx(
+        np.sort(gaps).tolist()
+    )
+
+
+def test_who_takes_a_seat_has_a_step_without_streams_that_take_long_but_no_two_in_a_row(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    core = make_core(seats=8, budget=64, pages=400, order="fair", eos=())
+    times, decode = core.scheduler.step_times, core.scheduler.buckets.decode
+    times.observe(decode[0], 0.01)
+    times.observe(decode[-1], 0.02)
+    monkeypatch.setattr(core.scheduler, "observe", lambda *_: None)
+    plans = watch(core)
+    for number in range(10):
+        core.add(make_request(f"a{number}", [1, 2], user="a", max_tokens=40))
+    core.step()
+    core.step()
+    core.add(make_request("b", [3, 4], user="b", max_tokens=2))
+    core.add(make_request("c", [3, 4], user="c", max_tokens=2))
+    for _ in range(3):
+        core.step()
+        core.check()
+    shown = [([chunk.seq.request.id for chunk in p.prompt_chunks], p.n_decode) for p in plans[2:5]]
+    assert shown == [(["b"], 0), (["c"], 7), (shown[2][0], shown[2][1])] and shown[2][1] >= 7
+    outputs = core.run_until_idle(1000)
+    core.check()
+    assert {out.request_id for out in outputs if out.finish == "length"} >= {"a0", "a7"}
 
 
 def test_one_more_tenant_would_find_a_seat_only_beside_one_with_more_than_its_share():

@@ -23,14 +23,17 @@ from jitney.engine.common.history import RequestRecords
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.common.trace import Arrival
 from jitney.engine.core.engine_core import EngineCore
-from jitney.engine.core.scheduler.buckets import Buckets
+from jitney.engine.core.scheduler.buckets import Bucket, Buckets
+from jitney.engine.core.scheduler.estimates import PrefillBudget, StepTimeEstimate
 from jitney.engine.core.scheduler.limits import SchedulerLimits
-from jitney.engine.core.scheduler.passing import _SHARE, Passing
+from jitney.engine.core.scheduler.passing import _PRICE, _SHARE, Passing
 from jitney.engine.core.scheduler.plan import Plan, StepWork
+from jitney.engine.lab.simulation.devices import DEVICES
 from jitney.engine.lab.simulation.drive import Offer, drive
 from jitney.engine.lab.simulation.engine_shape import EngineShape
+from jitney.engine.lab.simulation.roofline import SHAPES, ModelCost, Roofline
 from jitney.engine.lab.simulation.simulator import VirtualDevice, simulate
-from jitney.engine.lab.simulation.step_table import Curve, StepTable
+from jitney.engine.lab.simulation.step_table import Curve, StepTable, StepTimes
 
 BUDGET = 16
 #: Decode-only steps, and steps with prompts: 20 ms and a third of one for each row.
@@ -139,7 +142,9 @@ def test_a_flood_of_short_prompts_leaves_a_long_one_its_rows():
     done = steps_until(plans, "long1")
     taken = sum(plan.work.prompt for plan in plans[:done]) - 2 * 240
     assert taken <= 2 * BUDGET + _SHARE * (2 * 240 + taken), "what is left of the last step, too"
-    assert done <= 1.2 * 2 * 240 / BUDGET + 2
+    # In rows, with those that a step costs whatever its own: as many as in 1.2 times full steps.
+    cost = taken + 2 * 240 + done * _PRICE * BUDGET
+    assert cost <= (1.2 * 2 * 240 / BUDGET + 2) * (1 + _PRICE) * BUDGET
     core.check()
 
 
@@ -187,25 +192,122 @@ def test_no_prompt_starves(lengths: list[int], gaps: list[int], seats: int, shar
     start=st.integers(0, 59),
 )
 def test_over_any_steps_longer_prompts_keep_their_share(steps: list[tuple[int, int]], start: int):
-    """Short ones take as much as they may in each step: over any stretch that is _SHARE of all rows
-    and one step's.
+    """Short ones take as much as they may in each step, and steps of their own: over any stretch
+    that is _SHARE of all rows and one step's.
     """
     passing = Passing(64)
-    taken: list[int] = []
+    taken: list[float] = []
     for want, rows in steps:
         rows_passed = min(want, rows, passing.longest(10_000))
         left = passing.spend(rows_passed, rows - rows_passed)
-        assert left >= min(rows_passed, rows - rows_passed)
+        assert left in (0, rows - rows_passed)
         passing.save(rows)
-        taken.append(rows_passed)
+        alone = left == 0 < rows - rows_passed
+        taken.append(rows_passed + (_PRICE * 64 if alone else 0))
     rows = sum(rows for _, rows in steps[start:])
     assert sum(taken[start:]) <= 64 + _SHARE * rows + 1
 
 
-def shape() -> EngineShape:
+def test_a_prompt_that_passes_has_a_step_without_longer_ones_rows():
+    core = core_for()
+    plans = watch(core)
+    for number in range(3):
+        core.add(make_request(f"long{number}", [number + 1] * 150, max_tokens=4))
+    core.step()
+    core.add(make_request("short", [9] * 5, max_tokens=2))
+    core.run_until_idle(1000)
+    assert [chunk.seq.request.id for chunk in plans[1].prompt_chunks] == ["short"]
+    assert plans[2].work.prompt == BUDGET - plans[2].n_decode
+
+
+def test_steps_are_brief_while_short_prompts_are_expected(monkeypatch: pytest.MonkeyPatch):
+    """10 ms and 10 ms a row; they are expected for ten seconds."""
+    clock = FakeClock()
+    core = core_for(clock=clock)
+    buckets = core.scheduler.buckets
+    core.scheduler.buckets = core.scheduler.step_times.buckets = replace(
+        buckets, padding_is_free=True
+    )
+    times = core.scheduler.step_times
+    times.observe(buckets.decode[0], 0.01)
+    times.observe(buckets.mixed[-1], 0.17)
+    monkeypatch.setattr(core.scheduler, "observe", lambda *_: None)
+    brief = core.scheduler._prefill_budget.brief(0)
+    assert 16 / 0.17 > brief / (0.01 + 0.01 * brief) >= 0.94 * 16 / 0.17 and brief < 16
+    plans = watch(core)
+    core.add(make_request("long0", [1] * 200, max_tokens=1))
+    core.step()
+    assert plans[-1].work.prompt == BUDGET, "no short prompt has come"
+    core.add(make_request("short", [9] * 2, max_tokens=1))
+    core.step()
+    core.step()
+    assert plans[-1].work.prompt == brief
+    clock.now += 11.0
+    core.step()
+    assert plans[-1].work.prompt == BUDGET - plans[-1].n_decode
+    core.check()
+
+
+def test_brief_steps_are_those_of_a_bucket_where_padding_costs():
+    """Half the rows take 0.52 of the time, a quarter 0.4: that loses too much."""
+    buckets = Buckets((Bucket(4, 4),), (Bucket(64, 4), Bucket(128, 4), Bucket(256, 4)))
+    times = StepTimeEstimate(buckets)
+    budget = PrefillBudget(times, 1.0, 0.0)
+    assert budget.brief(2) == 254, "nothing was measured"
+    for tokens, seconds in ((256, 0.100), (128, 0.052), (64, 0.040)):
+        times.observe(Bucket(tokens, 4), seconds)
+    assert budget.brief(2) == 126
+
+
+#: A CPU's steps: 8.5 ms, and 0.245 for each prompt row, 0.25 for each that decodes.
+CPU_TABLE = StepTable(
+    [Curve(rows, rows, ms / 1000) for rows, ms in ((1, 8.5), (4, 9), (8, 10), (16, 12.5), (32, 17))]
+    + [
+        Curve(rows, 32, 0.0085, per_prompt=2.45e-4, per_pair=2.5e-8, per_decode=2.5e-4)
+        for rows in (64, 128, 256, 512)
+    ]
+)
+
+
+def shape(*, late: bool = False) -> EngineShape:
     limits = SchedulerLimits(32, 8192, 10**6, 10**9, prefill_share="auto")
     buckets = replace(Buckets.of(max_seats=32, token_budget=512), padding_is_free=True)
-    return EngineShape(limits, buckets, 4097)
+    return EngineShape(limits, buckets, 4097, plans_late=late)
+
+
+def h100_shape() -> EngineShape:
+    limits = SchedulerLimits(256, 32768, 10**6, 10**9, prefill_share="auto")
+    return EngineShape(
+        limits, Buckets.of(max_seats=256, token_budget=2048, on_device=True), 6062, 64
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "table", "long", "median", "late"),
+    [
+        (shape(late=True), CPU_TABLE, 2300, 5.5, 8.0),
+        (h100_shape(), Roofline(ModelCost(SHAPES["llama-3.1-8b"]), DEVICES["h100"]), 16000, 4.5, 7),
+    ],
+    ids=["cpu", "h100"],
+)
+def test_short_prompts_come_at_random_beside_forty_long_ones(
+    engine: EngineShape, table: StepTimes, long: int, median: float, late: float
+):
+    """Two come in a second, but for the first: the median and the 95th percentile of their first
+    tokens, by what it is alone. No long one loses more than a tenth.
+    """
+    longs = [Arrival(20.0, long, 16)] * 40
+    before = [Arrival(1.0 * number, 20 + 300 * number, 16) for number in range(8)]
+    at = 20.0 + np.cumsum(np.random.default_rng(1).exponential(0.5, 60))
+    shorts = [Arrival(float(one), 20, 16) for one in at if one < 36.0]
+    without = simulate([*before, *longs], engine, table).requests
+    run = simulate(sorted([*before, *longs, *shorts], key=lambda one: one.at), engine, table)
+    waits = [one.ttft_s or 0.0 for one in run.requests if one.n_prompt == 20][2:]
+    alone = without[0].ttft_s or 0.0
+    assert len(waits) > 25 and alone > 0
+    assert np.median(waits) < median * alone and np.percentile(waits, 95) < late * alone
+    ends = [max(one.end for one in of) - 20.0 for of in (run.requests, without)]
+    assert ends[0] < 1.1 * ends[1]
 
 
 def test_on_a_clock_short_ones_come_soon_and_long_ones_lose_little():
@@ -221,6 +323,18 @@ def test_on_a_clock_short_ones_come_soon_and_long_ones_lose_little():
         assert record.first_token is not None
         assert record.first_token - record.arrival < 3 * step
     assert max(r.end for r in run[:12]) < 1.1 * max(r.end for r in alone)
+
+
+def test_a_step_is_planned_late_for_a_short_prompt_behind_more_than_there_are_seats():
+    """Ten prompts wait for six free seats, but a short one would pass them."""
+    core = core_for()
+    core.add(make_request("short", [9] * 2, max_tokens=1))
+    core.run_until_idle()
+    for number in range(12):
+        core.add(make_request(f"long{number}", [number + 1] * 150, max_tokens=4))
+    core.step()
+    assert len(core.scheduler.state.queue) > len(core.scheduler.state.free_seats)
+    assert core.scheduler.has_place
 
 
 def waits(arrivals: list[Arrival]) -> tuple[np.ndarray, np.ndarray]:
