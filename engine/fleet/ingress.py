@@ -6,9 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from typing import Literal
 
-from msgspec import UNSET
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -25,21 +23,16 @@ from jitney.engine.server import (
     BATCH_ROUTES,
     FRONT_ROUTES,
     JOB_ROUTES,
+    MODEL_ROUTES,
+    OLLAMA_LISTS,
     RELOAD_ROUTES,
     ROUTES,
-    AnthropicModel,
-    AnthropicModelList,
     ApiKeys,
     Context,
     Document,
     Endpoint,
     HttpError,
     HttpRoute,
-    Maybe,
-    ModelCard,
-    OllamaModelList,
-    OllamaRunningList,
-    OllamaVersion,
     OwnRequests,
     ResponseModel,
     Role,
@@ -49,15 +42,10 @@ from jitney.engine.server import (
     StreamingWriter,
     Version,
     application,
-    card_answer,
-    cards_answer,
     document,
     echo,
     json_answer,
-    listed,
     read_object,
-    running,
-    show_version,
     until_disconnect,
     without_tag,
 )
@@ -93,20 +81,6 @@ _TO_TAGGED_MODELS = frozenset(
 )
 #: How paths of those begin that are about one answer, which one engine keeps.
 _TO_KEEPERS = "/v1/responses/"
-
-
-class FleetModelCard(ModelCard, kw_only=True):
-    """A model of the fleet. kind: what stands behind it; made_of: its parts, where it has some."""
-
-    kind: str
-    made_of: Maybe[JsonDict] = UNSET
-
-
-class FleetModelList(ResponseModel):
-    """GET /v1/models."""
-
-    data: list[FleetModelCard]
-    object: Literal["list"] = "list"
 
 
 class ReplicaList(ResponseModel):
@@ -232,32 +206,6 @@ class _Passing(Endpoint[Fleet]):
             fleet.metrics.disconnects.inc()
 
 
-async def _list_models(fleet: Fleet, request: Request) -> Response:
-    names = [*fleet.models, *fleet.adapters]
-    return cards_answer(request, [_card(fleet, name) for name in names])
-
-
-async def _show_model(fleet: Fleet, request: Request) -> Response:
-    name = request.path_params["model"]
-    if name not in fleet.models and name not in fleet.adapters:
-        raise HttpError.no_model(name)
-    return card_answer(request, _card(fleet, name))
-
-
-def _card(fleet: Fleet, name: str) -> FleetModelCard:
-    parent = fleet.adapters.get(name)
-    said = fleet.models[parent or name].card()
-    return FleetModelCard(
-        id=name,
-        created=fleet.created,
-        root=name,
-        parent=parent or UNSET,
-        max_model_len=said.get("max_model_len"),
-        kind=said["kind"],
-        made_of=said.get("made_of", UNSET),
-    )
-
-
 async def _livez(fleet: Fleet, request: Request) -> Response:
     return json_answer(Status("ok"))
 
@@ -295,20 +243,6 @@ async def _list_replicas(fleet: Fleet, request: Request) -> Response:
     return json_answer(ReplicaList(shown))
 
 
-async def _list_tags(fleet: Fleet, request: Request) -> Response:
-    """In Ollama's form; what the engines' models are is not known here."""
-    models = [listed(name, None, fleet.created) for name in fleet.models]
-    models += [listed(name, None, fleet.created, parent) for name, parent in fleet.adapters.items()]
-    return json_answer(OllamaModelList(models))
-
-
-async def _list_running(fleet: Fleet, request: Request) -> Response:
-    """Those that would answer now."""
-    ready = [name for name, model in fleet.models.items() if model.ready]
-    models = [running(name, None, fleet.models[name].card().get("max_model_len")) for name in ready]
-    return json_answer(OllamaRunningList(models))
-
-
 _GET = ("GET",)
 
 
@@ -326,20 +260,8 @@ def _engine_routes() -> Iterator[HttpRoute]:
 _PASSED_ROUTES = tuple(_engine_routes())
 _FLEET_ROUTES = (
     *_PASSED_ROUTES,
-    HttpRoute(
-        "/v1/models",
-        _GET,
-        _list_models,
-        "all models",
-        answer=FleetModelList | AnthropicModelList,
-    ),
-    HttpRoute(
-        "/v1/models/{model:path}",
-        _GET,
-        _show_model,
-        "one model",
-        answer=FleetModelCard | AnthropicModel,
-    ),
+    *MODEL_ROUTES,
+    *OLLAMA_LISTS,
     HttpRoute.probe("/livez", _livez, "this process answers", Status),
     HttpRoute.probe("/healthz", _livez, "the same as /livez", Status),
     HttpRoute.probe(
@@ -351,27 +273,6 @@ _FLEET_ROUTES = (
     HttpRoute.probe("/health", _readyz, "the same as /readyz", Status),
     HttpRoute.probe("/ping", _readyz, "the same, as SageMaker asks for it", Status),
     HttpRoute.probe("/startupz", _startupz, "every model has been ready once", Status),
-    HttpRoute(
-        "/api/tags",
-        _GET,
-        _list_tags,
-        "all models, as Ollama lists them",
-        answer=OllamaModelList,
-    ),
-    HttpRoute(
-        "/api/ps",
-        _GET,
-        _list_running,
-        "the models that are ready, as Ollama lists those that are loaded",
-        answer=OllamaRunningList,
-    ),
-    HttpRoute(
-        "/api/version",
-        _GET,
-        show_version,
-        "the release of Ollama whose forms these are",
-        answer=OllamaVersion,
-    ),
     HttpRoute("/version", _GET, _show_version, "the version", answer=Version),
     *FRONT_ROUTES,
     HttpRoute(

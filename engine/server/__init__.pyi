@@ -1,12 +1,7 @@
 from .app import create_app as create_app
 from .chat.endpoints import Endpoint as Endpoint
-from .chat.ollama.answers import OllamaModelList as OllamaModelList
-from .chat.ollama.answers import OllamaRunningList as OllamaRunningList
-from .chat.ollama.answers import OllamaVersion as OllamaVersion
-from .chat.ollama.models import listed as listed
-from .chat.ollama.models import running as running
 from .chat.ollama.models import without_tag as without_tag
-from .chat.ollama.routes import show_version as show_version
+from .chat.ollama.routes import OLLAMA_LISTS as OLLAMA_LISTS
 from .chat.openai.embeddings import EmbeddingsBody as EmbeddingsBody
 from .chat.openai.schema import ChatBody as ChatBody
 from .chat.openai.schema import CompletionBody as CompletionBody
@@ -23,7 +18,6 @@ from .http.access import ApiKeys as ApiKeys
 from .http.access import Identity as Identity
 from .http.access import address_of as address_of
 from .http.answers import Document as Document
-from .http.answers import Maybe as Maybe
 from .http.answers import ResponseModel as ResponseModel
 from .http.answers import Status as Status
 from .http.answers import Version as Version
@@ -58,11 +52,8 @@ from .http.listen import base_url as base_url
 from .http.listen import check_tls as check_tls
 from .http.listen import listen as listen
 from .http.middleware import HeaderLimits as HeaderLimits
-from .http.model_cards import AnthropicModel as AnthropicModel
-from .http.model_cards import AnthropicModelList as AnthropicModelList
+from .http.model_cards import MODEL_ROUTES as MODEL_ROUTES
 from .http.model_cards import ModelCard as ModelCard
-from .http.model_cards import card_answer as card_answer
-from .http.model_cards import cards_answer as cards_answer
 from .http.open_requests import OpenRequests as OpenRequests
 from .http.openapi import document as document
 from .http.own_requests import OwnRequests as OwnRequests

@@ -1,27 +1,30 @@
-"""The answers of /v1/models, in OpenAI's form or in Anthropic's, which the header anthropic-version
-asks for.
+"""The routes of /v1/models, which answer in OpenAI's form or in Anthropic's, which the header
+anthropic-version asks for. The same for an engine and for a fleet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Literal, Protocol
 
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jitney.engine.common.engine_info import EngineInfo
+from jitney.engine.common.requests import JsonDict
 from jitney.engine.server.http.answers import Maybe, ResponseModel
 from jitney.engine.server.http.context import Context
-from jitney.engine.server.http.errors import ErrorForm
+from jitney.engine.server.http.errors import ErrorForm, HttpError
 from jitney.engine.server.http.jsonio import json_answer
+from jitney.engine.server.http.routing import HttpRoute
 
 
 class ModelCard(ResponseModel, kw_only=True):
-    """The served model under one of its names, or with an adapter. root: what answers call it.
-    parent: of an adapter, the model that it changes. max_model_len: tokens of a sequence, prompt
-    included.
+    """A model under one of its names, or with an adapter. root: what answers call it. parent: of an
+    adapter, the model that it changes. max_model_len: tokens of a sequence, prompt included.
+    Of a fleet's model, kind: what stands behind it; made_of: its parts, where it has some.
     """
 
     id: str
@@ -31,6 +34,8 @@ class ModelCard(ResponseModel, kw_only=True):
     root: str
     parent: Maybe[str | None] = UNSET
     max_model_len: int | None
+    kind: Maybe[str] = UNSET
+    made_of: Maybe[JsonDict] = UNSET
 
 
 class ModelList(ResponseModel, kw_only=True):
@@ -78,18 +83,64 @@ class AnthropicModelList(ResponseModel):
     has_more: Literal[False] = False
 
 
-def card_answer(request: Request, card: ModelCard) -> Response:
-    """One model."""
-    return json_answer(AnthropicModel.of(card) if _is_anthropic(request) else card)
+class ModelLister(Protocol):
+    """What a server says of its models."""
+
+    @property
+    def listed_names(self) -> Sequence[str]:
+        """What requests may call models, adapters too; at least one."""
+        ...
+
+    @property
+    def running_names(self) -> Sequence[str]:
+        """The models that would answer now."""
+        ...
+
+    @property
+    def engine_info(self) -> EngineInfo | None:
+        """Of the one engine; None: it is not known yet, or there are several."""
+        ...
+
+    def card(self, name: str) -> ModelCard:
+        """The model of a name that is listed."""
+        ...
 
 
-def cards_answer(request: Request, cards: Sequence[ModelCard]) -> Response:
-    """All models, at least one, on one page."""
+async def _list_models(server: ModelLister, request: Request) -> Response:
+    """All on one page."""
+    cards = [server.card(name) for name in server.listed_names]
     if not _is_anthropic(request):
-        return json_answer(ModelList(data=list(cards)))
+        return json_answer(ModelList(data=cards))
     models = [AnthropicModel.of(card) for card in cards]
     return json_answer(AnthropicModelList(models, models[0].id, models[-1].id))
 
 
+async def _show_model(server: ModelLister, request: Request) -> Response:
+    """404 for a name that is not listed."""
+    name = request.path_params["model"]
+    if name not in server.listed_names:
+        raise HttpError.no_model(name)
+    card = server.card(name)
+    return json_answer(AnthropicModel.of(card) if _is_anthropic(request) else card)
+
+
 def _is_anthropic(request: Request) -> bool:
     return Context.of(request).error_form is ErrorForm.ANTHROPIC
+
+
+MODEL_ROUTES = (
+    HttpRoute(
+        "/v1/models",
+        ("GET",),
+        _list_models,
+        "the models, as a list",
+        answer=ModelList | AnthropicModelList,
+    ),
+    HttpRoute(
+        "/v1/models/{model:path}",
+        ("GET",),
+        _show_model,
+        "one model",
+        answer=ModelCard | AnthropicModel,
+    ),
+)

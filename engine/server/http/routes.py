@@ -7,7 +7,6 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Literal
 
-from msgspec import UNSET
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, field_validator
 from starlette.requests import Request
@@ -18,7 +17,7 @@ from jitney.engine.common.requests import JsonDict
 from jitney.engine.config import ConfigReport
 from jitney.engine.server.chat.anthropic.routes import MESSAGE_ROUTES
 from jitney.engine.server.chat.llamacpp.routes import TEXT_ROUTES
-from jitney.engine.server.chat.ollama.routes import OLLAMA_ROUTES
+from jitney.engine.server.chat.ollama.routes import OLLAMA_LISTS, OLLAMA_ROUTES
 from jitney.engine.server.chat.openai.embeddings import EMBEDDING_ROUTES
 from jitney.engine.server.chat.openai.routes import OPENAI_ROUTES
 from jitney.engine.server.chat.ranking.routes import RANKING_ROUTES
@@ -34,14 +33,7 @@ from jitney.engine.server.http.answers import (
 from jitney.engine.server.http.errors import HttpError
 from jitney.engine.server.http.front import FRONT_ROUTES
 from jitney.engine.server.http.jsonio import json_answer
-from jitney.engine.server.http.model_cards import (
-    AnthropicModel,
-    AnthropicModelList,
-    ModelCard,
-    ModelList,
-    card_answer,
-    cards_answer,
-)
+from jitney.engine.server.http.model_cards import MODEL_ROUTES
 from jitney.engine.server.http.queries import read_query
 from jitney.engine.server.http.reload import RELOAD_ROUTES
 from jitney.engine.server.http.routing import HttpRoute, Role
@@ -82,33 +74,6 @@ class _SleepQuery(BaseModel):
     @classmethod
     def _number(cls, value: str | int) -> str | int:
         return int(value) if isinstance(value, str) and value.isdigit() else value
-
-
-async def _list_models(service: Service, request: Request) -> Response:
-    """The cards of the model, under each of its names, and of its adapters."""
-    names = (*service.model_names, *service.adapters)
-    return cards_answer(request, [_model(service, name) for name in names])
-
-
-async def _show_model(service: Service, request: Request) -> Response:
-    """One card; 404 for a name that is none of the model's or of its adapters."""
-    name = request.path_params["model"]
-    if name not in (*service.model_names, *service.adapters):
-        raise HttpError.no_model(name)
-    return card_answer(request, _model(service, name))
-
-
-def _model(service: Service, name: str) -> ModelCard:
-    """A model's card; that of an adapter names the model that it changes, as vLLM's does."""
-    info = service.client.info
-    is_adapter = service.adapter_number(name)
-    return ModelCard(
-        id=name,
-        created=service.created,
-        root=name if is_adapter else service.model_name,
-        parent=service.model_name if is_adapter else UNSET,
-        max_model_len=info.model.context_length if info else None,
-    )
 
 
 async def _livez(service: Service, request: Request) -> Response:
@@ -238,22 +203,10 @@ ROUTES = (
     *RANKING_ROUTES,
     *TEXT_ROUTES,
     *OLLAMA_ROUTES,
+    *OLLAMA_LISTS,
     *BATCH_ROUTES,
     *JOB_ROUTES,
-    HttpRoute(
-        "/v1/models",
-        _GET,
-        _list_models,
-        "the served model, as a list",
-        answer=ModelList | AnthropicModelList,
-    ),
-    HttpRoute(
-        "/v1/models/{model:path}",
-        _GET,
-        _show_model,
-        "the served model",
-        answer=ModelCard | AnthropicModel,
-    ),
+    *MODEL_ROUTES,
     HttpRoute.probe("/livez", _livez, "this process answers", Status),
     HttpRoute.probe("/readyz", _readyz, "new requests would be served", Status),
     HttpRoute.probe("/health", _readyz, "the same as /readyz", Status),

@@ -13,6 +13,8 @@ from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from msgspec import UNSET
+
 from jitney.engine.common.engine_info import EngineInfo
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import Grammar, JsonDict
@@ -24,6 +26,7 @@ from jitney.engine.server.chat.responses.store import ResponseStore
 from jitney.engine.server.http.disconnect import until
 from jitney.engine.server.http.errors import ErrorReply, HttpError, retry_after_s
 from jitney.engine.server.http.metrics import ServerMetrics
+from jitney.engine.server.http.model_cards import ModelCard
 from jitney.engine.server.http.open_requests import OpenRequests
 from jitney.engine.server.http.quotas import Quotas
 from jitney.engine.server.http.settings import ServerSettings
@@ -185,6 +188,33 @@ class Service:
         info = self.client.info
         return () if info is None else tuple(info.model.adapters)
 
+    @property
+    def listed_names(self) -> tuple[str, ...]:
+        """See `ModelLister`."""
+        return (*self.model_names, *self.adapters)
+
+    @property
+    def running_names(self) -> tuple[str, ...]:
+        """See `ModelLister`: none while the model is loaded, or the engine asleep."""
+        return () if self.unready() is not None else self.model_names
+
+    @property
+    def engine_info(self) -> EngineInfo | None:
+        """See `ModelLister`."""
+        return self.client.info
+
+    def card(self, name: str) -> ModelCard:
+        """See `ModelLister`; an adapter's names the model that it changes, as vLLM's does."""
+        info = self.client.info
+        is_adapter = self.adapter_number(name)
+        return ModelCard(
+            id=name,
+            created=self.created,
+            root=name if is_adapter else self.model_name,
+            parent=self.model_name if is_adapter else UNSET,
+            max_model_len=info.model.context_length if info else None,
+        )
+
     def adapter_number(self, model: str | None) -> int:
         """Of the adapter that a request's model names; 0: the model itself."""
         info = self.client.info
@@ -194,7 +224,7 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         """Raises HttpError 404 for a name that is none of the model's or of its adapters."""
-        if name is not None and name not in (*self.model_names, *self.adapters):
+        if name is not None and name not in self.listed_names:
             raise HttpError.no_model(name, "; /v1/models lists what there is")
 
     def name_in_answers(self, model: str | None) -> str:

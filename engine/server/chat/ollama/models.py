@@ -16,6 +16,7 @@ from jitney.engine.server.chat.ollama.answers import (
     OllamaShowAnswer,
 )
 from jitney.engine.server.chat.ollama.format import rfc3339
+from jitney.engine.server.http.model_cards import ModelCard
 
 if TYPE_CHECKING:
     from jitney.engine.core import Tokenizer
@@ -35,33 +36,31 @@ def without_tag(name: str) -> str:
     return name.removesuffix(_TAG)
 
 
-def listed(name: str, info: EngineInfo | None, created: int, parent: str = "") -> OllamaModel:
-    """A model of /api/tags. info: of its engine; None: not known yet. created: seconds since 1970.
-    parent: of an adapter, the model that it changes.
-    """
+def listed(card: ModelCard, info: EngineInfo | None) -> OllamaModel:
+    """A model of /api/tags. info: of its engine; None: not known."""
     return OllamaModel(
-        name=name,
-        model=name,
+        name=card.id,
+        model=card.id,
         size=0 if info is None else info.model.weight_bytes,
         digest="" if info is None else info.config_digest,
-        details=_details(info, parent),
-        modified_at=rfc3339(datetime.fromtimestamp(created, UTC)),
+        details=_details(info, card.parent or ""),
+        modified_at=rfc3339(datetime.fromtimestamp(card.created, UTC)),
     )
 
 
-def running(name: str, info: EngineInfo | None, context_length: int | None) -> OllamaRunningModel:
-    """A model of /api/ps. info, context_length: None: not known."""
+def running(card: ModelCard, info: EngineInfo | None) -> OllamaRunningModel:
+    """A model of /api/ps. info: as above."""
     size = 0 if info is None else info.model.weight_bytes
     is_on_cpu = info is None or info.device.platform == "cpu"
     return OllamaRunningModel(
-        name=name,
-        model=name,
+        name=card.id,
+        model=card.id,
         size=size,
         digest="" if info is None else info.config_digest,
         details=_details(info, ""),
         expires_at=_NEVER,
         size_vram=0 if is_on_cpu else size,
-        context_length=context_length or 0,
+        context_length=card.max_model_len or 0,
     )
 
 

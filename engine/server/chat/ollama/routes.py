@@ -44,6 +44,7 @@ from jitney.engine.server.chat.request import RequestBuilder, RouteKind
 from jitney.engine.server.chat.schema import GenerationBody
 from jitney.engine.server.http.context import Context
 from jitney.engine.server.http.jsonio import json_answer
+from jitney.engine.server.http.model_cards import ModelLister
 from jitney.engine.server.http.routing import HttpRoute
 from jitney.engine.server.http.service import Service
 from jitney.engine.server.http.streaming import StreamingWriter
@@ -139,7 +140,7 @@ def _served_name(service: Service, body: OllamaBody | OllamaShowBody) -> str | N
     for one that is not there.
     """
     name = body.named
-    if name is not None and name not in (*service.model_names, *service.adapters):
+    if name is not None and name not in service.listed_names:
         name = without_tag(name)
     service.check_model(name)
     return name
@@ -179,12 +180,12 @@ async def _vectors(
     return await builder.embeddings(cut)
 
 
-async def _tags(service: Service, request: Request) -> Response:
-    """The model under each of its names, and its adapters."""
-    info, created = service.client.info, service.created
-    models = [listed(name, info, created) for name in service.model_names]
-    models += [listed(name, info, created, service.model_name) for name in service.adapters]
-    return json_answer(OllamaModelList(models))
+async def _tags(server: ModelLister, request: Request) -> Response:
+    """The models under each of their names, and adapters."""
+    info = server.engine_info
+    return json_answer(
+        OllamaModelList([listed(server.card(name), info) for name in server.listed_names])
+    )
 
 
 async def _show(service: Service, request: Request) -> Response:
@@ -195,17 +196,15 @@ async def _show(service: Service, request: Request) -> Response:
     return json_answer(described(info, tokenizer, service.turns, service.created, parent))
 
 
-async def _running(service: Service, request: Request) -> Response:
-    """Nothing runs while the model is loaded, or the engine asleep."""
-    info = service.client.info
-    if info is None or service.unready() is not None:
-        return json_answer(OllamaRunningList([]))
-    length = info.model.context_length
-    models = [running(name, info, length) for name in service.model_names]
-    return json_answer(OllamaRunningList(models))
+async def _running(server: ModelLister, request: Request) -> Response:
+    """The models that would answer now."""
+    info = server.engine_info
+    return json_answer(
+        OllamaRunningList([running(server.card(name), info) for name in server.running_names])
+    )
 
 
-async def show_version(service: object, request: Request) -> Response:
+async def _show_version(server: object, request: Request) -> Response:
     """Of Ollama, not of this server."""
     return json_answer(OllamaVersion(_VERSION))
 
@@ -267,24 +266,27 @@ OLLAMA_ROUTES = (
         takes_any_type=True,
         answer=OllamaShowAnswer,
     ),
+)
+#: The same for an engine and for a fleet.
+OLLAMA_LISTS = (
     HttpRoute(
         "/api/tags",
         _GET,
         _tags,
-        "the served model, as Ollama lists its models",
+        "the models, as Ollama lists them",
         answer=OllamaModelList,
     ),
     HttpRoute(
         "/api/ps",
         _GET,
         _running,
-        "the served model, as Ollama lists those that are loaded",
+        "the models that are ready, as Ollama lists those that are loaded",
         answer=OllamaRunningList,
     ),
     HttpRoute(
         "/api/version",
         _GET,
-        show_version,
+        _show_version,
         "the release of Ollama whose forms these are",
         answer=OllamaVersion,
     ),
