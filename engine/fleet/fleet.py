@@ -280,6 +280,9 @@ class Fleet:
         """Those whose requests are refused now, since none of their engines is ready."""
         return [name for name, model in self.models.items() if not model.ready]
 
+    def stalled(self) -> None:
+        """Engines that say nothing are not ready."""
+
     def unstarted(self) -> RequestError | None:
         """None once every model has been ready."""
         self._was_ready |= {name for name, model in self.models.items() if model.ready}

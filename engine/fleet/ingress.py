@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -25,11 +24,11 @@ from jitney.engine.server import (
     JOB_ROUTES,
     MODEL_ROUTES,
     OLLAMA_LISTS,
+    PROBE_ROUTES,
     RELOAD_ROUTES,
     ROUTES,
     ApiKeys,
     Context,
-    Document,
     Endpoint,
     HttpError,
     HttpRoute,
@@ -38,7 +37,6 @@ from jitney.engine.server import (
     Role,
     RouteTable,
     ServerSettings,
-    Status,
     StreamingWriter,
     Version,
     application,
@@ -206,36 +204,8 @@ class _Passing(Endpoint[Fleet]):
             fleet.metrics.disconnects.inc()
 
 
-async def _livez(fleet: Fleet, request: Request) -> Response:
-    return json_answer(Status("ok"))
-
-
-async def _readyz(fleet: Fleet, request: Request) -> Response:
-    """Some model has an engine that takes requests, and we are not draining."""
-    reason = fleet.unready()
-    if reason is not None:
-        raise reason
-    return json_answer(Status("ready"))
-
-
-async def _startupz(fleet: Fleet, request: Request) -> Response:
-    """Every model has been ready once."""
-    reason = fleet.unstarted()
-    if reason is not None:
-        raise reason
-    return json_answer(Status("started"))
-
-
 async def _show_version(fleet: Fleet, request: Request) -> Response:
     return json_answer(Version(version("jitney")))
-
-
-async def _show_openapi(fleet: Fleet, request: Request) -> Response:
-    return Response(fleet.openapi, media_type="application/json")
-
-
-async def _show_metrics(fleet: Fleet, request: Request) -> Response:
-    return Response(fleet.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 async def _list_replicas(fleet: Fleet, request: Request) -> Response:
@@ -257,39 +227,16 @@ def _engine_routes() -> Iterator[HttpRoute]:
             yield replace(route, handler=_to_keeper)
 
 
+[_LIVEZ] = [route for route in PROBE_ROUTES if route.path == "/livez"]
 _PASSED_ROUTES = tuple(_engine_routes())
 _FLEET_ROUTES = (
     *_PASSED_ROUTES,
     *MODEL_ROUTES,
     *OLLAMA_LISTS,
-    HttpRoute.probe("/livez", _livez, "this process answers", Status),
-    HttpRoute.probe("/healthz", _livez, "the same as /livez", Status),
-    HttpRoute.probe(
-        "/readyz",
-        _readyz,
-        "requests for some model would be answered; else 503 says why",
-        Status,
-    ),
-    HttpRoute.probe("/health", _readyz, "the same as /readyz", Status),
-    HttpRoute.probe("/ping", _readyz, "the same, as SageMaker asks for it", Status),
-    HttpRoute.probe("/startupz", _startupz, "every model has been ready once", Status),
+    *PROBE_ROUTES,
+    replace(_LIVEZ, path="/healthz", summary="the same as /livez"),
     HttpRoute("/version", _GET, _show_version, "the version", answer=Version),
     *FRONT_ROUTES,
-    HttpRoute(
-        "/openapi.json",
-        _GET,
-        _show_openapi,
-        "these routes, as an OpenAPI document",
-        answer=Document,
-    ),
-    HttpRoute(
-        "/metrics",
-        _GET,
-        _show_metrics,
-        "Prometheus metrics",
-        role=Role.ADMIN,
-        is_probe=True,
-    ),
     HttpRoute(
         "/fleet/replicas",
         _GET,

@@ -17,9 +17,7 @@ from .http.access import AccessControl as AccessControl
 from .http.access import ApiKeys as ApiKeys
 from .http.access import Identity as Identity
 from .http.access import address_of as address_of
-from .http.answers import Document as Document
 from .http.answers import ResponseModel as ResponseModel
-from .http.answers import Status as Status
 from .http.answers import Version as Version
 from .http.background import BackgroundRequests as BackgroundRequests
 from .http.client import Answer as Answer
@@ -57,6 +55,7 @@ from .http.model_cards import ModelCard as ModelCard
 from .http.open_requests import OpenRequests as OpenRequests
 from .http.openapi import document as document
 from .http.own_requests import OwnRequests as OwnRequests
+from .http.probes import PROBE_ROUTES as PROBE_ROUTES
 from .http.quotas import Quotas as Quotas
 from .http.quotas import Spending as Spending
 from .http.reload import RELOAD_ROUTES as RELOAD_ROUTES

@@ -1,5 +1,5 @@
-"""What stands at "/" and "/docs": where a person or a program that knows only the address can go
-on. The same for an engine and for a fleet.
+"""What stands at "/", "/docs" and "/openapi.json": where a person or a program that knows only the
+address can go on. The same for an engine and for a fleet.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from jitney.engine.server.http.answers import ResponseModel
+from jitney.engine.server.http.answers import Document, ResponseModel
 from jitney.engine.server.http.docs_page import CONTENT_POLICY, docs_page
 from jitney.engine.server.http.jsonio import json_answer
 from jitney.engine.server.http.routing import HttpRoute, Role
@@ -47,6 +47,11 @@ async def _front_door(server: _Documented, request: Request) -> Response:
     return json_answer(FrontAnswer(page), {"vary": "accept"})
 
 
+async def _show_openapi(server: _Documented, request: Request) -> Response:
+    """The description of all routes, made once at start."""
+    return Response(server.openapi, media_type="application/json")
+
+
 async def _show_docs(server: _Documented, request: Request) -> Response:
     """The routes as a page. It holds nothing but what the source does, so that it needs no key,
     which a browser could not send.
@@ -64,6 +69,13 @@ FRONT_ROUTES = (
         "where to go on: a browser to the page",
         role=Role.ANYBODY,
         answer=FrontAnswer,
+    ),
+    HttpRoute(
+        "/openapi.json",
+        ("GET",),
+        _show_openapi,
+        "these routes, as an OpenAPI document",
+        answer=Document,
     ),
     HttpRoute(
         "/docs",

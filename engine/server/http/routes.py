@@ -7,7 +7,6 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Literal
 
-from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, field_validator
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,7 +23,6 @@ from jitney.engine.server.chat.ranking.routes import RANKING_ROUTES
 from jitney.engine.server.chat.responses.routes import RESPONSE_ROUTES
 from jitney.engine.server.http.answers import (
     Asleep,
-    Document,
     Sleeping,
     Slot,
     Status,
@@ -34,6 +32,7 @@ from jitney.engine.server.http.errors import HttpError
 from jitney.engine.server.http.front import FRONT_ROUTES
 from jitney.engine.server.http.jsonio import json_answer
 from jitney.engine.server.http.model_cards import MODEL_ROUTES
+from jitney.engine.server.http.probes import PROBE_ROUTES
 from jitney.engine.server.http.queries import read_query
 from jitney.engine.server.http.reload import RELOAD_ROUTES
 from jitney.engine.server.http.routing import HttpRoute, Role
@@ -76,27 +75,6 @@ class _SleepQuery(BaseModel):
         return int(value) if isinstance(value, str) and value.isdigit() else value
 
 
-async def _livez(service: Service, request: Request) -> Response:
-    """The process answers, whatever its engine does."""
-    return json_answer(Status("ok"))
-
-
-async def _readyz(service: Service, request: Request) -> Response:
-    """The engine is up, shows signs of life, and we are not draining."""
-    reason = service.unready() or service.stalled()
-    if reason is not None:
-        raise reason
-    return json_answer(Status("ready"))
-
-
-async def _startupz(service: Service, request: Request) -> Response:
-    """The engine has been ready once; until then 503."""
-    reason = service.unready()
-    if service.client.info is None and reason is not None:
-        raise reason
-    return json_answer(Status("started"))
-
-
 async def _show_version(service: Service, request: Request) -> Response:
     """The version, and once the engine is ready, what it runs on and in which number formats."""
     shown = {"version": version("jitney")}
@@ -130,16 +108,6 @@ def _proof(proof: KernelProof) -> JsonDict:
         "limit": proof.limit,
         "reason": proof.reason,
     }
-
-
-async def _show_openapi(service: Service, request: Request) -> Response:
-    """The description of all routes, made once at start."""
-    return Response(service.openapi, media_type="application/json")
-
-
-async def _show_metrics(service: Service, request: Request) -> Response:
-    """What Prometheus reads."""
-    return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 async def _reset_prefix_cache(service: Service, request: Request) -> Response:
@@ -207,11 +175,7 @@ ROUTES = (
     *BATCH_ROUTES,
     *JOB_ROUTES,
     *MODEL_ROUTES,
-    HttpRoute.probe("/livez", _livez, "this process answers", Status),
-    HttpRoute.probe("/readyz", _readyz, "new requests would be served", Status),
-    HttpRoute.probe("/health", _readyz, "the same as /readyz", Status),
-    HttpRoute.probe("/ping", _readyz, "the same, as SageMaker asks for it", Status),
-    HttpRoute.probe("/startupz", _startupz, "the engine has been ready once", Status),
+    *PROBE_ROUTES,
     HttpRoute(
         "/version",
         _GET,
@@ -228,13 +192,6 @@ ROUTES = (
         answer=ConfigReport,
     ),
     *FRONT_ROUTES,
-    HttpRoute(
-        "/openapi.json",
-        _GET,
-        _show_openapi,
-        "these routes, as an OpenAPI document",
-        answer=Document,
-    ),
     HttpRoute(
         "/reset_prefix_cache",
         _POST,
@@ -269,14 +226,6 @@ ROUTES = (
         answer=Sleeping,
     ),
     *RELOAD_ROUTES,
-    HttpRoute(
-        "/metrics",
-        _GET,
-        _show_metrics,
-        "Prometheus metrics",
-        role=Role.ADMIN,
-        is_probe=True,
-    ),
     HttpRoute(
         "/slots",
         _GET,

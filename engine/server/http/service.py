@@ -324,6 +324,10 @@ class Service:
             message += f": {progress.stage} {progress.done} of {progress.total}"
         return RequestError(message, code=code)
 
+    def unstarted(self) -> RequestError | None:
+        """None once the engine has been ready."""
+        return None if self.client.info is not None else self.unready()
+
     def stalled(self) -> RequestError | None:
         """An engine that is up but shows no sign of life."""
         age = self.client.last_step_age()
