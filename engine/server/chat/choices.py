@@ -114,7 +114,7 @@ class TokenList:
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """What one choice gained."""
+    """New tokens, text and events of one choice."""
 
     #: All tokens, whether their text is final or still held back.
     tokens: TokenList
@@ -275,7 +275,7 @@ class Choice:
         return delta
 
     def _parsed(self, text: str, tokens: list[int]) -> list[AssistantEvent]:
-        """What new text says. It ends here if that is one call too many, which is left out."""
+        """The events of new text. A call beyond the limit is left out and ends the choice."""
         if self.parser is None:
             return []
         events = self.parser.push(text, tokens)

@@ -102,7 +102,7 @@ class GenerationAnswer:
         await parts.end()
 
     async def _send_frames(self, format: Format, deltas: Deltas, parts: StreamingWriter) -> None:
-        """What these deltas have to say; a sign of life where it is nothing."""
+        """Send the frames of these deltas; a keep-alive where there are none."""
         if deltas:
             await self._send_pieces(_frames(format, deltas), parts)
         else:

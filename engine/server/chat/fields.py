@@ -16,7 +16,7 @@ from jitney.engine.common.requests import JsonObject, JsonValue
 
 
 class Rule(NamedTuple):
-    """What becomes of a field that a body does not declare."""
+    """How a field is treated that a body does not declare."""
 
     #: Accepted whatever it says; else refused.
     is_hint: bool

@@ -1,4 +1,4 @@
-"""What every form of answer does: it makes a body of a generation, whole or as a stream."""
+"""The base of all forms of answer: each makes a body of a generation, whole or as a stream."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Format:
         raise NotImplementedError
 
     def opening(self) -> bytes:
-        """What comes before the first chunk."""
+        """The frames before the first chunk."""
         return b""
 
     def chunks(self, choice: Choice, delta: ChoiceDelta) -> Iterator[bytes]:
@@ -50,11 +50,11 @@ class Format:
         raise NotImplementedError
 
     def tail(self) -> Pieces:
-        """What follows the last chunk."""
+        """The frames after the last chunk."""
         yield from ()
 
     def failure(self, error: Exception, request_id: str) -> Pieces:
-        """What follows the last chunk if something went wrong."""
+        """The frames after the last chunk of a stream that failed."""
         raise NotImplementedError
 
     @staticmethod

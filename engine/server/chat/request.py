@@ -55,7 +55,7 @@ _SAMPLING_FIELDS = [
 
 @dataclass(frozen=True, slots=True)
 class RouteKind:
-    """What differs between the routes."""
+    """Differences between the routes."""
 
     id_prefix: str
     #: The field of the body that is to blame for a prompt.
@@ -94,7 +94,7 @@ _EMBEDDING = RouteKind("embd-", "input")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """What every route that continues a conversation makes of its body."""
+    """A conversation to be continued, whichever route it came by."""
 
     kind: RouteKind
     #: As chat templates know them.
@@ -127,7 +127,7 @@ class Conversation:
             return await service.off_loop(lambda: _chat_prompt(text, tokenizer, special))
 
     def _unfollowed(self, turns: TurnFormat) -> list[str]:
-        """What the route calls the hints about thoughts that this model cannot follow."""
+        """Hints about thoughts that this model cannot follow, by the route's names."""
         names: list[str] = []
         can_stop = turns.takes_effort or (self.effort == "none" and not turns.thinks)
         if self.effort is not None and not can_stop:
@@ -405,7 +405,7 @@ class RequestBuilder[B: GenerationBody]:
     def _engine_request(
         self, sampling: SamplingParams, prompts: int, pooling: Pooling | None
     ) -> EngineRequest:
-        """What the engine requests of so many prompts share."""
+        """The common part of the engine requests of so many prompts."""
         body, context, info = self.body, self.context, self.service.info
         if body.priority and info.queue.order != "priority":
             raise RequestError(
@@ -432,7 +432,7 @@ class RequestBuilder[B: GenerationBody]:
         )
 
     def _most_prompt_tokens(self, kind: RouteKind, sampling: SamplingParams) -> int | None:
-        """What a longer prompt is cut to; None: it is not cut."""
+        """Tokens that a longer prompt is cut to; None: it is not cut."""
         if self.body.truncate_prompt_tokens != _ALL_THERE_IS_ROOM_FOR:
             return self.body.truncate_prompt_tokens
         answer = sampling.max_tokens or kind.default_tokens or 1

@@ -1,4 +1,4 @@
-"""What the request bodies of all APIs share: their fields, tools, and how they are checked.
+"""Common parts of the request bodies of all APIs: their fields, tools, and how they are checked.
 
 A body declares the fields that are done; `engine.server.chat.fields` decides what becomes of all
 others. null always means: not given. Ranges of sampling parameters are declared in
@@ -133,7 +133,7 @@ def _ranges_of(model: type[BaseModel]) -> Iterator[tuple[str, Range]]:
 
 
 def _range_of(field: str) -> Range | None:
-    """Of a field of SamplingParams, if it has one."""
+    """The range of a field of SamplingParams, if it has one."""
     items = SamplingParams.declared().get(field, ())
     return next((item for item in items if isinstance(item, Range)), None)
 
@@ -284,7 +284,7 @@ class ModelBody(Part):
 
     @classmethod
     def rules(cls) -> dict[str, Rule]:
-        """What becomes of the fields that the body does not do."""
+        """How fields are treated that the body does not do."""
         return rules_of(cls.model_fields, cls.refused)
 
     def unfollowed(self) -> list[str]:
@@ -374,7 +374,7 @@ class GenerationBody(EngineBody):
 
     @property
     def wanted_grammar(self) -> WantedGrammar | None:
-        """What the answer is held to. Raises RequestError for more than one."""
+        """The grammar of the answer. Raises RequestError for more than one."""
         found: list[WantedGrammar] = []
         if self.response_format is not None:
             found += self.response_format.grammars()
@@ -513,7 +513,7 @@ def left_out(tools: Sequence[Part] | None) -> list[str]:
 
 
 def with_names(value: JsonValue) -> JsonValue:
-    """Of a list of allowed tools those that have names; the model is not told of others."""
+    """The allowed tools that have names; the model is not told of others."""
     if not isinstance(value, list):
         return value
     return [each for each in value if kind_of(each) in (None, "function", "custom")]
@@ -524,7 +524,7 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 
 
 def checked[M: BaseModel](kind: type[M], raw: JsonObject) -> M:
-    """What was sent, in a model's form. Raises RequestError naming the first field at fault."""
+    """The sent fields as a model. Raises RequestError naming the first field at fault."""
     try:
         return kind.model_validate(dict(raw))
     except ValidationError as error:

@@ -28,7 +28,7 @@ class TokenLogprob(TopLogprob):
 
 
 class PerToken[T](dict[int, T]):
-    """What `make` gives for a token id, made once."""
+    """Values by token id, each made once."""
 
     def __init__(self, make: Callable[[int], T]):
         super().__init__()

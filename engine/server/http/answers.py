@@ -1,4 +1,4 @@
-"""What every response body is made of, and the bodies of routes that engines and fleets share.
+"""The base of every response body, and the bodies of routes that engines and fleets share.
 
 A body is a struct: what is sent is what `/openapi.json` describes (`engine.server.http.openapi`).
 """
@@ -20,7 +20,7 @@ class ResponseModel(Struct, forbid_unknown_fields=True):
 
 
 class Status(ResponseModel):
-    """Of a probe."""
+    """The answer of a probe."""
 
     status: str
 

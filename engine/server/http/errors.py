@@ -94,7 +94,7 @@ class ErrorForm(Enum):
 
 
 class Error(ResponseModel):
-    """What was wrong and what to do about it."""
+    """The problem and its remedy."""
 
     message: str
     type: str
@@ -110,7 +110,7 @@ class ErrorAnswer(ResponseModel):
 
 
 class AnthropicError(ResponseModel):
-    """What was wrong and what to do about it. details: what a client looks at to go on by itself;
+    """The problem and its remedy. details: what a client looks at to go on by itself;
     only where there is such a thing. code: of a prompt that is too long.
     """
 
@@ -166,7 +166,7 @@ class HttpError(JitneyError):
 
 @dataclass(slots=True)
 class ErrorReply:
-    """What any exception is answered with."""
+    """The answer to an exception."""
 
     request_id: str
     status: int
@@ -180,7 +180,7 @@ class ErrorReply:
 
     @classmethod
     def of(cls, error: BaseException, request_id: str) -> ErrorReply:
-        """What we did not raise on purpose is a bare 500."""
+        """The answer to an exception; a bare 500 for those that are not raised on purpose."""
         match error:
             case HttpError():
                 return cls(

@@ -1,5 +1,5 @@
-"""What stands at "/", "/docs" and "/openapi.json": where a person or a program that knows only the
-address can go on. The same for an engine and for a fleet.
+"""The routes "/", "/docs" and "/openapi.json", for people and programs that know only the address.
+The same for an engine and for a fleet.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Documented(Protocol):
 
 
 class FrontAnswer(ResponseModel):
-    """Where what is; paths are relative to this one."""
+    """Paths relative to this one."""
 
     #: The page that shows what the server does; null where it is not served.
     page: str | None

@@ -173,7 +173,7 @@ class _HoldsLongJson(Exception):
 
 
 def _written(item: object) -> msgspec.Raw:
-    """What msgspec itself cannot write: texts that are JSON already."""
+    """Write texts that are JSON already, which msgspec itself cannot."""
     if isinstance(item, LongJson):
         raise _HoldsLongJson
     if isinstance(item, orjson.Fragment):

@@ -84,11 +84,11 @@ class AnthropicModelList(ResponseModel):
 
 
 class ModelLister(Protocol):
-    """What a server says of its models."""
+    """A server that lists its models."""
 
     @property
     def listed_names(self) -> Sequence[str]:
-        """What requests may call models, adapters too; at least one."""
+        """Names of models and adapters that requests may use; at least one."""
         ...
 
     @property
@@ -98,7 +98,7 @@ class ModelLister(Protocol):
 
     @property
     def engine_info(self) -> EngineInfo | None:
-        """Of the one engine; None: it is not known yet, or there are several."""
+        """Facts of the one engine; None: not known yet, or there are several engines."""
         ...
 
     def card(self, name: str) -> ModelCard:

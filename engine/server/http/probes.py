@@ -1,4 +1,4 @@
-"""What orchestrators and Prometheus ask. The same for an engine and for a fleet."""
+"""Routes for orchestrators and Prometheus. The same for an engine and for a fleet."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def _startupz(server: _Probed, request: Request) -> Response:
 
 
 async def _show_metrics(server: _Probed, request: Request) -> Response:
-    """What Prometheus reads."""
+    """All metrics in Prometheus' text format."""
     return Response(server.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
 
 

@@ -1,4 +1,4 @@
-"""What stands after the question mark of a URL, checked as bodies are."""
+"""Query parameters, checked as bodies are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an HTTP route is: one line of data, read by everybody who treats routes differently."""
+"""HTTP routes as lines of data, read by all code that treats routes differently."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ type Handler = Callable[[Any, Request], Awaitable[ASGIApp]]
 
 
 class Role(IntEnum):
-    """What somebody may do; each role may do what those before it may."""
+    """Rights of a request; each role has those of the roles before it, too."""
 
     #: Probes, the sign-in form.
     ANYBODY = 0

@@ -1,5 +1,5 @@
-"""What all routes share: the engine, the tokenizer, the limits, the counters, and whether we still
-take requests.
+"""The state that all routes share: the engine, the tokenizer, the limits, the counters, and whether
+requests are still taken.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Service:
         self._turns = TurnFormat.of("\n".join(texts), *names)
 
     async def chat_abilities(self) -> ChatAbilities:
-        """What the model's chat template accepts. Raises RequestError where there is no model
+        """The abilities of the model's chat template. Raises RequestError where there is no model
         yet.
         """
         if self._abilities is None:
@@ -179,7 +179,7 @@ class Service:
 
     @property
     def model_name(self) -> str:
-        """What answers call the model."""
+        """The model's name in answers."""
         return self.model_names[0]
 
     @property
@@ -216,7 +216,7 @@ class Service:
         )
 
     def adapter_number(self, model: str | None) -> int:
-        """Of the adapter that a request's model names; 0: the model itself."""
+        """The number of the adapter that a request names as its model; 0: the model itself."""
         info = self.client.info
         if info is None or model is None:
             return 0
@@ -228,7 +228,7 @@ class Service:
             raise HttpError.no_model(name, "; /v1/models lists what there is")
 
     def name_in_answers(self, model: str | None) -> str:
-        """What the answer to a request that calls the model so calls it."""
+        """The model's name in the answer to a request that uses this name."""
         return model if model and self.adapter_number(model) else self.model_name
 
     def begin_drain(self) -> None:
@@ -360,7 +360,7 @@ class Service:
 
     @property
     def info(self) -> EngineInfo:
-        """Of the running engine. Raises RequestError when there is none."""
+        """Facts of the running engine. Raises RequestError when there is none."""
         info, _ = self.ready()
         return info
 

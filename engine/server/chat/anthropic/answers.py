@@ -11,13 +11,13 @@ from jitney.engine.server.http.errors import AnthropicErrorAnswer
 
 
 class TextContent(ResponseModel, tag_field="type", tag="text"):
-    """What the model said."""
+    """A text of the model."""
 
     text: str = ""
 
 
 class ThinkingContent(ResponseModel, tag_field="type", tag="thinking"):
-    """What it thought before. signature: of no meaning here but that of being there."""
+    """The model's thoughts before its answer. signature: present, without a meaning here."""
 
     thinking: str = ""
     signature: str = ""
@@ -35,7 +35,7 @@ type Content = TextContent | ThinkingContent | ToolUseContent
 
 
 class ThinkingTokens(ResponseModel):
-    """Of the output, thoughts."""
+    """The share of the output that was thoughts."""
 
     thinking_tokens: int
 

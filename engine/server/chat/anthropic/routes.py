@@ -84,7 +84,7 @@ async def _count_tokens(service: Service, request: Request) -> ASGIApp:
 
 
 def _conversation_of(body: CountTokensBody, service: Service, notes: Notes) -> Work[Conversation]:
-    """What the body makes the template read. Raises RequestError."""
+    """The conversation of a body. Raises RequestError."""
     messages = yield from _template_messages(body, notes)
     if len(messages) > 1 and _is_empty_turn(messages[-1]):
         messages.pop()  # there is nothing to go on with
@@ -149,7 +149,7 @@ def _template_messages(body: CountTokensBody, notes: Notes) -> Work[list[JsonDic
 
 
 def _add_said(messages: list[JsonDict], message: MessageParam) -> None:
-    """What the user or the system says; what tools gave first, in messages of their own."""
+    """Add a message of the user or the system, after the results of tools that it has."""
     results = [block for block in message.content if isinstance(block, ToolResultBlock)]
     for block in results:
         messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": block.text})

@@ -50,7 +50,7 @@ class WrittenBlock(TextBlock):
 
 
 class ThinkingBlock(Part):
-    """What the model thought in an earlier turn. The signature is not looked at."""
+    """The model's thoughts in an earlier turn. The signature is not checked."""
 
     type: Literal["thinking"]
     thinking: str
@@ -66,13 +66,13 @@ class ToolUseBlock(Part):
 
 
 def _result(value: JsonValue) -> Content:
-    """What a tool gave; it may have given nothing."""
+    """The content of a tool's result, which may be empty."""
     return content_of([] if value is None else value)
 
 
 class ToolResultBlock(Part):
-    """What a tool gave. is_error: its text is an error, which the model is told with a word before
-    it.
+    """The result of a tool. is_error: its text is an error, and begins with that word in the
+    prompt.
     """
 
     type: Literal["tool_result"]

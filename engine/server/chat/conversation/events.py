@@ -1,4 +1,4 @@
-"""What an assistant's turn is made of, as it comes: thoughts, content, calls of tools."""
+"""The events of an assistant's turn, as they come: thoughts, content, calls of tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the routes of text tools take and answer."""
+"""The bodies and answers of the text tools."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ class DetokenizeAnswer(ResponseModel):
 
 
 class TokenizerAnswer(ResponseModel):
-    """What a client needs to leave tokenising and templates to `/tokenize` and its like; null for
-    what the model has not.
+    """The tokenizer, for clients that leave tokenising and templates to the server. null: the model
+    has none.
     """
 
     bos_token: str | None
@@ -136,7 +136,7 @@ class TokenizerAnswer(ResponseModel):
 
 
 class TemplateAnswer(ResponseModel):
-    """What the chat template makes of a chat."""
+    """The prompt that the chat template makes of a chat."""
 
     prompt: str
 
@@ -162,7 +162,7 @@ class InfillBody(GenerationBody):
 
 
 class InfillAnswer(ResponseModel, kw_only=True):
-    """What stands between, or a piece of it: only the last event of a stream has `stop` and what
+    """The text in between, or a piece of it: only the last event of a stream has `stop` and what
     comes after it. tokens come with return_token_ids.
     """
 

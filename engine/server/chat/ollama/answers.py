@@ -51,7 +51,7 @@ class OllamaToolCall(ResponseModel):
 
 
 class OllamaMessage(ResponseModel, kw_only=True):
-    """What the model said; thinking and tool_calls come where there are any."""
+    """The model's message; thinking and tool_calls come where there are any."""
 
     role: Literal["assistant"] = "assistant"
     content: str = ""
@@ -95,7 +95,7 @@ class OllamaVersion(ResponseModel):
 
 
 class OllamaDetails(ResponseModel, kw_only=True):
-    """Of a model. What is not known is empty."""
+    """Facts about a model; empty where not known."""
 
     parent_model: str
     format: str

@@ -110,7 +110,7 @@ class _LineFormat[A: Generated](Format):
         return b"".join(in_pieces(answer)) + b"\n"
 
     def _parts(self, delta: ChoiceDelta) -> Iterator[OllamaMessage]:
-        """What is new of the turn, in the order in which it came."""
+        """The new parts of the turn, in the order in which they came."""
         for event in self._events(delta):
             if isinstance(event, ToolCallArguments):
                 self._arguments.append(event.text)
@@ -167,7 +167,7 @@ def _tool_call(index: int, id: str, name: str, arguments: str) -> OllamaToolCall
 
 
 class ChatFormat(_LineFormat[OllamaChatAnswer]):
-    """Of /api/chat."""
+    """Answers of /api/chat."""
 
     @staticmethod
     def answer(model: str, turn: OllamaMessage) -> OllamaChatAnswer:
@@ -175,7 +175,7 @@ class ChatFormat(_LineFormat[OllamaChatAnswer]):
 
 
 class GenerateFormat(_LineFormat[OllamaGenerateAnswer]):
-    """Of /api/generate."""
+    """Answers of /api/generate."""
 
     @staticmethod
     def answer(model: str, turn: OllamaMessage) -> OllamaGenerateAnswer:
@@ -185,7 +185,7 @@ class GenerateFormat(_LineFormat[OllamaGenerateAnswer]):
 
 
 class EmbedFormat(Format):
-    """Of /api/embed: a vector for each text."""
+    """Answers of /api/embed: a vector for each text."""
 
     def whole(self) -> Pieces:
         times = self.generation.times
@@ -200,7 +200,7 @@ class EmbedFormat(Format):
 
 
 class EmbeddingFormat(Format):
-    """Of /api/embeddings: one vector."""
+    """Answers of /api/embeddings: one vector."""
 
     def whole(self) -> Pieces:
         [vector] = self.generation.embeddings

@@ -1,4 +1,4 @@
-"""What Ollama's routes say of models."""
+"""Models as Ollama's routes describe them."""
 
 from __future__ import annotations
 

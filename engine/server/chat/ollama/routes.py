@@ -205,7 +205,7 @@ async def _running(server: ModelLister, request: Request) -> Response:
 
 
 async def _show_version(server: object, request: Request) -> Response:
-    """Of Ollama, not of this server."""
+    """The release of Ollama, not of this server."""
     return json_answer(OllamaVersion(_VERSION))
 
 

@@ -15,13 +15,13 @@ from jitney.engine.server.http.answers import Maybe, ResponseModel
 
 
 class PromptTokensDetails(ResponseModel):
-    """Of the prompt tokens, those whose keys and values were found in pages."""
+    """Prompt tokens that came from the prefix cache."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(ResponseModel):
-    """Of the output tokens, those that were thoughts."""
+    """Output tokens that were thoughts."""
 
     reasoning_tokens: int
 
@@ -147,7 +147,7 @@ class CustomToolCall(ResponseModel, tag_field="type", tag="custom"):
 
 
 class ChatMessage(ResponseModel, kw_only=True):
-    """What the model said. content is null where it only called tools; reasoning_content (also as
+    """The model's message. content is null where it only called tools; reasoning_content (also as
     reasoning, vLLM's name) and tool_calls come where there are any.
     """
 
@@ -210,7 +210,7 @@ class ToolCallDelta(ResponseModel, kw_only=True):
 
 
 class ChatDelta(ResponseModel, kw_only=True):
-    """What an event adds to the message."""
+    """An event's addition to the message."""
 
     role: Maybe[Literal["assistant"]] = UNSET
     content: Maybe[str | None] = UNSET
@@ -220,7 +220,7 @@ class ChatDelta(ResponseModel, kw_only=True):
 
 
 class ChatChunkChoice(ResponseModel, kw_only=True):
-    """What an event adds to one answer."""
+    """An event's addition to one answer."""
 
     index: int
     delta: ChatDelta

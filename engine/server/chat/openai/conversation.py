@@ -27,7 +27,7 @@ async def chat_request(builder: RequestBuilder[ChatBody]) -> GenerationRequest:
 
 
 async def chat_conversation(service: Service, body: ChatBody) -> Conversation:
-    """What a chat's body makes the template read."""
+    """The conversation of a chat's body."""
     return Conversation(
         kind=_KIND,
         messages=await service.slices.result(_template_messages(body.messages)),
@@ -41,14 +41,14 @@ async def chat_conversation(service: Service, body: ChatBody) -> Conversation:
 
 
 def _tool_use(body: ChatBody) -> ToolUse | None:
-    """What the body says of tools."""
+    """The tools that the turn may call."""
     tools = list(body.client_tools())
     parallel = body.parallel_tool_calls is not False and not body.names_one_tool
     return ToolUse.of(tools, body.tool_mode, body.chosen_names, parallel=parallel)
 
 
 def _template_variables(body: ChatBody) -> JsonDict:
-    """What a chat template is given beside the messages."""
+    """Variables of the chat template beside the messages."""
     goes_on = bool(body.continue_final_message)
     begins = body.add_generation_prompt
     if begins is None:

@@ -54,7 +54,7 @@ _NO_ECHO = PromptEcho("", TokenList.empty(None))
 
 
 class _OpenAIFormat[C](Format):
-    """What both routes have. C: what their chunks show of a choice."""
+    """The base of both routes. C: a choice as their chunks have it."""
 
     def __init__(self, generation: Generation, tokenizer: TokenBytes):
         super().__init__(generation, tokenizer)
@@ -247,7 +247,7 @@ class ChatFormat(_OpenAIFormat[ChatChunkChoice]):
             )
 
     def _message(self, message: AssistantMessage) -> ChatMessage:
-        """Of a whole answer. The content of one that only calls tools, or must, is null."""
+        """The message of a whole answer. Its content is null if it only calls tools, or must."""
         shown = ChatMessage(content=message.content)
         if message.reasoning:
             shown.reasoning_content = shown.reasoning = message.reasoning
@@ -327,7 +327,7 @@ def _ending(choice: Choice, ending: Ending) -> ChatEnding:
 
 
 def _delta(event: AssistantEvent) -> ChatDelta:
-    """What an event of the model's turn adds to the message."""
+    """An event of the model's turn as an addition to the message."""
     match event:
         case ContentDelta():
             return ChatDelta(content=event.text)
@@ -347,7 +347,7 @@ def _delta(event: AssistantEvent) -> ChatDelta:
 
 
 def _called(call: WrittenCall) -> ToolCall | CustomToolCall:
-    """What is called, and with what."""
+    """A call as the message has it."""
     if call.is_custom:
         return CustomToolCall(call.id, CalledTool(call.name, call.arguments))
     return ToolCall(call.id, CalledFunction(call.name, call.arguments))

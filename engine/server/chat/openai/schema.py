@@ -348,7 +348,7 @@ class ChatBody(GenerationBody):
 
     @property
     def tool_mode(self) -> Literal["auto", "none", "required"]:
-        """What tool_choice comes to."""
+        """The mode that tool_choice asks for."""
         choice = self.tool_choice
         if isinstance(choice, _NamedTool):
             return "required"

@@ -63,11 +63,11 @@ class RankingBody(EngineBody):
 
     @property
     def pairs(self) -> list[Pair]:
-        """What is compared, in order."""
+        """The pairs to compare, in order."""
         raise NotImplementedError
 
     def generation(self) -> GenerationBody:
-        """What a generation has of the same fields."""
+        """The same fields as a generation's body."""
         return GenerationBody(
             model=self.model,
             cache_salt=self.cache_salt,
@@ -164,13 +164,13 @@ class RankingTokens(ResponseModel):
 
 
 class RankingApiVersion(ResponseModel):
-    """Of Cohere's API."""
+    """The version of Cohere's API."""
 
     version: Literal["2"] = "2"
 
 
 class RankingMeta(ResponseModel):
-    """What Cohere's clients read beside the results."""
+    """Facts that Cohere's clients read beside the results."""
 
     api_version: RankingApiVersion
     tokens: RankingTokens

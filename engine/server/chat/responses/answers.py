@@ -16,7 +16,7 @@ type ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 class OutputText(ResponseModel, tag_field="type", tag="output_text"):
-    """What the model said."""
+    """A text of the model."""
 
     text: str
     logprobs: list[TokenLogprob]
@@ -24,7 +24,7 @@ class OutputText(ResponseModel, tag_field="type", tag="output_text"):
 
 
 class ReasoningText(ResponseModel, tag_field="type", tag="reasoning_text"):
-    """What it thought before."""
+    """The model's thoughts before its answer."""
 
     text: str
 
@@ -74,14 +74,14 @@ OutputItem = OutputMessage | OutputReasoning | OutputCall | OutputCustomCall
 
 
 class InputTokensDetails(ResponseModel):
-    """Of the input, tokens found in the prefix cache. What is written to it is not counted."""
+    """Input tokens that came from the prefix cache. Writes to it are not counted."""
 
     cached_tokens: int
     cache_write_tokens: Literal[0] = 0
 
 
 class OutputTokensDetails(ResponseModel):
-    """Of the output, thoughts."""
+    """Output tokens that were thoughts."""
 
     reasoning_tokens: int
 

@@ -102,7 +102,7 @@ class ResponsesFormat(Format):
         yield from self._frame(ResponseFailed(response=failed))
 
     def _events(self, delta: ChoiceDelta) -> Iterator[ResponseEvent]:
-        """What a stream says of a delta. Its tokens go with its first text."""
+        """The events of a delta. Its tokens go with its first text."""
         if delta.finish is not None:
             self._ending = delta.finish
         tokens: TokenList | None = delta.tokens
@@ -139,7 +139,7 @@ class ResponsesFormat(Format):
             self._keep_response(replace(response, output=items))
 
     def _response(self, status: ResponseStatus) -> ResponseAnswer:
-        """What it repeats of its request, and how it stands; without its output."""
+        """The response as it stands, without its output."""
         body, sampling = self._body, self.request.sampling
         tools = [tool.shown() for tool in body.tools or () if not isinstance(tool, OtherTool)]
         return ResponseAnswer(

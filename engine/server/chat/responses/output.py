@@ -1,4 +1,4 @@
-"""What a model writes as output items, and the typed events that tell a stream of it."""
+"""A model's turn as output items, and the events of its stream."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _ID_PREFIXES = {
 
 
 def new_item_id(kind: str) -> str:
-    """Of an item of this type. Nobody can guess it."""
+    """An id for an item of this type, which cannot be guessed."""
     return _ID_PREFIXES.get(kind, "item_") + uuid.uuid4().hex
 
 

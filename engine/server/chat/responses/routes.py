@@ -118,7 +118,7 @@ async def _count_tokens(service: Service, request: Request) -> Response:
 async def _conversation(
     service: Service, body: InputTokensBody, before: KeptTurn | None, items: list[JsonDict]
 ) -> Conversation:
-    """What the body makes the template read. before: the turn that it goes on from; items: of the
+    """The conversation of a body. before: the turn that it goes on from; items: of the
     body itself.
     """
     earlier: list[JsonDict] = []
@@ -129,7 +129,7 @@ async def _conversation(
 
 
 def _tool_use(body: InputTokensBody) -> ToolUse | None:
-    """What the body says of tools, as every route of conversations has it."""
+    """The tools that the turn may call."""
     tools = [each.as_tool() for each in body.client_tools]
     names_one = isinstance(body.tool_choice, NamedTool)
     parallel = body.parallel_tool_calls is not False and not names_one
@@ -224,7 +224,7 @@ def _add_call(messages: list[JsonDict], call: JsonDict) -> None:
 
 
 def _add_hosted(messages: list[JsonDict], item: JsonDict) -> None:
-    """What can be read of an item of a provider's own tools."""
+    """Add the readable part of an item of a provider's own tools."""
     call, output = hosted_call(item), hosted_output(item)
     if call is not None:
         _add_call(messages, call)
@@ -292,7 +292,7 @@ async def _cancel_response(service: Service, request: Request) -> Response:
 
 
 async def _list_input_items(service: Service, request: Request) -> Response:
-    """What the response was asked with; not what came before it."""
+    """The input of the response, without earlier turns."""
     query = read_query(request, _InputItemsQuery)
     items: list[JsonDict] = orjson.loads(_kept(service, request).turn.input)
     page, has_more = query.page(items)

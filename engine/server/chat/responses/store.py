@@ -20,7 +20,7 @@ _PLACE_BYTES = 1024
 
 @dataclass(slots=True, eq=False)
 class KeptTurn:
-    """What one response added to its conversation: its input, then its output. A turn stays as long
+    """One response's addition to its conversation: its input, then its output. A turn stays as long
     as a response or a later turn needs it.
     """
 
@@ -174,7 +174,7 @@ class ResponseStore:
             self._drop_oldest(lambda shelf: shelf.n_bytes)
 
     def _drop_oldest(self, size: Callable[[_Shelf], int]) -> None:
-        """Of the tenant whose shelf is the largest."""
+        """Discard the oldest response of the tenant whose shelf is the largest."""
         tenant = max(self._shelves, key=lambda name: size(self._shelves[name]))
         self.discard(tenant, next(iter(self._shelves[tenant].responses)))
 
