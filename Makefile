@@ -1,11 +1,12 @@
 # Everything runs in .venv, made once with a Python that really works. Targets:
 #   make serve ARGS="--port 9000"   set up and serve     make test ARGS="-k ledger"   set up and test
-#   make lint   ruff and pyright    make wheel           a wheel in dist/             make clean   remove what make made
+#   make lint   ruff and pyright    make docs            the site in build/site       make wheel   a wheel in dist/
+#   make clean  remove what make made
 #   make serve EXTRA=cuda12         on an NVIDIA GPU; cuda13 for CUDA 13, tpu on a TPU
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-compile test-arm test-ray lint wheel clean
+.PHONY: help serve test test-compile test-arm test-ray lint docs wheel clean
 
 ARGS ?=
 EXTRA ?=
@@ -22,7 +23,7 @@ DEV := $(VENV)/.jitney-dev
 PROBE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))
 
 help:
-	@sed -n '2,4s/^# *//p' Makefile
+	@sed -n '2,5s/^# *//p' Makefile
 
 $(BIN)/python:
 	@for python in $${PYTHON:-} python3.13 python3.12 python3 \
@@ -105,9 +106,13 @@ lint: $(DEV) | build/typing/jitney
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
+# A link to a page or a heading that is not there ends it.
+docs: $(DEV)
+	@$(BIN)/zensical build --strict
+
 wheel: | $(BIN)/python
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:
-	rm -rf $(VENV) build dist jitney.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist jitney.egg-info .cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -84,12 +84,9 @@ def test_the_page_of_compiled_programs_is_what_its_json_says(monkeypatch: pytest
     assert script["table"](script["kept_facts"]()) == page
 
 
-def test_what_was_wrong_in_compiled_programs_is_held_by_tests_that_are_there():
-    defects = runpy.run_path(str(ROOT / "docs" / "benchmarks" / "compiled_defects.py"))["_DEFECTS"]
-    held = [one.held_by for one in defects]
-    files = {path for text in held for path in re.findall(r"`([\w/]+\.py)`", text)}
-    assert len(files) > 3
-    found = "".join([(ROOT / "tests" / path).read_text() for path in files])
-    names = [name for text in held for name in re.findall(r"`(test_\w+)`", text)]
-    assert len(names) > 8
-    assert [name for name in names if f"def {name}(" not in found] == []
+def test_the_tables_of_the_measurements_are_what_their_files_say():
+    script = runpy.run_path(str(ROOT / "docs" / "benchmarks" / "tables.py"))
+    page = script["PAGE"].read_text()
+    files = re.findall(r"<!-- (\w+\.json) -->", page)
+    assert sorted(files) == sorted(file.name for file in script["HERE"].glob("over_http*.json"))
+    assert script["filled"](page) == page

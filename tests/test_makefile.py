@@ -66,6 +66,7 @@ def program(folder: Path, name: str, text: str) -> None:
         (("serve", "EXTRA=cuda12"), '".[cuda12]"'),
         (("test",), '".[dev]"'),
         (("lint",), '".[dev]"'),
+        (("docs",), '".[dev]"'),
     ],
 )
 def test_serving_installs_what_serving_needs(
@@ -80,10 +81,20 @@ def test_serving_installs_what_serving_needs(
 
 
 def test_what_only_tests_need_is_in_no_other_extra():
-    assert EXTRAS["dev"] == ["jitney[test,lint]"]
+    assert EXTRAS["dev"] == ["jitney[test,lint,docs]"]
     served = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     names = {line.partition(">")[0].partition("[")[0] for line in served}
-    assert not names & {"triton", "playwright", "pyright", "ruff", "pytest", "openai", "hypothesis"}
+    tools = {
+        "triton",
+        "playwright",
+        "pyright",
+        "ruff",
+        "pytest",
+        "openai",
+        "hypothesis",
+        "zensical",
+    }
+    assert not names & tools
 
 
 @pytest.mark.parametrize("name", ["python3.13", "python3.12", "python3"])

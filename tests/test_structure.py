@@ -428,7 +428,16 @@ def is_shown(module: str, name: str) -> bool:
 NAMES_OF_OTHERS = {"Any", "tmp_path", "__init__"}
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md"])
+#: Pages for newcomers, whose files and names must exist.
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/architecture.md",
+    *(f"docs/contributing/{page.name}" for page in (ROOT / "docs" / "contributing").glob("*.md")),
+)
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_a_page_for_newcomers_names_what_exists(page: str):
     """Links and files; and of what is in backquotes, what has a capital or an underscore."""
     text = (ROOT / page).read_text()

@@ -1,10 +1,10 @@
-"""Writes what the engine's steps are when compiled for GPUs and TPUs, without one:
+"""Count what the engine's compiled steps read and write on GPUs and TPUs, without a device: writes
 compiled_programs.json and .md here.
 
 python docs/benchmarks/compiled_programs.py [--targets h100 v6e ...], after `make test-compile` has
 fetched the compilers' plugins; the programs and their account are those of tests/compiled. Programs
-of other targets, and those whose plugin is not there, stay as the JSON has them. --kept compiles
-nothing: it writes the pages anew from what JITNEY_COMPILED holds, and for the others from the JSON.
+of other targets, and those without a plugin, stay as the JSON has them. --kept compiles nothing: it
+writes both files from what JITNEY_COMPILED holds, and otherwise from the JSON.
 """
 
 from __future__ import annotations
@@ -18,106 +18,74 @@ from typing import Any
 
 HERE, NAME = Path(__file__).parent, "compiled_programs.json"
 sys.path.insert(0, str(HERE.parents[1] / "tests" / "support"))
-from compiled_defects import defects  # noqa: E402
 from compiled_specs import GPUS, TPUS, Spec, every_spec, facts, kept  # noqa: E402
 
 HEADER = """# The compiled programs
 
-Written by `python docs/benchmarks/compiled_programs.py` (`make test-compile`). Nothing here was
-timed: every step was compiled by XLA for a device that was not there, from shapes alone, and its
-instructions were counted.
+Written by `python docs/benchmarks/compiled_programs.py` (`make test-compile`); every program's own
+figures are in `compiled_programs.json` beside it. Nothing here was timed: each step was compiled by
+XLA for a device that was not there, and its instructions were counted.
 
-- **touched**: bytes that the instructions of the optimised program read and write, per device:
-  operands and results, gathers and scatters by rows, our own kernels by what they are documented to
-  touch. **floor**: weights once, keys and values read once and written once. **over**: touched /
-  floor.
-- **temporaries**, and **graphs**: CUDA graphs that the step is; nothing lies outside of them.
-- **sums**: all-reduces between devices; of them, those that run asynchronously; of those, the ones
-  that a product runs beside. Told of TPUs over 4 and 8 devices.
-- **us**: floor, touched bytes and operations over the data sheet's bandwidth and bf16 rate
-  (`engine/lab/simulation/devices.py`).
-- The mixed steps carry 63 decoding sequences and a prompt of 449 rows.
-- Of a mixture (Qwen3-30B-A3B: 8 of 128 experts for each row) the rows choose by chance. The floor
-  has the experts that any row chose: 8, 52, 112 and 128 of a layer at 1, 8, 32 and 512 rows. An
-  expert is counted as touched once for each block of its rows: as many blocks, since hardly an
-  expert has more rows than a block (16; 64 of 512 rows). Rows that fill blocks are not counted.
-- Where a number of layers is named, so many of the model's were compiled: what is counted grows
-  with them, but for the head. On a TPU the matrix that XLA brings in ahead for the next step is
-  counted twice, up to 7 % of four layers and less than 1 % of a whole model.
+- **decode**, **mixed**: bytes that the instructions of the program read and write on a device, over
+  the least possible: weights once, keys and values read once and written once. From the best to the
+  worst of the steps: decode of 1 to 128 rows at contexts of 1,024 and 4,096 tokens, mixed steps of
+  63 decoding sequences and a prompt of 449 rows at 256 and 1,024.
+- **temporaries**: the most of any step. On GPUs each step is one CUDA graph.
+- **sums**: all-reduces of a decode and of a mixed step over 4 or 8 TPU chips; of them, those that
+  run asynchronously; of those, the ones that a product runs beside.
+- Rows of a mixture choose experts by chance; the least has the experts that any row chose.
+- Where a number of layers is named, so many of the model's were compiled. Qwen3-8B is in the JSON.
 
-What this proves: that these programs compile and fit, what they read and write, that pools are
-written where they lie, that narrow weights stay narrow, which sums can overlap with what.
-
-What it does not prove: time, and that a device computes what the compiler was told. Without a
-device no product is autotuned on a GPU, so the products that were counted have tiles that no card
-would run; their bytes are those of whole operands and results. A kernel of ours is counted by its
-documentation: that prompts on TPUs read keys once for each block of rows is not in it. Not here: a
-70B model over 4 v5e, which hold it in int4 alone, where XLA copies the head of 32,064 outputs a
-device in each step. All rows are of 2026-11-26.
+Programs compile and fit, pools are written in place, narrow weights stay narrow. Time is not shown:
+without a device XLA does not tune its products, and a kernel of ours is counted by what its
+documentation says it touches. All rows are of 2026-11-26.
 """
-COLUMNS = (
-    "step",
-    "context",
-    "floor GiB",
-    "touched GiB",
-    "over",
-    "GFLOP",
-    "us: floor",
-    "touched",
-    "operations",
-    "temporaries MiB",
-    "graphs",
-    "sums",
-)
-
-
-def rows(spec: Spec, step: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """One line of the table per context."""
-    graphs = str(step["command_buffers"]) if spec.target in GPUS else "-"
-    sums = "-"
-    if spec.target in TPUS and spec.devices > 2 and "sums" in step:
-        sums = " / ".join(str(step["sums"][name]) for name in ("all", "asynchronous", "beside"))
-    for load in step["loads"]:
-        yield (
-            spec.step,
-            str(load["context"]),
-            f"{load['floor'] / 2**30:.2f}",
-            f"{load['bytes'] / 2**30:.2f}",
-            f"{load['bytes'] / load['floor']:.3f}",
-            f"{load['operations'] / 1e9:.0f}",
-            f"{load['floor_us']:.0f}",
-            f"{load['bytes_us']:.0f}",
-            f"{load['operations_us']:.0f}",
-            f"{step['temporaries'] / 2**20:.0f}",
-            graphs,
-            sums,
-        )
+COLUMNS = ("program", "decode", "mixed", "temporaries MiB", "sums")
 
 
 def heading(spec: Spec) -> str:
-    """What the steps of one table have in common."""
+    """Target, model, number formats and devices of a group of steps."""
     kept = "bf16" if spec.weights == "plain" else spec.weights
-    pool = "" if spec.kv == "auto" else f", {spec.kv} keys and values"
+    pool = "" if spec.kv == "auto" else f", {spec.kv} KV"
     devices = f", {spec.devices} devices" if spec.devices > 1 else ""
     layers = f", {spec.layers} layers" if spec.layers else ""
-    return f"{spec.target}, {spec.model}, {kept} weights{pool}{devices}{layers}"
+    return f"{spec.target}, {spec.model}, {kept}{pool}{devices}{layers}"
 
 
 def table(found: dict[Spec, dict[str, Any]]) -> str:
-    """All steps as Markdown, a table per target, model and number format."""
-    groups: dict[str, list[tuple[str, ...]]] = {}
+    """The page: a line per target, model, number formats and devices; of two models of 8B one."""
+    groups: dict[str, dict[Spec, dict[str, Any]]] = {}
     for spec, step in found.items():
-        groups.setdefault(heading(spec), []).extend(rows(spec, step))
-    lines = [HEADER, defects(found)]
-    for name, group in groups.items():
-        lines += [
-            f"## {name}\n",
-            f"| {' | '.join(COLUMNS)} |",
-            "|---" * len(COLUMNS) + "|",
-            *(f"| {' | '.join(row)} |" for row in group),
-            "",
-        ]
-    return "\n".join(lines)
+        if spec.model != "qwen3-8b":
+            groups.setdefault(heading(spec), {})[spec] = step
+    lines = [HEADER, f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    lines += [f"| {' | '.join((name, *_cells(group)))} |" for name, group in groups.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(group: dict[Spec, dict[str, Any]]) -> Iterator[str]:
+    """The columns behind the heading."""
+    decode = [step for spec, step in group.items() if spec.decodes]
+    mixed = [step for spec, step in group.items() if not spec.decodes]
+    yield _over(decode)
+    yield _over(mixed)
+    yield f"{max(step['temporaries'] for step in group.values()) / 2**20:.0f}"
+    yield "; ".join(
+        dict.fromkeys(
+            " / ".join(str(step["sums"][name]) for name in ("all", "asynchronous", "beside"))
+            for spec, step in group.items()
+            if spec.target in TPUS and spec.devices > 2 and "sums" in step
+        )
+    )
+
+
+def _over(steps: Sequence[dict[str, Any]]) -> str:
+    """Least and most of the bytes touched over the least possible."""
+    overs = [load["bytes"] / load["floor"] for step in steps for load in step["loads"]]
+    if not overs:
+        return ""
+    least, most = f"{min(overs):.2f}", f"{max(overs):.2f}"
+    return least if least == most else f"{least} - {most}"
 
 
 def compiled_facts(targets: Sequence[str]) -> dict[Spec, dict[str, Any]]:

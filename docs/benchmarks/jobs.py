@@ -32,7 +32,7 @@ MOST_S = 3600.0
 #: `jitney serve` whose pauses between two tries of a webhook are shorter.
 HURRIED = """
 import sys
-from jitney.engine.server.tasks.batches import webhooks
+from jitney.engine.server.tasks import webhooks
 from jitney.engine.cli import main
 webhooks._PAUSES_S = tuple(pause / {hurry} for pause in webhooks._PAUSES_S)
 sys.exit(main())

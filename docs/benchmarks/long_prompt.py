@@ -134,8 +134,8 @@ ORDERS = {"in order": in_order, "short ones pass": contextlib.nullcontext}
 
 def predicted(scheduler: Scheduler, request: EngineRequest) -> float:
     """Seconds that the scheduler predicts until a request that comes now boards."""
-    leader = scheduler._admission.leader(request, scheduler._arrivals + 1)
-    return scheduler._entrance.predicted_wait.wait(leader)
+    leader = scheduler._factory.leader(request, scheduler._arrivals + 1)
+    return scheduler._admission.predicted_wait.wait(leader)
 
 
 def short_beside_long(llm: LLM, longs: int, prompt: int) -> dict[str, float]:

@@ -108,8 +108,5 @@ def _service(config: Config, client: ProcessClient, model_name: str) -> Service:
 
 
 async def _run(work: OfflineBatch, service: Service, in_flight: int) -> None:
-    from jitney.engine.server import ROUTES, LineExecutor, RouteTable
-
-    executor = LineExecutor(service, RouteTable(ROUTES), background=False)
     report = progress_reporter("lines")
-    await work.run(executor, in_flight, lambda counts: report(counts.answered, counts.total))
+    await work.run(service, in_flight, lambda counts: report(counts.answered, counts.total))

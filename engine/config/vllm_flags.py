@@ -386,8 +386,11 @@ class _OfVllm(argparse.Action):
 
 
 def _table() -> str:
-    """The flags as the rows of docs/from_vllm.md."""
-    return "\n".join(f"| `{flag}` | {_said(what)} |" for flag, what in _VLLM_FLAGS.items())
+    """The rows of docs/from_vllm.md: flags that lead to the same share one."""
+    flags: dict[str, list[str]] = {}
+    for flag, what in _VLLM_FLAGS.items():
+        flags.setdefault(_said(what), []).append(f"`{flag}`")
+    return "\n".join(f"| {', '.join(alike)} | {said} |" for said, alike in flags.items())
 
 
 def _said(what: _Mapped | _AlwaysSo | _RefusedFlag) -> str:

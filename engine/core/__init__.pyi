@@ -63,11 +63,11 @@ from .models.registry import abstract_model as abstract_model
 from .scheduler.buckets import Bucket as Bucket
 from .scheduler.buckets import Buckets as Buckets
 from .scheduler.buckets import powers_of_two as powers_of_two
-from .scheduler.estimates import OutputLengths as OutputLengths
 from .scheduler.estimates import PrefillBudget as PrefillBudget
-from .scheduler.estimates import RequestClasses as RequestClasses
 from .scheduler.estimates import StepTimeEstimate as StepTimeEstimate
 from .scheduler.kv_pages import PagePool as PagePool
+from .scheduler.lengths import LengthEstimate as LengthEstimate
+from .scheduler.lengths import RequestClasses as RequestClasses
 from .scheduler.limits import SchedulerLimits as SchedulerLimits
 from .scheduler.passing import Passing as Passing
 from .scheduler.plan import Chunk as Chunk

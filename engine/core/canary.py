@@ -68,10 +68,10 @@ class CanaryCore(EngineCore):
         return super().pause_s
 
     @property
-    def company_s(self) -> float:
+    def late_plan_slack_s(self) -> float:
         if self.alone.has_work:
             return 0.0
-        return super().company_s
+        return super().late_plan_slack_s
 
     def add(self, request: EngineRequest) -> None:
         if self.adapters is not None:

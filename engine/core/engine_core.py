@@ -206,10 +206,10 @@ class EngineCore:
     @property
     def pause_s(self) -> float:
         """Seconds in which `step` would do nothing unless somebody comes, because the policy lets
-        all wait, or all sit out; or in which it need not plan (`company_s`); else 0.
+        all wait, or all sit out; or in which it need not plan (`late_plan_slack_s`); else 0.
         """
         if self._flight is not None or self.has_outputs or self._questions:
-            return self.company_s
+            return self.late_plan_slack_s
         pause = self.scheduler.pause(self.clock())
         if self._all_wait:
             pause = pause or _COMPILING_S
@@ -220,7 +220,7 @@ class EngineCore:
         return min(pause, _COMPILING_S)
 
     @property
-    def company_s(self) -> float:
+    def late_plan_slack_s(self) -> float:
         """Seconds in which the next step need not be planned, and whoever comes can be in it: the
         device should still be busy for longer. 0 unless the engine plans late, and where nobody who
         comes could board.
@@ -394,7 +394,7 @@ class EngineCore:
         """Nothing is to be launched behind a step: while blame is found out, or when nobody waits
         for it.
         """
-        return self.scheduler.tries or self.scheduler.lets_others_first(plan, now)
+        return self.scheduler.isolating_failure or self.scheduler.lets_others_first(plan, now)
 
     def _try_launch(self, plan: Plan, started: float) -> _Failure | None:
         """Start a plan's step, or say what came of it."""

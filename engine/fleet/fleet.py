@@ -37,7 +37,7 @@ from jitney.engine.server import (
 )
 
 if TYPE_CHECKING:
-    from jitney.engine.server import OwnRequests, Reload
+    from jitney.engine.server import InternalRequests, Reload
 
 #: The path of the route whose answers are kept; those about one of them begin so.
 _RESPONSES = "/v1/responses"
@@ -111,7 +111,7 @@ class Fleet:
         self.slices = Slices()
         #: Of the endpoint, once it is made; and its files and batches of requests, and jobs.
         self.settings = ServerSettings()
-        self.own_requests: OwnRequests | None = None
+        self.internal_requests: InternalRequests | None = None
         #: Reads the files of the configuration again; None where nobody can.
         self.reload: Reload | None = None
         #: Who keeps which answer of /v1/responses, by tenant and id, as far as they passed here.
@@ -208,8 +208,8 @@ class Fleet:
         batches, which go on at the next start.
         """
         self.draining = True
-        if self.own_requests is not None:
-            self.own_requests.stop()
+        if self.internal_requests is not None:
+            self.internal_requests.stop()
 
     async def drained(self) -> None:
         """Wait until no request is open."""
@@ -224,8 +224,8 @@ class Fleet:
             yield
 
     @property
-    def own_places(self) -> int:
-        """See `RequestHost`: the seats of all engines that are ready; one of each that does not
+    def internal_seats(self) -> int:
+        """See `ServerContext`: the seats of all engines that are ready; one of each that does not
         say how many it has.
         """
         ready = {
@@ -257,14 +257,14 @@ class Fleet:
 
     @property
     def most_of_key(self) -> int:
-        """See `RequestHost`."""
+        """See `ServerContext`."""
         return self.quotas.max_concurrent
 
     def check_background(self) -> None:
-        """See `RequestHost`: an engine that has no background refuses each line."""
+        """See `ServerContext`: an engine that has no background refuses each line."""
 
     def opening(self, key: str) -> AbstractContextManager[None]:
-        """See `RequestHost`: the route itself counts (`FleetQuotas.holding`)."""
+        """See `ServerContext`: the route itself counts (`FleetQuotas.holding`)."""
         return nullcontext()
 
     def unready(self) -> RequestError | None:

@@ -19,20 +19,19 @@ from jitney.engine.fleet.fleet import Fleet
 from jitney.engine.fleet.forwarding import ProxiedAnswer, stream_failure
 from jitney.engine.fleet.rollout.rollout_routes import ROLLOUT_ROUTES
 from jitney.engine.server import (
-    BATCH_ROUTES,
     FRONT_ROUTES,
-    JOB_ROUTES,
     MODEL_ROUTES,
     OLLAMA_LISTS,
     PROBE_ROUTES,
     RELOAD_ROUTES,
     ROUTES,
+    TASK_ROUTES,
     ApiKeys,
     Context,
     Endpoint,
     HttpError,
     HttpRoute,
-    OwnRequests,
+    InternalRequests,
     ResponseModel,
     Role,
     RouteTable,
@@ -245,8 +244,7 @@ _FLEET_ROUTES = (
         role=Role.ADMIN,
         answer=ReplicaList,
     ),
-    *BATCH_ROUTES,
-    *JOB_ROUTES,
+    *TASK_ROUTES,
     *RELOAD_ROUTES,
     *ROLLOUT_ROUTES,
 )
@@ -268,9 +266,9 @@ def create_ingress(
     fleet.openapi = document(tuple(routes))
     fleet.settings = settings
     table = RouteTable(routes)
-    own = fleet.own_requests = OwnRequests(fleet, table)
+    tasks = fleet.internal_requests = InternalRequests(fleet, table)
     all_routes = [*(_starlette_route(route, fleet) for route in routes), *extra_routes]
-    app = application(fleet, settings, table, all_routes, lambda app: own.at_work(), keys)
+    app = application(fleet, settings, table, all_routes, lambda app: tasks.at_work(), keys)
     app.state.fleet = fleet
     return app
 

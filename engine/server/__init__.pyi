@@ -54,7 +54,6 @@ from .http.model_cards import MODEL_ROUTES as MODEL_ROUTES
 from .http.model_cards import ModelCard as ModelCard
 from .http.open_requests import OpenRequests as OpenRequests
 from .http.openapi import document as document
-from .http.own_requests import OwnRequests as OwnRequests
 from .http.probes import PROBE_ROUTES as PROBE_ROUTES
 from .http.quotas import Quotas as Quotas
 from .http.quotas import Spending as Spending
@@ -81,13 +80,10 @@ from .http.tracing import Tracing as Tracing
 from .http.web_server import FAREWELL_S as FAREWELL_S
 from .http.web_server import limits as limits
 from .http.web_server import web_server as web_server
-from .http.worker_pool import WorkerKind as WorkerKind
-from .http.worker_pool import WorkerPool as WorkerPool
 from .process.client import EngineClient as EngineClient
 from .process.link import core_environ as core_environ
 from .process.process_client import ProcessClient as ProcessClient
 from .process.trace_recorder import Recorder as Recorder
-from .tasks.batches.execution import LineExecutor as LineExecutor
-from .tasks.batches.offline import OfflineBatch as OfflineBatch
-from .tasks.batches.routes import BATCH_ROUTES as BATCH_ROUTES
-from .tasks.jobs.routes import JOB_ROUTES as JOB_ROUTES
+from .tasks.offline import OfflineBatch as OfflineBatch
+from .tasks.routes import TASK_ROUTES as TASK_ROUTES
+from .tasks.service import InternalRequests as InternalRequests

@@ -19,12 +19,12 @@ from jitney.engine.server.http.disconnect import until_disconnect
 from jitney.engine.server.http.edge import application
 from jitney.engine.server.http.errors import HttpError
 from jitney.engine.server.http.openapi import document
-from jitney.engine.server.http.own_requests import OwnRequests
 from jitney.engine.server.http.routes import ROUTES
 from jitney.engine.server.http.routing import HttpRoute, RouteTable
 from jitney.engine.server.http.service import Service
 from jitney.engine.server.http.settings import ServerSettings
 from jitney.engine.server.process.client import EngineClient
+from jitney.engine.server.tasks.service import InternalRequests
 
 if TYPE_CHECKING:
     from jitney.engine.core import Tokenizer
@@ -50,11 +50,11 @@ def create_app(
     service = Service(client, tokenizer, settings, model_name)
     service.openapi = document(tuple(routes))
     table = RouteTable(routes)
-    own = service.own_requests = OwnRequests(service, table)
+    tasks = service.internal_requests = InternalRequests(service, table)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with own.at_work():
+        async with tasks.at_work():
             yield
         service.close()
 

@@ -10,6 +10,8 @@ import openai
 from openai import OpenAI
 from openai.types import Batch
 
+from jitney.engine.server.tasks import records
+
 CHATS = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 EMBEDDINGS = "/v1/embeddings"
@@ -36,6 +38,13 @@ def line(custom_id: str, url: str = COMPLETIONS, **body: Any) -> dict[str, Any]:
         case _:
             asked |= {"max_tokens": 4, "prompt": custom_id}
     return {"custom_id": custom_id, "method": "POST", "url": url, "body": asked | body}
+
+
+def batch_of(id: str) -> records.Batch:
+    """A new batch of "me", as the store keeps it."""
+    return records.Batch(
+        id, "me", CHATS, {}, "", 1, 1 << 40, input_file_id="file-1", completion_window="24h"
+    )
 
 
 def jsonl(lines: list[Any]) -> bytes:

@@ -9,7 +9,7 @@ from fakes import VOCAB, FakeClock, code_of, ends_of, make_request, solo, tokens
 from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.core.engine_core import EngineCore
-from jitney.engine.core.scheduler.admission import _sibling_seed
+from jitney.engine.core.scheduler.sequence_factory import _sibling_seed
 
 CONTEXT, PAGES, PAGE_SIZE = 40, 15, 4
 

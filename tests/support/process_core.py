@@ -38,7 +38,7 @@ class Row:
 
 
 class Core:
-    pause_s = company_s = 0.0  # it never waits for company
+    pause_s = late_plan_slack_s = 0.0  # it never waits for company
 
     def __init__(self) -> None:
         self.rows: list[Row] = []

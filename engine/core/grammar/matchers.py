@@ -21,10 +21,10 @@ from llguidance.numpy import fill_next_token_bitmask
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.lru import LruCache
 from jitney.engine.common.messages import GrammarWork
+from jitney.engine.common.replaceable_threads import ReplaceableThreads
 from jitney.engine.common.requests import Grammar, SamplingParams
 from jitney.engine.core.grammar.compiling import first_mask, new_matcher
 from jitney.engine.core.grammar.embedding import writes_json
-from jitney.engine.core.grammar.lane import Lane
 from jitney.engine.core.grammar.numbers import NumberEnds
 from jitney.engine.core.grammar.refusals import NO_TOKEN
 from jitney.engine.core.scheduler.plan import mask_words
@@ -66,8 +66,8 @@ class _MaskLanes:
         self.trie = trie
         self.words = mask_words(trie.vocab_size)
         #: For masks that a step waits for, and for those that none waits for.
-        self.quick = Lane("masks")
-        self.slow = Lane("slow masks")
+        self.quick = ReplaceableThreads("masks")
+        self.slow = ReplaceableThreads("slow masks")
         #: Guards `work`.
         self.lock = threading.Lock()
         self.work = _Work()
@@ -344,7 +344,7 @@ class Matchers:
         self._number_ends: NumberEnds | None = None
         #: Keeps all but the tokens that end a text.
         self._no_ends = _mask_without(trie.eos_tokens, self._lanes.words)
-        self._compiling = Lane("grammars")
+        self._compiling = ReplaceableThreads("grammars")
         # All below: under the lock, since the compiling thread writes it too.
         self._lock = self._lanes.lock
         self._kept: LruCache[Grammar, _Compiled | RequestError] = LruCache(_MOST_BYTES, _bytes_of)

@@ -1,5 +1,4 @@
-"""Whether pages will last for all who ride if more board: foreseen from their answers' likely
-lengths.
+"""Whether the pages last until all seated sequences have ended if more board.
 
 Method: that of Past-Future scheduling (Gong et al., ASPLOS 2025, arXiv 2507.10150): board whom the
 pool can take to the end, not whom it can take now. There lengths are drawn at random; here the
@@ -10,13 +9,12 @@ so that the same state always gives the same answer.
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
 from collections.abc import Iterable
 
 import numpy as np
 
-from jitney.engine.core.scheduler.estimates import Outlook, OutputLengths
 from jitney.engine.core.scheduler.kv_pages import PagePool
+from jitney.engine.core.scheduler.lengths import LengthEstimate
 from jitney.engine.core.scheduler.sequence import Sequence
 
 #: Standard deviations of the demand that are kept free beside its mean.
@@ -31,7 +29,7 @@ class PageDemand:
     it decodes.
     """
 
-    def __init__(self, pool: PagePool, lengths: OutputLengths, most_each: int = sys.maxsize):
+    def __init__(self, pool: PagePool, lengths: LengthEstimate, most_each: int = sys.maxsize):
         self.pool, self.lengths, self.most_each = pool, lengths, most_each
 
     def fits(
@@ -46,55 +44,43 @@ class PageDemand:
         Costs O(riders); to be asked only where the pages would not last if everybody took all that
         it may.
         """
-        groups: defaultdict[Outlook, list[list[int]]] = defaultdict(list)
         own = 0
+        found: list[list[float]] = []
         for seq in riders:
             held = _own_pages(seq)
             own += held
-            groups[self._outlook(seq)].append(self._row(seq, held))
+            found.append(self._row(seq, held))
         own += sum(map(_own_pages, yielding))
-        for newcomer, fresh in newcomers:
-            groups[self._outlook(newcomer)].append(self._row(newcomer, fresh))
+        found += [self._row(newcomer, fresh) for newcomer, fresh in newcomers]
         room = self.pool.capacity - (self.pool.used - own)
-        rows = np.array([row for group in groups.values() for row in group], np.float64)
-        times = _times_ahead(rows[:, 3])
-        mean, variance = np.zeros(len(times)), np.zeros(len(times))
-        for outlook, group in groups.items():
-            alive, pages = self._ahead(outlook, np.array(group, np.float64), times)
-            mean += (alive * pages).sum(axis=0)
-            variance += (alive * (1 - alive) * pages * pages).sum(axis=0)
+        rows = np.array(found, np.float64)
+        times = _times_ahead(rows[:, 2])
+        alive, pages = self._ahead(rows, times)
+        mean = (alive * pages).sum(axis=0)
+        variance = (alive * (1 - alive) * pages * pages).sum(axis=0)
         return bool((mean + _MARGIN * np.sqrt(variance) <= room).all())
 
-    def _outlook(self, seq: Sequence) -> Outlook:
-        """What is known about a sequence's answer, its own progress counted."""
-        seq.passed = self.lengths.passed(seq.kind, seq.passed, seq.n_output)
-        return self.lengths.outlook(seq.kind)
-
-    def _row(self, seq: Sequence, held: int) -> list[int]:
-        """[positions, output tokens, pages of its own, positions still to come at most, pages of
-        others] once its known tokens are computed."""
+    def _row(self, seq: Sequence, held: int) -> list[float]:
+        """[positions, pages of its own, positions still to come at most, pages of others, mean
+        tokens of its answer] once its known tokens are computed.
+        """
+        seq.counted = self.lengths.progress(seq.kind, seq.counted, seq.n_output)
         positions = max(seq.scheduled, len(seq.tokens))
         shared = self.pool.pages_for(len(seq.tokens)) - held if not seq.seated else seq.shared
         return [
             positions,
-            positions - seq.n_prompt,
             held,
             max(0, seq.limit - 1 - positions),
             shared,
+            self.lengths.careful(seq.kind),
         ]
 
-    def _ahead(
-        self, outlook: Outlook, rows: np.ndarray, times: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """(chance that it still rides, pages of its own then) of each row at each time, both f8
-        [rows, times].
+    def _ahead(self, rows: np.ndarray, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(probability that it still runs, pages of its own then) of each row at each time, both
+        f8 [rows, times].
         """
-        positions, n_output, held, left, shared = (
-            rows[:, column : column + 1] for column in range(5)
-        )
-        reached = np.maximum(outlook.reaches(n_output), 1e-9)
-        alive = np.minimum(outlook.reaches(n_output + times) / reached, 1.0)
-        alive = np.where(times <= left, alive, 0.0)
+        positions, held, left, shared, mean = (rows[:, column : column + 1] for column in range(5))
+        alive = np.where(times <= left, np.exp(-times / mean), 0.0)
         pages = np.ceil((positions + times) / self.pool.page_size) - shared
         return alive, np.maximum(np.minimum(pages, self.most_each), held)
 

@@ -5,18 +5,18 @@ steps go.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
 
 from jitney.engine.common.errors import RequestError
-from jitney.engine.core.scheduler.estimates import OutputLengths, PrefillBudget, StepTimeEstimate
+from jitney.engine.core.scheduler.estimates import PrefillBudget, StepTimeEstimate
 from jitney.engine.core.scheduler.kv_pages import PagePool
+from jitney.engine.core.scheduler.lengths import LengthEstimate
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.passing import Passing
-from jitney.engine.core.scheduler.promises import SHORTEST_RETRY
+from jitney.engine.core.scheduler.retry_schedule import SHORTEST_RETRY
 from jitney.engine.core.scheduler.sequence import Sequence
 from jitney.engine.core.scheduler.state import SchedulerState
 
@@ -26,46 +26,34 @@ _HOPE = 0.5
 _GROUPS = 16
 #: Seconds of a step before one was measured.
 _FIRST_STEP_S = 0.02
-#: Below this share of a class, nothing is known about those who got so far: they end at once.
-_LEAST_ALIVE = 1e-12
+#: Times at which the number of running answers is computed.
+_TIMES = 48
 
 
 class _Endings:
-    """What is foreseen of some running answers, each one token further with each step: how many
-    still run after so many steps, by the life tables of their classes.
+    """How many of some running answers still run after so many steps.
 
-    The answer that ends first of 32 is not the one with the shortest mean rest: lengths scatter, so
-    some answer ends soon even if each is expected to run on for long, and one that is past what was
-    expected of it is not about to end for that reason.
-
-    Takes some microseconds for each class among them, and less for each answer.
+    With each token the same share of them ends: one of 32 ends soon though each is expected to run
+    on for long.
     """
 
-    def __init__(self, running: Iterable[Sequence], lengths: OutputLengths):
-        by_kind = defaultdict[object, list[Sequence]](list)
+    def __init__(self, running: Iterable[Sequence], lengths: LengthEstimate):
+        answers: list[tuple[float, float]] = []
         for seq in running:
-            by_kind[seq.kind].append(seq)
+            seq.counted = lengths.progress(seq.kind, seq.counted, seq.n_output)
+            answers.append((_most_left(seq), lengths.mean(seq.kind)))
         #: Answers that run now.
-        self.n = sum(map(len, by_kind.values()))
-        edges = lengths.edges
-        longest = max((_most_left(seq) for same in by_kind.values() for seq in same), default=1)
+        self.n = len(answers)
+        most_left, means = np.array(answers, np.float64).reshape(-1, 2).T
+        longest = most_left.max(initial=1.0)
+        spread = np.geomspace(1.0, max(2.0, longest), _TIMES)
+        spread = spread[spread < longest - 1]
         #: Steps from now, rising from 0 to where the last one ends by length, f8 [T].
-        self._steps = np.append(
-            edges[: np.searchsorted(edges, longest - 1)], (longest - 1, longest)
-        )
-        #: How many should still run then, falling from n to 0, f8 [T].
-        self._running = np.zeros(len(self._steps))
-        for same in by_kind.values():
-            self._add(same, lengths)
-
-    def _add(self, same: list[Sequence], lengths: OutputLengths) -> None:
-        """Count answers of one class."""
-        outlook = lengths.likely(same[0].kind)
-        so_far = np.array([seq.n_output for seq in same], np.float64)
-        most_left = np.array([_most_left(seq) for seq in same], np.float64)
+        self._steps = np.concatenate(([0.0], spread, (longest - 1, longest)))
         steps = self._steps[:, None]
-        share = outlook.reaches(so_far + steps) / np.maximum(outlook.reaches(so_far), _LEAST_ALIVE)
-        self._running += np.where(steps < most_left, share, 0.0).sum(axis=1)
+        alive = np.where(steps < most_left, np.exp(-steps / means), 0.0)
+        #: How many are expected to run then, falling from n to 0, f8 [T].
+        self._running = alive.sum(axis=1)
 
     def steps_until(self, n: int) -> float:
         """Steps until so many of them, 1 to all, should have ended; at least 1.

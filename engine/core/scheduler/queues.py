@@ -178,7 +178,7 @@ class RequestWork(NamedTuple):
         return cls(n, whole.prompt_tokens, n * expected)
 
 
-class Lane:
+class RequestClass:
     """Requests of one kind: those that somebody waits for, or those in the background."""
 
     def __init__(self, queue: WaitingQueue):

@@ -162,7 +162,7 @@ class Results:
             output.logprobs = [_trimmed(_logprobs_of(result)[row], seq.logprobs)]
         tokens.append(token)
         if self._charges:
-            self.state.lane_of(seq).queue.charge(seq, 1)
+            self.state.class_of_request(seq).queue.charge(seq, 1)
         if seq.first_token_at is None:
             self._first_token(seq, output, now)
         if len(tokens) >= seq.limit or token in seq.stop_ids:

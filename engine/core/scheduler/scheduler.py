@@ -21,9 +21,8 @@ from jitney.engine.common.errors import ConfigError, ErrorInfo, RequestError
 from jitney.engine.common.outputs import FinishReason, SequenceOutput
 from jitney.engine.common.requests import EngineRequest, RequestLimits, pooling_of
 from jitney.engine.core.faults import StepBlame
-from jitney.engine.core.scheduler.admission import Admission
+from jitney.engine.core.scheduler.admission_control import AdmissionControl
 from jitney.engine.core.scheduler.buckets import Buckets
-from jitney.engine.core.scheduler.entrance import Entrance
 from jitney.engine.core.scheduler.estimates import PrefillBudget, StepTimeEstimate
 from jitney.engine.core.scheduler.kv_pages import PagePool
 from jitney.engine.core.scheduler.limits import SchedulerLimits
@@ -34,10 +33,11 @@ from jitney.engine.core.scheduler.policies import Situation, make_order, make_po
 from jitney.engine.core.scheduler.predicted_wait import PredictedWait
 from jitney.engine.core.scheduler.preemption import Preemption
 from jitney.engine.core.scheduler.prompt_scores import PromptScores
-from jitney.engine.core.scheduler.queues import Lane, RequestWork
+from jitney.engine.core.scheduler.queues import RequestClass, RequestWork
 from jitney.engine.core.scheduler.results import Results
 from jitney.engine.core.scheduler.row_limit import RowLimit
 from jitney.engine.core.scheduler.sequence import Matcher, Sequence
+from jitney.engine.core.scheduler.sequence_factory import SequenceFactory
 from jitney.engine.core.scheduler.state import SchedulerState
 
 _log = logging.getLogger("jitney.core")
@@ -92,7 +92,7 @@ class Scheduler:
             limits, pool, order.queue, holds=self._policy.holds, window=window
         )
         lengths = self.state.lengths
-        self._admission = Admission(
+        self._factory = SequenceFactory(
             pool=pool,
             request_limits=_request_limits(limits, pool, vocab_size),
             eos_ids=frozenset(eos_ids),
@@ -107,7 +107,7 @@ class Scheduler:
         predicted_wait = PredictedWait(
             limits, self.state, self._prefill_budget, pool, self._passing, batch=batch
         )
-        self._entrance = Entrance(limits, self.state, predicted_wait)
+        self._admission = AdmissionControl(limits, self.state, predicted_wait)
         self._preemption = Preemption(self.state, pool, limits.max_seats)
         self._demand = PageDemand(pool, lengths)
         if window:
@@ -136,7 +136,7 @@ class Scheduler:
         """Seconds until a request that comes now should board, behind all that wait and all prompts
         that are not computed yet. Takes some microseconds for each seat that is taken.
         """
-        return self._entrance.predicted_wait.of_last
+        return self._admission.predicted_wait.of_last
 
     @property
     def steps(self) -> int:
@@ -157,15 +157,15 @@ class Scheduler:
         self.state.refuse_duplicate(request)
         self._refuse_background(request)
         self._arrivals += 1
-        leader = self._admission.leader(request, self._arrivals)
+        leader = self._factory.leader(request, self._arrivals)
         if request.resumed is None:
-            self._entrance.admit(leader, self.clock())
-        sequences = [leader, *self._admission.siblings(leader)]
+            self._admission.admit(leader, self.clock())
+        sequences = [leader, *self._factory.siblings(leader)]
         if new_matcher is not None:
             for seq in sequences:
                 seq.matcher = new_matcher()
         if request.resumed is not None:
-            sequences = self._admission.continued(sequences, request.resumed)
+            sequences = self._factory.continued(sequences, request.resumed)
         work = RequestWork(len(sequences), len(request.prompt), len(sequences) * leader.expected)
         self.state.add(request, sequences, work)
 
@@ -179,7 +179,7 @@ class Scheduler:
         limits = self.request_limits
         adapters = limits.adapters.union(numbers)
         if adapters != limits.adapters:
-            self._admission.request_limits = msgspec.structs.replace(limits, adapters=adapters)
+            self._factory.request_limits = msgspec.structs.replace(limits, adapters=adapters)
 
     @property
     def open_adapters(self) -> set[int]:
@@ -189,12 +189,12 @@ class Scheduler:
     @property
     def request_limits(self) -> RequestLimits:
         """What a request is checked against."""
-        return self._admission.request_limits
+        return self._factory.request_limits
 
     @property
     def eos_ids(self) -> frozenset[int]:
         """Tokens that end a sequence."""
-        return self._admission.eos_ids
+        return self._factory.eos_ids
 
     @property
     def has_place(self) -> bool:
@@ -212,12 +212,12 @@ class Scheduler:
         """Raise RequestError if a request can never run here, however idle the engine; `add` checks
         the same.
         """
-        self._admission.check(request)
+        self._factory.check(request)
 
     def has_room(self, request: EngineRequest) -> bool:
         """Whether a request that can run here may wait now."""
-        leader = self._admission.leader(request, self._arrivals + 1)
-        return self._entrance.has_room(leader, self.clock())
+        leader = self._factory.leader(request, self._arrivals + 1)
+        return self._admission.has_room(leader, self.clock())
 
     def abort(
         self, request_id: str, index: int | None = None, reason: FinishReason = "abort"
@@ -250,7 +250,7 @@ class Scheduler:
         first.
         """
         self.state.expire(now)
-        self._entrance.predicted_wait.pass_step()
+        self._admission.predicted_wait.pass_step()
         if self.state.live.requests:
             self.state.live_at = now
         self._row_limit.pass_time(now)
@@ -299,7 +299,7 @@ class Scheduler:
         return max(0.0, wakes - now)
 
     @property
-    def tries(self) -> bool:
+    def isolating_failure(self) -> bool:
         """Somebody is computed alone, to see whether its rows make a step fail: no step may be
         launched behind another one.
         """
@@ -655,7 +655,7 @@ class Scheduler:
                 return
             self._add_chunk(seq, draft, self._thrifty(seq, draft))
 
-    def _plan_boarding(self, lane: Lane, may_board: int, draft: Draft, now: float) -> None:
+    def _plan_boarding(self, lane: RequestClass, may_board: int, draft: Draft, now: float) -> None:
         """Fill so many seats from a queue, as long as the step can take prompt rows."""
         while may_board > 0 and draft.tokens_left and draft.rows_left:
             seq = self._seat_next(lane, draft, now)
@@ -688,7 +688,7 @@ class Scheduler:
             more_to_come=more,
         )
 
-    def _seat_next(self, lane: Lane, draft: Draft, now: float) -> Sequence | None:
+    def _seat_next(self, lane: RequestClass, draft: Draft, now: float) -> Sequence | None:
         """The head of a queue takes a seat; None if it cannot yet, and then it holds up those
         behind.
 
@@ -792,7 +792,8 @@ class Scheduler:
         """Whether so many have seats, and the pool should last beside who sits: the sequence, and
         those behind it. The background gives way to a live one.
         """
-        others = self.state.lane_of(seq).queue.following(seq, count - 1) if count > 1 else []
+        queue = self.state.class_of_request(seq).queue
+        others = queue.following(seq, count - 1) if count > 1 else []
         if len(others) < count - 1 or count > len(self.state.free_seats):
             return False
         newcomers = [(seq, fresh)]
@@ -870,7 +871,7 @@ class Scheduler:
     def _is_last(self, seq: Sequence) -> bool:
         """True when no other prompt can use the rows that this one leaves in the step."""
         state = self.state
-        if state.free_seats and state.lane_of(seq).queue:
+        if state.free_seats and state.class_of_request(seq).queue:
             return False
         last = next(
             other for other in reversed(state.prefilling) if other.background == seq.background

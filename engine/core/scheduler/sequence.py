@@ -10,7 +10,7 @@ import numpy as np
 
 from jitney.engine.common.outputs import FinishReason, TokenLogprobs
 from jitney.engine.common.requests import EngineRequest
-from jitney.engine.core.scheduler.estimates import RequestClasses
+from jitney.engine.core.scheduler.lengths import RequestClasses
 
 #: (class, number of the request, index of the sequence); the class is a number too, see
 #: `engine.core.scheduler.policies._ORDERS`.
@@ -126,8 +126,8 @@ class Sequence:
     plain: bool = True
     #: Tokens that end it.
     stop_ids: frozenset[int] = frozenset()
-    #: The bucket of lengths that it was last counted in (`engine.core.scheduler.estimates`).
-    passed: int = 0
+    #: Output tokens that are counted in the lengths of answers.
+    counted: int = 0
     #: Pages, from the first on, that others had computed when it boarded.
     shared: int = 0
     #: Pages, from the first on, that lie behind the model's window and were given back.

@@ -15,11 +15,17 @@ from jitney.engine.common.engine_info import Seat
 from jitney.engine.common.errors import ErrorInfo, RequestError
 from jitney.engine.common.outputs import FinishReason, SequenceOutput
 from jitney.engine.common.requests import EngineRequest
-from jitney.engine.core.scheduler.estimates import OutputLengths
 from jitney.engine.core.scheduler.kv_pages import PagePool
+from jitney.engine.core.scheduler.lengths import LengthEstimate
 from jitney.engine.core.scheduler.limits import SchedulerLimits
-from jitney.engine.core.scheduler.promises import PlaceRate
-from jitney.engine.core.scheduler.queues import Backlog, Lane, RequestWork, WaitingQueue, overgrown
+from jitney.engine.core.scheduler.queues import (
+    Backlog,
+    RequestClass,
+    RequestWork,
+    WaitingQueue,
+    overgrown,
+)
+from jitney.engine.core.scheduler.retry_schedule import ReleaseRate
 from jitney.engine.core.scheduler.sequence import Sequence
 
 #: What an output says when a sequence ends for this reason and no better error is known.
@@ -72,15 +78,15 @@ class SchedulerState:
         #: Open requests by id.
         self.groups: dict[str, _Group] = {}
         #: Requests that somebody waits for, and those in the background.
-        self.live = Lane(make_queue())
-        self.background = Lane(make_queue())
+        self.live = RequestClass(make_queue())
+        self.background = RequestClass(make_queue())
         #: Of the live ones: who waits for a seat, and the requests that are not begun.
         self.queue = self.live.queue
         self.backlog = self.live.backlog
         #: When the last live request was here; the scheduler's clock, seconds.
         self.live_at = -math.inf
         #: How fast places come free.
-        self.places = PlaceRate()
+        self.places = ReleaseRate()
         #: A heap: low seats first.
         self.free_seats = list(range(limits.max_seats))
         #: Seated, in boarding order.
@@ -95,7 +101,7 @@ class SchedulerState:
         self.kept: dict[int, Sequence] = {}
         self.released: list[int] = []
         #: What is known about the lengths of answers.
-        self.lengths = OutputLengths()
+        self.lengths = LengthEstimate()
         #: Sequences that ended since the last commit.
         self.finished = 0
         #: Times that somebody gave back its seat and pages.
@@ -146,7 +152,7 @@ class SchedulerState:
         """Prompt tokens of the requests that are not begun, of both kinds."""
         return self.live.backlog.tokens + self.background.backlog.tokens
 
-    def lane_of(self, seq: Sequence) -> Lane:
+    def class_of_request(self, seq: Sequence) -> RequestClass:
         """The requests that a sequence belongs to."""
         return self.background if seq.background else self.live
 
@@ -241,7 +247,7 @@ class SchedulerState:
     def add(self, request: EngineRequest, sequences: list[Sequence], work: RequestWork) -> None:
         """Let a request wait."""
         leader, siblings = sequences[0], sequences[1:]
-        lane = self.lane_of(leader)
+        lane = self.class_of_request(leader)
         lane.backlog.enter(request, work)
         lane.requests += 1
         group = self.groups[request.id] = _Group(
@@ -299,7 +305,7 @@ class SchedulerState:
         """Free all that an open sequence has, at once; the caller emits its one terminal output."""
         group = self.groups[seq.request.id]
         seq.finish = reason
-        self.lengths.observe(seq.kind, seq.passed, seq.n_output, by_itself=reason == "stop")
+        self.lengths.observe(seq.kind, seq.counted, seq.n_output, by_itself=reason == "stop")
         self.finished += 1
         group.open.remove(seq)
         self._leave_place(seq, group)
@@ -307,12 +313,12 @@ class SchedulerState:
             self._close_group(group)
         elif seq is group.leader and group.held:  # it cannot compute the prompt for them any more
             group.leader = group.held.pop(0)
-            lane = self.lane_of(seq)
+            lane = self.class_of_request(seq)
             lane.n_held -= 1
             self._queue(group.leader)
 
     def _leave_place(self, seq: Sequence, group: _Group) -> None:
-        lane = self.lane_of(seq)
+        lane = self.class_of_request(seq)
         if seq.boarded_at is None:
             lane.backlog.leave(seq)
             self._free_place(seq)
@@ -334,7 +340,7 @@ class SchedulerState:
 
     def _close_group(self, group: _Group) -> None:
         del self.groups[group.request.id]
-        lane = self.lane_of(group.leader)
+        lane = self.class_of_request(group.leader)
         lane.requests -= 1
         if not group.boarded:
             lane.backlog.leave_prompt(len(group.request.prompt))
@@ -346,11 +352,11 @@ class SchedulerState:
         """A sequence begins to wait for a seat."""
         found = self.pool.count(self.pool.shareable_keys(seq)) * self.pool.page_size
         seq.wanted_rows = len(seq.tokens) - found
-        self.lane_of(seq).queue.push(seq)
+        self.class_of_request(seq).queue.push(seq)
 
     def seat(self, seq: Sequence, now: float) -> None:
         """A waiting sequence boards, at the lowest free seat."""
-        lane = self.lane_of(seq)
+        lane = self.class_of_request(seq)
         lane.queue.board(seq)
         self.stalled.pop(seq, None)
         group = self.groups[seq.request.id]
@@ -438,7 +444,7 @@ class SchedulerState:
         if self.pool.retain:
             self.pool.publish_known(seq, ended=ended)
         self.pool.release(seq.pages)
-        lane = self.lane_of(seq)
+        lane = self.class_of_request(seq)
         lane.most_pages -= seq.most_pages
         lane.n_seated -= 1
         if ended:
@@ -469,7 +475,7 @@ class SchedulerState:
         """
         group = self.groups[leader.request.id]
         if leader is group.leader:
-            lane = self.lane_of(leader)
+            lane = self.class_of_request(leader)
             for sibling in group.held:
                 # Also what is known, and will be, of the prompt's log-probabilities: it is scored
                 # once.
@@ -537,7 +543,7 @@ class SchedulerState:
         seats = sorted([*self.free_seats, *self.kept, *map(_seat, self.seated)])
         return seats == list(range(self.limits.max_seats))
 
-    def _lane_closes(self, lane: Lane, background: bool) -> bool:
+    def _lane_closes(self, lane: RequestClass, background: bool) -> bool:
         groups = [g for g in self.groups.values() if g.request.background == background]
         seated = [seq for seq in self.seated if seq.background == background]
         queue = lane.queue

@@ -7,8 +7,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from jitney.engine.common.requests import JsonDict
+from jitney.engine.common.worker_pool import WorkerPool
 from jitney.engine.core import Rendered, StageTemplates, StageText
-from jitney.engine.server import HttpError, WorkerKind, WorkerPool
+from jitney.engine.server import HttpError
 
 _MODULE = "jitney.engine.core.text.stage_template_worker"
 #: Longest that a template may take, and most characters of what it makes.
@@ -21,10 +22,9 @@ class StageRenderer:
 
     def __init__(self, templates: Mapping[str, str], timeout_s: float = _TIMEOUT_S):
         self._timeout_s = timeout_s
-        kind = WorkerKind(
-            "renders a pipeline's prompts", _MODULE, StageTemplates(dict(templates)), Rendered
-        )
-        self._workers = WorkerPool(kind, timeout_s)
+        setup = StageTemplates(dict(templates))
+        work = "renders a pipeline's prompts"
+        self._workers = WorkerPool(work, _MODULE, setup, Rendered, timeout_s)
 
     async def start(self) -> None:
         """Start the processes, so that the first request need not wait."""

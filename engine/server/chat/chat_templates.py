@@ -9,8 +9,8 @@ from types import MappingProxyType
 from typing import Any
 
 from jitney.engine.common.errors import RequestError
+from jitney.engine.common.worker_pool import WorkerPool
 from jitney.engine.core import Chat, Rendered, TemplateSource
-from jitney.engine.server.http.worker_pool import WorkerKind, WorkerPool
 
 _MODULE = "jitney.engine.core.text.template_worker"
 
@@ -33,8 +33,7 @@ class ChatTemplates:
 
     def __init__(self, source: TemplateSource, timeout_s: float):
         self._timeout_s = timeout_s
-        kind = WorkerKind("renders chats", _MODULE, source, Rendered)
-        self._workers = WorkerPool(kind, timeout_s)
+        self._workers = WorkerPool("renders chats", _MODULE, source, Rendered, timeout_s)
 
     async def start(self) -> None:
         """Start the processes, so that the first chat need not wait."""

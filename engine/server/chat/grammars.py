@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from jitney.engine.common.errors import ErrorInfo
 from jitney.engine.common.lru import LruCache
 from jitney.engine.common.requests import Grammar, JsonDict
+from jitney.engine.common.worker_pool import WorkerPool
 from jitney.engine.core import (
     Checked,
     CheckedGrammar,
@@ -22,7 +23,6 @@ from jitney.engine.core import (
     schemas,
     with_schemas,
 )
-from jitney.engine.server.http.worker_pool import WorkerKind, WorkerPool
 
 _MODULE = "jitney.engine.core.grammar.worker"
 #: Seconds that checking a grammar may take.
@@ -44,8 +44,7 @@ class Grammars:
     """
 
     def __init__(self, setup: CheckerSetup, timeout_s: float = _TIMEOUT_S):
-        kind = WorkerKind("compiles grammars", _MODULE, setup, Checked)
-        self._workers = WorkerPool(kind, timeout_s)
+        self._workers = WorkerPool("compiles grammars", _MODULE, setup, Checked, timeout_s)
         self._kept: LruCache[Grammar, Checked] = LruCache(_MOST_CHARS, _chars_of)
         #: Those that are being checked, each once, whoever asks for it.
         self._checks: dict[Grammar, asyncio.Task[Checked]] = {}

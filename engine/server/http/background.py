@@ -1,7 +1,8 @@
 """Requests in the background that come over HTTP: lines of a fleet's batches, at its engines.
 
-Such a request may wait for as long as it takes: no deadline of the server's ends it, and the bounds
-of others' waiting are not asked (`engine.core.scheduler.entrance`). So not everybody may send one.
+Such a request may wait for as long as it takes: it has no deadline, and the bounds on waiting
+requests (`engine.core.scheduler.admission_control`) do not hold for it. So not everybody may send
+one.
 """
 
 from __future__ import annotations

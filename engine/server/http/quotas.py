@@ -5,7 +5,7 @@ Work is not counted in requests: a request with n sequences has n of them open, 
 the output that is expected of all of them as soon as it comes.
 
 Whoever is refused is told a time of its own, one after the other, but no place is kept for it as
-the engine's queue keeps one (`engine.core.scheduler.promises`): only the same client's other
+the engine's queue keeps one (`engine.core.scheduler.retry_schedule`): only the same client's other
 requests could take it, and which of them goes first is that client's own affair.
 """
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import EngineRequest
-from jitney.engine.core import OutputLengths, RequestClasses
+from jitney.engine.core import LengthEstimate, RequestClasses
 from jitney.engine.server.http.errors import HttpError
 
 _MINUTE_S = 60.0
@@ -130,7 +130,7 @@ class Quotas:
     #: By key.
     _usage: dict[str, _Usage] = field(default_factory=dict[str, "_Usage"], init=False)
     #: How long answers are expected to be.
-    _lengths: OutputLengths = field(default_factory=OutputLengths, init=False)
+    _lengths: LengthEstimate = field(default_factory=LengthEstimate, init=False)
 
     def limit(self, max_concurrent: int, tokens_per_minute: int) -> None:
         """Hold keys to these limits from now on. What a key has spent of its minute stays spent,

@@ -23,7 +23,6 @@ from jitney.engine.server.http.listen import AcceptedKeys, check_tls, load_certi
 if TYPE_CHECKING:
     from jitney.engine.server.http.access import ApiKeys
     from jitney.engine.server.http.connections import Connections
-    from jitney.engine.server.http.own_requests import OwnRequests
     from jitney.engine.server.http.reload import (
         AdapterNews,
         FileNews,
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
         ReloadAnswer,
     )
     from jitney.engine.server.http.settings import ServerSettings
+    from jitney.engine.server.tasks.service import InternalRequests
 
 _log = logging.getLogger("jitney")
 
@@ -88,7 +88,7 @@ class _Host(Protocol):
     """The server behind the endpoint: an engine's, or a fleet's."""
 
     settings: ServerSettings
-    own_requests: OwnRequests | None
+    internal_requests: InternalRequests | None
 
     @property
     def quotas(self) -> _Limits: ...
@@ -226,8 +226,8 @@ class Reloader:
         a store which cannot be reached is a line of the log.
         """
         try:
-            assert self.host.own_requests is not None  # the application has made them
-            return await self.host.own_requests.cancel_of(removed)
+            assert self.host.internal_requests is not None  # the application has made them
+            return await self.host.internal_requests.cancel_of(removed)
         except JitneyError as error:
             _log.error("jobs and batches of removed keys were not cancelled: %s", error)
             return 0, 0

@@ -37,8 +37,7 @@ from jitney.engine.server.http.queries import read_query
 from jitney.engine.server.http.reload import RELOAD_ROUTES
 from jitney.engine.server.http.routing import HttpRoute, Role
 from jitney.engine.server.http.service import Service
-from jitney.engine.server.tasks.batches.routes import BATCH_ROUTES
-from jitney.engine.server.tasks.jobs.routes import JOB_ROUTES
+from jitney.engine.server.tasks.routes import TASK_ROUTES
 
 _GET = ("GET",)
 _POST = ("POST",)
@@ -172,8 +171,7 @@ ROUTES = (
     *TEXT_ROUTES,
     *OLLAMA_ROUTES,
     *OLLAMA_LISTS,
-    *BATCH_ROUTES,
-    *JOB_ROUTES,
+    *TASK_ROUTES,
     *MODEL_ROUTES,
     *PROBE_ROUTES,
     HttpRoute(

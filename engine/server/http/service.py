@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from jitney.engine.core import FillIn, Tokenizer
     from jitney.engine.server.chat.grammars import Grammars
     from jitney.engine.server.http.context import Context
-    from jitney.engine.server.http.own_requests import OwnRequests
     from jitney.engine.server.http.reload import Reload
     from jitney.engine.server.http.tracing import Tracing
+    from jitney.engine.server.tasks.service import InternalRequests
 
 _log = logging.getLogger("jitney.api")
 
@@ -99,7 +99,7 @@ class Service:
         #: The settings, and where each came from; None: nobody said.
         self.layered: Layered | None = None
         #: Files and batches of requests, and jobs; None until the application is made.
-        self.own_requests: OwnRequests | None = None
+        self.internal_requests: InternalRequests | None = None
         #: Reads the files of the configuration again; None where nobody can.
         self.reload: Reload | None = None
         self._turns: TurnFormat | None = None
@@ -237,8 +237,8 @@ class Service:
         """
         self.draining = True
         self._drain_begun.set()
-        if self.own_requests is not None:
-            self.own_requests.stop()
+        if self.internal_requests is not None:
+            self.internal_requests.stop()
 
     async def until_drain(self, work: Coroutine[Any, Any, None]) -> None:
         """Run what nobody waits for, which a drain does not wait for either. Raises RequestError
@@ -285,24 +285,24 @@ class Service:
         return most + _MOST_READ
 
     @property
-    def own_places(self) -> int:
-        """See `batches.host.RequestHost`."""
+    def internal_seats(self) -> int:
+        """See `ServerContext`."""
         info, _ = self.ready()
         return info.sizes.seats
 
     @property
     def most_of_key(self) -> int:
-        """See `batches.host.RequestHost`."""
+        """See `ServerContext`."""
         return self.quotas.max_concurrent
 
     def check_background(self) -> None:
-        """See `batches.host.RequestHost`: where batches keep their seats, nobody gives way."""
+        """See `ServerContext`: where batches keep their seats, nobody gives way."""
         info = self.client.info
         if info is not None and info.queue.policy != "continuous":
             raise RequestError("batches need a server with the policy continuous")
 
     def opening(self, key: str) -> AbstractContextManager[None]:
-        """See `batches.host.RequestHost`."""
+        """See `ServerContext`."""
         return self.quotas.open(key)
 
     def unready(self) -> RequestError | None:

@@ -277,7 +277,7 @@ def _serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
         if joined is not None:
             _send_drain_states(joined, outbox)
         if core.has_work:
-            if core.company_s:
+            if core.late_plan_slack_s:
                 continue  # there is time for somebody else
             outbox.send(messages.encode(core.step()))
             idle_ticks = 0

@@ -1,1 +1,1 @@
-"""Batches and jobs: requests that are stored and answered in the background."""
+"""Batches and jobs: requests that the server keeps and answers later."""

@@ -28,7 +28,7 @@ from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.records import STEP_DTYPE
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.core.engine_core import EngineCore
-from jitney.engine.core.scheduler.admission import _sibling_seed
+from jitney.engine.core.scheduler.sequence_factory import _sibling_seed
 
 
 @pytest.mark.usefixtures("rash")

@@ -27,8 +27,8 @@ from jitney.engine.common.history import History
 from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.core.engine_core import EngineCore
-from jitney.engine.core.scheduler.admission import _sibling_seed
 from jitney.engine.core.scheduler.plan import Plan, StepResult
+from jitney.engine.core.scheduler.sequence_factory import _sibling_seed
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
@@ -274,7 +274,7 @@ def test_aborts_and_deadlines_end_suspects_like_others():
     outputs: list[SequenceOutput] = []
     for request in requests:
         core.add(request)
-    while not core.scheduler.tries:
+    while not core.scheduler.isolating_failure:
         outputs += core.step().outputs
     core.abort("3")
     clock.now = 6.0

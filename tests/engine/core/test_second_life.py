@@ -12,7 +12,7 @@ from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.executor.sampling import SeatState
-from jitney.engine.core.scheduler.admission import _sibling_seed
+from jitney.engine.core.scheduler.sequence_factory import _sibling_seed
 from jitney.engine.core.text.detokenizer import TextStream
 from jitney.engine.server.process.stream import Stream
 

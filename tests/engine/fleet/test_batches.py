@@ -73,17 +73,6 @@ def test_a_batch_is_answered_by_all_engines_in_the_background(tmp_path: Path):
         assert {head["x-jitney-background"] for head in fake.heads} == {"1"}
 
 
-def test_a_file_is_kept_listed_read_and_deleted(tmp_path: Path):
-    with engines(FakeEngine()) as fakes, serving(tmp_path, *fakes) as (_, client):
-        file = client.files.create(file=("in.jsonl", b"x\n"), purpose="batch")
-        assert client.files.retrieve(file.id) == file
-        assert [each.id for each in client.files.list()] == [file.id]
-        assert client.files.content(file.id).content == b"x\n"
-        assert client.files.delete(file.id).deleted
-        with pytest.raises(openai.NotFoundError):
-            client.files.retrieve(file.id)
-
-
 def test_an_engine_that_dies_in_the_middle_loses_no_line(tmp_path: Path):
     slow = FakeEngine(FakeClient(Script("slowly", first_delay_s=0.2), seats=4))
     with engines(slow, FakeEngine()) as fakes, serving(tmp_path, *fakes) as (served, client):
@@ -148,15 +137,6 @@ def test_a_batch_is_cancelled(tmp_path: Path):
         )
         until(lambda: not fake.client.open, 30)
         until(lambda: not served.replicas()[fake.name].lines, 30)
-
-
-def test_a_batch_expires(tmp_path: Path):
-    fake = FakeEngine(FakeClient(Script(hang=True)))
-    with engines(fake) as fakes, serving(tmp_path, *fakes) as (_, client):
-        batch = ended(client, begin(client, LINES[:2], endpoint=CHATS, completion_window="1s").id)
-        assert batch.status == "expired" and batch.output_file_id is None
-        errors = answers(client, batch.error_file_id)
-        assert {each["error"]["code"] for each in errors.values()} == {"batch_expired"}
 
 
 def test_people_are_answered_while_lines_fill_every_seat(tmp_path: Path):
@@ -236,19 +216,6 @@ def test_a_client_cannot_put_its_requests_into_the_background(tmp_path: Path):
             headers = {"authorization": f"Bearer {key}"}
             assert http.post(CHATS, json=CHAT, headers=headers).status_code == status
         assert [request.background for request in fake.client.requests] == [True]
-
-
-def test_what_belongs_to_another_key_is_not_there(tmp_path: Path):
-    keys = tuple(map(digest_key, ("ann", "bob")))
-    with engines(FakeEngine()) as fakes, serving(tmp_path, *fakes, api_keys=keys) as (served, _):
-        ann, bob = client_of(served.url, "ann"), client_of(served.url, "bob")
-        batch = ended(ann, begin(ann, LINES[:1], endpoint=CHATS).id)
-        assert batch.status == "completed"
-        with pytest.raises(openai.NotFoundError):
-            bob.batches.retrieve(batch.id)
-        with pytest.raises(openai.NotFoundError):
-            bob.files.content(batch.output_file_id or "")
-        assert not bob.files.list().data and not bob.batches.list().data
 
 
 def test_lines_count_against_the_limits_of_their_key(tmp_path: Path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,11 @@ import httpx
 from api_fakes import FakeClient, Script, until
 from fleet_engines import CHAT, FakeEngine, Served, engines, fleet_of, toml
 from openai.types.chat import ChatCompletion
-from webhook_receiver import receiving
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.server.http.settings import digest_key
-from jitney.engine.server.tasks.batches.places import Places
+from jitney.engine.server.tasks.concurrency import ConcurrencyLimit
 
 CHATS = "/v1/chat/completions"
 OVER = ("completed", "failed", "cancelled", "expired")
@@ -125,26 +123,6 @@ def test_the_engine_is_asked_with_a_key_of_the_fleets_and_nobody_sees_anothers_j
         assert fakes[0].heads[-1]["authorization"] == "Bearer own"
 
 
-def test_its_end_is_told_with_a_signature(tmp_path: Path):
-    with (
-        receiving(lambda number: False) as hooks,
-        engines(FakeEngine()) as fakes,
-        fleet_of(
-            tmp_path,
-            toml([fakes[0].url]),
-            data_dir=tmp_path / "d",
-            webhook_prefixes=(hooks.url,),
-            webhook_secret="any text",
-        ) as served,
-        served.http() as http,
-    ):
-        served.wait_ready(fakes[0].name)
-        id = begin(http, webhook_url=hooks.url)
-        until(lambda: len(hooks.taken) == 1, 30)
-    event = json.loads(hooks.taken[0].body)
-    assert (event["type"], event["data"]["id"]) == ("job.completed", id)
-
-
 def test_jobs_have_as_many_places_as_the_engines_have_seats(tmp_path: Path):
     hangs = FakeClient(Script(hang=True), seats=2)
     with (
@@ -165,28 +143,28 @@ def test_jobs_have_as_many_places_as_the_engines_have_seats(tmp_path: Path):
 class Seats:
     """A server whose engines come and go. seats: of those that are there."""
 
-    own_places: int
+    internal_seats: int
     most_of_key: int = 0
 
     def unready(self) -> RequestError | None:
-        return None if self.own_places else RequestError("nobody is there", code="loading")
+        return None if self.internal_seats else RequestError("nobody is there", code="loading")
 
 
 def test_places_grow_with_the_engines_and_a_key_has_half_of_its_own():
     async def scene() -> None:
         host: Any = Seats(2)
-        places = Places(host)
+        places = ConcurrencyLimit(host)
         waiting = [asyncio.create_task(places.acquire("a")) for _ in range(6)]
         await asyncio.sleep(0.01)
         assert sum(task.done() for task in waiting) == 2
-        host.own_places = 4
+        host.internal_seats = 4
         places.release("a")
         await asyncio.sleep(0.01)
         assert sum(task.done() for task in waiting) == 5, "one has left, two places came"
         for task in waiting:
             task.cancel()
         host = Seats(8, most_of_key=4)
-        limited = Places(host)
+        limited = ConcurrencyLimit(host)
         tasks = [asyncio.create_task(limited.acquire(key)) for key in "aaaab"]
         await asyncio.sleep(0.01)
         assert [task.done() for task in tasks] == [True, True, False, False, True]

@@ -218,10 +218,10 @@ def test_what_live_requests_are_told_does_not_count_the_background():
             core.add(make_request(f"l{number}", [number + 1] * 4, max_tokens=30))
         for _ in range(5):
             core.step()
-        entrance = core.scheduler._entrance
+        entrance = core.scheduler._admission
         late = make_request("late", [9] * 4, max_tokens=30)
         assert not core.scheduler.has_room(late)
-        leader = core.scheduler._admission.leader(late, 99)
+        leader = core.scheduler._factory.leader(late, 99)
         ahead = entrance.predicted_wait._seat_steps(core.scheduler.state.n_ahead(leader))
         with pytest.raises(RequestError) as refused:
             core.scheduler.add(late)

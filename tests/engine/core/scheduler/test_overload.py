@@ -24,7 +24,7 @@ from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.estimates import StepTimeEstimate
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.plan import Plan, StepResult
-from jitney.engine.core.scheduler.promises import _LONGEST_RETRY, PlaceRate, Promises
+from jitney.engine.core.scheduler.retry_schedule import _LONGEST_RETRY, ReleaseRate, RetrySchedule
 from jitney.engine.core.scheduler.sequence import Sequence
 from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.simulator import VirtualDevice, _FlyingStep, simulate
@@ -168,8 +168,8 @@ def test_the_wait_behind_many_siblings_is_foreseen():
     """By the work: 120 answers of 200 steps on 8 seats are ahead of the newcomer."""
     core = crowded_core(FakeClock(), max_requests=256, max_tokens=10**9, max_predicted_wait_s=1e6)
     core.scheduler.add(make_request("crowd", [1], n=120, max_tokens=200))
-    wait = core.scheduler._entrance.predicted_wait
-    newcomer = core.scheduler._admission.leader(make_request("late", [1]), 10**6)
+    wait = core.scheduler._admission.predicted_wait
+    newcomer = core.scheduler._factory.leader(make_request("late", [1]), 10**6)
     assert wait.wait(newcomer) == pytest.approx(0.01 * 200 * (1 + 120 / 8), rel=0.05)
 
 
@@ -185,7 +185,7 @@ def test_too_long_a_wait_says_how_long_and_how_many():
 def test_a_crowd_of_siblings_is_no_wait_for_another_tenant_in_the_fair_order():
     core = crowded_core(FakeClock(), order="fair", max_requests=256, max_tokens=10**9)
     core.scheduler.add(make_request("crowd", [1], n=120, max_tokens=200, tenant="a"))
-    newcomer = core.scheduler._admission.leader(make_request("late", [1], tenant="b"), 10**6)
+    newcomer = core.scheduler._factory.leader(make_request("late", [1], tenant="b"), 10**6)
     assert core.scheduler.state.n_ahead(newcomer) == 1
 
 
@@ -228,7 +228,7 @@ def test_prompts_that_came_together_wait_together_or_not_at_all():
     core.scheduler.add(make_request("two", [1], n=2, max_tokens=200))
     said = codes(core, together("three", 3))
     assert {code for code, _ in said} == {"queue_full"} and len(set(said)) == 1
-    assert core.scheduler.state.n_waiting == 2 and len(core.scheduler._entrance.promises) == 1
+    assert core.scheduler.state.n_waiting == 2 and len(core.scheduler._admission.promises) == 1
     core.clock.now += 10_000.0
     assert codes(core, together("pair", 2)) == [("", None)] * 2
     core.check()
@@ -244,7 +244,7 @@ def test_prompts_that_come_back_together_are_taken_together():
     assert codes(core, [make_request("newcomer", [1], n=3)])[0][0] == "queue_full"
     clock.now += retry
     assert codes(core, together("back", 3)) == [("", None)] * 3
-    assert not core.scheduler._entrance._verdicts
+    assert not core.scheduler._admission._verdicts
 
 
 def ended(tokens: int, n: int = 1) -> Sequence:
@@ -254,7 +254,7 @@ def ended(tokens: int, n: int = 1) -> Sequence:
 
 def test_the_rate_of_places_is_measured_while_the_engine_is_crowded():
     """A place every 2 s, of 40 tokens; idle times say nothing; little is known at first."""
-    rate = PlaceRate()
+    rate = ReleaseRate()
     assert rate.per_place(7.0) == 7.0 and rate.per_token(8.0, 40.0) == 0.2
     for second in range(0, 400, 2):
         rate.step(float(second), crowded=True)
@@ -267,7 +267,7 @@ def test_the_rate_of_places_is_measured_while_the_engine_is_crowded():
 
 
 def test_promises_are_as_far_apart_as_places_come_free():
-    promises = Promises()
+    promises = RetrySchedule()
     times = [promises.give(bytes([number]), 0.0, 5.0, 2.0) for number in range(20)]
     assert times[0] == pytest.approx(5.0, abs=0.3)
     gaps = [late - early for early, late in pairwise(times)]
@@ -279,7 +279,7 @@ def test_promises_are_as_far_apart_as_places_come_free():
 
 
 def test_who_came_in_time_and_found_no_place_does_not_go_to_the_end():
-    promises = Promises()
+    promises = RetrySchedule()
     for number in range(50):
         promises.give(bytes([number]), 0.0, 1.0, 10.0)
     assert promises.take(bytes([0]), 1.3)
@@ -289,7 +289,7 @@ def test_who_came_in_time_and_found_no_place_does_not_go_to_the_end():
 
 def test_those_put_off_come_one_after_the_other():
     """Every second place while others are promised too, and every one after that."""
-    promises = Promises()
+    promises = RetrySchedule()
     promises.give(b"a", 0.0, 50.0, 1.0)
     times = [promises.put_off(b"%d" % number, 0.0, 1.0, 10.0) for number in range(6)]
     assert times == [pytest.approx(at, abs=0.6) for at in (1, 21, 41, 61, 71.5, 82)]
@@ -353,7 +353,7 @@ def test_the_predicted_wait_counts_steps_that_take_longer_than_is_typical():
 
 def test_a_client_that_does_not_wait_gets_no_more_places_than_it_uses():
     """It asks a thousand times; its promises are bounded, and the others' times get shorter."""
-    promises = Promises()
+    promises = RetrySchedule()
     for number in range(1000):
         promises.give(b"hasty", number / 100, 1.0, 1.0)
     assert len(promises) <= 128
@@ -365,7 +365,7 @@ def test_a_client_that_does_not_wait_gets_no_more_places_than_it_uses():
 
 def test_what_an_earlier_crowd_did_is_forgotten():
     """Nobody came for a hundred promises; a few minutes later they are as far apart as before."""
-    promises = Promises()
+    promises = RetrySchedule()
     for number in range(100):
         promises.give(bytes([number]), 0.0, 1.0, 0.1)
 
@@ -380,7 +380,7 @@ def test_what_an_earlier_crowd_did_is_forgotten():
 
 
 def test_nobody_is_told_more_than_the_longest_time():
-    promises = Promises()
+    promises = RetrySchedule()
     told = [promises.give(str(n).encode(), 0.0, 1.0, 100.0) for n in range(100)]
     assert max(told) <= _LONGEST_RETRY + 1.0
     assert len(promises) < 40 and len(set(told)) == 100
@@ -388,12 +388,12 @@ def test_nobody_is_told_more_than_the_longest_time():
 
 def test_requests_are_known_again_by_what_they_ask_for():
     names = [
-        Promises.name_of(make_request("a", [1, 2], tenant="x")),
-        Promises.name_of(make_request("a", [1, 2], tenant="y")),
-        Promises.name_of(make_request("a", [1, 3], tenant="x")),
-        Promises.name_of(make_request("a", [1, 2], tenant="x", n=2)),
+        RetrySchedule.name_of(make_request("a", [1, 2], tenant="x")),
+        RetrySchedule.name_of(make_request("a", [1, 2], tenant="y")),
+        RetrySchedule.name_of(make_request("a", [1, 3], tenant="x")),
+        RetrySchedule.name_of(make_request("a", [1, 2], tenant="x", n=2)),
     ]
     assert len(set(names)) == 4
-    assert names[0] == Promises.name_of(make_request("b", [1, 2], tenant="x", arrival=9.0))
+    assert names[0] == RetrySchedule.name_of(make_request("b", [1, 2], tenant="x", arrival=9.0))
     for _ in range(2):  # each time that it comes it is given a seed on its way to the core
-        assert names[0] == Promises.name_of(_with_seed(make_request("b", [1, 2], tenant="x")))
+        assert names[0] == RetrySchedule.name_of(_with_seed(make_request("b", [1, 2], tenant="x")))

@@ -346,8 +346,8 @@ def waits(arrivals: list[Arrival]) -> tuple[np.ndarray, np.ndarray]:
 
     def request_at(number: int, at: float) -> EngineRequest:
         request = arrivals[number].request(str(number), [0] * arrivals[number].n_prompt, at)
-        leader = scheduler._admission.leader(request, scheduler._arrivals + 1)
-        told.append(scheduler._entrance.predicted_wait.wait(leader))
+        leader = scheduler._factory.leader(request, scheduler._arrivals + 1)
+        told.append(scheduler._admission.predicted_wait.wait(leader))
         return request
 
     records = RequestRecords()
@@ -391,8 +391,8 @@ def busy_core(clock: FakeClock, **limits) -> EngineCore:
 
 
 def told(core: EngineCore, prompt: list[int]) -> float:
-    newcomer = core.scheduler._admission.leader(make_request("newcomer", prompt), 10**6)
-    return core.scheduler._entrance.predicted_wait.wait(newcomer)
+    newcomer = core.scheduler._factory.leader(make_request("newcomer", prompt), 10**6)
+    return core.scheduler._admission.predicted_wait.wait(newcomer)
 
 
 def test_prompts_ahead_are_waited_for_though_seats_are_free():

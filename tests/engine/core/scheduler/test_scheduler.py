@@ -24,7 +24,6 @@ from fakes import (
 
 from jitney.engine.common.errors import ConfigError, RequestError
 from jitney.engine.common.outputs import SequenceOutput
-from jitney.engine.core.scheduler.admission import _sibling_seed
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.kv_pages import _SHARED, PagePool
 from jitney.engine.core.scheduler.limits import SchedulerLimits
@@ -32,6 +31,7 @@ from jitney.engine.core.scheduler.plan import StepResult
 from jitney.engine.core.scheduler.queues import WaitingQueue
 from jitney.engine.core.scheduler.scheduler import Scheduler
 from jitney.engine.core.scheduler.sequence import Sequence
+from jitney.engine.core.scheduler.sequence_factory import _sibling_seed
 
 
 def test_decode_rows_go_first_and_prompts_fill_the_budget():

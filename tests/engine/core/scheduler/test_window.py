@@ -93,7 +93,7 @@ def test_nobodys_tokens_change(shapes, pages: int, retain: bool, rash: bool, see
         device=WindowedRunner,
         clock=FakeClock(tick=0.01),
     )
-    longest = core.scheduler._admission.request_limits.longest
+    longest = core.scheduler._factory.request_limits.longest
     requests = []
     for i, (n_prompt, n_output, head, n) in enumerate(shapes):
         prompt_tokens = [head] * min(n_prompt, max(1, longest - 31))

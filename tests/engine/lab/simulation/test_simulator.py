@@ -95,7 +95,7 @@ def test_where_nobody_could_board_the_next_step_is_planned_at_once():
     core.add(_ten_tokens())
     for _ in range(6):
         core.step()
-        assert core.company_s == 0.0 == core.pause_s
+        assert core.late_plan_slack_s == 0.0 == core.pause_s
 
 
 def test_company_ends_a_while_before_the_step_does():
@@ -104,10 +104,10 @@ def test_company_ends_a_while_before_the_step_does():
     waits = []
     for _ in range(6):
         core.step()
-        waits.append(round(core.company_s, 3))
+        waits.append(round(core.late_plan_slack_s, 3))
     assert waits == [0.0] * 4 + [0.898] * 2, "three steps of a bucket must have been seen"
     core.abort("a")
-    assert core.company_s == 0.0 and core.step().outputs[0].finish == "abort"
+    assert core.late_plan_slack_s == 0.0 and core.step().outputs[0].finish == "abort"
 
 
 def test_one_request_by_hand():

@@ -21,6 +21,7 @@ from api_fakes import ByteTokenizer, FakeClient, call, make_app, run, until
 from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
+from jitney.engine.common import worker_pool as workers
 from jitney.engine.common.errors import RequestError
 from jitney.engine.core.text.fast_tokenizers import _tiny_fast
 from jitney.engine.core.text.template_worker import TemplateSource, _render
@@ -30,7 +31,6 @@ from jitney.engine.server.chat.conversation.template_abilities import (
     ChatAbilities,
     TemplateAbilities,
 )
-from jitney.engine.server.http import worker_pool as workers
 from jitney.engine.server.http.text_threads import TextThreads
 
 #: What a message makes this template do.
@@ -63,7 +63,7 @@ async def rendering(timeout_s: float = TIMEOUT_S) -> AsyncIterator[ChatTemplates
 
 
 def processes(templates: ChatTemplates) -> list[int]:
-    return [place.process.pid for place in templates._workers._places if place.process is not None]
+    return [each.process.pid for each in templates._workers._workers if each.process is not None]
 
 
 async def error_of(templates: ChatTemplates, content: str) -> RequestError:
@@ -295,7 +295,7 @@ def test_only_so_many_threads_are_given_up():
     release = threading.Event()
 
     async def session() -> list[Any]:
-        threads = TextThreads(threads=1, most_lost=2)
+        threads = TextThreads(threads=1, most_left=2)
         results = []
         for work in [lambda: release.wait(20)] * 3 + [lambda: True]:
             try:

@@ -225,7 +225,7 @@ def test_one_that_takes_too_long_is_given_up_with_its_process():
         checks = Grammars(SETUP, timeout_s=1.0)
         try:
             await checks._workers.start()
-            held = [place.process for place in checks._workers._places]
+            held = [worker.process for worker in checks._workers._workers]
             for process in held:
                 assert process is not None
                 process.send_signal(signal.SIGSTOP)  # as one that never answers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.server.app import create_app
+from jitney.engine.server.chat.schema import ChatBody, CompletionBody
 from jitney.engine.server.http.routes import ROUTES
 from jitney.engine.server.http.routing import HttpRoute, Role, RouteTable
 from jitney.engine.server.http.service import Service
@@ -174,3 +176,10 @@ def test_the_documentation_lists_every_route():
         f"| {keys[route.role]} | {yes_no[route.generates]} |"
         for route in ROUTES
     ]
+
+
+def test_the_documentation_lists_every_field_of_completions_and_chats():
+    section = DOCS.read_text().split("## Fields of completions and chats")[1].split("\n## ")[0]
+    rows = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
+    listed = set(re.findall(r"`(\w+)`", "".join(rows)))
+    assert listed == CompletionBody.model_fields.keys() | ChatBody.model_fields.keys()

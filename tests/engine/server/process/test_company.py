@@ -26,7 +26,7 @@ class _PatientCore(Core):
         self.company: list[int] = []
 
     @property
-    def company_s(self) -> float:
+    def late_plan_slack_s(self) -> float:
         if len(self.rows) != 1 or self.steps:
             return 0.0
         self.looked.set()
@@ -34,7 +34,7 @@ class _PatientCore(Core):
 
     @property
     def pause_s(self) -> float:
-        return self.company_s
+        return self.late_plan_slack_s
 
     def step(self) -> messages.StepReport:
         self.company.append(len(self.rows))

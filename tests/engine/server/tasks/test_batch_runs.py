@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import signal
-import struct
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +16,6 @@ from api_fakes import FakeClient, Script, make_app, until
 from batch_files import (
     CHATS,
     COMPLETIONS,
-    EMBEDDINGS,
     answers,
     begin,
     client_of,
@@ -31,10 +28,7 @@ from openai import OpenAI
 
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.ports import free_port
-from jitney.engine.server.http.routes import ROUTES
-from jitney.engine.server.http.routing import RouteTable
-from jitney.engine.server.tasks.batches.execution import LineExecutor
-from jitney.engine.server.tasks.batches.offline import OfflineBatch, _Counts
+from jitney.engine.server.tasks.offline import OfflineBatch, _Counts
 
 
 @contextmanager
@@ -76,14 +70,13 @@ def offline(
 
     async def run() -> None:
         service = make_app(engine).state.service
-        executor = LineExecutor(service, RouteTable(ROUTES), background=False)
         task: asyncio.Task[None]
 
         def on_answer(counts: _Counts) -> None:
             if counts.answered == stop_after:
                 task.cancel()
 
-        task = asyncio.create_task(work.run(executor, in_flight, on_answer))
+        task = asyncio.create_task(work.run(service, in_flight, on_answer))
         await asyncio.wait((task,), timeout=60)
         assert task.done()
         service.close()
@@ -111,15 +104,6 @@ def test_a_file_is_answered_without_a_server(tmp_path: Path):
     assert found["c"]["response"]["body"]["error"]["param"] == "n"
     assert not any(request.background for request in engine.requests)
     assert offline(path, out, FakeClient()) == _Counts(4, 4, 1), "an error stays one"
-
-
-def test_a_file_may_ask_for_vectors(tmp_path: Path):
-    path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    path.write_bytes(jsonl([line("ab", EMBEDDINGS, encoding_format="base64"), line("b")]))
-    engine = FakeClient(embedding_pooling="last", embedding_size=2)
-    assert offline(path, out, engine) == _Counts(2, 2, 0)
-    body = written(out)["ab"]["response"]["body"]
-    assert base64.b64decode(body["data"][0]["embedding"]) == struct.pack("<2f", 1.0, 2.0)
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path):

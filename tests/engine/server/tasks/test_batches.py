@@ -16,22 +16,20 @@ import httpx
 import openai
 import pytest
 from api_fakes import FakeClient, Script, call, http_client, make_app, served, until
-from batch_files import CHATS, EMBEDDINGS, answers, begin, client_of, ended, jsonl, line
+from batch_files import CHATS, answers, batch_of, begin, client_of, ended, jsonl, line
 from openai import OpenAI
-from openai.types import CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion
 from webhook_receiver import dripping, receiving
 
-from jitney.engine.common.errors import ConfigError, ErrorInfo
 from jitney.engine.server.http.errors import retry_after_s
 from jitney.engine.server.http.routes import ROUTES
 from jitney.engine.server.http.routing import RouteTable
 from jitney.engine.server.http.settings import digest_key
-from jitney.engine.server.tasks.batches import rows, webhooks
-from jitney.engine.server.tasks.batches.execution import LineExecutor
-from jitney.engine.server.tasks.batches.records import Batch, Line, LineOutcome, StoredFile
-from jitney.engine.server.tasks.batches.store import BatchStore, StorageFull
-from jitney.engine.server.tasks.batches.webhooks import _is_allowed
+from jitney.engine.server.tasks import batch_rows, webhooks
+from jitney.engine.server.tasks.execution import LineExecutor
+from jitney.engine.server.tasks.records import Batch, Line, LineOutcome, StoredFile
+from jitney.engine.server.tasks.store import StorageFull, TaskStore
+from jitney.engine.server.tasks.webhook_targets import is_allowed
 
 
 @contextmanager
@@ -50,7 +48,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_file_is_kept_listed_read_and_deleted(folder: Path):
-    content = jsonl([line("a")])
+    content = os.urandom(3 << 20)
     with serving(folder) as client:
         file = client.files.create(file=("../../in.jsonl", content), purpose="batch")
         assert (file.filename, file.bytes, file.purpose) == ("in.jsonl", len(content), "batch")
@@ -63,31 +61,25 @@ def test_a_file_is_kept_listed_read_and_deleted(folder: Path):
         assert not list((folder / "files").iterdir())
 
 
-def test_a_large_file_comes_back_as_it_was(folder: Path):
-    content = os.urandom(3 << 20)
-    with serving(folder) as client:
-        file = client.files.create(file=("in.jsonl", content), purpose="batch")
-        assert client.files.content(file.id).content == content
-
-
 def test_slow_uploads_of_one_key_leave_room_for_others(folder: Path):
     keys = (digest_key("ann"), digest_key("bob"))
     head = (
         b"POST /v1/files HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer ann\r\n"
         b"Content-Type: multipart/form-data; boundary=x\r\nContent-Length: 1000\r\n\r\n--x\r\n"
     )
-    with serving(folder, key="bob", api_keys=keys) as bob:
-        port = bob.base_url.port
+    app = make_app(data_dir=folder, api_keys=keys)
+    with served(app) as (url, port):
+        ann, bob = client_of(url, "ann"), client_of(url, "bob")
+        uploads = app.state.service.internal_requests
         with contextlib.ExitStack() as slow:
             for _ in range(8):
                 sock = slow.enter_context(socket.create_connection(("127.0.0.1", port)))
                 sock.sendall(head)
-            until(lambda: len(list((folder / "files").glob("*.part"))) == 8)
-            ann = client_of(str(bob.base_url).removesuffix("/v1/"), "ann")
+            until(lambda: uploads._uploads == 8)
             with pytest.raises(openai.RateLimitError):
                 ann.files.create(file=("a", b"x"), purpose="batch")
             assert bob.files.create(file=("a", b"x"), purpose="batch").bytes == 1
-        until(lambda: not list((folder / "files").glob("*.part")))
+        until(lambda: not uploads._uploads)
         assert ann.files.create(file=("a", b"x"), purpose="batch").bytes == 1
 
 
@@ -175,7 +167,7 @@ def test_a_client_that_leaves_in_the_middle_leaves_nothing(folder: Path, caplog:
     async def leave() -> int:
         app = make_app(data_dir=folder)
         reply = await call(app, "/v1/files", headers=headers, messages=messages, leave_after=0.01)
-        await app.state.service.own_requests.batches.close()
+        await app.state.service.internal_requests.close()
         return reply.status
 
     assert asyncio.run(leave()) == 400
@@ -221,21 +213,6 @@ def test_every_line_is_answered_by_the_route_that_it_names(folder: Path):
         output = client.files.retrieve(batch.output_file_id or "")
         assert output.purpose == "batch_output"
     assert all(request.background for request in engine.requests) and len(engine.requests) == 40
-
-
-def test_lines_may_ask_for_vectors(folder: Path):
-    engine = FakeClient(embedding_pooling="mean", embedding_size=2)
-    lines = [line("a" * length, EMBEDDINGS) for length in (1, 2, 3)]
-    lines.append(line("short", EMBEDDINGS, dimensions=1))
-    with serving(folder, engine) as client:
-        batch = ended(client, begin(client, lines, endpoint=EMBEDDINGS).id)
-        assert batch.status == "completed"
-        found = answers(client, batch.output_file_id)
-        bodies = [CreateEmbeddingResponse(**each["response"]["body"]) for each in found.values()]
-        assert [body.data[0].embedding for body in bodies] == [[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]]
-        failed = answers(client, batch.error_file_id)["short"]["response"]
-        assert failed["status_code"] == 400 and failed["body"]["error"]["param"] == "dimensions"
-    assert all(request.background for request in engine.requests)
 
 
 def test_a_bad_line_fails_alone(folder: Path):
@@ -386,18 +363,6 @@ def test_a_file_that_is_being_read_stays(folder: Path):
         assert client.files.delete(batch.input_file_id).deleted
 
 
-def test_a_refusal_of_the_moment_is_tried_again(folder: Path):
-    """The engine has no room, then it is not there; the line is answered all the same."""
-    engine = FakeClient(Script(text="ok"))
-    full = ErrorInfo("queue_full", "too much waits", retry_after=0.05)
-    gone = ErrorInfo("restarting", "a new engine is being started", retry_after=0.05)
-    engine.scripts = [Script(error=full), Script(error=gone)]
-    with serving(folder, engine) as client:
-        batch = ended(client, begin(client, [line("a")]).id)
-        assert batch.request_counts and batch.request_counts.completed == 1
-        assert len(engine.requests) == 3
-
-
 @pytest.mark.parametrize(
     ("headers", "seconds"),
     [
@@ -458,27 +423,19 @@ def test_a_drain_gives_lines_up_and_the_next_start_goes_on(folder: Path):
     assert len(again.requests) == 6, "those that were answered are not asked again"
 
 
-def test_a_folder_serves_one_server_at_a_time(folder: Path):
+def test_where_files_cannot_be_kept_the_routes_say_so(folder: Path):
+    """There is no folder, another server has it, or others may write to it."""
+    shared = folder.with_name("shared")
+    shared.mkdir()
+    shared.chmod(0o777)
     with serving(folder) as first:
         first.files.create(file=("a", b"x"), purpose="batch")
-        with serving(folder) as second:
-            with pytest.raises(openai.InternalServerError) as refused:
-                second.files.list()
-            assert refused.value.status_code == 503 and refused.value.code == "no_store"
-
-
-def test_a_folder_that_others_can_write_to_is_not_used(folder: Path):
-    folder.mkdir()
-    folder.chmod(0o777)
-    with serving(folder) as client, pytest.raises(openai.InternalServerError) as refused:
-        client.files.list()
-    assert refused.value.code == "no_store" and not list(folder.iterdir())
-
-
-def test_a_server_without_a_folder_says_so():
-    with served(make_app()) as (url, _), pytest.raises(openai.InternalServerError) as refused:
-        client_of(url).batches.list()
-    assert refused.value.code == "no_store"
+        for data_dir in (None, folder, shared):
+            with served(make_app(data_dir=data_dir)) as (url, _):
+                with pytest.raises(openai.InternalServerError) as refused:
+                    client_of(url).files.list()
+                assert refused.value.status_code == 503 and refused.value.code == "no_store"
+    assert not list(shared.iterdir())
 
 
 @pytest.mark.parametrize("secret", ["whsec_c2VjcmV0IG9mIG91cnM=", "any text"])
@@ -558,33 +515,32 @@ def test_a_receiver_that_drips_is_cut_off_and_asked_again(
             until(lambda: slow.came == slow.ended == 2, 10)
 
 
-def _sent(key: str, receiver: str, size: int = 100) -> webhooks._Sent:
-    return webhooks._Sent((key, receiver), size)
+def message(id: str, key: str, receiver: str, size: int = 100) -> webhooks._Message:
+    return webhooks._Message(Batch, id, (key, receiver), size)
 
 
 def test_each_key_has_a_lane_to_each_receiver():
-    under_way = webhooks._UnderWay()
-    for key, receiver in (("ann", "slow"), ("ann", "fast"), ("bob", "slow")):
-        message = _sent(key, receiver)
-        begun = [under_way.take(f"{key} {receiver} {number}", message) for number in range(10)]
+    sending = webhooks._Sending()
+    for lane in (("ann", "slow"), ("ann", "fast"), ("bob", "slow")):
+        begun = [sending.add(message(f"{lane} {number}", *lane)) for number in range(10)]
         assert begun == [True] * webhooks._OF_LANE + [False] * (10 - webhooks._OF_LANE)
-    [first, *_] = under_way.sent
-    del under_way.sent[first]
-    assert not under_way.take("ann slow 1", _sent("ann", "slow")), "it is being sent"
-    assert under_way.take(first, _sent("ann", "slow"))
+    [first, second, *_] = sending.values()
+    del sending[first.id]
+    assert not sending.add(second), "it is being sent"
+    assert sending.add(first)
     for number in range(webhooks._AT_ONCE):
-        under_way.take(f"{number}", _sent("ann", f"{number}"))
-    assert under_way.is_full and len(under_way.sent) == webhooks._AT_ONCE
+        sending.add(message(f"{number}", "ann", f"{number}"))
+    assert sending.is_full and len(sending) == webhooks._AT_ONCE
 
 
 def test_long_messages_wait_for_long_ones_and_short_ones_do_not():
-    under_way = webhooks._UnderWay()
+    sending = webhooks._Sending()
     size = webhooks._LONG_BYTES_AT_ONCE // 2
-    begun = [under_way.take(f"{n}", _sent("ann", f"{n}", size)) for n in range(4)]
+    begun = [sending.add(message(f"{n}", "ann", f"{n}", size)) for n in range(4)]
     assert begun == [True, True, False, False]
-    assert under_way.take("short", _sent("bob", "fast"))
-    del under_way.sent["0"]
-    assert under_way.take("3", _sent("ann", "3", size))
+    assert sending.add(message("short", "bob", "fast"))
+    del sending["0"]
+    assert sending.add(message("3", "ann", "3", size))
 
 
 def test_where_ends_may_be_told():
@@ -604,7 +560,7 @@ def test_where_ends_may_be_told():
         "http://127.0.0.1:9/x",
         "http://127.0.0.1:9/x/y",
     ):
-        assert _is_allowed(good, prefixes), good
+        assert is_allowed(good, prefixes), good
     for bad in (
         "http://hooks.example.org/jitney/a",
         "https://hooks.example.org/jitneys",
@@ -639,54 +595,57 @@ def test_where_ends_may_be_told():
         "file:///etc/passwd",
         "x",
     ):
-        assert not _is_allowed(bad, prefixes), bad
-    assert not _is_allowed("https://hooks.example.org/", ())
+        assert not is_allowed(bad, prefixes), bad
+    assert not is_allowed("https://hooks.example.org/", ())
 
 
-def stored(folder: Path, batch: str = "b", lines: int = 3) -> BatchStore:
-    store = BatchStore(folder / "s.sqlite3")
-    store.add_file(StoredFile("file", "me", "batch", "in", 1, 1))
-    store.add_batch(Batch(batch, "me", CHATS, "file", "24h", {}, "", 1, 2))
-    store.add_lines(batch, [Line(n + 1, str(n), 0, 1) for n in range(lines)])
-    assert store.start(batch, 3) and not store.start(batch, 3)
+BATCH = batch_of("b")
+
+
+def stored(folder: Path) -> TaskStore:
+    store = TaskStore(folder / "s.sqlite3")
+    store.insert(StoredFile("file-1", "me", "batch", "in", 1, 1))
+    store.insert(BATCH)
+    batch_rows.add_lines(store, BATCH.id, [Line(n + 1, str(n), 0, 1) for n in range(3)])
+    assert batch_rows.start(store, BATCH.id, 3) and not batch_rows.start(store, BATCH.id, 3)
     return store
 
 
 def test_a_line_keeps_its_first_answer(tmp_path: Path):
     store = stored(tmp_path)
-    assert store.answer("b", 2, LineOutcome.COMPLETED, b"first")
-    assert not store.answer("b", 2, LineOutcome.FAILED, b"second")
-    assert [each.number for each in store.open_lines("b", 0, 9)] == [1, 3]
+    assert batch_rows.answer(store, BATCH, 2, LineOutcome.COMPLETED, b"first")
+    assert not batch_rows.answer(store, BATCH, 2, LineOutcome.FAILED, b"second")
+    assert [each.number for each in batch_rows.open_lines(store, "b", 0, 9)] == [1, 3]
     store.close()
-    store = BatchStore(tmp_path / "s.sqlite3")
-    batch = store.batch("b")
+    store = TaskStore(tmp_path / "s.sqlite3")
+    batch = store.find(Batch, "b")
     assert batch and (batch.total, batch.completed, batch.failed) == (3, 1, 0)
-    assert [each.answer for each in store.answers("b", 0, 9)] == [b"", b"first", b""]
-    store.finish("b", "expired", None, None, 4)
-    assert not store.answer("b", 1, LineOutcome.COMPLETED, b"late")
-    assert not store.unfinished() and store.batch("b", "you") is None
+    assert [each.answer for each in batch_rows.answers(store, "b", 0, 9)] == [b"", b"first", b""]
+    batch_rows.finish(store, "b", "expired", None, None, 4)
+    assert not batch_rows.answer(store, BATCH, 1, LineOutcome.COMPLETED, b"late")
+    assert not store.unfinished() and store.find(Batch, "b", "you") is None
 
 
 def test_answers_of_lines_count_in_the_bytes_of_their_key(tmp_path: Path):
     store = stored(tmp_path)
     before = store.n_bytes("me")
-    assert store.answer("b", 1, LineOutcome.COMPLETED, b"x" * 100, before + 100)
+    assert batch_rows.answer(store, BATCH, 1, LineOutcome.COMPLETED, b"x" * 100, before + 100)
     assert store.n_bytes("me") == before + 100
     with pytest.raises(StorageFull):
-        store.answer("b", 2, LineOutcome.COMPLETED, b"x" * 100, before + 199)
-    assert [each.number for each in store.open_lines("b", 0, 9)] == [2, 3]
+        batch_rows.answer(store, BATCH, 2, LineOutcome.COMPLETED, b"x" * 100, before + 199)
+    assert [each.number for each in batch_rows.open_lines(store, "b", 0, 9)] == [2, 3]
     output = StoredFile("out", "me", "batch_output", "out", 101, 4)
-    store.finish("b", "completed", output, None, 4)
+    batch_rows.finish(store, "b", "completed", output, None, 4)
     assert store.n_bytes("me") == before + 101, "they are in a file now"
 
 
 def test_answers_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rows, "_READ_BYTES", 150)
+    monkeypatch.setattr(batch_rows, "_READ_BYTES", 150)
     store = stored(tmp_path)
     for number in (1, 2, 3):
-        store.answer("b", number, LineOutcome.COMPLETED, b"x" * 100)
-    assert [each.number for each in store.answers("b", 0, 9)] == [1, 2]
-    assert [each.number for each in store.answers("b", 2, 9)] == [3]
+        batch_rows.answer(store, BATCH, number, LineOutcome.COMPLETED, b"x" * 100)
+    assert [each.number for each in batch_rows.answers(store, "b", 0, 9)] == [1, 2]
+    assert [each.number for each in batch_rows.answers(store, "b", 2, 9)] == [3]
 
 
 def test_a_line_without_room_for_its_answer_fails_and_says_so(folder: Path):
@@ -702,30 +661,11 @@ def test_a_line_without_room_for_its_answer_fails_and_says_so(folder: Path):
             assert answer["response"]["body"]["error"]["code"] == "storage_full"
 
 
-def test_a_line_has_a_largest_answer(folder: Path):
-    engine = FakeClient(Script("some words " * 100))
-    lines = [line("short", CHATS), line("long", CHATS, n=9, max_tokens=200)]
-    with serving(folder, engine, answer_limit=2_000) as client:
-        batch = ended(client, begin(client, lines, endpoint=CHATS).id)
-        assert list(answers(client, batch.output_file_id)) == ["short"]
-        [answer] = answers(client, batch.error_file_id).values()
-        assert answer["custom_id"] == "long"
-        assert answer["response"]["body"]["error"]["code"] == "answer_too_large"
-
-
 def test_batches_that_are_over_are_forgotten_beyond_a_number(tmp_path: Path):
     store = stored(tmp_path)
     for number in range(4):
-        store.add_batch(Batch(f"b{number}", "me", CHATS, "file", "24h", {}, "", 1, 2))
-        store.finish(f"b{number}", "expired", None, None, 4)
-    store.forget_ended("me", 2)
-    kept, more = store.batches("me", after="", limit=9)
+        store.insert(batch_of(f"b{number}"))
+        batch_rows.finish(store, f"b{number}", "expired", None, None, 4)
+    store.forget_ended(Batch, "me", 2)
+    kept, more = store.page(Batch, "me", after="", limit=9)
     assert [batch.id for batch in kept] == ["b3", "b2", "b"] and not more
-
-
-def test_tables_of_a_newer_version_are_not_touched(tmp_path: Path):
-    store = stored(tmp_path)
-    store.db.execute("PRAGMA user_version = 99")
-    store.close()
-    with pytest.raises(ConfigError, match="newer version"):
-        BatchStore(tmp_path / "s.sqlite3")

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from api_fakes import FakeClient, Script, http_client, make_app, served, until
+from batch_files import batch_of
 from batch_process import serving_process
 from openai import OpenAI
 from openai.types import CreateEmbeddingResponse
@@ -22,13 +23,12 @@ from webhook_receiver import receiving
 from jitney.engine.common.errors import ErrorInfo, RequestError
 from jitney.engine.common.ports import free_port
 from jitney.engine.common.requests import EngineRequest
+from jitney.engine.config import ServerSection
 from jitney.engine.server.http.settings import digest_key
 from jitney.engine.server.process.client import OutputListener
-from jitney.engine.server.tasks.batches import webhooks
-from jitney.engine.server.tasks.batches.records import Batch, Line, LineOutcome
-from jitney.engine.server.tasks.batches.store import BatchStore
-from jitney.engine.server.tasks.jobs.records import Job, JobRequest
-from jitney.engine.server.tasks.jobs.table import JOBS
+from jitney.engine.server.tasks import batch_rows, job_rows, webhooks
+from jitney.engine.server.tasks.records import Job, Line, LineOutcome
+from jitney.engine.server.tasks.store import TaskStore
 
 CHATS = "/v1/chat/completions"
 #: Of one receiver.
@@ -351,12 +351,12 @@ def test_lists_have_no_answers(folder: Path):
         for job in jobs:
             assert job.pop("response")["status_code"] == 200
         assert listed == jobs[::-1]
-    store = BatchStore(folder / "batches.sqlite3")
-    page, _ = JOBS.page(store, page_owner(store), after="", limit=9)
+    store = TaskStore(folder / "batches.sqlite3")
+    page, _ = store.page(Job, page_owner(store), after="", limit=9)
     assert len(page) == 3 and all(job.answer is None for job in page)
 
 
-def page_owner(store: BatchStore) -> str:
+def page_owner(store: TaskStore) -> str:
     return store.db.execute("SELECT owner FROM jobs").fetchone()[0]
 
 
@@ -398,49 +398,51 @@ def test_a_key_whose_files_take_all_bytes_has_no_job(folder: Path):
 def test_what_is_to_be_told_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(webhooks, "_LONG_BYTES", 50)
     monkeypatch.setattr(webhooks, "_LONG_BYTES_AT_ONCE", 150)
-    store = BatchStore(tmp_path / "s.sqlite3")
+    store = TaskStore(tmp_path / "s.sqlite3")
     for number in range(3):
         _add(store, f"job_{number}")
-        assert JOBS.finish(store, f"job_{number}", "completed", b"9" * 100, 4)
-    under_way = webhooks._UnderWay()
-    assert [each.id for each in JOBS.due(store, 9.0, under_way)] == ["job_0", "job_1"]
-    assert not JOBS.due(store, 9.0, under_way)
-    del under_way.sent["job_0"]
-    assert [each.id for each in JOBS.due(store, 9.0, under_way)] == ["job_0"]
+        assert job_rows.finish(store, f"job_{number}", "completed", b"9" * 100, 4)
+    under_way = webhooks._Sending()
+    assert [each.id for each in webhooks._due(store, 9.0, under_way)] == ["job_0", "job_1"]
+    assert not webhooks._due(store, 9.0, under_way)
+    del under_way["job_0"]
+    assert [each.id for each in webhooks._due(store, 9.0, under_way)] == ["job_0"]
 
 
-def _add(store: BatchStore, id: str) -> None:
+def _add(store: TaskStore, id: str) -> None:
     job = Job(id, "me", CHATS, {}, "https://example.org", 1, 9)
-    JOBS.add(store, job, JobRequest(b"{}", None, "d"), most_open=9, keep=0, most_bytes=1 << 30)
+    job_rows.add(store, job, ServerSection(), body=b"{}", repeat_key=None, digest="d")
 
 
-def test_a_job_ends_once(tmp_path: Path):
-    store = BatchStore(tmp_path / "s.sqlite3")
+def test_a_job_ends_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(job_rows, "_KEPT_JOBS", 0)
+    store = TaskStore(tmp_path / "s.sqlite3")
     _add(store, "job_1")
-    assert JOBS.begin(store, "job_1", 2) == b"{}" == JOBS.begin(store, "job_1", 3)
-    assert JOBS.finish(store, "job_1", "completed", b"{}", 4)
-    assert not JOBS.finish(store, "job_1", "cancelled", None, 5)
-    assert JOBS.begin(store, "job_1", 6) is None
-    found = JOBS.find(store, "job_1", "me")
+    assert job_rows.begin(store, "job_1", 2) == b"{}" == job_rows.begin(store, "job_1", 3)
+    assert job_rows.finish(store, "job_1", "completed", b"{}", 4)
+    assert not job_rows.finish(store, "job_1", "cancelled", None, 5)
+    assert job_rows.begin(store, "job_1", 6) is None
+    found = store.find(Job, "job_1", "me")
     assert found and found.status == "completed" and found.answer == b"{}"
-    assert JOBS.find(store, "job_1", "you") is None and not JOBS.unfinished(store)
-    [due] = JOBS.due(store, 9.0, webhooks._UnderWay())
-    assert (due.id, due.event.type, due.attempts) == ("job_1", "job.completed", 0)
+    assert store.find(Job, "job_1", "you") is None and not store.unfinished()
+    [due] = webhooks._due(store, 9.0, webhooks._Sending())
+    assert (due.id, due.lane) == ("job_1", ("me", "example.org"))
     _add(store, "job_2")
-    assert JOBS.find(store, "job_1", "me"), "its end has not been told"
-    JOBS.tried(store, "job_1", None)
+    assert store.find(Job, "job_1", "me"), "its end has not been told"
+    webhooks._tried(store, due, None)
     _add(store, "job_3")
-    assert JOBS.find(store, "job_1", "me") is None
+    assert store.find(Job, "job_1", "me") is None
 
 
 def test_tables_of_before_get_what_is_missing(tmp_path: Path):
-    store = BatchStore(tmp_path / "s.sqlite3")
-    store.add_batch(Batch("b", "me", CHATS, "file", "24h", {}, "", 1, 2))
-    store.add_lines("b", [Line(1, "one", 0, 1)])
-    assert store.answer("b", 1, LineOutcome.COMPLETED, b"12345")
+    store = TaskStore(tmp_path / "s.sqlite3")
+    batch = batch_of("b")
+    store.insert(batch)
+    batch_rows.add_lines(store, "b", [Line(1, "one", 0, 1)])
+    assert batch_rows.answer(store, batch, 1, LineOutcome.COMPLETED, b"12345")
     store.db.executescript(
         "DROP TABLE jobs; ALTER TABLE batches DROP COLUMN answer_bytes; PRAGMA user_version = 1"
     )
     store.close()
-    store = BatchStore(tmp_path / "s.sqlite3")
-    assert JOBS.unfinished(store) == [] and store.n_bytes("me") == 5
+    store = TaskStore(tmp_path / "s.sqlite3")
+    assert [task.id for task in store.unfinished()] == ["b"] and store.n_bytes("me") == 5

@@ -17,15 +17,15 @@ from typing import Any
 import httpx
 import pytest
 from api_fakes import FakeClient, Script, http_client, make_app, served, until
+from batch_files import batch_of
 from batch_process import serving_process
 
 from jitney.engine.common.ports import free_port
-from jitney.engine.server.tasks.batches import keeper
-from jitney.engine.server.tasks.batches.keeper import StoreKeeper
-from jitney.engine.server.tasks.batches.records import Batch, Line, StoredFile
-from jitney.engine.server.tasks.batches.store import BatchStore, StoreUnavailable
-from jitney.engine.server.tasks.jobs.records import Job, JobRequest
-from jitney.engine.server.tasks.jobs.table import JOBS
+from jitney.engine.config import ServerSection
+from jitney.engine.server.tasks import batch_rows, job_rows, keeper
+from jitney.engine.server.tasks.keeper import StoreKeeper
+from jitney.engine.server.tasks.records import Batch, Job, Line, StoredFile
+from jitney.engine.server.tasks.store import StoreUnavailable, TaskStore
 
 CHATS = "/v1/chat/completions"
 CHAT = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
@@ -33,14 +33,13 @@ JOB = {"endpoint": CHATS, "body": CHAT}
 LISTS = ("/v1/jobs", "/v1/batches", "/v1/files")
 DATABASE = "batches.sqlite3"
 #: What the routes ask a store for.
-READS: tuple[Callable[[BatchStore], object], ...] = (
-    BatchStore.unfinished,
-    JOBS.unfinished,
-    BatchStore.file_ids,
+READS: tuple[Callable[[TaskStore], object], ...] = (
+    TaskStore.unfinished,
+    TaskStore.file_ids,
     lambda store: store.n_bytes("me"),
-    lambda store: store.open_lines("batch_1", 0, 9),
-    lambda store: store.batch("batch_1", "me"),
-    lambda store: JOBS.find(store, "job_1", "me"),
+    lambda store: batch_rows.open_lines(store, "batch_1", 0, 9),
+    lambda store: store.find(Batch, "batch_1", "me"),
+    lambda store: store.find(Job, "job_1", "me"),
 )
 #: Bytes of a file that may be written while the disk is "full".
 FULL = 1 << 16
@@ -50,9 +49,9 @@ def job_of(number: int, owner: str = "me") -> Job:
     return Job(f"job_{number}", owner, CHATS, {"n": str(number)}, "", 1, 1 << 40)
 
 
-def add(store: BatchStore, number: int, size: int = 5) -> None:
-    asked = JobRequest(b"1" * size, None, "d")
-    JOBS.add(store, job_of(number), asked, most_open=99, keep=99, most_bytes=1 << 40)
+def add(store: TaskStore, number: int, size: int = 5) -> None:
+    server = ServerSection(key_file_bytes=1 << 40)
+    job_rows.add(store, job_of(number), server, body=b"1" * size, repeat_key=None, digest="d")
 
 
 @pytest.fixture
@@ -62,11 +61,11 @@ def folder(tmp_path: Path) -> Path:
     folder.mkdir(mode=0o700)
     (folder / "files").mkdir(mode=0o700)
     (folder / "files" / "file-1").write_bytes(b"theirs")
-    store = BatchStore(folder / DATABASE)
+    store = TaskStore(folder / DATABASE)
     add(store, 1)
-    store.add_file(StoredFile("file-1", "me", "batch", "in", 6, 1))
-    store.add_batch(Batch("batch_1", "me", CHATS, "file-1", "24h", {}, "", 1, 1 << 40))
-    store.add_lines("batch_1", [Line(1, "one", 0, 1)])
+    store.insert(StoredFile("file-1", "me", "batch", "in", 6, 1))
+    store.insert(batch_of("batch_1"))
+    batch_rows.add_lines(store, "batch_1", [Line(1, "one", 0, 1)])
     store.close()
     return folder
 
@@ -184,12 +183,12 @@ def test_a_store_that_breaks_while_it_serves_is_begun_anew(tmp_path: Path):
         path.write_bytes(path.read_bytes()[:8192] + b"\xa5" * (path.stat().st_size - 8192))
         with pytest.raises(StoreUnavailable):
             for number in range(40):
-                await kept.do(JOBS.begin, f"job_{number}", 5)
-        assert await kept.do(JOBS.begin, "job_1", 5) is None
-        assert not await kept.do(JOBS.finish, "job_1", "completed", b"{}", 5)
-        await kept.do(BatchStore.finish, "batch_1", "completed", None, None, 5)
+                await kept.do(job_rows.begin, f"job_{number}", 5)
+        assert await kept.do(job_rows.begin, "job_1", 5) is None
+        assert not await kept.do(job_rows.finish, "job_1", "completed", b"{}", 5)
+        await kept.do(batch_rows.finish, "batch_1", "completed", None, None, 5)
         await kept.do(add, 99)
-        assert [job.id for job in await kept.do(JOBS.unfinished)] == ["job_99"]
+        assert [job.id for job in await kept.do(TaskStore.unfinished)] == ["job_99"]
         await kept.close()
 
     asyncio.run(run())

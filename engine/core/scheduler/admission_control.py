@@ -1,0 +1,239 @@
+"""Admission control: whether a request may wait, by the work that waits already, by its predicted
+wait, and by the places that are promised to returning requests.
+
+If seats are free for a request, it is refused only for its predicted wait, which prompts ahead of
+it may make too long. An idle engine refuses no request.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from jitney.engine.common.errors import RequestError
+from jitney.engine.core.scheduler.limits import SchedulerLimits
+from jitney.engine.core.scheduler.queues import RequestWork
+from jitney.engine.core.scheduler.retry_schedule import SHORTEST_RETRY, RetrySchedule
+from jitney.engine.core.scheduler.sequence import Sequence
+from jitney.engine.core.scheduler.state import SchedulerState
+
+if TYPE_CHECKING:
+    from jitney.engine.core.scheduler.predicted_wait import PredictedWait
+
+#: Share of a bound that newcomers may fill while places are promised: seats never run empty for the
+#: sake of somebody who does not come.
+_NEWCOMERS = 0.5
+#: Share of a bound down to which the queue goes before the first promise falls due: what is left
+#: takes in that places do not come free evenly.
+_CALM = 0.6
+#: Share of the longest predicted wait that may be filled while all seats are taken: what is
+#: predicted is a mean, and the last in a hundred wait longer. And in the first seconds of a crowd:
+#: it slows the engine down, on two cores to half its speed, and what is predicted goes by the steps
+#: before it.
+_SURE, _AT_FIRST, _FIRST_S = 0.9, 0.5, 3.0
+#: Verdicts kept; more are never open, since parts come one after the other.
+_MOST_VERDICTS = 64
+
+
+class _Bound(NamedTuple):
+    """One of the bounds on what waits."""
+
+    #: With the newcomer, and at most.
+    level: float
+    most: float
+    #: Seconds in which the level falls by one if nobody comes.
+    falls_in: float
+    #: What the client is told.
+    reason: str
+    #: How many times `most` it is for a tenant that others have left no room.
+    overflow: float = 2.0
+    #: Share of `most` that may be filled now.
+    now: float = 1.0
+
+
+@dataclass(slots=True)
+class _Verdict:
+    """On requests that came together."""
+
+    #: So many of them have not been asked about.
+    to_come: int
+    #: Why none of them may wait; None if all may.
+    refusal: RequestError | None = None
+
+
+class AdmissionControl:
+    """Admits requests, or refuses them with a Retry-After."""
+
+    def __init__(self, limits: SchedulerLimits, state: SchedulerState, wait: PredictedWait):
+        self.limits = limits
+        self.state = state
+        self.predicted_wait = wait
+        self.promises = RetrySchedule()
+        # By the id of what they are parts of: what was said of requests of which more are to come.
+        self._verdicts: OrderedDict[str, _Verdict] = OrderedDict()
+
+    def admit(self, leader: Sequence, now: float) -> None:
+        """Raise RequestError queue_full or deadline_unreachable unless the leader's request may
+        wait. The first of several that came together is judged for all.
+        """
+        if leader.request.background:
+            self._judge_background(leader)
+            return
+        whole = leader.request.whole
+        if whole is None:
+            self._judge(leader, now)
+            return
+        verdict = self._verdicts.get(whole.id)
+        if verdict is None:
+            verdict = self._verdicts[whole.id] = _Verdict(whole.requests)
+            if len(self._verdicts) > _MOST_VERDICTS:
+                self._verdicts.popitem(last=False)
+            try:
+                self._judge(leader, now)
+            except RequestError as error:
+                verdict.refusal = error
+        verdict.to_come -= 1
+        if not verdict.to_come:
+            del self._verdicts[whole.id]
+        if verdict.refusal is not None:
+            raise verdict.refusal
+
+    def _judge(self, leader: Sequence, now: float) -> None:
+        work = RequestWork.of_all(leader.request, leader.expected)
+        wait = self._wait(leader)
+        self.predicted_wait.check_deadline(leader, wait, now)
+        bounds = self._bounds(leader, work, wait, now)
+        if not bounds:
+            return
+        name = RetrySchedule.name_of(leader.request)
+        promised = self.promises.take(name, now)
+        if promised and not _first_over(bounds):
+            return
+        refusal = self._refusal(bounds, leader, now)
+        if refusal is None:
+            return
+        free_in = max((bound.level - _CALM * bound.most) * bound.falls_in for bound in bounds)
+        free_in = max(0.0, free_in)
+        answer = self.promises.put_off if promised else self.promises.give
+        retry = answer(name, now, free_in, self._seconds(work, leader))
+        raise RequestError(
+            f"{refusal}; retry in {retry:.1f} s", code="queue_full", retry_after=retry
+        )
+
+    def _judge_background(self, leader: Sequence) -> None:
+        """Background requests have a bound of their own, and get no promises."""
+        if not self._background_has_room(leader):
+            raise RequestError(
+                "too many requests wait in the background already",
+                code="queue_full",
+                retry_after=SHORTEST_RETRY,
+            )
+
+    def _background_has_room(self, leader: Sequence) -> bool:
+        waiting = self.state.background.backlog.sequences
+        return not waiting or (
+            waiting + leader.request.sampling.n <= self.limits.max_waiting_requests
+        )
+
+    def has_room(self, leader: Sequence, now: float) -> bool:
+        """Whether `admit` would admit the request; makes no promise."""
+        if leader.request.background:
+            return self._background_has_room(leader)
+        work = RequestWork.of(leader.request, leader.expected)
+        bounds = self._bounds(leader, work, self._wait(leader), now)
+        return not bounds or self._refusal(bounds, leader, now) is None
+
+    def _finds_seats(self, work: RequestWork) -> bool:
+        return self.state.backlog.sequences + work.sequences <= self.state.open_seats
+
+    def _wait(self, leader: Sequence) -> float:
+        """The predicted wait in seconds, or 0 if no setting or deadline needs it."""
+        if self.limits.max_predicted_wait_s or leader.request.deadline is not None:
+            return self.predicted_wait.wait(leader)
+        return 0.0
+
+    def _bounds(self, leader: Sequence, work: RequestWork, wait: float, now: float) -> list[_Bound]:
+        """The bounds that hold for this request, and where it would take them. One of too many
+        tokens may wait alone.
+        """
+        if not self.state.live.requests:
+            return []
+        finds_seats = self._finds_seats(work)
+        bounds = [] if finds_seats else self._bounds_of_waiting(leader, work)
+        longest = self.limits.max_predicted_wait_s
+        if longest:
+            crowd_s = self.state.places.crowded_s(now)
+            share = 1.0 if finds_seats else _SURE if crowd_s >= _FIRST_S else _AT_FIRST
+            shown = longest if wait > longest else share * longest
+            reason = (
+                f"about {wait:.1f} s of waiting are ahead, and at most {shown:g} are allowed; "
+                f"sequences waiting: {self.state.backlog.sequences}"
+            )
+            bounds.append(_Bound(wait, longest, 1.0, reason, overflow=1.0, now=share))
+        return bounds
+
+    def _bounds_of_waiting(self, leader: Sequence, work: RequestWork) -> list[_Bound]:
+        """The bounds on how much waits."""
+        backlog, limits = self.state.backlog, self.limits
+        foreseen = self._seconds_per_place(leader)
+        most = limits.max_waiting_requests
+        bounds = [
+            _Bound(
+                backlog.sequences + work.sequences - self.state.open_seats,
+                most,
+                self.state.places.per_place(foreseen),
+                f"too many sequences are waiting: {backlog.sequences}, of at most {most}",
+            )
+        ]
+        if backlog.sequences:
+            most = limits.max_waiting_tokens
+            reason = (
+                f"too many tokens are waiting to be computed: {backlog.work}, of at most {most}"
+            )
+            per_token = self._seconds_per_token(leader)
+            bounds.append(_Bound(backlog.work + work.tokens, most, per_token, reason))
+        return bounds
+
+    def _refusal(self, bounds: list[_Bound], leader: Sequence, now: float) -> str | None:
+        """Why a request without a promise may not wait, or None."""
+        if self._may_overflow(leader):
+            return _first_over(
+                [bound._replace(most=bound.overflow * bound.most) for bound in bounds]
+            )
+        refusal = _first_over(bounds)
+        promised_s = self.promises.left(now)
+        if refusal is None and promised_s and _first_over(bounds, _NEWCOMERS):
+            return (
+                f"the places of the next {promised_s:.1f} s are promised to {len(self.promises)} "
+                "requests that were told to come back"
+            )
+        return refusal
+
+    def _may_overflow(self, leader: Sequence) -> bool:
+        """Whether others have filled the queue, and the leader's tenant has not."""
+        accounts, request = self.state.backlog.accounts, leader.request
+        own = accounts[request.account] + RequestWork.of_all(request, 0).sequences
+        most = self.limits.max_waiting_requests
+        return self.state.queue.may_overflow(own, len(accounts), most)
+
+    def _seconds(self, work: RequestWork, leader: Sequence) -> float:
+        """Seconds in which as much work is released."""
+        return work.tokens * self._seconds_per_token(leader)
+
+    def _seconds_per_token(self, leader: Sequence) -> float:
+        backlog = self.state.backlog
+        tokens = backlog.work / backlog.sequences if backlog.sequences else leader.expected
+        return self.state.places.per_token(self._seconds_per_place(leader), tokens)
+
+    def _seconds_per_place(self, leader: Sequence) -> float:
+        """By prediction: all seats go on to the end of an answer, one place each."""
+        return self.predicted_wait.answer_s(leader) / self.state.working_seats
+
+
+def _first_over(bounds: list[_Bound], share: float = 1.0) -> str | None:
+    """The reason of the first bound of which more than a share is filled."""
+    for bound in bounds:
+        if bound.level > share * bound.now * bound.most:
+            return bound.reason
+    return None

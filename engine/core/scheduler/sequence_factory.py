@@ -1,0 +1,134 @@
+"""Checks requests and makes their sequences. A request that can never run is refused here."""
+
+from __future__ import annotations
+
+import secrets
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from jitney.engine.common.requests import EngineRequest, RequestLimits, SamplingParams
+from jitney.engine.core.scheduler.kv_pages import PagePool
+from jitney.engine.core.scheduler.lengths import LengthEstimate, RequestClasses
+from jitney.engine.core.scheduler.sequence import OwnPages, Replay, Sequence
+
+#: Output tokens that are generated again at most. They take as long as they took the first time.
+_MOST_REPLAYED = 512
+
+
+@dataclass(eq=False)
+class SequenceFactory:
+    """Makes the sequences of requests."""
+
+    pool: PagePool
+    request_limits: RequestLimits
+    #: Tokens that end a sequence.
+    eos_ids: frozenset[int]
+    #: From a request and its expected output tokens to its class in the queue
+    #: (`engine.core.scheduler.policies._ORDERS`).
+    class_of: Callable[[EngineRequest, int], float]
+    lengths: LengthEstimate
+
+    def check(self, request: EngineRequest) -> int:
+        """The most tokens the request may generate. Raises RequestError if it can never run."""
+        if request.pooling is None:
+            self.request_limits.check_writes()
+        return self.request_limits.check(request)
+
+    def leader(self, request: EngineRequest, number: int) -> Sequence:
+        """The first sequence of a request, or RequestError; nothing is registered yet. number: in
+        order of arrival.
+        """
+        sampling = request.sampling
+        max_tokens = self.check(request)
+        kind = RequestClasses.of(request.account, len(request.prompt), sampling.max_tokens)
+        expected = self.lengths.expect(kind, max_tokens)
+        group = self.class_of(request, expected)
+        seed = sampling.seed
+        if seed is None:
+            seed = secrets.randbits(63)
+        return Sequence(
+            request,
+            index=0,
+            seed=seed,
+            tokens=list(request.prompt),
+            max_tokens=max_tokens,
+            rank=(group, number, 0),
+            expected=expected,
+            plain=sampling.plain,
+            stop_ids=self._stop_ids(sampling),
+            shares=self.pool.retain or sampling.n > 1,
+            root=self.pool.root_of(request),
+            own_pages=self._own_pages(request, number, 0),
+        )
+
+    def _stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
+        stop_ids = frozenset[int]() if sampling.ignore_eos else self.eos_ids
+        if sampling.stop_token_ids:
+            return stop_ids.union(sampling.stop_token_ids)
+        return stop_ids
+
+    def siblings(self, leader: Sequence) -> list[Sequence]:
+        """The other sequences of the leader's request."""
+        request = leader.request
+        group, number, _ = leader.rank
+        return [
+            Sequence(
+                request,
+                index=index,
+                seed=_sibling_seed(leader.seed, index),
+                tokens=list(request.prompt),
+                max_tokens=leader.max_tokens,
+                rank=(group, number, index),
+                expected=leader.expected,
+                plain=leader.plain,
+                stop_ids=leader.stop_ids,
+                shares=leader.shares,
+                root=leader.root,
+                own_pages=self._own_pages(request, number, index),
+            )
+            for index in range(1, request.sampling.n)
+        ]
+
+    def continued(
+        self, sequences: list[Sequence], outputs: list[list[int] | None]
+    ) -> list[Sequence]:
+        """The sequences that had not ended in an earlier core, with the tokens that they have.
+
+        Where pages of outputs are their own sequence's, short outputs are generated again, see
+        `Replay`. Those that have none come first: the first of all computes the prompt for the
+        others, and its log-probabilities, which those with tokens have told already.
+        """
+        again = not self.pool.share_outputs
+        fresh: list[Sequence] = []
+        begun: list[Sequence] = []
+        for seq, tokens in zip(sequences, outputs, strict=True):
+            if tokens:
+                if again and len(tokens) <= _MOST_REPLAYED:
+                    seq.replay = Replay(tokens)
+                else:
+                    seq.tokens += tokens
+                seq.computed_high = seq.n_prompt + len(tokens) - 1
+                seq.first_token_at = seq.request.arrival
+                seq.scored = seq.n_prompt - 1
+                begun.append(seq)
+            elif tokens is not None:
+                fresh.append(seq)
+        return fresh + begun
+
+    def _own_pages(self, request: EngineRequest, number: int, index: int) -> OwnPages | None:
+        if self.pool.share_outputs:
+            return None
+        return OwnPages.of(len(request.prompt), number, index)
+
+
+def _sibling_seed(seed: int, index: int) -> int:
+    """int64 seed of the index-th sequence of a request; the first keeps the request's own.
+
+    Hashed, so that the second sequence of seed 1 is not the first of seed 2.
+    """
+    if index == 0:
+        return seed
+    words = struct.pack("<qq", seed, index)
+    return int.from_bytes(blake2b(words, digest_size=8).digest(), "little", signed=True)

@@ -1,0 +1,71 @@
+"""A limit on the requests that the server sends itself, so that they leave room for others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from jitney.engine.server.tasks.server_context import ServerContext
+
+#: Seconds between two checks whether an engine is there.
+_POLL_S = 0.5
+#: Requests of a key where keys have no limit.
+_UNLIMITED = 1 << 30
+
+
+class ConcurrencyLimit:
+    """As many requests at a time as there are seats, and of one key at most half of what it may
+    have open, so that its other requests find room.
+    """
+
+    def __init__(self, context: ServerContext):
+        self._context = context
+        self._size = 0
+        self._all = asyncio.Semaphore(0)
+        self._of_key: dict[str, asyncio.Semaphore] = {}
+
+    @asynccontextmanager
+    async def slot(self, owner: str) -> AsyncIterator[None]:
+        """Lasts as long as one request of this key."""
+        await self.acquire(owner)
+        try:
+            yield
+        finally:
+            self.release(owner)
+
+    async def acquire(self, owner: str) -> None:
+        """Wait for a slot, which `release` gives back."""
+        while not self._grow():
+            await asyncio.sleep(_POLL_S)
+        of_key = self._semaphore(owner)
+        await of_key.acquire()
+        try:
+            await self._all.acquire()
+        except BaseException:
+            of_key.release()
+            raise
+
+    def release(self, owner: str) -> None:
+        """Give a slot back."""
+        self._all.release()
+        self._of_key[owner].release()
+        self._grow()
+
+    def _grow(self) -> bool:
+        """Have as many slots as there are seats now; False while no engine is ready. Where seats
+        have gone, the engines that are left refuse what is too much, and requests try again.
+        """
+        if self._context.unready() is not None:
+            return False
+        while self._size < self._context.internal_seats:
+            self._size += 1
+            self._all.release()
+        return True
+
+    def _semaphore(self, owner: str) -> asyncio.Semaphore:
+        if owner not in self._of_key:
+            allowed = self._context.most_of_key
+            most = max(1, allowed // 2) if allowed else _UNLIMITED
+            self._of_key[owner] = asyncio.Semaphore(most)
+        return self._of_key[owner]

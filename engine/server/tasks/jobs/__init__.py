@@ -1,1 +1,0 @@
-"""Jobs: single requests whose clients do not wait on the line."""

@@ -1,0 +1,137 @@
+"""A file of requests answered without a server: the same lines by the same routes, written to a
+file as they come. A second run goes on where the first stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import orjson
+
+from jitney.engine.common.errors import ConfigError
+from jitney.engine.server.http.routes import ROUTES
+from jitney.engine.server.http.routing import RouteTable
+from jitney.engine.server.tasks.execution import LineExecutor
+from jitney.engine.server.tasks.lines import MOST_FAULTS, LineReader, LineRequest
+from jitney.engine.server.tasks.records import Fault, Line, LineOutcome
+from jitney.engine.server.tasks.server_context import ServerContext
+
+
+class _Counts(NamedTuple):
+    """The progress of a run."""
+
+    #: Lines of the file; those that have an answer by now, and how many of these are errors.
+    total: int
+    answered: int
+    failed: int
+
+
+def _lines_of(path: Path, most_bytes: int) -> list[Line]:
+    """The lines of a file of requests. Raises ConfigError, which names those that are none.
+    most_bytes: of a request's body.
+    """
+    try:
+        reader = LineReader(path, most_bytes)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    lines: dict[str, Line] = {}
+    faults: list[Fault] = []
+    done = False
+    while not done and len(faults) < MOST_FAULTS:
+        group = reader.next_group()
+        faults += group.faults
+        faults += [line.duplicate() for line in group.lines if not _is_new(line, lines)]
+        done = group.done
+    reader.close()
+    if faults:
+        told = "; ".join(fault.message for fault in faults[:MOST_FAULTS])
+        raise ConfigError(f"{path}: {told}")
+    if not lines:
+        raise ConfigError(f"{path} has no lines")
+    return list(lines.values())
+
+
+def _is_new(line: Line, lines: dict[str, Line]) -> bool:
+    """Add a line to those of its file; False if one before it has its custom_id."""
+    return lines.setdefault(line.custom_id, line) is line
+
+
+def _answered_in(path: Path) -> dict[str, bool]:
+    """The custom_ids that a file of answers has, and whether each is an error; a line that was half
+    written is cut off. Raises ConfigError for a file that is none.
+    """
+    if not path.exists():
+        return {}
+    answered: dict[str, bool] = {}
+    size = 0
+    with path.open("rb+") as file:
+        for raw in file:
+            if not raw.endswith(b"\n"):
+                break
+            try:
+                answer = orjson.loads(raw)
+                is_error = answer["response"]["status_code"] != 200
+                answered[str(answer["custom_id"])] = is_error
+            except (orjson.JSONDecodeError, KeyError, TypeError):
+                message = f"{path} is there and is no file of answers; it is not written to"
+                raise ConfigError(message) from None
+            size += len(raw)
+        file.truncate(size)
+    return answered
+
+
+class OfflineBatch:
+    """Answers the lines of a file that have no answer yet."""
+
+    def __init__(self, path: Path, out: Path, most_bytes: int):
+        """most_bytes: of a request's body. Raises ConfigError, which names the lines that are no
+        requests, or if `out` has answers to other lines.
+        """
+        lines = _lines_of(path, most_bytes)
+        self._path = path
+        self._out = out
+        answered = _answered_in(out)
+        if answered.keys() - {line.custom_id for line in lines}:
+            raise ConfigError(f"{out} has answers to other lines than those of {path}")
+        self._open = [line for line in lines if line.custom_id not in answered]
+        self._total = len(lines)
+        self._answered = len(answered)
+        self._failed = sum(answered.values())
+
+    @property
+    def counts(self) -> _Counts:
+        return _Counts(self._total, self._answered, self._failed)
+
+    async def run(
+        self, server: ServerContext, in_flight: int, on_answer: Callable[[_Counts], None]
+    ) -> None:
+        """Answer every line by the server's routes, `in_flight` at a time."""
+        executor = LineExecutor(server, RouteTable(ROUTES), background=False)
+        slots = asyncio.Semaphore(in_flight)
+        with self._out.open("ab", buffering=0) as out:
+            async with asyncio.TaskGroup() as group:
+                for line in self._open:
+                    await slots.acquire()
+                    task = group.create_task(self._answer(line, executor, out, on_answer))
+                    task.add_done_callback(lambda _: slots.release())
+
+    async def _answer(
+        self,
+        line: Line,
+        executor: LineExecutor,
+        out: BinaryIO,
+        on_answer: Callable[[_Counts], None],
+    ) -> None:
+        reply = await executor.answer(partial(self._read, line), owner="")
+        out.write(reply.line(line.custom_id) + b"\n")
+        self._answered += 1
+        self._failed += reply.outcome is LineOutcome.FAILED
+        on_answer(self.counts)
+
+    async def _read(self, line: Line) -> LineRequest:
+        raw = await asyncio.to_thread(line.read, self._path)
+        return await asyncio.to_thread(LineRequest.read, raw, endpoint="")

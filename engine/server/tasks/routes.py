@@ -1,0 +1,266 @@
+"""The routes of batches and jobs, and their lines of the table. A task of another key is a 404."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+import orjson
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from jitney.engine.common.errors import RequestError
+from jitney.engine.server.chat.schema import checked
+from jitney.engine.server.http.context import Context
+from jitney.engine.server.http.errors import HttpError
+from jitney.engine.server.http.jsonio import json_answer, read_object
+from jitney.engine.server.http.queries import PageQuery, listed, read_query
+from jitney.engine.server.http.routing import HttpRoute
+from jitney.engine.server.http.streaming import StreamingWriter
+from jitney.engine.server.tasks import batch_rows, job_rows
+from jitney.engine.server.tasks.file_routes import FILE_ROUTES
+from jitney.engine.server.tasks.forms import (
+    BatchAnswer,
+    BatchBody,
+    BatchList,
+    JobAnswer,
+    JobBody,
+    JobList,
+    JobSummary,
+    window_s,
+)
+from jitney.engine.server.tasks.records import Batch, Job, Task, new_id
+from jitney.engine.server.tasks.server_context import ServerContext
+from jitney.engine.server.tasks.service import InternalRequests
+from jitney.engine.server.tasks.store import TaskStore
+from jitney.engine.server.tasks.webhook_targets import check_webhook_url
+
+_MOST_KEY_CHARS = 255
+
+
+async def _create_batch(server: ServerContext, request: Request) -> Response:
+    body = await _body(server, request, BatchBody)
+    tasks = InternalRequests.of(server)
+    tasks.check_endpoint(body.endpoint)
+    keeper, runner = await tasks.keeper(), await tasks.runner()
+    server.check_background()
+    _check_webhook(server, body.webhook_url, "metadata.webhook_url")
+    created_at = int(time.time())
+    batch = Batch(
+        id=new_id("batch_"),
+        owner=Context.of(request).tenant,
+        endpoint=body.endpoint,
+        input_file_id=body.input_file_id,
+        completion_window=body.completion_window,
+        metadata=body.metadata or {},
+        webhook_url=body.webhook_url,
+        created_at=created_at,
+        expires_at=created_at + window_s(body.completion_window),
+    )
+    await keeper.do(batch_rows.add, batch, server.settings.server)
+    runner.begin(batch)
+    return json_answer(batch.shown(BatchAnswer))
+
+
+async def _create_job(server: ServerContext, request: Request) -> Response:
+    body = await _body(server, request, JobBody)
+    tasks = InternalRequests.of(server)
+    tasks.check_endpoint(body.endpoint)
+    if body.body.get("stream"):
+        raise RequestError("a job has no stream; see /v1/jobs/{job_id}/events", param="body.stream")
+    keeper, runner = await tasks.keeper(), await tasks.runner()
+    url = body.webhook_url or ""
+    _check_webhook(server, url, "webhook_url")
+    created_at = int(time.time())
+    job = Job(
+        id=new_id("job_"),
+        owner=Context.of(request).tenant,
+        endpoint=body.endpoint,
+        metadata=body.metadata or {},
+        webhook_url=url,
+        created_at=created_at,
+        expires_at=created_at + window_s(body.window),
+    )
+    kept = await keeper.do(
+        job_rows.add,
+        job,
+        server.settings.server,
+        body=orjson.dumps(body.body),
+        repeat_key=_repeat_key(request),
+        digest=_digest(body),
+    )
+    if kept is job:
+        runner.begin(job)
+    return json_answer(kept.shown(JobAnswer), {"location": f"/v1/jobs/{kept.id}"}, status=202)
+
+
+async def _body[B: BaseModel](server: ServerContext, request: Request, kind: type[B]) -> B:
+    """The body of a request; fields that it does not have are noted as ignored."""
+    raw = await server.slices.result(read_object(await request.body()))
+    body = checked(kind, raw)
+    ignored = [name for name in raw if name not in kind.model_fields]
+    Context.of(request).notes.ignored.extend(ignored)
+    return body
+
+
+def _check_webhook(server: ServerContext, url: str, param: str) -> None:
+    check_webhook_url(server.settings.server.webhook_prefixes, url, param)
+
+
+def _repeat_key(request: Request) -> str | None:
+    """The client's name for this request, so that it may send it again without doing it again."""
+    key = request.headers.get(job_rows.REPEAT_HEADER)
+    if key is not None and not 0 < len(key) <= _MOST_KEY_CHARS:
+        raise RequestError(
+            f"Idempotency-Key must have 1 to {_MOST_KEY_CHARS} characters",
+            param=job_rows.REPEAT_HEADER,
+        )
+    return key
+
+
+def _digest(body: JobBody) -> str:
+    text = orjson.dumps(body.model_dump(), option=orjson.OPT_SORT_KEYS)
+    return hashlib.sha256(text).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class _Handlers:
+    """The handlers that batches and jobs share."""
+
+    kind: type[Batch | Job]
+    #: Model of a task, and of one in a list.
+    answer: type[BaseModel]
+    item: type[BaseModel]
+
+    async def list(self, server: ServerContext, request: Request) -> Response:
+        keeper = await InternalRequests.of(server).keeper()
+        query = read_query(request, PageQuery)
+        owner = Context.of(request).tenant
+        tasks, more = await keeper.do(
+            TaskStore.page, self.kind, owner, after=query.after, limit=query.limit
+        )
+        return json_answer(listed([task.shown(self.item) for task in tasks], more=more))
+
+    async def show(self, server: ServerContext, request: Request) -> Response:
+        return json_answer((await self.find(server, request)).shown(self.answer))
+
+    async def cancel(self, server: ServerContext, request: Request) -> Response:
+        task = await self.find(server, request)
+        runner = await InternalRequests.of(server).runner()
+        await runner.cancel(task)
+        task = await self.find(server, request)
+        if task.status not in ("cancelling", "cancelled"):
+            kind = self.kind.KIND
+            message = f"{kind} {task.id} is {task.status} and cannot be cancelled"
+            raise HttpError(400, message, code=f"{kind}_ended")
+        return json_answer(task.shown(self.answer))
+
+    async def find(self, server: ServerContext, request: Request) -> Task:
+        """The task that the path names. Raises HttpError 404."""
+        return await InternalRequests.of(server).find_or_404(request, self.kind)
+
+
+_BATCHES = _Handlers(Batch, BatchAnswer, BatchAnswer)
+_JOBS = _Handlers(Job, JobAnswer, JobSummary)
+
+
+async def _job_events(server: ServerContext, request: Request) -> Response:
+    await _JOBS.find(server, request)  # what raises is an answer of its own: none has begun yet
+    return StreamingResponse(_events(server, request), headers=StreamingWriter.EVENT_STREAM)
+
+
+async def _events(server: ServerContext, request: Request) -> AsyncGenerator[bytes]:
+    """The job now and at each change to its end, and comments where nothing changes for long."""
+    runner = await InternalRequests.of(server).runner()
+    status = ""
+    while not runner.is_stopped:
+        changed = runner.changed(request.path_params["job_id"])
+        job = await _JOBS.find(server, request)
+        if job.status != status:
+            status = job.status
+            data = orjson.dumps(job.shown(JobAnswer))
+            yield b"event: job.%s\ndata: %s\n\n" % (status.encode(), data)
+        if job.is_over:
+            return
+        try:
+            async with asyncio.timeout(server.settings.comment_s):
+                await changed.wait()
+        except TimeoutError:
+            yield b": still here\n\n"
+
+
+TASK_ROUTES = (
+    *FILE_ROUTES,
+    HttpRoute(
+        "/v1/batches",
+        ("POST",),
+        _create_batch,
+        "answer a file of requests in the background",
+        body=BatchBody,
+        answer=BatchAnswer,
+    ),
+    HttpRoute(
+        "/v1/batches",
+        ("GET",),
+        _BATCHES.list,
+        "your batches",
+        query=PageQuery,
+        answer=BatchList,
+    ),
+    HttpRoute(
+        "/v1/batches/{batch_id}",
+        ("GET",),
+        _BATCHES.show,
+        "how far a batch is",
+        answer=BatchAnswer,
+    ),
+    HttpRoute(
+        "/v1/batches/{batch_id}/cancel",
+        ("POST",),
+        _BATCHES.cancel,
+        "cancel a batch",
+        answer=BatchAnswer,
+    ),
+    HttpRoute(
+        "/v1/jobs",
+        ("POST",),
+        _create_job,
+        "answer one request later",
+        body=JobBody,
+        answer=JobAnswer,
+        status=202,
+    ),
+    HttpRoute(
+        "/v1/jobs",
+        ("GET",),
+        _JOBS.list,
+        "your jobs",
+        query=PageQuery,
+        answer=JobList,
+    ),
+    HttpRoute(
+        "/v1/jobs/{job_id}",
+        ("GET",),
+        _JOBS.show,
+        "how far a job is, and its answer",
+        answer=JobAnswer,
+    ),
+    HttpRoute(
+        "/v1/jobs/{job_id}/events",
+        ("GET",),
+        _job_events,
+        "a job at each change, as server-sent events",
+        media_type="text/event-stream",
+    ),
+    HttpRoute(
+        "/v1/jobs/{job_id}/cancel",
+        ("POST",),
+        _JOBS.cancel,
+        "cancel a job",
+        answer=JobAnswer,
+    ),
+)

@@ -1,0 +1,173 @@
+"""The batches and jobs of one server: one store, one runner, one sender of webhooks. They are
+opened when they are first asked for, or at the start if an earlier server has left some.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from starlette.requests import Request
+
+from jitney.engine.common.errors import ConfigError, RequestError
+from jitney.engine.server.http.context import Context
+from jitney.engine.server.http.errors import HttpError, echo
+from jitney.engine.server.http.quotas import Shares
+from jitney.engine.server.http.routing import RouteTable
+from jitney.engine.server.tasks.execution import generating_route
+from jitney.engine.server.tasks.keeper import StoreKeeper
+from jitney.engine.server.tasks.records import Batch, Job
+from jitney.engine.server.tasks.runner import TaskRunner
+from jitney.engine.server.tasks.server_context import ServerContext
+from jitney.engine.server.tasks.store import Record, StoreUnavailable, TaskStore
+from jitney.engine.server.tasks.webhooks import Webhooks
+
+_log = logging.getLogger("jitney.api")
+
+#: Uploads at a time, of all clients and of one.
+_MOST_UPLOADS, _MOST_OF_CLIENT = 32, 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """What there is once the folder is open."""
+
+    keeper: StoreKeeper
+    runner: TaskRunner
+    sending: asyncio.Task[None]
+
+
+class InternalRequests:
+    """The requests that a server sends itself. table: the routes that answer them."""
+
+    def __init__(self, context: ServerContext, table: RouteTable):
+        self._context = context
+        self._table = table
+        self._opening = asyncio.Lock()
+        self._open: _Open | None = None
+        self._stopped = False
+        self._uploads = 0
+        self._shares = Shares(_MOST_OF_CLIENT, "uploads", "rate_limit")
+
+    @asynccontextmanager
+    async def at_work(self) -> AsyncIterator[None]:
+        """The server's time: what an earlier one has left goes on, and is given up at the end."""
+        folder = self._context.settings.data_dir
+        if folder is not None and await asyncio.to_thread(StoreKeeper.has_kept, folder):
+            try:
+                await self._opened()
+            except HttpError as error:
+                _log.warning("batches and jobs of an earlier server do not go on: %s", error)
+        yield
+        await self.close()
+
+    @classmethod
+    def of(cls, context: ServerContext) -> InternalRequests:
+        """Those of a server whose application is made."""
+        assert context.internal_requests is not None
+        return context.internal_requests
+
+    async def keeper(self) -> StoreKeeper:
+        """The store. Raises HttpError 503."""
+        return (await self._opened()).keeper
+
+    async def runner(self) -> TaskRunner:
+        """Raises HttpError 503."""
+        return (await self._opened()).runner
+
+    def check_endpoint(self, path: str) -> None:
+        """Raise RequestError unless batches and jobs may name this route."""
+        generating_route(self._table, path, "endpoint")
+
+    async def find_or_404[R: Record](self, request: Request, kind: type[R]) -> R:
+        """The record that the path of a request names, as `{kind}_id`. Raises HttpError 404 if it
+        is not there, or another key's.
+        """
+        param = f"{kind.KIND}_id"
+        id = request.path_params[param]
+        keeper = await self.keeper()
+        record = await keeper.do(TaskStore.find, kind, id, Context.of(request).tenant)
+        if record is None:
+            raise HttpError(404, f"no {kind.KIND} {echo(id)}", code="not_found", param=param)
+        return record
+
+    async def cancel_of(self, owners: Collection[str]) -> tuple[int, int]:
+        """Cancel what was left by keys, by digest, that are not accepted any more. -> (jobs,
+        batches). Raises HttpError 503.
+        """
+        if not owners or self._open is None:
+            return 0, 0
+        cancelled = await self._open.runner.cancel_of(owners)
+        return cancelled[Job], cancelled[Batch]
+
+    def stop(self) -> None:
+        """The server is about to stop: what is being computed is given up, and is taken up again at
+        its next start.
+        """
+        self._stopped = True
+        if self._open is not None:
+            self._open.runner.stop()
+
+    async def close(self) -> None:
+        """Stop, and let go of the folder."""
+        self.stop()
+        async with self._opening:
+            parts, self._open = self._open, None
+        if parts is not None:
+            parts.sending.cancel()
+            await asyncio.gather(parts.runner.stopped(), parts.sending, return_exceptions=True)
+            await parts.keeper.close()
+
+    @asynccontextmanager
+    async def uploading(self, client: str) -> AsyncIterator[None]:
+        """Lasts as long as an upload. Raises RequestError busy if too many are under way, and
+        HttpError 429 if too many are this client's.
+        """
+        if self._uploads >= _MOST_UPLOADS:
+            raise RequestError(f"{_MOST_UPLOADS} uploads are under way already", code="busy")
+        self._uploads += 1
+        try:
+            with self._shares.one_of(client):
+                yield
+        finally:
+            self._uploads -= 1
+
+    async def _opened(self) -> _Open:
+        async with self._opening:
+            if self._open is None:
+                folder = self._context.settings.data_dir
+                if folder is None or self._stopped:
+                    raise _unavailable("this server keeps no files")
+                keeper = await _open_folder(folder)
+                try:
+                    self._open = await self._begun(keeper)
+                except BaseException:
+                    await keeper.close()
+                    raise
+            return self._open
+
+    async def _begun(self, keeper: StoreKeeper) -> _Open:
+        """Go on with what the folder has."""
+        webhooks = Webhooks(keeper, self._context)
+        runner = TaskRunner(self._context, self._table, keeper, webhooks.wake)
+        await runner.start()
+        return _Open(keeper, runner, asyncio.create_task(webhooks.run()))
+
+
+async def _open_folder(folder: Path) -> StoreKeeper:
+    try:
+        return await StoreKeeper.open(folder)
+    except ConfigError as error:
+        _log.warning("files cannot be kept: %s", error)
+        raise _unavailable("files cannot be kept now; the server's log says why") from None
+    except OSError as error:
+        _log.warning("files cannot be kept in %s: %s", folder, error)
+        raise StoreUnavailable from None
+
+
+def _unavailable(message: str) -> HttpError:
+    return HttpError(503, message, code="no_store")
