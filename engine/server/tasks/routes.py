@@ -15,6 +15,7 @@ from starlette.responses import Response, StreamingResponse
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.server.chat.schema import checked
+from jitney.engine.server.http.answers import ResponseModel
 from jitney.engine.server.http.context import Context
 from jitney.engine.server.http.errors import HttpError
 from jitney.engine.server.http.jsonio import json_answer, read_object
@@ -132,9 +133,9 @@ class _Handlers:
     """The handlers that batches and jobs share."""
 
     kind: type[Batch | Job]
-    #: Model of a task, and of one in a list.
-    answer: type[BaseModel]
-    item: type[BaseModel]
+    #: Answer of a task, and of one in a list.
+    answer: type[ResponseModel]
+    item: type[ResponseModel]
 
     async def list(self, server: ServerContext, request: Request) -> Response:
         keeper = await InternalRequests.of(server).keeper()
