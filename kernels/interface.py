@@ -16,9 +16,9 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from jitney.kernels.eight_bits import Fp8, Int8
 from jitney.kernels.experts import ExpertBlocks, Stack
 from jitney.kernels.int4 import Int4, matmul_int4
+from jitney.kernels.w8a8 import Fp8, Int8
 
 
 class AttentionMeta(NamedTuple):
@@ -126,7 +126,7 @@ class Threshold(Protocol):
         ...
 
 
-class Arrange(Protocol):
+class Pack(Protocol):
     """Lays a matrix out once, when a model is loaded, for the `matmul` or `gated` of the same
     set.
     """
@@ -201,7 +201,7 @@ class _PoolShape(Protocol):
 
 
 class _MatmulInt8(Protocol):
-    """A product of rows rounded to int8 with weights in int8, see `jitney.kernels.eight_bits`."""
+    """A product of rows rounded to int8 with weights in int8, see `jitney.kernels.w8a8`."""
 
     def __call__(self, x: jax.Array, w: Int8, /, dtype: DTypeLike = ...) -> jax.Array:
         """x [T, I] -> [T, O] in `dtype`, which is float32 unless given."""
@@ -246,13 +246,13 @@ class Int8Products:
     """How a set multiplies weights in int8 where it rounds rows to int8 too."""
 
     #: For both products: int8 [I, O] -> laid out, or as it is.
-    arrange: Arrange
+    pack: Pack
     matmul: _MatmulInt8
     gated: _GatedInt8
 
 
 class _MatmulFp8(Protocol):
-    """A product of rows rounded to fp8 with weights in fp8, see `jitney.kernels.eight_bits`."""
+    """A product of rows rounded to fp8 with weights in fp8, see `jitney.kernels.w8a8`."""
 
     def __call__(self, x: jax.Array, w: Fp8, /, dtype: DTypeLike = ...) -> jax.Array:
         """x [T, I] -> [T, O] in `dtype`, which is float32 unless given."""
@@ -264,7 +264,7 @@ class Fp8Products:
     """How a set multiplies weights in fp8 where it rounds rows to fp8 too."""
 
     #: float8_e4m3fn [I, O] -> [1, O, I]; or as it is, in sets that models are not laid out for.
-    arrange: Arrange
+    pack: Pack
     matmul: _MatmulFp8
 
 
@@ -304,7 +304,7 @@ class Kernels(Protocol):
     @property
     def norm_sum(self) -> _NormSum: ...
     @property
-    def arrange(self) -> Arrange | None: ...
+    def pack(self) -> Pack | None: ...
     @property
     def matmul(self) -> _Matmul: ...
     @property
@@ -386,7 +386,7 @@ class KernelSet:
     rms_norm: _Norm
     norm_sum: _NormSum
     #: None: weights stay [I, O].
-    arrange: Arrange | None
+    pack: Pack | None
     #: Products: of rows; of rows, gated; of rows with the head.
     matmul: _Matmul
     gated: _Gated

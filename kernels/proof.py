@@ -43,7 +43,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "attention": ("paged_attention", "attend", "rotate_and_write", "pool_shape"),
     "norm": ("rms_norm", "norm_sum"),
     # Those of the reference take no matrix among many.
-    "products": ("arrange", "matmul", "gated", "takes_one_of", "leaves_out_padding"),
+    "products": ("pack", "matmul", "gated", "takes_one_of", "leaves_out_padding"),
     "head": ("project",),
     "int4 product": ("matmul_int4", "gated_int4"),
     "int8 product": ("int8",),

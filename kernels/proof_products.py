@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jitney.kernels import definitions
-from jitney.kernels.eight_bits import Fp8, Int8
 from jitney.kernels.expert_cases import ExpertCase
 from jitney.kernels.int4 import Int4, matmul_int4
-from jitney.kernels.interface import Arrange, ExpertProducts, KernelSet, OneOf
+from jitney.kernels.interface import ExpertProducts, KernelSet, OneOf, Pack
 from jitney.kernels.proof_shapes import Matrix, MixtureShape, ServedShapes, distance
+from jitney.kernels.w8a8 import Fp8, Int8
 
 #: Most columns of a matrix and rows of a table, but for a remainder (`_narrowed`): sixty vectors of
 #: 16, since tiles are chosen by divisors of up to six.
@@ -121,17 +121,17 @@ class _Product:
 
     matrix: Matrix
     #: Lays the matrix out; None: it stays [I, O].
-    arrange: Arrange | None
-    #: x [T, I], the matrix as `arrange` laid it out or a `OneOf` of such, scale [O].
+    pack: Pack | None
+    #: x [T, I], the matrix as `pack` laid it out or a `OneOf` of such, scale [O].
     multiply: Callable[[Any, Any, Any], jax.Array]
     #: x [T, I], w [I, O], scale [O].
     define: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
-    def arranged(self, w: jax.Array) -> jax.Array:
+    def packed(self, w: jax.Array) -> jax.Array:
         """w [I, O] as `multiply` takes it."""
-        if self.arrange is None:
+        if self.pack is None:
             return w
-        return self.arrange(w, 2 if self.matrix.gated else 1)
+        return self.pack(w, 2 if self.matrix.gated else 1)
 
 
 def _product_of(kernels: KernelSet, matrix: Matrix) -> _Product:
@@ -155,13 +155,13 @@ def _in_floats(kernels: KernelSet, matrix: Matrix) -> _Product:
     if matrix.gated:
         return _Product(
             matrix,
-            kernels.arrange,
+            kernels.pack,
             lambda x, w, scale: kernels.gated(x, w),
             lambda x, w, scale: definitions.gated(definitions.matmul(x, w)),
         )
     return _Product(
         matrix,
-        kernels.arrange,
+        kernels.pack,
         lambda x, w, scale: kernels.matmul(x, w),
         lambda x, w, scale: definitions.matmul(x, w),
     )
@@ -173,13 +173,13 @@ def _in_int8(kernels: KernelSet, matrix: Matrix) -> _Product:
     if matrix.gated:
         return _Product(
             matrix,
-            products.arrange,
+            products.pack,
             lambda x, w, scale: products.gated(x, Int8(w, scale)),
             lambda x, w, scale: definitions.gated(definitions.matmul_int8(x, w, scale)),
         )
     return _Product(
         matrix,
-        products.arrange,
+        products.pack,
         lambda x, w, scale: products.matmul(x, Int8(w, scale)),
         definitions.matmul_int8,
     )
@@ -190,7 +190,7 @@ def _in_fp8(kernels: KernelSet, matrix: Matrix) -> _Product:
     assert products is not None
     return _Product(
         replace(matrix, gated=False),  # no set gates it at once
-        products.arrange,
+        products.pack,
         lambda x, w, scale: products.matmul(x, Fp8(w, scale), x.dtype),
         definitions.matmul_fp8,
     )
@@ -212,7 +212,7 @@ def _errors_of(kernels: KernelSet, matrices: list[Matrix], shapes: ServedShapes)
     def call_all(inputs: Any, counts: _Counts) -> list[tuple[list[Any], list[Any]]]:
         results = []
         for one, (rows, w, scale) in zip(products, inputs, strict=True):
-            laid_out = one.arranged(w[0])
+            laid_out = one.packed(w[0])
             padded = []
             for x in rows:
                 if len(x) in counts:
@@ -350,7 +350,7 @@ def _one_by_one_errors(
     ) -> list[list[jax.Array]]:
         results = []
         for one, (rows, w, scale) in zip(products, inputs, strict=True):
-            laid_out = jax.lax.map(one.arranged, w)
+            laid_out = jax.lax.map(one.packed, w)
             for number, present in zip(numbers, counts, strict=True):
                 expert = OneOf(laid_out, number)
                 answers = []

@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jitney.kernels import eight_bits
-from jitney.kernels.eight_bits import Int8
+from jitney.kernels import w8a8
 from jitney.kernels.experts import gate
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.scales import as_stored, scales_of
+from jitney.kernels.w8a8 import Int8
 
 #: Keys per chunk: small enough that a short context wastes little, large enough for XLA:CPU's
 #: matrix products.
@@ -116,17 +116,17 @@ def matmul_int8(x: jax.Array, w: Int8, dtype: DTypeLike = jnp.float32) -> jax.Ar
     Codes of x and w are whole in any floating dtype, and so are their products: only the sums are
     rounded.
     """
-    codes, steps = eight_bits.round_to_int8(x)
+    codes, steps = w8a8.round_to_int8(x)
     return (matmul(codes, w.kernel) * steps * w.scale).astype(dtype)
 
 
-def matmul_fp8(x: jax.Array, w: eight_bits.Fp8, dtype: DTypeLike = jnp.float32) -> jax.Array:
+def matmul_fp8(x: jax.Array, w: w8a8.Fp8, dtype: DTypeLike = jnp.float32) -> jax.Array:
     """x [T, I], its rows rounded to fp8, times w [I, O] -> [T, O] in `dtype`.
 
     fp8 numbers are exact in any floating dtype, and so are their products in float32: only the sums
     are rounded.
     """
-    codes, units = eight_bits.round_to_fp8(x)
+    codes, units = w8a8.round_to_fp8(x)
     return (matmul(codes.astype(x.dtype), w.kernel) * units * w.scale).astype(dtype)
 
 

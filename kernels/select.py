@@ -50,7 +50,7 @@ def reference() -> KernelSet:
         threshold=None,
         rms_norm=plain.rms_norm,
         norm_sum=plain.norm_sum,
-        arrange=None,
+        pack=None,
         matmul=plain.matmul,
         gated=plain.gated,
         project=plain.project,
@@ -107,7 +107,7 @@ def _native() -> KernelSet:
         rotate_and_write=attention.rotate_and_write,
         rms_norm=norms.rms_norm,
         norm_sum=norms.norm_sum,
-        arrange=products.arrange,
+        pack=products.pack,
         int8=products.INT8,
         takes_one_of=True,
         leaves_out_padding=True,
@@ -118,7 +118,7 @@ def _native() -> KernelSet:
 
 def with_product_rows(kernels: KernelSet, rows: int) -> KernelSet:
     """The same kernels, with products of up to so many rows their own where weights are not
-    arranged for them; of sets that have no such choice, as they are.
+    packed for them; of sets that have no such choice, as they are.
     """
     if kernels.name != "native":
         return kernels
@@ -156,12 +156,12 @@ def _triton_for(sm: int) -> KernelSet:
 
 def _set_of(kernels: TritonKernels, sm: int) -> KernelSet:
     """These kernels as a set."""
-    from jitney.kernels import eight_bits
     from jitney.kernels import reference as plain
+    from jitney.kernels import w8a8
 
     products = None
     if sm >= _FP8_SINCE:
-        products = Fp8Products(eight_bits.arrange_fp8, eight_bits.matmul_fp8)
+        products = Fp8Products(w8a8.pack_fp8, w8a8.matmul_fp8)
     return replace(
         reference(),
         name="triton",

@@ -78,15 +78,15 @@ def source_files() -> dict[str, Path]:
     return {name.removesuffix(".__init__"): file for file, name in names.items()}
 
 
-def nodes(tree: ast.AST, *, at_load: bool) -> Iterator[ast.AST]:
-    """All nodes outside TYPE_CHECKING blocks; with at_load, also outside functions."""
+def nodes(tree: ast.AST, *, at_load: bool, types: bool = False) -> Iterator[ast.AST]:
+    """All nodes; with at_load outside functions only. types: also those in TYPE_CHECKING blocks."""
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        if not types and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue
         if at_load and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
         yield node
-        yield from nodes(node, at_load=at_load)
+        yield from nodes(node, at_load=at_load, types=types)
 
 
 @functools.cache
@@ -101,10 +101,12 @@ def offered(package: str) -> dict[str, str]:
 
 
 @functools.cache
-def imported_names(module: str, *, at_load: bool) -> frozenset[tuple[str, str]]:
+def imported_names(
+    module: str, *, at_load: bool = False, types: bool = False
+) -> frozenset[tuple[str, str]]:
     """(module, name) for each import; name is "" where a module itself is imported."""
     found: set[tuple[str, str]] = set()
-    for node in nodes(ast.parse(FILES[module].read_text()), at_load=at_load):
+    for node in nodes(ast.parse(FILES[module].read_text()), at_load=at_load, types=types):
         if isinstance(node, ast.Import):
             found |= {(alias.name, "") for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -154,7 +156,7 @@ def top(modules: Iterable[str]) -> set[str]:
 def crossings() -> Iterator[tuple[str, str, str]]:
     """(importing module, imported module, name) between two houses."""
     for module in MODULES:
-        for source, name in imported_names(module, at_load=False):
+        for source, name in imported_names(module, types=True):
             if source.startswith("jitney.") and house(source) != house(module):
                 yield module, source, name
 

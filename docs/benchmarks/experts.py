@@ -41,7 +41,7 @@ def make(layer: type[MLP], scheme: str, kernels: str) -> Callable[[jax.Array], j
     made = layer(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     for linear in (made.gate_up, made.down):
         linear.set_matrix(quantise(linear.kernel[...], scheme=scheme, dtype=jnp.bfloat16))
-    made.arrange(chosen)
+    made.pack(chosen)
     graph, state = nnx.split(made)
 
     @partial(jax.jit, static_argnames="graph")

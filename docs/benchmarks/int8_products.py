@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 
 from jitney.engine.common.machine import cpu_name
-from jitney.kernels.eight_bits import Int8
 from jitney.kernels.interface import KernelSet
 from jitney.kernels.select import select
+from jitney.kernels.w8a8 import Int8
 
 LAYERS = 30
 SIZE, QKV, INNER = 576, 960, 1536
@@ -43,8 +43,8 @@ def bfloat16_weights(kernels: KernelSet) -> _Floats:
         layers.append([])
         for size_in, size_out, gated in SHAPES:
             w = jax.random.normal(key, (size_in, size_out), jnp.bfloat16)
-            if kernels.arrange is not None:
-                w = kernels.arrange(w, 1 + gated)
+            if kernels.pack is not None:
+                w = kernels.pack(w, 1 + gated)
             layers[-1].append(w)
     return layers
 
@@ -59,7 +59,7 @@ def int8_weights(kernels: KernelSet) -> _Int8:
         for size_in, size_out, gated in SHAPES:
             w = jax.random.randint(key, (size_in, size_out), -127, 128, jnp.int8)
             scale = jnp.full((size_out,), 1e-3, jnp.float32)
-            layers[-1].append(Int8(kernels.int8.arrange(w, 1 + gated), scale))
+            layers[-1].append(Int8(kernels.int8.pack(w, 1 + gated), scale))
     return layers
 
 

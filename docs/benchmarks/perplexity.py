@@ -156,7 +156,7 @@ def kernels_for(case: Case, model: Model, kernels: KernelSet) -> KernelSet:
         return replace(kernels, int8=None)
     if case.weights == "fp8":
         return replace(kernels, fp8=Fp8Products(_as_it_is, matmul_fp8))
-    model.arrange(kernels)
+    model.pack(kernels)
     return kernels
 
 

@@ -31,7 +31,7 @@ import orjson
 from jitney.engine.common.errors import RequestError
 from jitney.engine.core.grammar import grammar
 from jitney.engine.core.grammar.compiling import new_matcher
-from jitney.engine.core.grammar.desk import _token_trie
+from jitney.engine.core.grammar.manager import _token_trie
 from jitney.engine.core.grammar.matchers import GrammarMatcher, Matchers
 from jitney.engine.core.text.tokenizer import Tokenizer
 from jitney.engine.core.weights.checkpoints.sources import ModelSource

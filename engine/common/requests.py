@@ -192,15 +192,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.logprobs is not None or self.prompt_logprobs is not None
 
     @property
-    def plain(self) -> bool:
+    def greedy_only(self) -> bool:
         """True when argmax of the logits is the whole answer: the all-greedy executable serves this
         row.
         """
-        masked = self.grammar is not None or self.ruled
+        masked = self.grammar is not None or self.constrained
         return self.greedy and not (self.penalised or self.biased or masked or self.scored)
 
     @property
-    def ruled(self) -> bool:
+    def constrained(self) -> bool:
         """True when some tokens may not be chosen, whatever its grammar says."""
         return bool(self.allowed_token_ids or self.banned_sequences)
 
@@ -218,7 +218,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             Range(0, self.max_tokens).check("min_tokens", self.min_tokens)
         if self.logit_bias or self.stop_token_ids:
             self._check_token_ids(vocab_size)
-        if self.ruled:
+        if self.constrained:
             self._check_rules(vocab_size)
         for text in self.stop:
             if not text or len(text) > _MAX_STOP_CHARS:

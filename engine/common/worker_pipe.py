@@ -11,6 +11,7 @@ import resource
 import signal
 import struct
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -40,6 +41,36 @@ class WorkerPipe:
     def send(self, message: msgspec.Struct) -> None:
         self._answers.write(framed(message))
         self._answers.flush()
+
+
+def answer_requests[Setup: msgspec.Struct, Request: msgspec.Struct](
+    setup: type[Setup],
+    request: type[Request],
+    start: Callable[[Setup], tuple[msgspec.Struct, Callable[[Request], msgspec.Struct]]],
+) -> int:
+    """Answer requests until standard input ends; the exit status. start: from the first message to
+    the one that says that the worker is ready, and the function that answers a request.
+    """
+    pipe = WorkerPipe()
+    first = pipe.read()
+    if first is None:
+        return 0
+    ready, answer = start(msgspec.msgpack.decode(first, type=setup))
+    pipe.send(ready)
+    decoder = msgspec.msgpack.Decoder(request)
+    while (message := pipe.read()) is not None:
+        pipe.send(answer(decoder.decode(message)))
+    return 0
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """End the process by SIGALRM if the block takes longer."""
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
 def framed(message: msgspec.Struct) -> bytes:

@@ -23,6 +23,7 @@ from .executor.autotuning import RESULTS as RESULTS
 from .executor.autotuning import name_of as name_of
 from .executor.ceiling import measure_ceiling as measure_ceiling
 from .executor.fits import check_fits as check_fits
+from .executor.hosts import Follower as Follower
 from .executor.memory import GIB as GIB
 from .executor.memory import available_host_bytes as available_host_bytes
 from .executor.memory import claim_memory as claim_memory
@@ -54,6 +55,7 @@ from .grammar.terms import arguments_schema as arguments_schema
 from .grammar.terms import json_rule as json_rule
 from .grammar.worker import Checker as Checker
 from .llm import LLM as LLM
+from .llm import Completion as Completion
 from .models.protocol import Model as Model
 from .models.quantization import KV_TYPES as KV_TYPES
 from .models.quantization import Packed as Packed
@@ -82,6 +84,7 @@ from .scheduler.sequence import Sequence as Sequence
 from .text.detokenizer import TextDelta as TextDelta
 from .text.detokenizer import TextStream as TextStream
 from .text.detokenizer import TokenBytes as TokenBytes
+from .text.fill_in import FillIn as FillIn
 from .text.fill_in import OtherFile as OtherFile
 from .text.stage_template_worker import StageTemplates as StageTemplates
 from .text.stage_template_worker import StageText as StageText
@@ -90,7 +93,6 @@ from .text.template_worker import Chat as Chat
 from .text.template_worker import Rendered as Rendered
 from .text.template_worker import TemplateSource as TemplateSource
 from .text.tokenizer import Tokenizer as Tokenizer
-from .text.truncation import first_tokens as first_tokens
 from .weights.checkpoints.families import tiny_config as tiny_config
 from .weights.checkpoints.files import read_json as read_json
 from .weights.checkpoints.hf_config import read_hf_config as read_hf_config

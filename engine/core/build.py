@@ -361,10 +361,10 @@ def _lay_out(model: Model, kernels: KernelSet, mesh: Mesh | None) -> None:
     are split, None if they are not.
     """
     if mesh is None:
-        model.arrange(kernels)
+        model.pack(kernels)
         return
     for linear in model.linears():
-        linear.arrange_shares(kernels, mesh)
+        linear.pack_shares(kernels, mesh)
 
 
 def prove_kernels(config: Config, source: ModelSource) -> tuple[str, list[KernelProof]]:
@@ -550,7 +550,7 @@ def _make_runner(setup: _Setup, model: Model, kernels: KernelSet) -> Runner:
             setup.sizes(n_pages),
             end_ids=tuple(setup.source.config.eos_ids),
             mesh=setup.mesh,
-            plain_mixed=setup.runs_in_parts or setup.device.platform in ("gpu", "cuda"),
+            greedy_only_mixed=setup.runs_in_parts or setup.device.platform in ("gpu", "cuda"),
             in_parts=setup.runs_in_parts,
             pooling=pooling_of(setup.pooling),
         )
@@ -643,7 +643,7 @@ def _core_alone(setup: _Setup, model: Model, kernels: KernelSet) -> EngineCore:
     """A core of one seat with the reference of these kernels and the weights as loaded, for the
     canary.
     """
-    own = nnx.merge(*nnx.split(model))  # the arrays are shared until the model's are arranged
+    own = nnx.merge(*nnx.split(model))  # the arrays are shared until the model's are packed
     longest = min(setup.context, _CANARY_TOKENS)
     page_size = setup.settings.page_size
     n_pages = -(-longest // page_size) + 2  # the trash page, and one to grow into
@@ -657,7 +657,7 @@ def _core_alone(setup: _Setup, model: Model, kernels: KernelSet) -> EngineCore:
         sizes,
         end_ids=end_ids,
         mesh=setup.mesh,
-        plain_mixed=setup.runs_in_parts,
+        greedy_only_mixed=setup.runs_in_parts,
         in_parts=setup.runs_in_parts,
     )
     runner.compile()

@@ -28,7 +28,7 @@ from jitney.engine.core.scheduler.sequence import Matcher, Sequence
 
 if TYPE_CHECKING:
     from jitney.engine.core.adapter_manager import AdapterManager
-    from jitney.engine.core.grammar.desk import GrammarDesk
+    from jitney.engine.core.grammar.manager import GrammarManager
     from jitney.engine.core.scheduler.scheduler import Scheduler
 
 _log = logging.getLogger("jitney.core")
@@ -163,10 +163,10 @@ class EngineCore:
     #: runs is in the next one: for a device whose steps are long beside the host's work.
     plans_late: bool = False
     #: Holds answers to grammars; None until somebody knows what the tokens spell.
-    grammars: GrammarDesk | None = None
+    grammars: GrammarManager | None = None
     #: Changes the adapters; None where there are none, nor room for any.
     adapters: AdapterManager | None = None
-    #: Kinds of steps that have run: (bucket, plain).
+    #: Kinds of steps that have run: (bucket, greedy_only).
     _kinds: set[tuple[Bucket, bool]] = field(default_factory=set[tuple[Bucket, bool]])
     #: The step that the device computes.
     _flight: _Flight | None = None
@@ -253,7 +253,7 @@ class EngineCore:
     def _let_in_loaded(self, request: EngineRequest) -> None:
         """Go on with a request whose adapter is there."""
         grammar = request.sampling.grammar
-        if grammar is None and not request.sampling.ruled:
+        if grammar is None and not request.sampling.constrained:
             self._let_in(request)
         elif self.grammars is None:
             self._reject(request, _NO_GRAMMARS)
@@ -267,11 +267,11 @@ class EngineCore:
         """From here on answers can be held to grammars. tokenizer: the model's, as the `tokenizers`
         library writes it (JSON). Takes half a second for 50,000 tokens.
         """
-        from jitney.engine.core.grammar.desk import GrammarDesk
+        from jitney.engine.core.grammar.manager import GrammarManager
 
         scheduler = self.scheduler
         try:
-            self.grammars = GrammarDesk.open(
+            self.grammars = GrammarManager.open(
                 tokenizer, scheduler.request_limits.vocab_size, scheduler.eos_ids
             )
         except ValueError as error:
@@ -311,16 +311,16 @@ class EngineCore:
 
     def _let_in(self, request: EngineRequest, new_matcher: _NewMatcher = None) -> None:
         try:
-            self.scheduler.add(request, self._ruled(request.sampling, new_matcher))
+            self.scheduler.add(request, self._constrained(request.sampling, new_matcher))
         except RequestError as error:
             self._reject(request, error.info)
 
-    def _ruled(self, sampling: SamplingParams, new_matcher: _NewMatcher) -> _NewMatcher:
+    def _constrained(self, sampling: SamplingParams, new_matcher: _NewMatcher) -> _NewMatcher:
         """The matcher with the request's own rules."""
-        if not sampling.ruled:
+        if not sampling.constrained:
             return new_matcher
         assert self.grammars is not None  # `add` has looked
-        return self.grammars.ruled(sampling, new_matcher)
+        return self.grammars.constrained(sampling, new_matcher)
 
     def _let_in_compiled(self) -> None:
         """Let those in whose grammars have been compiled."""
@@ -447,7 +447,7 @@ class EngineCore:
 
     def _launch(self, plan: Plan, started: float) -> _Flight:
         """Pack a plan and start its step."""
-        kind = plan.bucket, plan.plain
+        kind = plan.bucket, plan.greedy_only
         if kind not in self._kinds:
             self._kinds.add(kind)
             self.on_first_step(plan.number)

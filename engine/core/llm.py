@@ -221,7 +221,7 @@ class LLM:
             adapter=self.info.model.number_of(adapter) if adapter else 0,
         )
         self.core.scheduler.check_request(request)
-        if params.grammar is not None or params.ruled:
+        if params.grammar is not None or params.constrained:
             self._learn()
         if params.grammar is not None:
             self._check_grammar(params.grammar)

@@ -59,6 +59,8 @@ from .http.quotas import Quotas as Quotas
 from .http.quotas import Spending as Spending
 from .http.reload import RELOAD_ROUTES as RELOAD_ROUTES
 from .http.reload import AdapterNews as AdapterNews
+from .http.reload import FileNews as FileNews
+from .http.reload import Reload as Reload
 from .http.reloader import LIVE as LIVE
 from .http.reloader import FreshSettings as FreshSettings
 from .http.reloader import Reloader as Reloader
@@ -68,6 +70,7 @@ from .http.routing import HttpRoute as HttpRoute
 from .http.routing import Role as Role
 from .http.routing import RouteTable as RouteTable
 from .http.routing import route_path as route_path
+from .http.service import Service as Service
 from .http.settings import ServerSettings as ServerSettings
 from .http.settings import digest_key as digest_key
 from .http.slices import Slices as Slices

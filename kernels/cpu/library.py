@@ -70,7 +70,7 @@ class _Library:
         return f"jitney_{handler}_{self.level}"
 
     @property
-    def arranges(self) -> bool:
+    def packs(self) -> bool:
         """Whether weights are laid out for these kernels: then every number of rows is theirs.
 
         Not where only XLA uses AMX, which multiplies 16 rows and more 1.5 to 5 times as fast: there

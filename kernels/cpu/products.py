@@ -1,6 +1,6 @@
 """Products with weights, for CPUs.
 
-Where the CPU multiplies pairs of bfloat16, weights are arranged once, when a model is loaded, in
+Where the CPU multiplies pairs of bfloat16, weights are packed once, when a model is loaded, in
 panels of pairs: any number of rows is multiplied with a panel as it lies, and a row's result is the
 same bits in every number of rows. Elsewhere, and in float32, weights stay as they come and are
 widened in registers; up to how many rows that is quicker than XLA's own product differs from one
@@ -25,9 +25,9 @@ from jax.typing import DTypeLike
 
 from jitney.kernels import reference
 from jitney.kernels.cpu import library
-from jitney.kernels.eight_bits import Int8
 from jitney.kernels.experts import gate
 from jitney.kernels.interface import Int8Products, OneOf
+from jitney.kernels.w8a8 import Int8
 
 #: Most rows that are multiplied with weights as they come, where this machine's steps were not
 #: asked: XLA packs such a matrix in each call, which for so few costs more than the product.
@@ -36,7 +36,7 @@ USUAL_ROWS = 8
 _LANES = 16
 
 
-def arrange(w: jax.Array, parts: int = 1) -> jax.Array:
+def pack(w: jax.Array, parts: int = 1) -> jax.Array:
     """w [I, O] -> panels [O / C, I / B, C, B] of C columns each, B neighbouring inputs side by
     side.
 
@@ -44,13 +44,13 @@ def arrange(w: jax.Array, parts: int = 1) -> jax.Array:
     such elements are not multiplied.
     """
     native = library.load()
-    if not native.arranges or w.dtype != jnp.bfloat16:
+    if not native.packs or w.dtype != jnp.bfloat16:
         return w
     return _in_panels(w, parts, native.layout.bfloat16)
 
 
 def _in_panels(w: jax.Array, parts: int, beside: int) -> jax.Array:
-    """As `arrange`; w as it is where its inputs are no whole elements, or its columns no whole
+    """As `pack`; w as it is where its inputs are no whole elements, or its columns no whole
     vectors.
     """
     size_in, size_out = w.shape
@@ -84,7 +84,7 @@ class _Products:
         *,
         count: jax.Array | None = None,
     ) -> jax.Array:
-        """x [T, I] times w, [I, O] or arranged in panels -> [T, O], summed in float32 and rounded
+        """x [T, I] times w, [I, O] or packed in panels -> [T, O], summed in float32 and rounded
         to `dtype`. count: see `jitney.kernels.interface.KernelSet.leaves_out_padding`.
         """
         if w.ndim == 4:
@@ -100,7 +100,7 @@ class _Products:
     def gated(
         self, x: jax.Array, w: jax.Array | OneOf, *, count: jax.Array | None = None
     ) -> jax.Array:
-        """x [T, I] times w, [I, 2F] or arranged in two parts -> silu(first half) * second half,
+        """x [T, I] times w, [I, 2F] or packed in two parts -> silu(first half) * second half,
         [T, F] in x's dtype. count: as of `matmul`.
         """
         if w.ndim == 4:
@@ -116,7 +116,7 @@ class _Products:
             and x.dtype == table.dtype == jnp.bfloat16
             and size % (2 * _LANES) == 0
         )
-        any_rows = pairs and native.arranges
+        any_rows = pairs and native.packs
         if words % _LANES or size % _LANES or not (any_rows or self._are_ours(x, table)):
             return reference.project(x, table)
         call = jax.ffi.ffi_call(
@@ -162,7 +162,7 @@ def _call_panels(
     return call(x, weights, _counted(x, count), *which, gated=gated)
 
 
-def _arrange_int8(w: jax.Array, parts: int = 1) -> jax.Array:
+def _pack_int8(w: jax.Array, parts: int = 1) -> jax.Array:
     """int8 w [I, O] -> panels int8 [O / C, I / B, C, B] of C columns each, B neighbouring inputs
     side by side, 128 greater as uint8.
 
@@ -218,4 +218,4 @@ def _call_int8(
 
 
 #: Both products of rows rounded to int8, and how their weights are laid out.
-INT8 = Int8Products(_arrange_int8, _matmul_int8, _gated_int8)
+INT8 = Int8Products(_pack_int8, _matmul_int8, _gated_int8)

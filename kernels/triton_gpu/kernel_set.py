@@ -19,7 +19,7 @@ from jitney.kernels.experts import ExpertBlocks, Stack
 from jitney.kernels.int4 import Int4
 from jitney.kernels.interface import AttentionMeta, KernelError
 from jitney.kernels.scales import limit_of, scales_of
-from jitney.kernels.triton_gpu import attention, cut, narrow_products, write_kv
+from jitney.kernels.triton_gpu import attention, narrow_products, top_k_top_p, write_kv
 from jitney.kernels.triton_gpu import experts as expert_products
 from jitney.kernels.triton_gpu.launch import Launch
 from jitney.kernels.triton_gpu.tiles import DecodeTiles, ProductTiles, PromptTiles, attention_tiles
@@ -508,7 +508,7 @@ class TritonKernels:
 
     def threshold(self, scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
         """See `jitney.kernels.interface.Threshold`."""
-        return cut.search(self.launch, scaled, top_k, top_p).floor
+        return top_k_top_p.search(self.launch, scaled, top_k, top_p).floor
 
     def pool_scales(self, kv: jax.Array, kv_scales: jax.Array | None) -> tuple[jax.Array, float]:
         """(float32 [2K] factors, or one nobody reads; the pool's limit). Raises KernelError for

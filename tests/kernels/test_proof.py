@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 from ragged import Case, attention, make
 
-from jitney.kernels import definitions, eight_bits, proof, reference
+from jitney.kernels import definitions, proof, reference, w8a8
 from jitney.kernels import experts as plain_experts
-from jitney.kernels.eight_bits import Fp8, Int8
 from jitney.kernels.experts import gate
 from jitney.kernels.interface import Fp8Products, Int8Products, KernelSet, OneOf
 from jitney.kernels.pallas_tpu.kernel_set import PallasKernels
@@ -33,6 +32,7 @@ from jitney.kernels.proof_shapes import (
 )
 from jitney.kernels.select import _triton_for, select
 from jitney.kernels.select import reference as reference_set
+from jitney.kernels.w8a8 import Fp8, Int8
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
@@ -321,13 +321,13 @@ def test_a_wrong_gate_takes_all_products_out_with_their_layout():
     def gated(x: jax.Array, w: jax.Array) -> jax.Array:
         return gate(reference.matmul(x, w)[:, ::-1], x.dtype)
 
-    def arrange(w: jax.Array, parts: int = 1) -> jax.Array:
+    def pack(w: jax.Array, parts: int = 1) -> jax.Array:
         return w
 
-    kernels = changed(gated=gated, arrange=arrange)
+    kernels = changed(gated=gated, pack=pack)
     assert list(errors(kernels)) == ["products"]
     left = proof.without(kernels, ["products"])
-    assert (left.arrange, left.matmul, left.gated) == (None, reference.matmul, reference.gated)
+    assert (left.pack, left.matmul, left.gated) == (None, reference.matmul, reference.gated)
     assert left.name == "changed"
 
 
@@ -408,12 +408,12 @@ def test_a_product_of_rounded_rows_that_is_wrong_at_one_row_count_is_found(rows:
         y = reference.gated_int8(x, w)
         return y.at[-1, 16:32].multiply(1.5) if len(x) == rows and gated else y
 
-    def arrange(w: jax.Array, parts: int = 1) -> jax.Array:
+    def pack(w: jax.Array, parts: int = 1) -> jax.Array:
         return w
 
     matrices = Matrix(192, 288, "int8"), Matrix(192, 512, "int8", gated=True)
     served = serving(SERVED, matrices=matrices)
-    wrong = changed(int8=Int8Products(arrange, matmul, gated_int8))
+    wrong = changed(int8=Int8Products(pack, matmul, gated_int8))
     assert list(errors(wrong, served)) == ["int8 product"]
     assert proof.without(wrong, ["int8 product"]).int8 is None
 
@@ -421,16 +421,16 @@ def test_a_product_of_rounded_rows_that_is_wrong_at_one_row_count_is_found(rows:
 def test_rows_that_are_not_rounded_are_found():
     """A weight-only product is another product, and would be another model than the canary's."""
 
-    def arrange(w: jax.Array, parts: int = 1) -> jax.Array:
+    def pack(w: jax.Array, parts: int = 1) -> jax.Array:
         return w
 
     def unrounded(x: jax.Array, w: Int8, dtype: Any = jnp.float32) -> jax.Array:
         return (reference.matmul(x, w.kernel) * w.scale).astype(dtype)
 
     served = serving(SERVED, matrices=(Matrix(192, 288, "int8"),))
-    right = Int8Products(arrange, reference.matmul_int8, reference.gated_int8)
+    right = Int8Products(pack, reference.matmul_int8, reference.gated_int8)
     assert not errors(changed(int8=right), served)
-    wrong = Int8Products(arrange, unrounded, reference.gated_int8)
+    wrong = Int8Products(pack, unrounded, reference.gated_int8)
     assert list(errors(changed(int8=wrong), served)) == ["int8 product"]
 
 
@@ -438,19 +438,17 @@ def test_rows_that_are_not_rounded_are_found():
 def test_rows_in_fp8_are_proved_and_widened_ones_are_found(dtype: str):
     """A weight-only product is another product, and would be another model than the canary's."""
 
-    def arrange(w: jax.Array, parts: int = 1) -> jax.Array:
+    def pack(w: jax.Array, parts: int = 1) -> jax.Array:
         return w
 
     def widened(x: jax.Array, w: Fp8, dtype: Any = jnp.float32) -> jax.Array:
         return (reference.matmul(x, w.kernel) * w.scale).astype(dtype)
 
     served = serving(SERVED, matrices=(Matrix(192, 288, "fp8"),), dtype=dtype)
-    assert not errors(changed(fp8=Fp8Products(arrange, reference.matmul_fp8)), served)
-    assert not errors(
-        changed(fp8=Fp8Products(eight_bits.arrange_fp8, eight_bits.matmul_fp8)), served
-    )
+    assert not errors(changed(fp8=Fp8Products(pack, reference.matmul_fp8)), served)
+    assert not errors(changed(fp8=Fp8Products(w8a8.pack_fp8, w8a8.matmul_fp8)), served)
     if dtype == "float32":  # in 16 bits the two are as close as rounding
-        wrong = changed(fp8=Fp8Products(arrange, widened))
+        wrong = changed(fp8=Fp8Products(pack, widened))
         assert list(errors(wrong, served)) == ["fp8 product"]
         assert proof.without(wrong, ["fp8 product"]).fp8 is None
 
@@ -460,13 +458,13 @@ def test_a_row_in_fp8_has_its_own_units_alone_and_among_others():
     rows = (
         rng.standard_normal((8, 64), np.float32) * np.logspace(-6, 6, 8, dtype=np.float32)[:, None]
     )
-    codes, units = eight_bits.round_to_fp8(jnp.asarray(rows))
+    codes, units = w8a8.round_to_fp8(jnp.asarray(rows))
     for at in range(8):
-        alone, unit = eight_bits.round_to_fp8(jnp.asarray(rows[at : at + 1]))
+        alone, unit = w8a8.round_to_fp8(jnp.asarray(rows[at : at + 1]))
         assert np.array_equal(alone.view(jnp.uint8), codes[at : at + 1].view(jnp.uint8))
         assert unit[0, 0] == units[at, 0]
-    assert float(jnp.max(jnp.abs(codes.astype(jnp.float32)))) == eight_bits._GREATEST_FP8
-    spoilt, unit = eight_bits.round_to_fp8(jnp.asarray([[1.0, jnp.inf], [0.0, 0.0]]))
+    assert float(jnp.max(jnp.abs(codes.astype(jnp.float32)))) == w8a8._GREATEST_FP8
+    spoilt, unit = w8a8.round_to_fp8(jnp.asarray([[1.0, jnp.inf], [0.0, 0.0]]))
     assert np.isnan(unit[0, 0]) and not np.any(spoilt[1].astype(jnp.float32))
 
 
@@ -474,7 +472,7 @@ def test_only_cards_with_fp8_units_multiply_fp8():
     pytest.importorskip("jax_triton")
     assert _triton_for(80).fp8 is None
     for sm in (89, 90, 100, 120):
-        assert _triton_for(sm).fp8 == Fp8Products(eight_bits.arrange_fp8, eight_bits.matmul_fp8)
+        assert _triton_for(sm).fp8 == Fp8Products(w8a8.pack_fp8, w8a8.matmul_fp8)
 
 
 def test_weights_of_four_bits_are_proved_too():

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import numpy as np
@@ -27,6 +27,7 @@ from jitney.engine.common.messages import Progress, SeatMap
 from jitney.engine.common.outputs import FinishReason, PromptLogprobs, SequenceOutput, TokenLogprobs
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.core.text.fill_in import FillIn
+from jitney.engine.core.text.tokenizer import Tokenizer
 from jitney.engine.server.app import create_app
 from jitney.engine.server.chat.conversation.template_abilities import ChatAbilities
 from jitney.engine.server.http.access import ApiKeys
@@ -62,6 +63,9 @@ class ByteTokenizer:
         return self.chat_template
 
     fill_in: FillIn | None = None
+
+    def first_tokens(self, text: str, most: int) -> list[int]:
+        return Tokenizer.first_tokens(cast(Any, self), text, most)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())

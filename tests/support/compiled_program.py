@@ -38,7 +38,7 @@ from jitney.engine.core.scheduler.plan import StepWork
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.lab.simulation.devices import DEVICES, Accelerator
 from jitney.engine.lab.simulation.roofline import SHAPES, ModelCost
-from jitney.kernels import eight_bits
+from jitney.kernels import w8a8
 from jitney.kernels.interface import KernelSet
 from jitney.kernels.select import _pallas_set, _triton_for
 
@@ -163,8 +163,8 @@ def _lay_out(model: Model, kernels: KernelSet) -> None:
             size_in, columns = kernel.shape
             apart = linear.n_experts, size_in, columns // linear.n_experts
             linear.kernel = nnx.Param(jax.ShapeDtypeStruct(apart, kernel.dtype))
-        elif kernels.fp8 is not None and kernel.dtype == eight_bits._FP8:
-            linear.kernel = nnx.Param(jax.eval_shape(kernels.fp8.arrange, kernel))
+        elif kernels.fp8 is not None and kernel.dtype == w8a8._FP8:
+            linear.kernel = nnx.Param(jax.eval_shape(kernels.fp8.pack, kernel))
 
 
 def loads(step: Step) -> list[Load]:

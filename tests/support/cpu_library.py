@@ -5,9 +5,9 @@ from __future__ import annotations
 from jitney.kernels.cpu.library import NoLibrary, load
 
 
-def arranges_here() -> bool:
-    """Whether weights are arranged in panels on this machine; False also where no library runs."""
+def packs_here() -> bool:
+    """Whether weights are packed in panels on this machine; False also where no library runs."""
     try:
-        return load().arranges
+        return load().packs
     except NoLibrary:
         return False

@@ -178,7 +178,10 @@ class FakeRunner:
                 entries.append(score(history, token))
                 self._histories.append(history)
         result = StepResult(
-            tokens, None if plan.plain else entries, scores or None, broken if any(broken) else None
+            tokens,
+            None if plan.greedy_only else entries,
+            scores or None,
+            broken if any(broken) else None,
         )
         self._launched.append(result)
         self.rows_run += plan.bucket.tokens

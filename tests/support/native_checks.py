@@ -23,7 +23,7 @@ from ragged import Batch, Case, attention, make, written
 from jitney.kernels import definitions
 from jitney.kernels.cpu import library, norms, products
 from jitney.kernels.cpu.attention import paged_attention, rotate_and_write
-from jitney.kernels.eight_bits import Int8
+from jitney.kernels.w8a8 import Int8
 
 #: As they are where no machine was asked.
 OURS = products.up_to(products.USUAL_ROWS)
@@ -132,20 +132,20 @@ def of_each(call: Callable[..., Any], batches: list[np.ndarray], *weights: Any) 
 
 
 def check_products(size_in: int, size_out: int, dtype: str) -> None:
-    """Weights as they come and, where they are arranged, as they are then; few rows and many."""
+    """Weights as they come and, where they are packed, as they are then; few rows and many."""
     w = numbers(1, dtype, size_in, size_out)
     wide = np.asarray(w, np.float64)
-    laid_out = products.arrange(w)
-    in_parts = products.arrange(w, 2)
+    laid_out = products.pack(w)
+    in_parts = products.pack(w, 2)
     batches = [np.asarray(numbers(2, dtype, rows, size_in)) for rows in (1, 3, 8, 9, 130)]
     as_it_comes = of_each(OURS.matmul, batches, w)
-    arranged = of_each(OURS.matmul, batches, laid_out)
+    packed = of_each(OURS.matmul, batches, laid_out)
     gated = of_each(OURS.gated, batches, in_parts)
     rounding = 2**-8 if dtype == "bfloat16" else 1e-5
     for i, x in enumerate(batches):
         exact = np.asarray(x, np.float64) @ wide
         close = 1e-5 * np.abs(exact).max()
-        for found in (as_it_comes[i], arranged[i]):
+        for found in (as_it_comes[i], packed[i]):
             np.testing.assert_allclose(found, exact, rtol=0, atol=close)
         gates, ups = np.split(exact, 2, axis=1)
         silu = gates / (1 + np.exp(-gates)) * ups
@@ -170,9 +170,9 @@ def check_int8(size_in: int, size_out: int, dtype: str) -> None:
     x[3] *= np.asarray(1e-36, x.dtype)
     wanted = definitions.matmul_int8(x, codes, scale)
     gated = definitions.gated(definitions.matmul_int8(x, codes, scale))
-    arranged = jax.jit(products.INT8.arrange, static_argnums=1)
-    plain_weights = Int8(arranged(codes, 1), jax.device_put(scale))
-    split_weights = Int8(arranged(codes, 2), jax.device_put(scale))
+    packed = jax.jit(products.INT8.pack, static_argnums=1)
+    plain_weights = Int8(packed(codes, 1), jax.device_put(scale))
+    split_weights = Int8(packed(codes, 2), jax.device_put(scale))
     assert plain_weights.kernel.ndim == split_weights.kernel.ndim == 4
     whole = np.asarray(jax.jit(products.INT8.matmul)(x, plain_weights))
     np.testing.assert_array_equal(whole, wanted)
@@ -197,11 +197,11 @@ def check_padding(dtype: str) -> None:
     codes, scale = (jax.device_put(part) for part in int8_weights(11, size_in, size_out))
     calls = [
         (ours.matmul, w),
-        (ours.matmul, products.arrange(w)),
-        (products.INT8.matmul, Int8(products.INT8.arrange(codes), scale)),
-        (products.INT8.gated, Int8(products.INT8.arrange(codes, 2), scale)),
+        (ours.matmul, products.pack(w)),
+        (products.INT8.matmul, Int8(products.INT8.pack(codes), scale)),
+        (products.INT8.gated, Int8(products.INT8.pack(codes, 2), scale)),
     ]
-    in_parts = products.arrange(w, 2)
+    in_parts = products.pack(w, 2)
     if in_parts is not w:  # else XLA gates, which rounds as the program around it has it
         calls.append((ours.gated, in_parts))
     for product, weights in calls:

@@ -55,7 +55,7 @@ from jitney.engine.core.weights.checkpoints.families import tiny_config
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.load import WeightStorage, load_model, load_shapes
 from jitney.engine.core.weights.quantising import _calibrate
-from jitney.kernels import eight_bits, experts
+from jitney.kernels import experts, w8a8
 from jitney.kernels.interface import Fp8Products
 from jitney.kernels.reference import matmul_fp8
 from jitney.kernels.select import select
@@ -74,7 +74,7 @@ _FEW_SIZES: dict[str, Any] = {
     "compilation_cache": "off",
 }
 #: What GPUs multiply fp8 by; XLA's products, which a CPU runs too.
-FP8 = Fp8Products(eight_bits.arrange_fp8, eight_bits.matmul_fp8)
+FP8 = Fp8Products(w8a8.pack_fp8, w8a8.matmul_fp8)
 
 
 def logits(
@@ -307,20 +307,20 @@ def in_fp8(family: str, devices: int, shares: int) -> dict[str, np.ndarray]:
     """
     calls = []
 
-    def counted(x: jax.Array, w: eight_bits.Fp8, dtype: Any = jnp.float32) -> jax.Array:
+    def counted(x: jax.Array, w: w8a8.Fp8, dtype: Any = jnp.float32) -> jax.Array:
         calls.append(w)
         if shares == 1:
-            return eight_bits.matmul_fp8(x, w, dtype)
+            return w8a8.matmul_fp8(x, w, dtype)
         parts = shares if x.shape[1] != families._TINY.hidden_size else 1
         rows = jnp.split(x, parts, axis=1)
         weights = jnp.split(w.kernel[0].T, parts, axis=0)
         products = [
-            matmul_fp8(x, eight_bits.Fp8(kernel, w.scale))
+            matmul_fp8(x, w8a8.Fp8(kernel, w.scale))
             for x, kernel in zip(rows, weights, strict=True)
         ]
         return sum(products[1:], start=products[0]).astype(dtype)
 
-    products = Fp8Products(eight_bits.arrange_fp8, counted)
+    products = Fp8Products(w8a8.pack_fp8, counted)
     kernels = replace(select("cpu", "reference"), fp8=products)
     with contextlib.ExitStack() as stack:
         stack.enter_context(many_heads())
@@ -368,7 +368,7 @@ def fp8_product(devices: int, by_inputs: bool) -> dict[str, np.ndarray]:
     )
     layer.set_matrix(placed)
     kernels = replace(select("cpu", "reference"), fp8=FP8)
-    layer.arrange_shares(kernels, mesh)
+    layer.pack_shares(kernels, mesh)
     graph, state = nnx.split(layer)
     x_place, y_place = WHOLE, PartitionSpec(None, TENSOR.name)
     if by_inputs:

@@ -34,7 +34,7 @@ from jitney.kernels.flashinfer_gpu.prompts import _hopper_plan, _page_lists
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.proof_shapes import distance
 from jitney.kernels.select import select
-from jitney.kernels.triton_gpu import cut
+from jitney.kernels.triton_gpu import top_k_top_p
 from jitney.kernels.triton_gpu.kernel_set import TritonKernels
 
 KERNELS = TritonKernels(Interpreted())
@@ -285,7 +285,7 @@ def check_threshold(
     make: Callable[[np.random.Generator, int, int], np.ndarray],
     rows: int,
     vocab: int,
-    most: int = cut._LISTED,
+    most: int = top_k_top_p._LISTED,
 ) -> dict[str, Any]:
     """Rows whose cut is not the one that sorting finds; most passes over a row that has one limit,
     and both. most: entries that a list holds.
@@ -296,7 +296,7 @@ def check_threshold(
     top_k = rng.choice([0, 1, 5, 40, vocab // 2, vocab, 2 * vocab], rows).astype(np.int32)
     top_p = rng.choice([1.0, 0.95, 0.9, 0.5, 1e-6], rows).astype(np.float32)
     top_k[0], top_p[0] = 0, 1.0
-    search = jax.jit(functools.partial(cut.search, Interpreted(), most=most))
+    search = jax.jit(functools.partial(top_k_top_p.search, Interpreted(), most=most))
     found = search(scaled, top_k, top_p)
     floor, states = np.asarray(found.floor), np.asarray(found.states)
     finite = ~np.isnan(scaled).any(1)

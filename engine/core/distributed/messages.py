@@ -84,7 +84,7 @@ class Step(msgspec.Struct, tag="step", frozen=True):
 
     tokens: int  #: rows of the bucket
     seats: int  #: sequences of the bucket
-    plain: bool  #: the program without a sampler
+    greedy_only: bool  #: the program without a sampler
     packed: PackedArray  #: the step's input
 
 
@@ -114,7 +114,7 @@ class StepSize(msgspec.Struct, frozen=True):
     #: No row belongs to a prompt.
     decode_only: bool
     #: The program without a sampler is enough.
-    plain: bool
+    greedy_only: bool
 
 
 class ProposeStep(msgspec.Struct, tag="propose_step", frozen=True):

@@ -40,7 +40,7 @@ def _largest(sizes: Sequence[StepSize]) -> StepSize:
         tokens=max([size.tokens for size in sizes]),
         seats=max([size.seats for size in sizes]),
         decode_only=all([size.decode_only for size in sizes]),
-        plain=all([size.plain for size in sizes]),
+        greedy_only=all([size.greedy_only for size in sizes]),
     )
 
 

@@ -1,9 +1,7 @@
-"""What XLA measures to choose a GPU's products by, kept from start to start, and shipped for cards
-that were measured.
+"""XLA's measurements that choose a GPU's products: kept between starts, and shipped for cards.
 
-XLA times candidates of each product when it compiles for a GPU that is there, and writes one file
-for each into a folder beside jax's compiled programs. It checks neither card nor release when it
-reads them, so both name the folder.
+XLA writes a file for each product into a folder beside jax's compiled programs, and checks neither
+card nor release when it reads them, so the folder's name has both.
 """
 
 from __future__ import annotations
@@ -33,8 +31,7 @@ def _folder_name(card: str, capability: str, release: str = _RELEASE) -> str:
 def programs_folder(programs: Path, device: Any, shipped: Path = _SHIPPED) -> Path:
     """Where compiled programs for jax's `device` are kept below `programs`.
 
-    On a GPU that is a folder of its own, which then has what was shipped for the card; what was
-    measured here stays.
+    A GPU has a folder of its own, with what was shipped for the card; what was measured stays.
     """
     name = name_of(device)
     if not name:

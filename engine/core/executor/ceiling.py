@@ -113,8 +113,8 @@ def _product_seconds(
 ) -> float:
     """Of rows times a matrix [I, O], laid out as the kernels multiply it fastest."""
     weights = jnp.ones(shape, dtype)
-    if kernels.arrange is not None:
-        weights = kernels.arrange(weights)
+    if kernels.pack is not None:
+        weights = kernels.pack(weights)
     x = jnp.ones((rows, shape[0]), dtype)
     multiply = jax.jit(lambda x, weights: kernels.matmul(x, weights, dtype))
     return _least_seconds(lambda _: multiply(x, weights), x)

@@ -61,8 +61,8 @@ class Choices:
 
 
 def _masked_sampler(samplers: SamplerParts, pool: Executor, rows: int) -> Callable[[], StepCall]:
-    """Begin to compile the sampler of so many rows. -> what waits for it, and returns what is
-    called as `Program.choose` would be.
+    """Begin to compile the sampler of so many rows -> a function that waits for it and returns what
+    is called as `Program.choose`.
     """
     wait = samplers.start(pool, rows)
     return lambda: wait().sample_masked

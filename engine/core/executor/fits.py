@@ -1,6 +1,4 @@
-"""Settings that cannot fit a model, found from its configuration alone: before jax starts and
-before any weight is read. Jax-free.
-"""
+"""Finds settings that cannot fit a model from its configuration alone, before jax starts."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ _DTYPE_BYTES = {"float32": 4}
 
 
 def check_fits(config: Config, model: ModelConfig) -> None:
-    """Raise ConfigError, naming the setting and what to do, for a context, a number of devices or a
-    pool of pages that this model cannot be served with.
-    """
+    """Raise ConfigError for a context, devices or a pool that this model cannot be served with."""
     context = context_of(config, model)
     engine = config.engine
     model = model.in_groups(engine.expert_parallel, engine.data_parallel)
@@ -35,8 +31,8 @@ def check_fits(config: Config, model: ModelConfig) -> None:
 
 
 def context_of(config: Config, model: ModelConfig) -> int:
-    """Tokens a sequence may have; more than the model was trained for is refused. A text of an
-    encoder is computed in one step, so it has no more than a step has rows.
+    """Tokens a sequence may have. An encoder's text has no more than a step has rows. Raises
+    ConfigError for more than the model was trained for.
     """
     wanted, budget = config.model.context, config.engine.token_budget
     if wanted > model.context_length:
@@ -63,9 +59,7 @@ def _check_cpu_devices(engine: EngineSection) -> None:
 
 
 def _check_pool(config: Config, own: ModelConfig, context: int) -> None:
-    """own: of one device. Bytes are the fewest that a page can have, so what is refused cannot be
-    right.
-    """
+    """own: of one device. Counts the fewest bytes a page can have, so refusals are right."""
     engine = config.engine
     page_bytes = _least_page_bytes(config, own)
     whole = engine.max_seats * -(-context // engine.page_size) + 1

@@ -1,16 +1,12 @@
-"""Steps that others take part in: several hosts that run one engine, and several engines that share
-a mixture's experts.
+"""Steps that others take part in: hosts that run one engine, or engines that share experts.
 
-On several hosts the first one's runner says what it does before it does it, and the others do the
-same. All run one program over one mesh, and every device brings the same results, so only the first
-host fetches them. What is said is what `Runner` does to the device while it serves: `run`, `board`
-and `run_choice`, three kinds of messages. What happens before, every host does by itself in the
-same order: load, compile, warm up.
+Several hosts run one program over one mesh. The first one's runner sends `run`, `board` and
+`run_choice` before it does them, and the others follow; only it fetches the results. Loading,
+compiling and warming up happen on every host in the same order without messages.
 
-The step of several engines is one program over the devices of all. Each engine has a scheduler,
-seats and pages of its own, and a row of the mesh. It gives the step its own upload and reads its
-own results; of an array over all engines it has its devices' part and no more. What runs beside the
-step (boarding, choosing under masks) is of one engine alone.
+The step of several engines is one program over all devices. Each engine has its own scheduler,
+seats, pages and row of the mesh, uploads its own rows and reads its own results. Boarding and
+choosing under masks are each engine's alone.
 """
 
 from __future__ import annotations
@@ -67,10 +63,10 @@ class LeaderRunner(_RunnerWithOthers):
             self._hosts.send(message)
 
     def run(
-        self, bucket: Bucket, plain: bool, packed: np.ndarray
+        self, bucket: Bucket, greedy_only: bool, packed: np.ndarray
     ) -> tuple[StepOutput, Array | None]:
-        self._send(Step(bucket.tokens, bucket.seats, plain, PackedArray.of(packed)))
-        return super().run(bucket, plain, packed)
+        self._send(Step(bucket.tokens, bucket.seats, greedy_only, PackedArray.of(packed)))
+        return super().run(bucket, greedy_only, packed)
 
     def board(self, seat: int, row: Iterable[np.ndarray]) -> None:
         columns = list(row)
@@ -109,12 +105,12 @@ class Follower:
                 raise ConnectionError(f"host 0 said {message} where a step was expected")
 
     def _run(self, step: Step) -> None:
-        """Launch it, and then wait for the one before: the host is to be a step ahead of its
-        device, and no more.
-        """
+        """Launch it, then wait for the step before: the host stays one step ahead of its device."""
         bucket = Bucket(step.tokens, step.seats)
         before = self._output
-        self._output, self._logits = self._runner.run(bucket, step.plain, step.packed.unpacked())
+        self._output, self._logits = self._runner.run(
+            bucket, step.greedy_only, step.packed.unpacked()
+        )
         jax.block_until_ready(before)
 
     def _choose(self, choice: Choose) -> None:
@@ -129,7 +125,7 @@ class Follower:
 def _size_of(plan: Plan) -> StepSize:
     """What an engine says of its next step."""
     bucket = plan.bucket
-    return StepSize(bucket.tokens, bucket.seats, bucket.decode_only, plan.plain)
+    return StepSize(bucket.tokens, bucket.seats, bucket.decode_only, plan.greedy_only)
 
 
 def _bucket_of(size: StepSize, buckets: Buckets) -> Bucket:
@@ -160,25 +156,25 @@ class LockstepRunner(_RunnerWithOthers):
 
     def batch(self, plan: Plan) -> Any:
         """Agree upon the step's size, and pack the plan into it."""
-        plan.bucket, plain = self._agree(_size_of(plan))
-        return self.pack(plan, plain)
+        plan.bucket, greedy_only = self._agree(_size_of(plan))
+        return self.pack(plan, greedy_only)
 
     def run_empty_step(self) -> None:
         """Run a step in which others have rows and this engine has none; then wait for the one
         before: the host is to be a step ahead of its device, and no more.
         """
-        bucket, plain = kind = self._agree(None)
+        bucket, greedy_only = kind = self._agree(None)
         if kind not in self._empty:
-            self._empty[kind] = self.builder.empty(bucket, plain)
+            self._empty[kind] = self.builder.empty(bucket, greedy_only)
         before = self._last
-        self._last, _ = self.run(bucket, plain, self._empty[kind])
+        self._last, _ = self.run(bucket, greedy_only, self._empty[kind])
         jax.block_until_ready(before)
 
     def _agree(self, size: StepSize | None) -> tuple[Bucket, bool]:
         """Which executable all run now; size: of what this engine wants to run."""
         agreed = self.barrier.agree(size)
         bucket = _bucket_of(agreed, self.buckets)
-        return bucket, self.is_plain(bucket, agreed.plain)
+        return bucket, self.runs_greedy_only(bucket, agreed.greedy_only)
 
     @property
     def _own_mesh(self) -> Mesh:
@@ -186,11 +182,11 @@ class LockstepRunner(_RunnerWithOthers):
         assert mesh is not None  # it has one of all engines
         return mesh
 
-    def run(self, bucket: Bucket, plain: bool, packed: Any) -> tuple[StepOutput, Any]:
+    def run(self, bucket: Bucket, greedy_only: bool, packed: Any) -> tuple[StepOutput, Any]:
         own = jax.device_put(packed, NamedSharding(self._own_mesh, WHOLE))
         shape = self.program.whole(packed.shape, packed.dtype)
         whole: Any = _of_all(own, shape)
-        output, logits = super().run(bucket, plain, whole)
+        output, logits = super().run(bucket, greedy_only, whole)
         if logits is not None:
             logits = _own_part(logits, self._own_mesh)
         return jax.tree.map(_own_values, output), logits
@@ -221,9 +217,7 @@ def _pieces(array: Array) -> list[Array]:
 
 
 def _own_part(array: Array, mesh: Mesh) -> Array:
-    """What this engine has of an array of all engines, on its devices: where it lies. mesh: of
-    these.
-    """
+    """This engine's part of an array of all engines, in place. mesh: its own devices."""
     first, *rest = array.shape
     sharding: Any = array.sharding
     engines = engines_of(sharding.mesh)

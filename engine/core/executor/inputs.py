@@ -1,12 +1,10 @@
-"""From a plan to the one packed int32 array that a step uploads, and back to named arrays inside
-jit.
+"""From a plan to the packed int32 array that a step uploads, and back to named arrays in jit.
 
-`_FIELDS` says what an upload is made of and `SAMPLING` what it says of each seat's sampling
-parameters; packing, slicing and the sampler read both by name.
+`_FIELDS` declares an upload and `SAMPLING` its sampling parameters; packing, slicing and the
+sampler read both by name.
 
 Axes: T token rows and S sequences (also logit rows) of the bucket, P pages per sequence, W words of
-a seat's sampling parameters, M seats of the engine, A seats again, or none where there are no
-adapters.
+a seat's sampling parameters, M seats, A seats with adapters (M or 0).
 """
 
 from __future__ import annotations
@@ -42,8 +40,8 @@ class _SeatField(NamedTuple):
 
 
 class _SamplingUpload:
-    """What the sampler reads of each seat: the parameters that `params` declares as uploaded,
-    `parts` (the optional parts of the sampler that the seat needs), and the sequence's seed.
+    """What the sampler reads of each seat: the uploaded parameters of `params`, the `parts` of the
+    sampler that it needs, and the sequence's seed.
     """
 
     def __init__(self, params: type[SamplingParams]):
@@ -60,8 +58,8 @@ class _SamplingUpload:
         return self._struct.pack(*[field.value(params) for field in self.fields], seed)
 
     def columns(self, words: Any) -> dict[str, Any]:
-        """int32 [S, W], numpy or traced -> an array [S] for each parameter; the seed's is int32
-        [S, 2], the low word first.
+        """int32 [S, W], numpy or traced -> an array [S] each; the seed's is int32 [S, 2], low word
+        first.
         """
         columns = {
             field.name: words[:, number].view(np.dtype(field.dtype))
@@ -172,16 +170,15 @@ _StepInputs = namedtuple(  # pyright: ignore[reportUntypedNamedTuple]
 
 
 class UploadLayout:
-    """Where each field lies in the packed array of one executable. What the one without a sampler
-    takes is how the other's begins.
+    """Where each field lies in the packed array of one executable. The upload of the executable
+    without a sampler (greedy_only) is a prefix of the other's.
 
-    pages: P. plain: of the executable without a sampler. adapted: seats whose adapters are told;
-    0: there are none.
+    pages: P. adapted: seats whose adapters are uploaded; 0: the engine has no adapters.
     """
 
-    def __init__(self, bucket: Bucket, pages: int, plain: bool, adapted: int = 0):
+    def __init__(self, bucket: Bucket, pages: int, greedy_only: bool, adapted: int = 0):
         self.bucket = bucket
-        self.plain = plain
+        self.greedy_only = greedy_only
         self.sampling = SAMPLING
         self._axes = {
             "1": 1,
@@ -197,12 +194,12 @@ class UploadLayout:
     @property
     def scores(self) -> bool:
         """True where prompt rows can bring log-probabilities."""
-        return not self.plain and not self.bucket.decode_only
+        return not self.greedy_only and not self.bucket.decode_only
 
     @property
     def _parts(self) -> list[str]:
         """The parts of an upload that this executable takes, in order of packing."""
-        wanted = {"sampling": not self.plain, "scores": self.scores}
+        wanted = {"sampling": not self.greedy_only, "scores": self.scores}
         return [part for part in _PARTS if wanted.get(part, True)]
 
     @cached_property
@@ -242,9 +239,7 @@ class UploadLayout:
 
 
 class _StepRows(msgspec.Struct):
-    """What a step writes anew, under the names of FIELDS, padding excluded; and `owners`, the seat
-    of each sequence.
-    """
+    """The fields that a step writes anew, without padding; `owners`: each sequence's seat."""
 
     owners: list[int] = []
     tokens: list[int] = []
@@ -283,7 +278,7 @@ class _Upload:
         self.stamps: list[object] = [None] * layout.bucket.seats
         #: Rows that may hold a table.
         self.used = 0
-        if not layout.plain:
+        if not layout.greedy_only:
             self._sampling = self._words[layout.slices["sampling"]].cast("B")
 
     def pack(self, rows: _StepRows) -> None:
@@ -310,16 +305,12 @@ class _Upload:
 
 
 class BatchBuilder:
-    """Packs plans. Each seat's page table and sampling parameters stay between steps, and so do the
-    packed arrays with the tables in them: what a step costs does not grow with the longest context
-    that there may be.
+    """Packs plans; page tables and sampling parameters stay, so a step's cost does not grow with
+    the context.
 
-    Each executable has two arrays in turn, because the device may still read the one of the step
-    before, and of no other: a step is packed after the tokens of the last but one were read. What
-    is written anew is gathered in lists and converted once: beside a device that is the same CPU,
-    the host's caches are cold, and each numpy call costs several times what it costs in a loop of
-    its own. For the same reason a row's page comes from the seat's table, an array, and not from
-    the sequence's list of numbers that lie anywhere.
+    Each executable has two arrays in turn, since the device may still read the last one. New values
+    are gathered in lists and converted once, and pages come from the seat's table, an array: beside
+    a device that is the same CPU caches are cold, and each numpy call costs several times as much.
     """
 
     def __init__(
@@ -350,24 +341,23 @@ class BatchBuilder:
         self._layouts: dict[tuple[Bucket, bool], UploadLayout] = {}
         self._uploads: dict[tuple[Bucket, bool], list[_Upload]] = {}
 
-    def layout(self, bucket: Bucket, plain: bool) -> UploadLayout:
-        key = bucket, plain
+    def layout(self, bucket: Bucket, greedy_only: bool) -> UploadLayout:
+        key = bucket, greedy_only
         if key not in self._layouts:
             adapted = len(self._adapters)
-            self._layouts[key] = UploadLayout(bucket, self.pages, plain, adapted)
+            self._layouts[key] = UploadLayout(bucket, self.pages, greedy_only, adapted)
         return self._layouts[key]
 
-    def empty(self, bucket: Bucket, plain: bool) -> np.ndarray:
+    def empty(self, bucket: Bucket, greedy_only: bool) -> np.ndarray:
         """The upload of a step without a row."""
-        upload = _Upload(self.layout(bucket, plain), self)
+        upload = _Upload(self.layout(bucket, greedy_only), self)
         upload.pack(_StepRows())
         return upload.packed
 
-    def build(self, plan: Plan, plain: bool) -> np.ndarray:
-        """Plan -> packed int32 array, which stays as it is until the next but one of its executable
-        is built.
+    def build(self, plan: Plan, greedy_only: bool) -> np.ndarray:
+        """Plan -> packed int32 array, valid until the executable's next but one is built.
 
-        plain: for the executable without a sampler, which takes no sampling parameters.
+        greedy_only: for the executable without a sampler.
         """
         for seq in plan.boarded:
             self._board(seq)
@@ -375,10 +365,10 @@ class BatchBuilder:
             self._feed(seq)
         for seq in plan.dropped:
             self._drop(seq)
-        upload = self._next_upload(plan.bucket, plain)
+        upload = self._next_upload(plan.bucket, greedy_only)
         rows = self._gather(plan)
         upload.pack(rows)
-        if not plain:
+        if not greedy_only:
             upload.pack_sampling([self._sampling[seat] for seat in rows.seats])
             if not plan.bucket.decode_only:
                 upload.pack_scores(rows)
@@ -394,20 +384,18 @@ class BatchBuilder:
         head[2:] = np.frombuffer(self._own_sampling[masked.seat], np.int32)
         upload.masks[place] = mask
 
-    def _next_upload(self, bucket: Bucket, plain: bool) -> _Upload:
+    def _next_upload(self, bucket: Bucket, greedy_only: bool) -> _Upload:
         """The one of an executable's two arrays that was used before the other."""
-        key = bucket, plain
+        key = bucket, greedy_only
         both = self._uploads.get(key)
         if both is None:
-            layout = self.layout(bucket, plain)
+            layout = self.layout(bucket, greedy_only)
             both = self._uploads[key] = [_Upload(layout, self), _Upload(layout, self)]
         both.reverse()
         return both[0]
 
     def _board(self, seq: Sequence) -> None:
-        """A sequence took a seat: note its pages instead of the last owner's, and its sampling
-        parameters.
-        """
+        """Note the pages and sampling parameters of a sequence that took a seat."""
         first = seq.seat * self.pages
         self._tables[first : first + len(seq.pages)] = array("i", seq.pages)
         self._page_counts[seq.seat] = len(seq.pages)
@@ -426,17 +414,14 @@ class BatchBuilder:
         self._stamps[seat] = object()
 
     def _drop(self, seq: Sequence) -> None:
-        """A seated sequence gave back its first pages: no kernel is to read what others write
-        there.
-        """
+        """Note that a seated sequence gave back its first pages, which no kernel may read again."""
         first = seq.seat * self.pages
         self._tables[first : first + seq.dropped] = self._no_pages[: seq.dropped]
         self._stamps[seq.seat] = object()
 
     def _gather(self, plan: Plan) -> _StepRows:
-        """Tokens, positions, KV rows and logit rows of every chunk.
-
-        The host need not know yet what the seats of decode rows sampled last.
+        """Tokens, positions, KV rows and logit rows of every chunk; sampled tokens may be unknown
+        yet.
         """
         n_decode = plan.n_decode
         rows = self._decode_rows(plan.chunks[:n_decode])
@@ -506,9 +491,7 @@ class BatchBuilder:
         upload.used = len(owners)
 
     def _copy_table(self, upload: _Upload, number: int, seat: int) -> None:
-        """Copy a seat's pages into a row of the upload; numbers behind them, of former owners,
-        belong to no key.
-        """
+        """Copy a seat's pages into a row of the upload; numbers behind them belong to no key."""
         target = number * self.pages
         source = seat * self.pages
         pages = self._page_counts[seat]

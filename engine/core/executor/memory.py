@@ -35,14 +35,13 @@ _DEVICE_RESERVE = 0.04
 
 
 def likely_temp_bytes(model: ModelConfig, buckets: Buckets) -> int:
-    """What the temporaries of the largest step should take on each device of a GPU or TPU, a
-    quarter added.
+    """Expected temporaries of the largest step on each GPU or TPU, with a quarter added. model: one
+    device's.
 
-    As compiled at Llama-3.1-8B's shapes: all of a layer's activations at the widest point of its
+    As compiled at Llama-3.1-8B's shapes: a layer's activations at the widest point of its
     feed-forward (H100: 78 MiB of 512 rows, 1248 of 8192), or three to four times the logits (H100:
-    94 MiB of 64 rows, 377 of 256; v6e: 130 of 64), whichever is more. Of a mixture: what all blocks
-    of rows take at once, rows and what experts make of them (Qwen3-30B-A3B, 512 rows: H100 117
-    MiB, v7x over 8 devices 183). model: of one device.
+    94 MiB of 64 rows, 377 of 256; v6e: 130 of 64). Of a mixture: rows and products of all blocks
+    (Qwen3-30B-A3B, 512 rows: H100 117 MiB, v7x over 8 devices 183).
     """
     rows = buckets.token_budget
     if model.experts is None:
@@ -57,9 +56,7 @@ def likely_temp_bytes(model: ModelConfig, buckets: Buckets) -> int:
 
 
 def claim_memory(environ: MutableMapping[str, str], share: float = 0.0) -> None:
-    """Have jax take its share of a GPU, unless the user says otherwise; must come before jax looks
-    for devices. share: the user's in the settings, 0 if those name none.
-    """
+    """Have jax take its share of a GPU, before it looks for devices. share: the settings', or 0."""
     if share:
         for name in _SHARE_NAMES:
             environ.pop(name, None)
@@ -126,8 +123,8 @@ class PoolRoom:
 
 
 def _free_bytes(device: Any, temp_bytes: int, share: float = 0.0) -> int:
-    """Bytes the KV pool may take on a jax device whose weights are loaded and whose steps need
-    temp_bytes. share: of the memory, as the settings name it; 0: none.
+    """Bytes for the KV pool on a device with weights and steps that need temp_bytes. share: of the
+    memory by the settings; 0: none.
     """
     if device.platform == "cpu":
         return _pool_bytes(share)
@@ -163,11 +160,9 @@ def available_host_bytes() -> int:
 
 
 def _page_count(*, wanted: int, limit_bytes: int, page_bytes: int, useful: int) -> int:
-    """Pages of the pool, the trash page included.
+    """Pages of the pool, the trash page included; ConfigError when not even two fit.
 
-    wanted: an explicit number (0: none given). useful: pages beyond which every seat could hold a
-    whole context; more would only serve the prefix cache, so a CPU pool stops there. Raises
-    ConfigError when not even two pages fit.
+    wanted: an explicit number, or 0. useful: pages with which every seat holds a whole context.
     """
     if wanted:
         return wanted

@@ -1,5 +1,4 @@
-"""The step as a pure function, and how it is lowered: for arrays, or from shapes alone, for one
-device or several.
+"""The step as a pure function, and how it is lowered, for one device or several.
 
 embed -> layers (write KV page, attend) -> rows that need logits -> sample -> last_token of each
 seat.
@@ -73,7 +72,7 @@ _TPU_SUMS = {
 
 #: An array, or its shape.
 type Shaped = Array | jax.ShapeDtypeStruct
-#: What runs a step, by the arguments and results of `Program.plain` or `Program.full`;
+#: What runs a step, by the arguments and results of `Program.greedy_only` or `Program.full`;
 #: or what chooses behind one, by those of `Program.choose`.
 type StepCall = Callable[..., Any]
 #: From numbers of token rows, int32 [R], to their logits, float32 [R, V].
@@ -174,8 +173,8 @@ class StateSizes:
 def _shape_on(
     mesh: Mesh | None, shape: Shape, dtype: DTypeLike, spec: PartitionSpec
 ) -> jax.ShapeDtypeStruct:
-    """A shape on the mesh, or on the default device. shape, spec: of one engine; on a mesh of
-    several, each has an array of its own (`of_each_engine`).
+    """A shape on the mesh, or on the default device; on a mesh of several engines each has its own
+    (`of_each_engine`).
     """
     if mesh is None:
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -201,11 +200,10 @@ class StepOutput(NamedTuple):
 
 
 def _meta_of(inputs: Any, engines: int) -> AttentionMeta:
-    """The upload's metadata as arrays of their own, which nothing in them would change: none is
-    negative. engines: that share experts; 1: this one shares none.
+    """The upload's metadata as arrays of their own (the maximum changes none of them).
 
-    As slices of the upload, whose place moves from step to step, a GPU's graph would have each
-    kernel that takes one recorded anew in every step.
+    As slices, whose place moves from step to step, a GPU's graph would record their kernels anew in
+    every step. engines: those that share experts, or 1.
     """
     row_counts = None
     if engines > 1:
@@ -239,10 +237,9 @@ def _sampling_rows(layout: UploadLayout, inputs: Any) -> SamplingRows:
 
 @dataclass
 class Program:
-    """The step as a pure function of flat weights, for any bucket; these fields are its only
-    constants.
+    """The step as a pure function of flat weights, for any bucket; its fields are constants.
 
-    On several devices, the functions here run on each with its share of `leaves` and `kv`.
+    On several devices each runs it with its share of `leaves` and `kv`.
     """
 
     #: Of the model, as `nnx.split` makes it; on several devices, of each one's share.
@@ -291,7 +288,7 @@ class Program:
 
         return logits_of, hidden, kv
 
-    def plain(
+    def greedy_only(
         self,
         layout: UploadLayout,
         leaves: list[Array],
@@ -334,10 +331,8 @@ class Program:
         seats: SeatState,
         packed: Array,
     ) -> tuple[list[Array], Array, SeatState, StepOutput, Array]:
-        """The step with every sampling option; split, each device samples from its columns, and
-        all choose alike.
-
-        It also leaves the logits, float32 [S, V], for `choose`.
+        """The step with every sampling option; it leaves logits float32 [S, V] for `choose`. Split,
+        each device samples from its columns, and all choose alike.
         """
         inputs = layout.split(packed)
         logits_of, hidden, kv = self.forward(leaves, kv, last_token, inputs)
@@ -368,9 +363,8 @@ class Program:
         return None if self.pooling is None else hidden
 
     def pool(self, leaves: list[Array], hidden: Hidden, cu_q: Array) -> Array:
-        """What each sequence's rows of a step are for the vector of its prompt: T rows, cu_q int32
-        [S + 1] -> float32 [S, E], the sum of its hidden states behind the final norm, or the last
-        of them, or the first; by classify the logits of the first, [S, V].
+        """Rows of a step for vectors of prompts, cu_q int32 [S + 1] -> float32 [S, E]: the sum of
+        normed hidden states (mean), the last, the first (cls), or logits of the first (classify).
         """
         model = self.model(leaves)
         if self.pooling == "classify":
@@ -411,9 +405,7 @@ class Program:
     def choose(
         self, logits: Array, last_token: Array, seats: SeatState, heads: Array, masks: Array
     ) -> tuple[Array, SeatState, Sampled]:
-        """The tokens of rows that are held to grammars, behind a step's own program: logits of
-        these rows, float32 [R, V], heads and masks as in `MaskedRows`.
-        """
+        """The tokens of rows under masks, behind a step: logits float32 [R, V], `MaskedRows`."""
         positions, owners, params = MaskedHeads.of(heads)
         rows = SamplingRows(params, positions, owners)
         allowed = unpack_masks(masks, seats.counts.shape[1])
@@ -430,8 +422,8 @@ class Program:
         """The step of one executable, for weights and state as arrays or shapes; all of the state
         is donated, so addresses stay the same from step to step."""
         packed = self.whole((layout.size,), jnp.int32)
-        if layout.plain:
-            step = partial(self.encode if self.encoder else self.plain, layout)
+        if layout.greedy_only:
+            step = partial(self.encode if self.encoder else self.greedy_only, layout)
             args = leaves, state.kv, state.last_token, packed
             results = _POOL, WHOLE, WHOLE
         else:
@@ -463,8 +455,8 @@ class Program:
         return jax.jit(choose, donate_argnums=(1, 2)).lower(*args)
 
     def lower_pick(self, logit_rows: int, rows: int, state: DeviceState) -> jax.stages.Lowered:
-        """The program that picks `rows` of a step's logits for `choose`; numbers past the last one
-        bring any of them.
+        """The program that picks `rows` of a step's logits for `choose`; surplus numbers are
+        clipped.
         """
         vocab = state.seats.counts.shape[1]
         logits = _shape_on(self.mesh, (logit_rows, vocab), jnp.float32, _COLUMNS)
@@ -497,10 +489,7 @@ def _first_rows(hidden: Hidden, cu_q: Array) -> Array:
 
 
 def _compiler_options(platform: str, split: bool, halves: bool) -> dict[str, str]:
-    """What XLA is told when it compiles a step for this platform, split over devices or not.
-
-    halves: `KernelSet.sums_in_halves`.
-    """
+    """XLA's options for a step on this platform. halves: `KernelSet.sums_in_halves`."""
     options = dict(_COMPILER_OPTIONS.get(platform, {}))
     if platform == "gpu" and split:
         options["xla_gpu_enable_command_buffer"] = _GRAPH_COMMANDS

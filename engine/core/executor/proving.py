@@ -33,11 +33,10 @@ _log = logging.getLogger("jitney.core")
 def proven(
     kernels: KernelSet, served: ServedShapes, *, named: bool
 ) -> tuple[KernelSet, list[KernelProof]]:
-    """The set without the kernels that are wrong here, and what was found of each.
+    """The kernel set without the kernels that are wrong here, and what was found of each.
 
-    named: the user asked for this set by name. Then a wrong kernel raises ConfigError; else the
-    reference serves in its place, or the set that stands in for this one, and one line of the log
-    says so.
+    named: the user named the set, so a wrong kernel raises ConfigError; else the reference or the
+    set that stands in for this one serves, and the log says so.
     """
     proofs = prove(kernels, served)
     wrong = [proof for proof in proofs if not proof.ok]
@@ -80,11 +79,7 @@ def _shown(proof: Proof) -> KernelProof:
 def served_by(
     model: Model, own: ModelConfig, sizes: StateSizes, buckets: Buckets, dtype: DTypeLike
 ) -> ServedShapes:
-    """What an engine will ask of its kernels.
-
-    model: with arrays over all devices, or an abstract one of such shapes. own: its configuration
-    on one device. dtype: of the activations.
-    """
+    """What an engine asks of its kernels. model: over all devices; own: of one device."""
     table = 0
     if own.tie_embeddings:
         table = own.vocab_share
@@ -171,9 +166,7 @@ def _matrices_of(model: Model, own: ModelConfig) -> tuple[Matrix, ...]:
 
 
 def _adapter_matrices(linear: Linear, own: Matrix) -> Iterator[Matrix]:
-    """Those of its adapters, of which each device has the inputs and the outputs that it has of the
-    matrix itself.
-    """
+    """The matrices of a linear layer's adapters on one device."""
     if linear.adapters is None:
         return
     columns = linear.adapters.columns

@@ -1,10 +1,8 @@
-"""The device side of a step: executables compiled ahead, donated state, and tokens that come back
-one step later.
+"""The device side of a step: executables compiled ahead, donated state, late tokens.
 
-One executable per bucket and kind (all-greedy, or with the sampler): embed -> layers (write KV
-page, attend) -> rows that need logits -> sample -> last_token of each seat. On a CPU it is made of
-programs that buckets share (`step_parts`). The sampled token never waits for the host: the next
-step reads it from `last_token` by seat.
+One executable per bucket and kind (all-greedy, or with the sampler); on a CPU made of programs that
+buckets share (`step_parts`). The next step reads sampled tokens from `last_token` by seat, so they
+never wait for the host.
 """
 
 from __future__ import annotations
@@ -54,10 +52,8 @@ _COMPILERS = 2
 
 
 class _Compilations:
-    """Counts the compilations of this process.
-
-    One for all runners: jax keeps its listeners for good, and a runner's own method would keep its
-    weights and pools with it.
+    """Counts the compilations of this process, for all runners: jax keeps listeners for good, and
+    with a runner's own method its weights.
     """
 
     def __init__(self):
@@ -82,7 +78,7 @@ class _Batch(msgspec.Struct):
 
     plan: Plan
     #: For the executable without a sampler.
-    plain: bool
+    greedy_only: bool
     #: int32, the whole upload (`engine.core.executor.inputs`).
     packed: np.ndarray
 
@@ -110,9 +106,7 @@ def _copy_to_host(output: object) -> None:
 
 
 def _copy_sampled(sampled: Array | Sampled, *, logprobs: bool) -> None:
-    """Start the copies of what `StepOutput.sampled` holds; without log-probabilities its tokens are
-    all that is read.
-    """
+    """Start the copies of `StepOutput.sampled`; without log-probabilities only of its tokens."""
     if isinstance(sampled, Sampled) and not logprobs:
         sampled = sampled.tokens
     _copy_to_host(sampled)
@@ -137,14 +131,12 @@ def _meet_nobody() -> None:
 
 
 class Runner:
-    """Runs plans on the default device, or on those of a mesh. `compile()` must come first; after
-    it nothing compiles any more.
+    """Runs plans on the default device or a mesh; nothing compiles after `compile()`.
 
-    model: with its weights; on a mesh, each in shares as `sharding.Shares` places them, its
-    configuration that of one device. sizes: of as many seats as the buckets. end_ids: tokens that
-    end a sequence. plain_mixed: see `is_plain`. in_parts: run each step as several programs, on one
-    device (`StepParts`). pooling: what vectors of prompts are made of; None: none are, and
-    nothing is compiled for them.
+    model: with its weights, on a mesh in shares, and one device's configuration. sizes: of as many
+    seats as the buckets. end_ids: tokens that end a sequence. greedy_only_mixed: see
+    `runs_greedy_only`. in_parts: run each step as several programs (`StepParts`). pooling: how
+    vectors of prompts are made; None: none are.
     """
 
     def __init__(
@@ -156,7 +148,7 @@ class Runner:
         *,
         end_ids: tuple[int, ...],
         mesh: Mesh | None = None,
-        plain_mixed: bool = False,
+        greedy_only_mixed: bool = False,
         in_parts: bool = False,
         pooling: Pooling | None = None,
     ):
@@ -173,7 +165,7 @@ class Runner:
         self.config = model.config
         self.buckets = buckets
         self.end_ids = end_ids
-        self.plain_mixed = plain_mixed
+        self.greedy_only_mixed = greedy_only_mixed
         self.n_pages = sizes.n_pages
         self._sizes = sizes
         self.builder = sizes.builder()
@@ -185,7 +177,7 @@ class Runner:
         self.own_shapes = sizes.shapes(model.config, kernels, own)
         #: Shapes until `compile` allocates it: compiling needs no arrays.
         self.state: DeviceState = self.shapes
-        #: What runs a step, by (bucket, plain).
+        #: What runs a step, by (bucket, greedy_only).
         self.executables: dict[tuple[Bucket, bool], StepCall] = {}
         self._parts: StepParts | None = None
         if in_parts:
@@ -207,11 +199,10 @@ class Runner:
     def compile(
         self, report: _Report = _report_nothing, meet: Callable[[], None] = _meet_nobody
     ) -> None:
-        """Lower and compile every executable, the largest first, and allocate the state; then run
-        each once and start counting compiles.
+        """Compile every executable, the largest first, allocate the state, and run each once.
 
-        report: called with the executables done, all of them, and the name of the last one. meet:
-        called before anything runs; on several hosts it waits for the others.
+        report: called with the executables done, all of them, and the last one's name. meet: called
+        before anything runs; on several hosts it waits for the others.
         """
         started = time.perf_counter()
         self._compile_steps(report)
@@ -228,12 +219,12 @@ class Runner:
         self._compiled_before = _compilations.count
 
     def _kinds(self) -> list[tuple[Bucket, bool]]:
-        """(bucket, plain) of every executable, the largest first."""
+        """(bucket, greedy_only) of every executable, the largest first."""
         if self.program.encoder:
             return [(bucket, True) for bucket in reversed(self.buckets.mixed)]
         kinds = []
         for bucket in reversed(self.buckets.all()):
-            if self.is_plain(bucket, True):
+            if self.runs_greedy_only(bucket, True):
                 kinds.append((bucket, True))
             kinds.append((bucket, False))
         return kinds
@@ -247,9 +238,7 @@ class Runner:
         report: _Report = _report_nothing,
         threads: int = _COMPILERS,
     ) -> None:
-        """Compile the steps of these (bucket, plain) that are not yet, as many at a time as there
-        are threads.
-        """
+        """Compile those of these (bucket, greedy_only) that are missing, `threads` at a time."""
         report(0, len(kinds), "")
         with _no_collection(), ThreadPoolExecutor(threads) as pool:
             compiling = {}
@@ -261,17 +250,15 @@ class Runner:
                     self.executables[kind] = compiling[kind]()
                 report(done, len(kinds), _name_of(*kind))
 
-    def _start(self, pool: Executor, bucket: Bucket, plain: bool) -> Callable[[], StepCall]:
+    def _start(self, pool: Executor, bucket: Bucket, greedy_only: bool) -> Callable[[], StepCall]:
         """Begin to compile a step. -> what waits for that, and returns what runs it."""
         if self._parts is not None:
-            return self._parts.start(pool, bucket, plain)
-        return pool.submit(self.program.compile, self.lower(bucket, plain)).result
+            return self._parts.start(pool, bucket, greedy_only)
+        return pool.submit(self.program.compile, self.lower(bucket, greedy_only)).result
 
     def largest_temp_bytes(self) -> int:
-        """Temporaries of the largest executable on each device, for sizing the pool, whose size
-        they do not depend on; and the logits that it leaves, which two steps may have at once.
-
-        `compile` will not compile that executable again.
+        """Temporaries of the largest executable on each device, with the logits of two steps, for
+        sizing the pool; `compile` reuses that executable.
         """
         started = time.perf_counter()
         largest = self.buckets.mixed[-1]
@@ -283,19 +270,22 @@ class Runner:
         assert memory is not None  # XLA of every platform that we compile for says it
         return memory.temp_size_in_bytes + 2 * logits
 
-    def is_plain(self, bucket: Bucket, plain: bool) -> bool:
+    def runs_greedy_only(self, bucket: Bucket, greedy_only: bool) -> bool:
         """Whether an all-greedy step of this bucket has an executable of its own.
 
-        Mixed buckets have one only with `plain_mixed`. On a GPU the sampler's conditions need a
-        driver that runs them inside a CUDA graph, else the host waits for each; and of steps in
-        parts a greedy one costs no more than a small program. Elsewhere it would cost seconds of
-        start-up, and skipping the sampler's parts costs nothing measurable. An encoder has no
-        sampler.
+        Mixed buckets have one only with `greedy_only_mixed`: on a GPU, where old drivers run the
+        sampler's conditions outside the CUDA graph and the host waits for each, and for steps in
+        parts, where it is one more small program. Elsewhere it would cost seconds of start-up and
+        save nothing measurable. An encoder has no sampler.
         """
-        return self.program.encoder or (plain and (bucket.decode_only or self.plain_mixed))
+        return self.program.encoder or (
+            greedy_only and (bucket.decode_only or self.greedy_only_mixed)
+        )
 
-    def lower(self, bucket: Bucket, plain: bool) -> jax.stages.Lowered:
-        return self.program.lower(self.builder.layout(bucket, plain), self.leaves, self.shapes)
+    def lower(self, bucket: Bucket, greedy_only: bool) -> jax.stages.Lowered:
+        return self.program.lower(
+            self.builder.layout(bucket, greedy_only), self.leaves, self.shapes
+        )
 
     def _compile_board(self) -> None:
         """The small program that installs a boarding sequence's sampling state."""
@@ -321,24 +311,24 @@ class Runner:
 
     def warm_up(self) -> None:
         """Run every executable on an empty batch: first calls set up thread pools and buffers."""
-        for bucket, plain in self.executables:
-            logits = self._run_empty(bucket, plain)
+        for bucket, greedy_only in self.executables:
+            logits = self._run_empty(bucket, greedy_only)
             if logits is not None:
                 self._warm_up_choices(logits)
 
-    def _run_empty(self, bucket: Bucket, plain: bool) -> Array | None:
+    def _run_empty(self, bucket: Bucket, greedy_only: bool) -> Array | None:
         """A step without a row, to its end; its logits."""
-        packed = self.builder.empty(bucket, plain)
-        output, logits = jax.block_until_ready(self.run(bucket, plain, packed))
+        packed = self.builder.empty(bucket, greedy_only)
+        output, logits = jax.block_until_ready(self.run(bucket, greedy_only, packed))
         if bucket in self.pools:
-            jax.block_until_ready(self._run_pool(bucket, plain, output, packed))
+            jax.block_until_ready(self._run_pool(bucket, greedy_only, output, packed))
         return logits
 
     def _run_pool(
-        self, bucket: Bucket, plain: bool, output: StepOutput, packed: np.ndarray
+        self, bucket: Bucket, greedy_only: bool, output: StepOutput, packed: np.ndarray
     ) -> Array:
         """See `Program.pool`. packed: the step's upload."""
-        own = self.builder.layout(bucket, plain).slices["cu_q"]
+        own = self.builder.layout(bucket, greedy_only).slices["cu_q"]
         # Of its own: the upload is written anew while a device may still read this.
         return self.pools[bucket](self.leaves, output.hidden, packed[own].copy())
 
@@ -358,23 +348,21 @@ class Runner:
 
     def batch(self, plan: Plan) -> _Batch:
         """Pack the plan; numpy only."""
-        return self.pack(plan, self.is_plain(plan.bucket, plan.plain))
+        return self.pack(plan, self.runs_greedy_only(plan.bucket, plan.greedy_only))
 
-    def pack(self, plan: Plan, plain: bool) -> _Batch:
+    def pack(self, plan: Plan, greedy_only: bool) -> _Batch:
         """As `batch`, for the executable without a sampler or for the other one."""
-        return _Batch(plan, plain, self.builder.build(plan, plain))
+        return _Batch(plan, greedy_only, self.builder.build(plan, greedy_only))
 
     def launch(self, batch: _Batch) -> LaunchedStep:
-        """Dispatch one step and start the copy of its tokens to the host; returns before it is
-        done.
-        """
+        """Dispatch one step and start to copy its tokens to the host."""
         plan = batch.plan
         for seq in plan.boarded:
             self._install(seq)
-        output, logits = self.run(plan.bucket, batch.plain, batch.packed)
+        output, logits = self.run(plan.bucket, batch.greedy_only, batch.packed)
         pooled = None
         if self.pools and plan.pools:
-            pooled = self._run_pool(plan.bucket, batch.plain, output, batch.packed)
+            pooled = self._run_pool(plan.bucket, batch.greedy_only, output, batch.packed)
         # The hidden states are in nobody's way longer than they are read.
         output = output._replace(hidden=None)
         step = LaunchedStep(plan, output, plan.scored_rows, pooled=pooled)
@@ -386,9 +374,7 @@ class Runner:
         return step
 
     def choose(self, launched: LaunchedStep, rows: list[MaskedRow], masks: np.ndarray) -> None:
-        """Dispatch the program that chooses the tokens of these rows of the step launched last, and
-        start the copies.
-        """
+        """Dispatch the program that chooses the tokens of these rows of the last step."""
         logits, launched.logits = launched.logits, None
         assert logits is not None  # the launch kept them, since the plan has masked rows
         computed = logits.shape[0]
@@ -407,8 +393,8 @@ class Runner:
         _copy_sampled(launched.chosen, logprobs=_wants_logprobs(launched.plan))
 
     def run_choice(self, logits: Array, numbers: np.ndarray | None, upload: MaskedRows) -> Sampled:
-        """One call of a program that chooses behind a step; replaces the donated state. numbers:
-        int32 [R], which of the step's logit rows; None: all.
+        """Run a program that chooses behind a step; replaces the donated state. numbers: int32 [R],
+        the step's logit rows; None: all.
         """
         if numbers is not None:
             logits = self.choices.picks[logits.shape[0], len(numbers)](logits, numbers)
@@ -431,14 +417,12 @@ class Runner:
         self.state.seats = self._board(self.state.seats, np.int32(seat), *row)
 
     def run(
-        self, bucket: Bucket, plain: bool, packed: np.ndarray
+        self, bucket: Bucket, greedy_only: bool, packed: np.ndarray
     ) -> tuple[StepOutput, Array | None]:
-        """One call of an executable; replaces the donated state. -> (what it brings, its logits,
-        None of a plain one).
-        """
-        state, executable = self.state, self.executables[bucket, plain]
+        """Run an executable; replaces the donated state -> (output, logits or None)."""
+        state, executable = self.state, self.executables[bucket, greedy_only]
         logits = None
-        if plain:
+        if greedy_only:
             state.kv, state.last_token, output = executable(
                 self.leaves, state.kv, state.last_token, packed
             )
@@ -460,10 +444,8 @@ class Runner:
             self.leaves[number] = array
 
     def restore(self, error: Exception) -> None:
-        """Allocate the state anew after `error`. A step takes its state by donation, so of one that
-        failed nothing may be left: neither what it was given nor what it would have returned.
-
-        Raises what the device raises, if even a step without a row fails.
+        """Allocate the state anew after `error`: a failed step has consumed what was donated.
+        Raises what the device raises if an empty step fails too.
         """
         self._free_state()  # before its room is needed again
         self._start_over()
@@ -528,16 +510,14 @@ class Runner:
 
 
 def _return_free_memory() -> None:
-    """Give the system what this process has freed. Of blocks of up to 32 MB, as the pool of a layer
-    is one, glibc keeps some where it has met such before.
-    """
+    """Give freed memory to the system; glibc keeps some blocks of up to 32 MB, such as pools."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
-def _name_of(bucket: Bucket, plain: bool) -> str:
-    if plain:
+def _name_of(bucket: Bucket, greedy_only: bool) -> str:
+    if greedy_only:
         return f"{bucket}"
     return f"{bucket} sampling"
 
@@ -569,9 +549,7 @@ def _wants_logprobs(plan: Plan) -> bool:
 
 
 def _entries(columns: Iterable[Array], rows: int) -> list[TokenLogprobs]:
-    """The first `rows` entries of log-probabilities, most likely ids and theirs, each an array [R,
-    ...].
-    """
+    """The first `rows` of log-probabilities, and of the most likely ids and theirs."""
     lists = [np.asarray(column)[:rows].tolist() for column in columns]
     return [TokenLogprobs(*entry) for entry in zip(*lists, strict=True)]
 

@@ -1,8 +1,7 @@
-"""The sampler in parts, as a CPU runs it: programs for a number of logit rows, of which the host,
-who knows what the rows ask for, runs those that they need.
+"""The sampler in parts, as a CPU runs it: the host knows what rows ask for, and runs those
+programs.
 
-In one program, as a GPU or TPU has it (`sampling.Sampler`), conditions skip what no row asks for,
-and XLA compiles what more than one branch needs once for each.
+In one program (`sampling.Sampler`) XLA compiles what several branches need once for each.
 
 Axes: S logit rows, V vocabulary, M seats, W words of a row's parameters.
 """
@@ -65,9 +64,7 @@ def _shape(rows: LogitRows, seats: SeatState, sampling: Array) -> Array:
 
 
 def _mask(logits: Array, masks: Array) -> Array:
-    """Logits of what masks int32 [S, ceil(V / 32)] allow, -inf of all else. Of a row that is not
-    finite nothing is, even if the mask would hide where.
-    """
+    """Logits that masks int32 [S, ceil(V / 32)] allow, else -inf; NaN in non-finite rows."""
     allowed = jnp.where(unpack_masks(masks, logits.shape[-1]), logits, -jnp.inf)
     whole = jnp.isfinite(jnp.max(logits, axis=-1, keepdims=True))
     return jnp.where(whole, allowed, jnp.nan)
@@ -114,9 +111,9 @@ class RowSampler:
         sampling: np.ndarray,
         unmasked: Array | None = None,
     ) -> tuple[Array, SeatState, Sampled]:
-        """One token for each row, and what the seats keep after it; see `sampling.Sampler`.
+        """One token for each row, and the seats' state after it; see `sampling.Sampler`.
 
-        sampling: int32 [S, W]. unmasked: logits that log-probabilities are of, if not the rows'.
+        sampling: int32 [S, W]. unmasked: logits for log-probabilities, if not the rows'.
         """
         own_logits = rows.logits if unmasked is None else unmasked
         params = SAMPLING.columns(sampling)

@@ -1,10 +1,8 @@
-"""From logits to tokens, per row: greedy, temperature, top-k, top-p, min-p, penalties, biases and
-log-probabilities.
+"""From logits to tokens, per row: temperature, limits, penalties, biases and log-probabilities.
 
-Every parameter is an array with one entry per row, never static; parts that no row of a step asks
-for are skipped on the device (`lax.cond`). A row's result depends on its own logits, parameters,
-seed and position alone. Axes: S logit rows, V vocabulary, M seats, B bias entries per seat, K
-alternatives of each token (`width`).
+Parameters are arrays with one entry per row, never static; `lax.cond` skips parts that no row asks
+for. A row's result depends on its own logits, parameters, seed and position alone. Axes: S logit
+rows, V vocabulary, M seats, B bias entries per seat, K alternatives (`width`).
 """
 
 from __future__ import annotations
@@ -65,9 +63,8 @@ class SeatState(NamedTuple):
     ) -> tuple[np.ndarray, ...]:
         """One seat's row for a sequence that boards, in the order of the fields (numpy).
 
-        tokens: all known ids, the first n_prompt of them the prompt: after a preemption the output
-        counts are rebuilt from what was already streamed. end_ids are banned until min_tokens
-        outputs exist.
+        tokens: all known ids, the first n_prompt the prompt; the rest rebuilds counts after a
+        preemption. end_ids are banned until min_tokens.
         """
         prompt = np.asarray(tokens[:n_prompt], np.int64)
         output = np.asarray(tokens[n_prompt:], np.int64)
@@ -143,9 +140,7 @@ def unpack_masks(masks: Array, vocab: int) -> Array:
 
 
 def _penalise(logits: Array, rows: SamplingRows, seat_counts: Array) -> Array:
-    """Repetition (arXiv 1909.05858: divide positive, multiply negative logits of seen tokens),
-    presence, frequency. seat_counts: int32 [M, V], as `SeatState.counts`.
-    """
+    """Repetition (arXiv 1909.05858), presence, frequency. seat_counts: int32 [M, V]."""
     counts = jnp.where(rows.need(PENALISED)[:, None], seat_counts[rows.seats], 0)
     in_output = (counts & (_IN_PROMPT - 1)).astype(jnp.float32)
     factor = jnp.where(counts != 0, rows.params["repetition_penalty"][:, None], 1.0)
@@ -158,9 +153,7 @@ def _penalise(logits: Array, rows: SamplingRows, seat_counts: Array) -> Array:
 
 
 def _uniform(rows: SamplingRows) -> Array:
-    """One number in [0, 1) per row from seed and position alone: Threefry keyed by the seed, folded
-    with position.
-    """
+    """A number in [0, 1) per row: Threefry keyed by the seed, folded with the position."""
 
     def one(seed: Array, position: Array) -> Array:
         words = bitcast_convert_type(seed[::-1], jnp.uint32)
@@ -171,9 +164,7 @@ def _uniform(rows: SamplingRows) -> Array:
 
 
 def threshold(scaled: Array, top_k: Array, top_p: Array) -> Array:
-    """The smallest kept logit per row: from the best candidates where they decide, else by search
-    over all.
-    """
+    """The smallest kept logit per row: from the best candidates, else by search over all."""
     quick, decided = _among_candidates(scaled, top_k, top_p)
     undecided = ~decided & ((top_k > 0) | (top_p < 1.0))
     return jax.lax.cond(
@@ -198,9 +189,7 @@ def _among_candidates(scaled: Array, top_k: Array, top_p: Array) -> tuple[Array,
 
 
 def _search(scaled: Array, top_k: Array, top_p: Array) -> Array:
-    """`threshold` for any k and p: bisect the ordered bits of float32, first by count, then by
-    mass.
-    """
+    """`threshold` for any k and p: bisect the bits of float32, first by count, then by mass."""
     weights = jnp.exp(scaled)
     k = jnp.where(top_k > 0, jnp.minimum(top_k, scaled.shape[-1]), scaled.shape[-1])
     floor_k = _bisect(lambda t: jnp.sum(scaled >= t[:, None], -1) >= k, scaled.shape[0])
@@ -213,10 +202,9 @@ def _search(scaled: Array, top_k: Array, top_p: Array) -> Array:
 
 
 def _bisect(holds, rows: int) -> Array:
-    """The largest t <= 0 per row with holds(t), for holds that are true from -inf up to some point.
+    """The largest t <= 0 per row with holds(t), which is true from -inf up to some point.
 
-    Floats up to 0 are ordered backwards by their magnitude bits, so 31 halvings of the bits end at
-    the exact float.
+    Floats up to 0 are ordered by magnitude bits, so 31 halvings end at the exact float.
     """
 
     def halve(_, span):
@@ -235,9 +223,9 @@ type _Columns = tuple[Array, Array, Array]
 
 
 class RowScores(NamedTuple):
-    """Log-probabilities of a step's scored prompt rows under the model's own distribution, in the
-    order of `StepInputs.score_rows`; zeros behind the last of them. NaN: the row's logits are not
-    finite."""
+    """Log-probabilities of scored prompt rows, in the order of `StepInputs.score_rows`; zeros
+    behind the last. NaN: the row's logits are not finite.
+    """
 
     logprobs: Array  # float32 [T] of the tokens that follow
     top_ids: Array  # int32 [T, K]
@@ -245,9 +233,8 @@ class RowScores(NamedTuple):
 
 
 def score_rows_at_once(rows: int, vocab: int) -> int:
-    """How many of `rows` scored rows have their logits computed at a time: a power of two, or all.
-
-    As many as _SCORE_BYTES hold, or more where that would make more than _MOST_BLOCKS.
+    """Rows whose logits are computed at a time: a power of two within _SCORE_BYTES, or all of
+    `rows`; more where that makes over _MOST_BLOCKS.
     """
     most = max(1, _SCORE_BYTES // (4 * vocab))
     block = 1 << (most.bit_length() - 1)
@@ -264,7 +251,7 @@ class Sampler:
     """Chooses a token for each row of float32 logits [S, V], and scores tokens."""
 
     #: The kernel set's own `threshold`; None: the one here.
-    cut: Threshold | None = None
+    top_k_top_p: Threshold | None = None
     #: K: the alternatives of each token that are scored.
     width: int = REQUEST_MOST.logprobs
     #: Which of all columns the logits hold; what seats keep, and masks, hold all.
@@ -273,9 +260,7 @@ class Sampler:
     def sample(
         self, logits: Array, rows: SamplingRows, state: SeatState, allowed: Array | None = None
     ) -> tuple[Sampled, SeatState]:
-        """One token for each row. allowed: bool [S, V], the tokens that each row may choose; None:
-        all.
-        """
+        """One token for each row. allowed: bool [S, V], what each may choose; None: all."""
         if allowed is not None:
             allowed = self.vocabulary.columns(allowed)
         choose = partial(self.choose_tokens, rows=rows, allowed=allowed)
@@ -296,8 +281,8 @@ class Sampler:
     def choose_tokens(
         self, logits: Array, rows: SamplingRows, allowed: Array | None = None
     ) -> Array:
-        """One token for each row of [S, V], shaped as they are to be -> int32 [S]. allowed: as
-        logits, bool.
+        """One token for each row of shaped logits [S, V] -> int32 [S]. allowed: bool [S, V] or
+        None.
         """
         if allowed is not None:
             logits = jnp.where(allowed, logits, -jnp.inf)
@@ -323,9 +308,7 @@ class Sampler:
         )
 
     def _add_bias(self, logits: Array, rows: SamplingRows, state: SeatState) -> Array:
-        """Add each seat's entries that are still in force at the position the sampled token will
-        have.
-        """
+        """Add the entries of each seat that are in force at the sampled token's position."""
         live = rows.need(BIASED)[:, None]
         live &= rows.position[:, None] + 1 < state.bias_until[rows.seats]
         values = jnp.where(live, state.bias_values[rows.seats], 0.0)
@@ -334,10 +317,8 @@ class Sampler:
         return logits.at[at, places].add(values, mode="drop")
 
     def _draw(self, logits: Array, rows: SamplingRows) -> Array:
-        """Sample each row of [S, V] after temperature, top-k, top-p (of what top-k left) and min-p
-        -> int32 [S].
-
-        Tokens that tie with the last one kept are kept too.
+        """Sample rows of [S, V] after temperature, top-k, top-p (of top-k's rest) and min-p ->
+        int32 [S]. Ties with the last token kept are kept.
         """
         # The best is 0 wherever this is computed again. Were it divided first, the compiler could
         # make one rounding of the two here, and two there.
@@ -353,16 +334,14 @@ class Sampler:
         limited = (top_k > 0) | (top_p < 1.0)
         floor = jax.lax.cond(
             self.vocabulary.anybody(limited),
-            lambda: self.vocabulary.threshold(scaled, top_k, top_p, self.cut or threshold),
+            lambda: self.vocabulary.threshold(scaled, top_k, top_p, self.top_k_top_p or threshold),
             lambda: jnp.full_like(top_p, -jnp.inf),
         )
         least = jnp.where(rows.params["min_p"] > 0, jnp.log(rows.params["min_p"]), -jnp.inf)
         return jnp.maximum(jnp.where(limited, floor, -jnp.inf), least)
 
     def score_tokens(self, logits: Array, tokens: Array) -> _Columns:
-        """Log-probabilities of tokens [S] and of the `width` best under the model's own
-        distribution.
-        """
+        """Log-probabilities of tokens [S] and of the `width` best by the model's distribution."""
         total = self.vocabulary.log_total(logits)
         best, ids = self.vocabulary.top(logits, self.width)
         own = self.vocabulary.entry(logits, jnp.maximum(tokens, 0))
@@ -386,9 +365,8 @@ class Sampler:
     ) -> RowScores:
         """Score the first `count` of rows int32 [T], each against its entry of tokens int32 [T].
 
-        logits_of: row numbers int32 [block] -> their logits, float32 [block, V]. They are computed
-        a block at a time, so that a step without scored rows computes none, and the logits of a
-        whole prompt never exist at once.
+        logits_of: row numbers int32 [block] -> float32 [block, V], computed a block at a time, so
+        that the logits of a whole prompt never exist at once.
         """
         size = rows.shape[0]
         spare = -size % block

@@ -1,12 +1,10 @@
-"""The step in parts, as a CPU runs it: the model, one program a bucket, and behind it those of the
-head and the sampler, which are made for a number of logit rows and shared by all buckets.
+"""The step in parts, as a CPU runs it: the model, a program per bucket, and behind it head and
+sampler programs by numbers of logit rows, shared by all buckets.
 
-A decode step has about as many logit rows as its bucket has. One with prompts may have any number,
-most often a few: the host, who packed them, runs the programs that are large enough.
-
-XLA:CPU compiles a sampler for three times as long as thirty layers of native kernels. To start a
-second program takes little where a step takes milliseconds. A GPU or TPU runs the whole step as one
-(`Program.plain`, `Program.full`).
+A decode step has about as many logit rows as its bucket; one with prompts a few, so the host runs
+programs that are just large enough. XLA:CPU compiles a sampler three times as long as thirty layers
+of native kernels, and starting a second program costs little. A GPU or TPU runs one program
+(`Program.greedy_only`, `Program.full`).
 
 Axes: T token rows and S logit rows of the bucket, R logit rows that are computed, V vocabulary, M
 seats, E hidden size.
@@ -55,8 +53,8 @@ class _ModelOutput(NamedTuple):
 class StepParts:
     """Makes steps out of parts, and each part once; for one device.
 
-    leaves, state: arrays or shapes, as for `Program.lower`. layout_of: (bucket, plain) -> what the
-    step uploads. sizes: numbers of logit rows that programs are made for, the largest M.
+    leaves, state: arrays or shapes. layout_of: (bucket, greedy_only) -> the step's upload. sizes:
+    numbers of logit rows to make programs for, the largest M.
     """
 
     def __init__(
@@ -79,15 +77,13 @@ class StepParts:
         #: By R.
         self._heads: dict[int, _Part] = {}
 
-    def start(self, pool: Executor, bucket: Bucket, plain: bool) -> Callable[[], StepCall]:
-        """Begin to compile what this step takes and none before it took. -> what waits for that,
-        and returns the step.
-        """
+    def start(self, pool: Executor, bucket: Bucket, greedy_only: bool) -> Callable[[], StepCall]:
+        """Begin to compile a step's missing parts -> a function that waits and returns the step."""
         if bucket not in self._models:
             self._start_model(pool, bucket)
         model, tails = self._models[bucket], self._start_tails(pool, bucket)
-        layout = self._layout_of(bucket, plain)
-        if plain:
+        layout = self._layout_of(bucket, greedy_only)
+        if greedy_only:
             return lambda: _PlainStep(layout, model.result(), tails())
         if not layout.scores:
             return lambda: _SampledStep(layout, model.result(), tails(), None)
@@ -214,9 +210,7 @@ class _Tails:
     def rows(
         self, leaves: list[Array], rows: LogitRows | _LastRows, seats: np.ndarray
     ) -> LogitRows:
-        """At least those rows that somebody waits for, with their logits. seats: int32 [S], as
-        uploaded.
-        """
+        """The rows with their logits, at least those of a seat. seats: int32 [S], as uploaded."""
         if isinstance(rows, LogitRows):
             return rows
         count = np.count_nonzero(seats < len(rows.seats))
@@ -229,7 +223,7 @@ class _Tails:
 
 @dataclass(frozen=True)
 class _PlainStep:
-    """An all-greedy step, called as `Program.plain` would be."""
+    """An all-greedy step, called as `Program.greedy_only` would be."""
 
     layout: UploadLayout
     #: The step up to the rows that choose a token.

@@ -1,9 +1,8 @@
 """How many threads a CPU's steps are computed with, and on which processors.
 
-XLA and the native kernels start a thread for each processor that the process may run on. That is
-too many in a container whose quota is less: the threads that wait for the others use the quota up,
-and all of them stand still until the next period. Two hyperthreads of one core share its
-multipliers, so a second thread there has nothing to multiply with.
+XLA and the native kernels start a thread per allowed processor. With a smaller quota (containers)
+waiting threads use it up and all stand still until the next period; and two hyperthreads of a core
+share its multipliers.
 """
 
 from __future__ import annotations
@@ -52,9 +51,8 @@ class _Processors:
 
 @cache  # once for each number: what is chosen is all that is allowed later
 def use_processors(wanted: int) -> None:
-    """Have this process, and the threads that it starts from here on, run on the processors that
-    steps should be computed on; must come before jax starts its threads. wanted: 0 for as many as
-    are useful. Raises ConfigError for more than there are.
+    """Restrict this process and its later threads to useful processors, before jax starts its own.
+    wanted: how many; 0: as many as are useful. Raises ConfigError for more than there are.
     """
     if not hasattr(os, "sched_setaffinity"):
         if wanted:
@@ -67,9 +65,7 @@ def use_processors(wanted: int) -> None:
 
 
 def processors_here(wanted: int) -> _Processors:
-    """What `use_processors` would choose of those that this process may run on now; where the
-    system tells nothing, all that there are. Raises ConfigError.
-    """
+    """What `use_processors` would choose now. Raises ConfigError."""
     return _choose_processors(own_processors(), wanted)
 
 
@@ -81,9 +77,7 @@ def own_processors() -> Sequence[int]:
 
 
 def _choose_processors(allowed: Sequence[int], wanted: int, root: Path = _ROOT) -> _Processors:
-    """Of the processors that the process may run on: one of each core, as many as the quota holds;
-    or as many as are wanted. ConfigError for more than are allowed.
-    """
+    """One processor of each core within the quota, or as many as are wanted. Raises ConfigError."""
     if wanted > len(allowed):
         raise ConfigError(
             f"threads: {wanted} are more than the {len(allowed)} processors that may be used here"
@@ -126,16 +120,14 @@ def _numbers_in(ranges: str) -> Iterator[int]:
 
 
 def _quota(root: Path) -> float | None:
-    """Processors whose time the control groups that this process is in allow it, the least of
-    them; None: no limit.
-    """
+    """The least CPU time that this process's control groups allow, in processors, or None."""
     quotas = [quota for folder in _groups(root) if (quota := _quota_of(folder)) is not None]
     return min(quotas, default=None)
 
 
 def _groups(root: Path) -> Iterator[Path]:
-    """Folders of the control groups that limit this process, versions 2 and 1. In a container the
-    path that the kernel tells may not be visible; the folders above it are looked at as well.
+    """Folders of the control groups (versions 2 and 1) that limit this process, and those above,
+    since a container may hide the path.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

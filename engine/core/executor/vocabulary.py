@@ -1,9 +1,8 @@
-"""What the sampler asks of the columns of logits: where one device has them all, and where several
-devices share them.
+"""What the sampler asks of the columns of logits, held by one device or shared by several.
 
-Shared, logits stay where they are computed, and what travels between devices is a few numbers a
-row. All devices choose the same token, and the one that a device alone would: a running sum is that
-of the same lanes of 128 tokens, in the same order. Inside a step's `shard_map` only.
+Shared logits stay where they are, and a few numbers a row travel. All devices choose the token that
+one alone would: running sums are of the same lanes of 128 tokens in the same order. Inside a step's
+`shard_map` only.
 
 Axes: S logit rows, C columns of this device, V of all of them.
 """
@@ -31,10 +30,7 @@ _INFINITY = 0x7F800000
 
 
 class Vocabulary:
-    """What the sampler asks of all columns of arrays [S, V]: this device has them all.
-
-    `SplitVocabulary` answers the same where several devices share the columns.
-    """
+    """The columns of arrays [S, V], all on this device; `SplitVocabulary` shares them."""
 
     def anybody(self, rows: Array) -> Array:
         """Whether any of rows bool [S] needs a part of the sampler, which is left out else."""
@@ -106,9 +102,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class SplitVocabulary(Vocabulary):
-    """The columns that this device has of a vocabulary over so many devices. engines: that run the
-    step together.
-    """
+    """This device's columns of a vocabulary over `devices`. engines: those that run the step."""
 
     devices: int
     engines: int = 1
@@ -225,8 +219,7 @@ class SplitVocabulary(Vocabulary):
 def _pick_token(sums: Array, lane_of: Callable[[Array], Array], u: Array) -> Array:
     """The token where the running sum of weights passes u * total -> int32 [S].
 
-    sums: of each lane's weights, [S, lanes]; lane_of: from numbers of lanes, int32 [S], to their
-    weights, [S, _LANES].
+    sums: of each lane's weights, [S, lanes]; lane_of: lane numbers int32 [S] -> [S, _LANES].
     """
     block, rest = _pick(sums, u * jnp.sum(sums, axis=-1))
     lane, _ = _pick(lane_of(block), rest)
@@ -241,9 +234,7 @@ def _in_lanes(values: Array, filling: float) -> Array:
 
 
 def _pick(weights: Array, target: Array) -> tuple[Array, Array]:
-    """First index whose running sum exceeds target [S], never one of weight 0; and what of target
-    it leaves.
-    """
+    """First index of nonzero weight whose running sum exceeds target [S], and target's rest."""
     running = jnp.cumsum(weights, axis=-1)
     positive = weights > 0
     last = weights.shape[-1] - 1 - jnp.argmax(positive[:, ::-1], axis=-1)
@@ -254,11 +245,8 @@ def _pick(weights: Array, target: Array) -> tuple[Array, Array]:
 
 
 def _first_best(best: Array, token: Array, columns: int) -> Array:
-    """The whole vocabulary's greedy token from each device's own: best float32 [S], token int32 [S]
-    among `columns`.
-
-    Two numbers a row travel instead of all logits. -1 where the best is not finite. Inside the step
-    only.
+    """The whole vocabulary's greedy token from each device's best float32 [S] and its token int32
+    [S]; -1 where that is not finite. Two numbers a row travel.
     """
     token += TENSOR.number() * columns
     pairs = jax.lax.all_gather(
@@ -287,8 +275,7 @@ def _sum_over_devices(x: Array) -> Array:
 def _search(holds: Callable[[Array], Array], rows: int) -> Array:
     """The largest t <= 0 of each row that holds, [S]; all smaller ones do, and -inf always does.
 
-    holds: float32 [S, 15] -> bool. Floats up to 0 are ordered backwards by their magnitude bits, of
-    which a pass finds four.
+    holds: float32 [S, 15] -> bool. Floats up to 0 are ordered by magnitude bits, four a pass.
     """
     digits = jnp.arange(1, 1 << _DIGIT, dtype=jnp.uint32)
 

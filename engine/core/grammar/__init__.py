@@ -1,5 +1,3 @@
-"""Answers held to a grammar: what a grammar is, whether it can be used, and which tokens may come
-next.
-
-Free of jax; `llguidance` knows the languages and computes the masks.
+"""Answers held to a grammar, with `llguidance`: which grammars can be used, and which tokens may
+come next. Jax-free.
 """

@@ -1,10 +1,8 @@
-"""Objects that name their properties have no others, unless they say so: a model does not go on
-inventing them. Libraries write such schemas without `additionalProperties` and mean this; what
-fits the closed schema fits the client's own.
+"""Closes objects that name their properties, so that a model does not invent others.
 
-An object is left open where closing it could exclude what the whole schema allows: where it says
-anything else about its properties, and where it applies together with another schema to the same
-value (`allOf`, `anyOf` beside `properties`, `$ref` beside them), by itself or through a reference.
+Libraries write such schemas without `additionalProperties`. An object stays open where closing it
+could exclude what the schema allows: where it says more about its properties, or applies together
+with another schema to the same value (`allOf`, `anyOf` or `$ref` beside `properties`).
 """
 
 from __future__ import annotations

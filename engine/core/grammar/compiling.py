@@ -1,7 +1,4 @@
-"""From a grammar to llguidance's form of it, and what is wrong with one that has none.
-
-All of it is bounded by llguidance's own limits; how long it may take is for the caller to see to.
-"""
+"""From a grammar to llguidance's form of it, within llguidance's limits; callers limit the time."""
 
 from __future__ import annotations
 
@@ -74,9 +71,8 @@ def checked(grammar: Grammar, trie: LLTokenizer) -> Embedded:
 
 
 def first_mask(matcher: LLMatcher) -> np.ndarray:
-    """The tokens that a text begins with, int32 [at least ceil(V / 32)]; what the lexer finds out
-    for it, copies of the matcher know. Raises RequestError if there are none, or finding them takes
-    too much.
+    """The tokens that a text begins with, int32 [at least ceil(V / 32)], cached for copies of the
+    matcher. Raises RequestError if there are none or they take too much.
     """
     mask = matcher.compute_bitmask()
     if matcher.is_error():
@@ -89,9 +85,7 @@ class _Compiler:
     trie: LLTokenizer
 
     def compiled(self, grammar: Grammar) -> tuple[Embedded, LLMatcher]:
-        """The grammar as it is compiled, and its matcher. Raises RequestError for one that has
-        none.
-        """
+        """The grammar as it is compiled, and its matcher. Raises RequestError if it has none."""
         grammar = _in_lark(grammar)
         if grammar.ready or not writes_json(grammar) or grammar.kind == "json_object":
             matcher = self._matcher(grammar)
@@ -125,9 +119,8 @@ class _Compiler:
 
 
 def _ever_less(enforcer: Enforcer, grammar: Grammar) -> Iterator[Callable[[JsonDict], Enforced]]:
-    """Ways to enforce schemas that the rules alone do not make good: each what llguidance takes of
-    it by itself; where that is too complex together, nothing of the larger half of those that are
-    not strict; nothing of those.
+    """Ways to enforce schemas that rules alone do not fix, ever weaker: what llguidance takes of
+    each; nothing of the larger half of those that are not strict; nothing of those at all.
     """
     enforced = {_text(schema): enforcer.enforced(schema) for schema in schemas(grammar)}
 
@@ -149,9 +142,7 @@ def _text(schema: JsonDict) -> bytes:
 
 
 def _in_our_style(schema: JsonDict) -> Enforced:
-    """A schema that stands in a grammar in Lark, where its own "x-guidance" says how it is
-    written, if a client's grammar says it.
-    """
+    """A schema inside a Lark grammar with our "x-guidance" where the client sets none."""
     style = schema.get("x-guidance", {})
     if not isinstance(style, dict):
         return Enforced(schema, [])  # llguidance refuses it

@@ -1,6 +1,4 @@
-"""The JSON schemas in a grammar: a whole one, or those that stand in a grammar in Lark, as those of
-tools' arguments do.
-"""
+"""The JSON schemas in a grammar: a whole one, or those inside a grammar in Lark."""
 
 from __future__ import annotations
 
@@ -66,9 +64,7 @@ def writes_json(grammar: Grammar) -> bool:
 
 
 def _with_rules(text: str, made_of: Callable[[JsonDict], JsonDict]) -> str:
-    """A grammar in Lark, with each of its schemas as `made_of` makes it. What is no JSON is left
-    for llguidance to refuse.
-    """
+    """A grammar in Lark with schemas as `made_of` makes them; what is no JSON stays as it is."""
     made: list[str] = []
     at = 0
     for found in _SCHEMA.finditer(text):

@@ -1,6 +1,4 @@
-"""What of a JSON schema an answer is held to: all of it, or, where the terms are not strict, as
-much as llguidance can be made to take.
-"""
+"""How much of a JSON schema is enforced: all, or, if not strict, what llguidance takes."""
 
 from __future__ import annotations
 
@@ -68,9 +66,7 @@ class Enforced(NamedTuple):
 
 
 def by_rules(schema: JsonDict) -> Enforced:
-    """What the rules make of a schema that says its own terms. Raises RequestError for one that
-    cannot be enforced, if they are strict.
-    """
+    """Rewrite a schema by rules, on its own terms. Raises RequestError if strict and impossible."""
     terms, rest = Terms.split(schema)
     try:
         reference = endless_reference(rest)
@@ -119,9 +115,7 @@ class Enforcer:
     deadline: float = field(default_factory=lambda: time.monotonic() + _MOST_SECONDS)
 
     def enforced(self, schema: JsonDict) -> Enforced:
-        """What llguidance takes of a schema that says its own terms. Raises RequestError that says
-        where and why for one that it does not take, if they are strict.
-        """
+        """What llguidance takes of a schema. Raises RequestError with the place if strict."""
         terms, _ = Terms.split(schema)
         made, left_out = by_rules(schema)
         try:
@@ -158,9 +152,7 @@ class Enforcer:
                 return way
 
     def _mended(self, schema: JsonDict, way: list[_Place], error: str) -> tuple[JsonDict, str]:
-        """A schema without the keyword that causes an error, and a pointer to that keyword: one of
-        the innermost schema, or of those around it.
-        """
+        """A schema without the keyword that causes an error, and a pointer to that keyword."""
         shared = {name: schema[name] for name in _SHARED & schema.keys()}
         for path, culprit in reversed(way):
             for keyword in _suspects(culprit, error):

@@ -1,6 +1,4 @@
-"""Keywords that llguidance does not know, in terms of those that it does: schemas that allow the
-same values.
-"""
+"""Keywords that llguidance does not know, rewritten as schemas that allow the same values."""
 
 from __future__ import annotations
 
@@ -35,9 +33,7 @@ _TYPES: dict[str, type] = {
 
 
 def with_known_keywords(schema: JsonDict, root: JsonDict) -> JsonDict:
-    """A schema that allows the same, in keywords that llguidance knows where that is possible.
-    root: the document, which references begin at.
-    """
+    """An equal schema in keywords that llguidance knows, where possible. root: of references."""
     if "not" in schema and is_never(schema["not"]):
         schema = _without(schema, "not")
     if "unevaluatedProperties" in schema:
@@ -58,9 +54,7 @@ def _without(schema: JsonDict, *keywords: str) -> JsonDict:
 
 
 def _with_named_properties(schema: JsonDict, root: JsonDict) -> JsonDict:
-    """`propertyNames` that lists names, as properties; one pattern of names, as
-    `patternProperties`.
-    """
+    """`propertyNames` as properties if it lists names, as `patternProperties` if a pattern."""
     names = schema["propertyNames"]
     if is_anything(names) or _allows_texts(names):
         return _without(schema, "propertyNames")
@@ -82,9 +76,7 @@ def _with_named_properties(schema: JsonDict, root: JsonDict) -> JsonDict:
 
 
 def _allows_texts(schema: JsonValue) -> bool:
-    """Whether a schema allows every text, as names of properties are; their format is an
-    annotation.
-    """
+    """Whether a schema allows every text; formats are annotations."""
     if not isinstance(schema, dict) or schema.keys() - ANNOTATIONS - {"type", "format"}:
         return False
     types = schema.get("type", "string")
@@ -106,9 +98,7 @@ def _name_pattern(names: JsonValue) -> str | None:
 
 
 def _evaluated(schema: JsonDict, keyword: str, simpler: str) -> JsonDict:
-    """`unevaluatedProperties` where no other schema evaluates any: `additionalProperties`; items
-    likewise.
-    """
+    """`unevaluated...` as `additionalProperties` or `items`, if no other schema evaluates any."""
     if _IN_PLACE & schema.keys() or "contains" in schema:
         return schema
     return {simpler: schema[keyword]} | _without(schema, keyword)
@@ -145,9 +135,8 @@ def _arrays(values: list[JsonValue], least: JsonValue, most: JsonValue) -> list[
 
 
 def _with_counted_properties(schema: JsonDict) -> JsonDict:
-    """Bounds on the number of properties that are all named: as alternatives, which of them there
-    must and may be, if those are few. llguidance itself knows them where all are required, and at
-    least or at most one of the others.
+    """Bounds on how many named properties there are, as alternatives if these are few; llguidance
+    itself knows at least or at most one beside the required ones.
     """
     properties, required = schema.get("properties"), schema.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list):

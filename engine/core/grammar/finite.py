@@ -142,18 +142,23 @@ def _waits_for(alternatives: _Alternatives, endless: Set[str]) -> str:
 def _references(schema: JsonValue) -> Iterator[str]:
     """All that a schema refers to by "$ref"."""
     if isinstance(schema, dict):
-        if isinstance(schema.get("$ref"), str):
-            yield schema["$ref"]
+        if isinstance(reference := schema.get("$ref"), str):
+            yield reference
         for _, child in children(schema):
             yield from _references(child)
 
 
-def _needs(schema: JsonValue, endless: Set[str]) -> str:
-    """One of these references that each of a schema's values has in it; empty: some value has
-    none.
+def _needs(schema: JsonDict | JsonValue, endless: Set[str]) -> str:
+    """One of these references that each value of a schema contains; "" if some value has none.
+    Raises TypeError for keywords that are not of their type.
     """
     if not isinstance(schema, dict):
         return ""
+    return _needs_of(schema, endless)
+
+
+def _needs_of(schema: JsonDict, endless: Set[str]) -> str:
+    """As `_needs`, of an object."""
     if schema.get("$ref") in endless:
         return schema["$ref"]
     for one_of in (schema.get("anyOf"), schema.get("oneOf")):

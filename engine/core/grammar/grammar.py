@@ -16,8 +16,8 @@ _LARK = re.compile(r"(?m)^\s*(%llguidance\b|start\s*:(?!:=))")
 
 
 def schema_grammar(schema: JsonDict | bool, terms: Terms | None = None) -> Grammar:
-    """Whatever a JSON schema allows. terms: how it is enforced; None: as it says itself, or
-    strictly. Raises RequestError for one that is no JSON, or has numbers of more than 64 bits.
+    """A grammar of a JSON schema. terms: how to enforce it; None: its own, or strictly. Raises
+    RequestError for what is no JSON, or has numbers of more than 64 bits.
     """
     if terms is not None and isinstance(schema, dict):
         schema = terms.with_schema(schema)

@@ -1,7 +1,7 @@
 """Where each sequence stands in its grammar, and which tokens may come next: the core's half.
 
-Grammars are compiled, and masks computed, on threads beside the steps: llguidance leaves the
-interpreter to others meanwhile. A sequence whose mask is not there in time sits steps out.
+Grammars are compiled, and masks computed, on threads beside the steps: llguidance releases the
+interpreter. A sequence whose mask is late sits steps out.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Work:
     compile_s: float = 0.0
 
 
-class _MaskLanes:
+class _MaskThreads:
     """The threads that compute masks, and what they have taken."""
 
     def __init__(self, trie: LLTokenizer):
@@ -79,8 +79,8 @@ class _MaskLanes:
             self.work.mask_s += seconds
 
     def advance(self, matcher: LLMatcher, tokens: list[int]) -> bool:
-        """`LLMatcher.consume_tokens`, which holds the interpreter, without holding it: llguidance
-        lets go of it for several matchers at once. The other one has an error and does nothing.
+        """`LLMatcher.consume_tokens` without holding the interpreter, which llguidance releases
+        only for several matchers at once; the second one here does nothing.
         """
         executor, idle = LLExecutor(1), LLMatcher(self.trie, "", log_level=0)
         return all(
@@ -109,11 +109,11 @@ class _Allowance:
 class GrammarMatcher:
     """Where one sequence stands in its grammar (`engine.core.scheduler.sequence.Matcher`).
 
-    While its mask is being computed, a lane's thread has `_inner`, and nobody else may touch it.
+    While its mask is computed, a worker thread owns `_inner`.
     """
 
     _inner: LLMatcher
-    _lanes: _MaskLanes
+    _threads: _MaskThreads
     _allowance: _Allowance
     #: What ends long numbers; None: the grammar writes no JSON.
     _number_ends: NumberEnds | None = None
@@ -171,14 +171,12 @@ class GrammarMatcher:
         if self._pending or self._mask is not None or self._error is not None:
             return False
         self._pending = True
-        lane = self._lanes.slow if self._is_slow else self._lanes.quick
-        lane.put(self._find)
-        return lane is self._lanes.quick
+        worker = self._threads.slow if self._is_slow else self._threads.quick
+        worker.put(self._find)
+        return worker is self._threads.quick
 
     def fill(self, masks: np.ndarray, row: int) -> None:
-        """Write which tokens may come next into a row of int32 [n, ceil(V / 32)]. Raises
-        RequestError if that takes too much.
-        """
+        """Write the allowed tokens to a row of int32 [n, ceil(V / 32)]. Raises RequestError."""
         if self._mask is None:
             self._find()
         if self._error is not None:
@@ -193,15 +191,15 @@ class GrammarMatcher:
         tokens, started = len(self._fresh), time.thread_time()
         try:
             if self._fresh:
-                self._go_on(self._lanes.advance(self._inner, self._fresh))
+                self._go_on(self._threads.advance(self._inner, self._fresh))
             if self._error is not None:
                 raise self._error
-            mask = np.empty((1, self._lanes.words), np.int32)
+            mask = np.empty((1, self._threads.words), np.int32)
             fill_next_token_bitmask(self._inner, mask, 0)
             if self._inner.is_error():
                 raise _stopped(self._inner)
             seconds = time.thread_time() - started
-            self._lanes.count(seconds)
+            self._threads.count(seconds)
             self._mask_s = seconds
             self._allowance.spend(seconds, tokens)
             self._mask = mask[0]
@@ -239,9 +237,8 @@ def _dead_end() -> RequestError:
 
 
 class _TokenRules:
-    """What the sequences of one request share: which tokens they may choose from, whatever its
-    grammar says. Those it allows (`allowed_token_ids`), without those that would complete a word
-    it bans (`bad_words`).
+    """The tokens that a request's sequences may choose from beside its grammar: those it allows
+    (`allowed_token_ids`), without those that complete a word it bans (`bad_words`).
     """
 
     def __init__(self, params: SamplingParams, vocab_size: int):
@@ -264,7 +261,7 @@ class _TokenRules:
 
 
 @dataclass(eq=False, slots=True)
-class RuledMatcher:
+class TokenConstraint:
     """Where one sequence stands (`engine.core.scheduler.sequence.Matcher`)."""
 
     _rules: _TokenRules
@@ -339,14 +336,14 @@ class Matchers:
     def __init__(self, trie: LLTokenizer, clock: Callable[[], float] = time.monotonic):
         self._trie = trie
         self._clock = clock
-        self._lanes = _MaskLanes(trie)
+        self._threads = _MaskThreads(trie)
         #: Made with the first grammar of JSON.
         self._number_ends: NumberEnds | None = None
         #: Keeps all but the tokens that end a text.
-        self._no_ends = _mask_without(trie.eos_tokens, self._lanes.words)
+        self._no_ends = _mask_without(trie.eos_tokens, self._threads.words)
         self._compiling = ReplaceableThreads("grammars")
         # All below: under the lock, since the compiling thread writes it too.
-        self._lock = self._lanes.lock
+        self._lock = self._threads.lock
         self._kept: LruCache[Grammar, _Compiled | RequestError] = LruCache(_MOST_BYTES, _bytes_of)
         self._jobs: dict[Grammar, _Job] = {}
 
@@ -359,8 +356,8 @@ class Matchers:
         self._compiling.put(partial(self._compile, job))
 
     def maker(self, grammar: Grammar) -> Callable[[], GrammarMatcher] | None:
-        """What makes matchers of a grammar that was begun, each at the beginning of a text; None
-        while it is being compiled. Raises RequestError if it cannot be used.
+        """A maker of matchers of a grammar that was begun; None while it is compiled. Raises
+        RequestError if it cannot be used.
         """
         with self._lock:
             found = self._kept.get(grammar)
@@ -384,7 +381,7 @@ class Matchers:
         allowance = _Allowance()
         return lambda: GrammarMatcher(
             found.matcher.deep_copy(),
-            self._lanes,
+            self._threads,
             allowance,
             ends,
             _mask=found.mask,
@@ -397,18 +394,23 @@ class Matchers:
 
     def masks(self, rows: int) -> np.ndarray:
         """Room for the masks of so many rows, int32 [rows, ceil(V / 32)]."""
-        return np.zeros((rows, self._lanes.words), np.int32)
+        return np.zeros((rows, self._threads.words), np.int32)
 
     def wait(self) -> None:
         """Wait for the masks that were begun, as long as a step does."""
-        self._lanes.quick.wait(_STEP_S)
+        self._threads.quick.wait(_STEP_S)
 
     def fill(
-        self, matcher: GrammarMatcher | RuledMatcher, masks: np.ndarray, row: int, *, may_end: bool
+        self,
+        matcher: GrammarMatcher | TokenConstraint,
+        masks: np.ndarray,
+        row: int,
+        *,
+        may_end: bool,
     ) -> bool:
-        """Write a matcher's mask; False if there is nothing that may come next. may_end: the text
-        may end here, if the grammar allows it. Raises RequestError if the grammar takes too much,
-        or asks for more and no token that may be chosen goes on with it.
+        """Write a matcher's mask; False if nothing may come next. may_end: the text may end here.
+        Raises RequestError if the grammar takes too much, or no token that may be chosen goes on
+        with it.
         """
         matcher.fill(masks, row)
         if not may_end:
@@ -424,10 +426,10 @@ class Matchers:
     def take_work(self) -> GrammarWork | None:
         """What there was to do since the last call; None if nothing was."""
         with self._lock:
-            work = self._lanes.work
+            work = self._threads.work
             if not (work.masks or work.compiled):
                 return None
-            self._lanes.work = _Work()
+            self._threads.work = _Work()
             kept = len(self._kept)
         return GrammarWork(
             masks=work.masks,
@@ -455,8 +457,8 @@ class Matchers:
             if job.given_up:
                 return
             del self._jobs[job.grammar]
-            self._lanes.work.compiled += 1
-            self._lanes.work.compile_s += self._clock() - started
+            self._threads.work.compiled += 1
+            self._threads.work.compile_s += self._clock() - started
             self._kept.put(job.grammar, result)
 
     def _result(self, grammar: Grammar) -> _Compiled | RequestError:
@@ -464,7 +466,7 @@ class Matchers:
             if self._number_ends is None and writes_json(grammar):
                 self._number_ends = NumberEnds(self._trie)
             matcher, started = new_matcher(grammar, self._trie), time.thread_time()
-            mask = first_mask(matcher)[: self._lanes.words]
+            mask = first_mask(matcher)[: self._threads.words]
         except RequestError as error:
             return error
         except BaseException:  # a panic of the library's; the thread must go on

@@ -1,9 +1,7 @@
-"""Numbers in JSON come to an end: a schema allows digits for ever, and a small model may write them
-until it is cut.
+"""Ends numbers in JSON: a schema allows digits for ever, and a small model may write them.
 
-llguidance has no bound for them. So where a number has so many digits that no float64 and no int64
-is written with more, tokens that begin with a digit are taken from the mask, if the number may end
-there. That never makes an answer fit its schema less.
+Where a number has more digits than any float64 or int64 needs, and may end, the mask loses tokens
+that begin with a digit. No answer fits its schema less for it.
 """
 
 from __future__ import annotations
@@ -40,9 +38,7 @@ class NumberEnds:
         self._in_texts = _allowed('["A-DF-Za-df-z](?s:.)*', trie)
 
     def after(self, tail: bytes, tokens: list[int]) -> bytes:
-        """The number at the end of an answer that goes on with these tokens; empty: it ends with
-        something else.
-        """
+        """The number that an answer ends with after these tokens, else empty."""
         for token in tokens:
             if token in self._in_numbers:
                 tail = (tail + self._trie.decode_bytes([token]))[-_MEMORY:]

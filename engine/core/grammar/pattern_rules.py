@@ -30,9 +30,8 @@ _QUANTIFIER = re.compile(r"(?:(?:[*+?]|\{[0-9]+(?:,[0-9]*)?\})\??)?")
 
 
 def rust_pattern(pattern: str) -> str:
-    """A pattern that Rust's `regex` matches as ECMAScript matches this one, where both know the
-    same words and mean something else. What Rust does not have (look-around, backreferences) is
-    left as it is, for Rust to refuse.
+    """A pattern for Rust's `regex` that matches as ECMAScript does. What Rust lacks (look-around,
+    backreferences) is left for Rust to refuse.
     """
     made: list[str] = []
     for word in _words(pattern):
@@ -41,9 +40,7 @@ def rust_pattern(pattern: str) -> str:
 
 
 def without_assertions(pattern: str) -> str:
-    """A pattern that matches what this one does and more: without its conditions on what stands
-    around a place, each with the parentheses and the quantifier that belong to it.
-    """
+    """A wider pattern: without its look-around and boundaries, and their quantifiers."""
     kept: list[str] = []
     #: Parentheses that are open inside of a condition.
     depth = 0

@@ -1,8 +1,7 @@
-"""A JSON schema as llguidance is given it: what it would take for less than the schema says is said
-in another way, or is an error, or is left out and named.
+"""Rewrites a JSON schema for llguidance where that would enforce less than the schema says.
 
-What llguidance itself refuses is left to it (`enforcement`). Found with the official
-JSON-Schema-Test-Suite (docs/benchmarks/schema_suite.py).
+What cannot be said otherwise is an error, or left out and named; what llguidance refuses is left to
+it (`enforcement`). Found with JSON-Schema-Test-Suite (docs/benchmarks/schema_suite.py).
 """
 
 from __future__ import annotations
@@ -115,9 +114,7 @@ class SchemaRules:
     inside: list[str] = field(default_factory=list)
 
     def apply(self) -> JsonDict:
-        """What llguidance is given. Raises RequestError that says where and why for a schema that
-        cannot be enforced, if the terms are strict.
-        """
+        """The rewritten schema. Raises RequestError with the place if strict and impossible."""
         try:
             made = self._schema(self.root, "#", _NEWEST)
         except RecursionError:
@@ -148,9 +145,7 @@ class SchemaRules:
     def _enforceable(
         self, schema: JsonDict, place: str, draft: int, reason_against: _ReasonAgainst
     ) -> JsonDict:
-        """A schema without the keywords that cannot be enforced. Raises RequestError if the terms
-        are strict.
-        """
+        """A schema without keywords that cannot be enforced. Raises RequestError if strict."""
         kept: JsonDict = {}
         for keyword, value in schema.items():
             if _says_nothing(keyword, value):
@@ -190,8 +185,8 @@ class SchemaRules:
         return made
 
     def _option(self, schema: JsonValue, place: str, draft: int) -> JsonValue:
-        """A schema of oneOf. llguidance does not look at what one refers to when it looks whether
-        they exclude each other, so it stands there itself.
+        """A schema of oneOf with what it refers to in place, since llguidance compares no
+        references.
         """
         reference = schema.get("$ref") if isinstance(schema, dict) and len(schema) == 1 else None
         target = self._target(reference)

@@ -30,9 +30,7 @@ class Checked(msgspec.Struct, frozen=True):
     unenforced: tuple[str, ...] = ()
 
     def usable(self, param: str) -> CheckedGrammar:
-        """The grammar, if it can be used. Raises RequestError, blamed on the tool whose schema it
-        is or the field that the grammar came in, if not.
-        """
+        """The grammar. Raises RequestError that names the tool's field or the grammar's."""
         if self.grammar is not None:
             return CheckedGrammar(self.grammar, self.unenforced)
         if self.error is None:

@@ -1,7 +1,6 @@
-"""On which terms an answer is held to a JSON schema: strictly or as far as possible, and to whom an
-error about it is told.
+"""The terms of a JSON schema: strictly or as far as possible, and whom an error names.
 
-They travel inside of the schema, so that a grammar with schemas of several tools is one text.
+They travel inside the schema, so that a grammar with schemas of several tools is one text.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ class Terms(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
 
     @classmethod
     def split(cls, schema: JsonDict) -> tuple[Terms, JsonDict]:
-        """The terms of a schema, and the schema without them. Raises RequestError for a value that
-        is no terms.
+        """The terms of a schema, and the schema without them. Raises RequestError for unknown
+        terms.
         """
         rest = dict(schema)
         try:
@@ -66,9 +65,7 @@ def json_rule(schema: JsonValue) -> str:
 
 
 def arguments_schema(parameters: JsonDict | None, terms: Terms) -> JsonDict:
-    """The schema of a tool's arguments on these terms. parameters: the client's; None: the tool
-    takes none.
-    """
+    """The schema of a tool's arguments on these terms. parameters: the client's, or None."""
     schema = {"type": "object"} | (_NO_ARGUMENTS if parameters is None else parameters)
     schema.pop("x-guidance", None)  # llguidance's own options are not the client's
     return terms.with_schema(schema)

@@ -1,22 +1,19 @@
-"""Grammars checked in a process of their own: `python -P -m jitney.engine.core.grammar.worker`,
-started by `jitney.engine.server.chat.grammars`.
+"""Checks grammars in a process of its own: `python -P -m jitney.engine.core.grammar.worker`.
 
-A grammar comes from a client, and what it takes to compile it is not known before; a process can be
-ended. The first message in is a `CheckerSetup`, then come grammars; each is answered by one
-`Checked` (`jitney.engine.common.worker_pipe`).
+What compiling a client's grammar takes is unknown, and a process can be ended. The first message in
+is a `CheckerSetup`, then come grammars, each answered by a `Checked`.
 """
 
 from __future__ import annotations
 
-import signal
 import sys
+from collections.abc import Callable
 
-import msgspec
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from jitney.engine.common.errors import ErrorInfo, RequestError
 from jitney.engine.common.requests import Grammar
-from jitney.engine.common.worker_pipe import WorkerPipe, limit_memory
+from jitney.engine.common.worker_pipe import answer_requests, limit_memory, time_limit
 from jitney.engine.core.grammar.compiling import checked
 from jitney.engine.core.grammar.setup import Checked, CheckerSetup
 
@@ -64,22 +61,16 @@ class Checker:
         return Checked(ready.grammar, unenforced=tuple(ready.left_out))
 
 
-def _main() -> int:
-    """Check until standard input ends."""
-    pipe = WorkerPipe()
-    first = pipe.read()
-    if first is None:
-        return 0
-    checker = Checker(msgspec.msgpack.decode(first, type=CheckerSetup))
+def _start(setup: CheckerSetup) -> tuple[Checked, Callable[[Grammar], Checked]]:
+    checker = Checker(setup)
     limit_memory(_MORE_MEMORY)
-    pipe.send(checker.check(Grammar("json_object")))
-    decoder = msgspec.msgpack.Decoder(Grammar)
-    while (request := pipe.read()) is not None:
-        signal.setitimer(signal.ITIMER_REAL, _LIMIT_S)  # SIGALRM ends the process
-        pipe.send(checker.check(decoder.decode(request)))
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-    return 0
+
+    def answer(grammar: Grammar) -> Checked:
+        with time_limit(_LIMIT_S):
+            return checker.check(grammar)
+
+    return checker.check(Grammar("json_object")), answer
 
 
 if __name__ == "__main__":
-    sys.exit(_main())
+    sys.exit(answer_requests(CheckerSetup, Grammar, _start))

@@ -41,11 +41,11 @@ class Adapters(nnx.Module):
 
     @property
     def columns(self) -> int:
-        """C; not once they are arranged."""
+        """C; not once they are packed."""
         return self.a.shape[1]
 
-    def arrange(self, kernels: Kernels) -> None:
+    def pack(self, kernels: Kernels) -> None:
         """Lay both out as the kernel set multiplies them fastest."""
-        if kernels.arrange is not None:
-            self.a = nnx.Param(kernels.arrange(self.a[...]))
-            self.b = nnx.Param(kernels.arrange(self.b[...]))
+        if kernels.pack is not None:
+            self.a = nnx.Param(kernels.pack(self.a[...]))
+            self.b = nnx.Param(kernels.pack(self.b[...]))

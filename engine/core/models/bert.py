@@ -305,10 +305,10 @@ class Bert(nnx.Module):
         for block in self.layers:
             yield from block.linears()
 
-    def arrange(self, kernels: Kernels) -> None:
+    def pack(self, kernels: Kernels) -> None:
         """Lay the matrices out as the kernel set multiplies them fastest."""
         for linear in self.linears():
-            linear.arrange(kernels)
+            linear.pack(kernels)
 
     def set_kv_scales(self, scales: list[Array]) -> None:
         """There is no pool that they could be of."""

@@ -22,7 +22,7 @@ from jitney.engine.core.models.quantization import Packed
 from jitney.engine.core.models.sharding import TENSOR, laid_out_anew
 from jitney.engine.core.weights.checkpoints.model_config import Activation, ModelConfig
 from jitney.kernels.experts import ACTIVATIONS, gate
-from jitney.kernels.interface import Arrange, AttentionMeta, Kernels
+from jitney.kernels.interface import AttentionMeta, Kernels, Pack
 
 #: From so many on, rows of a product whose results are summed over devices are many: half of the
 #: outputs take longer to send than to set out.
@@ -136,7 +136,7 @@ class Linear(nnx.Module):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """(I, O), over all devices; not of a matrix that is arranged."""
+        """(I, O), over all devices; not of a matrix that is packed."""
         size_in, size_out = self.kernel.shape
         if self.packed.scheme == "int4":
             size_in *= 2
@@ -147,17 +147,17 @@ class Linear(nnx.Module):
         """Whether a CPU's kernels laid the matrix out for products of any number of rows."""
         return self.kernel.ndim > _FLAT
 
-    def arrange(self, kernels: Kernels) -> None:
+    def pack(self, kernels: Kernels) -> None:
         """Lay the matrix out as the kernel set multiplies it fastest."""
-        arrange = self._arranged_by(kernels)
-        if arrange is not None:
+        pack = self._packed_by(kernels)
+        if pack is not None:
             parts = 1 + self.gated_by_kernel
-            self.kernel = nnx.Param(arrange(self.kernel[...], parts))
+            self.kernel = nnx.Param(pack(self.kernel[...], parts))
         if self.adapters is not None:
-            self.adapters.arrange(kernels)
+            self.adapters.pack(kernels)
 
-    def arrange_shares(self, kernels: Kernels, mesh: Mesh) -> None:
-        """`arrange`, of a matrix that is split over devices: each lays out its own share. Only
+    def pack_shares(self, kernels: Kernels, mesh: Mesh) -> None:
+        """`pack`, of a matrix that is split over devices: each lays out its own share. Only
         where rows are rounded to fp8; other matrices stay as they are split.
         """
         if self.packed.scheme != "fp8" or kernels.fp8 is None:
@@ -165,18 +165,18 @@ class Linear(nnx.Module):
         before, after = PartitionSpec(None, TENSOR.name), PartitionSpec(None, TENSOR.name, None)
         if self.summed:
             before, after = PartitionSpec(TENSOR.name, None), PartitionSpec(None, None, TENSOR.name)
-        arrange = kernels.fp8.arrange
-        kernel = laid_out_anew(self.kernel[...], arrange, mesh, before=before, after=after)
+        pack = kernels.fp8.pack
+        kernel = laid_out_anew(self.kernel[...], pack, mesh, before=before, after=after)
         self.kernel = nnx.Param(kernel)
 
-    def _arranged_by(self, kernels: Kernels) -> Arrange | None:
+    def _packed_by(self, kernels: Kernels) -> Pack | None:
         match self.packed.scheme:
             case "plain":
-                return kernels.arrange
+                return kernels.pack
             case "int8" if kernels.int8 is not None:
-                return kernels.int8.arrange
+                return kernels.int8.pack
             case "fp8" if kernels.fp8 is not None:
-                return kernels.fp8.arrange
+                return kernels.fp8.pack
         return None
 
     @property
@@ -282,7 +282,7 @@ class MLP(nnx.Module):
         inner = self.gate_up.gated(x, kernels, rows.adapted)
         return self.down(inner, kernels, adapted=rows.adapted)
 
-    def arrange(self, kernels: Kernels) -> None:
+    def pack(self, kernels: Kernels) -> None:
         """Lay the matrices out as the kernel set multiplies them fastest."""
-        self.gate_up.arrange(kernels)
-        self.down.arrange(kernels)
+        self.gate_up.pack(kernels)
+        self.down.pack(kernels)

@@ -71,11 +71,11 @@ class Block(nnx.Module):
         """Every matrix of the layer."""
         return self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down
 
-    def arrange(self, kernels: Kernels) -> None:
+    def pack(self, kernels: Kernels) -> None:
         """Lay the matrices out as the kernel set multiplies them fastest."""
-        self.attention.qkv.arrange(kernels)
-        self.attention.o.arrange(kernels)
-        self.mlp.arrange(kernels)
+        self.attention.qkv.pack(kernels)
+        self.attention.o.pack(kernels)
+        self.mlp.pack(kernels)
 
 
 class PostNormBlock(Block):
@@ -176,14 +176,14 @@ class Llama(nnx.Module):
         if self.lm_head is not None:
             yield self.lm_head
 
-    def arrange(self, kernels: Kernels) -> None:
+    def pack(self, kernels: Kernels) -> None:
         """Lay the matrices out as the kernel set multiplies them fastest; the last thing done to a
         model's weights.
         """
         for block in self.layers:
-            block.arrange(kernels)
+            block.pack(kernels)
         if self.lm_head is not None:
-            self.lm_head.arrange(kernels)
+            self.lm_head.pack(kernels)
 
     def set_kv_scales(self, scales: list[Array]) -> None:
         """Give each layer the factors of its quantised pool, float32 [2K]."""

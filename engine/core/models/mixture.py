@@ -35,7 +35,7 @@ from jitney.engine.core.weights.checkpoints.model_config import (
 )
 from jitney.engine.core.weights.checkpoints.names import HF, Dialect, FileFormat
 from jitney.kernels.experts import ExpertBlocks, Stack
-from jitney.kernels.interface import Arrange, Kernels, OneOf
+from jitney.kernels.interface import Kernels, OneOf, Pack
 
 #: A router's columns are a multiple of this, as those of products with kernels of their own.
 _COLUMNS = 16
@@ -142,7 +142,7 @@ def _rows_before(goes: Array) -> Array:
 
 class ExpertLinear(Linear):
     """The matrices [I, O] of X experts: side by side, [I, X * O], as they are loaded and rounded;
-    once they are arranged, each for itself, [X, ...].
+    once they are packed, each for itself, [X, ...].
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class ExpertLinear(Linear):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """(I, O) of one expert, over all devices of all engines; not once they are arranged.
+        """(I, O) of one expert, over all devices of all engines; not once they are packed.
 
         Of devices in groups each group's share of inputs or outputs is counted, though it is of
         other experts: a device has I or O divided by all devices, with groups as without.
@@ -212,14 +212,14 @@ class ExpertLinear(Linear):
         size_in, size_out = super().sizes
         return size_in, size_out // self.n_experts
 
-    def arrange(self, kernels: Kernels) -> None:
+    def pack(self, kernels: Kernels) -> None:
         """Lay each matrix out as the kernel set multiplies it fastest."""
         parts = 1 + self.gated_by_kernel
-        arrange = self._arranged_by(kernels)
-        self.kernel = nnx.Param(_set_apart(self.kernel[...], self.n_experts, arrange, parts))
+        pack = self._packed_by(kernels)
+        self.kernel = nnx.Param(_set_apart(self.kernel[...], self.n_experts, pack, parts))
 
-    def arrange_shares(self, kernels: Kernels, mesh: Mesh) -> None:
-        """See `Linear.arrange_shares`; one behind the other too, where the kernel set multiplies
+    def pack_shares(self, kernels: Kernels, mesh: Mesh) -> None:
+        """See `Linear.pack_shares`; one behind the other too, where the kernel set multiplies
         all blocks at once.
         """
         axes = experts_axes(mesh)
@@ -230,7 +230,7 @@ class ExpertLinear(Linear):
         if not self.at_once(kernels):
             if self.packed.scheme != "fp8" or kernels.fp8 is None:
                 return
-            work = replace(work, arrange=kernels.fp8.arrange)
+            work = replace(work, pack=kernels.fp8.pack)
             after = PartitionSpec(None, None, *reversed(before))
         kernel = laid_out_anew(self.kernel[...], work, mesh, before=before, after=after)
         self.kernel = nnx.Param(kernel)
@@ -245,19 +245,19 @@ class _SetApart:
     """`_set_apart` of one device's share, for `laid_out_anew`."""
 
     n_experts: int
-    arrange: Arrange | None = None
+    pack: Pack | None = None
 
     def __call__(self, share: Array) -> Array:
-        return _set_apart(share, self.n_experts, self.arrange, 1)
+        return _set_apart(share, self.n_experts, self.pack, 1)
 
 
-@partial(jax.jit, static_argnames=("n_experts", "arrange", "parts"))
-def _set_apart(w: Array, n_experts: int, arrange: Arrange | None, parts: int) -> Array:
-    """[I, X * O] -> [X, I, O], each laid out by `arrange`."""
+@partial(jax.jit, static_argnames=("n_experts", "pack", "parts"))
+def _set_apart(w: Array, n_experts: int, pack: Pack | None, parts: int) -> Array:
+    """[I, X * O] -> [X, I, O], each laid out by `pack`."""
     apart = w.reshape(w.shape[0], n_experts, -1).swapaxes(0, 1)
-    if arrange is None:
+    if pack is None:
         return apart
-    return jax.lax.map(partial(arrange, parts=parts), apart)
+    return jax.lax.map(partial(pack, parts=parts), apart)
 
 
 class _Experts(MLP):
@@ -349,17 +349,17 @@ class _Experts(MLP):
             group += DATA.number() * self.experts.groups
         return group * self.experts.own
 
-    def arrange(self, kernels: Kernels) -> None:
-        """See `MLP.arrange`; the router gets columns of zeros up to whole vectors."""
+    def pack(self, kernels: Kernels) -> None:
+        """See `MLP.pack`; the router gets columns of zeros up to whole vectors."""
         if self._at_once(kernels):
             self.gate_up.set_apart()
             self.down.set_apart()
         else:
-            super().arrange(kernels)
-        if kernels.arrange is not None:
+            super().pack(kernels)
+        if kernels.pack is not None:
             missing = -self.experts.n_experts % _COLUMNS
             padded = jnp.pad(self.router[...], ((0, 0), (0, missing)))
-            self.router = nnx.Param(kernels.arrange(padded))
+            self.router = nnx.Param(kernels.pack(padded))
 
     def _answers(self, block: Array, expert: Array, kernels: Kernels) -> Array:
         """What one expert makes of [B, E]: float32 [B, E]."""

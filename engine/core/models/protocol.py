@@ -62,7 +62,7 @@ class Model(Protocol):
         """Every matrix that may be quantised, in one order."""
         ...
 
-    def arrange(self, kernels: Kernels) -> None:
+    def pack(self, kernels: Kernels) -> None:
         """Lay the matrices out as the kernel set multiplies them fastest; done last."""
         ...
 

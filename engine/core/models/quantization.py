@@ -20,10 +20,10 @@ from jax.typing import DTypeLike
 
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.core.weights.checkpoints.model_config import Activation
-from jitney.kernels.eight_bits import Fp8, Int8
 from jitney.kernels.experts import ACTIVATIONS, gate
 from jitney.kernels.int4 import Int4
 from jitney.kernels.interface import Kernels
+from jitney.kernels.w8a8 import Fp8, Int8
 
 #: Storage and largest magnitude of the schemes with one scale per output.
 _EIGHT_BITS = {"int8": (jnp.dtype(jnp.int8), 127.0), "fp8": (jnp.dtype(jnp.float8_e4m3fn), 448.0)}

@@ -159,7 +159,7 @@ class Draft:
     longest: int = 0
     pairs: int = 0
     #: See `Plan`.
-    plain: bool = True
+    greedy_only: bool = True
     #: Somebody in it is held to a grammar.
     masked: bool = False
     #: Prompts whose rows go before those of longer ones that came first.
@@ -210,7 +210,7 @@ class Plan:
     #: The padded sizes of its program.
     bucket: Bucket
     #: All its tokens are a bare argmax, so the executable without a sampler serves.
-    plain: bool
+    greedy_only: bool
     #: What its time depends on, beside the bucket.
     work: StepWork
     #: Sequences that took their seat.

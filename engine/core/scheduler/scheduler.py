@@ -561,7 +561,7 @@ class Scheduler:
         if not rows:
             return
         chunks = draft.chunks
-        keys, plain = 0, True
+        keys, greedy_only = 0, True
         for seq in rows:
             start = seq.scheduled
             recomputed = 1 if start < seq.computed_high else 0
@@ -570,10 +570,10 @@ class Scheduler:
             seq.scheduled = start + 1
             seq.in_flight += 1
             keys += start + 1
-            if not seq.plain:
-                plain = False
+            if not seq.greedy_only:
+                greedy_only = False
                 draft.masked |= seq.matcher is not None
-        draft.plain = plain
+        draft.greedy_only = greedy_only
         draft.keys = keys
         draft.longest = rows[0].scheduled
         draft.rows = draft.n_decode = len(rows)
@@ -852,7 +852,7 @@ class Scheduler:
         draft.pairs += chunk.pairs
         draft.tokens_left = max(0, draft.tokens_left - count - scored * (cost - 1))
         draft.rows_left -= chunk.logit_rows
-        draft.plain = draft.plain and seq.plain
+        draft.greedy_only = draft.greedy_only and seq.greedy_only
         draft.masked |= seq.matcher is not None
         seq.scored += scored
         seq.scheduled = end
@@ -900,7 +900,7 @@ class Scheduler:
             number=self._steps,
             chunks=draft.chunks,
             bucket=bucket,
-            plain=draft.plain,
+            greedy_only=draft.greedy_only,
             work=draft.work,
             boarded=draft.boarded,
             fed=draft.fed,

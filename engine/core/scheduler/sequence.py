@@ -122,8 +122,8 @@ class Sequence:
     expected: int = 0
     #: Rows that its known tokens needed when it last entered a queue, less those found in pages.
     wanted_rows: int = 0
-    #: See SamplingParams.plain.
-    plain: bool = True
+    #: See SamplingParams.greedy_only.
+    greedy_only: bool = True
     #: Tokens that end it.
     stop_ids: frozenset[int] = frozenset()
     #: Output tokens that are counted in the lengths of answers.

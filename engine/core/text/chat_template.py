@@ -28,9 +28,8 @@ def read_template(file: str) -> str:
 
 
 def used_templates(templates: str | Mapping[str, str] | None) -> str | dict[str, str] | None:
-    """Of a model's templates those that chats use: one, or one for chats without tools and one for
-    those with tools, by transformers' names. Raises ConfigError where none is the default, or where
-    one has an error.
+    """The templates that chats use: one, or by transformers' names one without and one with tools.
+    Raises ConfigError where none is the default, or where one has an error.
     """
     if isinstance(templates, Mapping):
         used = {name: templates[name] for name in (_DEFAULT, _TOOL_USE) if name in templates}
@@ -52,9 +51,7 @@ def used_templates(templates: str | Mapping[str, str] | None) -> str | dict[str,
 
 
 def _check(template: str, name: str, advice: str = "") -> None:
-    """Raise ConfigError, with the line, for a template that is no Jinja as transformers knows
-    it.
-    """
+    """Raise ConfigError, with the line, for a template that transformers' Jinja cannot read."""
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 

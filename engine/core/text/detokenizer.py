@@ -1,8 +1,6 @@
 """From token ids to text, piece by piece: never half a character, never part of a stop string.
 
-Works on bytes: a token's bytes go through an incremental UTF-8 decoder, so a character that spans
-tokens appears when its last byte does, and the work per token does not grow with the length of the
-text.
+Bytes go through an incremental UTF-8 decoder, so work per token does not grow with the text.
 """
 
 from __future__ import annotations
@@ -50,10 +48,8 @@ class TextStream:
     """The text of one sequence.
 
     A stop string counts when its last character appears; of several that end together the longest
-    wins. So the cut does not depend on how the text is split into tokens or the tokens into pushes.
-    Text of the first `min_tokens` tokens is not searched. prompt_ids: the tokens before; only a
-    character left unfinished at their end matters. seen_ids: special tokens that are no text to be
-    skipped, because somebody reads them.
+    wins. The first `min_tokens` tokens are not searched. prompt_ids: the tokens before, for a
+    character left unfinished. seen_ids: special tokens that are shown all the same.
     """
 
     def __init__(
@@ -87,8 +83,8 @@ class TextStream:
     ) -> TextDelta:
         """Add tokens; `final` flushes what is held.
 
-        stop_token: the end token the core reported, which is the last of `token_ids`; like a stop
-        string it is no part of the text unless `include_stop_str_in_output`.
+        stop_token: the end token that the core reported, the last of `token_ids`; it is text only
+        with `include_stop_str_in_output`.
         """
         delta = TextDelta("", 0)
         pieces: list[str] = []
@@ -178,9 +174,7 @@ class _StopFinder:
 
 @lru_cache(maxsize=256)
 def _fallbacks(text: str) -> tuple[int, ...]:
-    """For each prefix of `text`, the length of its longest proper prefix that is also its
-    suffix.
-    """
+    """For each prefix of `text`, the length of its longest proper prefix that is also a suffix."""
     table = [0] * len(text)
     matched = 0
     for position in range(1, len(text)):

@@ -1,6 +1,4 @@
-"""Fast tokenizers made from a model folder, from GGUF metadata, or from nothing (`tiny-random`);
-jax-free.
-"""
+"""Fast tokenizers from a model folder, from GGUF metadata, or of `tiny-random`; jax-free."""
 
 from __future__ import annotations
 
@@ -40,9 +38,7 @@ _TINY_TEMPLATE = (
 
 
 def fast_tokenizer(source: ModelSource) -> PreTrainedTokenizerFast:
-    """transformers' tokenizer of a model; ModelError if its files are missing, too large or of an
-    unknown kind.
-    """
+    """transformers' tokenizer of a model. Raises ModelError."""
     match source.kind:
         case "tiny":
             return _tiny_fast()
@@ -53,9 +49,7 @@ def fast_tokenizer(source: ModelSource) -> PreTrainedTokenizerFast:
 
 
 def _fast_class() -> type[PreTrainedTokenizerFast]:
-    """transformers' wrapper of a Rust tokenizer, imported late and without its advice to install
-    PyTorch.
-    """
+    """transformers' wrapper of a Rust tokenizer, imported late and without advice on PyTorch."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import PreTrainedTokenizerFast
 
@@ -63,9 +57,7 @@ def _fast_class() -> type[PreTrainedTokenizerFast]:
 
 
 def byte_characters() -> dict[int, str]:
-    """GPT-2's spelling of bytes: printable ones as themselves, the others as U+0100 and
-    following.
-    """
+    """GPT-2's spelling of bytes: printable ones as themselves, the others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)) - set(printable))
     spelling = dict(zip(printable, map(chr, printable), strict=True))
@@ -74,11 +66,10 @@ def byte_characters() -> dict[int, str]:
 
 
 def _fast_from_folder(folder: Path) -> PreTrainedTokenizerFast:
-    """tokenizer.json as it stands, with the special tokens and chat template of the files beside
-    it.
+    """tokenizer.json with the special tokens and chat template of the files beside it.
 
-    The generic class is used whatever class tokenizer_config.json names: that one would rebuild
-    parts of tokenizer.json from its own defaults, and custom code is never run. Raises ModelError.
+    Always the generic class: that of tokenizer_config.json would rebuild parts from its own
+    defaults, and custom code is never run. Raises ModelError.
     """
     path = safe_file(folder, "tokenizer.json", missing_ok=True)
     if path is None:
@@ -126,9 +117,7 @@ def _reason(error: Exception) -> str:
 
 
 def _tiny_fast() -> PreTrainedTokenizerFast:
-    """256 bytes, 4 special tokens and 252 pairs of letters: 512 tokens, every text encodable, every
-    id decodable.
-    """
+    """A tokenizer of 256 bytes, 4 special tokens and 252 pairs of letters."""
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as RustTokenizer
 
@@ -155,9 +144,7 @@ def _ids(tokens: list[str]) -> dict[str, int]:
 
 
 def _fast_from_gguf(metadata: JsonObject) -> PreTrainedTokenizerFast:
-    """The tokenizer that GGUF key-values describe; ModelError for kinds that would be tokenised
-    wrongly.
-    """
+    """The tokenizer that GGUF key-values describe. Raises ModelError for unknown kinds."""
     tokens = _tokens_of(metadata)
     try:
         rust = _full_rust(metadata, tokens)
@@ -203,9 +190,7 @@ def _tokens_of(metadata: JsonObject) -> list[str]:
 
 
 def _gguf_rust(metadata: JsonObject, tokens: list[str]) -> tuple[RustTokenizer, bool]:
-    """(tokenizer without its special tokens, whether files of this kind put BOS first unless they
-    say otherwise).
-    """
+    """(tokenizer without special tokens, whether such files put BOS first by default)."""
     kind = metadata.get("tokenizer.ggml.model")
     if kind == "gpt2":
         words = words_of(metadata)
@@ -234,9 +219,7 @@ def _byte_level_bpe(metadata: JsonObject, tokens: list[str], words: Words) -> Ru
 
 
 def _sentencepiece_bpe(metadata: JsonObject, tokens: list[str]) -> RustTokenizer:
-    """SentencePiece BPE with byte fallback: the pair whose joined token scores highest merges
-    first.
-    """
+    """SentencePiece BPE with byte fallback: the pair with the best-scored result merges first."""
     from tokenizers import Tokenizer as RustTokenizer
     from tokenizers import models
 
@@ -273,9 +256,7 @@ def _mark_spaces(rust: RustTokenizer, *, prefix: bool) -> None:
 def _merges_by_score(
     tokens: list[str], scores: list[float], vocab: Mapping[str, int]
 ) -> list[tuple[str, str]]:
-    """Every way to join two tokens into a third, best result first; equal results in the order of
-    their left part.
-    """
+    """Every way to join two tokens into a third, best result first, then by their left part."""
     ways = []
     for token, score in zip(tokens, scores, strict=True):
         for cut in range(1, len(token)):
@@ -286,9 +267,7 @@ def _merges_by_score(
 
 
 def _named_tokens(metadata: JsonObject, size: int) -> dict[str, int]:
-    """Ids of bos, eos, unk and pad as far as the file gives them; ModelError for one outside the
-    vocabulary.
-    """
+    """Ids of bos, eos, unk and pad as far as given. Raises ModelError for those outside."""
     named = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         id = _token_id(metadata, f"tokenizer.ggml.{key}_token_id", size)

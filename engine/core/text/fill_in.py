@@ -1,7 +1,4 @@
-"""Filling in the middle: the special tokens that a model was taught to do it with, and the prompt
-that asks for it. Models name these tokens in their own ways; which names a vocabulary has, says
-how its model is asked.
-"""
+"""Filling in the middle: the special tokens for it in a vocabulary, and the prompt with them."""
 
 from __future__ import annotations
 

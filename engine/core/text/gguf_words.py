@@ -94,9 +94,7 @@ _PRE_TOKENIZERS = {
 
 
 def words_of(metadata: JsonObject) -> Words:
-    """How the tokenizer that GGUF key-values describe cuts words; ModelError for a name that is not
-    known, with which it would be another tokenizer.
-    """
+    """How a GGUF file's tokenizer cuts words. Raises ModelError for an unknown name."""
     pre = metadata.get("tokenizer.ggml.pre", "default")
     if pre not in _PRE_TOKENIZERS:
         raise ModelError(

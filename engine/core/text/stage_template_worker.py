@@ -1,24 +1,21 @@
-"""Templates of a pipeline's stages rendered in a process of their own: `python -P -m
-jitney.engine.core.text.stage_template_worker`, started by
-`jitney.engine.fleet.compositions.stage_templates`.
+"""Renders templates of a pipeline's stages in a process of its own, which can be ended: `python -P
+-m jitney.engine.core.text.stage_template_worker`.
 
-The templates are the operator's, but what they run over is a client's, and may make them run for
-ever; a process can be ended.
-
-The first message in is a `StageTemplates`, then come `StageText`s; each is answered by one
-`Rendered` (`jitney.engine.common.worker_pipe`).
+The templates are the operator's, their variables a client's. The first message in is a
+`StageTemplates`, then come `StageText`s, each answered by a `Rendered`.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import msgspec
-from jinja2 import StrictUndefined, Template, TemplateError, meta
+from jinja2 import StrictUndefined, TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.common.worker_pipe import WorkerPipe, limit_memory
+from jitney.engine.common.worker_pipe import answer_requests, limit_memory
 from jitney.engine.core.text.template_worker import Rendered, reason_of
 
 #: Most bytes of memory that rendering may take.
@@ -58,29 +55,19 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
 
 
-def _main() -> int:
-    """Render until standard input ends."""
-    pipe = WorkerPipe()
-    first = pipe.read()
-    if first is None:
-        return 0
-    source = msgspec.msgpack.decode(first, type=StageTemplates)
+def _start(source: StageTemplates) -> tuple[Rendered, Callable[[StageText], Rendered]]:
     environment = _environment()
     templates = {name: environment.from_string(text) for name, text in source.templates.items()}
     limit_memory(_MORE_MEMORY)
-    pipe.send(Rendered())
-    decoder = msgspec.msgpack.Decoder(StageText)
-    while (request := pipe.read()) is not None:
-        wanted = decoder.decode(request)
-        pipe.send(_rendered(templates[wanted.name], wanted))
-    return 0
 
+    def answer(stage: StageText) -> Rendered:
+        template = templates[stage.name]
+        return Rendered.within(
+            lambda: template.render(stage.variables), stage.limit_s, stage.most_chars
+        )
 
-def _rendered(template: Template, wanted: StageText) -> Rendered:
-    return Rendered.within(
-        lambda: template.render(wanted.variables), wanted.limit_s, wanted.most_chars
-    )
+    return Rendered(), answer
 
 
 if __name__ == "__main__":
-    sys.exit(_main())
+    sys.exit(answer_requests(StageTemplates, StageText, _start))

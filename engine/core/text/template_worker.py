@@ -1,17 +1,13 @@
-"""Chat templates rendered in a process of their own: `python -P -m
-jitney.engine.core.text.template_worker`, started by `jitney.engine.server.chat.chat_templates`.
+"""Renders chat templates in a process of its own, which can be ended: `python -P -m
+jitney.engine.core.text.template_worker`.
 
-A template is a program out of a model's folder, in transformers' sandbox, which keeps it from the
-machine but not from running for ever. A thread cannot be ended, a process can.
-
-The first message in is a `TemplateSource`, then come `Chat`s; each is answered by one `Rendered`
-(`jitney.engine.common.worker_pipe`).
+transformers' sandbox keeps a model's template from the machine, but not from running for ever. The
+first message in is a `TemplateSource`, then come `Chat`s, each answered by a `Rendered`.
 """
 
 from __future__ import annotations
 
 import importlib
-import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +15,7 @@ from typing import Any
 import msgspec
 
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.common.worker_pipe import WorkerPipe, limit_memory
+from jitney.engine.common.worker_pipe import answer_requests, limit_memory, time_limit
 
 #: Most bytes of memory that rendering may take.
 _MORE_MEMORY = 1 << 30
@@ -61,16 +57,12 @@ class Rendered(msgspec.Struct, frozen=True):
 
     @classmethod
     def within(cls, make: Callable[[], str], limit_s: float, most_chars: int) -> Rendered:
-        """What comes of making a text. The process ends if that takes longer than limit_s
-        seconds.
-        """
-        signal.setitimer(signal.ITIMER_REAL, limit_s)  # SIGALRM ends the process
+        """Make a text. The process ends if that takes longer than limit_s seconds."""
         try:
-            text = make()
+            with time_limit(limit_s):
+                text = make()
         except Exception as error:  # a template may raise anything: jinja2's errors, TypeError, ...
             return cls(refusal=reason_of(error) or type(error).__name__)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
         if len(text) > most_chars:
             return cls(too_long=len(text))
         return cls(text)
@@ -97,28 +89,18 @@ def reason_of(error: Exception) -> str:
     return " ".join(str(error).split())[:_MOST_REASON]
 
 
-def _main() -> int:
-    """Render until standard input ends."""
-    pipe = WorkerPipe()
-    first = pipe.read()
-    if first is None:
-        return 0
-    source = msgspec.msgpack.decode(first, type=TemplateSource)
+def _start(source: TemplateSource) -> tuple[Rendered, Callable[[Chat], Rendered]]:
     importlib.import_module(_SANDBOX)
     limit_memory(_MORE_MEMORY)  # beside what the sandbox itself takes
-    pipe.send(Rendered())
-    decoder = msgspec.msgpack.Decoder(Chat)
-    while (request := pipe.read()) is not None:
-        pipe.send(_answer(source, decoder.decode(request)))
-    return 0
 
+    def answer(chat: Chat) -> Rendered:
+        given = {"add_generation_prompt": True} | chat.variables
+        return Rendered.within(
+            lambda: _render(source, chat.messages, **given), chat.limit_s, chat.most_chars
+        )
 
-def _answer(source: TemplateSource, chat: Chat) -> Rendered:
-    given = {"add_generation_prompt": True} | chat.variables
-    return Rendered.within(
-        lambda: _render(source, chat.messages, **given), chat.limit_s, chat.most_chars
-    )
+    return Rendered(), answer
 
 
 if __name__ == "__main__":
-    sys.exit(_main())
+    sys.exit(answer_requests(TemplateSource, Chat, _start))

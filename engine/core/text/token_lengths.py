@@ -1,5 +1,5 @@
-"""The longest text that one token can stand for, by the parts of a tokenizer. A text of more
-characters than a context of such tokens holds cannot fit, which is known without tokenising it.
+"""The longest text that one token can stand for, so that texts too long for a context are refused
+without tokenising them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NEVER = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})
 
 def longest_token(tokenizer: Any) -> int | None:
     """Most characters of a text that become one token of a `tokenizers.Tokenizer`. None: any
-    number may, since it leaves out blanks, accents or characters that it does not know.
+    number, since it leaves out blanks, accents or unknown characters.
     """
     parts = [*_parts(tokenizer.normalizer), *_parts(tokenizer.pre_tokenizer)]
     is_byte_level = any(part["type"] == "ByteLevel" for part in parts)

@@ -1,9 +1,4 @@
-"""Text to token ids and back; jax-free, and light to import (tokenizers and transformers load when
-first used).
-
-Tokenizers come from a model folder (transformers reads it, never running its code), from GGUF
-metadata, or, for `tiny-random`, from here.
-"""
+"""Text to token ids and back; jax-free and light to import."""
 
 from __future__ import annotations
 
@@ -34,8 +29,8 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 class Tokenizer:
     """Encode, decode and apply the chat template of one model; safe to share between threads.
 
-    `encode` and `decode` call the Rust tokenizer directly: transformers' wrapper sets padding and
-    truncation on it at every call, which fails with "Already borrowed" when two threads meet.
+    The Rust tokenizer is called directly: transformers' wrapper sets padding on it at every call,
+    which fails with "Already borrowed" when two threads meet.
     """
 
     def __init__(self, fast: PreTrainedTokenizerFast, eos_ids: Iterable[int] = ()):
@@ -60,9 +55,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, source: ModelSource, chat_template: str = "") -> Tokenizer:
-        """The tokenizer of a model; ModelError if its files are missing, too large or of an unknown
-        kind. chat_template: a file whose template chats are rendered with instead of the model's
-        own; ConfigError if it cannot be read, or if a template has an error.
+        """The tokenizer of a model. chat_template: a file with a template to use instead. Raises
+        ModelError, and ConfigError for a template.
         """
         given = read_template(chat_template) if chat_template else ""
         fast: Any = fast_tokenizer(source)
@@ -93,9 +87,8 @@ class Tokenizer:
         return self._fast.get_chat_template(tools=[]) if self.has_chat_template else ""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; with the special tokens its model puts around a text, if asked
-        for. The interpreter is free meanwhile; offsets, which nobody reads, would be made and
-        thrown away with it held.
+        """Token ids of `text`, with the model's special tokens around it if asked for. The
+        interpreter is free meanwhile: offsets, made with it held, are left out.
         """
         try:
             [encoding] = self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -105,10 +98,20 @@ class Tokenizer:
                 raise
             raise _failed_on(text, error) from None
 
+    def first_tokens(self, text: str, most: int) -> list[int]:
+        """As `encode`, at most `most` ids: the end of the text itself is left out."""
+        ids = self.encode(text)
+        if len(ids) <= most:
+            return ids
+        own = self.encode(text, add_special_tokens=False)
+        n_special = len(ids) - len(own)
+        start = next((at for at in range(n_special + 1) if ids[at : at + len(own)] == own), 0)
+        kept = own[: max(0, most - n_special)]
+        return ids[:start] + kept + ids[start + len(own) :]
+
     def encode_pair(self, query: str, document: str, max_tokens: int | None = None) -> list[int]:
-        """Token ids of two texts as the model's own template joins them: `[CLS] query [SEP]
-        document [SEP]`, or `<s> query </s></s> document </s>`. max_tokens: the document is cut at
-        its end to fit; RequestError if the query leaves no room for any of it.
+        """Token ids of two texts joined by the model's template (`[CLS] query [SEP] document
+        [SEP]`). max_tokens: the document is cut to fit; RequestError if no room is left for it.
         """
         try:
             first, second = (
@@ -126,9 +129,7 @@ class Tokenizer:
             raise _failed_on(query + document, error) from None
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of `ids`; bytes that form no character yet become U+FFFD. Raises RequestError
-        where the tokenizer fails on them.
-        """
+        """The text of `ids`; incomplete characters become U+FFFD. Raises RequestError."""
         try:
             return self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens)
         except BaseException as error:
@@ -159,12 +160,10 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt text of a conversation, by the model's own template in transformers' sandbox.
+        """The prompt text of a conversation, by the model's template in transformers' sandbox.
 
-        variables go to the template as they are. It already contains the special tokens: encode it
-        without adding them. Raises RequestError if the model has no template, the template refuses
-        the messages, or a variable would change how templates are applied (`chat_template` itself,
-        say).
+        It holds the special tokens already. Raises RequestError if there is no template, it refuses
+        the messages, or a variable is one of transformers' own parameters.
         """
         for name in variables.keys() & self._template_options:
             raise RequestError(
@@ -191,9 +190,7 @@ class Tokenizer:
 
     @cached_property
     def _template_options(self) -> frozenset[str]:
-        """transformers' own parameters, which a request must not reach through template
-        variables.
-        """
+        """transformers' own parameters, which a request may not set as variables."""
         return frozenset(inspect.signature(self._fast.apply_chat_template).parameters) - {
             "continue_final_message"
         }
@@ -223,9 +220,7 @@ class Tokenizer:
         return self._rust.id_to_token(id)
 
     def token_bytes(self, id: int) -> bytes:
-        """The bytes this token adds to the text; a token may hold part of a UTF-8 character. b""
-        for an unknown id.
-        """
+        """The bytes that a token adds to the text, perhaps part of a character; b"" if unknown."""
         known = self._known_bytes.get(id)
         if known is None:
             known = self._known_bytes[id] = self._spelled_out(id)
@@ -253,9 +248,7 @@ class Tokenizer:
 
     @cached_property
     def _byte_level(self) -> bool:
-        """True if the vocabulary spells bytes as printable characters (GPT-2), False if it is
-        SentencePiece's.
-        """
+        """Whether the vocabulary spells bytes as characters (GPT-2), unlike SentencePiece's."""
         return b"ByteLevel" in self._rust.decoder.__getstate__() if self._rust.decoder else False
 
     @cached_property
@@ -264,8 +257,8 @@ class Tokenizer:
 
 
 def _is_tokenizers_own(error: BaseException) -> bool:
-    """Whether the tokenizer raised it. A panic of its Rust code, as of a regular expression that
-    takes too many steps, is no Exception, and its class has no name that could be imported.
+    """Whether the tokenizer raised it; a panic of its Rust code is no Exception and has no class to
+    import.
     """
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 

@@ -1,10 +1,8 @@
-"""A model's tokenizer, read and used once in a process of its own: `python -P -m
-jitney.engine.core.text.tokenizer_trial MODEL SECONDS GIB`, started by
-`jitney.engine.server.equipment`.
+"""Reads and uses a model's tokenizer once in a process of its own with limits: `python -P -m
+jitney.engine.core.text.tokenizer_trial MODEL SECONDS GIB`.
 
-The files may come from anybody, and what reading them takes is not known before: the library can
-run for ever, take all memory or end its process. This process may be ended, and has limits. What
-is wrong with the files in any other way, the server finds out itself when it reads them.
+The library can run for ever, take all memory or crash on untrusted files. Other faults are left for
+the server to find.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from pathlib import Path
 
 from jitney.engine.common.errors import JitneyError
 from jitney.engine.common.worker_pipe import limit_memory
-from jitney.engine.core.grammar.desk import GrammarDesk
+from jitney.engine.core.grammar.manager import GrammarManager
 from jitney.engine.core.text.tokenizer import Tokenizer
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 
@@ -40,7 +38,7 @@ def _try(source: ModelSource, most_bytes: int) -> None:
     tokenizer.encode(_TEXT)
     tokenizer.decode(range(tokenizer.vocab_size))
     with contextlib.suppress(ValueError):  # no answer of this model can be held to a grammar
-        GrammarDesk.open(tokenizer.json, source.config.vocab_size, tokenizer.eos_ids)
+        GrammarManager.open(tokenizer.json, source.config.vocab_size, tokenizer.eos_ids)
 
 
 if __name__ == "__main__":

@@ -160,7 +160,7 @@ class AdapterBank:
             for arrays, kernels in zip(changed, layouts, strict=True):
                 adapters = self._placed(path, halves)
                 if kernels is not None:
-                    adapters.arrange(kernels)
+                    adapters.pack(kernels)
                 own = (*path[:-1], "adapters")
                 arrays[*own, "a"] = adapters.a[...]
                 arrays[*own, "b"] = adapters.b[...]
@@ -204,9 +204,7 @@ def load_adapters(
 
 
 def _can_change(target: Target, config: ModelConfig) -> bool:
-    """Matrices of layers that all rows go through, not those of experts; the output head serves all
-    rows alike.
-    """
+    """Whether adapters may change a weight: matrices of layers, but not of experts or the head."""
     if config.experts is not None and "mlp" in target.path:
         return False
     return target.path[-1] == "kernel" and target.path[0] == "layers"

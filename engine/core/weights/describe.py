@@ -17,9 +17,7 @@ from jitney.engine.core.weights.checkpoints.sources import ModelSource
 
 
 def describe_weights(model: Model, source: ModelSource | None = None) -> str:
-    """How the matrices are stored: a scheme, or dtype, or several of them with their counts. Where
-    floats were made of a GGUF file's blocks it says of which: in float32 they are exact, which is
-    another model than the same rounded."""
+    """How matrices are stored: schemes or dtypes with counts, and the GGUF blocks behind floats."""
     kinds = Counter(map(_kind, model.linears()))
     if len(kinds) > 1:
         return ", ".join(f"{kind} x {count}" for kind, count in kinds.most_common())
@@ -32,8 +30,8 @@ def describe_weights(model: Model, source: ModelSource | None = None) -> str:
 
 
 def describe_step(model: Model, config: ModelConfig, kv_bytes: float) -> StepCost:
-    """What a decoder's steps read and compute, with its matrices as they are stored, on all devices
-    together. config: of the whole model. kv_bytes: of a position's keys and values, all layers.
+    """The cost of a decoder's steps on all devices. config: of the whole model. kv_bytes: of a
+    position's keys and values, all layers.
     """
     stored = sum(
         array.nbytes for linear in model.linears() for array in linear.packed if array is not None
@@ -67,9 +65,7 @@ def _kind(linear: Linear) -> str:
 
 
 def _stored_blocks(source: ModelSource | None) -> str:
-    """The commonest block format of a GGUF file's matrices, such as Q4_1; empty where they are
-    floats.
-    """
+    """The commonest block format of a GGUF file's matrices, such as Q4_1; "" for floats."""
     if source is None or source.kind != "gguf":
         return ""
     name = _commonest_kind(GGUFFile(source.path))

@@ -1,6 +1,4 @@
-"""Weights into a model: one tensor at a time from the file, to the device, into its place and its
-scheme.
-"""
+"""Loads weights into a model: one tensor at a time from the file to its device and scheme."""
 
 from __future__ import annotations
 
@@ -50,11 +48,11 @@ class WeightStorage:
 
     @classmethod
     def choose(cls, weights: str, platform: str, kernels: KernelSet) -> WeightStorage:
-        """How matrices are packed under `weights`, one of the configuration's words.
+        """How matrices are stored under `weights`, a word of the configuration.
 
-        auto leaves quantised matrices of a checkpoint as they are where the device's products do:
-        XLA widens 8 bits within the product on GPUs and TPUs, 4 bits need a kernel. A CPU would
-        write them out as floats in every step, so there they become floats once.
+        auto keeps a checkpoint's quantised matrices where the device multiplies them: XLA widens 8
+        bits inside products on GPUs and TPUs, 4 bits need a kernel. A CPU would widen them anew in
+        each step.
         """
         if weights != "auto":
             return cls(weights, frozenset({weights} - {"plain"}))
@@ -75,13 +73,11 @@ def load_model(
     storage: WeightStorage = WeightStorage(),
     mesh: Mesh | None = None,
 ) -> Model:
-    """The model with its weights on the default device, or split over a mesh; what is not quantised
-    is in `dtype`.
+    """Load the model to the default device, or split over a mesh; unquantised weights in `dtype`.
 
     progress("weights", tensors done, tensors in all, "") is called after each tensor. Raises
-    ModelError naming every missing, unexpected and misshapen tensor, ConfigError where the scheme
-    does not fit the model. Host memory: one weight as it is stored; a device: its share of the
-    weights, and of one as it is stored.
+    ModelError naming every missing, unexpected and misshapen tensor, and ConfigError where the
+    scheme does not fit. The host holds one stored weight at a time; a device its share of it.
     """
     shares = None if mesh is None else Shares(config, mesh)
     own = config if shares is None else shares.own
@@ -107,11 +103,10 @@ def load_model(
 def load_shapes(
     source: ModelSource, whole: ModelConfig, shards: int, dtype: DTypeLike, storage: WeightStorage
 ) -> Model:
-    """What `load_model` would make of a model over so many devices, with shapes in place of arrays.
+    """The model that `load_model` would make over so many devices, with shapes for arrays.
 
-    shards: devices of one engine. whole: the configuration of all devices. Of a checkpoint whose
-    matrices stay as they are stored, those of the first layer are read, and the other layers are
-    taken to be stored alike.
+    shards: devices of one engine. whole: the configuration of all devices. Where matrices stay as
+    stored, the first layer's are read, and the others are taken to be stored alike.
     """
     model = abstract_model(whole.local(shards), dtype=dtype, weights=storage.scheme)
     if source.kind != "tiny" and storage.as_stored:
@@ -159,17 +154,20 @@ class _Loader:
 
     def arrays(self, target: Target, dtype: DTypeLike) -> _Arrays:
         """The arrays of one weight, on the default device or in shares."""
-        stored = self._as_stored(target)
-        if stored is not None:
-            return self._side_by_side(target.path, stored)
-        if self.shares is None:
-            return self._whole(target, dtype)
-        return self._split(target, dtype, self.shares)
+        path, shares = target.path, self.shares
+        matrices = self._as_stored(target)
+        if matrices is not None and shares is None:
+            return _by_path(path, repack.join([matrix.packed() for matrix in matrices]))
+        if matrices is not None and shares is not None:
+            return _in_shares(path, matrices, shares)
+        pieces = [_sliced(self.checkpoint, piece) for piece in target.pieces]
+        work = self._finish(target, dtype, pieces[0].shape[-1])
+        if shares is None:
+            return _by_path(path, work([jnp.asarray(piece[...]) for piece in pieces], None))
+        return self._split(target, Stacked(pieces), work, shares)
 
     def _as_stored(self, target: Target) -> list[StoredMatrix] | None:
-        """The pieces of a matrix that is taken as it is stored; None unless all are taken so and
-        are alike.
-        """
+        """The pieces of a matrix that is kept as stored; None unless all are kept and are alike."""
         if not self.storage.as_stored or target.path[-1] != "kernel":
             return None
         matrices: list[StoredMatrix] = []
@@ -184,51 +182,31 @@ class _Loader:
         return None if jax.eval_shape(repack.alike, described) is None else matrices
 
     def stored_scheme(self, target: Target) -> tuple[str, int] | None:
-        """The scheme that a matrix is taken in as it is stored, and R of int4; None: its floats
-        are.
-        """
+        """The scheme and int4 group of a matrix that is kept as stored; None: floats are loaded."""
         stored = self._as_stored(target)
         if stored is None:
             return None
         return stored[0].described().scheme, stored[0].group
 
-    def _side_by_side(self, path: Path, matrices: list[StoredMatrix]) -> _Arrays:
-        """Pieces of one matrix as one, on the default device or in shares."""
-        if self.shares is None:
-            return _by_path(path, repack.join([matrix.packed() for matrix in matrices]))
-        return _in_shares(path, matrices, self.shares)
-
-    def _whole(self, target: Target, dtype: DTypeLike) -> _Arrays:
-        """A weight of the checkpoint's floats on the default device."""
-        rounds = self._rounds(target)
-        floats = _fuse(
-            [jnp.asarray(_sliced(self.checkpoint, piece)[...]) for piece in target.pieces],
-            dtype=jnp.dtype(jnp.float32 if rounds else dtype),
-            transpose=target.transpose,
-            offset=target.offset,
-        )
-        if not rounds:
-            return {target.path: floats}
-        return _by_path(target.path, _rounded(target.path, floats, dtype, self.storage, None))
-
-    def _split(self, target: Target, dtype: DTypeLike, shares: Shares) -> _Arrays:
-        """A weight of the checkpoint's floats in shares; each goes from the file to its device, and
-        is finished there.
-        """
-        stored = Stacked([_sliced(self.checkpoint, piece) for piece in target.pieces])
-        work = _Finish(jnp.dtype(dtype), target.transpose, target.offset)
-        most = None
-        if self._rounds(target):
-            work = _rounding(work, target.path, stored.shape[1], self.storage.scheme, shares)
-            if work.groups:
-                most = _most_elsewhere(target.path, stored, shares)
+    def _split(self, target: Target, stored: Sliceable, work: _Finish, shares: Shares) -> _Arrays:
+        """A weight of floats in shares, each read from the file and finished on its device."""
+        most = _most_elsewhere(target.path, stored, shares) if work.groups else None
         pieces = shares.send(target.path, stored, transposed=target.transpose)
         finished = [_by_path(target.path, own) for own in shares.on_each(work, pieces, most)]
         return {name: shares.join(name, [own[name] for own in finished]) for name in finished[0]}
 
-    def _rounds(self, target: Target) -> bool:
-        """Whether its floats are rounded to a scheme."""
-        return target.path[-1] == "kernel" and self.storage.scheme != "plain"
+    def _finish(self, target: Target, dtype: DTypeLike, inputs: int) -> _Finish:
+        """How floats become this weight; inputs: of the whole matrix."""
+        path, scheme, shares = target.path, self.storage.scheme, self.shares
+        work = _Finish(jnp.dtype(dtype), target.transpose, target.offset)
+        if path[-1] != "kernel" or scheme == "plain":
+            return work
+        if scheme == "int4":
+            return replace(work, scheme=scheme, group=_group(path, inputs, shares))
+        groups: tuple[int, ...] = ()
+        if shares is not None and shares.splits_inputs(path):
+            groups = tuple(shares.group_of(path, number) for number in shares.own_numbers)
+        return replace(work, scheme=scheme, groups=groups)
 
 
 def _sliced(checkpoint: Checkpoint, piece: Piece) -> Sliceable:
@@ -249,9 +227,7 @@ def _reordered(matrix: StoredMatrix, piece: Piece) -> StoredMatrix:
 
 
 def _in_shares(path: Path, matrices: list[StoredMatrix], shares: Shares) -> _Arrays:
-    """Matrices side by side in shares: of each a device gets its own part, as it is stored, and
-    lays it out.
-    """
+    """Matrices side by side in shares: each device gets its part as stored, and lays it out."""
     _check_groups(path, matrices[0], shares)
     parts = [_parts_of(path, matrices, shares, number) for number in shares.own_numbers]
     laid_out = [_laid_out(alike, shares) for alike in zip(*parts, strict=True)]
@@ -323,9 +299,7 @@ def _check_groups(path: Path, matrix: StoredMatrix, shares: Shares) -> None:
 
 @partial(jax.jit, static_argnames=("dtype", "transpose", "offset"))
 def _fuse(parts: list[Array], *, dtype: np.dtype, transpose: bool, offset: float) -> Array:
-    """Parts [O_i, I] -> [sum O_i, I], or [I, sum O_i] if transposed, in dtype; on the device, by
-    all its threads.
-    """
+    """Parts [O_i, I] -> [sum O_i, I], or [I, sum O_i] if transposed, in dtype, on the device."""
     whole = jnp.concatenate(parts)
     if offset:
         whole = whole.astype(jnp.float32) + offset
@@ -351,29 +325,20 @@ class _Finish:
     #: each device of this host; empty: that of its own inputs.
     groups: tuple[int, ...] = ()
 
-    def __call__(self, part: Array, most: Array | None) -> Packed:
-        """See `Shares.on_each`; most: float32 [groups, O], the greatest magnitudes on other
-        hosts.
+    def __call__(self, part: Array | list[Array], most: Array | None) -> Packed:
+        """See `Shares.on_each`. part: the share, or parts [O_i, I] of one. most: greatest
+        magnitudes on other hosts, float32 [groups, O].
         """
-        dtype = self.dtype
-        if self.scheme != "plain":
-            dtype = jnp.dtype(jnp.float32)
-        floats = _fuse([part], dtype=dtype, transpose=self.transpose, offset=self.offset)
+        parts = part if isinstance(part, list) else [part]
+        dtype = self.dtype if self.scheme == "plain" else jnp.dtype(jnp.float32)
+        floats = _fuse(parts, dtype=dtype, transpose=self.transpose, offset=self.offset)
+        if self.scheme == "plain":
+            return Packed(floats)
         if self.groups:
             own = TENSOR.largest_of_group(greatest(floats), self.groups)
             group = jnp.array(self.groups)[TENSOR.number()]
             most = own if most is None else jnp.maximum(own, most[group])
         return quantise(floats, scheme=self.scheme, dtype=dtype, group=self.group, most=most)
-
-
-def _rounding(work: _Finish, path: Path, inputs: int, scheme: str, shares: Shares) -> _Finish:
-    """The same work with rounding to the scheme at its end; inputs: of the whole matrix."""
-    if scheme == "int4":
-        return replace(work, scheme=scheme, group=_group(path, inputs, shares))
-    groups: tuple[int, ...] = ()
-    if shares.splits_inputs(path):
-        groups = tuple(shares.group_of(path, number) for number in shares.own_numbers)
-    return replace(work, scheme=scheme, groups=groups)
 
 
 def _group(path: Path, inputs: int, shares: Shares | None) -> int:
@@ -384,11 +349,10 @@ def _group(path: Path, inputs: int, shares: Shares | None) -> int:
 
 
 def _most_elsewhere(path: Path, stored: Sliceable, shares: Shares) -> np.ndarray | None:
-    """The greatest magnitude of each output among the inputs that other hosts hold, float32
-    [groups, O], see `Shares.group_of`; None if there are none.
+    """The greatest magnitude of each output among inputs of other hosts, float32 [groups, O], or
+    None.
 
-    Read here too, a share at a time: hosts load each at their own pace, and a collective would bind
-    them together.
+    Read here too, share by share: a collective would make hosts load at one pace.
     """
     most = None
     n_groups = shares.mesh.size // shares.input_shards(path)
@@ -403,29 +367,12 @@ def _most_elsewhere(path: Path, stored: Sliceable, shares: Shares) -> np.ndarray
     return most
 
 
-def _rounded(
-    path: Path, floats: Array, dtype: DTypeLike, storage: WeightStorage, shares: Shares | None
-) -> Packed:
-    """A matrix [I, O] in the scheme."""
-    group = 0
-    if storage.scheme == "int4":
-        group = _group(path, floats.shape[0], shares)
-    return quantise(floats, scheme=storage.scheme, dtype=dtype, group=group)
-
-
 def _by_path(path: Path, packed: Packed) -> _Arrays:
     """The arrays of a matrix by their own paths; path: of its kernel."""
     arrays = packed._asdict().items()
     if path[-1] != "kernel":
         return {path: packed.kernel}
     return {(*path[:-1], name): array for name, array in arrays if array is not None}
-
-
-def _shared(arrays: _Arrays, shares: Shares | None) -> _Arrays:
-    """Whole arrays, every device holding its share."""
-    if shares is None:
-        return arrays
-    return {path: shares.place(path, array) for path, array in arrays.items()}
 
 
 def _declared_dtypes(config: ModelConfig, dtype: DTypeLike) -> dict[Path, DTypeLike]:
@@ -462,11 +409,16 @@ def _flat_leaves(state: Any) -> list[tuple[Path, Any]]:
 def _random_arrays(
     config: ModelConfig, dtype: DTypeLike, storage: WeightStorage, shares: Shares | None
 ) -> _Arrays:
-    """Those of the random model, packed and shared as loaded ones would be."""
+    """The arrays of the random model, packed and shared as loaded ones would be."""
     arrays: _Arrays = {}
     for path, leaf in _flat_leaves(nnx.state(random_model(config, dtype=dtype))):
         parts = {path: leaf[...]}
         if path[-1] == "kernel":
-            parts = _by_path(path, _rounded(path, leaf[...], dtype, storage, shares))
-        arrays |= _shared(parts, shares)
+            group = 0
+            if storage.scheme == "int4":
+                group = _group(path, leaf[...].shape[0], shares)
+            packed = quantise(leaf[...], scheme=storage.scheme, dtype=dtype, group=group)
+            parts = _by_path(path, packed)
+        for name, array in parts.items():
+            arrays[name] = array if shares is None else shares.place(name, array)
     return arrays

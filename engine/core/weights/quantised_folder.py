@@ -1,8 +1,6 @@
-"""Hugging Face folders whose matrices are quantised: GPTQ, AWQ, compressed-tensors, fp8 (see
-`jitney.engine.core.weights.checkpoints.quantization_config`).
+"""Hugging Face folders with quantised matrices: GPTQ, AWQ, compressed-tensors, fp8.
 
-A matrix is stored as several tensors; here it goes by the name it would have unquantised,
-`...weight`, and its shape.
+A matrix of several tensors goes by the name and shape it would have unquantised.
 """
 
 from __future__ import annotations
@@ -10,11 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from jitney.engine.common.errors import ModelError
+from jitney.engine.core.models.quantization import Packed
 from jitney.engine.core.weights import repack
 from jitney.engine.core.weights.checkpoints.files import Shape
 from jitney.engine.core.weights.checkpoints.quantization_config import Packing
@@ -23,9 +23,56 @@ from jitney.engine.core.weights.slices import DecodedTensor, Sliceable, StoredTe
 from jitney.engine.core.weights.stored_matrix import Along, Field, StoredMatrix
 from jitney.kernels.int4 import Int4
 
-#: Endings of the tensors that hold a matrix in 4-bit words, by method.
-_CODES = {"gptq": ".qweight", "awq": ".qweight", "compressed-tensors": ".weight_packed"}
-#: Endings of what goes with it, and of what only matters to activations and KV in 8 bits.
+
+class _Words(NamedTuple):
+    """How a method stores matrices of O outputs and I inputs in 4-bit words, eight numbers each."""
+
+    #: Endings of the words, the scales and the zero points.
+    words: str
+    scales: str
+    zeros: str
+    #: How the axes of the words run along the outputs and the inputs.
+    outputs: Along
+    inputs: Along
+    #: The axes of scales and zero points that have an index for each output and for each group of
+    #: inputs; zero points have eight outputs in a word.
+    output_axis: int
+    group_axis: int
+    #: None: `repack.Gptq` of the checkpoint's zero offset.
+    lay_out: Callable[..., Packed] | None
+
+    def groups(self, sizes: tuple[int, int], scales: Shape, zeros: Shape | None = None) -> int:
+        """How many groups of inputs a matrix of sizes (O, I) has; 0 where its parts do not fit."""
+        outs, ins = sizes
+        count = scales[self.group_axis] if len(scales) == 2 else 0
+
+        def shape(outputs: int) -> Shape:
+            return (outputs, count) if self.output_axis == 0 else (count, outputs)
+
+        if not count or ins % count or outs % 8 or scales != shape(outs):
+            return 0
+        if zeros is not None and zeros != shape(outs // 8):
+            return 0
+        group = ins // count
+        is_whole = count == 1 and ins % repack.WHOLE_GROUP == 0
+        return count if is_whole or group in Int4.group_sizes else 0
+
+
+_WORDS = {
+    "gptq": _Words(".qweight", ".scales", ".qzeros", Along(1), Along(0, 1, 8), 1, 0, None),
+    "awq": _Words(".qweight", ".scales", ".qzeros", Along(1, 1, 8), Along(0), 1, 0, repack.awq),
+    "compressed-tensors": _Words(
+        ".weight_packed",
+        ".weight_scale",
+        ".weight_zero_point",
+        Along(0),
+        Along(1, 1, 8),
+        0,
+        1,
+        repack.packed_rows,
+    ),
+}
+#: Endings of the parts of quantised matrices, and of scales of activations and KV in 8 bits.
 _PARTS = (
     ".qweight",
     ".qzeros",
@@ -70,18 +117,15 @@ _NUMPY_TYPES = {
 
 
 class QuantisedFolder(SafetensorsFolder):
-    """`SafetensorsFolder` of unquantised names; `matrix(name)` is the matrix as it is stored,
-    `sliced(name)` its floats.
+    """`SafetensorsFolder` with unquantised names: `matrix(name)` as stored, `sliced(name)` floats.
 
-    Raises ModelError as that does, and when parts of a matrix are missing or do not fit each other.
+    Raises ModelError also when parts of a matrix are missing or do not fit each other.
     """
 
     types = (*SafetensorsFolder.types, *_EIGHT_BITS, "I32", "I64")
 
     def __init__(self, folder: str | Path, packing: Packing, wanted: Container[str]):
-        """wanted: names of the model's tensors. GPTQ's tools store a bias of zeros for layers that
-        have none.
-        """
+        """wanted: names of the model's tensors; GPTQ stores zero biases for layers without one."""
         super().__init__(folder)
         self.packing = packing
         self.stored = self.shapes
@@ -96,22 +140,16 @@ class QuantisedFolder(SafetensorsFolder):
 
     def _matrices(self) -> Iterator[tuple[str, tuple[int, int]]]:
         """(name, shape [O, I]) of each matrix in words."""
-        ending = _CODES.get(self.packing.method)
-        if ending is None:
+        own = _WORDS.get(self.packing.method)
+        if own is None:
             return
         for name, shape in self.stored.items():
-            if name.endswith(ending):
-                matrix = f"{name.removesuffix(ending)}.weight"
-                yield matrix, self._sizes(*_two_axes(name, shape))
-
-    def _sizes(self, rows: int, columns: int) -> tuple[int, int]:
-        """(O, I) of a matrix in words; a word has eight numbers of one axis."""
-        match self.packing.method:
-            case "gptq":
-                return columns, 8 * rows
-            case "awq":
-                return 8 * columns, rows
-        return rows, 8 * columns
+            if name.endswith(own.words):
+                sizes = [
+                    _two_axes(name, shape)[along.axis] * along.numbers
+                    for along in (own.outputs, own.inputs)
+                ]
+                yield f"{name.removesuffix(own.words)}.weight", (sizes[0], sizes[1])
 
     def matrix(self, name: str) -> StoredMatrix | None:
         """A matrix as it is stored; None for floats and for scales of blocks."""
@@ -122,12 +160,7 @@ class QuantisedFolder(SafetensorsFolder):
             return self._eight_bits(base)
         if name in self.stored or not name.endswith(".weight"):
             return None
-        match self.packing.method:
-            case "gptq":
-                return self._gptq(base)
-            case "awq":
-                return self._awq(base)
-        return self._packed_rows(base)
+        return self._in_words(base, _WORDS[self.packing.method])
 
     def sliced(self, name: str) -> Sliceable:
         """One tensor as floats."""
@@ -150,7 +183,8 @@ class QuantisedFolder(SafetensorsFolder):
 
     def _eight_bits(self, base: str) -> StoredMatrix:
         """int8 or fp8, [O, I], and a scale for the matrix or each output."""
-        weights, scale = self._present(base, ".weight", ".weight_scale")
+        weights, scale = f"{base}.weight", f"{base}.weight_scale"
+        self._check_present(base, [scale])
         outs, ins = _two_axes(weights, self.stored[weights])
         scales = self.stored[scale]
         if math.prod(scales) not in (1, outs):
@@ -165,29 +199,31 @@ class QuantisedFolder(SafetensorsFolder):
         )
         return StoredMatrix((outs, ins), fields, repack.eight_bits)
 
-    def _gptq(self, base: str) -> StoredMatrix:
-        """Words [I / 8, O], zero points [G, O / 8], scales [G, O]."""
-        words, zeros, scales = self._parts(base, ".qweight", ".qzeros", ".scales")
-        self._check_order(f"{base}.g_idx", self.stored[scales][0])
-        (outs, ins), of_group, group = self._grouped(base, self.stored[scales][0])
-        fields = (
-            self._field(words, Along(1), Along(0, 1, 8)),
-            self._field(zeros, Along(1, 1, 8), of_group(0)),
-            self._field(scales, Along(1), of_group(0)),
-        )
-        lay_out = repack.Gptq(self.packing.zero_offset)
-        return StoredMatrix((outs, ins), fields, lay_out, together=(8, group))
-
-    def _awq(self, base: str) -> StoredMatrix:
-        """Words [I, O / 8], zero points [G, O / 8], scales [G, O]."""
-        words, zeros, scales = self._parts(base, ".qweight", ".qzeros", ".scales")
-        (outs, ins), of_group, group = self._grouped(base, self.stored[scales][0])
-        fields = (
-            self._field(words, Along(1, 1, 8), Along(0)),
-            self._field(zeros, Along(1, 1, 8), of_group(0)),
-            self._field(scales, Along(1), of_group(0)),
-        )
-        return StoredMatrix((outs, ins), fields, repack.awq, together=(8, group))
+    def _in_words(self, base: str, own: _Words) -> StoredMatrix:
+        """A matrix in 4-bit words, with scales and zero points of groups of inputs."""
+        names = [base + own.words, base + own.scales]
+        if self.packing.method != "compressed-tensors" or base + own.zeros in self.stored:
+            names.append(base + own.zeros)
+        self._check_present(base, names)
+        outs, ins = self.shapes[f"{base}.weight"]
+        shapes = {name: self.stored[name] for name in names}
+        groups = own.groups((outs, ins), *list(shapes.values())[1:])
+        if not groups:
+            raise ModelError(
+                f"{base[:100]}: its quantised parts do not fit each other, or are not in groups of "
+                f"{', '.join(map(str, Int4.group_sizes))} inputs: {shapes}"
+            )
+        self._check_order(f"{base}.g_idx", groups)
+        of_groups = Along(own.group_axis, 1, ins // groups) if groups > 1 else None
+        axes = [
+            (own.outputs, own.inputs),
+            (Along(own.output_axis), of_groups),
+            (Along(own.output_axis, 1, 8), of_groups),
+        ]
+        fields = [self._field(name, *along) for name, along in zip(names, axes, strict=False)]
+        together = (8 if len(names) > 2 else 1, _inputs_of_group(ins, groups))
+        lay_out = own.lay_out or repack.Gptq(self.packing.zero_offset)
+        return StoredMatrix((outs, ins), tuple(fields), lay_out, together)
 
     def _block_scaled(self, name: str) -> Callable[[slice, slice], np.ndarray]:
         """fp8 with a scale for each block of outputs and inputs: how a part becomes float32."""
@@ -205,73 +241,14 @@ class QuantisedFolder(SafetensorsFolder):
 
         return part
 
-    def _packed_rows(self, base: str) -> StoredMatrix:
-        """compressed-tensors' words [O, I / 8], scales [O, G], perhaps zero points [O / 8, G]."""
-        endings = [".weight_packed", ".weight_scale"]
-        if f"{base}.weight_zero_point" in self.stored:
-            endings.append(".weight_zero_point")
-        words, scales, *zeros = self._parts(base, *endings)
-        (outs, ins), of_group, group = self._grouped(base, self.stored[scales][1])
-        fields = [
-            self._field(words, Along(0), Along(1, 1, 8)),
-            self._field(scales, Along(0), of_group(1)),
-        ]
-        fields += [self._field(name, Along(0, 1, 8), of_group(1)) for name in zeros]
-        together = (8 if zeros else 1, group)
-        return StoredMatrix((outs, ins), tuple(fields), repack.packed_rows, together)
-
-    def _grouped(
-        self, base: str, groups: int
-    ) -> tuple[tuple[int, int], Callable[[int], Along | None], int]:
-        """(O, I) of a matrix in words, how an axis with an index for each group runs along its
-        inputs, and inputs of a group as it will be laid out.
-        """
-        outs, ins = self.shapes[f"{base}.weight"]
-
-        def of_group(axis: int) -> Along | None:
-            return Along(axis, 1, ins // groups) if groups > 1 else None
-
-        return (outs, ins), of_group, _inputs_of_group(ins, groups)
-
-    def _parts(self, base: str, *endings: str) -> list[str]:
-        """Names of the tensors of a matrix in words, checked against each other."""
-        names = self._present(base, *endings)
-        shapes = {name.rpartition(".")[2]: self.stored[name] for name in names}
-        if not self._parts_fit(self.shapes[f"{base}.weight"], shapes):
-            raise ModelError(
-                f"{base[:100]}: its quantised parts do not fit each other, or are not in groups of "
-                f"{', '.join(map(str, Int4.group_sizes))} inputs: {shapes}"
-            )
-        return names
-
-    def _parts_fit(self, sizes: Shape, shapes: dict[str, Shape]) -> bool:
-        """Whether scales and zero points of these shapes belong to a matrix of sizes (O, I)."""
-        outs, ins = sizes
-        by_rows = self.packing.method == "compressed-tensors"
-        scales = shapes["weight_scale" if by_rows else "scales"]
-        if len(scales) != 2:
-            return False
-        groups = scales[1] if by_rows else scales[0]
-        if not groups or ins % groups or outs % 8 or not _groups_fit(ins, groups):
-            return False
-        if by_rows:
-            wanted = {"weight_scale": (outs, groups), "weight_zero_point": (outs // 8, groups)}
-        else:
-            wanted = {"scales": (groups, outs), "qzeros": (groups, outs // 8)}
-        return all(shapes.get(name, shape) == shape for name, shape in wanted.items())
-
-    def _present(self, base: str, *endings: str) -> list[str]:
-        """Names of a matrix's tensors; ModelError for one that is missing."""
-        names = [base + ending for ending in endings]
+    def _check_present(self, base: str, names: list[str]) -> None:
+        """Raise ModelError for tensors of a matrix that are missing."""
         missing = [name for name in names if name not in self.stored]
         if missing:
             raise ModelError(f"the quantised matrix {base[:100]} lacks {', '.join(missing)}")
-        return names
 
     def kv_limits(self, layer: int) -> tuple[float, float] | None:
-        """Largest magnitudes of a layer's keys and values by the scales that the checkpoint has for
-        them, if any.
-        """
+        """Largest magnitudes of a layer's keys and values by the checkpoint's scales, or None."""
         keys, values = self._kv_scale(layer, "k"), self._kv_scale(layer, "v")
         if not keys or not values:
             return None
@@ -318,13 +295,6 @@ def _block_size(size: int, count: int) -> int:
     """Of `count` blocks along an axis, a power of two; the last one may be cut short."""
     block = -(-size // count)
     return 1 << (block - 1).bit_length()
-
-
-def _groups_fit(ins: int, groups: int) -> bool:
-    """Whether so many inputs come in `groups` groups of a size that products take."""
-    if groups == 1 and ins % repack.WHOLE_GROUP == 0:
-        return True
-    return ins // groups in Int4.group_sizes
 
 
 def _inputs_of_group(inputs: int, groups: int) -> int:

@@ -1,8 +1,7 @@
-"""Which KV type a configuration means on a device, and the factors of quantised KV: the largest key
-and value of each head, as the checkpoint states them, or as seen while the model reads a text.
+"""The type of KV pools, and the factors of quantised ones: the largest key and value of each head,
+from the checkpoint or from a text that the model reads.
 
-The factors travel with the weights (`Attention.kv_scales`); what a pool stores is a number over its
-factor.
+Factors travel with the weights (`Attention.kv_scales`); a pool stores a number over its factor.
 """
 
 from __future__ import annotations
@@ -92,9 +91,7 @@ def _check_fp8(device: Any) -> None:
 def load_kv_scales(
     model: Model, source: ModelSource, kv_dtype: DTypeLike, mesh: Mesh | None = None
 ) -> None:
-    """Give the model factors for its quantised pools: the checkpoint's own, else those that TEXT
-    leads to.
-    """
+    """Give the model factors for quantised pools: the checkpoint's, else those of the text."""
     limits = _stored_limits(source)
     if limits is None:
         _calibrate_on_text(model, source, kv_dtype, mesh)
@@ -122,9 +119,7 @@ def _calibrate_on_text(
 
 
 def _stored_limits(source: ModelSource) -> _Layers | None:
-    """Largest magnitudes that a checkpoint states for each layer's KV heads, [2K] each, None if it
-    states none.
-    """
+    """Largest magnitudes of each layer's KV heads by the checkpoint, [2K] each, or None."""
     if source.kind != "hf":
         return None
     config = source.config
@@ -141,17 +136,13 @@ def _stored_limits(source: ModelSource) -> _Layers | None:
 def _calibrate(
     model: Model, tokens: Sequence[int], kv_dtype: DTypeLike, mesh: Mesh | None = None
 ) -> None:
-    """Give the model factors for pools of kv_dtype (int8 or fp8), from what its heads do on
-    `tokens`.
-    """
+    """Give the model factors for int8 or fp8 pools from what its heads compute on `tokens`."""
     seen = _largest(model, tokens, mesh)
     model.set_kv_scales([_factors(_MARGINS[jnp.dtype(kv_dtype)] * most, kv_dtype) for most in seen])
 
 
 def _factors(most: Array, kv_dtype: DTypeLike) -> Array:
-    """most float32 [2K], the largest magnitude to be stored of each key and value head -> factors,
-    float32 [2K].
-    """
+    """Largest magnitudes float32 [2K] of key and value heads -> factors float32 [2K]."""
     return jnp.where(most > 0, most, 1.0) / limit_of(kv_dtype)
 
 

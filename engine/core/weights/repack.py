@@ -1,8 +1,7 @@
-"""From the bits of quantised checkpoints to `Packed`, number for number: no weight is rounded.
+"""From the bits of quantised checkpoints to `Packed`, number for number, on the device.
 
-Each function takes a matrix of O outputs and I inputs as its format stores it, and runs on the
-device. Codes of 4 bits are regrouped as `jitney.kernels.int4.Int4` wants them: row r of a group of
-R inputs holds inputs r and r + R // 2.
+A matrix has O outputs and I inputs. 4-bit codes are regrouped for `jitney.kernels.int4.Int4`: row r
+of a group of R inputs holds inputs r and r + R // 2.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ WHOLE_GROUP = 128
 
 @jax.jit
 def q4_0(rows: Array) -> Packed:
-    """GGUF Q4_0, uint8 [O, I / 32 * 18]: per 32 inputs a float16 step and 16 bytes, numbers (code -
-    8) * step.
+    """GGUF Q4_0, uint8 [O, I / 32 * 18]: 32 inputs have a float16 step and 16 bytes; (code - 8) *
+    step.
     """
     blocks = _blocks(rows, 18)
     return Packed(_block_codes(blocks[..., 2:]), _float16(blocks[..., :2]))
@@ -37,9 +36,7 @@ def q4_0(rows: Array) -> Packed:
 
 @jax.jit
 def q4_1(rows: Array) -> Packed:
-    """GGUF Q4_1, uint8 [O, I / 32 * 20]: per 32 inputs a float16 step and low and 16 bytes: code *
-    step + low.
-    """
+    """GGUF Q4_1, uint8 [O, I / 32 * 20]: 32 inputs share a float16 step and low."""
     blocks = _blocks(rows, 20)
     return Packed(
         _block_codes(blocks[..., 4:]), _float16(blocks[..., :2]), lows=_float16(blocks[..., 2:4])
@@ -49,8 +46,8 @@ def q4_1(rows: Array) -> Packed:
 @jax.jit
 def q4_k(rows: Array) -> Packed:
     """GGUF Q4_K, uint8 [O, I / 256 * 144]: eight groups of 32 inputs share two float16 factors of
-    their 6-bit steps and lows; the products of those do not fit float16, so they are packed in
-    float32."""
+    their 6-bit steps and lows, whose products need float32.
+    """
     blocks = _blocks(rows, 144)
     factors = blocks[..., :4].reshape(*blocks.shape[:2], 2, 2)
     factors = bitcast_convert_type(factors, jnp.float16).astype(jnp.float32)
@@ -69,8 +66,8 @@ def q4_k(rows: Array) -> Packed:
 def _six_bits(packed: Array) -> tuple[Array, Array]:
     """[..., 12] bytes of Q4_K -> (steps [..., 8], lows [..., 8]), 0..63 as float32.
 
-    The first four of each are the low bits of bytes 0..3 and 4..7; the last four are the halves of
-    bytes 8..11, under the two highest bits of the bytes before.
+    The first four are low bits of bytes 0..3 and 4..7; the last four are halves of bytes 8..11
+    under the two highest bits of the bytes before.
     """
     first, second, third = (packed[..., i : i + 4] for i in (0, 4, 8))
     steps = jnp.concatenate([first & 63, third & 15 | first >> 6 << 4], axis=-1)
@@ -84,9 +81,7 @@ def _blocks(rows: Array, size: int) -> Array:
 
 
 def _block_codes(codes: Array) -> Array:
-    """Bytes [O, G, 16], a group's inputs j and j + 16 in each -> uint8 [I // 2, O]: GGUF's blocks
-    are our groups.
-    """
+    """Bytes [O, G, 16], a group's inputs j and j + 16 in each -> uint8 [I // 2, O]."""
     return codes.reshape(len(codes), -1).T
 
 
@@ -102,25 +97,21 @@ class Gptq:
     #: What has to be added to the stored zero points.
     zero_offset: int
 
-    def __call__(self, words: Array, zero_words: Array, scales: Array) -> Packed:
-        return _gptq(words, zero_words, scales, self.zero_offset)
+    def __call__(self, words: Array, scales: Array, zero_words: Array) -> Packed:
+        return _gptq(words, scales, zero_words, self.zero_offset)
 
 
 @partial(jax.jit, static_argnames="zero_offset")
-def _gptq(words: Array, zero_words: Array, scales: Array, zero_offset: int) -> Packed:
-    """GPTQ: words int32 [I / 8, O], eight inputs each; zero_words int32 [G, O / 8]; scales
-    [G, O].
-    """
+def _gptq(words: Array, scales: Array, zero_words: Array, zero_offset: int) -> Packed:
+    """GPTQ: words int32 [I / 8, O]; scales [G, O]; zero_words int32 [G, O / 8]."""
     codes = _nibbles(words).transpose(0, 2, 1).reshape(-1, words.shape[1])
     zeros = _nibbles(zero_words).reshape(len(zero_words), -1) + zero_offset
     return _grouped(codes, scales, zeros)
 
 
 @jax.jit
-def awq(words: Array, zero_words: Array, scales: Array) -> Packed:
-    """AWQ (gemm): words int32 [I, O / 8] and zero_words int32 [G, O / 8], eight outputs each;
-    scales [G, O].
-    """
+def awq(words: Array, scales: Array, zero_words: Array) -> Packed:
+    """AWQ (gemm): words int32 [I, O / 8]; scales [G, O]; zero_words int32 [G, O / 8]."""
     return _grouped(_awq_numbers(words), scales, _awq_numbers(zero_words))
 
 
@@ -132,9 +123,9 @@ def _awq_numbers(words: Array) -> Array:
 
 @jax.jit
 def packed_rows(words: Array, scales: Array, zero_words: Array | None = None) -> Packed:
-    """compressed-tensors: words int32 [O, I / 8], eight inputs each, numbers less the least one;
-    scales [O, G]; zero_words int32 [O / 8, G], eight outputs each, None where groups are
-    symmetric."""
+    """compressed-tensors: words int32 [O, I / 8]; scales [O, G]; zero_words int32 [O / 8, G] or
+    None.
+    """
     codes = _nibbles(words).reshape(len(words), -1).T
     zeros = None
     if zero_words is not None:
@@ -155,9 +146,7 @@ def _nibbles(words: Array) -> Array:
 
 
 def _grouped(codes: Array, scales: Array, zeros: Array | None) -> Packed:
-    """codes uint8 [I, O], scales and zeros [G, O] -> int4; one group for all inputs becomes several
-    alike.
-    """
+    """Codes uint8 [I, O], scales and zeros [G, O] -> int4; one group for all inputs is divided."""
     if len(scales) == 1 and len(codes) > WHOLE_GROUP:
         times = len(codes) // WHOLE_GROUP
         scales = jnp.repeat(scales, times, 0)
@@ -168,9 +157,7 @@ def _grouped(codes: Array, scales: Array, zeros: Array | None) -> Packed:
 
 
 def alike(parts: list[Packed]) -> list[Packed] | None:
-    """Matrices of the same inputs, so that they can lie side by side, or None where they are not
-    packed alike.
-    """
+    """Matrices of the same inputs made to lie side by side; None if they are packed differently."""
     if any(part.lows is not None for part in parts):
         parts = [_with_lows(part) for part in parts]
     if len(set(map(_describe, parts))) > 1:
@@ -187,9 +174,7 @@ def join(parts: list[Packed]) -> Packed:
 
 
 def _with_lows(part: Packed) -> Packed:
-    """int4 without zero points as int4 with lows, if that is exact: -8 steps, a matter of the
-    exponent.
-    """
+    """int4 without zero points as int4 with lows (-8 steps, exact), else the same."""
     if part.scheme != "int4" or part.zeros is not None or part.lows is not None:
         return part
     return part._replace(lows=-Int4.middle * part.scale)

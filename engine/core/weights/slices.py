@@ -46,8 +46,8 @@ class DecodedTensor:
     """A tensor in its file that becomes floats as it is read."""
 
     def __init__(self, decode: Callable[[slice, slice], np.ndarray], shape: Shape):
-        """decode: the given rows and columns, both with start and stop; of a tensor with one axis
-        these are its only row. shape: of one or two axes.
+        """decode: the given rows and columns; a tensor with one axis is one row. shape: one or two
+        axes.
         """
         self._decode = decode
         self.shape = shape

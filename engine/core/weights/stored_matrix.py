@@ -1,8 +1,7 @@
-"""Matrices of quantised checkpoints as their files have them, of which a part can be laid out
-without the rest.
+"""Matrices of quantised checkpoints as stored, of which a part can be laid out by itself.
 
-A matrix has O outputs and I inputs. Its tensors are read by a window of both, as whole words, bytes
-and groups need it, and what lies around the part that was asked for is cut off once it is laid out.
+Tensors are read by windows of outputs and inputs that hold whole words, bytes and groups; the
+surplus is cut off once the part is laid out.
 """
 
 from __future__ import annotations
@@ -99,15 +98,14 @@ class StoredMatrix:
         return replace(self, fields=tuple(fields))
 
     def part(self, size: tuple[int, int]) -> Callable[[_Read, Array | None], Packed]:
-        """What lays out a part of so many outputs and inputs as `read` brings it; see
-        `Shares.on_each`.
-        """
+        """The function that lays out a part of so many outputs and inputs; see `Shares.on_each`."""
         return _LayOut(self.lay_out, size)
 
     def read(self, outputs: slice, inputs: slice) -> tuple[Tensors, np.ndarray]:
-        """(the tensors of a window that holds this part, where in it the part begins, int32 [2]:
-        its first output and input). Parts of the same size that begin at multiples of it have
-        windows of the same size.
+        """(the tensors of a window around this part, int32 [2]: the part's first output and input
+        in it).
+
+        Parts of one size that begin at multiples of it have windows of one size.
         """
         of_outputs = _window(outputs, self.shape[0], self.together[0])
         of_inputs = _window(inputs, self.shape[1], self.together[1])
@@ -125,9 +123,7 @@ class StoredMatrix:
 
 @dataclass(frozen=True)
 class _LayOut:
-    """From what a device was sent of a part (`StoredMatrix.read`) to the part in our order; see
-    `Shares.on_each`.
-    """
+    """From a part as `StoredMatrix.read` gives it to the part in our order."""
 
     lay_out: Callable[..., Packed]
     #: Outputs and inputs of the part.

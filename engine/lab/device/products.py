@@ -18,7 +18,7 @@ from jitney.engine.core import Packed, quantise, threshold, widened
 from jitney.engine.lab.device.kernels import measured
 from jitney.engine.lab.device.rows import PartJob, Row, Task, Tasks
 from jitney.engine.lab.device.timing import distance, timed
-from jitney.kernels import eight_bits
+from jitney.kernels import w8a8
 from jitney.kernels.interface import KernelSet
 
 #: Share of the probability and number of tokens that the timed search keeps: nucleus sampling over
@@ -92,10 +92,10 @@ def _product_error(kernels: KernelSet, x: jax.Array, weights: Packed) -> float:
 def _as_multiplied(x: jax.Array, scheme: str, kernels: KernelSet) -> jax.Array:
     """The rows as the kernel takes them, in float32."""
     if scheme == "int8" and kernels.int8 is not None:
-        codes, steps = eight_bits.round_to_int8(x)
+        codes, steps = w8a8.round_to_int8(x)
         return codes * steps
     if scheme == "fp8" and kernels.fp8 is not None:
-        codes, units = eight_bits.round_to_fp8(x)
+        codes, units = w8a8.round_to_fp8(x)
         return codes.astype(jnp.float32) * units
     return x.astype(jnp.float32)
 
@@ -103,7 +103,7 @@ def _as_multiplied(x: jax.Array, scheme: str, kernels: KernelSet) -> jax.Array:
 def _laid_out(weights: Packed, kernels: KernelSet) -> Packed:
     """As the kernel takes them: fp8 that is multiplied as such knows no other way."""
     if weights.scheme == "fp8" and kernels.fp8 is not None:
-        return weights._replace(kernel=kernels.fp8.arrange(weights.kernel))
+        return weights._replace(kernel=kernels.fp8.pack(weights.kernel))
     return weights
 
 

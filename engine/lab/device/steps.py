@@ -91,12 +91,12 @@ class StepBench:
         gc.collect()  # the arrays of the one before it may hang in cycles
         config, kernels = wanted.config, wanted.kernels
         model = wanted.make()
-        model.arrange(kernels)
+        model.pack(kernels)
         held = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
         row_bytes = config.n_layers * 2 * config.n_kv_heads * config.head_dim * wanted.itemsize
         pages = _pages_for(job, buckets, row_bytes, held)
         sizes = StateSizes(buckets.seats, pages, job.page_size, context, wanted.dtype)
-        runner = Runner(model, buckets, kernels, sizes, end_ids=(), plain_mixed=True)
+        runner = Runner(model, buckets, kernels, sizes, end_ids=(), greedy_only_mixed=True)
         runner.state = runner.shapes.allocate(runner.config)
         return cls(
             runner=runner,
@@ -110,7 +110,7 @@ class StepBench:
 
     def compile(self, buckets: Sequence[Bucket]) -> None:
         """Compile the greedy step of these buckets, side by side."""
-        kinds = [(bucket, self.runner.is_plain(bucket, True)) for bucket in buckets]
+        kinds = [(bucket, self.runner.runs_greedy_only(bucket, True)) for bucket in buckets]
         self.runner.compile_steps(kinds, threads=_THREADS)
 
     def floor_bytes(self, work: StepWork) -> float:
@@ -189,7 +189,7 @@ def _time_step(bench: StepBench, case: StepCase, sample_s: float) -> tuple[list[
     """
     runner = bench.runner
     plan = case.plan(0, bench.page_size)
-    packed, plain = runner.batch(plan).packed, runner.is_plain(case.bucket, True)
+    packed, plain = runner.batch(plan).packed, runner.runs_greedy_only(case.bucket, True)
     launched = LaunchedStep(plan, runner.run(case.bucket, plain, packed)[0], 0)
     if min(runner.fetch(launched).tokens) < 0:
         raise RuntimeError("the step's logits are not finite")

@@ -282,7 +282,7 @@ def test_slots_are_answered_after_the_plan():
         watched.core.ask(messages.AskSeatMap(7))
         report = watched.core.step()
         (answer,) = report.answers
-        assert answer.ticket == 7
+        assert answer.ticket == 7 and isinstance(answer, messages.SeatMap)
         if waiting > 2:
             looks.append([seat.state for seat in answer.seats])
     assert len(looks) > 2 and all("free" not in look for look in looks)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from adapter_files import write_adapter
-from cpu_library import arranges_here
+from cpu_library import packs_here
 from oracle import prompt
 from programs import await_use
 from safetensors.numpy import load_file, save_file
@@ -253,7 +253,7 @@ def test_an_engine_that_began_with_none_takes_some(
         assert serving.tokens(name) == expected[name][0]
 
 
-@pytest.mark.skipif(not arranges_here(), reason="this CPU's weights are not arranged in pairs")
+@pytest.mark.skipif(not packs_here(), reason="this CPU's weights are not packed in pairs")
 def test_in_pairs_too(home: Path):
     folders = {"fr": home / "fr", "de": home / "de"}
     serving = Serving(engine({"fr": home / "fr"}, dtype="bfloat16", adapter_room=4))

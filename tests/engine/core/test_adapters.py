@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from adapter_files import merged, write_adapter
-from cpu_library import arranges_here
+from cpu_library import packs_here
 from oracle import naive_normed, oracle_logprobs, prompt
 from programs import await_use
 
@@ -92,7 +92,7 @@ def test_a_mixed_crowd_gets_what_merged_weights_give(llm: LLM, folders: dict[str
     assert len({tuple(tokens) for tokens, _ in got}) == len(asked)
 
 
-@pytest.mark.skipif(not arranges_here(), reason="this CPU's weights are not arranged in pairs")
+@pytest.mark.skipif(not packs_here(), reason="this CPU's weights are not packed in pairs")
 @pytest.mark.parametrize("weights", ["plain", "int8"])
 def test_in_bfloat16_a_crowd_changes_nothing(named: tuple[str, ...], weights: str):
     """But the last bit of a log-probability, which is XLA's: see `test_engine`."""
@@ -105,7 +105,7 @@ def test_in_bfloat16_a_crowd_changes_nothing(named: tuple[str, ...], weights: st
         np.testing.assert_allclose(logprobs, together[number][1], rtol=0, atol=2e-6)
 
 
-@pytest.mark.skipif(not arranges_here(), reason="no native kernels here")
+@pytest.mark.skipif(not packs_here(), reason="no native kernels here")
 def test_in_float32_a_crowd_changes_nothing_where_all_products_are_ours(named: tuple[str, ...]):
     """XLA's, of more rows than product_rows, move a log-probability by up to 4e-6; what is left is
     the last bit of its sum over the vocabulary.

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
-from cpu_library import arranges_here
+from cpu_library import packs_here
 from oracle import VOCAB, oracle_logprobs, prompt
 from programs import await_use
 
@@ -274,7 +274,7 @@ def test_alone_and_in_a_crowd_of_32(llm, params):
     assert len({tuple(tokens) for tokens in crowd}) > 16
 
 
-@pytest.mark.skipif(not arranges_here(), reason="this CPU's weights are not arranged in pairs")
+@pytest.mark.skipif(not packs_here(), reason="this CPU's weights are not packed in pairs")
 @pytest.mark.parametrize("weights", ["plain", "int8"])
 def test_bfloat16_gives_the_same_answer_in_every_bucket(weights: str):
     """Alone, in a crowd of 32 and in other chunks. A sum that was rounded elsewhere would move a
@@ -365,7 +365,7 @@ def test_prefix_hits_save_rows_and_change_nothing():
     assert warm.core.ledger.totals["prefill"] == 109 + 3 * 13 + 13
 
 
-@pytest.mark.skipif(not arranges_here(), reason="this CPU's weights are not arranged in pairs")
+@pytest.mark.skipif(not packs_here(), reason="this CPU's weights are not packed in pairs")
 def test_in_bfloat16_the_next_turn_has_the_same_answer_whoever_came_before():
     """A prompt that begins with another's answer finds that one's prompt alone: the answer's own
     pages, computed by decode steps, may hold other bits. Those of this prompt do.
@@ -669,8 +669,8 @@ def test_tokens_that_may_not_come_do_not_come(llm: LLM):
 def test_an_engine_says_whether_rows_of_padding_are_multiplied(
     settings: dict[str, Any], is_free: bool
 ):
-    if is_free and not arranges_here():
-        pytest.skip("no native kernels that arrange weights here")
+    if is_free and not packs_here():
+        pytest.skip("no native kernels that pack weights here")
     engine = when_used("tiny-random", **{**SETTINGS, **settings})
     assert engine.info.sizes.padding_is_free == is_free
     assert engine.core.scheduler.buckets.padding_is_free == is_free

@@ -241,7 +241,7 @@ def test_print_config_has_what_is_kept_and_measures_nothing(
     assert "max_seats = 16" in capsys.readouterr().out
 
 
-def _never_reread() -> FreshSettings:
+def _never_reread(take_adapters: object) -> FreshSettings:
     raise AssertionError("nobody asked")
 
 

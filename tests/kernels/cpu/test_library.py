@@ -145,14 +145,14 @@ def test_where_only_xla_has_amx_weights_stay_and_row_counts_choose(monkeypatch):
     amx = library._Library("avx512_bf16", library._PanelLayout(2, 4, 96), leaves_amx=True)
     monkeypatch.setattr(library, "load", lambda: amx)
     w = jnp.ones((64, 96), jnp.bfloat16)
-    assert products.arrange(w) is w
+    assert products.pack(w) is w
     for rows, ours in ((8, True), (9, False), (16, False)):
         x = jnp.ones((rows, 64), jnp.bfloat16)
         assert ("jitney_product" in jax.jit(OURS.matmul).lower(x, w).as_text()) == ours
         assert ("jitney_project" in jax.jit(OURS.project).lower(x, w.T).as_text()) == ours
-    arranged = replace(amx, leaves_amx=False)
-    monkeypatch.setattr(library, "load", lambda: arranged)
-    assert products.arrange(w).shape == (1, 32, 96, 2)
+    packed = replace(amx, leaves_amx=False)
+    monkeypatch.setattr(library, "load", lambda: packed)
+    assert products.pack(w).shape == (1, 32, 96, 2)
 
 
 def test_the_reference_is_always_there():

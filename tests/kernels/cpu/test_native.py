@@ -13,15 +13,15 @@ import jax.numpy as jnp
 import native_checks
 import numpy as np
 import pytest
-from cpu_library import arranges_here
+from cpu_library import packs_here
 from ragged import Case, attention, make, written
 
 from jitney.kernels import definitions, reference
 from jitney.kernels.cpu import library, norms, products
 from jitney.kernels.cpu.attention import paged_attention, rotate_and_write
-from jitney.kernels.eight_bits import Int8
 from jitney.kernels.interface import KernelError, OneOf
 from jitney.kernels.select import select
+from jitney.kernels.w8a8 import Int8
 
 #: As they are where no machine was asked.
 OURS = products.up_to(products.USUAL_ROWS)
@@ -264,9 +264,7 @@ try:
 except library.NoLibrary as absent:
     pytest.skip(str(absent), allow_module_level=True)
 
-PAIRS = pytest.mark.skipif(
-    not arranges_here(), reason="this CPU's weights are not arranged in pairs"
-)
+PAIRS = pytest.mark.skipif(not packs_here(), reason="this CPU's weights are not packed in pairs")
 
 
 def random_bf16(seed: int, *shape: int) -> jax.Array:
@@ -278,7 +276,7 @@ def random_bf16(seed: int, *shape: int) -> jax.Array:
 def test_panels_hold_every_weight_once(parts: int):
     """Panel p, pair i, column c: inputs 2i and 2i + 1 of output p * width + c, in each part."""
     w = random_bf16(3, 6, 192)
-    panels = np.asarray(products.arrange(w, parts), np.float32)
+    panels = np.asarray(products.pack(w, parts), np.float32)
     width = panels.shape[2] // parts
     split = np.asarray(w, np.float32).reshape(
         3, 2, parts, -1, width
@@ -295,7 +293,7 @@ def test_products_with_panels_match_numpy_and_do_not_depend_on_the_number_of_row
     size_in: int, size_out: int
 ):
     w, x = random_bf16(1, size_in, size_out), random_bf16(2, 600, size_in)
-    panels = products.arrange(w)
+    panels = products.pack(w)
     exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
     whole = np.asarray(jax.jit(OURS.matmul)(x, panels))
     np.testing.assert_allclose(whole, exact, rtol=0, atol=4e-6 * np.abs(exact).max())
@@ -311,7 +309,7 @@ def test_products_with_panels_match_numpy_and_do_not_depend_on_the_number_of_row
 @PAIRS
 def test_gated_products_match_numpy_and_do_not_depend_on_the_number_of_rows():
     w, x = random_bf16(1, 576, 384), random_bf16(2, 150, 576)
-    panels = products.arrange(w, 2)
+    panels = products.pack(w, 2)
     gates, ups = np.split(np.asarray(x, np.float64) @ np.asarray(w, np.float64), 2, axis=1)
     whole = np.asarray(jax.jit(OURS.gated)(x, panels), np.float64)
     np.testing.assert_allclose(whole, gates / (1 + np.exp(-gates)) * ups, rtol=2**-8, atol=1e-5)
@@ -323,21 +321,21 @@ def test_gated_products_match_numpy_and_do_not_depend_on_the_number_of_rows():
 @pytest.mark.parametrize("gated", [False, True])
 def test_one_of_many_matrices_is_multiplied_where_it_lies(kind: str, gated: bool):
     """Bit for bit as if it were alone; one that is not there is an error."""
-    if kind == "bfloat16" and not arranges_here():
-        pytest.skip("this CPU's weights are not arranged in pairs")
+    if kind == "bfloat16" and not packs_here():
+        pytest.skip("this CPU's weights are not packed in pairs")
     rng = np.random.default_rng(4)
     x = jnp.asarray(rng.standard_normal((5, 64)), jnp.bfloat16)
     parts = 1 + gated
     if kind == "int8":
         codes = rng.integers(-127, 128, (3, 64, 192)).astype(np.int8)
-        matrices = jnp.stack([products.INT8.arrange(jnp.asarray(one), parts) for one in codes])
+        matrices = jnp.stack([products.INT8.pack(jnp.asarray(one), parts) for one in codes])
         scale = jnp.asarray(rng.random(192), jnp.float32)
 
         def multiply(w: Any) -> jax.Array:
             return (products.INT8.gated if gated else products.INT8.matmul)(x, Int8(w, scale))
     else:
         floats = jnp.asarray(rng.standard_normal((3, 64, 192)), jnp.bfloat16)
-        matrices = jnp.stack([products.arrange(one, parts) for one in floats])
+        matrices = jnp.stack([products.pack(one, parts) for one in floats])
 
         def multiply(w: Any) -> jax.Array:
             return (OURS.gated if gated else OURS.matmul)(x, w)
@@ -353,7 +351,7 @@ def test_one_of_many_matrices_is_multiplied_where_it_lies(kind: str, gated: bool
 def test_panels_of_int8_hold_every_weight_once():
     """Panel p, quad i, column c: inputs 4i to 4i + 3 of output p * width + c, 128 greater."""
     w = np.random.default_rng(3).integers(-128, 128, (32, 192), np.int8)
-    panels = np.asarray(products.INT8.arrange(jnp.asarray(w))).view(np.uint8).astype(int) - 128
+    panels = np.asarray(products.INT8.pack(jnp.asarray(w))).view(np.uint8).astype(int) - 128
     assert panels.shape == (2, 8, 96, 4)
     back = panels.transpose(1, 3, 0, 2).reshape(32, 192)
     np.testing.assert_array_equal(back, w)
@@ -363,7 +361,7 @@ def test_panels_of_int8_hold_every_weight_once():
 def test_int8_that_is_no_whole_vectors_is_the_references(size_in: int, size_out: int):
     codes, scale = native_checks.int8_weights(1, size_in, size_out)
     x = native_checks.numbers(2, "float32", 5, size_in)
-    weights = Int8(products.INT8.arrange(jnp.asarray(codes)), jnp.asarray(scale))
+    weights = Int8(products.INT8.pack(jnp.asarray(codes)), jnp.asarray(scale))
     assert weights.kernel.shape == codes.shape
     wanted = definitions.matmul_int8(np.asarray(x), codes, scale)
     np.testing.assert_allclose(products.INT8.matmul(x, weights), wanted, rtol=1e-5, atol=1e-6)
@@ -383,7 +381,7 @@ def test_a_number_that_is_not_finite_ends_its_own_row_only(strange: float, dtype
     broken = x.at[4, 63].set(strange)
     others = np.arange(9) != 4
     for product, parts in ((products.INT8.matmul, 1), (products.INT8.gated, 2)):
-        weights = Int8(products.INT8.arrange(jnp.asarray(codes), parts), jnp.asarray(scale))
+        weights = Int8(products.INT8.pack(jnp.asarray(codes), parts), jnp.asarray(scale))
         got = np.asarray(jax.jit(product)(broken, weights), np.float32)
         whole = np.asarray(jax.jit(product)(x, weights), np.float32)
         assert np.isnan(got[4]).all()
@@ -469,13 +467,13 @@ def test_the_pool_is_rotated_into_where_it_lies():
 
 
 def test_weights_stay_as_they_are_where_pairs_do_not_serve(monkeypatch):
-    assert products.arrange(jnp.ones((8, 32))).shape == (8, 32)
-    assert products.arrange(random_bf16(0, 8, 40)).shape == (
+    assert products.pack(jnp.ones((8, 32))).shape == (8, 32)
+    assert products.pack(random_bf16(0, 8, 40)).shape == (
         8,
         40,
     )  # outputs that are no whole vectors
     monkeypatch.setattr(library, "load", lambda: library._Library("avx512", NO_PAIRS))
-    assert products.arrange(random_bf16(0, 8, 32)).shape == (8, 32)
+    assert products.pack(random_bf16(0, 8, 32)).shape == (8, 32)
 
 
 def test_calls_from_many_threads_share_the_blocks():
@@ -501,7 +499,7 @@ def test_calls_from_many_threads_share_the_blocks():
 def test_products_of_xlas_and_ours_take_turns_on_the_same_threads():
     """AMX's registers have shapes, which each thread sets for itself, and XLA has its own."""
     w, x = random_bf16(1, 576, 576), random_bf16(2, 64, 576)
-    panels = products.arrange(w)
+    panels = products.pack(w)
 
     @jax.jit
     def alternate(x: jax.Array) -> list[jax.Array]:

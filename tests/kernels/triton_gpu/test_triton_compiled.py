@@ -20,9 +20,9 @@ from triton_recorder import Call, compile_call, record
 from jitney.kernels.experts import ExpertBlocks, Stack
 from jitney.kernels.int4 import Int4
 from jitney.kernels.interface import AttentionMeta, KernelError
-from jitney.kernels.triton_gpu.cut import _SHIFTS
 from jitney.kernels.triton_gpu.kernel_set import TritonKernels
 from jitney.kernels.triton_gpu.tiles import _ATTENTION, _PROCESSORS, ProductTiles
+from jitney.kernels.triton_gpu.top_k_top_p import _SHIFTS
 
 #: Shared memory a program may have, bytes: CUDA C++ programming guide, technical specifications per
 #: capability.

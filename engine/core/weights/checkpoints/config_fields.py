@@ -24,10 +24,7 @@ MOST = _Most()
 
 
 class Fields:
-    """Key-values of a file, each checked for type and range when it is read.
-
-    `where` names the file in errors. A key that is null counts as left out.
-    """
+    """Key-values of a file, each checked for type and range when read; null counts as left out."""
 
     def __init__(self, values: JsonObject, where: str):
         self.values = values
@@ -68,8 +65,8 @@ class Fields:
         return value
 
     def token_ids(self, *keys: str) -> tuple[int, ...]:
-        """Token ids under some keys, where each has one or a list of them: all of them once, in the
-        order first seen; none of keys that are left out.
+        """All token ids under some keys, each once in the order first seen; a key has one or a
+        list.
         """
         found: dict[int, None] = {}
         for key in keys:

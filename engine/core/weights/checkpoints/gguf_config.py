@@ -34,11 +34,10 @@ def _read_gguf_config(
     shapes: Mapping[str, tuple[int, ...]],
     rope_factors: tuple[float, ...] = (),
 ) -> ModelConfig:
-    """Read GGUF key-values; shapes (row-major, as numpy sees them) tell which optional tensors
-    exist.
+    """Read GGUF key-values; shapes (row-major) tell which optional tensors exist.
 
-    rope_factors: contents of `rope_freqs.weight` if the file has it. Raises ModelError as
-    `read_hf_config` does.
+    rope_factors: contents of `rope_freqs.weight`, if any. Raises ModelError as `read_hf_config`
+    does.
     """
     architecture, family = _family_named(metadata.get("general.architecture"))
     fields = _fields_of(metadata, family.name)

@@ -1,7 +1,4 @@
-"""The configuration of a model from its `config.json`; jax-free.
-
-The file is untrusted: each number is checked for type and range before anything is sized by it.
-"""
+"""The configuration of a model from its untrusted `config.json`; jax-free."""
 
 from __future__ import annotations
 
@@ -20,12 +17,9 @@ _log = logging.getLogger(__name__)
 
 
 def read_hf_config(config: JsonObject, generation: JsonObject | None = None) -> ModelConfig:
-    """Read the contents of `config.json` (and of `generation_config.json`, which may name more end
-    tokens).
+    """Read `config.json`, and `generation_config.json`, which may name more end tokens.
 
-    Nothing the file names is ever imported. Raises ModelError for an architecture, activation,
-    quantisation or rope scaling that is not supported, and for numbers that are missing or out of
-    range.
+    Raises ModelError for what is not supported, and for numbers that are missing or out of range.
     """
     architecture = _known_architecture(config.get("architectures"))
     _refuse_unsupported(config)
@@ -35,9 +29,7 @@ def read_hf_config(config: JsonObject, generation: JsonObject | None = None) -> 
 
 
 def read_packing(config: JsonObject) -> Packing | None:
-    """How the matrices are stored that go with a `config.json`; None: as floats. Raises ModelError
-    for a packing that is not read.
-    """
+    """How matrices are packed by a `config.json`; None: floats. Raises ModelError."""
     settings = config.get("quantization_config")
     older = config.get("compression_config")  # compressed-tensors' key of 2024
     if settings is None and isinstance(older, Mapping):
@@ -46,9 +38,7 @@ def read_packing(config: JsonObject) -> Packing | None:
 
 
 def _known_architecture(names: object) -> str:
-    """The first class name in `architectures` that is served, of a base model that of the model
-    with its head; ModelError lists those that are.
-    """
+    """The first class name in `architectures` that is served. Raises ModelError listing those."""
     if isinstance(names, list):
         for name in names:
             if isinstance(name, str) and _with_head(name) in FAMILIES:
@@ -59,8 +49,8 @@ def _known_architecture(names: object) -> str:
 
 
 def _with_head(name: str) -> str:
-    """The class of a model with its output head; name: that, or the one of its base model, such as
-    MistralModel. Encoders are served without a head.
+    """The class with an output head of a decoder's class, or of its base class such as
+    MistralModel.
     """
     if name in FAMILIES:
         return name

@@ -26,9 +26,8 @@ _NO_EXPERTS = (
 class RopeScaling:
     """How the rotary frequencies of a long-context model differ from the plain ones.
 
-    linear: all divided by `factor`. llama3: low frequencies divided, high kept, smooth between
-    (Llama 3.1). yarn: blend by rotations per context (arXiv 2309.00071). factors: frequency j
-    divided by factors[j].
+    linear: divided by `factor`. llama3: low ones divided, high ones kept (Llama 3.1). yarn: blended
+    by rotations per context (arXiv 2309.00071). factors: frequency j divided by factors[j].
     """
 
     kind: Literal["linear", "llama3", "yarn", "factors"]
@@ -89,9 +88,7 @@ class ExpertsConfig:
         return self.engines * self.groups
 
     def block_rows(self, rows: int) -> int:
-        """Rows that an expert is multiplied with at a time in a step of `rows`, of all engines: as
-        many as choose it, if they choose alike.
-        """
+        """Rows multiplied with an expert at a time in a step of `rows` of all engines."""
         each = rows * self.n_chosen // self.n_experts
         return min(max(_LEAST_BLOCK, 1 << each.bit_length()), _LARGEST_BLOCK)
 
@@ -103,8 +100,8 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, slots=True)
 class EncoderConfig:
-    """What an encoder has beside the shape of its layers: every token of a text attends to all of
-    them, so a text is computed in one step and nothing of it is kept.
+    """What an encoder has beside its layers; each text is computed in one step, and nothing is
+    kept.
     """
 
     #: What becomes of a text: a vector by cls or mean, or by classify the logit of a pair of texts.
@@ -227,8 +224,8 @@ class ModelConfig:
         return self.vocab_size // self.shards
 
     def step_cost(self, *, weight_bytes: float, head_bytes: float, kv_bytes: float) -> StepCost:
-        """Of a decoder's steps. weight_bytes: of one number of the layers' matrices; head_bytes: of
-        the whole output head; kv_bytes: of a position's keys and values, all layers.
+        """The cost of a decoder's steps. weight_bytes: of one number of the layers' matrices;
+        head_bytes: of the output head; kv_bytes: of a position's keys and values, all layers.
         """
         experts = self.experts or ExpertsConfig(1, 1, renormalised=True)
         outputs = self.qkv_size + self.n_heads * self.head_dim
@@ -252,8 +249,8 @@ class ModelConfig:
         return replace(self, eos_ids=tuple(dict.fromkeys((*self.eos_ids, *ids))))
 
     def in_groups(self, groups: int, engines: int = 1) -> ModelConfig:
-        """The same model with its experts dealt out to so many engines, and of each to so many
-        groups of devices; ConfigError if they cannot be.
+        """The model with its experts dealt out to engines and groups of devices. Raises
+        ConfigError.
         """
         if groups == engines == 1:
             return self
@@ -269,9 +266,7 @@ class ModelConfig:
         return replace(self, experts=replace(self.experts, groups=groups, engines=engines))
 
     def feed_forward_shards(self, shards: int) -> int:
-        """Of `shards` devices, those that have a share of a feed-forward each: of an expert, the
-        devices of its group.
-        """
+        """Devices among `shards` that share a feed-forward; for an expert, those of its group."""
         if self.experts is None:
             return shards
         return shards // self.experts.groups

@@ -1,7 +1,6 @@
 """Which tensors of a checkpoint make up each of our weights; jax-free.
 
-A checkpoint stores the projections one by one as [O, I]; ours are fused and stored as [I, O]
-(`jitney.engine.core.models`).
+Checkpoints store each projection as [O, I]; ours are fused and stored as [I, O].
 """
 
 from __future__ import annotations
@@ -35,10 +34,9 @@ class Piece:
 
     @property
     def order(self) -> np.ndarray | None:
-        """Which stored rows of query or key matrices stand where, [rows]; None: as they are stored.
+        """Which stored row of query or key matrices stands where, [rows]; None: as stored.
 
-        llama.cpp's `llama` files pair rotated rows (2j, 2j + 1) of a head; ours, like Hugging
-        Face's, pair (j, j + D/2).
+        llama.cpp pairs rotated rows (2j, 2j + 1) of a head; ours and Hugging Face's (j, j + D/2).
         """
         if not self.paired_heads:
             return None
@@ -69,8 +67,8 @@ class WeightMap:
 
     @classmethod
     def of(cls, config: ModelConfig, names: Dialect) -> WeightMap:
-        """Every weight of a `Llama`, or of what is made from it. A tied model may carry its
-        redundant output head.
+        """Every weight of a `Llama` or its subclasses. A tied model may carry a redundant output
+        head.
         """
         vocab, size = config.vocab_size, config.hidden_size
         embed = Target(("embed",), (Piece(f"{names.embed}.weight", (vocab, size)),))
@@ -96,8 +94,8 @@ class WeightMap:
         return {piece.name: piece for target in self.targets for piece in target.pieces}
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise one ModelError that names every missing, unexpected and misshapen tensor of a
-        checkpoint; shapes: of all tensors that it holds.
+        """Raise one ModelError naming all missing, unexpected and misshapen tensors of a
+        checkpoint.
         """
         pieces = self.pieces
         faults: dict[str, list[str]] = {"missing": [], "unexpected": [], "misshapen": []}
@@ -165,9 +163,7 @@ _BASE_NAMES = ("embed_tokens.", "layers.", "norm.")
 
 
 def long_name(name: str) -> str:
-    """The name that a tensor or module has in the model with its output head; name: that, or the
-    one in a base model saved by itself, as Qwen3-Embedding is, and others made from `AutoModel`.
-    """
+    """The name of a tensor or module in the model with its head, also if a base model was saved."""
     return f"model.{name}" if name.startswith(_BASE_NAMES) else name
 
 

@@ -1,8 +1,7 @@
 """How a model makes vectors of texts by its own files; jax-free.
 
-In a sentence-transformers folder `modules.json` lists what a text goes through: the model, a
-pooling with a config.json in a folder of its own, and often a norm to length 1, which every vector
-gets here. A GGUF file has one number for it.
+A sentence-transformers folder lists its modules (the model, a pooling, often a norm) in
+`modules.json`; a GGUF file has one number.
 """
 
 from __future__ import annotations
@@ -33,9 +32,7 @@ _FLAGS: Mapping[str, str] = {
 
 
 def read_pooling(folder: Path) -> Pooling:
-    """How the files of an encoder's folder make vectors; the mean, as sentence-transformers takes
-    it, where they do not say. Raises ModelError for what is not computed here.
-    """
+    """The pooling of an encoder's folder; mean if the files do not say. Raises ModelError."""
     return _stated(folder, _OF_ENCODERS) or "mean"
 
 
@@ -56,10 +53,8 @@ def gguf_pooling(metadata: JsonObject) -> Pooling | None:
 
 
 def folder_dimensions(folder: Path) -> tuple[int, ...] | None:
-    """Lengths that the vectors of a folder's model may be cut to, as its config.json says it:
-    `matryoshka_dimensions`, or any where only `is_matryoshka` is true, by the names that vLLM reads
-    too (Matryoshka representation learning, arXiv 2205.13147). None: it says nothing. Raises
-    ModelError.
+    """Lengths that vectors may be cut to by config.json, with vLLM's keys: `matryoshka_dimensions`,
+    or any (empty) with `is_matryoshka`. None: it does not say. Raises ModelError.
     """
     config = read_json(folder, "config.json")
     listed = config.get("matryoshka_dimensions")

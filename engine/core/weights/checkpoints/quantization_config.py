@@ -1,8 +1,7 @@
-"""The packing of a checkpoint's tensors, as `quantization_config` of config.json names it;
-jax-free.
+"""How a checkpoint's tensors are packed by `quantization_config` of config.json; jax-free.
 
-Known: GPTQ and AWQ in 4 bits, compressed-tensors in 4 or 8 bits, and fp8 with a scale per tensor,
-output or block.
+Known: GPTQ and AWQ (4 bits), compressed-tensors (4 or 8), fp8 with a scale per tensor, output or
+block.
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ class Packing:
 
     @classmethod
     def read(cls, settings: object) -> Packing | None:
-        """The packing that `quantization_config` names, None for no quantisation; ModelError for
-        one that is not read.
-        """
+        """The packing that `quantization_config` names; None for floats. Raises ModelError."""
         if settings is None:
             return None
         if not isinstance(settings, Mapping):

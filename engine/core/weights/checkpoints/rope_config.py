@@ -10,9 +10,7 @@ from jitney.engine.core.weights.checkpoints.model_config import RopeScaling
 
 
 def hf_rope(fields: Fields, context: int) -> tuple[float, RopeScaling | None]:
-    """(theta, scaling) from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`
-    (before).
-    """
+    """(theta, scaling) from `rope_parameters` (transformers 5) or its two older keys."""
     settings = fields.get("rope_parameters", fields.get("rope_scaling", {}))
     if not isinstance(settings, dict) or any(isinstance(v, dict) for v in settings.values()):
         fields.reject("rope_parameters", settings, "one flat table for all layers")
@@ -122,9 +120,7 @@ def _divisors(factors: tuple[float, ...], head_dim: int) -> RopeScaling:
 
 
 def extended_context(context: int, scaling: RopeScaling | None) -> int:
-    """YaRN configs commonly keep the trained length in max_position_embeddings; what they serve is
-    factor times it.
-    """
+    """The served context: YaRN models often state the trained one, of which it is factor times."""
     if scaling is None or scaling.kind != "yarn":
         return context
     return min(max(context, scaling.extended_context), MOST.context)

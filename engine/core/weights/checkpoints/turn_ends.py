@@ -1,7 +1,6 @@
 """Tokens that end a model's turn, found by their text; jax-free.
 
-Files often name only the token that ended a document of the training. An answer to a chat ends with
-another one then, and without it would go on with a question of its own.
+Files often name only the token that ends a document; an answer to a chat ends with another one.
 """
 
 from __future__ import annotations
@@ -38,10 +37,9 @@ def turn_ends(
 ) -> list[int]:
     """Ids of the tokens that end a turn by their text.
 
-    special: the vocabulary's control tokens, ids by text. others: tokens that are matched whole but
-    are no control tokens; they end a turn only if the chat template, "" for none, writes them.
-    named: ends that the model's files name; where these and the texts of turns' ends find nothing
-    known, what ends a document ends a turn.
+    special: control tokens by text. others: tokens matched whole, which count only if the chat
+    template writes them. named: ends that files name; if these and the texts hold no known end,
+    tokens that end a document count.
     """
     texts = _TURN_ENDS
     if not _HARMONY_ENDS.isdisjoint(special):

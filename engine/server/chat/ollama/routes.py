@@ -8,7 +8,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from jitney.engine.core import first_tokens
 from jitney.engine.server.chat.endpoints import GenerationAnswer, read_body
 from jitney.engine.server.chat.formats import Format
 from jitney.engine.server.chat.generation_request import GenerationRequest
@@ -175,7 +174,7 @@ async def _vectors(
         return await builder.embeddings(texts)
     chars, tokens = service.most_chars, info.request_limits.longest_prompt
     cut = await service.off_loop(
-        lambda: [first_tokens(tokenizer, text[:chars], tokens) for text in texts]
+        lambda: [tokenizer.first_tokens(text[:chars], tokens) for text in texts]
     )
     return await builder.embeddings(cut)
 

@@ -15,7 +15,6 @@ import numpy as np
 
 from jitney.engine.common.engine_info import EngineInfo
 from jitney.engine.common.errors import RequestError
-from jitney.engine.core import first_tokens
 from jitney.engine.server.chat.ranking.bodies import Pair, RankingBody
 
 if TYPE_CHECKING:
@@ -152,7 +151,7 @@ class _Cosine:
         numbers: dict[tuple[int, ...], int] = {}
 
         def number_of(text: str, most: int) -> int:
-            ids = first_tokens(self.tokenizer, text, most)
+            ids = self.tokenizer.first_tokens(text, most)
             number = numbers.setdefault(tuple(ids), len(made.ids))
             if number == len(made.ids):
                 made.ids.append(ids)

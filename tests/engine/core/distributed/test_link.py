@@ -295,7 +295,7 @@ def test_the_end_of_the_first_host_in_order_is_no_loss(meeting: Meeting):
     assert meeting.losses.empty()
 
 
-SIZE = StepSize(tokens=4, seats=4, decode_only=True, plain=True)
+SIZE = StepSize(tokens=4, seats=4, decode_only=True, greedy_only=True)
 
 
 def test_engines_of_several_hosts_agree_upon_steps(meeting: Meeting):

@@ -22,9 +22,9 @@ from jitney.engine.core.distributed.messages import (
 from jitney.engine.core.distributed.step_barrier import _ASK_S, Coordinator, StepBarrier, _largest
 
 LIMIT_S = 30.0
-SMALL = StepSize(tokens=4, seats=4, decode_only=True, plain=True)
-SAMPLED = StepSize(tokens=8, seats=8, decode_only=True, plain=False)
-PROMPT = StepSize(tokens=64, seats=2, decode_only=False, plain=True)
+SMALL = StepSize(tokens=4, seats=4, decode_only=True, greedy_only=True)
+SAMPLED = StepSize(tokens=8, seats=8, decode_only=True, greedy_only=False)
+PROMPT = StepSize(tokens=64, seats=2, decode_only=False, greedy_only=True)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def runner(pooling: Pooling, in_parts: bool) -> Runner:
         KERNELS,
         SIZES,
         end_ids=(),
-        plain_mixed=in_parts,
+        greedy_only_mixed=in_parts,
         in_parts=in_parts,
         pooling=pooling,
     )

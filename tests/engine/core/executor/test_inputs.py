@@ -182,6 +182,6 @@ def test_fields_follow_one_another_without_a_gap():
             -1
         ].stop == layout.size
         assert layout.size == (
-            4 * 64 + 4 * 8 + 1 + 3 + 12 * 8 + (0 if layout.plain else 8 * 10 + 1 + 2 * 64)
+            4 * 64 + 4 * 8 + 1 + 3 + 12 * 8 + (0 if layout.greedy_only else 8 * 10 + 1 + 2 * 64)
         )
     assert not UploadLayout(Bucket(8, 8), 12, False).scores, "a decode step has no prompt to score"

@@ -41,15 +41,15 @@ SIZES = StateSizes(
 DECODE, MIXED = Bucket(4, 4), Bucket(32, 4)
 
 
-def make_runner(*, plain_mixed: bool = False) -> Runner:
+def make_runner(*, greedy_only_mixed: bool = False) -> Runner:
     model = random_model(tiny_config())
-    return Runner(model, BUCKETS, KERNELS, SIZES, end_ids=(), plain_mixed=plain_mixed)
+    return Runner(model, BUCKETS, KERNELS, SIZES, end_ids=(), greedy_only_mixed=greedy_only_mixed)
 
 
 @pytest.fixture(scope="module")
 def runner() -> Runner:
     """One with an executable of every kind, sized first as on a device."""
-    made = make_runner(plain_mixed=True)
+    made = make_runner(greedy_only_mixed=True)
     assert made.largest_temp_bytes() > 0
     first = made.executables[MIXED, False]
     made.compile()
@@ -80,18 +80,18 @@ def test_every_kind_has_one_executable(runner: Runner):
 
 
 def test_mixed_steps_are_plain_only_where_that_is_asked_for(runner: Runner):
-    assert runner.is_plain(MIXED, True) and not runner.is_plain(MIXED, False)
+    assert runner.runs_greedy_only(MIXED, True) and not runner.runs_greedy_only(MIXED, False)
     other = make_runner()
-    assert not other.is_plain(MIXED, True) and other.is_plain(DECODE, True)
+    assert not other.runs_greedy_only(MIXED, True) and other.runs_greedy_only(DECODE, True)
 
 
 def test_a_mixed_step_answers_alike_with_and_without_the_sampler(runner: Runner):
     plan = StepCase(MIXED, prompts=((0, 9), (0, 17))).plan(0, SIZES.page_size)
     found = []
     for plain in (True, False):
-        runner.plain_mixed = plain
+        runner.greedy_only_mixed = plain
         found.append(runner.fetch(runner.launch(runner.batch(plan))).tokens)
-    runner.plain_mixed = True
+    runner.greedy_only_mixed = True
     assert found[0] == found[1] and len(found[0]) == 2
 
 

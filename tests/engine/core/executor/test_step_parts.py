@@ -45,7 +45,7 @@ VOCAB = 512
 def runner(in_parts: bool) -> Runner:
     model = random_model(tiny_config())
     made = Runner(
-        model, BUCKETS, KERNELS, SIZES, end_ids=(), plain_mixed=in_parts, in_parts=in_parts
+        model, BUCKETS, KERNELS, SIZES, end_ids=(), greedy_only_mixed=in_parts, in_parts=in_parts
     )
     made.compile()
     return made

@@ -128,7 +128,7 @@ def test_a_step_without_them_has_no_masked_rows():
     assert not any(plan.masked for plan in plans)
     finish_with(core, [held("a", CODE), make_request("m", [1, 2, 3], max_tokens=12)])
     masked = [plan for plan in plans if plan.masked]
-    assert masked and not any(plan.plain for plan in masked)
+    assert masked and not any(plan.greedy_only for plan in masked)
     assert {row.chunk.seq.request_id for plan in masked for row in plan.masked} == {"a"}
 
 

@@ -10,7 +10,7 @@ from grammars import BYTES
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.core.grammar.compiling import checked
-from jitney.engine.core.grammar.grammar import grammar, json_schema
+from jitney.engine.core.grammar.grammar import schema_grammar, text_grammar
 from jitney.engine.core.grammar.terms import Terms
 
 ITSELF: JsonDict = {"$ref": "#/$defs/node"}
@@ -34,7 +34,7 @@ def of_nodes(node: JsonDict) -> JsonDict:
 )
 def test_a_grammar_without_a_finite_sentence_is_refused_by_its_rule(text: str, rule: str):
     with pytest.raises(RequestError, match=rf"no finite sentence.* rule {rule}$"):
-        checked(grammar(text), BYTES)
+        checked(text_grammar(text), BYTES)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_grammar_without_a_finite_sentence_is_refused_by_its_rule(text: str, r
     ],
 )
 def test_a_grammar_with_one_is_taken(text: str):
-    checked(grammar(text), BYTES)
+    checked(text_grammar(text), BYTES)
 
 
 def test_of_made_up_grammars_those_are_refused_that_derive_nothing():
@@ -81,11 +81,11 @@ def test_of_made_up_grammars_those_are_refused_that_derive_nothing():
             f"{name} ::= {' | '.join(map(' '.join, found))}" for name, found in rules.items()
         )
         if derives("root", frozenset()):
-            checked(grammar(text), BYTES)
+            checked(text_grammar(text), BYTES)
         else:
             refused += 1
             with pytest.raises(RequestError, match=r"no finite sentence|matches no text"):
-                checked(grammar(text), BYTES)
+                checked(text_grammar(text), BYTES)
     assert 20 < refused < 180
 
 
@@ -101,9 +101,9 @@ def test_of_made_up_grammars_those_are_refused_that_derive_nothing():
 def test_a_schema_whose_values_have_another_one_inside_is_refused(node: JsonDict):
     schema = of_nodes(node) | {"required": ["a"]}
     with pytest.raises(RequestError, match="at #/\\$defs/node: no value is finite"):
-        checked(json_schema(schema), BYTES)
-    assert checked(json_schema(schema, Terms(strict=False)), BYTES).left_out == ["#"]
-    assert not checked(json_schema(of_nodes(node)), BYTES).left_out, "nobody needs one"
+        checked(schema_grammar(schema), BYTES)
+    assert checked(schema_grammar(schema, Terms(strict=False)), BYTES).left_out == ["#"]
+    assert not checked(schema_grammar(of_nodes(node)), BYTES).left_out, "nobody needs one"
 
 
 @pytest.mark.parametrize(
@@ -116,4 +116,4 @@ def test_a_schema_whose_values_have_another_one_inside_is_refused(node: JsonDict
     ],
 )
 def test_a_schema_whose_values_may_end_is_taken(node: JsonDict):
-    checked(json_schema(of_nodes(node) | {"required": ["a"]}), BYTES)
+    checked(schema_grammar(of_nodes(node) | {"required": ["a"]}), BYTES)

@@ -31,7 +31,7 @@ from jitney.engine.common.requests import EngineRequest, Grammar
 from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.grammar import matchers
 from jitney.engine.core.grammar.compiling import new_matcher
-from jitney.engine.core.grammar.matchers import _MaskLanes
+from jitney.engine.core.grammar.matchers import _MaskThreads
 
 PAIRS = Grammar("json_schema", '{"type":"array","items":{"enum":["a","b",10]},"maxItems":6}')
 #: Seconds after which a test has failed.
@@ -250,7 +250,7 @@ def test_a_mask_that_breaks_the_library_ends_its_request_alone(monkeypatch: pyte
 def test_going_on_beside_the_interpreter_is_going_on(text: bytes):
     one = new_matcher(CODE, BYTES)
     other = one.deep_copy()
-    allowed = _MaskLanes(BYTES).advance(one, list(text))
+    allowed = _MaskThreads(BYTES).advance(one, list(text))
     assert allowed == other.consume_tokens(list(text))
     assert one.is_error() == other.is_error()
     if allowed:

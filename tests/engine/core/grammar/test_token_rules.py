@@ -19,8 +19,8 @@ from jitney.engine.common.errors import RequestError
 from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.requests import Grammar, SamplingParams
 from jitney.engine.core.engine_core import EngineCore
-from jitney.engine.core.grammar.desk import GrammarDesk
-from jitney.engine.core.grammar.matchers import Matchers, RuledMatcher, _TokenRules
+from jitney.engine.core.grammar.manager import GrammarManager
+from jitney.engine.core.grammar.matchers import Matchers, TokenConstraint, _TokenRules
 
 PROMPT = [1, 2, 3]
 
@@ -33,21 +33,21 @@ class Trie:
     eos_tokens: tuple[int, ...] = (EOS,)
 
 
-def make_ruled_core() -> EngineCore:
+def make_constrained_core() -> EngineCore:
     core = make_core()
-    core.grammars = GrammarDesk(Matchers(cast(Any, Trie())))
+    core.grammars = GrammarManager(Matchers(cast(Any, Trie())))
     return core
 
 
 def answer(**sampling: Any) -> list[int]:
-    core = make_ruled_core()
+    core = make_constrained_core()
     core.add(make_request("a", PROMPT, max_tokens=20, **sampling))
     outputs = core.run_until_idle()
     core.check()
     return tokens_of(outputs, "a")
 
 
-def mask_of(matcher: RuledMatcher, vocab_size: int = VOCAB) -> set[int]:
+def mask_of(matcher: TokenConstraint, vocab_size: int = VOCAB) -> set[int]:
     masks = np.zeros((1, -(-vocab_size // 32)), np.int32)
     matcher.fill(masks, 0)
     bits = np.unpackbits(masks[0].view(np.uint8), bitorder="little")
@@ -66,7 +66,7 @@ def test_the_mask_is_what_the_definition_says(allowed, banned, output):
     params = SamplingParams(
         allowed_token_ids=tuple(allowed), banned_sequences=tuple(map(tuple, banned))
     )
-    matcher = RuledMatcher(_TokenRules(params, VOCAB), None)
+    matcher = TokenConstraint(_TokenRules(params, VOCAB), None)
     for end in range(len(output) + 1):  # token by token, as a sequence grows
         matcher.take(PROMPT + output[:end], len(PROMPT))
     wanted = set(allowed) or set(range(VOCAB))
@@ -100,7 +100,7 @@ def test_a_prompt_does_not_begin_a_banned_word():
 
 
 def test_an_answer_for_which_nothing_is_left_ends():
-    core = make_ruled_core()
+    core = make_constrained_core()
     params = {"allowed_token_ids": (5,), "banned_sequences": ((5, 5),)}
     core.add(make_request("a", PROMPT, **params))
     outputs = core.run_until_idle()
@@ -134,7 +134,7 @@ def test_ends_are_not_chosen_before_min_tokens():
 def test_neighbours_notice_nothing():
     alone = make_core()
     alone.add(make_request("b", PROMPT, max_tokens=20))
-    core = make_ruled_core()
+    core = make_constrained_core()
     core.add(make_request("a", PROMPT, max_tokens=20, allowed_token_ids=(5, 7), n=2))
     core.add(make_request("b", PROMPT, max_tokens=20))
     outputs = core.run_until_idle()

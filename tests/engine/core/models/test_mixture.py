@@ -31,7 +31,7 @@ from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.weights.checkpoints.families import tiny_config
 from jitney.engine.core.weights.checkpoints.model_config import ExpertsConfig
 from jitney.engine.lab.simulation.roofline import SHAPES, ModelCost
-from jitney.kernels import eight_bits, experts
+from jitney.kernels import experts, w8a8
 from jitney.kernels.interface import Fp8Products
 from jitney.kernels.pallas_tpu import experts as pallas_experts
 from jitney.kernels.proof_shapes import MixtureShape
@@ -147,10 +147,10 @@ def naive(layer: _Experts, x: np.ndarray, n_experts: int) -> np.ndarray:
 
 
 @pytest.mark.usefixtures("hurried")
-@pytest.mark.parametrize("arranged", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("scheme", Packed.schemes)
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_a_layer_is_the_sum_of_its_rows_experts(family: str, scheme: str, arranged: bool):
+def test_a_layer_is_the_sum_of_its_rows_experts(family: str, scheme: str, packed: bool):
     config = tiny_config(family)
     assert config.experts is not None
     layer = _Experts(config, dtype=jnp.float32, rngs=nnx.Rngs(3))
@@ -159,8 +159,8 @@ def test_a_layer_is_the_sum_of_its_rows_experts(family: str, scheme: str, arrang
     x = np.random.default_rng(5).standard_normal((40, config.hidden_size)).astype(np.float32)
     expected = naive(layer, x, config.experts.n_experts)
     kernels = reference()
-    if arranged:
-        layer.arrange(kernels)
+    if packed:
+        layer.pack(kernels)
     found = np.asarray(layer(jnp.asarray(x), kernels, real(37)))
     np.testing.assert_allclose(found[:37], expected[:37], rtol=0, atol=2e-4)
     assert np.abs(expected[:37]).max() > 1
@@ -178,7 +178,7 @@ def test_the_machines_own_kernels_give_the_same_layer_in_bfloat16(scheme: str):
     x = jax.random.normal(jax.random.key(1), (40, config.hidden_size), jnp.bfloat16)
     expected = naive(layer, np.asarray(x, np.float32), config.experts.n_experts)
     kernels = select("cpu", "auto")
-    layer.arrange(kernels)
+    layer.pack(kernels)
     found = np.asarray(layer(x, kernels, real(40)), np.float64)
     # The rows of products in int8 are rounded to 8 bits as well.
     bound = 0.04 if scheme == "int8" else 0.02
@@ -194,11 +194,11 @@ AT_ONCE = {
 }
 
 
-@pytest.mark.parametrize("arranged", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("scheme", ["plain", "int8", "fp8"])
 @pytest.mark.parametrize("name", AT_ONCE)
 def test_all_blocks_at_once_give_what_one_after_the_other_gives(
-    name: str, scheme: str, arranged: bool
+    name: str, scheme: str, packed: bool
 ):
     layer, x = layer_of("qwen3_moe", scheme)
     expected = np.asarray(layer(x, reference(), real(37)))
@@ -209,8 +209,8 @@ def test_all_blocks_at_once_give_what_one_after_the_other_gives(
         return AT_ONCE[name](*args)
 
     kernels = replace(reference(), experts=counted)
-    if arranged:
-        layer.arrange(kernels)
+    if packed:
+        layer.pack(kernels)
     found = np.asarray(layer(x, kernels, real(37)))
     assert len(calls) == 1
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
@@ -235,7 +235,7 @@ def test_numbers_at_nobodys_places_reach_no_row():
 def test_a_row_alone_has_the_bits_it_has_in_a_crowd_all_at_once():
     layer, x = layer_of("qwen3_moe", "plain", "bfloat16")
     kernels = replace(reference(), experts=AT_ONCE["Pallas, interpreted"])
-    layer.arrange(kernels)
+    layer.pack(kernels)
     found = np.asarray(layer(x, kernels, real(40)), np.float32)
     for row in (0, 17, 39):
         one = layer(x[row : row + 1], kernels, real(1))
@@ -249,7 +249,7 @@ def test_experts_in_four_bits_are_multiplied_one_after_the_other():
     layer, x = layer_of("mixtral", "int4")
     expected = np.asarray(layer(x, reference(), real(40)))
     kernels = replace(reference(), experts=never)
-    layer.arrange(kernels)
+    layer.pack(kernels)
     np.testing.assert_allclose(np.asarray(layer(x, kernels, real(40))), expected, atol=1e-4)
 
 
@@ -257,9 +257,9 @@ def test_experts_that_no_kernel_of_fp8_is_for_are_laid_out_for_all_at_once():
     """A set that multiplies rows in fp8 turns its matrices; those of experts stay [X, I, O]."""
     layer, x = layer_of("mixtral", "fp8")
     expected = np.asarray(layer(x, reference(), real(40)))
-    products = Fp8Products(eight_bits.arrange_fp8, eight_bits.matmul_fp8)
+    products = Fp8Products(w8a8.pack_fp8, w8a8.matmul_fp8)
     kernels = replace(reference(), fp8=products, experts=experts.experts)
-    layer.arrange(kernels)
+    layer.pack(kernels)
     np.testing.assert_allclose(np.asarray(layer(x, kernels, real(40))), expected, atol=1e-4)
 
 
@@ -267,13 +267,13 @@ def test_experts_of_which_half_is_in_four_bits_are_laid_out_for_one_after_the_ot
     layer, x = layer_of("mixtral", "fp8")
     wide = widened(layer.down.packed)
     layer.down.set_matrix(quantise(wide, scheme="int4", dtype=jnp.float32))
-    products = Fp8Products(eight_bits.arrange_fp8, eight_bits.matmul_fp8)
+    products = Fp8Products(w8a8.pack_fp8, w8a8.matmul_fp8)
     without = replace(reference(), fp8=products)
     given = nnx.clone(layer)
-    given.arrange(without)
+    given.pack(without)
     expected = np.asarray(given(x, without, real(40)))
     kernels = replace(without, experts=experts.experts)
-    layer.arrange(kernels)
+    layer.pack(kernels)
     np.testing.assert_array_equal(np.asarray(layer(x, kernels, real(40))), expected)
 
 

@@ -661,7 +661,7 @@ def test_a_step_is_plain_only_if_every_row_is(params: dict, plain: bool):
     core.add(make_request("greedy", [1]))
     core.add(make_request("other", [1], **params))
     core.step()
-    assert plans[0].plain is plain
+    assert plans[0].greedy_only is plain
 
 
 def test_min_tokens_holds_even_if_the_device_lets_a_stop_through():

@@ -173,7 +173,7 @@ def test_unsound_tokenizer_files_are_refused(tmp_path: Path, monkeypatch: pytest
 
 
 TEXT: JsonDict = {"Sequence": {"id": "A", "type_id": 0}}
-MARK: JsonDict = {"SpecialToken": {"id": "<|bos|>", "type_id": 0}}
+_BOS: JsonDict = {"SpecialToken": {"id": "<|bos|>", "type_id": 0}}
 BYTES: JsonDict = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 
 
@@ -186,9 +186,9 @@ def template(single: list[JsonDict], tokens: int = 1) -> JsonDict:
 @pytest.mark.parametrize(
     "processor",
     [
-        template([MARK] * 200_000 + [TEXT]),
+        template([_BOS] * 200_000 + [TEXT]),
         template([TEXT] * 200_000),
-        template([MARK, TEXT], tokens=200_000),
+        template([_BOS, TEXT], tokens=200_000),
         {"type": "Sequence", "processors": [BYTES | {"use_regex": True}] * 200_000},
     ],
     ids=["marks", "copies", "tokens", "processors"],

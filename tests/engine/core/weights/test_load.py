@@ -17,14 +17,28 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
-from gguf_files import close, open_writer
+from gguf_files import close
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llamas import as_llama
+from llamas import (
+    CONFIG,
+    D,
+    E,
+    F,
+    H,
+    K,
+    L,
+    as_llama,
+    assert_same,
+    flat,
+    load,
+    tensors,
+    write_folder,
+    write_gguf,
+)
 from safetensors.numpy import save_file
 
 from jitney.engine.common.errors import ModelError
-from jitney.engine.core.models.llama import Llama
 from jitney.engine.core.models.registry import model_class
 from jitney.engine.core.models.rope import _inverse_frequencies
 from jitney.engine.core.weights.checkpoint import _BlockGGUF
@@ -35,87 +49,6 @@ from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.load import load_model
 
 DECODERS = [name for name in FAMILIES if tiny_config(FAMILIES[name].name).encoder is None]
-
-E, H, K, D, F, V, L = 64, 4, 2, 16, 128, 96, 2
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": V,
-    "hidden_size": E,
-    "num_hidden_layers": L,
-    "num_attention_heads": H,
-    "num_key_value_heads": K,
-    "intermediate_size": F,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "eos_token_id": 2,
-}
-
-
-def tensors(biases: bool = False, lm_head: bool = True) -> dict[str, np.ndarray]:
-    """A Hugging Face state dict."""
-    random = np.random.default_rng(3)
-    shapes = {"model.embed_tokens.weight": (V, E), "model.norm.weight": (E,)}
-    if lm_head:
-        shapes["lm_head.weight"] = (V, E)
-    for layer in range(L):
-        at = f"model.layers.{layer}."
-        shapes |= {
-            f"{at}input_layernorm.weight": (E,),
-            f"{at}post_attention_layernorm.weight": (E,),
-            f"{at}self_attn.q_proj.weight": (H * D, E),
-            f"{at}self_attn.k_proj.weight": (K * D, E),
-            f"{at}self_attn.v_proj.weight": (K * D, E),
-            f"{at}self_attn.o_proj.weight": (E, H * D),
-            f"{at}mlp.gate_proj.weight": (F, E),
-            f"{at}mlp.up_proj.weight": (F, E),
-            f"{at}mlp.down_proj.weight": (E, F),
-        }
-        if biases:
-            shapes |= {
-                f"{at}self_attn.{name}_proj.bias": (rows,)
-                for name, rows in (("q", H * D), ("k", K * D), ("v", K * D))
-            }
-    return {
-        name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()
-    }
-
-
-def write_folder(
-    folder: Path, state: dict[str, np.ndarray], config: dict = CONFIG, shards: int = 1
-) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    if shards == 1:
-        save_file(state, folder / "model.safetensors")
-        return folder
-    weight_map = {
-        name: f"model-{i % shards:05}-of-{shards:05}.safetensors" for i, name in enumerate(state)
-    }
-    for shard in set(weight_map.values()):
-        save_file(
-            {name: state[name] for name in state if weight_map[name] == shard}, folder / shard
-        )
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": weight_map})
-    )
-    return folder
-
-
-def load(path: Path, dtype=jnp.float32) -> Llama:
-    source = ModelSource.resolve(str(path))
-    return as_llama(load_model(source, source.config, dtype))
-
-
-def flat(model: Llama) -> dict[tuple, np.ndarray]:
-    return {path: np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(nnx.state(model))}
-
-
-def assert_same(a: Llama, b: Llama, **tolerance) -> None:
-    left, right = flat(a), flat(b)
-    assert left.keys() == right.keys()
-    for path in left:
-        np.testing.assert_allclose(left[path], right[path], err_msg=str(path), **tolerance)
 
 
 def refusal(folder: Path) -> str:
@@ -155,7 +88,7 @@ def test_shards_and_one_file_give_the_same_model(tmp_path: Path):
         write_folder(tmp_path / "one", state),
         write_folder(tmp_path / "three", state, shards=3),
     )
-    assert_same(load(one), load(three), rtol=0)
+    assert_same(load(one), load(three))
 
 
 def bare(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -227,7 +160,7 @@ def test_stored_dtypes_are_read_and_cast(tmp_path: Path):
     narrow = write_folder(
         tmp_path / "bf16", {name: value.astype(ml_dtypes.bfloat16) for name, value in state.items()}
     )
-    assert_same(wide, load(narrow, jnp.bfloat16), rtol=0)
+    assert_same(wide, load(narrow, jnp.bfloat16))
     half = write_folder(
         tmp_path / "f16", {name: value.astype(np.float16) for name, value in state.items()}
     )
@@ -421,46 +354,6 @@ def test_a_folder_without_weights(tmp_path: Path):
 # GGUF files
 
 
-def permuted(rows: np.ndarray, heads: int) -> np.ndarray:
-    """What llama.cpp's converter does to query and key rows of Llama models."""
-    return (
-        rows.reshape(heads, 2, len(rows) // heads // 2, *rows.shape[1:])
-        .swapaxes(1, 2)
-        .reshape(rows.shape)
-    )
-
-
-def write_gguf(
-    path: Path,
-    state: dict[str, np.ndarray],
-    kinds: dict[str, str] | str = "F32",
-    arch: str = "llama",
-    extra: dict[str, np.ndarray] | None = None,
-) -> Path:
-    """Names by the gguf library's own table; kinds: a tensor type for all matrices, or by Hugging
-    Face name.
-    """
-    names = gguf.get_tensor_name_map(
-        {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2}[arch], L
-    )
-    writer = open_writer(path, arch, layers=L, size=E, inner=F, heads=H, kv_heads=K)
-    for name, value in state.items():
-        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert stored
-        if arch == "llama" and ("q_proj" in name or "k_proj" in name):
-            value = permuted(value, H if "q_proj" in name else K)
-        kind = gguf.GGMLQuantizationType[
-            kinds if isinstance(kinds, str) else kinds.get(name, "F32")
-        ]
-        if value.ndim == 1:
-            kind = gguf.GGMLQuantizationType.F32
-        writer.add_tensor(stored, gguf.quants.quantize(value, kind), raw_dtype=kind)
-    for name, value in (extra or {}).items():
-        writer.add_tensor(name, value)
-    close(writer)
-    return path
-
-
 @pytest.mark.parametrize(("arch", "biases"), [("llama", False), ("llama", True), ("qwen2", True)])
 def test_gguf_equals_the_folder_it_was_made_from(tmp_path: Path, arch: str, biases: bool):
     state = tensors(biases)
@@ -469,7 +362,7 @@ def test_gguf_equals_the_folder_it_was_made_from(tmp_path: Path, arch: str, bias
         state,
         CONFIG | {"architectures": ["Qwen2ForCausalLM" if biases else "LlamaForCausalLM"]},
     )
-    assert_same(load(write_gguf(tmp_path / "m.gguf", state, arch=arch)), load(folder), rtol=0)
+    assert_same(load(write_gguf(tmp_path / "m.gguf", state, arch=arch)), load(folder))
 
 
 def test_a_gguf_without_output_is_tied(tmp_path: Path):
@@ -592,7 +485,7 @@ def test_rope_divisors_of_llama3_files(tmp_path: Path):
     np.testing.assert_allclose(
         _inverse_frequencies(ModelSource.resolve(str(path)).config)[0], wanted, rtol=1e-5
     )
-    assert_same(load(path), load(folder), rtol=0)
+    assert_same(load(path), load(folder))
 
 
 @pytest.fixture(scope="module")

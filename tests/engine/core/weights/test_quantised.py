@@ -215,7 +215,7 @@ def test_the_native_kernels_serve_quantised_models_too():
     np.testing.assert_allclose(logits(model, "int8", native), rounded, atol=2e-3)
     only_weights = logits(model, "int8")
     assert 1e-3 < nearness(rounded, only_weights) < 3 * BOUNDS["int8"]
-    model.arrange(native)
+    model.pack(native)
     assert model.layers[0].mlp.down.kernel[...].ndim == 4
     np.testing.assert_allclose(logits(model, "int8", native), rounded, atol=2e-3)
 

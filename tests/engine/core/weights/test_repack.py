@@ -10,12 +10,12 @@ from typing import Any
 
 import gguf
 import jax.numpy as jnp
+import llamas
 import ml_dtypes
 import numpy as np
 import pytest
-from flax import nnx
-from gguf_files import close, open_writer
-from llamas import as_llama
+from gguf_files import close
+from llamas import CONFIG, FLOATS, MATRICES, E, F, K, L, as_llama, assert_same, tensors
 from safetensors.flax import save_file
 
 from jitney.engine.common.errors import ModelError
@@ -31,31 +31,7 @@ from jitney.engine.core.weights.quantising import load_kv_scales
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
-E, H, K, D, F, V, L = 64, 4, 2, 16, 128, 96, 2
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": V,
-    "hidden_size": E,
-    "num_hidden_layers": L,
-    "num_attention_heads": H,
-    "num_key_value_heads": K,
-    "intermediate_size": F,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "eos_token_id": 2,
-}
-SIZES = {
-    "self_attn.q_proj": (H * D, E),
-    "self_attn.k_proj": (K * D, E),
-    "self_attn.v_proj": (K * D, E),
-    "self_attn.o_proj": (E, H * D),
-    "mlp.gate_proj": (F, E),
-    "mlp.up_proj": (F, E),
-    "mlp.down_proj": (E, F),
-}
 PACKED = WeightStorage("plain", frozenset({"int4", "int8", "fp8"}))
-FLOATS = WeightStorage()
 RANDOM = np.random.default_rng(7)
 
 
@@ -197,37 +173,27 @@ FORMATS: dict[str, tuple[dict, Any, str]] = {
 }
 
 
-def write_folder(
+def write_quantised(
     folder: Path, config: dict, make: Any, change: Any = None
 ) -> dict[str, np.ndarray]:
     """A quantised checkpoint; returns the floats it stands for, by unquantised name."""
-    state: dict[str, Any] = {
-        "model.embed_tokens.weight": RANDOM.standard_normal((V, E)),
-        "lm_head.weight": RANDOM.standard_normal((V, E)),
-        "model.norm.weight": np.ones(E),
-    }
-    for layer in range(L):
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            state[f"model.layers.{layer}.{norm}.weight"] = np.ones(E)
-    state = {name: value.astype(np.float32) for name, value in state.items()}
-    floats = dict(state)
-    for layer in range(L):
-        for name, size in SIZES.items():
-            base = f"model.layers.{layer}.{name}"
-            parts, floats[f"{base}.weight"] = make(base, *size)
+    floats = tensors()
+    state: dict[str, Any] = dict(floats)
+    for name in floats:
+        base = name.removesuffix(".weight")
+        size = MATRICES.get(base.partition(".layers.")[2].partition(".")[2])
+        if size is not None:
+            parts, floats[name] = make(base, *size)
+            del state[name]
             state |= parts
     if change:
         change(state)
-    save_file(
-        {name: jnp.asarray(value) for name, value in state.items()}, folder / "model.safetensors"
-    )
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": config}))
+    llamas.write_folder(folder, state, CONFIG | {"quantization_config": config})
     return floats
 
 
 def load(path: Path, storage: WeightStorage = PACKED) -> Llama:
-    source = ModelSource.resolve(str(path))
-    return as_llama(load_model(source, source.config, jnp.float32, storage=storage))
+    return llamas.load(path, storage=storage)
 
 
 def qkv(floats: dict[str, np.ndarray], layer: int) -> np.ndarray:
@@ -239,7 +205,7 @@ def qkv(floats: dict[str, np.ndarray], layer: int) -> np.ndarray:
 @pytest.mark.parametrize("name", FORMATS)
 def test_folders_stay_as_they_are_number_for_number(tmp_path: Path, name: str):
     config, make, scheme = FORMATS[name]
-    floats = write_folder(tmp_path, config, make)
+    floats = write_quantised(tmp_path, config, make)
     packed, plain = load(tmp_path), load(tmp_path, FLOATS)
     for layer in range(L):
         blocks = packed.layers[layer], plain.layers[layer]
@@ -269,7 +235,7 @@ def test_a_part_is_laid_out_as_in_the_whole(
 ):
     """Also one that begins within a word, and of no more than its surroundings is read."""
     config, make, scheme = FORMATS[name]
-    floats = write_folder(tmp_path, config, make)
+    floats = write_quantised(tmp_path, config, make)
     source = ModelSource.resolve(str(tmp_path))
     folder = open_checkpoint(source, Llama.weight_map(source.config, "hf"))
     matrix = folder.matrix("model.layers.1.mlp.down_proj.weight")
@@ -290,7 +256,7 @@ def test_a_part_is_laid_out_as_in_the_whole(
 
 def test_floats_have_no_matrix(tmp_path: Path):
     config, make, _ = FORMATS["fp8 tensor"]
-    write_folder(tmp_path, config, make)
+    write_quantised(tmp_path, config, make)
     source = ModelSource.resolve(str(tmp_path))
     folder = open_checkpoint(source, Llama.weight_map(source.config, "hf"))
     assert folder.matrix("model.norm.weight") is None
@@ -299,7 +265,7 @@ def test_floats_have_no_matrix(tmp_path: Path):
 
 def test_a_folder_may_be_kept_in_another_scheme(tmp_path: Path):
     config, make, _ = FORMATS["gptq"]
-    floats = write_folder(tmp_path, config, make)
+    floats = write_quantised(tmp_path, config, make)
     model = load(tmp_path, WeightStorage("int8", frozenset({"int8"})))
     found, wanted = (
         model.layers[0].attention.qkv.packed,
@@ -321,7 +287,7 @@ def test_fp8_with_scales_of_blocks_becomes_floats(tmp_path: Path):
             weights.astype(np.float32) * wide,
         )
 
-    floats = write_folder(tmp_path, {"quant_method": "fp8", "weight_block_size": [32, 32]}, make)
+    floats = write_quantised(tmp_path, {"quant_method": "fp8", "weight_block_size": [32, 32]}, make)
     model = load(tmp_path)
     np.testing.assert_array_equal(model.layers[1].attention.qkv.packed.kernel, qkv(floats, 1))
     assert describe_weights(model) == "float32"
@@ -354,7 +320,7 @@ def test_scales_of_fp8_keys_and_values_come_from_the_checkpoint(
                 for i, name in enumerate(names)
             }
 
-    write_folder(tmp_path, FORMATS["fp8 tensor"][0], fp8, add)
+    write_quantised(tmp_path, FORMATS["fp8 tensor"][0], fp8, add)
     source = ModelSource.resolve(str(tmp_path))
     for kv, limit in (("fp8", 448), ("int8", 127)):
         model = load(tmp_path)
@@ -370,7 +336,7 @@ def test_biases_of_zeros_that_the_model_does_not_have_are_passed_over(tmp_path: 
         state["model.layers.0.self_attn.o_proj.bias"] = np.zeros(E, np.float16)
 
     config, make, _ = FORMATS["gptq"]
-    write_folder(tmp_path, config, make, add)
+    write_quantised(tmp_path, config, make, add)
     assert load(tmp_path).layers[0].attention.o.bias is None
 
 
@@ -405,18 +371,10 @@ def shrink(state: dict[str, np.ndarray]) -> None:
 )
 def test_unsound_parts_are_named(tmp_path: Path, change: Any, words: str):
     config, make, _ = FORMATS["gptq"]
-    write_folder(tmp_path, config, make, change)
+    write_quantised(tmp_path, config, make, change)
     with pytest.raises(ModelError, match=words) as caught:
         load(tmp_path)
     assert "\n" not in str(caught.value)
-
-
-def assert_same(model: Llama, other: Llama) -> None:
-    """Their weights, in whatever scheme they are kept, are the same numbers."""
-    left, right = (dict(nnx.to_flat_state(nnx.state(each))) for each in (model, other))
-    assert left.keys() == right.keys()
-    for path, leaf in left.items():
-        np.testing.assert_array_equal(leaf[...], right[path][...], err_msg=str(path))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -429,7 +387,7 @@ def test_a_base_model_saved_by_itself_is_the_same_when_quantised(tmp_path: Path,
         short = {name.removeprefix("model."): jnp.asarray(x) for name, x in state.items()}
         save_file(short, bare / "model.safetensors")
 
-    write_folder(tmp_path, config, make, also_bare)
+    write_quantised(tmp_path, config, make, also_bare)
     (bare / "config.json").write_bytes((tmp_path / "config.json").read_bytes())
     assert_same(load(bare), load(tmp_path))
 
@@ -445,7 +403,7 @@ def test_a_base_model_saved_by_itself_is_the_same_when_quantised(tmp_path: Path,
 def test_compressed_tensors_by_its_older_names(tmp_path: Path, key: str, method: dict):
     """Files of 2024, and of tools that spell the method with an underscore, are the same model."""
     config, make, _ = FORMATS["int8"]
-    write_folder(tmp_path, config, make)
+    write_quantised(tmp_path, config, make)
     wanted = load(tmp_path)
     older = {name: value for name, value in config.items() if name != "quant_method"} | method
     (tmp_path / "config.json").write_text(
@@ -548,26 +506,7 @@ def test_gguf_codes_are_ours_bit_for_bit(tmp_path: Path):
 
 
 def write_gguf(path: Path, kinds: dict[str, str]) -> Path:
-    """A llama file; kinds: type by the end of a Hugging Face name, else F32."""
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, L)
-    writer = open_writer(path, "llama", layers=L, size=E, inner=F, heads=H, kv_heads=K)
-    shapes = {"model.embed_tokens": (V, E), "lm_head": (V, E), "model.norm": (E,)}
-    for layer in range(L):
-        shapes |= {f"model.layers.{layer}.{name}": size for name, size in SIZES.items()}
-        shapes |= {
-            f"model.layers.{layer}.{name}": (E,)
-            for name in ("input_layernorm", "post_attention_layernorm")
-        }
-    for name, shape in shapes.items():
-        kind = gguf.GGMLQuantizationType[
-            next((kinds[end] for end in kinds if name.endswith(end)), "F32")
-        ]
-        value = RANDOM.standard_normal(shape).astype(np.float32)
-        writer.add_tensor(
-            f"{names.get_name(name)}.weight", gguf.quants.quantize(value, kind), raw_dtype=kind
-        )
-    close(writer)
-    return path
+    return llamas.write_gguf(path, tensors(), kinds)
 
 
 def test_a_gguf_model_stays_in_4_bits_with_its_rows_in_order(tmp_path: Path):

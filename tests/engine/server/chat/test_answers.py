@@ -448,7 +448,7 @@ def test_greedy_is_the_models_own_likeliest_token(
         assert ask(path, body | fields, client).status == 200
         sampling = client.requests[-1].sampling
         assert (sampling.temperature, sampling.repetition_penalty) == (temperature, penalty)
-        assert sampling.plain == (temperature < 0.1 and penalty == 1.0)
+        assert sampling.greedy_only == (temperature < 0.1 and penalty == 1.0)
 
 
 def test_truncation_keeps_the_end_of_the_prompt():

@@ -143,7 +143,7 @@ def test_words_that_never_come_are_tokens_with_and_without_a_blank(path):
     sampling = client.requests[0].sampling
     assert sampling.banned_sequences == (tuple(b"no"), tuple(b" no"), (10,))
     assert sampling.allowed_token_ids == (65, 66)
-    assert sampling.ruled and not sampling.plain
+    assert sampling.constrained and not sampling.greedy_only
 
 
 def test_words_that_leave_no_token_are_refused():

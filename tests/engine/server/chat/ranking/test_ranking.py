@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.requests import EngineRequest
-from jitney.engine.core.text.truncation import first_tokens
+from jitney.engine.core.text.tokenizer import Tokenizer
 from jitney.engine.server.chat.ranking.bodies import RerankAnswer
 from jitney.engine.server.chat.ranking.kinds import _sigmoid
 from jitney.engine.server.http.settings import digest_key
@@ -318,5 +318,5 @@ class _Wrapped:
 
 @given(st.text(st.characters(min_codepoint=65, max_codepoint=90)), st.integers(3, 12))
 def test_a_cut_text_keeps_its_beginning_and_all_special_tokens(text: str, most: int):
-    ids = first_tokens(_Wrapped(), text, most)
+    ids = Tokenizer.first_tokens(cast(Any, _Wrapped()), text, most)
     assert ids == [1, *map(ord, text[: most - 3]), 2, 3]

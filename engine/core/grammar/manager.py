@@ -1,6 +1,4 @@
-"""What the core's loop needs of grammars: requests wait until theirs is compiled, and each step has
-its masks.
-"""
+"""Grammars for the core's loop: requests wait until theirs is compiled, and steps get masks."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from jitney.engine.common.errors import ErrorInfo, RequestError
 from jitney.engine.common.messages import GrammarWork
 from jitney.engine.common.outputs import FinishReason
 from jitney.engine.common.requests import EngineRequest, Grammar, SamplingParams
-from jitney.engine.core.grammar.matchers import GrammarMatcher, Matchers, RuledMatcher
+from jitney.engine.core.grammar.matchers import GrammarMatcher, Matchers, TokenConstraint
 from jitney.engine.core.scheduler.plan import Chunk, MaskedRow, Plan
 from jitney.engine.core.scheduler.sequence import Sequence
 
@@ -71,7 +69,7 @@ class _Masks(NamedTuple):
     late: list[Chunk]
 
 
-class GrammarDesk:
+class GrammarManager:
     """Grammars as the core's loop sees them."""
 
     def __init__(self, matchers: Matchers):
@@ -79,7 +77,7 @@ class GrammarDesk:
         self._waiting: list[_Waiting] = []
 
     @classmethod
-    def open(cls, tokenizer: str, vocab_size: int, end_ids: Iterable[int]) -> GrammarDesk:
+    def open(cls, tokenizer: str, vocab_size: int, end_ids: Iterable[int]) -> GrammarManager:
         """Of one model; see `_token_trie`."""
         return cls(Matchers(_token_trie(tokenizer, vocab_size, end_ids)))
 
@@ -138,9 +136,7 @@ class GrammarDesk:
                     entry.ended.setdefault(number, reason)
 
     def masks(self, plan: Plan) -> _Masks:
-        """The masks of a plan's rows, now that all tokens before them are known. Rows of sequences
-        that have ended get none, nor do those whose mask takes long.
-        """
+        """The masks of a plan's rows, except of ended sequences and where masks take long."""
         open_rows = [row for row in plan.masked if row.chunk.seq.finish is None]
         self._begin([row.chunk.seq for row in open_rows])
         masks = self._matchers.masks(len(open_rows))
@@ -178,32 +174,31 @@ class GrammarDesk:
             return _Ending(seq, "error", error.info)
         return _Ending(seq, "stop")
 
-    def ruled(
+    def constrained(
         self, params: SamplingParams, new_inner: Callable[[], Any] | None
-    ) -> Callable[[], RuledMatcher]:
-        """What makes matchers for a request that may not choose all tokens. new_inner: makes those
-        of its grammar, if it has one.
+    ) -> Callable[[], TokenConstraint]:
+        """A maker of matchers for a request with token rules. new_inner: makes those of its
+        grammar.
         """
         rules = self._matchers.rules(params)
         if new_inner is None:
-            return lambda: RuledMatcher(rules, None)
-        return lambda: RuledMatcher(rules, new_inner())
+            return lambda: TokenConstraint(rules, None)
+        return lambda: TokenConstraint(rules, new_inner())
 
     def take_work(self) -> GrammarWork | None:
         """See `Matchers.take_work`."""
         return self._matchers.take_work()
 
 
-def _matcher_of(seq: Sequence) -> GrammarMatcher | RuledMatcher:
-    assert isinstance(seq.matcher, (GrammarMatcher, RuledMatcher))  # made here
+def _matcher_of(seq: Sequence) -> GrammarMatcher | TokenConstraint:
+    assert isinstance(seq.matcher, (GrammarMatcher, TokenConstraint))  # made here
     return seq.matcher
 
 
 def _token_trie(tokenizer: str, vocab_size: int, end_ids: Iterable[int]) -> LLTokenizer:
     """The tokens by their bytes. Takes half a second, and the interpreter, for 50,000 tokens.
 
-    tokenizer: as the `tokenizers` library writes it (JSON). vocab_size: of the model, which may
-    have more tokens than the tokenizer. end_ids: tokens that end a text; a model without one must
-    not be let end by a token. Raises ValueError for a tokenizer that llguidance cannot read.
+    tokenizer: the `tokenizers` library's JSON. vocab_size: of the model, perhaps more than the
+    tokenizer's. end_ids: tokens that end a text. Raises ValueError if llguidance cannot read it.
     """
     return LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(end_ids) or [0])

@@ -32,7 +32,7 @@ _FP8, _GREATEST_FP8 = jnp.float8_e4m3fn, 448.0
 class Int8(NamedTuple):
     """Weights [I, O] with a scale for each output."""
 
-    #: int8 [I, O], or as `Int8Products.arrange` laid it out, or a `OneOf` of such.
+    #: int8 [I, O], or as `Int8Products.pack` laid it out, or a `OneOf` of such.
     kernel: jax.Array
     #: float32 [O].
     scale: jax.Array
@@ -41,7 +41,7 @@ class Int8(NamedTuple):
 class Fp8(NamedTuple):
     """Weights [I, O] with a scale for each output."""
 
-    #: float8_e4m3fn [I, O], or as `Fp8Products.arrange` laid it out.
+    #: float8_e4m3fn [I, O], or as `Fp8Products.pack` laid it out.
     kernel: jax.Array
     #: float32 [O].
     scale: jax.Array
@@ -70,7 +70,7 @@ def round_to_fp8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return codes.astype(_FP8), most * (1 / _GREATEST_FP8)
 
 
-def arrange_fp8(w: jax.Array, parts: int = 1) -> jax.Array:
+def pack_fp8(w: jax.Array, parts: int = 1) -> jax.Array:
     """w [I, O] -> [1, O, I].
 
     fp8 units take operands whose inputs are neighbours; of [I, O] XLA would write a transposed copy
@@ -81,7 +81,7 @@ def arrange_fp8(w: jax.Array, parts: int = 1) -> jax.Array:
 
 
 def matmul_fp8(x: jax.Array, w: Fp8, dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """x [T, I], its rows rounded to fp8, times w, laid out by `arrange_fp8` -> [T, O] in `dtype`.
+    """x [T, I], its rows rounded to fp8, times w, laid out by `pack_fp8` -> [T, O] in `dtype`.
 
     The sums go through memory, so in bfloat16 if that is what is asked for. float16 would not hold
     them: they reach I * 448 * 448. HIGHEST: an H100 adds fp8 products with 14 bits otherwise.
