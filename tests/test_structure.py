@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from msgspec import Struct
 from pydantic import BaseModel
 
 from jitney.kernels.cpu import build
@@ -422,7 +423,7 @@ def test_a_name_that_only_its_own_file_uses_begins_with_an_underscore():
 def is_shown(module: str, name: str) -> bool:
     """Whether it is a class whose name stands in the OpenAPI document."""
     defined = getattr(importlib.import_module(module), name)
-    return isinstance(defined, type) and issubclass(defined, BaseModel)
+    return isinstance(defined, type) and issubclass(defined, BaseModel | Struct)
 
 
 #: Of names on the pages, those that are Python's and pytest's.

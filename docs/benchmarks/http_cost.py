@@ -60,11 +60,16 @@ PARTS = {
         "/zmq/",
         "engine/common/messages.py",
         "engine/server/chat/schema.py",
+        "engine/server/chat/openai/schema.py",
         "engine/core/text/tokenizer.py",
         "/asyncio/selector_events.py:_read_ready",
     ),
     "detokenise": ("engine/core/text/detokenizer.py", "engine/server/chat/choices.py"),
-    "frame": ("engine/server/chat/formats.py", "engine/server/http/jsonio.py"),
+    "frame": (
+        "engine/server/chat/formats.py",
+        "engine/server/chat/openai/format.py",
+        "engine/server/http/jsonio.py",
+    ),
     "send": (
         "/h11/",
         "/uvicorn/",

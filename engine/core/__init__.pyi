@@ -41,6 +41,10 @@ from .grammar.enforcement import bare as bare
 from .grammar.grammar import choice_grammar as choice_grammar
 from .grammar.grammar import schema_grammar as schema_grammar
 from .grammar.grammar import text_grammar as text_grammar
+from .grammar.schema_tree import ANNOTATIONS as ANNOTATIONS
+from .grammar.schema_tree import escaped as escaped
+from .grammar.schema_tree import is_never as is_never
+from .grammar.schema_tree import resolved as resolved
 from .grammar.setup import Checked as Checked
 from .grammar.setup import CheckedGrammar as CheckedGrammar
 from .grammar.setup import CheckerSetup as CheckerSetup

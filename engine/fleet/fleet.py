@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
+from msgspec import UNSET
+
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.lru import LruCache
 from jitney.engine.fleet.asked import Asked
@@ -26,6 +28,7 @@ from jitney.engine.server import (
     Context,
     ErrorReply,
     HttpError,
+    ModelCard,
     OpenRequests,
     Role,
     ServerSettings,
@@ -128,6 +131,34 @@ class Fleet:
     def rolled_out(self) -> list[ModelWithCandidate]:
         """The models that have a candidate."""
         return [each for each in self.models.values() if isinstance(each, ModelWithCandidate)]
+
+    @property
+    def listed_names(self) -> list[str]:
+        """See `ModelLister`."""
+        return [*self.models, *self.adapters]
+
+    @property
+    def running_names(self) -> list[str]:
+        """See `ModelLister`."""
+        return [name for name, model in self.models.items() if model.ready]
+
+    @property
+    def engine_info(self) -> None:
+        """See `ModelLister`."""
+
+    def card(self, name: str) -> ModelCard:
+        """See `ModelLister`."""
+        parent = self.adapters.get(name)
+        said = self.models[parent or name].card()
+        return ModelCard(
+            id=name,
+            created=self.created,
+            root=name,
+            parent=parent or UNSET,
+            max_model_len=said.get("max_model_len"),
+            kind=said["kind"],
+            made_of=said.get("made_of", UNSET),
+        )
 
     def model_name(self, name: object) -> str:
         """The model that a body names, or an adapter of one; where there is only one model, it may
@@ -248,6 +279,9 @@ class Fleet:
     def unready_models(self) -> list[str]:
         """Those whose requests are refused now, since none of their engines is ready."""
         return [name for name, model in self.models.items() if not model.ready]
+
+    def stalled(self) -> None:
+        """Engines that say nothing are not ready."""
 
     def unstarted(self) -> RequestError | None:
         """None once every model has been ready."""

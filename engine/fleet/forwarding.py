@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import httpx
+import msgspec
 import orjson
 
 from jitney.engine.common.errors import RequestError
@@ -413,13 +414,13 @@ def stream_failure(error: Exception, asked: Asked) -> bytes:
         error = RequestError(str(error), code="engine_dead")
     path, reply = asked.route, ErrorReply.of(error, asked.request_id)
     form = ErrorForm.of(path)
-    told = reply.body(form)
     if form is ErrorForm.OLLAMA:
-        return orjson.dumps(told) + _LINE_END
+        return reply.json(form) + _LINE_END
     if form is ErrorForm.ANTHROPIC:
-        return b"event: error\ndata: " + orjson.dumps(told) + _END
+        return b"event: error\ndata: " + reply.json(form) + _END
     if path.startswith("/v1/responses"):
-        return b"event: error\ndata: " + orjson.dumps(told["error"] | {"type": "error"}) + _END
+        told = msgspec.structs.replace(reply.openai().error, type="error")
+        return b"event: error\ndata: " + msgspec.json.encode(told) + _END
     return reply.event() + _DONE
 
 

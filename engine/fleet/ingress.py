@@ -6,10 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from typing import Literal
 
-from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel, ConfigDict
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -23,37 +20,29 @@ from jitney.engine.fleet.forwarding import ProxiedAnswer, stream_failure
 from jitney.engine.fleet.rollout.rollout_routes import ROLLOUT_ROUTES
 from jitney.engine.server import (
     FRONT_ROUTES,
+    MODEL_ROUTES,
+    OLLAMA_LISTS,
+    PROBE_ROUTES,
     RELOAD_ROUTES,
     ROUTES,
     TASK_ROUTES,
-    AnswerParts,
-    AnthropicModel,
-    AnthropicModelList,
     ApiKeys,
     Context,
-    Document,
     Endpoint,
     HttpError,
     HttpRoute,
     InternalRequests,
-    OllamaModelList,
-    OllamaRunningList,
-    OllamaVersion,
+    ResponseModel,
     Role,
     RouteTable,
     ServerSettings,
-    Status,
+    StreamingWriter,
     Version,
     application,
-    card_answer,
-    cards_answer,
     document,
     echo,
     json_answer,
-    listed,
     read_object,
-    running,
-    show_version,
     until_disconnect,
     without_tag,
 )
@@ -91,28 +80,7 @@ _TO_TAGGED_MODELS = frozenset(
 _TO_KEEPERS = "/v1/responses/"
 
 
-class FleetModelCard(BaseModel):
-    """A model of the fleet. kind: what stands behind it; more, by its kind."""
-
-    model_config = ConfigDict(extra="allow")
-
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    root: str
-    max_model_len: int | None
-    kind: str
-
-
-class FleetModelList(BaseModel):
-    """GET /v1/models."""
-
-    object: Literal["list"]
-    data: list[FleetModelCard]
-
-
-class ReplicaList(BaseModel):
+class ReplicaList(ResponseModel):
     """GET /fleet/replicas: by model, the engines as the fleet knows them."""
 
     models: dict[str, list[JsonDict]]
@@ -142,7 +110,7 @@ class _Sending:
         self.fleet.note_keeper(self.model_name, self.asked, answer.replica, first)
         headers = answer.headers
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-        parts = AnswerParts(send)
+        parts = StreamingWriter(send)
         await parts.write(first)
         if answer.is_stream:
             await self._send_stream(body, context, parts)
@@ -152,7 +120,7 @@ class _Sending:
         await parts.end()
 
     async def _send_stream(
-        self, body: AsyncIterator[bytes], context: Context, parts: AnswerParts
+        self, body: AsyncIterator[bytes], context: Context, parts: StreamingWriter
     ) -> None:
         """The rest of a stream, to its end or to the error that `Context.end` is called with."""
         task = asyncio.current_task()
@@ -235,76 +203,13 @@ class _Passing(Endpoint[Fleet]):
             fleet.metrics.disconnects.inc()
 
 
-async def _list_models(fleet: Fleet, request: Request) -> Response:
-    names = [*fleet.models, *fleet.adapters]
-    return cards_answer(request, [_card(fleet, name) for name in names])
-
-
-async def _show_model(fleet: Fleet, request: Request) -> Response:
-    name = request.path_params["model"]
-    if name not in fleet.models and name not in fleet.adapters:
-        raise HttpError.no_model(name)
-    return card_answer(request, _card(fleet, name))
-
-
-def _card(fleet: Fleet, name: str) -> JsonDict:
-    own = {"id": name, "object": "model", "created": fleet.created, "owned_by": "jitney"}
-    own |= {"root": name, "max_model_len": None}
-    if name in fleet.adapters:
-        parent = fleet.adapters[name]
-        return own | fleet.models[parent].card() | {"parent": parent}
-    return own | fleet.models[name].card()
-
-
-async def _livez(fleet: Fleet, request: Request) -> Response:
-    return json_answer({"status": "ok"})
-
-
-async def _readyz(fleet: Fleet, request: Request) -> Response:
-    """Some model has an engine that takes requests, and we are not draining."""
-    reason = fleet.unready()
-    if reason is not None:
-        raise reason
-    return json_answer({"status": "ready"})
-
-
-async def _startupz(fleet: Fleet, request: Request) -> Response:
-    """Every model has been ready once."""
-    reason = fleet.unstarted()
-    if reason is not None:
-        raise reason
-    return json_answer({"status": "started"})
-
-
 async def _show_version(fleet: Fleet, request: Request) -> Response:
-    return json_answer({"version": version("jitney")})
-
-
-async def _show_openapi(fleet: Fleet, request: Request) -> Response:
-    return Response(fleet.openapi, media_type="application/json")
-
-
-async def _show_metrics(fleet: Fleet, request: Request) -> Response:
-    return Response(fleet.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
+    return json_answer(Version(version("jitney")))
 
 
 async def _list_replicas(fleet: Fleet, request: Request) -> Response:
     shown = {name: [each.shown() for each in known] for name, known in fleet.replicas.items()}
-    return json_answer({"models": shown})
-
-
-async def _list_tags(fleet: Fleet, request: Request) -> Response:
-    """In Ollama's form; what the engines' models are is not known here."""
-    models = [listed(name, None, fleet.created) for name in fleet.models]
-    models += [listed(name, None, fleet.created, parent) for name, parent in fleet.adapters.items()]
-    return json_answer({"models": models})
-
-
-async def _list_running(fleet: Fleet, request: Request) -> Response:
-    """Those that would answer now."""
-    ready = [name for name, model in fleet.models.items() if model.ready]
-    models = [running(name, None, fleet.models[name].card().get("max_model_len")) for name in ready]
-    return json_answer({"models": models})
+    return json_answer(ReplicaList(shown))
 
 
 _GET = ("GET",)
@@ -321,72 +226,16 @@ def _engine_routes() -> Iterator[HttpRoute]:
             yield replace(route, handler=_to_keeper)
 
 
+[_LIVEZ] = [route for route in PROBE_ROUTES if route.path == "/livez"]
 _PASSED_ROUTES = tuple(_engine_routes())
 _FLEET_ROUTES = (
     *_PASSED_ROUTES,
-    HttpRoute(
-        "/v1/models",
-        _GET,
-        _list_models,
-        "all models",
-        answer=FleetModelList | AnthropicModelList,
-    ),
-    HttpRoute(
-        "/v1/models/{model:path}",
-        _GET,
-        _show_model,
-        "one model",
-        answer=FleetModelCard | AnthropicModel,
-    ),
-    HttpRoute.probe("/livez", _livez, "this process answers", Status),
-    HttpRoute.probe("/healthz", _livez, "the same as /livez", Status),
-    HttpRoute.probe(
-        "/readyz",
-        _readyz,
-        "requests for some model would be answered; else 503 says why",
-        Status,
-    ),
-    HttpRoute.probe("/health", _readyz, "the same as /readyz", Status),
-    HttpRoute.probe("/ping", _readyz, "the same, as SageMaker asks for it", Status),
-    HttpRoute.probe("/startupz", _startupz, "every model has been ready once", Status),
-    HttpRoute(
-        "/api/tags",
-        _GET,
-        _list_tags,
-        "all models, as Ollama lists them",
-        answer=OllamaModelList,
-    ),
-    HttpRoute(
-        "/api/ps",
-        _GET,
-        _list_running,
-        "the models that are ready, as Ollama lists those that are loaded",
-        answer=OllamaRunningList,
-    ),
-    HttpRoute(
-        "/api/version",
-        _GET,
-        show_version,
-        "the release of Ollama whose forms these are",
-        answer=OllamaVersion,
-    ),
+    *MODEL_ROUTES,
+    *OLLAMA_LISTS,
+    *PROBE_ROUTES,
+    replace(_LIVEZ, path="/healthz", summary="the same as /livez"),
     HttpRoute("/version", _GET, _show_version, "the version", answer=Version),
     *FRONT_ROUTES,
-    HttpRoute(
-        "/openapi.json",
-        _GET,
-        _show_openapi,
-        "these routes, as an OpenAPI document",
-        answer=Document,
-    ),
-    HttpRoute(
-        "/metrics",
-        _GET,
-        _show_metrics,
-        "Prometheus metrics",
-        role=Role.ADMIN,
-        is_probe=True,
-    ),
     HttpRoute(
         "/fleet/replicas",
         _GET,

@@ -16,8 +16,8 @@ from jitney.engine.server.chat.conversation.formats import TurnFormat
 from jitney.engine.server.chat.conversation.messages import shaped_messages
 from jitney.engine.server.chat.conversation.template_abilities import ChatAbilities
 from jitney.engine.server.chat.conversation.tools import Tool, ToolUse
-from jitney.engine.server.chat.request import _template_message
-from jitney.engine.server.chat.schema import Message
+from jitney.engine.server.chat.openai.conversation import _template_message
+from jitney.engine.server.chat.openai.schema import Message
 
 type Json = dict[str, Any]
 

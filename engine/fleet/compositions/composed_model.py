@@ -21,7 +21,7 @@ from jitney.engine.fleet.forwarding import ProxiedAnswer
 from jitney.engine.fleet.metrics import FleetMetrics
 from jitney.engine.fleet.models import FleetModel
 from jitney.engine.fleet.replicas import Replica
-from jitney.engine.server import AnswerParts, ErrorReply, HttpError
+from jitney.engine.server import ErrorReply, HttpError, StreamingWriter
 
 #: Seconds without a chunk after which a stream says that it lives, and how (`formats.Format`).
 _KEEP_ALIVE_S, _KEEP_ALIVE = 15.0, b"\n\n"
@@ -110,7 +110,7 @@ class NamedComposition:
                 headers = await _first(queue)
                 self._count(headers)
                 body = self._events(queue, asked.request_id)
-                yield ProxiedAnswer(200, _raw({**headers, **AnswerParts.EVENT_STREAM}), body)
+                yield ProxiedAnswer(200, _raw({**headers, **StreamingWriter.EVENT_STREAM}), body)
             return
         whole = await self.composed.answer(question)
         self._count(whole.headers)

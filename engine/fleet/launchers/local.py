@@ -24,6 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 import httpx
+from msgspec import convert
 
 from jitney.engine.common.child_process import child_environ, end_child, start_child
 from jitney.engine.common.errors import JitneyError
@@ -178,7 +179,7 @@ class _EngineProcess:
             raise JitneyError(f"{self.replica.name} did not answer: {error}") from None
         if answer.status_code != 200:
             raise JitneyError(f"{self.replica.name}: {told['error']['message']}")
-        return AdapterNews.model_validate(told["adapters"])
+        return convert(told["adapters"], AdapterNews)
 
     def _tell_adapters(self) -> None:
         self._tell({ADAPTERS: self.adapters.get(ADAPTERS, os.environ.get(ADAPTERS))})

@@ -11,22 +11,29 @@ from starlette.responses import Response
 from jitney.engine.fleet.fleet import Fleet
 from jitney.engine.fleet.rollout.candidate import ModelWithCandidate
 from jitney.engine.fleet.rollout.comparison import Verdict
-from jitney.engine.server import HttpError, HttpRoute, Role, checked, echo, json_answer, read_object
+from jitney.engine.server import (
+    HttpError,
+    HttpRoute,
+    ResponseModel,
+    Role,
+    checked,
+    echo,
+    json_answer,
+    read_object,
+)
 
 
-class _Described(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class RolloutBody(_Described):
+class RolloutBody(BaseModel):
     """What to do with a candidate: promote gives it every request, roll_back none, restart the
     share of the rule again, with nothing known.
     """
 
+    model_config = ConfigDict(extra="forbid")
+
     action: Literal["promote", "roll_back", "restart"]
 
 
-class RolloutDecision(_Described):
+class RolloutDecision(ResponseModel):
     """at: seconds since 1970. reason: one line with the intervals."""
 
     state: str
@@ -35,7 +42,7 @@ class RolloutDecision(_Described):
     at: float
 
 
-class RolloutRule(_Described):
+class RolloutRule(ResponseModel):
     """As in fleet.toml."""
 
     share: float
@@ -46,7 +53,7 @@ class RolloutRule(_Described):
     undecided_after_h: float
 
 
-class RolloutArm(_Described):
+class RolloutArm(ResponseModel):
     """configs: digests of the configurations of its engines. requests, tokens: that were compared.
     replicas: names.
     """
@@ -57,7 +64,7 @@ class RolloutArm(_Described):
     replicas: list[str]
 
 
-class RolloutFigure(_Described):
+class RolloutFigure(ResponseModel):
     """One figure of both arms, and how the candidate stands to the stable one.
 
     kind: estimate, low and high are the ratio of candidate to stable, or the difference. null: not
@@ -81,14 +88,14 @@ class RolloutFigure(_Described):
     verdict: Verdict
 
 
-class RolloutLook(_Described):
+class RolloutLook(ResponseModel):
     """What was known at a moment: by figure [estimate, low, high]."""
 
     at: float
     intervals: dict[str, list[float]]
 
 
-class RolloutReport(_Described):
+class RolloutReport(ResponseModel):
     """A model's candidate. share: of the keys, that it gets now. confidence: that all intervals
     hold at all times.
     """
@@ -106,7 +113,7 @@ class RolloutReport(_Described):
     looks: list[RolloutLook]
 
 
-class RolloutList(_Described):
+class RolloutList(ResponseModel):
     """GET /fleet/rollouts."""
 
     rollouts: list[RolloutReport]

@@ -6,8 +6,14 @@ import math
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
-from jitney.engine.common.outputs import PromptLogprobs, SequenceOutput, TokenLogprobs
+from jitney.engine.common.outputs import (
+    FinishReason,
+    PromptLogprobs,
+    SequenceOutput,
+    TokenLogprobs,
+)
 from jitney.engine.common.requests import EngineRequest, SamplingParams
 from jitney.engine.core import TextDelta, TextStream, TokenBytes
 from jitney.engine.server.chat.conversation.custom_inputs import CustomInputs
@@ -15,6 +21,9 @@ from jitney.engine.server.chat.conversation.events import AssistantEvent, ToolCa
 from jitney.engine.server.chat.conversation.thoughts import AssistantParser
 from jitney.engine.server.chat.generation_request import EncodedPrompt, GenerationRequest
 from jitney.engine.server.http.slices import Work
+
+#: Why a choice ended, as answers say it.
+type Ending = Literal["stop", "length"]
 
 #: Tokens of a prompt that are turned into text between two stops of `Slices`.
 _ECHO_TOKENS = 64
@@ -105,7 +114,7 @@ class TokenList:
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """What one choice gained."""
+    """New tokens, text and events of one choice."""
 
     #: All tokens, whether their text is final or still held back.
     tokens: TokenList
@@ -114,7 +123,7 @@ class ChoiceDelta:
     #: What that text says, where the request has a parser for it (chats do).
     events: list[AssistantEvent] = field(default_factory=list)
     #: Why it ended, if it did.
-    finish: str | None = None
+    finish: Ending | None = None
 
     def extend(self, more: ChoiceDelta) -> None:
         self.text += more.text
@@ -192,7 +201,7 @@ class Choice:
     #: Sum of their log-probabilities, if they are asked for.
     cumulative: float = 0.0
     #: Why it ended; None while it goes on.
-    finish: str | None = None
+    finish: FinishReason | None = None
     #: The stop string that ended it, if one did.
     stop_string: str | None = None
     #: Whether its first chunk is out; written by whoever formats the stream.
@@ -233,6 +242,11 @@ class Choice:
         return choices
 
     @property
+    def ending(self) -> Ending | None:
+        """Why it ended, unless it failed."""
+        return self.finish if self.finish in ("stop", "length") else None
+
+    @property
     def mean_logprob(self) -> float:
         return self.cumulative / max(1, self.n_tokens)
 
@@ -256,12 +270,12 @@ class Choice:
         new = text.text if self.parser is None else events
         if not new and self.finish is None:
             return None
-        delta = ChoiceDelta(self.unsent, text.text, events, self.finish)
+        delta = ChoiceDelta(self.unsent, text.text, events, self.ending)
         self.unsent = self.unsent.cleared()
         return delta
 
     def _parsed(self, text: str, tokens: list[int]) -> list[AssistantEvent]:
-        """What new text says. It ends here if that is one call too many, which is left out."""
+        """The events of new text. A call beyond the limit is left out and ends the choice."""
         if self.parser is None:
             return []
         events = self.parser.push(text, tokens)

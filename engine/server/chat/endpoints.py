@@ -18,12 +18,12 @@ from jitney.engine.server.chat.formats import Format
 from jitney.engine.server.chat.generation import Generation
 from jitney.engine.server.chat.generation_request import GenerationRequest
 from jitney.engine.server.chat.schema import ModelBody
-from jitney.engine.server.http.blocks import AnswerParts, BlockAnswer
 from jitney.engine.server.http.context import Context
 from jitney.engine.server.http.jsonio import read_object
 from jitney.engine.server.http.routing import Handler
 from jitney.engine.server.http.service import Service
 from jitney.engine.server.http.slices import Pieces
+from jitney.engine.server.http.streaming import StreamedAnswer, StreamingWriter
 
 
 async def read_body[B: ModelBody](service: Service, request: Request, kind: type[B]) -> B:
@@ -71,16 +71,16 @@ class GenerationAnswer:
         async with Generation(self.service, self.request, context) as generation:
             format = self.format(generation, tokenizer)
             if self.request.stream:
-                await self._stream(generation, format, context.request_id, AnswerParts(send))
+                await self._stream(generation, format, context.request_id, StreamingWriter(send))
             else:
                 while not generation.done:
                     for choice, delta in await generation.deltas(None):
                         format.add(choice, delta)
                 blocks = self.service.slices.blocks(format.whole())
-                await BlockAnswer(blocks, {"content-type": "application/json"}).send(send)
+                await StreamedAnswer(blocks, {"content-type": "application/json"}).send(send)
 
     async def _stream(
-        self, generation: Generation, format: Format, request_id: str, parts: AnswerParts
+        self, generation: Generation, format: Format, request_id: str, parts: StreamingWriter
     ) -> None:
         """The engine's first output decides the status; what goes wrong later is an event in the
         stream.
@@ -101,14 +101,14 @@ class GenerationAnswer:
             await self._send_pieces(format.failure(error, request_id), parts)
         await parts.end()
 
-    async def _send_frames(self, format: Format, deltas: Deltas, parts: AnswerParts) -> None:
-        """What these deltas have to say; a sign of life where it is nothing."""
+    async def _send_frames(self, format: Format, deltas: Deltas, parts: StreamingWriter) -> None:
+        """Send the frames of these deltas; a keep-alive where there are none."""
         if deltas:
             await self._send_pieces(_frames(format, deltas), parts)
         else:
             await parts.write(format.keep_alive)
 
-    async def _send_pieces(self, pieces: Pieces, parts: AnswerParts) -> None:
+    async def _send_pieces(self, pieces: Pieces, parts: StreamingWriter) -> None:
         async with aclosing(self.service.slices.blocks(pieces)) as blocks:
             async for block in blocks:
                 await parts.write(block)

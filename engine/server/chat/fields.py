@@ -16,7 +16,7 @@ from jitney.engine.common.requests import JsonObject, JsonValue
 
 
 class Rule(NamedTuple):
-    """What becomes of a field that a body does not declare."""
+    """How a field is treated that a body does not declare."""
 
     #: Accepted whatever it says; else refused.
     is_hint: bool
@@ -130,6 +130,20 @@ FIELDS: Mapping[str, Rule] = {
     "web_search_options": hint(),
     "workspace_id": hint(),
     "xtc_probability": refused(0, 0.0),
+}
+
+#: Fields of a generation that only OpenAI's own routes have a place for -> values that ask for
+#: nothing.
+OPENAI_ONLY: Mapping[str, tuple[JsonValue, ...]] = {
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "n": (1,),
+    "prompt_logprobs": (),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "structured_outputs": (),
 }
 
 

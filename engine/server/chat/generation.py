@@ -121,20 +121,6 @@ class Generation:
     def done(self) -> bool:
         return self._news.is_empty and all(choice.finish is not None for choice in self.choices)
 
-    def usage(self) -> dict[str, object]:
-        """OpenAI's usage object, as things stand now."""
-        prompt = self._context.prompt_tokens
-        completion = 0 if self.request.prompt_only else self.completion_tokens
-        usage: dict[str, object] = {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(self.cached_tokens)},
-        }
-        if self.request.make_parser is not None:
-            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
-        return usage
-
     @property
     def counts(self) -> _TokenCounts:
         """As things stand now."""
@@ -147,7 +133,7 @@ class Generation:
 
     @property
     def times(self) -> _Times:
-        """Of the first choice, as things stand now."""
+        """Times of the first choice so far."""
         choice = self.choices[0]
         return _Times(
             total_s=time.monotonic() - self._context.started,
@@ -168,7 +154,7 @@ class Generation:
         return sum(choice.n_tokens for choice in self.choices)
 
     async def deltas(self, wait_s: float | None) -> Deltas:
-        """What is new since the last call, at least one delta; empty if `wait_s` seconds bring
+        """The deltas since the last call, at least one; empty if `wait_s` seconds bring
         none. What came before a failure is still shown.
         """
         deltas = await self._news.take(wait_s)
@@ -237,7 +223,7 @@ class Generation:
         choice.tokens_at = now
 
     def _observe_times(self, choice: Choice, output: SequenceOutput, now: float) -> None:
-        """What somebody waits for."""
+        """Measure latencies that a client notices."""
         if choice.tokens_at:
             self._metrics.itl.observe((now - choice.tokens_at) / len(output.tokens))
         else:
@@ -326,7 +312,7 @@ class _Mailbox[T]:
         return self._failure is not None
 
     async def take(self, wait_s: float | None) -> list[T]:
-        """What came since the last call, at least one item; empty if `wait_s` seconds (None: as
+        """The items since the last call, at least one; empty if `wait_s` seconds (None: as
         long as it takes) bring none. Raises the failure.
         """
         if self.is_empty:
@@ -390,7 +376,7 @@ def _cut(vector: bytes, dimensions: int | None) -> bytes:
 
 
 def _bad_end(error: ErrorInfo | None, finish: str) -> RequestError:
-    """What a sequence's bad end means for its request."""
+    """The error of a request whose sequence ended badly."""
     if error is not None:
         return RequestError.from_info(error)
     code, message = _BAD_ENDS.get(finish, _NO_REASON)

@@ -28,13 +28,8 @@ from jitney.engine.server.chat.conversation.grammars import Turn
 from jitney.engine.server.chat.conversation.messages import shaped_messages
 from jitney.engine.server.chat.conversation.tools import ToolUse
 from jitney.engine.server.chat.generation_request import EncodedPrompt, GenerationRequest
-from jitney.engine.server.chat.schema import (
-    ChatBody,
-    CompletionBody,
-    GenerationBody,
-    Message,
-    ReasoningEffort,
-)
+from jitney.engine.server.chat.openai.schema import CompletionBody
+from jitney.engine.server.chat.schema import GenerationBody, ReasoningEffort
 from jitney.engine.server.http.context import Context, Notes
 from jitney.engine.server.http.service import Service
 from jitney.engine.server.http.slices import Work
@@ -60,7 +55,7 @@ _SAMPLING_FIELDS = [
 
 @dataclass(frozen=True, slots=True)
 class RouteKind:
-    """What differs between the routes."""
+    """Differences between the routes."""
 
     id_prefix: str
     #: The field of the body that is to blame for a prompt.
@@ -94,13 +89,12 @@ class RouteKind:
 
 
 _COMPLETION = RouteKind("cmpl-", "prompt", 16, "logprobs")
-_CHAT = RouteKind("chatcmpl-", "messages")
 _EMBEDDING = RouteKind("embd-", "input")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """What every route that continues a conversation makes of its body."""
+    """A conversation to be continued, whichever route it came by."""
 
     kind: RouteKind
     #: As chat templates know them.
@@ -118,21 +112,6 @@ class Conversation:
     #: Whether the model's special tokens are put around what the template writes.
     special_tokens: bool = False
 
-    @classmethod
-    async def of_chat(cls, service: Service, body: ChatBody) -> Conversation:
-        """What a chat's body makes the template read."""
-        messages = await service.slices.result(_template_messages(body.messages))
-        return cls(
-            kind=_CHAT,
-            messages=messages,
-            variables=body.chat_template_kwargs | _template_variables(body),
-            tools=_tool_use(body),
-            effort=body.reasoning_effort,
-            thinking_budget=body.thinking_token_budget,
-            shows_reasoning=body.include_reasoning is not False,
-            special_tokens=bool(body.add_special_tokens),
-        )
-
     async def prompt(
         self, service: Service, notes: Notes, *, is_truncated: bool = False
     ) -> EncodedPrompt:
@@ -148,7 +127,7 @@ class Conversation:
             return await service.off_loop(lambda: _chat_prompt(text, tokenizer, special))
 
     def _unfollowed(self, turns: TurnFormat) -> list[str]:
-        """What the route calls the hints about thoughts that this model cannot follow."""
+        """Hints about thoughts that this model cannot follow, by the route's names."""
         names: list[str] = []
         can_stop = turns.takes_effort or (self.effort == "none" and not turns.thinks)
         if self.effort is not None and not can_stop:
@@ -265,16 +244,6 @@ class RequestBuilder[B: GenerationBody]:
         lengths = [len(prompt) for prompt in prompts if isinstance(prompt, str)]
         if not self._is_truncated:
             self.service.check_chars(max(lengths, default=0) + also, param)
-
-    async def chat(self: RequestBuilder[ChatBody]) -> GenerationRequest:
-        """The request that answers a chat."""
-        body = self.body
-        max_tokens = body.max_completion_tokens
-        if max_tokens is None:
-            max_tokens = body.max_tokens
-        logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        sampling = self.sampling({"max_tokens": max_tokens, "logprobs": logprobs})
-        return await self.answer(await Conversation.of_chat(self.service, body), sampling)
 
     async def answer(
         self, conversation: Conversation, sampling: SamplingParams
@@ -436,7 +405,7 @@ class RequestBuilder[B: GenerationBody]:
     def _engine_request(
         self, sampling: SamplingParams, prompts: int, pooling: Pooling | None
     ) -> EngineRequest:
-        """What the engine requests of so many prompts share."""
+        """The common part of the engine requests of so many prompts."""
         body, context, info = self.body, self.context, self.service.info
         if body.priority and info.queue.order != "priority":
             raise RequestError(
@@ -463,7 +432,7 @@ class RequestBuilder[B: GenerationBody]:
         )
 
     def _most_prompt_tokens(self, kind: RouteKind, sampling: SamplingParams) -> int | None:
-        """What a longer prompt is cut to; None: it is not cut."""
+        """Tokens that a longer prompt is cut to; None: it is not cut."""
         if self.body.truncate_prompt_tokens != _ALL_THERE_IS_ROOM_FOR:
             return self.body.truncate_prompt_tokens
         answer = sampling.max_tokens or kind.default_tokens or 1
@@ -581,42 +550,7 @@ def _chat_prompt(text: str, tokenizer: Tokenizer, special: bool) -> EncodedPromp
         ids = tokenizer.encode(text, add_special_tokens=special)
         return EncodedPrompt(ids, tail=text[-_TAIL_CHARS:])
     except RequestError as error:
-        raise error.blaming(_CHAT.prompt_field) from error
-
-
-def _tool_use(body: ChatBody) -> ToolUse | None:
-    """What the body says of tools."""
-    tools = list(body.client_tools())
-    parallel = body.parallel_tool_calls is not False and not body.names_one_tool
-    return ToolUse.of(tools, body.tool_mode, body.chosen_names, parallel=parallel)
-
-
-def _template_variables(body: ChatBody) -> JsonDict:
-    """What a chat template is given beside the messages."""
-    goes_on = bool(body.continue_final_message)
-    begins = body.add_generation_prompt
-    if begins is None:
-        begins = not goes_on
-    return {"add_generation_prompt": begins, "continue_final_message": goes_on}
-
-
-def _template_messages(messages: Iterable[Message]) -> Work[list[JsonDict]]:
-    made: list[JsonDict] = []
-    for message in messages:
-        made.append(_template_message(message))
-        yield
-    return made
-
-
-def _template_message(message: Message) -> JsonDict:
-    """A message as chat templates know it: no nulls, and "system" for its newer name."""
-    fields = message.model_dump(exclude_none=True)
-    fields["role"] = "system" if message.role == "developer" else message.role
-    fields.setdefault("content", "")
-    thoughts = fields.pop("reasoning", None)
-    if thoughts is not None:
-        fields.setdefault("reasoning_content", thoughts)
-    return fields
+        raise error.blaming("messages") from error
 
 
 def _wider(one: int | None, other: int | None) -> int | None:

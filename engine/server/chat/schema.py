@@ -1,4 +1,4 @@
-"""The request bodies of the two generation routes: which fields exist, and of which type.
+"""Common parts of the request bodies of all APIs: their fields, tools, and how they are checked.
 
 A body declares the fields that are done; `engine.server.chat.fields` decides what becomes of all
 others. null always means: not given. Ranges of sampling parameters are declared in
@@ -12,12 +12,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self, cast
 
-import orjson
 from pydantic import (
     AfterValidator,
-    AliasChoices,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     PlainValidator,
@@ -30,7 +27,7 @@ from pydantic_core import PydanticCustomError
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import JsonDict, JsonObject, JsonValue, Range, SamplingParams
 from jitney.engine.server.chat import grammar_fields
-from jitney.engine.server.chat.conversation.tools import Tool, custom_arguments
+from jitney.engine.server.chat.conversation.tools import Tool
 from jitney.engine.server.chat.fields import Rule, rules_of, unfollowed
 from jitney.engine.server.chat.grammar_fields import WantedGrammar
 from jitney.engine.server.http.context import Context
@@ -62,37 +59,9 @@ class _Limits(NamedTuple):
 
 LIMITS = _Limits()
 _DAY_MS = 86_400_000
-_SALT = r"^[A-Za-z0-9_-]{1,128}$"
 _TOKEN_ID = re.compile(r"[0-9]{1,10}\Z")
 #: Names of functions; OpenAI takes no dots, and 64 characters.
 _FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,128}$"
-#: Variables of a chat template that a request may not set: what is rendered, and how transformers
-#: renders it.
-_OWN_VARIABLES = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "conversations",
-        "documents",
-        "kwargs",
-        "load_audio_from_video",
-        "max_length",
-        "messages",
-        "padding",
-        "processor_kwargs",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "self",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    }
-)
-
 #: Field of a body -> the field of SamplingParams whose range it has.
 _SAMPLED_AS = {
     "best_of": "n",
@@ -136,21 +105,8 @@ class _StreamOptions(Part):
     include_obfuscation: bool | None = None
 
 
-class _TextPart(Part):
-    """A part of a message. A text model reads no others."""
-
-    type: Literal["text"]
-    text: str
-
-
 #: What clients may send, where it is checked by a function.
 _Stop = str | Annotated[list[str], Field(max_length=LIMITS.stops)]
-_Prompt = (
-    str
-    | Annotated[list[str], Field(min_length=1, max_length=LIMITS.prompts)]
-    | Annotated[list[int], Field(min_length=1)]
-    | Annotated[list[list[int]], Field(min_length=1, max_length=LIMITS.prompts)]
-)
 
 
 def _described(schema: JsonDict, model: type[GenerationBody]) -> None:
@@ -177,7 +133,7 @@ def _ranges_of(model: type[BaseModel]) -> Iterator[tuple[str, Range]]:
 
 
 def _range_of(field: str) -> Range | None:
-    """Of a field of SamplingParams, if it has one."""
+    """The range of a field of SamplingParams, if it has one."""
     items = SamplingParams.declared().get(field, ())
     return next((item for item in items if isinstance(item, Range)), None)
 
@@ -231,10 +187,6 @@ def _logit_bias(value: JsonValue) -> dict[int, float]:
             raise ValueError("must map token ids to numbers")
         biases[int(token)] = float(bias)
     return biases
-
-
-def _prompts(value: JsonValue) -> list[str | list[int]]:
-    return prompt_list(value, LIMITS.prompts)
 
 
 def prompt_list(
@@ -301,6 +253,7 @@ def _safe_id(value: str | None) -> str | None:
     return value
 
 
+CacheSalt = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
 Label = Annotated[str, Field(max_length=LIMITS.label_chars)]
 Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Label], Field(max_length=16)]
 
@@ -331,7 +284,7 @@ class ModelBody(Part):
 
     @classmethod
     def rules(cls) -> dict[str, Rule]:
-        """What becomes of the fields that the body does not do."""
+        """How fields are treated that the body does not do."""
         return rules_of(cls.model_fields, cls.refused)
 
     def unfollowed(self) -> list[str]:
@@ -343,10 +296,19 @@ class ModelBody(Part):
         return []
 
 
+class EngineBody(ModelBody):
+    """A body that makes the engine work: for whom, and how soon."""
+
+    #: Counts where the order of the server is priority.
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    timeout_ms: Annotated[int, Field(ge=1, le=_DAY_MS)] | None = None
+    user: Label | None = None
+
+
 _BadWord = Annotated[str, Field(min_length=1, max_length=LIMITS.bad_word_chars)]
 
 
-class GenerationBody(ModelBody):
+class GenerationBody(EngineBody):
     """Fields that the generation routes share."""
 
     model_config = ConfigDict(json_schema_extra=_described)
@@ -390,8 +352,7 @@ class GenerationBody(ModelBody):
     ) = None
     bad_words: Annotated[list[_BadWord], Field(max_length=LIMITS.bad_words)] | None = None
     prompt_logprobs: Annotated[int | None, ranged("prompt_logprobs")] = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    cache_salt: Annotated[str, Field(pattern=_SALT)] | None = None
+    cache_salt: CacheSalt | None = None
     response_format: grammar_fields.ResponseFormat | None = None
     structured_outputs: grammar_fields.StructuredOutputs | None = None
     guided_json: grammar_fields.Schema | None = None
@@ -399,8 +360,6 @@ class GenerationBody(ModelBody):
     guided_choice: grammar_fields.Choices | None = None
     guided_grammar: grammar_fields.Pattern | None = None
     request_id: Annotated[str | None, AfterValidator(_safe_id)] = None
-    timeout_ms: Annotated[int, Field(ge=1, le=_DAY_MS)] | None = None
-    user: Label | None = None
     safety_identifier: Label | None = None
     metadata: Metadata | None = None
     #: Prompts of one key share the prefix cache whatever they are called.
@@ -415,7 +374,7 @@ class GenerationBody(ModelBody):
 
     @property
     def wanted_grammar(self) -> WantedGrammar | None:
-        """What the answer is held to. Raises RequestError for more than one."""
+        """The grammar of the answer. Raises RequestError for more than one."""
         found: list[WantedGrammar] = []
         if self.response_format is not None:
             found += self.response_format.grammars()
@@ -459,65 +418,6 @@ class GenerationBody(ModelBody):
         if None not in (self.repeat_penalty, self.repetition_penalty):
             raise at_field("repeat_penalty", "excludes repetition_penalty, its other name")
         return self
-
-
-class CompletionBody(GenerationBody):
-    """POST /v1/completions."""
-
-    prompt: Annotated[
-        list[str | list[int]], PlainValidator(_prompts, json_schema_input_type=_Prompt)
-    ]
-    #: What comes after the answer, which fills in the middle; "": nothing.
-    suffix: str | None = None
-    #: Whether the model's own special tokens are put around the prompt. None: yes.
-    add_special_tokens: bool | None = None
-    best_of: Annotated[int | None, ranged("n")] = None
-    echo: bool | None = None
-    logprobs: Annotated[int | None, ranged("logprobs")] = None
-
-    @model_validator(mode="after")
-    def _completion_combinations(self) -> Self:
-        n = self.n or 1
-        best_of = self.best_of or n
-        if best_of < n:
-            raise at_field("best_of", "must not be less than n")
-        if best_of > n and self.stream:
-            raise at_field(
-                "best_of", "must equal n when streaming: the best are known only at the end"
-            )
-        if self.max_tokens == 0 and not self.echo:
-            raise at_field("max_tokens", "may be 0 only with echo")
-        if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompt):
-            raise at_field("suffix", "needs prompts that are texts")
-        if self.suffix and (self.echo or self.truncate_prompt_tokens is not None):
-            raise at_field("suffix", "excludes echo and truncate_prompt_tokens")
-        return self
-
-
-class _ToolFunction(Part):
-    name: Annotated[str, Field(min_length=1, max_length=LIMITS.label_chars)]
-    arguments: str
-
-
-class _ToolCall(Part):
-    """A call made earlier in the conversation; the chat template shows it to the model."""
-
-    id: Label
-    type: Literal["function"] = "function"
-    function: _ToolFunction
-
-    @model_validator(mode="before")
-    @classmethod
-    def _as_function(cls, raw: JsonValue) -> JsonValue:
-        """A call of a custom tool is one of a function that takes the text."""
-        if kind_of(raw) != "custom" or not isinstance(raw, dict):
-            return raw
-        custom = raw.get("custom")
-        text = custom.get("input") if isinstance(custom, dict) else None
-        if not isinstance(custom, dict) or not isinstance(text, str):
-            raise at_field("custom", "must have a name and an input")
-        function = {"name": custom.get("name"), "arguments": custom_arguments(text)}
-        return raw | {"type": "function", "function": function}
 
 
 FunctionName = Annotated[str, Field(pattern=_FUNCTION_NAME)]
@@ -605,41 +505,6 @@ def is_for_the_model(tool: JsonValue) -> bool:
     return callers is None or (isinstance(callers, list) and "direct" in callers)
 
 
-class _Tool(Part):
-    """A function that the model may ask the client to call."""
-
-    type: Literal["function"]
-    function: FunctionFields
-
-    @property
-    def fields(self) -> FunctionFields | CustomFields:
-        return self.function
-
-
-class _CustomTool(Part):
-    """A tool that takes a text, which the model may ask the client to call."""
-
-    type: Literal["custom"]
-    custom: CustomFields
-
-    @property
-    def fields(self) -> FunctionFields | CustomFields:
-        return self.custom
-
-
-_AnyTool = _Tool | _CustomTool | OtherTool
-_TOOLS: dict[str | None, type[_Tool | _CustomTool]] = {
-    None: _Tool,
-    "function": _Tool,
-    "custom": _CustomTool,
-}
-
-
-def _tool(value: JsonValue) -> _AnyTool:
-    kind = kind_of(value)
-    return _TOOLS[kind].model_validate(value) if kind in _TOOLS else OtherTool.of(value)
-
-
 def left_out(tools: Sequence[Part] | None) -> list[str]:
     """Paths of the tools that the model is not told of."""
     return [
@@ -647,206 +512,19 @@ def left_out(tools: Sequence[Part] | None) -> list[str]:
     ]
 
 
-class _NamedFunction(Part):
-    name: FunctionName
-
-
-class _NamedTool(Part):
-    """One function or custom tool, by its name."""
-
-    type: Literal["function", "custom"]
-    function: Annotated[_NamedFunction, Field(validation_alias=AliasChoices("function", "custom"))]
-
-    @property
-    def names(self) -> list[str]:
-        return [self.function.name]
-
-
 def with_names(value: JsonValue) -> JsonValue:
-    """Of a list of allowed tools those that have names; the model is not told of others."""
+    """The allowed tools that have names; the model is not told of others."""
     if not isinstance(value, list):
         return value
     return [each for each in value if kind_of(each) in (None, "function", "custom")]
 
 
-class _AllowedTools(Part):
-    mode: Literal["auto", "required"]
-    tools: Annotated[
-        list[_NamedTool],
-        BeforeValidator(with_names),
-        Field(min_length=1, max_length=LIMITS.tools),
-    ]
-
-
-class _Allowed(Part):
-    """Some of the tools."""
-
-    type: Literal["allowed_tools"]
-    allowed_tools: _AllowedTools
-
-    @property
-    def names(self) -> list[str]:
-        return [tool.function.name for tool in self.allowed_tools.tools]
-
-
-#: auto: the model may call; none: it may not; required: it must; one function: it must call that
-#: one, once; some of them: it may or must call these.
-_ToolChoice = Literal["auto", "none", "required"] | _NamedTool | _Allowed
-
-
-def _checked_variables(value: JsonValue) -> JsonDict:
-    """Variables for the chat template, none of which is ours. Raises ValueError."""
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise ValueError("must be an object")
-    if len(value) > LIMITS.variables or len(orjson.dumps(value)) > LIMITS.variable_chars:
-        raise ValueError(
-            f"must hold at most {LIMITS.variables} variables and {LIMITS.variable_chars} characters"
-        )
-    for name in value:
-        if name in _OWN_VARIABLES or not name.isidentifier() or name.startswith("_"):
-            raise ValueError(f"{echo(name)} cannot be set for a chat template")
-        if name.endswith(("_token", "_tokens")) and name.split("_")[0] in _SPECIAL_TOKENS:
-            raise ValueError(f"{echo(name)} cannot be set for a chat template")
-    return value
-
-
-#: What the names of special tokens begin with.
-_SPECIAL_TOKENS = frozenset(
-    {"additional", "bos", "cls", "eos", "extra", "mask", "pad", "sep", "unk"}
-)
 #: How long a model shall think.
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class Message(Part):
-    """One message. An assistant and a tool may say nothing; everyone else must say something, and a
-    tool what call it answers.
-    """
-
-    role: Literal["developer", "system", "user", "assistant", "tool"]
-    content: Annotated[
-        str | None,
-        PlainValidator(text_content, json_schema_input_type=str | list[_TextPart] | None),
-    ] = None
-    name: Label | None = None
-    tool_calls: Annotated[list[_ToolCall], Field(max_length=128)] | None = None
-    tool_call_id: Label | None = None
-    #: What an assistant thought before it answered, which most templates leave out; reasoning:
-    #: another name of it.
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _text_only(cls, raw: JsonValue) -> JsonValue:
-        for name in ("audio", "function_call"):
-            if isinstance(raw, dict) and raw.get(name) is not None:
-                raise unsupported(f"{name} is not supported here")
-        return raw
-
-    @model_validator(mode="after")
-    def _says_something(self) -> Self:
-        if self.content is None and self.role not in ("assistant", "tool"):
-            raise at_field("content", "must be a string or a list of text parts")
-        if self.role == "tool" and not self.tool_call_id:
-            raise at_field("tool_call_id", "must name the call that a tool message answers")
-        return self
-
-
-class ChatBody(GenerationBody):
-    """POST /v1/chat/completions. Of two different token limits max_completion_tokens, the newer
-    name, wins.
-
-    Several system messages and a last message of the assistant are allowed; messages that the chat
-    template refuses or would not show are shaped for it (`conversation.messages`). A new assistant
-    turn begins unless add_generation_prompt is false or continue_final_message is true: then the
-    answer goes on where the last message ends. "developer" reads as "system".
-    """
-
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int | None, ranged("max_tokens")] = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, ranged("logprobs")] = None
-    #: None: true, unless continue_final_message is.
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    tools: (
-        Annotated[
-            list[Annotated[_AnyTool, PlainValidator(_tool, json_schema_input_type=_AnyTool)]],
-            Field(max_length=LIMITS.tools),
-        ]
-        | None
-    ) = None
-    #: None: auto where there are tools.
-    tool_choice: _ToolChoice | None = None
-    #: None: true.
-    parallel_tool_calls: bool | None = None
-    reasoning_effort: ReasoningEffort | None = None
-    #: Whether the model's special tokens are put around what the template wrote, which has them
-    #: already. None: no.
-    add_special_tokens: bool | None = None
-    #: Tokens after which the thoughts are ended and the answer begins.
-    thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    #: Whether thoughts are shown; None: true.
-    include_reasoning: bool | None = None
-    chat_template_kwargs: Annotated[
-        JsonDict,
-        PlainValidator(_checked_variables, json_schema_input_type=JsonDict | None),
-    ] = {}
-
-    @model_validator(mode="after")
-    def _chat_combinations(self) -> Self:
-        names = [tool.name for tool in self.client_tools()]
-        self.check_tools(names, needs_tools=self.tool_choice not in (None, "none", "auto"))
-        if self.continue_final_message and self.add_generation_prompt:
-            raise at_field("continue_final_message", "excludes add_generation_prompt")
-        if self.top_logprobs and not self.logprobs:
-            raise at_field("top_logprobs", "is only allowed when logprobs is true")
-        return self
-
-    def client_tools(self) -> Iterator[Tool]:
-        """The tools that the model is told of."""
-        for place, tool in enumerate(self.tools or ()):
-            if not isinstance(tool, OtherTool):
-                yield tool.fields.as_tool().at(f"tools[{place}]")
-
-    def unfollowed(self) -> list[str]:
-        return super().unfollowed() + left_out(self.tools)
-
-    def unenforced(self) -> list[str]:
-        required = self.tool_mode == "required"
-        return [
-            f"tools[{place}].custom.format"
-            for place, tool in enumerate(self.tools or ())
-            if isinstance(tool, _CustomTool) and not tool.custom.is_enforced(required=required)
-        ]
-
-    @property
-    def chosen_names(self) -> list[str] | None:
-        """The tools that tool_choice names; None if it names none."""
-        choice = self.tool_choice
-        return choice.names if isinstance(choice, Part) else None
-
-    @property
-    def tool_mode(self) -> Literal["auto", "none", "required"]:
-        """What tool_choice comes to."""
-        choice = self.tool_choice
-        if isinstance(choice, _NamedTool):
-            return "required"
-        if isinstance(choice, _Allowed):
-            return choice.allowed_tools.mode
-        return choice or "auto"
-
-    @property
-    def names_one_tool(self) -> bool:
-        """Whether tool_choice is one function, to be called once."""
-        return isinstance(self.tool_choice, _NamedTool)
-
-
 def checked[M: BaseModel](kind: type[M], raw: JsonObject) -> M:
-    """What was sent, in a model's form. Raises RequestError naming the first field at fault."""
+    """The sent fields as a model. Raises RequestError naming the first field at fault."""
     try:
         return kind.model_validate(dict(raw))
     except ValidationError as error:

@@ -7,13 +7,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal
 
-import orjson
+import msgspec
+from msgspec import UNSET
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from jitney.engine.common.errors import ContextOverflow, ErrorInfo, JitneyError, RequestError
 from jitney.engine.common.requests import JsonDict
+from jitney.engine.server.http.answers import Maybe, ResponseModel
 
 _log = logging.getLogger("jitney.api")
 
@@ -35,7 +38,7 @@ _ANTHROPIC_TYPES = {
     504: "timeout_error",
 }
 #: The code of a request that is longer than the context.
-_TOO_LONG = "context_length_exceeded"
+_TOO_LONG: Literal["context_length_exceeded"] = "context_length_exceeded"
 #: Request error code -> (status, the code shown to the client, seconds for Retry-After when the
 #: error knows none).
 _CODES: dict[str, tuple[int, str | None, float | None]] = {
@@ -90,6 +93,46 @@ class ErrorForm(Enum):
         return cls.OLLAMA if path.startswith(_OLLAMA) else cls.OPENAI
 
 
+class Error(ResponseModel):
+    """The problem and its remedy."""
+
+    message: str
+    type: str
+    #: Dotted path of the field at fault.
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(ResponseModel):
+    """The body of every answer that is an error."""
+
+    error: Error
+
+
+class AnthropicError(ResponseModel):
+    """The problem and its remedy. details: what a client looks at to go on by itself;
+    only where there is such a thing. code: of a prompt that is too long.
+    """
+
+    type: str
+    message: str
+    details: Maybe[JsonDict] = UNSET
+    code: Maybe[Literal["context_length_exceeded"]] = UNSET
+
+
+class AnthropicErrorAnswer(ResponseModel, tag_field="type", tag="error"):
+    """The body of an error below /v1/messages."""
+
+    error: AnthropicError
+    request_id: str
+
+
+class OllamaErrorAnswer(ResponseModel):
+    """The body of an error below /api/."""
+
+    error: str
+
+
 class HttpError(JitneyError):
     """A request refused by the HTTP side itself. close: the connection is of no further use (unread
     body). details: `error.details` in Anthropic's form.
@@ -123,7 +166,7 @@ class HttpError(JitneyError):
 
 @dataclass(slots=True)
 class ErrorReply:
-    """What any exception is answered with."""
+    """The answer to an exception."""
 
     request_id: str
     status: int
@@ -137,7 +180,7 @@ class ErrorReply:
 
     @classmethod
     def of(cls, error: BaseException, request_id: str) -> ErrorReply:
-        """What we did not raise on purpose is a bare 500."""
+        """The answer to an exception; a bare 500 for those that are not raised on purpose."""
         match error:
             case HttpError():
                 return cls(
@@ -160,32 +203,31 @@ class ErrorReply:
 
     def response(self, form: ErrorForm = ErrorForm.OPENAI) -> Response:
         """As a whole answer."""
-        body = orjson.dumps(self.body(form))
-        return Response(body, self.status, self.headers, "application/json")
+        return Response(self.json(form), self.status, self.headers, "application/json")
 
-    def body(self, form: ErrorForm) -> JsonDict:
+    def json(self, form: ErrorForm) -> bytes:
         """The error as clients of this form read it."""
         match form:
             case ErrorForm.OPENAI:
-                return self.openai()
+                body = self.openai()
             case ErrorForm.ANTHROPIC:
-                return self.anthropic()
+                body = self.anthropic()
             case ErrorForm.OLLAMA:
-                return {"error": self._naming_param()[:_MESSAGE_LIMIT]}
+                body = OllamaErrorAnswer(self._naming_param()[:_MESSAGE_LIMIT])
+        return msgspec.json.encode(body)
 
     def event(self) -> bytes:
         """Inside a stream that has already begun: one SSE event."""
-        return b"data: " + orjson.dumps(self.openai()) + b"\n\n"
+        return b"data: " + self.json(ErrorForm.OPENAI) + b"\n\n"
 
-    def openai(self) -> JsonDict:
-        return {
-            "error": {
-                "message": self.message[:_MESSAGE_LIMIT],
-                "type": self._type(_TYPES, "server_error"),
-                "param": None if self.param is None else self.param[:_ECHO_LIMIT],
-                "code": self.code,
-            }
-        }
+    def openai(self) -> ErrorAnswer:
+        error = Error(
+            message=self.message[:_MESSAGE_LIMIT],
+            type=self._type(_TYPES, "server_error"),
+            param=None if self.param is None else self.param[:_ECHO_LIMIT],
+            code=self.code,
+        )
+        return ErrorAnswer(error)
 
     def _naming_param(self) -> str:
         if self.param is None or self.param in self.message:
@@ -197,20 +239,20 @@ class ErrorReply:
         other = ours if self.status >= 500 else "invalid_request_error"
         return types.get(self.status, other)
 
-    def anthropic(self) -> JsonDict:
+    def anthropic(self) -> AnthropicErrorAnswer:
         """A form without a place for the field at fault, which its message names instead, or for a
         code. One code is added all the same: opencode looks for it in every form.
         """
         message = self._naming_param()
         if self.overflow is not None:
             message = self.overflow.anthropic_message()
-        kind = self._type(_ANTHROPIC_TYPES, "api_error")
-        error: JsonDict = {"type": kind, "message": message[:_MESSAGE_LIMIT]}
-        if self.details is not None:
-            error["details"] = self.details
-        if self.code == _TOO_LONG:
-            error["code"] = _TOO_LONG
-        return {"type": "error", "error": error, "request_id": self.request_id}
+        error = AnthropicError(
+            type=self._type(_ANTHROPIC_TYPES, "api_error"),
+            message=message[:_MESSAGE_LIMIT],
+            details=UNSET if self.details is None else self.details,
+            code=_TOO_LONG if self.code == _TOO_LONG else UNSET,
+        )
+        return AnthropicErrorAnswer(error, self.request_id)
 
 
 def _refusal(info: ErrorInfo, request_id: str) -> ErrorReply:

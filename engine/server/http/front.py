@@ -1,5 +1,5 @@
-"""What stands at "/" and "/docs": where a person or a program that knows only the address can go
-on. The same for an engine and for a fleet.
+"""The routes "/", "/docs" and "/openapi.json", for people and programs that know only the address.
+The same for an engine and for a fleet.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from jitney.engine.server.http.answers import Described
+from jitney.engine.server.http.answers import Document, ResponseModel
 from jitney.engine.server.http.docs_page import CONTENT_POLICY, docs_page
 from jitney.engine.server.http.jsonio import json_answer
 from jitney.engine.server.http.routing import HttpRoute, Role
@@ -26,15 +26,15 @@ class _Documented(Protocol):
     def openapi(self) -> bytes: ...
 
 
-class FrontAnswer(Described):
-    """Where what is; paths are relative to this one."""
+class FrontAnswer(ResponseModel):
+    """Paths relative to this one."""
 
-    server: Literal["jitney"]
-    api: Literal["v1"]
-    docs: str
-    openapi: str
     #: The page that shows what the server does; null where it is not served.
     page: str | None
+    server: Literal["jitney"] = "jitney"
+    api: Literal["v1"] = "v1"
+    docs: Literal["docs"] = "docs"
+    openapi: Literal["openapi.json"] = "openapi.json"
 
 
 async def _front_door(server: _Documented, request: Request) -> Response:
@@ -44,8 +44,12 @@ async def _front_door(server: _Documented, request: Request) -> Response:
     page = server.settings.page
     if _HTML in request.headers.get("accept", ""):
         return RedirectResponse(page or "docs", headers={"vary": "accept"})
-    places = {"docs": "docs", "openapi": "openapi.json", "page": page}
-    return json_answer({"server": "jitney", "api": "v1"} | places, {"vary": "accept"})
+    return json_answer(FrontAnswer(page), {"vary": "accept"})
+
+
+async def _show_openapi(server: _Documented, request: Request) -> Response:
+    """The description of all routes, made once at start."""
+    return Response(server.openapi, media_type="application/json")
 
 
 async def _show_docs(server: _Documented, request: Request) -> Response:
@@ -65,6 +69,13 @@ FRONT_ROUTES = (
         "where to go on: a browser to the page",
         role=Role.ANYBODY,
         answer=FrontAnswer,
+    ),
+    HttpRoute(
+        "/openapi.json",
+        ("GET",),
+        _show_openapi,
+        "these routes, as an OpenAPI document",
+        answer=Document,
     ),
     HttpRoute(
         "/docs",

@@ -7,15 +7,17 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any
 
+import msgspec
 import orjson
 from starlette.responses import Response
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import JsonDict, JsonValue
 from jitney.engine.server.http.errors import HttpError, echo
+from jitney.engine.server.http.slices import Pieces
 
 _MAX_DEPTH = 64
 #: What orjson says of a thousand levels.
@@ -111,67 +113,107 @@ def _numbers(value: JsonValue, path: str) -> Iterator[tuple[str, float]]:
                 yield from _numbers(item, f"{path}[{index}]")
 
 
-@dataclass(frozen=True, slots=True)
 class LongJson:
-    """A value, somewhere inside another one, whose JSON text comes in pieces."""
+    """A list somewhere inside a value, whose JSON text comes in pieces. It stands for the list, and
+    is typed as it.
+    """
 
-    pieces: Iterator[bytes]
+    __slots__ = ("pieces",)
+
+    def __init__(self, pieces: Callable[[], Iterator[bytes]]):
+        self.pieces = pieces
 
     @classmethod
-    def of[T](cls, make: Callable[[int], T], count: int) -> list[T] | LongJson:
+    def of[T](cls, make: Callable[[int], T], count: int) -> list[T]:
         """The list of make(0) to make(count - 1), made bit by bit if it is long."""
         if count <= _GROUP:
             return [make(place) for place in range(count)]
-        return cls(_groups(make, count))
+        return cls._joined(lambda: _groups(make, count))
 
     @classmethod
-    def of_list[T](cls, values: list[T]) -> list[T] | LongJson:
+    def of_list[T](cls, values: list[T]) -> list[T]:
         """A list that is there already, and may be long."""
         if len(values) <= _RUN:
             return values
-        return cls(_runs(values))
+        return cls._joined(lambda: _runs(values))
+
+    @classmethod
+    def of_each[T](cls, values: Iterable[T]) -> list[T]:
+        """A list whose elements are made and written one by one, each in pieces; once."""
+        return cls._joined(lambda: map(in_pieces, values))
+
+    @classmethod
+    def _joined(cls, runs: Callable[[], Iterable[Iterable[bytes]]]) -> Any:
+        """runs: makes the texts of elements, without brackets."""
+        return cls(lambda: _list_text(runs()))
 
 
-def in_pieces(value: object) -> Generator[bytes, None, None]:
+def _list_text(runs: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
+    yield b"["
+    for number, run in enumerate(runs):
+        if number:
+            yield b","
+        yield from run
+    yield b"]"
+
+
+def _runs(values: list[Any]) -> Iterator[Iterable[bytes]]:
+    for start in range(0, len(values), _RUN):
+        yield [to_json(values[start : start + _RUN])[1:-1]]
+
+
+def _groups(make: Callable[[int], object], count: int) -> Iterator[Iterable[bytes]]:
+    for start in range(0, count, _GROUP):
+        group = [make(place) for place in range(start, min(start + _GROUP, count))]
+        yield [to_json(group)[1:-1]]
+
+
+class _HoldsLongJson(Exception):
+    """The value cannot be written at once."""
+
+
+def _written(item: object) -> msgspec.Raw:
+    """Write texts that are JSON already, which msgspec itself cannot."""
+    if isinstance(item, LongJson):
+        raise _HoldsLongJson
+    if isinstance(item, orjson.Fragment):
+        return msgspec.Raw(orjson.dumps(item))
+    raise TypeError(f"{type(item).__name__} cannot be written as JSON")
+
+
+#: A value of JSON, or one made of structs, as JSON text; for a LongJson see `in_pieces`.
+to_json = msgspec.json.Encoder(enc_hook=_written).encode
+
+
+def in_pieces(value: object) -> Pieces:
     """The JSON text of `value`, written piece by piece where it is a LongJson."""
+    try:
+        text = to_json(value)
+    except _HoldsLongJson:
+        yield from _around_long(value)
+    else:
+        yield text
+
+
+def _around_long(value: object) -> Iterator[bytes]:
     long: list[LongJson] = []
 
-    def leave_a_hole(item: object) -> orjson.Fragment:
+    def leave_a_hole(item: object) -> msgspec.Raw:
         if not isinstance(item, LongJson):
-            raise TypeError(f"{type(item).__name__} is no JSON")
+            return _written(item)
         long.append(item)
-        return orjson.Fragment(_HOLE)
+        return msgspec.Raw(_HOLE)
 
-    text = orjson.dumps(value, leave_a_hole, orjson.OPT_PASSTHROUGH_DATACLASS)
-    if not long:
-        yield text
-        return
+    text = msgspec.json.encode(value, enc_hook=leave_a_hole)
     before, *parts = text.split(_HOLE)
     yield before
     for item, part in zip(long, parts, strict=True):
-        yield from item.pieces
+        yield from item.pieces()
         yield part
-
-
-def _runs(values: Sequence[object]) -> Iterator[bytes]:
-    mark = b"["
-    for start in range(0, len(values), _RUN):
-        yield mark + orjson.dumps(values[start : start + _RUN])[1:-1]
-        mark = b","
-    yield b"]"
-
-
-def _groups(make: Callable[[int], object], count: int) -> Iterator[bytes]:
-    mark = b"["
-    for start in range(0, count, _GROUP):
-        group = [make(place) for place in range(start, min(start + _GROUP, count))]
-        yield mark + orjson.dumps(group)[1:-1]
-        mark = b","
-    yield b"]"
 
 
 def json_answer(
     value: object, headers: dict[str, str] | None = None, *, status: int = 200
 ) -> Response:
     """A JSON answer."""
-    return Response(orjson.dumps(value), status, headers=headers, media_type="application/json")
+    return Response(to_json(value), status, headers=headers, media_type="application/json")

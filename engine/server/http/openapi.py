@@ -5,18 +5,22 @@ with.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import version
-from typing import Any
+from typing import Any, get_args, get_origin
 
-import orjson
-from pydantic import BaseModel, TypeAdapter
+import msgspec
+from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, JsonSchemaValue, models_json_schema
 
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.server.http.answers import AnthropicErrorAnswer, ErrorAnswer, OllamaErrorAnswer
-from jitney.engine.server.http.errors import ErrorForm
+from jitney.engine.server.http.errors import (
+    AnthropicErrorAnswer,
+    ErrorAnswer,
+    ErrorForm,
+    OllamaErrorAnswer,
+)
 from jitney.engine.server.http.routing import HttpRoute, Role
 
 _SCHEMAS = "#/components/schemas/{model}"
@@ -58,7 +62,7 @@ def document(routes: tuple[HttpRoute, ...]) -> bytes:
         path = paths.setdefault(_PARAMETER.sub(r"{\1}", route.path), {})
         for method in route.methods:
             path[method.lower()] = _operation(route, method)
-    return orjson.dumps(
+    return msgspec.json.encode(
         {
             "openapi": "3.1.0",
             "info": {
@@ -118,9 +122,9 @@ def _query_parameters(route: HttpRoute) -> list[JsonDict]:
 
 
 def _responses(route: HttpRoute) -> JsonDict:
-    content = _json(_answer_schema(route)) if route.answer else {route.media_type: {}}
-    if route.generates:
-        content[route.stream_type] = {}
+    content = _json(_answer_schema(route.answer)) if route.answer else {route.media_type: {}}
+    if route.event:
+        content[route.stream_type] = {"schema": _answer_schema(route.event)}
     good = {"description": route.summary, "content": content}
     responses: JsonDict = {str(route.status): good}
     body = _json(_ref(_ERROR_ANSWERS[ErrorForm.of(route.path)]))
@@ -144,30 +148,42 @@ def _ref(model: type) -> JsonSchemaValue:
     return {"$ref": _SCHEMAS.format(model=model.__name__)}
 
 
-def _answer_schema(route: HttpRoute) -> JsonSchemaValue:
-    """A model by its name; a list, or one of several, with their definitions elsewhere."""
-    if isinstance(route.answer, type):
-        return _ref(route.answer)
-    schema = TypeAdapter(route.answer).json_schema(ref_template=_SCHEMAS, mode="serialization")
-    schema.pop("$defs", None)
-    return schema
+def _answer_schema(answer: Any) -> JsonSchemaValue:
+    """A struct by its name; a list of one, or one of several."""
+    if get_origin(answer) is list:
+        [item] = get_args(answer)
+        return {"type": "array", "items": _ref(item)}
+    refs = [_ref(kind) for kind in _structs(answer)]
+    return refs[0] if len(refs) == 1 else {"anyOf": refs}
 
 
-def _models(routes: Sequence[HttpRoute]) -> Iterator[type[BaseModel]]:
-    yield from _ERROR_ANSWERS.values()
-    for route in routes:
-        yield from (model for model in (route.body, *_answer_models(route)) if model)
-
-
-def _answer_models(route: HttpRoute) -> tuple[Any, ...]:
-    """The models of its answer: itself, those of a list, or those that it may be one of."""
-    return getattr(route.answer, "__args__", (route.answer,))
+def _structs(answer: Any) -> tuple[Any, ...]:
+    """The struct of an answer; that of a list, or those that it may be one of."""
+    return get_args(answer) or (answer,)
 
 
 def _schemas(routes: Sequence[HttpRoute]) -> dict[str, JsonSchemaValue]:
-    """Every model, and what it is made of, by name."""
+    """Every body and answer, and what it is made of, by name."""
+    bodies = dict.fromkeys(route.body for route in routes if route.body is not None)
     models: list[tuple[type[BaseModel], JsonSchemaMode]] = [
-        (model, "validation") for model in dict.fromkeys(_models(routes))
+        (model, "validation") for model in bodies
     ]
     _, schema = models_json_schema(models, ref_template=_SCHEMAS)
-    return schema["$defs"]
+    structs = [*_ERROR_ANSWERS.values()]
+    for route in routes:
+        for answer in (route.answer, route.event):
+            structs += _structs(answer) if answer else ()
+    template = _SCHEMAS.format(model="{name}")
+    _, answers = msgspec.json.schema_components(structs, ref_template=template)
+    for name, answer in answers.items():
+        assert name not in schema["$defs"], f"a body and an answer are both called {name}"
+        _require_what_is_sent(answer)
+    return schema["$defs"] | answers
+
+
+def _require_what_is_sent(schema: JsonSchemaValue) -> None:
+    """A default is sent like any other value; a field that may be left out has none."""
+    required: list[str] = schema.get("required", [])
+    for name, field in schema.get("properties", {}).items():
+        if field.pop("default", msgspec.UNSET) is not msgspec.UNSET:
+            required.append(name)

@@ -1,4 +1,4 @@
-"""What stands after the question mark of a URL, checked as bodies are."""
+"""Query parameters, checked as bodies are."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def read_query[Q: BaseModel](request: Request, kind: type[Q]) -> Q:
     return checked(kind, given)
 
 
-def listed(items: list[JsonDict], *, more: bool, none: str | None = None) -> JsonDict:
-    """One page of a list of things with ids. none: in the place of the ids if it is empty."""
-    ids = [item["id"] for item in items] or [none]
+def listed(items: list[JsonDict], *, more: bool) -> JsonDict:
+    """One page of a list of things with ids."""
+    ids = [item["id"] for item in items] or [None]
     ends = {"first_id": ids[0], "last_id": ids[-1]}
     return {"object": "list", "data": items} | ends | {"has_more": more}
 

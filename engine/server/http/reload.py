@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Literal, Protocol
 
-from pydantic import Field
+from msgspec import field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from jitney.engine.common.errors import JitneyError
-from jitney.engine.server.http.answers import Described
+from jitney.engine.server.http.answers import ResponseModel
 from jitney.engine.server.http.errors import HttpError
 from jitney.engine.server.http.jsonio import json_answer
 from jitney.engine.server.http.routing import HttpRoute, Role
@@ -21,7 +21,7 @@ from jitney.engine.server.http.routing import HttpRoute, Role
 type FileNews = Literal["none", "unchanged", "replaced"]
 
 
-class KeyNews(Described):
+class KeyNews(ResponseModel, kw_only=True):
     """How many keys changed, and what ended with those that were removed."""
 
     added: int
@@ -34,18 +34,18 @@ class KeyNews(Described):
     batches_cancelled: int
 
 
-class AdapterNews(Described):
+class AdapterNews(ResponseModel):
     """Names of the adapters that came, that went, and whose files are others than before."""
 
-    added: list[str] = Field(default_factory=list[str])
-    removed: list[str] = Field(default_factory=list[str])
-    replaced: list[str] = Field(default_factory=list[str])
+    added: list[str] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)
 
 
-class ReloadAnswer(Described):
+class ReloadAnswer(ResponseModel, kw_only=True):
     """POST /admin/reload."""
 
-    status: Literal["reloaded"]
+    status: Literal["reloaded"] = "reloaded"
     keys: KeyNews
     certificate: FileNews
     #: The key that a fleet asks engines of `urls` with.
@@ -81,7 +81,7 @@ async def _reload(server: _Reloadable, request: Request) -> Response:
     except JitneyError as error:
         message = f"nothing was changed: {error}"
         raise HttpError(409, message, code="reload_failed") from error
-    return json_answer(answer.model_dump())
+    return json_answer(answer)
 
 
 RELOAD_ROUTES = (

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from msgspec.structs import asdict
+
 from jitney.engine.common.errors import ConfigError, JitneyError
 from jitney.engine.config import ServerSection, read_key_file
 from jitney.engine.server.http.listen import AcceptedKeys, check_tls, load_certificate
@@ -145,7 +147,6 @@ class Reloader:
             if self.on_taken is not None:
                 self.on_taken(fresh, accepted)
         answer = ReloadAnswer(
-            status="reloaded",
             keys=keys,
             certificate=certificate,
             engine_key=engine_key,
@@ -290,7 +291,7 @@ def _in_words(answer: ReloadAnswer) -> str:
     ]
     if answer.engine_key != "none":
         words.append(f"engine key: {answer.engine_key}")
-    for change, names in answer.adapters.model_dump().items():
+    for change, names in asdict(answer.adapters).items():
         if names:
             words.append(f"adapters {change}: {', '.join(names)}")
     if answer.settings:

@@ -7,32 +7,32 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Literal
 
-from msgspec import to_builtins
-from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel, RootModel, field_validator
+from pydantic import BaseModel, field_validator
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp
 
 from jitney.engine.common.engine_info import EngineInfo, KernelProof, Seat
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.config import ConfigReport
 from jitney.engine.server.chat.anthropic.routes import MESSAGE_ROUTES
-from jitney.engine.server.chat.embeddings import EMBEDDING_ROUTES
-from jitney.engine.server.chat.endpoints import GenerationAnswer, checked_body, read_fields
-from jitney.engine.server.chat.formats import ChatFormat, CompletionFormat
 from jitney.engine.server.chat.llamacpp.routes import TEXT_ROUTES
-from jitney.engine.server.chat.ollama.routes import OLLAMA_ROUTES
+from jitney.engine.server.chat.ollama.routes import OLLAMA_LISTS, OLLAMA_ROUTES
+from jitney.engine.server.chat.openai.embeddings import EMBEDDING_ROUTES
+from jitney.engine.server.chat.openai.routes import OPENAI_ROUTES
 from jitney.engine.server.chat.ranking.routes import RANKING_ROUTES
-from jitney.engine.server.chat.request import RequestBuilder
 from jitney.engine.server.chat.responses.routes import RESPONSE_ROUTES
-from jitney.engine.server.chat.schema import ChatBody, CompletionBody
-from jitney.engine.server.http import answers
-from jitney.engine.server.http.context import Context
+from jitney.engine.server.http.answers import (
+    Asleep,
+    Sleeping,
+    Slot,
+    Status,
+    Version,
+)
 from jitney.engine.server.http.errors import HttpError
 from jitney.engine.server.http.front import FRONT_ROUTES
 from jitney.engine.server.http.jsonio import json_answer
-from jitney.engine.server.http.model_cards import card_answer, cards_answer
+from jitney.engine.server.http.model_cards import MODEL_ROUTES
+from jitney.engine.server.http.probes import PROBE_ROUTES
 from jitney.engine.server.http.queries import read_query
 from jitney.engine.server.http.reload import RELOAD_ROUTES
 from jitney.engine.server.http.routing import HttpRoute, Role
@@ -60,10 +60,6 @@ _SHOWN = (
 )
 
 
-class InvocationBody(RootModel[ChatBody | CompletionBody]):
-    """POST /invocations: what a chat or a completion takes."""
-
-
 class _SleepQuery(BaseModel):
     """POST /sleep?level=1&mode=wait. Level 1 keeps the weights in the host's memory; there is no
     other. mode: what becomes of open requests: they are waited for, or ended.
@@ -76,84 +72,6 @@ class _SleepQuery(BaseModel):
     @classmethod
     def _number(cls, value: str | int) -> str | int:
         return int(value) if isinstance(value, str) and value.isdigit() else value
-
-
-async def _completions(service: Service, request: Request) -> ASGIApp:
-    return await _complete(service, request, await read_fields(service, request))
-
-
-async def _complete(service: Service, request: Request, fields: JsonDict) -> ASGIApp:
-    body = checked_body(request, CompletionBody, fields)
-    wanted = await RequestBuilder(service, body, Context.of(request)).completion()
-    return GenerationAnswer(service, wanted, CompletionFormat)
-
-
-async def _chat_completions(service: Service, request: Request) -> ASGIApp:
-    return await _chat(service, request, await read_fields(service, request))
-
-
-async def _chat(service: Service, request: Request, fields: JsonDict) -> ASGIApp:
-    body = checked_body(request, ChatBody, fields)
-    wanted = await RequestBuilder(service, body, Context.of(request)).chat()
-    return GenerationAnswer(service, wanted, ChatFormat)
-
-
-async def _invocations(service: Service, request: Request) -> ASGIApp:
-    """A chat if it has messages, else a completion."""
-    fields = await read_fields(service, request)
-    answer = _complete if fields.get("messages") is None else _chat
-    return await answer(service, request, fields)
-
-
-async def _list_models(service: Service, request: Request) -> Response:
-    """The cards of the model, under each of its names, and of its adapters."""
-    names = (*service.model_names, *service.adapters)
-    return cards_answer(request, [_model(service, name) for name in names])
-
-
-async def _show_model(service: Service, request: Request) -> Response:
-    """One card; 404 for a name that is none of the model's or of its adapters."""
-    name = request.path_params["model"]
-    if name not in (*service.model_names, *service.adapters):
-        raise HttpError.no_model(name)
-    return card_answer(request, _model(service, name))
-
-
-def _model(service: Service, name: str) -> JsonDict:
-    """A model's card; that of an adapter names the model that it changes, as vLLM's does."""
-    info = service.client.info
-    card = {
-        "id": name,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "jitney",
-        "root": service.model_name,
-        "max_model_len": info.model.context_length if info else None,
-    }
-    if service.adapter_number(name):
-        return card | {"root": name, "parent": service.model_name}
-    return card
-
-
-async def _livez(service: Service, request: Request) -> Response:
-    """The process answers, whatever its engine does."""
-    return json_answer({"status": "ok"})
-
-
-async def _readyz(service: Service, request: Request) -> Response:
-    """The engine is up, shows signs of life, and we are not draining."""
-    reason = service.unready() or service.stalled()
-    if reason is not None:
-        raise reason
-    return json_answer({"status": "ready"})
-
-
-async def _startupz(service: Service, request: Request) -> Response:
-    """The engine has been ready once; until then 503."""
-    reason = service.unready()
-    if service.client.info is None and reason is not None:
-        raise reason
-    return json_answer({"status": "started"})
 
 
 async def _show_version(service: Service, request: Request) -> Response:
@@ -171,7 +89,7 @@ async def _show_config(service: Service, request: Request) -> Response:
     info = service.client.info
     digest = "" if info is None else info.config_digest
     report = ConfigReport.of(service.layered, version=version("jitney"), config_digest=digest)
-    return json_answer(to_builtins(report))
+    return json_answer(report)
 
 
 def _shown(info: EngineInfo) -> JsonDict:
@@ -191,21 +109,11 @@ def _proof(proof: KernelProof) -> JsonDict:
     }
 
 
-async def _show_openapi(service: Service, request: Request) -> Response:
-    """The description of all routes, made once at start."""
-    return Response(service.openapi, media_type="application/json")
-
-
-async def _show_metrics(service: Service, request: Request) -> Response:
-    """What Prometheus reads."""
-    return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
-
-
 async def _reset_prefix_cache(service: Service, request: Request) -> Response:
     """Forget the pages that are kept for prompts to come."""
     service.ready()
     await service.client.reset_prefix_cache()
-    return json_answer({"status": "reset"})
+    return json_answer(Status("reset"))
 
 
 async def _sleep(service: Service, request: Request) -> Response:
@@ -214,7 +122,7 @@ async def _sleep(service: Service, request: Request) -> Response:
     if service.client.state != "sleeping":
         service.ready()
     freed = await service.client.sleep(abort=query.mode == "abort")
-    return json_answer({"status": "asleep", "freed_bytes": freed})
+    return json_answer(Asleep(freed))
 
 
 async def _wake_up(service: Service, request: Request) -> Response:
@@ -222,98 +130,56 @@ async def _wake_up(service: Service, request: Request) -> Response:
     if service.client.state != "sleeping":
         service.ready()
     await service.client.wake()
-    return json_answer({"status": "awake"})
+    return json_answer(Status("awake"))
 
 
 async def _is_sleeping(service: Service, request: Request) -> Response:
     """Whether the engine gave its memory back."""
-    return json_answer({"is_sleeping": service.client.state == "sleeping"})
+    return json_answer(Sleeping(service.client.state == "sleeping"))
 
 
 async def _list_slots(service: Service, request: Request) -> Response:
     """The seats as a JSON list with llama.cpp's names where they exist; never any text."""
     info = service.info
     report = await service.client.seat_map()
-    return json_answer([_seat(seat, info) for seat in report.seats])
+    return json_answer([_slot(seat, info) for seat in report.seats])
 
 
-def _seat(seat: Seat, info: EngineInfo) -> JsonDict:
-    return {
-        "id": seat.seat,
-        "is_processing": seat.state != "free",
-        "state": seat.state,
-        "n_ctx": info.model.context_length,
-        "request_id": seat.request_id,
-        "background": seat.background,
-        "index": seat.index,
-        "n_prompt_tokens": seat.n_prompt,
-        "n_prompt_tokens_processed": min(seat.n_computed, seat.n_prompt),
-        "n_decoded": seat.n_output,
-        "n_remain": max(0, seat.max_tokens - seat.n_output),
-        "n_pages": seat.pages,
-    }
+def _slot(seat: Seat, info: EngineInfo) -> Slot:
+    return Slot(
+        id=seat.seat,
+        is_processing=seat.state != "free",
+        state=seat.state,
+        n_ctx=info.model.context_length,
+        request_id=seat.request_id,
+        background=seat.background,
+        index=seat.index,
+        n_prompt_tokens=seat.n_prompt,
+        n_prompt_tokens_processed=min(seat.n_computed, seat.n_prompt),
+        n_decoded=seat.n_output,
+        n_remain=max(0, seat.max_tokens - seat.n_output),
+        n_pages=seat.pages,
+    )
 
 
 ROUTES = (
-    HttpRoute(
-        "/v1/completions",
-        _POST,
-        _completions,
-        "complete prompts",
-        generates=True,
-        body=CompletionBody,
-        answer=answers.CompletionAnswer,
-    ),
-    HttpRoute(
-        "/v1/chat/completions",
-        _POST,
-        _chat_completions,
-        "answer a chat",
-        generates=True,
-        body=ChatBody,
-        answer=answers.ChatAnswer,
-    ),
-    HttpRoute(
-        "/invocations",
-        _POST,
-        _invocations,
-        "answer a chat, or complete prompts, as SageMaker asks for it",
-        generates=True,
-        body=InvocationBody,
-        answer=answers.ChatAnswer | answers.CompletionAnswer,
-    ),
+    *OPENAI_ROUTES,
     *RESPONSE_ROUTES,
     *MESSAGE_ROUTES,
     *EMBEDDING_ROUTES,
     *RANKING_ROUTES,
     *TEXT_ROUTES,
     *OLLAMA_ROUTES,
+    *OLLAMA_LISTS,
     *TASK_ROUTES,
-    HttpRoute(
-        "/v1/models",
-        _GET,
-        _list_models,
-        "the served model, as a list",
-        answer=answers.ModelList | answers.AnthropicModelList,
-    ),
-    HttpRoute(
-        "/v1/models/{model:path}",
-        _GET,
-        _show_model,
-        "the served model",
-        answer=answers.ModelCard | answers.AnthropicModel,
-    ),
-    HttpRoute.probe("/livez", _livez, "this process answers", answers.Status),
-    HttpRoute.probe("/readyz", _readyz, "new requests would be served", answers.Status),
-    HttpRoute.probe("/health", _readyz, "the same as /readyz", answers.Status),
-    HttpRoute.probe("/ping", _readyz, "the same, as SageMaker asks for it", answers.Status),
-    HttpRoute.probe("/startupz", _startupz, "the engine has been ready once", answers.Status),
+    *MODEL_ROUTES,
+    *PROBE_ROUTES,
     HttpRoute(
         "/version",
         _GET,
         _show_version,
         "version, device, kernels and number formats",
-        answer=answers.Version,
+        answer=Version,
     ),
     HttpRoute(
         "/config",
@@ -321,23 +187,16 @@ ROUTES = (
         _show_config,
         "every setting, and where its value came from",
         role=Role.ADMIN,
-        answer=answers.Configuration,
+        answer=ConfigReport,
     ),
     *FRONT_ROUTES,
-    HttpRoute(
-        "/openapi.json",
-        _GET,
-        _show_openapi,
-        "these routes, as an OpenAPI document",
-        answer=answers.Document,
-    ),
     HttpRoute(
         "/reset_prefix_cache",
         _POST,
         _reset_prefix_cache,
         "let no later prompt find what was computed for an earlier one",
         role=Role.ADMIN,
-        answer=answers.Status,
+        answer=Status,
     ),
     HttpRoute(
         "/sleep",
@@ -346,7 +205,7 @@ ROUTES = (
         "free the device's memory until /wake_up",
         role=Role.ADMIN,
         query=_SleepQuery,
-        answer=answers.Asleep,
+        answer=Asleep,
     ),
     HttpRoute(
         "/wake_up",
@@ -354,7 +213,7 @@ ROUTES = (
         _wake_up,
         "take the device's memory again, and serve",
         role=Role.ADMIN,
-        answer=answers.Status,
+        answer=Status,
     ),
     HttpRoute(
         "/is_sleeping",
@@ -362,23 +221,15 @@ ROUTES = (
         _is_sleeping,
         "whether the engine is asleep",
         role=Role.ADMIN,
-        answer=answers.Sleeping,
+        answer=Sleeping,
     ),
     *RELOAD_ROUTES,
-    HttpRoute(
-        "/metrics",
-        _GET,
-        _show_metrics,
-        "Prometheus metrics",
-        role=Role.ADMIN,
-        is_probe=True,
-    ),
     HttpRoute(
         "/slots",
         _GET,
         _list_slots,
         "the seats, as llama.cpp lists its slots",
         role=Role.ADMIN,
-        answer=list[answers.Slot],
+        answer=list[Slot],
     ),
 )

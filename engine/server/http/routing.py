@@ -1,4 +1,4 @@
-"""What an HTTP route is: one line of data, read by everybody who treats routes differently."""
+"""HTTP routes as lines of data, read by all code that treats routes differently."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+from msgspec import Struct
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.routing import compile_path
@@ -21,7 +22,7 @@ type Handler = Callable[[Any, Request], Awaitable[ASGIApp]]
 
 
 class Role(IntEnum):
-    """What somebody may do; each role may do what those before it may."""
+    """Rights of a request; each role has those of the roles before it, too."""
 
     #: Probes, the sign-in form.
     ANYBODY = 0
@@ -60,8 +61,10 @@ class HttpRoute:
     uploads: bool = False
     #: The model of what may stand after the question mark; None if nothing may.
     query: type[BaseModel] | None = None
-    #: The model of its answer, a list of one, or one of several; None for what is no JSON.
+    #: The struct of its answer, a list of one, or one of several; None for what is no JSON.
     answer: Any = None
+    #: The same of each event of a stream.
+    event: Any = None
     #: What an answer is that has no model.
     media_type: str = "text/plain"
     #: Media type of its answer as a stream, if it generates; and whether it streams unless `stream`
@@ -76,7 +79,7 @@ class HttpRoute:
     is_probe: bool = False
 
     @classmethod
-    def probe(cls, path: str, handler: Handler, summary: str, answer: type[BaseModel]) -> HttpRoute:
+    def probe(cls, path: str, handler: Handler, summary: str, answer: type[Struct]) -> HttpRoute:
         """An orchestrator's probes carry no key, say nothing about requests, and come every second
         or so, which would bury the rest of the log.
         """

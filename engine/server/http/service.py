@@ -1,5 +1,5 @@
-"""What all routes share: the engine, the tokenizer, the limits, the counters, and whether we still
-take requests.
+"""The state that all routes share: the engine, the tokenizer, the limits, the counters, and whether
+requests are still taken.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from msgspec import UNSET
+
 from jitney.engine.common.engine_info import EngineInfo
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import Grammar, JsonDict
@@ -24,6 +26,7 @@ from jitney.engine.server.chat.responses.store import ResponseStore
 from jitney.engine.server.http.disconnect import until
 from jitney.engine.server.http.errors import ErrorReply, HttpError, retry_after_s
 from jitney.engine.server.http.metrics import ServerMetrics
+from jitney.engine.server.http.model_cards import ModelCard
 from jitney.engine.server.http.open_requests import OpenRequests
 from jitney.engine.server.http.quotas import Quotas
 from jitney.engine.server.http.settings import ServerSettings
@@ -120,7 +123,7 @@ class Service:
         self._turns = TurnFormat.of("\n".join(texts), *names)
 
     async def chat_abilities(self) -> ChatAbilities:
-        """What the model's chat template accepts. Raises RequestError where there is no model
+        """The abilities of the model's chat template. Raises RequestError where there is no model
         yet.
         """
         if self._abilities is None:
@@ -176,7 +179,7 @@ class Service:
 
     @property
     def model_name(self) -> str:
-        """What answers call the model."""
+        """The model's name in answers."""
         return self.model_names[0]
 
     @property
@@ -185,8 +188,35 @@ class Service:
         info = self.client.info
         return () if info is None else tuple(info.model.adapters)
 
+    @property
+    def listed_names(self) -> tuple[str, ...]:
+        """See `ModelLister`."""
+        return (*self.model_names, *self.adapters)
+
+    @property
+    def running_names(self) -> tuple[str, ...]:
+        """See `ModelLister`: none while the model is loaded, or the engine asleep."""
+        return () if self.unready() is not None else self.model_names
+
+    @property
+    def engine_info(self) -> EngineInfo | None:
+        """See `ModelLister`."""
+        return self.client.info
+
+    def card(self, name: str) -> ModelCard:
+        """See `ModelLister`; an adapter's names the model that it changes, as vLLM's does."""
+        info = self.client.info
+        is_adapter = self.adapter_number(name)
+        return ModelCard(
+            id=name,
+            created=self.created,
+            root=name if is_adapter else self.model_name,
+            parent=self.model_name if is_adapter else UNSET,
+            max_model_len=info.model.context_length if info else None,
+        )
+
     def adapter_number(self, model: str | None) -> int:
-        """Of the adapter that a request's model names; 0: the model itself."""
+        """The number of the adapter that a request names as its model; 0: the model itself."""
         info = self.client.info
         if info is None or model is None:
             return 0
@@ -194,11 +224,11 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         """Raises HttpError 404 for a name that is none of the model's or of its adapters."""
-        if name is not None and name not in (*self.model_names, *self.adapters):
+        if name is not None and name not in self.listed_names:
             raise HttpError.no_model(name, "; /v1/models lists what there is")
 
     def name_in_answers(self, model: str | None) -> str:
-        """What the answer to a request that calls the model so calls it."""
+        """The model's name in the answer to a request that uses this name."""
         return model if model and self.adapter_number(model) else self.model_name
 
     def begin_drain(self) -> None:
@@ -294,6 +324,10 @@ class Service:
             message += f": {progress.stage} {progress.done} of {progress.total}"
         return RequestError(message, code=code)
 
+    def unstarted(self) -> RequestError | None:
+        """None once the engine has been ready."""
+        return None if self.client.info is not None else self.unready()
+
     def stalled(self) -> RequestError | None:
         """An engine that is up but shows no sign of life."""
         age = self.client.last_step_age()
@@ -326,7 +360,7 @@ class Service:
 
     @property
     def info(self) -> EngineInfo:
-        """Of the running engine. Raises RequestError when there is none."""
+        """Facts of the running engine. Raises RequestError when there is none."""
         info, _ = self.ready()
         return info
 

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.server.chat.schema import Metadata
-from jitney.engine.server.http.answers import Described
+from jitney.engine.server.http.answers import ResponseModel
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _WINDOW = re.compile(r"([1-9][0-9]{0,5})([smhd])\Z")
@@ -62,7 +62,7 @@ class FileForm(BaseModel):
     purpose: Literal["batch"]
 
 
-class FileAnswer(Described):
+class FileAnswer(ResponseModel):
     """A file, without its bytes."""
 
     id: str
@@ -75,7 +75,7 @@ class FileAnswer(Described):
     expires_at: None
 
 
-class _Page(Described):
+class _Page(ResponseModel):
     object: Literal["list"]
     data: list[Any]
     first_id: str | None
@@ -89,7 +89,7 @@ class FileList(_Page):
     data: list[FileAnswer]
 
 
-class FileDeleted(Described):
+class FileDeleted(ResponseModel):
     """DELETE /v1/files/{file_id}."""
 
     id: str
@@ -97,7 +97,7 @@ class FileDeleted(Described):
     deleted: Literal[True]
 
 
-class BatchFault(Described):
+class BatchFault(ResponseModel):
     """Why a batch's file cannot be worked on; line: counted from 1."""
 
     code: str
@@ -106,14 +106,14 @@ class BatchFault(Described):
     line: int | None
 
 
-class BatchFaults(Described):
+class BatchFaults(ResponseModel):
     """At most ten of them."""
 
     object: Literal["list"]
     data: list[BatchFault]
 
 
-class RequestCounts(Described):
+class RequestCounts(ResponseModel):
     """Lines in all, those answered with a 200, and those with anything else."""
 
     total: int
@@ -121,7 +121,7 @@ class RequestCounts(Described):
     failed: int
 
 
-class BatchAnswer(Described):
+class BatchAnswer(ResponseModel):
     """A batch."""
 
     id: str
@@ -175,7 +175,7 @@ class JobBody(BaseModel):
     metadata: Metadata | None = None
 
 
-class JobResponse(Described):
+class JobResponse(ResponseModel):
     """What the route answered, as HTTP would have."""
 
     status_code: int
@@ -183,7 +183,7 @@ class JobResponse(Described):
     body: JsonDict
 
 
-class JobSummary(Described):
+class JobSummary(ResponseModel):
     """A job in a list: without its answer."""
 
     id: str

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import ClassVar
 
 import orjson
-from pydantic import BaseModel
 
 from jitney.engine.common.requests import JsonDict
+from jitney.engine.server.http.answers import ResponseModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Task:
     def is_over(self) -> bool:
         return self.status in self.ENDED
 
-    def shown(self, response: type[BaseModel]) -> JsonDict:
+    def shown(self, response: type[ResponseModel]) -> JsonDict:
         """The fields of a response's model: `{status}_at` is when a state was reached, the others
         are attributes of the task, null where they are empty.
         """
@@ -100,7 +100,7 @@ class Task:
         values["object"] = self.KIND
         return {
             name: values.get(name) or getattr(self, name, None) or None
-            for name in response.model_fields
+            for name in response.__struct_fields__
         }
 
     def event_data(self) -> JsonDict:

@@ -15,12 +15,13 @@ from starlette.responses import Response, StreamingResponse
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.server.chat.schema import checked
-from jitney.engine.server.http.blocks import AnswerParts
+from jitney.engine.server.http.answers import ResponseModel
 from jitney.engine.server.http.context import Context
 from jitney.engine.server.http.errors import HttpError
 from jitney.engine.server.http.jsonio import json_answer, read_object
 from jitney.engine.server.http.queries import PageQuery, listed, read_query
 from jitney.engine.server.http.routing import HttpRoute
+from jitney.engine.server.http.streaming import StreamingWriter
 from jitney.engine.server.tasks import batch_rows, job_rows
 from jitney.engine.server.tasks.file_routes import FILE_ROUTES
 from jitney.engine.server.tasks.forms import (
@@ -132,9 +133,9 @@ class _Handlers:
     """The handlers that batches and jobs share."""
 
     kind: type[Batch | Job]
-    #: Model of a task, and of one in a list.
-    answer: type[BaseModel]
-    item: type[BaseModel]
+    #: Answer of a task, and of one in a list.
+    answer: type[ResponseModel]
+    item: type[ResponseModel]
 
     async def list(self, server: ServerContext, request: Request) -> Response:
         keeper = await InternalRequests.of(server).keeper()
@@ -170,7 +171,7 @@ _JOBS = _Handlers(Job, JobAnswer, JobSummary)
 
 async def _job_events(server: ServerContext, request: Request) -> Response:
     await _JOBS.find(server, request)  # what raises is an answer of its own: none has begun yet
-    return StreamingResponse(_events(server, request), headers=AnswerParts.EVENT_STREAM)
+    return StreamingResponse(_events(server, request), headers=StreamingWriter.EVENT_STREAM)
 
 
 async def _events(server: ServerContext, request: Request) -> AsyncGenerator[bytes]:

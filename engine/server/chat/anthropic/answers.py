@@ -1,69 +1,163 @@
-"""The forms of the answers of /v1/messages, for the document that describes the routes."""
+"""The response bodies of /v1/messages, and the events of its streams."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.server.http.answers import Described
+from jitney.engine.server.chat.generation import Generation
+from jitney.engine.server.http.answers import ResponseModel
+from jitney.engine.server.http.errors import AnthropicErrorAnswer
 
 
-class TextContent(Described):
-    """What the model said."""
+class TextContent(ResponseModel, tag_field="type", tag="text"):
+    """A text of the model."""
 
-    type: Literal["text"]
-    text: str
-
-
-class ThinkingContent(Described):
-    """What it thought before. signature: of no meaning here but that of being there."""
-
-    type: Literal["thinking"]
-    thinking: str
-    signature: str
+    text: str = ""
 
 
-class ToolUseContent(Described):
+class ThinkingContent(ResponseModel, tag_field="type", tag="thinking"):
+    """The model's thoughts before its answer. signature: present, without a meaning here."""
+
+    thinking: str = ""
+    signature: str = ""
+
+
+class ToolUseContent(ResponseModel, tag_field="type", tag="tool_use"):
     """A call that the client is asked to make."""
 
-    type: Literal["tool_use"]
     id: str
     name: str
     input: JsonDict
 
 
-class ThinkingTokens(Described):
-    """Of the output, thoughts."""
+type Content = TextContent | ThinkingContent | ToolUseContent
+
+
+class ThinkingTokens(ResponseModel):
+    """The share of the output that was thoughts."""
 
     thinking_tokens: int
 
 
-class MessageUsage(Described):
-    """Tokens of a message. What is written to the prefix cache is not counted."""
+class MessageUsage(ResponseModel, kw_only=True):
+    """Tokens of a message. Those that were cached are no part of input_tokens; what is written to
+    the prefix cache is not counted.
+    """
 
     input_tokens: int
-    cache_creation_input_tokens: Literal[0]
+    cache_creation_input_tokens: Literal[0] = 0
     cache_read_input_tokens: int
     output_tokens: int
     output_tokens_details: ThinkingTokens
 
+    @classmethod
+    def of(cls, generation: Generation) -> MessageUsage:
+        """As things stand now."""
+        counts = generation.counts
+        return cls(
+            input_tokens=counts.prompt - counts.cached,
+            cache_read_input_tokens=counts.cached,
+            output_tokens=counts.completion,
+            output_tokens_details=ThinkingTokens(counts.reasoning),
+        )
 
-class MessageAnswer(Described):
-    """POST /v1/messages."""
+
+type StopReason = Literal[
+    "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
+]
+
+
+class MessageAnswer(ResponseModel, kw_only=True):
+    """POST /v1/messages. stop_reason: null only where a stream begins."""
 
     id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
     model: str
-    content: list[TextContent | ThinkingContent | ToolUseContent]
-    stop_reason: Literal[
-        "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
-    ]
+    content: list[Content]
+    stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage
 
 
-class CountAnswer(Described):
+class CountAnswer(ResponseModel):
     """POST /v1/messages/count_tokens."""
 
     input_tokens: int
+
+
+class TextDelta(ResponseModel, tag_field="type", tag="text_delta"):
+    """More of a text."""
+
+    text: str
+
+
+class ThinkingDelta(ResponseModel, tag_field="type", tag="thinking_delta"):
+    """More of a thought."""
+
+    thinking: str
+
+
+class SignatureDelta(ResponseModel, tag_field="type", tag="signature_delta"):
+    """The end of a thought."""
+
+    signature: str
+
+
+class InputJsonDelta(ResponseModel, tag_field="type", tag="input_json_delta"):
+    """More of a call's input, as JSON text."""
+
+    partial_json: str
+
+
+class MessageStart(ResponseModel, tag_field="type", tag="message_start"):
+    """The first event: the message without its content and its end."""
+
+    message: MessageAnswer
+
+
+class ContentBlockStart(ResponseModel, tag_field="type", tag="content_block_start"):
+    """A block begins."""
+
+    index: int
+    content_block: Content
+
+
+class ContentBlockDelta(ResponseModel, tag_field="type", tag="content_block_delta"):
+    """More of the block that is open."""
+
+    index: int
+    delta: TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
+
+
+class ContentBlockStop(ResponseModel, tag_field="type", tag="content_block_stop"):
+    """A block ends."""
+
+    index: int
+
+
+class MessageEnd(ResponseModel):
+    """Why a message ended."""
+
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+class MessageDelta(ResponseModel, tag_field="type", tag="message_delta"):
+    """The end of the message."""
+
+    delta: MessageEnd
+    usage: MessageUsage
+
+
+class MessageStop(ResponseModel, tag_field="type", tag="message_stop"):
+    """The last event."""
+
+
+class Ping(ResponseModel, tag_field="type", tag="ping"):
+    """A sign of life."""
+
+
+BlockEvent = ContentBlockStart | ContentBlockDelta | ContentBlockStop | Ping
+MessageEvent = BlockEvent | MessageStart | MessageDelta | MessageStop | AnthropicErrorAnswer

@@ -9,11 +9,10 @@ from functools import partial
 
 import orjson
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.server.chat.anthropic.answers import CountAnswer, MessageAnswer
+from jitney.engine.server.chat.anthropic.answers import CountAnswer, MessageAnswer, MessageEvent
 from jitney.engine.server.chat.anthropic.format import MessageFormat
 from jitney.engine.server.chat.anthropic.schema import (
     CountTokensBody,
@@ -30,6 +29,7 @@ from jitney.engine.server.chat.endpoints import GenerationAnswer, read_body
 from jitney.engine.server.chat.request import Conversation, RequestBuilder, RouteKind
 from jitney.engine.server.chat.schema import ReasoningEffort
 from jitney.engine.server.http.context import Context, Notes
+from jitney.engine.server.http.jsonio import json_answer
 from jitney.engine.server.http.routing import HttpRoute
 from jitney.engine.server.http.service import Service
 from jitney.engine.server.http.slices import Work
@@ -80,12 +80,11 @@ async def _count_tokens(service: Service, request: Request) -> ASGIApp:
     builder.sampling({})  # what a message is refused for is refused here too
     conversation = await service.slices.result(_conversation_of(body, service, notes))
     prompt = await conversation.prompt(service, notes)
-    counted = orjson.dumps({"input_tokens": len(prompt.ids)})
-    return Response(counted, media_type="application/json")
+    return json_answer(CountAnswer(len(prompt.ids)))
 
 
 def _conversation_of(body: CountTokensBody, service: Service, notes: Notes) -> Work[Conversation]:
-    """What the body makes the template read. Raises RequestError."""
+    """The conversation of a body. Raises RequestError."""
     messages = yield from _template_messages(body, notes)
     if len(messages) > 1 and _is_empty_turn(messages[-1]):
         messages.pop()  # there is nothing to go on with
@@ -150,7 +149,7 @@ def _template_messages(body: CountTokensBody, notes: Notes) -> Work[list[JsonDic
 
 
 def _add_said(messages: list[JsonDict], message: MessageParam) -> None:
-    """What the user or the system says; what tools gave first, in messages of their own."""
+    """Add a message of the user or the system, after the results of tools that it has."""
     results = [block for block in message.content if isinstance(block, ToolResultBlock)]
     for block in results:
         messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": block.text})
@@ -202,6 +201,7 @@ MESSAGE_ROUTES = (
         generates=True,
         body=MessagesBody,
         answer=MessageAnswer,
+        event=MessageEvent,
     ),
     HttpRoute(
         "/v1/messages/count_tokens",

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, mod
 from jitney.engine.common.requests import JsonDict, JsonObject, JsonValue
 from jitney.engine.server.chat.content import Content, content_of, is_content, refuse_lost
 from jitney.engine.server.chat.conversation.tools import Tool
+from jitney.engine.server.chat.fields import OPENAI_ONLY
 from jitney.engine.server.chat.grammar_fields import WantedGrammar
 from jitney.engine.server.chat.schema import (
     LIMITS,
@@ -49,7 +50,7 @@ class WrittenBlock(TextBlock):
 
 
 class ThinkingBlock(Part):
-    """What the model thought in an earlier turn. The signature is not looked at."""
+    """The model's thoughts in an earlier turn. The signature is not checked."""
 
     type: Literal["thinking"]
     thinking: str
@@ -65,13 +66,13 @@ class ToolUseBlock(Part):
 
 
 def _result(value: JsonValue) -> Content:
-    """What a tool gave; it may have given nothing."""
+    """The content of a tool's result, which may be empty."""
     return content_of([] if value is None else value)
 
 
 class ToolResultBlock(Part):
-    """What a tool gave. is_error: its text is an error, which the model is told with a word before
-    it.
+    """The result of a tool. is_error: its text is an error, and begins with that word in the
+    prompt.
     """
 
     type: Literal["tool_result"]
@@ -261,20 +262,8 @@ class _UserMetadata(Part):
     user_id: Label | None = None
 
 
-#: Fields of OpenAI's routes that have no place in a message.
-_NOT_HERE = {
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "n": (1,),
-    "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "stop": ([],),
-    "structured_outputs": (),
-}
+#: Fields of the other routes that have no place in a message.
+_NOT_HERE = {**OPENAI_ONLY, "return_tokens_as_token_ids": (False,), "stop": ([],)}
 
 
 class CountTokensBody(GenerationBody):

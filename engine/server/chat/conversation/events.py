@@ -1,4 +1,4 @@
-"""What an assistant's turn is made of, as it comes: thoughts, content, calls of tools."""
+"""The events of an assistant's turn, as they come: thoughts, content, calls of tools."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ type AssistantEvent = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallAr
 
 
 @dataclass(slots=True)
-class _WrittenCall:
+class WrittenCall:
     """A whole call."""
 
     id: str
@@ -79,7 +79,7 @@ class AssistantMessage:
 
     content: str = ""
     reasoning: str = ""
-    tool_calls: list[_WrittenCall] = field(default_factory=list)
+    tool_calls: list[WrittenCall] = field(default_factory=list)
 
     @classmethod
     def of(cls, events: Iterable[AssistantEvent]) -> AssistantMessage:
@@ -96,7 +96,7 @@ class AssistantMessage:
                     reasoning.append(event.text)
                 case ToolCallStart():
                     message.tool_calls.append(
-                        _WrittenCall(event.id, event.name, "", event.is_custom)
+                        WrittenCall(event.id, event.name, "", event.is_custom)
                     )
                     arguments.append([])
                 case ToolCallArguments():

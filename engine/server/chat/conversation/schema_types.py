@@ -10,6 +10,7 @@ from contextlib import suppress
 from itertools import chain
 
 from jitney.engine.common.requests import JsonDict, JsonValue
+from jitney.engine.core import resolved
 
 #: Schemas that may still be looked at.
 type Steps = Iterator[int]
@@ -29,19 +30,6 @@ _WORDS = {"True": "true", "False": "false", "None": "null"}
 def new_steps() -> Steps:
     """The schemas that may be looked at for one question."""
     return iter(range(_MOST_STEPS))
-
-
-def target_of(reference: JsonValue, root: JsonDict) -> JsonValue | None:
-    """The schema that a JSON pointer into `root` refers to; None: there is none."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        return None
-    found: JsonValue = root
-    for step in reference.removeprefix("#").split("/")[1:]:
-        key = step.replace("~1", "/").replace("~0", "~")
-        if not isinstance(found, dict) or key not in found:
-            return None
-        found = found[key]
-    return found
 
 
 def listed_values(schema: JsonValue) -> list[JsonValue] | None:
@@ -67,7 +55,7 @@ def all_values(
     if schema.get("type") == "null":
         return [None]
     if "$ref" in schema:
-        return all_values(target_of(schema["$ref"], root), root, steps)
+        return all_values(resolved(root, str(schema["$ref"])), root, steps)
     for keyword in ("anyOf", "oneOf"):
         options = schema.get(keyword)
         if isinstance(options, list):
@@ -82,7 +70,7 @@ def properties_of(schema: JsonValue, root: JsonDict, steps: Steps | None = None)
     steps = steps or new_steps()
     if not isinstance(schema, dict) or next(steps, None) is None:
         return {}
-    parts = [target_of(schema["$ref"], root)] if "$ref" in schema else []
+    parts = [resolved(root, str(schema["$ref"]))] if "$ref" in schema else []
     parts += [*_list(schema.get("allOf")), *_list(schema.get("anyOf")), *_list(schema.get("oneOf"))]
     found: JsonDict = {}
     for part in parts:
@@ -101,7 +89,7 @@ def types_of(schema: JsonValue, root: JsonDict, steps: Steps | None = None) -> f
         return frozenset().union(*map(_types_of_value, values))
     types = _named_types(schema.get("type"))
     if "$ref" in schema:
-        types &= types_of(target_of(schema["$ref"], root), root, steps)
+        types &= types_of(resolved(root, str(schema["$ref"])), root, steps)
     for keyword in ("anyOf", "oneOf"):
         options = schema.get(keyword)
         if isinstance(options, list):

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from jitney.engine.common.requests import JsonDict, JsonValue
+from jitney.engine.core import ANNOTATIONS, escaped, is_never, resolved
 from jitney.engine.server.chat.conversation.lark import Lark
 from jitney.engine.server.chat.conversation.schema_types import (
     ALL_TYPES,
     Steps,
     listed_values,
     new_steps,
-    target_of,
     types_of,
 )
 
@@ -31,12 +31,7 @@ _SHARED = ("$defs", "definitions", "$schema", "x-")
 #: Keywords of which only one alternative can be looked at.
 _COMBINING = ("$ref", "allOf", "anyOf", "oneOf")
 #: Keywords that narrow nothing; format is an annotation (JSON Schema Validation, 7.2.1).
-_NOTES = frozenset(
-    [
-        *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
-        *("$comment", "$defs", "definitions", "$schema", "$id", "discriminator", "format"),
-    ]
-)
+_NOTES = ANNOTATIONS | {"discriminator", "format"}
 _INTEGER = "/-?(0|[1-9][0-9]{0,15})/"
 _NUMBER = r"/-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,16})?([eE][-+]?[0-9]{1,2})?/"
 #: Schemas within one that are translated; more of them are not enforced.
@@ -180,7 +175,7 @@ class SchemaRules:
         for part in parts:
             target = part
             if isinstance(part, dict) and part.keys() == {"$ref"} and (made or len(parts) > 1):
-                target = target_of(part["$ref"], self.root)
+                target = resolved(self.root, str(part["$ref"]))
             for name, value in target.items() if isinstance(target, dict) else ():
                 mine = made.get(name, value)
                 if name == "properties" and isinstance(mine, dict) and isinstance(value, dict):
@@ -199,7 +194,7 @@ class SchemaRules:
         return sum(map(len, types)) == len(frozenset().union(*types))
 
     def _referred(self, reference: JsonValue, place: str) -> str:
-        target = target_of(reference, self.root)
+        target = resolved(self.root, str(reference))
         if target is None:
             self.unenforced.append(place)
             return self.any_value()
@@ -289,10 +284,10 @@ class SchemaRules:
         known = properties if isinstance(properties, dict) else {}
         for name in (*known, *[str(each) for each in names if each not in known]):
             inner = known.get(name, True)
-            if _is_never(inner):
+            if is_never(inner) or listed_values(inner) == []:
                 continue
             before, after = around(name)
-            rule = value(inner, f"{place}/properties/{name.replace('~', '~0').replace('/', '~1')}")
+            rule = value(inner, f"{place}/properties/{escaped(name)}")
             text = f"{self.lark.literal(before)} {rule} {self.lark.literal(after)}"
             yield Pair(self.lark.rule(text), is_required=name in names)
 
@@ -351,13 +346,6 @@ def joined(lark: Lark, pairs: Sequence[Pair], comma: str) -> str:
     return first
 
 
-def _is_never(schema: JsonValue) -> bool:
-    """Whether a schema plainly admits no value."""
-    if not isinstance(schema, dict):
-        return schema is False
-    return schema.get("enum") == [] or schema.get("not", False) in ({}, True)
-
-
 def _with_type(schema: JsonDict) -> JsonDict:
     """A schema that says the type which its keywords are about."""
     if "type" in schema:
@@ -406,7 +394,7 @@ def assertions(
                 found += assertions(part, root, f"{inner}/{number}", steps)
         elif keyword == "$ref":
             is_known = next(steps, None) is not None
-            if not is_known or assertions(target_of(value, root), root, "", steps):
+            if not is_known or assertions(resolved(root, str(value)), root, "", steps):
                 found.append(inner)
         elif keyword != "type" and keyword not in _NOTES:
             found.append(inner)

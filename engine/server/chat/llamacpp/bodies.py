@@ -1,19 +1,22 @@
-"""What the routes of text tools take and answer."""
+"""The bodies and answers of the text tools."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, RootModel, model_validator
+from msgspec import UNSET
+from pydantic import Field, PlainValidator, RootModel, model_validator
 
+from jitney.engine.server.chat.openai.schema import ChatBody
 from jitney.engine.server.chat.schema import (
-    ChatBody,
     GenerationBody,
     Label,
     ModelBody,
     Part,
     at_field,
 )
+from jitney.engine.server.http.answers import Maybe, ResponseModel
 
 #: Most ids of a list that is turned into text.
 _MOST_IDS = 1 << 20
@@ -88,36 +91,38 @@ class DetokenizeBody(ModelBody):
     ]
 
 
-class _Answer(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class TokenPiece(_Answer):
+class TokenPiece(ResponseModel):
     """A token and its text; its bytes where they are no whole characters."""
 
     id: int
     piece: str | list[int]
 
 
-class TokenizeAnswer(_Answer):
-    """Of content: `tokens` alone. count and max_model_len: of the text, and of a sequence."""
+class PiecesAnswer(ResponseModel):
+    """POST /tokenize of content: in llama.cpp's form. Tokens with_pieces, or their ids."""
 
-    tokens: list[int] | list[TokenPiece]
-    count: int = 0
-    max_model_len: int = 0
-    token_strs: list[str] | None = None
+    tokens: Sequence[int | TokenPiece]
 
 
-class DetokenizeAnswer(_Answer):
+class TokenizeAnswer(ResponseModel):
+    """POST /tokenize: in vLLM's form. max_model_len: of a sequence."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str | None] | None
+
+
+class DetokenizeAnswer(ResponseModel):
     """The text, under both names."""
 
     prompt: str
     content: str
 
 
-class TokenizerAnswer(_Answer):
-    """What a client needs to leave tokenising and templates to `/tokenize` and its like; null for
-    what the model has not.
+class TokenizerAnswer(ResponseModel):
+    """The tokenizer, for clients that leave tokenising and templates to the server. null: the model
+    has none.
     """
 
     bos_token: str | None
@@ -130,8 +135,8 @@ class TokenizerAnswer(_Answer):
     model_max_length: int
 
 
-class TemplateAnswer(_Answer):
-    """What the chat template makes of a chat."""
+class TemplateAnswer(ResponseModel):
+    """The prompt that the chat template makes of a chat."""
 
     prompt: str
 
@@ -156,21 +161,22 @@ class InfillBody(GenerationBody):
     n_predict: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
 
 
-class InfillAnswer(_Answer):
-    """What stands between. tokens come with return_token_ids."""
+class InfillAnswer(ResponseModel, kw_only=True):
+    """The text in between, or a piece of it: only the last event of a stream has `stop` and what
+    comes after it. tokens come with return_token_ids.
+    """
 
     index: int
     #: The text of the answer.
     content: str
     tokens: list[int]
-    #: Nothing comes after it. Earlier events of a stream have what stands above, and false here.
-    stop: bool
-    model: str
+    stop: bool = False
+    model: Maybe[str] = UNSET
     #: Of the answer; and of the prompt, of which so many came from the prefix cache.
-    tokens_predicted: int
-    tokens_evaluated: int
-    tokens_cached: int
+    tokens_predicted: Maybe[int] = UNSET
+    tokens_evaluated: Maybe[int] = UNSET
+    tokens_cached: Maybe[int] = UNSET
     #: Always false: a prompt that is too long is refused.
-    truncated: bool
+    truncated: Maybe[Literal[False]] = UNSET
     #: Why it ended, as llama.cpp says it.
-    stop_type: str
+    stop_type: Maybe[Literal["limit", "word", "eos"]] = UNSET

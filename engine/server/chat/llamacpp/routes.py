@@ -27,21 +27,24 @@ from jitney.engine.server.chat.llamacpp.bodies import (
     DetokenizeBody,
     InfillAnswer,
     InfillBody,
+    PiecesAnswer,
     TemplateAnswer,
     TextTokenizeBody,
     TokenizeAnswer,
     TokenizeBody,
     TokenizerAnswer,
+    TokenPiece,
 )
-from jitney.engine.server.chat.request import Conversation, RequestBuilder, RouteKind
-from jitney.engine.server.chat.schema import ChatBody
-from jitney.engine.server.http.blocks import BlockAnswer
+from jitney.engine.server.chat.openai.conversation import chat_conversation
+from jitney.engine.server.chat.openai.schema import ChatBody
+from jitney.engine.server.chat.request import RequestBuilder, RouteKind
 from jitney.engine.server.http.context import Context
 from jitney.engine.server.http.errors import ErrorReply
-from jitney.engine.server.http.jsonio import LongJson, in_pieces
+from jitney.engine.server.http.jsonio import LongJson, in_pieces, json_answer
 from jitney.engine.server.http.routing import HttpRoute
 from jitney.engine.server.http.service import Service
 from jitney.engine.server.http.slices import Pieces
+from jitney.engine.server.http.streaming import StreamedAnswer
 
 _POST = ("POST",)
 _INFILL = RouteKind("infill-", "input_prefix", clamps=True)
@@ -56,8 +59,11 @@ async def _tokenize(service: Service, request: Request) -> ASGIApp:
     service.check_model(body.model)
     if body.content is not None:
         ids = await _encode(service, body.content, "content", special=bool(body.add_special))
-        tokens = _pieces(service, ids) if body.with_pieces else ids
-        return _sent(service, {"tokens": tokens})
+        if not body.with_pieces:
+            return _sent(service, PiecesAnswer(ids))
+        _, tokenizer = service.ready()
+        pieces = LongJson.of(lambda place: _piece(tokenizer, ids[place]), len(ids))
+        return _sent(service, PiecesAnswer(pieces))
     special = body.add_special_tokens is not False
     ids = await _encode(service, body.prompt or "", "prompt", special=special)
     return _sent(service, _counted(service, ids, strings=bool(body.return_token_strs)))
@@ -77,27 +83,32 @@ async def _detokenize(service: Service, request: Request) -> ASGIApp:
     if body.tokens and max(body.tokens) >= info.model.vocab_size:
         raise RequestError(f"token ids must be 0 to {info.model.vocab_size - 1}", param="tokens")
     text = await service.off_loop(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
-    return _sent(service, {"prompt": text, "content": text})
+    return json_answer(DetokenizeAnswer(text, text))
 
 
 async def _tokenizer_info(service: Service, request: Request) -> ASGIApp:
     info, tokenizer = service.ready()
-    names = ("bos_token", "eos_token", "pad_token", "unk_token")
-    body: JsonDict = {name: tokenizer.special_tokens.get(name) for name in names}
-    body["chat_template"] = tokenizer.chat_template if tokenizer.has_chat_template else None
-    body["vocab_size"] = tokenizer.vocab_size
-    body["model_max_length"] = info.model.context_length
-    return _sent(service, body)
+    special = tokenizer.special_tokens
+    answer = TokenizerAnswer(
+        special.get("bos_token"),
+        special.get("eos_token"),
+        special.get("pad_token"),
+        special.get("unk_token"),
+        tokenizer.chat_template if tokenizer.has_chat_template else None,
+        tokenizer.vocab_size,
+        info.model.context_length,
+    )
+    return json_answer(answer)
 
 
 async def _apply_template(service: Service, request: Request) -> ASGIApp:
     body = await read_body(service, request, ChatBody)
-    return _sent(service, {"prompt": await _chat_text(service, request, body)})
+    return json_answer(TemplateAnswer(await _chat_text(service, request, body)))
 
 
 async def _chat_text(service: Service, request: Request, body: ChatBody) -> str:
     service.check_model(body.model)
-    conversation = await Conversation.of_chat(service, body)
+    conversation = await chat_conversation(service, body)
     return await conversation.text(service, Context.of(request).notes)
 
 
@@ -110,40 +121,26 @@ async def _encode(service: Service, text: str, param: str, *, special: bool) -> 
         raise error.blaming(param) from error
 
 
-def _counted(service: Service, ids: list[int], *, strings: bool) -> JsonDict:
-    """vLLM's answer."""
+def _counted(service: Service, ids: list[int], *, strings: bool) -> TokenizeAnswer:
     info, tokenizer = service.ready()
-    spelled = LongJson.of(lambda place: tokenizer.id_to_token(ids[place]), len(ids))
-    return {
-        "count": len(ids),
-        "max_model_len": info.model.context_length,
-        "tokens": ids,
-        "token_strs": spelled if strings else None,
-    }
+    spelled = None
+    if strings:
+        spelled = LongJson.of(lambda place: tokenizer.id_to_token(ids[place]), len(ids))
+    return TokenizeAnswer(len(ids), info.model.context_length, ids, spelled)
 
 
-def _pieces(service: Service, ids: list[int]) -> list[JsonDict] | LongJson:
-    """The tokens with their texts, in llama.cpp's form."""
-    _, tokenizer = service.ready()
-    return LongJson.of(lambda place: _piece(tokenizer, ids[place]), len(ids))
-
-
-def _piece(tokenizer: TokenBytes, id: int) -> JsonDict:
+def _piece(tokenizer: TokenBytes, id: int) -> TokenPiece:
     data = tokenizer.token_bytes(id)
     try:
-        return {"id": id, "piece": data.decode()}
+        return TokenPiece(id, data.decode())
     except UnicodeDecodeError:
-        return {"id": id, "piece": list(data)}
+        return TokenPiece(id, list(data))
 
 
-def _sent(service: Service, body: JsonDict) -> ASGIApp:
+def _sent(service: Service, body: TokenizeAnswer | PiecesAnswer) -> ASGIApp:
     """Long lists are written in slices of the loop's time."""
-    blocks = service.slices.blocks(_written(in_pieces(body)))
-    return BlockAnswer(blocks, {"content-type": "application/json"})
-
-
-def _written(pieces: Iterator[bytes]) -> Pieces:
-    yield from pieces
+    blocks = service.slices.blocks(in_pieces(body))
+    return StreamedAnswer(blocks, {"content-type": "application/json"})
 
 
 async def _infill(service: Service, request: Request) -> ASGIApp:
@@ -181,36 +178,29 @@ class _InfillFormat(Format):
 
     def chunks(self, choice: Choice, delta: ChoiceDelta) -> Iterator[bytes]:
         if delta.finish is not None:
-            return self._event(self._last(choice, delta))
-        return self._event(self._piece(choice, delta))
-
-    def tail(self) -> Pieces:
-        yield from ()
+            return self.event(self._last(choice, delta))
+        return self.event(self._piece(choice, delta))
 
     def failure(self, error: Exception, request_id: str) -> Pieces:
         yield ErrorReply.of(error, request_id).event()
 
-    def _piece(self, choice: Choice, delta: ChoiceDelta) -> JsonDict:
+    def _piece(self, choice: Choice, delta: ChoiceDelta) -> InfillAnswer:
         tokens = delta.tokens.ids if self.request.return_token_ids else []
-        return {"index": choice.index, "content": delta.text, "tokens": tokens, "stop": False}
+        return InfillAnswer(index=choice.index, content=delta.text, tokens=tokens)
 
-    def _last(self, choice: Choice, delta: ChoiceDelta) -> JsonDict:
-        usage: JsonDict = self.generation.usage()
-        return self._piece(choice, delta) | {
-            "stop": True,
-            "model": self.request.model,
-            "tokens_predicted": usage["completion_tokens"],
-            "tokens_evaluated": usage["prompt_tokens"],
-            "tokens_cached": usage["prompt_tokens_details"]["cached_tokens"],
-            "truncated": False,
-            "stop_type": _stop_type(choice, delta),
-        }
-
-
-def _stop_type(choice: Choice, delta: ChoiceDelta) -> str:
-    if delta.finish != "stop":
-        return "limit"
-    return "word" if choice.stop_string else "eos"
+    def _last(self, choice: Choice, delta: ChoiceDelta) -> InfillAnswer:
+        counts = self.generation.counts
+        answer = self._piece(choice, delta)
+        answer.stop = True
+        answer.model = self.request.model
+        answer.tokens_predicted = counts.completion
+        answer.tokens_evaluated = counts.prompt
+        answer.tokens_cached = counts.cached
+        answer.truncated = False
+        answer.stop_type = "limit"
+        if delta.finish == "stop":
+            answer.stop_type = "word" if choice.stop_string else "eos"
+        return answer
 
 
 TEXT_ROUTES = (
@@ -222,6 +212,7 @@ TEXT_ROUTES = (
         generates=True,
         body=InfillBody,
         answer=InfillAnswer,
+        event=InfillAnswer,
     ),
     HttpRoute(
         "/tokenize",
@@ -229,7 +220,7 @@ TEXT_ROUTES = (
         _tokenize,
         "the tokens of a text or of a chat, as vLLM and llama.cpp have it",
         body=TokenizeBody,
-        answer=TokenizeAnswer,
+        answer=TokenizeAnswer | PiecesAnswer,
     ),
     HttpRoute(
         "/detokenize",

@@ -1,55 +1,41 @@
-"""The forms of the answers of Ollama's routes, for the document that describes the routes.
-Durations are nanoseconds; an answer that only loads the model has none.
+"""The response bodies of Ollama's routes. Durations are nanoseconds; an answer that only loads the
+model has none.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
+from msgspec import UNSET
+
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.server.http.answers import Described
+from jitney.engine.server.chat.choices import Ending
+from jitney.engine.server.chat.token_scores import TokenLogprob
+from jitney.engine.server.http.answers import Maybe, ResponseModel
 
 
-class _Durations(Described):
-    """total_duration: since the request arrived. load_duration: that it waited for a seat; the
-    model is loaded. prompt_eval_duration: from there to the first token; eval_duration: from that
-    to the last one. Counts are tokens.
+class Generated(ResponseModel, kw_only=True):
+    """Whole, or a line of a stream; only the last line has done_reason, durations and counts.
+
+    total_duration: since the request arrived. load_duration: that it waited for a seat; the model
+    is loaded. prompt_eval_duration: from there to the first token; eval_duration: from that to the
+    last one. Counts are tokens. created_at: when this was written, RFC 3339.
     """
 
-    total_duration: int = 0
-    load_duration: int = 0
-    prompt_eval_count: int = 0
-    prompt_eval_duration: int = 0
-    eval_count: int = 0
-    eval_duration: int = 0
-
-
-class OllamaTopLogprob(Described):
-    """A token that might have been chosen; bytes: its UTF-8 bytes."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class OllamaLogprob(OllamaTopLogprob):
-    """The token that was chosen, and the likeliest ones."""
-
-    top_logprobs: list[OllamaTopLogprob]
-
-
-class _Generated(_Durations):
-    """Whole, or the last line of a stream. The others have neither done_reason nor durations."""
-
     model: str
-    #: When this was written, RFC 3339.
     created_at: str
-    done: bool
-    done_reason: Literal["stop", "length", "load"] | None = None
-    logprobs: list[OllamaLogprob] | None = None
+    done: bool = False
+    done_reason: Maybe[Ending | Literal["load"] | None] = UNSET
+    logprobs: Maybe[list[TokenLogprob]] = UNSET
+    total_duration: Maybe[int] = UNSET
+    load_duration: Maybe[int] = UNSET
+    prompt_eval_count: Maybe[int] = UNSET
+    prompt_eval_duration: Maybe[int] = UNSET
+    eval_count: Maybe[int] = UNSET
+    eval_duration: Maybe[int] = UNSET
 
 
-class OllamaCalledFunction(Described):
+class OllamaCalledFunction(ResponseModel):
     """index: of the call in its turn."""
 
     index: int
@@ -57,36 +43,36 @@ class OllamaCalledFunction(Described):
     arguments: JsonDict
 
 
-class OllamaToolCall(Described):
+class OllamaToolCall(ResponseModel):
     """A call that the client is asked to make."""
 
     id: str
     function: OllamaCalledFunction
 
 
-class OllamaMessage(Described):
-    """What the model said; thinking and tool_calls come where there are any."""
+class OllamaMessage(ResponseModel, kw_only=True):
+    """The model's message; thinking and tool_calls come where there are any."""
 
-    role: Literal["assistant"]
-    content: str
-    thinking: str = ""
-    tool_calls: list[OllamaToolCall] | None = None
+    role: Literal["assistant"] = "assistant"
+    content: str = ""
+    thinking: Maybe[str] = UNSET
+    tool_calls: Maybe[list[OllamaToolCall]] = UNSET
 
 
-class OllamaChatAnswer(_Generated):
+class OllamaChatAnswer(Generated, kw_only=True):
     """POST /api/chat."""
 
     message: OllamaMessage
 
 
-class OllamaGenerateAnswer(_Generated):
+class OllamaGenerateAnswer(Generated, kw_only=True):
     """POST /api/generate."""
 
     response: str
-    thinking: str = ""
+    thinking: Maybe[str] = UNSET
 
 
-class OllamaEmbedAnswer(Described):
+class OllamaEmbedAnswer(ResponseModel, kw_only=True):
     """POST /api/embed: a vector of length 1 for each text."""
 
     model: str
@@ -96,20 +82,20 @@ class OllamaEmbedAnswer(Described):
     prompt_eval_count: int
 
 
-class OllamaEmbeddingAnswer(Described):
+class OllamaEmbeddingAnswer(ResponseModel):
     """POST /api/embeddings."""
 
     embedding: list[float]
 
 
-class OllamaVersion(Described):
+class OllamaVersion(ResponseModel):
     """GET /api/version: of Ollama, whose forms of that version are spoken here."""
 
     version: str
 
 
-class OllamaDetails(Described):
-    """Of a model. What is not known is empty."""
+class OllamaDetails(ResponseModel, kw_only=True):
+    """Facts about a model; empty where not known."""
 
     parent_model: str
     format: str
@@ -119,55 +105,60 @@ class OllamaDetails(Described):
     quantization_level: str
 
 
-class OllamaModel(Described):
-    """The served model under one of its names, or with an adapter. size: bytes of its weights.
-    modified_at: when the server started. digest: of what decides its answers and its speed.
+class _KnownModel(ResponseModel, kw_only=True):
+    """The served model under one of its names. size: bytes of its weights. digest: of what decides
+    its answers and its speed.
     """
 
     name: str
     model: str
-    modified_at: str
     size: int
     digest: str
     details: OllamaDetails
 
 
-class OllamaModelList(Described):
+class OllamaModel(_KnownModel, kw_only=True):
+    """The served model under one of its names, or with an adapter. modified_at: when the server
+    started. size, digest: as in `OllamaRunningModel`.
+    """
+
+    modified_at: str
+
+
+class OllamaModelList(ResponseModel):
     """GET /api/tags."""
 
     models: list[OllamaModel]
 
 
-class OllamaRunningModel(Described):
-    """expires_at: far away, since the model stays loaded. size_vram: of its size, bytes that an
-    accelerator holds.
+class OllamaRunningModel(_KnownModel, kw_only=True):
+    """size: bytes of its weights; size_vram: of these, that an accelerator holds. digest: of what
+    decides its answers and its speed. expires_at: far away, since the model stays loaded.
     """
 
-    name: str
-    model: str
-    size: int
-    digest: str
-    details: OllamaDetails
     expires_at: str
     size_vram: int
     context_length: int
 
 
-class OllamaRunningList(Described):
+class OllamaRunningList(ResponseModel):
     """GET /api/ps."""
 
     models: list[OllamaRunningModel]
 
 
-class OllamaShowAnswer(Described):
+type Capability = Literal["completion", "tools", "thinking", "insert", "embedding"]
+
+
+class OllamaShowAnswer(ResponseModel, kw_only=True):
     """POST /api/show. model_info has GGUF's names; parameters: the default sampling, a line each;
     template: the chat template, in Jinja.
     """
 
-    modelfile: str
+    modelfile: Literal[""] = ""
     parameters: str
     template: str
     details: OllamaDetails
     model_info: JsonDict
-    capabilities: list[Literal["completion", "tools", "thinking", "insert", "embedding"]]
+    capabilities: list[Capability]
     modified_at: str

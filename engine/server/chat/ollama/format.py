@@ -7,26 +7,38 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
-import numpy as np
-import orjson
+from msgspec import UNSET
 
-from jitney.engine.common.requests import JsonDict
 from jitney.engine.core import TokenBytes
 from jitney.engine.server.chat.choices import Choice, ChoiceDelta, TokenList
 from jitney.engine.server.chat.conversation.events import (
     AssistantEvent,
+    AssistantMessage,
     ContentDelta,
     ReasoningDelta,
     ToolCallArguments,
     ToolCallStart,
     arguments_object,
 )
-from jitney.engine.server.chat.formats import Format, TokenScores
+from jitney.engine.server.chat.formats import Format
 from jitney.engine.server.chat.generation import Generation
-from jitney.engine.server.http.blocks import AnswerParts
+from jitney.engine.server.chat.ollama.answers import (
+    Generated,
+    OllamaCalledFunction,
+    OllamaChatAnswer,
+    OllamaEmbedAnswer,
+    OllamaEmbeddingAnswer,
+    OllamaGenerateAnswer,
+    OllamaMessage,
+    OllamaToolCall,
+)
+from jitney.engine.server.chat.openai.embeddings import float_list
+from jitney.engine.server.chat.token_scores import TokenLogprob, TokenScores
+from jitney.engine.server.http.answers import Maybe
 from jitney.engine.server.http.errors import ErrorForm, ErrorReply
-from jitney.engine.server.http.jsonio import LongJson, in_pieces
+from jitney.engine.server.http.jsonio import LongJson, in_pieces, to_json
 from jitney.engine.server.http.slices import Pieces
+from jitney.engine.server.http.streaming import StreamingWriter
 
 _SECOND_NS = 1e9
 
@@ -36,15 +48,15 @@ def rfc3339(time: datetime) -> str:
     return time.isoformat().replace("+00:00", "Z")
 
 
-def head(model: str) -> JsonDict:
-    """What every line begins with."""
-    return {"model": model, "created_at": rfc3339(datetime.now(UTC))}
+def now() -> str:
+    """The time, as every line has it."""
+    return rfc3339(datetime.now(UTC))
 
 
-class _LineFormat(Format):
-    """A turn of the model. It has one choice."""
+class _LineFormat[A: Generated](Format):
+    """A turn of the model. It has one choice. A: the answer, or one line of it."""
 
-    stream_headers = AnswerParts.JSON_LINES
+    stream_headers = StreamingWriter.JSON_LINES
 
     def __init__(self, generation: Generation, tokenizer: TokenBytes):
         super().__init__(generation, tokenizer)
@@ -53,47 +65,52 @@ class _LineFormat(Format):
         self._call: ToolCallStart | None = None
         self._arguments: list[str] = []
         # Clients parse every line: an empty one would break their stream.
-        self.keep_alive = self._line(self.written({"content": ""}))
+        self.keep_alive = self._line(OllamaMessage())
 
     @staticmethod
-    def written(turn: JsonDict) -> JsonDict:
-        """A part of the model's turn, {content, thinking, tool_calls}, as the route has it. What an
-        answer has without a turn is of an empty one.
+    def answer(model: str, turn: OllamaMessage) -> A:
+        """A part of the model's turn, as the route has it. What an answer has without a turn is of
+        an empty one.
         """
         raise NotImplementedError
 
     def whole(self) -> Pieces:
-        [choice] = self.generation.choices
-        total = self._totals[choice.index]
-        turn: JsonDict = {"content": ""}
-        for part in self._parts(total):
-            for name, more in part.items():
-                turn[name] = turn[name] + more if name in turn else more
-        shown = head(self.request.model) | self.written(turn) | self._logprobs(total.tokens)
-        return in_pieces(shown | self._end())
+        [total] = self._totals
+        said = AssistantMessage.of(self._events(total))
+        calls = [
+            _tool_call(index, call.id, call.name, call.arguments)
+            for index, call in enumerate(said.tool_calls)
+        ]
+        turn = OllamaMessage(
+            content=said.content, thinking=said.reasoning or UNSET, tool_calls=calls or UNSET
+        )
+        answer = self._ended(turn)
+        answer.logprobs = self._logprobs(total.tokens)
+        return in_pieces(answer)
 
     def chunks(self, choice: Choice, delta: ChoiceDelta) -> Iterator[bytes]:
         """The tokens stand in the first line, which is empty where none says anything."""
         parts = list(self._parts(delta))
         logprobs = self._logprobs(delta.tokens)
-        if logprobs and not parts:
-            parts.append({"content": ""})
+        if logprobs is not UNSET and not parts:
+            parts.append(OllamaMessage())
         for part in parts:
-            yield self._line(self.written(part) | logprobs)
-            logprobs = {}
+            yield self._line(part, logprobs)
+            logprobs = UNSET
 
     def tail(self) -> Pieces:
-        yield self._line(self.written({"content": ""}) | self._end())
+        yield to_json(self._ended(OllamaMessage())) + b"\n"
 
     def failure(self, error: Exception, request_id: str) -> Pieces:
-        yield orjson.dumps(ErrorReply.of(error, request_id).body(ErrorForm.OLLAMA)) + b"\n"
+        yield ErrorReply.of(error, request_id).json(ErrorForm.OLLAMA) + b"\n"
 
-    def _line(self, fields: JsonDict) -> bytes:
-        shown = head(self.request.model) | {"done": False} | fields
-        return b"".join(in_pieces(shown)) + b"\n"
+    def _line(self, turn: OllamaMessage, logprobs: Maybe[list[TokenLogprob]] = UNSET) -> bytes:
+        answer = self.answer(self.request.model, turn)
+        answer.logprobs = logprobs
+        return b"".join(in_pieces(answer)) + b"\n"
 
-    def _parts(self, delta: ChoiceDelta) -> Iterator[JsonDict]:
-        """What is new of the turn, in the order in which it came."""
+    def _parts(self, delta: ChoiceDelta) -> Iterator[OllamaMessage]:
+        """The new parts of the turn, in the order in which they came."""
         for event in self._events(delta):
             if isinstance(event, ToolCallArguments):
                 self._arguments.append(event.text)
@@ -101,9 +118,9 @@ class _LineFormat(Format):
             yield from self._ended_call()
             match event:
                 case ContentDelta():
-                    yield {"content": event.text}
+                    yield OllamaMessage(content=event.text)
                 case ReasoningDelta():
-                    yield {"content": "", "thinking": event.text}
+                    yield OllamaMessage(thinking=event.text)
                 case ToolCallStart():
                     self._call = event
         if delta.finish is not None:
@@ -114,87 +131,80 @@ class _LineFormat(Format):
             return [ContentDelta(delta.text)]
         return delta.events
 
-    def _ended_call(self) -> Iterator[JsonDict]:
+    def _ended_call(self) -> Iterator[OllamaMessage]:
         """The open call, whole, if there is one."""
         call, self._call = self._call, None
         if call is not None:
-            arguments = arguments_object("".join(self._arguments))
+            whole = _tool_call(call.index, call.id, call.name, "".join(self._arguments))
             self._arguments.clear()
-            function = {"index": call.index, "name": call.name, "arguments": arguments}
-            yield {"content": "", "tool_calls": [{"id": call.id, "function": function}]}
+            yield OllamaMessage(tool_calls=[whole])
 
-    def _logprobs(self, tokens: TokenList) -> JsonDict:
+    def _logprobs(self, tokens: TokenList) -> Maybe[list[TokenLogprob]]:
         if self.request.top_logprobs is None or not tokens:
-            return {}
-        entries = LongJson.of(lambda place: self._scores.entry(tokens, place), len(tokens))
-        return {"logprobs": entries}
+            return UNSET
+        return self._scores.entries(tokens)
 
-    def _end(self) -> JsonDict:
+    def _ended(self, turn: OllamaMessage) -> A:
+        """The whole answer, or the last line."""
         [choice] = self.generation.choices
         counts, times = self.generation.counts, self.generation.times
-        return {
-            "done": True,
-            "done_reason": choice.finish,
-            "total_duration": _nanoseconds(times.total_s),
-            "load_duration": _nanoseconds(times.queued_s),
-            "prompt_eval_count": counts.prompt,
-            "prompt_eval_duration": _nanoseconds(times.prompt_s),
-            "eval_count": counts.completion,
-            "eval_duration": _nanoseconds(times.answer_s),
-        }
+        answer = self.answer(self.request.model, turn)
+        answer.done = True
+        answer.done_reason = choice.ending
+        answer.total_duration = _nanoseconds(times.total_s)
+        answer.load_duration = _nanoseconds(times.queued_s)
+        answer.prompt_eval_count = counts.prompt
+        answer.prompt_eval_duration = _nanoseconds(times.prompt_s)
+        answer.eval_count = counts.completion
+        answer.eval_duration = _nanoseconds(times.answer_s)
+        return answer
 
 
-class ChatFormat(_LineFormat):
-    """Of /api/chat."""
-
-    @staticmethod
-    def written(turn: JsonDict) -> JsonDict:
-        return {"message": {"role": "assistant"} | turn}
+def _tool_call(index: int, id: str, name: str, arguments: str) -> OllamaToolCall:
+    """arguments: JSON text."""
+    called = OllamaCalledFunction(index, name, arguments_object(arguments))
+    return OllamaToolCall(id, called)
 
 
-class GenerateFormat(_LineFormat):
-    """Of /api/generate."""
+class ChatFormat(_LineFormat[OllamaChatAnswer]):
+    """Answers of /api/chat."""
 
     @staticmethod
-    def written(turn: JsonDict) -> JsonDict:
-        thinking = {"thinking": turn["thinking"]} if "thinking" in turn else {}
-        return {"response": turn["content"]} | thinking
+    def answer(model: str, turn: OllamaMessage) -> OllamaChatAnswer:
+        return OllamaChatAnswer(model=model, created_at=now(), message=turn)
+
+
+class GenerateFormat(_LineFormat[OllamaGenerateAnswer]):
+    """Answers of /api/generate."""
+
+    @staticmethod
+    def answer(model: str, turn: OllamaMessage) -> OllamaGenerateAnswer:
+        return OllamaGenerateAnswer(
+            model=model, created_at=now(), response=turn.content, thinking=turn.thinking
+        )
 
 
 class EmbedFormat(Format):
-    """Of /api/embed: a vector for each text."""
+    """Answers of /api/embed: a vector for each text."""
 
     def whole(self) -> Pieces:
         times = self.generation.times
-        return in_pieces(
-            {
-                "model": self.request.model,
-                "embeddings": LongJson(self._vectors()),
-                "total_duration": _nanoseconds(times.total_s),
-                "load_duration": _nanoseconds(times.queued_s),
-                "prompt_eval_count": self.generation.counts.prompt,
-            }
+        answer = OllamaEmbedAnswer(
+            model=self.request.model,
+            embeddings=LongJson.of_each(map(float_list, self.generation.embeddings)),
+            total_duration=_nanoseconds(times.total_s),
+            load_duration=_nanoseconds(times.queued_s),
+            prompt_eval_count=self.generation.counts.prompt,
         )
-
-    def _vectors(self) -> Iterator[bytes]:
-        mark = b"["
-        for vector in self.generation.embeddings:
-            yield mark + _vector_json(vector)
-            mark = b","
-        yield b"]"
+        return in_pieces(answer)
 
 
 class EmbeddingFormat(Format):
-    """Of /api/embeddings: one vector."""
+    """Answers of /api/embeddings: one vector."""
 
     def whole(self) -> Pieces:
         [vector] = self.generation.embeddings
-        yield b'{"embedding":' + _vector_json(vector) + b"}"
-
-
-def _vector_json(vector: bytes) -> bytes:
-    """vector: float32 numbers."""
-    return orjson.dumps(np.frombuffer(vector, np.float32), option=orjson.OPT_SERIALIZE_NUMPY)
+        return in_pieces(OllamaEmbeddingAnswer(float_list(vector)))
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -1,4 +1,4 @@
-"""What Ollama's routes say of models."""
+"""Models as Ollama's routes describe them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 
 from jitney.engine.common.engine_info import EngineInfo
 from jitney.engine.common.requests import JsonDict
+from jitney.engine.server.chat.ollama.answers import (
+    Capability,
+    OllamaDetails,
+    OllamaModel,
+    OllamaRunningModel,
+    OllamaShowAnswer,
+)
 from jitney.engine.server.chat.ollama.format import rfc3339
+from jitney.engine.server.http.model_cards import ModelCard
 
 if TYPE_CHECKING:
     from jitney.engine.core import Tokenizer
@@ -28,63 +36,59 @@ def without_tag(name: str) -> str:
     return name.removesuffix(_TAG)
 
 
-def listed(name: str, info: EngineInfo | None, created: int, parent: str = "") -> JsonDict:
-    """A model of /api/tags. info: of its engine; None: not known yet. created: seconds since 1970.
-    parent: of an adapter, the model that it changes.
-    """
-    return _identity(name, info, parent) | {
-        "modified_at": rfc3339(datetime.fromtimestamp(created, UTC))
-    }
+def listed(card: ModelCard, info: EngineInfo | None) -> OllamaModel:
+    """A model of /api/tags. info: of its engine; None: not known."""
+    return OllamaModel(
+        name=card.id,
+        model=card.id,
+        size=0 if info is None else info.model.weight_bytes,
+        digest="" if info is None else info.config_digest,
+        details=_details(info, card.parent or ""),
+        modified_at=rfc3339(datetime.fromtimestamp(card.created, UTC)),
+    )
 
 
-def running(name: str, info: EngineInfo | None, context_length: int | None) -> JsonDict:
-    """A model of /api/ps. info, context_length: None: not known."""
-    in_memory = 0
-    if info is not None and info.device.platform != "cpu":
-        in_memory = info.model.weight_bytes
-    return _identity(name, info, "") | {
-        "expires_at": _NEVER,
-        "size_vram": in_memory,
-        "context_length": context_length or 0,
-    }
+def running(card: ModelCard, info: EngineInfo | None) -> OllamaRunningModel:
+    """A model of /api/ps. info: as above."""
+    size = 0 if info is None else info.model.weight_bytes
+    is_on_cpu = info is None or info.device.platform == "cpu"
+    return OllamaRunningModel(
+        name=card.id,
+        model=card.id,
+        size=size,
+        digest="" if info is None else info.config_digest,
+        details=_details(info, ""),
+        expires_at=_NEVER,
+        size_vram=0 if is_on_cpu else size,
+        context_length=card.max_model_len or 0,
+    )
 
 
 def described(
     info: EngineInfo, tokenizer: Tokenizer, turns: TurnFormat, created: int, parent: str = ""
-) -> JsonDict:
+) -> OllamaShowAnswer:
     """The answer of /api/show."""
     defaults = [f"{name} {value}" for name, value in info.model.sampling_defaults.items()]
-    return {
-        "modelfile": "",
-        "parameters": "\n".join(defaults),
-        "template": tokenizer.chat_template,
-        "details": _details(info, parent),
-        "model_info": _gguf_names(info),
-        "capabilities": _capabilities(info, tokenizer, turns),
-        "modified_at": rfc3339(datetime.fromtimestamp(created, UTC)),
-    }
+    return OllamaShowAnswer(
+        parameters="\n".join(defaults),
+        template=tokenizer.chat_template,
+        details=_details(info, parent),
+        model_info=_gguf_names(info),
+        capabilities=_capabilities(info, tokenizer, turns),
+        modified_at=rfc3339(datetime.fromtimestamp(created, UTC)),
+    )
 
 
-def _identity(name: str, info: EngineInfo | None, parent: str) -> JsonDict:
-    return {
-        "name": name,
-        "model": name,
-        "size": 0 if info is None else info.model.weight_bytes,
-        "digest": "" if info is None else info.config_digest,
-        "details": _details(info, parent),
-    }
-
-
-def _details(info: EngineInfo | None, parent: str) -> JsonDict:
+def _details(info: EngineInfo | None, parent: str) -> OllamaDetails:
     family = "" if info is None else _family(info)
-    return {
-        "parent_model": parent,
-        "format": "",
-        "family": family,
-        "families": [family] if family else [],
-        "parameter_size": "" if info is None else _in_units(info.model.parameters),
-        "quantization_level": "" if info is None else info.formats.weights,
-    }
+    return OllamaDetails(
+        parent_model=parent,
+        format="",
+        family=family,
+        families=[family] if family else [],
+        parameter_size="" if info is None else _in_units(info.model.parameters),
+        quantization_level="" if info is None else info.formats.weights,
+    )
 
 
 def _family(info: EngineInfo) -> str:
@@ -113,9 +117,9 @@ def _gguf_names(info: EngineInfo) -> JsonDict:
     }
 
 
-def _capabilities(info: EngineInfo, tokenizer: Tokenizer, turns: TurnFormat) -> list[str]:
+def _capabilities(info: EngineInfo, tokenizer: Tokenizer, turns: TurnFormat) -> list[Capability]:
     writes = not info.model.encoder
-    can = {
+    can: dict[Capability, bool] = {
         "completion": writes,
         "tools": writes and tokenizer.has_chat_template and turns.tools is not None,
         "thinking": writes and turns.thinks,

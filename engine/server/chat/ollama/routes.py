@@ -8,18 +8,26 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from jitney.engine.server.chat.embeddings import check_vectors
 from jitney.engine.server.chat.endpoints import GenerationAnswer, read_body
 from jitney.engine.server.chat.formats import Format
 from jitney.engine.server.chat.generation_request import GenerationRequest
-from jitney.engine.server.chat.ollama import answers
+from jitney.engine.server.chat.ollama.answers import (
+    OllamaChatAnswer,
+    OllamaEmbedAnswer,
+    OllamaEmbeddingAnswer,
+    OllamaGenerateAnswer,
+    OllamaMessage,
+    OllamaModelList,
+    OllamaRunningList,
+    OllamaShowAnswer,
+    OllamaVersion,
+)
 from jitney.engine.server.chat.ollama.conversation import CHAT, PROMPT, of_chat, of_prompt
 from jitney.engine.server.chat.ollama.format import (
     ChatFormat,
     EmbeddingFormat,
     EmbedFormat,
     GenerateFormat,
-    head,
 )
 from jitney.engine.server.chat.ollama.models import described, listed, running, without_tag
 from jitney.engine.server.chat.ollama.schema import (
@@ -30,20 +38,22 @@ from jitney.engine.server.chat.ollama.schema import (
     OllamaGenerateBody,
     OllamaShowBody,
 )
+from jitney.engine.server.chat.openai.embeddings import check_vectors
 from jitney.engine.server.chat.request import RequestBuilder, RouteKind
 from jitney.engine.server.chat.schema import GenerationBody
-from jitney.engine.server.http.blocks import AnswerParts
 from jitney.engine.server.http.context import Context
 from jitney.engine.server.http.jsonio import json_answer
+from jitney.engine.server.http.model_cards import ModelLister
 from jitney.engine.server.http.routing import HttpRoute
 from jitney.engine.server.http.service import Service
+from jitney.engine.server.http.streaming import StreamingWriter
 
 _GET = ("GET",)
 _POST = ("POST",)
 #: The release of Ollama whose forms are spoken here: clients decide by it what they may send.
 _VERSION = "0.12.11"
 #: Media type of a stream.
-_LINES = AnswerParts.JSON_LINES["content-type"]
+_LINES = StreamingWriter.JSON_LINES["content-type"]
 _EMBEDDINGS = RouteKind("embd-", "prompt", names={"input": "prompt"})
 
 
@@ -119,8 +129,9 @@ def _loaded(
 ) -> ASGIApp:
     """The answer to a request that only wants the model to be there."""
     _served_name(service, body)
-    shown = head(body.model or service.model_name) | format.written({"content": ""})
-    return json_answer(shown | {"done": True, "done_reason": "load"})
+    answer = format.answer(body.model or service.model_name, OllamaMessage())
+    answer.done, answer.done_reason = True, "load"
+    return json_answer(answer)
 
 
 def _served_name(service: Service, body: OllamaBody | OllamaShowBody) -> str | None:
@@ -128,7 +139,7 @@ def _served_name(service: Service, body: OllamaBody | OllamaShowBody) -> str | N
     for one that is not there.
     """
     name = body.named
-    if name is not None and name not in (*service.model_names, *service.adapters):
+    if name is not None and name not in service.listed_names:
         name = without_tag(name)
     service.check_model(name)
     return name
@@ -168,12 +179,12 @@ async def _vectors(
     return await builder.embeddings(cut)
 
 
-async def _tags(service: Service, request: Request) -> Response:
-    """The model under each of its names, and its adapters."""
-    info, created = service.client.info, service.created
-    models = [listed(name, info, created) for name in service.model_names]
-    models += [listed(name, info, created, service.model_name) for name in service.adapters]
-    return json_answer({"models": models})
+async def _tags(server: ModelLister, request: Request) -> Response:
+    """The models under each of their names, and adapters."""
+    info = server.engine_info
+    return json_answer(
+        OllamaModelList([listed(server.card(name), info) for name in server.listed_names])
+    )
 
 
 async def _show(service: Service, request: Request) -> Response:
@@ -184,18 +195,17 @@ async def _show(service: Service, request: Request) -> Response:
     return json_answer(described(info, tokenizer, service.turns, service.created, parent))
 
 
-async def _running(service: Service, request: Request) -> Response:
-    """Nothing runs while the model is loaded, or the engine asleep."""
-    info = service.client.info
-    if info is None or service.unready() is not None:
-        return json_answer({"models": []})
-    length = info.model.context_length
-    return json_answer({"models": [running(name, info, length) for name in service.model_names]})
+async def _running(server: ModelLister, request: Request) -> Response:
+    """The models that would answer now."""
+    info = server.engine_info
+    return json_answer(
+        OllamaRunningList([running(server.card(name), info) for name in server.running_names])
+    )
 
 
-async def show_version(service: object, request: Request) -> Response:
-    """Of Ollama, not of this server."""
-    return json_answer({"version": _VERSION})
+async def _show_version(server: object, request: Request) -> Response:
+    """The release of Ollama, not of this server."""
+    return json_answer(OllamaVersion(_VERSION))
 
 
 #: Bodies of any type, since Ollama's own examples leave curl to call them forms.
@@ -208,7 +218,8 @@ OLLAMA_ROUTES = (
         generates=True,
         body=OllamaChatBody,
         takes_any_type=True,
-        answer=answers.OllamaChatAnswer,
+        answer=OllamaChatAnswer,
+        event=OllamaChatAnswer,
         stream_type=_LINES,
         streams_unasked=True,
     ),
@@ -220,7 +231,8 @@ OLLAMA_ROUTES = (
         generates=True,
         body=OllamaGenerateBody,
         takes_any_type=True,
-        answer=answers.OllamaGenerateAnswer,
+        answer=OllamaGenerateAnswer,
+        event=OllamaGenerateAnswer,
         stream_type=_LINES,
         streams_unasked=True,
     ),
@@ -232,7 +244,7 @@ OLLAMA_ROUTES = (
         generates=True,
         body=OllamaEmbedBody,
         takes_any_type=True,
-        answer=answers.OllamaEmbedAnswer,
+        answer=OllamaEmbedAnswer,
     ),
     HttpRoute(
         "/api/embeddings",
@@ -242,7 +254,7 @@ OLLAMA_ROUTES = (
         generates=True,
         body=OllamaEmbeddingsBody,
         takes_any_type=True,
-        answer=answers.OllamaEmbeddingAnswer,
+        answer=OllamaEmbeddingAnswer,
     ),
     HttpRoute(
         "/api/show",
@@ -251,27 +263,30 @@ OLLAMA_ROUTES = (
         "what the model is and can do, as Ollama has it",
         body=OllamaShowBody,
         takes_any_type=True,
-        answer=answers.OllamaShowAnswer,
+        answer=OllamaShowAnswer,
     ),
+)
+#: The same for an engine and for a fleet.
+OLLAMA_LISTS = (
     HttpRoute(
         "/api/tags",
         _GET,
         _tags,
-        "the served model, as Ollama lists its models",
-        answer=answers.OllamaModelList,
+        "the models, as Ollama lists them",
+        answer=OllamaModelList,
     ),
     HttpRoute(
         "/api/ps",
         _GET,
         _running,
-        "the served model, as Ollama lists those that are loaded",
-        answer=answers.OllamaRunningList,
+        "the models that are ready, as Ollama lists those that are loaded",
+        answer=OllamaRunningList,
     ),
     HttpRoute(
         "/api/version",
         _GET,
-        show_version,
+        _show_version,
         "the release of Ollama whose forms these are",
-        answer=answers.OllamaVersion,
+        answer=OllamaVersion,
     ),
 )

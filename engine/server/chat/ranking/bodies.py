@@ -6,16 +6,16 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
+from msgspec import UNSET
 from pydantic import Field, PlainValidator, model_validator
 
 from jitney.engine.common.requests import JsonValue
-from jitney.engine.server.chat.schema import GenerationBody, Label, ModelBody, Part, at_field
-from jitney.engine.server.http.answers import Described
+from jitney.engine.server.chat.schema import CacheSalt, EngineBody, GenerationBody, Part, at_field
+from jitney.engine.server.http.answers import Maybe, ResponseModel
 
 #: Documents of one request.
 _MOST_DOCUMENTS = 2048
 _MOST_INSTRUCTION_CHARS = 4096
-_DAY_MS = 86_400_000
 
 
 class Pair(NamedTuple):
@@ -46,7 +46,7 @@ def _texts(value: JsonValue) -> list[str]:
     return kept
 
 
-class RankingBody(ModelBody):
+class RankingBody(EngineBody):
     """Fields that the routes share."""
 
     counted: ClassVar[tuple[str, ...]] = ()
@@ -59,18 +59,15 @@ class RankingBody(ModelBody):
     max_tokens_per_doc: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     #: The same of query and document together, with the model's own words around them.
     truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    cache_salt: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")] | None = None
-    user: Label | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    timeout_ms: Annotated[int, Field(ge=1, le=_DAY_MS)] | None = None
+    cache_salt: CacheSalt | None = None
 
     @property
     def pairs(self) -> list[Pair]:
-        """What is compared, in order."""
+        """The pairs to compare, in order."""
         raise NotImplementedError
 
     def generation(self) -> GenerationBody:
-        """What a generation has of the same fields."""
+        """The same fields as a generation's body."""
         return GenerationBody(
             model=self.model,
             cache_salt=self.cache_salt,
@@ -138,48 +135,48 @@ def _one_of(one: str | list[str] | None, other: str | list[str] | None) -> list[
     return [given] if isinstance(given, str) else list(given or ())
 
 
-class RankingUsage(Described):
+class RankingUsage(ResponseModel):
     """Tokens that the model read."""
 
     prompt_tokens: int
     total_tokens: int
 
 
-class RankedDocument(Described):
+class RankedDocument(ResponseModel):
     """A document of the request."""
 
     text: str
 
 
-class RankedResult(Described):
+class RankedResult(ResponseModel):
     """A document's place in the request, and how well it fits."""
 
     index: int
     relevance_score: float
-    document: RankedDocument | None = None
+    document: Maybe[RankedDocument] = UNSET
 
 
-class RankingTokens(Described):
+class RankingTokens(ResponseModel):
     """The same counts in Cohere's form."""
 
     input_tokens: int
-    output_tokens: Literal[0]
+    output_tokens: Literal[0] = 0
 
 
-class RankingApiVersion(Described):
-    """Of Cohere's API."""
+class RankingApiVersion(ResponseModel):
+    """The version of Cohere's API."""
 
-    version: Literal["2"]
+    version: Literal["2"] = "2"
 
 
-class RankingMeta(Described):
-    """What Cohere's clients read beside the results."""
+class RankingMeta(ResponseModel):
+    """Facts that Cohere's clients read beside the results."""
 
     api_version: RankingApiVersion
     tokens: RankingTokens
 
 
-class RerankAnswer(Described):
+class RerankAnswer(ResponseModel):
     """The best first; equal ones in the order of the request."""
 
     id: str
@@ -189,19 +186,19 @@ class RerankAnswer(Described):
     meta: RankingMeta
 
 
-class ScoredPair(Described):
+class ScoredPair(ResponseModel):
     """The score of a pair, by its place in the request."""
 
     index: int
-    object: Literal["score"]
     score: float
+    object: Literal["score"] = "score"
 
 
-class ScoreAnswer(Described):
+class ScoreAnswer(ResponseModel, kw_only=True):
     """One score for each pair, in order."""
 
     id: str
-    object: Literal["list"]
+    object: Literal["list"] = "list"
     created: int
     model: str
     data: list[ScoredPair]

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jitney.engine.common.requests import JsonDict
 from jitney.engine.server.chat.endpoints import read_body
 from jitney.engine.server.chat.ranking.bodies import (
+    RankedDocument,
+    RankedResult,
+    RankingApiVersion,
     RankingBody,
+    RankingMeta,
+    RankingTokens,
+    RankingUsage,
     RerankAnswer,
     RerankBody,
     ScoreAnswer,
     ScoreBody,
+    ScoredPair,
 )
 from jitney.engine.server.chat.ranking.scoring import Scoring
 from jitney.engine.server.chat.request import RequestBuilder, RouteKind
@@ -39,50 +44,33 @@ async def _rerank(service: Service, request: Request) -> Response:
     shows = body.return_documents
     if shows is None:
         shows = request.url.path != _COHERE
-    results = _results(order, scores, body.documents if shows else None)
+    results = [RankedResult(place, scores[place]) for place in order]
+    if shows:
+        for result in results:
+            result.document = RankedDocument(body.documents[result.index])
     tokens = context.prompt_tokens
-    answer: JsonDict = {
-        "id": _id(_RERANK),
-        "model": service.name_in_answers(body.model),
-        "results": results,
-        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-        "meta": {
-            "api_version": {"version": "2"},
-            "tokens": {"input_tokens": tokens, "output_tokens": 0},
-        },
-    }
+    answer = RerankAnswer(
+        id=_id(_RERANK),
+        model=service.name_in_answers(body.model),
+        results=results,
+        usage=RankingUsage(tokens, tokens),
+        meta=RankingMeta(RankingApiVersion(), RankingTokens(tokens)),
+    )
     return json_answer(answer)
-
-
-def _results(
-    order: Sequence[int], scores: Sequence[float], documents: Sequence[str] | None
-) -> list[JsonDict]:
-    """documents: to be repeated; None: they are not."""
-    results: list[JsonDict] = []
-    for place in order:
-        result: JsonDict = {"index": place, "relevance_score": scores[place]}
-        if documents is not None:
-            result["document"] = {"text": documents[place]}
-        results.append(result)
-    return results
 
 
 async def _score(service: Service, request: Request) -> Response:
     body = await read_body(service, request, ScoreBody)
     context = Context.of(request)
     scores = await _scores(service, body, context, _SCORE)
-    data = [
-        {"index": place, "object": "score", "score": score} for place, score in enumerate(scores)
-    ]
     tokens = context.prompt_tokens
-    answer: JsonDict = {
-        "id": _id(_SCORE),
-        "object": "list",
-        "created": int(time.time()),
-        "model": service.name_in_answers(body.model),
-        "data": data,
-        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-    }
+    answer = ScoreAnswer(
+        id=_id(_SCORE),
+        created=int(time.time()),
+        model=service.name_in_answers(body.model),
+        data=[ScoredPair(place, score) for place, score in enumerate(scores)],
+        usage=RankingUsage(tokens, tokens),
+    )
     return json_answer(answer)
 
 

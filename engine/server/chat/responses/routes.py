@@ -19,6 +19,7 @@ from jitney.engine.server.chat.conversation.tools import ToolUse, custom_argumen
 from jitney.engine.server.chat.endpoints import GenerationAnswer, read_body
 from jitney.engine.server.chat.request import Conversation, RequestBuilder, RouteKind
 from jitney.engine.server.chat.responses.answers import (
+    AnyResponseEvent,
     DeletedResponse,
     InputItems,
     InputTokens,
@@ -32,7 +33,8 @@ from jitney.engine.server.chat.responses.store import KeptResponse, KeptTurn, Re
 from jitney.engine.server.chat.responses.tools import CallForm, NamedTool
 from jitney.engine.server.http.context import Context
 from jitney.engine.server.http.errors import HttpError, echo
-from jitney.engine.server.http.queries import listed, read_query
+from jitney.engine.server.http.jsonio import json_answer, to_json
+from jitney.engine.server.http.queries import read_query
 from jitney.engine.server.http.routing import HttpRoute
 from jitney.engine.server.http.service import Service
 from jitney.engine.server.http.slices import Work
@@ -110,13 +112,13 @@ async def _count_tokens(service: Service, request: Request) -> Response:
     items = await service.slices.result(_kept_items(body, service.responses, context))
     conversation = await _conversation(service, body, before, items)
     prompt = await conversation.prompt(service, context.notes)
-    return _written({"object": "response.input_tokens", "input_tokens": len(prompt.ids)})
+    return json_answer(InputTokens(len(prompt.ids)))
 
 
 async def _conversation(
     service: Service, body: InputTokensBody, before: KeptTurn | None, items: list[JsonDict]
 ) -> Conversation:
-    """What the body makes the template read. before: the turn that it goes on from; items: of the
+    """The conversation of a body. before: the turn that it goes on from; items: of the
     body itself.
     """
     earlier: list[JsonDict] = []
@@ -127,7 +129,7 @@ async def _conversation(
 
 
 def _tool_use(body: InputTokensBody) -> ToolUse | None:
-    """What the body says of tools, as every route of conversations has it."""
+    """The tools that the turn may call."""
     tools = [each.as_tool() for each in body.client_tools]
     names_one = isinstance(body.tool_choice, NamedTool)
     parallel = body.parallel_tool_calls is not False and not names_one
@@ -222,7 +224,7 @@ def _add_call(messages: list[JsonDict], call: JsonDict) -> None:
 
 
 def _add_hosted(messages: list[JsonDict], item: JsonDict) -> None:
-    """What can be read of an item of a provider's own tools."""
+    """Add the readable part of an item of a provider's own tools."""
     call, output = hosted_call(item), hosted_output(item)
     if call is not None:
         _add_call(messages, call)
@@ -265,20 +267,20 @@ class _Keeper:
     id: str
     turn: KeptTurn
 
-    def __call__(self, response: JsonDict, items: list[JsonDict]) -> None:
-        self.turn.output = orjson.dumps(items)
-        self.store.put(self.tenant, self.id, self.turn, response)
+    def __call__(self, response: ResponseAnswer) -> None:
+        self.turn.output = to_json(response.output)
+        self.store.put(self.tenant, self.id, self.turn, to_json(response))
 
 
 async def _show_response(service: Service, request: Request) -> Response:
     read_query(request, _ResponseQuery)
-    return _json(_kept(service, request).body)
+    return Response(_kept(service, request).body, media_type="application/json")
 
 
 async def _delete_response(service: Service, request: Request) -> Response:
     kept = _kept(service, request)
     service.responses.discard(Context.of(request).tenant, kept.id)
-    return _written({"id": kept.id, "object": "response", "deleted": True})
+    return json_answer(DeletedResponse(kept.id))
 
 
 async def _cancel_response(service: Service, request: Request) -> Response:
@@ -290,24 +292,17 @@ async def _cancel_response(service: Service, request: Request) -> Response:
 
 
 async def _list_input_items(service: Service, request: Request) -> Response:
-    """What the response was asked with; not what came before it."""
+    """The input of the response, without earlier turns."""
     query = read_query(request, _InputItemsQuery)
     items: list[JsonDict] = orjson.loads(_kept(service, request).turn.input)
     page, has_more = query.page(items)
-    return _written(listed(page, more=has_more, none=""))
+    ids = [item["id"] for item in page] or [""]
+    return json_answer(InputItems(page, ids[0], ids[-1], has_more))
 
 
 def _kept(service: Service, request: Request) -> KeptResponse:
     tenant = Context.of(request).tenant
     return service.responses.get(tenant, request.path_params["response_id"], "response_id")
-
-
-def _written(body: JsonDict) -> Response:
-    return _json(orjson.dumps(body))
-
-
-def _json(body: bytes) -> Response:
-    return Response(body, media_type="application/json")
 
 
 RESPONSE_ROUTES = (
@@ -319,6 +314,7 @@ RESPONSE_ROUTES = (
         generates=True,
         body=ResponsesBody,
         answer=ResponseAnswer,
+        event=AnyResponseEvent,
     ),
     HttpRoute(
         "/v1/responses/input_tokens",

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, mod
 from jitney.engine.common.requests import Grammar, JsonDict, JsonValue
 from jitney.engine.server.chat.content import refuse_lost
 from jitney.engine.server.chat.conversation.tools import ToolMode
+from jitney.engine.server.chat.fields import OPENAI_ONLY
 from jitney.engine.server.chat.grammar_fields import WantedGrammar
 from jitney.engine.server.chat.responses.items import AnyItem, MessageItem, item_of
 from jitney.engine.server.chat.responses.tools import (
@@ -66,7 +67,7 @@ def _items(value: JsonValue) -> JsonValue:
 
 
 class _TextFormat(Part):
-    """What the answer's text must be."""
+    """The required form of the answer's text."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
@@ -112,19 +113,7 @@ _INNER_HINTS: dict[str, tuple[str | None, ...]] = {
 
 
 #: Fields of the other routes that have no place in a response.
-_NOT_HERE = {
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "max_tokens": (),
-    "n": (1,),
-    "prompt_logprobs": (),
-    "request_id": (),
-    "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
-    "structured_outputs": (),
-}
+_NOT_HERE = {**OPENAI_ONLY, "max_tokens": (), "request_id": ()}
 
 
 class InputTokensBody(GenerationBody):
@@ -178,7 +167,7 @@ class InputTokensBody(GenerationBody):
 
     @property
     def call_forms(self) -> dict[str, CallForm]:
-        """What the client calls the tools, by what the model calls them."""
+        """The client's names of the tools, by the model's names."""
         return {each.form.flat_name: each.form for each in self.client_tools}
 
     def unfollowed(self) -> list[str]:
@@ -205,7 +194,7 @@ class InputTokensBody(GenerationBody):
 
     @property
     def tool_mode(self) -> ToolMode:
-        """What tool_choice comes to."""
+        """The mode that tool_choice asks for."""
         choice = self.tool_choice
         if isinstance(choice, NamedTool):
             return "required"
@@ -213,7 +202,7 @@ class InputTokensBody(GenerationBody):
 
     @property
     def chosen_names(self) -> list[str] | None:
-        """What the model calls the tools that tool_choice names; None if it names none."""
+        """The model's names of the tools that tool_choice names; None if it names none."""
         choice = self.tool_choice
         return choice.names if isinstance(choice, NamedTool | AllowedTools) else None
 
@@ -224,7 +213,7 @@ class InputTokensBody(GenerationBody):
 
     @property
     def wanted_grammar(self) -> WantedGrammar | None:
-        """What the answer's text must be; None: any text."""
+        """The grammar of the answer's text; None: any text."""
         wanted = None if self.text is None else self.text.format
         if wanted is None or wanted.type == "text":
             return None

@@ -20,7 +20,7 @@ _PLACE_BYTES = 1024
 
 @dataclass(slots=True, eq=False)
 class KeptTurn:
-    """What one response added to its conversation: its input, then its output. A turn stays as long
+    """One response's addition to its conversation: its input, then its output. A turn stays as long
     as a response or a later turn needs it.
     """
 
@@ -102,13 +102,13 @@ class ResponseStore:
     def n_bytes(self) -> int:
         return sum(shelf.n_bytes for shelf in self._shelves.values())
 
-    def put(self, tenant: str, id: str, turn: KeptTurn, body: JsonDict) -> None:
-        """Keep a response; one of that id is replaced."""
+    def put(self, tenant: str, id: str, turn: KeptTurn, body: bytes) -> None:
+        """Keep a response, as JSON; one of that id is replaced."""
         self.discard(tenant, id)
         items = orjson.loads(turn.input) + orjson.loads(turn.output)
         item_ids = [item["id"] for item in items]
         expires = self._clock() + self._ttl_s
-        kept = KeptResponse(id, turn, orjson.dumps(body), expires, item_ids)
+        kept = KeptResponse(id, turn, body, expires, item_ids)
         shelf = self._shelves.setdefault(tenant, _Shelf())
         shelf.responses[id] = kept
         shelf.items |= dict.fromkeys(item_ids, id)
@@ -174,7 +174,7 @@ class ResponseStore:
             self._drop_oldest(lambda shelf: shelf.n_bytes)
 
     def _drop_oldest(self, size: Callable[[_Shelf], int]) -> None:
-        """Of the tenant whose shelf is the largest."""
+        """Discard the oldest response of the tenant whose shelf is the largest."""
         tenant = max(self._shelves, key=lambda name: size(self._shelves[name]))
         self.discard(tenant, next(iter(self._shelves[tenant].responses)))
 

@@ -12,7 +12,7 @@ import pytest
 from api_fakes import EOS, FakeClient, Script, call, http_client, make_app, run, score, served
 
 from jitney.engine.common.requests import SamplingParams
-from jitney.engine.server.chat.schema import ChatBody, CompletionBody
+from jitney.engine.server.chat.openai.schema import ChatBody, CompletionBody
 
 PROMPT = {"model": "m", "prompt": "ab"}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "ab"}]}

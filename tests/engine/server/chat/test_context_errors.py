@@ -155,7 +155,7 @@ def test_a_pool_that_holds_less_than_the_context_is_named():
 def test_the_numbers_survive_another_field_and_another_process():
     moved = RequestError.from_info(overflow()).blaming("input")
     assert "70 in the input" in str(moved) and moved.info.overflow == overflow().overflow
-    assert "70 tokens > 64" in ErrorReply.of(moved, "id").anthropic()["error"]["message"]
+    assert "70 tokens > 64" in ErrorReply.of(moved, "id").anthropic().error.message
 
 
 class _LongTokens(ByteTokenizer):

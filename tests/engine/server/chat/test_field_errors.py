@@ -9,9 +9,10 @@ import pytest
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.server.chat.anthropic.schema import MessagesBody
-from jitney.engine.server.chat.embeddings import EmbeddingsBody
+from jitney.engine.server.chat.openai.embeddings import EmbeddingsBody
+from jitney.engine.server.chat.openai.schema import ChatBody, CompletionBody
 from jitney.engine.server.chat.responses.schema import ResponsesBody
-from jitney.engine.server.chat.schema import ChatBody, CompletionBody, ModelBody
+from jitney.engine.server.chat.schema import ModelBody
 
 USER = [{"role": "user", "content": "a"}]
 TOOL = {"type": "function", "function": {"name": "f"}}

@@ -22,12 +22,13 @@ from openai.types.responses import (
 from jitney.engine.common.errors import RequestError
 from jitney.engine.server.chat.anthropic.schema import CountTokensBody, MessagesBody, _block
 from jitney.engine.server.chat.content import is_content
-from jitney.engine.server.chat.embeddings import EmbeddingsBody
 from jitney.engine.server.chat.fields import FIELDS
+from jitney.engine.server.chat.openai.embeddings import EmbeddingsBody
+from jitney.engine.server.chat.openai.schema import ChatBody, CompletionBody
 from jitney.engine.server.chat.responses.items import HostedItem, item_of
 from jitney.engine.server.chat.responses.schema import InputTokensBody, ResponsesBody, includable
 from jitney.engine.server.chat.responses.tools import tool_of
-from jitney.engine.server.chat.schema import ChatBody, CompletionBody, ModelBody, OtherTool
+from jitney.engine.server.chat.schema import ModelBody, OtherTool
 
 
 def requests() -> list[tuple[Any, type[ModelBody]]]:

@@ -15,7 +15,6 @@ from server_settings import server_settings
 
 from jitney.dashboard import Dashboard
 from jitney.engine.server.app import create_app
-from jitney.engine.server.http import answers
 from jitney.engine.server.http.routes import ROUTES
 from jitney.engine.server.http.settings import digest_key
 
@@ -107,22 +106,22 @@ def test_ping_says_whether_requests_are_taken():
 
 
 @pytest.mark.parametrize(
-    ("body", "answer"),
+    ("body", "kind"),
     [
-        ({"messages": [{"role": "user", "content": "a"}]}, answers.ChatAnswer),
-        ({"prompt": "a"}, answers.CompletionAnswer),
-        ({"prompt": "a", "messages": None}, answers.CompletionAnswer),
+        ({"messages": [{"role": "user", "content": "a"}]}, "chat.completion"),
+        ({"prompt": "a"}, "text_completion"),
+        ({"prompt": "a", "messages": None}, "text_completion"),
     ],
 )
-def test_an_invocation_is_what_its_fields_say(body: dict[str, Any], answer: Any):
+def test_an_invocation_is_what_its_fields_say(body: dict[str, Any], kind: str):
     app = make_app(FakeClient(Script("hi")))
     reply = run(call(app, "/invocations", {"model": "m", "extra": 1} | body))
-    answer.model_validate_json(reply.body)
+    assert reply.json()["object"] == kind
     assert reply.headers["x-ignored-params"] == "extra"
     streamed = run(call(app, "/invocations", body | {"stream": True}))
     assert streamed.body.endswith(b"data: [DONE]\n\n")
-    kind = json.loads(streamed.body.split(b"\n")[0].removeprefix(b"data: "))["object"]
-    assert kind.startswith("chat.completion" if answer is answers.ChatAnswer else "text_completion")
+    first = json.loads(streamed.body.split(b"\n")[0].removeprefix(b"data: "))
+    assert first["object"].startswith(kind)
 
 
 @pytest.mark.parametrize(("body", "param"), [({}, "prompt"), ({"input": "a"}, "input")])

@@ -17,7 +17,6 @@ from jitney.engine.common.messages import Progress
 from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.records import STEP_DTYPE
 from jitney.engine.common.requests import EngineRequest, SamplingParams
-from jitney.engine.server.chat.formats import Format
 
 PROMPT = {"model": "m", "prompt": "ab"}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "ab"}]}
@@ -264,15 +263,6 @@ def test_a_slow_body_is_408():
 
     sent = run(slowly())
     assert sent[0]["status"] == 408 and (b"connection", b"close") in sent[0]["headers"]
-
-
-def test_keep_alives_while_the_engine_says_nothing():
-    script = Script("abc", first_delay_s=0.3, delay_s=0.3)
-    app = make_app(FakeClient(script), header_wait_s=0.05, comment_s=0.1)
-    reply = run(call(app, "/v1/completions", PROMPT | {"stream": True, "max_tokens": 2}))
-    assert reply.status == 200 and reply.chunks[0] == Format.keep_alive
-    assert 3 <= reply.chunks.count(Format.keep_alive) <= 9
-    assert reply.body.endswith(b"data: [DONE]\n\n")
 
 
 def test_an_error_after_the_headers_is_an_event():

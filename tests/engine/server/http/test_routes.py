@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.server.app import create_app
-from jitney.engine.server.chat.schema import ChatBody, CompletionBody
+from jitney.engine.server.chat.openai.schema import ChatBody, CompletionBody
 from jitney.engine.server.http.routes import ROUTES
 from jitney.engine.server.http.routing import HttpRoute, Role, RouteTable
 from jitney.engine.server.http.service import Service

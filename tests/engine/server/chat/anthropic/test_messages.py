@@ -377,12 +377,6 @@ def _streamed(app: Any) -> Any:
     return call(app, PATH, BODY | {"stream": True})
 
 
-def test_a_client_that_leaves_ends_its_message():
-    client = FakeClient(Script("x" * 200, delay_s=0.01))
-    run(call(make_app(client), PATH, BODY | {"stream": True}, leave_on_chunk=4))
-    assert client.aborts and not client.open
-
-
 @pytest.mark.parametrize("path", [PATH, COUNT])
 def test_a_thread_is_answered_so_that_the_clients_go_on_without(path: str):
     from anthropic.types import ThreadUnsupportedRequestErrorDetails

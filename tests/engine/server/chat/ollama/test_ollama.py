@@ -10,11 +10,9 @@ import ollama
 import pytest
 from api_fakes import ByteTokenizer, FakeClient, Reply, Script, call, make_app, run, served
 from families import family_app
-from pydantic import TypeAdapter
 
 from jitney.engine.common.errors import ErrorInfo
 from jitney.engine.core.text.fill_in import FillIn
-from jitney.engine.server.chat.ollama import answers
 from jitney.engine.server.http.settings import digest_key
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
@@ -96,9 +94,8 @@ def test_a_stream_is_what_is_sent_unless_it_is_refused():
     assert len(lines(ask(CHAT, {"messages": [USER]}))) > 2
     whole = ask(CHAT, {"messages": [USER], "stream": False})
     assert whole.headers["content-type"] == "application/json"
-    answers.OllamaChatAnswer.model_validate(whole.json())
     for body in ({"prompt": "a", "stream": False}, {"prompt": "a", "raw": True, "stream": False}):
-        answers.OllamaGenerateAnswer.model_validate(ask(GENERATE, body).json())
+        assert ask(GENERATE, body).json()["done"]
 
 
 def test_what_is_measured_adds_up():
@@ -129,7 +126,6 @@ def test_thoughts_content_and_calls(stream: bool):
     reply = run(call(app, CHAT, body))
     parts = [ollama.ChatResponse(**each) for each in lines(reply)] if stream else []
     if not stream:
-        answers.OllamaChatAnswer.model_validate(reply.json())
         parts = [ollama.ChatResponse(**reply.json())]
     messages = [part.message for part in parts]
     assert "".join([each.thinking or "" for each in messages]).strip() == "Hm."
@@ -318,8 +314,6 @@ def test_vectors(client: ollama.Client):
         client.embed("m", long, truncate=False)
     assert refused.value.status_code == 400
     for path, body in (("/api/embed", {"input": "a"}), ("/api/embeddings", {"prompt": "a"})):
-        kind = answers.OllamaEmbedAnswer if "input" in body else answers.OllamaEmbeddingAnswer
-        TypeAdapter(kind).validate_python(ask(path, body).json())
         off = ask(path, body, FakeClient(embedding_pooling="off"))
         assert off.status == 400 and "--embedding-pooling" in off.json()["error"]
 
@@ -343,7 +337,6 @@ def test_a_model_is_described():
         adapters=("fr",),
     )
     told = ask("/api/show", {"model": "m"}, engine).json()
-    answers.OllamaShowAnswer.model_validate(told)
     assert told["model_info"]["general.architecture"] == "qwen3moe"
     assert told["model_info"]["qwen3moe.context_length"] == 256
     assert told["parameters"] == "temperature 0.5"
@@ -353,7 +346,6 @@ def test_a_model_is_described():
     [first, second] = ask("/api/tags", b"", engine, method="GET").json()["models"]
     assert first["size"] == 1 << 34 and second["details"]["parent_model"] == "m"
     running = ask("/api/ps", b"", engine, method="GET").json()
-    answers.OllamaRunningList.model_validate(running)
     assert running["models"][0]["size_vram"] == 1 << 34
     engine.state = "sleeping"
     assert ask("/api/ps", b"", engine, method="GET").json() == {"models": []}
@@ -379,7 +371,6 @@ def test_before_the_model_is_loaded_it_is_listed():
     engine.info = None
     engine.state = "loading"
     told = ask("/api/tags", b"", engine, method="GET").json()
-    answers.OllamaModelList.model_validate(told)
     assert told["models"][0]["name"] == "m"
     refused = ask("/api/show", {"model": "m"}, engine)
     assert refused.status == 503 and "loading" in refused.json()["error"]
@@ -474,12 +465,6 @@ def test_a_stream_with_nothing_to_say_sends_lines_that_clients_can_read():
     with served(app) as (url, _):
         parts = list(ollama.Client(host=url, trust_env=False).chat("m", [USER], stream=True))
     assert "".join([part.message.content or "" for part in parts]) == "ab"
-
-
-def test_a_client_that_leaves_ends_it():
-    client = FakeClient(Script(hang=True))
-    run(call(make_app(client), CHAT, {"messages": [USER]}, leave_after=0.1))
-    assert [id for id, _, _ in client.aborts] == [client.requests[0].id]
 
 
 @pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain"])

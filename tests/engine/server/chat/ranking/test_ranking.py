@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 from api_fakes import ByteTokenizer, FakeClient, Reply, Script, call, make_app, run
@@ -15,7 +16,7 @@ from jitney.engine.common.errors import RequestError
 from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.core.text.tokenizer import Tokenizer
-from jitney.engine.server.chat.ranking.bodies import RerankAnswer, ScoreAnswer
+from jitney.engine.server.chat.ranking.bodies import RerankAnswer
 from jitney.engine.server.chat.ranking.kinds import _sigmoid
 from jitney.engine.server.http.settings import digest_key
 
@@ -90,14 +91,14 @@ def ask(
 def scores(reply: Reply) -> list[float]:
     """Of a /score."""
     assert reply.status == 200, reply.body
-    return [each["score"] for each in ScoreAnswer.model_validate(reply.json()).model_dump()["data"]]
+    return [each["score"] for each in reply.json()["data"]]
 
 
 def test_a_cross_encoder_scores_by_the_sigmoid_of_its_logit():
     client = Cross()
     reply = ask(RERANK, ASKED, client)
     assert reply.status == 200, reply.body
-    answer = RerankAnswer.model_validate(reply.json())
+    answer = msgspec.json.decode(reply.body, type=RerankAnswer)
     wanted = [1 / (1 + math.exp(7 - (5 + len(text)))) for text in ASKED["documents"]]
     assert [each.index for each in answer.results] == [1, 2, 0]
     assert [each.relevance_score for each in answer.results] == pytest.approx(

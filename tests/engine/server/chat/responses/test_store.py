@@ -26,7 +26,7 @@ def put(
     store: ResponseStore, tenant: str, id: str, before: KeptTurn | None = None, size=10
 ) -> KeptTurn:
     turn = KeptTurn(before, items(f"in-{id}", size=size), items(f"out-{id}", size=size))
-    store.put(tenant, id, turn, {"id": id})
+    store.put(tenant, id, turn, b"{}")
     return turn
 
 

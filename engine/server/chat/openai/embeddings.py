@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Annotated, ClassVar, Literal, cast
 
 import numpy as np
 import orjson
+from msgspec import Raw
 from pydantic import Field, PlainValidator
 from starlette.requests import Request
 from starlette.types import ASGIApp
@@ -15,11 +17,13 @@ from starlette.types import ASGIApp
 from jitney.engine.common.engine_info import EngineInfo, ModelInfo
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import JsonValue
+from jitney.engine.core import TokenBytes
 from jitney.engine.server.chat.endpoints import GenerationAnswer, read_body
 from jitney.engine.server.chat.formats import Format
+from jitney.engine.server.chat.generation import Generation
 from jitney.engine.server.chat.request import RequestBuilder
-from jitney.engine.server.chat.schema import GenerationBody, Label, ModelBody, prompt_list
-from jitney.engine.server.http.answers import Described
+from jitney.engine.server.chat.schema import EngineBody, GenerationBody, prompt_list
+from jitney.engine.server.http.answers import ResponseModel
 from jitney.engine.server.http.context import Context
 from jitney.engine.server.http.jsonio import LongJson, in_pieces
 from jitney.engine.server.http.routing import HttpRoute
@@ -28,7 +32,6 @@ from jitney.engine.server.http.slices import Pieces
 
 #: Inputs of one request, as OpenAI has it.
 _MOST_INPUTS = 2048
-_DAY_MS = 86_400_000
 #: Fields that no generation has.
 _OWN_FIELDS = {"add_special_tokens", "dimensions", "encoding_format", "input"}
 
@@ -40,11 +43,15 @@ _Input = (
 )
 
 
+#: Writes a vector of float32 numbers.
+type _Written = Callable[[bytes], list[float] | str]
+
+
 def _inputs(value: JsonValue) -> list[str | list[int]]:
     return prompt_list(value, _MOST_INPUTS, "input", empty_texts=True)
 
 
-class EmbeddingsBody(ModelBody):
+class EmbeddingsBody(EngineBody):
     """POST /v1/embeddings."""
 
     counted: ClassVar[tuple[str, ...]] = ()
@@ -60,61 +67,61 @@ class EmbeddingsBody(ModelBody):
     truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     #: Whether the model's own special tokens are put around a text. None: yes.
     add_special_tokens: bool | None = None
-    user: Label | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    timeout_ms: Annotated[int, Field(ge=1, le=_DAY_MS)] | None = None
 
 
-class EmbeddingUsage(Described):
+class EmbeddingUsage(ResponseModel):
     """Tokens of all inputs."""
 
     prompt_tokens: int
     total_tokens: int
 
 
-class Embedding(Described):
+class Embedding(ResponseModel, kw_only=True):
     """The vector of one input, of length 1; a text in base64."""
 
-    object: Literal["embedding"]
+    object: Literal["embedding"] = "embedding"
     index: int
     embedding: list[float] | str
 
 
-class EmbeddingsAnswer(Described):
+class EmbeddingsAnswer(ResponseModel, kw_only=True):
     """One vector for each input, in order."""
 
-    object: Literal["list"]
+    object: Literal["list"] = "list"
     data: list[Embedding]
     model: str
     usage: EmbeddingUsage
 
 
+def float_list(vector: bytes) -> list[float]:
+    """Numbers of float32, written as the JSON list that they stand for."""
+    text = orjson.dumps(np.frombuffer(vector, np.float32), option=orjson.OPT_SERIALIZE_NUMPY)
+    return cast("list[float]", Raw(text))
+
+
+def _base64(vector: bytes) -> str:
+    return base64.b64encode(np.frombuffer(vector, np.float32).astype("<f4").tobytes()).decode()
+
+
 class _Format(Format):
-    """Vectors as numbers."""
+    """Vectors as numbers, or in base64."""
+
+    def __init__(self, generation: Generation, tokenizer: TokenBytes, written: _Written):
+        super().__init__(generation, tokenizer)
+        self._written = written
 
     def whole(self) -> Pieces:
-        usage = self.generation.usage()
-        counts = {name: usage[name] for name in ("prompt_tokens", "total_tokens")}
-        body = {"object": "list", "data": LongJson(self._data()), "model": self.request.model}
-        return in_pieces(body | {"usage": counts})
+        tokens = self.generation.counts.prompt
+        answer = EmbeddingsAnswer(
+            data=LongJson.of_each(self._data()),
+            model=self.request.model,
+            usage=EmbeddingUsage(tokens, tokens),
+        )
+        return in_pieces(answer)
 
-    def _data(self) -> Iterator[bytes]:
-        mark = b"["
+    def _data(self) -> Iterator[Embedding]:
         for index, vector in enumerate(self.generation.embeddings):
-            entry = {"object": "embedding", "index": index, "embedding": self._written(vector)}
-            yield mark + orjson.dumps(entry, option=orjson.OPT_SERIALIZE_NUMPY)
-            mark = b","
-        yield b"]"
-
-    def _written(self, vector: bytes) -> np.ndarray | str:
-        return np.frombuffer(vector, np.float32)
-
-
-class _Base64Format(_Format):
-    """Vectors in base64."""
-
-    def _written(self, vector: bytes) -> str:
-        return base64.b64encode(np.frombuffer(vector, np.float32).astype("<f4").tobytes()).decode()
+            yield Embedding(index=index, embedding=self._written(vector))
 
 
 async def _embeddings(service: Service, request: Request) -> ASGIApp:
@@ -126,11 +133,8 @@ async def _embeddings(service: Service, request: Request) -> ASGIApp:
     builder = RequestBuilder(service, shared, Context.of(request))
     special = body.add_special_tokens is not False
     wanted = await builder.embeddings(body.input, special, body.dimensions)
-    return GenerationAnswer(service, wanted, _format_of(body))
-
-
-def _format_of(body: EmbeddingsBody) -> type[_Format]:
-    return _Base64Format if body.encoding_format == "base64" else _Format
+    written = _base64 if body.encoding_format == "base64" else float_list
+    return GenerationAnswer(service, wanted, partial(_Format, written=written))
 
 
 def check_vectors(info: EngineInfo, dimensions: int | None) -> None:

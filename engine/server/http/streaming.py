@@ -1,4 +1,4 @@
-"""Answers that are sent block by block, as fast as they are made and the client reads."""
+"""Responses that are sent block by block, as fast as they are made and the client reads."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from jitney.engine.server.http.disconnect import until_disconnect
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerParts:
-    """Sends a plain 200 part by part."""
+class StreamingWriter:
+    """Sends a streamed response with status 200."""
 
     #: Headers of an answer that is a stream of server-sent events: no cache keeps it, and no proxy
     #: waits for more of it.
@@ -43,7 +43,7 @@ class AnswerParts:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockAnswer:
+class StreamedAnswer:
     """A plain 200, as an ASGI application. It has a length if it is one block. An error of the
     first block comes before the answer begins.
     """
@@ -60,7 +60,7 @@ class BlockAnswer:
             first = await anext(blocks)
             second = await anext(blocks, b"")
             length = {} if second else {"content-length": str(len(first))}
-            parts = AnswerParts(send)
+            parts = StreamingWriter(send)
             await parts.begin({**self.headers, **length})
             await parts.write(first, more=bool(second))
             if not second:
