@@ -159,7 +159,7 @@ class Runner:
         self._numbers = {_path_of(keys): number for number, (keys, _) in enumerate(flat)}
         encoder = model.config.encoder is not None
         self.program = Program(graph, treedef, kernels, mesh, sizes.logprobs, pooling, encoder)
-        self._hidden_dtype = model.dtype
+        self._hidden_dtype = model.hidden_dtype(kernels)
         #: By mixed bucket, what makes vectors of a step's hidden states.
         self.pools: dict[Bucket, jax.stages.Compiled] = {}
         self.config = model.config

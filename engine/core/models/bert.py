@@ -319,6 +319,10 @@ class Bert(nnx.Module):
         """Of the activations and the weights."""
         return self.embed[...].dtype
 
+    def hidden_dtype(self, kernels: Kernels) -> np.dtype:
+        """Dtype of `Hidden.states`."""
+        return self.dtype
+
     @classmethod
     def weight_map(cls, config: ModelConfig, file_format: FileFormat) -> WeightMap:
         """Which tensors of a folder make up each weight; GGUF files of encoders are not read."""

@@ -195,6 +195,10 @@ class Llama(nnx.Module):
         """Of the activations, and of weights that are not quantised."""
         return self.embed[...].dtype
 
+    def hidden_dtype(self, kernels: Kernels) -> np.dtype:
+        """Dtype of `Hidden.states`."""
+        return np.dtype(np.float32) if kernels.float32_residual else self.dtype
+
     @classmethod
     def weight_map(cls, config: ModelConfig, file_format: FileFormat) -> WeightMap:
         """Which tensors of a checkpoint make up each weight."""

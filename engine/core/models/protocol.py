@@ -75,6 +75,10 @@ class Model(Protocol):
         """Of the activations, and of weights that are not quantised."""
         ...
 
+    def hidden_dtype(self, kernels: Kernels) -> np.dtype:
+        """Dtype of `Hidden.states`."""
+        ...
+
     @classmethod
     def weight_map(cls, config: ModelConfig, file_format: FileFormat) -> WeightMap:
         """Which tensors of a checkpoint of the whole model make up each weight."""

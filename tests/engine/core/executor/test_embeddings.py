@@ -134,6 +134,19 @@ def test_a_vector_is_what_the_naive_forward_pass_says(pooling: Pooling, in_parts
     assert ended["words"].finish == "length"
 
 
+def test_a_bfloat16_model_whose_residuals_are_float32_makes_vectors():
+    """As on a CPU: the hidden states are wider than the weights."""
+    kernels = replace(KERNELS, float32_residual=True)
+    own = Runner(
+        random_model(CONFIG, dtype=jnp.bfloat16), BUCKETS, kernels, SIZES, end_ids=(), pooling="last"
+    )
+    own.compile()
+    limits = SchedulerLimits(4, SIZES.context_length, embedding_pooling="last")
+    scheduler = Scheduler(limits, BUCKETS, PagePool(24, SIZES.page_size), vocab_size=VOCAB)
+    ended = run(EngineCore(scheduler, own, Ledger()), [wanted("own", 17, "last")])
+    np.testing.assert_allclose(vector(ended["own"]), naive(17, "last"), atol=0.02)
+
+
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_alone_and_in_a_crowd_it_is_the_same(pooling: Pooling):
     alone = vector(run(core_of(pooling), [wanted("own", 23, pooling)])["own"])
