@@ -32,6 +32,7 @@ from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.ports import free_port
 from jitney.engine.common.requests import EngineRequest, SamplingParams
 from jitney.engine.common.row_kinds import ROW_KIND_TABLE
+from jitney.engine.lab.policy_lab import Lab
 from jitney.engine.server.http.settings import ServerSettings, digest_key
 
 MARKUP = "<img src=x onerror=alert(1)>"
@@ -529,7 +530,7 @@ def test_trying_it_streams_an_answer(client, open_page):
 def test_signing_in_with_a_key(client, open_page):
     page = open_page.page
     settings = ServerSettings(api_keys=(digest_key("the key"),))
-    with served(Dashboard(client, settings).to_mount()) as url:
+    with served(Dashboard(client, settings, lab=Lab(client, None)).to_mount()) as url:
         page.goto(url)
         page.fill("#key", "wrong")
         page.click("button")
@@ -563,7 +564,7 @@ def test_a_user_sees_its_own_and_signs_out(client, open_page):
     settings = ServerSettings(
         api_keys=(digest_key("a user's key"),), admin_keys=(digest_key("the operator's"),)
     )
-    with served(Dashboard(client, settings).to_mount()) as url:
+    with served(Dashboard(client, settings, lab=Lab(client, None)).to_mount()) as url:
         page.goto(url)
         page.fill("#key", "a user's key")
         page.click("button")

@@ -405,7 +405,7 @@ SETTINGS = ServerSettings(
         ("/r/a/engines", {None: 401, ORDINARY: 403, ADMIN: 200}),
         ("/r/a/slots", {None: 401, ORDINARY: 403, ADMIN: 200}),
         ("/r/a/requests", {None: 401, ORDINARY: 403, ADMIN: 200}),
-        ("/r/a/lab", {None: 401, ORDINARY: 403, ADMIN: 404}),
+        ("/r/a/lab", {None: 401, ORDINARY: 403, ADMIN: 200}),
         ("/r/b/", {None: 404, ORDINARY: 404, ADMIN: 404}),
         ("/r/b/slots", {None: 401, ORDINARY: 403, ADMIN: 404}),
         ("/r/a/pulse", {None: 401, ORDINARY: 403, ADMIN: 404}),

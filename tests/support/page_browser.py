@@ -15,6 +15,7 @@ import uvicorn
 from api_fakes import ByteTokenizer, until
 
 from jitney.dashboard import Dashboard
+from jitney.engine.lab.policy_lab import Lab
 from jitney.engine.server.app import create_app
 from jitney.engine.server.http.settings import ServerSettings
 
@@ -80,7 +81,7 @@ def served(app: Any, port: int = 0) -> Iterator[str]:
 def endpoint(client: Any, port: int = 0) -> contextlib.AbstractContextManager[str]:
     """The whole HTTP side of a scripted engine."""
     settings = ServerSettings().with_page("/dashboard")
-    routes = Dashboard(client, settings).mounted("/dashboard")
+    routes = Dashboard(client, settings, lab=Lab(client, None)).mounted("/dashboard")
     return served(create_app(client, ByteTokenizer(), settings, "scripted", routes), port)  # type: ignore[arg-type]
 
 

@@ -20,6 +20,7 @@ from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.requests import EngineRequest, JsonDict, SamplingParams
 from jitney.engine.fleet.rollout.comparison import ARMS, Comparison, RequestOutcome
 from jitney.engine.fleet.rollout.rollout import KeyPlace, PromotionRule, Rollout
+from jitney.engine.lab.policy_lab import Lab
 from jitney.engine.server.http.errors import HttpError
 from jitney.engine.server.http.settings import ServerSettings
 from jitney.engine.server.process.counters import EngineCounters
@@ -98,7 +99,10 @@ def _info(seats: int, pages: int, model: str) -> EngineInfo:
 def engines_app(clients: Mapping[str, Any], settings: ServerSettings | None = None) -> Starlette:
     """Every engine under a path of its own: /NAME/dashboard."""
     pages = [
-        Mount(f"/{name}/dashboard", Dashboard(client, settings or ServerSettings()).to_mount())
+        Mount(
+            f"/{name}/dashboard",
+            Dashboard(client, settings or ServerSettings(), lab=Lab(client, None)).to_mount(),
+        )
         for name, client in clients.items()
     ]
     return Starlette(routes=pages)

@@ -138,7 +138,12 @@ def test_a_bfloat16_model_whose_residuals_are_float32_makes_vectors():
     """As on a CPU: the hidden states are wider than the weights."""
     kernels = replace(KERNELS, float32_residual=True)
     own = Runner(
-        random_model(CONFIG, dtype=jnp.bfloat16), BUCKETS, kernels, SIZES, end_ids=(), pooling="last"
+        random_model(CONFIG, dtype=jnp.bfloat16),
+        BUCKETS,
+        kernels,
+        SIZES,
+        end_ids=(),
+        pooling="last",
     )
     own.compile()
     limits = SchedulerLimits(4, SIZES.context_length, embedding_pooling="last")
