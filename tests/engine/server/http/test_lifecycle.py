@@ -296,12 +296,13 @@ def test_an_answer_that_cannot_be_formatted_ends_its_request_only(caplog):
 
 def test_draining_lets_the_open_ones_finish():
     async def drain():
-        client = FakeClient(Script("x" * 10, delay_s=0.02))
+        client = FakeClient(Script("x" * 10, delay_s=0.2))
         app = make_app(client)
         service = app.state.service
         await service.drained()
         open_one = asyncio.create_task(call(app, "/v1/completions", PROMPT))
-        await asyncio.sleep(0.05)
+        while not client.requests:
+            await asyncio.sleep(0.001)
         service.begin_drain()
         refused = await call(app, "/v1/completions", PROMPT)
         probes = [
@@ -309,7 +310,7 @@ def test_draining_lets_the_open_ones_finish():
             for path in ("/livez", "/readyz", "/startupz")
         ]
         assert not open_one.done()
-        await asyncio.wait_for(service.drained(), 2)
+        await asyncio.wait_for(service.drained(), 30)
         return refused, probes, await open_one
 
     refused, probes, finished = run(drain())
