@@ -235,11 +235,13 @@ def meta_of(lengths: list[int], rows: int) -> AttentionMeta:
     return AttentionMeta(none, jnp.array(ends), none, none, jnp.array(positions), counts)
 
 
-@given(st.lists(st.integers(0, 150), min_size=1, max_size=6), st.integers(0, 40), st.integers(1, 3))
-def test_attention_is_of_each_text_to_all_of_itself(lengths: list[int], padding: int, group: int):
-    """Any lengths, absent texts among them; rows that pad the step stay finite."""
-    rows = max(1, sum(lengths) + padding)
-    drawn = np.random.default_rng(rows).standard_normal((3, rows, 2, 8)).astype(np.float32)
+@given(st.lists(st.integers(0, 150), min_size=6, max_size=6), st.integers(1, 3))
+def test_attention_is_of_each_text_to_all_of_itself(lengths: list[int], group: int):
+    """Any lengths, absent texts among them; rows that pad the step stay finite. All steps have the
+    same number of rows, so that few programs are compiled.
+    """
+    rows, seed = 960, sum(lengths)
+    drawn = np.random.default_rng(seed).standard_normal((3, rows, 2, 8)).astype(np.float32)
     meta = meta_of(lengths, rows)
     owners = np.searchsorted(np.cumsum(lengths), np.arange(rows), side="right")
     texts = jnp.array(np.minimum(owners, len(lengths) - 1), jnp.int32)
