@@ -363,6 +363,16 @@ def test_the_wheel_carries_every_source_file_and_only_jitney(wheel: zipfile.ZipF
     ]
 
 
+def test_the_wheel_carries_what_the_houses_offer(wheel: zipfile.ZipFile):
+    """Without its stub a house offers nothing."""
+    stubs = {
+        f"jitney/{file.relative_to(ROOT)}"
+        for package in PACKAGES
+        for file in (ROOT / package).rglob("*.pyi")
+    }
+    assert len(stubs) == 6 and stubs <= set(wheel.namelist())
+
+
 def test_the_wheel_carries_the_page(wheel: zipfile.ZipFile):
     assets = {
         f"jitney/{file.relative_to(ROOT)}"
