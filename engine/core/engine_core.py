@@ -294,8 +294,10 @@ class EngineCore:
         return self.scheduler.open_adapters | waiting
 
     def _tend_adapters(self) -> None:
-        """Go on with a change of adapters, and let those in whose adapters are there."""
-        if self.adapters is None:
+        """Go on with a change of adapters, if there is one, and let those in whose adapters are
+        there.
+        """
+        if self.adapters is None or not self.adapters.is_busy:
             return
         for held in self.adapters.tend(lambda: self.open_adapters):
             if held.is_over:

@@ -23,7 +23,7 @@ from jitney.engine.server.process.client import OutputListener
 from jitney.engine.server.process.faults import Blocklist, CoreEnd, CrashBlame
 from jitney.engine.server.process.link import CoreLink
 from jitney.engine.server.process.stream import Stream
-from jitney.engine.server.process.supervisor import CoreSupervisor
+from jitney.engine.server.process.supervisor import CoreSupervisor, ignore
 
 #: Seconds to wait for an answer about seats or pages.
 _SEAT_MAP_S = 2.0
@@ -52,16 +52,12 @@ _BLAMED = ErrorInfo(
 )
 
 
-def _ignore(what: object) -> None:
-    pass
-
-
 @dataclass(eq=False)
 class ProcessClient(CoreSupervisor):
     """`jitney.engine.server.process.client.EngineClient` over a core process."""
 
     #: Called with True when the first request is open, with False when the last one has ended.
-    on_busy: Callable[[bool], None] = _ignore
+    on_busy: Callable[[bool], None] = ignore
     history: History = field(init=False)
     #: Open requests by id.
     _streams: dict[str, Stream] = field(default_factory=dict)
@@ -134,7 +130,7 @@ class ProcessClient(CoreSupervisor):
         stream = self._streams.get(request_id)
         if stream is None:
             return
-        stream.listener = _ignore
+        stream.listener = ignore
         if not stream.open <= stream.asked.keys():  # the core has not been told of all ends yet
             self.abort(request_id)
         self._close_stream(stream)

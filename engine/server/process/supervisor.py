@@ -33,8 +33,8 @@ _SHUTDOWN_S = 5.0
 _CHECK_S = 0.25
 
 
-def _ignore(what: object) -> None:
-    pass
+def ignore(what: object) -> None:
+    """A listener that does nothing."""
 
 
 @dataclass(eq=False)
@@ -46,7 +46,7 @@ class CoreSupervisor:
     #: MODULE:FUNCTION that builds the core in its process. Tests pass one that needs no model.
     builder: str = "jitney.engine.core.build:build_engine"
     #: Called with each progress report of a start.
-    on_progress: Callable[[messages.Progress], None] = _ignore
+    on_progress: Callable[[messages.Progress], None] = ignore
     #: "dead" is final; `failure` says why.
     state: EngineState = "loading"
     #: None until first ready.
