@@ -38,7 +38,7 @@ class ServedHeads(NamedTuple):
 
 def reference() -> KernelSet:
     """Plain jax.numpy; runs wherever XLA does."""
-    from jitney.kernels import int4
+    from jitney.kernels import delta_net, int4
     from jitney.kernels import reference as plain
 
     return KernelSet(
@@ -54,6 +54,7 @@ def reference() -> KernelSet:
         matmul=plain.matmul,
         gated=plain.gated,
         project=plain.project,
+        delta_net=delta_net.delta_net,
     )
 
 

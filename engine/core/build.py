@@ -178,6 +178,11 @@ class _Setup:
         return self.source.config.encoder is not None
 
     @property
+    def retains_prefixes(self) -> bool:
+        """Whether there is a prefix cache: none without the state of recurrent layers."""
+        return self.settings.prefix_cache and self.source.config.delta_net is None
+
+    @property
     def has_adapters(self) -> bool:
         """There are some, or there may be."""
         return bool(self.config.model.adapters or self.config.model.adapter_room)
@@ -339,7 +344,7 @@ def _step_cost(setup: _Setup, model: Model) -> StepCost | None:
     if setup.is_encoder or setup.settings.data_parallel > 1:
         return None
     local = setup.local
-    kv_numbers = local.n_layers * 2 * local.n_kv_heads * local.head_dim * len(setup.devices)
+    kv_numbers = local.n_pools * 2 * local.n_kv_heads * local.head_dim * len(setup.devices)
     return describe_step(model, setup.source.config, kv_numbers * setup.kv_dtype.itemsize)
 
 
@@ -628,8 +633,9 @@ def _make_pool(setup: _Setup, n_pages: int) -> PagePool:
     return PagePool(
         n_pages,
         setup.settings.page_size,
-        retain=setup.settings.prefix_cache,
+        retain=setup.retains_prefixes,
         share_outputs=_shares_outputs(setup.settings),
+        shares=setup.source.config.delta_net is None,
     )
 
 
@@ -931,7 +937,7 @@ def _engine_sizes(setup: _Setup, runner: Runner) -> EngineSizes:
         seats=settings.max_seats,
         pages=runner.n_pages - 1,
         page_size=settings.page_size,
-        prefix_cache=settings.prefix_cache,
+        prefix_cache=setup.retains_prefixes,
         token_budget=buckets.token_budget,
         seat_buckets=tuple([bucket.seats for bucket in buckets.decode]),
         token_buckets=tuple([bucket.tokens for bucket in buckets.mixed]),

@@ -127,7 +127,7 @@ def _stored_limits(source: ModelSource) -> _Layers | None:
     checkpoint = open_checkpoint(source, weights)
     if not isinstance(checkpoint, QuantisedFolder):
         return None
-    limits = [checkpoint.kv_limits(layer) for layer in range(config.n_layers)]
+    limits = [checkpoint.kv_limits(layer) for layer in config.pool_layers]
     if None in limits:
         return None
     return [jnp.tile(jnp.array(limit), config.n_kv_heads) for limit in limits]

@@ -12,7 +12,11 @@ from typing import Literal
 import numpy as np
 
 from jitney.engine.common.errors import ModelError
-from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
+from jitney.engine.core.weights.checkpoints.model_config import (
+    DeltaNetConfig,
+    ExpertsConfig,
+    ModelConfig,
+)
 
 type FileFormat = Literal["hf", "gguf"]
 #: Attribute names and layer numbers from the model down, as nnx's flat state has them.
@@ -81,11 +85,14 @@ class WeightMap:
             targets.append(Target(("lm_head", "kernel"), (head,), transpose=True))
         for layer in range(config.n_layers):
             targets += _layer_norms(config, names, layer)
-            targets += _attention_matrices(config, names, layer)
+            if layer in config.pool_layers or config.delta_net is None:
+                targets += _attention_matrices(config, names, layer)
+            else:
+                targets += _delta_net_weights(config.hidden_size, config.delta_net, names, layer)
             if config.experts is None:
                 targets += _mlp_matrices(config, names, layer)
             else:
-                targets += _expert_matrices(config, config.experts.n_experts, names, layer)
+                targets += _expert_matrices(config, config.experts, names, layer)
         return cls(tuple(targets), ignored)
 
     @property
@@ -218,7 +225,7 @@ def _layer_norms(config: ModelConfig, names: Dialect, layer: int) -> Iterator[Ta
         (("mlp_norm",), names.mlp_norm, size),
         (("mlp_post_norm",), names.mlp_post_norm, size),
     ]
-    if config.qk_norm:
+    if config.qk_norm and layer in config.pool_layers:
         norms.append((("attention", "q_norm"), names.q_norm, dim))
         norms.append((("attention", "k_norm"), names.k_norm, dim))
     if config.wide_qk_norm:
@@ -234,6 +241,7 @@ def _attention_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iter
     """The matrices of one layer's attention, and their biases."""
     size, dim = config.hidden_size, config.head_dim
     q_size, kv_size = config.n_heads * dim, config.n_kv_heads * dim
+    projected = q_size * (1 + config.attention_gate)
     q_pairs, k_pairs = 0, 0
     if names.paired_rows:
         q_pairs, k_pairs = config.n_heads, config.n_kv_heads
@@ -243,9 +251,31 @@ def _attention_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iter
         return prefix + name, count, pairs
 
     path = ("layers", layer, "attention")
-    qkv = [rows(names.q, q_size, q_pairs), rows(names.k, kv_size, k_pairs), rows(names.v, kv_size)]
+    qkv = [
+        rows(names.q, projected, q_pairs),
+        rows(names.k, kv_size, k_pairs),
+        rows(names.v, kv_size),
+    ]
     yield from _linear((*path, "qkv"), size, config.qkv_bias, qkv)
     yield from _linear((*path, "o"), q_size, config.o_bias, [rows(names.o, size)])
+
+
+def _delta_net_weights(
+    size: int, own: DeltaNetConfig, names: Dialect, layer: int
+) -> Iterator[Target]:
+    """Those of a recurrent layer, but for the norms and the feed-forward; size: E."""
+    prefix = f"{names.layer.format(i=layer)}linear_attn."
+    path, heads = ("layers", layer, "attention"), own.value_heads
+    opening = [(f"{prefix}in_proj_qkv", own.channels, 0), (f"{prefix}in_proj_z", own.values, 0)]
+    yield from _linear((*path, "qkv"), size, False, opening)
+    rates = [Piece(f"{prefix}in_proj_{one}.weight", (heads, size)) for one in "ba"]
+    yield Target((*path, "rates"), tuple(rates), transpose=True)
+    taps = Piece(f"{prefix}conv1d.weight", (own.channels, 1, own.taps))
+    yield Target((*path, "taps"), (taps,), transpose=True)
+    yield Target((*path, "log_decay"), (Piece(f"{prefix}A_log", (heads,)),))
+    yield Target((*path, "rate_bias"), (Piece(f"{prefix}dt_bias", (heads,)),))
+    yield Target((*path, "norm"), (Piece(f"{prefix}norm.weight", (own.value_dim,)),))
+    yield from _linear((*path, "o"), own.values, False, [(f"{prefix}out_proj", size, 0)])
 
 
 def _mlp_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iterator[Target]:
@@ -258,13 +288,20 @@ def _mlp_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iterator[T
 
 
 def _expert_matrices(
-    config: ModelConfig, n_experts: int, names: Dialect, layer: int
+    config: ModelConfig, experts: ExpertsConfig, names: Dialect, layer: int
 ) -> Iterator[Target]:
     """Those of a mixture: the router, and all experts' side by side."""
-    size, inner = config.hidden_size, config.intermediate_size
+    size, inner, n_experts = config.hidden_size, config.intermediate_size, experts.n_experts
     prefix, path = names.layer.format(i=layer), ("layers", layer, "mlp")
-    router = Piece(f"{prefix}{names.router}.weight", (n_experts, size))
-    yield Target((*path, "router"), (router,), transpose=True)
+    router = [Piece(f"{prefix}{names.router}.weight", (n_experts, size))]
+    if experts.shared_size:
+        router.append(Piece(f"{prefix}mlp.shared_expert_gate.weight", (1, size)))
+        shared, own = f"{prefix}mlp.shared_expert.", experts.shared_size
+        both = [(f"{shared}{one}_proj", own, 0) for one in ("gate", "up")]
+        yield from _linear((*path, "shared", "gate_up"), size, False, both)
+        closing = [(f"{shared}down_proj", size, 0)]
+        yield from _linear((*path, "shared", "down"), own, False, closing)
+    yield Target((*path, "router"), tuple(router), transpose=True)
     gate_up: list[tuple[str, int, int]] = []
     down: list[tuple[str, int, int]] = []
     for expert in range(n_experts):
