@@ -56,7 +56,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
     ) -> tuple[Array, Array]:
-        """x [T, E], rope (cos, sin), kv [N, page, 2K, D] -> ([T, E], kv)."""
+        """x [T, E], rope what the rows are rotated by, kv [N, page, 2K, D] -> ([T, E], kv)."""
         kernels = kernels.of_rows(meta.counts[2])
         heads = self.projected(x, kernels, meta.adapted).reshape(x.shape[0], -1, self.head_dim)
         o, kv = self.attended(heads, rope, kv, meta, kernels)
@@ -77,10 +77,10 @@ class Attention(nnx.Module):
         }
         if kernels.rotate_and_write is None:
             q, k, v = self.rotated(heads, rope, kernels)
-            o, kv = kernels.paged_attention(q, k, v, kv, meta, **options)
+            o, kv = kernels.paged_attention(rope.scaled(q), k, v, kv, meta, **options)
         else:
             q, kv = self.write(heads, rope, kv, meta, partial(kernels.rotate_and_write, **factors))
-            o = kernels.attend(q, kv, meta, **options)
+            o = kernels.attend(rope.scaled(q), kv, meta, **options)
         return o.reshape(heads.shape[0], -1), kv
 
     def linears(self) -> tuple[Linear, ...]:
@@ -124,6 +124,6 @@ class Attention(nnx.Module):
         norms and rotates.
         """
         if self.q_norm is None or self.k_norm is None:
-            return rotate_and_write(heads, rope, kv, meta)
+            return rotate_and_write(heads, rope.turns, kv, meta)
         norms = self.q_norm.weight[...], self.k_norm.weight[...]
-        return rotate_and_write(heads, rope, kv, meta, norms=norms, eps=self.q_norm.eps)
+        return rotate_and_write(heads, rope.turns, kv, meta, norms=norms, eps=self.q_norm.eps)

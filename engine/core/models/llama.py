@@ -128,7 +128,7 @@ class Llama(nnx.Module):
         if kernels.float32_residual:
             x = x.astype(jnp.float32)
         pools = []
-        ropes = self.ropes(meta.positions)
+        ropes = Rope.of_layers(meta.positions, self.config)
         for block, rope, pool in zip(self.layers, ropes, kv, strict=True):
             graph, weights = nnx.split(block)
             is_last = block is self.layers[-1]
@@ -163,10 +163,6 @@ class Llama(nnx.Module):
         if self.config.shards > 1:
             return _lookup(self.embed[...], tokens)
         return jnp.take(self.embed[...], tokens, axis=0, mode="clip")
-
-    def ropes(self, positions: Array) -> list[Rope]:
-        """positions int32 [T] -> what each layer rotates by."""
-        return [Rope.at(positions, self.config)] * self.config.n_layers
 
     def linears(self) -> Iterator[Linear]:
         """Every matrix that may be quantised; a tied head is the embedding, which is not."""

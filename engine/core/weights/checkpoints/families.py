@@ -19,8 +19,15 @@ from jitney.engine.core.weights.checkpoints.model_config import (
     EncoderConfig,
     ExpertsConfig,
     ModelConfig,
+    RopeConfig,
 )
-from jitney.engine.core.weights.checkpoints.rope_config import extended_context, hf_rope
+from jitney.engine.core.weights.checkpoints.rope_config import (
+    RopeReader,
+    extended_context,
+    hf_full_rope,
+    hf_local_rope,
+    hf_rope,
+)
 
 #: transformers' names of activations -> ours.
 _ACTIVATIONS: dict[str, Activation] = {
@@ -38,18 +45,21 @@ _ENCODER_ACTIVATIONS: dict[str, Activation] = {
 _GEMMA2_27B, _GEMMA3_27B = 46, 62
 
 
-def _read_decoder(values: JsonObject, **defaults: Any) -> tuple[Fields, ModelConfig]:
+def _read_decoder(
+    values: JsonObject, read_rope: RopeReader = hf_rope, **defaults: Any
+) -> tuple[Fields, ModelConfig]:
     """The keys of config.json that all decoders share, and their configuration.
 
-    defaults: what transformers assumes for keys that are left out; null is not left out: Mistral's
-    `sliding_window: null` means none, its absence 4096.
+    read_rope: of the layers that see all. defaults: what transformers assumes for keys that are
+    left out; null is not left out: Mistral's `sliding_window: null` means none, its absence 4096.
     """
     fields = Fields(defaults | dict(values), "config.json")
     heads = fields.integer("num_attention_heads", 1, MOST.width)
     hidden = fields.integer("hidden_size", 1, MOST.width)
     layers = fields.integer("num_hidden_layers", 1, MOST.layers)
     context = fields.integer("max_position_embeddings", 1, MOST.context)
-    theta, scaling = hf_rope(fields, context)
+    head_dim = fields.integer("head_dim", 2, MOST.width, default=hidden // heads)
+    rope = read_rope(fields, context, head_dim)
     return fields, ModelConfig(
         architecture="",
         vocab_size=fields.integer("vocab_size", 2, MOST.vocab),
@@ -57,12 +67,11 @@ def _read_decoder(values: JsonObject, **defaults: Any) -> tuple[Fields, ModelCon
         n_layers=layers,
         n_heads=heads,
         n_kv_heads=fields.integer("num_key_value_heads", 1, heads, default=heads),
-        head_dim=fields.integer("head_dim", 2, MOST.width, default=hidden // heads),
+        head_dim=head_dim,
         intermediate_size=fields.integer("intermediate_size", 1, MOST.width),
         windows=(0,) * layers,
-        context_length=extended_context(context, scaling),
-        rope_theta=theta,
-        rope_scaling=scaling,
+        context_length=extended_context(context, rope.scaling),
+        ropes=(rope,),
         rms_eps=fields.number("rms_norm_eps", 1e-6),
         tie_embeddings=fields.flag("tie_word_embeddings"),
         qkv_bias=fields.flag("attention_bias"),
@@ -252,26 +261,26 @@ def _gemma2(values: JsonObject) -> ModelConfig:
 def _gemma3(values: JsonObject) -> ModelConfig:
     """Gemma 3: layers with a window have a theta of their own."""
     settings = {"max_position_embeddings": 131072, "rope_theta": 1e6} | dict(values)
-    local = Fields(settings, "config.json").number("rope_local_base_freq", 10000.0)
-    ropes = settings.get("rope_parameters")
-    if isinstance(ropes, Mapping) and "full_attention" in ropes:
-        fields = Fields(ropes, "config.json: rope_parameters")
-        sliding = Fields(fields.table("sliding_attention"), fields.where)
-        if sliding.get("rope_type", "default") != "default":
-            raise ModelError("config.json: rope scaling of sliding_attention is not supported")
-        local = sliding.number("rope_theta", local)
-        settings["rope_parameters"] = fields.table("full_attention")
-    pattern = Fields(settings, "config.json").integer(
-        "sliding_window_pattern", 1, MOST.layers, default=6
-    )
+    fields = Fields(settings, "config.json")
+    pattern = fields.integer("sliding_window_pattern", 1, MOST.layers, default=6)
     config = _gemma(settings, every=pattern)
-    return replace(config, qk_norm=True, local_rope_theta=local)
+    theta = fields.number("rope_local_base_freq", 10000.0)
+    local = hf_local_rope(fields, config.context_length, config.head_dim, theta)
+    return replace(config, qk_norm=True, ropes=_ropes_by_window(config, local))
+
+
+def _ropes_by_window(
+    config: ModelConfig, local: RopeConfig | None
+) -> tuple[RopeConfig | None, ...]:
+    """The model's rotation for layers that see all, `local` for those with a window."""
+    return tuple(local if window else config.rope(0) for window in config.windows)
 
 
 def _gemma(values: JsonObject, every: int) -> ModelConfig:
     """What the Gemmas share; every: without `layer_types`, each so manieth layer sees all."""
     fields, config = _read_decoder(
         values,
+        hf_full_rope,
         num_key_value_heads=4,
         head_dim=256,
         sliding_window=4096,
@@ -390,7 +399,8 @@ def _gguf_gemma2(fields: Fields, config: ModelConfig) -> ModelConfig:
 
 def _gguf_gemma3(fields: Fields, config: ModelConfig) -> ModelConfig:
     config = _gguf_gemma(fields, config, every=6, largest=_GEMMA3_27B)
-    return replace(config, local_rope_theta=fields.number("rope.freq_base_swa", 10000.0))
+    local = RopeConfig(fields.number("rope.freq_base_swa", 10000.0))
+    return replace(config, ropes=_ropes_by_window(config, local))
 
 
 def _gguf_gemma(fields: Fields, config: ModelConfig, *, every: int, largest: int) -> ModelConfig:
@@ -453,6 +463,10 @@ _TINY_GEMMA: JsonDict = {
     "activation": "gelu_tanh",
     "query_scalar": 24.0,
 }
+_TINY_GEMMA3: JsonDict = _TINY_GEMMA | {
+    "qk_norm": True,
+    "ropes": (RopeConfig(100.0), RopeConfig()),
+}
 
 
 #: Value heads that share key heads, and layers of both kinds.
@@ -495,7 +509,10 @@ FAMILIES: dict[str, Family] = {
         _TINY_GEMMA | {"attention_softcap": 5.0, "logit_softcap": 10.0},
     ),
     "Gemma3ForCausalLM": Family(
-        "gemma3", _gemma3, _gguf_gemma3, _TINY_GEMMA | {"qk_norm": True, "local_rope_theta": 100.0}
+        "gemma3",
+        _gemma3,
+        _gguf_gemma3,
+        _TINY_GEMMA3,
     ),
     "Olmo2ForCausalLM": Family("olmo2", _olmo2, None, {"wide_qk_norm": True}),
     "BertModel": Family("bert", _bert, None, _tiny_encoder(EncoderConfig("cls", 2))),

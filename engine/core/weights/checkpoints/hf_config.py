@@ -66,5 +66,3 @@ def _refuse_unsupported(config: JsonObject) -> None:
             "used instead"
         )
     read_packing(config)
-    if config.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError("config.json: partial_rotary_factor other than 1 is not supported")

@@ -25,7 +25,11 @@ from jitney.engine.core.weights.checkpoints.files import MAX_TOKENIZER_BYTES, re
 from jitney.engine.core.weights.checkpoints.gguf import GGUFFile
 from jitney.engine.core.weights.checkpoints.gguf_config import config_of
 from jitney.engine.core.weights.checkpoints.hf_config import read_hf_config
-from jitney.engine.core.weights.checkpoints.model_config import EncoderConfig, ModelConfig
+from jitney.engine.core.weights.checkpoints.model_config import (
+    EncoderConfig,
+    ModelConfig,
+    RopeConfig,
+)
 from jitney.engine.core.weights.checkpoints.pooling_config import (
     folder_dimensions,
     folder_pooling,
@@ -50,7 +54,7 @@ _DEFAULT_CONFIG = ModelConfig(
     intermediate_size=1536,
     windows=(0,) * 30,
     context_length=8192,
-    rope_theta=100000.0,
+    ropes=(RopeConfig(100000.0),),
     rms_eps=9.999999747378752e-06,  # 1e-5 in float32
     tie_embeddings=True,
     bos_id=1,

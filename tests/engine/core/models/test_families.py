@@ -180,7 +180,7 @@ def test_published_gemmas_have_their_number_of_weights(size: str):
     assert config.windows[:6] == (512,) * 5 + (0,)
     assert config.window == 0  # some layer sees all, so pages behind the windows stay
     assert config.attention_scale == 1 / 16 and config.tie_embeddings
-    assert (config.rope_theta, config.local_rope_theta) == (1e6, 1e4)
+    assert [config.ropes[layer].theta for layer in (0, 5)] == [1e4, 1e6]
 
 
 OLMO2 = {
