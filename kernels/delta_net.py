@@ -90,6 +90,10 @@ class DeltaSequences(NamedTuple):
         """Rows of each."""
         return jnp.diff(self.ends)
 
+    def lengths(self, before: jax.Array) -> jax.Array:
+        """`DeltaState.lengths` behind the step."""
+        return before.at[self.seats].set(self.starts + self.counts, mode="drop")
+
     def owners(self, n_rows: int) -> jax.Array:
         """The sequence of each row, int32 [T]; of padding some sequence."""
         found = jnp.searchsorted(self.ends[1:], jnp.arange(n_rows), side="right")
@@ -163,9 +167,7 @@ def delta_net(
     read, memory = recur(rows, state.memory, sequences, meta.counts[2])
     read *= jax.lax.rsqrt(jnp.mean(read * read, axis=-1, keepdims=True) + eps) * weights.norm
     o = read.reshape(x.shape[0], -1) * jax.nn.silu(gates)
-    after = sequences.starts + sequences.counts
-    lengths = state.lengths.at[sequences.seats].set(after, mode="drop")
-    return o.astype(x.dtype), DeltaState(taps, memory, lengths)
+    return o.astype(x.dtype), DeltaState(taps, memory, sequences.lengths(state.lengths))
 
 
 def _convolved(

@@ -93,7 +93,7 @@ def _native() -> KernelSet:
     """
     if jax.default_backend() != "cpu":
         raise KernelError(f"kernels native are for CPUs; jax runs on {jax.default_backend()}")
-    from jitney.kernels.cpu import attention, library, norms, products
+    from jitney.kernels.cpu import attention, delta_net, library, norms, products
 
     try:
         serving = library.load()
@@ -108,6 +108,7 @@ def _native() -> KernelSet:
         rotate_and_write=attention.rotate_and_write,
         rms_norm=norms.rms_norm,
         norm_sum=norms.norm_sum,
+        delta_net=delta_net.delta_net,
         pack=products.pack,
         int8=products.INT8,
         takes_one_of=True,

@@ -4,7 +4,7 @@ them.
 Run where PyTorch and transformers are installed (PyTorch is not a dependency of Jitney): `python
 tests/support/make_reference_logits.py NAME ...` makes the cases of these names anew and keeps the
 others; without names it makes all. Written with torch 2.13.0 and transformers 5.23.0 (mixtures of
-experts: 5.19.0; OLMo 2 and qwen3_moe_window: 5.24.0). The weights are not stored: both sides draw
+experts: 5.19.0; OLMo 2, qwen3_moe_window and Qwen3.5: 5.24.0). The weights are not stored: both sides draw
 them with `random_tensor`.
 """
 
@@ -34,7 +34,17 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": [2, 3],
 }
-#: Name -> (transformers' prefix, settings beside SIZES).
+#: Four layers, of which the last one attends.
+QWEN3_5 = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "linear_num_value_heads": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+}
+#: Name -> (transformers' prefix, settings beside SIZES, and those of SIZES that it goes without).
 CASES = {
     "llama2": (
         "Llama",
@@ -158,15 +168,30 @@ CASES = {
     ),
     "olmo2": ("Olmo2", {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}),
     "olmo2_biases": ("Olmo2", {"num_key_value_heads": 4, "attention_bias": True}),
+    "qwen3_5": ("Qwen3_5Text", {**QWEN3_5, "linear_num_key_heads": 2}),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeText",
+        {
+            **QWEN3_5,
+            "without": ("intermediate_size",),
+            "linear_num_key_heads": 1,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+        },
+    ),
 }
 #: Prefix of a configuration's class -> that of its model's, where they differ.
-MODELS = {"Gemma3Text": "Gemma3"}
+MODELS = {"Gemma3Text": "Gemma3", "Qwen3_5Text": "Qwen3_5", "Qwen3_5MoeText": "Qwen3_5Moe"}
 #: Cases with greedy continuations, and of how many tokens: past every window of 8.
-GREEDY = {"gemma2": 16, "gemma3": 16, "olmo2": 16}
+GREEDY = {"gemma2": 16, "gemma3": 16, "olmo2": 16, "qwen3_5": 20, "qwen3_5_moe": 20}
 #: Spread of the embeddings of some: Gemma scales them up, and would repeat a token for ever.
 SPREADS = {"gemma2": 0.2, "gemma3": 0.15}
 #: Lengths of the prompts that are continued.
 GREEDY_PROMPTS = [5, 20, 48]
+#: The same of some: past the chunks of 64 tokens in which transformers computes delta nets.
+LONG_PROMPTS = {"qwen3_5": [1, 20, 200], "qwen3_5_moe": [1, 20, 200]}
 
 
 def random_tensor(name: str, shape: tuple[int, ...], spread: float = 1.0) -> np.ndarray:
@@ -176,6 +201,8 @@ def random_tensor(name: str, shape: tuple[int, ...], spread: float = 1.0) -> np.
         drawn = 1.0 + 0.2 * drawn
     elif name.endswith(".bias"):
         drawn = 0.3 * drawn
+    elif name.endswith(".A_log"):  # a memory of some tokens, or of some hundred
+        drawn = 1.5 * drawn - 3.0
     elif "embed" in name:
         drawn = spread * drawn
     else:
@@ -183,26 +210,31 @@ def random_tensor(name: str, shape: tuple[int, ...], spread: float = 1.0) -> np.
     return drawn.astype(np.float32)
 
 
-def prompt() -> np.ndarray:
-    """48 token ids."""
-    return np.random.default_rng(7).integers(4, SIZES["vocab_size"], 48)
+def prompt(length: int = 48) -> np.ndarray:
+    """Token ids; shorter prompts begin longer ones."""
+    return np.random.default_rng(7).integers(4, SIZES["vocab_size"], length)
 
 
-def greedy(model, count: int) -> dict[str, list[int]]:
-    """Greedy continuations of the first tokens of the prompt, each token from a whole forward."""
+def greedy(model, name: str) -> dict[str, dict]:
+    """Greedy continuations of prompts by their length, each token from a whole forward, and the
+    tokens' log-probabilities.
+    """
     import torch
 
-    outputs = {}
-    for length in GREEDY_PROMPTS:
-        tokens = prompt()[:length].tolist()
-        for _ in range(count):
+    outputs, logprobs = {}, {}
+    for length in LONG_PROMPTS.get(name, GREEDY_PROMPTS):
+        tokens = prompt(length).tolist()
+        chosen = []
+        for _ in range(GREEDY[name]):
             with torch.no_grad():
                 logits = model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
             best, second = torch.topk(logits, 2).values.tolist()
             assert best - second > 1e-3, f"a tie at {len(tokens)}: {best} {second}"
             tokens.append(int(logits.argmax()))
+            chosen.append(round(float(torch.log_softmax(logits, -1).max()), 5))
         outputs[str(length)] = tokens[length:]
-    return outputs
+        logprobs[str(length)] = chosen
+    return {"greedy": outputs, "logprobs": logprobs}
 
 
 def reference(name: str, prefix: str, settings: dict) -> dict:
@@ -210,9 +242,9 @@ def reference(name: str, prefix: str, settings: dict) -> dict:
     import torch
     import transformers
 
-    config = getattr(transformers, f"{prefix}Config")(
-        **SIZES | settings, attn_implementation="eager"
-    )
+    left_out = ("without", *settings.get("without", ()))
+    wanted = {key: value for key, value in (SIZES | settings).items() if key not in left_out}
+    config = getattr(transformers, f"{prefix}Config")(**wanted, attn_implementation="eager")
     architecture = f"{MODELS.get(prefix, prefix)}ForCausalLM"
     model = getattr(transformers, architecture)(config).eval()
     spread = SPREADS.get(name, 1.0)
@@ -239,7 +271,7 @@ def reference(name: str, prefix: str, settings: dict) -> dict:
     if spread != 1.0:
         case["embed_spread"] = spread
     if name in GREEDY:
-        case["greedy"] = greedy(model, GREEDY[name])
+        case |= greedy(model, name)
     return case
 
 
