@@ -13,7 +13,7 @@ heads, then values: 2 G D + H V), W its taps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -29,12 +29,20 @@ NORM_EPS = 1e-6
 class DeltaState(NamedTuple):
     """What a layer keeps of each seat, in place of pages; a pytree of arrays."""
 
+    #: Of the arrays.
+    dtypes = ("float32", "float32", "int32")
+
     #: float32 [M, W, C]: the last inputs of the convolution, oldest first.
     taps: jax.Array
     #: float32 [M, H, D, V].
     memory: jax.Array
     #: int32 [M]: tokens that are in both.
     lengths: jax.Array
+
+    @classmethod
+    def empty(cls, shapes: Iterable[tuple[int, ...]]) -> DeltaState:
+        """Of seats nobody sits in."""
+        return cls(*map(jnp.zeros, shapes, cls.dtypes))
 
 
 class DeltaWeights(NamedTuple):

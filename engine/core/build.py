@@ -570,6 +570,7 @@ def _make_runner(setup: _Setup, model: Model, kernels: KernelSet) -> Runner:
         setup.sizes(),
         setup.own_devices,
         page_bytes=setup.sizes().pool_bytes(setup.local, kernels),
+        seat_bytes=setup.settings.max_seats * setup.local.seat_bytes,
         temp_bytes=likely_temp_bytes(setup.local, buckets),
         make=make,
         hosts=setup.hosts,
@@ -827,15 +828,17 @@ def _sized_runner(
     temp_bytes: int,
     make: Callable[[int], Runner],
     hosts: Hosts | None = None,
+    seat_bytes: int = 0,
 ) -> Runner:
     """A runner with as many KV pages as are configured, or as the free memory holds; logs what that
     is.
 
     devices: of this host. page_bytes: of a page of all layers, on one device. temp_bytes: what the
     temporaries of the largest step should take. make: from a number of pages to a runner. hosts:
-    the others, whose pools are as large.
+    the others, whose pools are as large. seat_bytes: what recurrent layers keep of all seats, on one
+    device.
     """
-    room = PoolRoom(settings, sizes, devices, page_bytes, hosts)
+    room = PoolRoom(settings, sizes, devices, page_bytes, seat_bytes, hosts)
     runner = make(room.pages(temp_bytes))
     if not (room.on_cpu or settings.pages or settings.memory_gib):
         # A step's temporaries are known once it is compiled, and it is compiled for one size of
@@ -844,6 +847,13 @@ def _sized_runner(
         if not _ENOUGH * fit <= runner.n_pages <= fit:
             runner = make(fit)
     _log_pool(runner.n_pages, sizes, page_bytes, len(devices))
+    if seat_bytes:
+        _log.info(
+            "recurrent layers keep %.2f GiB on each device, %.3g MiB a seat; there is no prefix "
+            "cache with them",
+            seat_bytes / GIB,
+            seat_bytes / sizes.seats / (1 << 20),
+        )
     return runner
 
 

@@ -38,7 +38,7 @@ from jitney.engine.core.models.sharding import DATA, TENSOR, WHOLE, engines_of, 
 from jitney.engine.core.scheduler.buckets import Bucket
 from jitney.engine.core.scheduler.plan import mask_words
 from jitney.engine.core.weights.checkpoints.files import Shape
-from jitney.engine.core.weights.checkpoints.model_config import DeltaNetConfig, ModelConfig
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.kernels.delta_net import DeltaState
 from jitney.kernels.interface import AttentionMeta, Kernels
 
@@ -170,27 +170,24 @@ class StateSizes:
         pages, page, rows, width = self.pool(config, kernels)
         pool = (pages, page, rows * config.shards, width)
         small = jax.eval_shape(partial(SeatState.empty, self.seats, config.output_size))
-        kept: dict[int, Any] = dict.fromkeys(
-            config.pool_layers, _shape_on(mesh, pool, self.kv_dtype, _POOL)
-        )
-        if config.delta_net is not None:
-            state = self._delta_state(config.delta_net, mesh, config.shards)
-            kept |= dict.fromkeys(config.delta_net.layers, state)
+        kept: list[Any] = []
+        if config.encoder is None:
+            of_pool = _shape_on(mesh, pool, self.kv_dtype, _POOL)
+            kept = config.by_layer(of_pool, self._delta_state(config, mesh))
         return DeviceState(
-            kv=[kept[layer] for layer in sorted(kept)],
+            kv=kept,
             last_token=_shape_on(mesh, (self.seats,), jnp.int32, WHOLE),
             seats=jax.tree.map(lambda x: _shape_on(mesh, x.shape, x.dtype, WHOLE), small),
         )
 
-    def _delta_state(self, own: DeltaNetConfig, mesh: Mesh | None, shards: int) -> DeltaState:
-        """What a recurrent layer keeps, as shapes; own: one device's, of `shards`."""
-        taps = (self.seats, own.taps, shards * own.channels)
-        memory = (self.seats, shards * own.value_heads, own.key_dim, own.value_dim)
-        return DeltaState(
-            _shape_on(mesh, taps, jnp.float32, _TAPS),
-            _shape_on(mesh, memory, jnp.float32, _MEMORY),
-            _shape_on(mesh, (self.seats,), jnp.int32, WHOLE),
-        )
+    def _delta_state(self, config: ModelConfig, mesh: Mesh | None) -> Any:
+        """What a recurrent layer keeps, as shapes; None where there are none."""
+        if config.delta_net is None:
+            return None
+        shapes = config.delta_net.state_shapes(self.seats, config.shards)
+        specs = (_TAPS, _MEMORY, WHOLE)
+        placed = zip(shapes, DeltaState.dtypes, specs, strict=True)
+        return DeltaState(*[_shape_on(mesh, *one) for one in placed])
 
 
 def _shape_on(

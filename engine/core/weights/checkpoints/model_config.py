@@ -149,6 +149,14 @@ class DeltaNetConfig:
         """C."""
         return 2 * self.key_heads * self.key_dim + self.values
 
+    def state_shapes(self, seats: int, shards: int = 1) -> tuple[tuple[int, ...], ...]:
+        """Of the arrays that one layer keeps (`DeltaState`), over so many devices like this one."""
+        return (
+            (seats, self.taps, shards * self.channels),
+            (seats, shards * self.value_heads, self.key_dim, self.value_dim),
+            (seats,),
+        )
+
     @property
     def seat_bytes(self) -> int:
         """Bytes that one layer keeps of a seat."""
@@ -267,6 +275,11 @@ class ModelConfig:
             return ()
         recurrent = () if self.delta_net is None else self.delta_net.layers
         return tuple(layer for layer in range(self.n_layers) if layer not in recurrent)
+
+    def by_layer[T](self, pool: T, state: T) -> list[T]:
+        """What each layer keeps: a pool, or the state of a recurrent layer."""
+        pools = self.pool_layers
+        return [pool if layer in pools else state for layer in range(self.n_layers)]
 
     @property
     def n_pools(self) -> int:
