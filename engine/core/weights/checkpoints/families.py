@@ -461,6 +461,13 @@ FAMILIES: dict[str, Family] = {
         _tiny_encoder(EncoderConfig("classify", 1, 2)),
     ),
 }
+#: Class names in `architectures` of models that also see or hear; their text model is served.
+#: Each with the `model_type` of its text_config -> class name of the text model.
+WRAPPERS: dict[str, dict[str, str]] = {
+    "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Mistral3ForConditionalGeneration": {"mistral": "MistralForCausalLM"},
+    "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": "Qwen3ForCausalLM"},
+}
 
 
 def tiny_config(name: str = "llama") -> ModelConfig:
