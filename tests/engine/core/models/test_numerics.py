@@ -98,7 +98,8 @@ def write_folder(folder: Path, case: dict) -> Path:
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_transformers(name: str, tmp_path: Path):
     source = ModelSource.resolve(str(write_folder(tmp_path, CASES[name])))
-    model = load_model(source, source.config, jnp.float32)
+    context = CASES[name].get("context", source.config.context_length)
+    model = load_model(source, replace(source.config, context_length=context), jnp.float32)
     tokens = SCRIPT.prompt()
     logits = all_logits(model, tokens, len(tokens))
     np.testing.assert_allclose(logits[DATA["rows"]], CASES[name]["logits"], atol=1e-4, rtol=0)
