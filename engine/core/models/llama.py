@@ -1,5 +1,5 @@
-"""The Llama family (Llama, Mistral, Qwen2, Qwen3, SmolLM2): one module, told apart by its
-configuration.
+"""The Llama family (Llama, Mistral, Ministral, Qwen2, Qwen3, SmolLM, Seed-OSS): one module, told
+apart by its configuration.
 
 The module holds weights only. KV pages, batch and attention come in as arguments, so the same
 object serves every platform and every test. See `jitney.engine.core.models.protocol`.
@@ -41,6 +41,7 @@ class Block(nnx.Module):
         self.attention = self.attention_class(config, layer, dtype=dtype, rngs=rngs)
         self.mlp_norm: RMSNorm | NoNorm = RMSNorm.of(config.hidden_size, config, dtype)
         self.mlp = self.mlp_class(config, dtype=dtype, rngs=rngs)
+        self.residual_factor = config.residual_factor
 
     def __call__(
         self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace as replaced
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,7 @@ from jitney.engine.lab.device.loop import make_traffic, random_requests
 from jitney.engine.lab.device.rows import PartJob, Row, Task, Tasks
 from jitney.engine.lab.device.steps import RandomModel
 from jitney.kernels.attention_cases import CASES, AttentionCase
+from jitney.kernels.delta_net import DeltaState
 from jitney.kernels.expert_cases import CASES as EXPERTS
 from jitney.kernels.expert_cases import ExpertCase
 from jitney.kernels.interface import AttentionMeta, KernelSet

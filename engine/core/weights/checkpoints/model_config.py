@@ -214,6 +214,8 @@ class ModelConfig:
     ropes: tuple[RopeConfig | None, ...] = (RopeConfig(),)
     #: Added to the mean square in every norm, of an encoder's to the variance.
     rms_eps: float = 1e-6
+    #: Norms take the mean away.
+    centred_norms: bool = False
     #: The weights of the norms stay in float32, whatever the dtype of the others.
     float32_norms: bool = False
     #: The embedding serves as the output head.
@@ -242,6 +244,10 @@ class ModelConfig:
     #: Scores and logits are bent to stay within these, cap * tanh(x / cap); 0: they are not.
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
+    #: Factors of the embeddings, of what attention and MLP add to a row, and of logits.
+    embed_factor: float = 1.0
+    residual_factor: float = 1.0
+    logit_factor: float = 1.0
     #: Token that begins a text; None: none does.
     bos_id: int | None = None
     #: Every token that ends a generation, from all files that name one.

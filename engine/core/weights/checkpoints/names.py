@@ -195,11 +195,41 @@ class Dialect:
 
 #: Beginnings of names in the saved base model of a family, whose names lack the prefix `model.`.
 _BASE_NAMES = ("embed_tokens.", "layers.", "norm.")
+#: Beginnings of names of the text model in models that also see or hear, and what they are alone.
+_WRAPPED_NAMES = {
+    "language_model.lm_head.": "lm_head.",
+    "language_model.model.": "model.",
+    "model.language_model.": "model.",
+    "language_model.": "model.",
+}
+#: Beginnings of names of what these models see and hear with, without a prefix `model.`.
+_TOWERS = (
+    "audio_tower.",
+    "embed_audio.",
+    "embed_vision.",
+    "multi_modal_projector.",
+    "vision_adapter.",
+    "vision_projection.",
+    "vision_tower.",
+    "visual.",
+)
 
 
 def long_name(name: str) -> str:
-    """The name of a tensor or module in the model with its head, also if a base model was saved."""
-    return f"model.{name}" if name.startswith(_BASE_NAMES) else name
+    """The name of a tensor or module in the text model with its head, also if a base model was
+    saved, or a model that also sees or hears.
+    """
+    if name.startswith(_BASE_NAMES):
+        return f"model.{name}"
+    for prefix, alone in _WRAPPED_NAMES.items():
+        if name.startswith(prefix):
+            return alone + name.removeprefix(prefix)
+    return name
+
+
+def is_of_tower(name: str) -> bool:
+    """Whether a tensor is of what a model sees or hears with, of which nothing is read."""
+    return name.removeprefix("model.").startswith(_TOWERS)
 
 
 HF = Dialect(

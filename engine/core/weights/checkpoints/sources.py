@@ -191,18 +191,19 @@ def _is_repository(model: str) -> bool:
 
 
 def _hf_source(folder: Path, name: str) -> ModelSource:
-    config = read_hf_config(
-        read_json(folder, "config.json"),
-        read_json(folder, "generation_config.json", missing_ok=True),
-    )
+    values = read_json(folder, "config.json")
+    generation = read_json(folder, "generation_config.json", missing_ok=True)
+    config = read_hf_config(values, generation)
     if config.encoder is not None:
         encoder = _encoder_of(folder, config.encoder)
         return ModelSource("hf", str(folder), name, replace(config, encoder=encoder))
     if not config.tie_embeddings and lacks_head(folder):
-        _log.warning(
-            "%s holds no output head: its vectors are right, text that it generates means nothing",
-            name,
-        )
+        if "text_config" not in values:
+            _log.warning(
+                "%s holds no output head: its vectors are right, text that it generates means "
+                "nothing",
+                name,
+            )
         config = replace(config, tie_embeddings=True)
     ends = [id for id in _folder_ends(folder, config) if 0 <= id < config.vocab_size]
     return ModelSource("hf", str(folder), name, config.with_ends(*ends))

@@ -164,6 +164,10 @@ def test_yarn_extends_the_context():
     [
         ({"architectures": ["MambaForCausalLM"]}, ["MambaForCausalLM", "Qwen3ForCausalLM"]),
         ({"architectures": None}, ["unknown architecture"]),
+        (
+            {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": BASE},
+            ["text_config", "model_type", "known: mistral"],
+        ),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
         ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
         ({"rope_scaling": {"type": "wavy", "factor": 2.0}}, ["wavy", "llama3"]),
