@@ -835,8 +835,8 @@ def _sized_runner(
 
     devices: of this host. page_bytes: of a page of all layers, on one device. temp_bytes: what the
     temporaries of the largest step should take. make: from a number of pages to a runner. hosts:
-    the others, whose pools are as large. seat_bytes: what recurrent layers keep of all seats, on one
-    device.
+    the others, whose pools are as large. seat_bytes: what recurrent layers keep of all seats, on
+    one device.
     """
     room = PoolRoom(settings, sizes, devices, page_bytes, seat_bytes, hosts)
     runner = make(room.pages(temp_bytes))

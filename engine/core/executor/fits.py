@@ -68,8 +68,8 @@ def _check_pool(config: Config, own: ModelConfig, context: int) -> None:
         name, pages = f"pages {engine.pages}", engine.pages
         enough = f"pages {engine.max_seats + 1}"
     elif engine.memory_gib:
-        name, pages = f"memory_gib {engine.memory_gib:g}", int((engine.memory_gib - kept_gib) * GIB / page_bytes)
-        pages = min(pages, whole)
+        name = f"memory_gib {engine.memory_gib:g}"
+        pages = min(int((engine.memory_gib - kept_gib) * GIB / page_bytes), whole)
         enough = f"memory_gib {(engine.max_seats + 1) * page_bytes / GIB + kept_gib:.3g}"
     else:
         return

@@ -47,8 +47,8 @@ class Block(nnx.Module):
         self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
     ) -> tuple[Array, Array, Array]:
         """x [T, E] and what the layer before adds to it, kv [N, page, 2K, D] (or what a recurrent
-        layer keeps) -> (x [T, E], what this layer adds to it, kv). x may be wider than what is added (`float32_residual` of a
-        kernel set), which is in the activations' dtype.
+        layer keeps) -> (x [T, E], what this layer adds to it, kv). x may be wider than what is
+        added (`float32_residual` of a kernel set), which is in the activations' dtype.
 
         A sum waits for the norm that reads it: one kernel may do both.
         """

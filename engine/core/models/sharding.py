@@ -78,8 +78,8 @@ TENSOR, DATA = _Axis("tensor"), _Axis("data")
 WHOLE = PartitionSpec()
 #: Weights of recurrent layers beside their matrices, of each head or channel.
 _OF_DELTA_NETS = ("rates", "taps", "log_decay", "rate_bias")
-#: Modules and weights whose outputs are split (their last axis is outputs), and whose inputs are (the axis
-#: before it, of a matrix).
+#: Modules and weights whose outputs are split (their last axis is outputs), and whose inputs are
+#: (the axis before it, of a matrix).
 _BY_OUTPUTS = ("qkv", "gate_up", "lm_head", "wide_q_norm", "wide_k_norm", *_OF_DELTA_NETS)
 _BY_INPUTS = ("o", "down")
 

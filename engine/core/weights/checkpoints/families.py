@@ -755,6 +755,8 @@ WRAPPERS: dict[str, dict[str, str]] = {
         "ministral3": "Ministral3ForCausalLM",
     },
     "Cohere2VisionForConditionalGeneration": {"cohere2": "Cohere2ForCausalLM"},
+    "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+    "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
     "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": "Qwen3ForCausalLM"},
 }
 

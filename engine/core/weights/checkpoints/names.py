@@ -202,11 +202,13 @@ _WRAPPED_NAMES = {
     "model.language_model.": "model.",
     "language_model.": "model.",
 }
-#: Beginnings of names of what these models see and hear with, without a prefix `model.`.
-_TOWERS = (
+#: Beginnings of names of what these models see and hear with, and of layers that predict several
+#: tokens (mtp), without a prefix `model.`.
+_UNREAD = (
     "audio_tower.",
     "embed_audio.",
     "embed_vision.",
+    "mtp.",
     "multi_modal_projector.",
     "vision_adapter.",
     "vision_projection.",
@@ -227,9 +229,9 @@ def long_name(name: str) -> str:
     return name
 
 
-def is_of_tower(name: str) -> bool:
-    """Whether a tensor is of what a model sees or hears with, of which nothing is read."""
-    return name.removeprefix("model.").startswith(_TOWERS)
+def is_unread(name: str) -> bool:
+    """Whether a tensor is of a part of the model that nothing is read of."""
+    return name.removeprefix("model.").startswith(_UNREAD)
 
 
 HF = Dialect(
@@ -332,8 +334,8 @@ def _attention_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iter
     else:
         queries = _Rows(prefix + names.q, heads * dim, heads, order)
         if config.attention_gate:  # each head's gate stands behind its query
-            both = (*(order or range(dim)), *range(dim, 2 * dim))
-            queries = _Rows(prefix + names.q, 2 * heads * dim, heads, both if order else ())
+            order_of_pairs = (*order, *range(dim, 2 * dim)) if order else ()
+            queries = _Rows(prefix + names.q, 2 * heads * dim, heads, order_of_pairs)
         qkv = [
             queries,
             _Rows(prefix + names.k, kv_heads * dim, kv_heads, order),
