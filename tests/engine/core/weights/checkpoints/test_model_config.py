@@ -301,7 +301,7 @@ def test_tiny_configs_exist_for_all(architecture: str):
     assert config.architecture == architecture and config.vocab_size == 512
     assert (config.qkv_bias, config.qk_norm, any(config.windows)) == (
         name == "qwen2" or config.encoder is not None,
-        name in ("qwen3", "qwen3_moe", "gemma3"),
+        name in ("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "gemma3"),
         name in ("mistral", "gemma2", "gemma3"),
     )
     assert (config.experts is not None) == (name in ("qwen3_moe", "mixtral"))
