@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jitney.kernels import definitions
 from jitney.kernels.delta_net import DeltaState, DeltaWeights
 from jitney.kernels.interface import AttentionMeta
 
@@ -110,35 +111,8 @@ def dirty_state(sizes: Sizes) -> DeltaState:
 
 
 def definition(sizes: Sizes, weights: DeltaWeights, text: Text) -> np.ndarray:
-    """One sequence, token by token and head by head, in float64: [L, H V]."""
-    taps, log_decay, bias, norm = (np.asarray(one, np.float64) for one in weights)
-    shared, keys = sizes.heads // sizes.key_heads, sizes.key_heads * sizes.dim
-    memory = np.zeros((sizes.heads, sizes.dim, sizes.width))
-    out = np.zeros((len(text.x), sizes.heads * sizes.width))
-    mixed = text.x[:, : sizes.channels].astype(np.float64)
-    for t in range(len(mixed)):
-        total = np.zeros(sizes.channels)
-        for lag in range(min(sizes.taps, t + 1)):
-            total += mixed[t - lag] * taps[-1 - lag]
-        total = total / (1 + np.exp(-total))
-        for head in range(sizes.heads):
-            at = head // shared * sizes.dim
-            q, k = total[at : at + sizes.dim], total[keys + at : keys + at + sizes.dim]
-            q = q / np.sqrt(q @ q + 1e-6) / np.sqrt(sizes.dim)
-            k = k / np.sqrt(k @ k + 1e-6)
-            own = slice(head * sizes.width, (head + 1) * sizes.width)
-            v = total[2 * keys :][own]
-            rate = text.rates[t].astype(np.float64)
-            beta = 1 / (1 + np.exp(-rate[head]))
-            speed = np.exp(log_decay[head])
-            decay = np.exp(-speed * np.log1p(np.exp(rate[sizes.heads + head] + bias[head])))
-            kept = decay * memory[head]
-            memory[head] = kept + np.outer(k, beta * (v - k @ kept))
-            read = q @ memory[head]
-            gate = text.x[t, sizes.channels :].astype(np.float64)[own]
-            normed = read / np.sqrt(np.mean(read * read) + EPS) * norm
-            out[t, own] = normed * gate / (1 + np.exp(-gate))
-    return out
+    """[L, H V] of one sequence."""
+    return definitions.delta_net(text.x, text.rates, weights, sizes.key_heads, sizes.dim, EPS)
 
 
 def run(
