@@ -59,8 +59,14 @@ def write_folder(folder: Path, case: dict) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kernels", ["auto", "reference"])
-@pytest.mark.parametrize("name", SCRIPT.GREEDY)
+#: Of these with the reference kernels, too.
+REFERENCE = ("gemma3", "olmo2", "phi3", "cohere2")
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [*((name, "auto") for name in SCRIPT.GREEDY), *((name, "reference") for name in REFERENCE)],
+)
 def test_a_family_writes_what_transformers_writes(name: str, kernels: str, tmp_path: Path):
     """Greedy tokens and their log-probabilities in float32: prompts in chunks of 16 rows, past
     windows of 8 over pages of 8, one by one and together.
@@ -81,10 +87,13 @@ def test_a_family_writes_what_transformers_writes(name: str, kernels: str, tmp_p
     llm.core.check()
 
 
-def test_sums_that_no_norm_reads_are_rounded_alike_in_every_bucket():
-    """OLMo 2's products read the sums themselves; those of int4 are XLA's, which may fuse both."""
+@pytest.mark.parametrize("family", ["olmo2", "granite", "cohere2"])
+def test_sums_that_no_norm_reads_are_rounded_alike_in_every_bucket(family: str):
+    """OLMo 2's products read the sums themselves, Granite's sums are multiplied, Cohere's norms
+    are XLA's; so are products of int4, and XLA may fuse both.
+    """
     settings: dict[str, Any] = SMALL | {"dtype": "bfloat16", "weights": "int4"}
-    llm = LLM("tiny-random:olmo2", **settings)
+    llm = LLM(f"tiny-random:{family}", **settings)
     prompts = [list(range(4, 4 + length)) for length in (3, 17, 40, 9)]
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=12, ignore_eos=True)
     together = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
