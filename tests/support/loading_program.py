@@ -185,7 +185,11 @@ class MadeUp:
 
     def whole(self, target: Target) -> np.ndarray:
         """As the model has it, before it is rounded."""
-        array = np.concatenate([self.arrays[piece.name] for piece in target.pieces])
+        parts = []
+        for piece in target.pieces:
+            order = self.orders.get(piece.name, slice(None))
+            parts.append(self.arrays[piece.name][order])
+        array = np.concatenate(parts)
         return array.T if target.transpose else array
 
     def whole_packed(self, target: Target) -> Packed:
