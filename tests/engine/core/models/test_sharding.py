@@ -44,7 +44,8 @@ from jitney.kernels import definitions
 
 #: Biases, a tied head, a tied head with biases and windows, norms of query and key heads, and norms
 #: over all of them, fused matrices with heads in another order, norms behind halves, factors,
-#: halves side by side, and recurrent layers; 4 query and 2 KV heads, so that two of four devices share a KV head.
+#: halves side by side, and recurrent layers; 4 query and 2 KV heads, so that two of four devices
+#: share a KV head.
 CASES = (
     ("llama2_biases", 4),
     ("llama3", 2),
