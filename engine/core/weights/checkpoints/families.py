@@ -221,7 +221,7 @@ def _qwen3_5(values: JsonObject) -> ModelConfig:
     )
 
 
-def _recurrent_layers(fields: Fields, kinds: object, layers: int) -> frozenset[int]:
+def _recurrent_layers(fields: Fields, kinds: Any, layers: int) -> frozenset[int]:
     """Which layers `layer_types` calls linear_attention."""
     known = ("full_attention", "linear_attention")
     if not isinstance(kinds, list) or len(kinds) != layers or any(k not in known for k in kinds):
