@@ -107,6 +107,42 @@ def save(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -
     return str(folder)
 
 
+def test_adapters_change_what_a_merged_checkpoint_has(tmp_path: Path):
+    """Of recurrent layers, of gated attention and of the feed-forward."""
+    case = DATA["cases"]["qwen3_5"]
+    tensors = {
+        name: SCRIPT.random_tensor(name, tuple(shape)) for name, shape in case["shapes"].items()
+    }
+    rng = np.random.default_rng(2)
+    halves, merged = {}, dict(tensors)
+    for name, matrix in tensors.items():
+        module = name.removesuffix(".weight")
+        if module.endswith(("_proj", "in_proj_qkv", "in_proj_z")):
+            a = rng.normal(0, 0.1, (4, matrix.shape[1])).astype(np.float32)
+            b = rng.normal(0, 0.1, (matrix.shape[0], 4)).astype(np.float32)
+            halves[f"base_model.model.{module}.lora_A.weight"] = a
+            halves[f"base_model.model.{module}.lora_B.weight"] = b
+            merged[name] = matrix + 2 * b @ a
+    assert len(halves) == 2 * (3 * 3 + 4 + 4 * 3)
+    (tmp_path / "adapter").mkdir()
+    save_file(halves, tmp_path / "adapter" / "adapter_model.safetensors")
+    told = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none"}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(told))
+    settings: dict[str, Any] = SMALL | {"dtype": "float32"}
+    plain = save(tmp_path / "plain", case["config"], tensors)
+    changed = save(tmp_path / "merged", case["config"], merged)
+    prompt = SCRIPT.prompt(20).tolist()
+    llm = LLM(plain, **settings, adapters=[f"one={tmp_path / 'adapter'}"])
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1)
+    (adapted,) = llm.generate([prompt], params, adapter="one")
+    (wanted,) = LLM(changed, **settings).generate([prompt], params)
+    one, other = adapted.outputs[0], wanted.outputs[0]
+    assert one.token_ids == other.token_ids
+    logprobs = [[entry.logprob for entry in output.logprobs or ()] for output in (one, other)]
+    np.testing.assert_allclose(*logprobs, atol=1e-4)
+    assert llm.generate([prompt], params)[0].outputs[0].token_ids != one.token_ids
+
+
 def in_one_tensor(tensors: dict[str, np.ndarray], base: str, *parts: str) -> np.ndarray:
     """[X, O, I] of all experts of a layer."""
     experts = []
