@@ -7,7 +7,6 @@ from .compositions.http_engines import HttpEngines as HttpEngines
 from .compositions.question import Question as Question
 from .compositions.question import Route as Route
 from .launchers.engine_process import ADMIN_KEYS as ADMIN_KEYS
-from .routing import KnownBeginnings as KnownBeginnings
-from .routing import LeastWait as LeastWait
-from .routing import Ring as Ring
-from .routing import by_turn as by_turn
+from .replica_set import ReplicaSet as ReplicaSet
+from .replicas import Replica as Replica
+from .routing import RouterName as RouterName

@@ -111,7 +111,7 @@ def _arm(parts: FleetParts, name: str, section: ReplicasSection, arm: str) -> Re
         metrics=parts.metrics,
         patience=parts.patience,
         repeat_streams=parts.config.fleet.repeat_streams,
-        engines=ReplicaSet(given),
+        engines=ReplicaSet(given, section.router, section.brake),
     )
     parts.watch.begin(model.replicas)
     if looked_for:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
@@ -16,11 +15,7 @@ from jitney.engine.fleet.forwarding import Exchange, Patience, ProxiedAnswer
 from jitney.engine.fleet.metrics import FleetMetrics
 from jitney.engine.fleet.replica_set import ReplicaSet
 from jitney.engine.fleet.replicas import Replica, Watch
-from jitney.engine.fleet.routing import KnownBeginnings, by_turn
 from jitney.engine.fleet.sections import ReplicasSection
-
-#: Share of a replica's seats that no brake keeps empty.
-_SPARE = 0.25
 
 
 class FleetModel(Protocol):
@@ -67,11 +62,7 @@ class ReplicatedModel:
     #: Whether requests get a seed.
     repeat_streams: bool = True
     #: Its engines, whether they answer now or not, and what is known of each.
-    engines: ReplicaSet = field(default_factory=lambda: ReplicaSet([]))
-    #: Requests that were given out in turn.
-    _turn: int = 0
-    #: By router = "prefix".
-    _known: KnownBeginnings = field(default_factory=KnownBeginnings)
+    engines: ReplicaSet = field(default_factory=ReplicaSet)
 
     @property
     def replicas(self) -> Sequence[Replica]:
@@ -88,7 +79,7 @@ class ReplicatedModel:
 
     @asynccontextmanager
     async def answer(self, asked: Asked) -> AsyncIterator[ProxiedAnswer]:
-        choosing = _Choosing(self, self._beginnings(asked))
+        choosing = _Choosing(self, self._prefixes(asked))
         exchange = Exchange(self.client, choosing, self._upstream(asked), self.patience)
         async with exchange.answer() as answer:
             yield answer
@@ -129,33 +120,22 @@ class ReplicatedModel:
                 self.engines.add(replica)
                 watch.begin([replica])
 
-    def order(self, asked: Asked, prompt: Sequence[bytes]) -> Iterator[Replica]:
-        """Those that are ready, in the order of the model's router; full ones by their own word
-        come last. prompt: its beginnings.
-        """
-        names = self._names(asked, prompt)
-        full: list[Replica] = []
-        for replica in map(self.engines.ready, names):
-            if replica is None or not replica.holds(asked.adapter):
-                continue
-            if replica.full_until > time.monotonic():
-                full.append(replica)
-            else:
-                yield replica
-        yield from full
-
-    def taken(self, prompt: Sequence[bytes], replica: Replica) -> None:
-        """This replica answers the prompt with these beginnings."""
-        if not prompt:
-            return
-        known = self._known.replica_of(prompt)
-        if known is not None:
-            choice = "known" if replica.name == known else "moved"
+    def order(self, asked: Asked, prefixes: Sequence[bytes]) -> Iterator[Replica]:
+        """Ready replicas that may answer a request, the best first; full ones last."""
+        if asked.keeper:
+            keeper = self.engines.ready(asked.keeper)
+            candidates = iter((keeper,) if keeper else ())
+        elif asked.background:
+            candidates = self.engines.by_free_seats()
         else:
-            owner = next(self.engines.ring.walk(prompt[0]))
-            choice = "hashed" if replica.name == owner else "spread"
-        self.metrics.choices.labels(self.name, choice).inc()
-        self._known.given(prompt, replica.name)
+            candidates = self.engines.order(prefixes)
+        return (replica for replica in candidates if replica.holds(asked.adapter))
+
+    def taken(self, prefixes: Sequence[bytes], replica: Replica) -> None:
+        """A replica answers the prompt with these prefixes."""
+        choice = self.engines.sent(prefixes, replica.name)
+        if choice is not None:
+            self.metrics.choices.labels(self.name, choice).inc()
 
     def attempted(self, replica: Replica, outcome: str) -> None:
         """See `forwarding._Choosing`."""
@@ -165,39 +145,11 @@ class ReplicatedModel:
         elif outcome == "died":
             replica.lost += 1
 
-    def _beginnings(self, asked: Asked) -> list[bytes]:
-        """Of a prompt; none where there is nothing to choose by them."""
+    def _prefixes(self, asked: Asked) -> list[bytes]:
+        """The prefixes of a prompt; none where the router does not read them."""
         if self.section.router != "prefix" or asked.keeper or asked.background:
             return []
         return asked.beginnings(self.section.prefix_chars)
-
-    def _names(self, asked: Asked, prompt: Sequence[bytes]) -> Iterator[str]:
-        if asked.keeper:
-            return iter((asked.keeper,))
-        if asked.background:  # whatever the router: it goes where seats are left
-            return self.engines.rooms.order()
-        return self._routed(prompt)
-
-    def _routed(self, prompt: Sequence[bytes]) -> Iterator[str]:
-        match self.section.router:
-            case "prefix":
-                return self._by_prefix(prompt)
-            case "least-wait":
-                return self.engines.waits.order()
-            case "round-robin":
-                self._turn += 1
-                return by_turn(self.engines.names, self._turn)
-
-    def _by_prefix(self, prompt: Sequence[bytes]) -> Iterator[str]:
-        return self.engines.ring.order(
-            prompt[0],
-            self.engines.loads,
-            total=self.engines.total,
-            brake=self.section.brake,
-            spare=_SPARE * self.engines.least_seats,
-            known=self._known.replica_of(prompt),
-            seats=self.engines.least_seats,
-        )
 
     def _upstream(self, asked: Asked) -> Asked:
         """The request as its engines get it."""
@@ -210,16 +162,16 @@ class ReplicatedModel:
 
 @dataclass(frozen=True, slots=True)
 class _Choosing:
-    """Where one request may go; see `forwarding._Choosing`. prompt: its beginnings."""
+    """See `forwarding._Choosing`. prefixes: of the request's prompt."""
 
     model: ReplicatedModel
-    prompt: Sequence[bytes]
+    prefixes: Sequence[bytes]
 
     def order(self, asked: Asked) -> Iterator[Replica]:
-        return self.model.order(asked, self.prompt)
+        return self.model.order(asked, self.prefixes)
 
     def taken(self, replica: Replica) -> None:
-        self.model.taken(self.prompt, replica)
+        self.model.taken(self.prefixes, replica)
 
     def attempted(self, replica: Replica, outcome: str) -> None:
         self.model.attempted(replica, outcome)

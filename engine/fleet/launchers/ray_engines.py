@@ -344,8 +344,7 @@ class EngineActor:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What Serve's policy is told."""
-        now = time.monotonic()
-        waits = [replica.predicted_wait(now) for replica in self._replicas]
+        waits = [replica.predicted_wait for replica in self._replicas]
         loads = [replica.load for replica in self._replicas]
         seats = [replica.seats for replica in self._replicas]
         load = EngineLoad(min(waits, default=0.0), sum(loads), float(max(1, sum(seats))))

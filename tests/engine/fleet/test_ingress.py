@@ -227,7 +227,7 @@ def test_a_conversation_that_the_brake_moved_stays_where_its_pages_are(tmp_path:
         with served.http() as http:
             home = http.post("/v1/chat/completions", json=CHAT).headers["x-jitney-replica"]
             busy = served.replicas()[home]
-            before = model._known.replica_of  # type: ignore[attr-defined]
+            before = model.engines._prefixes.replica_of  # type: ignore[attr-defined]
             assert before(beginnings_of(messages)) == home
             messages = [{"role": "user", "content": "Another one"}]
             while next(model.engines.ring.walk(beginnings_of(messages)[0])) != home:  # type: ignore[attr-defined]
