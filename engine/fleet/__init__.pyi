@@ -3,10 +3,11 @@ from .compositions.answering import Answering as Answering
 from .compositions.answering import ModelAnswer as ModelAnswer
 from .compositions.cascade import Cascade as Cascade
 from .compositions.cascade import Measure as Measure
-from .compositions.http_engines import HttpEngines as HttpEngines
-from .compositions.question import Question as Question
-from .compositions.question import Route as Route
+from .compositions.engines import EngineAddress as EngineAddress
+from .compositions.engines import engines_at as engines_at
 from .launchers.engine_process import ADMIN_KEYS as ADMIN_KEYS
 from .replica_set import ReplicaSet as ReplicaSet
 from .replicas import Replica as Replica
+from .request import ProxiedRequest as ProxiedRequest
+from .request import Route as Route
 from .routing import RouterName as RouterName

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import httpx
 
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.fleet.asked import Asked
-from jitney.engine.fleet.forwarding import Exchange, Patience, ProxiedAnswer
+from jitney.engine.fleet.forwarding import Exchange, ProxiedAnswer, RetryPolicy
 from jitney.engine.fleet.metrics import FleetMetrics
+from jitney.engine.fleet.prompt_prefixes import prompt_prefixes
 from jitney.engine.fleet.replica_set import ReplicaSet
 from jitney.engine.fleet.replicas import Replica, Watch
+from jitney.engine.fleet.request import ProxiedRequest
 from jitney.engine.fleet.sections import ReplicasSection
 
 
@@ -35,13 +36,13 @@ class FleetModel(Protocol):
         """What /v1/models says of it beside its name."""
         ...
 
-    def answer(self, asked: Asked) -> AbstractAsyncContextManager[ProxiedAnswer]:
+    def answer(self, request: ProxiedRequest) -> AbstractAsyncContextManager[ProxiedAnswer]:
         """Answer a request; what it gives is read inside of the context, and leaving that ends all
         that is open. Raises RequestError or HttpError.
         """
         ...
 
-    async def keeper_of(self, asked: Asked, path: str) -> Replica | None:
+    async def keeper_of(self, request: ProxiedRequest, path: str) -> Replica | None:
         """The engine of its own that has something at this path for who sent the request."""
         ...
 
@@ -58,7 +59,7 @@ class ReplicatedModel:
     client: httpx.AsyncClient
     metrics: FleetMetrics
     #: How often, and how long, an engine is tried for one request.
-    patience: Patience = field(default_factory=Patience)
+    retries: RetryPolicy = field(default_factory=RetryPolicy)
     #: Whether requests get a seed.
     repeat_streams: bool = True
     #: Its engines, whether they answer now or not, and what is known of each.
@@ -78,19 +79,18 @@ class ReplicatedModel:
         return {"max_model_len": min(lengths, default=None), "kind": "replicas"}
 
     @asynccontextmanager
-    async def answer(self, asked: Asked) -> AsyncIterator[ProxiedAnswer]:
-        choosing = _Choosing(self, self._prefixes(asked))
-        exchange = Exchange(self.client, choosing, self._upstream(asked), self.patience)
+    async def answer(self, request: ProxiedRequest) -> AsyncIterator[ProxiedAnswer]:
+        exchange = Exchange(self.client, self, self._upstream(request), self.retries)
         async with exchange.answer() as answer:
             yield answer
 
-    async def keeper_of(self, asked: Asked, path: str) -> Replica | None:
+    async def keeper_of(self, request: ProxiedRequest, path: str) -> Replica | None:
         """See `FleetModel`."""
         for replica in map(self.engines.ready, self.engines.names):
             if replica is None:  # it went away while another one was asked
                 continue
             try:
-                headers = asked.headers_for(replica.key)
+                headers = request.headers_for(replica.key)
                 found = await self.client.get(replica.url + path, headers=headers)
             except httpx.TransportError:
                 continue
@@ -120,58 +120,38 @@ class ReplicatedModel:
                 self.engines.add(replica)
                 watch.begin([replica])
 
-    def order(self, asked: Asked, prefixes: Sequence[bytes]) -> Iterator[Replica]:
+    def order(self, request: ProxiedRequest) -> Iterator[Replica]:
         """Ready replicas that may answer a request, the best first; full ones last."""
-        if asked.keeper:
-            keeper = self.engines.ready(asked.keeper)
+        if request.keeper:
+            keeper = self.engines.ready(request.keeper)
             candidates = iter((keeper,) if keeper else ())
-        elif asked.background:
+        elif request.background:
             candidates = self.engines.by_free_seats()
         else:
-            candidates = self.engines.order(prefixes)
-        return (replica for replica in candidates if replica.holds(asked.adapter))
+            candidates = self.engines.order(request.prefixes)
+        return (replica for replica in candidates if replica.holds(request.adapter))
 
-    def taken(self, prefixes: Sequence[bytes], replica: Replica) -> None:
-        """A replica answers the prompt with these prefixes."""
-        choice = self.engines.sent(prefixes, replica.name)
+    def taken(self, request: ProxiedRequest, replica: Replica) -> None:
+        """See `forwarding._Candidates`."""
+        choice = self.engines.sent(request.prefixes, replica.name)
         if choice is not None:
             self.metrics.choices.labels(self.name, choice).inc()
 
     def attempted(self, replica: Replica, outcome: str) -> None:
-        """See `forwarding._Choosing`."""
+        """See `forwarding._Candidates`."""
         self.metrics.attempts.labels(self.name, replica.name, outcome).inc()
         if outcome == "answered":
             replica.answered += 1
         elif outcome == "died":
             replica.lost += 1
 
-    def _prefixes(self, asked: Asked) -> list[bytes]:
-        """The prefixes of a prompt; none where the router does not read them."""
-        if self.section.router != "prefix" or asked.keeper or asked.background:
-            return []
-        return asked.beginnings(self.section.prefix_chars)
-
-    def _upstream(self, asked: Asked) -> Asked:
+    def _upstream(self, request: ProxiedRequest) -> ProxiedRequest:
         """The request as its engines get it."""
+        if self.section.router == "prefix" and not request.keeper and not request.background:
+            prefixes = prompt_prefixes(request, self.section.prefix_chars)
+            request = replace(request, prefixes=prefixes)
         if self.repeat_streams:
-            asked = asked.seeded()
-        if self.section.upstream_model and asked.fields and not asked.adapter:
-            asked = asked.with_fields(model=self.section.upstream_model)
-        return asked
-
-
-@dataclass(frozen=True, slots=True)
-class _Choosing:
-    """See `forwarding._Choosing`. prefixes: of the request's prompt."""
-
-    model: ReplicatedModel
-    prefixes: Sequence[bytes]
-
-    def order(self, asked: Asked) -> Iterator[Replica]:
-        return self.model.order(asked, self.prefixes)
-
-    def taken(self, replica: Replica) -> None:
-        self.model.taken(self.prefixes, replica)
-
-    def attempted(self, replica: Replica, outcome: str) -> None:
-        self.model.attempted(replica, outcome)
+            request = request.seeded()
+        if self.section.upstream_model and request.fields and not request.adapter:
+            request = request.with_fields(model=self.section.upstream_model)
+        return request
