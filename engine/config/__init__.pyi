@@ -20,8 +20,6 @@ from .flags import FlagGroup as FlagGroup
 from .flags import progress_reporter as progress_reporter
 from .flags import say as say
 from .kept_sizes import KeptSizes as KeptSizes
-from .kept_sizes import KeptTimes as KeptTimes
-from .kept_sizes import Value as Value
 from .key_file import read_key_file as read_key_file
 from .key_file import read_keys as read_keys
 from .layers import NOTHING as NOTHING

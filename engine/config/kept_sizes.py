@@ -1,5 +1,4 @@
-"""Sizes that a machine's own steps asked for, and how long those took, kept in the cache folder
-between starts. Jax-free.
+"""Sizes chosen by timing this machine's steps, kept in the cache folder between starts. Jax-free.
 
 Sizes are a layer between the defaults and what a file, the environment or a flag says.
 """
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import msgspec
 
-from jitney.engine.common.requests import JsonDict
 from jitney.engine.config.cache_folder import keep, kept_file
 from jitney.engine.config.layers import Layered, settings
 from jitney.engine.config.presets import SIZES, runs_on_device
@@ -67,7 +65,7 @@ class KeptSizes(msgspec.Struct, frozen=True):
         read. machine: its processor, and what of it may be used.
         """
         with contextlib.suppress(OSError, msgspec.MsgspecError):
-            kept = msgspec.json.decode(_path(config, machine).read_bytes(), type=cls)
+            kept = msgspec.json.decode(cls.file(config, machine).read_bytes(), type=cls)
             if set(kept.values) <= _MEASURED:
                 return kept
         return None
@@ -103,43 +101,18 @@ class KeptSizes(msgspec.Struct, frozen=True):
 
     def keep(self, config: Config, machine: str) -> str:
         """Keep them for the next start. Returns why they cannot be kept, or an empty text."""
-        return keep(self, _path(config, machine))
-
-
-class KeptTimes(msgspec.Struct):
-    """How long steps took here, each kept as soon as it was timed."""
-
-    #: Seconds of a step, by what ran it and its size.
-    steps: dict[str, float] = {}
-    #: What was timed of an engine with some sizes, once that was complete, by those sizes.
-    engines: dict[str, JsonDict] = {}
-    #: Seconds that timing has taken so far, over all starts.
-    spent_s: float = 0.0
-
-    @classmethod
-    def read(cls, config: Config, machine: str) -> KeptTimes:
-        """What was kept, as `KeptSizes.read`; nothing if that cannot be read."""
-        with contextlib.suppress(OSError, msgspec.MsgspecError):
-            return msgspec.json.decode(cls._file(config, machine).read_bytes(), type=cls)
-        return cls()
-
-    def keep(self, config: Config, machine: str) -> str:
-        """See `KeptSizes.keep`."""
-        return keep(self, self._file(config, machine))
+        return keep(self, self.file(config, machine))
 
     @staticmethod
-    def _file(config: Config, machine: str) -> Path:
-        return _path(config, machine).with_suffix(".times.json")
+    def file(config: Config, machine: str) -> Path:
+        """The file of the sizes for these settings on this machine."""
+        return kept_file("sizes", _facts(config, machine))
 
 
 def _text(value: Value) -> str:
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     return str(value)
-
-
-def _path(config: Config, machine: str) -> Path:
-    return kept_file("sizes", _facts(config, machine))
 
 
 def _facts(config: Config, machine: str) -> Mapping[str, object]:

@@ -10,4 +10,5 @@ from .replica_set import ReplicaSet as ReplicaSet
 from .replicas import Replica as Replica
 from .request import ProxiedRequest as ProxiedRequest
 from .request import Route as Route
+from .resume import events as events
 from .routing import RouterName as RouterName

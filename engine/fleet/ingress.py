@@ -20,13 +20,8 @@ from jitney.engine.fleet.request import ProxiedRequest
 from jitney.engine.fleet.request import Route as ModelRoute
 from jitney.engine.fleet.rollout.rollout_routes import ROLLOUT_ROUTES
 from jitney.engine.server import (
-    FRONT_ROUTES,
-    MODEL_ROUTES,
-    OLLAMA_LISTS,
-    PROBE_ROUTES,
-    RELOAD_ROUTES,
     ROUTES,
-    TASK_ROUTES,
+    SHARED_ROUTES,
     ApiKeys,
     Context,
     Endpoint,
@@ -228,16 +223,13 @@ def _engine_routes() -> Iterator[HttpRoute]:
             yield replace(route, handler=_to_keeper)
 
 
-[_LIVEZ] = [route for route in PROBE_ROUTES if route.path == "/livez"]
+[_LIVEZ] = [route for route in SHARED_ROUTES if route.path == "/livez"]
 _PASSED_ROUTES = tuple(_engine_routes())
 _FLEET_ROUTES = (
     *_PASSED_ROUTES,
-    *MODEL_ROUTES,
-    *OLLAMA_LISTS,
-    *PROBE_ROUTES,
+    *SHARED_ROUTES,
     replace(_LIVEZ, path="/healthz", summary="the same as /livez"),
     HttpRoute("/version", _GET, _show_version, "the version", answer=Version),
-    *FRONT_ROUTES,
     HttpRoute(
         "/fleet/replicas",
         _GET,
@@ -246,8 +238,6 @@ _FLEET_ROUTES = (
         role=Role.ADMIN,
         answer=ReplicaList,
     ),
-    *TASK_ROUTES,
-    *RELOAD_ROUTES,
     *ROLLOUT_ROUTES,
 )
 _PASSED_PATHS = frozenset(route.path for route in _PASSED_ROUTES)

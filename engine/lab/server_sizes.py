@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from jitney.engine.common.errors import ConfigError, JitneyError
 from jitney.engine.common.machine import processor_name
-from jitney.engine.config import KeptSizes, KeptTimes, Layered
+from jitney.engine.config import KeptSizes, Layered
 from jitney.engine.core import available_host_bytes, processors_here
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class ServerSizes:
         """
         # Of later starts none needs what measures.
         from jitney.engine.lab.bench.sizes import OtherPrograms, sizes_here
-        from jitney.engine.lab.bench.timing_behind import TimingBehind
+        from jitney.engine.lab.bench.timing_behind import KeptTimes, TimingBehind
 
         config, machine = self.layered.config, self.machine
         info = client.info

@@ -17,9 +17,10 @@ from jitney.engine.fleet.models import FleetModel, ReplicatedModel
 from jitney.engine.fleet.replica_set import ReplicaSet
 from jitney.engine.fleet.replicas import Replica
 from jitney.engine.fleet.request import ProxiedRequest, Route, texts_of
+from jitney.engine.fleet.resume import events
 from jitney.engine.fleet.sections import ReplicasSection
 from jitney.engine.fleet.upstream import upstream_client
-from jitney.engine.server import HttpError, Notes, events
+from jitney.engine.server import HttpError, Notes
 
 #: Headers of an engine's answer that the client sees.
 _PASSED = (*Notes.HEADERS, "x-jitney-replica", "retry-after", "retry-after-ms")

@@ -19,7 +19,6 @@ from pydantic import Field, model_validator
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.config import Section
-from jitney.engine.core import variables_of
 from jitney.engine.fleet.compositions.answering import (
     Answering,
     ModelAnswer,
@@ -38,6 +37,7 @@ from jitney.engine.fleet.compositions.nearest import Embedder, KeptDocuments, do
 from jitney.engine.fleet.compositions.reranking import best_in, rerank_body
 from jitney.engine.fleet.compositions.scoring import TextScorer
 from jitney.engine.fleet.compositions.stage_budget import StageBudget
+from jitney.engine.fleet.compositions.stage_template_worker import variables_of
 from jitney.engine.fleet.compositions.stage_templates import StageRenderer
 from jitney.engine.fleet.request import ProxiedRequest, Route
 from jitney.engine.server import (

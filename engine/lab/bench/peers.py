@@ -25,6 +25,7 @@ from jitney.engine.common.ports import free_port
 from jitney.engine.common.requests import JsonDict, JsonObject
 from jitney.engine.common.summary import spread, token_gaps
 from jitney.engine.common.trace import Arrival
+from jitney.engine.lab.bench.client import Answer, EndpointClient, RemoteEndpoint
 from jitney.engine.lab.bench.load import LoadResult, run_load
 from jitney.engine.lab.bench.online import EngineAbout
 from jitney.engine.lab.bench.peer_process import Peer
@@ -37,7 +38,6 @@ from jitney.engine.lab.simulation.workload import (
     LogNormal,
     synthesise,
 )
-from jitney.engine.server import Answer, EndpointClient, RemoteEndpoint
 
 #: Log-normal lengths around 96 and 64 tokens.
 PROMPTS, OUTPUTS = LogNormal(96, 0.5, 4, 384), LogNormal(64, 0.5, 4, 256)

@@ -8,7 +8,7 @@ from jitney.dashboard import Table
 from jitney.engine.common.requests import JsonObject
 from jitney.engine.common.row_kinds import ROW_KIND_TABLE
 from jitney.engine.common.summary import quantile_of
-from jitney.engine.core import Bill, CostLine
+from jitney.engine.lab.bench.cost import Bill, CostLine
 
 _QUANTILES = {"p50": "p50", "p90": "p90", "p99": "p99", "p999": "p99.9"}
 _LATENCIES = {

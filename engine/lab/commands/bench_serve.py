@@ -18,10 +18,10 @@ from jitney.engine.common.requests import JsonDict, JsonObject
 from jitney.engine.common.trace import Arrival
 from jitney.engine.config import Command, Flag, FlagGroup
 from jitney.engine.lab.backlog import QueueGrowth
+from jitney.engine.lab.bench.client import Answer, RemoteEndpoint
 from jitney.engine.lab.bench.online import EngineAbout, OnlineBench, OnlineRun
 from jitney.engine.lab.commands.bench_flags import TrafficArguments, progress, traffic_line
 from jitney.engine.lab.simulation.recordings import write_recording
-from jitney.engine.server import Answer, RemoteEndpoint
 
 if TYPE_CHECKING:
     from jitney.dashboard import Page

@@ -22,11 +22,12 @@ from jitney.engine.cli import main
 from jitney.engine.common.errors import ConfigError, JitneyError
 from jitney.engine.common.scrape import Scrape
 from jitney.engine.common.trace import Arrival, TraceLine
-from jitney.engine.core.cost import CostLine
+from jitney.engine.fleet.resume import events
+from jitney.engine.lab.bench.client import Answer, EndpointClient, RemoteEndpoint
+from jitney.engine.lab.bench.cost import CostLine
 from jitney.engine.lab.bench.load import _record_of, _Sender, run_load
 from jitney.engine.lab.bench.online import OnlineBench, _Ruler, _ServerMetrics
 from jitney.engine.lab.simulation.workload import WORKLOADS
-from jitney.engine.server.http.client import Answer, EndpointClient, RemoteEndpoint, events
 
 SERVICE_S = 0.05
 Handler = Callable[[str, dict], Awaitable[tuple[int, bytes]]]

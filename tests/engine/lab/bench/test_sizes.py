@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jitney.engine.common.errors import JitneyError
-from jitney.engine.config.kept_sizes import _FROM_MEASURED, _MEASURED, KeptTimes
+from jitney.engine.config.kept_sizes import _FROM_MEASURED, _MEASURED
 from jitney.engine.config.layers import Layered
 from jitney.engine.config.schema import Config, EngineSection, _ModelSection
 from jitney.engine.core.executor.other_work import OtherWork
@@ -38,7 +38,7 @@ from jitney.engine.lab.bench.sizes import (
 )
 from jitney.engine.lab.bench.sizes_worker import _prompt_chunks, _StepTimer
 from jitney.engine.lab.bench.step import StepCase
-from jitney.engine.lab.bench.timing_behind import TimingBehind
+from jitney.engine.lab.bench.timing_behind import KeptTimes, TimingBehind
 
 Seconds = Callable[[int], float]
 

@@ -1,5 +1,5 @@
 """Renders templates of a pipeline's stages in a process of its own, which can be ended: `python -P
--m jitney.engine.core.text.stage_template_worker`.
+-m jitney.engine.fleet.compositions.stage_template_worker`.
 
 The templates are the operator's, their variables a client's. The first message in is a
 `StageTemplates`, then come `StageText`s, each answered by a `Rendered`.
@@ -16,7 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.worker_pipe import answer_requests, limit_memory
-from jitney.engine.core.text.template_worker import Rendered, reason_of
+from jitney.engine.core import Rendered, reason_of
 
 #: Most bytes of memory that rendering may take.
 _MORE_MEMORY = 1 << 30
