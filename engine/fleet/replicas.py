@@ -29,6 +29,8 @@ _log = logging.getLogger("jitney.fleet")
 _LOOK_S = 5.0
 #: What the mean of a request's seconds keeps of itself with each new one.
 _FADE = 0.9
+#: Seconds of a request before one has ended: too many only spread requests more evenly.
+_UNTIMED_S = 10.0
 _NOT_HERE = 404
 
 #: "starting": its process was started, and does not answer yet. "ready": it takes requests.
@@ -136,7 +138,7 @@ class Replica:
         """
         if self.is_full or self.wait_s is None:
             return self.predicted_wait
-        request_s = self.request_s / max(1.0, min(at_once, self.seats))
+        request_s = (self.request_s or _UNTIMED_S) / max(1.0, min(at_once, self.seats))
         return self.wait_s + max(0.0, self.load - self._told) * request_s
 
     @property
