@@ -41,7 +41,7 @@ _LOOK_S = 5.0
 
 @dataclass(slots=True)
 class FleetParts:
-    """What models are made of."""
+    """The parts that models are built from."""
 
     config: FleetConfig
     client: httpx.AsyncClient

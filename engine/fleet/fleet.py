@@ -1,6 +1,6 @@
-"""A fleet as it is served: its models, its counters, and whether it still takes requests. It knows
-which engine keeps an answer of /v1/responses: clients come back to it by its id alone, and no other
-engine has it.
+"""A fleet as it is served: its models, its counters, and whether it still takes requests.
+
+It knows which engine keeps an answer of /v1/responses: clients return to it by its id alone.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class _AnswerKeeper:
 
 
 class Fleet:
-    """What all routes share: the models, the counters, and whether requests are still taken."""
+    """The state that all routes share: models, counters, and whether requests are taken."""
 
     #: No spans of its own: traceparent is passed on, and the engines' spans stand below it.
     tracing: Tracing | None = None
@@ -173,7 +173,7 @@ class Fleet:
         return name
 
     async def keeper(self, request: ProxiedRequest, id: object) -> _AnswerKeeper | None:
-        """Who keeps a response; engines are asked where none is known."""
+        """The engine that keeps a response; engines are asked where none is known."""
         if not isinstance(id, str) or not _ID.fullmatch(id):
             return None
         known = self._keepers.get((request.tenant, id))
@@ -188,7 +188,7 @@ class Fleet:
         return None
 
     async def earlier_keeper(self, request: ProxiedRequest) -> _AnswerKeeper | None:
-        """Who keeps the response that a request goes on with, if it goes on with one."""
+        """The engine that keeps the response that a request continues, if any."""
         earlier = request.fields.get("previous_response_id")
         if request.route not in (_RESPONSES, f"{_RESPONSES}/input_tokens") or earlier is None:
             return None

@@ -457,7 +457,7 @@ def is_own_limit(body: bytes) -> bool:
 
 
 def _code(body: bytes) -> str | None:
-    """Of an error, in OpenAI's form."""
+    """The code of an error in OpenAI's form."""
     try:
         code = orjson.loads(body)["error"]["code"]
     except (orjson.JSONDecodeError, KeyError, TypeError):

@@ -183,9 +183,7 @@ async def _to_keeper(fleet: Fleet, request: Request) -> ASGIApp:
 
 @dataclass(frozen=True, slots=True)
 class _Passing(Endpoint[Fleet]):
-    """What every route that is passed on has around it: a drain waits for it, and the client's
-    leaving ends it.
-    """
+    """Wraps every proxied route: a drain waits for it, and the client's disconnect ends it."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context, fleet = Context.of(scope), self.service

@@ -180,7 +180,7 @@ def _levels(rollouts: list[Rollout]) -> Metric:
 
 
 def _intervals(rollouts: list[Rollout]) -> Iterator[Metric]:
-    """What is not known yet is absent."""
+    """Intervals and verdicts; those without data are absent."""
     intervals = _gauge(
         "interval",
         "candidate to stable, a ratio (of errors the difference): the estimate and both ends",

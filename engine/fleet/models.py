@@ -1,4 +1,4 @@
-"""What a fleet serves under one name: an interface, and the kind that engines stand behind."""
+"""The models of a fleet: their interface, and the kind that replicas serve."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jitney.engine.fleet.sections import ReplicasSection
 
 
 class FleetModel(Protocol):
-    """What a fleet serves under one name."""
+    """A model of a fleet."""
 
     @property
     def ready(self) -> bool:
@@ -33,7 +33,7 @@ class FleetModel(Protocol):
         ...
 
     def card(self) -> JsonDict:
-        """What /v1/models says of it beside its name."""
+        """Fields of /v1/models beside the name."""
         ...
 
     def answer(self, request: ProxiedRequest) -> AbstractAsyncContextManager[ProxiedAnswer]:

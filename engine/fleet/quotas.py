@@ -1,4 +1,4 @@
-"""What one API key may have at a time and in a minute, at all engines of a fleet together
+"""Limits of one API key at a time and per minute, over all engines of a fleet
 (`engine.server.http.quotas` is where it is counted).
 
 The ingress has no tokenizer: prompt tokens are guessed from characters, by what the answers' usage
@@ -113,7 +113,7 @@ class FleetQuotas:
 
     @contextmanager
     def _charged(self, key: str, request: ProxiedRequest, sequences: int) -> Iterator[_Account]:
-        """What it is expected to use is charged, and what it did use in the end."""
+        """Charge the expected use, and correct it by the real use at the end."""
         n_ids, n_chars = _prompt_size(request.fields)
         chars_per_token = self._chars_per_token.get(request.model, _FIRST_CHARS)
         n_prompt = round(n_ids + n_chars / chars_per_token)
@@ -141,7 +141,7 @@ class FleetQuotas:
 
 @dataclass(slots=True)
 class _Account:
-    """What one request uses. spending: None where tokens are not limited."""
+    """Use of one request. spending: None where tokens are not limited."""
 
     spending: Spending | None
     usage: UsageWatch = field(default_factory=UsageWatch)

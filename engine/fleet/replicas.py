@@ -1,9 +1,7 @@
-"""The engines of a model as a fleet knows them: whether each can be had, how much it has to do, and
-what it would make a request wait.
+"""The replicas of a model as a fleet knows them: state, load and predicted wait.
 
-Each is looked at every `poll_s`: /readyz says whether it takes requests, /metrics how much it has
-to do (where the key that it is asked with may see that). One that does not answer is left out, and
-comes back when it does.
+Each is polled every `poll_s`: /readyz says whether it takes requests, /metrics its load (where the
+fleet's key may see that). One that does not answer is left out until it does.
 """
 
 from __future__ import annotations
@@ -104,7 +102,7 @@ class Replica:
 
     @property
     def _told(self) -> float:
-        """Of `load`, what it said itself."""
+        """The part of `load` that it reported."""
         return max(0.0, self.running + self.waiting - self.background)
 
     @property
@@ -245,7 +243,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class EngineShare:
-    """What a request has had of a replica since it was given to it."""
+    """A request's share of a replica since it was sent there."""
 
     replica: Replica
     #: By the replica's clock, and its `share_s` then.
@@ -254,7 +252,7 @@ class EngineShare:
 
     @property
     def seconds(self) -> float:
-        """Of the replica, split evenly among all requests there."""
+        """Seconds of the replica, split evenly among all requests there."""
         return self.replica.share_s() - self._begun_share_s
 
     @property
@@ -350,7 +348,7 @@ class Watch:
 
 
 def _reason(answer: httpx.Response) -> str:
-    """What an engine says of why it takes no requests."""
+    """An engine's reason for taking no requests."""
     try:
         return str(answer.json()["error"]["message"])[:200]
     except (ValueError, KeyError, TypeError):

@@ -128,8 +128,8 @@ class _RaySection(Section):
 
     @property
     def actor_options(self) -> JsonDict:
-        """What the actor of an engine, or of one host of it, asks Ray for. The engine is a child of
-        the actor, so it is what the engine needs.
+        """Ray resources of the actor of an engine, or of one host of it: the engine's own, as a
+        child of the actor.
         """
         options: JsonDict = {"num_cpus": self.cpus, "num_gpus": self.gpus}
         if self.resources:

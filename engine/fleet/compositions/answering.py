@@ -1,6 +1,4 @@
-"""What every model of a fleet does, whatever it is made of: it answers a request, whole or as a
-stream.
-"""
+"""The interface of every model of a fleet: whole and streamed answers, and how they are made up."""
 
 from __future__ import annotations
 
@@ -56,19 +54,19 @@ class ModelAnswer:
 
     @property
     def texts(self) -> list[str]:
-        """What each choice says."""
+        """The text of each choice."""
         return [_text_of(choice) for choice in self.choices]
 
     @property
     def normalised(self) -> list[str]:
-        """What each choice says, without what does not matter: case, spaces, and punctuation at
-        both ends; the calls of tools by name and arguments.
+        """The text of each choice without case, spaces, and punctuation at both ends; the calls of
+        tools by name and arguments.
         """
         return [_normalised(choice) for choice in self.choices]
 
     @property
     def logprobs(self) -> list[list[float]]:
-        """Of the tokens, choice by choice."""
+        """Log-probabilities of the tokens of each choice."""
         return [_logprobs_of(choice) for choice in self.choices]
 
     @property
@@ -110,7 +108,7 @@ class ModelStream:
 
 
 class Answering(Protocol):
-    """Whatever answers for models by their names: engines, and models made of models.
+    """Answers for models by their names: engines, and models made of models.
 
     Refusals are raised: HttpError, RequestError.
     """
@@ -198,7 +196,7 @@ def total_usage(entries: Sequence[JsonDict]) -> JsonDict:
 
 
 async def all_of[T](asked: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """What they all give, in order. Raises what the first of them raises, and ends the others."""
+    """All results in order. Raises the first error and cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(each) for each in asked]

@@ -51,7 +51,7 @@ class Measure:
         return math.exp(_least_mean(logprobs, min(self.window, len(logprobs))))
 
     def confidence(self, choices: Sequence[Sequence[float]]) -> float:
-        """Of the choice that the model was least sure of; choices: the log-probabilities of
+        """Confidence of the least certain choice. choices: the log-probabilities of
         each.
         """
         return min(map(self.of, choices), default=0.0)
@@ -99,7 +99,7 @@ class CascadeSettings(Section):
 
 @dataclass(slots=True)
 class _Try:
-    """What came of the small model."""
+    """The result of the small model."""
 
     #: None if it failed.
     answer: ModelAnswer | None
@@ -203,7 +203,7 @@ class Cascade:
             yield chunk
 
     def _told(self, part: Part, tried: _Try) -> JsonDict:
-        """What the cascade says of itself. part: whose answer it is."""
+        """The cascade's report in an answer. part: the one that answers."""
         told: JsonDict = {
             "kind": "cascade",
             "stage": part.stage,

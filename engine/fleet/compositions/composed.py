@@ -154,7 +154,7 @@ class ComposedModels:
         return own.union(*of_parts)
 
     def made_of(self, name: str) -> JsonDict:
-        """What a model is made of, as /v1/models shows it."""
+        """A model's parts, as /v1/models shows them."""
         return self._settings[name].model_dump(exclude=_HIDDEN, exclude_none=True)
 
     async def answer(self, request: ProxiedRequest) -> ModelAnswer:

@@ -50,7 +50,7 @@ class NamedComposition:
         return ()
 
     def card(self) -> JsonDict:
-        """What it is made of; nobody knows its context, which hangs on who answers."""
+        """The parts; the context is unknown, since it depends on the part that answers."""
         made_of = self.composed.made_of(self.name)
         return {"kind": made_of.pop("kind"), "made_of": made_of}
 
@@ -90,7 +90,7 @@ class NamedComposition:
         return accepted(request, self.composed.own_fields(self.name))
 
     async def _events(self, queue: asyncio.Queue[_Item], request_id: str) -> AsyncIterator[bytes]:
-        """Of the whole stream; a sign of life where nothing comes for long."""
+        """Events of the whole stream; keep-alives where nothing comes for long."""
         while True:
             try:
                 item = await asyncio.wait_for(queue.get(), self.keep_alive_s)

@@ -92,7 +92,7 @@ class FleetEngines:
             yield reply.stream()
 
     async def seats(self, model: str) -> int | None:
-        """Of the engines that are ready and say how many they have."""
+        """Seats of the ready engines that report them."""
         ready = [each for each in self._models[model].replicas if each.state == "ready"]
         return sum(replica.seats for replica in ready) or None
 

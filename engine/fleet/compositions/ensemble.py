@@ -104,7 +104,7 @@ class _Member:
 
 @dataclass(slots=True)
 class _Vote:
-    """What came of a member."""
+    """The answer of a member."""
 
     member: _Member
     answer: ModelAnswer
@@ -236,7 +236,7 @@ class Ensemble:
 
 
 def _by_majority(votes: Sequence[_Vote]) -> _Choice:
-    """Of answers that as many give, the one of the first to give it."""
+    """The most frequent answer; of equally frequent ones the first."""
     said = [vote.answer.normalised[0] for vote in votes]
     winner, count = Counter(said).most_common(1)[0]
     return _Choice(votes[said.index(winner)], {"votes": count, "of": len(votes)}, [])

@@ -50,7 +50,7 @@ class Embedder:
         return replace(self, request=self.request.for_people())
 
     async def vectors(self, texts: Sequence[str]) -> _Vectors:
-        """Of texts that are not empty, in order. Raises HttpError, RequestError."""
+        """Vectors of non-empty texts, in order. Raises HttpError, RequestError."""
         inputs = min(self.seats, _MOST_INPUTS)
         at_once = asyncio.Semaphore(self.seats // inputs)
 
@@ -111,8 +111,8 @@ class KeptDocuments:
 
     @classmethod
     def of_file(cls, file: Path, prefix: str) -> KeptDocuments:
-        """Of JSON lines: each a text, or an object with a field `text`. Raises ConfigError, one
-        line.
+        """Read documents from JSON lines: each a text, or an object with a field `text`. Raises
+        ConfigError, one line.
         """
         try:
             lines = file.read_text(encoding="utf-8").splitlines()

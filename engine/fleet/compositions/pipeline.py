@@ -488,7 +488,7 @@ class Pipeline:
     async def _last_request(
         self, request: ProxiedRequest
     ) -> AsyncIterator[tuple[ProxiedRequest, _Run]]:
-        """What the last stage is asked, once the others are through. Raises HttpError,
+        """The request to the last stage, once the others are done. Raises HttpError,
         RequestError.
         """
         variables = _variables_of(request)
@@ -522,7 +522,7 @@ class Pipeline:
             self._lines_budget.set_seats(stage.model, seats)
 
     async def _made(self, stage: _Stage, run: _Run) -> JsonDict:
-        """What a stage makes, as later templates see it."""
+        """A stage's result, as later templates see it."""
         match stage:
             case _RankStage():
                 return await self._ranked(stage, run)
@@ -648,7 +648,7 @@ def _kept_documents(stage: _EmbedStage, folder: Path) -> KeptDocuments | None:
 
 
 def _made_of(texts: Sequence[str], best: Sequence[tuple[int, float]]) -> JsonDict:
-    """What a stage passes on that sorts texts. best: their places and scores, the best first."""
+    """The result of a stage that sorts texts. best: their places and scores, the best first."""
     if not best:
         return dict(_NONE_FOUND)
     kept = [texts[place] for place, _ in best]
@@ -677,8 +677,8 @@ def _passed_on(request: ProxiedRequest) -> set[str]:
 
 
 def _variables_of(request: ProxiedRequest) -> JsonDict:
-    """What every template is given of a request. Raises RequestError for what no pipeline can
-    do.
+    """The variables that every template gets of a request. Raises RequestError for what no
+    pipeline can do.
     """
     refuse_token_ids(request)
     refuse_fields(request, _PROMPT_FIELDS, _WHY)

@@ -17,7 +17,7 @@ _TEMPLATE_FIELDS = ("messages", "chat_template_kwargs", "tools", "tool_choice", 
 
 
 def _logprobs_between(answer: ModelAnswer, start: int, end: int) -> list[float]:
-    """Of the tokens that have characters between two places of an echoed text. Raises HttpError."""
+    """Log-probabilities of the tokens in a range of an echoed text. Raises HttpError."""
     logprobs = answer.choices[0].get("logprobs") or {}
     offsets, values = logprobs.get("text_offset"), logprobs.get("token_logprobs")
     if not offsets or not values:
@@ -83,7 +83,7 @@ class TextScorer:
 
 
 def _chosen(entry: JsonDict) -> float:
-    """Of the token that stands in the prompt: it comes first."""
+    """Log-probability of the prompt's own token, which comes first."""
     return next(iter(entry.values()))["logprob"]
 
 

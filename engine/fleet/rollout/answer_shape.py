@@ -86,7 +86,7 @@ _SHAPES: Mapping[str, tuple[type[msgspec.Struct], type[msgspec.Struct]]] = {
 
 @dataclass(frozen=True, slots=True)
 class AnswerShape:
-    """What the answer to one request must look like."""
+    """The form that the answer to one request must have."""
 
     #: None: the route's answers are JSON, and more is not looked at.
     _plain: type[msgspec.Struct] | None

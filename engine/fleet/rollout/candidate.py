@@ -85,7 +85,7 @@ class ModelWithCandidate:
 
     @property
     def replicas(self) -> Sequence[Replica]:
-        """Of both arms."""
+        """The replicas of both arms."""
         return [*self.stable.replicas, *self.candidate.replicas]
 
     def arm(self, name: ArmName) -> ReplicatedModel:
@@ -109,7 +109,7 @@ class ModelWithCandidate:
             yield await self._answer_of(stack, request)
 
     async def _answer_of(self, stack: AsyncExitStack, request: ProxiedRequest) -> ProxiedAnswer:
-        """What an arm says, to be left with the stack."""
+        """An arm's answer; the stack ends it."""
         kept = self._keeping(request)
         if kept is not None:
             return await stack.enter_async_context(self.arm(kept).answer(request))
@@ -213,8 +213,8 @@ class ModelWithCandidate:
 
 
 def _key_of(request: ProxiedRequest) -> bytes:
-    """What sticks to an arm: who asks, by the request's own word (`user`, `safety_identifier`,
-    `metadata.user_id`), else its conversation (`prompt_cache_key`, the header x-session-id), else
+    """The key that sticks to an arm: the user by the request's own word (`user`,
+    `safety_identifier`, `metadata.user_id`), else its conversation (`prompt_cache_key`, the header x-session-id), else
     the beginning of its prompt.
     """
     fields = request.fields
@@ -234,7 +234,7 @@ def _is_failure(status: int) -> bool:
 
 
 def _status_of(error: Exception) -> int:
-    """Of the answer that an error is."""
+    """HTTP status of an error."""
     return _NO_ANSWER if isinstance(error, _Silent) else ErrorReply.of(error, "").status
 
 
@@ -243,7 +243,7 @@ class _Silent(JitneyError):
 
 
 class _Wait(NamedTuple):
-    """What is waited for: all of these take about as long."""
+    """A kind of wait; waits of one kind take about as long."""
 
     #: Of an answer: that it begins (a plain one: that it is there), or the next piece.
     what: Literal["first", "next"]
@@ -269,7 +269,7 @@ class _Pace:
         self._open.setdefault(wait, {})[answer] = now
 
     def end(self, wait: _Wait, answer: object) -> None:
-        """It is no more."""
+        """The answer is not waited for any more."""
         self._open[wait].pop(answer, None)
 
     def took(self, wait: _Wait, seconds: float) -> None:
@@ -471,11 +471,11 @@ class _AnswerWatch:
 
     @property
     def _tokens(self) -> int:
-        """Of a plain answer by its usage alone: its text is one piece."""
+        """Output tokens; of a plain answer by its usage alone, since its text is one piece."""
         return self._usage.tokens if self._is_stream else self._usage.output or 0
 
     def end(self) -> RequestOutcome | None:
-        """It is over. How it went; None: it says nothing of the engine, since the client left, or
+        """The outcome at the end; None: it says nothing of the engine, since the client left, or
         sent what cannot be answered.
         """
         if self.limit_s is None:

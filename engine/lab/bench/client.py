@@ -81,7 +81,7 @@ class RemoteEndpoint:
 
 @dataclass(slots=True)
 class Answer:
-    """What came back; times are of time.monotonic()."""
+    """The result of a request; times are of time.monotonic()."""
 
     sent: float
     finished: float = 0.0
@@ -105,7 +105,7 @@ class Answer:
 
     @property
     def n_tokens(self) -> int:
-        """Of an answer that was served, the chunks where the endpoint does not count; else 0."""
+        """Output tokens of a served answer, or its chunks where the endpoint does not count; else 0."""
         return (self.n_output or len(self.chunks)) if self.served else 0
 
     def fail(self, kind: str, detail: str) -> None:

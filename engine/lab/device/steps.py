@@ -161,7 +161,7 @@ def _random_bits(key: jax.Array, shape: tuple[int, ...], dtype: np.dtype) -> jax
 
 
 def _unread_bytes(wanted: RandomModel) -> int:
-    """Of the table of embeddings, where it is not the head, too."""
+    """Bytes of weights that a step does not read: the embedding table where it is not the head."""
     config = wanted.config
     if config.tie_embeddings:
         return 0
@@ -283,7 +283,7 @@ def _decode_tasks(
 
 
 def _decode_row(job: PartJob, model: RandomModel, seats: int, context: int) -> Row:
-    """Of a decode step, without figures."""
+    """A decode step's row without figures."""
     weights, goal = model.weights, ""
     if weights == "plain":
         weights = str(jnp.dtype(model.dtype))

@@ -403,5 +403,5 @@ class _Simulation:
 
 
 def _prefixes_of(arrival: Arrival) -> list[bytes]:
-    """Of its prompt: the conversation's, or one that no other prompt has."""
+    """Prefixes of its prompt: the conversation's, or one that no other prompt has."""
     return [f"{arrival.conversation or f'alone {arrival.at}'}".encode()]
