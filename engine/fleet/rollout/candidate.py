@@ -214,8 +214,8 @@ class ModelWithCandidate:
 
 def _key_of(request: ProxiedRequest) -> bytes:
     """The key that sticks to an arm: the user by the request's own word (`user`,
-    `safety_identifier`, `metadata.user_id`), else its conversation (`prompt_cache_key`, the header x-session-id), else
-    the beginning of its prompt.
+    `safety_identifier`, `metadata.user_id`), else its conversation (`prompt_cache_key`, the header
+    x-session-id), else the beginning of its prompt.
     """
     fields = request.fields
     metadata = fields.get("metadata")

@@ -384,7 +384,7 @@ class Comparison:
 
     @classmethod
     def restored(cls, saved: JsonDict) -> Comparison:
-        """Load the result of `saved`. Raises KeyError, TypeError or ValueError for anything else."""
+        """Load the result of `saved`. Raises KeyError, TypeError, ValueError for anything else."""
         restored = cls()
         for arm in ARMS:
             restored.tokens[arm] = int(saved["tokens"][arm])

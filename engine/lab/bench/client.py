@@ -105,7 +105,7 @@ class Answer:
 
     @property
     def n_tokens(self) -> int:
-        """Output tokens of a served answer, or its chunks where the endpoint does not count; else 0."""
+        """Output tokens of a served answer, or its chunks where they are not counted; else 0."""
         return (self.n_output or len(self.chunks)) if self.served else 0
 
     def fail(self, kind: str, detail: str) -> None:

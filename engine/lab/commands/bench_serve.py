@@ -185,7 +185,7 @@ def _page(args: TrafficArguments, report: JsonObject, run: OnlineRun, charts: bo
     sections = [PageSection("Figures", [note], [table], curves)]
     if run.bill is not None:
         bars = [ledger_bars({"measured": run.bill})] if charts else []
-        table = ledger_table(run.bill, args.price_per_hour)
+        table = ledger_table({"measured": run.bill}, args.price_per_hour)
         title = "Ledger of the server over the run"
         sections.append(PageSection(title, [_LEDGER_NOTE], [table], bars))
     return Page(f"Traffic for {report['model']}", list(_summary(report)), sections)
