@@ -42,8 +42,8 @@ from jitney.engine.core.weights.checkpoints.model_config import ExpertsConfig, M
 from jitney.engine.core.weights.load import _most_elsewhere
 from jitney.kernels import definitions
 
-#: Biases, a tied head, a tied head with biases and windows, norms of query and key heads, and norms
-#: over all of them; 4 query and 2 KV heads, so that two of four devices share a KV head.
+#: Biases, a tied head, a tied head with biases and windows, norms of query and key heads, norms
+#: over all of them, and recurrent layers; 4 query and 2 KV heads, so that two of four devices share a KV head.
 CASES = (
     ("llama2_biases", 4),
     ("llama3", 2),
@@ -53,6 +53,8 @@ CASES = (
     ("olmo2", 4),
     ("qwen3_moe", 4),
     ("mixtral", 2),
+    ("qwen3_5", 2),
+    ("qwen3_5_moe", 4),
 )
 
 
