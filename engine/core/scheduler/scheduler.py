@@ -21,7 +21,8 @@ from jitney.engine.common.errors import ConfigError, ErrorInfo, RequestError
 from jitney.engine.common.outputs import FinishReason, SequenceOutput
 from jitney.engine.common.requests import EngineRequest, RequestLimits, pooling_of
 from jitney.engine.core.faults import StepBlame
-from jitney.engine.core.scheduler.admission_control import AdmissionControl
+from jitney.engine.core.scheduler.admission.control import AdmissionControl
+from jitney.engine.core.scheduler.admission.predicted_wait import PredictedWait
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.estimates import PrefillBudget, StepTimeEstimate
 from jitney.engine.core.scheduler.kv_pages import PagePool
@@ -30,7 +31,6 @@ from jitney.engine.core.scheduler.page_demand import PageDemand
 from jitney.engine.core.scheduler.passing import Passing
 from jitney.engine.core.scheduler.plan import Chunk, Draft, Occupancy, Plan, StepResult
 from jitney.engine.core.scheduler.policies import Situation, make_order, make_policy
-from jitney.engine.core.scheduler.predicted_wait import PredictedWait
 from jitney.engine.core.scheduler.preemption import Preemption
 from jitney.engine.core.scheduler.prompt_scores import PromptScores
 from jitney.engine.core.scheduler.queues import RequestClass, RequestWork
@@ -142,6 +142,11 @@ class Scheduler:
     def steps(self) -> int:
         """Plans made so far; also the number of the newest."""
         return self._steps
+
+    @property
+    def n_waiting(self) -> int:
+        """Sequences that wait for a seat."""
+        return self.state.n_waiting
 
     @property
     def has_outputs(self) -> bool:

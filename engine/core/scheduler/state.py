@@ -15,6 +15,7 @@ from jitney.engine.common.engine_info import Seat
 from jitney.engine.common.errors import ErrorInfo, RequestError
 from jitney.engine.common.outputs import FinishReason, SequenceOutput
 from jitney.engine.common.requests import EngineRequest
+from jitney.engine.core.scheduler.admission.release_rate import ReleaseRate
 from jitney.engine.core.scheduler.kv_pages import PagePool
 from jitney.engine.core.scheduler.lengths import LengthEstimate
 from jitney.engine.core.scheduler.limits import SchedulerLimits
@@ -25,7 +26,6 @@ from jitney.engine.core.scheduler.queues import (
     WaitingQueue,
     overgrown,
 )
-from jitney.engine.core.scheduler.retry_schedule import ReleaseRate
 from jitney.engine.core.scheduler.sequence import Sequence
 
 #: What an output says when a sequence ends for this reason and no better error is known.
@@ -336,7 +336,7 @@ class SchedulerState:
     def _free_place(self, seq: Sequence) -> None:
         """A sequence has left for good. What is told to live requests goes by their own places."""
         if not seq.background:
-            self.places.freed(seq)
+            self.places.released(seq)
 
     def _close_group(self, group: _Group) -> None:
         del self.groups[group.request.id]

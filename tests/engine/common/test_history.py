@@ -278,7 +278,7 @@ def test_slots_are_answered_after_the_plan():
         watched.add(f"r{number}", [1, 2], max_tokens=3, ignore_eos=True)
     looks = []
     while watched.core.has_work:
-        waiting = watched.core.scheduler.state.n_waiting
+        waiting = watched.core.scheduler.n_waiting
         watched.core.ask(messages.AskSeatMap(7))
         report = watched.core.step()
         (answer,) = report.answers

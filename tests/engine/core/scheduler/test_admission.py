@@ -19,6 +19,7 @@ from fakes import FakeClock, device_of, ends_of, make_core, make_request, pictur
 from jitney.engine.common.errors import ConfigError, RequestError
 from jitney.engine.config.schema import EngineSection
 from jitney.engine.core.engine_core import EngineCore
+from jitney.engine.core.scheduler.admission.predicted_wait import _Endings
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 from jitney.engine.core.scheduler.estimates import (
     _KEPT,
@@ -30,7 +31,6 @@ from jitney.engine.core.scheduler.lengths import FIRST_GUESS, LengthEstimate, Re
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.plan import StepResult
 from jitney.engine.core.scheduler.policies import _ORDERS
-from jitney.engine.core.scheduler.predicted_wait import _Endings
 
 BUCKETS = Buckets.of(max_seats=16, token_budget=256)  # mixed: 32, 64, 128, 256 rows
 
@@ -208,7 +208,7 @@ def worst_gap(target_itl_ms: float) -> float:
         if any(out.request_id == "s0" for out in core.step().outputs):
             worst = max(worst, clock.now - last) if step > 40 else 0.0
             last = clock.now
-    assert len(core.scheduler.state.prefilling) == 0 and core.scheduler.state.n_waiting == 0
+    assert len(core.scheduler.state.prefilling) == 0 and core.scheduler.n_waiting == 0
     return worst
 
 
@@ -432,7 +432,7 @@ def test_nothing_is_refused_by_prediction_before_a_step_was_measured():
     core = make_core(seats=1, eos=(), max_predicted_wait_s=0.001)
     for i in range(20):
         core.add(make_request(f"r{i}", [1] * 9, deadline=0.001))
-    assert core.scheduler.state.n_waiting == 20
+    assert core.scheduler.n_waiting == 20
 
 
 @pytest.mark.parametrize(("deadline", "refused"), [(9.0, True), (11.0, False)])

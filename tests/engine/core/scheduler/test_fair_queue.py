@@ -136,7 +136,7 @@ def test_one_tenant_cannot_fill_the_queue_for_the_others():
         except RequestError as error:
             assert error.info.code == "queue_full"
             refused[user] += 1
-    assert refused == {"a": 91, "b": 2, "c": 2} and core.scheduler.state.n_waiting == 9 + 2 + 2
+    assert refused == {"a": 91, "b": 2, "c": 2} and core.scheduler.n_waiting == 9 + 2 + 2
     core.check()
 
 
@@ -144,7 +144,7 @@ def test_new_names_do_not_make_room_without_end():
     core = make_core(seats=1, order="fair", max_requests=8)
     for number in range(1000):
         core.add(make_request(f"r{number}", [1], user=str(number)))
-    assert core.scheduler.state.n_waiting <= 2 * 8 + 1
+    assert core.scheduler.n_waiting <= 2 * 8 + 1
 
 
 def test_tenants_are_forgotten_when_they_are_no_better_off_for_it():

@@ -11,12 +11,12 @@ from dataclasses import replace
 import numpy as np
 
 from jitney.engine.common.errors import RequestError
+from jitney.engine.core.scheduler.admission.release_rate import SHORTEST_RETRY
 from jitney.engine.core.scheduler.estimates import PrefillBudget, StepTimeEstimate
 from jitney.engine.core.scheduler.kv_pages import PagePool
 from jitney.engine.core.scheduler.lengths import LengthEstimate
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.passing import Passing
-from jitney.engine.core.scheduler.retry_schedule import SHORTEST_RETRY
 from jitney.engine.core.scheduler.sequence import Sequence
 from jitney.engine.core.scheduler.state import SchedulerState
 

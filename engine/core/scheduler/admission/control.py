@@ -1,5 +1,5 @@
-"""Admission control: whether a request may wait, by the work that waits already, by its predicted
-wait, and by the places that are promised to returning requests.
+"""Admission control: whether a request may wait, by the work that waits already and by its
+predicted wait; a refused one is told when to return.
 
 If seats are free for a request, it is refused only for its predicted wait, which prompts ahead of
 it may make too long. An idle engine refuses no request.
@@ -9,23 +9,18 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from jitney.engine.common.errors import RequestError
+from jitney.engine.core.scheduler.admission.predicted_wait import PredictedWait
+from jitney.engine.core.scheduler.admission.release_rate import SHORTEST_RETRY, ReturnTimes
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.queues import RequestWork
-from jitney.engine.core.scheduler.retry_schedule import SHORTEST_RETRY, RetrySchedule
 from jitney.engine.core.scheduler.sequence import Sequence
 from jitney.engine.core.scheduler.state import SchedulerState
 
-if TYPE_CHECKING:
-    from jitney.engine.core.scheduler.predicted_wait import PredictedWait
-
-#: Share of a bound that newcomers may fill while places are promised: seats never run empty for the
-#: sake of somebody who does not come.
-_NEWCOMERS = 0.5
-#: Share of a bound down to which the queue goes before the first promise falls due: what is left
-#: takes in that places do not come free evenly.
+#: Share of a bound down to which the queue goes before the first refused request returns: the rest
+#: absorbs that places do not come free evenly.
 _CALM = 0.6
 #: Share of the longest predicted wait that may be filled while all seats are taken: what is
 #: predicted is a mean, and the last in a hundred wait longer. And in the first seconds of a crowd:
@@ -69,7 +64,7 @@ class AdmissionControl:
         self.limits = limits
         self.state = state
         self.predicted_wait = wait
-        self.promises = RetrySchedule()
+        self._returns = ReturnTimes()
         # By the id of what they are parts of: what was said of requests of which more are to come.
         self._verdicts: OrderedDict[str, _Verdict] = OrderedDict()
 
@@ -104,25 +99,19 @@ class AdmissionControl:
         wait = self._wait(leader)
         self.predicted_wait.check_deadline(leader, wait, now)
         bounds = self._bounds(leader, work, wait, now)
-        if not bounds:
-            return
-        name = RetrySchedule.name_of(leader.request)
-        promised = self.promises.take(name, now)
-        if promised and not _first_over(bounds):
-            return
-        refusal = self._refusal(bounds, leader, now)
+        refusal = self._refusal(bounds, leader)
         if refusal is None:
+            if self._finds_seats(work):
+                self._returns.clear()
             return
         free_in = max((bound.level - _CALM * bound.most) * bound.falls_in for bound in bounds)
-        free_in = max(0.0, free_in)
-        answer = self.promises.put_off if promised else self.promises.give
-        retry = answer(name, now, free_in, self._seconds(work, leader))
+        retry = self._returns.next(now, free_in, work.tokens * self._seconds_per_token(leader))
         raise RequestError(
             f"{refusal}; retry in {retry:.1f} s", code="queue_full", retry_after=retry
         )
 
     def _judge_background(self, leader: Sequence) -> None:
-        """Background requests have a bound of their own, and get no promises."""
+        """Background requests have a bound of their own."""
         if not self._background_has_room(leader):
             raise RequestError(
                 "too many requests wait in the background already",
@@ -137,12 +126,12 @@ class AdmissionControl:
         )
 
     def has_room(self, leader: Sequence, now: float) -> bool:
-        """Whether `admit` would admit the request; makes no promise."""
+        """Whether `admit` would admit the request."""
         if leader.request.background:
             return self._background_has_room(leader)
         work = RequestWork.of(leader.request, leader.expected)
         bounds = self._bounds(leader, work, self._wait(leader), now)
-        return not bounds or self._refusal(bounds, leader, now) is None
+        return self._refusal(bounds, leader) is None
 
     def _finds_seats(self, work: RequestWork) -> bool:
         return self.state.backlog.sequences + work.sequences <= self.state.open_seats
@@ -195,20 +184,14 @@ class AdmissionControl:
             bounds.append(_Bound(backlog.work + work.tokens, most, per_token, reason))
         return bounds
 
-    def _refusal(self, bounds: list[_Bound], leader: Sequence, now: float) -> str | None:
-        """Why a request without a promise may not wait, or None."""
+    def _refusal(self, bounds: list[_Bound], leader: Sequence) -> str | None:
+        """Why a request may not wait, or None."""
         if self._may_overflow(leader):
-            return _first_over(
-                [bound._replace(most=bound.overflow * bound.most) for bound in bounds]
-            )
-        refusal = _first_over(bounds)
-        promised_s = self.promises.left(now)
-        if refusal is None and promised_s and _first_over(bounds, _NEWCOMERS):
-            return (
-                f"the places of the next {promised_s:.1f} s are promised to {len(self.promises)} "
-                "requests that were told to come back"
-            )
-        return refusal
+            bounds = [bound._replace(most=bound.overflow * bound.most) for bound in bounds]
+        for bound in bounds:
+            if bound.level > bound.now * bound.most:
+                return bound.reason
+        return None
 
     def _may_overflow(self, leader: Sequence) -> bool:
         """Whether others have filled the queue, and the leader's tenant has not."""
@@ -216,10 +199,6 @@ class AdmissionControl:
         own = accounts[request.account] + RequestWork.of_all(request, 0).sequences
         most = self.limits.max_waiting_requests
         return self.state.queue.may_overflow(own, len(accounts), most)
-
-    def _seconds(self, work: RequestWork, leader: Sequence) -> float:
-        """Seconds in which as much work is released."""
-        return work.tokens * self._seconds_per_token(leader)
 
     def _seconds_per_token(self, leader: Sequence) -> float:
         backlog = self.state.backlog
@@ -229,11 +208,3 @@ class AdmissionControl:
     def _seconds_per_place(self, leader: Sequence) -> float:
         """By prediction: all seats go on to the end of an answer, one place each."""
         return self.predicted_wait.answer_s(leader) / self.state.working_seats
-
-
-def _first_over(bounds: list[_Bound], share: float = 1.0) -> str | None:
-    """The reason of the first bound of which more than a share is filled."""
-    for bound in bounds:
-        if bound.level > share * bound.now * bound.most:
-            return bound.reason
-    return None
