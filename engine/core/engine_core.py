@@ -269,10 +269,10 @@ class EngineCore:
         """
         from jitney.engine.core.grammar.manager import GrammarManager
 
-        scheduler = self.scheduler
+        factory = self.scheduler.factory
         try:
             self.grammars = GrammarManager.open(
-                tokenizer, scheduler.request_limits.vocab_size, scheduler.eos_ids
+                tokenizer, factory.request_limits.vocab_size, factory.eos_ids
             )
         except ValueError as error:
             _log.warning("no answer can be held to a grammar: %s", error)

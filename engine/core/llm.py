@@ -101,7 +101,7 @@ class LLM:
         self.tokenizer = Tokenizer.load(source, config.model.chat_template)
         self.core, self.info = build_engine(config, source, on_progress)
         # A call hands over all its prompts before the first step.
-        self.core.scheduler.more_to_come = False
+        self.core.scheduler.boarding.more_to_come = False
         self._numbers = itertools.count()
         self._running: dict[str, _Running] = {}
 
@@ -220,7 +220,7 @@ class LLM:
             arrival=time.monotonic(),
             adapter=self.info.model.number_of(adapter) if adapter else 0,
         )
-        self.core.scheduler.check_request(request)
+        self.core.scheduler.factory.check(request)
         if params.grammar is not None or params.constrained:
             self._learn()
         if params.grammar is not None:

@@ -40,7 +40,7 @@ class Situation(NamedTuple):
     more_to_come: bool = True
 
 
-class _Policy(Protocol):
+class Policy(Protocol):
     """Decides how many waiting sequences may take a seat in the next step; asked only while
     somebody waits.
 
@@ -170,7 +170,7 @@ class _Order(NamedTuple):
     queue: Callable[[], WaitingQueue]
 
 
-POLICIES: dict[str, Callable[[SchedulerLimits], _Policy]] = {
+POLICIES: dict[str, Callable[[SchedulerLimits], Policy]] = {
     "continuous": lambda limits: _Continuous(),
     "static": lambda limits: _Static(limits.batch, limits.static_timeout_s),
     "dynamic": lambda limits: _Dynamic(limits.batch, limits.max_wait_s),
@@ -183,7 +183,7 @@ _ORDERS: dict[str, _Order] = {
 }
 
 
-def make_policy(limits: SchedulerLimits) -> _Policy:
+def make_policy(limits: SchedulerLimits) -> Policy:
     """The policy that the limits name; ConfigError lists the known ones."""
     return _named(POLICIES, "policy", limits.policy)(limits)
 

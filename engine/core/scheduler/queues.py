@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Sized
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, nsmallest
 from itertools import chain, count
-from typing import NamedTuple
 
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.core.scheduler.sequence import Sequence
@@ -148,62 +147,41 @@ def _place_of(seq: Sequence) -> _Place:
     return (group, True, number, index)
 
 
-class RequestWork(NamedTuple):
-    """What one request asks for."""
-
-    #: Sequences, each of which wants a seat.
-    sequences: int
-    #: Tokens of its prompt, which is computed once for all of them.
-    prompt: int
-    #: Output tokens that they are expected to generate together.
-    expected: int
-
-    @property
-    def tokens(self) -> int:
-        return self.prompt + self.expected
-
-    @classmethod
-    def of(cls, request: EngineRequest, expected: int) -> RequestWork:
-        """Of a request each of whose sequences is expected to generate so many tokens."""
-        n = request.sampling.n
-        return cls(n, len(request.prompt), n * expected)
-
-    @classmethod
-    def of_all(cls, request: EngineRequest, expected: int) -> RequestWork:
-        """As `of`, with all that came together with the request."""
-        whole = request.whole
-        if whole is None:
-            return cls.of(request, expected)
-        n = whole.requests * request.sampling.n
-        return cls(n, whole.prompt_tokens, n * expected)
-
-
 class RequestClass:
-    """Requests of one kind: those that somebody waits for, or those in the background."""
+    """Requests of one kind: those with a waiting client, or those in the background."""
 
     def __init__(self, queue: WaitingQueue):
-        #: Who waits for a seat.
+        #: The sequences that wait for a seat.
         self.queue = queue
         #: The requests that are not begun.
         self.backlog = Backlog()
         #: Open requests.
-        self.requests = 0
+        self.n_open = 0
         #: Siblings that wait for their leader's prompt.
         self.n_held = 0
-        #: Sequences in seats, and the pages that they hold together if each gets as long as it may.
-        self.n_seated = 0
-        self.most_pages = 0
 
     @property
     def n_waiting(self) -> int:
-        """Sequences that want a seat: fresh, preempted, or held back for their leader's prompt."""
+        """Sequences that wait for a seat: fresh, preempted, or held for their leader's prompt."""
         return len(self.queue) + self.n_held
+
+    def enter(self, request: EngineRequest, sequences: list[Sequence], n_held: int) -> None:
+        """A request is admitted. n_held: of its sequences, those that wait for the first one's
+        prompt.
+        """
+        self.n_open += 1
+        self.n_held += n_held
+        self.backlog.enter(request, sequences)
+
+    def leave(self, request: EngineRequest, *, boarded: bool) -> None:
+        """A request has ended. boarded: one of its sequences has had a seat."""
+        self.n_open -= 1
+        if not boarded:
+            self.backlog.leave_prompt(len(request.prompt))
 
 
 class Backlog:
-    """The sequences that wait for their first seat. Who lost a seat waits too, but has been let in
-    once and for all.
-    """
+    """The sequences that wait for their first seat; those that lost a seat are admitted already."""
 
     def __init__(self) -> None:
         self.sequences = 0
@@ -219,12 +197,12 @@ class Backlog:
         """Tokens to compute for all that waits."""
         return self.tokens + self.expected
 
-    def enter(self, request: EngineRequest, work: RequestWork) -> None:
+    def enter(self, request: EngineRequest, sequences: list[Sequence]) -> None:
         """A request with all its sequences begins to wait."""
-        self.sequences += work.sequences
-        self.tokens += work.prompt
-        self.expected += work.expected
-        self.accounts[request.account] += work.sequences
+        self.sequences += len(sequences)
+        self.tokens += len(request.prompt)
+        self.expected += sum(seq.expected for seq in sequences)
+        self.accounts[request.account] += len(sequences)
 
     def leave(self, seq: Sequence) -> None:
         """A sequence boards for the first time, or ends before it did."""

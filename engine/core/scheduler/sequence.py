@@ -203,6 +203,18 @@ class Sequence:
     def seated(self) -> bool:
         return self.seat >= 0
 
+    def forget_launched(self) -> None:
+        """What launched steps would have brought does not come."""
+        self.in_flight = 0
+        if self.replay is not None and self.replay.stale:
+            self.replay = None
+        # The rows that count as computed before are those of the tokens that are known.
+        self.computed_high = min(self.computed_high, len(self.tokens) - 1)
+        if self.first_token_at is None:
+            # Its siblings may have had the same list; from now on each scores the rest for itself.
+            self.prompt_logprobs = list(self.prompt_logprobs)
+            self.scored = len(self.prompt_logprobs) - 1
+
     @property
     def key(self) -> tuple[str, int]:
         return self.request.id, self.index

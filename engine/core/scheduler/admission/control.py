@@ -15,20 +15,35 @@ from jitney.engine.common.errors import RequestError
 from jitney.engine.core.scheduler.admission.predicted_wait import PredictedWait
 from jitney.engine.core.scheduler.admission.release_rate import SHORTEST_RETRY, ReturnTimes
 from jitney.engine.core.scheduler.limits import SchedulerLimits
-from jitney.engine.core.scheduler.queues import RequestWork
+from jitney.engine.core.scheduler.open_sequences import OpenSequences
 from jitney.engine.core.scheduler.sequence import Sequence
-from jitney.engine.core.scheduler.state import SchedulerState
 
 #: Share of a bound down to which the queue goes before the first refused request returns: the rest
 #: absorbs that places do not come free evenly.
 _CALM = 0.6
-#: Share of the longest predicted wait that may be filled while all seats are taken: what is
-#: predicted is a mean, and the last in a hundred wait longer. And in the first seconds of a crowd:
-#: it slows the engine down, on two cores to half its speed, and what is predicted goes by the steps
-#: before it.
+#: Share of the longest predicted wait that may be filled while all seats are taken: the prediction
+#: is a mean, and one request in a hundred waits longer. And in the first seconds of a crowd: it
+#: slows the engine down, on two cores to half its speed, and the prediction goes by earlier steps.
 _SURE, _AT_FIRST, _FIRST_S = 0.9, 0.5, 3.0
-#: Verdicts kept; more are never open, since parts come one after the other.
+#: Verdicts kept; more are never open, since the requests of a group come one after the other.
 _MOST_VERDICTS = 64
+
+
+class _Work(NamedTuple):
+    """The work of a request, with all that came together with it."""
+
+    #: Sequences, each of which needs a seat.
+    sequences: int
+    #: Tokens of the prompts, each computed once, and output tokens that are expected.
+    tokens: int
+
+    @classmethod
+    def of(cls, leader: Sequence) -> _Work:
+        request, whole = leader.request, leader.request.whole
+        n_requests = whole.requests if whole else 1
+        prompts = whole.prompt_tokens if whole else leader.n_prompt
+        n = n_requests * request.sampling.n
+        return cls(n, prompts + n * leader.expected)
 
 
 class _Bound(NamedTuple):
@@ -37,7 +52,7 @@ class _Bound(NamedTuple):
     #: With the newcomer, and at most.
     level: float
     most: float
-    #: Seconds in which the level falls by one if nobody comes.
+    #: Seconds in which the level falls by one if no request comes.
     falls_in: float
     #: What the client is told.
     reason: str
@@ -51,7 +66,7 @@ class _Bound(NamedTuple):
 class _Verdict:
     """On requests that came together."""
 
-    #: So many of them have not been asked about.
+    #: So many of them have not been judged.
     to_come: int
     #: Why none of them may wait; None if all may.
     refusal: RequestError | None = None
@@ -60,23 +75,23 @@ class _Verdict:
 class AdmissionControl:
     """Admits requests, or refuses them with a Retry-After."""
 
-    def __init__(self, limits: SchedulerLimits, state: SchedulerState, wait: PredictedWait):
+    def __init__(
+        self, limits: SchedulerLimits, sequences: OpenSequences, predicted_wait: PredictedWait
+    ):
         self.limits = limits
-        self.state = state
-        self.predicted_wait = wait
+        self.predicted_wait = predicted_wait
+        self._sequences = sequences
+        self._backlog = sequences.live.backlog
         self._returns = ReturnTimes()
-        # By the id of what they are parts of: what was said of requests of which more are to come.
+        # By the id of a group of requests of which more are to come.
         self._verdicts: OrderedDict[str, _Verdict] = OrderedDict()
 
     def admit(self, leader: Sequence, now: float) -> None:
         """Raise RequestError queue_full or deadline_unreachable unless the leader's request may
         wait. The first of several that came together is judged for all.
         """
-        if leader.request.background:
-            self._judge_background(leader)
-            return
         whole = leader.request.whole
-        if whole is None:
+        if whole is None or leader.request.background:
             self._judge(leader, now)
             return
         verdict = self._verdicts.get(whole.id)
@@ -94,9 +109,18 @@ class AdmissionControl:
         if verdict.refusal is not None:
             raise verdict.refusal
 
+    def has_room(self, leader: Sequence, now: float) -> bool:
+        """Whether `admit` would admit a request without a deadline."""
+        if leader.request.background:
+            return self._background_has_room(leader)
+        bounds = self._bounds(leader, _Work.of(leader), self._wait(leader), now)
+        return self._refusal(bounds, leader) is None
+
     def _judge(self, leader: Sequence, now: float) -> None:
-        work = RequestWork.of_all(leader.request, leader.expected)
-        wait = self._wait(leader)
+        if leader.request.background:
+            self._judge_background(leader)
+            return
+        work, wait = _Work.of(leader), self._wait(leader)
         self.predicted_wait.check_deadline(leader, wait, now)
         bounds = self._bounds(leader, work, wait, now)
         refusal = self._refusal(bounds, leader)
@@ -111,7 +135,6 @@ class AdmissionControl:
         )
 
     def _judge_background(self, leader: Sequence) -> None:
-        """Background requests have a bound of their own."""
         if not self._background_has_room(leader):
             raise RequestError(
                 "too many requests wait in the background already",
@@ -120,21 +143,13 @@ class AdmissionControl:
             )
 
     def _background_has_room(self, leader: Sequence) -> bool:
-        waiting = self.state.background.backlog.sequences
-        return not waiting or (
-            waiting + leader.request.sampling.n <= self.limits.max_waiting_requests
-        )
+        """Background requests have a bound of their own."""
+        waiting = self._sequences.background.backlog.sequences
+        most = self.limits.max_waiting_requests
+        return not waiting or waiting + leader.request.sampling.n <= most
 
-    def has_room(self, leader: Sequence, now: float) -> bool:
-        """Whether `admit` would admit the request."""
-        if leader.request.background:
-            return self._background_has_room(leader)
-        work = RequestWork.of(leader.request, leader.expected)
-        bounds = self._bounds(leader, work, self._wait(leader), now)
-        return self._refusal(bounds, leader) is None
-
-    def _finds_seats(self, work: RequestWork) -> bool:
-        return self.state.backlog.sequences + work.sequences <= self.state.open_seats
+    def _finds_seats(self, work: _Work) -> bool:
+        return self._backlog.sequences + work.sequences <= self._sequences.open_seats
 
     def _wait(self, leader: Sequence) -> float:
         """The predicted wait in seconds, or 0 if no setting or deadline needs it."""
@@ -142,36 +157,36 @@ class AdmissionControl:
             return self.predicted_wait.wait(leader)
         return 0.0
 
-    def _bounds(self, leader: Sequence, work: RequestWork, wait: float, now: float) -> list[_Bound]:
+    def _bounds(self, leader: Sequence, work: _Work, wait: float, now: float) -> list[_Bound]:
         """The bounds that hold for this request, and where it would take them. One of too many
         tokens may wait alone.
         """
-        if not self.state.live.requests:
+        if not self._sequences.live.n_open:
             return []
         finds_seats = self._finds_seats(work)
         bounds = [] if finds_seats else self._bounds_of_waiting(leader, work)
         longest = self.limits.max_predicted_wait_s
         if longest:
-            crowd_s = self.state.places.crowded_s(now)
+            crowd_s = self._sequences.release_rate.crowded_s(now)
             share = 1.0 if finds_seats else _SURE if crowd_s >= _FIRST_S else _AT_FIRST
             shown = longest if wait > longest else share * longest
             reason = (
                 f"about {wait:.1f} s of waiting are ahead, and at most {shown:g} are allowed; "
-                f"sequences waiting: {self.state.backlog.sequences}"
+                f"sequences waiting: {self._backlog.sequences}"
             )
             bounds.append(_Bound(wait, longest, 1.0, reason, overflow=1.0, now=share))
         return bounds
 
-    def _bounds_of_waiting(self, leader: Sequence, work: RequestWork) -> list[_Bound]:
+    def _bounds_of_waiting(self, leader: Sequence, work: _Work) -> list[_Bound]:
         """The bounds on how much waits."""
-        backlog, limits = self.state.backlog, self.limits
-        foreseen = self._seconds_per_place(leader)
+        backlog, limits = self._backlog, self.limits
+        per_place = self._sequences.release_rate.per_place(self._seconds_per_place(leader))
         most = limits.max_waiting_requests
         bounds = [
             _Bound(
-                backlog.sequences + work.sequences - self.state.open_seats,
+                backlog.sequences + work.sequences - self._sequences.open_seats,
                 most,
-                self.state.places.per_place(foreseen),
+                per_place,
                 f"too many sequences are waiting: {backlog.sequences}, of at most {most}",
             )
         ]
@@ -195,16 +210,17 @@ class AdmissionControl:
 
     def _may_overflow(self, leader: Sequence) -> bool:
         """Whether others have filled the queue, and the leader's tenant has not."""
-        accounts, request = self.state.backlog.accounts, leader.request
-        own = accounts[request.account] + RequestWork.of_all(request, 0).sequences
+        accounts = self._backlog.accounts
+        own = accounts[leader.request.account] + _Work.of(leader).sequences
         most = self.limits.max_waiting_requests
-        return self.state.queue.may_overflow(own, len(accounts), most)
+        return self._sequences.live.queue.may_overflow(own, len(accounts), most)
 
     def _seconds_per_token(self, leader: Sequence) -> float:
-        backlog = self.state.backlog
+        backlog = self._backlog
         tokens = backlog.work / backlog.sequences if backlog.sequences else leader.expected
-        return self.state.places.per_token(self._seconds_per_place(leader), tokens)
+        rate = self._sequences.release_rate
+        return rate.per_token(self._seconds_per_place(leader), tokens)
 
     def _seconds_per_place(self, leader: Sequence) -> float:
         """By prediction: all seats go on to the end of an answer, one place each."""
-        return self.predicted_wait.answer_s(leader) / self.state.working_seats
+        return self.predicted_wait.answer_s(leader) / self._sequences.working_seats

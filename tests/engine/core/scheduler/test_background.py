@@ -221,12 +221,12 @@ def test_what_live_requests_are_told_does_not_count_the_background():
         entrance = core.scheduler._admission
         late = make_request("late", [9] * 4, max_tokens=30)
         assert not core.scheduler.has_room(late)
-        leader = core.scheduler._factory.leader(late, 99)
-        ahead = entrance.predicted_wait._seat_steps(core.scheduler.state.n_ahead(leader))
+        leader = core.scheduler.factory.leader(late, 99)
+        ahead = entrance.predicted_wait._seat_steps(core.scheduler.sequences.n_ahead(leader))
         with pytest.raises(RequestError) as refused:
             core.scheduler.add(late)
         told.append((ahead, refused.value.info.code))
-        assert core.scheduler.state.open_seats == 0
+        assert core.scheduler.sequences.open_seats == 0
     assert told[0] == told[1]
 
 

@@ -333,7 +333,7 @@ def boardings(order: str, seed: int) -> tuple[list[str], dict[str, tuple[int, fl
             number,
             clock.now,
             request.priority,
-            core.scheduler.state.groups[name].leader.expected,
+            core.scheduler.sequences.requests.open_of(name)[0].expected,
         )
         core.step()
     for _ in range(8000):

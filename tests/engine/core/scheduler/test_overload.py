@@ -171,7 +171,7 @@ def test_the_wait_behind_many_siblings_is_foreseen():
     core = crowded_core(FakeClock(), max_requests=256, max_tokens=10**9, max_predicted_wait_s=1e6)
     core.scheduler.add(make_request("crowd", [1], n=120, max_tokens=200))
     wait = core.scheduler._admission.predicted_wait
-    newcomer = core.scheduler._factory.leader(make_request("late", [1]), 10**6)
+    newcomer = core.scheduler.factory.leader(make_request("late", [1]), 10**6)
     assert wait.wait(newcomer) == pytest.approx(0.01 * 200 * (1 + 120 / 8), rel=0.05)
 
 
@@ -187,14 +187,14 @@ def test_too_long_a_wait_says_how_long_and_how_many():
 def test_a_crowd_of_siblings_is_no_wait_for_another_tenant_in_the_fair_order():
     core = crowded_core(FakeClock(), order="fair", max_requests=256, max_tokens=10**9)
     core.scheduler.add(make_request("crowd", [1], n=120, max_tokens=200, tenant="a"))
-    newcomer = core.scheduler._factory.leader(make_request("late", [1], tenant="b"), 10**6)
-    assert core.scheduler.state.n_ahead(newcomer) == 1
+    newcomer = core.scheduler.factory.leader(make_request("late", [1], tenant="b"), 10**6)
+    assert core.scheduler.sequences.n_ahead(newcomer) == 1
 
 
 def test_aborted_siblings_give_back_their_places():
     core = crowded_core(FakeClock(), max_requests=256, max_tokens=10**9)
     core.scheduler.add(make_request("crowd", [1] * 9, n=128, max_tokens=200))
-    backlog = core.scheduler.state.backlog
+    backlog = core.scheduler.sequences.live.backlog
     core.scheduler.abort("crowd", 5)
     assert (backlog.sequences, backlog.tokens, backlog.expected) == (127, 9, 127 * 200)
     core.scheduler.abort("crowd")

@@ -104,9 +104,9 @@ def test_no_prompt_passes_one_that_has_lost_its_seat():
     core.add(make_request("other", [2] * 40, max_tokens=20))
     for _ in range(12):
         core.step()
-    state = core.scheduler.state
-    for seq in list(state.seated):
-        state.preempt(seq, 0.0)
+    sequences = core.scheduler.sequences
+    for seq in sequences.seats.taken:
+        sequences.preempt(seq, 0.0)
     plans = watch(core)
     core.add(make_request("short", [9] * 2, max_tokens=1))
     core.run_until_idle()
@@ -162,13 +162,13 @@ def test_no_prompt_starves(lengths: list[int], gaps: list[int], seats: int, shar
     core = core_for(seats=seats, prefill_share=share)
     plans = watch(core)
     passed: list[int] = []
-    spend = core.scheduler._passing.spend
+    spend = core.scheduler._planner._passing.spend
 
     def spending(rows: int, left: int) -> int:
         passed.append(rows)
         return spend(rows, left)
 
-    core.scheduler._passing.spend = spending
+    core.scheduler._planner._passing.spend = spending
     requests = [
         make_request(f"r{i}", [i + 1] * length, max_tokens=3) for i, length in enumerate(lengths)
     ]
@@ -225,14 +225,13 @@ def test_steps_are_brief_while_short_prompts_are_expected(monkeypatch: pytest.Mo
     clock = FakeClock()
     core = core_for(clock=clock)
     buckets = core.scheduler.buckets
-    core.scheduler.buckets = core.scheduler.step_times.buckets = replace(
-        buckets, padding_is_free=True
-    )
+    free = replace(buckets, padding_is_free=True)
+    core.scheduler._planner._buckets = core.scheduler.step_times.buckets = free
     times = core.scheduler.step_times
     times.observe(buckets.decode[0], 0.01)
     times.observe(buckets.mixed[-1], 0.17)
     monkeypatch.setattr(core.scheduler, "observe", lambda *_: None)
-    brief = core.scheduler._prefill_budget.brief(0)
+    brief = core.scheduler._planner._prefill_budget.brief(0)
     assert 16 / 0.17 > brief / (0.01 + 0.01 * brief) >= 0.94 * 16 / 0.17 and brief < 16
     plans = watch(core)
     core.add(make_request("long0", [1] * 200, max_tokens=1))
@@ -333,7 +332,7 @@ def test_a_step_is_planned_late_for_a_short_prompt_behind_more_than_there_are_se
     for number in range(12):
         core.add(make_request(f"long{number}", [number + 1] * 150, max_tokens=4))
     core.step()
-    assert len(core.scheduler.state.queue) > len(core.scheduler.state.free_seats)
+    assert len(core.scheduler.sequences.live.queue) > len(core.scheduler.sequences.seats.free)
     assert core.scheduler.has_place
 
 
@@ -346,7 +345,7 @@ def waits(arrivals: list[Arrival]) -> tuple[np.ndarray, np.ndarray]:
 
     def request_at(number: int, at: float) -> EngineRequest:
         request = arrivals[number].request(str(number), [0] * arrivals[number].n_prompt, at)
-        leader = scheduler._factory.leader(request, scheduler._arrivals + 1)
+        leader = scheduler.factory.leader(request, scheduler._arrivals + 1)
         told.append(scheduler._admission.predicted_wait.wait(leader))
         return request
 
@@ -391,7 +390,7 @@ def busy_core(clock: FakeClock, **limits) -> EngineCore:
 
 
 def told(core: EngineCore, prompt: list[int]) -> float:
-    newcomer = core.scheduler._factory.leader(make_request("newcomer", prompt), 10**6)
+    newcomer = core.scheduler.factory.leader(make_request("newcomer", prompt), 10**6)
     return core.scheduler._admission.predicted_wait.wait(newcomer)
 
 

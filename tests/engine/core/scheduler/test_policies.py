@@ -39,7 +39,7 @@ def run_on(
     core: EngineCore, clock: FakeClock, seconds: float = 0.01, steps: int = 5000
 ) -> list[SequenceOutput]:
     """Step until idle, each step taking `seconds`; nobody else comes meanwhile."""
-    core.scheduler.more_to_come = False
+    core.scheduler.boarding.more_to_come = False
     outputs: list[SequenceOutput] = []
     for _ in range(steps):
         if not core.has_work:
@@ -351,7 +351,7 @@ def test_the_same_tokens_under_every_policy(budget: int):
         while waiting or core.has_work:
             while waiting and waiting[0].arrival <= clock.now:
                 core.add(waiting.pop(0))
-            core.scheduler.more_to_come = bool(waiting)
+            core.scheduler.boarding.more_to_come = bool(waiting)
             outputs += core.step().outputs
             clock.now += 0.01
             core.check()

@@ -687,8 +687,7 @@ def test_seeds():
     for seed in (None, None, 7):
         core = make_core()
         core.add(make_request("a", [1], n=3, seed=seed))
-        group = core.scheduler.state.groups["a"]
-        admitted.append([seq.seed for seq in group.open])
+        admitted.append([seq.seed for seq in core.scheduler.sequences.requests.open_of("a")])
     assert admitted[2] == [7, _sibling_seed(7, 1), _sibling_seed(7, 2)]
     assert len(set(itertools.chain(*admitted))) == 9
     assert all(-(2**63) <= seed < 2**63 for seed in itertools.chain(*admitted))
@@ -703,7 +702,8 @@ def test_what_has_ended_is_forgotten():
         core.add(make_request(f"r{i}", [1], deadline=1e9))
         core.abort(f"r{i}")
     assert (
-        len(core.scheduler.state._deadlines) < 150 and len(core.scheduler.state.queue._heap) < 150
+        len(core.scheduler.sequences.requests._deadlines) < 150
+        and len(core.scheduler.sequences.live.queue._heap) < 150
     )
     assert len(ends_of(core.step().outputs)) == 1000
 
