@@ -229,16 +229,16 @@ class LLM:
 
     def _learn(self) -> None:
         """Have the core make masks. Raises RequestError if it cannot."""
-        if self.core.grammars is None:
+        if self.core.intake.grammars is None:
             self.core.learn(self.tokenizer.json)
-        if self.core.grammars is None:
+        if self.core.intake.grammars is None:
             raise RequestError("this model's tokenizer cannot be held to grammars", param="grammar")
 
     def _check_grammar(self, grammar: Grammar) -> None:
         """RequestError if no answer can be held to it."""
-        assert self.core.grammars is not None  # `_learn` has seen to it
+        assert self.core.intake.grammars is not None  # `_learn` has seen to it
         try:
-            self.core.grammars.check(grammar)
+            self.core.intake.grammars.check(grammar)
         except RequestError as error:
             raise error.blaming("grammar") from None
 

@@ -92,8 +92,9 @@ class Boarding:
 
         def lasts(fresh: int) -> bool:
             """Else it, or another one, would soon be preempted."""
-            stalled = self._preemption.too_long_stalled(seq, now)
-            return instead or stalled or self._demand.lasts(seq, fresh)
+            if instead or self._demand.lasts(seq, fresh):
+                return True
+            return self._preemption.too_long_stalled(seq, now)
 
         found = self._sequences.pages.take(seq, self._seats.n_taken, lasts)
         if found is None:

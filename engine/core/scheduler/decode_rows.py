@@ -65,7 +65,8 @@ class DecodeRows:
         self, rows: list[Sequence], needy: list[Sequence], draft: Draft, now: float
     ) -> list[Sequence]:
         """One more page for each needy sequence. -> the sequences that still have a seat."""
-        draft.dropped = [seq for seq in needy if self._pages.drop_behind(seq)]
+        if self._pages.window:
+            draft.dropped = [seq for seq in needy if self._pages.drop_behind(seq)]
         preempted = self._preemption.for_pages(needy, now)
         if preempted:
             draft.preempted += preempted

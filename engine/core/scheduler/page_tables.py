@@ -85,11 +85,9 @@ class PageTables:
             seq.pages.append(page)
 
     def drop_behind(self, seq: Sequence) -> bool:
-        """Give back the pages behind the window of a sequence's next row; True if there were any.
-        Their rows stay in the prefix index until the room is needed.
+        """With a window: give back the pages behind the window of a sequence's next row; True if
+        there were any. Their rows stay in the prefix index until the room is needed.
         """
-        if not self.window:
-            return False
         behind = (seq.scheduled - self.window + 1) // self.pool.page_size
         if behind <= seq.dropped:
             return False

@@ -43,6 +43,7 @@ class StepPlanner:
         self._buckets = buckets
         self._sequences = sequences
         self._seats = sequences.seats
+        self._pages = sequences.pages
         self._queue = sequences.live.queue
         self._prefill_budget = prefill_budget
         self._passing = passing
@@ -248,7 +249,7 @@ class StepPlanner:
 
     def _add_chunk(self, seq: Sequence, draft: Draft, most: int) -> None:
         """At most `most` of the next known tokens of a sequence, as the step can take them."""
-        if self._sequences.pages.drop_behind(seq):
+        if self._pages.window and self._pages.drop_behind(seq):
             draft.dropped.append(seq)
         if draft.add_chunk(seq, most):
             self._seats.start_decoding(seq)
