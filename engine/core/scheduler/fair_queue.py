@@ -45,11 +45,11 @@ class _Account:
 
     def may_claim(self, share: float) -> bool:
         """Its next sequence still belongs to so large a share of the seats."""
-        return bool(self.queue) and self.seated + 1 <= share
+        return bool(self.queue.waiting) and self.seated + 1 <= share
 
     def must_stay(self, floor: int) -> bool:
         """It would lose something by being forgotten. floor: what newcomers are lifted to."""
-        return bool(self.queue) or self.seated > 0 or self.counter > floor
+        return bool(self.queue.waiting) or self.seated > 0 or self.counter > floor
 
 
 #: Counter, arrival of who waits longest, a number that no other entry has, whose it is.
@@ -77,7 +77,7 @@ class FairQueue(WaitingQueue):
         """Enter the queue of its tenant."""
         super().push(seq)
         account = self._account(seq)
-        if not account.queue:
+        if not account.queue.waiting:
             account.counter = max(account.counter, self._floor())
         account.queue.push(seq)
         if not account.listed:
@@ -125,7 +125,9 @@ class FairQueue(WaitingQueue):
 
     def _share(self, seats: int, newcomers: int = 0) -> float:
         """Of the seats, for each tenant that sits or waits."""
-        present = sum(1 for account in self._accounts.values() if account.seated or account.queue)
+        present = sum(
+            1 for account in self._accounts.values() if account.seated or account.queue.waiting
+        )
         return seats / max(1, present + newcomers)
 
     def left(self, seq: Sequence) -> None:
@@ -137,7 +139,7 @@ class FairQueue(WaitingQueue):
         super().remove(seq)
         account = self._account(seq)
         account.queue.remove(seq)
-        if not account.queue:
+        if not account.queue.waiting:
             self._last = account
 
     def board(self, seq: Sequence) -> None:
@@ -158,7 +160,7 @@ class FairQueue(WaitingQueue):
         """
         waiting = Counter(other.request.account for other in held)
         for name, account in self._accounts.items():
-            waiting[name] += len(account.queue)
+            waiting[name] += len(account.queue.waiting)
         own = waiting.pop(seq.request.account, 0)
         return own + sum(min(count, own + 1) for count in waiting.values())
 
@@ -208,7 +210,7 @@ class FairQueue(WaitingQueue):
         heap = self._least
         while heap:
             account = heap[0][3]
-            if not account.queue:
+            if not account.queue.waiting:
                 account.listed = False
                 heappop(heap)
             elif account.counter > heap[0][0]:

@@ -74,7 +74,7 @@ class OpenSequences:
     @property
     def lacks_pages(self) -> bool:
         """True while a live sequence waits for pages."""
-        return self.short_of_pages and bool(self.live.queue)
+        return self.short_of_pages and bool(self.live.queue.waiting)
 
     @property
     def open_seats(self) -> int:
@@ -120,7 +120,7 @@ class OpenSequences:
         siblings = self.requests.of(seq)
         if not siblings.boarded:
             siblings.boarded = True
-            requests.backlog.leave_prompt(seq.n_prompt)
+            requests.backlog.tokens -= seq.n_prompt
         if seq.boarded_at is None:
             requests.backlog.leave(seq)
             seq.boarded_at = now
@@ -248,13 +248,13 @@ class OpenSequences:
         exactly once.
         """
         seated = self.seats.taken
-        queued = self.live.queue.members() | self.background.queue.members()
+        queued = self.live.queue.waiting | self.background.queue.waiting
         unseated = [*queued, *self.leaving, *self.requests.held]
         claims = {
             "every open sequence is in exactly one place": Counter([*seated, *unseated])
             == Counter(self.requests.sequences),
             "no request without open sequences is kept": all(s.open for s in self.requests),
-            "who lost its seat waits": self.stalled.keys() <= self.live.queue.members(),
+            "who lost its seat waits": self.stalled.keys() <= self.live.queue.waiting,
             "live requests are counted": self._is_counted(self.live, background=False),
             "background requests are counted": self._is_counted(self.background, background=True),
         }
@@ -270,9 +270,9 @@ class OpenSequences:
         return (
             requests.n_open == len(of_class)
             and requests.n_held == sum(len(s.held) for s in of_class)
-            and queue.expected == sum(seq.expected for seq in queue.members())
-            and queue.rows.total() == sum(seq.wanted_rows for seq in queue.members())
-            and all(seq.background == background for seq in queue.members())
+            and queue.expected == sum(seq.expected for seq in queue.waiting)
+            and queue.rows.total() == sum(seq.wanted_rows for seq in queue.waiting)
+            and all(seq.background == background for seq in queue.waiting)
             and backlog.sequences == len(fresh)
             and backlog.tokens == sum(len(s.request.prompt) for s in of_class if not s.boarded)
             and backlog.expected == sum(seq.expected for seq in fresh)

@@ -5,7 +5,6 @@ back behind a window and at the end. The scheduler knows no other way to a page.
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable
 
 from jitney.engine.core.scheduler.kv_pages import PagePool
@@ -28,7 +27,7 @@ class PageTables:
         self.most_each = pool.pages_for(window) + 2 if window else sys.maxsize
         #: Pages that the sequences in seats hold together if each gets as long as it may, by
         #: whether they are in the background.
-        self.most_held: Counter[bool] = Counter()
+        self.most_held = {False: 0, True: 0}
         self._scores = PromptScores(pool.page_size)
 
     def found(self, seq: Sequence) -> int:
@@ -143,7 +142,7 @@ class PageTables:
         accounted for.
         """
         self.pool.check(seq.pages for seq in seated)
-        most = Counter[bool]()
+        most = {False: 0, True: 0}
         for seq in seated:
             most[seq.background] += seq.most_pages
         return {

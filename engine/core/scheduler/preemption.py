@@ -60,7 +60,7 @@ class Preemption:
 
     def _lacks_room(self, head: Sequence) -> bool:
         """Whether waiting sequences have too few seats, or the first of them too few pages."""
-        return len(self._seats.free) < len(self._queue) or self._missing_pages(head) > 0
+        return len(self._seats.free) < len(self._queue.waiting) or self._missing_pages(head) > 0
 
     @staticmethod
     def too_long_stalled(seq: Sequence, now: float) -> bool:

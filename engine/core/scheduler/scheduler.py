@@ -142,7 +142,7 @@ class Scheduler:
         if sequences.seats.holds:
             return False
         queue = sequences.live.queue
-        if sequences.open_seats > len(queue) or queue.gives_way(self.limits.max_seats):
+        if sequences.open_seats > len(queue.waiting) or queue.gives_way(self.limits.max_seats):
             return True
         return self._planner.expects_short(self.clock())
 

@@ -215,7 +215,7 @@ class PredictedWait:
         backlog, queue = self._live.backlog, self._live.queue
         if backlog.sequences:
             return backlog.expected / backlog.sequences
-        return queue.expected / len(queue) if queue else 1.0
+        return queue.expected / len(queue.waiting) if queue.waiting else 1.0
 
     def answer_s(self, newcomer: Sequence) -> float:
         """Seconds that a seat is taken by one answer, going by those that wait."""

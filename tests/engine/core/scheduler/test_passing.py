@@ -332,7 +332,7 @@ def test_a_step_is_planned_late_for_a_short_prompt_behind_more_than_there_are_se
     for number in range(12):
         core.add(make_request(f"long{number}", [number + 1] * 150, max_tokens=4))
     core.step()
-    assert len(core.scheduler.sequences.live.queue) > len(core.scheduler.sequences.seats.free)
+    assert len(core.scheduler.sequences.live.queue.waiting) > len(core.scheduler.sequences.seats.free)
     assert core.scheduler.has_place
 
 
