@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from jitney.engine.core.scheduler.estimates import StepTimeEstimate
 from jitney.engine.core.scheduler.open_sequences import OpenSequences
 from jitney.engine.core.scheduler.plan import Draft
 from jitney.engine.core.scheduler.preemption import Preemption
 from jitney.engine.core.scheduler.sequence import Sequence
+from jitney.engine.core.scheduler.step_times import StepTimeEstimate
 
 
 class DecodeRows:

@@ -254,7 +254,7 @@ class OpenSequences:
             "every open sequence is in exactly one place": Counter([*seated, *unseated])
             == Counter(self.requests.sequences),
             "no request without open sequences is kept": all(s.open for s in self.requests),
-            "who lost its seat waits": self.stalled.keys() <= self.live.queue.waiting,
+            "stalled sequences wait": self.stalled.keys() <= self.live.queue.waiting,
             "live requests are counted": self._is_counted(self.live, background=False),
             "background requests are counted": self._is_counted(self.background, background=True),
         }

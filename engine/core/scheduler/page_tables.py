@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable
 
 from jitney.engine.core.scheduler.kv_pages import PagePool
+from jitney.engine.core.scheduler.page_keys import keys_of
 from jitney.engine.core.scheduler.prompt_scores import PromptScores
 from jitney.engine.core.scheduler.sequence import Sequence
 
@@ -32,7 +33,38 @@ class PageTables:
 
     def found(self, seq: Sequence) -> int:
         """Tokens of a waiting sequence that are found in pages now."""
-        return self.pool.count(self.pool.shareable_keys(seq)) * self.pool.page_size
+        return self.pool.count(self._shareable_keys(seq)) * self.pool.page_size
+
+    def _shareable_keys(self, seq: Sequence) -> list[bytes]:
+        """Keys of the pages a boarding sequence may share: full ones, and never the last token's,
+        whose logits are needed.
+        """
+        if not seq.shares:
+            return []
+        page_size = self.pool.page_size
+        return keys_of(seq, page_size, (len(seq.tokens) - 1) // page_size)
+
+    def publish(self, seq: Sequence, *, ended: bool = False) -> None:
+        """Let later prompts find every full page of a seated sequence whose tokens are known and
+        whose rows are launched.
+
+        Prompts as soon as they are computed, outputs when the sequence leaves its seat: naming a
+        page takes a hash, and many at once take less time than one in each step. ended: it will not
+        come back, so pages that only itself may find are not published.
+        """
+        if not seq.shares:
+            return
+        known = min(seq.scheduled, len(seq.tokens))
+        if ended and seq.own_pages:
+            known = min(known, seq.own_pages.start)
+        full = known // self.pool.page_size
+        if full <= seq.published:
+            return
+        keys = keys_of(seq, self.pool.page_size, full)
+        tenant = seq.request.tenant
+        for i in range(max(seq.published, seq.dropped), full):
+            self.pool.publish(seq.pages[i], keys[i], tenant)
+        seq.published = full
 
     def most_of(self, seq: Sequence) -> int:
         """Pages that a sequence holds at once if it gets as long as it may; its last token needs no
@@ -56,7 +88,7 @@ class PageTables:
         tokens found for the first time; None where there are too few pages.
         """
         pool = self.pool
-        keys = pool.shareable_keys(seq)
+        keys = self._shareable_keys(seq)
         if seq.must_score:
             self._find_scores(seq, keys)
             # The row before the first missing score brings it: its whole page must be computed.
@@ -90,7 +122,7 @@ class PageTables:
         behind = (seq.scheduled - self.window + 1) // self.pool.page_size
         if behind <= seq.dropped:
             return False
-        self.pool.publish_known(seq)
+        self.publish(seq)
         self.pool.release(seq.pages[seq.dropped : behind])
         seq.pages[seq.dropped : behind] = [0] * (behind - seq.dropped)
         seq.dropped = behind
@@ -99,7 +131,7 @@ class PageTables:
     def give_back(self, seq: Sequence, *, ended: bool) -> None:
         """All pages of a sequence that leaves its seat. ended: it does not come back."""
         if self.pool.retain:
-            self.pool.publish_known(seq, ended=ended)
+            self.publish(seq, ended=ended)
         self.pool.release(seq.pages)
         self.most_held[seq.background] -= seq.most_pages
         seq.pages = []

@@ -9,12 +9,12 @@ import math
 from jitney.engine.core.scheduler.boarding import Boarding
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.decode_rows import DecodeRows
-from jitney.engine.core.scheduler.estimates import PrefillBudget
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.open_sequences import OpenSequences
 from jitney.engine.core.scheduler.passing import Passing
 from jitney.engine.core.scheduler.plan import Draft, Plan
 from jitney.engine.core.scheduler.preemption import Preemption
+from jitney.engine.core.scheduler.prefill_budget import PrefillBudget
 from jitney.engine.core.scheduler.queues import RequestClass
 from jitney.engine.core.scheduler.sequence import Sequence
 

@@ -135,7 +135,7 @@ def _place_of(seq: Sequence) -> _Place:
     return (group, True, number, index)
 
 
-class Backlog:
+class _Backlog:
     """The sequences that wait for their first seat; those that lost a seat are admitted already."""
 
     def __init__(self) -> None:
@@ -176,7 +176,7 @@ class RequestClass:
         #: The sequences that wait for a seat.
         self.queue = queue
         #: The requests that are not begun.
-        self.backlog = Backlog()
+        self.backlog = _Backlog()
         #: Open requests.
         self.n_open = 0
         #: Siblings that wait for their leader's prompt.

@@ -25,7 +25,6 @@ from jitney.engine.core.scheduler.admission.control import AdmissionControl
 from jitney.engine.core.scheduler.admission.predicted_wait import PredictedWait
 from jitney.engine.core.scheduler.boarding import Boarding
 from jitney.engine.core.scheduler.buckets import Buckets
-from jitney.engine.core.scheduler.estimates import PrefillBudget, StepTimeEstimate
 from jitney.engine.core.scheduler.kv_pages import PagePool
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.open_sequences import OpenSequences
@@ -36,11 +35,13 @@ from jitney.engine.core.scheduler.plan import Chunk, Draft, Occupancy, Plan, Ste
 from jitney.engine.core.scheduler.planner import StepPlanner
 from jitney.engine.core.scheduler.policies import make_order, make_policy
 from jitney.engine.core.scheduler.preemption import Preemption
+from jitney.engine.core.scheduler.prefill_budget import PrefillBudget
 from jitney.engine.core.scheduler.results import Results
 from jitney.engine.core.scheduler.row_limit import RowLimit
 from jitney.engine.core.scheduler.seats import Seats
 from jitney.engine.core.scheduler.sequence import Matcher, Sequence
 from jitney.engine.core.scheduler.sequence_factory import SequenceFactory
+from jitney.engine.core.scheduler.step_times import StepTimeEstimate
 
 _log = logging.getLogger("jitney.core")
 
@@ -209,7 +210,7 @@ class Scheduler:
             return None
         # Only later plans find the pages that this step fills: no step reads what it writes.
         for chunk in draft.prompt_chunks:
-            self.pool.publish_known(chunk.seq)
+            sequences.pages.publish(chunk.seq)
             if chunk.end >= chunk.seq.n_prompt:
                 sequences.release_siblings(chunk.seq)
         return self._plan_of(draft)

@@ -12,12 +12,13 @@ import numpy as np
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.core.scheduler.admission.release_rate import SHORTEST_RETRY
-from jitney.engine.core.scheduler.estimates import PrefillBudget, StepTimeEstimate
 from jitney.engine.core.scheduler.lengths import LengthEstimate
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.open_sequences import OpenSequences
 from jitney.engine.core.scheduler.passing import Passing
+from jitney.engine.core.scheduler.prefill_budget import PrefillBudget
 from jitney.engine.core.scheduler.sequence import Sequence
+from jitney.engine.core.scheduler.step_times import StepTimeEstimate
 
 #: A deadline is given up only if it would be missed even with this share of the predicted wait.
 _HOPE = 0.5

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
+from fakes import make_request
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -13,9 +15,8 @@ from jitney.engine.core.scheduler.kv_pages import (
     _HELD,
     _SHARED,
     PagePool,
-    _extend_keys,
-    _root_key,
 )
+from jitney.engine.core.scheduler.page_keys import _extend_keys, root_of
 from jitney.engine.core.scheduler.sequence import OwnPages
 
 
@@ -120,9 +121,7 @@ def test_without_retention_only_living_owners_share():
 
 @pytest.mark.parametrize("still_held", [True, False])
 def test_withdrawn_pages_are_not_found(still_held: bool):
-    """By name: nobody need hold them any more. One that was kept for its contents alone is free at
-    once.
-    """
+    """By name: they need not be held any more. A cached one is free at once."""
     pool, keys = PagePool(5, 4), keys_of([1] * 8, 2)
     pages = held(pool, keys)
     if not still_held:
@@ -137,11 +136,14 @@ def test_withdrawn_pages_are_not_found(still_held: bool):
 
 def test_keys_name_the_whole_prefix_and_the_owner():
     assert keys_of([1, 1, 1, 1, 2, 2, 2, 2], 2)[1] != keys_of([3, 3, 3, 3, 2, 2, 2, 2], 2)[1]
-    assert keys_of([1] * 4, 1, root=_root_key("a", "")) != keys_of(
-        [1] * 4, 1, root=_root_key("b", "")
-    )
-    owners = (("ab", "c", ""), ("a", "bc", ""), ("abc", "", ""), ("", "abc", ""), ("ab", "c", "r"))
-    roots = [_root_key(*owner, adapter) for owner in owners for adapter in (0, 1, 2)]
+    assert keys_of([1] * 4, 1, root=b"a") != keys_of([1] * 4, 1, root=b"b")
+    owners = (("ab", "c"), ("a", "bc"), ("abc", ""), ("", "abc"))
+    requests = [
+        msgspec.structs.replace(make_request("r", [1], tenant=tenant, salt=salt), adapter=adapter)
+        for tenant, salt in owners
+        for adapter in (0, 1, 2)
+    ]
+    roots = [root_of(request, retain=retain) for request in requests for retain in (True, False)]
     assert len(set(roots)) == len(roots)
     assert keys_of(list(range(8)), 1) == keys_of(list(range(8)), 2)[:1]
 

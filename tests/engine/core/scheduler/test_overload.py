@@ -26,10 +26,10 @@ from jitney.engine.core.scheduler.admission.release_rate import (
     ReturnTimes,
 )
 from jitney.engine.core.scheduler.buckets import Buckets
-from jitney.engine.core.scheduler.estimates import StepTimeEstimate
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.plan import Plan, StepResult
 from jitney.engine.core.scheduler.sequence import Sequence
+from jitney.engine.core.scheduler.step_times import StepTimeEstimate
 from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.simulator import VirtualDevice, _FlyingStep, simulate
 

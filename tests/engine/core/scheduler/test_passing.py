@@ -24,10 +24,11 @@ from jitney.engine.common.requests import EngineRequest
 from jitney.engine.common.trace import Arrival
 from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
-from jitney.engine.core.scheduler.estimates import PrefillBudget, StepTimeEstimate
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.passing import _PRICE, _SHARE, Passing
 from jitney.engine.core.scheduler.plan import Plan, StepWork
+from jitney.engine.core.scheduler.prefill_budget import PrefillBudget
+from jitney.engine.core.scheduler.step_times import StepTimeEstimate
 from jitney.engine.lab.simulation.devices import DEVICES
 from jitney.engine.lab.simulation.drive import Offer, drive
 from jitney.engine.lab.simulation.engine_shape import EngineShape
@@ -332,7 +333,8 @@ def test_a_step_is_planned_late_for_a_short_prompt_behind_more_than_there_are_se
     for number in range(12):
         core.add(make_request(f"long{number}", [number + 1] * 150, max_tokens=4))
     core.step()
-    assert len(core.scheduler.sequences.live.queue.waiting) > len(core.scheduler.sequences.seats.free)
+    sequences = core.scheduler.sequences
+    assert len(sequences.live.queue.waiting) > len(sequences.seats.free)
     assert core.scheduler.has_place
 
 
