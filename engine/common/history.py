@@ -256,7 +256,7 @@ class History(RequestRecords):
     rejected: dict[str, int] = field(default_factory=Counter)
     boarded: int = 0
     cached_tokens: int = 0
-    events: _EventLog = field(default_factory=EventLog)
+    events: _EventLog = field(default_factory=_EventLog)
     incidents: Incidents = field(init=False)
     #: When the newest core got ready.
     ready_at: float = 0.0

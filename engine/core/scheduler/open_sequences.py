@@ -11,7 +11,6 @@ from operator import attrgetter
 from jitney.engine.common.errors import ErrorInfo
 from jitney.engine.common.outputs import FinishReason, SequenceOutput
 from jitney.engine.common.requests import EngineRequest
-from jitney.engine.core.scheduler.admission.release_rate import ReleaseRate
 from jitney.engine.core.scheduler.lengths import LengthEstimate
 from jitney.engine.core.scheduler.page_tables import PageTables
 from jitney.engine.core.scheduler.queues import RequestClass, WaitingQueue
@@ -38,8 +37,6 @@ class OpenSequences:
         #: Requests with a waiting client, and those in the background.
         self.live = RequestClass(make_queue())
         self.background = RequestClass(make_queue())
-        #: How fast places of live requests come free.
-        self.release_rate = ReleaseRate()
         #: What is known about the lengths of answers.
         self.lengths = LengthEstimate()
         #: Their last token is in flight and they need no further row: they have no seat.
@@ -167,15 +164,8 @@ class OpenSequences:
 
     def _unseat(self, seq: Sequence, *, ended: bool = True) -> None:
         self.pages.give_back(seq, ended=ended)
-        if ended:
-            self._count_release(seq)
         self.class_of(seq).queue.left(seq)
         self.seats.leave(seq)
-
-    def _count_release(self, seq: Sequence) -> None:
-        """A sequence has left its place for good; live requests wait for those of live ones."""
-        if not seq.background:
-            self.release_rate.released(seq)
 
     def start_over(self, seq: Sequence, now: float) -> None:
         """An open sequence gives up its seat, if it has one, to compute again what it has."""
@@ -231,7 +221,6 @@ class OpenSequences:
         requests = self.class_of(seq)
         if seq.boarded_at is None:
             requests.backlog.leave(seq)
-            self._count_release(seq)
         if seq.seated:
             self._unseat(seq)
         elif seq in self.leaving:

@@ -205,7 +205,6 @@ class Scheduler:
         self._row_limit.pass_time(now)
         draft = Draft(self._row_limit.rows, self.limits.max_seats)
         self._planner.fill(draft, self.steps, now, self._suspects.first)
-        sequences.release_rate.step(now, crowded=sequences.crowded)
         if not draft.chunks:
             return None
         # Only later plans find the pages that this step fills: no step reads what it writes.
