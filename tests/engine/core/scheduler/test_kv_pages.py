@@ -29,7 +29,7 @@ def keys_of(
 
 
 def n_free(pool: PagePool) -> int:
-    """Pages that nobody holds and no prompt could find."""
+    """Pages that are not held and that no prompt could find."""
     return pool.available - pool.n_cached
 
 
@@ -41,28 +41,6 @@ def held(pool: PagePool, keys: list[bytes]) -> list[int]:
     for page, key in zip(fresh, keys[len(pages) :], strict=True):
         pool.publish(page, key)
     return pages + fresh
-
-
-def test_trash_is_never_handed_out():
-    pool = PagePool(5, 4)
-    pages = pool.allocate(4)
-    assert pages is not None and sorted(pages) == [1, 2, 3, 4]
-    assert pool.allocate(1) is None
-    assert pool.states().tolist() == [_FREE, _HELD, _HELD, _HELD, _HELD]
-
-
-def test_allocation_is_all_or_nothing():
-    pool = PagePool(5, 4)
-    pool.allocate(3)
-    assert pool.allocate(2) is None
-    assert (n_free(pool), pool.used) == (1, 3)
-
-
-def test_a_released_page_without_a_key_is_free():
-    pool = PagePool(3, 4)
-    pages = pool.allocate(2) or []
-    pool.release(pages)
-    assert (n_free(pool), pool.n_cached) == (2, 0)
 
 
 def test_cached_pages_are_found_again_and_shared():
