@@ -68,8 +68,8 @@ from .scheduler.kv_pages import PagePool as PagePool
 from .scheduler.lengths import LengthEstimate as LengthEstimate
 from .scheduler.lengths import RequestClasses as RequestClasses
 from .scheduler.limits import SchedulerLimits as SchedulerLimits
+from .scheduler.page_tables import PageTables as PageTables
 from .scheduler.plan import Chunk as Chunk
-from .scheduler.plan import Draft as Draft
 from .scheduler.plan import MaskedRow as MaskedRow
 from .scheduler.plan import Plan as Plan
 from .scheduler.plan import StepResult as StepResult

@@ -256,7 +256,7 @@ def build_engine(
         assert isinstance(hosts, Leader)  # _runner_class
         runner.lead(hosts)
     core = _make_core(built.setup, runner, built.alone)
-    core.adapters = built.adapters
+    core.intake.adapters = built.adapters
     return core, built.info
 
 

@@ -1,7 +1,7 @@
 """Requests in the background that come over HTTP: lines of a fleet's batches, at its engines.
 
 Such a request may wait for as long as it takes: it has no deadline, and the bounds on waiting
-requests (`engine.core.scheduler.admission_control`) do not hold for it. So not everybody may send
+requests (`engine.core.scheduler.admission.control`) do not hold for it. So not everybody may send
 one.
 """
 

@@ -4,9 +4,7 @@
 Work is not counted in requests: a request with n sequences has n of them open, and is charged for
 the output that is expected of all of them as soon as it comes.
 
-Whoever is refused is told a time of its own, one after the other, but no place is kept for it as
-the engine's queue keeps one (`engine.core.scheduler.retry_schedule`): only the same client's other
-requests could take it, and which of them goes first is that client's own affair.
+Refused requests of a client are told to return one after the other.
 """
 
 from __future__ import annotations
