@@ -10,7 +10,7 @@ import msgspec
 
 from jitney.engine.cli.asking import Refused, ask
 from jitney.engine.common.errors import ModelError
-from jitney.engine.config import Config, ConfigReport, Layered, configuration_digest
+from jitney.engine.config import Config, ConfigReport, ResolvedConfig, configuration_digest
 from jitney.engine.core import ModelSource
 from jitney.engine.lab import ServerSizes
 
@@ -21,7 +21,7 @@ def settings_here(file: str | None) -> ConfigReport:
     """What a server that is started here with this file is set to: file, environment, and the sizes
     that an earlier start measured.
     """
-    return _report(ServerSizes(Layered.load(file, os.environ)).as_served())
+    return _report(ServerSizes(ResolvedConfig.load(file, os.environ)).as_served())
 
 
 def settings_of(place: str, key: str) -> ConfigReport:
@@ -30,7 +30,7 @@ def settings_of(place: str, key: str) -> ConfigReport:
     """
     if "://" in place:
         return _asked(place, key)
-    return _report(Layered.load(place))
+    return _report(ResolvedConfig.load(place))
 
 
 def digest_here(config: Config) -> str:
@@ -50,9 +50,9 @@ def digest_here(config: Config) -> str:
     return configuration_digest(config, model=identity, version=version("jitney"))
 
 
-def _report(layered: Layered) -> ConfigReport:
-    digest = digest_here(layered.config)
-    return ConfigReport.of(layered, version=version("jitney"), config_digest=digest)
+def _report(resolved: ResolvedConfig) -> ConfigReport:
+    digest = digest_here(resolved.config)
+    return ConfigReport.of(resolved, version=version("jitney"), config_digest=digest)
 
 
 def _asked(url: str, key: str) -> ConfigReport:

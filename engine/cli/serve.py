@@ -25,9 +25,9 @@ from jitney.engine.config import (
     Config,
     Flag,
     FlagGroup,
-    KeptSizes,
-    Layered,
+    ResolvedConfig,
     ServerSection,
+    TunedSizes,
     add_vllm_flags,
     check_platform,
     say,
@@ -98,26 +98,26 @@ def run(arguments: Sequence[str]) -> int:
     parser = _COMMAND.parser()
     add_vllm_flags(parser)
     args = parser.parse(arguments, Arguments)
-    layered = given = args.load_layers()
-    chosen = [] if args.goal is None else [_filled_in(args.goal, layered)]
-    layered = replace(layered, config=placed(layered.config, os.environ))
-    measures = KeptSizes.are_for(layered)
-    kept = ServerSizes(layered).kept()
+    resolved = given = args.load_layers()
+    chosen = [] if args.goal is None else [_filled_in(args.goal, resolved)]
+    resolved = replace(resolved, config=placed(resolved.config, os.environ))
+    measures = TunedSizes.are_for(resolved)
+    kept = ServerSizes(resolved).kept()
     if kept is not None:
         chosen.append(str(kept))
-        layered = kept.applied_to(layered)
+        resolved = kept.applied_to(resolved)
     if args.print_config:
         _say_all(chosen)
-        print(layered.to_toml(), end="")
+        print(resolved.to_toml(), end="")
         return 0
-    if layered.config.engine.follows:
-        return _start_following(layered.config, chosen)
+    if resolved.config.engine.follows:
+        return _start_following(resolved.config, chosen)
     return _start(
-        layered, chosen, partial(_reread, args, given), times_steps=measures and kept is None
+        resolved, chosen, partial(_reread, args, given), times_steps=measures and kept is None
     )
 
 
-def _reread(args: Arguments, given: Layered, take_adapters: _TakeAdapters) -> FreshSettings:
+def _reread(args: Arguments, given: ResolvedConfig, take_adapters: _TakeAdapters) -> FreshSettings:
     """The settings as file, environment and flags have them now. given: as they had them at the
     start. Raises ConfigError.
     """
@@ -135,12 +135,12 @@ def _say_all(lines: Iterable[str]) -> None:
         say(line)
 
 
-def _filled_in(goal: str, layered: Layered) -> str:
+def _filled_in(goal: str, resolved: ResolvedConfig) -> str:
     """What `--for` set, in one line."""
     places = settings()
     values = []
-    for name in layered.from_preset:
-        section = getattr(layered.config, places[name].section)
+    for name in resolved.from_preset:
+        section = getattr(resolved.config, places[name].section)
         values.append(f"{places[name].flag} {getattr(section, places[name].key)}")
     return f"--for {goal} sets {', '.join(values) or 'nothing: all of it is given'}"
 
@@ -156,7 +156,7 @@ def _start_following(config: Config, chosen: Sequence[str]) -> int:
 
 
 def _start(
-    layered: Layered,
+    resolved: ResolvedConfig,
     chosen: Sequence[str],
     reread: Callable[[_TakeAdapters], FreshSettings],
     *,
@@ -166,15 +166,15 @@ def _start(
     then load and serve. A setting that is refused is one line, and the only one. times_steps: see
     `_Server`.
     """
-    section = layered.config.server
-    check_platform(layered.config.engine.platform)
+    section = resolved.config.server
+    check_platform(resolved.config.engine.platform)
     check_tls(section)
     keys = AcceptedKeys.of(section)
     _warn_of_closed_pages(keys)
     raise_descriptor_limit()
     with contextlib.closing(listen(section.host, section.port)) as bound:
         display = make_display(section.log_level)
-        server = _Server(layered, keys, bound, display, reread, times_steps=times_steps)
+        server = _Server(resolved, keys, bound, display, reread, times_steps=times_steps)
         _say_all(chosen)
         return asyncio.run(server.serve())
 
@@ -192,7 +192,7 @@ class _Server:
 
     def __init__(
         self,
-        layered: Layered,
+        resolved: ResolvedConfig,
         keys: AcceptedKeys,
         bound: socket.socket,
         display: Display,
@@ -202,7 +202,7 @@ class _Server:
     ):
         from jitney.engine.server import ApiKeys, Connections, ProcessClient
 
-        config = self.config = layered.config
+        config = self.config = resolved.config
         #: The listening socket, and its address as a client here writes it.
         self.bound = bound
         self.url = base_url(config.server, bound.getsockname()[1])
@@ -220,7 +220,7 @@ class _Server:
         self.app = _build_app(config, settings, self.client, accepted)
         service = self.app.state.service
         service.tracing = self.tracing
-        service.layered = layered
+        service.resolved = resolved
         self.equipment = Equipment(config, self.client, display)
         self.connections = Connections(settings)
         self.web = web_server(config, settings, self.app, self.connections)
@@ -303,12 +303,12 @@ class _Server:
     def _show_taken(self, fresh: FreshSettings, keys: AcceptedKeys) -> None:
         """The settings that count now are those that /config shows."""
         service = self.app.state.service
-        before: Layered = service.layered
+        before: ResolvedConfig = service.resolved
         now = {name: getattr(fresh.server, name) for name in LIVE}
         now["adapters"] = self.client.config.model.adapters
         were = values(before.config)
         changed = {name: value for name, value in now.items() if value != were[name]}
-        service.layered = before.with_values(changed, _REREAD)
+        service.resolved = before.with_values(changed, _REREAD)
 
     async def _take_adapters(self, config: Config) -> AdapterNews:
         """Have the engine serve those that are configured now. One that is not ready has read those
@@ -356,7 +356,7 @@ class _Server:
             print(visible(line), flush=True)
         timing = None
         if self.times_steps and source.config.encoder is None:
-            sizes = ServerSizes(self.app.state.service.layered)
+            sizes = ServerSizes(self.app.state.service.resolved)
             timing = asyncio.create_task(sizes.time_behind(self.client))
         try:
             await self.client.until("dead")

@@ -11,7 +11,7 @@ from api_fakes import FakeClient, make_app, served
 
 from jitney.engine.cli import main
 from jitney.engine.cli.config_sources import digest_here
-from jitney.engine.config.layers import Layered, load_config
+from jitney.engine.config.layers import ResolvedConfig, load_config
 from jitney.engine.server.http.settings import digest_key
 
 
@@ -102,7 +102,7 @@ def test_a_running_server_is_asked(
     files, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     app = make_app(FakeClient(config_digest="c" * 64), admin_keys=(digest_key("boss"),))
-    app.state.service.layered = Layered.load(files[0], flags={"order": "fair"})
+    app.state.service.resolved = ResolvedConfig.load(files[0], flags={"order": "fair"})
     with served(app) as (url, _):
         assert main(["config", "diff", files[0], url]) == 1
         assert "an API key is needed" in capsys.readouterr().err
