@@ -35,7 +35,7 @@ from jitney.engine.server.http.text_threads import TextThreads
 from jitney.engine.server.process.client import EngineClient
 
 if TYPE_CHECKING:
-    from jitney.engine.config import Layered
+    from jitney.engine.config import ResolvedConfig
     from jitney.engine.core import FillIn, Tokenizer
     from jitney.engine.server.chat.grammars import Grammars
     from jitney.engine.server.http.context import Context
@@ -97,7 +97,7 @@ class Service:
         #: Makes spans for OpenTelemetry; None: it is off.
         self.tracing: Tracing | None = None
         #: The settings, and where each came from; None: nobody said.
-        self.layered: Layered | None = None
+        self.resolved: ResolvedConfig | None = None
         #: Files and batches of requests, and jobs; None until the application is made.
         self.internal_requests: InternalRequests | None = None
         #: Reads the files of the configuration again; None where nobody can.
