@@ -68,14 +68,14 @@ class Equipment:
         await self.client.start()
         await _try_tokenizer(source)
         tokenizer = await _in_thread(lambda: self._load_tokenizer(source))
-        service.chat_templates = await self._start_chat_templates(tokenizer)
-        await _in_thread(lambda: service.learn_turns(tokenizer))
-        await service.learn_abilities(tokenizer)
+        service.text.chat_templates = await self._start_chat_templates(tokenizer)
+        await _in_thread(lambda: service.turns.learn_format(tokenizer))
+        await service.turns.learn_abilities(tokenizer)
         service.tokenizer = tokenizer
         if source.config.encoder is None:  # an encoder writes nothing that a grammar could hold
             self.client.learn(await _in_thread(lambda: tokenizer.json))
         info = await self.client.wait_ready()
-        service.grammars = self.grammars = _new_grammars(tokenizer, info)
+        service.text.grammars = self.grammars = _new_grammars(tokenizer, info)
         return tokenizer, info
 
     def _load_tokenizer(self, source: ModelSource) -> Tokenizer:

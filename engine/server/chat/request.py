@@ -120,11 +120,11 @@ class Conversation:
         there may be more than fit. Raises RequestError.
         """
         _, tokenizer = service.ready()
-        notes.ignored.extend(self._unfollowed(service.turns))
+        notes.ignored.extend(self._unfollowed(service.turns.format))
         text = await self.text(service, notes, is_truncated=is_truncated)
         with self.kind.blaming():
             special = self.special_tokens
-            return await service.off_loop(lambda: _chat_prompt(text, tokenizer, special))
+            return await service.text.off_loop(lambda: _chat_prompt(text, tokenizer, special))
 
     def _unfollowed(self, turns: TurnFormat) -> list[str]:
         """Hints about thoughts that this model cannot follow, by the route's names."""
@@ -140,13 +140,15 @@ class Conversation:
         """The text that the chat template makes of it. notes: get the changes that the template
         asks for. Raises RequestError.
         """
-        use, abilities = self.tools, await service.chat_abilities()
+        use, abilities = self.tools, await service.turns.abilities()
         with self.kind.blaming():
-            variables = self.variables | service.turns.effort_variables(self.effort)
+            variables = self.variables | service.turns.format.effort_variables(self.effort)
             variables |= abilities.variables(use)
-            shaping = shaped_messages(self.messages, abilities, service.turns, use, notes.warnings)
+            shaping = shaped_messages(
+                self.messages, abilities, service.turns.format, use, notes.warnings
+            )
             messages = await service.slices.result(shaping)
-            return await service.render_chat(messages, variables, is_truncated=is_truncated)
+            return await service.text.render_chat(messages, variables, is_truncated=is_truncated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +170,7 @@ class RequestBuilder[B: GenerationBody]:
         _check_choices(len(body.prompt) * sampling.n, info)
         self._check_texts(body.prompt, "prompt", also=len(body.suffix or ""))
         if body.suffix:
-            sampling = _with_ends(sampling, service.fill_in("suffix").ends)
+            sampling = _with_ends(sampling, service.text.fill_in("suffix").ends)
         sampling = await self._with_checked_grammar(sampling)
         special = body.add_special_tokens is not False
         prompts = await _encoded(service, body.prompt, body.suffix, special)
@@ -243,7 +245,7 @@ class RequestBuilder[B: GenerationBody]:
         """
         lengths = [len(prompt) for prompt in prompts if isinstance(prompt, str)]
         if not self._is_truncated:
-            self.service.check_chars(max(lengths, default=0) + also, param)
+            self.service.text.check_chars(max(lengths, default=0) + also, param)
 
     async def answer(
         self, conversation: Conversation, sampling: SamplingParams
@@ -255,7 +257,7 @@ class RequestBuilder[B: GenerationBody]:
         sampling = await self._with_checked_grammar(sampling)
         notes = self.context.notes
         prompt = await conversation.prompt(service, notes, is_truncated=self._is_truncated)
-        use = (await service.chat_abilities()).limited(conversation.tools)
+        use = (await service.turns.abilities()).limited(conversation.tools)
         conversation = replace(conversation, tools=use)
         with conversation.kind.blaming():
             sampling = await self._held_to_grammar(conversation, prompt.tail, sampling)
@@ -263,12 +265,12 @@ class RequestBuilder[B: GenerationBody]:
         names = frozenset() if use is None else use.names
         functions = {} if use is None else use.functions
         must_call = use is not None and use.is_required
-        turns = service.turns
+        turns = service.turns.format
         return replace(
             request,
             top_logprobs=sampling.logprobs,
             make_parser=lambda: turns.parser(prompt.tail, functions, forced=must_call),
-            seen_ids=service.marker_ids(names),
+            seen_ids=service.turns.marker_ids(names),
             most_calls=None if use is None else use.most_calls,
             must_call=must_call,
             custom_names=frozenset() if use is None else use.custom_names,
@@ -319,9 +321,9 @@ class RequestBuilder[B: GenerationBody]:
         budget, or the answer has a grammar of its own.
         """
         service = self.service
-        turns = service.turns
+        turns = service.turns.format
         budget = conversation.thinking_budget if turns.thinks else None
-        turn = Turn(turns, prompt, service.special_texts, budget)
+        turn = Turn(turns, prompt, service.turns.special_texts, budget)
         answer = self._wanted_grammar
         grammar = turn.grammar(conversation.tools, answer)
         self.context.notes.unenforced.extend(turn.unenforced)
@@ -344,7 +346,7 @@ class RequestBuilder[B: GenerationBody]:
         """The parameters with a grammar as the engine takes it; the client is told of what of its
         schemas is left out. Raises RequestError, blamed on `param` or on a tool.
         """
-        checked = await self.service.checked_grammar(grammar, param)
+        checked = await self.service.text.checked_grammar(grammar, param)
         notes = self.context.notes.unenforced
         notes += [place for place in checked.unenforced if place not in notes]
         return with_fields(sampling, grammar=checked.grammar)
@@ -474,7 +476,7 @@ async def _encoded(
         return [_completion_prompt(item, suffix, tokenizer, special) for item in items]
 
     if any(isinstance(item, str) for item in items):
-        return await service.off_loop(encode)
+        return await service.text.off_loop(encode)
     return encode()
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-import numpy as np
-
 from jitney.engine.common.engine_info import EngineInfo, EngineState
 from jitney.engine.common.history import History
 from jitney.engine.common.messages import Progress, SeatMap
@@ -89,12 +87,6 @@ class EngineClient(Protocol):
 
     async def reset_prefix_cache(self) -> None:
         """Let no later prompt find what was computed for an earlier one. Raises RequestError."""
-        ...
-
-    def records(self, after_step: int) -> np.ndarray:
-        """Step records newer than `after_step`, oldest first, as far back as they are kept
-        (`records.STEP_DTYPE`).
-        """
         ...
 
     def last_step_age(self) -> float:

@@ -92,8 +92,8 @@ def _conversation_of(body: CountTokensBody, service: Service, notes: Notes) -> W
     if messages[-1]["role"] == "assistant":
         variables = {"add_generation_prompt": False, "continue_final_message": True}
     budget = None if body.thinking is None else body.thinking.budget_tokens
-    end = service.turns.thoughts_end
-    if budget is not None and end is not None and end not in service.special_texts:
+    end = service.turns.format.thoughts_end
+    if budget is not None and end is not None and end not in service.turns.special_texts:
         notes.ignored.append("thinking.budget_tokens")  # it cannot be kept to the token
         budget = None
     return Conversation(
@@ -101,7 +101,7 @@ def _conversation_of(body: CountTokensBody, service: Service, notes: Notes) -> W
         messages=messages,
         variables=variables,
         tools=_tool_use(body),
-        effort=_effort(body, service.turns),
+        effort=_effort(body, service.turns.format),
         thinking_budget=budget,
     )
 

@@ -50,7 +50,7 @@ class Scoring:
         room = min(room, self.body.truncate_prompt_tokens or room)
         with self.kind.blaming():
             pairs = self._tokenised_pairs()
-            prompts = await service.off_loop(lambda: kind.prompts(pairs, self.body, room))
+            prompts = await service.text.off_loop(lambda: kind.prompts(pairs, self.body, room))
             self._note_cut(prompts)
             if isinstance(kind, YesNo):
                 scores = await self._yes_no(kind, prompts.ids)
@@ -65,8 +65,8 @@ class Scoring:
         query that is as long.
         """
         service, pairs = self.builder.service, self.body.pairs
-        service.check_chars(max(len(pair.query) for pair in pairs), "query")
-        most = service.most_chars
+        service.text.check_chars(max(len(pair.query) for pair in pairs), "query")
+        most = service.text.most_chars
         return [pair._replace(document=pair.document[:most]) for pair in pairs]
 
     def _note_cut(self, prompts: Prompts) -> None:
