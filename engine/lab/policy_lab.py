@@ -13,7 +13,7 @@ import io
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -29,8 +29,10 @@ from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.trace import Arrival
 from jitney.engine.config import EngineSection
 from jitney.engine.core import POLICIES
-from jitney.engine.lab.simulation.replay import RecordedEngine, ReplayJob
 from jitney.engine.server import EngineClient, HttpError, Slices
+
+if TYPE_CHECKING:
+    from jitney.engine.lab.simulation.replay import RecordedEngine, ReplayJob
 
 #: Seconds that all policies of one experiment may take together.
 _LIMIT_S = 120.0
@@ -268,6 +270,9 @@ def _arrived_since(history: History, start: float) -> list[RequestRecord]:
 def _job(
     experiment: Experiment, traffic: _Traffic, info: EngineInfo, settings: EngineSection
 ) -> Generator[None, None, ReplayJob]:
+    # Only an experiment loads the simulator, and with it the scheduler.
+    from jitney.engine.lab.simulation.replay import ReplayJob
+
     stays = [stay for _, stay in traffic.stays]
     requests: list[RequestRecord] = []
     for place, request in enumerate(traffic.requests):
@@ -293,6 +298,8 @@ def _job(
 
 
 def _recorded_engine(info: EngineInfo, settings: EngineSection) -> RecordedEngine:
+    from jitney.engine.lab.simulation.replay import RecordedEngine
+
     return RecordedEngine(
         settings=settings.model_dump(mode="json"),
         context_length=info.model.context_length,

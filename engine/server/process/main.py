@@ -29,11 +29,10 @@ from jitney.engine.common import messages
 from jitney.engine.common.engine_info import EngineInfo
 from jitney.engine.common.errors import JitneyError, RequestError
 from jitney.engine.config import Config
-from jitney.engine.core import Leader, Leave, LockstepCore, ModelSource, Worker
-from jitney.engine.server.process.hosts import met
+from jitney.engine.core import ModelSource
 
 if TYPE_CHECKING:
-    from jitney.engine.core import EngineCore, Follower
+    from jitney.engine.core import EngineCore, Follower, Leader, LockstepCore, Worker
 
 _log = logging.getLogger("jitney.core")
 
@@ -167,6 +166,9 @@ def _build_and_serve(start: Start, inbox: zmq.Socket, outbox: zmq.Socket) -> Non
     config = Config.model_validate(start.config, strict=False)
     source = ModelSource.resolve(config.model.id, revision=config.model.revision or None)
     if config.engine.n_hosts > 1:
+        # Only engines on several hosts load what hosts need.
+        from jitney.engine.server.process.hosts import met
+
         with met(config, source, report, start.from_core) as hosts:
             _serve_together(start, config, source, hosts, inbox, outbox)
         return
@@ -180,13 +182,20 @@ def _numbered(start: Start) -> dict[str, Any]:
 
 
 def _start_serving(
-    core: EngineCore, info: EngineInfo, inbox: zmq.Socket, outbox: zmq.Socket
+    core: EngineCore,
+    info: EngineInfo,
+    inbox: zmq.Socket,
+    outbox: zmq.Socket,
+    joined: LockstepCore | None = None,
 ) -> None:
+    """Report that the core is ready, and serve. joined: the core, if it runs in lockstep with other
+    engines.
+    """
     core.on_first_step = lambda step: outbox.send(messages.encode(messages.FirstStep(step)))
     for message in _received(inbox, 0.0):  # the tokenizer, as a rule: to read it takes a while
         _handle(core, message, outbox)
     outbox.send(messages.encode(messages.Ready(info)))
-    _serve(core, inbox, outbox)
+    _serve(core, inbox, outbox, joined)
 
 
 def _builder(name: str) -> Callable[..., Any]:
@@ -205,9 +214,12 @@ def _serve_together(
     def report(progress: messages.Progress) -> None:
         outbox.send(messages.encode(progress))
 
-    if isinstance(hosts, Leader) or config.engine.data_parallel > 1:
+    from jitney.engine.core import Leader
+
+    in_lockstep = config.engine.data_parallel > 1
+    if isinstance(hosts, Leader) or in_lockstep:
         core, info = _builder(start.builder)(config, source, report, hosts)
-        _start_serving(core, info, inbox, outbox)
+        _start_serving(core, info, inbox, outbox, core if in_lockstep else None)
         return
     follower, info = _builder(_FOLLOWER)(config, source, report, hosts)
     outbox.send(messages.encode(messages.Ready(info)))
@@ -222,6 +234,8 @@ def _follow(
     follower: Follower, hosts: Worker, is_shut_down: Callable[[], bool]
 ) -> messages.PeerLeft | None:
     """Do what the first host does until it ends, or until we are shut down (None)."""
+    from jitney.engine.core import Leave
+
     while not is_shut_down():
         until = time.monotonic() + _TICK_S
         while time.monotonic() < until:
@@ -259,10 +273,11 @@ def _freeze() -> None:
     gc.freeze()
 
 
-def _serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
+def _serve(
+    core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket, joined: LockstepCore | None = None
+) -> None:
     """Answer messages and step while there is work; return on Shutdown, after the current step."""
     _freeze()
-    joined = core if isinstance(core, LockstepCore) else None
     if joined is not None:
         joined.barrier.on_wait = lambda hosts: outbox.send(
             messages.encode(messages.WaitingFor(hosts))
@@ -273,6 +288,8 @@ def _serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
         for message in _received(inbox, wait_s, joined):
             if isinstance(message, messages.Shutdown):
                 return
+            if joined is not None and isinstance(message, messages.Drain):
+                joined.barrier.drain(drained=message.drained)
             _handle(core, message, outbox)
         if joined is not None:
             _send_drain_states(joined, outbox)
@@ -345,10 +362,7 @@ def _handle(core: EngineCore, message: messages.ToCore, outbox: zmq.Socket) -> N
             answer = core.set_adapters(message)
             if answer is not None:
                 outbox.send(messages.encode(answer))
-        case messages.Drain(drained=drained):
-            if isinstance(core, LockstepCore):
-                core.barrier.drain(drained=drained)
-        case messages.Shutdown():
+        case messages.Drain() | messages.Shutdown():
             pass
 
 
