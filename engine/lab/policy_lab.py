@@ -29,7 +29,7 @@ from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.trace import Arrival
 from jitney.engine.config import EngineSection
 from jitney.engine.core import POLICIES
-from jitney.engine.server import EngineClient, HttpError, Slices
+from jitney.engine.server import EngineClient, HttpError, TimeSlices
 
 if TYPE_CHECKING:
     from jitney.engine.lab.simulation.replay import RecordedEngine, ReplayJob
@@ -97,7 +97,7 @@ class Lab:
         self._started: float | None = None
         self._result: JsonDict | None = None
         self._task: asyncio.Task[None] | None = None
-        self._slices = Slices()
+        self._slices = TimeSlices()
         self._preparing = False
 
     @property
@@ -155,7 +155,7 @@ class Lab:
         self._task = asyncio.create_task(self._run(job, basis))
 
     def _prepare(self, experiment: Experiment) -> Generator[None, None, tuple[ReplayJob, JsonDict]]:
-        """The worker's job, and the frame of its answer. Work for `Slices`."""
+        """The worker's job, and the frame of its answer. Work for `TimeSlices`."""
         info = self.client.info
         if self.settings is None or info is None:
             raise RequestError(
@@ -375,7 +375,7 @@ def _field_error(error: ValidationError) -> RequestError:
 
 
 def _arrivals(requests: list[RequestRecord], first: float) -> Generator[None, None, list[Arrival]]:
-    """All requests as traffic, in seconds since `first`. Work for `Slices`."""
+    """All requests as traffic, in seconds since `first`. Work for `TimeSlices`."""
     tenants: dict[str, str] = {}
     lengths = sorted(request.n_output for request in requests if request.served)
     ascending = np.array(lengths, np.int64)

@@ -25,7 +25,7 @@ from jitney.engine.server.http.slices import Work
 #: Why a choice ended, as answers say it.
 type Ending = Literal["stop", "length"]
 
-#: Tokens of a prompt that are turned into text between two stops of `Slices`.
+#: Tokens of a prompt that are turned into text between two stops of `TimeSlices`.
 _ECHO_TOKENS = 64
 
 

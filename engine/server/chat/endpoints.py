@@ -23,7 +23,7 @@ from jitney.engine.server.http.jsonio import read_object
 from jitney.engine.server.http.routing import Handler
 from jitney.engine.server.http.service import Service
 from jitney.engine.server.http.slices import Pieces
-from jitney.engine.server.http.streaming import StreamedAnswer, StreamingWriter
+from jitney.engine.server.http.streaming import StreamingResponse, StreamingWriter
 
 
 async def read_body[B: ModelBody](service: Service, request: Request, kind: type[B]) -> B:
@@ -77,7 +77,7 @@ class GenerationAnswer:
                     for choice, delta in await generation.deltas(None):
                         format.add(choice, delta)
                 blocks = self.service.slices.blocks(format.whole())
-                await StreamedAnswer(blocks, {"content-type": "application/json"}).send(send)
+                await StreamingResponse(blocks, {"content-type": "application/json"}).send(send)
 
     async def _stream(
         self, generation: Generation, format: Format, request_id: str, parts: StreamingWriter

@@ -14,7 +14,7 @@ from jitney.engine.server.http.streaming import StreamingWriter
 
 class Format:
     """Answers of one generation. `add` and `whole` for a plain answer; `opening`, `chunks`, and
-    `tail` or `failure` for a stream (SSE frames). Answers come in pieces: work for `Slices`.
+    `tail` or `failure` for a stream (SSE frames). Answers come in pieces: work for `TimeSlices`.
     """
 
     #: What a stream says while there is nothing to say: an event without a field, which is none. A

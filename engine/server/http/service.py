@@ -25,7 +25,7 @@ from jitney.engine.server.http.model_cards import ModelCard
 from jitney.engine.server.http.open_requests import OpenRequests
 from jitney.engine.server.http.quotas import Quotas
 from jitney.engine.server.http.settings import ServerSettings
-from jitney.engine.server.http.slices import Slices
+from jitney.engine.server.http.slices import TimeSlices
 from jitney.engine.server.process.client import EngineClient
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Service:
         server = settings.server
         self.quotas = Quotas(server.key_max_concurrent, server.key_tokens_per_minute)
         #: The loop's time for answers with many tokens.
-        self.slices = Slices()
+        self.slices = TimeSlices()
         #: Answers of /v1/responses that clients may come back to.
         self.responses = ResponseStore(
             server.responses_kept, server.responses_bytes, server.responses_ttl_s

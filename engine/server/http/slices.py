@@ -29,7 +29,7 @@ _BLOCK = 1 << 16
 _CALLED = 16
 
 
-class Slices:
+class TimeSlices:
     """Gives out the loop's time: one slice in a turn of the loop, whoever has had the fewest first,
     so that short work does not wait for long work. Who leaves some of a slice leaves it to the next
     one: what all streams write after a step is done in one turn, and not each in a turn of its own.

@@ -43,7 +43,7 @@ class StreamingWriter:
 
 
 @dataclass(frozen=True, slots=True)
-class StreamedAnswer:
+class StreamingResponse:
     """A plain 200, as an ASGI application. It has a length if it is one block. An error of the
     first block comes before the answer begins.
     """

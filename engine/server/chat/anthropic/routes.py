@@ -45,7 +45,7 @@ _KIND = RouteKind(
     clamps=True,
     tool_schema="input_schema",
 )
-#: Messages between two stops of `Slices`.
+#: Messages between two stops of `TimeSlices`.
 _GROUP = 64
 #: The mode of a choice.
 _MODES: dict[str, ToolMode] = {

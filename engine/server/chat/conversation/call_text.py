@@ -15,7 +15,7 @@ from jitney.engine.server.chat.conversation.lark import Lark
 from jitney.engine.server.chat.conversation.schema_types import TEXT, all_values, types_of
 from jitney.engine.server.chat.conversation.value_rules import (
     Pair,
-    SchemaRules,
+    ValueRules,
     ValueSyntax,
     assertions,
     joined,
@@ -58,7 +58,7 @@ class SyntaxText:
     odd: tuple[str, str] | None = None
 
     def rule(self, lark: Lark, schema: JsonDict, unenforced: list[str]) -> str:
-        rules = SchemaRules(lark, self.syntax, schema, unenforced)
+        rules = ValueRules(lark, self.syntax, schema, unenforced)
         top = rules.top()
         pairs = list(rules.pairs(top, "#", self.around, rules.value))
         others = rules.other_schema(top)
@@ -94,7 +94,7 @@ class TagText:
     after_value: str
 
     def rule(self, lark: Lark, schema: JsonDict, unenforced: list[str]) -> str:
-        rules = SchemaRules(lark, _JSON_VALUES, schema, unenforced)
+        rules = ValueRules(lark, _JSON_VALUES, schema, unenforced)
         top = rules.top()
 
         def around(name: str) -> tuple[str, str]:
@@ -111,7 +111,7 @@ class TagText:
             pairs.append(Pair(lark.rule(f"{key} {rule}"), is_required=False, is_repeated=True))
         return joined(lark, pairs, "")
 
-    def _value(self, rules: SchemaRules, schema: JsonValue, place: str) -> str:
+    def _value(self, rules: ValueRules, schema: JsonValue, place: str) -> str:
         """The rule of a value and of what is behind it."""
         lark, root = rules.lark, rules.root
         values = all_values(schema, root)

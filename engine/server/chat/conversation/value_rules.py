@@ -91,7 +91,7 @@ class ValueSyntax:
 
 
 @dataclass(slots=True)
-class SchemaRules:
+class ValueRules:
     """The rules of one schema's values, in a grammar that is being written."""
 
     lark: Lark

@@ -44,7 +44,7 @@ from jitney.engine.server.http.jsonio import LongJson, in_pieces, json_answer
 from jitney.engine.server.http.routing import HttpRoute
 from jitney.engine.server.http.service import Service
 from jitney.engine.server.http.slices import Pieces
-from jitney.engine.server.http.streaming import StreamedAnswer
+from jitney.engine.server.http.streaming import StreamingResponse
 
 _POST = ("POST",)
 _INFILL = RouteKind("infill-", "input_prefix", clamps=True)
@@ -144,7 +144,7 @@ def _piece(tokenizer: TokenBytes, id: int) -> TokenPiece:
 def _sent(service: Service, body: TokenizeAnswer | PiecesAnswer) -> ASGIApp:
     """Long lists are written in slices of the loop's time."""
     blocks = service.slices.blocks(in_pieces(body))
-    return StreamedAnswer(blocks, {"content-type": "application/json"})
+    return StreamingResponse(blocks, {"content-type": "application/json"})
 
 
 async def _infill(service: Service, request: Request) -> ASGIApp:

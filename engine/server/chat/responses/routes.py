@@ -52,7 +52,7 @@ _KIND = RouteKind(
 
 #: How ids of thoughts begin.
 _THOUGHTS = "rs_"
-#: Items between two stops of `Slices`.
+#: Items between two stops of `TimeSlices`.
 _GROUP = 64
 _Include = Annotated[list[str], AfterValidator(includable)]
 
