@@ -50,7 +50,7 @@ def checked_body[B: ModelBody](request: Request, kind: type[B], fields: JsonDict
 
 @dataclass(frozen=True, slots=True)
 class GenerationAnswer:
-    """Runs a request and sends what comes of it, whole or as a stream."""
+    """Runs a request and sends its answer, whole or as a stream."""
 
     service: Service
     request: GenerationRequest

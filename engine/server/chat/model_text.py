@@ -33,7 +33,7 @@ _THREADS = 2
 _MOST_LEFT = 8
 #: Seconds after which a thread without work ends.
 _IDLE_S = 5.0
-#: Characters that a chat template may add of its own.
+#: Most characters that a chat template may add to the messages.
 _TEMPLATE_CHARS = 1 << 16
 #: Seconds that learning a chat template's abilities may take. A template that takes longer gets
 #: conversations in which users and assistants alternate, and nothing else.
@@ -118,7 +118,7 @@ class ModelText:
             raise RequestError(
                 "this model has no chat template; use /v1/completions", param="messages"
             )
-        # Enough for the longest body, and for earlier turns that are kept, as many as fit.
+        # Enough for the longest body, and for as many stored earlier turns as fit.
         fitting = info.request_limits.longest * (tokenizer.longest_token or 0)
         most = max(self._settings.body_limit(info.model.context_length), fitting) + _TEMPLATE_CHARS
         try:

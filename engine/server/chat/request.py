@@ -1,4 +1,4 @@
-"""From a checked body to engine requests: prompts become token ids, fields become sampling
+"""Builds engine requests from a checked body: prompts become token ids, fields become sampling
 parameters.
 """
 
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 #: Most choices of one request, over all its prompts.
 _MAX_CHOICES = 128
-#: Of a request with many prompts, those that are with the engine at a time, for each of its seats:
-#: enough that no seat waits for the next one.
+#: Prompts of one request that the engine has at a time, per seat: enough that no seat waits for the
+#: next one.
 _PER_SEAT = 4
-#: Characters of a prompt's end that are kept.
+#: Characters stored of a prompt's end.
 _TAIL_CHARS = 256
-#: Of `truncate_prompt_tokens`.
+#: The value of `truncate_prompt_tokens` for: as many as fit.
 _ALL_THERE_IS_ROOM_FOR = -1
 #: Fields of a body that mean the same to the engine.
 _SAMPLING_FIELDS = [
@@ -64,7 +64,7 @@ class RouteKind:
     default_tokens: int | None = None
     #: The field that asks for alternatives.
     logprobs_field: str = "top_logprobs"
-    #: What the body calls fields of a chat.
+    #: The body's names of a chat's fields.
     names: Mapping[str | None, str] = MappingProxyType({})
     #: Whether a max_tokens that is more than there is room for means: to the end of the context.
     clamps: bool = False
@@ -99,9 +99,9 @@ class Conversation:
     kind: RouteKind
     #: As chat templates know them.
     messages: list[JsonDict]
-    #: What else the template is given.
+    #: Further variables of the template.
     variables: JsonDict = field(default_factory=dict)
-    #: What the model may call; None: nothing.
+    #: Tools that the model may call; None: none.
     tools: ToolUse | None = None
     #: How long it shall think; None: as it likes.
     effort: ReasoningEffort | None = None
@@ -295,8 +295,8 @@ class RequestBuilder[B: GenerationBody]:
 
     def sampling(self, own: JsonDict, ends: Iterable[int] = ()) -> SamplingParams:
         """Sampling parameters, checked. A field that was not given has the model's default, or the
-        engine's. own: fields that the route has a meaning of its own for. ends: tokens that end the
-        text beside those that the body names. Raises RequestError where the model writes no text.
+        engine's. own: fields with a meaning of the route's own. ends: tokens that end the text
+        beside those of the body. Raises RequestError where the model writes no text.
         """
         body, info = self.body, self.service.info
         info.request_limits.check_writes()
@@ -317,8 +317,8 @@ class RequestBuilder[B: GenerationBody]:
     async def _held_to_grammar(
         self, conversation: Conversation, prompt: str, sampling: SamplingParams
     ) -> SamplingParams:
-        """With the grammar of the whole turn, where calls are forced or strict, thoughts have a
-        budget, or the answer has a grammar of its own.
+        """The parameters with the grammar of the whole turn, where calls are forced or strict,
+        thoughts have a budget, or the answer has a grammar of its own.
         """
         service = self.service
         turns = service.turns.format
@@ -343,8 +343,8 @@ class RequestBuilder[B: GenerationBody]:
     async def _held_to(
         self, sampling: SamplingParams, grammar: Grammar, param: str
     ) -> SamplingParams:
-        """The parameters with a grammar as the engine takes it; the client is told of what of its
-        schemas is left out. Raises RequestError, blamed on `param` or on a tool.
+        """The parameters with a grammar as the engine takes it; schema keywords that are left out
+        are noted for the client. Raises RequestError, blamed on `param` or on a tool.
         """
         checked = await self.service.text.checked_grammar(grammar, param)
         notes = self.context.notes.unenforced
@@ -359,7 +359,9 @@ class RequestBuilder[B: GenerationBody]:
 
     @property
     def _grammar_field(self) -> str:
-        """The field to blame for a grammar; without one of its own, what forces a turn's form."""
+        """The field to blame for a grammar; without one of its own, the field that forces a turn's
+        form.
+        """
         wanted = self.body.wanted_grammar
         return "tools" if wanted is None else wanted.param
 
@@ -370,7 +372,7 @@ class RequestBuilder[B: GenerationBody]:
         sampling: SamplingParams,
         pooling: Pooling | None = None,
     ) -> Work[GenerationRequest]:
-        """Without what only one of the routes shows."""
+        """The request with the fields that all routes share."""
         body = self.body
         info, tokenizer = self.service.ready()
         banned = yield from _banned_sequences(body.bad_words or (), tokenizer)
@@ -442,8 +444,8 @@ class RequestBuilder[B: GenerationBody]:
 
     @property
     def _deadline(self) -> float | None:
-        """In seconds of time.monotonic(); the nearer of the server's and the client's. The server's
-        is not for what nobody waits for.
+        """The deadline in seconds of time.monotonic(): the nearer of the server's and the client's.
+        Background requests have only the client's.
         """
         limits = [(self.body.timeout_ms or 0) / 1000]
         if not self.context.background:

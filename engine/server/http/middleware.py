@@ -49,18 +49,18 @@ _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 class _CountsRequests(Protocol):
     @property
     def requests(self) -> Counter:
-        """By the route's template and the status class."""
+        """Counted by the route's template and the status class."""
         ...
 
 
 class RequestObserver(Protocol):
-    """Who hears of every request: `Service`, or what is in its place."""
+    """The server that is notified of every request: `Service`, or a fleet's."""
 
     @property
     def metrics(self) -> _CountsRequests: ...
     @property
     def tracing(self) -> Tracing | None:
-        """Makes spans; None: nobody does."""
+        """Makes spans; None: tracing is off."""
         ...
 
     @property
@@ -147,7 +147,7 @@ class ErrorMiddleware:
 
 
 def _template(scope: Scope, context: Context) -> tuple[str, int]:
-    """What metrics and the log call the request's route, and the level of its line."""
+    """The route's name in metrics and log, and the level of its log line."""
     if context.route is not None:
         return context.route.path, context.route.log_level
     # Routes that are not in the table, such as the page's, are known once they have run.
@@ -186,11 +186,12 @@ def _headers_named(scope: Scope, name: bytes) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class HeaderLimits:
-    """Headers of bounded size, and exactly one well-formed Host that we answer to.
+    """Bounds the size of headers, and requires exactly one well-formed Host that this server
+    answers to.
 
     The HTTP parser bounds a head only while it is incomplete; one that arrives in a single read
-    passes it. A Host of somebody else's choice is how a page elsewhere, by pointing its own name at
-    us, would read our answers.
+    passes it. A page elsewhere could read our answers by pointing a host name of its own at this
+    server.
     """
 
     #: In the state of a scope: the request came over one connection too many.
@@ -247,9 +248,9 @@ def _check_size(scope: Scope) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BodyLimit:
-    """Reads a body whole before anything looks at it: type, size and time are checked here, once.
+    """Reads a body whole before any other code sees it: type, size and time are checked here, once.
 
-    What runs behind it receives the body in one message and then whatever the server says next.
+    The application receives the body in one message, and then the server's further messages.
     """
 
     app: ASGIApp
@@ -320,8 +321,8 @@ class BodyLimit:
         return replay
 
     async def _first_before_ready(self, scope: Scope, receive: Receive) -> Message:
-        """As `_first`, while the limit is not known: a larger body may be taken later, so that it
-        is refused as everything is until then.
+        """Read the body as `_first` does, while the limit is not known: a larger body may be
+        accepted later, so it gets the same error as all requests until then.
         """
         try:
             _check_length(scope, self.settings.LEAST_BODY)
@@ -360,7 +361,7 @@ def _too_slow(seconds: float) -> HttpError:
 
 
 def _too_large(limit: int) -> HttpError:
-    """What still comes of the body is thrown away by the protocol."""
+    """The error for a large body; the protocol discards the rest of it."""
     return HttpError(_TOO_LARGE, f"the body may have at most {limit} bytes", close=True)
 
 

@@ -58,7 +58,7 @@ class Service:
         self.client = client
         self.tokenizer = tokenizer
         self.settings = settings
-        #: What requests may call the model; answers call it by the first.
+        #: Names that requests may use for the model; answers use the first.
         self.model_names = settings.server.served_model_name or (model_name,)
         self.created = int(time.time())
         #: The document of the routes, JSON.
@@ -81,11 +81,11 @@ class Service:
         self.turns = ModelTurns(self.ready, settings, self.text)
         #: Makes spans for OpenTelemetry; None: it is off.
         self.tracing: Tracing | None = None
-        #: The settings, and where each came from; None: nobody said.
+        #: The settings, and the origin of each; None: not known.
         self.layered: Layered | None = None
         #: Files and batches of requests, and jobs; None until the application is made.
         self.internal_requests: InternalRequests | None = None
-        #: Reads the files of the configuration again; None where nobody can.
+        #: Reloads the files of the configuration; None where that is not possible.
         self.reload: Reload | None = None
 
     @property
@@ -152,8 +152,8 @@ class Service:
             self.internal_requests.stop()
 
     async def until_drain(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run what nobody waits for, which a drain does not wait for either. Raises RequestError
-        draining if one begins first.
+        """Run background work, which a drain does not wait for. Raises RequestError draining if one
+        begins first.
         """
         if await until(self._drain_begun.wait(), work):
             raise RequestError("the server is shutting down", code="draining")
@@ -185,8 +185,8 @@ class Service:
         return self._open.one(context.tenant)
 
     def _most_open(self, info: EngineInfo) -> int:
-        """Open generation requests, those that are being read among them. A few are read whatever
-        waits: they may be those that were told to come back.
+        """The most generation requests that may be open, those that are being read included. A few
+        are read even while the engine accepts none: they may be retries.
         """
         counters, queue, history = self.client.counters, info.queue, self.client.history
         most = info.sizes.seats + queue.max_waiting_requests
@@ -207,7 +207,9 @@ class Service:
         return self.quotas.max_concurrent
 
     def check_background(self) -> None:
-        """See `ServerContext`: where batches keep their seats, nobody gives way."""
+        """Raise RequestError where background work is not possible: static batches cannot be
+        preempted.
+        """
         info = self.client.info
         if info is not None and info.queue.policy != "continuous":
             raise RequestError("batches need a server with the policy continuous")
@@ -258,8 +260,8 @@ class Service:
         return info, tokenizer
 
     def answered(self, context: Context, reply: ErrorReply | None) -> None:
-        """See `middleware.RequestObserver`: the page tells of clients that were told to come again.
-        Lines of batches are not: their sender asks again.
+        """Show refusals that ask the client to retry on the page. Lines of batches are not shown:
+        their sender retries by itself.
         """
         if reply is None or context.background:
             return

@@ -38,7 +38,7 @@ class StreamingWriter:
         await self.send({"type": "http.response.body", "body": body, "more_body": more})
 
     async def end(self) -> None:
-        """Nothing more comes."""
+        """End the response."""
         await self.write(b"", more=False)
 
 
@@ -52,7 +52,7 @@ class StreamingResponse:
     headers: Mapping[str, str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Until the answer is out, or the client has left."""
+        """Send until the response is complete, or the client has left."""
         await until_disconnect(receive, self.send(send))
 
     async def send(self, send: Send) -> None:

@@ -44,12 +44,12 @@ _TICK_S = 1.0
 _CHECK_EVERY = 10
 #: Milliseconds for the last messages.
 _LINGER_MS = 2000
-#: What makes the follower on the other hosts of an engine.
+#: Builds the follower on the other hosts of an engine.
 _FOLLOWER = "jitney.engine.core.build:build_follower"
 _decode = msgspec.msgpack.Decoder(messages.ToCore).decode
 
 
-#: What is in the folder of a core.
+#: Sockets in the folder of a core.
 SOCKET_NAMES = ("to", "from")
 
 
@@ -58,9 +58,9 @@ class Start(msgspec.Struct, frozen=True):
 
     #: Sections of the configuration.
     config: dict[str, Any]
-    #: Of the two sockets.
+    #: Folder of the two sockets.
     folder: str
-    #: What makes the core, MODULE:FUNCTION.
+    #: Function that builds the core, MODULE:FUNCTION.
     builder: str
     log_level: str = "info"
     #: Numbers of adapters by name, as an earlier core had them.
@@ -129,8 +129,8 @@ def _n_hosts(start: Start) -> int:
 
 
 def _die_with_parent(folder: str) -> None:
-    """Leave at once when the parent's end of the pipe closes: an orphan would keep the device and
-    answer nobody. The sockets' folder goes too, which the parent removes where it is not killed.
+    """End this process when the parent's end of the pipe closes: an orphan would hold the device
+    for nothing. The sockets' folder goes too, which a killed parent does not remove.
     """
     while os.read(sys.stdin.fileno(), 4096):
         pass
@@ -152,7 +152,9 @@ def _guarded(start: Start, inbox: zmq.Socket, outbox: zmq.Socket) -> int:
 
 
 def _in_one_line(error: Exception) -> str:
-    """What went wrong; the traceback goes to the log, unless it was raised on purpose."""
+    """The error's message; the traceback goes to the log, unless the error was raised on
+    purpose.
+    """
     if isinstance(error, JitneyError):
         return str(error)
     _log.exception("the engine core stopped")
@@ -177,7 +179,7 @@ def _build_and_serve(start: Start, inbox: zmq.Socket, outbox: zmq.Socket) -> Non
 
 
 def _numbered(start: Start) -> dict[str, Any]:
-    """What the core's builder is told of an earlier core's adapters."""
+    """Arguments of the core's builder about an earlier core's adapters."""
     return {"adapters": start.adapters} if start.adapters else {}
 
 
@@ -248,8 +250,8 @@ def _follow(
 
 
 def _start_ticking(address: str) -> None:
-    """Tell the parent once a second that this process lives, from a thread of its own: how long a
-    step may take is the first host's to judge.
+    """Send the parent a heartbeat once a second, from a thread: the first host judges how long a
+    step may take.
     """
     threading.Thread(target=_tick, args=(address,), daemon=True).start()
 
@@ -310,7 +312,7 @@ def _serve(
 
 
 def _send_drain_states(joined: LockstepCore, outbox: zmq.Socket) -> None:
-    """What the others say of the end."""
+    """Report how far the other engines' drain is."""
     while (drain_state := joined.barrier.next_drain_state()) is not None:
         outbox.send(messages.encode(messages.DrainState(drain_state.drained)))
 

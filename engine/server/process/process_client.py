@@ -186,7 +186,7 @@ class ProcessClient(CoreSupervisor):
             self._go_on_after_trial(stream)
 
     def _go_on_after_trial(self, stream: Stream) -> None:
-        """If this request is on trial and has progressed, send the next ones to the core."""
+        """If this request is on trial and has progressed, send the core the next ones."""
         if stream is not self._blame.on_trial:
             return
         link = self._ready_link
@@ -246,8 +246,8 @@ class ProcessClient(CoreSupervisor):
         self.counters.observe_lost(0)
 
     def drain(self) -> None:
-        """Accept no new requests; open ones go on. Engines that share experts with this one are
-        told to drain, too.
+        """Accept no new requests; open ones go on. Engines that share experts with this one drain,
+        too.
         """
         self._draining = True
         if self.state != "dead":
@@ -260,8 +260,8 @@ class ProcessClient(CoreSupervisor):
         (drain.finished if drained else drain.begun).set()
 
     async def until_others_drain(self) -> None:
-        """Wait until an engine that shares experts with this one is told to end; for ever if there
-        is none.
+        """Wait until an engine that shares experts with this one drains; for ever if there is
+        none.
         """
         await self._joint_drain.begun.wait()
 
@@ -366,7 +366,7 @@ class ProcessClient(CoreSupervisor):
 
 
 def _send_resumed(link: CoreLink, streams: list[Stream]) -> None:
-    """Have a core continue these requests."""
+    """Make a core continue these requests."""
     for stream in streams:
         link.send(messages.Add(stream.resumed()))
 

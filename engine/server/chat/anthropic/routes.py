@@ -107,7 +107,7 @@ def _conversation_of(body: CountTokensBody, service: Service, notes: Notes) -> W
 
 
 def _kind_of(body: CountTokensBody) -> RouteKind:
-    """With the field that says how long the model shall think."""
+    """The route's kind, with the name of the field that sets the effort."""
     if body.output_config is None or body.output_config.effort is None:
         return _KIND
     names: dict[str | None, str] = {"reasoning_effort": "output_config.effort"}
@@ -121,7 +121,7 @@ def _is_empty_turn(message: JsonDict) -> bool:
 
 
 def _effort(body: CountTokensBody, turns: TurnFormat) -> ReasoningEffort | None:
-    """How long the model shall think; None: as it likes."""
+    """The reasoning effort that a body asks for; None: the model's default."""
     thinking = None if body.thinking is None else body.thinking.type
     if thinking == "disabled":
         return "none"

@@ -55,7 +55,7 @@ def of_prompt(body: OllamaGenerateBody) -> Conversation:
 
 
 def _effort(think: bool | Literal["low", "medium", "high"] | None) -> ReasoningEffort | None:
-    """How long the model shall think; None: as it likes."""
+    """The reasoning effort for `think`; None: the model's default."""
     match think:
         case True:
             return "medium"

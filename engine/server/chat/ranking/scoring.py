@@ -23,7 +23,7 @@ type _Ask = Callable[[Sequence[list[int]]], Awaitable[GenerationRequest]]
 
 @dataclass(slots=True)
 class _Output:
-    """What the engine made of one prompt."""
+    """The engine's output for one prompt."""
 
     #: A vector or logits, float32, if they were asked for.
     embedding: bytes
@@ -78,8 +78,9 @@ class Scoring:
             )
 
     async def _yes_no(self, kind: YesNo, prompts: Sequence[list[int]]) -> list[float]:
-        """Log-probabilities are the model's own, whatever may be chosen. One of the two words is
-        chosen; the other one nearly always is among the likeliest tokens, else it is asked for.
+        """Scores of a model that answers yes or no. Log-probabilities are the model's own, whatever
+        tokens are allowed. One of the two words is chosen; the other nearly always is among the
+        likeliest tokens, else a second request asks for it.
         """
         width = min(_ALTERNATIVES, self.builder.service.info.sizes.max_logprobs)
         words = (kind.yes, kind.no)
@@ -106,7 +107,7 @@ class Scoring:
         return await self.builder.tokens(self.kind, prompts, sampling)
 
     async def _run(self, prompts: Sequence[list[int]], ask: _Ask) -> list[_Output]:
-        """What comes of all prompts, in order. ask: makes the request of a group of them."""
+        """The outputs of all prompts, in order. ask: makes the request of a group of them."""
         outputs: list[_Output] = []
         size = self.builder.group_size
         for start in range(0, len(prompts), size):
@@ -130,7 +131,7 @@ class Scoring:
 
 
 def _logprobs(output: _Output) -> dict[int, float]:
-    """Of the chosen token and the likeliest ones."""
+    """Log-probabilities of the chosen token and the likeliest ones."""
     scores, [chosen] = output.tokens.scores, output.tokens.ids
     assert scores is not None  # they were asked for
     known = dict(scores.top(0))
