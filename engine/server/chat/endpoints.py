@@ -58,15 +58,6 @@ class GenerationAnswer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = Context.of(scope)
-        quotas, request = self.service.quotas, self.request
-        with (
-            quotas.open_rest(context.tenant, request.sequences),
-            quotas.spending(context.tenant, request.engine_requests) as context.spending,
-        ):
-            await self._run(scope, receive, send)
-
-    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        context = Context.of(scope)
         _, tokenizer = self.service.ready()
         async with Generation(self.service, self.request, context) as generation:
             format = self.format(generation, tokenizer)

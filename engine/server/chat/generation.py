@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -54,11 +55,11 @@ class _Times:
 
 
 class Generation:
-    """Async context manager: submits the engine requests, merges their outputs, aborts what is open
-    at the end.
+    """Async context manager: charges the key, submits the engine requests, merges their outputs,
+    aborts what is open at the end.
 
-    Raises RequestError on entry if the engine refuses at once, and from `deltas` when a sequence
-    ends badly.
+    Raises RequestError on entry if a limit of the key or the engine refuses at once, and from
+    `deltas` when a sequence ends badly.
     """
 
     def __init__(self, service: Service, request: GenerationRequest, context: Context):
@@ -78,14 +79,17 @@ class Generation:
         self._quotas = service.quotas
         self._tracing = service.tracing
         self._context = context
+        #: Lasts as long as the sequences count against the key.
+        self._charged = ExitStack()
         #: Deltas that have not been taken.
         self._news: _Mailbox[tuple[Choice, ChoiceDelta]] = _Mailbox()
         #: Engine requests that were submitted.
         self._n_submitted = 0
 
     async def __aenter__(self) -> Generation:
-        self._context.end = self._end_with
         try:
+            self._charge()
+            self._context.end = self._end_with
             for _ in range(self.request.first_group):
                 self._submit_next()
             if self.request.echo:
@@ -97,6 +101,14 @@ class Generation:
         for request in self.request.engine_requests:
             self._metrics.prompt_lengths.observe(len(request.prompt))
         return self
+
+    def _charge(self) -> None:
+        """Count the sequences and tokens against the key. Raises RequestError."""
+        tenant, request = self._context.tenant, self.request
+        charged, quotas = self._charged, self._quotas
+        charged.enter_context(quotas.open_rest(tenant, request.sequences))
+        spending = quotas.spending(tenant, request.engine_requests)
+        self._context.spending = charged.enter_context(spending)
 
     def _submit_next(self) -> None:
         """Give the engine the next of the engine requests, if there is one. Raises RequestError."""
@@ -268,6 +280,7 @@ class Generation:
                 self._metrics.finished.labels("abort").inc(still_open)
             self._client.forget(request.id)
         self._news.close()
+        self._charged.close()
 
     def _still_open(self, prompt: int) -> int:
         """Sequences of a prompt that have not ended."""

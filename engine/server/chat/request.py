@@ -92,6 +92,13 @@ _COMPLETION = RouteKind("cmpl-", "prompt", 16, "logprobs")
 _EMBEDDING = RouteKind("embd-", "input")
 
 
+def continuing(messages: Sequence[JsonDict]) -> JsonDict:
+    """Template variables that continue a last message of the assistant; none after another one."""
+    if messages[-1]["role"] != "assistant":
+        return {}
+    return {"add_generation_prompt": False, "continue_final_message": True}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
     """A conversation to be continued, whichever route it came by."""

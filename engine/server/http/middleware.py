@@ -16,6 +16,7 @@ from prometheus_client import Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jitney.engine.common.errors import RequestError
+from jitney.engine.server.http.access import values_of
 from jitney.engine.server.http.context import Context
 from jitney.engine.server.http.errors import ErrorForm, ErrorReply, HttpError, echo
 from jitney.engine.server.http.routing import HttpRoute, RouteTable, route_path
@@ -96,7 +97,7 @@ class ErrorMiddleware:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = route_path(scope)
         route = self.table.find(path, scope["method"])
-        versions = _headers_named(scope, b"anthropic-version")
+        versions = values_of(scope, b"anthropic-version")
         form = ErrorForm.of(path, names_version=bool(versions))
         context = scope["jitney"] = Context(_request_id(scope), route, form)
         context.session_id = _safe_header(scope, b"x-session-id")
@@ -163,7 +164,7 @@ def _request_id(scope: Scope) -> str:
 
 def _safe_header(scope: Scope, name: bytes) -> str:
     """A header that is given once and is harmless in headers and logs; else nothing."""
-    given = _headers_named(scope, name)
+    given = values_of(scope, name)
     text = given[0].decode("latin-1") if len(given) == 1 else ""
     return text if Context.SAFE_ID.match(text) else ""
 
@@ -178,10 +179,6 @@ def _context_headers(context: Context) -> list[tuple[bytes, bytes]]:
     if context.session_id:
         headers.append((b"x-session-id", context.session_id.encode()))
     return headers + context.notes.headers()
-
-
-def _headers_named(scope: Scope, name: bytes) -> list[bytes]:
-    return [value for key, value in scope["headers"] if key == name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +201,7 @@ class HeaderLimits:
         if scope["type"] == "http":
             _check_room(scope)
             _check_size(scope)
-            self._check_host(_headers_named(scope, b"host"))
+            self._check_host(values_of(scope, b"host"))
         await self.app(scope, receive, send)
 
     def _check_host(self, hosts: list[bytes]) -> None:
@@ -351,7 +348,7 @@ class BodyLimit:
 
 
 def _check_length(scope: Scope, limit: int) -> None:
-    length = _headers_named(scope, b"content-length")
+    length = values_of(scope, b"content-length")
     if length and int(length[0]) > limit:
         raise _too_large(limit)
 
@@ -366,7 +363,7 @@ def _too_large(limit: int) -> HttpError:
 
 
 def _check_framing(scope: Scope) -> None:
-    if _headers_named(scope, b"content-length") and _headers_named(scope, b"transfer-encoding"):
+    if values_of(scope, b"content-length") and values_of(scope, b"transfer-encoding"):
         raise HttpError(400, "Content-Length and Transfer-Encoding exclude each other", close=True)
 
 
@@ -376,16 +373,16 @@ def _wants_json(scope: Scope, route: HttpRoute | None) -> bool:
     """
     if route is None:
         return not route_path(scope).startswith("/v1/")
-    return route.body is not None or bool(_headers_named(scope, b"content-type"))
+    return route.body is not None or bool(values_of(scope, b"content-type"))
 
 
 def _check_type(scope: Scope, wanted: re.Pattern[str], name: str) -> None:
-    types = _headers_named(scope, b"content-type")
+    types = values_of(scope, b"content-type")
     if len(types) != 1 or not wanted.match(types[0].decode("latin-1")):
         raise HttpError(415, f"the Content-Type must be {name}", close=True)
 
 
 def _check_encoding(scope: Scope) -> None:
-    for encoding in _headers_named(scope, b"content-encoding"):
+    for encoding in values_of(scope, b"content-encoding"):
         if encoding.strip().lower() != b"identity":
             raise HttpError(415, "compressed bodies are not read here", close=True)

@@ -132,7 +132,10 @@ class EngineCounters:
         self.grammars_kept = work.kept
 
     def observe_idle(self, waiting: int) -> None:
-        """An idle tick: nothing sits in a seat, and no page is held by a sequence."""
+        """Note an idle tick, or the loss of the core: no seat is taken, and sequences hold no page.
+
+        waiting: sequences in the queue.
+        """
         self.waiting, self.waiting_tokens = waiting, 0
         self.predicted_wait = 0.0
         if self.last is not None:
@@ -144,12 +147,6 @@ class EngineCounters:
         self.engine_restarts += 1
         self.restart_causes[cause] += 1
         self.resumed += resumed
-
-    def observe_lost(self, waiting: int) -> None:
-        """Note the loss of the core: all seats are empty, and so many sequences wait for the next
-        one.
-        """
-        self.observe_idle(waiting)
 
     def gauge(self, name: str) -> int:
         """A field of the newest record, 0 before the first step."""

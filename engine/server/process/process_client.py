@@ -232,7 +232,7 @@ class ProcessClient(CoreSupervisor):
         if blamed is not None:
             self._take_outputs(blamed.ends("error", _BLAMED))
         self.history.seats_lost()
-        self.counters.observe_lost(sum(len(stream.open) for stream in self._streams.values()))
+        self.counters.observe_idle(sum(len(stream.open) for stream in self._streams.values()))
         resumed, ended = len(self._streams), n_open - len(self._streams)
         if self.info is not None:
             self.history.outage_began(end.summary, n_resumed=resumed, n_lost=ended)
@@ -243,7 +243,7 @@ class ProcessClient(CoreSupervisor):
             self.history.outage_began(end.summary, n_resumed=0, n_lost=len(self._streams))
         self._end_streams(_LOST)
         self.history.core_lost("engine_dead")
-        self.counters.observe_lost(0)
+        self.counters.observe_idle(0)
 
     def drain(self) -> None:
         """Accept no new requests; open ones go on. Engines that share experts with this one drain,

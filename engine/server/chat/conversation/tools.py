@@ -7,12 +7,20 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
+import orjson
+
 from jitney.engine.common.requests import JsonDict, JsonValue
 
 #: Whether the model may call tools, must not, or must.
 type ToolMode = Literal["auto", "none", "required"]
 #: The argument of a custom tool.
 CUSTOM_INPUT = "input"
+
+
+def made_call(id: str, name: str, arguments: JsonValue) -> JsonDict:
+    """An earlier call as chat templates expect it. arguments: JSON, or its text."""
+    text = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
 
 
 def custom_arguments(text: str) -> str:

@@ -117,16 +117,11 @@ class Scoring:
 
     async def _answered(self, request: GenerationRequest) -> list[_Output]:
         service, context = self.builder.service, self.builder.context
-        quotas = service.quotas
-        with (
-            quotas.open_rest(context.tenant, request.sequences),
-            quotas.spending(context.tenant, request.engine_requests) as context.spending,
-        ):
-            async with Generation(service, request, context) as generation:
-                tokens = [TokenList.empty(request.top_logprobs) for _ in generation.choices]
-                while not generation.done:
-                    for choice, delta in await generation.deltas(None):
-                        tokens[choice.index].extend(delta.tokens)
+        async with Generation(service, request, context) as generation:
+            tokens = [TokenList.empty(request.top_logprobs) for _ in generation.choices]
+            while not generation.done:
+                for choice, delta in await generation.deltas(None):
+                    tokens[choice.index].extend(delta.tokens)
         return [_Output(*both) for both in zip(generation.embeddings, tokens, strict=True)]
 
 

@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field, PlainValidator
 
 from jitney.engine.common.requests import JsonDict, JsonValue
 from jitney.engine.server.chat.content import Content, content_of
+from jitney.engine.server.chat.conversation.tools import made_call
 from jitney.engine.server.chat.schema import Label, Part, unsupported
 from jitney.engine.server.http.errors import echo
 
@@ -216,8 +217,7 @@ def hosted_call(item: JsonDict) -> JsonDict | None:
     name, field = _HOSTED_CALLS.get(item["type"], ("", ""))
     if not name or not isinstance(item.get("call_id"), str):
         return None
-    function = {"name": name, "arguments": _json_text(item.get(field) or {})}
-    return {"id": item["call_id"], "type": "function", "function": function}
+    return made_call(item["call_id"], name, item.get(field) or {})
 
 
 def hosted_output(item: JsonDict) -> JsonDict | None:
@@ -225,12 +225,9 @@ def hosted_output(item: JsonDict) -> JsonDict | None:
     field = _HOSTED_OUTPUTS.get(item["type"])
     if field is None or not isinstance(item.get("call_id"), str):
         return None
-    text = _json_text(item.get(field) or "")
+    output = item.get(field) or ""
+    text = output if isinstance(output, str) else orjson.dumps(output).decode()
     return {"role": "tool", "tool_call_id": item["call_id"], "content": text}
-
-
-def _json_text(value: JsonValue) -> str:
-    return value if isinstance(value, str) else orjson.dumps(value).decode()
 
 
 def _namespace(name: str | None) -> JsonDict:

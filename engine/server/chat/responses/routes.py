@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.server.chat.conversation.tools import ToolUse, custom_arguments
+from jitney.engine.server.chat.conversation.tools import ToolUse, custom_arguments, made_call
 from jitney.engine.server.chat.endpoints import GenerationAnswer, read_body
 from jitney.engine.server.chat.request import Conversation, RequestBuilder, RouteKind
 from jitney.engine.server.chat.responses.answers import (
@@ -217,8 +217,7 @@ def _add(messages: list[JsonDict], item: JsonDict) -> None:
 def _call(item: JsonDict, arguments: str) -> JsonDict:
     """A call as templates know it."""
     name = CallForm(item["name"], item.get("namespace")).flat_name
-    function = {"name": name, "arguments": arguments}
-    return {"id": item["call_id"], "type": "function", "function": function}
+    return made_call(item["call_id"], name, arguments)
 
 
 def _add_call(messages: list[JsonDict], call: JsonDict) -> None:
