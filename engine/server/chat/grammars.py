@@ -12,17 +12,7 @@ from jitney.engine.common.errors import ErrorInfo
 from jitney.engine.common.lru import LruCache
 from jitney.engine.common.requests import Grammar, JsonDict
 from jitney.engine.common.worker_pool import WorkerPool
-from jitney.engine.core import (
-    Checked,
-    CheckedGrammar,
-    CheckerSetup,
-    Enforced,
-    Terms,
-    bare,
-    schema_grammar,
-    schemas,
-    with_schemas,
-)
+from jitney.engine.core import Checked, CheckedGrammar, CheckerSetup, Terms, schema_grammar
 
 _MODULE = "jitney.engine.core.grammar.worker"
 #: Seconds that checking a grammar may take.
@@ -94,6 +84,9 @@ class Grammars:
         """Check a grammar without its schemas that are not strict and do not finish by themselves;
         returns `found` if there are none, or more than a few.
         """
+        # The rules of enforcement are loaded for such a grammar alone: the process has its own.
+        from jitney.engine.core import Enforced, bare, schemas, with_schemas
+
         endless: list[JsonDict] = []
         for schema in schemas(grammar):
             if Terms.split(schema)[0].strict:

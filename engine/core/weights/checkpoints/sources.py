@@ -32,7 +32,6 @@ from jitney.engine.core.weights.checkpoints.pooling_config import (
     gguf_pooling,
     read_pooling,
 )
-from jitney.engine.core.weights.checkpoints.safetensors import lacks_head
 from jitney.engine.core.weights.checkpoints.turn_ends import turn_ends
 
 _log = logging.getLogger("jitney.core")
@@ -194,6 +193,9 @@ def _hf_source(folder: Path, name: str) -> ModelSource:
     if config.encoder is not None:
         encoder = _encoder_of(folder, config.encoder)
         return ModelSource("hf", str(folder), name, replace(config, encoder=encoder))
+    # A GGUF file, such as the default model, has no safetensors.
+    from jitney.engine.core.weights.checkpoints.safetensors import lacks_head
+
     if not config.tie_embeddings and lacks_head(folder):
         _log.warning(
             "%s holds no output head: its vectors are right, text that it generates means nothing",

