@@ -41,7 +41,7 @@ from jitney.engine.server.tasks.routes import TASK_ROUTES
 
 _GET = ("GET",)
 _POST = ("POST",)
-#: What `/version` shows of `EngineInfo.flat`, and the kernels that were taken out.
+#: Fields of `EngineInfo.flat` that `/version` shows, and the kernels that were taken out.
 _SHOWN = (
     "config_digest",
     "platform",
@@ -110,7 +110,7 @@ def _proof(proof: KernelProof) -> JsonDict:
 
 
 async def _reset_prefix_cache(service: Service, request: Request) -> Response:
-    """Forget the pages that are kept for prompts to come."""
+    """Drop the pages of the prefix cache."""
     service.ready()
     await service.client.reset_prefix_cache()
     return json_answer(Status("reset"))
