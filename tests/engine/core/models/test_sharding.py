@@ -43,7 +43,8 @@ from jitney.engine.core.weights.load import _most_elsewhere
 from jitney.kernels import definitions
 
 #: Biases, a tied head, a tied head with biases and windows, norms of query and key heads, norms
-#: over all of them, and recurrent layers; 4 query and 2 KV heads, so that two of four devices share a KV head.
+#: over all of them, and recurrent layers; 4 query and 2 KV heads, so that two of four devices share
+#: a KV head.
 CASES = (
     ("llama2_biases", 4),
     ("llama3", 2),
