@@ -1,5 +1,5 @@
 """The recent past: step records as columns or in bins, the seats' stays, and both as a Chrome
-trace. With ten minutes to tell of each takes up to seconds: what yields is work for `Slices`.
+trace. With ten minutes to tell of each takes up to seconds: what yields is work for `TimeSlices`.
 """
 
 from __future__ import annotations
@@ -181,11 +181,11 @@ class Window:
             "bins": (yield from self._binned(bins)),
             "stays": columns,
             "stays_left_out": left_out,
-            "outages": msgspec.to_builtins(list(history.outages)),
+            "outages": msgspec.to_builtins(list(history.incidents.outages)),
         }
 
     def stays(self) -> Generator[None, None, list[SeatStay]]:
-        """Stays that touch the time, by their beginning. Work for `Slices`."""
+        """Stays that touch the time, by their beginning. Work for `TimeSlices`."""
         pairs: list[SeatStay] = []
         records = [*self.history.ended(self.start), *self.history.open()]
         for place, record in enumerate(records):

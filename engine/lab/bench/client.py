@@ -19,18 +19,18 @@ from jitney.engine.common.requests import JsonDict
 from jitney.engine.fleet import events
 
 _CONNECT_S = 10.0
-#: Characters of an error's text that are kept.
+#: Characters stored of an error's text.
 _DETAIL = 200
 #: How an answer ends in which an error stands.
 _ERROR = "error_in_stream"
 _JSON = {"content-type": "application/json"}
-#: What every request asks for.
+#: Fields of every request.
 _BODY: JsonDict = {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteEndpoint:
-    """Where requests go."""
+    """The endpoint that requests go to."""
 
     #: With or without /v1.
     url: str
@@ -40,7 +40,7 @@ class RemoteEndpoint:
     chat: bool = False
     #: Send the field of that name, which is no part of OpenAI's API and which it may refuse.
     ignore_eos: bool = True
-    #: Of a whole request.
+    #: Limit of a whole request.
     timeout_s: float = 600.0
 
     @property
@@ -81,7 +81,7 @@ class RemoteEndpoint:
 
 @dataclass(slots=True)
 class Answer:
-    """The result of a request; times are of time.monotonic()."""
+    """A response; times are of time.monotonic()."""
 
     sent: float
     finished: float = 0.0
@@ -95,7 +95,7 @@ class Answer:
     n_cached: int = 0
     #: When each chunk with text came.
     chunks: list[float] = field(default_factory=list)
-    #: What was said of an error.
+    #: Text of an error.
     detail: str = ""
 
     @property
@@ -105,7 +105,7 @@ class Answer:
 
     @property
     def n_tokens(self) -> int:
-        """Output tokens of a served answer, or its chunks where they are not counted; else 0."""
+        """Tokens of a served response, or its chunks where the endpoint does not count; else 0."""
         return (self.n_output or len(self.chunks)) if self.served else 0
 
     def fail(self, kind: str, detail: str) -> None:

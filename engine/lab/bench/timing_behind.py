@@ -8,42 +8,14 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import msgspec
 
-from jitney.engine.common.requests import JsonDict
-from jitney.engine.config import Config, KeptSizes, keep
+from jitney.engine.config import Config, MeasuredTimes
 from jitney.engine.lab.bench.sizes import NoTimeLeft, SizeTimes, Timed, TimedStep, time_apart
 
 #: Seconds of timing over all starts, from which on nothing more is tried.
 _MOST_S = 15.0
-
-
-class KeptTimes(msgspec.Struct):
-    """Times of steps on this machine, each kept as soon as it was taken."""
-
-    #: Seconds of a step, by what ran it and its size.
-    steps: dict[str, float] = {}
-    #: Times of an engine with some sizes, once they were complete, by those sizes.
-    engines: dict[str, JsonDict] = {}
-    #: Seconds that timing has taken so far, over all starts.
-    spent_s: float = 0.0
-
-    @classmethod
-    def read(cls, config: Config, machine: str) -> KeptTimes:
-        """The kept times; none if the file is missing or cannot be read."""
-        with contextlib.suppress(OSError, msgspec.MsgspecError):
-            return msgspec.json.decode(cls._file(config, machine).read_bytes(), type=cls)
-        return cls()
-
-    def keep(self, config: Config, machine: str) -> str:
-        """See `KeptSizes.keep`."""
-        return keep(self, self._file(config, machine))
-
-    @staticmethod
-    def _file(config: Config, machine: str) -> Path:
-        return KeptSizes.file(config, machine).with_suffix(".times.json")
 
 
 class TimingBehind:
@@ -52,7 +24,7 @@ class TimingBehind:
     times: what was timed so far. keep: called whenever there is more.
     """
 
-    def __init__(self, times: KeptTimes, keep: Callable[[], object]):
+    def __init__(self, times: MeasuredTimes, keep: Callable[[], object]):
         self.times = times
         self._keep = keep
         self._process: asyncio.subprocess.Process | None = None
