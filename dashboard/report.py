@@ -80,7 +80,7 @@ class ReportData(NamedTuple):
     def collect(
         cls, client: EngineClient, minutes: float, notes: Sequence[Note], now: float, wall: float
     ) -> Generator[None, None, ReportData]:
-        """What a report of the last `minutes` needs. Work for `Slices`.
+        """What a report of the last `minutes` needs. Work for `TimeSlices`.
 
         notes: the page's newest warnings. now: time.monotonic(); wall: the same in time.time().
         """

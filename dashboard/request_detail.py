@@ -1,5 +1,5 @@
 """Requests as the page lists them, and one request in full: why it took as long as it did. What
-yields is work for `Slices`.
+yields is work for `TimeSlices`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The recent past: step records as columns or in bins, the seats' stays, and both as a Chrome
-trace. With ten minutes to tell of each takes up to seconds: what yields is work for `Slices`.
+trace. With ten minutes to tell of each takes up to seconds: what yields is work for `TimeSlices`.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class Window:
         }
 
     def stays(self) -> Generator[None, None, list[SeatStay]]:
-        """Stays that touch the time, by their beginning. Work for `Slices`."""
+        """Stays that touch the time, by their beginning. Work for `TimeSlices`."""
         pairs: list[SeatStay] = []
         records = [*self.history.ended(self.start), *self.history.open()]
         for place, record in enumerate(records):

@@ -32,7 +32,7 @@ from jitney.engine.server import (
     OpenRequests,
     Role,
     ServerSettings,
-    Slices,
+    TimeSlices,
     Tracing,
 )
 
@@ -108,7 +108,7 @@ class Fleet:
         #: Names of adapters -> the model whose engines hold them.
         self.adapters = adapters
         self.metrics = metrics
-        self.slices = Slices()
+        self.slices = TimeSlices()
         #: Of the endpoint, once it is made; and its files and batches of requests, and jobs.
         self.settings = ServerSettings()
         self.internal_requests: InternalRequests | None = None

@@ -73,8 +73,8 @@ from .http.routing import route_path as route_path
 from .http.service import Service as Service
 from .http.settings import ServerSettings as ServerSettings
 from .http.settings import digest_key as digest_key
-from .http.slices import Slices as Slices
-from .http.streaming import StreamedAnswer as StreamedAnswer
+from .http.slices import TimeSlices as TimeSlices
+from .http.streaming import StreamingResponse as StreamingResponse
 from .http.streaming import StreamingWriter as StreamingWriter
 from .http.tenants import TENANT_HEADER as TENANT_HEADER
 from .http.tenants import signed as signed

@@ -10,7 +10,6 @@ from pydantic import ValidationError
 
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.config import AUTO, Config, EngineSection
-from jitney.engine.core.distributed.connection import HostAddress
 
 #: The port at the first host where the environment names none.
 _PORT = 8477
@@ -36,6 +35,9 @@ def placed(config: Config, environ: Mapping[str, str]) -> Config:
     if place.n_hosts == 1:
         update: dict[str, object] = {"coordinator": ""}
     else:
+        # Only engines on several hosts connect to each other.
+        from jitney.engine.core.distributed.connection import HostAddress
+
         update = {
             "coordinator": str(HostAddress(place.first, _PORT)),
             "n_hosts": place.n_hosts,

@@ -83,7 +83,7 @@ class SequenceFactory:
             expected=expected,
             greedy_only=sampling.greedy_only,
             stop_ids=self._stop_ids(sampling),
-            shares=self.pool.retain or sampling.n > 1,
+            shares=self.pool.shares and (self.pool.retain or sampling.n > 1),
             root=root_of(request, retain=self.pool.retain),
             own_pages=own_pages,
         )

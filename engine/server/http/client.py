@@ -18,18 +18,18 @@ from jitney.engine.common.errors import ConfigError, JitneyError
 from jitney.engine.common.requests import JsonDict
 
 _CONNECT_S = 10.0
-#: Characters of an error's text that are kept.
+#: Characters stored of an error's text.
 _DETAIL = 200
 #: How an answer ends in which an error stands.
 _ERROR = "error_in_stream"
 _JSON = {"content-type": "application/json"}
-#: What every request asks for.
+#: Fields of every request.
 _BODY: JsonDict = {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteEndpoint:
-    """Where requests go."""
+    """The endpoint that requests go to."""
 
     #: With or without /v1.
     url: str
@@ -39,7 +39,7 @@ class RemoteEndpoint:
     chat: bool = False
     #: Send the field of that name, which is no part of OpenAI's API and which it may refuse.
     ignore_eos: bool = True
-    #: Of a whole request.
+    #: Limit of a whole request.
     timeout_s: float = 600.0
 
     @property
@@ -80,7 +80,7 @@ class RemoteEndpoint:
 
 @dataclass(slots=True)
 class Answer:
-    """What came back; times are of time.monotonic()."""
+    """A response; times are of time.monotonic()."""
 
     sent: float
     finished: float = 0.0
@@ -94,7 +94,7 @@ class Answer:
     n_cached: int = 0
     #: When each chunk with text came.
     chunks: list[float] = field(default_factory=list)
-    #: What was said of an error.
+    #: Text of an error.
     detail: str = ""
 
     @property
@@ -104,7 +104,7 @@ class Answer:
 
     @property
     def n_tokens(self) -> int:
-        """Of an answer that was served, the chunks where the endpoint does not count; else 0."""
+        """Tokens of a served response, or its chunks where the endpoint does not count; else 0."""
         return (self.n_output or len(self.chunks)) if self.served else 0
 
     def fail(self, kind: str, detail: str) -> None:

@@ -37,7 +37,7 @@ def raise_descriptor_limit() -> int:
 
 
 def connections_within(wanted: int, limit: int | None = None) -> int:
-    """How many connections of the wanted ones a limit of open files allows; says so if it is fewer.
+    """The number of connections that a limit of open files allows; logs a warning if that is fewer.
     limit: None: this process's own.
     """
     if limit is None:

@@ -95,16 +95,16 @@ async def _continued(
     if body.think is not None:
         builder.context.notes.ignored.append("think")
     text = "\n\n".join([each for each in (body.system, body.prompt) if each])
-    service.check_chars(len(text) + len(body.suffix), PROMPT.prompt_field)
+    service.text.check_chars(len(text) + len(body.suffix), PROMPT.prompt_field)
     _, tokenizer = service.ready()
     own = body.own_sampling
     if not body.suffix:
         sampling = builder.sampling(own)
-        ids = await service.off_loop(lambda: tokenizer.encode(text))
+        ids = await service.text.off_loop(lambda: tokenizer.encode(text))
     else:
-        fill_in = service.fill_in("suffix")
+        fill_in = service.text.fill_in("suffix")
         sampling = builder.sampling(own, fill_in.ends)
-        ids = await service.off_loop(lambda: fill_in.prompt(tokenizer, text, body.suffix))
+        ids = await service.text.off_loop(lambda: fill_in.prompt(tokenizer, text, body.suffix))
     return await builder.tokens(PROMPT, [ids], sampling)
 
 
@@ -172,8 +172,8 @@ async def _vectors(
     builder = RequestBuilder(service, shared, context)
     if not cuts:
         return await builder.embeddings(texts)
-    chars, tokens = service.most_chars, info.request_limits.longest_prompt
-    cut = await service.off_loop(
+    chars, tokens = service.text.most_chars, info.request_limits.longest_prompt
+    cut = await service.text.off_loop(
         lambda: [tokenizer.first_tokens(text[:chars], tokens) for text in texts]
     )
     return await builder.embeddings(cut)
@@ -192,7 +192,7 @@ async def _show(service: Service, request: Request) -> Response:
     name = _served_name(service, body)
     info, tokenizer = service.ready()
     parent = service.model_name if service.adapter_number(name) else ""
-    return json_answer(described(info, tokenizer, service.turns, service.created, parent))
+    return json_answer(described(info, tokenizer, service.turns.format, service.created, parent))
 
 
 async def _running(server: ModelLister, request: Request) -> Response:
