@@ -48,7 +48,7 @@ _RETRY_MS = 1000
 class FeedStart(TypedDict):
     """The first event of a feed, and again whenever what runs has changed."""
 
-    version: int  # FEED_VERSION
+    version: int  # _FEED_VERSION
     run: str  # another server, another run
     t: float
     unix_time: float  # seconds since 1970 at t
@@ -62,7 +62,7 @@ class FeedStart(TypedDict):
     seat_numbers: tuple[str, ...]  # SEAT_NUMBERS
     event_columns: tuple[str, ...]  # _EVENT_COLUMNS
     row_kinds: list[RowKind]  # useful ones first
-    info: JsonDict | None  # `types.EngineInfo.flat`; null while no engine runs
+    info: JsonDict | None  # `common.engine_info.EngineInfo.flat`; null while no engine runs
 
 
 class SeatLists(TypedDict):
@@ -123,7 +123,7 @@ class Metrics(TypedDict):
     gap_s: float  # of them, those in which the device had nothing to do
     longest_step_s: float | None  # of the steps since the frame before; null for none
     latency: JsonDict  # wait, ttft, itl -> {p50, p95, p99} of the last seconds, or null
-    device: JsonDict  # `telemetry.device_use.DeviceUse`; empty before it was looked at
+    device: JsonDict  # `engine.server.device_use.DeviceUse`; empty before it was looked at
 
 
 class KeyFrame(TypedDict):
@@ -139,7 +139,7 @@ class KeyFrame(TypedDict):
     metrics: Metrics
     histograms: JsonDict | None  # wait, ttft, itl -> {bounds (seconds), counts}
     notes: list[Note]  # the newest, oldest first
-    outages: list[JsonDict]  # `history._Outage`, oldest first
+    outages: list[JsonDict]  # `incidents._Outage`, oldest first
     n_events: int  # events of sequences since the server's start
 
 

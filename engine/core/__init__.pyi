@@ -60,6 +60,7 @@ from .models.quantization import Packed as Packed
 from .models.quantization import quantise as quantise
 from .models.quantization import widened as widened
 from .models.registry import abstract_model as abstract_model
+from .models.registry import fill_at_random as fill_at_random
 from .scheduler.buckets import Bucket as Bucket
 from .scheduler.buckets import Buckets as Buckets
 from .scheduler.buckets import powers_of_two as powers_of_two
@@ -67,8 +68,8 @@ from .scheduler.kv_pages import PagePool as PagePool
 from .scheduler.lengths import LengthEstimate as LengthEstimate
 from .scheduler.lengths import RequestClasses as RequestClasses
 from .scheduler.limits import SchedulerLimits as SchedulerLimits
+from .scheduler.page_tables import PageTables as PageTables
 from .scheduler.plan import Chunk as Chunk
-from .scheduler.plan import Draft as Draft
 from .scheduler.plan import MaskedRow as MaskedRow
 from .scheduler.plan import Plan as Plan
 from .scheduler.plan import StepResult as StepResult

@@ -28,7 +28,7 @@ from pydantic import ValidationError
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.requests import JsonDict, JsonObject
 from jitney.engine.config import (
-    Layered,
+    ResolvedConfig,
     Section,
     ServerSection,
     cache_dir,
@@ -199,7 +199,7 @@ class FleetConfig:
     def _says_who_sizes(self, section: ReplicasSection) -> bool:
         """Whether it is given that engines of this model measure, or that they do not."""
         file = self.path(section.config) if section.config else None
-        given = Layered.load(file, flags=section.checked_settings).origins
+        given = ResolvedConfig.load(file, flags=section.checked_settings).origins
         return _MEASURED in given or settings()[_MEASURED].env in os.environ
 
     @property

@@ -11,6 +11,7 @@ from hashlib import blake2b
 from jitney.engine.common.requests import EngineRequest, RequestLimits, SamplingParams
 from jitney.engine.core.scheduler.kv_pages import PagePool
 from jitney.engine.core.scheduler.lengths import LengthEstimate, RequestClasses
+from jitney.engine.core.scheduler.page_keys import root_of
 from jitney.engine.core.scheduler.sequence import OwnPages, Replay, Sequence
 
 #: Output tokens that are generated again at most. They take as long as they took the first time.
@@ -58,8 +59,8 @@ class SequenceFactory:
             expected=expected,
             greedy_only=sampling.greedy_only,
             stop_ids=self._stop_ids(sampling),
-            shares=self.pool.retain or sampling.n > 1,
-            root=self.pool.root_of(request),
+            shares=self.pool.shares and (self.pool.retain or sampling.n > 1),
+            root=root_of(request, retain=self.pool.retain),
             own_pages=self._own_pages(request, number, 0),
         )
 
@@ -98,7 +99,7 @@ class SequenceFactory:
 
         Where pages of outputs are their own sequence's, short outputs are generated again, see
         `Replay`. Those that have none come first: the first of all computes the prompt for the
-        others, and its log-probabilities, which those with tokens have told already.
+        others, and its log-probabilities, which those with tokens have sent already.
         """
         again = not self.pool.share_outputs
         fresh: list[Sequence] = []

@@ -19,7 +19,7 @@ import msgspec
 
 from jitney.engine.common.child_process import end_child, start_child
 from jitney.engine.common.errors import JitneyError
-from jitney.engine.config import Config, Value, settings
+from jitney.engine.config import Config, SizeValue, settings
 from jitney.engine.core import MOST_OTHER_WORK, OtherWork, powers_of_two, processors_here
 from jitney.engine.server import core_environ
 
@@ -148,7 +148,7 @@ _ROWS = _SizeRule(_usual("token_budget"), limit_s=0.5, larger_limit_s=0.3, worth
 
 #: Times the steps of an engine with these settings.
 _Time = Callable[[Config], Awaitable[SizeTimes]]
-_Values = dict[str, Value]
+_Values = dict[str, SizeValue]
 
 
 class _Measured(msgspec.Struct, frozen=True):
@@ -355,7 +355,7 @@ def _of_sizes(config: Config, seats: int, rows: int) -> Config:
     )
 
 
-def _with(config: Config, **sizes: Value) -> Config:
+def _with(config: Config, **sizes: SizeValue) -> Config:
     engine = config.engine.model_copy(update=sizes)
     return config.model_copy(update={"engine": engine})
 

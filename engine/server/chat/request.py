@@ -21,8 +21,8 @@ from jitney.engine.common.requests import (
     Grammar,
     JsonDict,
     Pooling,
+    RequestGroup,
     SamplingParams,
-    Whole,
 )
 from jitney.engine.server.chat.conversation.grammars import Turn
 from jitney.engine.server.chat.conversation.messages import shaped_messages
@@ -425,7 +425,7 @@ class RequestBuilder[B: GenerationBody]:
         id = uuid.uuid4().hex
         whole = None
         if prompts > 1:
-            whole = Whole(id, prompts, context.prompt_tokens)
+            whole = RequestGroup(id, prompts, context.prompt_tokens)
         return EngineRequest(
             id=id,
             whole=whole,

@@ -1,7 +1,7 @@
 """Background requests over HTTP: lines of a fleet's batches, at its engines.
 
 Such a request may wait as long as it takes: it has no deadline, and the bounds on waiting requests
-(`engine.core.scheduler.admission_control`) do not hold for it. So only administrators may send one.
+(`engine.core.scheduler.admission.control`) do not hold for it. So only administrators may send one.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
 Work is not counted in requests: a request with n sequences has n of them open, and is charged for
 their expected output as soon as it comes.
 
-Refused requests get retry times one after the other, but no place is reserved as in the engine's
-queue (`engine.core.scheduler.retry_schedule`): only the same client's other requests could take it.
+Refused requests of a client are told to return one after the other.
 """
 
 from __future__ import annotations

@@ -84,11 +84,11 @@ async def _show_version(service: Service, request: Request) -> Response:
 
 async def _show_config(service: Service, request: Request) -> Response:
     """Every setting with its value and its origin; secrets are counted."""
-    if service.layered is None:
+    if service.resolved is None:
         raise HttpError(404, "the settings of this server are not known", code="not_found")
     info = service.client.info
     digest = "" if info is None else info.config_digest
-    report = ConfigReport.of(service.layered, version=version("jitney"), config_digest=digest)
+    report = ConfigReport.of(service.resolved, version=version("jitney"), config_digest=digest)
     return json_answer(report)
 
 

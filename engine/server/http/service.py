@@ -29,7 +29,7 @@ from jitney.engine.server.http.slices import TimeSlices
 from jitney.engine.server.process.client import EngineClient
 
 if TYPE_CHECKING:
-    from jitney.engine.config import Layered
+    from jitney.engine.config import ResolvedConfig
     from jitney.engine.core import Tokenizer
     from jitney.engine.server.http.context import Context
     from jitney.engine.server.http.reload import Reload
@@ -82,7 +82,7 @@ class Service:
         #: Makes spans for OpenTelemetry; None: it is off.
         self.tracing: Tracing | None = None
         #: The settings, and the origin of each; None: not known.
-        self.layered: Layered | None = None
+        self.resolved: ResolvedConfig | None = None
         #: Files and batches of requests, and jobs; None until the application is made.
         self.internal_requests: InternalRequests | None = None
         #: Reloads the files of the configuration; None where that is not possible.
@@ -269,7 +269,7 @@ class Service:
         if reply.status != 429 and not (reply.status == 503 and generates):
             return
         retry_s = retry_after_s(reply.headers, 0.0) or None
-        self.client.history.turned_away(reply.status, reply.code or "", retry_s)
+        self.client.history.incidents.refused(reply.status, reply.code or "", retry_s)
 
     @property
     def info(self) -> EngineInfo:

@@ -13,6 +13,7 @@ from typing import Literal
 
 from jitney.engine.common.errors import ModelError, did_you_mean
 from jitney.engine.common.requests import JsonObject, JsonValue, Pooling
+from jitney.engine.config import Config
 from jitney.engine.core.weights.checkpoints.families import tiny_config
 from jitney.engine.core.weights.checkpoints.fetch import (
     Progress,
@@ -25,7 +26,11 @@ from jitney.engine.core.weights.checkpoints.files import MAX_TOKENIZER_BYTES, re
 from jitney.engine.core.weights.checkpoints.gguf import GGUFFile
 from jitney.engine.core.weights.checkpoints.gguf_config import config_of
 from jitney.engine.core.weights.checkpoints.hf_config import read_hf_config
-from jitney.engine.core.weights.checkpoints.model_config import EncoderConfig, ModelConfig
+from jitney.engine.core.weights.checkpoints.model_config import (
+    EncoderConfig,
+    ModelConfig,
+    RopeConfig,
+)
 from jitney.engine.core.weights.checkpoints.pooling_config import (
     folder_dimensions,
     folder_pooling,
@@ -49,7 +54,7 @@ _DEFAULT_CONFIG = ModelConfig(
     intermediate_size=1536,
     windows=(0,) * 30,
     context_length=8192,
-    rope_theta=100000.0,
+    ropes=(RopeConfig(100000.0),),
     rms_eps=9.999999747378752e-06,  # 1e-5 in float32
     tie_embeddings=True,
     bos_id=1,
@@ -76,6 +81,15 @@ class ModelSource:
     #: Shown to API clients.
     name: str
     config: ModelConfig
+    #: Its weights are loaded; False: random ones take their place (`load_format` dummy).
+    has_weights: bool = True
+
+    @classmethod
+    def of(cls, config: Config, progress: Progress = no_progress) -> ModelSource:
+        """The model that the settings name; see `resolve`."""
+        model = config.model
+        revision, weights = model.revision or None, model.load_format != "dummy"
+        return cls.resolve(model.id, revision=revision, weights=weights, progress=progress)
 
     @classmethod
     def resolve(
@@ -83,15 +97,28 @@ class ModelSource:
         model: str,
         *,
         revision: str | None = None,
+        weights: bool = True,
         cache_dir: str | Path | None = None,
         progress: Progress = no_progress,
     ) -> ModelSource:
         """Find `model`, fetching it if need be, and read its configuration (not its weights).
 
-        revision: branch, tag or commit of a repository. cache_dir: where fetched models go, if not
-        to the user's cache. progress(stage, done, total, detail) is called meanwhile. Raises
-        ModelError.
+        revision: branch, tag or commit of a repository. weights: whether they will be loaded, and
+        are fetched. cache_dir: where fetched models go, if not to the user's cache. progress(stage,
+        done, total, detail) is called meanwhile. Raises ModelError.
         """
+        source = cls._find(model, revision, weights, cache_dir, progress)
+        return source if weights else replace(source, has_weights=False)
+
+    @classmethod
+    def _find(
+        cls,
+        model: str,
+        revision: str | None,
+        weights: bool,
+        cache_dir: str | Path | None,
+        progress: Progress,
+    ) -> ModelSource:
         folder = None if cache_dir is None else Path(cache_dir)
         if revision is not None and not _is_repository(model):
             raise ModelError(
@@ -105,11 +132,12 @@ class ModelSource:
             return cls("tiny", "", model, tiny_config(family or "llama"))
         path = Path(model).expanduser()
         if model and path.is_dir():  # Path("") is the current folder
-            return _hf_source(path, path.resolve().name)
+            return _hf_source(path, path.resolve().name, weights)
         if path.is_file():
             return _gguf_source(path, path.stem)
         if _is_repository(model):
-            return _hf_source(Repository(model, revision).fetch(folder, progress), model)
+            repository = Repository(model, revision)
+            return _hf_source(repository.fetch(folder, progress, weights=weights), model, weights)
         raise ModelError(
             f"no model {model!r}: give {_DEFAULT_MODEL}, a model folder, a .gguf file, "
             "a Hugging Face repository id (owner/name) or tiny-random"
@@ -185,22 +213,23 @@ def _is_repository(model: str) -> bool:
     )
 
 
-def _hf_source(folder: Path, name: str) -> ModelSource:
-    config = read_hf_config(
-        read_json(folder, "config.json"),
-        read_json(folder, "generation_config.json", missing_ok=True),
-    )
+def _hf_source(folder: Path, name: str, weights: bool = True) -> ModelSource:
+    values = read_json(folder, "config.json")
+    generation = read_json(folder, "generation_config.json", missing_ok=True)
+    config = read_hf_config(values, generation)
     if config.encoder is not None:
         encoder = _encoder_of(folder, config.encoder)
         return ModelSource("hf", str(folder), name, replace(config, encoder=encoder))
     # A GGUF file, such as the default model, has no safetensors.
     from jitney.engine.core.weights.checkpoints.safetensors import lacks_head
 
-    if not config.tie_embeddings and lacks_head(folder):
-        _log.warning(
-            "%s holds no output head: its vectors are right, text that it generates means nothing",
-            name,
-        )
+    if weights and not config.tie_embeddings and lacks_head(folder):
+        if "text_config" not in values:
+            _log.warning(
+                "%s holds no output head: its vectors are right, text that it generates means "
+                "nothing",
+                name,
+            )
         config = replace(config, tie_embeddings=True)
     ends = [id for id in _folder_ends(folder, config) if 0 <= id < config.vocab_size]
     return ModelSource("hf", str(folder), name, config.with_ends(*ends))

@@ -28,6 +28,7 @@ from jitney.engine import LLM, SamplingParams
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.executor.inputs import BatchBuilder
+from jitney.engine.core.scheduler.page_demand import PageDemand
 from jitney.engine.core.weights.checkpoints.families import _TINY, tiny_config
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.load import load_model
@@ -61,9 +62,9 @@ def run(core: EngineCore, requests: list[EngineRequest], pause: random.Random) -
             core.add(coming.pop(0))
         outputs += core.step().outputs
         core.check()
-        for seq in core.scheduler.state.decoding:
+        for seq in core.scheduler.sequences.seats.decoding:
             if seq.scheduled - seq.sat_with > PAGE:  # from its first full page on
-                assert seq.n_pages <= core.scheduler.state.window_pages
+                assert seq.n_pages <= core.scheduler.sequences.pages.most_each
     return outputs
 
 
@@ -93,7 +94,7 @@ def test_nobodys_tokens_change(shapes, pages: int, retain: bool, rash: bool, see
         device=WindowedRunner,
         clock=FakeClock(tick=0.01),
     )
-    longest = core.scheduler._factory.request_limits.longest
+    longest = core.scheduler.factory.request_limits.longest
     requests = []
     for i, (n_prompt, n_output, head, n) in enumerate(shapes):
         prompt_tokens = [head] * min(n_prompt, max(1, longest - 31))
@@ -102,7 +103,7 @@ def test_nobodys_tokens_change(shapes, pages: int, retain: bool, rash: bool, see
         )
     with pytest.MonkeyPatch.context() as patch:
         if rash:
-            patch.setattr(core.scheduler, "_pages_last", lambda *_: True)
+            patch.setattr(PageDemand, "lasts", lambda *_: True)
         outputs = run(core, requests, random.Random(seed))
     assert len(ends_of(outputs)) == sum(request.sampling.n for request in requests)
     for request in requests:
@@ -122,7 +123,7 @@ def test_pages_by_hand():
     held = {}
     while core.has_work:
         core.step()
-        for seq in core.scheduler.state.decoding:
+        for seq in core.scheduler.sequences.seats.decoding:
             held[seq.scheduled - 1] = [index for index, page in enumerate(seq.pages) if page]
     # Position -> pages; one is given back when the next one is needed.
     assert [held[at] for at in (3, 4, 8, 11, 12, 16, 20)] == [

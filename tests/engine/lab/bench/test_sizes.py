@@ -19,9 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jitney.engine.common.errors import JitneyError
-from jitney.engine.config.kept_sizes import _FROM_MEASURED, _MEASURED, KeptTimes
-from jitney.engine.config.layers import Layered
+from jitney.engine.config.layers import ResolvedConfig
 from jitney.engine.config.schema import Config, EngineSection, _ModelSection
+from jitney.engine.config.tuned_sizes import _FROM_MEASURED, _MEASURED, MeasuredTimes
 from jitney.engine.core.executor.other_work import OtherWork
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 from jitney.engine.lab.bench import sizes_worker, timing_behind
@@ -293,7 +293,7 @@ steps = st.builds(linear, st.floats(1e-5, 2.0), st.floats(0.0, 0.05))
 def test_what_is_chosen_is_a_configuration(decode: Seconds, prompts: Seconds, alone: float):
     values = Machine(decode, prompts, alone).chosen()
     assert set(values) <= _MEASURED
-    engine = Layered.load().with_values(values, _FROM_MEASURED).config.engine
+    engine = ResolvedConfig.load().with_values(values, _FROM_MEASURED).config.engine
     assert 4 <= engine.max_seats <= 128
     assert 2 * engine.max_seats <= engine.token_budget <= 2048
     if engine.max_seats > 4:
@@ -334,7 +334,7 @@ def test_steps_are_timed_behind_an_engine_in_a_process_that_stands_still_while_i
     )
     model = _ModelSection(id="tiny-random", dtype="float32", context=64)
     config = Config(model=model, engine=engine)
-    kept = KeptTimes({"1 8 reference decode 4": 0.7, "2 8 reference decode 8": 0.9})
+    kept = MeasuredTimes({"1 8 reference decode 4": 0.7, "2 8 reference decode 8": 0.9})
     keeps: list[int] = []
     beside_others = partial(time_apart, most_other_work=1.0)
     monkeypatch.setattr(timing_behind, "time_apart", beside_others)
