@@ -16,6 +16,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from jitney.engine import LLM, SamplingParams
+from jitney.engine.common.requests import Grammar
+from jitney.engine.core.grammar import matchers
 from jitney.engine.core.scheduler.scheduler import Scheduler
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 
@@ -78,6 +80,22 @@ def test_siblings_each_read_their_prompt():
     assert first == answers(llm, [prompt])[0]
     assert len({tuple(tokens) for tokens, _ in (first, *others)}) == 3
     assert not llm.info.sizes.prefix_cache
+
+
+def test_rows_that_are_computed_again_for_a_late_mask_change_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Sequences sit out until their masks are there, and then have their last row once more."""
+    wanted = Grammar("json_schema", '{"type":"array","items":{"enum":["a","b",10]},"maxItems":6}')
+    rows = []
+    sit_out = Scheduler.sit_out
+    monkeypatch.setattr(Scheduler, "sit_out", lambda *args: (rows.append(1), sit_out(*args)))
+    found = []
+    for patience in (60.0, 0.0):
+        monkeypatch.setattr(matchers, "_STEP_S", patience)
+        found.append((answers(engine("qwen3_5"), prompts(), grammar=wanted), len(rows)))
+    (patiently, none), (hastily, some) = found
+    assert patiently == hastily and none == 0 and some > len(LENGTHS)
 
 
 def save(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> str:
