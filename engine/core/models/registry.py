@@ -1,6 +1,6 @@
 """Which class serves an architecture, and models without a checkpoint: random ones, and shapes.
 
-To add a family: its line in MODELS, and how its files are read in
+To add a family: its line in `_MODELS`, and how its files are read in
 `jitney.engine.core.weights.checkpoints.families`.
 """
 

@@ -16,7 +16,6 @@ from jitney.engine.core.weights.checkpoints.hf_config import read_packing
 from jitney.engine.core.weights.checkpoints.names import WeightMap
 from jitney.engine.core.weights.checkpoints.safetensors import SafetensorsFolder
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
-from jitney.engine.core.weights.quantised_folder import QuantisedFolder
 from jitney.engine.core.weights.slices import (
     DecodedTensor,
     Sliceable,
@@ -112,4 +111,7 @@ def open_checkpoint(source: ModelSource, weights: WeightMap) -> Checkpoint:
     packing = read_packing(read_json(Path(source.path), "config.json"))
     if packing is None:
         return _PlainFolder(source.path, weights.ignored, weights.pieces)
+    # Its formats are loaded for such a folder alone.
+    from jitney.engine.core.weights.quantised_folder import QuantisedFolder
+
     return QuantisedFolder(source.path, packing, weights.pieces)

@@ -18,6 +18,7 @@ from tokenizers.models import WordLevel
 from jitney.engine import LLM, SamplingParams
 from jitney.engine.common.requests import Grammar
 from jitney.engine.core.grammar import matchers
+from jitney.engine.core.scheduler.page_demand import PageDemand
 from jitney.engine.core.scheduler.scheduler import Scheduler
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 
@@ -61,7 +62,7 @@ def test_alone_in_a_crowd_and_after_preemption_answers_are_the_same(
     """Pages for about two sequences, that board whether or not the pool should last; prompts of up
     to seven chunks.
     """
-    monkeypatch.setattr(Scheduler, "_pages_last", lambda *_: True)
+    monkeypatch.setattr(PageDemand, "lasts", lambda *_: True)
     llm = engine(family, pages=20)
     together = answers(llm, prompts())
     totals = llm.core.ledger.totals

@@ -618,7 +618,7 @@ def test_fewer_devices_than_asked_for():
 def test_doctor_counts_the_devices():
     found = list(doctor._devices(load_config(flags={"tensor_parallel": 64})))
     assert found[0].name == "tensor parallel" and found[0].ok is False
-    assert found[0].value.startswith("64 devices wanted, ")
+    assert found[0].value.startswith("64 devices needed, ")
     assert "tensor parallel" not in {finding.name for finding in doctor._devices(load_config())}
 
 
