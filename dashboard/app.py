@@ -172,7 +172,7 @@ class Dashboard(PageRoutes):
         )
 
     async def _answer(self, work: Work) -> StreamingResponse:
-        """What comes of it, as JSON."""
+        """The response body as JSON."""
         value = await self.slices.result(work)
         return StreamingResponse(self.slices.blocks(in_pieces(_with_long_lists(value))), _JSON)
 
@@ -263,7 +263,7 @@ def _with_long_lists(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Query:
-    """What the URL of a request asks for; what is wrong is named. All raise RequestError."""
+    """Parameters in the URL of a request. All raise RequestError that names the wrong one."""
 
     request: Request
 

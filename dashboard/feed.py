@@ -245,7 +245,7 @@ def _is_quiet(changes: Delta) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """What is new since the frame before."""
+    """Changes since the frame before."""
 
     happened: list[SequenceEvent]
     notes: list[Note]

@@ -28,7 +28,7 @@ type _Samples = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """What happened at start < t <= end."""
+    """Latencies of requests and steps at start < t <= end."""
 
     history: History
     #: Of the steps of that time, from `RecordRing.between`.

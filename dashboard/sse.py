@@ -87,7 +87,7 @@ class PageMap(TypedDict):
 
 
 class PageChanges(TypedDict):
-    """What is other than before in a `PageMap`."""
+    """Differences between two `PageMap`s."""
 
     runs: list[list[int]]  # [first cell, cells, state]
     counts: dict[str, int]  # all of them
@@ -144,7 +144,7 @@ class KeyFrame(TypedDict):
 
 
 class Delta(TypedDict, total=False):
-    """What changed since the key frame or delta before. Seats that are not named have gone on:
+    """Changes since the key frame or delta before. Seats that are not named have gone on:
     each that decodes has a token more per step.
     """
 
@@ -161,7 +161,7 @@ class Delta(TypedDict, total=False):
 
 
 class _Events(TypedDict):
-    """What happened to sequences since the frame before."""
+    """Events of sequences since the frame before."""
 
     first: int  # number of the first of them, counted since the server's start
     events: list[list[str | float]]  # _EVENT_COLUMNS

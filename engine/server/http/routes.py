@@ -162,6 +162,15 @@ def _slot(seat: Seat, info: EngineInfo) -> Slot:
     )
 
 
+#: Routes that an engine and a fleet's endpoint have alike.
+SHARED_ROUTES = (
+    *OLLAMA_LISTS,
+    *TASK_ROUTES,
+    *MODEL_ROUTES,
+    *PROBE_ROUTES,
+    *FRONT_ROUTES,
+    *RELOAD_ROUTES,
+)
 ROUTES = (
     *OPENAI_ROUTES,
     *RESPONSE_ROUTES,
@@ -170,10 +179,7 @@ ROUTES = (
     *RANKING_ROUTES,
     *TEXT_ROUTES,
     *OLLAMA_ROUTES,
-    *OLLAMA_LISTS,
-    *TASK_ROUTES,
-    *MODEL_ROUTES,
-    *PROBE_ROUTES,
+    *SHARED_ROUTES,
     HttpRoute(
         "/version",
         _GET,
@@ -189,7 +195,6 @@ ROUTES = (
         role=Role.ADMIN,
         answer=ConfigReport,
     ),
-    *FRONT_ROUTES,
     HttpRoute(
         "/reset_prefix_cache",
         _POST,
@@ -223,7 +228,6 @@ ROUTES = (
         role=Role.ADMIN,
         answer=Sleeping,
     ),
-    *RELOAD_ROUTES,
     HttpRoute(
         "/slots",
         _GET,
