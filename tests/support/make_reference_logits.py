@@ -288,6 +288,18 @@ CASES = {
             "num_experts_per_tok": 2,
         },
     ),
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            **QWEN3_5,
+            "linear_num_key_heads": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": False,
+        },
+    ),
 }
 #: Prefix of a configuration's class -> that of its model's, where they differ.
 MODELS = {"Gemma3Text": "Gemma3", "Qwen3_5Text": "Qwen3_5", "Qwen3_5MoeText": "Qwen3_5Moe"}
@@ -312,6 +324,7 @@ GREEDY = {
     "cohere2": (1, 20, 180),
     "qwen3_5": (1, 20, 200),
     "qwen3_5_moe": (1, 20, 200),
+    "qwen3_next": (1, 20, 200),
 }
 #: Tokens of a continuation: past every window of 8.
 COUNT = 16

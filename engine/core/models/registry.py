@@ -33,6 +33,7 @@ _MODELS: dict[str, str] = {
     "Qwen3MoeForCausalLM": "jitney.engine.core.models.mixture:Mixture",
     "Qwen3_5ForCausalLM": "jitney.engine.core.models.qwen3_5:Qwen35",
     "Qwen3_5MoeForCausalLM": "jitney.engine.core.models.qwen3_5:Qwen35Mixture",
+    "Qwen3NextForCausalLM": "jitney.engine.core.models.qwen3_5:Qwen3Next",
     "MixtralForCausalLM": "jitney.engine.core.models.mixture:Mixture",
     "Gemma2ForCausalLM": "jitney.engine.core.models.gemma:Gemma",
     "Gemma3ForCausalLM": "jitney.engine.core.models.gemma:Gemma",

@@ -176,12 +176,7 @@ def _qwen3_moe(values: JsonObject) -> ModelConfig:
     """
     fields, config = _read_qwen3(values, num_key_value_heads=4)
     window = _window(fields) if fields.flag("use_sliding_window") else 0
-    every = fields.integer("decoder_sparse_step", 1, MOST.layers, default=1)
-    if fields.get("mlp_only_layers") or every != 1:
-        raise ModelError(
-            "config.json: mlp_only_layers and decoder_sparse_step: layers without experts among "
-            "layers with them are not supported"
-        )
+    _check_all_have_experts(fields)
     count = "num_experts" if fields.get("num_local_experts") is None else "num_local_experts"
     inner = fields.integer("moe_intermediate_size", 1, MOST.width, default=768)
     experts = ExpertsConfig(
@@ -191,6 +186,15 @@ def _qwen3_moe(values: JsonObject) -> ModelConfig:
     )
     windows = (window,) * config.n_layers
     return replace(config, intermediate_size=inner, windows=windows, experts=experts)
+
+
+def _check_all_have_experts(fields: Fields) -> None:
+    every = fields.integer("decoder_sparse_step", 1, MOST.layers, default=1)
+    if fields.get("mlp_only_layers") or every != 1:
+        raise ModelError(
+            "config.json: mlp_only_layers and decoder_sparse_step: layers without experts among "
+            "layers with them are not supported"
+        )
 
 
 def _qwen3_5(values: JsonObject) -> ModelConfig:
@@ -242,6 +246,18 @@ def _qwen3_5_moe(values: JsonObject) -> ModelConfig:
         shared_size=fields.integer("shared_expert_intermediate_size", 1, MOST.width),
     )
     config = _qwen3_5(settings | {"intermediate_size": inner})
+    return replace(config, experts=experts)
+
+
+def _qwen3_next(values: JsonObject) -> ModelConfig:
+    """Qwen3-Next: a mixture of Qwen3.5 with more experts, whose shares may stay as they are."""
+    settings = {"num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True}
+    settings |= dict(values)
+    fields = Fields(settings, "config.json")
+    _check_all_have_experts(fields)
+    config = _qwen3_5_moe(settings)
+    assert config.experts is not None
+    experts = replace(config.experts, renormalised=fields.flag("norm_topk_prob"))
     return replace(config, experts=experts)
 
 
@@ -716,6 +732,9 @@ _TINY_QWEN3_5: JsonDict = {
     "attention_gate": True,
     "delta_net": DeltaNetConfig(frozenset({0, 2}), 2, 4, 16, 16),
 }
+_TINY_QWEN3_5_MOE: JsonDict = _TINY_QWEN3_5 | {
+    "experts": ExpertsConfig(8, 2, True, shared_size=64)
+}
 
 
 def _tiny_encoder(encoder: EncoderConfig) -> JsonDict:
@@ -733,12 +752,8 @@ FAMILIES: dict[str, Family] = {
         "qwen3_moe", _qwen3_moe, None, {"qk_norm": True, "experts": ExpertsConfig(8, 2, True)}
     ),
     "Qwen3_5ForCausalLM": Family("qwen3_5", _qwen3_5, None, _TINY_QWEN3_5),
-    "Qwen3_5MoeForCausalLM": Family(
-        "qwen3_5_moe",
-        _qwen3_5_moe,
-        None,
-        _TINY_QWEN3_5 | {"experts": ExpertsConfig(8, 2, True, shared_size=64)},
-    ),
+    "Qwen3_5MoeForCausalLM": Family("qwen3_5_moe", _qwen3_5_moe, None, _TINY_QWEN3_5_MOE),
+    "Qwen3NextForCausalLM": Family("qwen3_next", _qwen3_next, None, _TINY_QWEN3_5_MOE),
     "MixtralForCausalLM": Family("mixtral", _mixtral, None, {"experts": ExpertsConfig(4, 2, True)}),
     "Gemma2ForCausalLM": Family(
         "gemma2",

@@ -62,6 +62,7 @@ CASES = (
     ("mixtral", 2),
     ("qwen3_5", 2),
     ("qwen3_5_moe", 4),
+    ("qwen3_next", 4),
 )
 
 
