@@ -732,9 +732,7 @@ _TINY_QWEN3_5: JsonDict = {
     "attention_gate": True,
     "delta_net": DeltaNetConfig(frozenset({0, 2}), 2, 4, 16, 16),
 }
-_TINY_QWEN3_5_MOE: JsonDict = _TINY_QWEN3_5 | {
-    "experts": ExpertsConfig(8, 2, True, shared_size=64)
-}
+_TINY_QWEN3_5_MOE: JsonDict = _TINY_QWEN3_5 | {"experts": ExpertsConfig(8, 2, True, shared_size=64)}
 
 
 def _tiny_encoder(encoder: EncoderConfig) -> JsonDict:

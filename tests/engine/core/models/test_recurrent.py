@@ -108,9 +108,10 @@ def save(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -
     return str(folder)
 
 
-def test_adapters_change_what_a_merged_checkpoint_has(tmp_path: Path):
-    """Of recurrent layers, of gated attention and of the feed-forward."""
-    case = DATA["cases"]["qwen3_5"]
+@pytest.mark.parametrize(("family", "count"), [("qwen3_5", 3 * 3 + 4 + 4 * 3), ("qwen3_next", 10)])
+def test_adapters_change_what_a_merged_checkpoint_has(family: str, count: int, tmp_path: Path):
+    """Of recurrent layers, also fused ones, of gated attention and of a dense feed-forward."""
+    case = DATA["cases"][family]
     tensors = {
         name: SCRIPT.random_tensor(name, tuple(shape)) for name, shape in case["shapes"].items()
     }
@@ -118,13 +119,15 @@ def test_adapters_change_what_a_merged_checkpoint_has(tmp_path: Path):
     halves, merged = {}, dict(tensors)
     for name, matrix in tensors.items():
         module = name.removesuffix(".weight")
-        if module.endswith(("_proj", "in_proj_qkv", "in_proj_z")):
+        if "expert" in module:
+            continue
+        if module.endswith(("_proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz")):
             a = rng.normal(0, 0.1, (4, matrix.shape[1])).astype(np.float32)
             b = rng.normal(0, 0.1, (matrix.shape[0], 4)).astype(np.float32)
             halves[f"base_model.model.{module}.lora_A.weight"] = a
             halves[f"base_model.model.{module}.lora_B.weight"] = b
             merged[name] = matrix + 2 * b @ a
-    assert len(halves) == 2 * (3 * 3 + 4 + 4 * 3)
+    assert len(halves) == 2 * count
     (tmp_path / "adapter").mkdir()
     save_file(halves, tmp_path / "adapter" / "adapter_model.safetensors")
     told = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none"}
