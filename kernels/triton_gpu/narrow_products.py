@@ -18,8 +18,8 @@ import triton.language as tl
 def _unpacked(nibbles, zero, dtype: tl.constexpr):
     """nibbles (0..15) - zero in dtype, exactly.
 
-    Or-ed into the bits of 128 (bfloat16) or 1024 (float16), whose last bit is worth 1, a nibble becomes a
-    float without a conversion, which an SM does at a quarter of the rate of other instructions.
+    Or-ed into the bits of 128 (bfloat16) or 1024 (float16), whose last bit is worth 1, a nibble
+    becomes a float without a conversion, which an SM does at a quarter of the usual rate.
     """
     if dtype == tl.bfloat16:
         wide = (nibbles.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
