@@ -235,10 +235,10 @@ class _Server:
         self._signalled = self._ends_with_others = False
 
     def _make_recorder(self, file: str) -> Recorder | None:
-        from jitney.engine.server import Recorder
-
         if not file:
             return None
+        from jitney.engine.server import Recorder
+
         recorder = Recorder(file, engine=lambda: self.client.info)
         self.client.history.listeners.append(recorder.ended)
         return recorder
@@ -328,7 +328,7 @@ class _Server:
         folders = [server.data_folder]
         if server.record:
             folders.append(Path(server.record).absolute().parent)
-        await watch_disks(folders, self.client.history.disk_full)
+        await watch_disks(folders, self.client.history.incidents.disk_full)
 
     async def _close(self, web: asyncio.Task[None]) -> None:
         self.display.close()

@@ -10,7 +10,6 @@ from pydantic import ValidationError
 
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.config import AUTO, Config, EngineSection
-from jitney.engine.core.distributed.connection import HostAddress
 
 #: Port at the first host.
 _PORT = 8477
@@ -38,6 +37,9 @@ def placed(config: Config, environ: Mapping[str, str]) -> Config:
     if identity.n_hosts == 1:
         update: dict[str, object] = {"coordinator": ""}
     else:
+        # Only engines on several hosts connect to each other.
+        from jitney.engine.core.distributed.connection import HostAddress
+
         update = {
             "coordinator": str(HostAddress(identity.first, _PORT)),
             "n_hosts": identity.n_hosts,

@@ -20,7 +20,7 @@ import msgspec
 from jitney.engine.common.child_process import end_child, start_child
 from jitney.engine.common.errors import JitneyError
 from jitney.engine.config import Config, SizeValue, settings
-from jitney.engine.core import MOST_OTHER_WORK, OtherWork, powers_of_two, processors_here
+from jitney.engine.core import OtherWork, powers_of_two, processors_here
 from jitney.engine.server import core_environ
 
 #: A step that takes longer than it may is chosen only where the smallest takes almost as long.
@@ -123,7 +123,7 @@ class OtherPrograms(JitneyError):
     def __init__(self, share: float):
         super().__init__(
             f"steps cannot be timed while other programs use {share:.0%} of the processors (at "
-            f"most {MOST_OTHER_WORK:.0%}): try again when it is quiet"
+            f"most {OtherWork.most:.0%}): try again when it is quiet"
         )
 
 
@@ -165,7 +165,7 @@ async def sizes_here(config: Config, time_steps: _Time | None = None) -> _Measur
     others = OtherWork(processors_here(config.engine.threads).chosen)
     await asyncio.sleep(_LOOK_S)
     share = others.share()
-    if share > MOST_OTHER_WORK:
+    if share > OtherWork.most:
         raise OtherPrograms(share)
     return await _measure_sizes(config, time_steps or time_apart)
 
@@ -373,7 +373,7 @@ async def time_apart(
     on_process: Callable[[asyncio.subprocess.Process], None] = _ignore,
     on_step: Callable[[TimedStep], None] = _ignore,
     limit_s: float | None = _LIMIT_S,
-    most_other_work: float = MOST_OTHER_WORK,
+    most_other_work: float = OtherWork.most,
 ) -> SizeTimes:
     """The times of an engine with these settings in a process of its own.
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -60,11 +60,8 @@ class Measuring:
         #: Shares of the processors that other programs use at the next looks; none later.
         self.other_work: list[float] = []
 
-    def watching(self, processors: Iterable[int]) -> Measuring:
-        """Stands in for `OtherWork`, too."""
-        return self
-
     def share(self) -> float:
+        """Stands in for `OtherWork.share`."""
         return self.other_work.pop(0) if self.other_work else 0.0
 
     async def __call__(self, config: Config, known: object = (), **watching: Any) -> SizeTimes:
@@ -106,7 +103,7 @@ def measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measuring:
     monkeypatch.setattr(timing_behind, "time_apart", stand_in)
     monkeypatch.setattr(sizes_of_server, "_FIRST_REST_S", 0.0)
     monkeypatch.setattr(sizes, "_LOOK_S", 0.0)
-    monkeypatch.setattr(sizes, "OtherWork", stand_in.watching)
+    monkeypatch.setattr(sizes.OtherWork, "share", lambda self: stand_in.share())
     folder = tmp_path / "cache"
     folder.mkdir(mode=0o700)
     monkeypatch.setenv("JITNEY_CACHE", str(folder))

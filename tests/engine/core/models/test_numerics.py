@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from oracle import nothing_kept
 from reference_logits import DATA, SCRIPT
 from safetensors.numpy import save_file
 
@@ -60,6 +61,7 @@ def prompts_meta(*lengths: int) -> AttentionMeta:
         write_rows=jnp.zeros(lens.sum(), jnp.int32),
         positions=jnp.concatenate([jnp.arange(n, dtype=jnp.int32) for n in lens]),
         counts=jnp.array([0, len(lens), lens.sum()], jnp.int32),
+        seats=jnp.arange(len(lens), dtype=jnp.int32),
     )
 
 
@@ -71,17 +73,22 @@ def all_logits(
     @jax.jit
     def forward(state, tokens, meta):
         merged = nnx.merge(graph, state)
-        hidden, _ = merged(tokens, [jnp.zeros(())] * merged.config.n_layers, meta, kernels)
+        kept = nothing_kept(merged.config, len(lengths))
+        hidden, _ = merged(tokens, kept, meta, kernels)
         return merged.logits(hidden, kernels)
 
     return np.asarray(forward(state, jnp.asarray(tokens, jnp.int32), prompts_meta(*lengths)))
 
 
-def write_folder(folder: Path, case: dict) -> Path:
-    tensors = {
+def drawn(case: dict) -> dict[str, np.ndarray]:
+    return {
         name: SCRIPT.random_tensor(name, tuple(shape), case.get("embed_spread", 1.0))
         for name, shape in case["shapes"].items()
     }
+
+
+def write_folder(folder: Path, case: dict) -> Path:
+    tensors = drawn(case)
     total = sum(np.abs(tensor.astype(np.float64)).sum() for tensor in tensors.values())
     assert total == pytest.approx(case["weights_sum"], rel=1e-9), (
         "numpy draws other weights than the script did"
@@ -94,10 +101,55 @@ def write_folder(folder: Path, case: dict) -> Path:
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_transformers(name: str, tmp_path: Path):
     source = ModelSource.resolve(str(write_folder(tmp_path, CASES[name])))
-    model = load_model(source, source.config, jnp.float32)
+    context = CASES[name].get("context", source.config.context_length)
+    model = load_model(source, replace(source.config, context_length=context), jnp.float32)
     tokens = SCRIPT.prompt()
     logits = all_logits(model, tokens, len(tokens))
     np.testing.assert_allclose(logits[DATA["rows"]], CASES[name]["logits"], atol=1e-4, rtol=0)
+
+
+#: Wrapper, `model_type` of its text_config and a case of it, and the names of its tensors.
+WRAPPED = {
+    "Gemma3ForConditionalGeneration": ("gemma3_text", "gemma3", "model.language_model.", "lm_head"),
+    "Mistral3ForConditionalGeneration": (
+        "mistral",
+        "mistral_full",
+        "language_model.model.",
+        "language_model.lm_head",
+    ),
+    "Qwen3VLForConditionalGeneration": (
+        "qwen3_vl_text",
+        "qwen3",
+        "model.language_model.",
+        "lm_head",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPED)
+def test_the_text_model_of_a_wrapper_is_served_and_its_tower_not_read(wrapper: str, tmp_path: Path):
+    """The shard of the tower is not even there."""
+    kind, case_name, prefix, head = WRAPPED[wrapper]
+    case = CASES[case_name]
+    text = {key: value for key, value in case["config"].items() if key != "architectures"}
+    config = {"architectures": [wrapper], "text_config": text | {"model_type": kind}}
+    tensors = {
+        name.replace("lm_head", head).replace("model.", prefix, name.startswith("model.")): tensor
+        for name, tensor in drawn(case).items()
+    }
+    save_file(tensors, tmp_path / "text.safetensors")
+    places = dict.fromkeys(tensors, "text.safetensors") | {
+        "model.vision_tower.patch.weight": "tower.safetensors",
+        "visual.blocks.0.norm.weight": "tower.safetensors",
+        "multi_modal_projector.linear.weight": "tower.safetensors",
+    }
+    index = json.dumps({"weight_map": places})
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    source = ModelSource.resolve(str(tmp_path))
+    assert source.config.tie_embeddings == ("lm_head.weight" not in case["shapes"])
+    logits = all_logits(load_model(source, source.config, jnp.float32), SCRIPT.prompt(), 48)
+    np.testing.assert_allclose(logits[DATA["rows"]], case["logits"], atol=1e-4, rtol=0)
 
 
 def test_sequences_of_one_step_do_not_see_each_other(tmp_path: Path):
@@ -160,7 +212,7 @@ DECODERS = tuple(name for name in ARCHITECTURES if tiny_config(name).encoder is 
 @pytest.mark.parametrize("float32_residual", [False, True])
 def test_dtype_in_is_dtype_out(architecture: str, dtype, float32_residual: bool):
     """Activations and weights keep the model's dtype at every layer; only logits, the weights of
-    Gemma's norms, and the residual stream where the kernel set says so, are always float32.
+    some norms, decays, and the residual stream where the kernel set says so, are always float32.
     """
     model = random_model(tiny_config(architecture), dtype=dtype)
     seen = []
@@ -170,13 +222,14 @@ def test_dtype_in_is_dtype_out(architecture: str, dtype, float32_residual: bool)
         return dense_attend(q, k, v, kv, meta, scale=scale, window=window, softcap=softcap)
 
     kernels = replace(DENSE, paged_attention=attend, float32_residual=float32_residual)
-    hidden, _ = model(jnp.arange(8), [jnp.zeros(1)] * 2, prompts_meta(8), kernels)
+    hidden, _ = model(jnp.arange(8), nothing_kept(model.config, 1), prompts_meta(8), kernels)
     assert hidden.states.dtype == (jnp.float32 if float32_residual else dtype)
     assert model.normed(hidden, kernels).dtype == dtype
     assert model.logits(hidden, kernels).dtype == jnp.float32
     assert set(seen) == {jnp.dtype(dtype)}
     for path, leaf in nnx.to_flat_state(nnx.state(model)):
         wide = model.config.float32_norms and "norm" in str(path)
+        wide |= path[-1] in ("log_decay", "rate_bias")
         assert leaf.dtype == (jnp.float32 if wide else dtype), path
 
 

@@ -110,38 +110,37 @@ def rule(limit_s: float, usual: int) -> _SizeRule:
     return _SizeRule(usual, limit_s, larger_limit_s=limit_s / 2, worth=1.1)
 
 
-def test_a_size_must_be_quick():
-    steps = [Timed(1, 0.1), Timed(2, 0.12), Timed(4, 0.19), Timed(8, 0.3)]
-    assert _best_size(steps, rule(0.2, usual=8)) == 4
-    assert _best_size(steps, rule(1.0, usual=8)) == 8
-    # All are too slow: the one that takes hardly longer than the smallest.
-    slow = [Timed(1, 3.0), Timed(2, 4.0), Timed(4, 6.0)]
-    assert _best_size(slow, rule(0.2, usual=4)) == 2
+_STEPS = {1: 0.1, 2: 0.12, 4: 0.19, 8: 0.3}
 
 
-def test_a_larger_size_than_the_usual_one_must_be_quicker():
-    steps = [Timed(1, 0.1), Timed(2, 0.12), Timed(4, 0.19), Timed(8, 0.3)]
-    assert _best_size(steps, rule(0.5, usual=2)) == 4
-    assert _best_size(steps, rule(0.6, usual=2)) == 8
-
-
-def test_up_to_the_usual_size_a_step_must_bring_about_as_much():
-    even = [Timed(1, 0.1), Timed(2, 0.2), Timed(4, 0.41)]
-    assert _best_size(even, rule(1.0, usual=4)) == 4
-    assert _best_size(even, rule(1.0, usual=2)) == 2
-    # 2 bring too little; 4 bring nine tenths of what 1 brings again.
-    at_four = rule(1.0, usual=4)
-    assert _best_size([Timed(1, 0.1), Timed(2, 0.25), Timed(4, 0.44)], at_four) == 4
-    assert _best_size([Timed(1, 0.1), Timed(2, 0.25), Timed(4, 0.46)], at_four) == 1
-
-
-def test_beyond_it_each_doubling_must_bring_a_tenth_more():
-    at_two = rule(1.0, usual=2)
-    steps = [Timed(2, 0.1), Timed(4, 0.18), Timed(8, 0.36)]
-    assert _best_size(steps, at_two) == 4
-    assert _best_size([*steps[:2], Timed(8, 0.32)], at_two) == 8
-    assert _best_size([Timed(2, 0.1), Timed(4, 0.19), Timed(8, 0.34)], at_two) == 2
-    assert _best_size([Timed(2, 0.1), Timed(4, 0.19), Timed(8, 0.33)], at_two) == 8
+@pytest.mark.parametrize(
+    ("seconds", "limit_s", "usual", "best"),
+    [
+        (_STEPS, 0.2, 8, 4),
+        (_STEPS, 1.0, 8, 8),
+        # All are too slow: the one that takes hardly longer than the smallest.
+        ({1: 3.0, 2: 4.0, 4: 6.0}, 0.2, 4, 2),
+        # A larger size than the usual one must be quicker.
+        (_STEPS, 0.5, 2, 4),
+        (_STEPS, 0.6, 2, 8),
+        # Up to the usual size, a step must bring about as much.
+        ({1: 0.1, 2: 0.2, 4: 0.41}, 1.0, 4, 4),
+        ({1: 0.1, 2: 0.2, 4: 0.41}, 1.0, 2, 2),
+        # 2 bring too little; 4 bring nine tenths of what 1 brings again.
+        ({1: 0.1, 2: 0.25, 4: 0.44}, 1.0, 4, 4),
+        ({1: 0.1, 2: 0.25, 4: 0.46}, 1.0, 4, 1),
+        # Beyond it, each doubling must bring a tenth more.
+        ({2: 0.1, 4: 0.18, 8: 0.36}, 1.0, 2, 4),
+        ({2: 0.1, 4: 0.18, 8: 0.32}, 1.0, 2, 8),
+        ({2: 0.1, 4: 0.19, 8: 0.34}, 1.0, 2, 2),
+        ({2: 0.1, 4: 0.19, 8: 0.33}, 1.0, 2, 8),
+    ],
+)
+def test_a_size_is_quick_and_brings_more(
+    seconds: dict[int, float], limit_s: float, usual: int, best: int
+):
+    steps = [Timed(size, step_s) for size, step_s in seconds.items()]
+    assert _best_size(steps, rule(limit_s, usual)) == best
 
 
 def test_a_slow_machine_has_fewer_seats_and_rows():

@@ -1,5 +1,5 @@
 """Worker process that renders templates of a pipeline's stages: `python -P -m
-jitney.engine.core.text.stage_template_worker`.
+jitney.engine.fleet.compositions.stage_template_worker`.
 
 The templates are the operator's, their variables a client's. The first message is a
 `StageTemplates`; each following `StageText` is answered by a `Rendered`.
@@ -16,7 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.worker_pipe import answer_requests, limit_memory
-from jitney.engine.core.text.template_worker import Rendered, reason_of
+from jitney.engine.core import Rendered, reason_of
 
 #: Most bytes of memory for rendering.
 _MORE_MEMORY = 1 << 30
