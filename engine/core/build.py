@@ -139,15 +139,15 @@ class _Setup:
     devices: list[Any]
     #: Mesh of the devices; None for a single one.
     mesh: Mesh | None
-    #: Of weights and activations.
+    #: Dtype of weights and activations.
     dtype: np.dtype
-    #: Of stored keys and values.
+    #: Dtype of stored keys and values.
     kv_dtype: np.dtype
     #: Most tokens of a sequence.
     context: int
-    #: The others; None if there are none.
+    #: The other hosts; None if there are none.
     hosts: Hosts | None
-    #: Numbers of the configuration's adapters, by name.
+    #: Name -> number of the configuration's adapters.
     adapters: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @property

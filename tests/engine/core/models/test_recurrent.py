@@ -19,6 +19,7 @@ from jitney.engine import LLM, SamplingParams
 from jitney.engine.common.requests import Grammar
 from jitney.engine.core.grammar import matchers
 from jitney.engine.core.scheduler.page_demand import PageDemand
+from jitney.engine.core.scheduler.scheduler import Scheduler
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 
 pytestmark = pytest.mark.usefixtures("programs_when_used")
