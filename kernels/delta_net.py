@@ -210,6 +210,7 @@ def _convolved(
     new = mixed.at[sequences.ends[:-1, None] + back].get(mode="clip")
     old = earlier(jnp.maximum(-back, 1), jnp.broadcast_to(all_of_them[:, None], back.shape))
     last = jnp.where((back >= 0)[..., None], new, old).astype(taps.dtype)
+    total, last = jax.lax.optimization_barrier((total, last))  # read before it is written in place
     return jax.nn.silu(total), taps.at[sequences.seats].set(last, mode="drop")
 
 
