@@ -116,7 +116,9 @@ class _PeerResult:
         }
 
 
-def _make_measurements(encode: _Encode, streams: Sequence[int], requests: int) -> list[_Measurement]:
+def _make_measurements(
+    encode: _Encode, streams: Sequence[int], requests: int
+) -> list[_Measurement]:
     """Closed loops of so many streams, and long prompts with one output token each."""
     loops = [_loop(encode, count, requests) for count in streams]
     arrivals = _drawn(min(_LONG_REQUESTS, requests), Fixed(_LONG_PROMPT), Fixed(1))
