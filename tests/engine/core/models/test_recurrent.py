@@ -53,7 +53,8 @@ def prompts() -> list[list[int]]:
 
 def answers(llm: LLM, some: list[list[int]], **more: Any) -> list[Any]:
     """Tokens and log-probabilities of each sequence."""
-    params = SamplingParams(**SAMPLED | {"logprobs": 1} | more)
+    settings: dict[str, Any] = SAMPLED | {"logprobs": 1} | more
+    params = SamplingParams(**settings)
     outputs = [one for request in llm.generate(some, params) for one in request.outputs]
     return [(one.token_ids, [entry.logprob for entry in one.logprobs or ()]) for one in outputs]
 
@@ -164,8 +165,10 @@ def test_adapters_change_what_a_merged_checkpoint_has(tmp_path: Path):
     (wanted,) = LLM(changed, **settings).generate([prompt], params)
     one, other = adapted.outputs[0], wanted.outputs[0]
     assert one.token_ids == other.token_ids
-    logprobs = [[entry.logprob for entry in output.logprobs or ()] for output in (one, other)]
-    np.testing.assert_allclose(*logprobs, atol=1e-4)
+    found, expected = (
+        [entry.logprob for entry in output.logprobs or ()] for output in (one, other)
+    )
+    np.testing.assert_allclose(found, expected, atol=1e-4)
     assert llm.generate([prompt], params)[0].outputs[0].token_ids != one.token_ids
 
 
@@ -202,8 +205,6 @@ def test_a_wrapper_with_experts_in_one_tensor_is_the_same_model(family: str, tmp
     wrapped = save(tmp_path / "wrapped", config, renamed)
     assert ModelSource.resolve(wrapped).config == ModelSource.resolve(plain).config
     prompt = SCRIPT.prompt(20).tolist()
-    one, other = (
-        answers(LLM(folder, **SMALL | {"dtype": "float32"}), [prompt])
-        for folder in (plain, wrapped)
-    )
+    settings: dict[str, Any] = SMALL | {"dtype": "float32"}
+    one, other = (answers(LLM(folder, **settings), [prompt]) for folder in (plain, wrapped))
     assert one == other
