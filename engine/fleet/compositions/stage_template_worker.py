@@ -36,7 +36,7 @@ class StageText(msgspec.Struct, frozen=True):
     variables: JsonDict
     #: More characters of text are an error.
     most_chars: int
-    #: Seconds after which this process ends by itself, should nobody be left to end it.
+    #: Seconds after which this process ends by itself, should its parent be gone.
     limit_s: float
 
 
