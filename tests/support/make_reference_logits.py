@@ -288,6 +288,19 @@ CASES = {
             "num_experts_per_tok": 2,
         },
     ),
+    "lfm2": (
+        "Lfm2",
+        LONGER
+        | {
+            "without": ("rms_norm_eps",),
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "intermediate_size": 144,
+            "block_multiple_of": 16,
+            "block_ffn_dim_multiplier": 1.2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
     "qwen3_next": (
         "Qwen3Next",
         {
@@ -325,6 +338,7 @@ GREEDY = {
     "qwen3_5": (1, 20, 200),
     "qwen3_5_moe": (1, 20, 200),
     "qwen3_next": (1, 20, 200),
+    "lfm2": (1, 20, 180),
 }
 #: Tokens of a continuation: past every window of 8.
 COUNT = 16

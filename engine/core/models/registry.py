@@ -48,6 +48,7 @@ _MODELS: dict[str, str] = {
     "GraniteForCausalLM": "jitney.engine.core.models.granite:Granite",
     "GraniteMoeHybridForCausalLM": "jitney.engine.core.models.granite:Granite",
     "Cohere2ForCausalLM": "jitney.engine.core.models.cohere:Cohere",
+    "Lfm2ForCausalLM": "jitney.engine.core.models.lfm2:Lfm2",
     "BertModel": "jitney.engine.core.models.bert:Bert",
     "BertForSequenceClassification": "jitney.engine.core.models.bert:Bert",
     "XLMRobertaModel": "jitney.engine.core.models.bert:Bert",

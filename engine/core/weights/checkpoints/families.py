@@ -20,6 +20,7 @@ from jitney.engine.core.weights.checkpoints.model_config import (
     ExpertsConfig,
     ModelConfig,
     RopeConfig,
+    ShortConvConfig,
 )
 from jitney.engine.core.weights.checkpoints.rope_config import (
     RopeReader,
@@ -206,7 +207,7 @@ def _qwen3_5(values: JsonObject) -> ModelConfig:
         every = fields.integer("full_attention_interval", 1, MOST.layers, default=4)
         layers = frozenset(i for i in range(config.n_layers) if (i + 1) % every)
     else:
-        layers = _recurrent_layers(fields, kinds, config.n_layers)
+        layers = _recurrent_layers(fields, kinds, config.n_layers, "linear_attention")
     delta_net = DeltaNetConfig(
         layers,
         key_heads=fields.integer("linear_num_key_heads", 1, MOST.width, default=16),
@@ -225,12 +226,12 @@ def _qwen3_5(values: JsonObject) -> ModelConfig:
     )
 
 
-def _recurrent_layers(fields: Fields, kinds: Any, layers: int) -> frozenset[int]:
-    """Which layers `layer_types` calls linear_attention."""
-    known = ("full_attention", "linear_attention")
+def _recurrent_layers(fields: Fields, kinds: Any, layers: int, name: str) -> frozenset[int]:
+    """Which layers `layer_types` calls by that name."""
+    known = ("full_attention", name)
     if not isinstance(kinds, list) or len(kinds) != layers or any(k not in known for k in kinds):
-        fields.reject("layer_types", kinds, f"{layers} times full_attention or linear_attention")
-    return frozenset(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+        fields.reject("layer_types", kinds, f"{layers} times full_attention or {name}")
+    return frozenset(layer for layer, kind in enumerate(kinds) if kind == name)
 
 
 def _qwen3_5_moe(values: JsonObject) -> ModelConfig:
@@ -259,6 +260,53 @@ def _qwen3_next(values: JsonObject) -> ModelConfig:
     assert config.experts is not None
     experts = replace(config.experts, renormalised=fields.flag("norm_topk_prob"))
     return replace(config, experts=experts)
+
+
+def _lfm2(values: JsonObject) -> ModelConfig:
+    """LFM2; its first files call some keys tie_embedding and block_ff_dim."""
+    renamed = {
+        "rms_norm_eps": values.get("norm_eps", 1e-5),
+        "tie_word_embeddings": values.get("tie_embedding", values.get("tie_word_embeddings", True)),
+        "intermediate_size": values.get("block_ff_dim", values.get("intermediate_size", 12288)),
+    }
+    fields, config = _read_decoder(
+        dict(values) | renamed,
+        max_position_embeddings=128000,
+        num_key_value_heads=8,
+        rope_theta=1e6,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    if fields.flag("conv_bias"):
+        raise ModelError("config.json: conv_bias is not supported")
+    kinds, layers = fields.get("layer_types"), config.n_layers
+    if kinds is None:
+        attending = fields.get("full_attn_idxs", list(range(layers)))
+        if not isinstance(attending, list):
+            fields.reject("full_attn_idxs", attending, "numbers of layers")
+        kinds = ["full_attention" if layer in attending else "conv" for layer in range(layers)]
+    conv = ShortConvConfig(
+        _recurrent_layers(fields, kinds, layers, "conv"),
+        config.hidden_size,
+        fields.integer("conv_L_cache", 2, MOST.taps, default=3),
+    )
+    return replace(
+        config,
+        intermediate_size=_lfm2_inner(fields, config.intermediate_size),
+        qkv_bias=False,
+        qk_norm=True,
+        activation="silu",
+        short_conv=conv,
+    )
+
+
+def _lfm2_inner(fields: Fields, inner: int) -> int:
+    """Columns of the feed-forward, which are fewer than the file says unless it says otherwise."""
+    if not fields.flag("block_auto_adjust_ff_dim", True):
+        return inner
+    factor = fields.number("block_ffn_dim_multiplier", 1.0)
+    step = fields.integer("block_multiple_of", 1, MOST.width, default=256)
+    return -(-int(factor * int(2 * inner / 3)) // step) * step
 
 
 def _mixtral(values: JsonObject) -> ModelConfig:
@@ -752,6 +800,17 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5ForCausalLM": Family("qwen3_5", _qwen3_5, None, _TINY_QWEN3_5),
     "Qwen3_5MoeForCausalLM": Family("qwen3_5_moe", _qwen3_5_moe, None, _TINY_QWEN3_5_MOE),
     "Qwen3NextForCausalLM": Family("qwen3_next", _qwen3_next, None, _TINY_QWEN3_5_MOE),
+    "Lfm2ForCausalLM": Family(
+        "lfm2",
+        _lfm2,
+        None,
+        {
+            "n_layers": 3,
+            "windows": (0, 0, 0),
+            "qk_norm": True,
+            "short_conv": ShortConvConfig(frozenset({0, 2}), 64),
+        },
+    ),
     "MixtralForCausalLM": Family("mixtral", _mixtral, None, {"experts": ExpertsConfig(4, 2, True)}),
     "Gemma2ForCausalLM": Family(
         "gemma2",

@@ -16,6 +16,7 @@ from jitney.engine.core.weights.checkpoints.model_config import (
     DeltaNetConfig,
     ExpertsConfig,
     ModelConfig,
+    ShortConvConfig,
 )
 
 type FileFormat = Literal["hf", "gguf"]
@@ -110,10 +111,12 @@ class WeightMap:
             targets.append(Target(("lm_head", "kernel"), (head,), transpose=True))
         for layer in range(config.n_layers):
             targets += _layer_norms(config, names, layer)
-            if layer in config.pool_layers or config.delta_net is None:
+            if layer in config.pool_layers:
                 targets += _attention_matrices(config, names, layer)
-            else:
+            elif config.delta_net is not None:
                 targets += _delta_net_weights(config.hidden_size, config.delta_net, names, layer)
+            elif config.short_conv is not None:
+                targets += _short_conv_weights(config.hidden_size, config.short_conv, names, layer)
             if config.experts is None:
                 targets += _mlp_matrices(config, names, layer)
             else:
@@ -383,6 +386,18 @@ def _delta_net_weights(
     yield Target((*path, "rate_bias"), (Piece(f"{prefix}dt_bias", (heads,)),))
     yield Target((*path, "norm"), (Piece(f"{prefix}norm.weight", (own.value_dim,)),))
     yield from _linear((*path, "o"), own.values, False, [_Rows(f"{prefix}out_proj", size)])
+
+
+def _short_conv_weights(
+    size: int, own: ShortConvConfig, names: Dialect, layer: int
+) -> Iterator[Target]:
+    """As `_delta_net_weights`."""
+    prefix, path = f"{names.layer.format(i=layer)}conv.", ("layers", layer, "attention")
+    opening = [_Rows(f"{prefix}in_proj", 3 * own.channels)]
+    yield from _linear((*path, "qkv"), size, False, opening)
+    taps = Piece(f"{prefix}conv.weight", (own.channels, 1, own.taps))
+    yield Target((*path, "taps"), (taps,), transpose=True)
+    yield from _linear((*path, "o"), own.channels, False, [_Rows(f"{prefix}out_proj", size)])
 
 
 def _gathered(heads: int, sizes: tuple[int, ...]) -> tuple[int, ...]:

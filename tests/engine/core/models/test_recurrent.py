@@ -42,6 +42,8 @@ SMALL: dict[str, Any] = {
     "pages": 120,
     "context": 256,
 }
+#: Ends of names of matrices that adapters may change.
+MODULES = ("_proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz", ".w1", ".w2", ".w3")
 LENGTHS = (1, 3, 17, 40, 97, 33, 64, 52)
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 1, "max_tokens": 24, "ignore_eos": True}
 
@@ -64,7 +66,7 @@ def engine(family: str, **more: Any) -> LLM:
     return LLM(f"tiny-random:{family}", **settings)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "lfm2"])
 def test_alone_in_a_crowd_and_after_preemption_answers_are_the_same(
     family: str, monkeypatch: pytest.MonkeyPatch
 ):
@@ -134,7 +136,10 @@ def save(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -
     return str(folder)
 
 
-@pytest.mark.parametrize(("family", "count"), [("qwen3_5", 3 * 3 + 4 + 4 * 3), ("qwen3_next", 10)])
+@pytest.mark.parametrize(
+    ("family", "count"),
+    [("qwen3_5", 3 * 3 + 4 + 4 * 3), ("qwen3_next", 3 * 2 + 4), ("lfm2", 3 * 2 + 4 + 4 * 3)],
+)
 def test_adapters_change_what_a_merged_checkpoint_has(family: str, count: int, tmp_path: Path):
     """Of recurrent layers, also fused ones, of gated attention and of a dense feed-forward."""
     case = DATA["cases"][family]
@@ -147,7 +152,7 @@ def test_adapters_change_what_a_merged_checkpoint_has(family: str, count: int, t
         module = name.removesuffix(".weight")
         if "expert" in module:
             continue
-        if module.endswith(("_proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz")):
+        if module.endswith(MODULES):
             a = rng.normal(0, 0.1, (4, matrix.shape[1])).astype(np.float32)
             b = rng.normal(0, 0.1, (matrix.shape[0], 4)).astype(np.float32)
             halves[f"base_model.model.{module}.lora_A.weight"] = a

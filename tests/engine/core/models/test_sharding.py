@@ -63,6 +63,7 @@ CASES = (
     ("qwen3_5", 2),
     ("qwen3_5_moe", 4),
     ("qwen3_next", 4),
+    ("lfm2", 2),
 )
 
 

@@ -301,7 +301,7 @@ def test_tiny_configs_exist_for_all(architecture: str):
     assert config.architecture == architecture and config.vocab_size == 512
     assert (config.qkv_bias, config.qk_norm, any(config.windows)) == (
         name in ("qwen2", "seed_oss", "glm4") or config.encoder is not None,
-        name.startswith("qwen3") or name in ("gemma3", "exaone4"),
+        name.startswith("qwen3") or name in ("gemma3", "exaone4", "lfm2"),
         name in ("mistral", "gemma2", "gemma3", "olmo3", "exaone4", "cohere2"),
     )
     assert (config.experts is not None) == (name.endswith(("_moe", "_next", "mixtral")))
