@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -14,6 +15,7 @@ from jitney.engine.common.request_record import RequestRecord
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.common.trace import Arrival
 from jitney.engine.core.engine_core import EngineCore
+from jitney.engine.core.scheduler.sequence import Matcher
 from jitney.engine.lab.simulation.drive import Offer, drive
 from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.simulator import VirtualDevice
@@ -26,6 +28,8 @@ class _Visit:
 
     client: int
     number: int = 0
+    #: In the crowd: a later attempt, before the last client came for the first time.
+    during: bool = False
 
 
 @dataclass(slots=True)
@@ -39,6 +43,9 @@ class CrowdRun:
     #: Later attempts, and those of them that were let in.
     returns: int = 0
     taken: int = 0
+    #: The same, of later attempts before the last client came for the first time.
+    returns_during: int = 0
+    taken_during: int = 0
     #: Seconds told, each time.
     waits: list[float] = field(default_factory=list)
     #: Refusals while a seat and pages were free and no request waited.
@@ -79,8 +86,10 @@ class _Comings(Offer):
     def take(self, now: float) -> EngineRequest:
         at, client, number = heappop(self._heap)
         name = f"{client}.{number}"
-        self._visits[name] = _Visit(client, number)
+        during = number > 0 and at < self.arrivals[-1].at
+        self._visits[name] = _Visit(client, number, during)
         self.run.returns += number > 0
+        self.run.returns_during += during
         # A prompt of its own, so that no pages are found.
         arrival = self.arrivals[client]
         return arrival.request(name, [client + 1] * arrival.n_prompt, at)
@@ -95,6 +104,7 @@ class _Comings(Offer):
             visit = self._visits.pop(output.request_id)
             if output.error is None:
                 self.run.taken += visit.number > 0
+                self.run.taken_during += visit.during
                 continue
             assert output.error.code == "queue_full" and output.error.retry_after
             self._turn_away(visit, now, output.error.retry_after)
@@ -124,7 +134,9 @@ def crowd(
     records = RequestRecords()
     add = core.scheduler.add
 
-    def watched_add(request: EngineRequest, new_matcher: None = None) -> None:
+    def watched_add(
+        request: EngineRequest, new_matcher: Callable[[], Matcher] | None = None
+    ) -> None:
         try:
             add(request, new_matcher)
         except RequestError:

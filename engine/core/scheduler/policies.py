@@ -76,13 +76,14 @@ class _Continuous:
 
 class _Batching:
     """One batch after the other, of `size` sequences; the next one boards when the last of this one
-    has left.
+    has left. gives_up_at: when fewer than a batch board, though more could come; inf: never.
     """
 
     holds = True
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, gives_up_at: Callable[[Situation], float]):
         self.size = size
+        self.gives_up_at = gives_up_at
 
     def boarders(self, situation: Situation) -> int:
         if self.boards_at(situation) > situation.now:
@@ -96,39 +97,23 @@ class _Batching:
             return situation.now
         return self.gives_up_at(situation)
 
-    def gives_up_at(self, situation: Situation) -> float:
-        """When fewer than a batch board, though more could come; inf: never."""
-        raise NotImplementedError
 
-
-class _Static(_Batching):
-    """A batch boards when `size` sequences wait for it, and not before.
-
-    Fewer board where no other can come, and once none has come for `timeout_s` seconds (inf:
-    never).
+def _static(limits: SchedulerLimits) -> Policy:
+    """Fewer than a batch board where no other can come, or once none has come for
+    `static_timeout_s` seconds.
     """
 
-    def __init__(self, size: int, timeout_s: float):
-        super().__init__(size)
-        self.timeout_s = timeout_s
-
-    def gives_up_at(self, situation: Situation) -> float:
+    def gives_up_at(situation: Situation) -> float:
         if not situation.more_to_come:
             return situation.now
-        return max(situation.arrivals) + self.timeout_s
+        return max(situation.arrivals) + limits.static_timeout_s
+
+    return _Batching(limits.batch, gives_up_at)
 
 
-class _Dynamic(_Batching):
-    """A batch boards when `size` sequences wait for it, or when the oldest of them has waited
-    `wait_s` seconds.
-    """
-
-    def __init__(self, size: int, wait_s: float):
-        super().__init__(size)
-        self.wait_s = wait_s
-
-    def gives_up_at(self, situation: Situation) -> float:
-        return min(situation.arrivals) + self.wait_s
+def _dynamic(limits: SchedulerLimits) -> Policy:
+    """Fewer than a batch board once the oldest has waited `max_wait_s` seconds."""
+    return _Batching(limits.batch, lambda found: min(found.arrivals) + limits.max_wait_s)
 
 
 def _by_arrival(request: EngineRequest, expected: int) -> float:
@@ -165,8 +150,8 @@ class _Order(NamedTuple):
 
 POLICIES: dict[str, Callable[[SchedulerLimits], Policy]] = {
     "continuous": lambda limits: _Continuous(),
-    "static": lambda limits: _Static(limits.batch, limits.static_timeout_s),
-    "dynamic": lambda limits: _Dynamic(limits.batch, limits.max_wait_s),
+    "static": _static,
+    "dynamic": _dynamic,
 }
 _ORDERS: dict[str, _Order] = {
     "fcfs": _Order(_by_arrival, WaitingQueue),

@@ -49,8 +49,6 @@ _FAILED = ErrorInfo(
     "request_failed", "computing this request failed, also when it was computed alone"
 )
 
-__all__ = ["Scheduler", "SchedulerLimits"]
-
 
 class Scheduler:
     """Admits requests, plans steps for their sequences, and takes in the results."""

@@ -10,7 +10,7 @@ from hashlib import blake2b
 
 from jitney.engine.common.requests import EngineRequest, RequestLimits, SamplingParams
 from jitney.engine.core.scheduler.kv_pages import PagePool
-from jitney.engine.core.scheduler.lengths import LengthEstimate, RequestClasses
+from jitney.engine.core.scheduler.lengths import LengthEstimate
 from jitney.engine.core.scheduler.page_keys import root_of
 from jitney.engine.core.scheduler.sequence import OwnPages, Replay, Sequence
 
@@ -41,27 +41,45 @@ class SequenceFactory:
         """The first sequence of a request, or RequestError; nothing is registered yet. number: in
         order of arrival.
         """
-        sampling = request.sampling
         max_tokens = self.check(request)
-        kind = RequestClasses.of(request.account, len(request.prompt), sampling.max_tokens)
-        expected = self.lengths.expect(kind, max_tokens)
-        group = self.class_of(request, expected)
-        seed = sampling.seed
+        seed = request.sampling.seed
         if seed is None:
             seed = secrets.randbits(63)
+        seq = self._sequence(request, 0, number, seed, max_tokens)
+        seq.expected = self.lengths.expect(seq.kind, max_tokens)
+        seq.rank = self.class_of(request, seq.expected), number, 0
+        return seq
+
+    def siblings(self, leader: Sequence) -> list[Sequence]:
+        """The other sequences of the leader's request."""
+        group, number, _ = leader.rank
+        siblings: list[Sequence] = []
+        for index in range(1, leader.request.sampling.n):
+            seed = _sibling_seed(leader.seed, index)
+            seq = self._sequence(leader.request, index, number, seed, leader.max_tokens)
+            seq.expected = leader.expected
+            seq.rank = group, number, index
+            siblings.append(seq)
+        return siblings
+
+    def _sequence(
+        self, request: EngineRequest, index: int, number: int, seed: int, max_tokens: int
+    ) -> Sequence:
+        sampling = request.sampling
+        own_pages = None
+        if not self.pool.share_outputs:
+            own_pages = OwnPages.of(len(request.prompt), number, index)
         return Sequence(
             request,
-            index=0,
+            index=index,
             seed=seed,
             tokens=list(request.prompt),
             max_tokens=max_tokens,
-            rank=(group, number, 0),
-            expected=expected,
             greedy_only=sampling.greedy_only,
             stop_ids=self._stop_ids(sampling),
             shares=self.pool.shares and (self.pool.retain or sampling.n > 1),
             root=root_of(request, retain=self.pool.retain),
-            own_pages=self._own_pages(request, number, 0),
+            own_pages=own_pages,
         )
 
     def _stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
@@ -69,28 +87,6 @@ class SequenceFactory:
         if sampling.stop_token_ids:
             return stop_ids.union(sampling.stop_token_ids)
         return stop_ids
-
-    def siblings(self, leader: Sequence) -> list[Sequence]:
-        """The other sequences of the leader's request."""
-        request = leader.request
-        group, number, _ = leader.rank
-        return [
-            Sequence(
-                request,
-                index=index,
-                seed=_sibling_seed(leader.seed, index),
-                tokens=list(request.prompt),
-                max_tokens=leader.max_tokens,
-                rank=(group, number, index),
-                expected=leader.expected,
-                greedy_only=leader.greedy_only,
-                stop_ids=leader.stop_ids,
-                shares=leader.shares,
-                root=leader.root,
-                own_pages=self._own_pages(request, number, index),
-            )
-            for index in range(1, request.sampling.n)
-        ]
 
     def continued(
         self, sequences: list[Sequence], outputs: list[list[int] | None]
@@ -117,11 +113,6 @@ class SequenceFactory:
             elif tokens is not None:
                 fresh.append(seq)
         return fresh + begun
-
-    def _own_pages(self, request: EngineRequest, number: int, index: int) -> OwnPages | None:
-        if self.pool.share_outputs:
-            return None
-        return OwnPages.of(len(request.prompt), number, index)
 
 
 def _sibling_seed(seed: int, index: int) -> int:

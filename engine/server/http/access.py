@@ -117,7 +117,7 @@ class ApiKeys:
     def __init__(self, settings: ServerSettings, clock: Callable[[], float] = time.monotonic):
         #: By digest.
         self._roles = _roles_of(settings.api_keys, settings.admin_keys)
-        self._guesses = _Guesses(clock)
+        self._wrong_keys = _WrongKeys(clock)
         self._admitted: set[_Admitted] = set()
 
     @property
@@ -195,7 +195,7 @@ class ApiKeys:
         matches = [known for known in self._roles if hmac.compare_digest(digest, known)]
         if matches:
             return Identity(self._roles[digest], digest, key=digest)
-        wait = self._guesses.wait(address, key)
+        wait = self._wrong_keys.wait(address, key)
         if wait > 0:
             raise HttpError(
                 429,
@@ -204,7 +204,7 @@ class ApiKeys:
                 headers={"retry-after": str(round(wait) or 1)},
                 close=True,
             )
-        self._guesses.failed(address, key)
+        self._wrong_keys.failed(address, key)
         raise HttpError(
             401,
             "this is not a valid API key",
@@ -301,7 +301,7 @@ class AccessControl:
         scope["jitney.identity"] = identity
 
 
-class _Guesses:
+class _WrongKeys:
     """Counts the wrong keys of the last minute by their origin, and makes clients that show many
     wait. clock: seconds.
 
@@ -317,30 +317,30 @@ class _Guesses:
 
     def wait(self, address: str, key: str) -> float:
         """Seconds until a wrong key like this one is worth another answer, 0: now."""
-        waits = [self._wait(place, most) for place, most in _places(address, key)]
+        waits = [self._wait(origin, most) for origin, most in _origins(address, key)]
         return max(waits)
 
     def failed(self, address: str, key: str) -> None:
-        """This key was wrong. Of too many places the one that was quiet longest is forgotten."""
-        for place, _ in _places(address, key):
-            recent = [*self._recent(place), self._clock()]
-            self._times.pop(place, None)
-            self._times[place] = recent
+        """This key was wrong. Of too many origins the one that was quiet longest is forgotten."""
+        for origin, _ in _origins(address, key):
+            recent = [*self._recent(origin), self._clock()]
+            self._times.pop(origin, None)
+            self._times[origin] = recent
             if len(self._times) > _MAX_REMEMBERED:
                 del self._times[next(iter(self._times))]
 
-    def _wait(self, place: str, most: int) -> float:
-        recent = self._recent(place)
+    def _wait(self, origin: str, most: int) -> float:
+        recent = self._recent(origin)
         if len(recent) < most:
             return 0.0
         return recent[0] + _WINDOW_S - self._clock()
 
-    def _recent(self, place: str) -> list[float]:
+    def _recent(self, origin: str) -> list[float]:
         since = self._clock() - _WINDOW_S
-        return [when for when in self._times.get(place, ()) if when > since]
+        return [when for when in self._times.get(origin, ()) if when > since]
 
 
-def _places(address: str, key: str) -> list[tuple[str, int]]:
+def _origins(address: str, key: str) -> list[tuple[str, int]]:
     """The origins that a wrong key counts to, with the most wrong keys of each. A key's beginning
     is stored as a digest: it may be that of a right key.
     """

@@ -376,9 +376,9 @@ def _wants_json(scope: Scope, route: HttpRoute | None) -> bool:
     return route.body is not None or bool(values_of(scope, b"content-type"))
 
 
-def _check_type(scope: Scope, wanted: re.Pattern[str], name: str) -> None:
+def _check_type(scope: Scope, accepted: re.Pattern[str], name: str) -> None:
     types = values_of(scope, b"content-type")
-    if len(types) != 1 or not wanted.match(types[0].decode("latin-1")):
+    if len(types) != 1 or not accepted.match(types[0].decode("latin-1")):
         raise HttpError(415, f"the Content-Type must be {name}", close=True)
 
 

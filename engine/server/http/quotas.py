@@ -27,7 +27,7 @@ _FIRST_RETRY_S, _LONGEST_RETRY_S, _FADE = 1.0, 3600.0, 0.9
 
 
 @dataclass(slots=True)
-class _Turns:
+class _RetryTimes:
     """Spreads the retry times of refused requests: one after the other, not all the same."""
 
     #: Clock seconds: all before is given away.
@@ -48,9 +48,9 @@ class _Usage:
     #: Left to spend, below 0 after answers longer than expected; as of `at` (clock seconds).
     tokens: float
     at: float
-    #: Times given to those turned away: for want of a place, and for want of tokens.
-    places: _Turns
-    minutes: _Turns
+    #: Retry times of requests refused for their sequences, and for their tokens.
+    for_sequences: _RetryTimes
+    for_tokens: _RetryTimes
     #: Sequences under way.
     open: int = 0
     #: Seconds between two ends of sequences while none more may be open; when the last one was.
@@ -196,10 +196,10 @@ class Quotas:
     @contextmanager
     def charging(self, key: str, n_prompt: int, reserved: float) -> Iterator[Spending]:
         """Charge so many prompt tokens and expected output tokens, as `spending` does."""
-        wanted = n_prompt + reserved
+        cost = n_prompt + reserved
         usage = self._of(key)
-        self._check_tokens(usage, wanted)
-        usage.tokens -= wanted
+        self._check_tokens(usage, cost)
+        usage.tokens -= cost
         spending = Spending(usage, reserved)
         try:
             yield spending
@@ -227,15 +227,15 @@ class Quotas:
         most = sampling.max_tokens or 1
         return sampling.n * self._lengths.expect(kind, most)
 
-    def _check_tokens(self, usage: _Usage, wanted: float) -> None:
-        missing = min(wanted, self.tokens_per_minute) - usage.tokens
+    def _check_tokens(self, usage: _Usage, cost: float) -> None:
+        missing = min(cost, self.tokens_per_minute) - usage.tokens
         if missing <= 0:
             return
         second = _MINUTE_S / self.tokens_per_minute
-        retry = usage.minutes.next(self.clock(), missing * second, wanted * second)
+        retry = usage.for_tokens.next(self.clock(), missing * second, cost * second)
         raise RequestError(
             f"one client may use {self.tokens_per_minute} tokens a minute, and this request is "
-            f"expected to use {wanted:.0f}; retry in {retry:.1f} s",
+            f"expected to use {cost:.0f}; retry in {retry:.1f} s",
             code="rate_limit",
             retry_after=retry,
         )
@@ -255,14 +255,14 @@ class Quotas:
         """
         missing = usage.open + sequences - self.max_concurrent
         each = usage.ends_every
-        return usage.places.next(self.clock(), missing * each, sequences * each)
+        return usage.for_sequences.next(self.clock(), missing * each, sequences * each)
 
     def _of(self, key: str) -> _Usage:
         """The key's usage as of now; keys are as many as were handed out, so none is forgotten."""
         now, full = self.clock(), float(self.tokens_per_minute)
         usage = self._usage.get(key)
         if usage is None:
-            usage = self._usage[key] = _Usage(full, now, _Turns(), _Turns())
+            usage = self._usage[key] = _Usage(full, now, _RetryTimes(), _RetryTimes())
         usage.tokens = min(full, usage.tokens + (now - usage.at) * full / _MINUTE_S)
         usage.at = now
         return usage

@@ -67,8 +67,8 @@ async def _create_message(service: Service, request: Request) -> ASGIApp:
     }
     sampling = builder.sampling(own)
     conversation = await service.slices.result(_conversation_of(body, service, notes))
-    wanted = await builder.answer(conversation, sampling)
-    return GenerationAnswer(service, wanted, partial(MessageFormat, body=body))
+    generation = await builder.answer(conversation, sampling)
+    return GenerationAnswer(service, generation, partial(MessageFormat, body=body))
 
 
 async def _count_tokens(service: Service, request: Request) -> ASGIApp:

@@ -149,8 +149,8 @@ def _sent(service: Service, body: TokenizeAnswer | PiecesAnswer) -> ASGIApp:
 
 async def _infill(service: Service, request: Request) -> ASGIApp:
     body = await read_body(service, request, InfillBody)
-    wanted = await _infill_request(service, body, Context.of(request))
-    return GenerationAnswer(service, wanted, _InfillFormat)
+    generation = await _infill_request(service, body, Context.of(request))
+    return GenerationAnswer(service, generation, _InfillFormat)
 
 
 async def _infill_request(

@@ -66,8 +66,8 @@ async def _chat(service: Service, request: Request) -> ASGIApp:
         builder = _builder(service, body, context)
         sampling = builder.sampling(body.own_sampling)
         conversation = await service.slices.result(of_chat(body))
-        wanted = await builder.answer(conversation, sampling)
-    return _answer(service, body, wanted, ChatFormat)
+        generation = await builder.answer(conversation, sampling)
+    return _answer(service, body, generation, ChatFormat)
 
 
 async def _generate(service: Service, request: Request) -> ASGIApp:
@@ -79,12 +79,12 @@ async def _generate(service: Service, request: Request) -> ASGIApp:
     with PROMPT.blaming():
         builder = _builder(service, body, context)
         if body.raw or body.suffix or not tokenizer.has_chat_template:
-            wanted = await _continued(builder, body)
+            generation = await _continued(builder, body)
         else:
             sampling = builder.sampling(body.own_sampling)
             conversation = of_prompt(body)
-            wanted = await builder.answer(conversation, sampling)
-    return _answer(service, body, wanted, GenerateFormat)
+            generation = await builder.answer(conversation, sampling)
+    return _answer(service, body, generation, GenerateFormat)
 
 
 async def _continued(
@@ -117,11 +117,11 @@ def _builder(
 
 
 def _answer(
-    service: Service, body: OllamaBody, wanted: GenerationRequest, format: type[Format]
+    service: Service, body: OllamaBody, generation: GenerationRequest, format: type[Format]
 ) -> ASGIApp:
     """Ollama's answers call the model as the client does."""
-    wanted = replace(wanted, model=body.model or wanted.model)
-    return GenerationAnswer(service, wanted, format)
+    generation = replace(generation, model=body.model or generation.model)
+    return GenerationAnswer(service, generation, format)
 
 
 def _loaded(
@@ -150,17 +150,17 @@ async def _embed(service: Service, request: Request) -> ASGIApp:
     texts = [body.input] if isinstance(body.input, str) else body.input
     check_vectors(service.info, body.dimensions)
     cuts = body.truncate is not False
-    wanted = await _vectors(service, body, Context.of(request), texts, cuts=cuts)
-    wanted = replace(wanted, dimensions=body.dimensions)
-    return _answer(service, body, wanted, EmbedFormat)
+    generation = await _vectors(service, body, Context.of(request), texts, cuts=cuts)
+    generation = replace(generation, dimensions=body.dimensions)
+    return _answer(service, body, generation, EmbedFormat)
 
 
 async def _embeddings(service: Service, request: Request) -> ASGIApp:
     body = await read_body(service, request, OllamaEmbeddingsBody)
     check_vectors(service.info, None)
     with _EMBEDDINGS.blaming():
-        wanted = await _vectors(service, body, Context.of(request), [body.prompt], cuts=True)
-    return _answer(service, body, wanted, EmbeddingFormat)
+        generation = await _vectors(service, body, Context.of(request), [body.prompt], cuts=True)
+    return _answer(service, body, generation, EmbeddingFormat)
 
 
 async def _vectors(

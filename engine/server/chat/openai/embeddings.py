@@ -132,9 +132,9 @@ async def _embeddings(service: Service, request: Request) -> ASGIApp:
     shared = GenerationBody.model_validate(fields)
     builder = RequestBuilder(service, shared, Context.of(request))
     special = body.add_special_tokens is not False
-    wanted = await builder.embeddings(body.input, special, body.dimensions)
+    generation = await builder.embeddings(body.input, special, body.dimensions)
     written = _base64 if body.encoding_format == "base64" else float_list
-    return GenerationAnswer(service, wanted, partial(_Format, written=written))
+    return GenerationAnswer(service, generation, partial(_Format, written=written))
 
 
 def check_vectors(info: EngineInfo, dimensions: int | None) -> None:

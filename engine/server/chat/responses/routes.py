@@ -96,13 +96,13 @@ async def _create_response(service: Service, request: Request) -> ASGIApp:
     sampling = builder.sampling(_own_sampling(body))
     items = await service.slices.result(_kept_items(body, service.responses, context))
     conversation = await _conversation(service, body, before, items)
-    wanted = await builder.answer(conversation, sampling)
+    generation = await builder.answer(conversation, sampling)
     turn = KeptTurn(before, orjson.dumps(items))
-    keep = _Keeper(service.responses, context.tenant, wanted.id, turn)
+    keep = _Keeper(service.responses, context.tenant, generation.id, turn)
     if body.store is False:
         keep = None
     format = partial(ResponsesFormat, body=body, keep=keep)
-    return GenerationAnswer(service, wanted, format)
+    return GenerationAnswer(service, generation, format)
 
 
 async def _count_tokens(service: Service, request: Request) -> Response:

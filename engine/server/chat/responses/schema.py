@@ -213,13 +213,13 @@ class InputTokensBody(GenerationBody):
     @property
     def wanted_grammar(self) -> WantedGrammar | None:
         """The grammar of the answer's text; None: any text."""
-        wanted = None if self.text is None else self.text.format
-        if wanted is None or wanted.type == "text":
+        form = None if self.text is None else self.text.format
+        if form is None or form.type == "text":
             return None
-        if wanted.type == "json_object":
+        if form.type == "json_object":
             return WantedGrammar("text.format", Grammar("json_object"))
-        is_strict = wanted.strict is True
-        return WantedGrammar.of_schema("text.format", wanted.schema_ or {}, is_strict=is_strict)
+        is_strict = form.strict is True
+        return WantedGrammar.of_schema("text.format", form.schema_ or {}, is_strict=is_strict)
 
 
 class ResponsesBody(InputTokensBody):

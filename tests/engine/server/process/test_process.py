@@ -597,43 +597,36 @@ def test_a_core_that_dies_in_the_first_start_is_followed_by_another(
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("most", [0, 1])
-def test_a_core_that_dies_in_every_first_start_is_given_up(
-    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("builder", "settings", "reason", "restarts"),
+    [
+        ("build_that_dies_twice", {"max_restarts": 0}, "SIGKILL", 0),
+        ("build_that_dies_twice", {"max_restarts": 1}, r"exit status 3.*after 1 restarts", 1),
+        ("build_that_breaks", {}, "broken 2", 2),  # twice in the same words
+        (
+            "build_that_hangs",
+            {"start_timeout_s": 5},
+            "said nothing for 5 s after compile 1 of 2",
+            0,
+        ),
+        ("build_never", {}, "^no such model$", 0),
+    ],
+)
+def test_a_first_start_that_cannot_succeed_is_given_up_with_its_reason(
+    builder: str,
+    settings: dict[str, int],
+    reason: str,
+    restarts: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setenv("JITNEY_TEST_BUILDS", str(tmp_path / "builds"))
 
     async def test() -> None:
-        async with running("build_that_dies_twice", max_restarts=most) as client:
-            reason = r"exit status 3.*after 1 restarts" if most else "SIGKILL"
+        async with running(builder, **settings) as client:
             with pytest.raises(EngineDead, match=reason):
                 await client.wait_ready()
-            assert client.counters.engine_restarts == most
-
-    run(test)
-
-
-@pytest.mark.usefixtures("quick")
-def test_a_first_start_that_fails_twice_in_the_same_words_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("JITNEY_TEST_BUILDS", str(tmp_path / "builds"))
-
-    async def test() -> None:
-        async with running("build_that_breaks") as client:
-            with pytest.raises(EngineDead, match="broken 2"):
-                await client.wait_ready()
-            assert client.counters.engine_restarts == 2
-
-    run(test)
-
-
-def test_a_first_start_that_stands_still_ends_with_a_reason():
-    async def test() -> None:
-        async with running("build_that_hangs", start_timeout_s=5) as client:
-            with pytest.raises(EngineDead, match=r"said nothing for 5 s after compile 1 of 2"):
-                await client.wait_ready()
-            assert client.counters.engine_restarts == 0
+            assert client.counters.engine_restarts == restarts
 
     run(test)
 
@@ -653,16 +646,6 @@ def test_no_restart_means_none():
             (end,) = await collect(Outputs(client, request("x", DIE)))
             assert end.error is not None and end.error.code == "engine_dead"
             assert await client.until("dead", "restarting") == "dead"
-
-    run(test)
-
-
-def test_a_core_that_cannot_start_says_why_once():
-    async def test() -> None:
-        async with running("build_never") as client:
-            with pytest.raises(EngineDead, match=r"^no such model$"):
-                await client.wait_ready()
-            assert client.counters.engine_restarts == 0
 
     run(test)
 
