@@ -21,8 +21,6 @@ from jitney.engine.core import (
     Bucket,
     ExpertsConfig,
     ModelConfig,
-    RopeConfig,
-    RopeScaling,
     StepWork,
     read_hf_config,
 )
@@ -75,18 +73,32 @@ def _llama(
 
 
 def _gpt_oss(n_layers: int, n_experts: int) -> ModelConfig:
-    scaling = RopeScaling("yarn", 32.0, 4096, truncate=False, attention_factor=1.3466)
-    return replace(
-        _llama(n_layers, 2880, 64, 8, 64, 2880, 201088, 131072, "GptOssForCausalLM"),
-        windows=(128, 0) * (n_layers // 2),
-        ropes=(RopeConfig(150000.0, scaling),),
-        qkv_bias=True,
-        o_bias=True,
-        mlp_bias=True,
-        attention_sinks=True,
-        activation="clamped_silu",
-        experts=ExpertsConfig(n_experts, 4, renormalised=True),
-    )
+    sizes = {
+        "num_hidden_layers": n_layers,
+        "num_local_experts": n_experts,
+        "num_attention_heads": 64,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "vocab_size": 201088,
+    }
+    return read_hf_config({"architectures": ["GptOssForCausalLM"], **sizes})
+
+
+def _qwen3_5(
+    n_layers: int, hidden: int, heads: int, kv_heads: int, value_heads: int, **more: int
+) -> ModelConfig:
+    """more: of the feed-forward."""
+    sizes = {
+        "num_hidden_layers": n_layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "linear_num_value_heads": value_heads,
+        "vocab_size": 248320,
+        "max_position_embeddings": 262144,
+    }
+    kind = "Qwen3_5" if "intermediate_size" in more else "Qwen3_5Moe"
+    return read_hf_config({"architectures": [f"{kind}ForCausalLM"], **sizes, **more})
 
 
 #: Shapes by name, from the models' published config.json, so that planning needs no download.
@@ -102,6 +114,8 @@ SHAPES = {
     ),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
+    "qwen3.5-27b": _qwen3_5(64, 5120, 24, 4, 48, intermediate_size=17408),
+    "qwen3.5-35b-a3b": _qwen3_5(40, 2048, 16, 2, 32, num_experts=256, num_experts_per_tok=8),
     "mixtral-8x7b": replace(
         _llama(32, 4096, 32, 8, 128, 14336, 32000, 32768, "MixtralForCausalLM"),
         experts=ExpertsConfig(8, 2, renormalised=True),
