@@ -6,6 +6,8 @@ writes its value under its key, less what was read there before, and reads under
 a sequence are computed one after the other, always in the same order, so that the numbers do not
 depend on how a prompt was cut into chunks.
 
+Layers of short convolutions (`short_conv`) keep the inputs of theirs alike, and no memory.
+
 Axes: T rows, S sequences, M seats, G key heads, H value heads (H / G neighbours share a key head),
 D and V numbers of a key and of a value, C channels of the convolution (queries and keys of all key
 heads, then values: 2 G D + H V), W its taps.
