@@ -187,7 +187,9 @@ class StateSizes:
         shapes = config.recurrent.state_shapes(self.seats, config.shards)
         specs = (_TAPS, _MEMORY, WHOLE)
         placed = zip(shapes, DeltaState.dtypes, specs, strict=True)
-        kept: list[Any] = [one[0] and _shape_on(mesh, *one) for one in placed]
+        kept: list[Any] = [
+            shape and _shape_on(mesh, shape, dtype, spec) for shape, dtype, spec in placed
+        ]
         return DeltaState(*kept)
 
 

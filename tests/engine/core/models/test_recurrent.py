@@ -94,8 +94,9 @@ def test_siblings_each_read_their_prompt():
     assert not llm.info.sizes.prefix_cache
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
 def test_rows_that_are_computed_again_for_a_late_mask_change_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+    family: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Sequences sit out until their masks are there, and then have their last row once more."""
     wanted = Grammar("json_schema", '{"type":"array","items":{"enum":["a","b",10]},"maxItems":6}')
@@ -105,23 +106,26 @@ def test_rows_that_are_computed_again_for_a_late_mask_change_nothing(
     found = []
     for patience in (60.0, 0.0):
         monkeypatch.setattr(matchers, "_STEP_S", patience)
-        found.append((answers(engine("qwen3_5"), prompts(), grammar=wanted), len(rows)))
+        found.append((answers(engine(family), prompts(), grammar=wanted), len(rows)))
     (patiently, none), (hastily, some) = found
     assert patiently == hastily and none == 0 and some > len(LENGTHS)
 
 
-@pytest.mark.parametrize("kernels", ["native", "reference"])
+@pytest.mark.parametrize(
+    ("family", "kernels"),
+    [("qwen3_5", "native"), ("qwen3_5", "reference"), ("lfm2", "reference")],
+)
 @pytest.mark.parametrize("rows", [4, 64], ids=["decode", "mixed"])
-def test_what_seats_keep_is_written_where_it_lies(kernels: str, rows: int):
-    config = tiny_config("qwen3_5")
+def test_what_seats_keep_is_written_where_it_lies(family: str, kernels: str, rows: int):
+    config = tiny_config(family)
     sizes = StateSizes(
         seats=6, n_pages=16, page_size=16, context_length=256, kv_dtype=jnp.dtype("float32")
     )
     model = abstract_model(config)
     step = lower_step(model, Bucket(rows, 4), True, select("cpu", kernels), sizes, None)
     text = step.compile().as_text()
-    assert config.delta_net is not None and text is not None
-    for shape in config.delta_net.state_shapes(6)[:2]:
+    assert config.recurrent is not None and text is not None
+    for shape in filter(None, config.recurrent.state_shapes(6)[:2]):
         written = ",".join(map(str, shape))
         assert f"f32[{written}]" in text
         assert not re.findall(rf"= f32\[{written}\]\S* copy\(", text)
