@@ -111,7 +111,7 @@ class WeightMap:
             targets.append(Target(("lm_head", "kernel"), (head,), transpose=True))
         for layer in range(config.n_layers):
             targets += _layer_norms(config, names, layer)
-            if layer in config.pool_layers:
+            if layer in config.pool_layers or config.recurrent is None:
                 targets += _attention_matrices(config, names, layer)
             elif config.delta_net is not None:
                 targets += _delta_net_weights(config.hidden_size, config.delta_net, names, layer)
