@@ -55,6 +55,12 @@ def engine(family: str, **more: Any) -> LLM:
     return LLM(f"tiny-random:{family}", **settings)
 
 
+@pytest.fixture(scope="module")
+def llm(programs_when_used: None) -> LLM:
+    """An engine with pages for every prompt."""
+    return engine("qwen3_5")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_alone_in_a_crowd_and_after_preemption_answers_are_the_same(
     family: str, monkeypatch: pytest.MonkeyPatch
@@ -74,8 +80,7 @@ def test_alone_in_a_crowd_and_after_preemption_answers_are_the_same(
     assert len({tuple(tokens) for tokens, _ in alone}) == len(LENGTHS)
 
 
-def test_siblings_each_read_their_prompt():
-    llm = engine("qwen3_5")
+def test_siblings_each_read_their_prompt(llm: LLM):
     (prompt,) = [one for one in prompts() if len(one) == 40]
     first, *others = answers(llm, [prompt], n=3)
     assert first == answers(llm, [prompt])[0]
@@ -84,7 +89,7 @@ def test_siblings_each_read_their_prompt():
 
 
 def test_rows_that_are_computed_again_for_a_late_mask_change_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
 ):
     """Sequences sit out until their masks are there, and then have their last row once more."""
     wanted = Grammar("json_schema", '{"type":"array","items":{"enum":["a","b",10]},"maxItems":6}')
@@ -94,7 +99,7 @@ def test_rows_that_are_computed_again_for_a_late_mask_change_nothing(
     found = []
     for patience in (60.0, 0.0):
         monkeypatch.setattr(matchers, "_STEP_S", patience)
-        found.append((answers(engine("qwen3_5"), prompts(), grammar=wanted), len(rows)))
+        found.append((answers(llm, prompts(), grammar=wanted), len(rows)))
     (patiently, none), (hastily, some) = found
     assert patiently == hastily and none == 0 and some > len(LENGTHS)
 
