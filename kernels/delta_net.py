@@ -1,8 +1,9 @@
 """Gated delta nets (Yang et al. 2024, arXiv 2412.06464) over the rows of a step: what a layer keeps
 of each seat, and what it computes in plain jax.numpy.
 
-In place of keys and values a layer keeps a matrix of each head, its memory. A row lets it decay,
-writes its value under its key, less what was read there before, and reads under its query. Rows of
+Instead of keys and values a layer keeps a matrix for each head, its memory. A row decays the
+memory, reads the old value at its key, adds beta times the difference between the new value and the
+old one at that key, and reads at its query. Rows of
 a sequence are computed one after the other, always in the same order, so that the numbers do not
 depend on how a prompt was cut into chunks.
 
@@ -129,13 +130,16 @@ def recur(
     seats = sequences.seats[owners]
     is_first = jnp.arange(n_rows) == sequences.ends[owners]
     empty = is_first & (sequences.starts[owners] == 0)
+    keep_apart = jax.lax.optimization_barrier
 
     def add(number: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         read, memory = carry
         row = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), rows)
         seat = seats[number]
-        before = jax.lax.dynamic_index_in_dim(memory, seat, keepdims=False)
-        own, after = _passed(row, jnp.where(empty[number], 0, before), shared)
+        # Without the barriers XLA fuses what is read with what is written, and copies the memory of
+        # all seats for each row.
+        before = keep_apart(jax.lax.dynamic_index_in_dim(memory, seat, keepdims=False))
+        own, after = keep_apart(_passed(row, jnp.where(empty[number], 0, before), shared))
         read = jax.lax.dynamic_update_index_in_dim(read, own, number, 0)
         return read, jax.lax.dynamic_update_index_in_dim(memory, after, seat, 0)
 
@@ -207,6 +211,7 @@ def _convolved(
     new = mixed.at[sequences.ends[:-1, None] + back].get(mode="clip")
     old = earlier(jnp.maximum(-back, 1), jnp.broadcast_to(all_of_them[:, None], back.shape))
     last = jnp.where((back >= 0)[..., None], new, old).astype(taps.dtype)
+    total, last = jax.lax.optimization_barrier((total, last))  # read before it is written in place
     return jax.nn.silu(total), taps.at[sequences.seats].set(last, mode="drop")
 
 

@@ -49,6 +49,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "int4 product": ("matmul_int4", "gated_int4"),
     "int8 product": ("int8",),
     "fp8 product": ("fp8",),
+    "mxfp4 product": ("mxfp4",),
     "experts": ("experts", "takes_one_of"),
     "sampling cut": ("threshold",),
     "recurrent layers": ("delta_net",),
@@ -62,7 +63,7 @@ _CHECKS = {"attention": attention_errors, **CHECKS, "recurrent layers": delta_ne
 class Proof:
     """What came of one kernel."""
 
-    kernel: str  # a key of FIELDS
+    kernel: str  # a key of _FIELDS
     error: float  # the largest one seen; infinite where it could not run
     limit: float  # the error it may have
     reason: str = ""  # why it could not run

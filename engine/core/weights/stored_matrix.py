@@ -28,7 +28,7 @@ class Along:
     """An axis of a stored tensor that runs along the matrix's outputs or inputs."""
 
     axis: int
-    #: So many indices of it stand for so many outputs or inputs.
+    #: `indices` steps along this axis cover `numbers` outputs or inputs (1 and 8: eight in a word).
     indices: int = 1
     numbers: int = 1
 
@@ -68,8 +68,8 @@ class StoredMatrix:
     shape: tuple[int, int]
     #: The arguments of `lay_out`, in its order.
     fields: tuple[Field, ...]
-    #: From the fields of a window of the matrix to the same in our order; equal ones must compare
-    #: equal, or each is compiled.
+    #: Converts the stored tensors of a window to our layout. Equal ones must compare equal, so that
+    #: JAX compiles each kind once.
     lay_out: Callable[..., Packed]
     #: So many outputs and inputs are read together.
     together: tuple[int, int] = (1, 1)
@@ -83,7 +83,7 @@ class StoredMatrix:
 
     @property
     def group(self) -> int:
-        """R of int4: inputs that share a scale; else 0."""
+        """Inputs that share a scale in 4 bits; else 0."""
         return _group_of(self.described())
 
     def packed(self) -> Packed:
@@ -162,12 +162,12 @@ def _cropped(packed: Packed, first: Array, size: tuple[int, int]) -> Packed:
 
 def _inputs_of(packed: Packed) -> int:
     """I."""
-    return packed.kernel.shape[0] * (2 if packed.scheme == "int4" else 1)
+    return packed.kernel.shape[0] * (2 if packed.in_four_bits else 1)
 
 
 def _group_of(packed: Packed) -> int:
-    """R of int4: inputs that share a scale; else 0."""
-    if packed.scheme != "int4":
+    """Inputs that share a scale in 4 bits; else 0."""
+    if not packed.in_four_bits:
         return 0
     return _inputs_of(packed) // packed.scale.shape[0]
 

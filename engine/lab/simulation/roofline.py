@@ -17,12 +17,26 @@ from pathlib import Path
 
 from jitney.engine.common.errors import ConfigError, ModelError
 from jitney.engine.common.step_cost import StepCost
-from jitney.engine.core import Bucket, ExpertsConfig, ModelConfig, StepWork, read_hf_config
+from jitney.engine.core import (
+    Bucket,
+    ExpertsConfig,
+    ModelConfig,
+    StepWork,
+    read_hf_config,
+)
 from jitney.engine.lab.simulation.devices import Accelerator
 from jitney.engine.lab.simulation.step_table import HostTimes
 
-#: Bytes per number; int4 with a 2-byte scale and a 1-byte zero point for every 128 weights.
-_BYTES = {"f32": 4.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 3 / 128}
+#: Bytes per number; int4 with a 2-byte scale and a 1-byte zero point for every 128 weights, mxfp4,
+#: which is of experts alone, with a 1-byte scale for every 32.
+_BYTES = {
+    "f32": 4.0,
+    "bf16": 2.0,
+    "fp8": 1.0,
+    "int8": 1.0,
+    "int4": 0.5 + 3 / 128,
+    "mxfp4": 0.5 + 1 / 32,
+}
 #: Which unit multiplies weights of a format, where not bfloat16's: narrow weights are widened.
 _UNITS = {"f32": "f32"}
 #: The host of a GPU or TPU machine: the project's budget of 0.3 ms at 64 seats and 1 ms at 256,
@@ -58,6 +72,35 @@ def _llama(
     )
 
 
+def _gpt_oss(n_layers: int, n_experts: int) -> ModelConfig:
+    sizes = {
+        "num_hidden_layers": n_layers,
+        "num_local_experts": n_experts,
+        "num_attention_heads": 64,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "vocab_size": 201088,
+    }
+    return read_hf_config({"architectures": ["GptOssForCausalLM"], **sizes})
+
+
+def _qwen3_5(
+    n_layers: int, hidden: int, heads: int, kv_heads: int, value_heads: int, **more: int
+) -> ModelConfig:
+    """more: of the feed-forward."""
+    sizes = {
+        "num_hidden_layers": n_layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "linear_num_value_heads": value_heads,
+        "vocab_size": 248320,
+        "max_position_embeddings": 262144,
+    }
+    kind = "Qwen3_5" if "intermediate_size" in more else "Qwen3_5Moe"
+    return read_hf_config({"architectures": [f"{kind}ForCausalLM"], **sizes, **more})
+
+
 #: Shapes by name, from the models' published config.json, so that planning needs no download.
 SHAPES = {
     "llama-3.2-1b": _llama(16, 2048, 32, 8, 64, 8192, 128256, 131072, tied=True),
@@ -69,6 +112,10 @@ SHAPES = {
         _llama(48, 2048, 32, 4, 128, 768, 151936, 40960, "Qwen3MoeForCausalLM"),
         experts=ExpertsConfig(128, 8, renormalised=True),
     ),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
+    "qwen3.5-27b": _qwen3_5(64, 5120, 24, 4, 48, intermediate_size=17408),
+    "qwen3.5-35b-a3b": _qwen3_5(40, 2048, 16, 2, 32, num_experts=256, num_experts_per_tok=8),
     "mixtral-8x7b": replace(
         _llama(32, 4096, 32, 8, 128, 14336, 32000, 32768, "MixtralForCausalLM"),
         experts=ExpertsConfig(8, 2, renormalised=True),
@@ -158,6 +205,8 @@ class ModelCost:
         for name in (self.weights, self.kv):
             if name not in _BYTES:
                 raise ConfigError(f"unknown number format {name!r}; known: {', '.join(_BYTES)}")
+        if self.weights == "mxfp4" and self.config.experts is None:
+            raise ConfigError("weights mxfp4 are of experts, and this model has none")
 
     @property
     def narrow(self) -> list[str]:
@@ -169,8 +218,16 @@ class ModelCost:
     def step(self) -> StepCost:
         """Cost of each step."""
         return self.config.step_cost(
-            weight_bytes=_BYTES[self.weights], head_bytes=self.head_bytes, kv_bytes=self.kv_bytes
+            weight_bytes=self._shared_bytes,
+            head_bytes=self.head_bytes,
+            kv_bytes=self.kv_bytes,
+            expert_bytes=_BYTES[self.weights],
         )
+
+    @property
+    def _shared_bytes(self) -> float:
+        """Of one number of matrices that are no expert's."""
+        return _BYTES["bf16" if self.weights == "mxfp4" else self.weights]
 
     @cached_property
     def layer_weights(self) -> int:
@@ -190,7 +247,7 @@ class ModelCost:
     @cached_property
     def table_bytes(self) -> float:
         """Bytes of the embedding."""
-        return self.table_weights * max(_BYTES[self.weights], _BYTES["bf16"])
+        return self.table_weights * max(self._shared_bytes, _BYTES["bf16"])
 
     @cached_property
     def head_bytes(self) -> float:
@@ -199,12 +256,14 @@ class ModelCost:
         """
         if self.config.tie_embeddings:
             return self.table_bytes
-        return self.table_weights * _BYTES[self.weights]
+        return self.table_weights * self._shared_bytes
 
     @property
     def weight_bytes(self) -> float:
         """Bytes held on the device."""
-        held = self.layer_weights * _BYTES[self.weights] + self.table_bytes
+        shared = self.step.shared_weights
+        held = shared * self._shared_bytes + (self.layer_weights - shared) * _BYTES[self.weights]
+        held += self.table_bytes
         if not self.config.tie_embeddings:
             held += self.head_bytes
         return held

@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("triton")
 from triton_recorder import Call, compile_call, record
 
+from jitney.kernels.delta_net import DeltaState, DeltaWeights
 from jitney.kernels.experts import ExpertBlocks, Stack
 from jitney.kernels.int4 import Int4
 from jitney.kernels.interface import AttentionMeta, KernelError
@@ -121,6 +122,29 @@ def pools(sm: int, dtype: str) -> list[str]:
 def test_odd_groups_and_pages(sm: int):
     for group, dim, page in ((1, 128, 16), (7, 128, 32), (3, 64, 128), (16, 96, 64), (32, 80, 16)):
         check(launches(sm, dim, "bfloat16", "bfloat16", group=group, page=page), sm)
+
+
+@pytest.mark.parametrize("sm", SHARED)
+def test_a_recurrent_layer_keeps_its_memory_in_registers(sm: int):
+    """Qwen3.5's heads: a program has 128 x 32 numbers, 32 registers of each of its 128 threads."""
+
+    def use(launch):
+        state = DeltaState.empty(((8, 4, 8192), (8, 32, 128, 128), (8,)))
+        weights = DeltaWeights(
+            jnp.zeros((4, 8192), "bfloat16"), jnp.zeros(32), jnp.zeros(32), jnp.ones(128)
+        )
+        none = jnp.zeros(0, jnp.int32)
+        rows = jnp.zeros(512, jnp.int32)
+        meta = AttentionMeta(
+            none, jnp.arange(9), none, none, rows, jnp.array([8, 8, 8]), seats=jnp.arange(8)
+        )
+        x = jnp.zeros((512, 8192 + 4096), "bfloat16")
+        net = TritonKernels(launch).delta_net
+        net(x, jnp.zeros((512, 64)), weights, state, meta, eps=1e-6)
+
+    (call,) = record(sm, use)
+    made = compile_call(call, sm)
+    assert made.spilled == 0 and made.shared <= SHARED[sm]
 
 
 #: What the programs on one multiprocessor share: registers, and bytes of shared memory, of which
@@ -340,6 +364,32 @@ def test_products_with_experts(sm: int, block: int, weights: str):
     check(calls, sm)
     if (sm, block) == (90, 64):
         assert all(compile_call(call, sm).has_wgmma for call in calls)
+
+
+def with_mxfp4(sm: int, block: int) -> list[Call]:
+    """The products of a layer of gpt-oss-20b with blocks of so many rows."""
+    size, n_experts, n_blocks = 2880, 32, 96
+
+    def stack(size_out: int) -> Stack:
+        codes = jnp.zeros((n_experts, size // 2, size_out), jnp.uint8)
+        scales = jnp.zeros((n_experts, size // 32, size_out), jnp.uint8)
+        return Stack(codes, scales, jnp.zeros((n_experts, size_out), jnp.bfloat16))
+
+    def use(launch):
+        rows, owners = jnp.zeros(n_blocks * block, jnp.int32), jnp.zeros(n_blocks, jnp.int32)
+        blocks = ExpertBlocks(rows, owners, jnp.zeros((), jnp.int32))
+        x = jnp.zeros((512, size), jnp.bfloat16)
+        stacks = stack(2 * size), stack(size)
+        TritonKernels(launch).experts(x, *stacks, blocks, "clamped_silu")
+
+    return record(sm, use)
+
+
+@pytest.mark.parametrize(
+    "sm,block", [(90, 16), (90, 32), (90, 64), (90, 128), (89, 16), (89, 128), (80, 16), (80, 64)]
+)
+def test_products_with_experts_in_mxfp4(sm: int, block: int):
+    check(with_mxfp4(sm, block), sm)
 
 
 @pytest.mark.parametrize("sm", SHARED)
