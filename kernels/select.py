@@ -38,7 +38,7 @@ class ServedHeads(NamedTuple):
 
 def reference() -> KernelSet:
     """Plain jax.numpy; runs wherever XLA does."""
-    from jitney.kernels import int4
+    from jitney.kernels import delta_net, int4
     from jitney.kernels import reference as plain
 
     return KernelSet(
@@ -54,6 +54,7 @@ def reference() -> KernelSet:
         matmul=plain.matmul,
         gated=plain.gated,
         project=plain.project,
+        delta_net=delta_net.delta_net,
     )
 
 
@@ -92,7 +93,7 @@ def _native() -> KernelSet:
     """
     if jax.default_backend() != "cpu":
         raise KernelError(f"kernels native are for CPUs; jax runs on {jax.default_backend()}")
-    from jitney.kernels.cpu import attention, library, norms, products
+    from jitney.kernels.cpu import attention, delta_net, library, norms, products
 
     try:
         serving = library.load()
@@ -107,6 +108,7 @@ def _native() -> KernelSet:
         rotate_and_write=attention.rotate_and_write,
         rms_norm=norms.rms_norm,
         norm_sum=norms.norm_sum,
+        delta_net=delta_net.delta_net,
         pack=products.pack,
         int8=products.INT8,
         takes_one_of=True,

@@ -178,6 +178,11 @@ class _Setup:
         return self.source.config.encoder is not None
 
     @property
+    def retains_prefixes(self) -> bool:
+        """Whether there is a prefix cache: none without the state of recurrent layers."""
+        return self.settings.prefix_cache and self.source.config.delta_net is None
+
+    @property
     def has_adapters(self) -> bool:
         """There are some, or there may be."""
         return bool(self.config.model.adapters or self.config.model.adapter_room)
@@ -339,7 +344,7 @@ def _step_cost(setup: _Setup, model: Model) -> StepCost | None:
     if setup.is_encoder or setup.settings.data_parallel > 1:
         return None
     local = setup.local
-    kv_numbers = local.n_layers * 2 * local.n_kv_heads * local.head_dim * len(setup.devices)
+    kv_numbers = local.n_pools * 2 * local.n_kv_heads * local.head_dim * len(setup.devices)
     return describe_step(model, setup.source.config, kv_numbers * setup.kv_dtype.itemsize)
 
 
@@ -408,6 +413,9 @@ def _setup_on(
             context,
             model.context_length,
         )
+    if model.encoder is None:
+        # Some ropes depend on the context that is served.
+        source = replace(source, config=replace(model, context_length=context))
     if config.engine.canary_every and source.config.experts is not None and dtype != jnp.float32:
         raise ConfigError(
             f"canary_every cannot judge a mixture of experts in {jnp.dtype(dtype).name}: rounding "
@@ -562,6 +570,7 @@ def _make_runner(setup: _Setup, model: Model, kernels: KernelSet) -> Runner:
         setup.sizes(),
         setup.own_devices,
         page_bytes=setup.sizes().pool_bytes(setup.local, kernels),
+        seat_bytes=setup.settings.max_seats * setup.local.seat_bytes,
         temp_bytes=likely_temp_bytes(setup.local, buckets),
         make=make,
         hosts=setup.hosts,
@@ -628,8 +637,9 @@ def _make_pool(setup: _Setup, n_pages: int) -> PagePool:
     return PagePool(
         n_pages,
         setup.settings.page_size,
-        retain=setup.settings.prefix_cache,
+        retain=setup.retains_prefixes,
         share_outputs=_shares_outputs(setup.settings),
+        shares=setup.source.config.delta_net is None,
     )
 
 
@@ -818,15 +828,17 @@ def _sized_runner(
     temp_bytes: int,
     make: Callable[[int], Runner],
     hosts: Hosts | None = None,
+    seat_bytes: int = 0,
 ) -> Runner:
     """A runner with as many KV pages as are configured, or as the free memory holds; logs what that
     is.
 
     devices: of this host. page_bytes: of a page of all layers, on one device. temp_bytes: what the
     temporaries of the largest step should take. make: from a number of pages to a runner. hosts:
-    the others, whose pools are as large.
+    the others, whose pools are as large. seat_bytes: what recurrent layers keep of all seats, on
+    one device.
     """
-    room = PoolRoom(settings, sizes, devices, page_bytes, hosts)
+    room = PoolRoom(settings, sizes, devices, page_bytes, seat_bytes, hosts)
     runner = make(room.pages(temp_bytes))
     if not (room.on_cpu or settings.pages or settings.memory_gib):
         # A step's temporaries are known once it is compiled, and it is compiled for one size of
@@ -835,6 +847,13 @@ def _sized_runner(
         if not _ENOUGH * fit <= runner.n_pages <= fit:
             runner = make(fit)
     _log_pool(runner.n_pages, sizes, page_bytes, len(devices))
+    if seat_bytes:
+        _log.info(
+            "recurrent layers keep %.2f GiB on each device, %.3g MiB a seat; there is no prefix "
+            "cache with them",
+            seat_bytes / GIB,
+            seat_bytes / sizes.seats / (1 << 20),
+        )
     return runner
 
 
@@ -931,7 +950,7 @@ def _engine_sizes(setup: _Setup, runner: Runner) -> EngineSizes:
         seats=settings.max_seats,
         pages=runner.n_pages - 1,
         page_size=settings.page_size,
-        prefix_cache=settings.prefix_cache,
+        prefix_cache=setup.retains_prefixes,
         token_budget=buckets.token_budget,
         seat_buckets=tuple([bucket.seats for bucket in buckets.decode]),
         token_buckets=tuple([bucket.tokens for bucket in buckets.mixed]),

@@ -56,9 +56,18 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
     ) -> tuple[Array, Array]:
-        """x [T, E], rope (cos, sin), kv [N, page, 2K, D] -> ([T, E], kv)."""
+        """x [T, E], rope what the rows are rotated by, kv [N, page, 2K, D] -> ([T, E], kv)."""
         kernels = kernels.of_rows(meta.counts[2])
         heads = self.projected(x, kernels, meta.adapted).reshape(x.shape[0], -1, self.head_dim)
+        o, kv = self.attended(heads, rope, kv, meta, kernels)
+        return self.o(o, kernels, adapted=meta.adapted), kv
+
+    def attended(
+        self, heads: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
+    ) -> tuple[Array, Array]:
+        """heads [T, H + 2K, D] of queries, keys and values -> (what the queries read [T, H * D],
+        kv).
+        """
         factors = self._pool_factors()
         options: dict[str, Any] = {
             "scale": self.scale,
@@ -68,11 +77,20 @@ class Attention(nnx.Module):
         }
         if kernels.rotate_and_write is None:
             q, k, v = self.rotated(heads, rope, kernels)
-            o, kv = kernels.paged_attention(q, k, v, kv, meta, **options)
+            o, kv = kernels.paged_attention(rope.scaled(q), k, v, kv, meta, **options)
         else:
             q, kv = self.write(heads, rope, kv, meta, partial(kernels.rotate_and_write, **factors))
-            o = kernels.attend(q, kv, meta, **options)
-        return self.o(o.reshape(x.shape[0], -1), kernels, adapted=meta.adapted), kv
+            o = kernels.attend(rope.scaled(q), kv, meta, **options)
+        return o.reshape(heads.shape[0], -1), kv
+
+    def linears(self) -> tuple[Linear, ...]:
+        """Every matrix that may be quantised."""
+        return self.qkv, self.o
+
+    def pack(self, kernels: Kernels) -> None:
+        """Lay the matrices out as the kernel set multiplies them fastest."""
+        self.qkv.pack(kernels)
+        self.o.pack(kernels)
 
     def projected(self, x: Array, kernels: Kernels, adapted: Array | None) -> Array:
         """x [T, E] -> queries, keys and values before they are parted into heads, [T, (H + 2K) *
@@ -106,6 +124,6 @@ class Attention(nnx.Module):
         norms and rotates.
         """
         if self.q_norm is None or self.k_norm is None:
-            return rotate_and_write(heads, rope, kv, meta)
+            return rotate_and_write(heads, rope.turns, kv, meta)
         norms = self.q_norm.weight[...], self.k_norm.weight[...]
-        return rotate_and_write(heads, rope, kv, meta, norms=norms, eps=self.q_norm.eps)
+        return rotate_and_write(heads, rope.turns, kv, meta, norms=norms, eps=self.q_norm.eps)

@@ -25,10 +25,22 @@ _MODELS: dict[str, str] = {
     "Qwen2ForCausalLM": "jitney.engine.core.models.llama:Llama",
     "Qwen3ForCausalLM": "jitney.engine.core.models.llama:Llama",
     "Qwen3MoeForCausalLM": "jitney.engine.core.models.mixture:Mixture",
+    "Qwen3_5ForCausalLM": "jitney.engine.core.models.qwen3_5:Qwen35",
+    "Qwen3_5MoeForCausalLM": "jitney.engine.core.models.qwen3_5:Qwen35Mixture",
     "MixtralForCausalLM": "jitney.engine.core.models.mixture:Mixture",
     "Gemma2ForCausalLM": "jitney.engine.core.models.gemma:Gemma",
     "Gemma3ForCausalLM": "jitney.engine.core.models.gemma:Gemma",
     "Olmo2ForCausalLM": "jitney.engine.core.models.olmo:Olmo",
+    "Olmo3ForCausalLM": "jitney.engine.core.models.olmo:Olmo",
+    "Exaone4ForCausalLM": "jitney.engine.core.models.olmo:Exaone",
+    "Ministral3ForCausalLM": "jitney.engine.core.models.llama:Llama",
+    "SmolLM3ForCausalLM": "jitney.engine.core.models.llama:Llama",
+    "SeedOssForCausalLM": "jitney.engine.core.models.llama:Llama",
+    "Phi3ForCausalLM": "jitney.engine.core.models.phi:Phi",
+    "Glm4ForCausalLM": "jitney.engine.core.models.glm:Glm",
+    "GraniteForCausalLM": "jitney.engine.core.models.granite:Granite",
+    "GraniteMoeHybridForCausalLM": "jitney.engine.core.models.granite:Granite",
+    "Cohere2ForCausalLM": "jitney.engine.core.models.cohere:Cohere",
     "BertModel": "jitney.engine.core.models.bert:Bert",
     "BertForSequenceClassification": "jitney.engine.core.models.bert:Bert",
     "XLMRobertaModel": "jitney.engine.core.models.bert:Bert",
@@ -69,7 +81,7 @@ def random_model(
     if kv in KV_TYPES and config.n_pools:
         factor = _RANDOM_KV / limit_of(KV_TYPES[kv])
         scales = jnp.full((2 * config.n_kv_heads,), factor, jnp.float32)
-        model.set_kv_scales([scales] * config.n_layers)
+        model.set_kv_scales([scales] * config.n_pools)
     return model
 
 

@@ -37,11 +37,18 @@ class PagePool:
     retain: keep published pages that nobody holds until their room is needed (the prefix cache).
     Without it they become free at once, and only sequences alive at the same time can share.
     share_outputs: pages that hold output tokens serve other prompts too; without it they serve
-    their own sequence alone, after a preemption.
+    their own sequence alone, after a preemption. shares: without it no sequence finds pages of
+    another one, nor its own again: what a model keeps beside its pages would be missing.
     """
 
     def __init__(
-        self, n_pages: int, page_size: int, *, retain: bool = True, share_outputs: bool = True
+        self,
+        n_pages: int,
+        page_size: int,
+        *,
+        retain: bool = True,
+        share_outputs: bool = True,
+        shares: bool = True,
     ):
         if n_pages < 2 or page_size < 1:
             raise ValueError(
@@ -51,6 +58,7 @@ class PagePool:
         self.page_size = page_size
         self.retain = retain
         self.share_outputs = share_outputs
+        self.shares = shares
         # A stack: low numbers go first.
         self._free = list(range(n_pages - 1, 0, -1))
         # References of each page.

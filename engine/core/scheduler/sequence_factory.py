@@ -58,7 +58,7 @@ class SequenceFactory:
             expected=expected,
             greedy_only=sampling.greedy_only,
             stop_ids=self._stop_ids(sampling),
-            shares=self.pool.retain or sampling.n > 1,
+            shares=self.pool.shares and (self.pool.retain or sampling.n > 1),
             root=self.pool.root_of(request),
             own_pages=self._own_pages(request, number, 0),
         )

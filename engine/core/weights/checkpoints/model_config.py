@@ -26,14 +26,16 @@ _NO_EXPERTS = (
 class RopeScaling:
     """How the rotary frequencies of a long-context model differ from the plain ones.
 
-    linear: divided by `factor`. llama3: low ones divided, high ones kept (Llama 3.1). yarn: blended
-    by rotations per context (arXiv 2309.00071). factors: frequency j divided by factors[j].
+    linear: divided by `factor`. dynamic: of a larger theta in a longer context. llama3: low ones
+    divided, high ones kept (Llama 3.1). yarn: blended by rotations per context (arXiv 2309.00071).
+    factors: frequency j divided by factors[j]. longrope: the same, and in a context longer than the
+    original one by long_factors[j] (arXiv 2402.13753).
     """
 
-    kind: Literal["linear", "llama3", "yarn", "factors"]
+    kind: Literal["linear", "dynamic", "llama3", "yarn", "factors", "longrope"]
     #: What frequencies are divided by.
     factor: float = 1.0
-    #: llama3 and yarn: tokens of the context that the model was trained with first.
+    #: All but linear and factors: tokens of the context that the model was trained with first.
     original_context: int = 0
     #: llama3: turns in that context under which a frequency is divided, and over which it is kept.
     low_freq_factor: float = 1.0
@@ -43,15 +45,30 @@ class RopeScaling:
     beta_slow: float = 1.0
     #: yarn: the blend begins and ends at whole pairs.
     truncate: bool = True
-    #: yarn: factor of cos and sin.
+    #: yarn and longrope: factor of cos and sin.
     attention_factor: float = 1.0
-    #: factors: GGUF's `rope_freqs.weight`, D // 2 numbers.
+    #: factors and longrope: a number for each rotated pair; GGUF's `rope_freqs.weight`.
     factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
     @property
     def extended_context(self) -> int:
-        """Tokens of the context that yarn leads to."""
+        """Tokens of the context that yarn and dynamic lead to."""
         return int(self.original_context * self.factor)
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary positions of a layer."""
+
+    #: Base of the frequencies, theta ** (-2 i / dims); and how they differ from those.
+    theta: float = 10000.0
+    scaling: RopeScaling | None = None
+    #: Numbers of a head that are rotated, the first ones of a checkpoint's; 0: all.
+    dims: int = 0
+    #: Rotated queries are multiplied by 1 + beta * log(1 + position // query_context).
+    query_beta: float = 0.0
+    query_context: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +87,8 @@ class ExpertsConfig:
     engines: int = 1
     #: Experts of one group, where the configuration is one device's (`ModelConfig.local`); 0: all.
     held: int = 0
+    #: Columns of one more expert, which every token goes through by a gate of its own; 0: none.
+    shared_size: int = 0
 
     def __post_init__(self) -> None:
         if self.n_chosen > self.n_experts:
@@ -96,6 +115,60 @@ class ExpertsConfig:
         """Blocks that a step of `rows` may need: each expert may leave one partly empty."""
         choices = rows * self.n_chosen
         return min(choices, choices // self.block_rows(rows) + self.own)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetConfig:
+    """Layers that keep a state of each seat in place of pages, see `jitney.kernels.delta_net`."""
+
+    #: Which layers, by number.
+    layers: frozenset[int]
+    #: G and H: value heads share key heads as query heads do.
+    key_heads: int
+    value_heads: int
+    #: D and V.
+    key_dim: int
+    value_dim: int
+    #: W: inputs that the convolution of a channel sees, its own included.
+    taps: int = 4
+
+    def __post_init__(self) -> None:
+        if self.value_heads % self.key_heads:
+            raise ModelError(
+                f"{self.value_heads} value heads of a recurrent layer cannot share "
+                f"{self.key_heads} key heads evenly"
+            )
+
+    @property
+    def values(self) -> int:
+        """H V."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """C."""
+        return 2 * self.key_heads * self.key_dim + self.values
+
+    def state_shapes(self, seats: int, shards: int = 1) -> tuple[tuple[int, ...], ...]:
+        """Of the arrays that one layer keeps (`DeltaState`), over so many devices like this one."""
+        return (
+            (seats, self.taps, shards * self.channels),
+            (seats, shards * self.value_heads, self.key_dim, self.value_dim),
+            (seats,),
+        )
+
+    @property
+    def seat_bytes(self) -> int:
+        """Bytes that one layer keeps of a seat."""
+        return 4 * (self.taps * self.channels + self.key_dim * self.values + 1)
+
+    def local(self, shards: int) -> DeltaNetConfig:
+        """One device's heads, of `shards`; devices beyond the key heads share them."""
+        return replace(
+            self,
+            key_heads=max(1, self.key_heads // shards),
+            value_heads=self.value_heads // shards,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +210,12 @@ class ModelConfig:
     windows: tuple[int, ...]
     #: The most tokens of prompt and output together.
     context_length: int
-    #: Base of the rotary frequencies, theta ** (-2 i / D); and how they differ from those.
-    rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
-    #: Theta of the layers that have a window, without scaling; None: as the others.
-    local_rope_theta: float | None = None
+    #: Of each layer, or one for all; None: nothing is rotated.
+    ropes: tuple[RopeConfig | None, ...] = (RopeConfig(),)
     #: Added to the mean square in every norm, of an encoder's to the variance.
     rms_eps: float = 1e-6
+    #: Norms take the mean away.
+    centred_norms: bool = False
     #: The weights of the norms stay in float32, whatever the dtype of the others.
     float32_norms: bool = False
     #: The embedding serves as the output head.
@@ -160,6 +232,11 @@ class ModelConfig:
     activation: Activation = "silu"
     #: None: one feed-forward for every token.
     experts: ExpertsConfig | None = None
+    #: None: every layer attends.
+    delta_net: DeltaNetConfig | None = None
+    #: What attention gives is multiplied by the sigmoid of a gate, as wide as the queries and
+    #: beside them in their projection.
+    attention_gate: bool = False
     #: None: a decoder.
     encoder: EncoderConfig | None = None
     #: Attention scores are divided by its root; None: by that of head_dim.
@@ -167,6 +244,10 @@ class ModelConfig:
     #: Scores and logits are bent to stay within these, cap * tanh(x / cap); 0: they are not.
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
+    #: Factors of the embeddings, of what attention and MLP add to a row, and of logits.
+    embed_factor: float = 1.0
+    residual_factor: float = 1.0
+    logit_factor: float = 1.0
     #: Token that begins a text; None: none does.
     bos_id: int | None = None
     #: Every token that ends a generation, from all files that name one.
@@ -182,6 +263,8 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ModelError(f"head_dim must be even for rotary positions, found {self.head_dim}")
+        if len(self.ropes) not in (1, self.n_layers):
+            raise ModelError(f"{len(self.ropes)} rotary positions for {self.n_layers} layers")
         for token in (self.bos_id, *self.eos_ids):
             self._check_special(token)
 
@@ -192,9 +275,29 @@ class ModelConfig:
             )
 
     @property
+    def pool_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that keep keys and values."""
+        if self.encoder is not None:
+            return ()
+        recurrent = () if self.delta_net is None else self.delta_net.layers
+        return tuple(layer for layer in range(self.n_layers) if layer not in recurrent)
+
+    def by_layer[T](self, pool: T, state: T) -> list[T]:
+        """What each layer keeps: a pool, or the state of a recurrent layer."""
+        pools = self.pool_layers
+        return [pool if layer in pools else state for layer in range(self.n_layers)]
+
+    @property
     def n_pools(self) -> int:
-        """Layers that keep keys and values."""
-        return self.n_layers if self.encoder is None else 0
+        """How many those are."""
+        return len(self.pool_layers)
+
+    @property
+    def seat_bytes(self) -> int:
+        """Bytes that recurrent layers keep of a seat."""
+        if self.delta_net is None:
+            return 0
+        return (self.n_layers - self.n_pools) * self.delta_net.seat_bytes
 
     @property
     def output_size(self) -> int:
@@ -208,6 +311,10 @@ class ModelConfig:
             return 0
         return max(self.windows)
 
+    def rope(self, layer: int) -> RopeConfig | None:
+        """Rotary positions of a layer; None: its heads are not rotated."""
+        return self.ropes[layer % len(self.ropes)]
+
     @property
     def attention_scale(self) -> float:
         """Factor of attention scores."""
@@ -215,8 +322,11 @@ class ModelConfig:
 
     @property
     def qkv_size(self) -> int:
-        """Columns of the fused query, key and value projection: (H + 2K) * D."""
-        return (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+        """Columns of the fused query, key and value projection, (H + 2K) * D; H * D more with
+        `attention_gate`.
+        """
+        queries = self.n_heads * (1 + self.attention_gate)
+        return (queries + 2 * self.n_kv_heads) * self.head_dim
 
     @property
     def vocab_share(self) -> int:
@@ -228,19 +338,22 @@ class ModelConfig:
         head_bytes: of the output head; kv_bytes: of a position's keys and values, all layers.
         """
         experts = self.experts or ExpertsConfig(1, 1, renormalised=True)
-        outputs = self.qkv_size + self.n_heads * self.head_dim
-        if self.experts is not None:
-            outputs += experts.n_experts  # the routers
+        outputs = self.n_pools * (self.qkv_size + self.n_heads * self.head_dim)
+        if self.delta_net is not None:
+            of_layer = self.delta_net.channels + 2 * self.delta_net.values
+            outputs += (self.n_layers - self.n_pools) * of_layer
+        if self.experts is not None:  # the routers, and experts that all rows go through
+            outputs += self.n_layers * (experts.n_experts + 3 * experts.shared_size)
         return StepCost(
             n_layers=self.n_layers,
-            shared_weights=self.n_layers * self.hidden_size * outputs,
+            shared_weights=self.hidden_size * outputs,
             expert_weights=self.n_layers * self.hidden_size * 3 * self.intermediate_size,
             n_experts=experts.n_experts,
             n_chosen=experts.n_chosen,
             weight_bytes=weight_bytes,
             head_weights=self.vocab_size * self.hidden_size,
             head_bytes=head_bytes,
-            attention_width=self.n_layers * self.n_heads * self.head_dim,
+            attention_width=self.n_pools * self.n_heads * self.head_dim,
             kv_bytes=kv_bytes,
         )
 
@@ -286,6 +399,14 @@ class ModelConfig:
         }
         if self.n_kv_heads % shards and shards % self.n_kv_heads:
             sizes = {"key-value heads": (self.n_kv_heads, shards)}
+        delta_net = self.delta_net
+        if delta_net is not None:
+            sizes["value heads of recurrent layers"] = delta_net.value_heads, shards
+            if delta_net.key_heads % shards and shards % delta_net.key_heads:
+                sizes["key heads of recurrent layers"] = delta_net.key_heads, shards
+            delta_net = delta_net.local(shards)
+        if self.experts is not None and self.experts.shared_size:
+            sizes["columns of the shared expert"] = self.experts.shared_size, shards
         uneven = [f"{size} {name}" for name, (size, parts) in sizes.items() if size % parts]
         if uneven:
             raise ConfigError(
@@ -294,8 +415,11 @@ class ModelConfig:
         experts = self.experts
         if experts is not None and experts.all_groups > 1:
             experts = replace(experts, held=experts.n_experts // experts.all_groups)
+        if experts is not None:
+            experts = replace(experts, shared_size=experts.shared_size // shards)
         return replace(
             self,
+            delta_net=delta_net,
             n_heads=self.n_heads // shards,
             n_kv_heads=max(1, self.n_kv_heads // shards),
             intermediate_size=self.intermediate_size // inner_shards,
