@@ -126,6 +126,8 @@ class EngineSizes(msgspec.Struct, frozen=True, kw_only=True):
     #: Of the KV pool, the trash page not among them; and tokens of one.
     pages: int
     page_size: int
+    #: Pages of the layers with a window, by window, where they have pages of their own.
+    window_pages: dict[int, int] = {}
     #: Whether prompts that start alike share pages.
     prefix_cache: bool
     #: Most rows of a step.

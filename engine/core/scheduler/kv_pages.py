@@ -22,7 +22,7 @@ import numpy as np
 
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.core.scheduler.cached_pages import CachedPages
-from jitney.engine.core.scheduler.sequence import OwnPages, Sequence
+from jitney.engine.core.scheduler.sequence import OwnPages, Sequence, WindowPages
 
 _FREE, _HELD, _SHARED, _CACHED = range(4)
 
@@ -114,6 +114,10 @@ class PagePool:
             self._cached.take(cached)
         return pages
 
+    def has(self, key: bytes) -> bool:
+        """Whether `match` would find it."""
+        return key in self._index
+
     def count(self, keys: Iterable[bytes]) -> int:
         """How many of the keys, in order, `match` would find."""
         return sum(1 for _ in takewhile(self._index.__contains__, keys))
@@ -159,9 +163,11 @@ class PagePool:
             return []
         return _keys_of(seq, self.page_size, (len(seq.tokens) - 1) // self.page_size)
 
-    def publish_known(self, seq: Sequence, *, ended: bool = False) -> None:
-        """Offer every full page of a seated sequence whose tokens the host knows and whose rows are
-        launched.
+    def publish_known(
+        self, seq: Sequence, held: Sequence | WindowPages, *, ended: bool = False
+    ) -> None:
+        """Offer every full page that a seated sequence holds here, whose tokens the host knows and
+        whose rows are launched. held: its pages in this pool.
 
         Prompts as soon as they are computed, outputs when the sequence leaves its seat: naming a
         page takes a hash, and many at once take less time than one in each step. ended: it will not
@@ -173,13 +179,13 @@ class PagePool:
         if ended and seq.own_pages:
             known = min(known, seq.own_pages.start)
         full = known // self.page_size
-        if full <= seq.published:
+        if full <= held.published:
             return
         keys = _keys_of(seq, self.page_size, full)
         tenant = seq.request.tenant
-        for i in range(max(seq.published, seq.dropped), full):
-            self.publish(seq.pages[i], keys[i], tenant)
-        seq.published = full
+        for i in range(max(held.published, held.dropped), full):
+            self.publish(held.pages[i], keys[i], tenant)
+        held.published = full
 
     def withdraw(self, keys: Iterable[bytes]) -> None:
         """Let no later prompt find the pages of these names, held or cached: what they contain is

@@ -54,6 +54,8 @@ _SHOWN = (
     "dtype",
     "weights",
     "kv_dtype",
+    "pages",
+    "window_pages",
     "sampling_defaults",
     "embedding_pooling",
     "adapters",
