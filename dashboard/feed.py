@@ -196,7 +196,7 @@ class Feed:
         self._broadcast(frame, now.n_events - len(frame.happened))
 
     def _happened(self, before: Snapshot | None) -> list[SequenceEvent]:
-        return [] if before is None else self.client.history.life_since(before.n_events)
+        return [] if before is None else self.client.history.events.since(before.n_events)
 
     def _broadcast(self, frame: _Frame, first: int) -> None:
         """To each viewer what it may see. first: the number of the frame's first event."""

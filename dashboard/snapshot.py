@@ -131,7 +131,7 @@ class Snapshot:
     histograms: JsonDict | None = None
     notes: list[Note] = field(default_factory=list)
     outages: list[JsonDict] = field(default_factory=list)
-    #: Times in which requests were turned away, oldest first (`history._Refusals`); for `Notes`.
+    #: Times in which requests were refused, oldest first (`incidents._Refusals`); for `Notes`.
     refusals: list[JsonDict] = field(default_factory=list)
     #: Kernels that the proof at start took out, and when the engine that found them wrong got
     #: ready; for `Notes`.
@@ -152,10 +152,10 @@ class Snapshot:
             state=client.state,
             last_step_age_s=round(client.last_step_age(), 1),
             metrics=_metrics(client, records, recent),
-            n_events=history.n_life,
-            outages=msgspec.to_builtins(list(history.outages)),
-            refusals=msgspec.to_builtins(list(history.refusals)),
-            disk_full_at=history.disk_full_at,
+            n_events=history.events.n,
+            outages=msgspec.to_builtins(list(history.incidents.outages)),
+            refusals=msgspec.to_builtins(list(history.incidents.refusals)),
+            disk_full_at=history.incidents.disk_full_at,
         )
         if client.state in ("loading", "restarting"):
             snapshot.progress = msgspec.to_builtins(client.progress)

@@ -139,7 +139,7 @@ class KeyFrame(TypedDict):
     metrics: Metrics
     histograms: JsonDict | None  # wait, ttft, itl -> {bounds (seconds), counts}
     notes: list[Note]  # the newest, oldest first
-    outages: list[JsonDict]  # `history._Outage`, oldest first
+    outages: list[JsonDict]  # `incidents._Outage`, oldest first
     n_events: int  # events of sequences since the server's start
 
 

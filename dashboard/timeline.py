@@ -181,7 +181,7 @@ class Window:
             "bins": (yield from self._binned(bins)),
             "stays": columns,
             "stays_left_out": left_out,
-            "outages": msgspec.to_builtins(list(history.outages)),
+            "outages": msgspec.to_builtins(list(history.incidents.outages)),
         }
 
     def stays(self) -> Generator[None, None, list[SeatStay]]:

@@ -331,7 +331,7 @@ class _Server:
         folders = [server.data_folder]
         if server.record:
             folders.append(Path(server.record).absolute().parent)
-        await watch_disks(folders, self.client.history.disk_full)
+        await watch_disks(folders, self.client.history.incidents.disk_full)
 
     async def _close(self, web: asyncio.Task[None]) -> None:
         self.display.close()

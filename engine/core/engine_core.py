@@ -141,8 +141,8 @@ class EngineCore:
     #: Called with a step's number before it runs, if it is the first of its kind: it may take much
     #: longer than others.
     on_first_step: Callable[[int], None] = _ignore
-    #: The next step is planned as late as the device allows, so that whoever comes while a step
-    #: runs is in the next one: for a device whose steps are long beside the host's work.
+    #: The next step is planned as late as the device allows, so that a request that comes while a
+    #: step runs is in the next one: for a device whose steps are long beside the host's work.
     plans_late: bool = False
     #: Kinds of steps that have run: (bucket, greedy_only).
     _kinds: set[tuple[Bucket, bool]] = field(default_factory=set[tuple[Bucket, bool]])
@@ -174,7 +174,7 @@ class EngineCore:
 
     @property
     def pause_s(self) -> float:
-        """Seconds in which `step` would do nothing unless somebody comes, because the policy lets
+        """Seconds in which `step` would do nothing unless a request comes, because the policy lets
         all wait, or all sit out; or in which it need not plan (`late_plan_slack_s`); else 0.
         """
         if self._flight is not None or self.has_outputs or self._reporter.questions:
@@ -190,9 +190,9 @@ class EngineCore:
 
     @property
     def late_plan_slack_s(self) -> float:
-        """Seconds in which the next step need not be planned, and whoever comes can be in it: the
-        device should still be busy for longer. 0 unless the engine plans late, and where nobody who
-        comes could board.
+        """How long planning can be delayed so that late arrivals still join the next step: the
+        device should still be busy for longer. 0 unless the engine plans late, and where a late
+        arrival could not board.
         """
         flight = self._flight
         if not self.plans_late or flight is None or self.has_outputs or self._reporter.questions:
@@ -270,13 +270,13 @@ class EngineCore:
         return self._report(outputs, outcome.record, outcome.chunks)
 
     def _is_alone(self, plan: Plan, now: float) -> bool:
-        """Nothing is to be launched behind a step: while blame is found out, or when nobody waits
-        for it.
+        """Whether nothing is to be launched behind a step: while a failure is isolated, or when no
+        client waits for it.
         """
         return self.scheduler.isolating_failure or self.scheduler.lets_others_first(plan, now)
 
     def _try_launch(self, plan: Plan, started: float) -> _Failure | None:
-        """Start a plan's step, or say what came of it."""
+        """Start a plan's step. -> the failure, if there was one."""
         try:
             self._flight = self._launch(plan, started)
         except Exception as error:
@@ -284,7 +284,7 @@ class EngineCore:
         return None
 
     def _try_choose(self, flight: _Flight) -> _Failure | None:
-        """Have the tokens of those who are held to grammars chosen, now that the tokens before them
+        """Choose the tokens of sequences that are held to grammars, now that the tokens before them
         are known; the device computes the step meanwhile.
         """
         assert self.intake.grammars is not None  # which alone makes matchers
@@ -452,8 +452,8 @@ class EngineCore:
         self._asleep = False
 
     def reset_prefix_cache(self) -> None:
-        """Let no later prompt find what was computed for an earlier one. Pages of those who run
-        stay theirs.
+        """Let no later prompt find what was computed for an earlier one. Running
+        sequences keep their pages.
         """
         self.scheduler.forget_prefixes()
 

@@ -1,4 +1,4 @@
-"""What the core reports of its steps beside outputs: who sits where, events, prompt chunks."""
+"""What the core reports of its steps beside outputs: seats, events, prompt chunks."""
 
 from __future__ import annotations
 

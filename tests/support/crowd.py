@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -14,6 +15,7 @@ from jitney.engine.common.request_record import RequestRecord
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.common.trace import Arrival
 from jitney.engine.core.engine_core import EngineCore
+from jitney.engine.core.scheduler.sequence import Matcher
 from jitney.engine.lab.simulation.drive import Offer, drive
 from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.simulator import VirtualDevice
@@ -124,7 +126,9 @@ def crowd(
     records = RequestRecords()
     add = core.scheduler.add
 
-    def watched_add(request: EngineRequest, new_matcher: None = None) -> None:
+    def watched_add(
+        request: EngineRequest, new_matcher: Callable[[], Matcher] | None = None
+    ) -> None:
         try:
             add(request, new_matcher)
         except RequestError:

@@ -366,6 +366,31 @@ def fullest_stored(stored: str) -> np.ndarray:
 
 #: Formats of `MadeUp`.
 STORED = ("gptq", "awq", "pack", "q4_k")
+
+
+def random_weights(scheme: str) -> np.ndarray:
+    """Of random weights over four devices: leaves that differ from loaded ones in shape, type or
+    sharding, and all leaves.
+    """
+    source = ModelSource("hf", "", "made-up", SMALL_70B, has_weights=False)
+    mesh, storage = make_mesh(jax.devices()[:4]), load.WeightStorage(scheme)
+    random = load.load_model(source, SMALL_70B, jnp.bfloat16, storage=storage, mesh=mesh)
+    pairs = list(
+        zip(
+            jax.tree.leaves(nnx.state(random)),
+            jax.tree.leaves(nnx.state(loaded(MadeUp(SMALL_70B), SMALL_70B, scheme, 4))),
+            strict=True,
+        )
+    )
+    unlike = [
+        one
+        for one, other in pairs
+        if (one.shape, one.dtype) != (other.shape, other.dtype)
+        or not one.sharding.is_equivalent_to(other.sharding, one.ndim)
+    ]
+    return np.array([len(unlike), len(pairs)])
+
+
 JOBS: dict[str, Any] = {
     **{f"bits {stored}": (unlike, "plain", stored) for stored in STORED},
     **{f"bits {scheme}": (unlike, scheme) for scheme in Packed.schemes},
@@ -373,6 +398,7 @@ JOBS: dict[str, Any] = {
     **{f"sizes {stored} 4": (sizes, "plain", 4, stored) for stored in STORED},
     **{f"half {stored}": (half_a_host, stored) for stored in STORED},
     "elsewhere": (elsewhere, "int8"),
+    **{f"random {scheme}": (random_weights, scheme) for scheme in Packed.schemes},
     **{f"fullest {scheme}": (fullest, scheme) for scheme in ("int8", "int4")},
     **{f"fullest {stored}": (fullest_stored, stored) for stored in STORED},
 }

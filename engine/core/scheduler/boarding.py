@@ -39,11 +39,11 @@ class Boarding:
 
     def allowed(self, now: float) -> int:
         """How many waiting live sequences the policy lets board now."""
-        return self._policy.boarders(self._situation(now)) if self._queue else 0
+        return self._policy.boarders(self._situation(now)) if self._queue.waiting else 0
 
     def pause(self, now: float) -> float:
         """Seconds in which no plan is possible because the policy lets all wait; 0 if one is."""
-        if self._seats.n_taken or not self._queue:
+        if self._seats.n_taken or not self._queue.waiting:
             return 0.0
         wakes = self._policy.boards_at(self._situation(now))
         return max(0.0, min(wakes, self._sequences.requests.next_deadline) - now)
@@ -56,8 +56,8 @@ class Boarding:
             now,
             free_seats=len(self._seats.free),
             busy_seats=self._seats.batch,
-            waiting=len(self._queue),
-            arrivals=(seq.request.arrival for seq in self._queue.members()),
+            waiting=len(self._queue.waiting),
+            arrivals=(seq.request.arrival for seq in self._queue.waiting),
             more_to_come=more,
         )
 
@@ -108,7 +108,7 @@ class Boarding:
         """The sequence that may take a seat though none was free: another has just lost one for
         it.
         """
-        if self._seats.free or not self._queue:
+        if self._seats.free or not self._queue.waiting:
             return None
         claimant = self._queue.claimant(self._seats.count)
         if claimant is None or claimant.in_flight:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from jitney.engine.core.scheduler.estimates import StepTimeEstimate
 from jitney.engine.core.scheduler.open_sequences import OpenSequences
 from jitney.engine.core.scheduler.plan import Draft
 from jitney.engine.core.scheduler.preemption import Preemption
 from jitney.engine.core.scheduler.sequence import Sequence
+from jitney.engine.core.scheduler.step_times import StepTimeEstimate
 
 
 class DecodeRows:
@@ -80,7 +80,7 @@ class DecodeRows:
         the step's rows, and beside live streams as many as do not slow them down.
         """
         seats = self._seats
-        if not seats.n_background or self._sequences.live.queue or seats.live_prompts:
+        if not seats.n_background or self._sequences.live.queue.waiting or seats.live_prompts:
             return 0
         live = seats.n_decoding_live
         return self._step_times.rows_beside(live) if live else seats.count

@@ -11,7 +11,6 @@ from operator import attrgetter
 from jitney.engine.common.errors import ErrorInfo
 from jitney.engine.common.outputs import FinishReason, SequenceOutput
 from jitney.engine.common.requests import EngineRequest
-from jitney.engine.core.scheduler.admission.release_rate import ReleaseRate
 from jitney.engine.core.scheduler.lengths import LengthEstimate
 from jitney.engine.core.scheduler.page_tables import PageTables
 from jitney.engine.core.scheduler.queues import RequestClass, WaitingQueue
@@ -38,8 +37,6 @@ class OpenSequences:
         #: Requests with a waiting client, and those in the background.
         self.live = RequestClass(make_queue())
         self.background = RequestClass(make_queue())
-        #: How fast places of live requests come free.
-        self.release_rate = ReleaseRate()
         #: What is known about the lengths of answers.
         self.lengths = LengthEstimate()
         #: Their last token is in flight and they need no further row: they have no seat.
@@ -74,7 +71,7 @@ class OpenSequences:
     @property
     def lacks_pages(self) -> bool:
         """True while a live sequence waits for pages."""
-        return self.short_of_pages and bool(self.live.queue)
+        return self.short_of_pages and bool(self.live.queue.waiting)
 
     @property
     def open_seats(self) -> int:
@@ -120,7 +117,7 @@ class OpenSequences:
         siblings = self.requests.of(seq)
         if not siblings.boarded:
             siblings.boarded = True
-            requests.backlog.leave_prompt(seq.n_prompt)
+            requests.backlog.tokens -= seq.n_prompt
         if seq.boarded_at is None:
             requests.backlog.leave(seq)
             seq.boarded_at = now
@@ -167,15 +164,8 @@ class OpenSequences:
 
     def _unseat(self, seq: Sequence, *, ended: bool = True) -> None:
         self.pages.give_back(seq, ended=ended)
-        if ended:
-            self._count_release(seq)
         self.class_of(seq).queue.left(seq)
         self.seats.leave(seq)
-
-    def _count_release(self, seq: Sequence) -> None:
-        """A sequence has left its place for good; live requests wait for those of live ones."""
-        if not seq.background:
-            self.release_rate.released(seq)
 
     def start_over(self, seq: Sequence, now: float) -> None:
         """An open sequence gives up its seat, if it has one, to compute again what it has."""
@@ -231,7 +221,6 @@ class OpenSequences:
         requests = self.class_of(seq)
         if seq.boarded_at is None:
             requests.backlog.leave(seq)
-            self._count_release(seq)
         if seq.seated:
             self._unseat(seq)
         elif seq in self.leaving:
@@ -248,13 +237,13 @@ class OpenSequences:
         exactly once.
         """
         seated = self.seats.taken
-        queued = self.live.queue.members() | self.background.queue.members()
+        queued = self.live.queue.waiting | self.background.queue.waiting
         unseated = [*queued, *self.leaving, *self.requests.held]
         claims = {
             "every open sequence is in exactly one place": Counter([*seated, *unseated])
             == Counter(self.requests.sequences),
             "no request without open sequences is kept": all(s.open for s in self.requests),
-            "who lost its seat waits": self.stalled.keys() <= self.live.queue.members(),
+            "stalled sequences wait": self.stalled.keys() <= self.live.queue.waiting,
             "live requests are counted": self._is_counted(self.live, background=False),
             "background requests are counted": self._is_counted(self.background, background=True),
         }
@@ -270,9 +259,9 @@ class OpenSequences:
         return (
             requests.n_open == len(of_class)
             and requests.n_held == sum(len(s.held) for s in of_class)
-            and queue.expected == sum(seq.expected for seq in queue.members())
-            and queue.rows.total() == sum(seq.wanted_rows for seq in queue.members())
-            and all(seq.background == background for seq in queue.members())
+            and queue.expected == sum(seq.expected for seq in queue.waiting)
+            and queue.rows.total() == sum(seq.wanted_rows for seq in queue.waiting)
+            and all(seq.background == background for seq in queue.waiting)
             and backlog.sequences == len(fresh)
             and backlog.tokens == sum(len(s.request.prompt) for s in of_class if not s.boarded)
             and backlog.expected == sum(seq.expected for seq in fresh)

@@ -1,7 +1,7 @@
 """Whether the pages would last to the end of all seated sequences if more board.
 
-Method: that of Past-Future scheduling (Gong et al., ASPLOS 2025, arXiv 2507.10150): board whom the
-pool can take to the end, not whom it can take now. There lengths are drawn at random; here the
+Method: that of Past-Future scheduling (Gong et al., ASPLOS 2025, arXiv 2507.10150): board what the
+pool can hold to the end, not what it can hold now. There lengths are drawn at random; here the
 demand at each time to come is a sum of independent chances, of which mean and variance are known,
 so that the same state always gives the same answer.
 """
@@ -12,9 +12,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from jitney.engine.core.scheduler.estimates import StepTimeEstimate
 from jitney.engine.core.scheduler.open_sequences import OpenSequences
 from jitney.engine.core.scheduler.sequence import Sequence
+from jitney.engine.core.scheduler.step_times import StepTimeEstimate
 
 #: Standard deviations of the demand that are kept free beside its mean.
 _MARGIN = 1.2

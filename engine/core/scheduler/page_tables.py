@@ -6,11 +6,11 @@ a page.
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 from jitney.engine.core.scheduler.kv_pages import PagePool
+from jitney.engine.core.scheduler.page_keys import keys_of
 from jitney.engine.core.scheduler.prompt_scores import PromptScores
 from jitney.engine.core.scheduler.sequence import Sequence, WindowPages
 
@@ -62,10 +62,15 @@ class _GroupPages:
         first = self.first_seen(len(keys) * self.pool.page_size)
         return [0] * first + self.pool.match(keys[first:])
 
-    def board(self, keys: list[bytes]) -> WindowPages:
-        """What a sequence holds that found this prefix."""
-        first = self.first_seen(len(keys) * self.pool.page_size)
-        return WindowPages(self.match(keys), first, len(keys))
+    def board(self, keys: list[bytes], ends: set[int]) -> WindowPages:
+        """What a sequence holds that found this prefix. ends: pages behind which other prompts are
+        likely to differ from its own.
+        """
+        page_size = self.pool.page_size
+        first = self.first_seen(len(keys) * page_size)
+        # One page more: of a prompt of full pages only, the last one is computed again.
+        branches = [(self.first_seen((end - 1) * page_size), end) for end in ends]
+        return WindowPages(self.match(keys), first, len(keys), branches)
 
     def extend(self, held: WindowPages, positions: int) -> None:
         """Take the pages that so many positions lack; by the size of the pool there are enough."""
@@ -78,6 +83,28 @@ class _GroupPages:
                 )
             held.pages += pages
 
+    def publish(self, seq: Sequence, held: Sequence | WindowPages, *, ended: bool = False) -> None:
+        """Let later prompts find every full page of a seated sequence whose tokens are known and
+        whose rows are launched.
+
+        Prompts as soon as they are computed, outputs when the sequence leaves its seat: naming a
+        page takes a hash, and many at once take less time than one in each step. ended: it will not
+        come back, so pages that only itself may find are not published.
+        """
+        if not seq.shares:
+            return
+        known = min(seq.scheduled, len(seq.tokens))
+        if ended and seq.own_pages:
+            known = min(known, seq.own_pages.start)
+        full = known // self.pool.page_size
+        if full <= held.published:
+            return
+        keys = keys_of(seq, self.pool.page_size, full)
+        tenant = seq.request.tenant
+        for i in range(max(held.published, held.dropped), full):
+            self.pool.publish(held.pages[i], keys[i], tenant)
+        held.published = full
+
     def drop_behind(self, seq: Sequence, held: Sequence | WindowPages) -> bool:
         """Give back the pages behind the window of a sequence's next row; True if there were any.
         Their rows stay in the prefix index until the room is needed.
@@ -85,11 +112,25 @@ class _GroupPages:
         behind = self.first_seen(seq.scheduled)
         if behind <= held.dropped:
             return False
-        self.pool.publish_known(seq, held)
-        self.pool.release(held.pages[held.dropped : behind])
+        self.publish(seq, held)
+        self._release(held, range(held.dropped, behind))
         held.pages[held.dropped : behind] = [0] * (behind - held.dropped)
         held.dropped = behind
         return True
+
+    def _release(self, held: Sequence | WindowPages, dropped: range) -> None:
+        """Give back pages behind the window; those before a likely branch are evicted last, or else
+        a long prompt would flush the windows of all cached prefixes.
+        """
+        if not isinstance(held, WindowPages):
+            self.pool.release(held.pages[dropped.start : dropped.stop])
+            return
+        kept, others = list[int](), list[int]()
+        for number in dropped:
+            is_kept = any([first <= number < end for first, end in held.branches])
+            (kept if is_kept else others).append(held.pages[number])
+        self.pool.release(others, evict_first=True)
+        self.pool.release(kept)
 
 
 _NO_WINDOWS: Mapping[int, PagePool] = MappingProxyType({})
@@ -114,7 +155,7 @@ class PageTables:
         self.most_each = pages_per_window(window, pool.page_size) if window else sys.maxsize
         #: Pages that the sequences in seats hold together if each gets as long as it may, by
         #: whether they are in the background.
-        self.most_held: Counter[bool] = Counter()
+        self.most_held = {False: 0, True: 0}
         self._first = _GroupPages(pool, window)
         self._windows = [_GroupPages(own, size) for size, own in windows.items()]
         self._groups = [self._first, *self._windows]
@@ -126,7 +167,16 @@ class PageTables:
 
     def found(self, seq: Sequence) -> int:
         """Tokens of a waiting sequence that are found in pages now."""
-        return self._servable(self.pool.shareable_keys(seq)) * self.pool.page_size
+        return self._servable(self._shareable_keys(seq)) * self.pool.page_size
+
+    def _shareable_keys(self, seq: Sequence) -> list[bytes]:
+        """Keys of the pages a boarding sequence may share: full ones, and never the last token's,
+        whose logits are needed.
+        """
+        if not seq.shares:
+            return []
+        page_size = self.pool.page_size
+        return keys_of(seq, page_size, (len(seq.tokens) - 1) // page_size)
 
     def _servable(self, keys: list[bytes]) -> int:
         """Pages of the longest prefix that all groups can serve."""
@@ -160,15 +210,18 @@ class PageTables:
         tokens found for the first time; None where there are too few pages.
         """
         pool = self.pool
-        keys = pool.shareable_keys(seq)
+        keys = self._shareable_keys(seq)
         if seq.must_score:
             self._find_scores(seq, keys)
             # The row before the first missing score brings it: its whole page must be computed.
             keys = keys[: seq.scored // pool.page_size]
         if seq.request.pooling == "mean":
             keys = []  # every row is part of the vector, from the first on
+        ends = set[int]()
         if self.has_window:
+            ends = {seq.n_prompt // pool.page_size, self._first.servable(keys, len(keys))}
             keys = keys[: self._servable(keys)]
+            ends.add(len(keys))
         shared = self._first.match(keys)
         fresh = pool.pages_for(len(seq.tokens)) - len(shared)
         if fresh + n_seated > pool.available or not lasts(fresh):
@@ -177,7 +230,7 @@ class PageTables:
         seq.pages = shared + (pool.allocate(fresh) or [])
         seq.published = seq.shared = len(shared)
         seq.dropped = self._first.first_seen(len(shared) * pool.page_size)
-        seq.windows = tuple([group.board(keys) for group in self._windows])
+        seq.windows = tuple([group.board(keys, ends) for group in self._windows])
         seq.scheduled = start = len(shared) * pool.page_size
         seq.most_pages = self.most_of(seq)
         self.most_held[seq.background] += seq.most_pages
@@ -210,15 +263,15 @@ class PageTables:
         return any(dropped)
 
     def publish(self, seq: Sequence) -> None:
-        """Let later prompts find the pages of a seated sequence whose rows are launched."""
+        """Let later prompts find the pages of a seated sequence, see `_GroupPages.publish`."""
         for group, held in self._held(seq):
-            group.pool.publish_known(seq, held)
+            group.publish(seq, held)
 
     def give_back(self, seq: Sequence, *, ended: bool) -> None:
         """All pages of a sequence that leaves its seat. ended: it does not come back."""
         for group, held in self._held(seq):
             if group.pool.retain:
-                group.pool.publish_known(seq, held, ended=ended)
+                group.publish(seq, held, ended=ended)
             group.pool.release(held.pages)
         self.most_held[seq.background] -= seq.most_pages
         seq.pages = []
@@ -269,7 +322,7 @@ class PageTables:
         """
         for number, group in enumerate(self._groups):
             group.pool.check((seq, *seq.windows)[number].pages for seq in seated)
-        most = Counter[bool]()
+        most = {False: 0, True: 0}
         for seq in seated:
             most[seq.background] += seq.most_pages
         tables = [held for seq in seated for held in (seq, *seq.windows)]

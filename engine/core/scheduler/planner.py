@@ -9,12 +9,12 @@ import math
 from jitney.engine.core.scheduler.boarding import Boarding
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.decode_rows import DecodeRows
-from jitney.engine.core.scheduler.estimates import PrefillBudget
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.open_sequences import OpenSequences
 from jitney.engine.core.scheduler.passing import Passing
 from jitney.engine.core.scheduler.plan import Draft, Plan
 from jitney.engine.core.scheduler.preemption import Preemption
+from jitney.engine.core.scheduler.prefill_budget import PrefillBudget
 from jitney.engine.core.scheduler.queues import RequestClass
 from jitney.engine.core.scheduler.sequence import Sequence
 
@@ -104,9 +104,9 @@ class StepPlanner:
         if alone:
             self._decode.plan(draft, now)
         prompts = self._seats.live_prompts
-        if prompts or (self._queue and self._seats.free):
+        if prompts or (self._queue.waiting and self._seats.free):
             self._plan_prompts(prompts, draft, now)
-        elif not self._queue and (self._seats.prefilling or self._sequences.background.queue):
+        elif not self._queue.waiting:
             self._plan_background(draft, now)
 
     def _goes_alone(self, claimant: Sequence) -> bool:
@@ -177,7 +177,7 @@ class StepPlanner:
         """The most prompt rows of this step, by the prompts that need some: of those that sit, and
         of those for which there is a seat. short: a short one is computed first.
         """
-        n_prompts = len(prompts) + min(len(self._queue), len(self._seats.free))
+        n_prompts = len(prompts) + min(len(self._queue.waiting), len(self._seats.free))
         budget = self._prefill_budget
         return budget.most(draft.n_decode, _first_row(prompts), n_prompts, short=short)
 
@@ -251,11 +251,12 @@ class StepPlanner:
 
     def _is_last(self, seq: Sequence) -> bool:
         """True when no other prompt can use the rows that this one leaves in the step."""
-        if self._seats.free and self._sequences.class_of(seq).queue:
+        if self._seats.free and self._sequences.class_of(seq).queue.waiting:
             return False
-        prompts = reversed(self._seats.prefilling)
-        last = next(other for other in prompts if other.background == seq.background)
-        return last is seq
+        for other in reversed(self._seats.prefilling):
+            if other.background == seq.background:
+                return other is seq
+        return False
 
     def _add_chunk(self, seq: Sequence, draft: Draft, most: int) -> None:
         """At most `most` of the next known tokens of a sequence, as the step can take them."""
@@ -270,6 +271,8 @@ class StepPlanner:
         """Prompts of the background, in a step without any other; rarely while live requests are
         open, since the next to come waits for that step's end.
         """
+        if not self._seats.prefilling and not self._sequences.background.queue.waiting:
+            return
         since = self._steps - self._background_prompts_at
         if self._sequences.live.n_open and since < _BACKGROUND_EVERY:
             return

@@ -7,7 +7,7 @@ from __future__ import annotations
 from jitney.engine.core.scheduler.open_sequences import OpenSequences
 from jitney.engine.core.scheduler.sequence import Sequence
 
-#: Seconds after which one who lost its seat to a lack of pages takes another's.
+#: Seconds after which a sequence that lost its seat to a lack of pages takes another's.
 _STALL_S = 1.2
 #: Seconds and tokens that a seat is good for before it can be taken so: no turn passes without
 #: progress.
@@ -60,7 +60,7 @@ class Preemption:
 
     def _lacks_room(self, head: Sequence) -> bool:
         """Whether waiting sequences have too few seats, or the first of them too few pages."""
-        return len(self._seats.free) < len(self._queue) or self._missing_pages(head) > 0
+        return len(self._seats.free) < len(self._queue.waiting) or self._missing_pages(head) > 0
 
     @staticmethod
     def too_long_stalled(seq: Sequence, now: float) -> bool:

@@ -31,7 +31,7 @@ class RequestTable:
 
     def __init__(self) -> None:
         self._by_id: dict[str, Siblings] = {}
-        # A heap of (when, arrival, whose), pruned lazily.
+        # A heap of (when, arrival, siblings), pruned lazily.
         self._deadlines: list[tuple[float, int, Siblings]] = []
 
     def __len__(self) -> int:

@@ -203,8 +203,8 @@ class Results:
             output.finish = "stop"
 
     def _take_again(self, seq: Sequence, replay: Replay, token: int, now: float) -> None:
-        """A token that was told before has come again. If it is another one now, what was told is
-        kept, and computed like a prompt.
+        """A token that the client has already came again. If it differs now, the client's tokens
+        are kept, and computed like a prompt.
         """
         if replay.stale:
             self._drop_stale(seq, replay)
@@ -218,7 +218,7 @@ class Results:
             self._keep_replayed(seq, replay, now)
 
     def _keep_replayed(self, seq: Sequence, replay: Replay, now: float) -> None:
-        """Go on from what was told; what was launched behind another token does not count."""
+        """Go on from the client's tokens; what was launched behind another one does not count."""
         self._sequences.start_over(seq, now)
         seq.tokens[seq.n_prompt :] = replay.tokens
         replay.stale = seq.in_flight
@@ -234,7 +234,7 @@ class Results:
 
     @staticmethod
     def _first_token(seq: Sequence, output: SequenceOutput, now: float) -> None:
-        """Fill in what is told once, with the first token."""
+        """Fill in what only the first token's output has."""
         seq.first_token_at = now
         output.cached_tokens = seq.cached_tokens
         if seq.boarded_at is not None:
@@ -246,9 +246,7 @@ class Results:
             output.prompt_logprobs = PromptLogprobs.of(seq.prompt_logprobs)
 
     def _fail(self, seq: Sequence) -> None:
-        """A row was not finite: end the sequence if it still runs, and let nobody share its
-        pages.
-        """
+        """A row was not finite: end the sequence if it still runs, and withdraw its pages."""
         self._pages.withdraw(seq)
         if seq.finish is None:
             self._sequences.end(seq, "error", _NAN)

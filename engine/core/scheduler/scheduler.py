@@ -26,7 +26,6 @@ from jitney.engine.core.scheduler.admission.control import AdmissionControl
 from jitney.engine.core.scheduler.admission.predicted_wait import PredictedWait
 from jitney.engine.core.scheduler.boarding import Boarding
 from jitney.engine.core.scheduler.buckets import Buckets
-from jitney.engine.core.scheduler.estimates import PrefillBudget, StepTimeEstimate
 from jitney.engine.core.scheduler.kv_pages import PagePool
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.open_sequences import OpenSequences
@@ -37,11 +36,13 @@ from jitney.engine.core.scheduler.plan import Chunk, Draft, Occupancy, Plan, Ste
 from jitney.engine.core.scheduler.planner import StepPlanner
 from jitney.engine.core.scheduler.policies import make_order, make_policy
 from jitney.engine.core.scheduler.preemption import Preemption
+from jitney.engine.core.scheduler.prefill_budget import PrefillBudget
 from jitney.engine.core.scheduler.results import Results
 from jitney.engine.core.scheduler.row_limit import RowLimit
 from jitney.engine.core.scheduler.seats import Seats
 from jitney.engine.core.scheduler.sequence import Matcher, Sequence
 from jitney.engine.core.scheduler.sequence_factory import SequenceFactory
+from jitney.engine.core.scheduler.step_times import StepTimeEstimate
 
 _log = logging.getLogger("jitney.core")
 
@@ -149,7 +150,7 @@ class Scheduler:
         if sequences.seats.holds:
             return False
         queue = sequences.live.queue
-        if sequences.open_seats > len(queue) or queue.gives_way(self.limits.max_seats):
+        if sequences.open_seats > len(queue.waiting) or queue.gives_way(self.limits.max_seats):
             return True
         return self._planner.expects_short(self.clock())
 
@@ -211,7 +212,6 @@ class Scheduler:
         self._row_limit.pass_time(now)
         draft = Draft(self._row_limit.rows, self.limits.max_seats)
         self._planner.fill(draft, self.steps, now, self._suspects.first)
-        sequences.release_rate.step(now, crowded=sequences.crowded)
         if not draft.chunks:
             self._planner.dropped += draft.dropped
             return None

@@ -356,7 +356,7 @@ class Service:
         if reply.status != 429 and not (reply.status == 503 and generates):
             return
         retry_s = retry_after_s(reply.headers, 0.0) or None
-        self.client.history.turned_away(reply.status, reply.code or "", retry_s)
+        self.client.history.incidents.refused(reply.status, reply.code or "", retry_s)
 
     @property
     def info(self) -> EngineInfo:

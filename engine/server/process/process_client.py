@@ -217,12 +217,12 @@ class ProcessClient(CoreSupervisor):
         self.counters.observe_lost(sum(len(stream.open) for stream in self._streams.values()))
         resumed, ended = len(self._streams), n_open - len(self._streams)
         if self.info is not None:
-            self.history.outage_began(end.summary, n_resumed=resumed, n_lost=ended)
+            self.history.incidents.outage_began(end.summary, n_resumed=resumed, n_lost=ended)
         return resumed, ended
 
     def _lose_engine(self, end: CoreEnd) -> None:
         if self.info is not None:
-            self.history.outage_began(end.summary, n_resumed=0, n_lost=len(self._streams))
+            self.history.incidents.outage_began(end.summary, n_resumed=0, n_lost=len(self._streams))
         self._end_streams(_LOST)
         self.history.core_lost("engine_dead")
         self.counters.observe_lost(0)

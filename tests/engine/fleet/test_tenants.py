@@ -17,7 +17,7 @@ from api_fakes import FakeClient, Script, until
 from batch_files import CHATS, jsonl, line
 from fleet_engines import CHAT, FakeEngine, Served, engines, fleet_of, toml
 
-from jitney.engine.core.scheduler.kv_pages import PagePool
+from jitney.engine.core.scheduler.page_keys import root_of
 from jitney.engine.fleet.asked import Asked
 from jitney.engine.server.http.settings import digest_key
 from jitney.engine.server.http.tenants import signed
@@ -196,8 +196,8 @@ def test_engines_tell_keys_apart(tmp_path: Path, setting: Setting):
                 assert http.post(CHATS, json=CHAT).status_code == 200
     requests = fake.client.requests
     assert [request.tenant for request in requests] == [ALPHA, BETA, ALPHA]
-    pool = PagePool(8, 16)
-    roots, accounts = map(pool.root_of, requests), [request.account for request in requests]
+    roots = [root_of(request, retain=True) for request in requests]
+    accounts = [request.account for request in requests]
     for first, second, third in (roots, accounts):
         assert first == third != second
 

@@ -7,17 +7,25 @@ it may make too long. An idle engine refuses no request.
 
 from __future__ import annotations
 
+import math
+import random
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.core.scheduler.admission.predicted_wait import PredictedWait
-from jitney.engine.core.scheduler.admission.release_rate import SHORTEST_RETRY, ReturnTimes
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.open_sequences import OpenSequences
 from jitney.engine.core.scheduler.sequence import Sequence
 
+#: Bounds of Retry-After, in seconds.
+SHORTEST_RETRY, LONGEST_RETRY = 0.1, 1800.0
+#: Refused requests return a little further apart than their work takes by prediction, so that the
+#: queue has room for each. Random delay: at most so many seconds, and this share of the wait.
+_SPARSE, _JITTER_S, _JITTER_SHARE = 1.05, 0.5, 0.05
+#: A deadline is given up only if it would be missed even with this share of the predicted wait.
+_HOPE = 0.5
 #: Share of a bound down to which the queue goes before the first refused request returns: the rest
 #: absorbs that places do not come free evenly.
 _CALM = 0.6
@@ -72,6 +80,34 @@ class _Verdict:
     refusal: RequestError | None = None
 
 
+class ReturnTimes:
+    """Spreads refused requests over the time to come: each returns when those refused before it
+    should have been served. No place is kept for any of them.
+    """
+
+    def __init__(self, seed: int = 0):
+        self._random = random.Random(seed)
+        # Clock seconds until which requests that will return keep the engine busy.
+        self._busy_until = -math.inf
+
+    def clear(self) -> None:
+        """A request found free seats: the others have returned and were served, or do not come."""
+        self._busy_until = -math.inf
+
+    def next(self, now: float, free_in: float, work_s: float) -> float:
+        """Seconds after which the next refused request should return.
+
+        free_in: seconds until there is room if no request comes. work_s: seconds that its work
+        takes.
+        """
+        wait = max(self._busy_until - now, free_in, 0.0)
+        if wait > LONGEST_RETRY:
+            return LONGEST_RETRY * self._random.uniform(0.5, 1.0)
+        self._busy_until = now + wait + _SPARSE * work_s
+        jitter = self._random.uniform(0.0, min(_JITTER_S, _JITTER_SHARE * wait))
+        return max(SHORTEST_RETRY, wait + jitter)
+
+
 class AdmissionControl:
     """Admits requests, or refuses them with a Retry-After."""
 
@@ -83,6 +119,8 @@ class AdmissionControl:
         self._sequences = sequences
         self._backlog = sequences.live.backlog
         self._returns = ReturnTimes()
+        # When a request first came to the present crowd, clock seconds.
+        self._crowded_since: float | None = None
         # By the id of a group of requests of which more are to come.
         self._verdicts: OrderedDict[str, _Verdict] = OrderedDict()
 
@@ -121,7 +159,7 @@ class AdmissionControl:
             self._judge_background(leader)
             return
         work, wait = _Work.of(leader), self._wait(leader)
-        self.predicted_wait.check_deadline(leader, wait, now)
+        self._check_deadline(leader, wait, now)
         bounds = self._bounds(leader, work, wait, now)
         refusal = self._refusal(bounds, leader)
         if refusal is None:
@@ -132,6 +170,22 @@ class AdmissionControl:
         retry = self._returns.next(now, free_in, work.tokens * self._seconds_per_token(leader))
         raise RequestError(
             f"{refusal}; retry in {retry:.1f} s", code="queue_full", retry_after=retry
+        )
+
+    def _check_deadline(self, leader: Sequence, wait: float, now: float) -> None:
+        """Raise RequestError deadline_unreachable if the first token could not come in time after
+        so many seconds of waiting.
+        """
+        deadline = leader.request.deadline
+        if deadline is None:
+            return
+        if now + _HOPE * wait + self.predicted_wait.prefill_s(leader) <= deadline:
+            return
+        raise RequestError(
+            f"the first token could not come before the request's deadline; about {wait:.1f} s of "
+            "waiting are ahead",
+            code="deadline_unreachable",
+            retry_after=max(wait, SHORTEST_RETRY),
         )
 
     def _judge_background(self, leader: Sequence) -> None:
@@ -167,8 +221,7 @@ class AdmissionControl:
         bounds = [] if finds_seats else self._bounds_of_waiting(leader, work)
         longest = self.limits.max_predicted_wait_s
         if longest:
-            crowd_s = self._sequences.release_rate.crowded_s(now)
-            share = 1.0 if finds_seats else _SURE if crowd_s >= _FIRST_S else _AT_FIRST
+            share = 1.0 if finds_seats else _SURE if self._crowd_s(now) >= _FIRST_S else _AT_FIRST
             shown = longest if wait > longest else share * longest
             reason = (
                 f"about {wait:.1f} s of waiting are ahead, and at most {shown:g} are allowed; "
@@ -177,16 +230,24 @@ class AdmissionControl:
             bounds.append(_Bound(wait, longest, 1.0, reason, overflow=1.0, now=share))
         return bounds
 
+    def _crowd_s(self, now: float) -> float:
+        """Seconds for which requests have come while others waited and no seat was open."""
+        if not self._sequences.crowded:
+            self._crowded_since = None
+            return 0.0
+        if self._crowded_since is None:
+            self._crowded_since = now
+        return now - self._crowded_since
+
     def _bounds_of_waiting(self, leader: Sequence, work: _Work) -> list[_Bound]:
         """The bounds on how much waits."""
         backlog, limits = self._backlog, self.limits
-        per_place = self._sequences.release_rate.per_place(self._seconds_per_place(leader))
         most = limits.max_waiting_requests
         bounds = [
             _Bound(
                 backlog.sequences + work.sequences - self._sequences.open_seats,
                 most,
-                per_place,
+                self._seconds_per_place(leader),
                 f"too many sequences are waiting: {backlog.sequences}, of at most {most}",
             )
         ]
@@ -218,9 +279,8 @@ class AdmissionControl:
     def _seconds_per_token(self, leader: Sequence) -> float:
         backlog = self._backlog
         tokens = backlog.work / backlog.sequences if backlog.sequences else leader.expected
-        rate = self._sequences.release_rate
-        return rate.per_token(self._seconds_per_place(leader), tokens)
+        return self._seconds_per_place(leader) / max(1.0, tokens)
 
     def _seconds_per_place(self, leader: Sequence) -> float:
-        """By prediction: all seats go on to the end of an answer, one place each."""
+        """Seconds after which a place comes free: all seats go on to the end of an answer."""
         return self.predicted_wait.answer_s(leader) / self._sequences.working_seats

@@ -10,17 +10,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from jitney.engine.common.errors import RequestError
-from jitney.engine.core.scheduler.admission.release_rate import SHORTEST_RETRY
-from jitney.engine.core.scheduler.estimates import PrefillBudget, StepTimeEstimate
 from jitney.engine.core.scheduler.lengths import LengthEstimate
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.open_sequences import OpenSequences
 from jitney.engine.core.scheduler.passing import Passing
+from jitney.engine.core.scheduler.prefill_budget import PrefillBudget
 from jitney.engine.core.scheduler.sequence import Sequence
+from jitney.engine.core.scheduler.step_times import StepTimeEstimate
 
-#: A deadline is given up only if it would be missed even with this share of the predicted wait.
-_HOPE = 0.5
 #: Groups in which the prompts ahead are looked at, at most.
 _GROUPS = 16
 #: Seconds of a step before one was measured.
@@ -109,20 +106,6 @@ class PredictedWait:
     def pass_step(self) -> None:
         """A step is planned: the running answers will be one token further."""
         self._endings = None
-
-    def check_deadline(self, leader: Sequence, wait: float, now: float) -> None:
-        """Raise RequestError deadline_unreachable if the first token could not come in time after
-        so many seconds of waiting.
-        """
-        deadline = leader.request.deadline
-        if deadline is None or now + _HOPE * wait + self._prefill(leader) <= deadline:
-            return
-        raise RequestError(
-            f"the first token could not come before the request's deadline; about {wait:.1f} s of "
-            "waiting are ahead",
-            code="deadline_unreachable",
-            retry_after=max(wait, SHORTEST_RETRY),
-        )
 
     def wait(self, newcomer: Sequence) -> float:
         """Seconds until it should board; 0 before anything was measured."""
@@ -215,7 +198,7 @@ class PredictedWait:
         backlog, queue = self._live.backlog, self._live.queue
         if backlog.sequences:
             return backlog.expected / backlog.sequences
-        return queue.expected / len(queue) if queue else 1.0
+        return queue.expected / len(queue.waiting) if queue.waiting else 1.0
 
     def answer_s(self, newcomer: Sequence) -> float:
         """Seconds that a seat is taken by one answer, going by those that wait."""
@@ -269,7 +252,7 @@ class PredictedWait:
         endings = self._endings_now()
         return endings.tokens / endings.n if endings.n else 0.0
 
-    def _prefill(self, leader: Sequence) -> float:
+    def prefill_s(self, leader: Sequence) -> float:
         """The least seconds for the rows of the prompt that are not found in pages now."""
         return self.step_times.fastest_prefill(
             leader.n_prompt - self._sequences.pages.found(leader)

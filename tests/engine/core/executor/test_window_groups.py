@@ -13,6 +13,7 @@ from oracle import oracle_logprobs, prompt
 
 from jitney.engine import LLM, SamplingParams
 from jitney.engine.core.executor.memory import PoolShares
+from jitney.engine.core.scheduler.page_demand import PageDemand
 from jitney.engine.core.weights.checkpoints import families
 from jitney.engine.core.weights.checkpoints.model_config import RopeConfig
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
@@ -27,7 +28,7 @@ SETTINGS: dict[str, Any] = {
     "token_budget": 64,
     "context": 512,
     "page_size": PAGE,
-    "pages": 160,
+    "pages": 240,
     "seat_buckets": [4],
     "token_buckets": [64],
 }
@@ -95,14 +96,13 @@ def test_windows_evicted_before_the_pages_of_the_layers_that_see_all(
     plans = watch(llm.core)
     first = [prompt(99, 120)]
     cold = answers(llm, first)
-    for number in range(8):
+    for number in range(15):
         answers(llm, [prompt(100 + number, 100)], SamplingParams(temperature=0, max_tokens=1))
-    full, *windows = llm.core.scheduler.sequences.pages._groups
-    assert full.pool.n_cached < full.pool.capacity, "none of its pages was evicted"
-    assert all(group.pool.n_cached == group.pool.capacity for group in windows)
+    pool = llm.core.scheduler.pool
+    assert pool.n_cached < pool.capacity, "none of the first group's pages was evicted"
     plans.clear()
     assert answers(llm, first) == cold
-    assert sum(plan.cached_tokens for plan in plans) < 112
+    assert sum(plan.cached_tokens for plan in plans) == 0
 
 
 def test_preempted_sequences_and_siblings_answer_the_same(monkeypatch: pytest.MonkeyPatch):
@@ -112,6 +112,7 @@ def test_preempted_sequences_and_siblings_answer_the_same(monkeypatch: pytest.Mo
     expected = [output.outputs for output in roomy.generate(prompts, params)]
     tight = new_llm(monkeypatch, pages=72)
     assert tight.info.sizes.window_pages
+    monkeypatch.setattr(PageDemand, "lasts", lambda *_: True)
     got = [output.outputs for output in tight.generate(prompts, params)]
     tight.core.check()
     assert tight.core.ledger.totals["preempted"] > 0
@@ -119,10 +120,9 @@ def test_preempted_sequences_and_siblings_answer_the_same(monkeypatch: pytest.Mo
         assert [one.token_ids for one in ours] == [one.token_ids for one in theirs]
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8"])
-def test_narrow_keys_and_values(monkeypatch: pytest.MonkeyPatch, kv_dtype: str):
-    own = new_llm(monkeypatch, kv_dtype=kv_dtype)
-    shared = new_llm(monkeypatch, groups=False, kv_dtype=kv_dtype)
+def test_narrow_keys_and_values(monkeypatch: pytest.MonkeyPatch):
+    own = new_llm(monkeypatch, kv_dtype="int8")
+    shared = new_llm(monkeypatch, groups=False, kv_dtype="int8")
     assert answers(own, PROMPTS) == answers(shared, PROMPTS)
 
 

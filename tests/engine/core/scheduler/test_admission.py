@@ -21,16 +21,12 @@ from jitney.engine.config.schema import EngineSection
 from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.scheduler.admission.predicted_wait import _Endings
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
-from jitney.engine.core.scheduler.estimates import (
-    _KEPT,
-    _PATIENCE,
-    PrefillBudget,
-    StepTimeEstimate,
-)
 from jitney.engine.core.scheduler.lengths import FIRST_GUESS, LengthEstimate, RequestClasses
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.plan import StepResult
 from jitney.engine.core.scheduler.policies import _ORDERS
+from jitney.engine.core.scheduler.prefill_budget import _PATIENCE, PrefillBudget
+from jitney.engine.core.scheduler.step_times import _KEPT, StepTimeEstimate
 
 BUCKETS = Buckets.of(max_seats=16, token_budget=256)  # mixed: 32, 64, 128, 256 rows
 

@@ -31,6 +31,7 @@ from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.executor.inputs import BatchBuilder
 from jitney.engine.core.executor.memory import PoolShares
 from jitney.engine.core.scheduler.page_demand import PageDemand
+from jitney.engine.core.scheduler.page_keys import keys_of
 from jitney.engine.core.scheduler.page_tables import least_window_pages
 
 PAGE, SEATS, BUDGET, CONTEXT = 4, 3, 11, 64
@@ -221,7 +222,7 @@ def test_a_prefix_is_found_where_every_group_still_has_what_its_next_row_reads()
 def _key_of(core: EngineCore, prompt: list[int], page: int) -> bytes:
     """The key of a page of a prompt."""
     leader = core.scheduler.factory.leader(make_request("key", [*prompt, 1]), 10**6)
-    return core.scheduler.pool.shareable_keys(leader)[page]
+    return keys_of(leader, PAGE, page + 1)[page]
 
 
 def test_the_upload_has_a_table_and_rows_for_each_group():
@@ -308,3 +309,24 @@ def test_preempted_sequences_find_their_windows_again():
     for number in range(2):
         request = make_request("", [number + 1] * 24, max_tokens=30, ignore_eos=True)
         assert tokens_of(outputs, f"r{number}") == solo(request, 0, CONTEXT)
+
+
+def test_a_long_prompt_leaves_the_windows_of_cached_prefixes():
+    """What lies between two likely branches goes first: the prompt that all share, and the end of
+    each, are found after many times more rows than the groups have pages for.
+    """
+    core = new_core(RoomyRunner, seats=1, pages=64)
+
+    def found(tokens: list[int], max_tokens: int = 1) -> int:
+        core.add(make_request("a", tokens, max_tokens=max_tokens, ignore_eos=True))
+        outputs = core.run_until_idle()
+        return next(output.cached_tokens for output in outputs if output.tokens)
+
+    shared = [1] * 24
+    assert [found([*shared, 2, 3]), found([*shared, 4, 5])] == [0, 24]
+    for number in range(6, 12):
+        assert found([number] * 56) == 0
+        assert found([*shared, number]) == 24
+    # The end of a prompt outlasts the answer that follows it.
+    assert found([*shared, 2, 3] * 2, max_tokens=10) == 24
+    assert found([*shared, 2, 3] * 2) == 48

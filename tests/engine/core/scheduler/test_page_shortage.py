@@ -13,7 +13,6 @@ from jitney.engine.common.history import RequestRecords
 from jitney.engine.common.requests import EngineRequest, SamplingParams
 from jitney.engine.common.trace import Arrival
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
-from jitney.engine.core.scheduler.estimates import StepTimeEstimate
 from jitney.engine.core.scheduler.lengths import (
     _HALVE_AT,
     _MOST_CLASSES,
@@ -23,6 +22,7 @@ from jitney.engine.core.scheduler.lengths import (
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.page_demand import _times_ahead
 from jitney.engine.core.scheduler.plan import Plan, StepResult
+from jitney.engine.core.scheduler.step_times import StepTimeEstimate
 from jitney.engine.lab.simulation.drive import Offer, drive
 from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.simulator import VirtualDevice, _FlyingStep

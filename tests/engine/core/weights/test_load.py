@@ -39,6 +39,7 @@ from llamas import (
 from safetensors.numpy import save_file
 
 from jitney.engine.common.errors import ModelError
+from jitney.engine.core.models.quantization import widened
 from jitney.engine.core.models.registry import model_class
 from jitney.engine.core.models.rope import _inverse_frequencies
 from jitney.engine.core.weights.checkpoint import _BlockGGUF
@@ -46,7 +47,8 @@ from jitney.engine.core.weights.checkpoints.families import FAMILIES, tiny_confi
 from jitney.engine.core.weights.checkpoints.gguf import GGUFFile
 from jitney.engine.core.weights.checkpoints.gguf_config import config_of
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
-from jitney.engine.core.weights.load import load_model
+from jitney.engine.core.weights.describe import describe_weights
+from jitney.engine.core.weights.load import WeightStorage, load_model
 
 DECODERS = [name for name in FAMILIES if tiny_config(FAMILIES[name].name).encoder is None]
 
@@ -539,6 +541,24 @@ def test_gguf_faults_name_the_tensors(tmp_path: Path):
     del state["model.layers.1.mlp.down_proj.weight"]
     message = refusal(write_gguf(tmp_path / "m.gguf", state))
     assert "1 missing: blk.1.ffn_down.weight" in message
+
+
+@pytest.mark.parametrize("weights", ["plain", "int8", "int4"])
+def test_dummy_weights_have_the_shapes_of_the_models_own(tmp_path: Path, weights: str):
+    """And no file of weights is opened: this one is no such file."""
+    folder = write_folder(tmp_path / "m", tensors())
+    storage = WeightStorage(weights)
+    source = ModelSource.resolve(str(folder))
+    own = load_model(source, source.config, jnp.bfloat16, storage=storage)
+    (folder / "model.safetensors").write_bytes(b"damaged")
+    source = ModelSource.resolve(str(folder), weights=False)
+    random = load_model(source, source.config, jnp.bfloat16, storage=storage)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), nnx.state(random)) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), nnx.state(own)
+    )
+    assert describe_weights(random, source) == f"random, {describe_weights(own)}"
+    numbers = np.asarray(widened(next(iter(random.linears())).packed), np.float32)
+    assert np.isfinite(numbers).all() and numbers.std() > 0
 
 
 def test_tiny_random_needs_no_files():

@@ -138,8 +138,8 @@ def test_answers_that_turn_clients_away_are_counted_by_their_reason():
         assert (await call(app, path, PROMPT | {"temperature": 9})).status == 400
         assert (await call(app, "/v1/nothing", PROMPT)).status == 404
         assert (await call(app, path, PROMPT, headers=background)).status == 429
-        assert [dict(one.counts) for one in history.refusals] == [{"429 queue_full": 1}]
-        assert history.refusals[0].retry_s == 2.25
+        assert [dict(one.counts) for one in history.incidents.refusals] == [{"429 queue_full": 1}]
+        assert history.incidents.refusals[0].retry_s == 2.25
         client.scripts = [Script("x" * 50, hang=True)]
         streams = [asyncio.create_task(call(app, path, PROMPT)) for _ in range(2)]
         while len(client.open) < 2:
@@ -151,7 +151,7 @@ def test_answers_that_turn_clients_away_are_counted_by_their_reason():
         client.state = "restarting"
         assert (await call(app, path, PROMPT)).status == 503
         assert (await call(app, "/readyz", method="GET")).status == 503
-        (refusals,) = history.refusals
+        (refusals,) = history.incidents.refusals
         assert refusals.counts == {"429 queue_full": 1, "429 rate_limit": 1, "503 restarting": 1}
 
     run(scenario())

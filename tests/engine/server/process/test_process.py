@@ -588,7 +588,7 @@ def test_a_core_that_dies_in_the_first_start_is_followed_by_another(
         async with running("build_that_dies_twice") as client:
             await client.wait_ready()
             assert client.state == "ready" and client.counters.engine_restarts == 2
-            assert not client.history.outages, "nothing had served yet"
+            assert not client.history.incidents.outages, "nothing had served yet"
             assert (await collect(Outputs(client, request("a", 5))))[-1].tokens == [7]
 
     run(test)
