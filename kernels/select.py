@@ -178,6 +178,7 @@ def _set_of(kernels: TritonKernels, sm: int) -> KernelSet:
         narrow_gates=True,
         fp8=products,
         experts=kernels.experts,
+        delta_net=kernels.delta_net,
     )
 
 

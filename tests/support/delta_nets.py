@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jitney.kernels import definitions
 from jitney.kernels.delta_net import DeltaState, DeltaWeights
 from jitney.kernels.interface import AttentionMeta
+
+#: Of the norm of what a head reads.
+EPS = 1e-5
 
 
 class Sizes(NamedTuple):
@@ -105,33 +110,50 @@ def dirty_state(sizes: Sizes) -> DeltaState:
     return DeltaState(taps, memory, jnp.full(sizes.seats, values, jnp.int32))
 
 
-def definition(sizes: Sizes, weights: DeltaWeights, text: Text, eps: float) -> np.ndarray:
-    """One sequence, token by token and head by head, in float64: [L, H V]."""
-    taps, log_decay, bias, norm = (np.asarray(one, np.float64) for one in weights)
-    shared, keys = sizes.heads // sizes.key_heads, sizes.key_heads * sizes.dim
-    memory = np.zeros((sizes.heads, sizes.dim, sizes.width))
-    out = np.zeros((len(text.x), sizes.heads * sizes.width))
-    mixed = text.x[:, : sizes.channels].astype(np.float64)
-    for t in range(len(mixed)):
-        total = np.zeros(sizes.channels)
-        for lag in range(min(sizes.taps, t + 1)):
-            total += mixed[t - lag] * taps[-1 - lag]
-        total = total / (1 + np.exp(-total))
-        for head in range(sizes.heads):
-            at = head // shared * sizes.dim
-            q, k = total[at : at + sizes.dim], total[keys + at : keys + at + sizes.dim]
-            q = q / np.sqrt(q @ q + 1e-6) / np.sqrt(sizes.dim)
-            k = k / np.sqrt(k @ k + 1e-6)
-            own = slice(head * sizes.width, (head + 1) * sizes.width)
-            v = total[2 * keys :][own]
-            rate = text.rates[t].astype(np.float64)
-            beta = 1 / (1 + np.exp(-rate[head]))
-            speed = np.exp(log_decay[head])
-            decay = np.exp(-speed * np.log1p(np.exp(rate[sizes.heads + head] + bias[head])))
-            kept = decay * memory[head]
-            memory[head] = kept + np.outer(k, beta * (v - k @ kept))
-            read = q @ memory[head]
-            gate = text.x[t, sizes.channels :].astype(np.float64)[own]
-            normed = read / np.sqrt(np.mean(read * read) + eps) * norm
-            out[t, own] = normed * gate / (1 + np.exp(-gate))
-    return out
+def definition(sizes: Sizes, weights: DeltaWeights, text: Text) -> np.ndarray:
+    """[L, H V] of one sequence."""
+    return definitions.delta_net(text.x, text.rates, weights, sizes.key_heads, sizes.dim, EPS)
+
+
+def run(
+    kernel: Any, steps: list[Step], sizes: Sizes, weights: DeltaWeights, dtype: Any = "float32"
+) -> tuple[list[np.ndarray], DeltaState]:
+    """The rows of each step, and the state behind them."""
+    compiled = jax.jit(kernel, static_argnames="eps", donate_argnums=3)
+    state, outputs = dirty_state(sizes), []
+    for step in steps:
+        x = jnp.asarray(step.x, dtype)
+        rows, state = compiled(x, jnp.asarray(step.rates), weights, state, step.meta, eps=EPS)
+        outputs.append(np.asarray(rows.astype(jnp.float32)))
+    return outputs, state
+
+
+def in_pieces(kernel: Any, sizes: Sizes) -> dict[str, Any]:
+    """Prompts in odd pieces beside sequences that decode, in seats that hold others' numbers: the
+    greatest distance from the definition, and whether the other seats hold what they held.
+    """
+    rng = np.random.default_rng(3)
+    weights = draw_weights(sizes, rng)
+    one, two, three = (Text.draw(sizes, rng, seat, n) for seat, n in ((3, 45), (0, 6), (1, 3)))
+    steps = [
+        Step([(one, 1), (two, 2)], 8, 4),
+        Step([(two, 1), (one, 2)], 8, 4),
+        Step([(three, 1), (two, 1), (one, 37)], 64, 4),
+        Step([(one, 1), (two, 1), (three, 1)], 4, 4),
+        Step([(three, 1), (one, 4), (two, 1)], 8, 4),
+    ]
+    outputs, state = run(kernel, steps, sizes, weights)
+    error = 0.0
+    for text in (one, two, three):
+        found = []
+        for step, rows in zip(steps, outputs, strict=True):
+            first = 0
+            for other, count in step.parts:
+                if other is text:
+                    found += list(rows[first : first + count])
+                first += count
+        error = max(error, float(np.abs(found - definition(sizes, weights, text)).max()))
+    lengths = np.asarray(state.lengths)[[3, 0, 1]].tolist()
+    memory = np.asarray(state.memory)
+    same = lengths == [45, 6, 3] and bool(np.isnan(memory[[2, 4]]).all())
+    return {"error": error, "untouched": same}

@@ -26,7 +26,7 @@ from jitney.engine.core.models.quantization import Packed, quantise
 from jitney.engine.core.models.sharding import TENSOR, Shares, _run_on_each, make_mesh
 from jitney.engine.core.weights import load, repack
 from jitney.engine.core.weights.checkpoints.families import tiny_config
-from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig, RopeConfig
 from jitney.engine.core.weights.checkpoints.names import Target
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.stored_matrix import Along, Field, StoredMatrix
@@ -42,6 +42,8 @@ SMALL_70B = replace(
     vocab_size=4008,
     n_layers=1,
     windows=(0,),
+    # A part of each head is rotated, so heads are loaded in another order.
+    ropes=(RopeConfig(dims=16),),
 )
 
 
@@ -183,7 +185,11 @@ class MadeUp:
 
     def whole(self, target: Target) -> np.ndarray:
         """As the model has it, before it is rounded."""
-        array = np.concatenate([self.arrays[piece.name] for piece in target.pieces])
+        parts = []
+        for piece in target.pieces:
+            order = self.orders.get(piece.name, slice(None))
+            parts.append(self.arrays[piece.name][order])
+        array = np.concatenate(parts)
         return array.T if target.transpose else array
 
     def whole_packed(self, target: Target) -> Packed:

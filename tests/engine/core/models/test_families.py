@@ -5,7 +5,8 @@ and a family that only this test knows.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import math
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from llamas import permuted
 from reference_logits import DATA, SCRIPT
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
@@ -27,6 +29,7 @@ from jitney.engine.core.models.llama import Llama
 from jitney.engine.core.models.registry import _MODELS, abstract_model, model_class
 from jitney.engine.core.weights.checkpoints.families import FAMILIES, Family, _read_decoder
 from jitney.engine.core.weights.checkpoints.hf_config import read_hf_config
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.load import load_model
 
@@ -59,8 +62,14 @@ def write_folder(folder: Path, case: dict) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kernels", ["auto", "reference"])
-@pytest.mark.parametrize("name", SCRIPT.GREEDY)
+#: Of these with the reference kernels, too.
+REFERENCE = ("gemma3", "olmo2", "phi3", "cohere2")
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [*((name, "auto") for name in SCRIPT.GREEDY), *((name, "reference") for name in REFERENCE)],
+)
 def test_a_family_writes_what_transformers_writes(name: str, kernels: str, tmp_path: Path):
     """Greedy tokens and their log-probabilities in float32: prompts in chunks of 16 rows, past
     windows of 8 over pages of 8, one by one and together.
@@ -81,10 +90,13 @@ def test_a_family_writes_what_transformers_writes(name: str, kernels: str, tmp_p
     llm.core.check()
 
 
-def test_sums_that_no_norm_reads_are_rounded_alike_in_every_bucket():
-    """OLMo 2's products read the sums themselves; those of int4 are XLA's, which may fuse both."""
+@pytest.mark.parametrize("family", ["olmo2", "granite", "cohere2"])
+def test_sums_that_no_norm_reads_are_rounded_alike_in_every_bucket(family: str):
+    """OLMo 2's products read the sums themselves, Granite's sums are multiplied, Cohere's norms
+    are XLA's; so are products of int4, and XLA may fuse both.
+    """
     settings: dict[str, Any] = SMALL | {"dtype": "bfloat16", "weights": "int4"}
-    llm = LLM("tiny-random:olmo2", **settings)
+    llm = LLM(f"tiny-random:{family}", **settings)
     prompts = [list(range(4, 4 + length)) for length in (3, 17, 40, 9)]
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=12, ignore_eos=True)
     together = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
@@ -141,6 +153,139 @@ def test_a_gguf_file_is_the_same_gemma(tmp_path: Path):
     one, other = (load_model(source, source.config) for source in (folder, file))
     for left, right in zip(*map(jax.tree.leaves, map(nnx.state, (one, other))), strict=True):
         np.testing.assert_array_equal(left, right)
+
+
+YARN = {
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 8.0,
+    "rope.scaling.original_context_length": 32,
+}
+#: Case of the reference logits -> what its configuration is changed to, whether llama.cpp's
+#: converter pairs rows of queries and keys, and key-values of its file.
+GGUF_FAMILIES: dict[str, tuple[dict[str, Any], bool, dict[str, Any]]] = {
+    "ministral3": (
+        {},
+        True,
+        YARN
+        | {
+            "rope.freq_base": 500.0,
+            "rope.scaling.yarn_beta_fast": 4.0,
+            "rope.scaling.yarn_log_multiplier": 1.0,
+            "attention.temperature_scale": 0.5,
+            "attention.key_length": 32,
+            "attention.value_length": 32,
+        },
+    ),
+    "phi3": (
+        {},
+        False,
+        {
+            "rope.freq_base": 500.0,
+            "rope.dimension_count": 12,
+            "rope.scaling.original_context_length": 32,
+            "rope.scaling.attn_factor": math.sqrt(1 + math.log(256 / 32) / math.log(32)),
+        },
+    ),
+    "smollm3": (
+        {"no_rope_layers": [1, 1, 1, 0], "use_sliding_window": False},
+        True,
+        {"rope.freq_base": 2e6},
+    ),
+    "olmo3": ({}, False, YARN | {"rope.freq_base": 500.0, "attention.sliding_window": 8}),
+    "granite": (
+        {"attention_multiplier": 0.25},
+        True,
+        {
+            "embedding_scale": 3.0,
+            "residual_scale": 0.7,
+            "attention.scale": 0.25,
+            "logit_scale": 2.0,
+        },
+    ),
+    "glm4": ({}, False, {"rope.dimension_count": 8}),
+    "seed_oss": ({}, False, {"attention.key_length": 24, "attention.value_length": 24}),
+    "exaone4": (
+        {"layer_types": ["sliding_attention"] * 3},
+        False,
+        {"attention.sliding_window": 8},
+    ),
+    "cohere2": (
+        {"layer_norm_eps": 1e-5},
+        False,
+        {"attention.sliding_window": 8, "logit_scale": 0.25},
+    ),
+}
+
+
+def write_gguf_family(path: Path, case: dict, *, paired: bool, keys: dict[str, Any]) -> Path:
+    """The case's weights with the names and rows of llama.cpp's converter."""
+    config = case["config"]
+    name = {"ministral3": "mistral3", "olmo3": "olmo2"}.get(
+        config["model_type"], config["model_type"]
+    )
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    layers = config["num_hidden_layers"]
+    writer = gguf_files.open_writer(
+        path,
+        name,
+        layers=layers,
+        size=config["hidden_size"],
+        inner=config["intermediate_size"],
+        heads=heads,
+        kv_heads=kv_heads,
+        context=config["max_position_embeddings"],
+    )
+    for key, value in keys.items():
+        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
+        add[type(value)](f"{name}.{key}", value)
+    arch = next(arch for arch, own in gguf.MODEL_ARCH_NAMES.items() if own == name)
+    names = gguf.get_tensor_name_map(arch, layers)
+    for stored, shape in case["shapes"].items():
+        tensor = SCRIPT.random_tensor(stored, tuple(shape))
+        if paired and stored.endswith("q_proj.weight"):
+            tensor = permuted(tensor, heads)
+        if paired and stored.endswith("k_proj.weight"):
+            tensor = permuted(tensor, kv_heads)
+        gguf_name = names.get_name(stored, try_suffixes=(".weight", ".bias"))
+        assert gguf_name is not None, stored
+        writer.add_tensor(gguf_name, np.ascontiguousarray(tensor))
+    for kind in ("short", "long"):
+        factors = config["rope_parameters"].get(f"{kind}_factor")
+        if factors is not None:
+            tensor = np.array(factors, np.float32)
+            writer.add_tensor(f"rope_factors_{kind}.weight", tensor)
+    gguf_files.close(writer)
+    return path
+
+
+@pytest.mark.parametrize("name", GGUF_FAMILIES)
+def test_a_gguf_file_is_the_same_model(name: str, tmp_path: Path):
+    change, paired, keys = GGUF_FAMILIES[name]
+    case = CASES[name]
+    case = case | {"config": case["config"] | change | {"eos_token_id": 2, "bos_token_id": None}}
+    folder = ModelSource.resolve(str(write_folder(tmp_path, case)))
+    path = write_gguf_family(tmp_path / "g.gguf", case, paired=paired, keys=keys)
+    file = ModelSource.resolve(str(path))
+    found = replace(file.config, architecture=folder.config.architecture)
+    assert rounded(found) == rounded(folder.config)
+    one, other = (load_model(source, source.config) for source in (folder, file))
+    for left, right in zip(*map(jax.tree.leaves, map(nnx.state, (one, other))), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+def rounded(config: ModelConfig) -> dict[str, Any]:
+    """Its fields with numbers as float32 has them, as files do."""
+
+    def narrow(value: Any) -> Any:
+        if isinstance(value, float):
+            return float(f"{value:.5g}")
+        if isinstance(value, dict):
+            return {key: narrow(own) for key, own in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [narrow(own) for own in value]
+        return value
+
+    return narrow(asdict(config))
 
 
 GEMMA3 = {

@@ -498,6 +498,13 @@ def test_families_are_known_by_their_templates(family: str):
     assert turns.thinks == (family in ("qwen3", "harmony", "deepseek_v3", "deepseek_v31"))
 
 
+def test_a_template_with_thoughts_and_calls_in_tags_is_known():
+    """As Qwen3.5's: the prompt opens the thoughts."""
+    turns = TurnFormat.of(TEMPLATES["qwen3_coder"] + "{% if enable_thinking %}<think>\n{% endif %}")
+    assert turns.tools is not None and turns.tools.name == "qwen3_coder"
+    assert turns.reasoning is not None and turns.reasoning.name == "qwen3"
+
+
 PATCH: dict[str, Any] = {"type": "custom", "custom": {"name": "patch", "description": "Edits"}}
 
 
