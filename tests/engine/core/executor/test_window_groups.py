@@ -28,7 +28,7 @@ SETTINGS: dict[str, Any] = {
     "token_budget": 64,
     "context": 512,
     "page_size": PAGE,
-    "pages": 240,
+    "pages": 400,
     "seat_buckets": [4],
     "token_buckets": [64],
 }
