@@ -172,7 +172,7 @@ class DeltaNetConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheGroup:
+class _CacheGroup:
     """Layers that keep keys and values of the same positions, in pages of their own."""
 
     #: Positions that each of them sees, the newest; 0: all.
@@ -315,7 +315,7 @@ class ModelConfig:
         return self.vocab_size if self.encoder is None else 1
 
     @property
-    def cache_groups(self) -> tuple[CacheGroup, ...]:
+    def cache_groups(self) -> tuple[_CacheGroup, ...]:
         """The layers that keep keys and values, by how many positions they see, the most first. A
         window as long as the context is none.
         """
@@ -326,7 +326,7 @@ class ModelConfig:
                 window = 0
             layers.setdefault(window, []).append(layer)
         order = sorted(layers, key=lambda window: window or self.context_length, reverse=True)
-        return tuple(CacheGroup(window, tuple(layers[window])) for window in order)
+        return tuple(_CacheGroup(window, tuple(layers[window])) for window in order)
 
     @property
     def layer_groups(self) -> tuple[int, ...]:
