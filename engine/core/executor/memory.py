@@ -137,22 +137,29 @@ class PoolShares:
         """Pages of each group that fit, the trash page included; of one pool where all layers
         share it. useful: pages with which every seat holds a whole context.
         """
-        others = self._others(limit_bytes)
-        left = limit_bytes - math.sumprod(others, self.page_bytes[1:])
-        first = min(int(left // self.page_bytes[0]), useful)
-        if max(others, default=first) < first:
-            return first, *others
+        for spare_share in self._spare_shares:
+            others = self._others(spare_share * limit_bytes)
+            left = limit_bytes - math.sumprod(others, self.page_bytes[1:])
+            first = min(int(left // self.page_bytes[0]), useful)
+            if max(others, default=first) < first:
+                return first, *others
         return (min(int(limit_bytes // self.whole_page_bytes), useful),)
 
     def counted(self, pages: int) -> tuple[int, ...]:
         """As `fit`, where the first group has so many."""
-        others = self._others(pages * self.page_bytes[0])
-        if max(others, default=pages) < pages:
-            return pages, *others
+        for spare_share in self._spare_shares:
+            others = self._others(spare_share * pages * self.page_bytes[0])
+            if max(others, default=pages) < pages:
+                return pages, *others
         return (pages,)
 
-    def _others(self, limit_bytes: float) -> tuple[int, ...]:
-        """Pages of each group but the first."""
+    @property
+    def _spare_shares(self) -> tuple[float, ...]:
+        """Of the memory, for windows of cached prefixes; what to try, the best first."""
+        return (_SPARE_SHARE, 0.0) if self.prefix_cache else (0.0,)
+
+    def _others(self, spare_bytes: float) -> tuple[int, ...]:
+        """Pages of each group but the first. spare_bytes: the most for cached prefixes in each."""
         pages = []
         for window, page_bytes in zip(self.windows[1:], self.page_bytes[1:], strict=True):
             least = least_window_pages(
@@ -162,11 +169,8 @@ class PoolShares:
                 token_budget=self.token_budget,
                 context_length=self.context_length,
             )
-            spare = 0
-            if self.prefix_cache:
-                most = int(_SPARE_SHARE * limit_bytes // page_bytes)
-                spare = min(self.seats * pages_per_window(window, self.page_size), most)
-            pages.append(least + spare)
+            spare = self.seats * pages_per_window(window, self.page_size)
+            pages.append(least + min(spare, int(spare_bytes // page_bytes)))
         return tuple(pages)
 
 
