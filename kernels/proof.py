@@ -48,6 +48,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "int4 product": ("matmul_int4", "gated_int4"),
     "int8 product": ("int8",),
     "fp8 product": ("fp8",),
+    "mxfp4 product": ("mxfp4",),
     "experts": ("experts", "takes_one_of"),
     "sampling cut": ("threshold",),
 }

@@ -109,6 +109,7 @@ def _native() -> KernelSet:
         norm_sum=norms.norm_sum,
         pack=products.pack,
         int8=products.INT8,
+        mxfp4=products.MXFP4,
         takes_one_of=True,
         leaves_out_padding=True,
         part_seconds=serving.part_seconds,

@@ -21,6 +21,7 @@ _log = logging.getLogger(__name__)
 _HANDLERS = (
     "attention",
     "int8_panels",
+    "mxfp4_panels",
     "norm_sum",
     "panels",
     "product",

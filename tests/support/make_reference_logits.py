@@ -4,8 +4,8 @@ them.
 Run where PyTorch and transformers are installed (PyTorch is not a dependency of Jitney): `python
 tests/support/make_reference_logits.py NAME ...` makes the cases of these names anew and keeps the
 others; without names it makes all. Written with torch 2.13.0 and transformers 5.23.0 (mixtures of
-experts: 5.19.0; OLMo 2 and qwen3_moe_window: 5.24.0). The weights are not stored: both sides draw
-them with `random_tensor`.
+experts: 5.19.0; OLMo 2, gpt-oss and qwen3_moe_window: 5.24.0). The weights are not stored: both sides
+draw them with `random_tensor`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,21 @@ SIZES = {
     "rms_norm_eps": 1e-5,
     "bos_token_id": 1,
     "eos_token_id": [2, 3],
+}
+GPT_OSS = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 8,
+    "head_dim": 16,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 4,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 600.0,
+        "factor": 4.0,
+        "truncate": False,
+        "original_max_position_embeddings": 32,
+    },
 }
 #: Name -> (transformers' prefix, settings beside SIZES).
 CASES = {
@@ -131,6 +146,9 @@ CASES = {
         "Mixtral",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
     ),
+    "gpt_oss": ("GptOss", GPT_OSS | {"sliding_window": 8}),
+    # As published: experts in MXFP4, a window of 128.
+    "gpt_oss_mxfp4": ("GptOss", GPT_OSS | {"max_position_embeddings": 512}),
     "gemma2": (
         "Gemma2",
         {
@@ -159,23 +177,34 @@ CASES = {
     "olmo2": ("Olmo2", {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}),
     "olmo2_biases": ("Olmo2", {"num_key_value_heads": 4, "attention_bias": True}),
 }
+#: Cases whose experts are stored so.
+MXFP4 = ("gpt_oss_mxfp4",)
 #: Prefix of a configuration's class -> that of its model's, where they differ.
 MODELS = {"Gemma3Text": "Gemma3"}
 #: Cases with greedy continuations, and of how many tokens: past every window of 8.
-GREEDY = {"gemma2": 16, "gemma3": 16, "olmo2": 16}
+GREEDY = {"gemma2": 16, "gemma3": 16, "olmo2": 16, "gpt_oss": 16, "gpt_oss_mxfp4": 12}
 #: Spread of the embeddings of some: Gemma scales them up, and would repeat a token for ever.
 SPREADS = {"gemma2": 0.2, "gemma3": 0.15}
-#: Lengths of the prompts that are continued.
+#: Lengths of the prompts that are continued; of some cases with windows of 128 others.
 GREEDY_PROMPTS = [5, 20, 48]
+LONG_PROMPTS = {"gpt_oss_mxfp4": [1, 40, 125, 300]}
 
 
 def random_tensor(name: str, shape: tuple[int, ...], spread: float = 1.0) -> np.ndarray:
     """float32 weights that depend on the tensor's name and shape alone; spread: of embeddings."""
     drawn = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
+    if name.endswith("_blocks"):
+        return np.random.default_rng(zlib.crc32(name.encode())).integers(0, 256, shape, np.uint8)
+    if name.endswith("_scales"):  # magnitudes of experts' weights up to 1.5, or 6 of gates
+        return (124 + 2 * ("gate" in name) + np.clip(drawn, -2, 0)).astype(np.uint8)
     if "norm" in name:
         drawn = 1.0 + 0.2 * drawn
-    elif name.endswith(".bias"):
+    elif name.endswith("bias"):
         drawn = 0.3 * drawn
+    elif name.endswith("sinks"):  # some of them outweigh every key, some no key
+        drawn = 4 * drawn
+    elif "gate_up" in name:  # gates beyond 7, where gpt-oss clamps them
+        drawn = 5 * drawn / np.sqrt(shape[-1])
     elif "embed" in name:
         drawn = spread * drawn
     else:
@@ -183,26 +212,44 @@ def random_tensor(name: str, shape: tuple[int, ...], spread: float = 1.0) -> np.
     return drawn.astype(np.float32)
 
 
-def prompt() -> np.ndarray:
-    """48 token ids."""
-    return np.random.default_rng(7).integers(4, SIZES["vocab_size"], 48)
+def prompt(length: int = 48) -> np.ndarray:
+    """So many token ids; a longer prompt begins as a shorter one."""
+    return np.random.default_rng(7).integers(4, SIZES["vocab_size"], length)
 
 
-def greedy(model, count: int) -> dict[str, list[int]]:
-    """Greedy continuations of the first tokens of the prompt, each token from a whole forward."""
+def greedy(model, count: int, lengths: list[int]) -> dict[str, dict[str, list]]:
+    """Greedy continuations of the first tokens of the prompt, each token from a whole forward; and
+    the log-probabilities of the tokens.
+    """
     import torch
 
-    outputs = {}
-    for length in GREEDY_PROMPTS:
-        tokens = prompt()[:length].tolist()
+    outputs: dict[str, dict[str, list]] = {"greedy": {}, "logprobs": {}}
+    for length in lengths:
+        tokens = prompt(length).tolist()
+        logprobs = []
         for _ in range(count):
             with torch.no_grad():
                 logits = model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
             best, second = torch.topk(logits, 2).values.tolist()
             assert best - second > 1e-3, f"a tie at {len(tokens)}: {best} {second}"
             tokens.append(int(logits.argmax()))
-        outputs[str(length)] = tokens[length:]
+            logprobs.append(round(float(torch.log_softmax(logits, -1).max()), 6))
+        outputs["greedy"][str(length)] = tokens[length:]
+        outputs["logprobs"][str(length)] = logprobs
     return outputs
+
+
+def in_mxfp4(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The tensors of a file whose experts [X, I, O] are in MXFP4."""
+    found = {}
+    for key, shape in shapes.items():
+        if key.endswith("_proj"):
+            experts, inputs, outputs = shape
+            found[f"{key}_blocks"] = experts, outputs, inputs // 32, 16
+            found[f"{key}_scales"] = experts, outputs, inputs // 32
+        else:
+            found[key] = shape
+    return found
 
 
 def reference(name: str, prefix: str, settings: dict) -> dict:
@@ -220,11 +267,16 @@ def reference(name: str, prefix: str, settings: dict) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         file = Path(folder) / "model.safetensors"
-        state = {
-            key: random_tensor(key, tensor.shape, spread) for key, tensor in load_file(file).items()
-        }
+        shapes = {key: tensor.shape for key, tensor in load_file(file).items()}
+        options = {"attn_implementation": "eager", "dtype": torch.float32}
+        if name in MXFP4:
+            shapes = in_mxfp4(shapes)
+            config.quantization_config = {"quant_method": "mxfp4"}
+            config.save_pretrained(folder)
+            options["quantization_config"] = transformers.Mxfp4Config(dequantize=True)
+        state = {key: random_tensor(key, shape, spread) for key, shape in shapes.items()}
         save_file(state, file, {"format": "pt"})
-        model = type(model).from_pretrained(folder, attn_implementation="eager").eval()
+        model = type(model).from_pretrained(folder, **options).eval()
     with torch.no_grad():
         logits = model(torch.from_numpy(prompt())[None]).logits[0, ROWS].numpy()
     written = json.loads(config.to_json_string(use_diff=True)) | {"architectures": [architecture]}
@@ -236,10 +288,13 @@ def reference(name: str, prefix: str, settings: dict) -> dict:
         ),
         "logits": [[round(float(value), 6) for value in row] for row in logits],
     }
+    if name in MXFP4:
+        case["config"]["quantization_config"] = {"quant_method": "mxfp4"}
     if spread != 1.0:
         case["embed_spread"] = spread
     if name in GREEDY:
-        case["greedy"] = greedy(model, GREEDY[name])
+        lengths = LONG_PROMPTS.get(name, GREEDY_PROMPTS)
+        case |= greedy(model, GREEDY[name], lengths)
     return case
 
 

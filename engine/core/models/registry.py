@@ -26,6 +26,7 @@ _MODELS: dict[str, str] = {
     "Qwen3ForCausalLM": "jitney.engine.core.models.llama:Llama",
     "Qwen3MoeForCausalLM": "jitney.engine.core.models.mixture:Mixture",
     "MixtralForCausalLM": "jitney.engine.core.models.mixture:Mixture",
+    "GptOssForCausalLM": "jitney.engine.core.models.mixture:Mixture",
     "Gemma2ForCausalLM": "jitney.engine.core.models.gemma:Gemma",
     "Gemma3ForCausalLM": "jitney.engine.core.models.gemma:Gemma",
     "Olmo2ForCausalLM": "jitney.engine.core.models.olmo:Olmo",

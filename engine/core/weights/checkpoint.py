@@ -13,10 +13,10 @@ from jitney.engine.core.weights.checkpoints.files import read_json
 from jitney.engine.core.weights.checkpoints.gguf import GGUFFile
 from jitney.engine.core.weights.checkpoints.hf_config import read_packing
 from jitney.engine.core.weights.checkpoints.names import WeightMap
-from jitney.engine.core.weights.checkpoints.safetensors import SafetensorsFolder
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
+from jitney.engine.core.weights.plain_folder import PlainFolder
 from jitney.engine.core.weights.quantised_folder import QuantisedFolder
-from jitney.engine.core.weights.slices import DecodedTensor, Sliceable, StoredTensor
+from jitney.engine.core.weights.slices import DecodedTensor, Sliceable
 from jitney.engine.core.weights.stored_matrix import Along, Field, StoredMatrix
 
 #: Block formats of GGUF that need not become floats: inputs of a block, its bytes, and what lays
@@ -43,17 +43,6 @@ class Checkpoint(Protocol):
         ...
 
 
-class _PlainFolder(SafetensorsFolder):
-    """A Hugging Face folder of floats."""
-
-    def sliced(self, name: str) -> StoredTensor:
-        place = self.places[name]
-        return StoredTensor(place.file, place.name, self.shapes[name])
-
-    def matrix(self, name: str) -> StoredMatrix | None:
-        return None
-
-
 class _BlockGGUF(GGUFFile):
     """A GGUF file whose 4-bit blocks can be had as they are."""
 
@@ -76,6 +65,6 @@ def open_checkpoint(source: ModelSource, weights: WeightMap) -> Checkpoint:
     if source.kind == "gguf":
         return _BlockGGUF(source.path)
     packing = read_packing(read_json(Path(source.path), "config.json"))
-    if packing is None:
-        return _PlainFolder(source.path, unread=weights.ignored)
+    if packing is None or packing.method == "mxfp4":
+        return PlainFolder(source.path, unread=weights.ignored)
     return QuantisedFolder(source.path, packing, weights.pieces)

@@ -51,7 +51,7 @@ def count_parameters(model: Model) -> int:
     count = sum(array.size for array in jax.tree.leaves(nnx.state(model)))
     for linear in model.linears():
         packed = linear.packed
-        if packed.scheme == "int4":  # two numbers a byte
+        if packed.in_four_bits:
             count += packed.kernel.size
         count -= sum(array.size for array in packed[1:] if array is not None)
     return count

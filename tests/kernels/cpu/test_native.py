@@ -51,14 +51,21 @@ WINDOWED = ("decode, three query heads a key head", "mixed, chunks in the middle
 
 
 @pytest.mark.parametrize(
-    "case,window,softcap",
-    [(case, 0, 0.0) for case in CASES]
+    "case,options",
+    [(case, {"sinks": sinks}) for case in CASES for sinks in (False, True)]
     + [
-        (case, window, cap) for case in WINDOWED for window, cap in ((24, 0.0), (0, 5.0), (24, 5.0))
+        (case, options)
+        for case in WINDOWED
+        for options in (
+            {"window": 24},
+            {"softcap": 5.0},
+            {"window": 24, "softcap": 5.0},
+            {"window": 24, "sinks": True},
+        )
     ],
 )
-def test_attention_matches_numpy(case: str, window: int, softcap: float):
-    batch = make(replace(CASES[case], window=window, softcap=softcap))
+def test_attention_matches_numpy(case: str, options: dict[str, Any]):
+    batch = make(replace(CASES[case], **options))
     o, after = jax.jit(lambda *args: paged_attention(*args, **batch.options))(
         batch.q, batch.k, batch.v, batch.kv, batch.meta
     )

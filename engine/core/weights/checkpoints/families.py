@@ -18,6 +18,7 @@ from jitney.engine.core.weights.checkpoints.model_config import (
     EncoderConfig,
     ExpertsConfig,
     ModelConfig,
+    RopeScaling,
 )
 from jitney.engine.core.weights.checkpoints.rope_config import extended_context, hf_rope
 
@@ -32,6 +33,15 @@ _ENCODER_ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+}
+#: What gpt-oss's gates must be, as `jitney.kernels.experts` has them.
+_GPT_OSS_GATES = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+#: gpt-oss's rotary positions where its file does not say.
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
 }
 #: Layers of the Gemmas of 27 billion weights -> their scores are divided by the root of E / H.
 _GEMMA2_27B, _GEMMA3_27B = 46, 62
@@ -180,6 +190,40 @@ def _mixtral(values: JsonObject) -> ModelConfig:
         renormalised=True,
     )
     return replace(config, windows=(_window(fields),) * config.n_layers, experts=experts)
+
+
+def _gpt_oss(values: JsonObject) -> ModelConfig:
+    """gpt-oss: windows in every second layer, and gates whose bounds are not the file's to choose."""
+    defaults: JsonDict = {
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "attention_bias": True,
+    }
+    if values.get("rope_parameters") is None and values.get("rope_scaling") is None:
+        defaults["rope_parameters"] = _GPT_OSS_ROPE
+    fields, config = _read_decoder(values, **defaults)
+    for key, known in _GPT_OSS_GATES.items():
+        if fields.number(key, known) != known:
+            raise ModelError(f"config.json: {key} other than {known} is not supported")
+    experts = ExpertsConfig(
+        fields.integer("num_local_experts", 1, MOST.experts, default=128),
+        fields.integer("num_experts_per_tok", 1, MOST.experts, default=4),
+        renormalised=True,
+    )
+    return replace(
+        config,
+        windows=_windows_by_type(fields, config.n_layers)
+        or _every(2, _window(fields), config.n_layers),
+        o_bias=config.qkv_bias,
+        mlp_bias=True,
+        attention_sinks=True,
+        activation="clamped_silu",
+        experts=experts,
+    )
 
 
 def _olmo2(values: JsonObject) -> ModelConfig:
@@ -400,6 +444,16 @@ _TINY_GEMMA: JsonDict = {
     "activation": "gelu_tanh",
     "query_scalar": 24.0,
 }
+_TINY_GPT_OSS: JsonDict = {
+    "windows": (32, 0),
+    "rope_scaling": RopeScaling("yarn", 4.0, 64, truncate=False, attention_factor=1.14),
+    "qkv_bias": True,
+    "o_bias": True,
+    "mlp_bias": True,
+    "attention_sinks": True,
+    "activation": "clamped_silu",
+    "experts": ExpertsConfig(8, 4, True),
+}
 
 
 def _tiny_encoder(encoder: EncoderConfig) -> JsonDict:
@@ -426,6 +480,7 @@ FAMILIES: dict[str, Family] = {
     "Gemma3ForCausalLM": Family(
         "gemma3", _gemma3, _gguf_gemma3, _TINY_GEMMA | {"qk_norm": True, "local_rope_theta": 100.0}
     ),
+    "GptOssForCausalLM": Family("gpt_oss", _gpt_oss, None, _TINY_GPT_OSS),
     "Olmo2ForCausalLM": Family("olmo2", _olmo2, None, {"wide_qk_norm": True}),
     "BertModel": Family("bert", _bert, None, _tiny_encoder(EncoderConfig("cls", 2))),
     "BertForSequenceClassification": Family(

@@ -9,7 +9,7 @@ from jitney.engine.common.errors import ConfigError, ModelError
 from jitney.engine.common.requests import Pooling
 from jitney.engine.common.step_cost import StepCost
 
-type Activation = Literal["silu", "gelu_tanh", "gelu"]
+type Activation = Literal["silu", "gelu_tanh", "clamped_silu", "gelu"]
 #: Rows of an expert's block at least, as many as the units of GPUs, TPUs and AMX multiply at once;
 #: and at most, where each expert has many rows and is read once for every block.
 _LEAST_BLOCK, _LARGEST_BLOCK = 16, 128
@@ -148,7 +148,8 @@ class ModelConfig:
     float32_norms: bool = False
     #: The embedding serves as the output head.
     tie_embeddings: bool = False
-    #: Whether the products of attention (its inputs, its output) and of the MLP add a bias.
+    #: Whether the products of attention (its inputs, its output) and of the MLP add a bias; of a
+    #: mixture, its router's and its experts'.
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -156,6 +157,8 @@ class ModelConfig:
     qk_norm: bool = False
     #: Queries, and keys, are normed over all heads at once, before they are parted into heads.
     wide_qk_norm: bool = False
+    #: Each head has a score of its own that joins the softmax of every row, and weighs no value.
+    attention_sinks: bool = False
     #: What gates the MLP; of an encoder's, which has no gate, what it bends.
     activation: Activation = "silu"
     #: None: one feed-forward for every token.

@@ -29,18 +29,20 @@ class Piece:
     name: str
     #: Row-major, as stored.
     shape: tuple[int, ...]
-    #: Its rows are those of so many heads, in llama.cpp's order; 0: in ours.
-    paired_heads: int = 0
+    #: Its rows are so many parts, and of each part every second row belongs to its first half;
+    #: 0: they are in our order.
+    paired_parts: int = 0
 
     @property
     def order(self) -> np.ndarray | None:
-        """Which stored row of query or key matrices stands where, [rows]; None: as stored.
+        """Which stored row stands where, [rows]; None: as stored.
 
-        llama.cpp pairs rotated rows (2j, 2j + 1) of a head; ours and Hugging Face's (j, j + D/2).
+        llama.cpp pairs rotated rows (2j, 2j + 1) of a query or key head, gpt-oss gates and ups;
+        ours stand at (j, j + D/2).
         """
-        if not self.paired_heads:
+        if not self.paired_parts:
             return None
-        pairs = np.arange(self.shape[0]).reshape(self.paired_heads, -1, 2)
+        pairs = np.arange(self.shape[0]).reshape(self.paired_parts, -1, 2)
         return pairs.swapaxes(1, 2).ravel()
 
 
@@ -147,10 +149,14 @@ class Dialect:
     #: Norms of what attention and MLP give; empty where there are none.
     attention_post_norm: str = ""
     mlp_post_norm: str = ""
-    #: Of a mixture: the matrix that chooses, and those of one expert, with `{e}`.
+    #: The score of each head that has no key; a tensor's whole name.
+    sinks: str = ""
+    #: Of a mixture: the matrix that chooses, and those of one expert, with `{e}`: gates and ups, or
+    #: one matrix of both, row by row in turns.
     router: str = ""
     expert_gate: str = ""
     expert_up: str = ""
+    expert_gate_up: str = ""
     expert_down: str = ""
     #: What the stored weights of norms lack.
     norm_offset: float = 0.0
@@ -246,6 +252,8 @@ def _attention_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iter
     qkv = [rows(names.q, q_size, q_pairs), rows(names.k, kv_size, k_pairs), rows(names.v, kv_size)]
     yield from _linear((*path, "qkv"), size, config.qkv_bias, qkv)
     yield from _linear((*path, "o"), q_size, config.o_bias, [rows(names.o, size)])
+    if config.attention_sinks:
+        yield Target((*path, "sinks"), (Piece(prefix + names.sinks, (config.n_heads,)),))
 
 
 def _mlp_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iterator[Target]:
@@ -265,20 +273,26 @@ def _expert_matrices(
     prefix, path = names.layer.format(i=layer), ("layers", layer, "mlp")
     router = Piece(f"{prefix}{names.router}.weight", (n_experts, size))
     yield Target((*path, "router"), (router,), transpose=True)
+    if config.mlp_bias:
+        bias = Piece(f"{prefix}{names.router}.bias", (n_experts,))
+        yield Target((*path, "router_bias"), (bias,))
     gate_up: list[tuple[str, int, int]] = []
     down: list[tuple[str, int, int]] = []
     for expert in range(n_experts):
-        gate_up.append((prefix + names.expert_gate.format(e=expert), inner, 0))
-        gate_up.append((prefix + names.expert_up.format(e=expert), inner, 0))
+        if names.expert_gate_up:
+            gate_up.append((prefix + names.expert_gate_up.format(e=expert), 2 * inner, 1))
+        else:
+            gate_up.append((prefix + names.expert_gate.format(e=expert), inner, 0))
+            gate_up.append((prefix + names.expert_up.format(e=expert), inner, 0))
         down.append((prefix + names.expert_down.format(e=expert), size, 0))
-    yield from _linear((*path, "gate_up"), size, False, gate_up)
-    yield from _linear((*path, "down"), inner, False, down)
+    yield from _linear((*path, "gate_up"), size, config.mlp_bias, gate_up)
+    yield from _linear((*path, "down"), inner, config.mlp_bias, down)
 
 
 def _linear(
     path: Path, columns: int, bias: bool, parts: list[tuple[str, int, int]]
 ) -> Iterator[Target]:
-    """A fused matrix of parts (name, rows, paired heads), and its bias if it has one."""
+    """A fused matrix of parts (name, rows, paired parts), and its bias if it has one."""
     pieces = [Piece(f"{name}.weight", (rows, columns), pairs) for name, rows, pairs in parts]
     yield Target((*path, "kernel"), tuple(pieces), transpose=True)
     if bias:
