@@ -33,9 +33,7 @@ def attention(
         pages = page_table[s, : -(-kv_lens[s] // kv.shape[1])]
         cells = kv[pages].astype(np.float32).reshape(-1, *kv.shape[2:])[: kv_lens[s]]
         rows = slice(cu_q[s], cu_q[s + 1])
-        out[rows] = _attend(
-            q[rows].astype(np.float32), cells, scale, window, softcap, sinks
-        )
+        out[rows] = _attend(q[rows].astype(np.float32), cells, scale, window, softcap, sinks)
     return out
 
 

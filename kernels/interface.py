@@ -303,8 +303,9 @@ class ExpertProducts(Protocol):
         x's dtype, times the closing matrix, at each place of the blocks.
 
         Sums are float32; weights in 8 bits are widened to x's dtype on the way, and their scales
-        come after the sum, biases after these; MXFP4 is widened with its scales. What stands at places of nobody's rows,
-        and in blocks from the count on, is undefined, and may be no number: nobody may read it.
+        come after the sum, biases after these; MXFP4 is widened with its scales. What stands at
+        places of nobody's rows, and in blocks from the count on, is undefined, and may be no
+        number: nobody may read it.
         """
         ...
 

@@ -103,7 +103,8 @@ def _fp8_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
 
 def _has_its_own(kernels: KernelSet, matrix: Matrix) -> bool:
     """Whether its product is none of `KernelSet.matmul` and `gated`."""
-    return matrix.scheme in ("int4", "mxfp4") or _is_int8(kernels, matrix) or _is_fp8(kernels, matrix)
+    in_four_bits = matrix.scheme in ("int4", "mxfp4")
+    return in_four_bits or _is_int8(kernels, matrix) or _is_fp8(kernels, matrix)
 
 
 def _is_fp8(kernels: KernelSet, matrix: Matrix) -> bool:

@@ -408,6 +408,9 @@ def _setup_on(
             context,
             model.context_length,
         )
+    if model.encoder is None:
+        # Some ropes depend on the context that is served.
+        source = replace(source, config=replace(model, context_length=context))
     if config.engine.canary_every and source.config.experts is not None and dtype != jnp.float32:
         raise ConfigError(
             f"canary_every cannot judge a mixture of experts in {jnp.dtype(dtype).name}: rounding "

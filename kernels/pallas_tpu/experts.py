@@ -183,9 +183,7 @@ class _Fixed(NamedTuple):
     biased: bool
 
 
-def _kernel(
-    fixed: _Fixed, experts: jax.Ref, count: jax.Ref, x: jax.Ref, *refs: jax.Ref
-) -> None:
+def _kernel(fixed: _Fixed, experts: jax.Ref, count: jax.Ref, x: jax.Ref, *refs: jax.Ref) -> None:
     """A block of rows and outputs. refs: the matrices, their scales and their biases if there are
     any, the result; of MXFP4 scratch for scales and sums in float32.
     """

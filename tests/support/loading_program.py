@@ -26,7 +26,7 @@ from jitney.engine.core.models.quantization import Packed, quantise
 from jitney.engine.core.models.sharding import TENSOR, Shares, _run_on_each, make_mesh
 from jitney.engine.core.weights import load, repack
 from jitney.engine.core.weights.checkpoints.families import tiny_config
-from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig, RopeConfig
 from jitney.engine.core.weights.checkpoints.names import Target
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.stored_matrix import Along, Field, StoredMatrix
@@ -42,6 +42,8 @@ SMALL_70B = replace(
     vocab_size=4008,
     n_layers=1,
     windows=(0,),
+    # A part of each head is rotated, so heads are loaded in another order.
+    ropes=(RopeConfig(dims=16),),
 )
 
 

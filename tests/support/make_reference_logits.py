@@ -4,7 +4,7 @@ them.
 Run where PyTorch and transformers are installed (PyTorch is not a dependency of Jitney): `python
 tests/support/make_reference_logits.py NAME ...` makes the cases of these names anew and keeps the
 others; without names it makes all. Written with torch 2.13.0 and transformers 5.23.0 (mixtures of
-experts: 5.19.0; OLMo 2, gpt-oss and qwen3_moe_window: 5.24.0). The weights are not stored: both sides
+experts: 5.19.0; those of GREEDY and newer ones: 5.24.0). The weights are not stored: both sides
 draw them with `random_tensor`.
 """
 
@@ -33,6 +33,23 @@ SIZES = {
     "rms_norm_eps": 1e-5,
     "bos_token_id": 1,
     "eos_token_id": [2, 3],
+}
+#: Of models with prompts longer than SIZES allow.
+LONGER = {"hidden_size": 64, "max_position_embeddings": 256, "pad_token_id": 0}
+#: LongRoPE of 12 of the 16 numbers of a head.
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 1.5, 2.5, 4.0, 6.0, 8.0],
+}
+PHI3 = {"original_max_position_embeddings": 32}
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 2.0,
 }
 GPT_OSS = {
     "hidden_size": 64,
@@ -176,18 +193,127 @@ CASES = {
     ),
     "olmo2": ("Olmo2", {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}),
     "olmo2_biases": ("Olmo2", {"num_key_value_heads": 4, "attention_bias": True}),
+    "llama_dynamic": (
+        "Llama",
+        {
+            "max_position_embeddings": 32,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0},
+        },
+    ),
+    "ministral3": (
+        "Ministral3",
+        LONGER
+        | {
+            "head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 32,
+                "beta_fast": 4.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
+    "phi3": ("Phi3", LONGER | {"rope_parameters": LONGROPE} | PHI3),
+    "phi3_short": (
+        "Phi3",
+        LONGER | {"rope_parameters": LONGROPE} | PHI3 | {"original_max_position_embeddings": 64},
+    ),
+    "smollm3": (
+        "SmolLM3",
+        LONGER
+        | {
+            "num_hidden_layers": 4,
+            "no_rope_layer_interval": 2,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+        },
+    ),
+    "olmo3": (
+        "Olmo3",
+        LONGER
+        | {
+            "num_hidden_layers": 4,
+            "sliding_window": 8,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 500.0,
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 32,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
+    "granite": ("Granite", LONGER | GRANITE),
+    "granite4": (
+        "GraniteMoeHybrid",
+        LONGER
+        | GRANITE
+        | {
+            "layer_types": ["full_attention"] * 3,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 96,
+            "position_embedding_type": "rope",
+            "mamba_n_heads": 8,
+        },
+    ),
+    "glm4": ("Glm4", LONGER | {"head_dim": 16}),
+    "seed_oss": ("SeedOss", LONGER | {"head_dim": 24}),
+    "exaone4": (
+        "Exaone4",
+        LONGER | {"head_dim": 16, "sliding_window": 8, "sliding_window_pattern": 3},
+    ),
+    "exaone4_full": (
+        "Exaone4",
+        LONGER | {"head_dim": 16, "sliding_window": None, "layer_types": ["full_attention"] * 3},
+    ),
+    "cohere2": (
+        "Cohere2",
+        LONGER
+        | {
+            "num_hidden_layers": 4,
+            "sliding_window": 8,
+            "logit_scale": 0.25,
+            "layer_norm_eps": 1e-4,
+        },
+    ),
 }
 #: Cases whose experts are stored so.
 MXFP4 = ("gpt_oss_mxfp4",)
 #: Prefix of a configuration's class -> that of its model's, where they differ.
 MODELS = {"Gemma3Text": "Gemma3"}
-#: Cases with greedy continuations, and of how many tokens: past every window of 8.
-GREEDY = {"gemma2": 16, "gemma3": 16, "olmo2": 16, "gpt_oss": 16, "gpt_oss_mxfp4": 12}
+#: Contexts with which some are served: transformers takes the frequencies of a text's length.
+CONTEXTS = {"llama_dynamic": 48, "phi3_short": 64}
+#: Cases with greedy continuations, and lengths of the prompts that are continued: past windows of
+#: 8, and original contexts of 32. Those of phi3 are all longer than this, of phi3_short shorter.
+GREEDY = {
+    "gpt_oss": (5, 20, 48),
+    "gpt_oss_mxfp4": (1, 40, 125, 300),
+    "gemma2": (5, 20, 48),
+    "gemma3": (5, 20, 48),
+    "olmo2": (5, 20, 48),
+    "ministral3": (1, 20, 180),
+    "phi3": (40, 180),
+    "phi3_short": (1, 21, 40),
+    "smollm3": (1, 20, 180),
+    "olmo3": (1, 20, 180),
+    "granite": (1, 20, 170),
+    "granite4": (20,),
+    "glm4": (1, 20, 180),
+    "seed_oss": (20,),
+    "exaone4": (1, 20, 180),
+    "cohere2": (1, 20, 180),
+}
+#: Tokens of a continuation: past every window of 8.
+COUNT = 16
 #: Spread of the embeddings of some: Gemma scales them up, and would repeat a token for ever.
 SPREADS = {"gemma2": 0.2, "gemma3": 0.15}
-#: Lengths of the prompts that are continued; of some cases with windows of 128 others.
-GREEDY_PROMPTS = [5, 20, 48]
-LONG_PROMPTS = {"gpt_oss_mxfp4": [1, 40, 125, 300]}
 
 
 def random_tensor(name: str, shape: tuple[int, ...], spread: float = 1.0) -> np.ndarray:
@@ -203,7 +329,7 @@ def random_tensor(name: str, shape: tuple[int, ...], spread: float = 1.0) -> np.
         drawn = 0.3 * drawn
     elif name.endswith("sinks"):  # some of them outweigh every key, some no key
         drawn = 4 * drawn
-    elif "gate_up" in name:  # gates beyond 7, where gpt-oss clamps them
+    elif "experts.gate_up" in name:  # gates beyond 7, where gpt-oss clamps them
         drawn = 5 * drawn / np.sqrt(shape[-1])
     elif "embed" in name:
         drawn = spread * drawn
@@ -212,30 +338,28 @@ def random_tensor(name: str, shape: tuple[int, ...], spread: float = 1.0) -> np.
     return drawn.astype(np.float32)
 
 
-def prompt(length: int = 48) -> np.ndarray:
-    """So many token ids; a longer prompt begins as a shorter one."""
-    return np.random.default_rng(7).integers(4, SIZES["vocab_size"], length)
+def prompt(count: int = 48) -> np.ndarray:
+    """Token ids; a longer prompt begins with a shorter one."""
+    return np.random.default_rng(7).integers(4, SIZES["vocab_size"], count)
 
 
-def greedy(model, count: int, lengths: list[int]) -> dict[str, dict[str, list]]:
-    """Greedy continuations of the first tokens of the prompt, each token from a whole forward; and
-    the log-probabilities of the tokens.
+def greedy(model, lengths: tuple[int, ...]) -> dict[str, list[list[float]]]:
+    """Greedy continuations of the prompts of these lengths, each token from a whole forward, and
+    the log-probabilities of its tokens.
     """
     import torch
 
-    outputs: dict[str, dict[str, list]] = {"greedy": {}, "logprobs": {}}
+    outputs = {}
     for length in lengths:
-        tokens = prompt(length).tolist()
-        logprobs = []
-        for _ in range(count):
+        tokens, logprobs = prompt(length).tolist(), []
+        for _ in range(COUNT):
             with torch.no_grad():
                 logits = model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
             best, second = torch.topk(logits, 2).values.tolist()
             assert best - second > 1e-3, f"a tie at {len(tokens)}: {best} {second}"
             tokens.append(int(logits.argmax()))
             logprobs.append(round(float(torch.log_softmax(logits, -1).max()), 6))
-        outputs["greedy"][str(length)] = tokens[length:]
-        outputs["logprobs"][str(length)] = logprobs
+        outputs[str(length)] = [tokens[length:], logprobs]
     return outputs
 
 
@@ -268,7 +392,7 @@ def reference(name: str, prefix: str, settings: dict) -> dict:
         model.save_pretrained(folder)
         file = Path(folder) / "model.safetensors"
         shapes = {key: tensor.shape for key, tensor in load_file(file).items()}
-        options = {"attn_implementation": "eager", "dtype": torch.float32}
+        options = {"attn_implementation": "eager"}
         if name in MXFP4:
             shapes = in_mxfp4(shapes)
             config.quantization_config = {"quant_method": "mxfp4"}
@@ -276,7 +400,7 @@ def reference(name: str, prefix: str, settings: dict) -> dict:
             options["quantization_config"] = transformers.Mxfp4Config(dequantize=True)
         state = {key: random_tensor(key, shape, spread) for key, shape in shapes.items()}
         save_file(state, file, {"format": "pt"})
-        model = type(model).from_pretrained(folder, **options).eval()
+        model = type(model).from_pretrained(folder, dtype=torch.float32, **options).eval()
     with torch.no_grad():
         logits = model(torch.from_numpy(prompt())[None]).logits[0, ROWS].numpy()
     written = json.loads(config.to_json_string(use_diff=True)) | {"architectures": [architecture]}
@@ -293,8 +417,9 @@ def reference(name: str, prefix: str, settings: dict) -> dict:
     if spread != 1.0:
         case["embed_spread"] = spread
     if name in GREEDY:
-        lengths = LONG_PROMPTS.get(name, GREEDY_PROMPTS)
-        case |= greedy(model, GREEDY[name], lengths)
+        case["greedy"] = greedy(model, GREEDY[name])
+    if name in CONTEXTS:
+        case["context"] = CONTEXTS[name]
     return case
 
 

@@ -61,7 +61,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
     ) -> tuple[Array, Array]:
-        """x [T, E], rope (cos, sin), kv [N, page, 2K, D] -> ([T, E], kv)."""
+        """x [T, E], rope what the rows are rotated by, kv [N, page, 2K, D] -> ([T, E], kv)."""
         kernels = kernels.of_rows(meta.counts[2])
         heads = self.projected(x, kernels, meta.adapted).reshape(x.shape[0], -1, self.head_dim)
         factors = self._pool_factors()
@@ -75,10 +75,10 @@ class Attention(nnx.Module):
             options["sinks"] = self.sinks[...].astype(jnp.float32)
         if kernels.rotate_and_write is None:
             q, k, v = self.rotated(heads, rope, kernels)
-            o, kv = kernels.paged_attention(q, k, v, kv, meta, **options)
+            o, kv = kernels.paged_attention(rope.scaled(q), k, v, kv, meta, **options)
         else:
             q, kv = self.write(heads, rope, kv, meta, partial(kernels.rotate_and_write, **factors))
-            o = kernels.attend(q, kv, meta, **options)
+            o = kernels.attend(rope.scaled(q), kv, meta, **options)
         return self.o(o.reshape(x.shape[0], -1), kernels, adapted=meta.adapted), kv
 
     def projected(self, x: Array, kernels: Kernels, adapted: Array | None) -> Array:
@@ -113,6 +113,6 @@ class Attention(nnx.Module):
         norms and rotates.
         """
         if self.q_norm is None or self.k_norm is None:
-            return rotate_and_write(heads, rope, kv, meta)
+            return rotate_and_write(heads, rope.turns, kv, meta)
         norms = self.q_norm.weight[...], self.k_norm.weight[...]
-        return rotate_and_write(heads, rope, kv, meta, norms=norms, eps=self.q_norm.eps)
+        return rotate_and_write(heads, rope.turns, kv, meta, norms=norms, eps=self.q_norm.eps)

@@ -14,7 +14,6 @@ from jax import Array
 
 from jitney.engine.core.models.hidden import Hidden
 from jitney.engine.core.models.llama import Llama, PostNormBlock
-from jitney.engine.core.models.rope import Rope
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.names import GGUF, HF, Dialect, FileFormat
 from jitney.kernels.interface import Kernels
@@ -45,14 +44,6 @@ class Gemma(Llama):
         """tokens int32 [T] -> [T, E]; the scale is rounded to the dtype, as it was in training."""
         x = super().embedded(tokens)
         return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
-
-    def ropes(self, positions: Array) -> list[Rope]:
-        """positions int32 [T] -> what each layer rotates by."""
-        if self.config.local_rope_theta is None:
-            return super().ropes(positions)
-        near = replace(self.config, rope_theta=self.config.local_rope_theta, rope_scaling=None)
-        far, local = Rope.at(positions, self.config), Rope.at(positions, near)
-        return [local if window else far for window in self.config.windows]
 
     def logits(self, hidden: Hidden, kernels: Kernels) -> Array:
         """R rows -> float32 [R, V]; see `Llama.logits`."""

@@ -216,7 +216,8 @@ class RMSNorm(nnx.Module):
         """A norm of the model; dtype: of its other weights."""
         if config.float32_norms:
             dtype = jnp.float32
-        return cls(size, config.rms_eps, dtype=dtype)
+        kind = _LayerNorm if config.centred_norms else cls
+        return kind(size, config.rms_eps, dtype=dtype)
 
     def __call__(self, x: Array, kernels: Kernels) -> Array:
         """x [..., E] -> [..., E] in x's dtype."""
@@ -225,6 +226,22 @@ class RMSNorm(nnx.Module):
     def of_sum(self, x: Array, added: Array, kernels: Kernels) -> tuple[Array, Array]:
         """x and added [T, E] -> (their sum in x's dtype, the same normed in added's)."""
         return kernels.norm_sum(x, added, self.weight[...], self.eps)
+
+
+class _LayerNorm(RMSNorm):
+    """weight [E]; (x - mean(x)) / sqrt(variance(x) + eps) * weight."""
+
+    def __call__(self, x: Array, kernels: Kernels) -> Array:
+        """See `RMSNorm`."""
+        wide = x.astype(jnp.float32)
+        wide -= jnp.mean(wide, axis=-1, keepdims=True)
+        wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return rounded(wide * self.weight[...].astype(jnp.float32), x.dtype)
+
+    def of_sum(self, x: Array, added: Array, kernels: Kernels) -> tuple[Array, Array]:
+        """See `RMSNorm`."""
+        total = rounded(x + added, x.dtype)
+        return total, self(total, kernels).astype(added.dtype)
 
 
 class NoNorm(nnx.Module):
@@ -239,11 +256,16 @@ class NoNorm(nnx.Module):
         XLA leaves out the rounding where what reads the sum is fused with it, which differs from
         bucket to bucket (docs/decisions, 0033): said once more, it stays.
         """
-        total = _rounded(x + added, x.dtype)
-        return total, _rounded(total, added.dtype)
+        total = rounded(x + added, x.dtype)
+        return total, rounded(total, added.dtype)
 
 
-def _rounded(x: Array, dtype: DTypeLike) -> Array:
+def scaled(x: Array, factor: float) -> Array:
+    """x times a factor, rounded to its dtype."""
+    return rounded(x.astype(jnp.float32) * factor, x.dtype)
+
+
+def rounded(x: Array, dtype: DTypeLike) -> Array:
     """x in a dtype, with that dtype's rounding even where XLA computes on in a wider one."""
     numbers = jnp.finfo(dtype)
     return jax.lax.reduce_precision(x, numbers.nexp, numbers.nmant).astype(dtype)

@@ -1,5 +1,5 @@
-"""The Llama family (Llama, Mistral, Qwen2, Qwen3, SmolLM2): one module, told apart by its
-configuration.
+"""The Llama family (Llama, Mistral, Ministral, Qwen2, Qwen3, SmolLM, Seed-OSS): one module, told
+apart by its configuration.
 
 The module holds weights only. KV pages, batch and attention come in as arguments, so the same
 object serves every platform and every test. See `jitney.engine.core.models.protocol`.
@@ -41,6 +41,7 @@ class Block(nnx.Module):
         self.attention = self.attention_class(config, layer, dtype=dtype, rngs=rngs)
         self.mlp_norm: RMSNorm | NoNorm = RMSNorm.of(config.hidden_size, config, dtype)
         self.mlp = self.mlp_class(config, dtype=dtype, rngs=rngs)
+        self.residual_factor = config.residual_factor
 
     def __call__(
         self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
@@ -129,7 +130,7 @@ class Llama(nnx.Module):
         if kernels.float32_residual:
             x = x.astype(jnp.float32)
         pools = []
-        ropes = self.ropes(meta.positions)
+        ropes = Rope.of_layers(meta.positions, self.config)
         for block, rope, pool in zip(self.layers, ropes, kv, strict=True):
             graph, weights = nnx.split(block)
             is_last = block is self.layers[-1]
@@ -164,10 +165,6 @@ class Llama(nnx.Module):
         if self.config.shards > 1:
             return _lookup(self.embed[...], tokens)
         return jnp.take(self.embed[...], tokens, axis=0, mode="clip")
-
-    def ropes(self, positions: Array) -> list[Rope]:
-        """positions int32 [T] -> what each layer rotates by."""
-        return [Rope.at(positions, self.config)] * self.config.n_layers
 
     def linears(self) -> Iterator[Linear]:
         """Every matrix that may be quantised; a tied head is the embedding, which is not."""

@@ -61,7 +61,8 @@ _GPT_OSS = replace(
     HF,
     sinks="self_attn.sinks",
     router="mlp.router",
-    expert_gate_up="mlp.experts.{e}.gate_up_proj",
+    expert_gate="mlp.experts.{e}.gate_proj",
+    expert_up="mlp.experts.{e}.up_proj",
     expert_down="mlp.experts.{e}.down_proj",
 )
 #: Names of Hugging Face's folders, by architecture.

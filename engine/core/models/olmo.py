@@ -1,7 +1,7 @@
-"""OLMo 2 (arXiv 2501.00656): what differs from Llama's layers.
+"""OLMo 2 (arXiv 2501.00656), OLMo 3 and EXAONE 4: what differs from Llama's layers.
 
-Attention and MLP read rows as they are, and what they give is normed before it is added. Queries,
-and keys, are normed over all heads at once, before they are parted into heads.
+Attention and MLP read rows as they are, and what they give is normed before it is added. OLMo norms
+queries, and keys, over all heads at once, before they are parted into heads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jitney.engine.core.models.layers import NoNorm, RMSNorm
 from jitney.engine.core.models.llama import Llama, PostNormBlock
 from jitney.engine.core.models.sharding import TENSOR
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
-from jitney.engine.core.weights.checkpoints.names import HF, Dialect, FileFormat
+from jitney.engine.core.weights.checkpoints.names import GGUF, HF, Dialect, FileFormat
 from jitney.kernels.interface import Kernels
 
 _HF = replace(
@@ -29,6 +29,13 @@ _HF = replace(
     attention_post_norm="post_attention_layernorm",
     mlp_norm="",
     mlp_post_norm="post_feedforward_layernorm",
+)
+_GGUF = replace(
+    GGUF,
+    attention_norm="",
+    attention_post_norm="post_attention_norm",
+    mlp_norm="",
+    mlp_post_norm="post_ffw_norm",
 )
 
 
@@ -74,10 +81,8 @@ def _normed_shares(shares: Sequence[Array], norms: Sequence[RMSNorm], devices: i
     return normed
 
 
-class _OlmoBlock(PostNormBlock):
+class _NormedBehind(PostNormBlock):
     """One layer: attention and MLP, each normed behind, then added."""
-
-    attention_class = _WideNormAttention
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         super().__init__(config, layer, dtype=dtype, rngs=rngs)
@@ -85,12 +90,24 @@ class _OlmoBlock(PostNormBlock):
         self.mlp_norm = NoNorm()
 
 
-class Olmo(Llama):
+class _OlmoBlock(_NormedBehind):
+    """See `_NormedBehind`."""
+
+    attention_class = _WideNormAttention
+
+
+class Exaone(Llama):
     """See `Llama`."""
 
-    block = _OlmoBlock
+    block = _NormedBehind
 
     @classmethod
     def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:
-        """The names of Hugging Face's folders; GGUF files of OLMo 2 are not read."""
-        return _HF
+        """See `Llama.dialect`."""
+        return _HF if file_format == "hf" else _GGUF
+
+
+class Olmo(Exaone):
+    """See `Llama`."""
+
+    block = _OlmoBlock

@@ -70,8 +70,8 @@ class Packed(NamedTuple):
 
     @property
     def halves_along_outputs(self) -> bool:
-        """Whether `output_halves` costs nothing: not of 4 bits, whose kernels would need copies, nor
-        halves that are no whole vectors of 128.
+        """Whether `output_halves` costs nothing: not in 4 bits, whose kernels would need copies,
+        nor of halves that are no whole vectors of 128.
         """
         return not self.in_four_bits and self.kernel.shape[1] % 256 == 0
 

@@ -1,6 +1,10 @@
 """Rotary positions: frequencies of every kind of long-context scaling, and the rotation.
 
-Axes: T tokens, D head dim. Everything is computed in float32.
+Heads of which only some numbers are rotated are loaded in another order
+(`names.head_order`), so that all kernels rotate the pairs (j, j + D/2) of every head: pairs that
+are not rotated have an angle of 0.
+
+Axes: T tokens, D head dim, R numbers of a head that are rotated. Everything is computed in float32.
 """
 
 from __future__ import annotations
@@ -12,26 +16,56 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jitney.engine.core.weights.checkpoints.model_config import ModelConfig, RopeScaling
+from jitney.engine.core.weights.checkpoints.model_config import (
+    ModelConfig,
+    RopeConfig,
+    RopeScaling,
+)
 
 
 class Rope(NamedTuple):
-    """What rows are rotated by; a pytree of arrays, float32 [T, 1, D // 2] each."""
+    """What rows are rotated by; a pytree of arrays."""
 
+    #: float32 [T, 1, D // 2] each.
     cos: Array
     sin: Array
+    #: float32 [T, 1, 1], what rotated queries are multiplied by; None: nothing.
+    query_factor: Array | None = None
 
     @classmethod
-    def at(cls, positions: Array, config: ModelConfig) -> Rope:
-        """Of positions int32 [T]; once per step, shared by all layers.
+    def of_layers(cls, positions: Array, config: ModelConfig) -> list[Rope]:
+        """What each layer rotates by, of positions int32 [T]; once per step for layers that are
+        alike.
+        """
+        made = {rope: cls.at(positions, config, rope) for rope in dict.fromkeys(config.ropes)}
+        return [made[config.rope(layer)] for layer in range(config.n_layers)]
+
+    @classmethod
+    def at(cls, positions: Array, config: ModelConfig, rope: RopeConfig | None) -> Rope:
+        """Of positions int32 [T].
 
         The barrier keeps it once: XLA would rather fuse the sines into every rotation of every
         layer.
         """
-        frequencies, factor = _inverse_frequencies(config)
-        angles = positions.astype(jnp.float32)[:, None, None] * frequencies
-        both = jnp.cos(angles) * factor, jnp.sin(angles) * factor
-        return cls(*jax.lax.optimization_barrier(both))
+        wide = positions.astype(jnp.float32)[:, None, None]
+        half = config.head_dim // 2
+        if rope is None:
+            shape = (*wide.shape[:2], half)
+            return cls(jnp.ones(shape), jnp.zeros(shape))
+        frequencies, factor = _inverse_frequencies(rope, config)
+        rest = half - frequencies.shape[0]
+        angles = wide * frequencies
+        cos, sin = jnp.cos(angles) * factor, jnp.sin(angles) * factor
+        if rest:
+            cos = jnp.pad(cos, ((0, 0), (0, 0), (0, rest)), constant_values=1.0)
+            sin = jnp.pad(sin, ((0, 0), (0, 0), (0, rest)))
+        cos, sin = jax.lax.optimization_barrier((cos, sin))
+        return cls(cos, sin, _query_factor(positions, rope))
+
+    @property
+    def turns(self) -> tuple[Array, Array]:
+        """(cos, sin), as kernels take them."""
+        return self.cos, self.sin
 
     def rotate(self, x: Array) -> Array:
         """Rotate pairs (j, j + D/2) of x [T, heads, D] -> [T, heads, D] in x's dtype."""
@@ -39,23 +73,56 @@ class Rope(NamedTuple):
         turned = [a * self.cos - b * self.sin, b * self.cos + a * self.sin]
         return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
+    def scaled(self, q: Array) -> Array:
+        """Rotated queries [T, H, D] -> the same, multiplied by what their positions ask for."""
+        if self.query_factor is None:
+            return q
+        return (q.astype(jnp.float32) * self.query_factor).astype(q.dtype)
 
-def _inverse_frequencies(config: ModelConfig) -> tuple[Array, float]:
-    """(radians per position of each rotated pair, float32 [D // 2]; factor on cos and sin)."""
-    half = config.head_dim // 2
-    plain = 1.0 / config.rope_theta ** (jnp.arange(half, dtype=jnp.float32) / half)
-    scaling = config.rope_scaling
+
+def _query_factor(positions: Array, rope: RopeConfig) -> Array | None:
+    """Llama 4's factor of queries far behind the trained context."""
+    if not rope.query_beta:
+        return None
+    contexts = (positions // rope.query_context).astype(jnp.float32)
+    return (1.0 + rope.query_beta * jnp.log1p(contexts))[:, None, None]
+
+
+def _inverse_frequencies(rope: RopeConfig, config: ModelConfig) -> tuple[Array, float]:
+    """(radians per position of each rotated pair, float32 [R // 2]; factor on cos and sin)."""
+    dims = rope.dims or config.head_dim
+    plain = _plain_frequencies(rope.theta, dims)
+    scaling = rope.scaling
     if scaling is None:
         return plain, 1.0
+    is_longer = config.context_length > scaling.original_context
     match scaling.kind:
         case "linear":
             return plain / scaling.factor, 1.0
+        case "dynamic":
+            return _plain_frequencies(_dynamic_theta(rope, scaling, config), dims), 1.0
         case "factors":
             return plain / jnp.asarray(scaling.factors, jnp.float32), 1.0
+        case "longrope":
+            factors = scaling.long_factors if is_longer else scaling.factors
+            return plain / jnp.asarray(factors, jnp.float32), scaling.attention_factor
         case "llama3":
             return _llama3_frequencies(plain, scaling), 1.0
         case "yarn":
-            return _yarn_frequencies(plain, scaling, config), scaling.attention_factor
+            return _yarn_frequencies(plain, scaling, rope.theta, dims), scaling.attention_factor
+
+
+def _plain_frequencies(theta: float, dims: int) -> Array:
+    half = dims // 2
+    return 1.0 / theta ** (jnp.arange(half, dtype=jnp.float32) / half)
+
+
+def _dynamic_theta(rope: RopeConfig, scaling: RopeScaling, config: ModelConfig) -> float:
+    """Theta of a text as long as the context, "NTK-aware"; shorter contexts keep their own."""
+    dims = rope.dims or config.head_dim
+    times = max(config.context_length / scaling.original_context, 1.0)
+    stretch = scaling.factor * times - (scaling.factor - 1.0)
+    return rope.theta * stretch ** (dims / (dims - 2))
 
 
 def _llama3_frequencies(plain: Array, scaling: RopeScaling) -> Array:
@@ -68,22 +135,21 @@ def _llama3_frequencies(plain: Array, scaling: RopeScaling) -> Array:
     return share * plain + (1.0 - share) * plain / scaling.factor
 
 
-def _yarn_frequencies(plain: Array, scaling: RopeScaling, config: ModelConfig) -> Array:
+def _yarn_frequencies(plain: Array, scaling: RopeScaling, theta: float, dims: int) -> Array:
     """YaRN (arXiv 2309.00071, section 3.2): blend by pair index between the pairs of beta_fast and
     beta_slow turns.
     """
-    dim = config.head_dim
-    low = _pair_turning(scaling.beta_fast, scaling, config)
-    high = _pair_turning(scaling.beta_slow, scaling, config)
+    low = _pair_turning(scaling.beta_fast, scaling, theta, dims)
+    high = _pair_turning(scaling.beta_slow, scaling, theta, dims)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
-    ramp = (jnp.arange(dim // 2, dtype=jnp.float32) - low) / max(high - low, 0.001)
+    low, high = max(low, 0), min(high, dims - 1)
+    ramp = (jnp.arange(dims // 2, dtype=jnp.float32) - low) / max(high - low, 0.001)
     slowed = jnp.clip(ramp, 0.0, 1.0)
     return (1.0 - slowed) * plain + slowed * plain / scaling.factor
 
 
-def _pair_turning(times: float, scaling: RopeScaling, config: ModelConfig) -> float:
+def _pair_turning(times: float, scaling: RopeScaling, theta: float, dims: int) -> float:
     """The index of the pair that turns so often in the trained context."""
     slowness = math.log(scaling.original_context / (times * 2 * math.pi))
-    return config.head_dim * slowness / (2 * math.log(config.rope_theta))
+    return dims * slowness / (2 * math.log(theta))

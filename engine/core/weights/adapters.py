@@ -242,6 +242,8 @@ def _columns_of(target: Target, adapter: Adapter) -> Iterator[tuple[np.ndarray, 
         rows, inputs = piece.shape
         if _module_of(piece) in adapter.modules:
             a, own = adapter.halves(_module_of(piece), rows, inputs)
+            if piece.order is not None:
+                own = own[:, piece.order]
             b = np.zeros((own.shape[0], outputs), np.float32)
             b[:, first : first + rows] = own
             yield a, b

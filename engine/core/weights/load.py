@@ -223,7 +223,7 @@ def _reordered(matrix: StoredMatrix, piece: Piece) -> StoredMatrix:
     order = piece.order
     if order is None:
         return matrix
-    return matrix.reordered(order)
+    return replace(matrix, order=tuple(order.tolist()))
 
 
 def _in_shares(path: Path, matrices: list[StoredMatrix], shares: Shares) -> _Arrays:
@@ -245,7 +245,8 @@ def _laid_out(parts: tuple[_Part, ...], shares: Shares) -> list[Packed]:
         jax.device_put(part.matrix.read(part.outputs, part.inputs), device)
         for part, device in zip(parts, devices, strict=True)
     ]
-    return shares.on_each(parts[0].matrix.part(parts[0].size), read)
+    work = parts[0].matrix.part(parts[0].size, parts[0].outputs.start)
+    return shares.on_each(work, read)
 
 
 def _join(parts: tuple[Packed, ...], known: Array | None) -> Packed:

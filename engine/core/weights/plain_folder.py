@@ -1,16 +1,15 @@
 """Hugging Face folders of floats, and of experts that one tensor holds: gpt-oss's, in floats or in
 MXFP4.
 
-The matrix of an expert goes by the name and shape that it would have by itself,
-`experts.3.down_proj.weight` [O, I].
+The matrices of an expert go by the names and shapes that they would have by themselves,
+`experts.3.down_proj.weight` [O, I]; gates and ups, which alternate in one matrix, are two.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -23,41 +22,71 @@ from jitney.engine.core.weights.slices import DecodedTensor, Sliceable, StoredTe
 from jitney.engine.core.weights.stored_matrix import Along, Field, StoredMatrix
 from jitney.kernels.mxfp4 import Mxfp4
 
-#: Names of tensors of all experts: before and behind the place of an expert's number; "" is
-#: floats [X, I, O].
-_STACK = re.compile(r"(.+\.experts\.)([a-z_]+_proj)(|_bias|_blocks|_scales)")
-#: Axes of a tensor of all experts, by the ending of its name.
-_AXES = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}
+#: Names of tensors of all experts, in three pieces: before an expert's number, the matrix, and
+#: what is stored of it, "" for floats [X, I, O].
+_STACK = re.compile(r"(.+\.experts\.)(gate_up_proj|down_proj)(|_bias|_blocks|_scales)")
+#: By that: how many axes the tensor has, and which of an expert's runs along its outputs.
+_AXES = {"": (3, 1), "_bias": (2, 0), "_blocks": (4, 0), "_scales": (3, 0)}
+#: Matrices of an expert, by the stored one: which outputs of it they have.
+_MATRICES = {
+    "gate_up_proj": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)},
+    "down_proj": {"down_proj": slice(0, None, 1)},
+}
 #: Bytes of a block of 32 weights.
 _BLOCK_BYTES = Mxfp4.block // 2
 #: How the second axis of blocks and scales runs along the inputs.
 _BY_BLOCKS = Along(1, 1, Mxfp4.block)
 
 
+class _Part(NamedTuple):
+    """What an expert's matrix or bias is of a tensor of all experts."""
+
+    stored: str  # its name
+    expert: int
+    #: Which outputs.
+    every: slice
+    kind: str  # a key of `_AXES`
+
+
 @dataclass(frozen=True)
 class _OfExpert:
-    """A tensor [X, ...] of which one expert's part is to be had."""
+    """That part, to be read where it lies."""
 
     tensor: StoredTensor
-    expert: int
+    part: _Part
 
     @property
     def shape(self) -> Shape:
-        return self.tensor.shape[1:]
+        shape = list(self.tensor.shape[1:])
+        shape[self._outputs] //= self.part.every.step
+        return tuple(shape)
 
     @property
     def ndim(self) -> int:
         return len(self.shape)
 
+    @property
+    def _outputs(self) -> int:
+        """The axis that runs along them."""
+        return _AXES[self.part.kind][1]
+
     def __getitem__(self, index: Any) -> np.ndarray:
         """As of `Sliceable`."""
-        rest = () if index is ... else index
-        return self.tensor[(slice(self.expert, self.expert + 1), *rest)][0]
+        asked = () if index is ... else index
+        places = [slice(0, size) for size in self.shape]
+        for axis, place in enumerate(asked):
+            places[axis] = slice(*place.indices(self.shape[axis])[:2])
+        outputs, every = places[self._outputs], self.part.every
+        first = every.start + every.step * outputs.start
+        places[self._outputs] = slice(first, first + every.step * (outputs.stop - outputs.start))
+        places = [slice(self.part.expert, self.part.expert + 1), *places]
+        found = self.tensor[tuple(_within(places, self.tensor.shape))][0]
+        return found[(slice(None),) * self._outputs + (slice(None, None, every.step),)]
 
 
 class PlainFolder(SafetensorsFolder):
-    """`SafetensorsFolder` with a name for each expert's matrices: `matrix(name)` of MXFP4 as
-    stored, `sliced(name)` floats. Raises ModelError also for tensors of experts that do not fit.
+    """`SafetensorsFolder` with names for each expert's matrices: `matrix(name)` of MXFP4 as stored,
+    `sliced(name)` floats. Raises ModelError also for tensors of experts that do not fit.
     """
 
     types: ClassVar[tuple[str, ...]] = (*SafetensorsFolder.types, "U8")
@@ -66,14 +95,14 @@ class PlainFolder(SafetensorsFolder):
         super().__post_init__()
         self.stored = self.shapes
         self.shapes = {}
-        #: Name of an expert's tensor -> the one that it is part of, and its number.
-        self.experts: dict[str, tuple[str, int]] = {}
+        #: By the name of an expert's tensor.
+        self.parts: dict[str, _Part] = {}
         for name, shape in self.stored.items():
             found = _STACK.fullmatch(name)
             if found is None:
                 self.shapes[name] = shape
             else:
-                self._part(name, shape, *found.groups())
+                self._take_apart(name, shape, *found.groups())
 
     def _check_kind(self, shard: str, name: str) -> None:
         """Bytes are read of MXFP4 alone."""
@@ -81,24 +110,28 @@ class PlainFolder(SafetensorsFolder):
         if self.kinds[name] == "U8" and not name.endswith(("_blocks", "_scales", *self.unread)):
             raise ModelError(f"{shard}: {name[:100]} has type U8, which is read of MXFP4 alone")
 
-    def _part(self, name: str, shape: Shape, prefix: str, matrix: str, ending: str) -> None:
+    def _take_apart(self, name: str, shape: Shape, prefix: str, matrix: str, kind: str) -> None:
         """Note the parts of a tensor of all experts by names of their own."""
-        if len(shape) != _AXES[ending] or 0 in shape or shape[0] > MOST.experts:
+        axes, outputs = _AXES[kind]
+        parts = _MATRICES[matrix]
+        fits = len(shape) == axes and 0 not in shape and shape[0] <= MOST.experts
+        if not fits or shape[1 + outputs] % len(parts):
             raise ModelError(f"{name[:100]} {list(shape)} holds no {matrix} of experts")
-        own = shape[1:]
-        match ending:
-            case "":
-                own = shape[2], shape[1]
-            case "_blocks":
-                self._check_blocks(name, shape)
-                own = shape[1], shape[2] * Mxfp4.block
-            case "_scales":
-                return  # they go with their blocks
-        kind = "bias" if ending == "_bias" else "weight"
+        if kind == "_scales":
+            return  # they go with their blocks
+        size_out = shape[1 + outputs] // len(parts)
+        own: Shape = (size_out,)
+        if kind == "":
+            own = size_out, shape[1]
+        elif kind == "_blocks":
+            self._check_blocks(name, shape)
+            own = size_out, shape[2] * Mxfp4.block
+        ending = "bias" if kind == "_bias" else "weight"
         for expert in range(shape[0]):
-            part = f"{prefix}{expert}.{matrix}.{kind}"
-            self.shapes[part] = own
-            self.experts[part] = name, expert
+            for part, every in parts.items():
+                own_name = f"{prefix}{expert}.{part}.{ending}"
+                self.shapes[own_name] = own
+                self.parts[own_name] = _Part(name, expert, every, kind)
 
     def _check_blocks(self, name: str, shape: Shape) -> None:
         scales = _scales_of(name)
@@ -112,28 +145,31 @@ class PlainFolder(SafetensorsFolder):
 
     def matrix(self, name: str) -> StoredMatrix | None:
         """A matrix as it is stored; None for floats."""
-        stored, expert = self.experts.get(name, ("", 0))
-        if not stored.endswith("_blocks"):
+        part = self.parts.get(name)
+        if part is None or part.kind != "_blocks":
             return None
-        blocks, scales = (
-            Field(_OfExpert(self._tensor(one), expert), np.dtype(np.uint8), Along(0), _BY_BLOCKS)
-            for one in (stored, _scales_of(stored))
-        )
+        scales = part._replace(stored=_scales_of(part.stored), kind="_scales")
+        fields = [
+            Field(self._of_expert(one), np.dtype(np.uint8), Along(0), _BY_BLOCKS)
+            for one in (part, scales)
+        ]
         outputs, inputs = self.shapes[name]
-        return StoredMatrix((outputs, inputs), (blocks, scales), repack.mxfp4, (1, Mxfp4.block))
+        return StoredMatrix((outputs, inputs), tuple(fields), repack.mxfp4, (1, Mxfp4.block))
 
     def sliced(self, name: str) -> Sliceable:
         """One tensor as floats."""
-        if name not in self.experts:
+        if name not in self.parts:
             return self._tensor(name)
         matrix = self.matrix(name)
         if matrix is not None:
             return DecodedTensor(matrix.floats, matrix.shape)
-        stored, expert = self.experts[name]
-        part = _OfExpert(self._tensor(stored), expert)
-        if part.ndim == 1:
-            return part
-        return DecodedTensor(lambda rows, columns: part[columns, rows].T, self.shapes[name])
+        stored = self._of_expert(self.parts[name])
+        if stored.ndim == 1:
+            return stored
+        return DecodedTensor(lambda rows, columns: stored[columns, rows].T, self.shapes[name])
+
+    def _of_expert(self, part: _Part) -> _OfExpert:
+        return _OfExpert(self._tensor(part.stored), part)
 
     def _tensor(self, name: str) -> StoredTensor:
         place = self.places[name]
@@ -143,3 +179,10 @@ class PlainFolder(SafetensorsFolder):
 def _scales_of(blocks: str) -> str:
     """The name of the scales that go with blocks."""
     return f"{blocks.removesuffix('_blocks')}_scales"
+
+
+def _within(places: list[slice], shape: Shape) -> list[slice]:
+    """Slices that end where the axes do."""
+    return [
+        slice(place.start, min(place.stop, size)) for place, size in zip(places, shape, strict=True)
+    ]

@@ -85,6 +85,7 @@ _PARTS = (
     ".weight_scale",
     ".weight_scale_inv",
     ".input_scale",
+    ".activation_scale",
     ".output_scale",
     ".k_scale",
     ".v_scale",
@@ -155,9 +156,12 @@ class QuantisedFolder(SafetensorsFolder):
         """A matrix as it is stored; None for floats and for scales of blocks."""
         base = name.removesuffix(".weight")
         if self.kinds.get(name) in _EIGHT_BITS:
-            if f"{base}.weight_scale_inv" in self.stored:
-                return None
-            return self._eight_bits(base)
+            inverse = f"{base}.weight_scale_inv"
+            if inverse not in self.stored:
+                return self._eight_bits(base, f"{base}.weight_scale")
+            if math.prod(self.stored[inverse]) == 1:
+                return self._eight_bits(base, inverse)
+            return None
         if name in self.stored or not name.endswith(".weight"):
             return None
         return self._in_words(base, _WORDS[self.packing.method])
@@ -181,15 +185,15 @@ class QuantisedFolder(SafetensorsFolder):
     def _field(self, name: str, outputs: Along | None, inputs: Along | None) -> Field:
         return Field(self._tensor(name), _NUMPY_TYPES[self.kinds[name]], outputs, inputs)
 
-    def _eight_bits(self, base: str) -> StoredMatrix:
+    def _eight_bits(self, base: str, scale: str) -> StoredMatrix:
         """int8 or fp8, [O, I], and a scale for the matrix or each output."""
-        weights, scale = f"{base}.weight", f"{base}.weight_scale"
+        weights = f"{base}.weight"
         self._check_present(base, [scale])
         outs, ins = _two_axes(weights, self.stored[weights])
         scales = self.stored[scale]
         if math.prod(scales) not in (1, outs):
             raise ModelError(
-                f"{base[:100]}.weight_scale {list(scales)} is neither one number nor one for "
+                f"{scale[:120]} {list(scales)} is neither one number nor one for "
                 f"each of {outs} outputs"
             )
         of_outputs = Along(scales.index(outs)) if outs in scales else None

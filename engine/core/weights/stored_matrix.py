@@ -7,7 +7,7 @@ surplus is cut off once the part is laid out.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from jitney.engine.core.models.quantization import Packed, widened
-from jitney.engine.core.weights.slices import Reordered, Sliceable
+from jitney.engine.core.weights.slices import Sliceable
 
 #: What `StoredMatrix.read` brings of each tensor.
 type Tensors = tuple[np.ndarray, ...]
@@ -73,6 +73,8 @@ class StoredMatrix:
     lay_out: Callable[..., Packed]
     #: So many outputs and inputs are read together.
     together: tuple[int, int] = (1, 1)
+    #: The stored output that stands at each place; empty: as stored.
+    order: tuple[int, ...] = ()
 
     def described(self) -> Packed:
         """What `packed` would give, as shapes."""
@@ -87,19 +89,16 @@ class StoredMatrix:
     def packed(self) -> Packed:
         """All of it, on the default device."""
         tensors = [field.stored[...] for field in self.fields]
-        return self.lay_out(*map(jnp.asarray, tensors))
+        return _reordered(self.lay_out(*map(jnp.asarray, tensors)), self.order)
 
-    def reordered(self, order: np.ndarray) -> StoredMatrix:
-        """With its outputs in another order; of matrices whose tensors are rows of outputs."""
-        fields = []
-        for field in self.fields:
-            assert field.outputs == Along(0)
-            fields.append(replace(field, stored=Reordered(field.stored, order)))
-        return replace(self, fields=tuple(fields))
-
-    def part(self, size: tuple[int, int]) -> Callable[[_Read, Array | None], Packed]:
-        """The function that lays out a part of so many outputs and inputs; see `Shares.on_each`."""
-        return _LayOut(self.lay_out, size)
+    def part(
+        self, size: tuple[int, int], first: int = 0
+    ) -> Callable[[_Read, Array | None], Packed]:
+        """The function that lays out a part of so many outputs and inputs; see `Shares.on_each`.
+        first: its first output, of whole heads where these have an order.
+        """
+        order = tuple(place - first for place in self.order[first : first + size[0]])
+        return _LayOut(self.lay_out, size, order)
 
     def read(self, outputs: slice, inputs: slice) -> tuple[Tensors, np.ndarray]:
         """(the tensors of a window around this part, int32 [2]: the part's first output and input
@@ -114,7 +113,9 @@ class StoredMatrix:
         return tensors, np.array(first, np.int32)
 
     def floats(self, outputs: slice, inputs: slice) -> np.ndarray:
-        """A part as float32 [outputs, inputs]; the default device holds it meanwhile."""
+        """A part as float32 [outputs, inputs] in the stored order; the default device holds it
+        meanwhile.
+        """
         tensors, (first_out, first_in) = self.read(outputs, inputs)
         wide = np.asarray(widened(self.lay_out(*map(jnp.asarray, tensors)))).T
         rows = slice(first_out, first_out + outputs.stop - outputs.start)
@@ -128,10 +129,20 @@ class _LayOut:
     lay_out: Callable[..., Packed]
     #: Outputs and inputs of the part.
     size: tuple[int, int]
+    #: See `StoredMatrix`, of the part's outputs.
+    order: tuple[int, ...] = ()
 
     def __call__(self, read: _Read, known: Array | None) -> Packed:
         tensors, first = read
-        return _cropped(self.lay_out(*tensors), first, self.size)
+        return _reordered(_cropped(self.lay_out(*tensors), first, self.size), self.order)
+
+
+def _reordered(packed: Packed, order: tuple[int, ...]) -> Packed:
+    """A matrix with its outputs in this order; empty: as they are."""
+    if not order:
+        return packed
+    places = np.array(order)
+    return jax.tree.map(lambda array: array[..., places], packed)
 
 
 def _cropped(packed: Packed, first: Array, size: tuple[int, int]) -> Packed:

@@ -16,11 +16,15 @@ from adapter_files import merged, write_adapter
 from cpu_library import packs_here
 from oracle import naive_normed, oracle_logprobs, prompt
 from programs import await_use
+from safetensors.numpy import save_file
 
 from jitney.engine import LLM, SamplingParams
 from jitney.engine.common.errors import ModelError, RequestError
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.core.executor.runner import Runner
+from jitney.engine.core.models.registry import model_class
+from jitney.engine.core.weights.adapters import load_adapters
+from jitney.engine.core.weights.checkpoints.families import tiny_config
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.load import load_model
 
@@ -90,6 +94,45 @@ def test_a_mixed_crowd_gets_what_merged_weights_give(llm: LLM, folders: dict[str
         own = rows[np.arange(len(tokens)), tokens]
         np.testing.assert_allclose(logprobs, own, atol=1e-4)
     assert len({tuple(tokens) for tokens, _ in got}) == len(asked)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "glm4"])
+def test_adapters_change_matrices_as_the_checkpoint_has_them(family: str, tmp_path: Path):
+    """Fused, and with heads in another order: as if the checkpoint's own matrices were changed."""
+    config = tiny_config(family)
+    weights = model_class(config.architecture).weight_map(config, "hf")
+    draw = np.random.default_rng(3)
+    state = {
+        name: draw.standard_normal(piece.shape, np.float32)
+        for name, piece in weights.pieces.items()
+    }
+    halves: dict[str, np.ndarray] = {}
+    changed = dict(state)
+    for target in weights.targets:
+        if target.path[0] != "layers" or target.path[-1] != "kernel":
+            continue
+        for piece in target.pieces:
+            a = draw.standard_normal((4, piece.shape[1]), np.float32)
+            b = draw.standard_normal((piece.shape[0], 4), np.float32)
+            prefix = f"base_model.model.{piece.name.removesuffix('.weight')}"
+            halves |= {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
+            changed[piece.name] = state[piece.name] + 2 * b @ a
+    for name, tensors in {"base": state, "merged": changed}.items():
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors")
+        (tmp_path / name / "config.json").write_text("{}")
+    folder = write_adapter(tmp_path / "own", config, 1)
+    save_file(halves, folder / "adapter_model.safetensors")
+    base, merged_whole = (
+        load_model(ModelSource("hf", str(tmp_path / name), "", config), config)
+        for name in ("base", "merged")
+    )
+    load_adapters(base, config, {"own": str(folder)}, "float32")
+    for linear, expected in zip(base.linears(), merged_whole.linears(), strict=True):
+        kernel = np.asarray(linear.kernel[...])
+        if linear.adapters is not None:
+            kernel = kernel + linear.adapters.a[...] @ linear.adapters.b[...]
+        np.testing.assert_allclose(kernel, expected.kernel[...], atol=1e-4)
 
 
 @pytest.mark.skipif(not packs_here(), reason="this CPU's weights are not packed in pairs")

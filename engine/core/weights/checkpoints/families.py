@@ -18,9 +18,16 @@ from jitney.engine.core.weights.checkpoints.model_config import (
     EncoderConfig,
     ExpertsConfig,
     ModelConfig,
+    RopeConfig,
     RopeScaling,
 )
-from jitney.engine.core.weights.checkpoints.rope_config import extended_context, hf_rope
+from jitney.engine.core.weights.checkpoints.rope_config import (
+    RopeReader,
+    extended_context,
+    hf_full_rope,
+    hf_local_rope,
+    hf_rope,
+)
 
 #: transformers' names of activations -> ours.
 _ACTIVATIONS: dict[str, Activation] = {
@@ -37,28 +44,33 @@ _ENCODER_ACTIVATIONS: dict[str, Activation] = {
 #: What gpt-oss's gates must be, as `jitney.kernels.experts` has them.
 _GPT_OSS_GATES = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 #: gpt-oss's rotary positions where its file does not say.
-_GPT_OSS_ROPE = {
+_GPT_OSS_ROPE: JsonDict = {
     "rope_type": "yarn",
     "factor": 32.0,
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
+#: Names of layers with attention in files of hybrid models.
+_ATTENTION = ("attention", "full_attention")
 #: Layers of the Gemmas of 27 billion weights -> their scores are divided by the root of E / H.
 _GEMMA2_27B, _GEMMA3_27B = 46, 62
 
 
-def _read_decoder(values: JsonObject, **defaults: Any) -> tuple[Fields, ModelConfig]:
+def _read_decoder(
+    values: JsonObject, read_rope: RopeReader = hf_rope, **defaults: Any
+) -> tuple[Fields, ModelConfig]:
     """The keys of config.json that all decoders share, and their configuration.
 
-    defaults: what transformers assumes for keys that are left out; null is not left out: Mistral's
-    `sliding_window: null` means none, its absence 4096.
+    read_rope: of the layers that see all. defaults: what transformers assumes for keys that are
+    left out; null is not left out: Mistral's `sliding_window: null` means none, its absence 4096.
     """
     fields = Fields(defaults | dict(values), "config.json")
     heads = fields.integer("num_attention_heads", 1, MOST.width)
     hidden = fields.integer("hidden_size", 1, MOST.width)
     layers = fields.integer("num_hidden_layers", 1, MOST.layers)
     context = fields.integer("max_position_embeddings", 1, MOST.context)
-    theta, scaling = hf_rope(fields, context)
+    head_dim = fields.integer("head_dim", 2, MOST.width, default=hidden // heads)
+    rope = read_rope(fields, context, head_dim)
     return fields, ModelConfig(
         architecture="",
         vocab_size=fields.integer("vocab_size", 2, MOST.vocab),
@@ -66,12 +78,11 @@ def _read_decoder(values: JsonObject, **defaults: Any) -> tuple[Fields, ModelCon
         n_layers=layers,
         n_heads=heads,
         n_kv_heads=fields.integer("num_key_value_heads", 1, heads, default=heads),
-        head_dim=fields.integer("head_dim", 2, MOST.width, default=hidden // heads),
+        head_dim=head_dim,
         intermediate_size=fields.integer("intermediate_size", 1, MOST.width),
         windows=(0,) * layers,
-        context_length=extended_context(context, scaling),
-        rope_theta=theta,
-        rope_scaling=scaling,
+        context_length=extended_context(context, rope.scaling),
+        ropes=(rope,),
         rms_eps=fields.number("rms_norm_eps", 1e-6),
         tie_embeddings=fields.flag("tie_word_embeddings"),
         qkv_bias=fields.flag("attention_bias"),
@@ -110,6 +121,17 @@ def _windows_by_type(fields: Fields, layers: int) -> tuple[int, ...] | None:
         fields.reject("layer_types", kinds, f"{layers} times full_attention or sliding_attention")
     windows = {"full_attention": 0, "sliding_attention": _window(fields)}
     return tuple(windows[kind] for kind in kinds)
+
+
+def _windows(fields: Fields, layers: int, every: int) -> tuple[int, ...]:
+    """Windows by `layer_types`; without them each `every`-th layer, counted from 1, sees all, or by
+    `sliding_window_pattern`.
+    """
+    typed = _windows_by_type(fields, layers)
+    if typed is not None:
+        return typed
+    pattern = fields.integer("sliding_window_pattern", 1, MOST.layers, default=every)
+    return _every(pattern, _window(fields), layers)
 
 
 def _llama(values: JsonObject) -> ModelConfig:
@@ -193,7 +215,7 @@ def _mixtral(values: JsonObject) -> ModelConfig:
 
 
 def _gpt_oss(values: JsonObject) -> ModelConfig:
-    """gpt-oss: windows in every second layer, and gates whose bounds are not the file's to choose."""
+    """gpt-oss: windows in every second layer; its gates are always bounded alike."""
     defaults: JsonDict = {
         "max_position_embeddings": 131072,
         "num_key_value_heads": 8,
@@ -216,8 +238,7 @@ def _gpt_oss(values: JsonObject) -> ModelConfig:
     )
     return replace(
         config,
-        windows=_windows_by_type(fields, config.n_layers)
-        or _every(2, _window(fields), config.n_layers),
+        windows=_windows(fields, config.n_layers, every=2),
         o_bias=config.qkv_bias,
         mlp_bias=True,
         attention_sinks=True,
@@ -229,6 +250,168 @@ def _gpt_oss(values: JsonObject) -> ModelConfig:
 def _olmo2(values: JsonObject) -> ModelConfig:
     _, config = _read_decoder(values, max_position_embeddings=2048, rms_norm_eps=1e-5)
     return replace(config, o_bias=config.qkv_bias, wide_qk_norm=True)
+
+
+def _olmo3(values: JsonObject) -> ModelConfig:
+    """OLMo 3: layers with a window rotate without scaling."""
+    fields, config = _read_decoder(
+        values,
+        hf_full_rope,
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        sliding_window=4096,
+    )
+    windows = _windows(fields, config.n_layers, every=4)
+    config = replace(config, o_bias=config.qkv_bias, wide_qk_norm=True, windows=windows)
+    local = hf_local_rope(
+        fields, config.context_length, config.head_dim, fields.number("rope_theta")
+    )
+    return replace(config, ropes=_ropes_by_window(config, local))
+
+
+def _ministral3(values: JsonObject) -> ModelConfig:
+    fields, config = _read_decoder(
+        values,
+        max_position_embeddings=262144,
+        num_key_value_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-5,
+    )
+    return replace(config, windows=(_window(fields),) * config.n_layers)
+
+
+def _smollm3(values: JsonObject) -> ModelConfig:
+    """SmolLM3: some layers do not rotate, and may have a window instead."""
+    fields, config = _read_decoder(
+        values,
+        max_position_embeddings=32768,
+        num_key_value_heads=4,
+        rope_theta=2e6,
+        tie_word_embeddings=True,
+    )
+    layers = config.n_layers
+    every = fields.integer("no_rope_layer_interval", 1, MOST.layers, default=4)
+    rotates = fields.get("no_rope_layers") or [(layer + 1) % every for layer in range(layers)]
+    if not isinstance(rotates, list) or len(rotates) != layers:
+        fields.reject("no_rope_layers", rotates, f"a list of {layers} numbers, 0 without rope")
+    typed = _windows_by_type(fields, layers)
+    windows = (0,) * layers
+    if fields.flag("use_sliding_window"):
+        window = _window(fields)
+        windows = typed or tuple(0 if own else window for own in rotates)
+    return replace(
+        config,
+        o_bias=config.qkv_bias,
+        mlp_bias=fields.flag("mlp_bias"),
+        windows=windows,
+        ropes=tuple(config.rope(0) if own else None for own in rotates),
+    )
+
+
+def _seed_oss(values: JsonObject) -> ModelConfig:
+    fields, config = _read_decoder(
+        values,
+        max_position_embeddings=524288,
+        num_key_value_heads=8,
+        head_dim=128,
+        attention_bias=True,
+    )
+    return replace(
+        config, o_bias=fields.flag("attention_out_bias"), mlp_bias=fields.flag("mlp_bias")
+    )
+
+
+def _phi3(values: JsonObject) -> ModelConfig:
+    fields, config = _read_decoder(
+        values,
+        max_position_embeddings=4096,
+        original_max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+    )
+    return replace(config, qkv_bias=False, windows=(_window(fields),) * config.n_layers)
+
+
+def _glm4(values: JsonObject) -> ModelConfig:
+    _, config = _read_decoder(
+        values,
+        max_position_embeddings=131072,
+        num_key_value_heads=2,
+        head_dim=128,
+        rms_norm_eps=1.5625e-7,
+        attention_bias=True,
+        partial_rotary_factor=0.5,
+        eos_token_id=[151329, 151336, 151338],
+    )
+    return config
+
+
+def _exaone4(values: JsonObject) -> ModelConfig:
+    """EXAONE 4: where some layers have a window, those that see all do not rotate."""
+    fields, config = _read_decoder(
+        values, max_position_embeddings=2048, rms_norm_eps=1e-5, sliding_window=4096
+    )
+    config = replace(config, qk_norm=True)
+    if not _window(fields):
+        return config
+    config = replace(config, windows=_windows(fields, config.n_layers, every=4))
+    return replace(config, ropes=_ropes_without_full(config))
+
+
+def _cohere2(values: JsonObject) -> ModelConfig:
+    """Cohere 2: layers that see all do not rotate."""
+    fields, config = _read_decoder(
+        values,
+        max_position_embeddings=8192,
+        sliding_window=4096,
+        tie_word_embeddings=True,
+        bos_token_id=5,
+        eos_token_id=255001,
+    )
+    config = replace(
+        config,
+        o_bias=config.qkv_bias,
+        windows=_windows(fields, config.n_layers, every=4),
+        rms_eps=fields.number("layer_norm_eps", 1e-5),
+        centred_norms=True,
+        logit_factor=fields.number("logit_scale", 0.0625),
+    )
+    return replace(config, ropes=_ropes_without_full(config))
+
+
+def _ropes_without_full(config: ModelConfig) -> tuple[RopeConfig | None, ...]:
+    """The model's rotation for layers with a window, none for those that see all."""
+    return tuple(config.rope(0) if window else None for window in config.windows)
+
+
+def _granite(values: JsonObject) -> ModelConfig:
+    fields, config = _read_decoder(values, max_position_embeddings=2048)
+    return replace(
+        config,
+        o_bias=config.qkv_bias,
+        mlp_bias=fields.flag("mlp_bias"),
+        embed_factor=fields.number("embedding_multiplier", 1.0),
+        residual_factor=fields.number("residual_multiplier", 1.0),
+        query_scalar=fields.number("attention_multiplier", 1.0) ** -2,
+        logit_factor=1.0 / fields.number("logits_scaling", 1.0),
+    )
+
+
+def _granite4(values: JsonObject) -> ModelConfig:
+    """Granite 4 without experts and without recurrent layers, such as granite-4.0-micro."""
+    fields = Fields(values, "config.json")
+    kinds = fields.get("layer_types", fields.get("layers_block_type"))
+    plain = isinstance(kinds, list) and all(kind in _ATTENTION for kind in kinds)
+    if not plain or fields.integer("num_local_experts", 0, MOST.experts, default=8):
+        raise ModelError(
+            "config.json: of GraniteMoeHybridForCausalLM only models whose layer_types are all "
+            "attention and whose num_local_experts is 0 are supported"
+        )
+    inner = fields.integer("shared_intermediate_size", 1, MOST.width, default=1024)
+    config = _granite(dict(values) | {"intermediate_size": inner})
+    if fields.get("position_embedding_type") == "rope":
+        return config
+    return replace(config, ropes=(None,))
 
 
 def _gemma2(values: JsonObject) -> ModelConfig:
@@ -243,26 +426,25 @@ def _gemma2(values: JsonObject) -> ModelConfig:
 def _gemma3(values: JsonObject) -> ModelConfig:
     """Gemma 3: layers with a window have a theta of their own."""
     settings = {"max_position_embeddings": 131072, "rope_theta": 1e6} | dict(values)
-    local = Fields(settings, "config.json").number("rope_local_base_freq", 10000.0)
-    ropes = settings.get("rope_parameters")
-    if isinstance(ropes, Mapping) and "full_attention" in ropes:
-        fields = Fields(ropes, "config.json: rope_parameters")
-        sliding = Fields(fields.table("sliding_attention"), fields.where)
-        if sliding.get("rope_type", "default") != "default":
-            raise ModelError("config.json: rope scaling of sliding_attention is not supported")
-        local = sliding.number("rope_theta", local)
-        settings["rope_parameters"] = fields.table("full_attention")
-    pattern = Fields(settings, "config.json").integer(
-        "sliding_window_pattern", 1, MOST.layers, default=6
-    )
-    config = _gemma(settings, every=pattern)
-    return replace(config, qk_norm=True, local_rope_theta=local)
+    fields = Fields(settings, "config.json")
+    config = _gemma(settings, every=6)
+    theta = fields.number("rope_local_base_freq", 10000.0)
+    local = hf_local_rope(fields, config.context_length, config.head_dim, theta)
+    return replace(config, qk_norm=True, ropes=_ropes_by_window(config, local))
+
+
+def _ropes_by_window(
+    config: ModelConfig, local: RopeConfig | None
+) -> tuple[RopeConfig | None, ...]:
+    """The model's rotation for layers that see all, `local` for those with a window."""
+    return tuple(local if window else config.rope(0) for window in config.windows)
 
 
 def _gemma(values: JsonObject, every: int) -> ModelConfig:
     """What the Gemmas share; every: without `layer_types`, each so manieth layer sees all."""
     fields, config = _read_decoder(
         values,
+        hf_full_rope,
         num_key_value_heads=4,
         head_dim=256,
         sliding_window=4096,
@@ -274,12 +456,9 @@ def _gemma(values: JsonObject, every: int) -> ModelConfig:
     )
     if fields.flag("use_bidirectional_attention"):
         raise ModelError("config.json: use_bidirectional_attention is not supported")
-    windows = _windows_by_type(fields, config.n_layers)
-    if windows is None:
-        windows = _every(every, _window(fields), config.n_layers)
     return replace(
         config,
-        windows=windows,
+        windows=_windows(fields, config.n_layers, every),
         o_bias=config.qkv_bias,
         float32_norms=True,
         query_scalar=fields.number("query_pre_attn_scalar"),
@@ -381,7 +560,8 @@ def _gguf_gemma2(fields: Fields, config: ModelConfig) -> ModelConfig:
 
 def _gguf_gemma3(fields: Fields, config: ModelConfig) -> ModelConfig:
     config = _gguf_gemma(fields, config, every=6, largest=_GEMMA3_27B)
-    return replace(config, local_rope_theta=fields.number("rope.freq_base_swa", 10000.0))
+    local = RopeConfig(fields.number("rope.freq_base_swa", 10000.0))
+    return replace(config, ropes=_ropes_by_window(config, local))
 
 
 def _gguf_gemma(fields: Fields, config: ModelConfig, *, every: int, largest: int) -> ModelConfig:
@@ -444,9 +624,23 @@ _TINY_GEMMA: JsonDict = {
     "activation": "gelu_tanh",
     "query_scalar": 24.0,
 }
+_TINY_GEMMA3: JsonDict = _TINY_GEMMA | {
+    "qk_norm": True,
+    "ropes": (RopeConfig(100.0), RopeConfig()),
+}
+_TINY_GRANITE: JsonDict = {
+    "embed_factor": 3.0,
+    "residual_factor": 0.7,
+    "query_scalar": 24.0,
+    "logit_factor": 0.5,
+}
 _TINY_GPT_OSS: JsonDict = {
     "windows": (32, 0),
-    "rope_scaling": RopeScaling("yarn", 4.0, 64, truncate=False, attention_factor=1.14),
+    "ropes": (
+        RopeConfig(
+            scaling=RopeScaling("yarn", 4.0, 64, truncate=False, attention_factor=1.14),
+        ),
+    ),
     "qkv_bias": True,
     "o_bias": True,
     "mlp_bias": True,
@@ -478,10 +672,50 @@ FAMILIES: dict[str, Family] = {
         _TINY_GEMMA | {"attention_softcap": 5.0, "logit_softcap": 10.0},
     ),
     "Gemma3ForCausalLM": Family(
-        "gemma3", _gemma3, _gguf_gemma3, _TINY_GEMMA | {"qk_norm": True, "local_rope_theta": 100.0}
+        "gemma3",
+        _gemma3,
+        _gguf_gemma3,
+        _TINY_GEMMA3,
     ),
     "GptOssForCausalLM": Family("gpt_oss", _gpt_oss, None, _TINY_GPT_OSS),
     "Olmo2ForCausalLM": Family("olmo2", _olmo2, None, {"wide_qk_norm": True}),
+    "Olmo3ForCausalLM": Family(
+        "olmo3",
+        _olmo3,
+        None,
+        {"wide_qk_norm": True, "windows": (32, 0), "ropes": (RopeConfig(100.0), RopeConfig())},
+    ),
+    "Exaone4ForCausalLM": Family(
+        "exaone4",
+        _exaone4,
+        None,
+        {"qk_norm": True, "windows": (32, 0), "ropes": (RopeConfig(), None)},
+    ),
+    "Ministral3ForCausalLM": Family(
+        "mistral3",
+        _ministral3,
+        None,
+        {"ropes": (RopeConfig(query_beta=0.5, query_context=64),)},
+    ),
+    "SmolLM3ForCausalLM": Family("smollm3", _smollm3, None, {"ropes": (RopeConfig(), None)}),
+    "SeedOssForCausalLM": Family("seed_oss", _seed_oss, None, {"qkv_bias": True}),
+    "Phi3ForCausalLM": Family("phi3", _phi3, None, {"ropes": (RopeConfig(dims=12),)}),
+    "Glm4ForCausalLM": Family(
+        "glm4", _glm4, None, {"qkv_bias": True, "ropes": (RopeConfig(dims=8),)}
+    ),
+    "GraniteForCausalLM": Family("granite", _granite, None, _TINY_GRANITE),
+    "GraniteMoeHybridForCausalLM": Family("granitehybrid", _granite4, None, _TINY_GRANITE),
+    "Cohere2ForCausalLM": Family(
+        "cohere2",
+        _cohere2,
+        None,
+        {
+            "windows": (32, 0),
+            "ropes": (RopeConfig(), None),
+            "centred_norms": True,
+            "logit_factor": 0.5,
+        },
+    ),
     "BertModel": Family("bert", _bert, None, _tiny_encoder(EncoderConfig("cls", 2))),
     "BertForSequenceClassification": Family(
         "bert_reranker",
@@ -498,6 +732,17 @@ FAMILIES: dict[str, Family] = {
         None,
         _tiny_encoder(EncoderConfig("classify", 1, 2)),
     ),
+}
+#: Class names in `architectures` of models that also see or hear; their text model is served.
+#: Each with the `model_type` of its text_config -> class name of the text model.
+WRAPPERS: dict[str, dict[str, str]] = {
+    "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Mistral3ForConditionalGeneration": {
+        "mistral": "MistralForCausalLM",
+        "ministral3": "Ministral3ForCausalLM",
+    },
+    "Cohere2VisionForConditionalGeneration": {"cohere2": "Cohere2ForCausalLM"},
+    "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": "Qwen3ForCausalLM"},
 }
 
 

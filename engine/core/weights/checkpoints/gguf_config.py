@@ -9,7 +9,7 @@ from jitney.engine.common.requests import JsonObject
 from jitney.engine.core.weights.checkpoints.config_fields import MOST, Fields
 from jitney.engine.core.weights.checkpoints.families import FAMILIES, Family
 from jitney.engine.core.weights.checkpoints.gguf import GGUFFile
-from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig, RopeConfig
 from jitney.engine.core.weights.checkpoints.rope_config import extended_context, gguf_rope
 from jitney.engine.core.weights.checkpoints.turn_ends import turn_ends
 
@@ -60,8 +60,7 @@ def _read_gguf_config(
         intermediate_size=fields.integer("feed_forward_length", 1, MOST.width),
         windows=(0,) * layers,
         context_length=extended_context(context, scaling),
-        rope_theta=fields.number("rope.freq_base", 10000.0),
-        rope_scaling=scaling,
+        ropes=(RopeConfig(fields.number("rope.freq_base", 10000.0), scaling),),
         rms_eps=fields.number("attention.layer_norm_rms_epsilon", 1e-6),
         tie_embeddings="output.weight" not in shapes,
         qkv_bias="blk.0.attn_q.bias" in shapes,

@@ -9,11 +9,14 @@ from dataclasses import replace
 from jitney.engine.common.errors import ModelError
 from jitney.engine.common.requests import JsonObject
 from jitney.engine.core.weights.checkpoints.config_fields import Fields
-from jitney.engine.core.weights.checkpoints.families import FAMILIES
+from jitney.engine.core.weights.checkpoints.families import FAMILIES, WRAPPERS
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.quantization_config import Packing
 
 _log = logging.getLogger(__name__)
+
+#: Keys of the whole model that go before those of its text_config.
+_OUTER = ("tie_word_embeddings", "bos_token_id", "eos_token_id")
 
 
 def read_hf_config(config: JsonObject, generation: JsonObject | None = None) -> ModelConfig:
@@ -21,9 +24,9 @@ def read_hf_config(config: JsonObject, generation: JsonObject | None = None) -> 
 
     Raises ModelError for what is not supported, and for numbers that are missing or out of range.
     """
-    architecture = _known_architecture(config.get("architectures"))
+    architecture, values = _text_model(config)
     _refuse_unsupported(config)
-    model = FAMILIES[architecture].from_hf(config)
+    model = FAMILIES[architecture].from_hf(values)
     more_ends = Fields(generation or {}, "generation_config.json").token_ids("eos_token_id")
     return replace(model, architecture=architecture).with_ends(*more_ends)
 
@@ -31,21 +34,45 @@ def read_hf_config(config: JsonObject, generation: JsonObject | None = None) -> 
 def read_packing(config: JsonObject) -> Packing | None:
     """How matrices are packed by a `config.json`; None: floats. Raises ModelError."""
     settings = config.get("quantization_config")
+    text = config.get("text_config")
+    if settings is None and isinstance(text, Mapping):
+        settings = text.get("quantization_config")
     older = config.get("compression_config")  # compressed-tensors' key of 2024
     if settings is None and isinstance(older, Mapping):
         settings = {"quant_method": "compressed-tensors"} | dict(older)
     return Packing.read(settings)
 
 
-def _known_architecture(names: object) -> str:
-    """The first class name in `architectures` that is served. Raises ModelError listing those."""
-    if isinstance(names, list):
-        for name in names:
-            if isinstance(name, str) and _with_head(name) in FAMILIES:
-                return _with_head(name)
-    raise ModelError(
-        f"config.json: unknown architecture {repr(names)[:100]}; known: {', '.join(FAMILIES)}"
-    )
+def _text_model(config: JsonObject) -> tuple[str, JsonObject]:
+    """(class name of the text model, its keys), of the first class name in `architectures` that is
+    served. Raises ModelError listing those.
+    """
+    names = config.get("architectures")
+    for name in names if isinstance(names, list) else []:
+        if isinstance(name, str) and name in WRAPPERS:
+            return _wrapped_model(name, config)
+        if isinstance(name, str) and _with_head(name) in FAMILIES:
+            return _with_head(name), config
+    known = ", ".join([*FAMILIES, *WRAPPERS])
+    raise ModelError(f"config.json: unknown architecture {repr(names)[:100]}; known: {known}")
+
+
+def _wrapped_model(wrapper: str, config: JsonObject) -> tuple[str, JsonObject]:
+    """The text model in a model that also sees or hears.
+
+    Whether the embedding serves as the head is the wrapper's to say; where no file says, the
+    checkpoint's tensors do.
+    """
+    text = Fields(config, "config.json").table("text_config")
+    kind = text.get("model_type")
+    known = WRAPPERS[wrapper]
+    if not isinstance(kind, str) or kind not in known:
+        raise ModelError(
+            f"config.json: text_config of {wrapper} has model_type {str(kind)[:40]!r}; known: "
+            f"{', '.join(known)}"
+        )
+    outer = {key: config[key] for key in _OUTER if config.get(key) is not None}
+    return known[kind], {"tie_word_embeddings": False, **text, **outer}
 
 
 def _with_head(name: str) -> str:
@@ -66,5 +93,3 @@ def _refuse_unsupported(config: JsonObject) -> None:
             "used instead"
         )
     read_packing(config)
-    if config.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError("config.json: partial_rotary_factor other than 1 is not supported")

@@ -26,14 +26,16 @@ _NO_EXPERTS = (
 class RopeScaling:
     """How the rotary frequencies of a long-context model differ from the plain ones.
 
-    linear: divided by `factor`. llama3: low ones divided, high ones kept (Llama 3.1). yarn: blended
-    by rotations per context (arXiv 2309.00071). factors: frequency j divided by factors[j].
+    linear: divided by `factor`. dynamic: of a larger theta in a longer context. llama3: low ones
+    divided, high ones kept (Llama 3.1). yarn: blended by rotations per context (arXiv 2309.00071).
+    factors: frequency j divided by factors[j]. longrope: the same, and in a context longer than the
+    original one by long_factors[j] (arXiv 2402.13753).
     """
 
-    kind: Literal["linear", "llama3", "yarn", "factors"]
+    kind: Literal["linear", "dynamic", "llama3", "yarn", "factors", "longrope"]
     #: What frequencies are divided by.
     factor: float = 1.0
-    #: llama3 and yarn: tokens of the context that the model was trained with first.
+    #: All but linear and factors: tokens of the context that the model was trained with first.
     original_context: int = 0
     #: llama3: turns in that context under which a frequency is divided, and over which it is kept.
     low_freq_factor: float = 1.0
@@ -43,15 +45,30 @@ class RopeScaling:
     beta_slow: float = 1.0
     #: yarn: the blend begins and ends at whole pairs.
     truncate: bool = True
-    #: yarn: factor of cos and sin.
+    #: yarn and longrope: factor of cos and sin.
     attention_factor: float = 1.0
-    #: factors: GGUF's `rope_freqs.weight`, D // 2 numbers.
+    #: factors and longrope: a number for each rotated pair; GGUF's `rope_freqs.weight`.
     factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
     @property
     def extended_context(self) -> int:
-        """Tokens of the context that yarn leads to."""
+        """Tokens of the context that yarn and dynamic lead to."""
         return int(self.original_context * self.factor)
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary positions of a layer."""
+
+    #: Base of the frequencies, theta ** (-2 i / dims); and how they differ from those.
+    theta: float = 10000.0
+    scaling: RopeScaling | None = None
+    #: Numbers of a head that are rotated, the first ones of a checkpoint's; 0: all.
+    dims: int = 0
+    #: Rotated queries are multiplied by 1 + beta * log(1 + position // query_context).
+    query_beta: float = 0.0
+    query_context: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +154,12 @@ class ModelConfig:
     windows: tuple[int, ...]
     #: The most tokens of prompt and output together.
     context_length: int
-    #: Base of the rotary frequencies, theta ** (-2 i / D); and how they differ from those.
-    rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
-    #: Theta of the layers that have a window, without scaling; None: as the others.
-    local_rope_theta: float | None = None
+    #: Of each layer, or one for all; None: nothing is rotated.
+    ropes: tuple[RopeConfig | None, ...] = (RopeConfig(),)
     #: Added to the mean square in every norm, of an encoder's to the variance.
     rms_eps: float = 1e-6
+    #: Norms take the mean away.
+    centred_norms: bool = False
     #: The weights of the norms stay in float32, whatever the dtype of the others.
     float32_norms: bool = False
     #: The embedding serves as the output head.
@@ -170,6 +186,10 @@ class ModelConfig:
     #: Scores and logits are bent to stay within these, cap * tanh(x / cap); 0: they are not.
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
+    #: Factors of the embeddings, of what attention and MLP add to a row, and of logits.
+    embed_factor: float = 1.0
+    residual_factor: float = 1.0
+    logit_factor: float = 1.0
     #: Token that begins a text; None: none does.
     bos_id: int | None = None
     #: Every token that ends a generation, from all files that name one.
@@ -185,6 +205,8 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ModelError(f"head_dim must be even for rotary positions, found {self.head_dim}")
+        if len(self.ropes) not in (1, self.n_layers):
+            raise ModelError(f"{len(self.ropes)} rotary positions for {self.n_layers} layers")
         for token in (self.bos_id, *self.eos_ids):
             self._check_special(token)
 
@@ -210,6 +232,10 @@ class ModelConfig:
         if 0 in self.windows:
             return 0
         return max(self.windows)
+
+    def rope(self, layer: int) -> RopeConfig | None:
+        """Rotary positions of a layer; None: its heads are not rotated."""
+        return self.ropes[layer % len(self.ropes)]
 
     @property
     def attention_scale(self) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -29,21 +29,44 @@ class Piece:
     name: str
     #: Row-major, as stored.
     shape: tuple[int, ...]
-    #: Its rows are so many parts, and of each part every second row belongs to its first half;
-    #: 0: they are in our order.
-    paired_parts: int = 0
+    #: Its first rows are those of so many heads.
+    heads: int = 0
+    #: Which stored row of each of these heads stands where; empty: as stored.
+    head_order: tuple[int, ...] = ()
 
     @property
     def order(self) -> np.ndarray | None:
-        """Which stored row stands where, [rows]; None: as stored.
-
-        llama.cpp pairs rotated rows (2j, 2j + 1) of a query or key head, gpt-oss gates and ups;
-        ours stand at (j, j + D/2).
-        """
-        if not self.paired_parts:
+        """Which stored row stands where, [rows]; None: as stored."""
+        if not self.head_order or not self.heads:
             return None
-        pairs = np.arange(self.shape[0]).reshape(self.paired_parts, -1, 2)
-        return pairs.swapaxes(1, 2).ravel()
+        order = np.arange(self.shape[0])
+        size = len(self.head_order)
+        for first in range(0, self.heads * size, size):
+            order[first : first + size] = first + np.array(self.head_order)
+        return order
+
+
+def head_order(config: ModelConfig, layer: int, *, paired: bool) -> tuple[int, ...]:
+    """Which stored row of a query or key head stands where, so that pairs (j, j + D/2) are rotated;
+    empty: all as stored.
+
+    Hugging Face pairs (j, j + R/2) of the R rows that are rotated; paired: (2j, 2j + 1), as in
+    llama.cpp's files of Llama. The others are pairs, too, whose angle is 0.
+    """
+    dim, rope = config.head_dim, config.rope(layer)
+    rotated = dim if rope is None else rope.dims or dim
+    if paired:
+        first, second = range(0, rotated, 2), range(1, rotated, 2)
+    else:
+        first, second = range(rotated // 2), range(rotated // 2, rotated)
+    rest = (dim - rotated) // 2
+    order = [
+        *first,
+        *range(rotated, rotated + rest),
+        *second,
+        *range(rotated + rest, dim),
+    ]
+    return () if order == list(range(dim)) else tuple(order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,31 +169,62 @@ class Dialect:
     down: str
     #: See `WeightMap`.
     ignored: tuple[str, ...]
+    #: Queries, keys and values in one matrix, and gate and up; empty: they are apart.
+    qkv: str = ""
+    gate_up: str = ""
     #: Norms of what attention and MLP give; empty where there are none.
     attention_post_norm: str = ""
     mlp_post_norm: str = ""
-    #: The score of each head that has no key; a tensor's whole name.
+    #: The score of each head that no key has; a tensor's whole name.
     sinks: str = ""
-    #: Of a mixture: the matrix that chooses, and those of one expert, with `{e}`: gates and ups, or
-    #: one matrix of both, row by row in turns.
+    #: Of a mixture: the matrix that chooses, and those of one expert, with `{e}`.
     router: str = ""
     expert_gate: str = ""
     expert_up: str = ""
-    expert_gate_up: str = ""
     expert_down: str = ""
     #: What the stored weights of norms lack.
     norm_offset: float = 0.0
-    #: Rows of queries and keys are in llama.cpp's order.
+    #: Rotated rows of queries and keys are pairs (2j, 2j + 1), see `head_order`.
     paired_rows: bool = False
 
 
 #: Beginnings of names in the saved base model of a family, whose names lack the prefix `model.`.
 _BASE_NAMES = ("embed_tokens.", "layers.", "norm.")
+#: Beginnings of names of the text model in models that also see or hear, and what they are alone.
+_WRAPPED_NAMES = {
+    "language_model.lm_head.": "lm_head.",
+    "language_model.model.": "model.",
+    "model.language_model.": "model.",
+    "language_model.": "model.",
+}
+#: Beginnings of names of what these models see and hear with, without a prefix `model.`.
+_TOWERS = (
+    "audio_tower.",
+    "embed_audio.",
+    "embed_vision.",
+    "multi_modal_projector.",
+    "vision_adapter.",
+    "vision_projection.",
+    "vision_tower.",
+    "visual.",
+)
 
 
 def long_name(name: str) -> str:
-    """The name of a tensor or module in the model with its head, also if a base model was saved."""
-    return f"model.{name}" if name.startswith(_BASE_NAMES) else name
+    """The name of a tensor or module in the text model with its head, also if a base model was
+    saved, or a model that also sees or hears.
+    """
+    if name.startswith(_BASE_NAMES):
+        return f"model.{name}"
+    for prefix, alone in _WRAPPED_NAMES.items():
+        if name.startswith(prefix):
+            return alone + name.removeprefix(prefix)
+    return name
+
+
+def is_of_tower(name: str) -> bool:
+    """Whether a tensor is of what a model sees or hears with, of which nothing is read."""
+    return name.removeprefix("model.").startswith(_TOWERS)
 
 
 HF = Dialect(
@@ -212,57 +266,87 @@ GGUF = Dialect(
 )
 
 
-def _norm(path: Path, name: str, size: int, names: Dialect) -> Target:
-    return Target(path, (Piece(f"{name}.weight", (size,)),), offset=names.norm_offset)
+def _norm(
+    path: Path,
+    name: str,
+    size: int,
+    names: Dialect,
+    heads: int = 0,
+    order: tuple[int, ...] = (),
+) -> Target:
+    """heads, order: see `Piece`."""
+    piece = Piece(f"{name}.weight", (size,), heads, order)
+    return Target(path, (piece,), offset=names.norm_offset)
 
 
 def _layer_norms(config: ModelConfig, names: Dialect, layer: int) -> Iterator[Target]:
     size, dim = config.hidden_size, config.head_dim
-    norms: list[tuple[Path, str, int]] = [
-        (("attention_norm",), names.attention_norm, size),
-        (("attention_post_norm",), names.attention_post_norm, size),
-        (("mlp_norm",), names.mlp_norm, size),
-        (("mlp_post_norm",), names.mlp_post_norm, size),
+    norms = [
+        ("attention_norm", names.attention_norm, size),
+        ("attention_post_norm", names.attention_post_norm, size),
+        ("mlp_norm", names.mlp_norm, size),
+        ("mlp_post_norm", names.mlp_post_norm, size),
     ]
+    of_heads: list[tuple[str, str, int]] = []
     if config.qk_norm:
-        norms.append((("attention", "q_norm"), names.q_norm, dim))
-        norms.append((("attention", "k_norm"), names.k_norm, dim))
+        of_heads += [("q_norm", names.q_norm, 1), ("k_norm", names.k_norm, 1)]
     if config.wide_qk_norm:
-        norms.append((("attention", "wide_q_norm"), names.q_norm, config.n_heads * dim))
-        norms.append((("attention", "wide_k_norm"), names.k_norm, config.n_kv_heads * dim))
+        of_heads.append(("wide_q_norm", names.q_norm, config.n_heads))
+        of_heads.append(("wide_k_norm", names.k_norm, config.n_kv_heads))
     prefix = names.layer.format(i=layer)
-    for path, name, length in norms:
+    for part, name, length in norms:
         if name:
-            yield _norm(("layers", layer, *path, "weight"), prefix + name, length, names)
+            yield _norm(("layers", layer, part, "weight"), prefix + name, length, names)
+    order = head_order(config, layer, paired=names.paired_rows)
+    for part, name, heads in of_heads:
+        path = ("layers", layer, "attention", part, "weight")
+        yield _norm(path, prefix + name, heads * dim, names, heads, order)
+
+
+class _Rows(NamedTuple):
+    """Some outputs of a fused matrix, and the stored matrix that has them, without its ending."""
+
+    name: str
+    count: int
+    #: See `Piece`.
+    heads: int = 0
+    head_order: tuple[int, ...] = ()
+
+    def piece(self, ending: str, shape: tuple[int, ...]) -> Piece:
+        return Piece(f"{self.name}.{ending}", shape, self.heads, self.head_order)
 
 
 def _attention_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iterator[Target]:
     """The matrices of one layer's attention, and their biases."""
     size, dim = config.hidden_size, config.head_dim
-    q_size, kv_size = config.n_heads * dim, config.n_kv_heads * dim
-    q_pairs, k_pairs = 0, 0
-    if names.paired_rows:
-        q_pairs, k_pairs = config.n_heads, config.n_kv_heads
+    heads, kv_heads = config.n_heads, config.n_kv_heads
     prefix = names.layer.format(i=layer)
-
-    def rows(name: str, count: int, pairs: int = 0) -> tuple[str, int, int]:
-        return prefix + name, count, pairs
-
+    order = head_order(config, layer, paired=names.paired_rows)
+    if names.qkv:
+        qkv = [_Rows(prefix + names.qkv, config.qkv_size, heads + kv_heads, order)]
+    else:
+        qkv = [
+            _Rows(prefix + names.q, heads * dim, heads, order),
+            _Rows(prefix + names.k, kv_heads * dim, kv_heads, order),
+            _Rows(prefix + names.v, kv_heads * dim),
+        ]
     path = ("layers", layer, "attention")
-    qkv = [rows(names.q, q_size, q_pairs), rows(names.k, kv_size, k_pairs), rows(names.v, kv_size)]
     yield from _linear((*path, "qkv"), size, config.qkv_bias, qkv)
-    yield from _linear((*path, "o"), q_size, config.o_bias, [rows(names.o, size)])
+    yield from _linear((*path, "o"), heads * dim, config.o_bias, [_Rows(prefix + names.o, size)])
     if config.attention_sinks:
-        yield Target((*path, "sinks"), (Piece(prefix + names.sinks, (config.n_heads,)),))
+        yield Target((*path, "sinks"), (Piece(prefix + names.sinks, (heads,)),))
 
 
 def _mlp_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iterator[Target]:
     """Those of its feed-forward."""
     size, inner = config.hidden_size, config.intermediate_size
     prefix, path = names.layer.format(i=layer), ("layers", layer, "mlp")
-    gate_up = [(prefix + name, inner, 0) for name in (names.gate, names.up)]
+    if names.gate_up:
+        gate_up = [_Rows(prefix + names.gate_up, 2 * inner)]
+    else:
+        gate_up = [_Rows(prefix + name, inner) for name in (names.gate, names.up)]
     yield from _linear((*path, "gate_up"), size, config.mlp_bias, gate_up)
-    yield from _linear((*path, "down"), inner, config.mlp_bias, [(prefix + names.down, size, 0)])
+    yield from _linear((*path, "down"), inner, config.mlp_bias, [_Rows(prefix + names.down, size)])
 
 
 def _expert_matrices(
@@ -276,27 +360,22 @@ def _expert_matrices(
     if config.mlp_bias:
         bias = Piece(f"{prefix}{names.router}.bias", (n_experts,))
         yield Target((*path, "router_bias"), (bias,))
-    gate_up: list[tuple[str, int, int]] = []
-    down: list[tuple[str, int, int]] = []
+    gate_up: list[_Rows] = []
+    down: list[_Rows] = []
     for expert in range(n_experts):
-        if names.expert_gate_up:
-            gate_up.append((prefix + names.expert_gate_up.format(e=expert), 2 * inner, 1))
-        else:
-            gate_up.append((prefix + names.expert_gate.format(e=expert), inner, 0))
-            gate_up.append((prefix + names.expert_up.format(e=expert), inner, 0))
-        down.append((prefix + names.expert_down.format(e=expert), size, 0))
+        gate_up.append(_Rows(prefix + names.expert_gate.format(e=expert), inner))
+        gate_up.append(_Rows(prefix + names.expert_up.format(e=expert), inner))
+        down.append(_Rows(prefix + names.expert_down.format(e=expert), size))
     yield from _linear((*path, "gate_up"), size, config.mlp_bias, gate_up)
     yield from _linear((*path, "down"), inner, config.mlp_bias, down)
 
 
-def _linear(
-    path: Path, columns: int, bias: bool, parts: list[tuple[str, int, int]]
-) -> Iterator[Target]:
-    """A fused matrix of parts (name, rows, paired parts), and its bias if it has one."""
-    pieces = [Piece(f"{name}.weight", (rows, columns), pairs) for name, rows, pairs in parts]
+def _linear(path: Path, columns: int, bias: bool, parts: list[_Rows]) -> Iterator[Target]:
+    """A fused matrix, and its bias if it has one."""
+    pieces = [part.piece("weight", (part.count, columns)) for part in parts]
     yield Target((*path, "kernel"), tuple(pieces), transpose=True)
     if bias:
-        pieces = [Piece(f"{name}.bias", (rows,), pairs) for name, rows, pairs in parts]
+        pieces = [part.piece("bias", (part.count,)) for part in parts]
         yield Target((*path, "bias"), tuple(pieces))
 
 

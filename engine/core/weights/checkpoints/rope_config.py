@@ -3,42 +3,130 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 
 from jitney.engine.common.errors import ModelError
+from jitney.engine.common.requests import JsonObject
 from jitney.engine.core.weights.checkpoints.config_fields import MOST, Fields
-from jitney.engine.core.weights.checkpoints.model_config import RopeScaling
+from jitney.engine.core.weights.checkpoints.model_config import RopeConfig, RopeScaling
+
+_NEW = "rope_parameters"
+_WHERE = f"config.json: {_NEW}"
 
 
-def hf_rope(fields: Fields, context: int) -> tuple[float, RopeScaling | None]:
-    """(theta, scaling) from `rope_parameters` (transformers 5) or its two older keys."""
-    settings = fields.get("rope_parameters", fields.get("rope_scaling", {}))
-    if not isinstance(settings, dict) or any(isinstance(v, dict) for v in settings.values()):
+#: Reads the rotation of layers from config.json, given the context and the numbers of a head.
+type RopeReader = Callable[[Fields, int, int], RopeConfig]
+
+
+def hf_rope(fields: Fields, context: int, head_dim: int) -> RopeConfig:
+    """One rotation for all layers, from `rope_parameters` (transformers 5) or its older keys."""
+    settings = _hf_settings(fields)
+    if any(isinstance(value, dict) for value in settings.values()):
         fields.reject("rope_parameters", settings, "one flat table for all layers")
-    settings = {"rope_theta": fields.get("rope_theta"), **settings}
-    rope = Fields(settings, "config.json: rope_parameters")
-    theta = rope.number("rope_theta", 10000.0)
-    original = rope.integer("original_max_position_embeddings", 1, MOST.context, default=context)
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError("config.json: partial_rotary_factor other than 1 is not supported")
-    return theta, _hf_scaling(rope, original)
+    return _read_rope(settings, fields, context, head_dim)
 
 
-def _hf_scaling(rope: Fields, original: int) -> RopeScaling | None:
-    """The scaling that a table of rotary settings names; original: context without it."""
+def hf_full_rope(fields: Fields, context: int, head_dim: int) -> RopeConfig:
+    """The rotation of layers that see all, where `rope_parameters` may have a table for each kind;
+    older keys are of these layers.
+    """
+    settings = Fields(_hf_settings(fields), _WHERE)
+    if settings.get("full_attention") is None:
+        return hf_rope(fields, context, head_dim)
+    return _read_rope(settings.table("full_attention"), fields, context, head_dim)
+
+
+def hf_local_rope(fields: Fields, context: int, head_dim: int, theta: float) -> RopeConfig:
+    """The same of layers with a window; theta: unless their table has one. Older keys are not of
+    these layers.
+    """
+    tables = Fields(_hf_settings(fields), _WHERE)
+    settings = {"rope_theta": theta} | dict(tables.table("sliding_attention"))
+    return _read_rope(settings, fields, context, head_dim)
+
+
+def _hf_settings(fields: Fields) -> JsonObject:
+    """The table of rotary settings, under its new name or its old one."""
+    return fields.table("rope_scaling" if fields.get("rope_parameters") is None else _NEW)
+
+
+def _read_rope(settings: JsonObject, fields: Fields, context: int, head_dim: int) -> RopeConfig:
+    """The rotation that a flat table describes. fields: config.json, where older files have some of
+    its keys. Raises ModelError.
+    """
+    outer = ("rope_theta", "partial_rotary_factor")
+    rope = Fields({key: fields.get(key) for key in outer} | dict(settings), _WHERE)
+    # Phi-3 has the original context beside the table; transformers reads it there first.
+    key = "original_max_position_embeddings"
+    original = rope.integer(key, 1, MOST.context, default=context)
+    original = fields.integer(key, 1, MOST.context, default=original)
+    dims = _rotated(rope.number("partial_rotary_factor", 1.0), head_dim)
+    config = RopeConfig(
+        rope.number("rope_theta", 10000.0),
+        _hf_scaling(rope, original, context, dims),
+        0 if dims == head_dim else dims,
+    )
+    if rope.get("llama_4_scaling_beta") is None:
+        return config
+    return replace(config, query_beta=rope.number("llama_4_scaling_beta"), query_context=original)
+
+
+def _rotated(share: float, head_dim: int) -> int:
+    """Numbers of a head that are rotated, an even one."""
+    if share == 1:
+        return head_dim
+    dims = int(head_dim * share)
+    dims += dims % 2
+    if not 2 <= dims <= head_dim:
+        raise ModelError(
+            f"config.json: partial_rotary_factor {share:g} rotates {dims} of {head_dim} numbers of "
+            "a head; it must be at most 1 and leave at least 2"
+        )
+    return dims
+
+
+def _hf_scaling(rope: Fields, original: int, context: int, dims: int) -> RopeScaling | None:
+    """The scaling that a table of rotary settings names; original: context without it; dims:
+    numbers of a head that are rotated.
+    """
     kind = rope.get("rope_type", rope.get("type", "default"))
     match kind:
-        case "default":
+        case "default" | "mrope":  # of text alone, m-rope is plain
             return None
         case "linear":
             return RopeScaling("linear", rope.number("factor"))
+        case "dynamic":
+            return RopeScaling("dynamic", rope.number("factor"), original)
         case "llama3":
             return _hf_llama3(rope, original)
         case "yarn":
             return _hf_yarn(rope, original)
+        case "longrope" | "su":
+            return _hf_longrope(rope, original, context, dims)
     raise ModelError(
         f"config.json: rope scaling {str(kind)[:40]!r} is not supported; "
-        "known: default, linear, llama3, yarn"
+        "known: default, linear, dynamic, llama3, yarn, longrope"
     )
+
+
+def _hf_longrope(rope: Fields, original: int, context: int, dims: int) -> RopeScaling:
+    factor = rope.number("factor", context / original)
+    return RopeScaling(
+        "longrope",
+        factor,
+        original,
+        attention_factor=rope.number("attention_factor", _longrope_temperature(factor, original)),
+        factors=_pair_factors(rope.get("short_factor"), dims, "config.json: short_factor"),
+        long_factors=_pair_factors(rope.get("long_factor"), dims, "config.json: long_factor"),
+    )
+
+
+def _longrope_temperature(factor: float, original: int) -> float:
+    """LongRoPE's factor on cos and sin."""
+    if factor <= 1 or original <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(factor) / math.log(original))
 
 
 def _hf_llama3(rope: Fields, original: int) -> RopeScaling:
@@ -83,7 +171,8 @@ def gguf_rope(
 ) -> RopeScaling | None:
     """Scaling by key-values, or by the tensor of divisors that Llama 3.1 files carry instead."""
     if factors:
-        return _divisors(factors, head_dim)
+        name = "GGUF: rope_freqs.weight"
+        return RopeScaling("factors", factors=_pair_factors(factors, head_dim, name))
     kind = fields.get("rope.scaling.type", "none")
     if kind == "none":
         return None
@@ -111,16 +200,21 @@ def gguf_rope(
     )
 
 
-def _divisors(factors: tuple[float, ...], head_dim: int) -> RopeScaling:
-    """The numbers of `rope_freqs.weight`, checked."""
-    sound = all(math.isfinite(value) and value > 0 for value in factors)
-    if len(factors) != head_dim // 2 or not sound:
-        raise ModelError(f"GGUF: rope_freqs.weight must hold {head_dim // 2} positive numbers")
-    return RopeScaling("factors", factors=factors)
+def _pair_factors(factors: object, dims: int, name: str) -> tuple[float, ...]:
+    """Divisors of the frequencies of all rotated pairs, checked."""
+    numbers = factors if isinstance(factors, (list, tuple)) else ()
+    sound = all(
+        type(value) in (int, float) and math.isfinite(value) and value > 0 for value in numbers
+    )
+    if len(numbers) != dims // 2 or not sound:
+        raise ModelError(f"{name} must hold {dims // 2} positive numbers")
+    return tuple(map(float, numbers))
 
 
 def extended_context(context: int, scaling: RopeScaling | None) -> int:
-    """The served context: YaRN models often state the trained one, of which it is factor times."""
-    if scaling is None or scaling.kind != "yarn":
+    """The served context: models with YaRN or dynamic scaling often state the trained one, of which
+    it is factor times.
+    """
+    if scaling is None or scaling.kind not in ("yarn", "dynamic"):
         return context
     return min(max(context, scaling.extended_context), MOST.context)

@@ -15,7 +15,7 @@ import numpy as np
 
 from jitney.engine.common.errors import ModelError
 from jitney.engine.core.weights.checkpoints.files import Shape, read_json, safe_file
-from jitney.engine.core.weights.checkpoints.names import long_name
+from jitney.engine.core.weights.checkpoints.names import is_of_tower, long_name
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 #: Types whose values mean what they say; an 8-bit or packed tensor needs scales this engine does
@@ -62,6 +62,8 @@ class SafetensorsFolder:
         with _one_line_errors(shard):
             path, file = _opened(Path(self.folder), shard)
             for stored in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                if is_of_tower(stored):
+                    continue
                 name = long_name(stored)
                 if name in self.places:
                     raise ModelError(f"{name[:100]} is stored twice, the second time in {shard}")
@@ -112,7 +114,9 @@ def _stored_bytes(path: Path, name: str) -> np.ndarray:
 
 
 def lacks_head(folder: Path) -> bool:
-    """Whether a folder holds a base model without its output head. Raises ModelError."""
+    """Whether a folder holds a base model or the text model of another without an output head.
+    Raises ModelError.
+    """
     if safe_file(folder, _INDEX, missing_ok=True) is not None:
         names = {*_read_index(folder).weight_map}
     elif safe_file(folder, _SINGLE, missing_ok=True) is not None:
@@ -120,7 +124,8 @@ def lacks_head(folder: Path) -> bool:
             names = {*_opened(folder, _SINGLE)[1].keys()}
     else:
         return False
-    return "lm_head.weight" not in names and any(long_name(name) != name for name in names)
+    long_names = {long_name(name) for name in names}
+    return "lm_head.weight" not in long_names and long_names != names
 
 
 @contextmanager
@@ -144,7 +149,8 @@ def _opened(folder: Path, shard: str) -> tuple[Path, Any]:
 
 def _shard_names(folder: Path) -> list[str]:
     if safe_file(folder, _INDEX, missing_ok=True) is not None:
-        return sorted({*_read_index(folder).weight_map.values()})
+        places = _read_index(folder).weight_map
+        return sorted({shard for name, shard in places.items() if not is_of_tower(name)})
     if safe_file(folder, _SINGLE, missing_ok=True) is None:
         raise ModelError(
             f"the model folder has neither {_SINGLE} nor {_INDEX}; other weight formats are "

@@ -25,7 +25,11 @@ from jitney.engine.core.weights.checkpoints.files import MAX_TOKENIZER_BYTES, re
 from jitney.engine.core.weights.checkpoints.gguf import GGUFFile
 from jitney.engine.core.weights.checkpoints.gguf_config import config_of
 from jitney.engine.core.weights.checkpoints.hf_config import read_hf_config
-from jitney.engine.core.weights.checkpoints.model_config import EncoderConfig, ModelConfig
+from jitney.engine.core.weights.checkpoints.model_config import (
+    EncoderConfig,
+    ModelConfig,
+    RopeConfig,
+)
 from jitney.engine.core.weights.checkpoints.pooling_config import (
     folder_dimensions,
     folder_pooling,
@@ -50,7 +54,7 @@ _DEFAULT_CONFIG = ModelConfig(
     intermediate_size=1536,
     windows=(0,) * 30,
     context_length=8192,
-    rope_theta=100000.0,
+    ropes=(RopeConfig(100000.0),),
     rms_eps=9.999999747378752e-06,  # 1e-5 in float32
     tie_embeddings=True,
     bos_id=1,
@@ -187,18 +191,19 @@ def _is_repository(model: str) -> bool:
 
 
 def _hf_source(folder: Path, name: str) -> ModelSource:
-    config = read_hf_config(
-        read_json(folder, "config.json"),
-        read_json(folder, "generation_config.json", missing_ok=True),
-    )
+    values = read_json(folder, "config.json")
+    generation = read_json(folder, "generation_config.json", missing_ok=True)
+    config = read_hf_config(values, generation)
     if config.encoder is not None:
         encoder = _encoder_of(folder, config.encoder)
         return ModelSource("hf", str(folder), name, replace(config, encoder=encoder))
     if not config.tie_embeddings and lacks_head(folder):
-        _log.warning(
-            "%s holds no output head: its vectors are right, text that it generates means nothing",
-            name,
-        )
+        if "text_config" not in values:
+            _log.warning(
+                "%s holds no output head: its vectors are right, text that it generates means "
+                "nothing",
+                name,
+            )
         config = replace(config, tie_embeddings=True)
     ends = [id for id in _folder_ends(folder, config) if 0 <= id < config.vocab_size]
     return ModelSource("hf", str(folder), name, config.with_ends(*ends))

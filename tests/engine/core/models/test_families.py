@@ -41,7 +41,7 @@ SMALL = {
     "token_buckets": [16],
     "page_size": 8,
     "pages": 120,
-    "context": 128,
+    "context": 0,
 }
 
 
@@ -59,30 +59,41 @@ def write_folder(folder: Path, case: dict) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kernels", ["auto", "reference"])
-@pytest.mark.parametrize("name", SCRIPT.GREEDY)
+#: Of these with the reference kernels, too.
+REFERENCE = ("gemma3", "olmo2", "phi3", "cohere2")
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [*((name, "auto") for name in SCRIPT.GREEDY), *((name, "reference") for name in REFERENCE)],
+)
 def test_a_family_writes_what_transformers_writes(name: str, kernels: str, tmp_path: Path):
-    """Greedy tokens in float32: prompts in chunks of 16 rows, past windows of 8 over pages of 8,
-    one by one and together.
+    """Greedy tokens and their log-probabilities in float32: prompts in chunks of 16 rows, past
+    windows of 8 over pages of 8, one by one and together.
     """
     case = CASES[name]
-    llm = LLM(str(write_folder(tmp_path, case)), kernels=kernels, **SMALL)
-    wanted = list(case["greedy"].values())
-    prompts = [SCRIPT.prompt()[: int(length)].tolist() for length in case["greedy"]]
-    params = SamplingParams(temperature=0.0, max_tokens=len(wanted[0]), ignore_eos=True)
-
-    def answers(prompts: list[list[int]]) -> list[list[int]]:
-        return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-
-    assert answers(prompts) == wanted
-    assert [answers([prompt])[0] for prompt in prompts] == wanted
+    settings = SMALL | {"context": case.get("context", 0)}
+    llm = LLM(str(write_folder(tmp_path, case)), kernels=kernels, **settings)
+    wanted = [tokens for tokens, _ in case["greedy"].values()]
+    logprobs = [numbers for _, numbers in case["greedy"].values()]
+    prompts = [SCRIPT.prompt(int(length)).tolist() for length in case["greedy"]]
+    params = SamplingParams(temperature=0.0, max_tokens=len(wanted[0]), ignore_eos=True, logprobs=1)
+    together = [output.outputs[0] for output in llm.generate(prompts, params)]
+    alone = [llm.generate([prompt], params)[0].outputs[0] for prompt in prompts]
+    for outputs in (together, alone):
+        assert [output.token_ids for output in outputs] == wanted
+        found = [[own.logprob for own in output.logprobs] for output in outputs]
+        np.testing.assert_allclose(found, logprobs, atol=1e-3)
     llm.core.check()
 
 
-def test_sums_that_no_norm_reads_are_rounded_alike_in_every_bucket():
-    """OLMo 2's products read the sums themselves; those of int4 are XLA's, which may fuse both."""
+@pytest.mark.parametrize("family", ["olmo2", "granite", "cohere2"])
+def test_sums_that_no_norm_reads_are_rounded_alike_in_every_bucket(family: str):
+    """OLMo 2's products read the sums themselves, Granite's sums are multiplied, Cohere's norms
+    are XLA's; so are products of int4, and XLA may fuse both.
+    """
     settings: dict[str, Any] = SMALL | {"dtype": "bfloat16", "weights": "int4"}
-    llm = LLM("tiny-random:olmo2", **settings)
+    llm = LLM(f"tiny-random:{family}", **settings)
     prompts = [list(range(4, 4 + length)) for length in (3, 17, 40, 9)]
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=12, ignore_eos=True)
     together = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
@@ -180,7 +191,7 @@ def test_published_gemmas_have_their_number_of_weights(size: str):
     assert config.windows[:6] == (512,) * 5 + (0,)
     assert config.window == 0  # some layer sees all, so pages behind the windows stay
     assert config.attention_scale == 1 / 16 and config.tie_embeddings
-    assert (config.rope_theta, config.local_rope_theta) == (1e6, 1e4)
+    assert [config.ropes[layer].theta for layer in (0, 5)] == [1e4, 1e6]
 
 
 OLMO2 = {

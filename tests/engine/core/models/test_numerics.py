@@ -83,11 +83,15 @@ def all_logits(
     return np.asarray(forward(state, jnp.asarray(tokens, jnp.int32), prompts_meta(*lengths)))
 
 
-def write_folder(folder: Path, case: dict) -> Path:
-    tensors = {
+def drawn(case: dict) -> dict[str, np.ndarray]:
+    return {
         name: SCRIPT.random_tensor(name, tuple(shape), case.get("embed_spread", 1.0))
         for name, shape in case["shapes"].items()
     }
+
+
+def write_folder(folder: Path, case: dict) -> Path:
+    tensors = drawn(case)
     total = sum(np.abs(tensor.astype(np.float64)).sum() for tensor in tensors.values())
     assert total == pytest.approx(case["weights_sum"], rel=1e-9), (
         "numpy draws other weights than the script did"
@@ -100,10 +104,55 @@ def write_folder(folder: Path, case: dict) -> Path:
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_transformers(name: str, tmp_path: Path):
     source = ModelSource.resolve(str(write_folder(tmp_path, CASES[name])))
-    model = load_model(source, source.config, jnp.float32)
+    context = CASES[name].get("context", source.config.context_length)
+    model = load_model(source, replace(source.config, context_length=context), jnp.float32)
     tokens = SCRIPT.prompt()
     logits = all_logits(model, tokens, len(tokens))
     np.testing.assert_allclose(logits[DATA["rows"]], CASES[name]["logits"], atol=1e-4, rtol=0)
+
+
+#: Wrapper, `model_type` of its text_config and a case of it, and the names of its tensors.
+WRAPPED = {
+    "Gemma3ForConditionalGeneration": ("gemma3_text", "gemma3", "model.language_model.", "lm_head"),
+    "Mistral3ForConditionalGeneration": (
+        "mistral",
+        "mistral_full",
+        "language_model.model.",
+        "language_model.lm_head",
+    ),
+    "Qwen3VLForConditionalGeneration": (
+        "qwen3_vl_text",
+        "qwen3",
+        "model.language_model.",
+        "lm_head",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPED)
+def test_the_text_model_of_a_wrapper_is_served_and_its_tower_not_read(wrapper: str, tmp_path: Path):
+    """The shard of the tower is not even there."""
+    kind, case_name, prefix, head = WRAPPED[wrapper]
+    case = CASES[case_name]
+    text = {key: value for key, value in case["config"].items() if key != "architectures"}
+    config = {"architectures": [wrapper], "text_config": text | {"model_type": kind}}
+    tensors = {
+        name.replace("lm_head", head).replace("model.", prefix, name.startswith("model.")): tensor
+        for name, tensor in drawn(case).items()
+    }
+    save_file(tensors, tmp_path / "text.safetensors")
+    places = dict.fromkeys(tensors, "text.safetensors") | {
+        "model.vision_tower.patch.weight": "tower.safetensors",
+        "visual.blocks.0.norm.weight": "tower.safetensors",
+        "multi_modal_projector.linear.weight": "tower.safetensors",
+    }
+    index = json.dumps({"weight_map": places})
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    source = ModelSource.resolve(str(tmp_path))
+    assert source.config.tie_embeddings == ("lm_head.weight" not in case["shapes"])
+    logits = all_logits(load_model(source, source.config, jnp.float32), SCRIPT.prompt(), 48)
+    np.testing.assert_allclose(logits[DATA["rows"]], case["logits"], atol=1e-4, rtol=0)
 
 
 def test_sequences_of_one_step_do_not_see_each_other(tmp_path: Path):

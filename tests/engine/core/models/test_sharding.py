@@ -43,7 +43,8 @@ from jitney.engine.core.weights.load import _most_elsewhere
 from jitney.kernels import definitions
 
 #: Biases, a tied head, a tied head with biases and windows, norms of query and key heads, and norms
-#: over all of them; 4 query and 2 KV heads, so that two of four devices share a KV head.
+#: over all of them, fused matrices with heads in another order, norms behind halves, factors, and
+#: halves side by side; 4 query and 2 KV heads, so that two of four devices share a KV head.
 CASES = (
     ("llama2_biases", 4),
     ("llama3", 2),
@@ -51,6 +52,11 @@ CASES = (
     ("qwen3", 2),
     ("olmo2", 2),
     ("olmo2", 4),
+    ("phi3", 4),
+    ("glm4", 2),
+    ("granite", 2),
+    ("exaone4", 2),
+    ("cohere2", 4),
     ("qwen3_moe", 4),
     ("mixtral", 2),
 )

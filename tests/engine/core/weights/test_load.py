@@ -477,14 +477,14 @@ def test_rope_divisors_of_llama3_files(tmp_path: Path):
         "original_max_position_embeddings": 32,
     }
     folder = write_folder(tmp_path / "hf", tensors(), CONFIG | {"rope_scaling": scaling})
-    wanted, _ = _inverse_frequencies(ModelSource.resolve(str(folder)).config)
+    config = ModelSource.resolve(str(folder)).config
+    wanted, _ = _inverse_frequencies(config.ropes[0], config)
     plain = 10000.0 ** -(np.arange(D // 2) / (D // 2))
     divisors = (plain / np.asarray(wanted)).astype(np.float32)
     assert divisors.min() == pytest.approx(1) and divisors.max() == pytest.approx(8)
     path = write_gguf(tmp_path / "m.gguf", tensors(), extra={"rope_freqs.weight": divisors})
-    np.testing.assert_allclose(
-        _inverse_frequencies(ModelSource.resolve(str(path)).config)[0], wanted, rtol=1e-5
-    )
+    config = ModelSource.resolve(str(path)).config
+    np.testing.assert_allclose(_inverse_frequencies(config.ropes[0], config)[0], wanted, rtol=1e-5)
     assert_same(load(path), load(folder))
 
 

@@ -187,7 +187,7 @@ def nearness(found: np.ndarray, plain: np.ndarray) -> float:
 BOUNDS = {"int8": 0.035, "fp8": 0.13, "int4": 0.45}
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "olmo2"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "olmo2", "glm4", "granite", "cohere2"])
 @pytest.mark.parametrize("scheme", BOUNDS)
 def test_logits_of_each_scheme_stay_near_the_plain_ones(architecture: str, scheme: str):
     error = nearness(

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from gguf_files import close
-from llamas import CONFIG, FLOATS, MATRICES, E, F, K, L, as_llama, assert_same, tensors
+from llamas import CONFIG, FLOATS, MATRICES, E, F, H, K, L, as_llama, assert_same, tensors
 from safetensors.flax import save_file
 
 from jitney.engine.common.errors import ModelError
@@ -23,6 +23,7 @@ from jitney.engine.core.models.llama import Llama
 from jitney.engine.core.models.quantization import KV_TYPES, Packed, quantise, widened
 from jitney.engine.core.weights import quantising, repack
 from jitney.engine.core.weights.checkpoint import _BlockGGUF, open_checkpoint
+from jitney.engine.core.weights.checkpoints.names import head_order
 from jitney.engine.core.weights.checkpoints.quantization_config import Packing
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.describe import describe_weights
@@ -533,6 +534,29 @@ def test_a_gguf_model_stays_in_4_bits_with_its_rows_in_order(tmp_path: Path):
         packed.layers[0].attention.qkv.lows is not None
         and packed.layers[0].attention.o.lows is None
     )
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "pack", "fp8 tensor"])
+def test_heads_with_a_part_that_is_not_rotated_stay_as_stored_in_our_order(
+    tmp_path: Path, name: str
+):
+    """Also where outputs share words. Queries and keys are reordered, values are not."""
+    config, make, scheme = FORMATS[name]
+    write_quantised(tmp_path, config, make)
+    stored = load(tmp_path, FLOATS)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"partial_rotary_factor": 0.5}))
+    packed, plain = load(tmp_path), load(tmp_path, FLOATS)
+    assert packed.layers[0].attention.qkv.packed.scheme == scheme
+    order = head_order(plain.config, 0, paired=False)
+    for one, other, before in zip(packed.layers, plain.layers, stored.layers, strict=True):
+        found = np.asarray(widened(one.attention.qkv.packed))
+        floats = np.asarray(other.attention.qkv.kernel[...])
+        np.testing.assert_allclose(found, floats, rtol=0, atol=2e-6)
+        heads = floats.reshape(E, -1, len(order))
+        expected = np.asarray(before.attention.qkv.kernel[...]).reshape(heads.shape)
+        np.testing.assert_array_equal(heads[:, : H + K], expected[:, : H + K][..., order])
+        np.testing.assert_array_equal(heads[:, H + K :], expected[:, H + K :])
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_a_part_of_what_is_decoded():
 
 def test_a_part_of_rows_in_another_order():
     """Of the rows behind those asked for, and what lies between them, no more is read."""
-    order = Piece("q", (12,), paired_heads=3).order
+    order = Piece("q", (12,), 3, (0, 2, 1, 3)).order
     assert order is not None
     part = Counted(matrices(12)[0])
     tensor = Reordered(part, order)

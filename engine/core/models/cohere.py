@@ -1,0 +1,67 @@
+"""Cohere 2 (Command R7B and A): attention and MLP read the same norm, which also takes the mean
+away, and both are added at once; logits are multiplied.
+
+Layers that see all do not rotate; pairs that are rotated are (2j, 2j + 1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from jitney.engine.core.models.hidden import Hidden
+from jitney.engine.core.models.layers import NoNorm, RowFacts, rounded
+from jitney.engine.core.models.llama import Block, Llama
+from jitney.engine.core.models.rope import Rope
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
+from jitney.engine.core.weights.checkpoints.names import GGUF, HF, Dialect, FileFormat
+from jitney.kernels.interface import AttentionMeta, Kernels
+
+_HF = replace(HF, mlp_norm="", paired_rows=True)
+_GGUF = replace(GGUF, mlp_norm="", paired_rows=True)
+
+
+class _ParallelBlock(Block):
+    """One layer: attention and MLP of the same rows, both added to them."""
+
+    def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        super().__init__(config, layer, dtype=dtype, rngs=rngs)
+        self.mlp_norm = NoNorm()
+
+    def __call__(
+        self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
+    ) -> tuple[Array, Array, Array]:
+        """See `Block`."""
+        return self.attended(x, added, rope, kv, meta, kernels)
+
+    def attended(
+        self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
+    ) -> tuple[Array, Array, Array]:
+        """The whole layer: as `__call__`."""
+        x, normed = self.attention_norm.of_sum(x, added, kernels)
+        o, kv = self.attention(normed, rope, kv, meta, kernels)
+        both = o.astype(jnp.float32) + self.fed_forward(normed, kernels, RowFacts.of(meta))
+        return x, rounded(both, o.dtype), kv
+
+
+class Cohere(Llama):
+    """See `Llama`."""
+
+    block = _ParallelBlock
+
+    def normed(self, hidden: Hidden, kernels: Kernels) -> Array:
+        """See `Llama.normed`; the last layer is done."""
+        return self.norm(hidden.states, kernels).astype(self.dtype)
+
+    def logits(self, hidden: Hidden, kernels: Kernels) -> Array:
+        """See `Llama.logits`."""
+        return super().logits(hidden, kernels) * self.config.logit_factor
+
+    @classmethod
+    def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:
+        """See `Llama.dialect`."""
+        return _HF if file_format == "hf" else _GGUF
