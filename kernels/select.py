@@ -26,6 +26,7 @@ class ServedHeads(NamedTuple):
     head_dim: int
     dtype: str  # of activations
     kv_dtype: str  # of the pool
+    sinks: bool = False  # they have scores that no key has
 
     def refusal(self, name: str) -> str:
         """Why the kernel set of that name cannot attend to prompts of such heads, empty if it

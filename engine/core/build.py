@@ -446,7 +446,10 @@ def _check_encoder(config: Config, model: ModelConfig) -> None:
 
 def _choose_kernels(setup: _Setup) -> KernelSet:
     settings = setup.settings
-    heads = ServedHeads(setup.source.config.head_dim, setup.dtype.name, setup.kv_dtype.name)
+    config = setup.source.config
+    heads = ServedHeads(
+        config.head_dim, setup.dtype.name, setup.kv_dtype.name, config.attention_sinks
+    )
     if setup.is_encoder:
         heads = None
     kernels = choose_kernels(setup.device.platform, settings.kernels, heads)

@@ -31,9 +31,8 @@ _MOST_ELEMENTS, _MOST_BLOCKS = 1 << 31, 65535
 _FEW_COLUMNS = 4096
 #: Compute capability from which kernels know fp8.
 _FP8_SINCE = 89
-#: Inputs that a program of the fp8 product multiplies at a time, and one of experts in MXFP4 at
-#: most.
-_FP8_INPUTS, _MXFP4_INPUTS = 64, 64
+#: Inputs that a program of the fp8 product multiplies at a time.
+_FP8_INPUTS = 64
 
 
 class _Prompts(Protocol):
@@ -489,13 +488,10 @@ class TritonKernels:
         """x times the experts of its blocks, of which each is so many matrices side by side."""
         n_blocks, size_out = blocks.experts.shape[0], out.shape[1]
         tiles = self._product_tiles.experts(
-            blocks.size, x.dtype.itemsize, n_blocks, matrices * size_out
+            blocks.size, x.dtype.itemsize, n_blocks, matrices * size_out, mxfp4=stack.is_mxfp4
         )
         weights, scales, bias = stack
-        block_k = tiles.block_k
-        if stack.is_mxfp4:
-            block_k = min(block_k, _MXFP4_INPUTS)
-        elif weights.dtype == jnp.float8_e4m3fn and self.launch.sm < _FP8_SINCE:
+        if weights.dtype == jnp.float8_e4m3fn and self.launch.sm < _FP8_SINCE:
             weights = jax.lax.bitcast_convert_type(weights, jnp.uint8)
         columns = tiles.block_n // matrices
         return self.launch(
@@ -516,7 +512,7 @@ class TritonKernels:
             SIZE_OUT=size_out,
             BLOCK_M=blocks.size,
             BLOCK_N=columns,
-            BLOCK_K=block_k,
+            BLOCK_K=tiles.block_k,
             MXFP4=stack.is_mxfp4,
             SCALED=scales is not None and not stack.is_mxfp4,
             BIASED=bias is not None,

@@ -165,7 +165,10 @@ CASES = {
     ),
     "gpt_oss": ("GptOss", GPT_OSS | {"sliding_window": 8}),
     # As published: experts in MXFP4, a window of 128.
-    "gpt_oss_mxfp4": ("GptOss", GPT_OSS | {"max_position_embeddings": 512}),
+    "gpt_oss_mxfp4": (
+        "GptOss",
+        GPT_OSS | {"intermediate_size": 128, "max_position_embeddings": 512},
+    ),
     "gemma2": (
         "Gemma2",
         {
