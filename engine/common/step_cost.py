@@ -41,8 +41,9 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     n_experts: int
     #: Of them, those that a row goes through.
     n_chosen: int
-    #: Bytes of one of these numbers, on average.
+    #: Bytes of one of these numbers, on average; of a feed-forward's, where they differ.
     weight_bytes: float
+    expert_bytes: float | None = None
     #: Numbers in the output head, and their bytes.
     head_weights: int
     head_bytes: float
@@ -62,17 +63,19 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
         return self.shared_weights + self.n_chosen * self.expert_weights
 
     def read_weights(self, rows: _Amount) -> _Amount:
-        """Numbers in the layers' matrices that so many rows read: of a mixture, the experts that
-        any of them chose, if each chooses by chance.
+        """Bytes of the layers' matrices that so many rows read: of a mixture, the experts that any
+        of them chose, if each chooses by chance.
         """
         missed = (1 - self.n_chosen / self.n_experts) ** rows
-        return self.shared_weights + self.n_experts * (1 - missed) * self.expert_weights
+        experts = self.n_experts * (1 - missed) * self.expert_weights
+        of_expert = self.weight_bytes if self.expert_bytes is None else self.expert_bytes
+        return self.shared_weights * self.weight_bytes + experts * of_expert
 
     def read_bytes(self, rows: _Amount, keys: _Amount, pairs: _Amount) -> tuple[_Amount, _Amount]:
         """(weights read, KV read and written). keys, pairs: see `scheduler.plan.StepWork`. Of the
         embedding only the rows are read, which is nothing.
         """
-        weights = self.read_weights(rows) * self.weight_bytes + self.head_bytes
+        weights = self.read_weights(rows) + self.head_bytes
         return weights, (keys + pairs / _QUERY_BLOCK + rows) * self.kv_bytes
 
     def operations(

@@ -292,9 +292,11 @@ def _check_groups(path: Path, matrix: StoredMatrix, shares: Shares) -> None:
         return
     groups, parts = matrix.shape[1] // group, shares.input_shards(path)
     if groups % parts:
+        experts = shares.config.experts is not None and "down" in path
+        advice = "; deal out whole experts with expert_parallel" if experts else ""
         raise ConfigError(
             f"tensor_parallel {shares.shards} does not divide the {groups} groups of inputs of "
-            f"quantised {'.'.join(map(str, path))}"
+            f"quantised {'.'.join(map(str, path))}{advice}"
         )
 
 

@@ -20,7 +20,7 @@ from jitney.engine.lab.simulation.workload import parse_lengths
 
 _HOUR_S = 3600.0
 _START_S = FleetAssumptions().start_s
-_WEIGHTS = ("bf16", "fp8", "int8", "int4")
+_WEIGHTS = ("bf16", "fp8", "int8", "int4", "mxfp4")
 #: Of the accelerators that a word of --devices names: "h100", "4xv5e", "l4:int8".
 _DEVICE = re.compile(r"(?:(?P<count>[1-9]\d{0,3})x)?(?P<name>[a-z0-9-]+)(?::(?P<weights>\w+))?")
 _PROMPT = "lognormal:mean=512,sigma=0.8,min=16,max=8000"

@@ -252,9 +252,17 @@ class ModelConfig:
         """Rows of the embedding, and columns of the output head, that one device holds."""
         return self.vocab_size // self.shards
 
-    def step_cost(self, *, weight_bytes: float, head_bytes: float, kv_bytes: float) -> StepCost:
-        """The cost of a decoder's steps. weight_bytes: of one number of the layers' matrices;
-        head_bytes: of the output head; kv_bytes: of a position's keys and values, all layers.
+    def step_cost(
+        self,
+        *,
+        weight_bytes: float,
+        head_bytes: float,
+        kv_bytes: float,
+        expert_bytes: float | None = None,
+    ) -> StepCost:
+        """The cost of a decoder's steps. weight_bytes: of one number of the layers' matrices, but
+        for experts, if these have others; head_bytes: of the output head; kv_bytes: of a position's
+        keys and values, all layers.
         """
         experts = self.experts or ExpertsConfig(1, 1, renormalised=True)
         outputs = self.qkv_size + self.n_heads * self.head_dim
@@ -267,6 +275,7 @@ class ModelConfig:
             n_experts=experts.n_experts,
             n_chosen=experts.n_chosen,
             weight_bytes=weight_bytes,
+            expert_bytes=expert_bytes,
             head_weights=self.vocab_size * self.hidden_size,
             head_bytes=head_bytes,
             attention_width=self.n_layers * self.n_heads * self.head_dim,
