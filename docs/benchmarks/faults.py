@@ -53,6 +53,8 @@ BROKEN = 8
 #: Connections that ask nothing; messages to a receiver that drips; and what is measured beside
 #: each: probes, and messages to another receiver.
 IDLE, WEBHOOKS, PROBES = 2000, 100, 50
+#: Prompts of one request, their length, and the alternatives of each token that is scored.
+PROMPTS, PROMPT_TOKENS, ALTERNATIVES = 128, 1000, 20
 #: A grammar in GBNF by which one text can be read in very many ways.
 AMBIGUOUS = 'root ::= s\ns ::= s s | "a" | s s s | ""\n'
 #: The store of jobs, beside the compile cache.
@@ -515,6 +517,25 @@ async def ambiguous_grammar(known: list[Answer], name: str, n: int, server: Serv
     return await beside(server, name, known, fault)
 
 
+async def many_prompts(
+    known: list[Answer], name: str, asked: dict[str, int | bool], server: Server
+) -> Row:
+    """One request with PROMPTS prompts of PROMPT_TOKENS random tokens; its answer must come."""
+
+    async def fault(answers: list[Answer]) -> float:
+        while not all(answer.pieces for answer in answers):
+            await asyncio.sleep(0.01)
+        source = random.Random(0)
+        prompts = [source.choices(range(100, 250), k=PROMPT_TOKENS) for _ in range(PROMPTS)]
+        body = {"model": server.model, "prompt": prompts, "max_tokens": 1} | asked
+        reply = await server.client.post("/v1/completions", json=body)
+        if reply.status_code != 200 or len(reply.json()["choices"]) != PROMPTS:
+            raise SystemExit(f"{name}: {reply.status_code} {reply.text[:200]}")
+        return time.monotonic()
+
+    return await beside(server, name, known, fault)
+
+
 async def job(server: Server) -> str:
     """Begin a job: its id, or the code of why there is none."""
     body = request(server.model, 0) | {"max_tokens": 4}
@@ -692,6 +713,9 @@ def trials(args: argparse.Namespace, known: list[Answer], cache: Path) -> list[T
     nan = f"{BROKEN} requests with logits that are not finite"
     poison = f"{BROKEN} requests that make the step fail"
     one, many = (f"an ambiguous grammar, {n} beside streams" for n in ("1", "29"))
+    prompts = f"{PROMPTS} prompts of {PROMPT_TOKENS:,} tokens"
+    scored = f"{prompts}, scored with {ALTERNATIVES} alternatives"
+    scores: dict[str, int | bool] = {"echo": True, "logprobs": ALTERNATIVES}
     stopped = "SIGTERM while it generates"
     cut = "SIGTERM while it generates, no time to finish"
     hanging = f"a candidate with {SHARE:.0%} of the keys hangs, until it is rolled back"
@@ -707,6 +731,8 @@ def trials(args: argparse.Namespace, known: list[Answer], cache: Path) -> list[T
         webhook_trial(known, cache.parent),
         Trial(one, partial(ambiguous_grammar, known, one, 1)),
         Trial(many, partial(ambiguous_grammar, known[:3], many, 29)),
+        Trial(prompts, partial(many_prompts, known, prompts, {})),
+        Trial(scored, partial(many_prompts, known, scored, scores)),
         Trial(
             "damaged store",
             lambda server: damaged_store(server, known),

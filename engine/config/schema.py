@@ -175,6 +175,13 @@ class _ModelSection(Section):
             "everything else plain"
         ),
     )
+    load_format: Literal["auto", "dummy"] = Field(
+        default="auto",
+        description=(
+            "auto: the model's own weights; dummy: random ones of the same shapes, made on the "
+            "device, for benches: no weights are fetched or read, and answers mean nothing"
+        ),
+    )
     context: int = Field(
         default=0,
         ge=0,

@@ -147,9 +147,7 @@ _VLLM_FLAGS: dict[str, _Mapped | _AlwaysSo | _RefusedFlag] = {
             "float16": "float16 is not computed here; use bfloat16 or float32",
         },
     ),
-    "--load-format": _AlwaysSo(
-        "the format is seen from the files: safetensors or GGUF", ("auto", "safetensors", "gguf")
-    ),
+    "--load-format": _Mapped("load_format", values={"safetensors": "auto", "gguf": "auto"}),
     "--enable-auto-tool-choice": _AlwaysSo("a model may call the tools that a request brings"),
     "--trust-remote-code": _RefusedFlag("no code of a model's is ever run"),
     "--download-dir": _RefusedFlag("set JITNEY_CACHE, the cache folder, in the environment"),

@@ -60,6 +60,7 @@ from .models.quantization import Packed as Packed
 from .models.quantization import quantise as quantise
 from .models.quantization import widened as widened
 from .models.registry import abstract_model as abstract_model
+from .models.registry import fill_at_random as fill_at_random
 from .scheduler.buckets import Bucket as Bucket
 from .scheduler.buckets import Buckets as Buckets
 from .scheduler.buckets import powers_of_two as powers_of_two

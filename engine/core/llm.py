@@ -95,8 +95,7 @@ class LLM:
         def report(stage: str, done: int, total: int, detail: str) -> None:
             on_progress(messages.Progress(stage, done, total, detail))
 
-        revision = config.model.revision or None
-        source = ModelSource.resolve(config.model.id, revision=revision, progress=report)
+        source = ModelSource.of(config, report)
         check_fits(config, source.config)
         self.tokenizer = Tokenizer.load(source, config.model.chat_template)
         self.core, self.info = build_engine(config, source, on_progress)

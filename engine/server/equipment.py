@@ -60,8 +60,7 @@ class Equipment:
         def report(stage: str, done: int, total: int, detail: str) -> None:
             self.display.progress(Progress(stage, done, total, detail))
 
-        model = self.config.model
-        return ModelSource.resolve(model.id, revision=model.revision or None, progress=report)
+        return ModelSource.of(self.config, report)
 
     async def equip(self, service: Service, source: ModelSource) -> tuple[Tokenizer, EngineInfo]:
         """Until the engine is ready. Raises JitneyError with the reason if it cannot be."""

@@ -8,12 +8,20 @@ import gguf
 
 
 def open_writer(
-    path: Path, arch: str, *, layers: int, size: int, inner: int, heads: int, kv_heads: int
+    path: Path,
+    arch: str,
+    *,
+    layers: int,
+    size: int,
+    inner: int,
+    heads: int,
+    kv_heads: int,
+    context: int = 64,
 ) -> gguf.GGUFWriter:
     """A writer that has the hyperparameters; tensors come next, then `close`."""
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(layers)
-    writer.add_context_length(64)
+    writer.add_context_length(context)
     writer.add_embedding_length(size)
     writer.add_feed_forward_length(inner)
     writer.add_head_count(heads)

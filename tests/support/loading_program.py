@@ -185,7 +185,11 @@ class MadeUp:
 
     def whole(self, target: Target) -> np.ndarray:
         """As the model has it, before it is rounded."""
-        array = np.concatenate([self.arrays[piece.name] for piece in target.pieces])
+        parts = []
+        for piece in target.pieces:
+            order = self.orders.get(piece.name, slice(None))
+            parts.append(self.arrays[piece.name][order])
+        array = np.concatenate(parts)
         return array.T if target.transpose else array
 
     def whole_packed(self, target: Target) -> Packed:
@@ -368,6 +372,31 @@ def fullest_stored(stored: str) -> np.ndarray:
 
 #: Formats of `MadeUp`.
 STORED = ("gptq", "awq", "pack", "q4_k")
+
+
+def random_weights(scheme: str) -> np.ndarray:
+    """Of random weights over four devices: leaves that differ from loaded ones in shape, type or
+    sharding, and all leaves.
+    """
+    source = ModelSource("hf", "", "made-up", SMALL_70B, has_weights=False)
+    mesh, storage = make_mesh(jax.devices()[:4]), load.WeightStorage(scheme)
+    random = load.load_model(source, SMALL_70B, jnp.bfloat16, storage=storage, mesh=mesh)
+    pairs = list(
+        zip(
+            jax.tree.leaves(nnx.state(random)),
+            jax.tree.leaves(nnx.state(loaded(MadeUp(SMALL_70B), SMALL_70B, scheme, 4))),
+            strict=True,
+        )
+    )
+    unlike = [
+        one
+        for one, other in pairs
+        if (one.shape, one.dtype) != (other.shape, other.dtype)
+        or not one.sharding.is_equivalent_to(other.sharding, one.ndim)
+    ]
+    return np.array([len(unlike), len(pairs)])
+
+
 JOBS: dict[str, Any] = {
     **{f"bits {stored}": (unlike, "plain", stored) for stored in STORED},
     **{f"bits {scheme}": (unlike, scheme) for scheme in Packed.schemes},
@@ -375,6 +404,7 @@ JOBS: dict[str, Any] = {
     **{f"sizes {stored} 4": (sizes, "plain", 4, stored) for stored in STORED},
     **{f"half {stored}": (half_a_host, stored) for stored in STORED},
     "elsewhere": (elsewhere, "int8"),
+    **{f"random {scheme}": (random_weights, scheme) for scheme in Packed.schemes},
     **{f"fullest {scheme}": (fullest, scheme) for scheme in ("int8", "int4")},
     **{f"fullest {stored}": (fullest_stored, stored) for stored in STORED},
 }

@@ -28,6 +28,9 @@ from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.names import GGUF, HF, Dialect, FileFormat, WeightMap
 from jitney.kernels.interface import AttentionMeta, Kernels
 
+#: Classes whose queries and keys llama.cpp's converter reorders.
+_PAIRED = ("LlamaForCausalLM", "Ministral3ForCausalLM", "SmolLM3ForCausalLM")
+
 
 class Block(nnx.Module):
     """One layer: attention and MLP, each normed before and added after."""
@@ -206,8 +209,11 @@ class Llama(nnx.Module):
         """The names that a format has for them."""
         if file_format == "hf":
             return HF
-        # Qwen's rows are not reordered; Mistral's GGUF files are Llama's.
-        return replace(GGUF, paired_rows=config.architecture == "LlamaForCausalLM")
+        # Mistral's GGUF files are Llama's.
+        names = replace(GGUF, paired_rows=config.architecture in _PAIRED)
+        if config.architecture == "SeedOssForCausalLM":
+            names = replace(names, mlp_norm="post_attention_norm")
+        return names
 
 
 @partial(jax.jit, static_argnames=("graph", "kernels", "attend_only"))

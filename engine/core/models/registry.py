@@ -6,16 +6,22 @@ To add a family: its line in MODELS, and how its files are read in
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax import Array
+from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from jitney.engine.common.errors import ModelError
 from jitney.engine.core.models.protocol import Model
 from jitney.engine.core.models.quantization import KV_TYPES, quantise
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
+from jitney.engine.core.weights.checkpoints.names import Path
 from jitney.kernels.scales import limit_of
 
 #: Class name in `architectures` of config.json -> module and class, imported when asked for.
@@ -82,6 +88,42 @@ def random_model(
         scales = jnp.full((2 * config.n_kv_heads,), factor, jnp.float32)
         model.set_kv_scales([scales] * config.n_layers)
     return model
+
+
+def fill_at_random(model: Model, sharding: Callable[[Path, int], Sharding] | None = None) -> Model:
+    """An abstract model with numbers in it, made on the device leaf by leaf: of the right size, of
+    no meaning.
+
+    sharding(path, dimensions): how a leaf is split; None: all on the default device.
+    """
+    graph, state = nnx.split(model)
+    leaves = []
+    for number, (path, leaf) in enumerate(nnx.to_flat_state(state)):
+        split = None if sharding is None else sharding(path, leaf.ndim)
+        fill = jax.jit(_fill, static_argnums=(1, 2, 3), out_shardings=split)
+        filled = fill(jax.random.key(number), str(path[-1]), leaf.shape, jnp.dtype(leaf.dtype))
+        leaves.append((path, leaf.replace(filled)))
+    return nnx.merge(graph, nnx.from_flat_state(leaves))
+
+
+def _fill(key: Array, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+    """Entries for the leaf of that name: matrices have a spread of 1 / sqrt(inputs), norms are 1,
+    and scales small, so that no step overflows."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        if name == "zeros":
+            return jnp.full(shape, 8, dtype)
+        return _random_bits(key, shape, dtype)
+    if name in ("scale", "kv_scales"):
+        return jnp.full(shape, 1e-3, dtype)
+    if len(shape) < 2:
+        return jnp.full(shape, name != "bias", dtype)
+    spread = 1.0 if dtype.itemsize == 1 else shape[0] ** -0.5
+    return (spread * jax.random.normal(key, shape, jnp.bfloat16)).astype(dtype)
+
+
+def _random_bits(key: Array, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+    width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[dtype.itemsize]
+    return jax.lax.bitcast_convert_type(jax.random.bits(key, shape, width), dtype)
 
 
 def abstract_model(

@@ -369,6 +369,10 @@ class Shares:
         parts = self.ranges(path, shape[axis], device)
         return axis, [(*place[:axis], part, *place[axis + 1 :]) for part in parts]
 
+    def sharding(self, path: Path, ndim: int) -> NamedSharding:
+        """How a weight of so many dimensions is split."""
+        return _sharding_of(path, ndim, self.mesh, self.groups)
+
     def place(self, path: Path, array: Any) -> Array:
         """A whole weight in the checkpoint's order, numpy or jax -> the same, every device holding
         its share.
@@ -424,6 +428,6 @@ class Shares:
         own = pieces[0].shape
         return jax.make_array_from_single_device_arrays(
             whole_shape(path, own, self.shards, self.groups, self.engines),
-            _sharding_of(path, len(own), self.mesh, self.groups),
+            self.sharding(path, len(own)),
             list(pieces),
         )

@@ -45,6 +45,11 @@ _TEKKEN_PATTERN = (
     f"{_TEKKEN_WORD}{_UPPER}*{_LOWER}+|{_TEKKEN_WORD}{_UPPER}+{_LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _BLANKS
 )
+_GPT4O_END = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+_GPT4O_PATTERN = (
+    f"{_TEKKEN_WORD}{_UPPER}*{_LOWER}+{_GPT4O_END}{_TEKKEN_WORD}{_UPPER}+{_LOWER}*{_GPT4O_END}"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _BLANKS
+)
 #: Letters that DeepSeek LLM keeps together: cased ones of some scripts.
 _DEEPSEEK_LETTERS = (
     "A-Za-z\xb5\xc0-\xd6\xd8-\xf6\xf8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af"
@@ -70,10 +75,11 @@ _QWEN2 = Words((_GPT4_LETTERS + r"\p{N}" + _GPT4_REST,), compose=True)
 #: By `tokenizer.ggml.pre`: as each model's tokenizer.json has it, and which names are alike as in
 #: llama.cpp (src/llama-vocab.cpp).
 _PRE_TOKENIZERS = {
-    **dict.fromkeys(("gpt-2", "default", "mellum", "trillion"), _GPT2),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "minerva-7b"), _DIGITS),
+    **dict.fromkeys(("gpt-2", "default", "mellum", "trillion", "exaone4"), _GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "minerva-7b"), _DIGITS),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "midm-2.0"), _LLAMA3),
-    "smaug-bpe": Words(_LLAMA3.patterns),
+    **dict.fromkeys(("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), Words(_LLAMA3.patterns)),
+    "gpt-4o": Words((_GPT4O_PATTERN,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "f2llmv2"), _QWEN2),
     "seed-coder": Words(
         (_GPT4_LETTERS + r"\p{N}| ?[^\s\p{L}\p{N}\r\n]+" + _BLANKS,),

@@ -20,6 +20,8 @@ from jitney.engine.core.weights.checkpoints.sources import ModelSource
 
 def describe_weights(model: Model, source: ModelSource | None = None) -> str:
     """How matrices are stored: schemes or dtypes with counts, and the GGUF blocks behind floats."""
+    if source is not None and not source.has_weights:
+        return f"random, {describe_weights(model)}"
     kinds = Counter(map(_kind, model.linears()))
     if len(kinds) > 1:
         return ", ".join(f"{kind} x {count}" for kind, count in kinds.most_common())

@@ -19,7 +19,12 @@ from jitney.engine.common.errors import ConfigError
 from jitney.engine.core.models.layers import Linear
 from jitney.engine.core.models.protocol import Model
 from jitney.engine.core.models.quantization import Packed, greatest, group_size, quantise
-from jitney.engine.core.models.registry import abstract_model, model_class, random_model
+from jitney.engine.core.models.registry import (
+    abstract_model,
+    fill_at_random,
+    model_class,
+    random_model,
+)
 from jitney.engine.core.models.sharding import TENSOR, Shares, whole_shape
 from jitney.engine.core.weights import repack
 from jitney.engine.core.weights.checkpoint import Checkpoint, open_checkpoint
@@ -83,6 +88,11 @@ def load_model(
     own = config if shares is None else shares.own
     if source.kind == "tiny":
         return _assemble(own, dtype, _random_arrays(config, dtype, storage, shares))
+    if not source.has_weights:
+        _log.warning("weights are random (load_format dummy): answers mean nothing")
+        n_shards = 1 if shares is None else shares.shards
+        shapes = load_shapes(source, config, n_shards, dtype, storage)
+        return fill_at_random(shapes, None if shares is None else shares.sharding)
     weights = model_class(config.architecture).weight_map(config, source.kind)
     checkpoint = open_checkpoint(source, weights)
     weights.check(checkpoint.shapes)
@@ -109,7 +119,7 @@ def load_shapes(
     stored, the first layer's are read, and the others are taken to be stored alike.
     """
     model = abstract_model(whole.local(shards), dtype=dtype, weights=storage.scheme)
-    if source.kind != "tiny" and storage.as_stored:
+    if source.kind != "tiny" and source.has_weights and storage.as_stored:
         weights = model_class(whole.architecture).weight_map(whole, source.kind)
         loader = _Loader(open_checkpoint(source, weights), storage, None)
         _store_alike(model, weights, loader, dtype)

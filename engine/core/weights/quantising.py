@@ -120,7 +120,7 @@ def _calibrate_on_text(
 
 def _stored_limits(source: ModelSource) -> _Layers | None:
     """Largest magnitudes of each layer's KV heads by the checkpoint, [2K] each, or None."""
-    if source.kind != "hf":
+    if source.kind != "hf" or not source.has_weights:
         return None
     config = source.config
     weights = model_class(config.architecture).weight_map(config, "hf")

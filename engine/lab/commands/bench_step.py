@@ -44,7 +44,7 @@ def _measured(args: Arguments, config: Config) -> JsonDict:
     from jitney.engine.lab.bench.step_parts import measure_parts
 
     llm = load_llm(config)
-    shape = ModelSource.resolve(config.model.id, revision=config.model.revision or None).config
+    shape = ModelSource.of(config).config
     report = measure(llm, shape, repeats=args.repeats, seconds=args.seconds)
     if args.parts:
         report["parts"] = measure_parts(llm, shape, args.repeats)

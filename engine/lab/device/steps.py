@@ -17,7 +17,6 @@ from statistics import median
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from msgspec.structs import replace
@@ -34,6 +33,7 @@ from jitney.engine.core import (
     StateSizes,
     StepWork,
     abstract_model,
+    fill_at_random,
 )
 from jitney.engine.lab.bench.step import StepCase
 from jitney.engine.lab.device.rows import PartJob, Row, Task, Tasks
@@ -68,7 +68,7 @@ class RandomModel:
     def make(self, kv: str = "auto") -> Model:
         """It, with keys and values as `kv` says: auto, or one of KV_TYPES."""
         config, dtype = self.config, self.dtype
-        return _random_weights(abstract_model(config, dtype=dtype, weights=self.weights, kv=kv))
+        return fill_at_random(abstract_model(config, dtype=dtype, weights=self.weights, kv=kv))
 
 
 @dataclass
@@ -122,40 +122,6 @@ class StepBench:
         """Least operations: of its rows, not of its padding."""
         sampled = min(bucket.seats, work.decode or 1)
         return sum(self.cost.operations(work.decode + work.prompt, sampled, work))
-
-
-def _random_weights(model: Model) -> Model:
-    """An abstract model with numbers in it, made on the device leaf by leaf: of the right size, of
-    no meaning.
-    """
-    graph, state = nnx.split(model)
-    leaves = []
-    for number, (path, leaf) in enumerate(nnx.to_flat_state(state)):
-        dtype = jnp.dtype(leaf.dtype)
-        filled = _fill(jax.random.key(number), str(path[-1]), leaf.shape, dtype)
-        leaves.append((path, leaf.replace(filled)))
-    return nnx.merge(graph, nnx.from_flat_state(leaves))
-
-
-@partial(jax.jit, static_argnums=(1, 2, 3))
-def _fill(key: jax.Array, name: str, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-    """Entries for the leaf of that name: matrices have a spread of 1 / sqrt(inputs), norms are 1,
-    and scales small, so that no step overflows."""
-    if jnp.issubdtype(dtype, jnp.integer):
-        if name == "zeros":
-            return jnp.full(shape, 8, dtype)
-        return _random_bits(key, shape, dtype)
-    if name in ("scale", "kv_scales"):
-        return jnp.full(shape, 1e-3, dtype)
-    if len(shape) < 2:
-        return jnp.full(shape, name != "bias", dtype)
-    spread = 1.0 if dtype.itemsize == 1 else shape[0] ** -0.5
-    return (spread * jax.random.normal(key, shape, jnp.bfloat16)).astype(dtype)
-
-
-def _random_bits(key: jax.Array, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-    width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[dtype.itemsize]
-    return jax.lax.bitcast_convert_type(jax.random.bits(key, shape, width), dtype)
 
 
 def _unread_bytes(wanted: RandomModel) -> int:

@@ -165,7 +165,7 @@ def _build_and_serve(start: Start, inbox: zmq.Socket, outbox: zmq.Socket) -> Non
         outbox.send(messages.encode(progress))
 
     config = Config.model_validate(start.config, strict=False)
-    source = ModelSource.resolve(config.model.id, revision=config.model.revision or None)
+    source = ModelSource.of(config)
     if config.engine.n_hosts > 1:
         with met(config, source, report, start.from_core) as hosts:
             _serve_together(start, config, source, hosts, inbox, outbox)

@@ -24,6 +24,7 @@ COUNTED = {
     "weights",
     "context",
     "adapter_room",
+    "load_format",
     "chat_template",
     "max_seats",
     "page_size",

@@ -583,8 +583,69 @@ def _gguf_gemma(fields: Fields, config: ModelConfig, *, every: int, largest: int
 
 def _gguf_plain(fields: Fields, config: ModelConfig) -> ModelConfig:
     """Windows alike in all layers; the tensors say the rest."""
-    window = fields.integer("attention.sliding_window", 0, MOST.context, default=0)
-    return replace(config, windows=(window,) * config.n_layers)
+    return replace(config, windows=(_gguf_window(fields),) * config.n_layers)
+
+
+def _gguf_olmo(fields: Fields, config: ModelConfig) -> ModelConfig:
+    """OLMo 2, and OLMo 3, which has windows, and scales the rotation of other layers alone."""
+    config = replace(config, wide_qk_norm=True)
+    window = _gguf_window(fields)
+    if not window:
+        return config
+    config = replace(config, windows=_every(4, window, config.n_layers))
+    rope = config.rope(0)
+    assert rope is not None
+    return replace(config, ropes=_ropes_by_window(config, RopeConfig(rope.theta)))
+
+
+def _gguf_exaone4(fields: Fields, config: ModelConfig) -> ModelConfig:
+    window = _gguf_window(fields)
+    if not window:
+        return config
+    config = replace(config, windows=_every(4, window, config.n_layers))
+    return replace(config, ropes=_ropes_without_full(config))
+
+
+def _gguf_mistral3(fields: Fields, config: ModelConfig) -> ModelConfig:
+    config = _gguf_plain(fields, config)
+    beta, rope = fields.get("attention.temperature_scale"), config.rope(0)
+    if not beta or rope is None or rope.scaling is None:
+        return config
+    context = rope.scaling.original_context
+    beta = fields.number("attention.temperature_scale")
+    return replace(config, ropes=(replace(rope, query_beta=beta, query_context=context),))
+
+
+def _gguf_smollm3(fields: Fields, config: ModelConfig) -> ModelConfig:
+    """Each fourth layer does not rotate."""
+    config = _gguf_plain(fields, config)
+    ropes = [None if layer % 4 == 3 else config.rope(0) for layer in range(config.n_layers)]
+    return replace(config, ropes=tuple(ropes))
+
+
+def _gguf_granite(fields: Fields, config: ModelConfig) -> ModelConfig:
+    scale = fields.number("attention.scale", config.head_dim**-0.5)
+    return replace(
+        config,
+        embed_factor=fields.number("embedding_scale", 1.0),
+        residual_factor=fields.number("residual_scale", 1.0),
+        query_scalar=scale**-2,
+        logit_factor=1.0 / fields.number("logit_scale", 1.0),
+    )
+
+
+def _gguf_cohere2(fields: Fields, config: ModelConfig) -> ModelConfig:
+    config = replace(
+        config,
+        windows=_every(4, _gguf_window(fields), config.n_layers),
+        centred_norms=True,
+        logit_factor=fields.number("logit_scale"),
+    )
+    return replace(config, ropes=_ropes_without_full(config))
+
+
+def _gguf_window(fields: Fields) -> int:
+    return fields.integer("attention.sliding_window", 0, MOST.context, default=0)
 
 
 @dataclass(frozen=True)
@@ -678,7 +739,7 @@ FAMILIES: dict[str, Family] = {
         _TINY_GEMMA3,
     ),
     "GptOssForCausalLM": Family("gpt_oss", _gpt_oss, None, _TINY_GPT_OSS),
-    "Olmo2ForCausalLM": Family("olmo2", _olmo2, None, {"wide_qk_norm": True}),
+    "Olmo2ForCausalLM": Family("olmo2", _olmo2, _gguf_olmo, {"wide_qk_norm": True}),
     "Olmo3ForCausalLM": Family(
         "olmo3",
         _olmo3,
@@ -688,27 +749,29 @@ FAMILIES: dict[str, Family] = {
     "Exaone4ForCausalLM": Family(
         "exaone4",
         _exaone4,
-        None,
+        _gguf_exaone4,
         {"qk_norm": True, "windows": (32, 0), "ropes": (RopeConfig(), None)},
     ),
     "Ministral3ForCausalLM": Family(
         "mistral3",
         _ministral3,
-        None,
+        _gguf_mistral3,
         {"ropes": (RopeConfig(query_beta=0.5, query_context=64),)},
     ),
-    "SmolLM3ForCausalLM": Family("smollm3", _smollm3, None, {"ropes": (RopeConfig(), None)}),
-    "SeedOssForCausalLM": Family("seed_oss", _seed_oss, None, {"qkv_bias": True}),
-    "Phi3ForCausalLM": Family("phi3", _phi3, None, {"ropes": (RopeConfig(dims=12),)}),
-    "Glm4ForCausalLM": Family(
-        "glm4", _glm4, None, {"qkv_bias": True, "ropes": (RopeConfig(dims=8),)}
+    "SmolLM3ForCausalLM": Family(
+        "smollm3", _smollm3, _gguf_smollm3, {"ropes": (RopeConfig(), None)}
     ),
-    "GraniteForCausalLM": Family("granite", _granite, None, _TINY_GRANITE),
+    "SeedOssForCausalLM": Family("seed_oss", _seed_oss, _gguf_plain, {"qkv_bias": True}),
+    "Phi3ForCausalLM": Family("phi3", _phi3, _gguf_plain, {"ropes": (RopeConfig(dims=12),)}),
+    "Glm4ForCausalLM": Family(
+        "glm4", _glm4, _gguf_plain, {"qkv_bias": True, "ropes": (RopeConfig(dims=8),)}
+    ),
+    "GraniteForCausalLM": Family("granite", _granite, _gguf_granite, _TINY_GRANITE),
     "GraniteMoeHybridForCausalLM": Family("granitehybrid", _granite4, None, _TINY_GRANITE),
     "Cohere2ForCausalLM": Family(
         "cohere2",
         _cohere2,
-        None,
+        _gguf_cohere2,
         {
             "windows": (32, 0),
             "ropes": (RopeConfig(), None),

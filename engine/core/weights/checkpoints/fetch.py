@@ -36,6 +36,7 @@ _GGUF_BYTES = 98_362_432
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
 #: Of folders in it, only 1_Pooling's config.json is read (`pooling_config`).
 _HUB_IGNORED = ["[!1]*/*", "*/*.safetensors", "consolidated*"]
+_HUB_WEIGHTS = ["*.safetensors"]
 
 
 def no_progress(stage: str, done: int, total: int, detail: str) -> None:
@@ -133,8 +134,11 @@ class Repository:
         cached = try_to_load_from_cache(self.name, "config.json", revision=self.revision)
         return Path(cached).parent if isinstance(cached, str) else None
 
-    def fetch(self, folder: Path | None, progress: Progress) -> Path:
-        """Folder of its snapshot, fetched by huggingface_hub unless cached. Raises ModelError."""
+    def fetch(self, folder: Path | None, progress: Progress, *, weights: bool = True) -> Path:
+        """Folder of its snapshot, fetched by huggingface_hub unless cached. Raises ModelError.
+
+        weights: whether files of weights are wanted, too.
+        """
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import (
             GatedRepoError,
@@ -149,7 +153,7 @@ class Repository:
                 revision=self.revision,
                 cache_dir=folder,
                 allow_patterns=_HUB_FILES,
-                ignore_patterns=_HUB_IGNORED,
+                ignore_patterns=_HUB_IGNORED if weights else [*_HUB_IGNORED, *_HUB_WEIGHTS],
                 tqdm_class=_reporting_bar(self.name, progress),
             )
         except GatedRepoError as error:

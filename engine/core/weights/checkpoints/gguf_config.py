@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from jitney.engine.common.errors import ModelError
 from jitney.engine.common.requests import JsonObject
@@ -10,11 +11,17 @@ from jitney.engine.core.weights.checkpoints.config_fields import MOST, Fields
 from jitney.engine.core.weights.checkpoints.families import FAMILIES, Family
 from jitney.engine.core.weights.checkpoints.gguf import GGUFFile
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig, RopeConfig
-from jitney.engine.core.weights.checkpoints.rope_config import extended_context, gguf_rope
+from jitney.engine.core.weights.checkpoints.rope_config import (
+    ROPE_TENSORS,
+    extended_context,
+    gguf_rope,
+)
 from jitney.engine.core.weights.checkpoints.turn_ends import turn_ends
 
 #: Token types: control tokens are special; user-defined ones are matched whole but shown.
 CONTROL, USER_DEFINED = 3, 4
+#: Names of models that also see -> those of their text models.
+_TEXT_MODELS = {"qwen3vl": "qwen3"}
 _NAMED_ENDS = tuple(f"tokenizer.ggml.{key}_token_id" for key in ("eos", "eot", "eom"))
 
 
@@ -23,31 +30,37 @@ def config_of(file: GGUFFile) -> ModelConfig:
     return _read_gguf_config(file.metadata, file.shapes, _rope_factors(file))
 
 
-def _rope_factors(file: GGUFFile) -> tuple[float, ...]:
-    if "rope_freqs.weight" not in file.tensors:
-        return ()
-    return tuple(map(float, file.read("rope_freqs.weight").ravel()))
+def _rope_factors(file: GGUFFile) -> dict[str, tuple[float, ...]]:
+    """Divisors of rotary frequencies, by the name of their tensor."""
+    return {
+        name: tuple(map(float, file.read(name).ravel()))
+        for name in ROPE_TENSORS
+        if name in file.tensors
+    }
 
 
 def _read_gguf_config(
     metadata: JsonObject,
     shapes: Mapping[str, tuple[int, ...]],
-    rope_factors: tuple[float, ...] = (),
+    rope_factors: Mapping[str, tuple[float, ...]] = MappingProxyType({}),
 ) -> ModelConfig:
     """Read GGUF key-values; shapes (row-major) tell which optional tensors exist.
 
-    rope_factors: contents of `rope_freqs.weight`, if any. Raises ModelError as `read_hf_config`
+    rope_factors: contents of tensors of ROPE_TENSORS, if any. Raises ModelError as `read_hf_config`
     does.
     """
-    architecture, family = _family_named(metadata.get("general.architecture"))
-    fields = _fields_of(metadata, family.name)
+    name = metadata.get("general.architecture")
+    architecture, family = _family_named(name)
+    fields = _fields_of(metadata, str(name))
     tokens = Fields(metadata, "GGUF")
     heads = fields.integer("attention.head_count", 1, MOST.width)
     hidden = fields.integer("embedding_length", 1, MOST.width)
     layers = fields.integer("block_count", 1, MOST.layers)
     head_dim = _head_dim(fields, hidden // heads)
     context = fields.integer("context_length", 1, MOST.context)
-    scaling = gguf_rope(fields, context, head_dim, rope_factors)
+    dims = fields.integer("rope.dimension_count", 2, head_dim, default=head_dim)
+    scaling = gguf_rope(fields, context, dims, rope_factors)
+    theta = fields.number("rope.freq_base", 10000.0)
     vocab = Fields({"rows": shapes.get("token_embd.weight", (None,))[0]}, "GGUF token_embd.weight")
     config = ModelConfig(
         architecture=architecture,
@@ -60,13 +73,16 @@ def _read_gguf_config(
         intermediate_size=fields.integer("feed_forward_length", 1, MOST.width),
         windows=(0,) * layers,
         context_length=extended_context(context, scaling),
-        ropes=(RopeConfig(fields.number("rope.freq_base", 10000.0), scaling),),
-        rms_eps=fields.number("attention.layer_norm_rms_epsilon", 1e-6),
+        ropes=(RopeConfig(theta, scaling, 0 if dims == head_dim else dims),),
+        rms_eps=fields.number(
+            "attention.layer_norm_rms_epsilon",
+            fields.number("attention.layer_norm_epsilon", 1e-6),
+        ),
         tie_embeddings="output.weight" not in shapes,
         qkv_bias="blk.0.attn_q.bias" in shapes,
         o_bias="blk.0.attn_output.bias" in shapes,
         mlp_bias="blk.0.ffn_gate.bias" in shapes,
-        qk_norm="blk.0.attn_q_norm.weight" in shapes,
+        qk_norm=shapes.get("blk.0.attn_q_norm.weight") == (head_dim,),
         bos_id=tokens.token_id("tokenizer.ggml.bos_token_id"),
         eos_ids=tokens.token_ids(*_NAMED_ENDS),
     )
@@ -92,6 +108,7 @@ def _turn_ends(metadata: JsonObject, config: ModelConfig) -> list[int]:
 
 def _family_named(name: object) -> tuple[str, Family]:
     """(architecture, family) of the name that GGUF files use."""
+    name = _TEXT_MODELS.get(str(name), name)
     readable = {key: family for key, family in FAMILIES.items() if family.from_gguf is not None}
     for architecture, family in readable.items():
         if family.name == name:
@@ -109,12 +126,12 @@ def _fields_of(metadata: JsonObject, name: str) -> Fields:
 
 
 def _head_dim(fields: Fields, default: int) -> int:
-    """Size of a head, which keys, values and rotation must share."""
+    """Size of a head, which keys and values must share."""
     head_dim = fields.integer("attention.key_length", 2, MOST.width, default=default)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if fields.get(key, head_dim) != head_dim:
-            raise ModelError(
-                f"{fields.where}: {key} {str(fields.get(key))[:20]} must equal the head size "
-                f"{head_dim}"
-            )
+    values = fields.get("attention.value_length", head_dim)
+    if values != head_dim:
+        raise ModelError(
+            f"{fields.where}: attention.value_length {str(values)[:20]} must equal the head size "
+            f"{head_dim}"
+        )
     return head_dim

@@ -262,7 +262,12 @@ GGUF = Dialect(
     gate="ffn_gate",
     up="ffn_up",
     down="ffn_down",
-    ignored=("rope_freqs.weight", "attn_rot_embd"),
+    ignored=(
+        "rope_freqs.weight",
+        "rope_factors_long.weight",
+        "rope_factors_short.weight",
+        "attn_rot_embd",
+    ),
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from jitney.engine.common.errors import ModelError
@@ -117,8 +117,8 @@ def _hf_longrope(rope: Fields, original: int, context: int, dims: int) -> RopeSc
         factor,
         original,
         attention_factor=rope.number("attention_factor", _longrope_temperature(factor, original)),
-        factors=_pair_factors(rope.get("short_factor"), dims, "config.json: short_factor"),
-        long_factors=_pair_factors(rope.get("long_factor"), dims, "config.json: long_factor"),
+        factors=_pair_factors(rope.get("short_factor", ()), dims, "config.json: short_factor"),
+        long_factors=_pair_factors(rope.get("long_factor", ()), dims, "config.json: long_factor"),
     )
 
 
@@ -166,13 +166,33 @@ def _yarn_temperature(factor: float, scale: float) -> float:
     return 0.1 * scale * math.log(factor) + 1.0
 
 
+#: Tensors of GGUF files with divisors of the frequencies: of all contexts (Llama 3.1), of those up
+#: to the original one, and of longer ones.
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+
+
 def gguf_rope(
-    fields: Fields, context: int, head_dim: int, factors: tuple[float, ...]
+    fields: Fields, context: int, dims: int, factors: Mapping[str, tuple[float, ...]]
 ) -> RopeScaling | None:
-    """Scaling by key-values, or by the tensor of divisors that Llama 3.1 files carry instead."""
-    if factors:
-        name = "GGUF: rope_freqs.weight"
-        return RopeScaling("factors", factors=_pair_factors(factors, head_dim, name))
+    """Scaling by key-values, or by tensors of divisors instead. dims: numbers of a head that are
+    rotated; factors: of ROPE_TENSORS.
+    """
+    original = fields.integer(
+        "rope.scaling.original_context_length", 1, MOST.context, default=context
+    )
+    own, short, long = [_pair_factors(factors.get(name), dims, name) for name in ROPE_TENSORS]
+    if own:
+        return RopeScaling("factors", factors=own)
+    if short or long:
+        attention = fields.number("rope.scaling.attn_factor", 1.0)
+        return RopeScaling(
+            "longrope",
+            context / original,
+            original,
+            attention_factor=attention,
+            factors=short,
+            long_factors=long,
+        )
     kind = fields.get("rope.scaling.type", "none")
     if kind == "none":
         return None
@@ -183,13 +203,17 @@ def gguf_rope(
         raise ModelError(
             f"GGUF: rope scaling {str(kind)[:40]!r} is not supported; known: none, linear, yarn"
         )
-    for key in ("yarn_log_multiplier", "yarn_ext_factor", "yarn_attn_factor"):
+    return _gguf_yarn(fields, factor, original)
+
+
+def _gguf_yarn(fields: Fields, factor: float, original: int) -> RopeScaling:
+    for key in ("yarn_ext_factor", "yarn_attn_factor"):
         if fields.get(f"rope.scaling.{key}") is not None:
             raise ModelError(f"GGUF: rope.scaling.{key} is not supported")
-    original = fields.integer(
-        "rope.scaling.original_context_length", 1, MOST.context, default=context
-    )
     attention = fields.number("rope.scaling.attn_factor", 1.0) * _yarn_temperature(factor, 1.0)
+    if fields.get("rope.scaling.yarn_log_multiplier") is not None:
+        multiplier = fields.number("rope.scaling.yarn_log_multiplier")
+        attention /= _yarn_temperature(factor, multiplier)
     return RopeScaling(
         "yarn",
         factor,
@@ -201,7 +225,9 @@ def gguf_rope(
 
 
 def _pair_factors(factors: object, dims: int, name: str) -> tuple[float, ...]:
-    """Divisors of the frequencies of all rotated pairs, checked."""
+    """Divisors of the frequencies of all rotated pairs, checked; none where there are none."""
+    if factors is None:
+        return ()
     numbers = factors if isinstance(factors, (list, tuple)) else ()
     sound = all(
         type(value) in (int, float) and math.isfinite(value) and value > 0 for value in numbers

@@ -13,6 +13,7 @@ from typing import Literal
 
 from jitney.engine.common.errors import ModelError, did_you_mean
 from jitney.engine.common.requests import JsonObject, JsonValue, Pooling
+from jitney.engine.config import Config
 from jitney.engine.core.weights.checkpoints.families import tiny_config
 from jitney.engine.core.weights.checkpoints.fetch import (
     Progress,
@@ -81,6 +82,15 @@ class ModelSource:
     #: Shown to API clients.
     name: str
     config: ModelConfig
+    #: Its weights are loaded; False: random ones take their place (`load_format` dummy).
+    has_weights: bool = True
+
+    @classmethod
+    def of(cls, config: Config, progress: Progress = no_progress) -> ModelSource:
+        """The model that the settings name; see `resolve`."""
+        model = config.model
+        revision, weights = model.revision or None, model.load_format != "dummy"
+        return cls.resolve(model.id, revision=revision, weights=weights, progress=progress)
 
     @classmethod
     def resolve(
@@ -88,15 +98,28 @@ class ModelSource:
         model: str,
         *,
         revision: str | None = None,
+        weights: bool = True,
         cache_dir: str | Path | None = None,
         progress: Progress = no_progress,
     ) -> ModelSource:
         """Find `model`, fetching it if need be, and read its configuration (not its weights).
 
-        revision: branch, tag or commit of a repository. cache_dir: where fetched models go, if not
-        to the user's cache. progress(stage, done, total, detail) is called meanwhile. Raises
-        ModelError.
+        revision: branch, tag or commit of a repository. weights: whether they will be loaded, and
+        are fetched. cache_dir: where fetched models go, if not to the user's cache. progress(stage,
+        done, total, detail) is called meanwhile. Raises ModelError.
         """
+        source = cls._find(model, revision, weights, cache_dir, progress)
+        return source if weights else replace(source, has_weights=False)
+
+    @classmethod
+    def _find(
+        cls,
+        model: str,
+        revision: str | None,
+        weights: bool,
+        cache_dir: str | Path | None,
+        progress: Progress,
+    ) -> ModelSource:
         folder = None if cache_dir is None else Path(cache_dir)
         if revision is not None and not _is_repository(model):
             raise ModelError(
@@ -110,11 +133,12 @@ class ModelSource:
             return cls("tiny", "", model, tiny_config(family or "llama"))
         path = Path(model).expanduser()
         if model and path.is_dir():  # Path("") is the current folder
-            return _hf_source(path, path.resolve().name)
+            return _hf_source(path, path.resolve().name, weights)
         if path.is_file():
             return _gguf_source(path, path.stem)
         if _is_repository(model):
-            return _hf_source(Repository(model, revision).fetch(folder, progress), model)
+            repository = Repository(model, revision)
+            return _hf_source(repository.fetch(folder, progress, weights=weights), model, weights)
         raise ModelError(
             f"no model {model!r}: give {_DEFAULT_MODEL}, a model folder, a .gguf file, "
             "a Hugging Face repository id (owner/name) or tiny-random"
@@ -190,14 +214,14 @@ def _is_repository(model: str) -> bool:
     )
 
 
-def _hf_source(folder: Path, name: str) -> ModelSource:
+def _hf_source(folder: Path, name: str, weights: bool = True) -> ModelSource:
     values = read_json(folder, "config.json")
     generation = read_json(folder, "generation_config.json", missing_ok=True)
     config = read_hf_config(values, generation)
     if config.encoder is not None:
         encoder = _encoder_of(folder, config.encoder)
         return ModelSource("hf", str(folder), name, replace(config, encoder=encoder))
-    if not config.tie_embeddings and lacks_head(folder):
+    if weights and not config.tie_embeddings and lacks_head(folder):
         if "text_config" not in values:
             _log.warning(
                 "%s holds no output head: its vectors are right, text that it generates means "

@@ -5,7 +5,8 @@ and a family that only this test knows.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import math
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from llamas import permuted
 from reference_logits import DATA, SCRIPT
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
@@ -27,6 +29,7 @@ from jitney.engine.core.models.llama import Llama
 from jitney.engine.core.models.registry import _MODELS, abstract_model, model_class
 from jitney.engine.core.weights.checkpoints.families import FAMILIES, Family, _read_decoder
 from jitney.engine.core.weights.checkpoints.hf_config import read_hf_config
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig, RopeConfig
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.load import load_model
 
@@ -82,7 +85,7 @@ def test_a_family_writes_what_transformers_writes(name: str, kernels: str, tmp_p
     alone = [llm.generate([prompt], params)[0].outputs[0] for prompt in prompts]
     for outputs in (together, alone):
         assert [output.token_ids for output in outputs] == wanted
-        found = [[own.logprob for own in output.logprobs] for output in outputs]
+        found = [[own.logprob for own in output.logprobs or []] for output in outputs]
         np.testing.assert_allclose(found, logprobs, atol=1e-3)
     llm.core.check()
 
@@ -152,6 +155,138 @@ def test_a_gguf_file_is_the_same_gemma(tmp_path: Path):
         np.testing.assert_array_equal(left, right)
 
 
+YARN = {
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 8.0,
+    "rope.scaling.original_context_length": 32,
+}
+#: Case of the reference logits -> what its configuration is changed to, whether llama.cpp's
+#: converter pairs rows of queries and keys, and key-values of its file.
+GGUF_FAMILIES: dict[str, tuple[dict[str, Any], bool, dict[str, Any]]] = {
+    "ministral3": (
+        {},
+        True,
+        YARN
+        | {
+            "rope.freq_base": 500.0,
+            "rope.scaling.yarn_beta_fast": 4.0,
+            "rope.scaling.yarn_log_multiplier": 1.0,
+            "attention.temperature_scale": 0.5,
+            "attention.key_length": 32,
+            "attention.value_length": 32,
+        },
+    ),
+    "phi3": (
+        {},
+        False,
+        {
+            "rope.freq_base": 500.0,
+            "rope.dimension_count": 12,
+            "rope.scaling.original_context_length": 32,
+            "rope.scaling.attn_factor": math.sqrt(1 + math.log(256 / 32) / math.log(32)),
+        },
+    ),
+    "smollm3": (
+        {"no_rope_layers": [1, 1, 1, 0], "use_sliding_window": False},
+        True,
+        {"rope.freq_base": 2e6},
+    ),
+    "olmo3": ({}, False, YARN | {"rope.freq_base": 500.0, "attention.sliding_window": 8}),
+    "granite": (
+        {"attention_multiplier": 0.25},
+        True,
+        {
+            "embedding_scale": 3.0,
+            "residual_scale": 0.7,
+            "attention.scale": 0.25,
+            "logit_scale": 2.0,
+        },
+    ),
+    "glm4": ({}, False, {"rope.dimension_count": 8}),
+    "seed_oss": ({}, False, {"attention.key_length": 24, "attention.value_length": 24}),
+    "exaone4": (
+        {"layer_types": ["sliding_attention"] * 3},
+        False,
+        {"attention.sliding_window": 8},
+    ),
+    "cohere2": (
+        {"layer_norm_eps": 1e-5},
+        False,
+        {"attention.sliding_window": 8, "logit_scale": 0.25},
+    ),
+}
+
+
+def write_gguf_family(path: Path, case: dict, *, paired: bool, keys: dict[str, Any]) -> Path:
+    """The case's weights with the names and rows of llama.cpp's converter."""
+    config = case["config"]
+    kind: str = config["model_type"]
+    name = {"ministral3": "mistral3", "olmo3": "olmo2"}.get(kind, kind)
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    layers = config["num_hidden_layers"]
+    writer = gguf_files.open_writer(
+        path,
+        name,
+        layers=layers,
+        size=config["hidden_size"],
+        inner=config["intermediate_size"],
+        heads=heads,
+        kv_heads=kv_heads,
+        context=config["max_position_embeddings"],
+    )
+    for key, value in keys.items():
+        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
+        add[type(value)](f"{name}.{key}", value)
+    arch = next(arch for arch, own in gguf.MODEL_ARCH_NAMES.items() if own == name)
+    names = gguf.get_tensor_name_map(arch, layers)
+    for stored, shape in case["shapes"].items():
+        tensor = SCRIPT.random_tensor(stored, tuple(shape))
+        if paired and stored.endswith("q_proj.weight"):
+            tensor = permuted(tensor, heads)
+        if paired and stored.endswith("k_proj.weight"):
+            tensor = permuted(tensor, kv_heads)
+        gguf_name = names.get_name(stored, try_suffixes=(".weight", ".bias"))
+        assert gguf_name is not None, stored
+        writer.add_tensor(gguf_name, np.ascontiguousarray(tensor))
+    for kind in ("short", "long"):
+        factors = config["rope_parameters"].get(f"{kind}_factor")
+        if factors is not None:
+            tensor = np.array(factors, np.float32)
+            writer.add_tensor(f"rope_factors_{kind}.weight", tensor)
+    gguf_files.close(writer)
+    return path
+
+
+@pytest.mark.parametrize("name", GGUF_FAMILIES)
+def test_a_gguf_file_is_the_same_model(name: str, tmp_path: Path):
+    change, paired, keys = GGUF_FAMILIES[name]
+    case = CASES[name]
+    case = case | {"config": case["config"] | change | {"eos_token_id": 2, "bos_token_id": None}}
+    folder = ModelSource.resolve(str(write_folder(tmp_path, case)))
+    path = write_gguf_family(tmp_path / "g.gguf", case, paired=paired, keys=keys)
+    file = ModelSource.resolve(str(path))
+    found = replace(file.config, architecture=folder.config.architecture)
+    assert rounded(found) == rounded(folder.config)
+    one, other = (load_model(source, source.config) for source in (folder, file))
+    for left, right in zip(*map(jax.tree.leaves, map(nnx.state, (one, other))), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+def rounded(config: ModelConfig) -> dict[str, Any]:
+    """Its fields with numbers as float32 has them, as files do."""
+
+    def narrow(value: Any) -> Any:
+        if isinstance(value, float):
+            return float(f"{value:.5g}")
+        if isinstance(value, dict):
+            return {key: narrow(own) for key, own in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [narrow(own) for own in value]
+        return value
+
+    return narrow(asdict(config))
+
+
 GEMMA3 = {
     "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text",
@@ -191,7 +326,7 @@ def test_published_gemmas_have_their_number_of_weights(size: str):
     assert config.windows[:6] == (512,) * 5 + (0,)
     assert config.window == 0  # some layer sees all, so pages behind the windows stay
     assert config.attention_scale == 1 / 16 and config.tie_embeddings
-    assert [config.ropes[layer].theta for layer in (0, 5)] == [1e4, 1e6]
+    assert (config.rope(0), config.rope(5)) == (RopeConfig(1e4), RopeConfig(1e6))
 
 
 OLMO2 = {
@@ -224,6 +359,73 @@ def test_published_olmos_have_their_number_of_weights(size: str):
     leaves = jax.tree.leaves(nnx.state(abstract_model(config)))
     assert sum(leaf.size for leaf in leaves) == wanted
     assert config.wide_qk_norm and not config.qk_norm and not config.tie_embeddings
+
+
+#: The same of families whose files have another layout.
+PUBLISHED_OTHERS: dict[str, tuple[dict[str, Any], int]] = {
+    "microsoft/Phi-4-mini-instruct": (
+        {
+            "architectures": ["Phi3ForCausalLM"],
+            "vocab_size": 200064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "original_max_position_embeddings": 4096,
+            "partial_rotary_factor": 0.75,
+            "rope_scaling": {
+                "type": "longrope",
+                "short_factor": [1.0] * 48,
+                "long_factor": [1.0] * 48,
+            },
+            "sliding_window": 262144,
+            "tie_word_embeddings": True,
+            "bos_token_id": 199999,
+            "eos_token_id": 199999,
+        },
+        3_836_021_760,
+    ),
+    "HuggingFaceTB/SmolLM3-3B": (
+        {
+            "architectures": ["SmolLM3ForCausalLM"],
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 65536,
+            "no_rope_layers": [1, 1, 1, 0] * 9,
+            "rope_theta": 5e6,
+        },
+        3_075_098_624,
+    ),
+    "THUDM/GLM-4-9B-0414": (
+        {
+            "architectures": ["Glm4ForCausalLM"],
+            "vocab_size": 151552,
+            "hidden_size": 4096,
+            "intermediate_size": 13696,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "attention_bias": True,
+            "max_position_embeddings": 32768,
+            "partial_rotary_factor": 0.5,
+        },
+        9_400_279_040,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED_OTHERS)
+def test_published_models_have_their_number_of_weights(name: str):
+    settings, wanted = PUBLISHED_OTHERS[name]
+    leaves = jax.tree.leaves(nnx.state(abstract_model(read_hf_config(settings))))
+    assert sum(leaf.size for leaf in leaves) == wanted
 
 
 def test_every_family_has_a_model():

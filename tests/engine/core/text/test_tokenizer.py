@@ -320,6 +320,10 @@ CUTS = {
         "It|'s| |2|0|2|6|,| | I|'LL|\n\n| go| é|_x",
         "Señor| get|HTTPServer| 中a文|，v|1|.|2|5|//|x|  | y|\tf|(x|)| naïve|!\n\n",
     ),
+    "gpt-4o": (
+        "It's| |202|6|,| | I'LL|\n\n| go| é|_x",
+        "Señor| get|HTTPServer| 中a文|，v|1|.|25|//|x|  | y|\tf|(x|)| naïve|!\n\n",
+    ),
     "deepseek-coder": (
         "It|'|s| |2|0|2|6|,| | I|'|LL|\n|\n| go| é|_|x",
         "Señor| getHTTPServer| |中|a|文|，|v|1|.|2|5|//|x|  | y|\tf|(|x|)| naïve|!|\n|\n",

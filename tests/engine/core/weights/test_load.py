@@ -39,14 +39,18 @@ from llamas import (
 from safetensors.numpy import save_file
 
 from jitney.engine.common.errors import ModelError
+from jitney.engine.core.models.quantization import widened
 from jitney.engine.core.models.registry import model_class
 from jitney.engine.core.models.rope import _inverse_frequencies
 from jitney.engine.core.weights.checkpoint import _BlockGGUF
 from jitney.engine.core.weights.checkpoints.families import FAMILIES, tiny_config
 from jitney.engine.core.weights.checkpoints.gguf import GGUFFile
 from jitney.engine.core.weights.checkpoints.gguf_config import config_of
+from jitney.engine.core.weights.checkpoints.model_config import RopeConfig
+from jitney.engine.core.weights.checkpoints.names import long_name
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
-from jitney.engine.core.weights.load import load_model
+from jitney.engine.core.weights.describe import describe_weights
+from jitney.engine.core.weights.load import WeightStorage, load_model
 
 DECODERS = [name for name in FAMILIES if tiny_config(FAMILIES[name].name).encoder is None]
 
@@ -143,6 +147,20 @@ def test_a_base_model_without_a_head_says_so(
     )
     assert_same(whole, load(write_folder(tmp_path / "long", tensors())))
     assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.mlp.up_proj",
+        "layers.0.mlp.up_proj",
+        "language_model.model.layers.0.mlp.up_proj",
+        "model.language_model.layers.0.mlp.up_proj",
+        "language_model.layers.0.mlp.up_proj",
+    ],
+)
+def test_tensors_and_modules_of_adapters_have_one_name_whatever_they_were_saved_in(name: str):
+    assert long_name(name) == "model.layers.0.mlp.up_proj"
 
 
 def test_a_damaged_model_is_none_without_a_head(tmp_path: Path):
@@ -478,13 +496,15 @@ def test_rope_divisors_of_llama3_files(tmp_path: Path):
     }
     folder = write_folder(tmp_path / "hf", tensors(), CONFIG | {"rope_scaling": scaling})
     config = ModelSource.resolve(str(folder)).config
-    wanted, _ = _inverse_frequencies(config.ropes[0], config)
+    wanted, _ = _inverse_frequencies(config.ropes[0] or RopeConfig(), config)
     plain = 10000.0 ** -(np.arange(D // 2) / (D // 2))
     divisors = (plain / np.asarray(wanted)).astype(np.float32)
     assert divisors.min() == pytest.approx(1) and divisors.max() == pytest.approx(8)
     path = write_gguf(tmp_path / "m.gguf", tensors(), extra={"rope_freqs.weight": divisors})
     config = ModelSource.resolve(str(path)).config
-    np.testing.assert_allclose(_inverse_frequencies(config.ropes[0], config)[0], wanted, rtol=1e-5)
+    np.testing.assert_allclose(
+        _inverse_frequencies(config.ropes[0] or RopeConfig(), config)[0], wanted, rtol=1e-5
+    )
     assert_same(load(path), load(folder))
 
 
@@ -539,6 +559,24 @@ def test_gguf_faults_name_the_tensors(tmp_path: Path):
     del state["model.layers.1.mlp.down_proj.weight"]
     message = refusal(write_gguf(tmp_path / "m.gguf", state))
     assert "1 missing: blk.1.ffn_down.weight" in message
+
+
+@pytest.mark.parametrize("weights", ["plain", "int8", "int4"])
+def test_dummy_weights_have_the_shapes_of_the_models_own(tmp_path: Path, weights: str):
+    """And no file of weights is opened: this one is no such file."""
+    folder = write_folder(tmp_path / "m", tensors())
+    storage = WeightStorage(weights)
+    source = ModelSource.resolve(str(folder))
+    own = load_model(source, source.config, jnp.bfloat16, storage=storage)
+    (folder / "model.safetensors").write_bytes(b"damaged")
+    source = ModelSource.resolve(str(folder), weights=False)
+    random = load_model(source, source.config, jnp.bfloat16, storage=storage)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), nnx.state(random)) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), nnx.state(own)
+    )
+    assert describe_weights(random, source) == f"random, {describe_weights(own)}"
+    numbers = np.asarray(widened(next(iter(random.linears())).packed), np.float32)
+    assert np.isfinite(numbers).all() and numbers.std() > 0
 
 
 def test_tiny_random_needs_no_files():

@@ -46,6 +46,12 @@ def test_a_share_has_the_bits_of_the_whole(results: dict[str, np.ndarray], schem
     assert wrong == 0 and compared >= 4 * 9
 
 
+@pytest.mark.parametrize("scheme", Packed.schemes)
+def test_random_weights_are_split_as_loaded_ones(results: dict[str, np.ndarray], scheme: str):
+    unlike, compared = results[f"random {scheme}"]
+    assert unlike == 0 and compared >= 9
+
+
 @pytest.mark.parametrize("stored", STORED)
 def test_a_matrix_in_4_bits_goes_to_its_shares_as_it_is_stored(
     results: dict[str, np.ndarray], stored: str

@@ -278,18 +278,18 @@ def test_gguf_refusals():
         _read_gguf_config(GGUF | {"general.architecture": "mamba"}, SHAPES)
     with pytest.raises(ModelError, match="mixture-of-experts"):
         _read_gguf_config(GGUF | {"qwen2.expert_count": 8}, SHAPES)
-    with pytest.raises(ModelError, match="yarn_log_multiplier"):
+    with pytest.raises(ModelError, match="yarn_ext_factor"):
         _read_gguf_config(
             GGUF
             | {
                 "qwen2.rope.scaling.type": "yarn",
                 "qwen2.rope.scaling.factor": 4.0,
-                "qwen2.rope.scaling.yarn_log_multiplier": 0.1,
+                "qwen2.rope.scaling.yarn_ext_factor": 0.1,
             },
             SHAPES,
         )
     with pytest.raises(ModelError, match="rope_freqs"):
-        _read_gguf_config(GGUF, SHAPES, rope_factors=(1.0, 2.0))
+        _read_gguf_config(GGUF, SHAPES, rope_factors={"rope_freqs.weight": (1.0, 2.0)})
     with pytest.raises(ModelError, match="token_embd"):
         _read_gguf_config(GGUF, {})
 

@@ -21,8 +21,10 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.utils import filter_repo_objects
 
 from jitney.engine.common.errors import ModelError
+from jitney.engine.config.layers import load_config
 from jitney.engine.config.schema import cache_dir
 from jitney.engine.core.weights.checkpoints import fetch
 from jitney.engine.core.weights.checkpoints.families import tiny_config
@@ -139,6 +141,22 @@ def test_a_repository_id_is_downloaded_and_read(
     assert seen[0] == ("download", 0, 0, "o/m") and seen[-1] == ("download", 10, 10, "o/m")
     assert all(total != 3 for _, _, total, _ in seen)
     assert capsys.readouterr() == ("", "")
+
+
+def test_dummy_weights_are_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    files = ["config.json", "model-00001-of-00002.safetensors", "tokenizer.json"]
+    wanted: list[str] = []
+
+    def download(repository: str, **options: Any) -> str:
+        globs = {"allow_patterns", "ignore_patterns"}
+        own = {name: value for name, value in options.items() if name in globs}
+        wanted.extend(filter_repo_objects(files, **own))
+        return str(write_folder(tmp_path / "m"))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    source = ModelSource.of(load_config(flags={"model": "o/m", "load_format": "dummy"}))
+    assert wanted == ["config.json", "tokenizer.json"]
+    assert (source.name, source.has_weights) == ("o/m", False)
 
 
 RESPONSE: Any = httpx.Response(404, request=httpx.Request("GET", "https://hub.invalid"))
