@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from jitney.kernels.delta_net import DeltaWeights
 from jitney.kernels.experts import ExpertBlocks, Stack
 
 
@@ -70,6 +71,44 @@ def _attend(
     return summed.transpose(2, 0, 1, 3).reshape(n_rows, n_heads, dim)
 
 
+def delta_net(
+    x: np.ndarray,
+    rates: np.ndarray,
+    weights: DeltaWeights,
+    key_heads: int,
+    dim: int,
+    eps: float,
+) -> np.ndarray:
+    """A gated delta net over one whole sequence, token by token and head by head, as in
+    `jitney.kernels.delta_net`: x [L, C + H V], rates [L, 2 H] -> [L, H V].
+    """
+    taps, log_decay, bias, norm = (np.asarray(one).astype(np.float32) for one in weights)
+    heads, width, keys = len(log_decay), len(norm), key_heads * dim
+    values = heads * width
+    mixed, gates = np.split(x.astype(np.float32), [2 * keys + values], axis=1)
+    memory = np.zeros((heads, dim, width), np.float32)
+    out = np.zeros((len(x), values), np.float32)
+    for t in range(len(x)):
+        seen = range(min(len(taps), t + 1))
+        total = _silu(sum(mixed[t - lag] * taps[-1 - lag] for lag in seen))
+        queries, stored = (part.reshape(key_heads, dim) for part in np.split(total[: 2 * keys], 2))
+        for head in range(heads):
+            group, own = head * key_heads // heads, slice(head * width, (head + 1) * width)
+            q = queries[group] / np.sqrt(queries[group] @ queries[group] + 1e-6) / np.sqrt(dim)
+            k = stored[group] / np.sqrt(stored[group] @ stored[group] + 1e-6)
+            speed = np.exp(log_decay[head]) * np.log1p(np.exp(rates[t, heads + head] + bias[head]))
+            kept = np.exp(-speed) * memory[head]
+            change = (total[2 * keys :][own] - k @ kept) / (1 + np.exp(-rates[t, head]))
+            memory[head] = kept + np.outer(k, change)
+            read = rms_norm(q @ memory[head], norm, eps)
+            out[t, own] = read * _silu(gates[t, own])
+    return out
+
+
+def _silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     """x [..., E] / sqrt(mean(x * x) + eps) * weight [E]."""
     wide = x.astype(np.float32)
@@ -103,7 +142,7 @@ def matmul_int8(x: np.ndarray, w: np.ndarray, scale: np.ndarray) -> np.ndarray:
 def gated(sums: np.ndarray) -> np.ndarray:
     """sums [T, 2F] of a product -> silu(first half) * second half, [T, F]."""
     gates, ups = np.split(sums, 2, axis=-1)
-    return gates / (1 + np.exp(-gates)) * ups
+    return _silu(gates) * ups
 
 
 def matmul_fp8(x: np.ndarray, w: np.ndarray, scale: np.ndarray) -> np.ndarray:
@@ -163,7 +202,7 @@ def _opened(gate: np.ndarray, up: np.ndarray, activation: str) -> np.ndarray:
     """silu(gate) * up, the same with gelu by its formula with tanh, or gpt-oss's."""
     match activation:
         case "silu":
-            return gate / (1 + np.exp(-gate)) * up
+            return _silu(gate) * up
         case "clamped_silu":
             gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
             return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)

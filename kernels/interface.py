@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
+from jitney.kernels.delta_net import DeltaState, DeltaWeights
 from jitney.kernels.experts import ExpertBlocks, Stack
 from jitney.kernels.int4 import Int4, matmul_int4
 from jitney.kernels.mxfp4 import Mxfp4
@@ -40,6 +41,9 @@ class AttentionMeta(NamedTuple):
     #: [engines] counts[2] of each engine that shares this one's experts; None where none does.
     #: Layers read it, too.
     row_counts: jax.Array | None = None
+    #: [S] the seat of each sequence; behind the last seat: of nobody's. What layers keep of seats
+    #: is found by it; None where they keep pages only.
+    seats: jax.Array | None = None
 
 
 class _PagedAttention(Protocol):
@@ -310,6 +314,30 @@ class ExpertProducts(Protocol):
         ...
 
 
+class DeltaNet(Protocol):
+    """A gated delta net between the products that open and close its layer, axes as in
+    `jitney.kernels.delta_net`; pure; the state is aliased to the returned one when donated.
+    """
+
+    def __call__(
+        self,
+        x: jax.Array,
+        rates: jax.Array,
+        weights: DeltaWeights,
+        state: DeltaState,
+        meta: AttentionMeta,
+        *,
+        eps: float,
+    ) -> tuple[jax.Array, DeltaState]:
+        """x [T, C + H V] (inputs of the convolution, then gates), rates float32 [T, 2 H] (how much
+        is written, then how fast the memory decays) -> (o [T, H V] in x's dtype, state).
+
+        eps: of the norm of what each head reads, which the gates open. What stands in rows of
+        padding is undefined.
+        """
+        ...
+
+
 class Kernels(Protocol):
     """What a model's step takes from a kernel set; a static argument of the jitted step, so
     hashable.
@@ -358,6 +386,8 @@ class Kernels(Protocol):
     def mxfp4(self) -> Mxfp4Products | None: ...
     @property
     def experts(self) -> ExpertProducts | None: ...
+    @property
+    def delta_net(self) -> DeltaNet: ...
     @property
     def part_seconds(self) -> Callable[[], Mapping[str, float]] | None: ...
 
@@ -417,6 +447,8 @@ class KernelSet:
     matmul: _Matmul
     gated: _Gated
     project: _Project
+    #: What recurrent layers compute in place of attention.
+    delta_net: DeltaNet
     #: None: [N, page, 2K, D].
     pool_shape: _PoolShape | None = None
     #: None: products with int4 weights are gated behind `matmul_int4`.

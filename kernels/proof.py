@@ -23,6 +23,7 @@ from jitney.kernels.attention_cases import AttentionCase
 from jitney.kernels.expert_cases import ExpertCase
 from jitney.kernels.interface import KernelSet
 from jitney.kernels.proof_attention import attention_errors, case_errors
+from jitney.kernels.proof_delta_net import delta_net_errors
 from jitney.kernels.proof_products import CHECKS
 from jitney.kernels.proof_shapes import ServedShapes
 from jitney.kernels.select import reference
@@ -32,8 +33,8 @@ _log = logging.getLogger(__name__)
 #: Largest error that rounding explains, by dtype of the activations, and with a pool of 8 bits.
 _LIMITS = {"bfloat16": 0.125, "float16": 0.125, "float32": 0.01}
 _NARROW_POOL_LIMIT = 0.5
-#: Of products: gates, what they gate and what comes of it may each be rounded to 16 bits, which
-#: makes 0.11 of random ones.
+#: Limit of gated products and recurrent layers: the gates, their inputs and the result may each be
+#: rounded to 16 bits, which makes an error of 0.11 for random numbers.
 _GATED_LIMIT = 0.25
 #: Largest share of a row's probability by which two ways to cut it may differ.
 _MASS_LIMIT = 1e-3
@@ -51,10 +52,11 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "mxfp4 product": ("mxfp4",),
     "experts": ("experts", "takes_one_of"),
     "sampling cut": ("threshold",),
+    "recurrent layers": ("delta_net",),
 }
 
 
-_CHECKS = {"attention": attention_errors, **CHECKS}
+_CHECKS = {"attention": attention_errors, **CHECKS, "recurrent layers": delta_net_errors}
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ def _limit_for(kernel: str, shapes: ServedShapes) -> float:
         return _MASS_LIMIT
     if kernel == "attention" and shapes.attention.kv_dtype not in _LIMITS:
         return _NARROW_POOL_LIMIT
-    if kernel == "products" and shapes.dtype != "float32":
+    if kernel in ("products", "recurrent layers") and shapes.dtype != "float32":
         return _GATED_LIMIT
     return _LIMITS[shapes.dtype]
 

@@ -36,6 +36,30 @@ class MixtureShape:
 
 
 @dataclass(frozen=True)
+class DeltaShape:
+    """A recurrent layer's first half on one device, axes as in `jitney.kernels.delta_net`."""
+
+    key_heads: int  # G
+    heads: int  # H
+    dim: int  # D
+    width: int  # V
+    taps: int  # W
+
+    @property
+    def channels(self) -> int:
+        """C."""
+        return 2 * self.key_heads * self.dim + self.heads * self.width
+
+    def state_shapes(self, seats: int) -> tuple[tuple[int, ...], ...]:
+        """Of the arrays that a layer keeps of so many seats."""
+        return (
+            (seats, self.taps, self.channels),
+            (seats, self.heads, self.dim, self.width),
+            (seats,),
+        )
+
+
+@dataclass(frozen=True)
 class AttentionShapes:
     """What layers attend with, and the pool that they attend to."""
 
@@ -99,6 +123,7 @@ class ServedShapes:
     matrices: tuple[Matrix, ...]  # the different ones of the layers
     table: int  # rows of the embedding where it is the head too, else 0
     mixtures: tuple[MixtureShape, ...] = ()  # the different ones of the layers
+    delta_net: DeltaShape | None = None  # of recurrent layers
 
 
 def distance(got: jax.Array | np.ndarray, want: np.ndarray) -> float:

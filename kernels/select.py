@@ -39,7 +39,7 @@ class ServedHeads(NamedTuple):
 
 def reference() -> KernelSet:
     """Plain jax.numpy; runs wherever XLA does."""
-    from jitney.kernels import int4
+    from jitney.kernels import delta_net, int4
     from jitney.kernels import reference as plain
 
     return KernelSet(
@@ -55,6 +55,7 @@ def reference() -> KernelSet:
         matmul=plain.matmul,
         gated=plain.gated,
         project=plain.project,
+        delta_net=delta_net.delta_net,
     )
 
 
@@ -93,7 +94,7 @@ def _native() -> KernelSet:
     """
     if jax.default_backend() != "cpu":
         raise KernelError(f"kernels native are for CPUs; jax runs on {jax.default_backend()}")
-    from jitney.kernels.cpu import attention, library, norms, products
+    from jitney.kernels.cpu import attention, delta_net, library, norms, products
 
     try:
         serving = library.load()
@@ -108,6 +109,7 @@ def _native() -> KernelSet:
         rotate_and_write=attention.rotate_and_write,
         rms_norm=norms.rms_norm,
         norm_sum=norms.norm_sum,
+        delta_net=delta_net.delta_net,
         pack=products.pack,
         int8=products.INT8,
         mxfp4=products.MXFP4,
@@ -178,6 +180,7 @@ def _set_of(kernels: TritonKernels, sm: int) -> KernelSet:
         narrow_gates=True,
         fp8=products,
         experts=kernels.experts,
+        delta_net=kernels.delta_net,
     )
 
 

@@ -14,7 +14,7 @@ from filelock import FileLock
 from hypothesis import settings
 
 from jitney.engine.common.errors import ModelError
-from jitney.engine.core.scheduler.scheduler import Scheduler
+from jitney.engine.core.scheduler.page_demand import PageDemand
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 
 # A machine that does other things too takes its time; pytest's own limit ends what hangs.
@@ -134,10 +134,10 @@ def hurried_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def rash(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever finds pages for its prompt boards, whatever comes of it: for tests of what then must
-    go right.
+    """A sequence that finds pages for its prompt boards, though they may not last: for tests of
+    what then must go right.
     """
-    monkeypatch.setattr(Scheduler, "_pages_last", lambda *_: True)
+    monkeypatch.setattr(PageDemand, "lasts", lambda *_: True)
 
 
 @pytest.fixture(scope="session")

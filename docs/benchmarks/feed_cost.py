@@ -114,9 +114,10 @@ def core_reports(seats: int, steps: int) -> tuple[list[bytes], list[EngineReques
     for request in traffic:
         core.add(request)
     event_s, asking, whole, reports = [0.0], [0.0], [0.0], []
-    core_module._seat_events = timed(core_module._seat_events, event_s)
-    core_module._prompt_chunks = timed(core_module._prompt_chunks, event_s)
-    core._answer = timed(core._answer, asking)
+    reporter = core._reporter
+    reporter.events = timed(reporter.events, event_s)
+    core_module.prompt_chunks = timed(core_module.prompt_chunks, event_s)
+    reporter.answer = timed(reporter.answer, asking)
     step, encode_events = timed(core.step, whole), timed(messages.encode, event_s)
     for number in range(steps):
         if number % round(0.5 / STEP_S) == 0:

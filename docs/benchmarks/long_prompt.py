@@ -134,7 +134,7 @@ ORDERS = {"in order": in_order, "short ones pass": contextlib.nullcontext}
 
 def predicted(scheduler: Scheduler, request: EngineRequest) -> float:
     """Seconds that the scheduler predicts until a request that comes now boards."""
-    leader = scheduler._factory.leader(request, scheduler._arrivals + 1)
+    leader = scheduler.factory.leader(request, scheduler._arrivals + 1)
     return scheduler._admission.predicted_wait.wait(leader)
 
 
@@ -166,7 +166,7 @@ def short_beside_long(llm: LLM, longs: int, prompt: int) -> dict[str, float]:
     told, came = predicted(core.scheduler, last), time.perf_counter()
     core.add(last)
     shorts = {f"short-{number}": add(f"short-{number}", SHORT) for number in range(4)}
-    boarded = core.scheduler.state.groups["last"].leader
+    boarded = core.scheduler.sequences.requests.open_of("last")[0]
     while boarded.boarded_at is None:
         watch.step()
         for name, at in watch.last.items():

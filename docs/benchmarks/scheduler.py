@@ -71,7 +71,7 @@ def measure(seats: int, policy: str, order: str, steps: int) -> tuple[float, flo
     gc.collect()
     gc.disable()
     while len(plans) < steps:
-        while scheduler.state.n_waiting < seats:
+        while scheduler.n_waiting < seats:
             scheduler.add(next(coming))
         started = time.perf_counter()
         plan = scheduler.plan(0.0)

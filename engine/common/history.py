@@ -1,12 +1,11 @@
-"""Requests as the core's reports tell of them: one `RequestRecord` for each sequence.
+"""Records of requests, filled from the core's reports: one `RequestRecord` for each sequence.
 
-`RequestRecords` fills them, for a run of the simulator or a bench. `History` is what a server keeps
-for whoever looks later: the same, with events and step records, bounded in number and age.
+`RequestRecords` serves a run of the simulator or a bench. `History` is what a server keeps for its
+page and metrics: the same, with events, incidents and step records, bounded in number and age.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from bisect import bisect_right
 from collections import Counter, deque
@@ -21,6 +20,7 @@ import numpy as np
 
 from jitney.engine.common.engine_info import EngineInfo
 from jitney.engine.common.errors import RequestError
+from jitney.engine.common.incidents import Incidents
 from jitney.engine.common.messages import PromptChunk, SequenceEvent, StepReport
 from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.records import RecordRing
@@ -29,17 +29,12 @@ from jitney.engine.common.requests import EngineRequest
 
 #: So many ended requests are kept, at most.
 _KEEP_REQUESTS = 16384
-_KEEP_LIFE = 16384
+_KEEP_EVENTS = 16384
 #: Waits and first tokens kept for their distributions: (when, seconds).
 _KEEP_SAMPLES = 8192
 _FINISHES = ("stop", "length", "abort", "deadline", "error")
 #: Policies whose batch keeps a seat until its slowest sequence is done.
 _HOLDING = ("static", "dynamic")
-#: Outages that are kept, and times in which requests were turned away; seconds without another one
-#: after which such a time is over.
-_KEEP_OUTAGES = 64
-_KEEP_REFUSALS, _CALM_S = 20, 30.0
-
 #: Called with a record when it has ended; must not wait.
 _Listener = Callable[[RequestRecord], None]
 
@@ -53,7 +48,7 @@ class RequestRecords:
     keep_times: bool = False
     #: Called with each record at its end.
     listeners: list[_Listener] = field(default_factory=list)
-    #: Sequences without an end, and those of them that nobody waits for.
+    #: Sequences without an end, and those of them in the background.
     n_open: int = 0
     n_open_background: int = 0
     #: By request id, each a record per sequence; in the order of their arrival.
@@ -124,7 +119,7 @@ class RequestRecords:
     ) -> None:
         if record.tokens is not None:
             record.tokens += output.tokens
-        # Who was just preempted may have a token on its way: it belongs to the stay before.
+        # A sequence just preempted may have a token on its way: it belongs to the stay before.
         if record.stays and record.stays[-1].first_token is None:
             record.stays[-1].first_token = now
             record.stays[-1].first_step = step
@@ -218,45 +213,27 @@ def _newest(most: int) -> Callable[[], deque[Any]]:
     return partial(deque, maxlen=most)
 
 
-class _Outage(msgspec.Struct):
-    """A time in which no core served, after one that did. Times as those of the history's clock."""
+@dataclass(eq=False)
+class _EventLog:
+    """The newest events of sequences."""
 
-    #: When the core was found gone.
-    began: float
-    #: Why, in words: "the engine process was killed by SIGKILL".
-    cause: str
-    #: Which restart since the server's start ends it: 1 for the first.
-    restart: int
-    #: Requests that were open and go on in the next core, and those that ended with an error.
-    n_resumed: int
-    n_lost: int
-    #: Streams that were under way, and those of them that have gone on since, or ended.
-    n_streams: int = 0
-    n_flowing: int = 0
-    #: When another core was ready, and when the last of the streams had gone on in it; None: not
-    #: yet, or never.
-    ready: float | None = None
-    flowing: float | None = None
+    #: Events since the start.
+    n: int = 0
+    _newest: deque[SequenceEvent] = field(default_factory=_newest(_KEEP_EVENTS))
 
+    def add(self, event: SequenceEvent) -> None:
+        self._newest.append(event)
+        self.n += 1
 
-class _Refusals(msgspec.Struct):
-    """A time in which requests were turned away. Times as those of the history's clock."""
-
-    #: When the first one and the newest one were.
-    began: float
-    newest: float
-    #: Answers by status and code, such as "429 queue_full".
-    counts: dict[str, int] = {}
-    #: Seconds after which the newest one was told to come again; None: it was told of none.
-    retry_s: float | None = None
+    def since(self, number: int) -> list[SequenceEvent]:
+        """Events after the first `number`, as far back as they are kept."""
+        forgotten = self.n - len(self._newest)
+        return list(islice(self._newest, max(0, number - forgotten), None))
 
 
 @dataclass(eq=False, kw_only=True)
 class History(RequestRecords):
-    """One engine's recent past as the server knows it, across the lives of its core.
-
-    Fed by the core's reports whether anybody watches or not.
-    """
+    """One engine's recent past as the server knows it, across restarts of its core."""
 
     #: Seconds that ended requests are kept for.
     keep_s: ClassVar[float] = 600.0
@@ -264,14 +241,13 @@ class History(RequestRecords):
     clock: Callable[[], float] = time.monotonic
     #: Records of the newest steps; their numbers go on rising when a core is replaced.
     records: RecordRing = field(default_factory=RecordRing)
-    #: Who sits where, None for nobody.
+    #: The record of the sequence in each seat, None for a free one.
     seats: list[RequestRecord | None] = field(default_factory=list)
-    #: Seats that a batch keeps after their passenger's end.
+    #: Seats that a batch keeps after their sequence's end.
     held: set[int] = field(default_factory=set)
     #: Names of the engine's adapters by number, of those that are gone too.
     adapters: dict[int, str] = field(default_factory=dict[int, str])
-    #: (time, seconds since arrival) of those who boarded, and of first tokens, where somebody waits
-    #: for them.
+    #: (time, seconds since arrival) of live sequences that boarded, and of their first tokens.
     waits: deque[tuple[float, float]] = field(default_factory=_newest(_KEEP_SAMPLES))
     first_tokens: deque[tuple[float, float]] = field(default_factory=_newest(_KEEP_SAMPLES))
     #: Totals since the start: ends by reason, refusals by error code, sequences that boarded,
@@ -280,18 +256,10 @@ class History(RequestRecords):
     rejected: dict[str, int] = field(default_factory=Counter)
     boarded: int = 0
     cached_tokens: int = 0
-    #: Events since the start; the newest are kept.
-    n_life: int = 0
-    _life: deque[SequenceEvent] = field(default_factory=_newest(_KEEP_LIFE))
+    events: _EventLog = field(default_factory=_EventLog)
+    incidents: Incidents = field(init=False)
     #: When the newest core got ready.
     ready_at: float = 0.0
-    #: Oldest first.
-    outages: deque[_Outage] = field(default_factory=_newest(_KEEP_OUTAGES))
-    refusals: deque[_Refusals] = field(default_factory=_newest(_KEEP_REFUSALS))
-    #: Streams that a lost core has stopped, by request and index, until they go on or end.
-    _stopped: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
-    #: When a disk that the server writes to was last found full.
-    disk_full_at: float = -math.inf
     #: The policy keeps seats of sequences that have ended.
     _holds: bool = False
     #: Ended requests, by their end.
@@ -299,6 +267,7 @@ class History(RequestRecords):
 
     def __post_init__(self) -> None:
         self.finished = dict.fromkeys(_FINISHES, 0)
+        self.incidents = Incidents(self.clock)
         self._started = self.clock()
 
     @classmethod
@@ -333,56 +302,12 @@ class History(RequestRecords):
     def core_ready(self, info: EngineInfo) -> None:
         """A core starts, its step numbers beginning anew: ours go on rising."""
         self.ready_at = self.clock()
-        if self.outages and self.outages[-1].ready is None:
-            self.outages[-1].ready = self.ready_at
-            self._look_at_streams(self.ready_at)
+        self.incidents.core_ready(self.ready_at)
         self.seats = [None] * info.sizes.seats
         self.learn_adapters(info)
         self.held.clear()
         self._holds = info.queue.policy in _HOLDING
         self._first_step = self.records.last_step + 1
-
-    def outage_began(self, cause: str, *, n_resumed: int, n_lost: int) -> None:
-        """A core that served is gone. One that goes before it was ready makes its outage longer."""
-        last = self.outages[-1] if self.outages else None
-        if last is not None and last.ready is None:
-            last.cause, last.restart = cause, last.restart + 1
-            last.n_lost += n_lost
-            last.n_streams = last.n_flowing + len(self._stopped)
-            return
-        restart = 1 if last is None else last.restart + 1
-        n_streams = len(self._stopped)
-        self.outages.append(_Outage(self.clock(), cause, restart, n_resumed, n_lost, n_streams))
-
-    def turned_away(self, status: int, code: str, retry_s: float | None) -> None:
-        """A request was answered 429 or 503. code: of the error; retry_s: seconds after which the
-        client was told to come again, if it was.
-        """
-        now, name = self.clock(), f"{status} {code}".strip()
-        if not self.refusals or now - self.refusals[-1].newest > _CALM_S:
-            self.refusals.append(_Refusals(now, now))
-        refusals = self.refusals[-1]
-        refusals.newest, refusals.retry_s = now, retry_s
-        refusals.counts[name] = refusals.counts.get(name, 0) + 1
-
-    def _goes_on(self, record: RequestRecord, t: float) -> None:
-        """A stream has a token again, or has ended."""
-        stream = (record.request_id, record.index)
-        if stream in self._stopped:
-            self._stopped.discard(stream)
-            if self.outages:
-                self.outages[-1].n_flowing += 1
-            self._look_at_streams(t)
-
-    def _look_at_streams(self, t: float) -> None:
-        """Whether all streams flow again."""
-        outage = self.outages[-1] if self.outages else None
-        if outage is not None and outage.ready is not None and outage.flowing is None:
-            outage.flowing = None if self._stopped else t
-
-    def disk_full(self) -> None:
-        """A disk that the server writes to is full."""
-        self.disk_full_at = self.clock()
 
     def core_lost(self, code: str) -> None:
         """The core is gone: every open request ends with this error."""
@@ -400,7 +325,7 @@ class History(RequestRecords):
         for record in list(self.open()):
             seat = record.seat
             if record.n_output:
-                self._stopped.add((record.request_id, record.index))
+                self.incidents.stream_stopped((record.request_id, record.index))
             if seat >= 0:
                 super()._preempt(record, step + 1, t)
                 self._add_event("preempted", record, step, t, seat, "engine_died")
@@ -432,8 +357,7 @@ class History(RequestRecords):
         self, record: RequestRecord, output: SequenceOutput, step: int, now: float
     ) -> None:
         super()._take_tokens(record, output, step, now)
-        if self._stopped:
-            self._goes_on(record, now)
+        self.incidents.stream_flows((record.request_id, record.index), now)
 
     def _first_token(self, record: RequestRecord, step: int, now: float) -> None:
         self.cached_tokens += record.cached_tokens
@@ -456,7 +380,7 @@ class History(RequestRecords):
         self.held.discard(event.seat)
         self.seats[event.seat] = None
         step = event.step + self._first_step
-        self._add(msgspec.structs.replace(event, step=step, t=self._time_of(event)))
+        self.events.add(msgspec.structs.replace(event, step=step, t=self._time_of(event)))
 
     def _board(self, record: RequestRecord, seat: int, step: int, t: float) -> None:
         if record.boarded is None:
@@ -478,7 +402,7 @@ class History(RequestRecords):
         seat = record.seat
         super()._end(record, finish, code, step, t)
         self._count_end(record, finish, code)
-        self._goes_on(record, t)
+        self.incidents.stream_flows((record.request_id, record.index), t)
         self._vacate(seat, record)
         event = "aborted" if finish == "abort" else "finished"
         self._add_event(event, record, step, t, seat, code or finish)
@@ -492,7 +416,7 @@ class History(RequestRecords):
             self.finished[finish] += 1
 
     def _vacate(self, seat: int, record: RequestRecord) -> None:
-        """Its passenger has left: the seat is free, unless the batch keeps it."""
+        """Its sequence has left: the seat is free, unless the batch keeps it."""
         if seat < 0 or self.seats[seat] is not record:
             return
         if self._holds:
@@ -525,7 +449,7 @@ class History(RequestRecords):
         reason: str = "",
     ) -> None:
         """seat: where it happened, None for the seat it has now."""
-        self._add(
+        self.events.add(
             SequenceEvent(
                 event=event,
                 request_id=record.request_id,
@@ -538,15 +462,6 @@ class History(RequestRecords):
                 reason=reason,
             )
         )
-
-    def _add(self, event: SequenceEvent) -> None:
-        self._life.append(event)
-        self.n_life += 1
-
-    def life_since(self, number: int) -> list[SequenceEvent]:
-        """Events after the first `number`, as far back as they are kept."""
-        forgotten = self.n_life - len(self._life)
-        return list(islice(self._life, max(0, number - forgotten), None))
 
     def ended(self, start: float) -> list[RequestRecord]:
         """Requests that ended after `start`, by their end."""

@@ -3,8 +3,6 @@ from .build import choose_kernels as choose_kernels
 from .build import devices_of as devices_of
 from .build import prove_kernels as prove_kernels
 from .build import start_jax as start_jax
-from .cost import Bill as Bill
-from .cost import CostLine as CostLine
 from .display import Display as Display
 from .display import load_llm as load_llm
 from .display import make_display as make_display
@@ -22,10 +20,8 @@ from .executor.autotuning import name_of as name_of
 from .executor.ceiling import measure_ceiling as measure_ceiling
 from .executor.fits import check_fits as check_fits
 from .executor.hosts import Follower as Follower
-from .executor.memory import GIB as GIB
 from .executor.memory import available_host_bytes as available_host_bytes
 from .executor.memory import claim_memory as claim_memory
-from .executor.other_work import MOST_OTHER_WORK as MOST_OTHER_WORK
 from .executor.other_work import OtherWork as OtherWork
 from .executor.program import StateSizes as StateSizes
 from .executor.proving import served_by as served_by
@@ -68,8 +64,8 @@ from .scheduler.kv_pages import PagePool as PagePool
 from .scheduler.lengths import LengthEstimate as LengthEstimate
 from .scheduler.lengths import RequestClasses as RequestClasses
 from .scheduler.limits import SchedulerLimits as SchedulerLimits
+from .scheduler.page_tables import PageTables as PageTables
 from .scheduler.plan import Chunk as Chunk
-from .scheduler.plan import Draft as Draft
 from .scheduler.plan import MaskedRow as MaskedRow
 from .scheduler.plan import Plan as Plan
 from .scheduler.plan import StepResult as StepResult
@@ -82,12 +78,10 @@ from .text.detokenizer import TextStream as TextStream
 from .text.detokenizer import TokenBytes as TokenBytes
 from .text.fill_in import FillIn as FillIn
 from .text.fill_in import OtherFile as OtherFile
-from .text.stage_template_worker import StageTemplates as StageTemplates
-from .text.stage_template_worker import StageText as StageText
-from .text.stage_template_worker import variables_of as variables_of
 from .text.template_worker import Chat as Chat
 from .text.template_worker import Rendered as Rendered
 from .text.template_worker import TemplateSource as TemplateSource
+from .text.template_worker import reason_of as reason_of
 from .text.tokenizer import Tokenizer as Tokenizer
 from .weights.checkpoints.families import tiny_config as tiny_config
 from .weights.checkpoints.files import read_json as read_json

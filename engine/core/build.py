@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -51,15 +51,10 @@ from jitney.engine.config import (
     settings,
     why_no_room,
 )
-from jitney.engine.core.adapter_manager import AdapterManager, ServedModel
-from jitney.engine.core.canary import CanaryCore
-from jitney.engine.core.distributed.link import Hosts, Leader, Worker
-from jitney.engine.core.distributed.lockstep import LockstepCore
 from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.executor.autotuning import programs_folder
 from jitney.engine.core.executor.ceiling import ceiling_or_none, kept_ceiling
 from jitney.engine.core.executor.fits import context_of
-from jitney.engine.core.executor.hosts import Follower, LeaderRunner, LockstepRunner
 from jitney.engine.core.executor.memory import (
     GIB,
     PoolRoom,
@@ -77,7 +72,6 @@ from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.kv_pages import NoPages, PagePool
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.scheduler import Scheduler
-from jitney.engine.core.weights.adapters import AdapterBank, LoadedAdapter, load_adapters
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.sampling_defaults import sampling_defaults
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
@@ -88,6 +82,15 @@ from jitney.kernels.interface import KernelError, KernelSet
 from jitney.kernels.proof import without
 from jitney.kernels.proof_shapes import ServedShapes
 from jitney.kernels.select import ServedHeads, reference, reference_of, select, with_product_rows
+
+if TYPE_CHECKING:
+    from jitney.engine.core.adapter_manager import AdapterManager
+    from jitney.engine.core.distributed.link import Hosts, Worker
+    from jitney.engine.core.executor.hosts import Follower
+    from jitney.engine.core.weights.adapters import AdapterBank, LoadedAdapter
+
+# Imports inside functions are of parts that most engines do without: several hosts, adapters,
+# canaries.
 
 _log = logging.getLogger("jitney.core")
 
@@ -178,6 +181,11 @@ class _Setup:
         return self.source.config.encoder is not None
 
     @property
+    def retains_prefixes(self) -> bool:
+        """Whether there is a prefix cache: none without the state of recurrent layers."""
+        return self.settings.prefix_cache and self.source.config.delta_net is None
+
+    @property
     def has_adapters(self) -> bool:
         """There are some, or there may be."""
         return bool(self.config.model.adapters or self.config.model.adapter_room)
@@ -243,22 +251,31 @@ def build_engine(
     given them some. Raises JitneyError in one line.
     """
     built = _build(config, source, progress, hosts, adapters)
-    runner = built.runner
+    if hosts is not None:
+        _join_hosts(built.runner, hosts)
+    core = _make_core(built.setup, built.runner, built.alone)
+    core.intake.adapters = built.adapters
+    return core, built.info
+
+
+def _join_hosts(runner: Runner, hosts: Hosts) -> None:
+    """Have a runner on several hosts run its steps with the others."""
+    from jitney.engine.core.distributed.link import Leader
+    from jitney.engine.core.executor.hosts import LeaderRunner, LockstepRunner
+
     if isinstance(runner, LockstepRunner):
-        assert hosts is not None  # _runner_class
         runner.join(hosts.step_barrier())
-    if isinstance(runner, LeaderRunner):
+    elif isinstance(runner, LeaderRunner):
         assert isinstance(hosts, Leader)  # _runner_class
         runner.lead(hosts)
-    core = _make_core(built.setup, runner, built.alone)
-    core.adapters = built.adapters
-    return core, built.info
 
 
 def build_follower(
     config: Config, source: ModelSource, progress: _Report, hosts: Worker
 ) -> tuple[Follower, EngineInfo]:
     """As `build_engine`, on a host that follows the first one."""
+    from jitney.engine.core.executor.hosts import Follower
+
     built = _build(config, source, progress, hosts)
     return Follower(built.runner), built.info
 
@@ -301,6 +318,8 @@ def _load_adapters(setup: _Setup, model: Model) -> tuple[AdapterBank, list[Loade
     """None where there are none, nor room for any."""
     if not setup.has_adapters:
         return None
+    from jitney.engine.core.weights.adapters import load_adapters
+
     with in_one_line("loading adapters"):
         return load_adapters(
             model,
@@ -320,7 +339,9 @@ def _manage_adapters(
     kernels: KernelSet,
     alone: EngineCore | None,
 ) -> AdapterManager:
-    """What changes them while the engine serves."""
+    """The manager that changes adapters while the engine serves."""
+    from jitney.engine.core.adapter_manager import AdapterManager, ServedModel
+
     models = [ServedModel(runner, kernels if setup.mesh is None else None)]
     if alone is not None:
         assert isinstance(alone.runner, Runner)  # `_core_alone`
@@ -339,7 +360,7 @@ def _step_cost(setup: _Setup, model: Model) -> StepCost | None:
     if setup.is_encoder or setup.settings.data_parallel > 1:
         return None
     local = setup.local
-    kv_numbers = local.n_layers * 2 * local.n_kv_heads * local.head_dim * len(setup.devices)
+    kv_numbers = local.n_pools * 2 * local.n_kv_heads * local.head_dim * len(setup.devices)
     return describe_step(model, setup.source.config, kv_numbers * setup.kv_dtype.itemsize)
 
 
@@ -568,6 +589,7 @@ def _make_runner(setup: _Setup, model: Model, kernels: KernelSet) -> Runner:
         setup.sizes(),
         setup.own_devices,
         page_bytes=setup.sizes().pool_bytes(setup.local, kernels),
+        seat_bytes=setup.settings.max_seats * setup.local.seat_bytes,
         temp_bytes=likely_temp_bytes(setup.local, buckets),
         make=make,
         hosts=setup.hosts,
@@ -575,6 +597,11 @@ def _make_runner(setup: _Setup, model: Model, kernels: KernelSet) -> Runner:
 
 
 def _runner_class(setup: _Setup) -> type[Runner]:
+    if setup.hosts is None:
+        return Runner
+    from jitney.engine.core.distributed.link import Leader
+    from jitney.engine.core.executor.hosts import LeaderRunner, LockstepRunner
+
     if setup.settings.data_parallel > 1:
         return LockstepRunner
     if isinstance(setup.hosts, Leader):
@@ -599,12 +626,18 @@ def _make_core(setup: _Setup, runner: Runner, alone: EngineCore | None) -> Engin
     """The engine; alone: the core that checks it, if one does."""
     scheduler = _make_scheduler(setup, runner)
     late = setup.device.platform == "cpu" and setup.hosts is None
-    if isinstance(runner, LockstepRunner):
+    if setup.settings.data_parallel > 1:
+        from jitney.engine.core.distributed.lockstep import LockstepCore
+        from jitney.engine.core.executor.hosts import LockstepRunner
+
+        assert isinstance(runner, LockstepRunner)  # _runner_class
         return LockstepCore(
             scheduler, runner, Ledger(), lockstep_runner=runner, barrier=runner.barrier
         )
     if alone is None:
         return EngineCore(scheduler, runner, Ledger(), plans_late=late)
+    from jitney.engine.core.canary import CanaryCore
+
     limit, every = _CANARY_LIMITS[jnp.dtype(setup.dtype).name], setup.settings.canary_every
     return CanaryCore(scheduler, runner, Ledger(), alone=alone, every=every, limit=limit)
 
@@ -634,8 +667,9 @@ def _make_pool(setup: _Setup, n_pages: int) -> PagePool:
     return PagePool(
         n_pages,
         setup.settings.page_size,
-        retain=setup.settings.prefix_cache,
+        retain=setup.retains_prefixes,
         share_outputs=_shares_outputs(setup.settings),
+        shares=setup.source.config.delta_net is None,
     )
 
 
@@ -824,15 +858,17 @@ def _sized_runner(
     temp_bytes: int,
     make: Callable[[int], Runner],
     hosts: Hosts | None = None,
+    seat_bytes: int = 0,
 ) -> Runner:
     """A runner with as many KV pages as are configured, or as the free memory holds; logs what that
     is.
 
     devices: of this host. page_bytes: of a page of all layers, on one device. temp_bytes: what the
     temporaries of the largest step should take. make: from a number of pages to a runner. hosts:
-    the others, whose pools are as large.
+    the others, whose pools are as large. seat_bytes: what recurrent layers keep of all seats, on
+    one device.
     """
-    room = PoolRoom(settings, sizes, devices, page_bytes, hosts)
+    room = PoolRoom(settings, sizes, devices, page_bytes, seat_bytes, hosts)
     runner = make(room.pages(temp_bytes))
     if not (room.on_cpu or settings.pages or settings.memory_gib):
         # A step's temporaries are known once it is compiled, and it is compiled for one size of
@@ -841,6 +877,13 @@ def _sized_runner(
         if not _ENOUGH * fit <= runner.n_pages <= fit:
             runner = make(fit)
     _log_pool(runner.n_pages, sizes, page_bytes, len(devices))
+    if seat_bytes:
+        _log.info(
+            "recurrent layers keep %.2f GiB on each device, %.3g MiB a seat; there is no prefix "
+            "cache with them",
+            seat_bytes / GIB,
+            seat_bytes / sizes.seats / (1 << 20),
+        )
     return runner
 
 
@@ -937,7 +980,7 @@ def _engine_sizes(setup: _Setup, runner: Runner) -> EngineSizes:
         seats=settings.max_seats,
         pages=runner.n_pages - 1,
         page_size=settings.page_size,
-        prefix_cache=settings.prefix_cache,
+        prefix_cache=setup.retains_prefixes,
         token_budget=buckets.token_budget,
         seat_buckets=tuple([bucket.seats for bucket in buckets.decode]),
         token_buckets=tuple([bucket.tokens for bucket in buckets.mixed]),

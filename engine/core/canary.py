@@ -74,8 +74,8 @@ class CanaryCore(EngineCore):
         return super().late_plan_slack_s
 
     def add(self, request: EngineRequest) -> None:
-        if self.adapters is not None:
-            request = self.adapters.current(request)
+        if self.intake.adapters is not None:
+            request = self.intake.adapters.current(request)
         super().add(self._chosen(request))
 
     @property
@@ -83,9 +83,9 @@ class CanaryCore(EngineCore):
         watched = {watched.request.adapter for watched in self._watched.values()}
         return super().open_adapters | self.alone.open_adapters | watched
 
-    def _serve_adapters(self, numbers: set[int]) -> None:
-        super()._serve_adapters(numbers)
-        self.alone._serve_adapters(numbers)
+    def serve_adapters(self, numbers: set[int]) -> None:
+        super().serve_adapters(numbers)
+        self.alone.serve_adapters(numbers)
 
     def sleep(self, alive: Callable[[], None]) -> int:
         """Not with a canary: its own state and the weights, which it shares, would stay."""

@@ -3,56 +3,38 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from jitney.engine.common.errors import ErrorInfo, RequestError
+from jitney.engine.common.errors import RequestError
 from jitney.engine.common.messages import (
     AdaptersSet,
     AskSeatMap,
     PromptChunk,
     SeatMap,
-    SequenceEvent,
     SetAdapters,
     StepReport,
 )
 from jitney.engine.common.outputs import FinishReason, SequenceOutput
 from jitney.engine.common.records import Ledger
-from jitney.engine.common.requests import REQUEST_MOST, EngineRequest, SamplingParams
+from jitney.engine.common.requests import EngineRequest
+from jitney.engine.core.intake import Intake
+from jitney.engine.core.reporter import Reporter, prompt_chunks
 from jitney.engine.core.scheduler.buckets import Bucket
 from jitney.engine.core.scheduler.plan import MaskedRow, Plan, StepResult
-from jitney.engine.core.scheduler.sequence import Matcher, Sequence
 
 if TYPE_CHECKING:
-    from jitney.engine.core.adapter_manager import AdapterManager
-    from jitney.engine.core.grammar.manager import GrammarManager
     from jitney.engine.core.scheduler.scheduler import Scheduler
 
 _log = logging.getLogger("jitney.core")
-
-type _NewMatcher = Callable[[], Matcher] | None
-_NO_GRAMMARS = ErrorInfo(
-    "unsupported_parameter", "this engine cannot hold an answer to a grammar", "structured_outputs"
-)
-
-_NO_ADAPTERS = ErrorInfo(
-    "invalid_value",
-    "adapters: this engine was started without any, and without room for some; give adapter_room "
-    "at the start",
-)
 
 #: How XLA says that a device's memory was too small for a step.
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 #: Seconds between two looks at grammars that are being compiled, and at masks that are being
 #: computed, while there is nothing else to do.
 _COMPILING_S = 0.002
-#: Seconds between two reports that say how long a newcomer would wait: somebody reads it every few
-#: seconds, and each costs some microseconds for every seat.
-_PREDICT_EVERY_S = 0.5
-
 #: An engine that plans late counts on so much of the least that a step like the one that runs took
 #: of late, less so many seconds for planning, packing and launching the next; shorter waits than
 #: the last figure are not worth it.
@@ -159,13 +141,9 @@ class EngineCore:
     #: Called with a step's number before it runs, if it is the first of its kind: it may take much
     #: longer than others.
     on_first_step: Callable[[int], None] = _ignore
-    #: The next step is planned as late as the device allows, so that whoever comes while a step
-    #: runs is in the next one: for a device whose steps are long beside the host's work.
+    #: The next step is planned as late as the device allows, so that a request that comes while a
+    #: step runs is in the next one: for a device whose steps are long beside the host's work.
     plans_late: bool = False
-    #: Holds answers to grammars; None until somebody knows what the tokens spell.
-    grammars: GrammarManager | None = None
-    #: Changes the adapters; None where there are none, nor room for any.
-    adapters: AdapterManager | None = None
     #: Kinds of steps that have run: (bucket, greedy_only).
     _kinds: set[tuple[Bucket, bool]] = field(default_factory=set[tuple[Bucket, bool]])
     #: The step that the device computes.
@@ -176,44 +154,35 @@ class EngineCore:
     _asleep: bool = False
     #: When the device finished the last step; None after a time without work.
     _ready: float | None = None
-    #: When a report last said how long a newcomer would wait.
-    _predicted_at: float = -math.inf
-    #: For the next report.
-    _rejected: list[SequenceOutput] = field(default_factory=list[SequenceOutput])
-    #: Who asked for the seats, and answers to them.
-    _questions: list[AskSeatMap] = field(default_factory=list[AskSeatMap])
-    _answers: list[SeatMap] = field(default_factory=list[SeatMap])
+
+    def __post_init__(self) -> None:
+        #: Takes requests, until the scheduler has them.
+        self.intake = Intake(self.scheduler)
+        self._reporter = Reporter(self.scheduler, self.clock)
 
     @property
     def has_work(self) -> bool:
         """True while `step` has anything to do or to report."""
         if self._flight is not None or self.scheduler.has_open or self.has_outputs:
             return True
-        return self._works_beside
-
-    @property
-    def _works_beside(self) -> bool:
-        """Grammars are being compiled, or adapters are being loaded."""
-        if self.grammars is not None and self.grammars.has_waiting:
-            return True
-        return self.adapters is not None and self.adapters.is_busy
+        return self.intake.is_busy
 
     @property
     def has_outputs(self) -> bool:
         """True when outputs wait for the next step to hand them out."""
-        return bool(self._rejected) or self.scheduler.has_outputs
+        return bool(self.intake.rejected) or self.scheduler.has_outputs
 
     @property
     def pause_s(self) -> float:
-        """Seconds in which `step` would do nothing unless somebody comes, because the policy lets
+        """Seconds in which `step` would do nothing unless a request comes, because the policy lets
         all wait, or all sit out; or in which it need not plan (`late_plan_slack_s`); else 0.
         """
-        if self._flight is not None or self.has_outputs or self._questions:
+        if self._flight is not None or self.has_outputs or self._reporter.questions:
             return self.late_plan_slack_s
         pause = self.scheduler.pause(self.clock())
         if self._all_wait:
             pause = pause or _COMPILING_S
-        if not self._works_beside:
+        if not self.intake.is_busy:
             return pause
         if not self.scheduler.has_open:
             return _COMPILING_S
@@ -221,12 +190,12 @@ class EngineCore:
 
     @property
     def late_plan_slack_s(self) -> float:
-        """Seconds in which the next step need not be planned, and whoever comes can be in it: the
-        device should still be busy for longer. 0 unless the engine plans late, and where nobody who
-        comes could board.
+        """How long planning can be delayed so that late arrivals still join the next step: the
+        device should still be busy for longer. 0 unless the engine plans late, and where a late
+        arrival could not board.
         """
         flight = self._flight
-        if not self.plans_late or flight is None or self.has_outputs or self._questions:
+        if not self.plans_late or flight is None or self.has_outputs or self._reporter.questions:
             return 0.0
         plan = flight.plan
         soonest = self.scheduler.step_times.soonest(plan.bucket, plan.rows, plan.work.pairs)
@@ -240,115 +209,24 @@ class EngineCore:
         """Admit a request; a refusal becomes one terminal output per sequence in the next step's
         report.
         """
-        if self.adapters is not None and request.adapter:
-            request = self.adapters.current(request)
-            refusal = self.adapters.refusal(request)
-            if refusal is not None:
-                self._reject(request, refusal)
-                return
-            if self.adapters.hold(request):
-                return
-        self._let_in_loaded(request)
-
-    def _let_in_loaded(self, request: EngineRequest) -> None:
-        """Go on with a request whose adapter is there."""
-        grammar = request.sampling.grammar
-        if grammar is None and not request.sampling.constrained:
-            self._let_in(request)
-        elif self.grammars is None:
-            self._reject(request, _NO_GRAMMARS)
-        elif grammar is None:
-            self._let_in(request)
-        else:
-            self.grammars.enter(request, grammar)
-            self._let_in_compiled()
+        self.intake.add(request)
 
     def learn(self, tokenizer: str) -> None:
-        """From here on answers can be held to grammars. tokenizer: the model's, as the `tokenizers`
-        library writes it (JSON). Takes half a second for 50,000 tokens.
-        """
-        from jitney.engine.core.grammar.manager import GrammarManager
-
-        scheduler = self.scheduler
-        try:
-            self.grammars = GrammarManager.open(
-                tokenizer, scheduler.request_limits.vocab_size, scheduler.eos_ids
-            )
-        except ValueError as error:
-            _log.warning("no answer can be held to a grammar: %s", error)
+        """See `Intake.learn`."""
+        self.intake.learn(tokenizer)
 
     def set_adapters(self, message: SetAdapters) -> AdaptersSet | None:
         """Serve other adapters. -> the answer, if it is known at once; else a report has it."""
-        if self.adapters is None:
-            return AdaptersSet(message.ticket, _NO_ADAPTERS)
-        if self._asleep:
-            asleep = ErrorInfo("sleeping", "adapters: the engine is asleep; POST /wake_up wakes it")
-            return AdaptersSet(message.ticket, asleep)
-        self.adapters.ask(message)
-        return None
+        return self.intake.set_adapters(message, asleep=self._asleep)
 
     @property
     def open_adapters(self) -> set[int]:
         """Numbers of the adapters that open requests ask for."""
-        waiting = set[int]() if self.grammars is None else self.grammars.waiting_adapters
-        return self.scheduler.open_adapters | waiting
+        return self.intake.open_adapters
 
-    def _tend_adapters(self) -> None:
-        """Go on with a change of adapters, if there is one, and let those in whose adapters are
-        there.
-        """
-        if self.adapters is None or not self.adapters.is_busy:
-            return
-        for held in self.adapters.tend(lambda: self.open_adapters):
-            if held.is_over:
-                self._end_before(held.request, held.ended)
-                continue
-            self._let_in_loaded(held.request)
-            for index, reason in held.ended.items():
-                self.abort(held.request.id, index, reason)
-        self._serve_adapters(self.adapters.numbers)
-
-    def _serve_adapters(self, numbers: set[int]) -> None:
+    def serve_adapters(self, numbers: set[int]) -> None:
+        """Let requests choose from these adapters, too."""
         self.scheduler.serve_adapters(numbers)
-
-    def _let_in(self, request: EngineRequest, new_matcher: _NewMatcher = None) -> None:
-        try:
-            self.scheduler.add(request, self._constrained(request.sampling, new_matcher))
-        except RequestError as error:
-            self._reject(request, error.info)
-
-    def _constrained(self, sampling: SamplingParams, new_matcher: _NewMatcher) -> _NewMatcher:
-        """The matcher with the request's own rules."""
-        if not sampling.constrained:
-            return new_matcher
-        assert self.grammars is not None  # `add` has looked
-        return self.grammars.constrained(sampling, new_matcher)
-
-    def _let_in_compiled(self) -> None:
-        """Let those in whose grammars have been compiled."""
-        if self.grammars is None:
-            return
-        for request, new_matcher, error, ended in self.grammars.leave():
-            if error is not None:
-                self._reject(request, error)
-            elif new_matcher is None:
-                self._end_before(request, ended)
-            else:
-                self._let_in(request, new_matcher)
-                for index, reason in ended.items():
-                    self.scheduler.abort(request.id, index, reason)
-
-    def _end_before(self, request: EngineRequest, ended: dict[int, FinishReason]) -> None:
-        """All sequences of a request were ended before it was let in."""
-        self._rejected += [
-            SequenceOutput(request.id, index, finish=reason)
-            for index, reason in sorted(ended.items())
-        ]
-
-    def _reject(self, request: EngineRequest, error: ErrorInfo) -> None:
-        # n itself may be what was refused.
-        for index in range(min(max(1, request.sampling.n), REQUEST_MOST.n)):
-            self._rejected.append(SequenceOutput(request.id, index, finish="error", error=error))
 
     def abort(
         self, request_id: str, index: int | None = None, reason: FinishReason = "abort"
@@ -356,33 +234,32 @@ class EngineCore:
         """End a request (index None) or one of its sequences; its terminal output comes with the
         next step.
         """
-        if self.adapters is not None:
-            self.adapters.abort(request_id, index, reason)
-        if self.grammars is not None:
-            self.grammars.abort(request_id, index, reason)
-        self.scheduler.abort(request_id, index, reason)
+        self.intake.abort(request_id, index, reason)
 
     def ask(self, question: AskSeatMap) -> None:
         """Have the next step's report answer, as things stand after its plan: between a step's end
-        and the next plan a seat that was just left looks free though somebody waits for it. Without
-        work, use `seat_map`."""
-        self._questions.append(question)
+        and the next plan a seat that was just left looks free though a sequence waits for it.
+        Without work, use `seat_map`.
+        """
+        self._reporter.questions.append(question)
 
     def step(self) -> StepReport:
         """Plan and launch the next step, then fetch and commit the one before it.
 
-        A step that fails brings nothing: everybody waits again, and whose fault it was is found out
+        After a step that fails all sequences wait again, and the one to blame is found
         (`Scheduler.step_failed`). Raises whatever the runner raises if it cannot go on either.
         """
         previous, self._flight = self._flight, None
         started = self.clock()
-        self._tend_adapters()
-        self._let_in_compiled()
+        served = self.intake.tend_adapters(lambda: self.open_adapters)
+        if served:
+            self.serve_adapters(served)
+        self.intake.add_compiled()
         alone = previous is not None and self._is_alone(previous.plan, started)
         plan = None if alone else self.scheduler.plan(started)
         self._all_wait = plan is None and previous is None and self.scheduler.has_open
         failure = self._try_launch(plan, started) if plan is not None else None
-        self._answer()
+        self._reporter.answer()
         outcome = self._take_result(previous) if previous is not None else _Outcome([])
         failure = outcome.failure or failure
         if failure is None and self._flight is not None and self._flight.plan.masked:
@@ -393,13 +270,13 @@ class EngineCore:
         return self._report(outputs, outcome.record, outcome.chunks)
 
     def _is_alone(self, plan: Plan, now: float) -> bool:
-        """Nothing is to be launched behind a step: while blame is found out, or when nobody waits
-        for it.
+        """Whether nothing is to be launched behind a step: while a failure is isolated, or when no
+        client waits for it.
         """
         return self.scheduler.isolating_failure or self.scheduler.lets_others_first(plan, now)
 
     def _try_launch(self, plan: Plan, started: float) -> _Failure | None:
-        """Start a plan's step, or say what came of it."""
+        """Start a plan's step. -> the failure, if there was one."""
         try:
             self._flight = self._launch(plan, started)
         except Exception as error:
@@ -407,11 +284,11 @@ class EngineCore:
         return None
 
     def _try_choose(self, flight: _Flight) -> _Failure | None:
-        """Have the tokens of those who are held to grammars chosen, now that the tokens before them
+        """Choose the tokens of sequences that are held to grammars, now that the tokens before them
         are known; the device computes the step meanwhile.
         """
-        assert self.grammars is not None  # nobody else makes matchers
-        masks = self.grammars.masks(flight.plan)
+        assert self.intake.grammars is not None  # which alone makes matchers
+        masks = self.intake.grammars.masks(flight.plan)
         for seq, reason, error in masks.endings:
             self.scheduler.end(seq, reason, error)
         for chunk in masks.late:
@@ -434,7 +311,7 @@ class EngineCore:
         ready = self.clock()
         outputs = self.scheduler.commit(flight.plan, result, ready)
         record = self._record(flight, waited, ready)
-        return _Outcome(outputs, record, _prompt_chunks(flight.plan))
+        return _Outcome(outputs, record, prompt_chunks(flight.plan))
 
     def _recover(self, failure: _Failure) -> None:
         """Go on after a step that failed, and without the one launched behind it."""
@@ -477,12 +354,6 @@ class EngineCore:
             compiled=compiled,
         )
 
-    def _answer(self) -> None:
-        """Answer as things stand after the plan."""
-        for question in self._questions:
-            self._answers.append(self.seat_map(question.ticket, seats=question.seats))
-        self._questions.clear()
-
     def _report(
         self,
         outputs: list[SequenceOutput],
@@ -490,57 +361,21 @@ class EngineCore:
         chunks: list[PromptChunk] | None = None,
     ) -> StepReport:
         """What has become known since the last report."""
-        rejected, self._rejected = self._rejected, []
-        answers: list[SeatMap | AdaptersSet] = [*self._answers]
-        self._answers.clear()
-        if self.adapters is not None:
-            answers += self.adapters.take_answers()
-        events = self._unseated() + self._released()
-        if self._flight is not None:
-            events += _seat_events(self._flight.plan, self._flight.started)
-        work = None if self.grammars is None else self.grammars.take_work()
+        intake, flight = self.intake, self._flight
+        rejected, intake.rejected = intake.rejected, []
+        answers: list[SeatMap | AdaptersSet] = [*self._reporter.take_answers()]
+        if intake.adapters is not None:
+            answers += intake.adapters.take_answers()
+        plan, started = (flight.plan, flight.started) if flight else (None, 0.0)
         return StepReport(
             rejected + outputs,
             record,
-            events,
+            self._reporter.events(plan, started),
             chunks or [],
             answers,
-            grammars=work,
-            predicted_wait=self._predicted_wait(),
+            grammars=None if intake.grammars is None else intake.grammars.take_work(),
+            predicted_wait=self._reporter.predicted_wait(),
         )
-
-    def _predicted_wait(self) -> float | None:
-        """What a newcomer would wait, if it has not been said for a while."""
-        now = self.clock()
-        if now - self._predicted_at < _PREDICT_EVERY_S:
-            return None
-        self._predicted_at = now
-        return self.scheduler.predicted_wait_s
-
-    def _unseated(self) -> list[SequenceEvent]:
-        """Who lost its seat other than for a plan."""
-        unseated = self.scheduler.take_unseated()
-        if not unseated:
-            return []
-        step, now = self.scheduler.steps, self.clock()
-        return [_event_of("preempted", seq, step, now) for seq in unseated]
-
-    def _released(self) -> list[SequenceEvent]:
-        """Seats that a batch kept are free again; whoever sat there has ended before, or waits."""
-        step = self.scheduler.steps
-        return [
-            SequenceEvent(
-                event="released",
-                request_id="",
-                index=0,
-                seat=seat,
-                step=step,
-                t=self.clock(),
-                n_in=0,
-                n_out=0,
-            )
-            for seat in self.scheduler.take_released()
-        ]
 
     def _record(self, flight: _Flight, waited: float, ready: float) -> bytes:
         """Account for a step that was committed. waited, ready: when the host began to wait for it,
@@ -617,8 +452,8 @@ class EngineCore:
         self._asleep = False
 
     def reset_prefix_cache(self) -> None:
-        """Let no later prompt find what was computed for an earlier one. Pages of those who run
-        stay theirs.
+        """Let no later prompt find what was computed for an earlier one. Running
+        sequences keep their pages.
         """
         self.scheduler.forget_prefixes()
 
@@ -634,51 +469,13 @@ class EngineCore:
         raise RuntimeError(f"still busy after {max_steps} steps")
 
     def seat_map(self, ticket: int = 0, *, seats: bool = True) -> SeatMap:
-        """Every seat (unless `seats` is false) and the state of every page, for whoever asked with
-        this ticket.
+        """Every seat (unless `seats` is false) and the state of every page; ticket: of the
+        question.
         """
-        page_states = self.scheduler.pool.states().tobytes()
-        return SeatMap(ticket, self.scheduler.seat_map() if seats else [], page_states)
+        return self._reporter.seat_map(ticket, seats=seats)
 
     def check(self) -> None:
         """Raise RuntimeError if a page, seat or sequence is lost, or the ledger does not close."""
         self.scheduler.check()
         if not self.ledger.closes():
             raise RuntimeError("the ledger does not close")
-
-
-def _seat_events(plan: Plan, started: float) -> list[SequenceEvent]:
-    """Who was preempted for the plan, then who boarded in it; the seat of the preempted is known to
-    who kept count.
-    """
-    step = plan.number
-    preempted = [_event_of("preempted", seq, step, started) for seq in plan.preempted]
-    boarded = [_event_of("seated", seq, step, started, seq.seat) for seq in plan.boarded]
-    return preempted + boarded
-
-
-def _event_of(event: str, seq: Sequence, step: int, t: float, seat: int = -1) -> SequenceEvent:
-    return SequenceEvent(
-        event=event,
-        request_id=seq.request_id,
-        index=seq.index,
-        seat=seat,
-        step=step,
-        t=t,
-        n_in=seq.n_prompt,
-        n_out=seq.n_output,
-    )
-
-
-def _prompt_chunks(plan: Plan) -> list[PromptChunk]:
-    """The prompt chunks of a plan."""
-    return [
-        PromptChunk(
-            request_id=chunk.seq.request_id,
-            index=chunk.seq.index,
-            start=chunk.start,
-            count=chunk.count,
-            recomputed=chunk.recomputed,
-        )
-        for chunk in plan.prompt_chunks
-    ]

@@ -100,7 +100,7 @@ class LLM:
         self.tokenizer = Tokenizer.load(source, config.model.chat_template)
         self.core, self.info = build_engine(config, source, on_progress)
         # A call hands over all its prompts before the first step.
-        self.core.scheduler.more_to_come = False
+        self.core.scheduler.boarding.more_to_come = False
         self._numbers = itertools.count()
         self._running: dict[str, _Running] = {}
 
@@ -219,7 +219,7 @@ class LLM:
             arrival=time.monotonic(),
             adapter=self.info.model.number_of(adapter) if adapter else 0,
         )
-        self.core.scheduler.check_request(request)
+        self.core.scheduler.factory.check(request)
         if params.grammar is not None or params.constrained:
             self._learn()
         if params.grammar is not None:
@@ -228,16 +228,16 @@ class LLM:
 
     def _learn(self) -> None:
         """Have the core make masks. Raises RequestError if it cannot."""
-        if self.core.grammars is None:
+        if self.core.intake.grammars is None:
             self.core.learn(self.tokenizer.json)
-        if self.core.grammars is None:
+        if self.core.intake.grammars is None:
             raise RequestError("this model's tokenizer cannot be held to grammars", param="grammar")
 
     def _check_grammar(self, grammar: Grammar) -> None:
         """RequestError if no answer can be held to it."""
-        assert self.core.grammars is not None  # `_learn` has seen to it
+        assert self.core.intake.grammars is not None  # `_learn` has seen to it
         try:
-            self.core.grammars.check(grammar)
+            self.core.intake.grammars.check(grammar)
         except RequestError as error:
             raise error.blaming("grammar") from None
 

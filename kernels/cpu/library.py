@@ -20,6 +20,7 @@ _log = logging.getLogger(__name__)
 #: The handlers that every library exports, each as `jitney_NAME`.
 _HANDLERS = (
     "attention",
+    "delta_net",
     "int8_panels",
     "mxfp4_panels",
     "norm_sum",

@@ -14,12 +14,20 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jitney.kernels import delta_net as plain_delta_net
 from jitney.kernels import reference
+from jitney.kernels.delta_net import DeltaRows, DeltaSequences, DeltaState, DeltaWeights
 from jitney.kernels.experts import ExpertBlocks, Stack
 from jitney.kernels.int4 import Int4
 from jitney.kernels.interface import AttentionMeta, KernelError
 from jitney.kernels.scales import limit_of, scales_of
-from jitney.kernels.triton_gpu import attention, narrow_products, top_k_top_p, write_kv
+from jitney.kernels.triton_gpu import (
+    attention,
+    delta_net,
+    narrow_products,
+    top_k_top_p,
+    write_kv,
+)
 from jitney.kernels.triton_gpu import experts as expert_products
 from jitney.kernels.triton_gpu.launch import Launch
 from jitney.kernels.triton_gpu.tiles import DecodeTiles, ProductTiles, PromptTiles, attention_tiles
@@ -31,6 +39,8 @@ _MOST_ELEMENTS, _MOST_BLOCKS = 1 << 31, 65535
 _FEW_COLUMNS = 4096
 #: Compute capability from which kernels know fp8.
 _FP8_SINCE = 89
+#: Columns of a memory that a program keeps in registers: 32 of a thread's, with 128 rows.
+_DELTA_COLUMNS = 32
 #: Inputs that a program of the fp8 product multiplies at a time.
 _FP8_INPUTS = 64
 
@@ -129,6 +139,49 @@ class TritonKernels:
             LIMIT=limit,
         )
         return jax.freeze(pool)
+
+    def delta_net(
+        self,
+        x: jax.Array,
+        rates: jax.Array,
+        weights: DeltaWeights,
+        state: DeltaState,
+        meta: AttentionMeta,
+        *,
+        eps: float,
+    ) -> tuple[jax.Array, DeltaState]:
+        """See `jitney.kernels.interface.DeltaNet`; XLA convolves, norms and gates."""
+        return plain_delta_net.delta_net(
+            x, rates, weights, state, meta, eps=eps, recur=self._pass_rows
+        )
+
+    def _pass_rows(
+        self, rows: DeltaRows, memory: jax.Array, sequences: DeltaSequences, count: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `jitney.kernels.delta_net.Recur`; what is read in rows of padding is undefined."""
+        n_seats, n_heads, dim, width = memory.shape
+        columns = min(_power_of_two(width), _DELTA_COLUMNS)
+        kept = jax.new_ref(memory)
+        read = self.launch(
+            delta_net.pass_rows,
+            *rows,
+            sequences.ends,
+            sequences.seats,
+            sequences.starts,
+            kept,
+            out=jax.ShapeDtypeStruct(rows.values.shape, jnp.float32),
+            grid=(len(sequences.seats), n_heads, -(-width // columns)),
+            warps=4,
+            stages=1,
+            G=rows.keys.shape[1],
+            H=n_heads,
+            D=dim,
+            V=width,
+            M=n_seats,
+            DIMS=_power_of_two(dim),
+            COLUMNS=columns,
+        )
+        return read, jax.freeze(kept)
 
     def rotate_and_write(
         self,

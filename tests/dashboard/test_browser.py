@@ -232,7 +232,7 @@ def test_an_engine_that_died_is_shown_as_gone_and_its_time_in_red(client, open_p
         table_is(page, "seat-table", [["0", "decode", "req-a"]])
         page.wait_for_timeout(500)
         client.state, client.progress = "restarting", Progress("weights", 108, 182)
-        client.history.outage_began("it was killed by SIGKILL", n_resumed=4, n_lost=0)
+        client.history.incidents.outage_began("it was killed by SIGKILL", n_resumed=4, n_lost=0)
         state(page, "restarting")
         holds_text(page, "headline", "The engine died ")
         holds_text(page, "headline", "Restart 1: loading: weights 108 of 182")
@@ -358,12 +358,12 @@ def test_an_incident_stays_on_the_first_screen_until_it_was_seen(client, open_pa
         page.goto(url + "/dashboard")
         state(page, "live")
         assert page.locator("#incidents").is_hidden()
-        client.history.turned_away(429, "queue_full", 2.5)
+        client.history.incidents.refused(429, "queue_full", 2.5)
         holds_text(page, "incidents", "1 request was turned away: 1 x 429 queue_full")
         for _ in range(38):
-            client.history.turned_away(429, "queue_full", 3.5)
+            client.history.incidents.refused(429, "queue_full", 3.5)
         holds_text(page, "incidents", "39 requests were turned away")
-        client.history.outage_began("killed by SIGKILL", n_resumed=0, n_lost=2)
+        client.history.incidents.outage_began("killed by SIGKILL", n_resumed=0, n_lost=2)
         client.history.core_ready(client.info)
         holds_text(page, "incidents", "killed by SIGKILL")
         assert incidents.count() == 2
@@ -373,7 +373,7 @@ def test_an_incident_stays_on_the_first_screen_until_it_was_seen(client, open_pa
         state(page, "live")
         holds_text(page, "incidents", "39 requests were turned away")
         incidents.filter(has_text="turned away").get_by_role("button", name="Seen").click()
-        client.history.turned_away(429, "queue_full", 1.5)
+        client.history.incidents.refused(429, "queue_full", 1.5)
         holds_text(page, "notes", "40 requests were turned away")
         assert incidents.count() == 1 and "SIGKILL" in incidents.inner_text()
         incidents.get_by_role("button", name="Seen").focus()
@@ -391,7 +391,7 @@ def test_an_engine_that_is_back_says_how_many_streams_go_on(client, open_page):
     page = open_page.page
     with visit(page, client):
         client.history.seats_lost()
-        client.history.outage_began("killed by SIGKILL", n_resumed=3, n_lost=0)
+        client.history.incidents.outage_began("killed by SIGKILL", n_resumed=3, n_lost=0)
         client.history.core_ready(client.info)
         holds_text(page, "trouble", "0 of 2 streams go on")
         state(page, "live")

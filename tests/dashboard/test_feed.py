@@ -87,7 +87,9 @@ def test_a_key_frame_is_the_engines_own_arrays(client):
     assert key["metrics"]["step_s"] == pytest.approx(0.063, abs=1e-6) and key["metrics"][
         "gap_s"
     ] == pytest.approx(0.003, abs=1e-6)
-    assert key["n_events"] == client.history.n_life and key["histograms"]["wait"]["counts"][0] == 3
+    assert (
+        key["n_events"] == client.history.events.n and key["histograms"]["wait"]["counts"][0] == 3
+    )
 
 
 def test_hello_says_what_runs(client):
@@ -375,7 +377,7 @@ def test_notes_of_the_end(client):
     async def session() -> list[tuple[str, Any]]:
         with Feed(client, hz=100).viewer() as viewer:
             await take(viewer, 2)
-            client.history.outage_began("killed by SIGKILL", n_resumed=3, n_lost=1)
+            client.history.incidents.outage_began("killed by SIGKILL", n_resumed=3, n_lost=1)
             client.state = "dead"
             return await take(viewer, 4)
 
@@ -396,7 +398,7 @@ async def next_note(viewer: Viewer) -> dict[str, Any]:
 def test_refusals_are_told_from_the_first_with_their_number_and_reason(client):
     """One note that is renewed; another one after a calm time; who comes later knows them all."""
     clock = [1000.0]
-    client.history.clock = lambda: clock[0]
+    client.history.incidents._clock = lambda: clock[0]
 
     async def session() -> list[dict[str, Any]]:
         notes = []
@@ -410,7 +412,7 @@ def test_refusals_are_told_from_the_first_with_their_number_and_reason(client):
             ):
                 clock[0] += seconds
                 for _ in range(number):
-                    client.history.turned_away(status, code, 2.5)
+                    client.history.incidents.refused(status, code, 2.5)
                 notes.append(await asyncio.wait_for(next_note(viewer), 30))
         return notes
 
@@ -462,13 +464,13 @@ def goes_on(client, stream: str, seat: int) -> None:
 
 
 def test_a_full_disk_is_told_of_each_time_that_it_gets_full(client):
-    client.history.disk_full()
+    client.history.incidents.disk_full()
     feed = Feed(client, hz=100)
 
     async def session() -> list[dict[str, Any]]:
         with feed.viewer() as viewer:
             (_, (_, key_frame)) = await take(viewer, 2)
-            client.history.disk_full_at += 1.0
+            client.history.incidents.disk_full_at += 1.0
             return [*key_frame["notes"], await asyncio.wait_for(next_note(viewer), 30)]
 
     notes = asyncio.run(session())
@@ -486,9 +488,9 @@ def test_an_outage_is_told_from_its_begin_to_its_end(client):
             await take(viewer, 2)
             client.state = "restarting"
             client.history.seats_lost()
-            client.history.outage_began("killed by SIGKILL", n_resumed=3, n_lost=0)
+            client.history.incidents.outage_began("killed by SIGKILL", n_resumed=3, n_lost=0)
             events = await until_notes(viewer, 1)
-            client.history.outage_began("ended with status 1", n_resumed=3, n_lost=1)
+            client.history.incidents.outage_began("ended with status 1", n_resumed=3, n_lost=1)
             client.history.core_ready(client.info)
             client.state = "ready"
             events += await until_notes(viewer, 1)

@@ -38,7 +38,7 @@ class Mirror(FakeClient):
             seats=snapshot.seat_columns(self.history),
             pages=snapshot.PageCells.of(core.scheduler.pool.states().tobytes()),
             metrics=snapshot._metrics(self, records[-1:], snapshot.Recent()),
-            n_events=self.history.n_life,
+            n_events=self.history.events.n,
         )
 
 

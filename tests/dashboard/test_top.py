@@ -78,7 +78,7 @@ def test_once_prints_the_seats(capsys):
 def test_a_name_that_would_take_over_the_terminal_is_shown_instead(capsys):
     client = busy_client()
     client.info = changed(client.info, model="\x1b]0;owned\x07\x1b[2Jm\x9b31m")
-    client.history.turned_away(429, "\x1b[31mfull", None)
+    client.history.incidents.refused(429, "\x1b[31mfull", None)
     with served(app_of(client)) as (url, _):
         assert main(["top", url, "--once"]) == 0
     printed = capsys.readouterr().out

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from ragged import Case, attention, make
 
-from jitney.kernels import definitions, proof, reference, w8a8
+from jitney.kernels import definitions, delta_net, proof, reference, w8a8
 from jitney.kernels import experts as plain_experts
 from jitney.kernels.experts import gate
 from jitney.kernels.interface import Fp8Products, Int8Products, KernelSet, OneOf
@@ -24,6 +24,7 @@ from jitney.kernels.proof_attention import _long_steps
 from jitney.kernels.proof_products import _narrowed
 from jitney.kernels.proof_shapes import (
     AttentionShapes,
+    DeltaShape,
     Matrix,
     MixtureShape,
     NormShapes,
@@ -665,6 +666,24 @@ def test_the_definition_of_attention_is_that_of_the_tests(window: int, softcap: 
         softcap=softcap,
     )
     assert np.abs(got[: batch.n_rows] - attention(batch, batch.kv)).max() < 1e-5
+
+
+@pytest.mark.parametrize("wrong", ["", "start", "seat", "state"])
+def test_recurrent_layers_that_are_wrong_are_found(wrong: str):
+    served = serving(delta_net=DeltaShape(2, 4, 16, 32, 4))
+
+    def broken(x, rates, weights, state, meta, *, eps):
+        if wrong == "start":
+            meta = meta._replace(positions=jnp.zeros_like(meta.positions))
+        if wrong == "seat":
+            meta = meta._replace(seats=meta.seats[::-1])
+        o, after = delta_net.delta_net(x, rates, weights, state, meta, eps=eps)
+        return o, after._replace(taps=state.taps) if wrong == "state" else after
+
+    kernels = replace(reference_set(), name="broken", delta_net=broken)
+    proofs = {one.kernel: one for one in proof.prove(kernels, served)}
+    assert proofs["recurrent layers"].ok == (not wrong)
+    assert proof.without(kernels, ["recurrent layers"]).delta_net is delta_net.delta_net
 
 
 def test_narrowed_sizes_keep_their_divisors():

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
+from jitney.engine.common.errors import RequestError
 from jitney.engine.common.history import RequestRecords
 from jitney.engine.common.messages import StepReport
 from jitney.engine.common.request_record import RequestRecord
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.common.trace import Arrival
+from jitney.engine.core.engine_core import EngineCore
+from jitney.engine.core.scheduler.sequence import Matcher
 from jitney.engine.lab.simulation.drive import Offer, drive
 from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.simulator import VirtualDevice
@@ -39,6 +43,8 @@ class CrowdRun:
     taken: int = 0
     #: Seconds told, each time.
     waits: list[float] = field(default_factory=list)
+    #: Refusals while a seat and pages were free and no request waited.
+    refused_beside_free_seats: int = 0
 
     @property
     def share_taken(self) -> float:
@@ -77,7 +83,7 @@ class _Comings(Offer):
         name = f"{client}.{number}"
         self._visits[name] = _Visit(client, number)
         self.run.returns += number > 0
-        # A prompt of its own, by which the engine knows it again.
+        # A prompt of its own, so that no pages are found.
         arrival = self.arrivals[client]
         return arrival.request(name, [client + 1] * arrival.n_prompt, at)
 
@@ -102,6 +108,14 @@ class _Comings(Offer):
             heappush(self._heap, (now + wait, visit.client, visit.number + 1))
 
 
+def _has_free_seat(core: EngineCore, request: EngineRequest) -> bool:
+    """Whether a request would find a seat and pages at once, by what is told of the seats."""
+    pool = core.scheduler.pool
+    free = sum(seat.state == "free" for seat in core.seat_map().seats)
+    pages = pool.pages_for(len(request.prompt)) + len(core.seat_map().seats) - free
+    return free > core.scheduler.n_waiting and pages <= pool.available
+
+
 def crowd(
     arrivals: list[Arrival], shape: EngineShape, table: StepTimes, *, obeys: float = 1.0
 ) -> CrowdRun:
@@ -110,6 +124,18 @@ def crowd(
     core = device.new_core(shape)
     comings = _Comings(arrivals, obeys)
     records = RequestRecords()
+    add = core.scheduler.add
+
+    def watched_add(
+        request: EngineRequest, new_matcher: Callable[[], Matcher] | None = None
+    ) -> None:
+        try:
+            add(request, new_matcher)
+        except RequestError:
+            comings.run.refused_beside_free_seats += _has_free_seat(core, request)
+            raise
+
+    core.scheduler.add = watched_add
 
     def reported(report: StepReport) -> None:
         device.reported(report)

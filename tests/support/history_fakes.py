@@ -52,9 +52,9 @@ class Watched:
 
     def agree(self) -> None:
         """What the history says of the seats is what the scheduler knows."""
-        state = self.core.scheduler.state
-        seated = {seq.seat: seq for seq in (*state.prefilling, *state.decoding)}
-        assert self.history.held == set(state.kept)
+        seats = self.core.scheduler.sequences.seats
+        seated = {seq.seat: seq for seq in seats.taken}
+        assert self.history.held == set(seats.kept)
         for seat, request in enumerate(self.history.seats):
             if seat in self.history.held:
                 continue
@@ -70,7 +70,7 @@ class Watched:
                 assert (
                     request.state in ("prefill", "decode") and request.n_computed <= seq.scheduled
                 )
-        assert self.history.n_waiting == state.n_waiting
+        assert self.history.n_waiting == self.core.scheduler.n_waiting
 
 
 def random_run(seed: int, **core: Any) -> Watched:

@@ -66,7 +66,17 @@ GPT_OSS = {
         "original_max_position_embeddings": 32,
     },
 }
-#: Name -> (transformers' prefix, settings beside SIZES).
+#: Four layers, of which the last one attends.
+QWEN3_5 = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "linear_num_value_heads": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+}
+#: Name -> (transformers' prefix, settings beside SIZES, and those of SIZES that it goes without).
 CASES = {
     "llama2": (
         "Llama",
@@ -286,11 +296,24 @@ CASES = {
             "layer_norm_eps": 1e-4,
         },
     ),
+    "qwen3_5": ("Qwen3_5Text", {**QWEN3_5, "linear_num_key_heads": 2}),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeText",
+        {
+            **QWEN3_5,
+            "without": ("intermediate_size",),
+            "linear_num_key_heads": 1,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+        },
+    ),
 }
 #: Cases whose experts are stored so.
 MXFP4 = ("gpt_oss_mxfp4",)
 #: Prefix of a configuration's class -> that of its model's, where they differ.
-MODELS = {"Gemma3Text": "Gemma3"}
+MODELS = {"Gemma3Text": "Gemma3", "Qwen3_5Text": "Qwen3_5", "Qwen3_5MoeText": "Qwen3_5Moe"}
 #: Contexts with which some are served: transformers takes the frequencies of a text's length.
 CONTEXTS = {"llama_dynamic": 48, "phi3_short": 64}
 #: Cases with greedy continuations, and lengths of the prompts that are continued: past windows of
@@ -312,6 +335,8 @@ GREEDY = {
     "seed_oss": (20,),
     "exaone4": (1, 20, 180),
     "cohere2": (1, 20, 180),
+    "qwen3_5": (1, 20, 200),
+    "qwen3_5_moe": (1, 20, 200),
 }
 #: Tokens of a continuation: past every window of 8.
 COUNT = 16
@@ -328,12 +353,12 @@ def random_tensor(name: str, shape: tuple[int, ...], spread: float = 1.0) -> np.
         return (124 + 2 * ("gate" in name) + np.clip(drawn, -2, 0)).astype(np.uint8)
     if "norm" in name:
         drawn = 1.0 + 0.2 * drawn
-    elif name.endswith("bias"):
+    elif name.endswith((".bias", "_proj_bias")):
         drawn = 0.3 * drawn
     elif name.endswith("sinks"):  # some of them outweigh every key, some no key
         drawn = 4 * drawn
-    elif "experts.gate_up" in name:  # gates beyond 7, where gpt-oss clamps them
-        drawn = 5 * drawn / np.sqrt(shape[-1])
+    elif name.endswith(".A_log"):  # a memory of some tokens, or of some hundred
+        drawn = 1.5 * drawn - 3.0
     elif "embed" in name:
         drawn = spread * drawn
     else:
@@ -384,9 +409,9 @@ def reference(name: str, prefix: str, settings: dict) -> dict:
     import torch
     import transformers
 
-    config = getattr(transformers, f"{prefix}Config")(
-        **SIZES | settings, attn_implementation="eager"
-    )
+    left_out = ("without", *settings.get("without", ()))
+    wanted = {key: value for key, value in (SIZES | settings).items() if key not in left_out}
+    config = getattr(transformers, f"{prefix}Config")(**wanted, attn_implementation="eager")
     architecture = f"{MODELS.get(prefix, prefix)}ForCausalLM"
     model = getattr(transformers, architecture)(config).eval()
     spread = SPREADS.get(name, 1.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,8 @@ from jitney.engine.core.models.hidden import Hidden
 from jitney.engine.core.models.layers import RowFacts
 from jitney.engine.core.models.llama import Llama
 from jitney.engine.core.models.protocol import Model
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
+from jitney.kernels.delta_net import DeltaState
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.select import select
 
@@ -36,14 +38,26 @@ def dense(q, k, v, kv, meta, *, scale, window=0, softcap=0.0):
 DENSE = replace(select("cpu", "reference"), name="dense", paged_attention=dense)
 
 
+def nothing_kept(config: ModelConfig, seqs: int) -> list[Any]:
+    """What layers find of the steps before the first one: no pages, which `DENSE` does not read,
+    and empty seats.
+    """
+    seats: Any = None
+    if config.delta_net is not None:
+        seats = DeltaState.empty(config.delta_net.state_shapes(seqs))
+    return config.by_layer(jnp.zeros(0), seats)
+
+
 @jax.jit
 def _whole_hidden(model: Model, tokens: jax.Array) -> Hidden:
     """tokens int32 [T] -> T rows behind the last attention."""
     positions = jnp.arange(tokens.shape[0])
     none = jnp.zeros(0, jnp.int32)
     counts = jnp.array([0, 1, tokens.shape[0]], jnp.int32)
-    meta = AttentionMeta(none, none, none, none, positions, counts)
-    hidden, _ = model(tokens, [jnp.zeros(0)] * model.config.n_layers, meta, DENSE)
+    ends = jnp.array([0, tokens.shape[0]], jnp.int32)
+    seats = jnp.zeros(1, jnp.int32)
+    meta = AttentionMeta(none, ends, none, none, positions, counts, seats=seats)
+    hidden, _ = model(tokens, nothing_kept(model.config, 1), meta, DENSE)
     return hidden
 
 

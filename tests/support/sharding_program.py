@@ -37,7 +37,7 @@ from jitney.engine.common.requests import Grammar
 from jitney.engine.config.schema import Config
 from jitney.engine.core import build
 from jitney.engine.core.display import load_llm
-from jitney.engine.core.executor.program import _POOL, Program, StateSizes
+from jitney.engine.core.executor.program import Program, StateSizes
 from jitney.engine.core.executor.runner import Runner
 from jitney.engine.core.models.layers import Linear
 from jitney.engine.core.models.quantization import quantise
@@ -129,7 +129,8 @@ def logits(
 
     args = leaves, kv.kv, kv.last_token, one_prompt(layout, tokens)
     if mesh is not None:
-        specs = jax.tree.map(lambda leaf: leaf.sharding.spec, leaves), _POOL, WHOLE, WHOLE
+        of_arrays = jax.tree.map(lambda leaf: leaf.sharding.spec, (leaves, kv.kv))
+        specs = *of_arrays, WHOLE, WHOLE
         step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=WHOLE, check_vma=False)
     return np.asarray(jax.jit(step)(*args))
 
@@ -442,7 +443,8 @@ def program(
         np.prod([int(n) for n in re.findall(r"\d+", shape)])
         for shape in re.findall(r"= \w+\[([\d,]*)\]\S* all-gather(?:-start)?\(", text)
     ]
-    pools = config.n_layers * 16 * 16 * 2 * config.n_kv_heads * config.head_dim * 4 // devices
+    pools = config.n_pools * 16 * 16 * 2 * config.n_kv_heads * config.head_dim * 4 // devices
+    pools += sizes.seats * config.local(devices).seat_bytes
     return np.array(
         [
             len(re.findall(r" all-reduce(?:-start)?\(", text)),

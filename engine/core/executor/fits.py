@@ -62,14 +62,15 @@ def _check_pool(config: Config, own: ModelConfig, context: int) -> None:
     """own: of one device. Counts the fewest bytes a page can have, so refusals are right."""
     engine = config.engine
     page_bytes = _least_page_bytes(config, own)
+    kept_gib = engine.max_seats * own.seat_bytes / GIB  # of recurrent layers
     whole = engine.max_seats * -(-context // engine.page_size) + 1
     if engine.pages:
         name, pages = f"pages {engine.pages}", engine.pages
         enough = f"pages {engine.max_seats + 1}"
     elif engine.memory_gib:
-        name, pages = f"memory_gib {engine.memory_gib:g}", int(engine.memory_gib * GIB / page_bytes)
-        pages = min(pages, whole)
-        enough = f"memory_gib {(engine.max_seats + 1) * page_bytes / GIB:.3g}"
+        name = f"memory_gib {engine.memory_gib:g}"
+        pages = min(int((engine.memory_gib - kept_gib) * GIB / page_bytes), whole)
+        enough = f"memory_gib {(engine.max_seats + 1) * page_bytes / GIB + kept_gib:.3g}"
     else:
         return
     if pages <= engine.max_seats:
@@ -79,9 +80,10 @@ def _check_pool(config: Config, own: ModelConfig, context: int) -> None:
             f"a whole context of {context} tokens for each"
         )
     free = available_host_bytes()
-    if not runs_on_device(engine.platform) and pages * page_bytes > free:
+    takes = pages * page_bytes / GIB + kept_gib
+    if not runs_on_device(engine.platform) and takes * GIB > free:
         raise ConfigError(
-            f"{name}: such a pool takes {pages * page_bytes / GIB:.1f} GiB, and this machine has "
+            f"{name}: such a pool takes {takes:.1f} GiB, and this machine has "
             f"{free / GIB:.1f} GiB free: give less"
         )
 

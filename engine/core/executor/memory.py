@@ -87,8 +87,9 @@ class PoolRoom:
     sizes: StateSizes
     #: jax's, of this host.
     devices: Sequence[Any]
-    #: Of a page of all layers, on one device.
+    #: Of a page of all layers, on one device; and of what recurrent layers keep of all seats.
     page_bytes: int
+    seat_bytes: int
     #: The others, whose pools are as large; None if there are none.
     hosts: Hosts | None
 
@@ -113,13 +114,16 @@ class PoolRoom:
         return self.hosts.least("pages", own)
 
     def _limit(self, temp_bytes: int) -> int:
-        """Bytes that the pool may take on each device; 0 where its pages are counted."""
+        """Bytes that the pool may take on each device, beside what recurrent layers keep; 0 where
+        its pages are counted.
+        """
         if self.settings.pages:
             return 0
         if self.settings.memory_gib:
-            return int(self.settings.memory_gib * GIB)
+            return int(self.settings.memory_gib * GIB) - self.seat_bytes
         share = self.settings.memory_share
-        return min([_free_bytes(device, temp_bytes, share) for device in self.devices])
+        free = min([_free_bytes(device, temp_bytes, share) for device in self.devices])
+        return free - self.seat_bytes
 
 
 def _free_bytes(device: Any, temp_bytes: int, share: float = 0.0) -> int:

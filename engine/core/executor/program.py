@@ -39,12 +39,18 @@ from jitney.engine.core.scheduler.buckets import Bucket
 from jitney.engine.core.scheduler.plan import mask_words
 from jitney.engine.core.weights.checkpoints.files import Shape
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
+from jitney.kernels.delta_net import DeltaState
 from jitney.kernels.interface import AttentionMeta, Kernels
 
 #: Pools [N, page, 2K, D]: each device has the rows of its own KV heads.
 _POOL = PartitionSpec(None, None, TENSOR.name, None)
+#: `DeltaState`: each device has the channels and the memory of its own heads.
+_TAPS = PartitionSpec(None, None, TENSOR.name)
+_MEMORY = PartitionSpec(None, TENSOR.name, None, None)
 #: Logits [S, V]: each device has the columns that it computed.
 _COLUMNS = PartitionSpec(None, TENSOR.name)
+#: The seat of no sequence: behind all there are.
+_NOBODY = 1 << 30
 #: Page table rows are padded to a multiple of this, so that kernels that read chunks of pages never
 #: run off them.
 _PAGE_CHUNK = 16
@@ -84,7 +90,8 @@ type _LogitsOf = Callable[[Array], Array]
 class DeviceState:
     """Everything a step replaces: arrays, or their shapes."""
 
-    kv: list[Shaped]  #: pools, one a layer; none of an encoder
+    #: What each layer keeps: a pool, or a `DeltaState`; nothing of an encoder.
+    kv: list[Any]
     last_token: Shaped  #: int32 [M]
     seats: SeatState  #: what the sampler knows of each
 
@@ -163,11 +170,25 @@ class StateSizes:
         pages, page, rows, width = self.pool(config, kernels)
         pool = (pages, page, rows * config.shards, width)
         small = jax.eval_shape(partial(SeatState.empty, self.seats, config.output_size))
+        kept: list[Any] = []
+        if config.encoder is None:
+            of_pool = _shape_on(mesh, pool, self.kv_dtype, _POOL)
+            kept = config.by_layer(of_pool, self._delta_state(config, mesh))
         return DeviceState(
-            kv=[_shape_on(mesh, pool, self.kv_dtype, _POOL)] * config.n_pools,
+            kv=kept,
             last_token=_shape_on(mesh, (self.seats,), jnp.int32, WHOLE),
             seats=jax.tree.map(lambda x: _shape_on(mesh, x.shape, x.dtype, WHOLE), small),
         )
+
+    def _delta_state(self, config: ModelConfig, mesh: Mesh | None) -> Any:
+        """What a recurrent layer keeps, as shapes; None where there are none."""
+        if config.delta_net is None:
+            return None
+        shapes = config.delta_net.state_shapes(self.seats, config.shards)
+        specs = (_TAPS, _MEMORY, WHOLE)
+        placed = zip(shapes, DeltaState.dtypes, specs, strict=True)
+        kept: list[Any] = [_shape_on(mesh, *one) for one in placed]
+        return DeltaState(*kept)
 
 
 def _shape_on(
@@ -208,6 +229,8 @@ def _meta_of(inputs: Any, engines: int) -> AttentionMeta:
     row_counts = None
     if engines > 1:
         row_counts = DATA.rows_of_all(inputs.counts[2:])
+    first_rows = jnp.minimum(inputs.cu_q[:-1], inputs.token_seats.shape[0] - 1)
+    present = inputs.cu_q[1:] > inputs.cu_q[:-1]
     return AttentionMeta(
         kv_lens=jnp.maximum(inputs.kv_lens, 0),
         cu_q=jnp.maximum(inputs.cu_q, 0),
@@ -217,6 +240,7 @@ def _meta_of(inputs: Any, engines: int) -> AttentionMeta:
         counts=jnp.maximum(inputs.counts, 0),
         adapted=_adapted(inputs),
         row_counts=row_counts,
+        seats=jnp.where(present, inputs.token_seats[first_rows], _NOBODY),
     )
 
 
@@ -422,14 +446,15 @@ class Program:
         """The step of one executable, for weights and state as arrays or shapes; all of the state
         is donated, so addresses stay the same from step to step."""
         packed = self.whole((layout.size,), jnp.int32)
+        kept = jax.tree.map(lambda x: x.sharding.spec, state.kv) if self.split else None
         if layout.greedy_only:
             step = partial(self.encode if self.encoder else self.greedy_only, layout)
             args = leaves, state.kv, state.last_token, packed
-            results = _POOL, WHOLE, WHOLE
+            results = kept, WHOLE, WHOLE
         else:
             step = partial(self.full, layout)
             args = leaves, state.kv, state.last_token, state.seats, packed
-            results = _POOL, WHOLE, WHOLE, WHOLE, _COLUMNS
+            results = kept, WHOLE, WHOLE, WHOLE, _COLUMNS
         if self.split:
             step = self._on_every_device(step, args, results)
         return jax.jit(step, donate_argnums=tuple(range(1, len(args) - 1))).lower(*args)

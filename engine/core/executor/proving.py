@@ -20,6 +20,7 @@ from jitney.kernels.interface import KernelSet
 from jitney.kernels.proof import Proof, prove, without
 from jitney.kernels.proof_shapes import (
     AttentionShapes,
+    DeltaShape,
     Matrix,
     MixtureShape,
     NormShapes,
@@ -99,6 +100,7 @@ def served_by(
         matrices=_matrices_of(model, own),
         table=table,
         mixtures=_mixtures_of(model, own),
+        delta_net=_delta_shape(own),
     )
 
 
@@ -126,6 +128,13 @@ def _attention_shapes(own: ModelConfig, sizes: StateSizes) -> AttentionShapes:
         context=sizes.context_length,
         kv_dtype=jnp.dtype(sizes.kv_dtype).name,
     )
+
+
+def _delta_shape(own: ModelConfig) -> DeltaShape | None:
+    net = own.delta_net
+    if net is None:
+        return None
+    return DeltaShape(net.key_heads, net.value_heads, net.key_dim, net.value_dim, net.taps)
 
 
 def _blocks_of(own: ModelConfig, buckets: Buckets) -> tuple[int, ...]:

@@ -64,6 +64,15 @@ class Attention(nnx.Module):
         """x [T, E], rope what the rows are rotated by, kv [N, page, 2K, D] -> ([T, E], kv)."""
         kernels = kernels.of_rows(meta.counts[2])
         heads = self.projected(x, kernels, meta.adapted).reshape(x.shape[0], -1, self.head_dim)
+        o, kv = self.attended(heads, rope, kv, meta, kernels)
+        return self.o(o, kernels, adapted=meta.adapted), kv
+
+    def attended(
+        self, heads: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
+    ) -> tuple[Array, Array]:
+        """heads [T, H + 2K, D] of queries, keys and values -> (what the queries read [T, H * D],
+        kv).
+        """
         factors = self._pool_factors()
         options: dict[str, Any] = {
             "scale": self.scale,
@@ -79,7 +88,16 @@ class Attention(nnx.Module):
         else:
             q, kv = self.write(heads, rope, kv, meta, partial(kernels.rotate_and_write, **factors))
             o = kernels.attend(rope.scaled(q), kv, meta, **options)
-        return self.o(o.reshape(x.shape[0], -1), kernels, adapted=meta.adapted), kv
+        return o.reshape(heads.shape[0], -1), kv
+
+    def linears(self) -> tuple[Linear, ...]:
+        """Every matrix that may be quantised."""
+        return self.qkv, self.o
+
+    def pack(self, kernels: Kernels) -> None:
+        """Lay the matrices out as the kernel set multiplies them fastest."""
+        self.qkv.pack(kernels)
+        self.o.pack(kernels)
 
     def projected(self, x: Array, kernels: Kernels, adapted: Array | None) -> Array:
         """x [T, E] -> queries, keys and values before they are parted into heads, [T, (H + 2K) *

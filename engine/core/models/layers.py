@@ -304,6 +304,10 @@ class MLP(nnx.Module):
         inner = self.gate_up.gated(x, kernels, rows.adapted)
         return self.down(inner, kernels, adapted=rows.adapted)
 
+    def linears(self) -> tuple[Linear, ...]:
+        """Every matrix that may be quantised."""
+        return self.gate_up, self.down
+
     def pack(self, kernels: Kernels) -> None:
         """Lay the matrices out as the kernel set multiplies them fastest."""
         self.gate_up.pack(kernels)

@@ -7,7 +7,7 @@ object serves every platform and every test. See `jitney.engine.core.models.prot
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,8 +35,8 @@ _PAIRED = ("LlamaForCausalLM", "Ministral3ForCausalLM", "SmolLM3ForCausalLM")
 class Block(nnx.Module):
     """One layer: attention and MLP, each normed before and added after."""
 
-    #: What the halves are made of.
-    attention_class: type[Attention] = Attention
+    #: What the halves are made of; a class, or a function that chooses one by the layer.
+    attention_class: Callable[..., Any] = Attention
     mlp_class: type[MLP] = MLP
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
@@ -49,9 +49,9 @@ class Block(nnx.Module):
     def __call__(
         self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
     ) -> tuple[Array, Array, Array]:
-        """x [T, E] and what the layer before adds to it, kv [N, page, 2K, D] -> (x [T, E], what
-        this layer adds to it, kv). x may be wider than what is added (`float32_residual` of a
-        kernel set), which is in the activations' dtype.
+        """x [T, E] and what the layer before adds to it, kv [N, page, 2K, D] (or what a recurrent
+        layer keeps) -> (x [T, E], what this layer adds to it, kv). x may be wider than what is
+        added (`float32_residual` of a kernel set), which is in the activations' dtype.
 
         A sum waits for the norm that reads it: one kernel may do both.
         """
@@ -73,12 +73,11 @@ class Block(nnx.Module):
 
     def linears(self) -> tuple[Linear, ...]:
         """Every matrix of the layer."""
-        return self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down
+        return *self.attention.linears(), *self.mlp.linears()
 
     def pack(self, kernels: Kernels) -> None:
         """Lay the matrices out as the kernel set multiplies them fastest."""
-        self.attention.qkv.pack(kernels)
-        self.attention.o.pack(kernels)
+        self.attention.pack(kernels)
         self.mlp.pack(kernels)
 
 
@@ -186,9 +185,9 @@ class Llama(nnx.Module):
             self.lm_head.pack(kernels)
 
     def set_kv_scales(self, scales: list[Array]) -> None:
-        """Give each layer the factors of its quantised pool, float32 [2K]."""
-        for block, layer in zip(self.layers, scales, strict=True):
-            block.attention.kv_scales = nnx.data(nnx.Param(layer))
+        """Give each layer that has a quantised pool its factors, float32 [2K]."""
+        for layer, own in zip(self.config.pool_layers, scales, strict=True):
+            self.layers[layer].attention.kv_scales = nnx.data(nnx.Param(own))
 
     @property
     def dtype(self) -> np.dtype:

@@ -327,7 +327,8 @@ def _set_apart(w: Any, n_experts: int, pack: Callable[..., Any] | None, parts: i
 
 class _Experts(MLP):
     """A router [E, X], which is never rounded to a scheme, and of each expert gate and up fused
-    [E, 2F], and down [F, E].
+    [E, 2F], and down [F, E]. Where all rows go through a shared expert, too, its gate is the
+    router's last column.
 
     Of a model over several devices in groups (`ExpertsConfig.groups`) X experts are chosen from,
     and those of the device's group are here; what the groups' experts give is added up as what the
@@ -341,7 +342,8 @@ class _Experts(MLP):
         self.experts = experts
         self.shards = config.shards
         self.group_size = config.feed_forward_shards(config.shards)
-        self.router = nnx.Param(normal(rngs, (size, experts.n_experts), 1.5 * size**-0.5, dtype))
+        columns = experts.n_experts + bool(experts.shared_size)
+        self.router = nnx.Param(normal(rngs, (size, columns), 1.5 * size**-0.5, dtype))
         #: [X], or None.
         if config.mlp_bias:
             self.router_bias = nnx.Param(normal(rngs, (experts.n_experts,), 0.25, dtype))
@@ -351,6 +353,11 @@ class _Experts(MLP):
         self.gate_up = matrices(size, 2 * inner, activation=config.activation)
         is_split = config.shards * experts.engines > 1
         self.down = matrices(inner, size, summed=is_split, group_size=self.group_size)
+        if experts.shared_size:
+            alone = replace(config, intermediate_size=experts.shared_size, shards=1)
+            self.shared = MLP(alone, dtype=dtype, rngs=rngs)
+        else:
+            self.shared = None
 
     def __call__(self, x: Array, kernels: Kernels, rows: RowFacts) -> Array:
         """x [T, E] -> [T, E]; rows of padding are 0."""
@@ -360,7 +367,17 @@ class _Experts(MLP):
         else:
             count = jnp.int32(x.shape[0]) if rows.count is None else rows.count
             sums = self._answered(x, kernels, count)
+        if self.shared is not None:
+            sums = (sums + self._of_shared(self.shared, x, kernels, rows)).astype(x.dtype)
         return TENSOR.total(sums) if self.shards > 1 else sums
+
+    def _of_shared(self, shared: MLP, x: Array, kernels: Kernels, rows: RowFacts) -> Array:
+        """What the expert that all rows go through gives, or its share: float32 [T, E]."""
+        if rows.count is not None:
+            kernels = kernels.of_rows(rows.count)
+        scores = kernels.matmul(x, self.router[...], jnp.float32)
+        gate = jax.nn.sigmoid(scores[:, self.experts.n_experts, None])
+        return gate * shared(x, kernels, rows).astype(jnp.float32)
 
     def _answered(self, x: Array, kernels: Kernels, count: Array) -> Array:
         """What this device's experts give [T, E], or their shares; count: see `_route`."""
@@ -421,6 +438,10 @@ class _Experts(MLP):
             group += DATA.number() * self.experts.groups
         return group * self.experts.own
 
+    def linears(self) -> tuple[Linear, ...]:
+        """See `MLP.linears`."""
+        return *super().linears(), *(() if self.shared is None else self.shared.linears())
+
     def pack(self, kernels: Kernels) -> None:
         """See `MLP.pack`; the router gets columns of zeros up to whole vectors."""
         if self._at_once(kernels):
@@ -428,8 +449,10 @@ class _Experts(MLP):
             self.down.set_apart()
         else:
             super().pack(kernels)
+        if self.shared is not None:
+            self.shared.pack(kernels)
         if kernels.pack is not None:
-            missing = -self.experts.n_experts % _COLUMNS
+            missing = -self.router.shape[1] % _COLUMNS
             padded = jnp.pad(self.router[...], ((0, 0), (0, missing)))
             self.router = nnx.Param(kernels.pack(padded))
 
@@ -464,7 +487,7 @@ def _weighed(answers: Array, routes: _Routes) -> Array:
     return sums
 
 
-class _MixtureBlock(Block):
+class MixtureBlock(Block):
     """One layer: attention and experts, each normed before and added after."""
 
     mlp_class = _Experts
@@ -473,7 +496,7 @@ class _MixtureBlock(Block):
 class Mixture(Llama):
     """See `Llama`."""
 
-    block = _MixtureBlock
+    block = MixtureBlock
 
     @classmethod
     def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:

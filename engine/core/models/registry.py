@@ -1,6 +1,6 @@
 """Which class serves an architecture, and models without a checkpoint: random ones, and shapes.
 
-To add a family: its line in MODELS, and how its files are read in
+To add a family: its line in `_MODELS`, and how its files are read in
 `jitney.engine.core.weights.checkpoints.families`.
 """
 
@@ -31,6 +31,8 @@ _MODELS: dict[str, str] = {
     "Qwen2ForCausalLM": "jitney.engine.core.models.llama:Llama",
     "Qwen3ForCausalLM": "jitney.engine.core.models.llama:Llama",
     "Qwen3MoeForCausalLM": "jitney.engine.core.models.mixture:Mixture",
+    "Qwen3_5ForCausalLM": "jitney.engine.core.models.qwen3_5:Qwen35",
+    "Qwen3_5MoeForCausalLM": "jitney.engine.core.models.qwen3_5:Qwen35Mixture",
     "MixtralForCausalLM": "jitney.engine.core.models.mixture:Mixture",
     "GptOssForCausalLM": "jitney.engine.core.models.mixture:Mixture",
     "Gemma2ForCausalLM": "jitney.engine.core.models.gemma:Gemma",
@@ -86,7 +88,7 @@ def random_model(
     if kv in KV_TYPES and config.n_pools:
         factor = _RANDOM_KV / limit_of(KV_TYPES[kv])
         scales = jnp.full((2 * config.n_kv_heads,), factor, jnp.float32)
-        model.set_kv_scales([scales] * config.n_layers)
+        model.set_kv_scales([scales] * config.n_pools)
     return model
 
 

@@ -76,9 +76,11 @@ class _Axis:
 #: The mesh axis over which everything is split, and the one of engines that share experts.
 TENSOR, DATA = _Axis("tensor"), _Axis("data")
 WHOLE = PartitionSpec()
-#: Modules whose outputs are split (their last axis is outputs), and whose inputs are (the axis
-#: before it, of a matrix).
-_BY_OUTPUTS = ("qkv", "gate_up", "lm_head", "wide_q_norm", "wide_k_norm")
+#: Weights of recurrent layers beside their matrices, of each head or channel.
+_OF_DELTA_NETS = ("rates", "taps", "log_decay", "rate_bias")
+#: Modules and weights whose outputs are split (their last axis is outputs), and whose inputs are
+#: (the axis before it, of a matrix).
+_BY_OUTPUTS = ("qkv", "gate_up", "lm_head", "wide_q_norm", "wide_k_norm", *_OF_DELTA_NETS)
 _BY_INPUTS = ("o", "down")
 
 
@@ -122,8 +124,8 @@ def experts_axes(mesh: Mesh) -> Any:
 
 
 def _is_of_experts(path: Path) -> bool:
-    """Of a weight of a mixture: whether it is an expert's."""
-    return "gate_up" in path or "down" in path
+    """Of a weight of a mixture: whether it is an expert's, and not that of all rows."""
+    return ("gate_up" in path or "down" in path) and "shared" not in path
 
 
 def _axis_of(path: Path, ndim: int, groups: int = 1) -> int | None:
@@ -140,7 +142,7 @@ def _axis_of(path: Path, ndim: int, groups: int = 1) -> int | None:
     if names & set(_BY_INPUTS) and ndim >= 2:
         # The first axis, but for experts that are set apart, [X, I, O].
         return None if path[-2:] == ("adapters", "b") else ndim - 2
-    if groups > 1 and "down" in names:
+    if groups > 1 and "down" in names and "shared" not in names:
         return 0  # every group has other experts' scales
     # A bias, or a scale of each output, comes after the sum over the devices: it is whole.
     return None
@@ -254,7 +256,7 @@ class Shares:
 
     def input_shards(self, path: Path) -> int:
         """Devices among which the inputs of a matrix are split."""
-        if "down" in path:
+        if "down" in path and "shared" not in path:
             return self.group_size
         return self.shards
 
@@ -274,6 +276,8 @@ class Shares:
             return [_run(2 * self._first_kv(device), 2 * own.n_kv_heads)]
         if path[-1] == "sinks":
             return [_run(device % self.shards * own.n_heads, own.n_heads)]
+        if self._is_recurrent(path) and ("qkv" in path or path[-1] in _OF_DELTA_NETS):
+            return self._of_delta_net(path, device)
         if "qkv" in path:
             return self._heads(device)
         if "wide_q_norm" in path:
@@ -281,7 +285,7 @@ class Shares:
         if "wide_k_norm" in path:
             return [self._keys(device)]
         if "gate_up" in path:
-            return self._gates(device)
+            return self._gates(device, shared="shared" in path)
         parts = own.shards
         if self.splits_inputs(path):
             parts = self.input_shards(path)
@@ -297,14 +301,40 @@ class Shares:
         """The device's first KV head; devices beyond the KV heads share them."""
         return device % self.shards * self.config.n_kv_heads // self.shards
 
+    def _is_recurrent(self, path: Path) -> bool:
+        """Whether a weight is that of a recurrent layer's first half."""
+        own = self.config.delta_net
+        return own is not None and "attention" in path and path[1] in own.layers
+
+    def _of_delta_net(self, path: Path, device: int) -> list[slice]:
+        """Channels of the device's heads, and its gates; or its value heads, once or twice."""
+        whole, own = self.config.delta_net, self.own.delta_net
+        assert whole is not None and own is not None
+        number, count = device % self.shards, own.value_heads
+        if path[-1] in ("log_decay", "rate_bias"):
+            return [_run(number * count, count)]
+        if "rates" in path:
+            return [_run(first + number * count, count) for first in (0, whole.value_heads)]
+        dim, keys = own.key_dim, own.key_heads * own.key_dim
+        first_key = number * whole.key_heads // self.shards * dim
+        all_keys = whole.key_heads * dim
+        ranges = [_run(first_key, keys), _run(all_keys + first_key, keys)]
+        values = _run(2 * all_keys + number * own.values, own.values)
+        if "taps" in path:
+            return [*ranges, values]
+        return [*ranges, values, _run(whole.channels + number * own.values, own.values)]
+
     def _heads(self, device: int) -> list[slice]:
         """Columns of the fused query, key and value projection."""
         whole, keys = self.config, self._keys(device)
         count = keys.stop - keys.start
-        first_key = whole.n_heads * whole.head_dim
+        # A query's gate stands behind it.
+        gated = 1 + whole.attention_gate
+        queries = self._queries(device)
+        first_key = gated * whole.n_heads * whole.head_dim
         first_value = first_key + whole.n_kv_heads * whole.head_dim
         return [
-            self._queries(device),
+            slice(gated * queries.start, gated * queries.stop),
             _run(first_key + keys.start, count),
             _run(first_value + keys.start, count),
         ]
@@ -319,8 +349,14 @@ class Shares:
         dim = self.own.head_dim
         return _run(self._first_kv(device) * dim, self.own.n_kv_heads * dim)
 
-    def _gates(self, device: int) -> list[slice]:
-        """Columns of the fused gate and up projection; of a mixture, of every expert's."""
+    def _gates(self, device: int, *, shared: bool) -> list[slice]:
+        """Columns of the fused gate and up projection; of a mixture, of every expert's, or of the
+        shared one's.
+        """
+        if shared and self.own.experts is not None and self.config.experts is not None:
+            count, size = self.own.experts.shared_size, self.config.experts.shared_size
+            first = device % self.shards * count
+            return [_run(first, count), _run(size + first, count)]
         own, whole = self.own.intermediate_size, self.config.intermediate_size
         n_experts = 1
         if self.own.experts is not None:
@@ -362,7 +398,7 @@ class Shares:
         if transposed:
             axis, outputs = outputs - axis, 0
         place = [slice(0, size) for size in shape]
-        if "down" in path and self.groups > 1:
+        if "down" in path and "shared" not in path and self.groups > 1:
             place[outputs] = self._answers(shape[outputs], device)
             if axis == outputs:
                 return axis, [tuple(place)]

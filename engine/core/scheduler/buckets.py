@@ -91,9 +91,9 @@ class Buckets:
         """Buckets from the limits; explicit sizes (already validated by the config) replace the
         default ones.
 
-        On a CPU those are `smallest`, for who is alone, and powers of two from 4 on. on_device: for
-        a GPU or TPU, whose decode steps take the sizes of DEVICE_SEATS, and whose smallest steps
-        with prompts those of DEVICE_PROMPT_ROWS.
+        On a CPU those are `smallest`, for a lone stream, and powers of two from 4 on. on_device:
+        for a GPU or TPU, whose decode steps take the sizes of _DEVICE_SEATS, and whose smallest
+        steps with prompts those of _DEVICE_PROMPT_ROWS.
         """
         default = (*(size for size in _DEVICE_SEATS if size < max_seats), max_seats)
         if not on_device:
@@ -140,8 +140,8 @@ class Buckets:
         return self.mixed[bisect_left(self._mixed_seats, min(sequences, self.seats)) :]
 
     def thrifty(self, rows: int, count: int, riders: int, sequences: int) -> int:
-        """How many of a prompt's next `count` rows to add to a step of `rows` when nobody else will
-        board it.
+        """How many of a prompt's next `count` rows to add to a step of `rows` when no other
+        prompt will board it.
 
         All of them, or only as many as fill a smaller bucket, the rest riding in the next step with
         `riders` decoding sequences: whichever computes fewer rows, padding included, over the two
@@ -151,7 +151,10 @@ class Buckets:
             return count
         total = rows + count
         now, later = self.mixed_for(sequences), self.mixed_for(riders + 1)
-        lower = max((b.tokens for b in now if rows < b.tokens < total), default=0)
+        lower = 0
+        for bucket in now:
+            if rows < bucket.tokens < total:
+                lower = bucket.tokens
         if not lower:
             return count
         whole = _padded(now, total) + self._padded_decode(riders)

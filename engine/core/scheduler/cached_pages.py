@@ -1,11 +1,8 @@
-"""Whose cached page goes when room is needed: the oldest of the tenant that has the most.
+"""Which cached page is evicted: the oldest of the tenant that has the most.
 
-So no tenant can flush another's pages: one that has no more than its share of the cached pages
-loses none while somebody has more than his. A tenant that did nothing while the cache was renewed
-several times over is taken to be gone, and its pages go first; else those who come in the morning
-would share the cache with all who left last night.
-
-With one tenant it is the least recently used page that goes.
+So no tenant can flush another's pages: one with no more than its share of the cached pages loses
+none while another has more. A tenant that did nothing while the cache was renewed several times
+over is taken to be gone, and its pages go first. With one tenant the least recently used page goes.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ class CachedPages:
 
     #: Of the pool.
     n_pages: int
-    #: Whose each page is, while it is here.
+    #: The tenant of each page that is here.
     _tenants: list[str | None] = field(init=False)
     #: Those that have pages, the one that was active last at the end.
     _shares: OrderedDict[str, _Share] = field(default_factory=OrderedDict[str, _Share])
@@ -63,7 +60,7 @@ class CachedPages:
         return (page for share in self._shares.values() for page in share.pages)
 
     def add(self, pages: list[int], tenants: list[str]) -> None:
-        """Pages that nobody holds any more, the one to go first first. tenants: of all pages of the
+        """Pages that were released, the first to be evicted first. tenants: of all pages of the
         pool.
         """
         shares: dict[str, _Share] = {}
@@ -79,7 +76,7 @@ class CachedPages:
             self._used(share)
 
     def take(self, pages: list[int]) -> None:
-        """Somebody holds these again."""
+        """These are held again."""
         shares: dict[str, _Share] = {}
         for page in pages:
             share = self._share_of(page)

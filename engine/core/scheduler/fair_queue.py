@@ -1,15 +1,15 @@
-"""Fair shares for tenants: whoever was served least goes first, so that no tenant's load is
-another's wait.
+"""Fair shares for tenants: the one served least goes first, so that no tenant's load is another's
+wait.
 
 Method: virtual token counters (Sheng et al., Fairness in Serving Large Language Models, OSDI 2024,
 arXiv 2401.00588). Each tenant has a counter of the tokens computed for it: prompt tokens at
 boarding (those found in pages cost nothing), output tokens as they come, one each. The waiting
 tenant with the least counter boards next. A tenant that comes back after a time without waiting
-requests is lifted to the least of those that wait, so nobody saves up.
+requests is lifted to the least of those that wait, so none saves up.
 
-The counters say who boards, not who leaves: beside a tenant whose long answers fill all seats,
-another would wait for one of them to end. So who has less than its share of the seats may take one
-of who has more (`claimant`, `crowding`; the scheduler chooses the sequence that gives way).
+The counters decide which tenant boards, not which leaves: beside one whose long answers fill all
+seats, another would wait for one of them to end. So a tenant with less than its share of the seats
+may take one of a tenant with more (`claimant`, `crowding`; `Preemption` chooses the sequence).
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from heapq import heappop, heappush, heapreplace
 from jitney.engine.core.scheduler.queues import WaitingQueue
 from jitney.engine.core.scheduler.sequence import Sequence
 
-#: Every so many boardings the one who has waited longest goes first, whoever was served least:
-#: tenants that keep coming up new, each served nothing yet, would otherwise go before an old one
-#: for ever.
+#: Every so many boardings the sequence that has waited longest goes first: new tenants, each served
+#: nothing yet, would otherwise go before an old one for ever.
 _EVERY = 16
 #: Accounts that are kept at least.
 _FEWEST_KEPT = 64
@@ -45,14 +44,14 @@ class _Account:
 
     def may_claim(self, share: float) -> bool:
         """Its next sequence still belongs to so large a share of the seats."""
-        return bool(self.queue) and self.seated + 1 <= share
+        return bool(self.queue.waiting) and self.seated + 1 <= share
 
     def must_stay(self, floor: int) -> bool:
         """It would lose something by being forgotten. floor: what newcomers are lifted to."""
-        return bool(self.queue) or self.seated > 0 or self.counter > floor
+        return bool(self.queue.waiting) or self.seated > 0 or self.counter > floor
 
 
-#: Counter, arrival of who waits longest, a number that no other entry has, whose it is.
+#: Counter, arrival of the sequence that waits longest, a number that no other entry has, account.
 type _Entry = tuple[int, int, int, _Account]
 
 
@@ -60,14 +59,14 @@ type _Entry = tuple[int, int, int, _Account]
 class FairQueue(WaitingQueue):
     """The waiting sequences of all tenants; within a tenant by arrival. All is O(log n) amortised.
 
-    Itself it is the queue of all by arrival, for the one boarding in _EVERY that goes by that.
+    The base class is the queue of all by arrival, for the one boarding in _EVERY that goes by that.
     """
 
     #: By tenant or user.
     _accounts: dict[str, _Account] = field(default_factory=dict[str, _Account])
     #: A heap; its counters may be out of date, never too high.
     _least: list[_Entry] = field(default_factory=list[_Entry])
-    #: Whose queue was the last one to become empty.
+    #: The account whose queue was the last one to become empty.
     _last: _Account | None = None
     _boardings: int = 0
     #: Accounts kept before those that are needed no more are forgotten.
@@ -77,7 +76,7 @@ class FairQueue(WaitingQueue):
         """Enter the queue of its tenant."""
         super().push(seq)
         account = self._account(seq)
-        if not account.queue:
+        if not account.queue.waiting:
             account.counter = max(account.counter, self._floor())
         account.queue.push(seq)
         if not account.listed:
@@ -85,9 +84,8 @@ class FairQueue(WaitingQueue):
             heappush(self._least, self._entry(account))
 
     def head(self) -> Sequence | None:
-        """Who boards next: whoever lost its seat, else the first of the tenant served least.
-
-        For once in _EVERY boardings it is the one who has waited longest.
+        """The sequence that boards next: one that lost its seat, else the first of the tenant
+        served least, and once in _EVERY boardings the one that has waited longest.
         """
         longest = super().head()
         if longest is None or longest.preemptions or self._goes_by_arrival:
@@ -124,8 +122,9 @@ class FairQueue(WaitingQueue):
         return most > share >= 1
 
     def _share(self, seats: int, newcomers: int = 0) -> float:
-        """Of the seats, for each tenant that sits or waits."""
-        present = sum(1 for account in self._accounts.values() if account.seated or account.queue)
+        """Of the seats, for each tenant with open sequences."""
+        accounts = self._accounts.values()
+        present = sum(1 for account in accounts if account.seated or account.queue.waiting)
         return seats / max(1, present + newcomers)
 
     def left(self, seq: Sequence) -> None:
@@ -137,7 +136,7 @@ class FairQueue(WaitingQueue):
         super().remove(seq)
         account = self._account(seq)
         account.queue.remove(seq)
-        if not account.queue:
+        if not account.queue.waiting:
             self._last = account
 
     def board(self, seq: Sequence) -> None:
@@ -158,7 +157,7 @@ class FairQueue(WaitingQueue):
         """
         waiting = Counter(other.request.account for other in held)
         for name, account in self._accounts.items():
-            waiting[name] += len(account.queue)
+            waiting[name] += len(account.queue.waiting)
         own = waiting.pop(seq.request.account, 0)
         return own + sum(min(count, own + 1) for count in waiting.values())
 
@@ -195,7 +194,7 @@ class FairQueue(WaitingQueue):
         self._room = 2 * len(self._accounts) + _FEWEST_KEPT
 
     def _entry(self, account: _Account) -> _Entry:
-        """Equal counters: who has waited longer. The third number only keeps accounts from being
+        """Equal counters: the longest wait first. The third number only keeps accounts from being
         compared.
         """
         head = account.queue.head()
@@ -208,7 +207,7 @@ class FairQueue(WaitingQueue):
         heap = self._least
         while heap:
             account = heap[0][3]
-            if not account.queue:
+            if not account.queue.waiting:
                 account.listed = False
                 heappop(heap)
             elif account.counter > heap[0][0]:
@@ -218,7 +217,7 @@ class FairQueue(WaitingQueue):
         return None
 
     def _floor(self) -> int:
-        """The least counter of those who wait, or the one of whoever waited last; it never
+        """The least counter of tenants that wait, or the one of the last that did; it never
         sinks.
         """
         account = self._first() or self._last
@@ -226,7 +225,7 @@ class FairQueue(WaitingQueue):
 
 
 def _head_of(account: _Account | None) -> Sequence | None:
-    """Who boards next of one tenant."""
+    """The sequence of one tenant that boards next."""
     return account.queue.head() if account else None
 
 

@@ -1,8 +1,8 @@
-"""The page pool: who holds which KV page, and which pages can be used again by prompts that start
-alike.
+"""The page pool: which pages are held, and which can be found again by their key.
 
-Host side only: numbers of pages, never their contents. Page 0 is the trash page that padding rows
-write to; it is never handed out. Every other page is in exactly one state:
+Numbers of pages only, never their contents; sequences take them through `page_tables`. Page 0 is
+the trash page that padding rows write to; it is never handed out. Every other page is in exactly
+one state:
 
     free --allocate--> held --match--> shared --release--> held --release--> cached (published) or
     free
@@ -12,17 +12,13 @@ write to; it is never handed out. Every other page is in exactly one state:
 from __future__ import annotations
 
 import sys
-from array import array
 from collections import Counter
 from collections.abc import Iterable
-from hashlib import blake2b
 from itertools import takewhile
 
 import numpy as np
 
-from jitney.engine.common.requests import EngineRequest
 from jitney.engine.core.scheduler.cached_pages import CachedPages
-from jitney.engine.core.scheduler.sequence import OwnPages, Sequence
 
 _FREE, _HELD, _SHARED, _CACHED = range(4)
 
@@ -34,14 +30,21 @@ class PagePool:
     """Reference counts and the prefix index of n_pages pages; every operation is O(1) per page it
     touches, amortised.
 
-    retain: keep published pages that nobody holds until their room is needed (the prefix cache).
-    Without it they become free at once, and only sequences alive at the same time can share.
+    retain: keep published pages after their last release until their room is needed (the prefix
+    cache). Without it they become free at once, and only sequences alive at the same time share.
     share_outputs: pages that hold output tokens serve other prompts too; without it they serve
-    their own sequence alone, after a preemption.
+    their own sequence alone, after a preemption. shares: without it no sequence finds pages of
+    another one, nor its own again: what a model keeps beside its pages would be missing.
     """
 
     def __init__(
-        self, n_pages: int, page_size: int, *, retain: bool = True, share_outputs: bool = True
+        self,
+        n_pages: int,
+        page_size: int,
+        *,
+        retain: bool = True,
+        share_outputs: bool = True,
+        shares: bool = True,
     ):
         if n_pages < 2 or page_size < 1:
             raise ValueError(
@@ -51,6 +54,7 @@ class PagePool:
         self.page_size = page_size
         self.retain = retain
         self.share_outputs = share_outputs
+        self.shares = shares
         # A stack: low numbers go first.
         self._free = list(range(n_pages - 1, 0, -1))
         # References of each page.
@@ -58,7 +62,7 @@ class PagePool:
         # The key that each page is published under, and the other way round.
         self._keys: list[bytes | None] = [None] * n_pages
         self._index: dict[bytes, int] = {}
-        # Whose published pages are.
+        # The tenants that published pages belong to.
         self._tenants = [""] * n_pages
         # Published and not referenced.
         self._cached = CachedPages(n_pages)
@@ -72,7 +76,7 @@ class PagePool:
 
     @property
     def n_cached(self) -> int:
-        """Published pages that nobody holds."""
+        """Published pages that are not held."""
         return len(self._cached)
 
     @property
@@ -82,7 +86,7 @@ class PagePool:
 
     @property
     def used(self) -> int:
-        """Pages that somebody holds; a shared page counts once."""
+        """Pages that are held; a shared page counts once."""
         return self.n_pages - 1 - len(self._free) - len(self._cached)
 
     def pages_for(self, tokens: int) -> int:
@@ -128,7 +132,7 @@ class PagePool:
 
     def publish(self, page: int, key: bytes, tenant: str = "") -> None:
         """Let later prompts find a held page whose rows are all computed (or launched: the device
-        runs in order). tenant: whose it is.
+        runs in order). tenant: the owner.
 
         If the key is here already the older page keeps it, and this one stays private; nothing is
         copied.
@@ -137,41 +141,6 @@ class PagePool:
             self._index[key] = page
             self._keys[page] = key
             self._tenants[page] = tenant
-
-    def root_of(self, request: EngineRequest) -> bytes:
-        """The key before the first page of its sequences: whose pages they may share."""
-        alone = "" if self.retain else request.id
-        return _root_key(request.tenant, request.cache_salt, alone, request.adapter)
-
-    def shareable_keys(self, seq: Sequence) -> list[bytes]:
-        """Keys of the pages a boarding sequence may share: full ones, and never the last token's,
-        whose logits we need.
-        """
-        if not seq.shares:
-            return []
-        return _keys_of(seq, self.page_size, (len(seq.tokens) - 1) // self.page_size)
-
-    def publish_known(self, seq: Sequence, *, ended: bool = False) -> None:
-        """Offer every full page of a seated sequence whose tokens the host knows and whose rows are
-        launched.
-
-        Prompts as soon as they are computed, outputs when the sequence leaves its seat: naming a
-        page takes a hash, and many at once take less time than one in each step. ended: it will not
-        come back, so pages that only itself may find are not offered.
-        """
-        if not seq.shares:
-            return
-        known = min(seq.scheduled, len(seq.tokens))
-        if ended and seq.own_pages:
-            known = min(known, seq.own_pages.start)
-        full = known // self.page_size
-        if full <= seq.published:
-            return
-        keys = _keys_of(seq, self.page_size, full)
-        tenant = seq.request.tenant
-        for i in range(max(seq.published, seq.dropped), full):
-            self.publish(seq.pages[i], keys[i], tenant)
-        seq.published = full
 
     def withdraw(self, keys: Iterable[bytes]) -> None:
         """Let no later prompt find the pages of these names, held or cached: what they contain is
@@ -193,12 +162,12 @@ class PagePool:
         self._states[page] = _FREE
 
     def clear(self) -> None:
-        """Let nobody find any page again: what they contained is gone."""
+        """Withdraw all pages: what they contained is gone."""
         self.withdraw(list(self._index))
 
     def release(self, pages: list[int]) -> None:
         """Drop one reference of each page; `pages` in the order of the sequence; the trash page
-        belongs to nobody.
+        has no references.
 
         The last page goes first, so that a chain is evicted from its tail: its head serves more
         prompts.
@@ -252,7 +221,7 @@ class PagePool:
             raise RuntimeError("a page is in the free list twice")
         for page, state in enumerate(self._states):
             if state != self._state_of(page):
-                raise RuntimeError("the states of pages disagree with who holds them")
+                raise RuntimeError("the states of pages disagree with their references")
         named = {key: page for page, key in enumerate(self._keys) if key is not None}
         pages = set(named.values())
         if named != self._index or not cached <= pages or free & pages:
@@ -262,7 +231,7 @@ class PagePool:
             self._check_owners(tables)
 
     def _state_of(self, page: int) -> int:
-        """The state that a page is in by who holds it."""
+        """The state that a page is in by its references."""
         if self._owners[page]:
             return min(self._owners[page], _SHARED)
         return _CACHED if page in self._cached else _FREE
@@ -288,49 +257,3 @@ class NoPages(PagePool):
     def pages_for(self, tokens: int) -> int:
         """None, for however many."""
         return 0
-
-
-_KEY_BYTES = 16
-
-
-def _root_key(tenant: str, cache_salt: str, request_id: str = "", adapter: int = 0) -> bytes:
-    """The key before the first page: only sequences with equal parts can share pages. Keys and
-    values of one adapter are not those of another.
-
-    request_id is given when the prefix cache is off: then only the siblings of one request share.
-    """
-    framed = b"".join(map(_framed, (tenant, cache_salt, request_id, str(adapter))))
-    return blake2b(framed, digest_size=_KEY_BYTES).digest()
-
-
-def _framed(part: str) -> bytes:
-    """Its length goes first, so that ("ab", "c") and ("a", "bc") differ."""
-    encoded = part.encode("utf-8", "surrogatepass")
-    return len(encoded).to_bytes(8, "little") + encoded
-
-
-def _extend_keys(
-    keys: list[bytes],
-    root: bytes,
-    tokens: list[int],
-    page_size: int,
-    n_pages: int,
-    own: OwnPages | None = None,
-) -> None:
-    """Append to `keys` until it names the first n_pages full pages of `tokens`.
-
-    A page's key is blake2b-128 of its parent's key and its tokens as int32, and of the owner's name
-    where only the owner may find it.
-    """
-    for start in range(len(keys) * page_size, n_pages * page_size, page_size):
-        parent = keys[-1] if keys else root
-        end = start + page_size
-        page = array("i", tokens[start:end]).tobytes()
-        owner = own.owner if own and end > own.start else b""
-        keys.append(blake2b(parent + page + owner, digest_size=_KEY_BYTES).digest())
-
-
-def _keys_of(seq: Sequence, page_size: int, n_pages: int) -> list[bytes]:
-    """The keys of a sequence's first n_pages pages, which are full."""
-    _extend_keys(seq.keys, seq.root, seq.tokens, page_size, n_pages, seq.own_pages)
-    return seq.keys[:n_pages]

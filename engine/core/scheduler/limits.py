@@ -19,8 +19,8 @@ class SchedulerLimits:
     `engine.core.scheduler.policies`. batch_size (0: as many as there are seats): of the policies
     that batch; max_wait_ms: of dynamic; static_timeout_ms: of static, 0 for none. prefill_share: of
     the token budget, for prompt rows while others decode, or AUTO. target_itl_ms,
-    max_predicted_wait_s: 0 for none. background_seats: of requests that nobody waits for, while
-    others come; 0: a quarter of all. max_logprobs: alternatives that are computed for each token.
+    max_predicted_wait_s: 0 for none. background_seats: of the background, while live
+    requests come; 0: a quarter of all. max_logprobs: alternatives that are computed for each token.
     embedding_pooling: what vectors of prompts are made of (off, or a `Pooling`). adapters: numbers
     of those that a request may choose from. encoder: prompts are computed whole, in one step each,
     and keep no pages.

@@ -1,4 +1,4 @@
-"""When waiting sequences may board, and who goes first: plain functions of counts and times.
+"""When waiting sequences may board, and in which order: plain functions of counts and times.
 
 Their names stand in `jitney.engine.config.schema`, where the configuration and the command line
 read them.
@@ -25,11 +25,11 @@ _TOKEN_S, _LONGEST_S = 0.1, 60.0
 
 
 class Situation(NamedTuple):
-    """What a policy may look at, between two steps. now, arrivals (of all who wait): seconds of the
-    scheduler's clock.
+    """What a policy may look at, between two steps. now, arrivals (of all that wait): seconds of
+    the scheduler's clock.
 
-    busy_seats: seats with a sequence in them, or held by a batch. more_to_come: whether anybody can
-    still come before somebody who is here has ended; a server never knows better than that.
+    busy_seats: seats with a sequence in them, or held by a batch. more_to_come: whether a request
+    can still come before an open one has ended; always true in a server.
     """
 
     now: float
@@ -40,11 +40,11 @@ class Situation(NamedTuple):
     more_to_come: bool = True
 
 
-class _Policy(Protocol):
+class Policy(Protocol):
     """Decides how many waiting sequences may take a seat in the next step; asked only while
-    somebody waits.
+    sequences wait.
 
-    holds: those who board together are one batch. Their prompts are padded to the longest of them,
+    holds: those that board together are one batch. Their prompts are padded to the longest of them,
     their steps to the size of the batch, and all their seats stay taken until the last of them is
     done.
     """
@@ -56,8 +56,8 @@ class _Policy(Protocol):
         ...
 
     def boards_at(self, situation: Situation) -> float:
-        """When `boarders` will let somebody board if nobody comes and no seat is freed before; inf:
-        never.
+        """When `boarders` will let a sequence board if no other comes and no seat is freed before;
+        inf: never.
         """
         ...
 
@@ -76,13 +76,14 @@ class _Continuous:
 
 class _Batching:
     """One batch after the other, of `size` sequences; the next one boards when the last of this one
-    has left.
+    has left. gives_up_at: when fewer than a batch board, though more could come; inf: never.
     """
 
     holds = True
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, gives_up_at: Callable[[Situation], float]):
         self.size = size
+        self.gives_up_at = gives_up_at
 
     def boarders(self, situation: Situation) -> int:
         if self.boards_at(situation) > situation.now:
@@ -96,39 +97,23 @@ class _Batching:
             return situation.now
         return self.gives_up_at(situation)
 
-    def gives_up_at(self, situation: Situation) -> float:
-        """When fewer than a batch board, though more could come; inf: never."""
-        raise NotImplementedError
 
-
-class _Static(_Batching):
-    """A batch boards when `size` sequences wait for it, and not before.
-
-    Fewer board where nobody else can come, and once nobody has come for `timeout_s` seconds (inf:
-    never).
+def _static(limits: SchedulerLimits) -> Policy:
+    """Fewer than a batch board where no other can come, or once none has come for
+    `static_timeout_s` seconds.
     """
 
-    def __init__(self, size: int, timeout_s: float):
-        super().__init__(size)
-        self.timeout_s = timeout_s
-
-    def gives_up_at(self, situation: Situation) -> float:
+    def gives_up_at(situation: Situation) -> float:
         if not situation.more_to_come:
             return situation.now
-        return max(situation.arrivals) + self.timeout_s
+        return max(situation.arrivals) + limits.static_timeout_s
+
+    return _Batching(limits.batch, gives_up_at)
 
 
-class _Dynamic(_Batching):
-    """A batch boards when `size` sequences wait for it, or when the oldest of them has waited
-    `wait_s` seconds.
-    """
-
-    def __init__(self, size: int, wait_s: float):
-        super().__init__(size)
-        self.wait_s = wait_s
-
-    def gives_up_at(self, situation: Situation) -> float:
-        return min(situation.arrivals) + self.wait_s
+def _dynamic(limits: SchedulerLimits) -> Policy:
+    """Fewer than a batch board once the oldest has waited `max_wait_s` seconds."""
+    return _Batching(limits.batch, lambda found: min(found.arrivals) + limits.max_wait_s)
 
 
 def _by_arrival(request: EngineRequest, expected: int) -> float:
@@ -137,43 +122,36 @@ def _by_arrival(request: EngineRequest, expected: int) -> float:
 
 
 def _by_priority(request: EngineRequest, expected: int) -> float:
-    """Lower `priority` boards sooner and is preempted later, and who waits gains a level every
-    _LEVEL_S seconds.
+    """Lower `priority` boards sooner and is preempted later, and a waiting request gains a level
+    every _LEVEL_S seconds.
 
-    All gain alike, so the difference of two who wait never changes and one number says it: the time
-    at which a request of priority 0 would have had to come to stand at the same place. A request is
-    therefore never overtaken by one that comes more than 2 * _MAX_LEVELS * _LEVEL_S seconds after
-    it.
+    All gain alike, so one number gives the order: the time at which a request of priority 0 would
+    have had to come to stand at the same place. A request is therefore never overtaken by one that
+    comes more than 2 * _MAX_LEVELS * _LEVEL_S seconds after it.
     """
     return request.arrival + _LEVEL_S * max(-_MAX_LEVELS, min(_MAX_LEVELS, request.priority))
 
 
 def _by_length(request: EngineRequest, expected: int) -> float:
-    """Short answers first, as far as they can be foreseen; each expected token counts as _TOKEN_S
-    seconds of waiting.
-
-    As with `_by_priority` the place in the queue is one number, and nobody is overtaken by who
-    comes _LONGEST_S later.
+    """Short answers first, by prediction; each expected token counts as _TOKEN_S seconds of
+    waiting. No request is overtaken by one that comes _LONGEST_S later.
     """
     return request.arrival + min(_LONGEST_S, _TOKEN_S * expected)
 
 
 class _Order(NamedTuple):
-    """Who goes first. key: from a request and its expected output tokens to its class, lower first,
-    then by arrival.
-
-    The class also says who is preempted first: the last one. queue: makes what keeps those who
-    wait.
+    """The order of waiting requests. key: from a request and its expected output tokens to its
+    class; lower classes board first and are preempted last. queue: makes their queue.
     """
 
     key: Callable[[EngineRequest, int], float]
     queue: Callable[[], WaitingQueue]
 
 
-POLICIES: dict[str, Callable[[SchedulerLimits], _Policy]] = {
+POLICIES: dict[str, Callable[[SchedulerLimits], Policy]] = {
     "continuous": lambda limits: _Continuous(),
-    "static": lambda limits: _Static(limits.batch, limits.static_timeout_s),
-    "dynamic": lambda limits: _Dynamic(limits.batch, limits.max_wait_s),
+    "static": _static,
+    "dynamic": _dynamic,
 }
 _ORDERS: dict[str, _Order] = {
     "fcfs": _Order(_by_arrival, WaitingQueue),
@@ -183,7 +161,7 @@ _ORDERS: dict[str, _Order] = {
 }
 
 
-def make_policy(limits: SchedulerLimits) -> _Policy:
+def make_policy(limits: SchedulerLimits) -> Policy:
     """The policy that the limits name; ConfigError lists the known ones."""
     return _named(POLICIES, "policy", limits.policy)(limits)
 

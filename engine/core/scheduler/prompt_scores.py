@@ -2,9 +2,9 @@
 once.
 
 A page's name stands for its tokens and for all before them (`engine.core.scheduler.kv_pages`), and
-so for the log-probability of each of its tokens given those before it. Whoever scores a prompt that
-starts alike takes them from here; it computes from the last page of which they are known, whose
-last row scores the first token behind it.
+so for the log-probability of each of its tokens given those before it. A prompt that starts
+alike takes them from here; it is computed from the last page of which they are known, whose last
+row scores the first token behind it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Those who wait: the queue in boarding order, and how much work they are."""
+"""Waiting sequences: the queue in boarding order, and how much work they are."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Sized
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, nsmallest
 from itertools import chain, count
-from typing import NamedTuple
 
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.core.scheduler.sequence import Sequence
@@ -15,11 +14,10 @@ from jitney.engine.core.scheduler.sequence import Sequence
 #: Dead entries that a lazily pruned heap may hold beyond its living ones.
 _SLACK = 64
 
-
 #: Class, whether it is fresh, when it came or lost its seat, index among its siblings.
 type _Place = tuple[float, bool, float, int]
 type _Entry = tuple[_Place, int, Sequence]
-#: The same behind the order of magnitude of the rows that it wants.
+#: The same behind the order of magnitude of its rows.
 type _RowsEntry = tuple[int, _Place, int, Sequence]
 
 
@@ -32,19 +30,17 @@ def overgrown(heap: Sized, living: Sized) -> bool:
 class WaitingQueue:
     """Sequences by class, then preempted before fresh, then arrival; all is O(log n) amortised."""
 
-    #: Output tokens that those who wait are expected to generate.
+    #: All sequences in the queue; others only read it.
+    waiting: set[Sequence] = field(default_factory=set[Sequence])
+    #: Output tokens that they are expected to generate.
     expected: int = 0
-    #: Prompt rows that they want, by the order of magnitude (bits) of what each wants.
+    #: Their prompt rows, by the order of magnitude (bits) of what each needs.
     rows: Counter[int] = field(default_factory=Counter[int])
     _heap: list[_Entry] = field(default_factory=list[_Entry])
     #: Prompts with few rows first, within a factor of two in boarding order; pruned lazily, too.
     _by_rows: list[_RowsEntry] = field(default_factory=list[_RowsEntry])
     #: Keeps two entries of one sequence, the older one dead, from being compared.
     _entries: Iterator[int] = field(default_factory=count)
-    _waiting: set[Sequence] = field(default_factory=set[Sequence])
-
-    def __len__(self) -> int:
-        return len(self._waiting)
 
     def push(self, seq: Sequence) -> None:
         """Enter the queue; a preempted sequence goes to the front of its class."""
@@ -53,35 +49,67 @@ class WaitingQueue:
         size = seq.wanted_rows.bit_length()
         heappush(self._by_rows, (size, place, number, seq))
         self.rows[size] += seq.wanted_rows
-        self._waiting.add(seq)
+        self.waiting.add(seq)
         self.expected += seq.expected
 
     def head(self) -> Sequence | None:
-        """Who boards next, if anybody waits."""
+        """The sequence that boards next."""
         heap = self._heap
-        while heap and heap[0][2] not in self._waiting:
+        while heap and heap[0][2] not in self.waiting:
             heappop(heap)
         return heap[0][2] if heap else None
 
     def shortest(self, most: int) -> Sequence | None:
-        """The waiting sequence with the fewest prompt rows, within a factor of two the one that
-        boards first; None if it has more than `most`.
+        """The sequence with the fewest prompt rows, within a factor of two the one that boards
+        first; None if it has more than `most`.
         """
         heap = self._by_rows
-        while heap and heap[0][-1] not in self._waiting:
+        while heap and heap[0][-1] not in self.waiting:
             heappop(heap)
         return heap[0][-1] if heap and heap[0][-1].wanted_rows <= most else None
 
     def following(self, head: Sequence, count: int) -> list[Sequence]:
-        """The first `count` behind the head, or all if there are fewer; turns that tenants take are
-        not foreseen.
+        """The first `count` behind the head, or all if there are fewer; turns of tenants are not
+        predicted.
         """
-        return nsmallest(count, self._waiting - {head}, key=_place_of)
+        return nsmallest(count, self.waiting - {head}, key=_place_of)
+
+    def remove(self, seq: Sequence) -> None:
+        """A sequence boards, or has ended: its entries are skipped when they come up."""
+        self.waiting.remove(seq)
+        self.rows[seq.wanted_rows.bit_length()] -= seq.wanted_rows
+        self.expected -= seq.expected
+        if overgrown(self._heap, self.waiting):
+            self._heap = self._living(self._heap)
+        if overgrown(self._by_rows, self.waiting):
+            self._by_rows = self._living(self._by_rows)
+
+    def _living[E: (_Entry, _RowsEntry)](self, heap: list[E]) -> list[E]:
+        """The heap without the entries of sequences that have left the queue."""
+        living = [entry for entry in heap if entry[-1] in self.waiting]
+        heapify(living)
+        return living
+
+    def board(self, seq: Sequence) -> None:
+        """A sequence takes a seat."""
+        self.remove(seq)
+
+    def ahead(self, seq: Sequence, held: Collection[Sequence] = ()) -> int:
+        """How many would board before a newcomer: of the queue, and of `held`, which wait for their
+        leader's prompt.
+        """
+        return sum(other.rank < seq.rank for other in chain(self.waiting, held))
+
+    # Shares of tenants, which only a `FairQueue` has.
+
+    def charge(self, seq: Sequence, tokens: int) -> None:
+        """So many tokens were generated for a sequence."""
+
+    def left(self, seq: Sequence) -> None:
+        """A sequence gave back its seat."""
 
     def claimant(self, seats: int) -> Sequence | None:
-        """Who may take a seat of somebody else's, of so many seats. Nobody may here; see
-        `FairQueue`.
-        """
+        """The sequence that may take a seat of another, of so many seats."""
         return None
 
     def gives_way(self, seats: int) -> bool:
@@ -92,118 +120,23 @@ class WaitingQueue:
         """The tenants (`EngineRequest.account`) that a claimant may take a seat of."""
         return set()
 
-    def left(self, seq: Sequence) -> None:
-        """A seated sequence gave back its seat. Nobody keeps count here; `FairQueue` does."""
-
-    def remove(self, seq: Sequence) -> None:
-        """A waiting sequence boards, or has ended: its entry is skipped when it comes up."""
-        self._waiting.remove(seq)
-        self.rows[seq.wanted_rows.bit_length()] -= seq.wanted_rows
-        self.expected -= seq.expected
-        if overgrown(self._heap, self._waiting):
-            self._heap = self._living(self._heap)
-        if overgrown(self._by_rows, self._waiting):
-            self._by_rows = self._living(self._by_rows)
-
-    def _living[E: (_Entry, _RowsEntry)](self, heap: list[E]) -> list[E]:
-        """The heap without the entries of sequences that have left the queue."""
-        living = [entry for entry in heap if entry[-1] in self._waiting]
-        heapify(living)
-        return living
-
-    def board(self, seq: Sequence) -> None:
-        """A waiting sequence takes a seat; its prompt tokens that were not found in pages are
-        computed for it.
-        """
-        self.remove(seq)
-
-    def charge(self, seq: Sequence, tokens: int) -> None:
-        """So many tokens were generated for a sequence. Nobody keeps count here; `FairQueue`
-        does.
-        """
-
-    def ahead(self, seq: Sequence, held: Collection[Sequence] = ()) -> int:
-        """How many would board before a newcomer: of those who wait, and of `held`, who are kept
-        out of the queue for their leader's prompt.
-        """
-        return sum(other.rank < seq.rank for other in chain(self._waiting, held))
-
     def may_overflow(self, own: int, tenants: int, most: int) -> bool:
-        """Whether a tenant may wait though as many sequences wait as may (`most`). Nobody may here;
-        see `FairQueue`.
+        """Whether a tenant may wait though as many sequences wait as may (`most`).
 
         own: its sequences that wait, the newcomer's included; tenants: how many have any.
         """
         return False
 
-    def members(self) -> set[Sequence]:
-        """All who wait."""
-        return self._waiting
-
 
 def _place_of(seq: Sequence) -> _Place:
     group, number, index = seq.rank
-    if seq.preemptions:  # among these who lost its seat first
+    if seq.preemptions:  # among these the first to lose its seat
         return (group, False, seq.unseated_at, 0)
     return (group, True, number, index)
 
 
-class RequestWork(NamedTuple):
-    """What one request asks for."""
-
-    #: Sequences, each of which wants a seat.
-    sequences: int
-    #: Tokens of its prompt, which is computed once for all of them.
-    prompt: int
-    #: Output tokens that they are expected to generate together.
-    expected: int
-
-    @property
-    def tokens(self) -> int:
-        return self.prompt + self.expected
-
-    @classmethod
-    def of(cls, request: EngineRequest, expected: int) -> RequestWork:
-        """Of a request each of whose sequences is expected to generate so many tokens."""
-        n = request.sampling.n
-        return cls(n, len(request.prompt), n * expected)
-
-    @classmethod
-    def of_all(cls, request: EngineRequest, expected: int) -> RequestWork:
-        """As `of`, with all that came together with the request."""
-        whole = request.whole
-        if whole is None:
-            return cls.of(request, expected)
-        n = whole.requests * request.sampling.n
-        return cls(n, whole.prompt_tokens, n * expected)
-
-
-class RequestClass:
-    """Requests of one kind: those that somebody waits for, or those in the background."""
-
-    def __init__(self, queue: WaitingQueue):
-        #: Who waits for a seat.
-        self.queue = queue
-        #: The requests that are not begun.
-        self.backlog = Backlog()
-        #: Open requests.
-        self.requests = 0
-        #: Siblings that wait for their leader's prompt.
-        self.n_held = 0
-        #: Sequences in seats, and the pages that they hold together if each gets as long as it may.
-        self.n_seated = 0
-        self.most_pages = 0
-
-    @property
-    def n_waiting(self) -> int:
-        """Sequences that want a seat: fresh, preempted, or held back for their leader's prompt."""
-        return len(self.queue) + self.n_held
-
-
-class Backlog:
-    """The sequences that wait for their first seat. Who lost a seat waits too, but has been let in
-    once and for all.
-    """
+class _Backlog:
+    """The sequences that wait for their first seat; those that lost a seat are admitted already."""
 
     def __init__(self) -> None:
         self.sequences = 0
@@ -211,7 +144,7 @@ class Backlog:
         self.tokens = 0
         #: Output tokens that the sequences are expected to generate.
         self.expected = 0
-        #: Sequences by whom they are charged to (`EngineRequest.account`).
+        #: Sequences by account (`EngineRequest.account`).
         self.accounts: Counter[str] = Counter()
 
     @property
@@ -219,12 +152,12 @@ class Backlog:
         """Tokens to compute for all that waits."""
         return self.tokens + self.expected
 
-    def enter(self, request: EngineRequest, work: RequestWork) -> None:
+    def enter(self, request: EngineRequest, sequences: list[Sequence]) -> None:
         """A request with all its sequences begins to wait."""
-        self.sequences += work.sequences
-        self.tokens += work.prompt
-        self.expected += work.expected
-        self.accounts[request.account] += work.sequences
+        self.sequences += len(sequences)
+        self.tokens += len(request.prompt)
+        self.expected += sum(seq.expected for seq in sequences)
+        self.accounts[request.account] += len(sequences)
 
     def leave(self, seq: Sequence) -> None:
         """A sequence boards for the first time, or ends before it did."""
@@ -235,6 +168,35 @@ class Backlog:
         if not self.accounts[account]:
             del self.accounts[account]
 
-    def leave_prompt(self, tokens: int) -> None:
-        """The first sequence of a request boards, or none ever will."""
-        self.tokens -= tokens
+
+class RequestClass:
+    """Requests of one kind: those with a waiting client, or those in the background."""
+
+    def __init__(self, queue: WaitingQueue):
+        #: The sequences that wait for a seat.
+        self.queue = queue
+        #: The requests that are not begun.
+        self.backlog = _Backlog()
+        #: Open requests.
+        self.n_open = 0
+        #: Siblings that wait for their leader's prompt.
+        self.n_held = 0
+
+    @property
+    def n_waiting(self) -> int:
+        """Sequences that wait for a seat: fresh, preempted, or held for their leader's prompt."""
+        return len(self.queue.waiting) + self.n_held
+
+    def enter(self, request: EngineRequest, sequences: list[Sequence], n_held: int) -> None:
+        """A request is admitted. n_held: of its sequences, those that wait for the first one's
+        prompt.
+        """
+        self.n_open += 1
+        self.n_held += n_held
+        self.backlog.enter(request, sequences)
+
+    def leave(self, request: EngineRequest, *, boarded: bool) -> None:
+        """A request has ended. boarded: one of its sequences has had a seat."""
+        self.n_open -= 1
+        if not boarded:
+            self.backlog.tokens -= len(request.prompt)

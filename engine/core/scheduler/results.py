@@ -1,6 +1,4 @@
-"""What a finished step means for its sequences: tokens appended, ends detected, every row's fate
-written down.
-"""
+"""What a finished step means for its sequences: tokens appended, ends detected, rows counted."""
 
 from __future__ import annotations
 
@@ -11,12 +9,10 @@ import numpy as np
 
 from jitney.engine.common.errors import ErrorInfo
 from jitney.engine.common.outputs import FinishReason, PromptLogprobs, SequenceOutput, TokenLogprobs
-from jitney.engine.core.scheduler.kv_pages import PagePool
+from jitney.engine.core.scheduler.open_sequences import OpenSequences
 from jitney.engine.core.scheduler.plan import Chunk, Plan, StepResult
-from jitney.engine.core.scheduler.prompt_scores import PromptScores
 from jitney.engine.core.scheduler.queues import WaitingQueue
 from jitney.engine.core.scheduler.sequence import Matcher, Replay, Sequence
-from jitney.engine.core.scheduler.state import SchedulerState
 
 _log = logging.getLogger("jitney.core")
 
@@ -26,12 +22,11 @@ _NAN = ErrorInfo("nan_logits", "the model's logits were not finite for this requ
 class Results:
     """Gives the results of steps to the sequences that they were planned for."""
 
-    def __init__(self, state: SchedulerState, pool: PagePool, scores: PromptScores):
-        self.state = state
-        self.pool = pool
-        self.scores = scores
-        #: The order keeps count of tokens; else each of them would be a call for nothing.
-        self._charges = type(state.queue).charge is not WaitingQueue.charge
+    def __init__(self, sequences: OpenSequences):
+        self._sequences = sequences
+        self._pages = sequences.pages
+        # The order keeps count of tokens; else each of them would be a call for nothing.
+        self._charges = type(sequences.live.queue).charge is not WaitingQueue.charge
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> None:
         """Give each chunk its logit rows, and count in the plan what became of its rows; an
@@ -55,7 +50,7 @@ class Results:
             if seq.finish is not None:
                 self._count_dropped(plan, chunk)
                 if result.tokens[row] < 0:
-                    self._withdraw(seq)
+                    self._pages.withdraw(seq)
                 continue
             if chunk.recomputed:
                 plan.recomputed += 1
@@ -110,7 +105,7 @@ class Results:
             "request %s, sequence %d: its result could not be taken in", seq.request.id, seq.index
         )
         if seq.finish is None:
-            self.state.end(seq, "error")
+            self._sequences.end(seq, "error")
 
     @staticmethod
     def _count_dropped(plan: Plan, chunk: Chunk) -> None:
@@ -141,8 +136,7 @@ class Results:
             raise ValueError("the step brought no log-probabilities of the prompt")
         most = seq.request.sampling.prompt_logprobs
         seq.prompt_logprobs += [_trimmed(entry, most) for entry in entries]
-        if seq.shares and self.pool.retain:
-            self.scores.keep(seq.keys, seq.prompt_logprobs, chunk.scored)
+        self._pages.keep_scores(seq, chunk.scored)
 
     def _append(self, seq: Sequence, result: StepResult, row: int, now: float) -> None:
         """One new token: append it, see whether it ends the sequence, emit both."""
@@ -162,16 +156,16 @@ class Results:
             output.logprobs = [_trimmed(_logprobs_of(result)[row], seq.logprobs)]
         tokens.append(token)
         if self._charges:
-            self.state.class_of_request(seq).queue.charge(seq, 1)
+            self._sequences.class_of(seq).queue.charge(seq, 1)
         if seq.first_token_at is None:
             self._first_token(seq, output, now)
         if len(tokens) >= seq.limit or token in seq.stop_ids:
             finish = _end_of(seq, token)
             if finish is not None:
-                self.state.close(seq, finish)
+                self._sequences.close(seq, finish)
                 output.finish = finish
                 output.stop_token = token if finish == "stop" else None
-        self.state.outputs.append(output)
+        self._sequences.outputs.append(output)
         if seq.matcher is not None and output.stop_token is None:
             self._match(seq, seq.matcher, output)
 
@@ -196,21 +190,21 @@ class Results:
         else:
             output.embedding = _of_length_one(pooled).tobytes()
         self._first_token(seq, output, now)
-        self.state.close(seq, "stop")
+        self._sequences.close(seq, "stop")
         output.finish = "stop"
-        self.state.outputs.append(output)
+        self._sequences.outputs.append(output)
 
     def _match(self, seq: Sequence, matcher: Matcher, output: SequenceOutput) -> None:
         """Go on in the sequence's grammar, to whose end it may have come with this output."""
         matcher.take(seq.tokens, seq.n_prompt, last=seq.finish is not None)
         if matcher.complete:
             if seq.finish is None:
-                self.state.close(seq, "stop")
+                self._sequences.close(seq, "stop")
             output.finish = "stop"
 
     def _take_again(self, seq: Sequence, replay: Replay, token: int, now: float) -> None:
-        """A token that was told before has come again. If it is another one now, what was told is
-        kept, and computed like a prompt.
+        """A token that the client has already came again. If it differs now, the client's tokens
+        are kept, and computed like a prompt.
         """
         if replay.stale:
             self._drop_stale(seq, replay)
@@ -224,8 +218,8 @@ class Results:
             self._keep_replayed(seq, replay, now)
 
     def _keep_replayed(self, seq: Sequence, replay: Replay, now: float) -> None:
-        """Go on from what was told; what was launched behind another token does not count."""
-        self.state.start_over(seq, now)
+        """Go on from the client's tokens; what was launched behind another one does not count."""
+        self._sequences.start_over(seq, now)
         seq.tokens[seq.n_prompt :] = replay.tokens
         replay.stale = seq.in_flight
         if not replay.stale:
@@ -240,7 +234,7 @@ class Results:
 
     @staticmethod
     def _first_token(seq: Sequence, output: SequenceOutput, now: float) -> None:
-        """Fill in what is told once, with the first token."""
+        """Fill in what only the first token's output has."""
         seq.first_token_at = now
         output.cached_tokens = seq.cached_tokens
         if seq.boarded_at is not None:
@@ -252,12 +246,10 @@ class Results:
             output.prompt_logprobs = PromptLogprobs.of(seq.prompt_logprobs)
 
     def _fail(self, seq: Sequence) -> None:
-        """A row was not finite: end the sequence if it still runs, and let nobody share its
-        pages.
-        """
-        self._withdraw(seq)
+        """A row was not finite: end the sequence if it still runs, and withdraw its pages."""
+        self._pages.withdraw(seq)
         if seq.finish is None:
-            self.state.end(seq, "error", _NAN)
+            self._sequences.end(seq, "error", _NAN)
 
     def _fail_prompt(self, seq: Sequence, chunk: Chunk) -> None:
         """`_fail`; where a row of the prompt was not finite, its siblings have the same prompt and
@@ -265,19 +257,8 @@ class Results:
         """
         self._fail(seq)
         if chunk.start < seq.n_prompt:
-            for sibling in self.state.open_of(seq.request_id):
+            for sibling in self._sequences.requests.open_of(seq.request_id):
                 self._fail(sibling)
-
-    def _withdraw(self, seq: Sequence) -> None:
-        """Let nobody find any page that may hold, or have caused, a row that was not finite.
-
-        By name, because by now the pages themselves may be out of the sequence's hands: it was
-        preempted, aborted, past its deadline, or its last token was in flight when it left its
-        seat.
-        """
-        self.pool.withdraw(seq.keys)
-        self.scores.drop(seq.keys)
-        seq.shares = False
 
 
 def _end_of(seq: Sequence, token: int) -> FinishReason | None:

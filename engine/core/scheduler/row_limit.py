@@ -9,8 +9,8 @@ from collections.abc import Sequence
 _log = logging.getLogger("jitney.core")
 
 #: Seconds without a shortage after which the next larger step is tried again: at first, and at
-#: most. Each shortage that follows a trial doubles them, because it costs everybody a step and the
-#: pages they had.
+#: most. Each shortage that follows a trial doubles them, because it costs all sequences a step
+#: and their pages.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 120.0, 3600.0
 
 

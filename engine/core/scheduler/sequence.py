@@ -14,7 +14,7 @@ from jitney.engine.core.scheduler.lengths import RequestClasses
 
 #: (class, number of the request, index of the sequence); the class is a number too, see
 #: `engine.core.scheduler.policies._ORDERS`.
-type _Rank = tuple[float, int, int]
+type Rank = tuple[float, int, int]
 
 
 class Matcher(Protocol):
@@ -33,7 +33,7 @@ class Matcher(Protocol):
 
     @property
     def late(self) -> bool:
-        """Which tokens may come next is still being found out: steps go on without the sequence."""
+        """Its next mask is not computed yet: steps go on without the sequence."""
         ...
 
 
@@ -41,11 +41,11 @@ class OwnPages(NamedTuple):
     """Pages that only the sequence itself may find again.
 
     Where a decode step computes a row, its keys and values differ in the last bits from what a
-    prompt step computes; other prompts must not find them where answers are not to depend on who
-    came before.
+    prompt step computes; other prompts must not find them where answers are not to depend on
+    earlier requests.
     """
 
-    #: Positions that anybody may find: those of the prompt.
+    #: Positions that all prompts may find: those of this prompt.
     start: int
     #: Names the sequence, bytes that no other one has.
     owner: bytes
@@ -58,13 +58,13 @@ class OwnPages(NamedTuple):
 
 @dataclass(slots=True)
 class Replay:
-    """Output that an earlier core has told, and that is being generated again without telling it.
+    """Output that an earlier core has sent, and that is generated again without sending it.
 
     Its rows then come of decode steps as they did before, so that what follows is the same to the
     last bit where a row is the same in every step of its kind.
     """
 
-    #: All output tokens that were told.
+    #: All output tokens that were sent.
     tokens: list[int]
     #: Tokens on their way that do not count: the one before them came out as another one.
     stale: int = 0
@@ -117,7 +117,7 @@ class Sequence:
     #: When it lost its seat the last time, seconds.
     unseated_at: float = 0.0
     #: Lower is served first and preempted last.
-    rank: _Rank = (0.0, 0, 0)
+    rank: Rank = (0.0, 0, 0)
     #: Output tokens it was expected to generate when it came; admission writes it.
     expected: int = 0
     #: Rows that its known tokens needed when it last entered a queue, less those found in pages.
@@ -147,9 +147,9 @@ class Sequence:
     #: brought; a text's first token has none.
     scored: int = 0
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
-    #: Of a prompt whose vector is wanted: what its rows so far add up to, float64 [E].
+    #: Of a pooled prompt: the sum of its rows so far, float64 [E].
     pooled: np.ndarray | None = None
-    #: None: every new token is told.
+    #: None: every new token is sent.
     replay: Replay | None = None
     #: None: any text.
     matcher: Matcher | None = None
@@ -160,7 +160,7 @@ class Sequence:
     n_prompt: int = field(init=False)
     #: Tokens, prompt included, at which it ends by length.
     limit: int = field(init=False)
-    #: The classes whose answers tell how long its own will be.
+    #: The classes by whose answers the length of its own is predicted.
     kind: RequestClasses = field(init=False)
 
     def __post_init__(self) -> None:
@@ -202,6 +202,18 @@ class Sequence:
     @property
     def seated(self) -> bool:
         return self.seat >= 0
+
+    def forget_launched(self) -> None:
+        """What launched steps would have brought does not come."""
+        self.in_flight = 0
+        if self.replay is not None and self.replay.stale:
+            self.replay = None
+        # The rows that count as computed before are those of the tokens that are known.
+        self.computed_high = min(self.computed_high, len(self.tokens) - 1)
+        if self.first_token_at is None:
+            # Its siblings may have had the same list; from now on each scores the rest for itself.
+            self.prompt_logprobs = list(self.prompt_logprobs)
+            self.scored = len(self.prompt_logprobs) - 1
 
     @property
     def key(self) -> tuple[str, int]:

@@ -11,7 +11,8 @@ from hashlib import blake2b
 from jitney.engine.common.requests import EngineRequest, RequestLimits, SamplingParams
 from jitney.engine.core.scheduler.kv_pages import PagePool
 from jitney.engine.core.scheduler.lengths import LengthEstimate, RequestClasses
-from jitney.engine.core.scheduler.sequence import OwnPages, Replay, Sequence
+from jitney.engine.core.scheduler.page_keys import root_of
+from jitney.engine.core.scheduler.sequence import OwnPages, Rank, Replay, Sequence
 
 #: Output tokens that are generated again at most. They take as long as they took the first time.
 _MOST_REPLAYED = 512
@@ -40,27 +41,51 @@ class SequenceFactory:
         """The first sequence of a request, or RequestError; nothing is registered yet. number: in
         order of arrival.
         """
-        sampling = request.sampling
         max_tokens = self.check(request)
-        kind = RequestClasses.of(request.account, len(request.prompt), sampling.max_tokens)
+        most = request.sampling.max_tokens
+        kind = RequestClasses.of(request.account, len(request.prompt), most)
         expected = self.lengths.expect(kind, max_tokens)
-        group = self.class_of(request, expected)
-        seed = sampling.seed
+        seed = request.sampling.seed
         if seed is None:
             seed = secrets.randbits(63)
+        rank = self.class_of(request, expected), number, 0
+        return self._sequence(request, rank, seed, max_tokens, expected)
+
+    def siblings(self, leader: Sequence) -> list[Sequence]:
+        """The other sequences of the leader's request."""
+        group, number, _ = leader.rank
+        return [
+            self._sequence(
+                leader.request,
+                (group, number, index),
+                _sibling_seed(leader.seed, index),
+                leader.max_tokens,
+                leader.expected,
+            )
+            for index in range(1, leader.request.sampling.n)
+        ]
+
+    def _sequence(
+        self, request: EngineRequest, rank: Rank, seed: int, max_tokens: int, expected: int
+    ) -> Sequence:
+        sampling = request.sampling
+        _, number, index = rank
+        own_pages = None
+        if not self.pool.share_outputs:
+            own_pages = OwnPages.of(len(request.prompt), number, index)
         return Sequence(
             request,
-            index=0,
+            index=index,
             seed=seed,
             tokens=list(request.prompt),
             max_tokens=max_tokens,
-            rank=(group, number, 0),
+            rank=rank,
             expected=expected,
             greedy_only=sampling.greedy_only,
             stop_ids=self._stop_ids(sampling),
-            shares=self.pool.retain or sampling.n > 1,
-            root=self.pool.root_of(request),
-            own_pages=self._own_pages(request, number, 0),
+            shares=self.pool.shares and (self.pool.retain or sampling.n > 1),
+            root=root_of(request, retain=self.pool.retain),
+            own_pages=own_pages,
         )
 
     def _stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
@@ -69,28 +94,6 @@ class SequenceFactory:
             return stop_ids.union(sampling.stop_token_ids)
         return stop_ids
 
-    def siblings(self, leader: Sequence) -> list[Sequence]:
-        """The other sequences of the leader's request."""
-        request = leader.request
-        group, number, _ = leader.rank
-        return [
-            Sequence(
-                request,
-                index=index,
-                seed=_sibling_seed(leader.seed, index),
-                tokens=list(request.prompt),
-                max_tokens=leader.max_tokens,
-                rank=(group, number, index),
-                expected=leader.expected,
-                greedy_only=leader.greedy_only,
-                stop_ids=leader.stop_ids,
-                shares=leader.shares,
-                root=leader.root,
-                own_pages=self._own_pages(request, number, index),
-            )
-            for index in range(1, request.sampling.n)
-        ]
-
     def continued(
         self, sequences: list[Sequence], outputs: list[list[int] | None]
     ) -> list[Sequence]:
@@ -98,7 +101,7 @@ class SequenceFactory:
 
         Where pages of outputs are their own sequence's, short outputs are generated again, see
         `Replay`. Those that have none come first: the first of all computes the prompt for the
-        others, and its log-probabilities, which those with tokens have told already.
+        others, and its log-probabilities, which those with tokens have sent already.
         """
         again = not self.pool.share_outputs
         fresh: list[Sequence] = []
@@ -116,11 +119,6 @@ class SequenceFactory:
             elif tokens is not None:
                 fresh.append(seq)
         return fresh + begun
-
-    def _own_pages(self, request: EngineRequest, number: int, index: int) -> OwnPages | None:
-        if self.pool.share_outputs:
-            return None
-        return OwnPages.of(len(request.prompt), number, index)
 
 
 def _sibling_seed(seed: int, index: int) -> int:

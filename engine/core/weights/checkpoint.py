@@ -15,7 +15,6 @@ from jitney.engine.core.weights.checkpoints.hf_config import read_packing
 from jitney.engine.core.weights.checkpoints.names import WeightMap
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.plain_folder import PlainFolder
-from jitney.engine.core.weights.quantised_folder import QuantisedFolder
 from jitney.engine.core.weights.slices import DecodedTensor, Sliceable
 from jitney.engine.core.weights.stored_matrix import Along, Field, StoredMatrix
 
@@ -67,4 +66,7 @@ def open_checkpoint(source: ModelSource, weights: WeightMap) -> Checkpoint:
     packing = read_packing(read_json(Path(source.path), "config.json"))
     if packing is None or packing.method == "mxfp4":
         return PlainFolder(source.path, unread=weights.ignored)
+    # Its formats are loaded for such a folder alone.
+    from jitney.engine.core.weights.quantised_folder import QuantisedFolder
+
     return QuantisedFolder(source.path, packing, weights.pieces)

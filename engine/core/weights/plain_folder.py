@@ -1,8 +1,8 @@
-"""Hugging Face folders of floats, and of experts that one tensor holds: gpt-oss's, in floats or in
-MXFP4.
+"""Hugging Face folders of floats, and of experts that one tensor holds: Qwen3.5's, and gpt-oss's, in
+floats or in MXFP4.
 
 The matrices of an expert go by the names and shapes that they would have by themselves,
-`experts.3.down_proj.weight` [O, I]; gates and ups, which alternate in one matrix, are two.
+`experts.3.down_proj.weight` [O, I]; gates and ups, which one matrix has, are two.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from jitney.engine.core.weights.stored_matrix import Along, Field, StoredMatrix
 from jitney.kernels.mxfp4 import Mxfp4
 
 #: Names of tensors of all experts, in three pieces: before an expert's number, the matrix, and
-#: what is stored of it, "" for floats [X, I, O].
+#: what is stored of it, "" for floats.
 _STACK = re.compile(r"(.+\.experts\.)(gate_up_proj|down_proj)(|_bias|_blocks|_scales)")
-#: By that: how many axes the tensor has, and which of an expert's runs along its outputs.
-_AXES = {"": (3, 1), "_bias": (2, 0), "_blocks": (4, 0), "_scales": (3, 0)}
-#: Matrices of an expert, by the stored one: which outputs of it they have.
-_MATRICES = {
-    "gate_up_proj": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)},
-    "down_proj": {"down_proj": slice(0, None, 1)},
-}
+#: By that: how many axes the tensor has, and which of an expert's runs along its outputs. Floats
+#: are [X, O, I], or, where experts have biases, [X, I, O], as `_TURNED`.
+_TURNED = "_turned"
+_AXES = {"": (3, 0), _TURNED: (3, 1), "_bias": (2, 0), "_blocks": (4, 0), "_scales": (3, 0)}
+#: Matrices of an expert, by the stored one, which has gates before ups, or both in turns where
+#: experts have biases.
+_MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 #: Bytes of a block of 32 weights.
 _BLOCK_BYTES = Mxfp4.block // 2
 #: How the second axis of blocks and scales runs along the inputs.
@@ -58,7 +58,7 @@ class _OfExpert:
     @property
     def shape(self) -> Shape:
         shape = list(self.tensor.shape[1:])
-        shape[self._outputs] //= self.part.every.step
+        shape[self._outputs] = len(range(*self.part.every.indices(shape[self._outputs])))
         return tuple(shape)
 
     @property
@@ -112,8 +112,11 @@ class PlainFolder(SafetensorsFolder):
 
     def _take_apart(self, name: str, shape: Shape, prefix: str, matrix: str, kind: str) -> None:
         """Note the parts of a tensor of all experts by names of their own."""
-        axes, outputs = _AXES[kind]
         parts = _MATRICES[matrix]
+        in_turns = f"{prefix}{matrix}_bias" in self.stored
+        if kind == "" and in_turns:
+            kind = _TURNED
+        axes, outputs = _AXES[kind]
         fits = len(shape) == axes and 0 not in shape and shape[0] <= MOST.experts
         if not fits or shape[1 + outputs] % len(parts):
             raise ModelError(f"{name[:100]} {list(shape)} holds no {matrix} of experts")
@@ -121,14 +124,17 @@ class PlainFolder(SafetensorsFolder):
             return  # they go with their blocks
         size_out = shape[1 + outputs] // len(parts)
         own: Shape = (size_out,)
-        if kind == "":
-            own = size_out, shape[1]
-        elif kind == "_blocks":
+        if kind == "_blocks":
             self._check_blocks(name, shape)
             own = size_out, shape[2] * Mxfp4.block
+        elif kind != "_bias":
+            own = size_out, shape[2 - outputs]
         ending = "bias" if kind == "_bias" else "weight"
-        for expert in range(shape[0]):
-            for part, every in parts.items():
+        for number, part in enumerate(parts):
+            every = slice(number * size_out, (number + 1) * size_out, 1)
+            if in_turns:
+                every = slice(number, None, len(parts))
+            for expert in range(shape[0]):
                 own_name = f"{prefix}{expert}.{part}.{ending}"
                 self.shapes[own_name] = own
                 self.parts[own_name] = _Part(name, expert, every, kind)
@@ -164,7 +170,7 @@ class PlainFolder(SafetensorsFolder):
         if matrix is not None:
             return DecodedTensor(matrix.floats, matrix.shape)
         stored = self._of_expert(self.parts[name])
-        if stored.ndim == 1:
+        if self.parts[name].kind != _TURNED:
             return stored
         return DecodedTensor(lambda rows, columns: stored[columns, rows].T, self.shapes[name])
 

@@ -23,10 +23,9 @@ from jitney.engine.core.models.protocol import Model
 from jitney.engine.core.models.quantization import KV_TYPES
 from jitney.engine.core.models.registry import model_class
 from jitney.engine.core.models.sharding import TENSOR, Shares
-from jitney.engine.core.text.tokenizer import Tokenizer
 from jitney.engine.core.weights.checkpoint import open_checkpoint
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
-from jitney.engine.core.weights.quantised_folder import QuantisedFolder
+from jitney.kernels.delta_net import DeltaState
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.scales import limit_of
 from jitney.kernels.select import select
@@ -112,6 +111,8 @@ def _placed(scales: _Layers, source: ModelSource, mesh: Mesh | None) -> _Layers:
 def _calibrate_on_text(
     model: Model, source: ModelSource, kv_dtype: DTypeLike, mesh: Mesh | None
 ) -> None:
+    from jitney.engine.core.text.tokenizer import Tokenizer  # only this reads a text
+
     ids = Tokenizer.load(source).encode(_TEXT)
     tokens = [token for token in ids if token < source.config.vocab_size]
     _calibrate(model, tokens, kv_dtype, mesh)
@@ -122,12 +123,14 @@ def _stored_limits(source: ModelSource) -> _Layers | None:
     """Largest magnitudes of each layer's KV heads by the checkpoint, [2K] each, or None."""
     if source.kind != "hf" or not source.has_weights:
         return None
+    from jitney.engine.core.weights.quantised_folder import QuantisedFolder
+
     config = source.config
     weights = model_class(config.architecture).weight_map(config, "hf")
     checkpoint = open_checkpoint(source, weights)
     if not isinstance(checkpoint, QuantisedFolder):
         return None
-    limits = [checkpoint.kv_limits(layer) for layer in range(config.n_layers)]
+    limits = [checkpoint.kv_limits(layer) for layer in config.pool_layers]
     if None in limits:
         return None
     return [jnp.tile(jnp.array(limit), config.n_kv_heads) for limit in limits]
@@ -156,9 +159,12 @@ def _largest(model: Model, tokens: Sequence[int], mesh: Mesh | None = None) -> l
     shape = (pages + 1, _PAGE, 2 * config.n_kv_heads, config.head_dim)
 
     def read(state: Any, row: Array, meta: AttentionMeta) -> list[Array]:
-        empty = [jnp.zeros(shape, dtype)] * config.n_layers
-        _, pools = nnx.merge(graph, state)(row, empty, meta, kernels)
-        return [_largest_by_head(pool) for pool in pools]
+        seat: Any = None
+        if config.delta_net is not None:
+            seat = DeltaState.empty(config.delta_net.state_shapes(1))
+        empty = config.by_layer(jnp.zeros(shape, dtype), seat)
+        _, kept = nnx.merge(graph, state)(row, empty, meta, kernels)
+        return [_largest_by_head(kept[layer]) for layer in config.pool_layers]
 
     if mesh is not None:
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, state)
@@ -190,4 +196,5 @@ def _one_prompt(count: int, pages: int) -> AttentionMeta:
         write_rows=rows + _PAGE,
         positions=rows,
         counts=jnp.array([0, 1, count]),
+        seats=jnp.array([0, 1]),
     )

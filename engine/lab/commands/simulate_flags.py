@@ -160,13 +160,13 @@ def _pages_for(table: StepTimes, settings: EngineSection, context: int) -> int:
 
     wanted = settings.max_seats * -(-context // settings.page_size) + 1
     if isinstance(table, Roofline):
-        return min(_pages_that_fit(table, settings.page_size), wanted)
+        return min(_pages_that_fit(table, settings), wanted)
     return wanted
 
 
-def _pages_that_fit(roofline: Roofline, page_size: int) -> int:
-    page_bytes = roofline.cost.kv_bytes / roofline.kv_split * page_size
-    pages = int(roofline.kv_room / page_bytes)
+def _pages_that_fit(roofline: Roofline, settings: EngineSection) -> int:
+    page_bytes = roofline.cost.kv_bytes / roofline.kv_split * settings.page_size
+    pages = int((roofline.kv_room - settings.max_seats * roofline.seat_bytes) / page_bytes)
     if pages < 2:
         chips = f"{roofline.count} x {roofline.device.name}"
         raise ConfigError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace as replaced
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,7 @@ from jitney.engine.lab.device.loop import make_traffic, random_requests
 from jitney.engine.lab.device.rows import PartJob, Row, Task, Tasks
 from jitney.engine.lab.device.steps import RandomModel
 from jitney.kernels.attention_cases import CASES, AttentionCase
+from jitney.kernels.delta_net import DeltaState
 from jitney.kernels.expert_cases import CASES as EXPERTS
 from jitney.kernels.expert_cases import ExpertCase
 from jitney.kernels.interface import AttentionMeta, KernelSet
@@ -70,7 +72,7 @@ _PUBLISHED = {
 
 
 def _checks(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
-    """Of the first kernel set: tokens, attention in the dtype that serves, the kernels in the
+    """Checks of the first kernel set: tokens, attention in the dtype that serves, kernels in the
     measured model's shapes, attention in other dtypes, experts; a short call may not reach the end.
     """
     kernels = sets[0]
@@ -227,7 +229,11 @@ class _Reference:
         self._kernels = reference_of(model.kernels)
         pages = -(-tokens // page) + 1
         shape = (pages, page, 2 * config.n_kv_heads, config.head_dim)
-        self._pools = [jnp.zeros(shape, model.dtype) for _ in range(config.n_layers)]
+        state: Any = None
+        if config.delta_net is not None:
+            state = DeltaState.empty(config.delta_net.state_shapes(2))
+        self._pages = pages
+        self._kept = config.by_layer(jnp.zeros(shape, model.dtype), state)
         self._logits = jax.jit(partial(_logits_of, self._kernels))
 
     def behind_best(self, prompt: Sequence[int], output: Sequence[int]) -> list[float]:
@@ -235,12 +241,12 @@ class _Reference:
         ids = [*prompt, *output]
         padded = np.zeros(self._tokens, np.int32)
         padded[: len(ids)] = ids
-        pages = len(self._pools[0])
+        pages = self._pages
         # Two sequences: as many rows as sequences would be a step of decode alone.
         shape = (2, self._tokens, pages)
         builder = MetaBuilder.empty(shape, pages, self._page, np.random.default_rng(0))
         builder.add(len(ids), len(ids))
-        logits = self._logits(self._model, padded, self._pools, builder.meta(0))
+        logits = self._logits(self._model, padded, self._kept, builder.meta(0))
         rows = np.asarray(logits)[len(prompt) - 1 : len(ids) - 1]
         chosen = rows[np.arange(len(output)), output]
         return ((rows.max(-1) - chosen) / rows.std(-1)).tolist()
@@ -250,11 +256,11 @@ def _logits_of(
     kernels: KernelSet,
     model: Model,
     tokens: jax.Array,
-    pools: list[jax.Array],
+    kept: list[Any],
     meta: AttentionMeta,
 ) -> jax.Array:
     """float32 [T, V]."""
-    hidden, _ = model(tokens, pools, meta, kernels)
+    hidden, _ = model(tokens, kept, meta, kernels)
     return model.logits(hidden, kernels)
 
 

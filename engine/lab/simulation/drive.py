@@ -117,7 +117,7 @@ def drive(
             request = offer.take(clock())
             requests.submit(request)
             core.add(request)
-        core.scheduler.more_to_come = offer.next_at < math.inf
+        core.scheduler.boarding.more_to_come = offer.next_at < math.inf
         if not core.has_work:
             clock.wait_until(offer.next_at)
             continue

@@ -190,9 +190,15 @@ class Sizing:
 def _fit(roofline: Roofline, load: Load) -> _Memory:
     """Pages and seats beside the weights."""
     cost, page = roofline.cost, load.page_size
-    per_position = cost.kv_bytes / roofline.kv_split
-    pages = int(roofline.kv_room / (per_position * page)) - 1  # one is trash
-    seats_full = _seats_in(pages, load.longest, page)
+    page_bytes = cost.kv_bytes / roofline.kv_split * page
+    room = roofline.kv_room - page_bytes  # one page is trash
+
+    def seats_of(length: float) -> int:
+        own = math.ceil(length / page) * page_bytes + roofline.seat_bytes
+        return max(0, int(room / own))
+
+    seats_mean, seats_full = seats_of(load.mean_context), seats_of(load.longest)
+    pages = int((room - seats_mean * roofline.seat_bytes) / page_bytes)
     if seats_full < 1:
         raise ConfigError(_no_room(roofline, load))
     return _Memory(
@@ -201,14 +207,9 @@ def _fit(roofline: Roofline, load: Load) -> _Memory:
         kv_room_bytes=roofline.kv_room * roofline.count,
         pages=pages,
         positions=pages * page,
-        seats_mean=_seats_in(pages, load.mean_context, page),
+        seats_mean=seats_mean,
         seats_full=seats_full,
     )
-
-
-def _seats_in(pages: int, length: float, page_size: int) -> int:
-    """Sequences of that length that fit."""
-    return max(0, int(pages / math.ceil(length / page_size)))
 
 
 def _no_room(roofline: Roofline, load: Load) -> str:

@@ -258,7 +258,7 @@ class ModelCost:
     def kv_bytes(self) -> float:
         """Bytes of keys and values per position, all layers."""
         c = self.config
-        return c.n_layers * 2 * c.n_kv_heads * c.head_dim * _BYTES[self.kv]
+        return c.n_pools * 2 * c.n_kv_heads * c.head_dim * _BYTES[self.kv]
 
     def read_bytes(self, rows: int, work: StepWork) -> tuple[float, float]:
         """(weights read, KV read and written) in a step: see `StepCost`."""
@@ -324,9 +324,11 @@ class Roofline:
         )
 
     def memory_seconds(self, bucket: Bucket, work: StepWork) -> float:
-        """Time to read weights and KV once."""
+        """Time to read weights and KV once, and to read and write what recurrent layers keep of
+        who decodes.
+        """
         weights, kv = self.cost.read_bytes(bucket.tokens, work)
-        per_chip = weights / self.count + kv / self.kv_split
+        per_chip = weights / self.count + kv / self.kv_split + 2 * work.decode * self.seat_bytes
         return per_chip / (self.device.bandwidth * self.assumed.bandwidth)
 
     def compute_seconds(self, bucket: Bucket, work: StepWork) -> float:
@@ -374,6 +376,11 @@ class Roofline:
         return min(self.count, self.cost.config.n_kv_heads)
 
     @property
+    def seat_bytes(self) -> float:
+        """Bytes that recurrent layers keep of a seat on one chip."""
+        return self.cost.config.seat_bytes / self.count
+
+    @property
     def kv_room(self) -> float:
-        """Bytes left for KV on one chip, beside the weights."""
+        """Bytes left for KV and for what recurrent layers keep on one chip, beside the weights."""
         return self.device.memory * self.assumed.memory - self.cost.weight_bytes / self.count

@@ -28,10 +28,10 @@ from jitney.engine.common.records import Ledger
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.common.trace import Arrival
 from jitney.engine.core import (
-    Draft,
     EngineCore,
     MaskedRow,
     PagePool,
+    PageTables,
     Plan,
     Scheduler,
     Sequence,
@@ -46,28 +46,29 @@ from jitney.engine.lab.simulation.step_table import StepTimes
 _NO_HITS: Mapping[str, int] = MappingProxyType({})
 
 
-class _RecordedHits(Scheduler):
-    """A scheduler whose prefix cache is a list: each request finds as many tokens as it once did.
+class _RecordedHits(PageTables):
+    """Pages with a list for a prefix cache: each request finds as many tokens as it once did.
 
     hits: request id -> prompt tokens; requests that are not named find none.
     """
 
-    hits: Mapping[str, int] = _NO_HITS
+    def __init__(self, pool: PagePool, window: int, hits: Mapping[str, int]):
+        super().__init__(pool, window)
+        self.hits = hits
 
-    def _take_pages(
-        self, seq: Sequence, draft: Draft, now: float, *, instead: bool = False
-    ) -> bool:
-        if not super()._take_pages(seq, draft, now, instead=instead):
-            return False
+    def take(self, seq: Sequence, n_seated: int, lasts: Callable[[int], bool]) -> int | None:
+        found = super().take(seq, n_seated, lasts)
+        if found is None:
+            return None
         # The last token's logits are needed.
-        found = min(self.hits.get(seq.request.id, 0), seq.n_prompt - 1)
-        start = found - found % self.pool.page_size
+        hit = min(self.hits.get(seq.request.id, 0), seq.n_prompt - 1)
+        start = hit - hit % self.pool.page_size
         if start > seq.scheduled:
             seq.scheduled = start
             saved = max(0, start - seq.computed_high)
             seq.cached_tokens += saved
-            draft.cached_tokens += saved
-        return True
+            found += saved
+        return found
 
 
 class _FlyingStep(NamedTuple):
@@ -111,10 +112,8 @@ class VirtualDevice:
         prompts find the pages of earlier ones that begin alike.
         """
         pool = PagePool(shape.pages, shape.page_size, retain=retain)
-        kind = _RecordedHits if hits else Scheduler
-        scheduler = kind(shape.limits, shape.buckets, pool, self.clock)
-        if isinstance(scheduler, _RecordedHits):
-            scheduler.hits = hits
+        tables = partial(_RecordedHits, hits=hits) if hits else PageTables
+        scheduler = Scheduler(shape.limits, shape.buckets, pool, self.clock, tables=tables)
         late = shape.plans_late
         return EngineCore(scheduler, self, Ledger(), self.clock, plans_late=late)
 

@@ -10,6 +10,8 @@
 
 namespace jitney {
 
+using Index = std::ptrdiff_t;
+
 // Registers that hold the sums of a product's tile; the rest hold what is multiplied. Of dot
 // products as many are summed at once, a multiple of the lanes: they would wait for each other's
 // instruction if they were few.

@@ -12,7 +12,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr std::int64_t kNormedATime = 16;
+constexpr std::int64_t kRowsOfNorms = 16;
 
 // The norms of a call's rows [rows, size], each of the row itself or, where something is added, of
 // the sum, which is kept. x and sum are of one dtype, added and out of one: bfloat16, or x's.
@@ -43,10 +43,10 @@ void norm(ffi::ThreadPool& pool, const Rows& of, float eps) {
     added = static_cast<const Number*>(of.added->untyped_data());
     sum = static_cast<Stream*>(of.sum->untyped_data());
   }
-  const std::int64_t tasks = (rows + kNormedATime - 1) / kNormedATime;
+  const std::int64_t tasks = (rows + kRowsOfNorms - 1) / kRowsOfNorms;
   share(pool, tasks, rows, [=](std::int64_t task) {
-    const std::int64_t first = task * kNormedATime;
-    for (std::int64_t row = first; row < rows && row < first + kNormedATime; ++row) {
+    const std::int64_t first = task * kRowsOfNorms;
+    for (std::int64_t row = first; row < rows && row < first + kRowsOfNorms; ++row) {
       const Stream* from = x + row * size;
       if (added != nullptr) {
         add_row(from, added + row * size, sum + row * size, size);

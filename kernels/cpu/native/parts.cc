@@ -3,7 +3,8 @@
 
 #pragma GCC visibility push(default)
 extern "C" const char jitney_part_names[] =
-    "products,head,attention of decoding rows,attention of prompts,norms,rotation and writes";
+    "products,head,attention of decoding rows,attention of prompts,norms,rotation and writes,"
+    "recurrent layers";
 
 // Seconds of each part since the library was loaded, in the order of the names.
 extern "C" void jitney_part_times(double* seconds) {

@@ -9,8 +9,16 @@
 namespace jitney {
 
 // In the order of `jitney_part_names`.
-enum class Part { kProducts, kHead, kDecodeAttention, kPromptAttention, kNorms, kRotation };
-constexpr int kParts = 6;
+enum class Part {
+  kProducts,
+  kHead,
+  kDecodeAttention,
+  kPromptAttention,
+  kNorms,
+  kRotation,
+  kDeltaNets
+};
+constexpr int kParts = 7;
 
 // Nanoseconds since the library was loaded.
 inline std::atomic<std::int64_t> part_times[kParts];

@@ -14,7 +14,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr std::int64_t kRowsOfTask = 8;
+constexpr std::int64_t kRowsOfRotation = 8;
 
 // Turns pairs (j, j + half) of x by cos and sin [half]; out may be x.
 template <class Number>
@@ -105,9 +105,9 @@ void run(ffi::ThreadPool& pool, const Buffers& of, float eps) {
   step.dim = of.heads.dimensions()[2];
   step.slots = of.pool.dimensions()[0] * of.pool.dimensions()[1];
   step.eps = eps;
-  share(pool, parts(step.rows, kRowsOfTask), step.rows, [&](std::int64_t task) {
-    const std::int64_t first = task * kRowsOfTask;
-    for (std::int64_t row = first; row < std::min(step.rows, first + kRowsOfTask); ++row) {
+  share(pool, parts(step.rows, kRowsOfRotation), step.rows, [&](std::int64_t task) {
+    const std::int64_t first = task * kRowsOfRotation;
+    for (std::int64_t row = first; row < std::min(step.rows, first + kRowsOfRotation); ++row) {
       step.run(row);
     }
   });

@@ -16,8 +16,6 @@
 
 namespace jitney {
 
-using Index = std::ptrdiff_t;
-
 // float32 times float32.
 struct Single {
   using Left = float;

@@ -93,7 +93,7 @@ def test_life_is_told_in_order():
     watched.add("a", [1, 2, 3], max_tokens=3, ignore_eos=True)
     while watched.core.has_work:
         watched.step()
-    events = watched.history.life_since(0)
+    events = watched.history.events.since(0)
     assert [(e.event, e.seat, e.n_in, e.n_out, e.reason) for e in events] == [
         ("queued", -1, 3, 0, ""),
         ("seated", 0, 3, 0, ""),
@@ -103,7 +103,7 @@ def test_life_is_told_in_order():
     assert [e.step for e in events[1:]] == [1, 1, 3] and [e.t for e in events] == sorted(
         e.t for e in events
     )
-    assert watched.history.life_since(3) == events[3:] and watched.history.life_since(4) == []
+    assert watched.history.events.since(3) == events[3:] and watched.history.events.since(4) == []
 
 
 def test_refusals_are_counted_apart():
@@ -150,7 +150,7 @@ def test_requests_that_another_core_goes_on_with_wait_meanwhile():
     watched.history.seats_lost()
     assert [record.state for record in records if record] == ["waiting", "waiting"]
     assert watched.history.seats == [None] * 4 and watched.history.n_waiting == 2
-    lost = watched.history.life_since(0)[-2:]
+    lost = watched.history.events.since(0)[-2:]
     assert [(event.event, event.reason) for event in lost] == [("preempted", "engine_died")] * 2
     watched.core = make_core(clock=watched.clock)
     watched.history.core_ready(INFO)
@@ -175,8 +175,8 @@ def test_an_outage_is_over_when_its_streams_flow_again():
     had = {name: [watched.outputs_of(name, 0)] for name in ("a", "b")}
     assert not watched.outputs_of("waits", 0), "no stream of it is under way"
     history.seats_lost()
-    history.outage_began("killed", n_resumed=3, n_lost=0)
-    (outage,) = history.outages
+    history.incidents.outage_began("killed", n_resumed=3, n_lost=0)
+    (outage,) = history.incidents.outages
     history.core_ready(INFO)
     assert outage.ready is not None and outage.flowing is None
     watched.core = make_core(clock=watched.clock, budget=8)
@@ -199,9 +199,9 @@ def test_an_outage_without_streams_is_over_with_the_next_engine():
     history = History(clock=FakeClock(1.0))
     history.core_ready(INFO)
     history.seats_lost()
-    history.outage_began("killed", n_resumed=0, n_lost=0)
+    history.incidents.outage_began("killed", n_resumed=0, n_lost=0)
     history.core_ready(INFO)
-    assert history.outages[0].flowing == history.outages[0].ready is not None
+    assert history.incidents.outages[0].flowing == history.incidents.outages[0].ready is not None
 
 
 def test_a_stream_that_ends_meanwhile_is_not_waited_for():
@@ -210,11 +210,11 @@ def test_a_stream_that_ends_meanwhile_is_not_waited_for():
     while not watched.outputs_of("a", 0):
         watched.step()
     watched.history.seats_lost()
-    watched.history.outage_began("killed", n_resumed=1, n_lost=0)
+    watched.history.incidents.outage_began("killed", n_resumed=1, n_lost=0)
     watched.history.core_ready(INFO)
-    assert watched.history.outages[0].flowing is None
+    assert watched.history.incidents.outages[0].flowing is None
     watched.history.core_lost("engine_dead")
-    assert watched.history.outages[0].flowing is not None
+    assert watched.history.incidents.outages[0].flowing is not None
 
 
 def test_old_trips_are_forgotten():
@@ -278,7 +278,7 @@ def test_slots_are_answered_after_the_plan():
         watched.add(f"r{number}", [1, 2], max_tokens=3, ignore_eos=True)
     looks = []
     while watched.core.has_work:
-        waiting = watched.core.scheduler.state.n_waiting
+        waiting = watched.core.scheduler.n_waiting
         watched.core.ask(messages.AskSeatMap(7))
         report = watched.core.step()
         (answer,) = report.answers

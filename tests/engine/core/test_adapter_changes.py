@@ -87,8 +87,8 @@ class Serving:
     def step(self) -> None:
         """And let what it began beside the steps come to its end."""
         report = self.llm.core.step()
-        if self.llm.core.adapters is not None:
-            self.llm.core.adapters._thread.submit(int).result()
+        if self.llm.core.intake.adapters is not None:
+            self.llm.core.intake.adapters._thread.submit(int).result()
         for output in report.outputs:
             self.outputs[output.request_id].append(output)
         self.answers += [answer for answer in report.answers if isinstance(answer, AdaptersSet)]

@@ -377,7 +377,8 @@ def test_a_nan_that_comes_after_the_end_leaves_no_page(way: str, kind: str):
     elif way == "deadline":
         clock.now = 2.0
     elif way == "preempted":
-        core.scheduler.state.preempt(next(iter(core.scheduler.state.decoding)), clock.now)
+        sequences = core.scheduler.sequences
+        sequences.preempt(next(iter(sequences.seats.decoding)), clock.now)
     outputs = core.run_until_idle()
     ends = ends_of(outputs)["bad", 0]
     assert ends.finish == (way if way in ("abort", "deadline", "stop") else "error")

@@ -209,7 +209,7 @@ def test_clients_that_wait_are_replayed_as_such():
     watched.clock.now = time.monotonic() - 20
     watched.history._started = watched.clock.now
     for number in range(40):
-        while len(watched.core.scheduler.state.groups) >= 3:
+        while len(watched.core.scheduler.sequences.requests) >= 3:
             watched.step()
         watched.add(
             f"r{number}", [1, 2, number % 40], max_tokens=3 + 3 * (number % 6), ignore_eos=True

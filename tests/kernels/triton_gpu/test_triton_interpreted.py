@@ -114,6 +114,11 @@ def test_a_row_meets_an_expert_alone_with_the_same_bits(results: dict[str, dict[
     assert len(same) > 10 and all(same)
 
 
+def test_recurrent_layers_are_their_recurrence(results: dict[str, dict[str, Any]]):
+    cases = of_kind(results, "delta net")
+    assert all(case["error"] < 1e-3 and case["untouched"] for case in cases.values()), cases
+
+
 def test_cuts_are_those_that_sorting_finds(results: dict[str, dict[str, Any]]):
     assert not {
         name: case["wrong"] for name, case in of_kind(results, "threshold").items() if case["wrong"]

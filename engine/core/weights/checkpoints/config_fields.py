@@ -18,6 +18,7 @@ class _Most(NamedTuple):
     vocab: int = 1 << 24
     context: int = 1 << 26  # tokens
     experts: int = 1 << 12
+    taps: int = 64  # of a convolution
 
 
 MOST = _Most()

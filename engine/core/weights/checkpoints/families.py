@@ -15,6 +15,7 @@ from jitney.engine.common.requests import JsonDict, JsonObject
 from jitney.engine.core.weights.checkpoints.config_fields import MOST, Fields
 from jitney.engine.core.weights.checkpoints.model_config import (
     Activation,
+    DeltaNetConfig,
     EncoderConfig,
     ExpertsConfig,
     ModelConfig,
@@ -200,6 +201,58 @@ def _qwen3_moe(values: JsonObject) -> ModelConfig:
     )
     windows = (window,) * config.n_layers
     return replace(config, intermediate_size=inner, windows=windows, experts=experts)
+
+
+def _qwen3_5(values: JsonObject) -> ModelConfig:
+    fields, config = _read_decoder(
+        values, max_position_embeddings=32768, head_dim=256, partial_rotary_factor=0.25
+    )
+    kinds = fields.get("layer_types")
+    if kinds is None:
+        every = fields.integer("full_attention_interval", 1, MOST.layers, default=4)
+        layers = frozenset(i for i in range(config.n_layers) if (i + 1) % every)
+    else:
+        layers = _recurrent_layers(fields, kinds, config.n_layers)
+    delta_net = DeltaNetConfig(
+        layers,
+        key_heads=fields.integer("linear_num_key_heads", 1, MOST.width, default=16),
+        value_heads=fields.integer("linear_num_value_heads", 1, MOST.width, default=32),
+        key_dim=fields.integer("linear_key_head_dim", 1, MOST.width, default=128),
+        value_dim=fields.integer("linear_value_head_dim", 1, MOST.width, default=128),
+        taps=fields.integer("linear_conv_kernel_dim", 2, MOST.taps, default=4),
+    )
+    return replace(
+        config,
+        o_bias=config.qkv_bias,
+        qk_norm=True,
+        float32_norms=True,
+        attention_gate=True,
+        delta_net=delta_net,
+    )
+
+
+def _recurrent_layers(fields: Fields, kinds: Any, layers: int) -> frozenset[int]:
+    """Which layers `layer_types` calls linear_attention."""
+    known = ("full_attention", "linear_attention")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(k not in known for k in kinds):
+        fields.reject("layer_types", kinds, f"{layers} times full_attention or linear_attention")
+    return frozenset(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+
+
+def _qwen3_5_moe(values: JsonObject) -> ModelConfig:
+    """Qwen3.5's mixtures; config.json has no intermediate_size beside those of the experts."""
+    settings = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+    settings |= {"num_key_value_heads": 2} | dict(values)
+    fields = Fields(settings, "config.json")
+    inner = fields.integer("moe_intermediate_size", 1, MOST.width)
+    experts = ExpertsConfig(
+        fields.integer("num_experts", 1, MOST.experts, default=256),
+        fields.integer("num_experts_per_tok", 1, MOST.experts, default=8),
+        renormalised=True,
+        shared_size=fields.integer("shared_expert_intermediate_size", 1, MOST.width),
+    )
+    config = _qwen3_5(settings | {"intermediate_size": inner})
+    return replace(config, experts=experts)
 
 
 def _mixtral(values: JsonObject) -> ModelConfig:
@@ -711,6 +764,17 @@ _TINY_GPT_OSS: JsonDict = {
 }
 
 
+#: Value heads that share key heads, and layers of both kinds.
+_TINY_QWEN3_5: JsonDict = {
+    "n_layers": 3,
+    "windows": (0, 0, 0),
+    "qk_norm": True,
+    "float32_norms": True,
+    "attention_gate": True,
+    "delta_net": DeltaNetConfig(frozenset({0, 2}), 2, 4, 16, 16),
+}
+
+
 def _tiny_encoder(encoder: EncoderConfig) -> JsonDict:
     biases = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
     return {"n_kv_heads": 4, "activation": "gelu", "encoder": encoder} | biases
@@ -724,6 +788,13 @@ FAMILIES: dict[str, Family] = {
     "Qwen3ForCausalLM": Family("qwen3", _qwen3, _gguf_plain, {"qk_norm": True}),
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe", _qwen3_moe, None, {"qk_norm": True, "experts": ExpertsConfig(8, 2, True)}
+    ),
+    "Qwen3_5ForCausalLM": Family("qwen3_5", _qwen3_5, None, _TINY_QWEN3_5),
+    "Qwen3_5MoeForCausalLM": Family(
+        "qwen3_5_moe",
+        _qwen3_5_moe,
+        None,
+        _TINY_QWEN3_5 | {"experts": ExpertsConfig(8, 2, True, shared_size=64)},
     ),
     "MixtralForCausalLM": Family("mixtral", _mixtral, None, {"experts": ExpertsConfig(4, 2, True)}),
     "Gemma2ForCausalLM": Family(
@@ -805,6 +876,8 @@ WRAPPERS: dict[str, dict[str, str]] = {
         "ministral3": "Ministral3ForCausalLM",
     },
     "Cohere2VisionForConditionalGeneration": {"cohere2": "Cohere2ForCausalLM"},
+    "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+    "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
     "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": "Qwen3ForCausalLM"},
 }
 

@@ -87,6 +87,8 @@ class ExpertsConfig:
     engines: int = 1
     #: Experts of one group, where the configuration is one device's (`ModelConfig.local`); 0: all.
     held: int = 0
+    #: Columns of one more expert, which every token goes through by a gate of its own; 0: none.
+    shared_size: int = 0
 
     def __post_init__(self) -> None:
         if self.n_chosen > self.n_experts:
@@ -113,6 +115,60 @@ class ExpertsConfig:
         """Blocks that a step of `rows` may need: each expert may leave one partly empty."""
         choices = rows * self.n_chosen
         return min(choices, choices // self.block_rows(rows) + self.own)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetConfig:
+    """Layers that keep a state of each seat in place of pages, see `jitney.kernels.delta_net`."""
+
+    #: Which layers, by number.
+    layers: frozenset[int]
+    #: G and H: value heads share key heads as query heads do.
+    key_heads: int
+    value_heads: int
+    #: D and V.
+    key_dim: int
+    value_dim: int
+    #: W: inputs that the convolution of a channel sees, its own included.
+    taps: int = 4
+
+    def __post_init__(self) -> None:
+        if self.value_heads % self.key_heads:
+            raise ModelError(
+                f"{self.value_heads} value heads of a recurrent layer cannot share "
+                f"{self.key_heads} key heads evenly"
+            )
+
+    @property
+    def values(self) -> int:
+        """H V."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """C."""
+        return 2 * self.key_heads * self.key_dim + self.values
+
+    def state_shapes(self, seats: int, shards: int = 1) -> tuple[tuple[int, ...], ...]:
+        """Of the arrays that one layer keeps (`DeltaState`), over so many devices like this one."""
+        return (
+            (seats, self.taps, shards * self.channels),
+            (seats, shards * self.value_heads, self.key_dim, self.value_dim),
+            (seats,),
+        )
+
+    @property
+    def seat_bytes(self) -> int:
+        """Bytes that one layer keeps of a seat."""
+        return 4 * (self.taps * self.channels + self.key_dim * self.values + 1)
+
+    def local(self, shards: int) -> DeltaNetConfig:
+        """One device's heads, of `shards`; devices beyond the key heads share them."""
+        return replace(
+            self,
+            key_heads=max(1, self.key_heads // shards),
+            value_heads=self.value_heads // shards,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +235,11 @@ class ModelConfig:
     activation: Activation = "silu"
     #: None: one feed-forward for every token.
     experts: ExpertsConfig | None = None
+    #: None: every layer attends.
+    delta_net: DeltaNetConfig | None = None
+    #: What attention gives is multiplied by the sigmoid of a gate, as wide as the queries and
+    #: beside them in their projection.
+    attention_gate: bool = False
     #: None: a decoder.
     encoder: EncoderConfig | None = None
     #: Attention scores are divided by its root; None: by that of head_dim.
@@ -217,9 +278,29 @@ class ModelConfig:
             )
 
     @property
+    def pool_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that keep keys and values."""
+        if self.encoder is not None:
+            return ()
+        recurrent = () if self.delta_net is None else self.delta_net.layers
+        return tuple(layer for layer in range(self.n_layers) if layer not in recurrent)
+
+    def by_layer[T](self, pool: T, state: T) -> list[T]:
+        """What each layer keeps: a pool, or the state of a recurrent layer."""
+        pools = self.pool_layers
+        return [pool if layer in pools else state for layer in range(self.n_layers)]
+
+    @property
     def n_pools(self) -> int:
-        """Layers that keep keys and values."""
-        return self.n_layers if self.encoder is None else 0
+        """How many those are."""
+        return len(self.pool_layers)
+
+    @property
+    def seat_bytes(self) -> int:
+        """Bytes that recurrent layers keep of a seat."""
+        if self.delta_net is None:
+            return 0
+        return (self.n_layers - self.n_pools) * self.delta_net.seat_bytes
 
     @property
     def output_size(self) -> int:
@@ -244,8 +325,11 @@ class ModelConfig:
 
     @property
     def qkv_size(self) -> int:
-        """Columns of the fused query, key and value projection: (H + 2K) * D."""
-        return (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+        """Columns of the fused query, key and value projection, (H + 2K) * D; H * D more with
+        `attention_gate`.
+        """
+        queries = self.n_heads * (1 + self.attention_gate)
+        return (queries + 2 * self.n_kv_heads) * self.head_dim
 
     @property
     def vocab_share(self) -> int:
@@ -265,12 +349,15 @@ class ModelConfig:
         keys and values, all layers.
         """
         experts = self.experts or ExpertsConfig(1, 1, renormalised=True)
-        outputs = self.qkv_size + self.n_heads * self.head_dim
-        if self.experts is not None:
-            outputs += experts.n_experts  # the routers
+        outputs = self.n_pools * (self.qkv_size + self.n_heads * self.head_dim)
+        if self.delta_net is not None:
+            of_layer = self.delta_net.channels + 2 * self.delta_net.values
+            outputs += (self.n_layers - self.n_pools) * of_layer
+        if self.experts is not None:  # the routers, and experts that all rows go through
+            outputs += self.n_layers * (experts.n_experts + 3 * experts.shared_size)
         return StepCost(
             n_layers=self.n_layers,
-            shared_weights=self.n_layers * self.hidden_size * outputs,
+            shared_weights=self.hidden_size * outputs,
             expert_weights=self.n_layers * self.hidden_size * 3 * self.intermediate_size,
             n_experts=experts.n_experts,
             n_chosen=experts.n_chosen,
@@ -278,7 +365,7 @@ class ModelConfig:
             expert_bytes=expert_bytes,
             head_weights=self.vocab_size * self.hidden_size,
             head_bytes=head_bytes,
-            attention_width=self.n_layers * self.n_heads * self.head_dim,
+            attention_width=self.n_pools * self.n_heads * self.head_dim,
             kv_bytes=kv_bytes,
         )
 
@@ -324,6 +411,14 @@ class ModelConfig:
         }
         if self.n_kv_heads % shards and shards % self.n_kv_heads:
             sizes = {"key-value heads": (self.n_kv_heads, shards)}
+        delta_net = self.delta_net
+        if delta_net is not None:
+            sizes["value heads of recurrent layers"] = delta_net.value_heads, shards
+            if delta_net.key_heads % shards and shards % delta_net.key_heads:
+                sizes["key heads of recurrent layers"] = delta_net.key_heads, shards
+            delta_net = delta_net.local(shards)
+        if self.experts is not None and self.experts.shared_size:
+            sizes["columns of the shared expert"] = self.experts.shared_size, shards
         uneven = [f"{size} {name}" for name, (size, parts) in sizes.items() if size % parts]
         if uneven:
             raise ConfigError(
@@ -332,8 +427,11 @@ class ModelConfig:
         experts = self.experts
         if experts is not None and experts.all_groups > 1:
             experts = replace(experts, held=experts.n_experts // experts.all_groups)
+        if experts is not None:
+            experts = replace(experts, shared_size=experts.shared_size // shards)
         return replace(
             self,
+            delta_net=delta_net,
             n_heads=self.n_heads // shards,
             n_kv_heads=max(1, self.n_kv_heads // shards),
             intermediate_size=self.intermediate_size // inner_shards,

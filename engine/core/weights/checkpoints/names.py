@@ -12,7 +12,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from jitney.engine.common.errors import ModelError
-from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
+from jitney.engine.core.weights.checkpoints.model_config import (
+    DeltaNetConfig,
+    ExpertsConfig,
+    ModelConfig,
+)
 
 type FileFormat = Literal["hf", "gguf"]
 #: Attribute names and layer numbers from the model down, as nnx's flat state has them.
@@ -106,11 +110,14 @@ class WeightMap:
             targets.append(Target(("lm_head", "kernel"), (head,), transpose=True))
         for layer in range(config.n_layers):
             targets += _layer_norms(config, names, layer)
-            targets += _attention_matrices(config, names, layer)
+            if layer in config.pool_layers or config.delta_net is None:
+                targets += _attention_matrices(config, names, layer)
+            else:
+                targets += _delta_net_weights(config.hidden_size, config.delta_net, names, layer)
             if config.experts is None:
                 targets += _mlp_matrices(config, names, layer)
             else:
-                targets += _expert_matrices(config, config.experts.n_experts, names, layer)
+                targets += _expert_matrices(config, config.experts, names, layer)
         return cls(tuple(targets), ignored)
 
     @property
@@ -197,11 +204,13 @@ _WRAPPED_NAMES = {
     "model.language_model.": "model.",
     "language_model.": "model.",
 }
-#: Beginnings of names of what these models see and hear with, without a prefix `model.`.
-_TOWERS = (
+#: Beginnings of names of what these models see and hear with, and of layers that predict several
+#: tokens (mtp), without a prefix `model.`.
+_UNREAD = (
     "audio_tower.",
     "embed_audio.",
     "embed_vision.",
+    "mtp.",
     "multi_modal_projector.",
     "vision_adapter.",
     "vision_projection.",
@@ -222,9 +231,9 @@ def long_name(name: str) -> str:
     return name
 
 
-def is_of_tower(name: str) -> bool:
-    """Whether a tensor is of what a model sees or hears with, of which nothing is read."""
-    return name.removeprefix("model.").startswith(_TOWERS)
+def is_unread(name: str) -> bool:
+    """Whether a tensor is of a part of the model that nothing is read of."""
+    return name.removeprefix("model.").startswith(_UNREAD)
 
 
 HF = Dialect(
@@ -293,7 +302,7 @@ def _layer_norms(config: ModelConfig, names: Dialect, layer: int) -> Iterator[Ta
         ("mlp_post_norm", names.mlp_post_norm, size),
     ]
     of_heads: list[tuple[str, str, int]] = []
-    if config.qk_norm:
+    if config.qk_norm and layer in config.pool_layers:
         of_heads += [("q_norm", names.q_norm, 1), ("k_norm", names.k_norm, 1)]
     if config.wide_qk_norm:
         of_heads.append(("wide_q_norm", names.q_norm, config.n_heads))
@@ -330,8 +339,12 @@ def _attention_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iter
     if names.qkv:
         qkv = [_Rows(prefix + names.qkv, config.qkv_size, heads + kv_heads, order)]
     else:
+        queries = _Rows(prefix + names.q, heads * dim, heads, order)
+        if config.attention_gate:  # each head's gate stands behind its query
+            order_of_pairs = (*order, *range(dim, 2 * dim)) if order else ()
+            queries = _Rows(prefix + names.q, 2 * heads * dim, heads, order_of_pairs)
         qkv = [
-            _Rows(prefix + names.q, heads * dim, heads, order),
+            queries,
             _Rows(prefix + names.k, kv_heads * dim, kv_heads, order),
             _Rows(prefix + names.v, kv_heads * dim),
         ]
@@ -340,6 +353,24 @@ def _attention_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iter
     yield from _linear((*path, "o"), heads * dim, config.o_bias, [_Rows(prefix + names.o, size)])
     if config.attention_sinks:
         yield Target((*path, "sinks"), (Piece(prefix + names.sinks, (heads,)),))
+
+
+def _delta_net_weights(
+    size: int, own: DeltaNetConfig, names: Dialect, layer: int
+) -> Iterator[Target]:
+    """Those of a recurrent layer, but for the norms and the feed-forward; size: E."""
+    prefix = f"{names.layer.format(i=layer)}linear_attn."
+    path, heads = ("layers", layer, "attention"), own.value_heads
+    opening = [_Rows(f"{prefix}in_proj_qkv", own.channels), _Rows(f"{prefix}in_proj_z", own.values)]
+    yield from _linear((*path, "qkv"), size, False, opening)
+    rates = [Piece(f"{prefix}in_proj_{one}.weight", (heads, size)) for one in "ba"]
+    yield Target((*path, "rates"), tuple(rates), transpose=True)
+    taps = Piece(f"{prefix}conv1d.weight", (own.channels, 1, own.taps))
+    yield Target((*path, "taps"), (taps,), transpose=True)
+    yield Target((*path, "log_decay"), (Piece(f"{prefix}A_log", (heads,)),))
+    yield Target((*path, "rate_bias"), (Piece(f"{prefix}dt_bias", (heads,)),))
+    yield Target((*path, "norm"), (Piece(f"{prefix}norm.weight", (own.value_dim,)),))
+    yield from _linear((*path, "o"), own.values, False, [_Rows(f"{prefix}out_proj", size)])
 
 
 def _mlp_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iterator[Target]:
@@ -355,13 +386,20 @@ def _mlp_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iterator[T
 
 
 def _expert_matrices(
-    config: ModelConfig, n_experts: int, names: Dialect, layer: int
+    config: ModelConfig, experts: ExpertsConfig, names: Dialect, layer: int
 ) -> Iterator[Target]:
     """Those of a mixture: the router, and all experts' side by side."""
-    size, inner = config.hidden_size, config.intermediate_size
+    size, inner, n_experts = config.hidden_size, config.intermediate_size, experts.n_experts
     prefix, path = names.layer.format(i=layer), ("layers", layer, "mlp")
-    router = Piece(f"{prefix}{names.router}.weight", (n_experts, size))
-    yield Target((*path, "router"), (router,), transpose=True)
+    router = [Piece(f"{prefix}{names.router}.weight", (n_experts, size))]
+    if experts.shared_size:
+        router.append(Piece(f"{prefix}mlp.shared_expert_gate.weight", (1, size)))
+        shared, own = f"{prefix}mlp.shared_expert.", experts.shared_size
+        both = [_Rows(f"{shared}{one}_proj", own) for one in ("gate", "up")]
+        yield from _linear((*path, "shared", "gate_up"), size, False, both)
+        closing = [_Rows(f"{shared}down_proj", size)]
+        yield from _linear((*path, "shared", "down"), own, False, closing)
+    yield Target((*path, "router"), tuple(router), transpose=True)
     if config.mlp_bias:
         bias = Piece(f"{prefix}{names.router}.bias", (n_experts,))
         yield Target((*path, "router_bias"), (bias,))

@@ -15,7 +15,7 @@ import numpy as np
 
 from jitney.engine.common.errors import ModelError
 from jitney.engine.core.weights.checkpoints.files import Shape, read_json, safe_file
-from jitney.engine.core.weights.checkpoints.names import is_of_tower, long_name
+from jitney.engine.core.weights.checkpoints.names import is_unread, long_name
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 #: Types whose values mean what they say; an 8-bit or packed tensor needs scales this engine does
@@ -62,7 +62,7 @@ class SafetensorsFolder:
         with _one_line_errors(shard):
             path, file = _opened(Path(self.folder), shard)
             for stored in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                if is_of_tower(stored):
+                if is_unread(stored):
                     continue
                 name = long_name(stored)
                 if name in self.places:
@@ -150,7 +150,7 @@ def _opened(folder: Path, shard: str) -> tuple[Path, Any]:
 def _shard_names(folder: Path) -> list[str]:
     if safe_file(folder, _INDEX, missing_ok=True) is not None:
         places = _read_index(folder).weight_map
-        return sorted({shard for name, shard in places.items() if not is_of_tower(name)})
+        return sorted({shard for name, shard in places.items() if not is_unread(name)})
     if safe_file(folder, _SINGLE, missing_ok=True) is None:
         raise ModelError(
             f"the model folder has neither {_SINGLE} nor {_INDEX}; other weight formats are "

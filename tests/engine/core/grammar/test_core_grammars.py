@@ -231,7 +231,7 @@ def test_a_grammar_without_any_text_is_not_too_complex(text: str, written: int):
 
 def test_aborted_while_its_grammar_is_compiled():
     core = core_with_grammars()
-    assert core.grammars is not None
+    assert core.intake.grammars is not None
     core.add(held("a", Grammar("regex", "[a-c]{5}"), n=2))
     core.abort("a")
     ends = ends_of(finish(core))

@@ -49,7 +49,7 @@ def finish(core: EngineCore, *ids: str) -> list[SequenceOutput]:
     while core.has_work and not (ids and {id for id, _ in ends_of(outputs)} >= set(ids)):
         outputs += core.step().outputs
         core.check()
-        for seq in core.scheduler.state.decoding:
+        for seq in core.scheduler.sequences.seats.decoding:
             assert len(seq.pages) <= core.scheduler.pool.pages_for(seq.scheduled + 1)
         time.sleep(core.pause_s)
         assert time.monotonic() < most

@@ -35,7 +35,7 @@ class Trie:
 
 def make_constrained_core() -> EngineCore:
     core = make_core()
-    core.grammars = GrammarManager(Matchers(cast(Any, Trie())))
+    core.intake.grammars = GrammarManager(Matchers(cast(Any, Trie())))
     return core
 
 

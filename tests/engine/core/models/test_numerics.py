@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from oracle import nothing_kept
 from reference_logits import DATA, SCRIPT
 from safetensors.numpy import save_file
 
@@ -66,6 +67,7 @@ def prompts_meta(*lengths: int) -> AttentionMeta:
         write_rows=jnp.zeros(lens.sum(), jnp.int32),
         positions=jnp.concatenate([jnp.arange(n, dtype=jnp.int32) for n in lens]),
         counts=jnp.array([0, len(lens), lens.sum()], jnp.int32),
+        seats=jnp.arange(len(lens), dtype=jnp.int32),
     )
 
 
@@ -77,7 +79,8 @@ def all_logits(
     @jax.jit
     def forward(state, tokens, meta):
         merged = nnx.merge(graph, state)
-        hidden, _ = merged(tokens, [jnp.zeros(())] * merged.config.n_layers, meta, kernels)
+        kept = nothing_kept(merged.config, len(lengths))
+        hidden, _ = merged(tokens, kept, meta, kernels)
         return merged.logits(hidden, kernels)
 
     return np.asarray(forward(state, jnp.asarray(tokens, jnp.int32), prompts_meta(*lengths)))
@@ -215,7 +218,7 @@ DECODERS = tuple(name for name in ARCHITECTURES if tiny_config(name).encoder is 
 @pytest.mark.parametrize("float32_residual", [False, True])
 def test_dtype_in_is_dtype_out(architecture: str, dtype, float32_residual: bool):
     """Activations and weights keep the model's dtype at every layer; only logits, the weights of
-    Gemma's norms, and the residual stream where the kernel set says so, are always float32.
+    some norms, decays, and the residual stream where the kernel set says so, are always float32.
     """
     model = random_model(tiny_config(architecture), dtype=dtype)
     seen = []
@@ -225,13 +228,14 @@ def test_dtype_in_is_dtype_out(architecture: str, dtype, float32_residual: bool)
         return dense_attend(q, k, v, kv, meta, **options)
 
     kernels = replace(DENSE, paged_attention=attend, float32_residual=float32_residual)
-    hidden, _ = model(jnp.arange(8), [jnp.zeros(1)] * 2, prompts_meta(8), kernels)
+    hidden, _ = model(jnp.arange(8), nothing_kept(model.config, 1), prompts_meta(8), kernels)
     assert hidden.states.dtype == (jnp.float32 if float32_residual else dtype)
     assert model.normed(hidden, kernels).dtype == dtype
     assert model.logits(hidden, kernels).dtype == jnp.float32
     assert set(seen) == {jnp.dtype(dtype)}
     for path, leaf in nnx.to_flat_state(nnx.state(model)):
         wide = model.config.float32_norms and "norm" in str(path)
+        wide |= path[-1] in ("log_decay", "rate_bias")
         assert leaf.dtype == (jnp.float32 if wide else dtype), path
 
 

@@ -43,8 +43,9 @@ from jitney.engine.core.weights.load import _most_elsewhere
 from jitney.kernels import definitions
 
 #: Biases, a tied head, a tied head with biases and windows, norms of query and key heads, and norms
-#: over all of them, fused matrices with heads in another order, norms behind halves, factors, and
-#: halves side by side; 4 query and 2 KV heads, so that two of four devices share a KV head.
+#: over all of them, fused matrices with heads in another order, norms behind halves, factors,
+#: halves side by side, and recurrent layers; 4 query and 2 KV heads, so that two of four devices
+#: share a KV head.
 CASES = (
     ("llama2_biases", 4),
     ("llama3", 2),
@@ -60,6 +61,8 @@ CASES = (
     ("qwen3_moe", 4),
     ("mixtral", 2),
     ("gpt_oss", 4),
+    ("qwen3_5", 2),
+    ("qwen3_5_moe", 4),
 )
 
 
@@ -638,7 +641,7 @@ def test_fewer_devices_than_asked_for():
 def test_doctor_counts_the_devices():
     found = list(doctor._devices(load_config(flags={"tensor_parallel": 64})))
     assert found[0].name == "tensor parallel" and found[0].ok is False
-    assert found[0].value.startswith("64 devices wanted, ")
+    assert found[0].value.startswith("64 devices needed, ")
     assert "tensor parallel" not in {finding.name for finding in doctor._devices(load_config())}
 
 

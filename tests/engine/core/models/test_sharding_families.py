@@ -82,10 +82,11 @@ def test_a_layer_of_any_family_sends_two_sums(results: dict[str, np.ndarray], na
     where both halves are added at once.
     """
     reduces, gathers, widest, pools, aliased, scatters = results[name]
-    sums = 3 if tiny_config(name).wide_qk_norm else 2
+    config = tiny_config(name)
+    sums = 3 if config.wide_qk_norm else 2
     if name == "cohere2":
         sums = 1
-    assert reduces == sums * 2 + 1  # two layers, and one for the embedding
+    assert reduces == sums * config.n_layers + 1  # and one for the embedding
     assert gathers == 1 and widest == 2 * 2 * 4  # two numbers a row of each device
     assert scatters == 0
     assert aliased >= pools

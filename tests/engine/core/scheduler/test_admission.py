@@ -19,18 +19,14 @@ from fakes import FakeClock, device_of, ends_of, make_core, make_request, pictur
 from jitney.engine.common.errors import ConfigError, RequestError
 from jitney.engine.config.schema import EngineSection
 from jitney.engine.core.engine_core import EngineCore
+from jitney.engine.core.scheduler.admission.predicted_wait import _Endings
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
-from jitney.engine.core.scheduler.estimates import (
-    _KEPT,
-    _PATIENCE,
-    PrefillBudget,
-    StepTimeEstimate,
-)
 from jitney.engine.core.scheduler.lengths import FIRST_GUESS, LengthEstimate, RequestClasses
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.plan import StepResult
 from jitney.engine.core.scheduler.policies import _ORDERS
-from jitney.engine.core.scheduler.predicted_wait import _Endings
+from jitney.engine.core.scheduler.prefill_budget import _PATIENCE, PrefillBudget
+from jitney.engine.core.scheduler.step_times import _KEPT, StepTimeEstimate
 
 BUCKETS = Buckets.of(max_seats=16, token_budget=256)  # mixed: 32, 64, 128, 256 rows
 
@@ -208,7 +204,7 @@ def worst_gap(target_itl_ms: float) -> float:
         if any(out.request_id == "s0" for out in core.step().outputs):
             worst = max(worst, clock.now - last) if step > 40 else 0.0
             last = clock.now
-    assert len(core.scheduler.state.prefilling) == 0 and core.scheduler.state.n_waiting == 0
+    assert len(core.scheduler.sequences.seats.prefilling) == 0 and core.scheduler.n_waiting == 0
     return worst
 
 
@@ -301,7 +297,7 @@ def busy_core(clock: FakeClock, **limits) -> EngineCore:
 
 def foreseen(core: EngineCore, **request) -> float:
     """The wait predicted for a request that came now."""
-    newcomer = core.scheduler._factory.leader(make_request("newcomer", [1], **request), 10**6)
+    newcomer = core.scheduler.factory.leader(make_request("newcomer", [1], **request), 10**6)
     return core.scheduler._admission.predicted_wait.wait(newcomer)
 
 
@@ -339,7 +335,7 @@ def test_a_foreseen_wait_is_right_about_a_real_queue():
     run_at(core, clock, 0.1, 12)
     predicted, started = foreseen(core), clock.now
     core.add(make_request("newcomer", [1], arrival=clock.now, max_tokens=1))
-    newcomer = core.scheduler.state.groups["newcomer"].leader
+    newcomer = core.scheduler.sequences.requests.open_of("newcomer")[0]
     while newcomer.boarded_at is None:
         run_at(core, clock, 0.1, 1)
     assert newcomer.boarded_at - started == pytest.approx(predicted, rel=0.15)
@@ -362,9 +358,9 @@ def test_answers_past_what_was_expected_are_not_about_to_end():
     to each end, so that one of the eight ends after about five steps.
     """
     core, clock = run_seats(8, 300, 1)
-    seq = core.scheduler.state.groups["r0"].leader
+    seq = core.scheduler.sequences.requests.open_of("r0")[0]
     for _ in range(20):
-        core.scheduler.state.lengths.observe(seq.kind, 0, 10, by_itself=True)
+        core.scheduler.sequences.lengths.observe(seq.kind, 0, 10, by_itself=True)
     run_at(core, clock, 0.1, 99)
     assert foreseen(core) == pytest.approx(0.5, rel=0.2)
     for i in range(4):
@@ -377,7 +373,7 @@ def test_one_of_many_ends_long_before_their_mean_rest():
     about 16 steps, half of them in about 177.
     """
     core, _ = run_seats(16, 500, 2)
-    running = _Endings(core.scheduler.state.seated, LengthEstimate())
+    running = _Endings(core.scheduler.sequences.seats.taken, LengthEstimate())
     assert running.steps_until(1) == pytest.approx(FIRST_GUESS / 16, rel=0.1)
     assert running.steps_until(8) == pytest.approx(FIRST_GUESS * math.log(2), rel=0.1)
     assert running.steps_until(16) == pytest.approx(498, abs=1), "an answer ends by length, too"
@@ -425,14 +421,14 @@ def test_too_long_a_wait_is_refused_with_the_seconds():
     assert info.code == "queue_full" and info.retry_after == pytest.approx(11.0, abs=0.8)
     assert "sequences waiting: 0" in info.message
     core.check()
-    assert "c" not in core.scheduler.state.groups
+    assert not core.scheduler.sequences.requests.open_of("c")
 
 
 def test_nothing_is_refused_by_prediction_before_a_step_was_measured():
     core = make_core(seats=1, eos=(), max_predicted_wait_s=0.001)
     for i in range(20):
         core.add(make_request(f"r{i}", [1] * 9, deadline=0.001))
-    assert core.scheduler.state.n_waiting == 20
+    assert core.scheduler.n_waiting == 20
 
 
 @pytest.mark.parametrize(("deadline", "refused"), [(9.0, True), (11.0, False)])
@@ -544,7 +540,7 @@ def calls(seats: int, order: str) -> float:
         counted += event in ("call", "c_call")
 
     for step in range(30):
-        while scheduler.state.n_waiting < seats:
+        while scheduler.n_waiting < seats:
             number = next(numbers)
             scheduler.add(
                 make_request(

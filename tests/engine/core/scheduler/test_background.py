@@ -1,4 +1,4 @@
-"""Requests that nobody waits for: they take what is left, and nobody else notices them."""
+"""Background requests: they take what is left, and live requests do not notice them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def fill(core: EngineCore, count: int, *, max_tokens: int = 40) -> list[EngineRe
 
 
 def calm(core: EngineCore) -> EngineCore:
-    """Nobody has come for long, so that the background has every seat."""
+    """No request has come for long, so that the background has every seat."""
     assert isinstance(core.clock, FakeClock)
     core.clock.now += 60.0
     return core
@@ -55,12 +55,14 @@ def steps_to_first_token(core: EngineCore, request: EngineRequest) -> int:
     raise AssertionError("no token came")
 
 
-def test_it_takes_every_seat_when_nobody_else_comes():
+def test_it_takes_every_seat_when_no_other_request_comes():
     core = calm(make_core(seats=4, pages=80, budget=32, eos=()))
     fill(core, 6)
     for _ in range(8):
         core.step()
     assert seats_of(core) == [True] * 4
+    newest = core.ledger.since(0)[-1]
+    assert (newest["seats_busy"], newest["waiting"], newest["waiting_tokens"]) == (4, 2, 12)
 
 
 def test_it_takes_a_part_of_the_seats_while_others_come():
@@ -167,7 +169,7 @@ def test_streams_have_no_more_beside_them_than_leaves_them_fast():
 
 
 def test_nothing_is_launched_behind_a_step_that_nobody_waits_for():
-    """Unless nobody has come for long: whoever comes has the very next step."""
+    """A request that comes has the very next step. Unless none has come for long."""
     core = make_core(seats=4, pages=80, budget=32, eos=())
     core.add(make_request("live", [1, 2], max_tokens=1))
     core.run_until_idle()
@@ -221,12 +223,12 @@ def test_what_live_requests_are_told_does_not_count_the_background():
         entrance = core.scheduler._admission
         late = make_request("late", [9] * 4, max_tokens=30)
         assert not core.scheduler.has_room(late)
-        leader = core.scheduler._factory.leader(late, 99)
-        ahead = entrance.predicted_wait._seat_steps(core.scheduler.state.n_ahead(leader))
+        leader = core.scheduler.factory.leader(late, 99)
+        ahead = entrance.predicted_wait._seat_steps(core.scheduler.sequences.n_ahead(leader))
         with pytest.raises(RequestError) as refused:
             core.scheduler.add(late)
         told.append((ahead, refused.value.info.code))
-        assert core.scheduler.state.open_seats == 0
+        assert core.scheduler.sequences.open_seats == 0
     assert told[0] == told[1]
 
 
@@ -246,12 +248,3 @@ def test_where_a_batch_keeps_its_seats_there_is_no_background():
     core = make_core(policy="static", batch_size=2)
     core.add(make_request("b", [1], background=True))
     assert code_of(ends_of(core.run_until_idle())["b", 0]) == "invalid_value"
-
-
-def test_all_that_sit_and_wait_are_in_the_ledger():
-    core = calm(make_core(seats=2, pages=80, budget=16, eos=()))
-    fill(core, 5)
-    for _ in range(6):
-        core.step()
-    newest = core.ledger.since(0)[-1]
-    assert (newest["seats_busy"], newest["waiting"], newest["waiting_tokens"]) == (2, 3, 18)

@@ -26,24 +26,11 @@ def cached(**pages: list[int]) -> tuple[CachedPages, list[str]]:
     return shares, tenants
 
 
-def test_one_tenant_loses_its_oldest():
-    shares, _ = cached(a=[3, 1, 2])
-    assert [shares.evict() for _ in range(3)] == [3, 1, 2] and len(shares) == 0
-    shares.check()
-
-
 def test_who_has_most_loses_first_and_equals_take_turns():
     shares, _ = cached(a=[1, 2], b=[3, 4, 5, 6])
     assert [shares.evict() for _ in range(2)] == [3, 4]
     lost = [shares.evict() for _ in range(4)]
     assert sorted(lost[:2]) == [1, 5] and sorted(lost[2:]) == [2, 6]
-
-
-def test_a_page_that_is_used_again_is_young():
-    shares, tenants = cached(a=[1, 2])
-    shares.take([1])
-    shares.add([1], tenants)
-    assert [shares.evict(), shares.evict()] == [2, 1]
 
 
 def test_a_tenant_that_is_gone_keeps_nothing():

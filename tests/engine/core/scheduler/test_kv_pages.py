@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
+from fakes import make_request
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -13,9 +15,8 @@ from jitney.engine.core.scheduler.kv_pages import (
     _HELD,
     _SHARED,
     PagePool,
-    _extend_keys,
-    _root_key,
 )
+from jitney.engine.core.scheduler.page_keys import _extend_keys, root_of
 from jitney.engine.core.scheduler.sequence import OwnPages
 
 
@@ -28,7 +29,7 @@ def keys_of(
 
 
 def n_free(pool: PagePool) -> int:
-    """Pages that nobody holds and no prompt could find."""
+    """Pages that are not held and that no prompt could find."""
     return pool.available - pool.n_cached
 
 
@@ -40,28 +41,6 @@ def held(pool: PagePool, keys: list[bytes]) -> list[int]:
     for page, key in zip(fresh, keys[len(pages) :], strict=True):
         pool.publish(page, key)
     return pages + fresh
-
-
-def test_trash_is_never_handed_out():
-    pool = PagePool(5, 4)
-    pages = pool.allocate(4)
-    assert pages is not None and sorted(pages) == [1, 2, 3, 4]
-    assert pool.allocate(1) is None
-    assert pool.states().tolist() == [_FREE, _HELD, _HELD, _HELD, _HELD]
-
-
-def test_allocation_is_all_or_nothing():
-    pool = PagePool(5, 4)
-    pool.allocate(3)
-    assert pool.allocate(2) is None
-    assert (n_free(pool), pool.used) == (1, 3)
-
-
-def test_a_released_page_without_a_key_is_free():
-    pool = PagePool(3, 4)
-    pages = pool.allocate(2) or []
-    pool.release(pages)
-    assert (n_free(pool), pool.n_cached) == (2, 0)
 
 
 def test_cached_pages_are_found_again_and_shared():
@@ -120,9 +99,7 @@ def test_without_retention_only_living_owners_share():
 
 @pytest.mark.parametrize("still_held", [True, False])
 def test_withdrawn_pages_are_not_found(still_held: bool):
-    """By name: nobody need hold them any more. One that was kept for its contents alone is free at
-    once.
-    """
+    """By name: they need not be held any more. A cached one is free at once."""
     pool, keys = PagePool(5, 4), keys_of([1] * 8, 2)
     pages = held(pool, keys)
     if not still_held:
@@ -137,11 +114,14 @@ def test_withdrawn_pages_are_not_found(still_held: bool):
 
 def test_keys_name_the_whole_prefix_and_the_owner():
     assert keys_of([1, 1, 1, 1, 2, 2, 2, 2], 2)[1] != keys_of([3, 3, 3, 3, 2, 2, 2, 2], 2)[1]
-    assert keys_of([1] * 4, 1, root=_root_key("a", "")) != keys_of(
-        [1] * 4, 1, root=_root_key("b", "")
-    )
-    owners = (("ab", "c", ""), ("a", "bc", ""), ("abc", "", ""), ("", "abc", ""), ("ab", "c", "r"))
-    roots = [_root_key(*owner, adapter) for owner in owners for adapter in (0, 1, 2)]
+    assert keys_of([1] * 4, 1, root=b"a") != keys_of([1] * 4, 1, root=b"b")
+    owners = (("ab", "c"), ("a", "bc"), ("abc", ""), ("", "abc"))
+    requests = [
+        msgspec.structs.replace(make_request("r", [1], tenant=tenant, salt=salt), adapter=adapter)
+        for tenant, salt in owners
+        for adapter in (0, 1, 2)
+    ]
+    roots = [root_of(request, retain=retain) for request in requests for retain in (True, False)]
     assert len(set(roots)) == len(roots)
     assert keys_of(list(range(8)), 1) == keys_of(list(range(8)), 2)[:1]
 

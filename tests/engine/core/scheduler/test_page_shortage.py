@@ -1,4 +1,4 @@
-"""More seats than pages: who boards, who gives way, and what it costs, on a virtual clock."""
+"""More seats than pages: boarding, preemption, and what they cost, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from jitney.engine.common.history import RequestRecords
 from jitney.engine.common.requests import EngineRequest, SamplingParams
 from jitney.engine.common.trace import Arrival
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
-from jitney.engine.core.scheduler.estimates import StepTimeEstimate
 from jitney.engine.core.scheduler.lengths import (
     _HALVE_AT,
     _MOST_CLASSES,
@@ -23,6 +22,7 @@ from jitney.engine.core.scheduler.lengths import (
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.page_demand import _times_ahead
 from jitney.engine.core.scheduler.plan import Plan, StepResult
+from jitney.engine.core.scheduler.step_times import StepTimeEstimate
 from jitney.engine.lab.simulation.drive import Offer, drive
 from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.simulator import VirtualDevice, _FlyingStep
@@ -41,7 +41,7 @@ OUTPUTS = {"uniform": Uniform(50, 800), "log-normal": LogNormal(300, 0.8, 50, 80
 
 
 class EndingDevice(VirtualDevice):
-    """Samples END where an answer is as long as it gets; nobody else knows how long that is."""
+    """Samples END where an answer is as long as it gets, which the scheduler does not know."""
 
     def __init__(self, arrivals: list[Arrival]):
         super().__init__(TABLE)
@@ -130,7 +130,7 @@ def test_where_pages_suffice_for_all_nobody_is_asked_how_long_it_gets(
     monkeypatch: pytest.MonkeyPatch,
 ):
     core = make_core(seats=4, pages=4 * 16 + 1, budget=16, context=64, eos=())
-    monkeypatch.setattr(core.scheduler._demand, "fits", lambda *_: pytest.fail("asked"))
+    monkeypatch.setattr(core.scheduler.boarding._demand, "fits", lambda *_: pytest.fail("asked"))
     for number in range(12):
         core.add(make_request(f"r{number}", [1 + number] * 9, max_tokens=None))
     assert len(ends_of(core.run_until_idle())) == 12 and core.ledger.totals["preempted"] == 0
@@ -249,7 +249,7 @@ def test_those_behind_the_head_in_boarding_order():
     core = make_core(seats=1, eos=())
     for number in range(5):
         core.add(make_request(f"r{number}", [1 + number] * 4, max_tokens=4))
-    queue = core.scheduler.state.queue
+    queue = core.scheduler.sequences.live.queue
     head = queue.head()
     assert head is not None
     behind = [seq.request.id for seq in queue.following(head, 3)]

@@ -24,10 +24,11 @@ from jitney.engine.common.requests import EngineRequest
 from jitney.engine.common.trace import Arrival
 from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
-from jitney.engine.core.scheduler.estimates import PrefillBudget, StepTimeEstimate
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.passing import _PRICE, _SHARE, Passing
-from jitney.engine.core.scheduler.plan import Plan, StepWork
+from jitney.engine.core.scheduler.plan import Plan
+from jitney.engine.core.scheduler.prefill_budget import PrefillBudget
+from jitney.engine.core.scheduler.step_times import StepTimeEstimate
 from jitney.engine.lab.simulation.devices import DEVICES
 from jitney.engine.lab.simulation.drive import Offer, drive
 from jitney.engine.lab.simulation.engine_shape import EngineShape
@@ -70,6 +71,8 @@ def test_a_short_prompt_has_its_first_token_in_the_next_step(longs: int, order: 
     core.add(make_request("short", [9] * 5, max_tokens=2, user="b"))
     outputs = core.run_until_idle(1000)
     assert steps_until(plans, "short") == 2
+    assert [chunk.seq.request.id for chunk in plans[1].prompt_chunks] == ["short"]
+    assert plans[2].work.prompt == BUDGET - plans[2].n_decode
     for number in range(longs):
         request = make_request(f"long{number}", [number + 1] * 150, max_tokens=4, user="a")
         assert tokens_of(outputs, request.id) == solo(request, 0, 99, ())
@@ -104,9 +107,9 @@ def test_no_prompt_passes_one_that_has_lost_its_seat():
     core.add(make_request("other", [2] * 40, max_tokens=20))
     for _ in range(12):
         core.step()
-    state = core.scheduler.state
-    for seq in list(state.seated):
-        state.preempt(seq, 0.0)
+    sequences = core.scheduler.sequences
+    for seq in sequences.seats.taken:
+        sequences.preempt(seq, 0.0)
     plans = watch(core)
     core.add(make_request("short", [9] * 2, max_tokens=1))
     core.run_until_idle()
@@ -162,13 +165,13 @@ def test_no_prompt_starves(lengths: list[int], gaps: list[int], seats: int, shar
     core = core_for(seats=seats, prefill_share=share)
     plans = watch(core)
     passed: list[int] = []
-    spend = core.scheduler._passing.spend
+    spend = core.scheduler._planner._passing.spend
 
     def spending(rows: int, left: int) -> int:
         passed.append(rows)
         return spend(rows, left)
 
-    core.scheduler._passing.spend = spending
+    core.scheduler._planner._passing.spend = spending
     requests = [
         make_request(f"r{i}", [i + 1] * length, max_tokens=3) for i, length in enumerate(lengths)
     ]
@@ -208,31 +211,18 @@ def test_over_any_steps_longer_prompts_keep_their_share(steps: list[tuple[int, i
     assert sum(taken[start:]) <= 64 + _SHARE * rows + 1
 
 
-def test_a_prompt_that_passes_has_a_step_without_longer_ones_rows():
-    core = core_for()
-    plans = watch(core)
-    for number in range(3):
-        core.add(make_request(f"long{number}", [number + 1] * 150, max_tokens=4))
-    core.step()
-    core.add(make_request("short", [9] * 5, max_tokens=2))
-    core.run_until_idle(1000)
-    assert [chunk.seq.request.id for chunk in plans[1].prompt_chunks] == ["short"]
-    assert plans[2].work.prompt == BUDGET - plans[2].n_decode
-
-
 def test_steps_are_brief_while_short_prompts_are_expected(monkeypatch: pytest.MonkeyPatch):
     """10 ms and 10 ms a row; they are expected for ten seconds."""
     clock = FakeClock()
     core = core_for(clock=clock)
     buckets = core.scheduler.buckets
-    core.scheduler.buckets = core.scheduler.step_times.buckets = replace(
-        buckets, padding_is_free=True
-    )
+    free = replace(buckets, padding_is_free=True)
+    core.scheduler._planner._buckets = core.scheduler.step_times.buckets = free
     times = core.scheduler.step_times
     times.observe(buckets.decode[0], 0.01)
     times.observe(buckets.mixed[-1], 0.17)
     monkeypatch.setattr(core.scheduler, "observe", lambda *_: None)
-    brief = core.scheduler._prefill_budget.brief(0)
+    brief = core.scheduler._planner._prefill_budget.brief(0)
     assert 16 / 0.17 > brief / (0.01 + 0.01 * brief) >= 0.94 * 16 / 0.17 and brief < 16
     plans = watch(core)
     core.add(make_request("long0", [1] * 200, max_tokens=1))
@@ -310,21 +300,6 @@ def test_short_prompts_come_at_random_beside_forty_long_ones(
     assert ends[0] < 1.1 * ends[1]
 
 
-def test_on_a_clock_short_ones_come_soon_and_long_ones_lose_little():
-    """Twelve prompts of 3,000 tokens, and four of 30 that come later: alone these take a step; they
-    wait for the one that runs, the one that is planned and their own.
-    """
-    longs = [Arrival(0.0, 3000, 16)] * 12
-    shorts = [Arrival(3.0 + 0.5 * number, 30, 16) for number in range(4)]
-    alone = simulate(longs, shape(), TABLE).requests
-    run = simulate([*longs, *shorts], shape(), TABLE).requests
-    step = TABLE.seconds(shape().buckets.mixed[-1], StepWork(prompt=512))
-    for record in run[12:]:
-        assert record.first_token is not None
-        assert record.first_token - record.arrival < 3 * step
-    assert max(r.end for r in run[:12]) < 1.1 * max(r.end for r in alone)
-
-
 def test_a_step_is_planned_late_for_a_short_prompt_behind_more_than_there_are_seats():
     """Ten prompts wait for six free seats, but a short one would pass them."""
     core = core_for()
@@ -333,7 +308,8 @@ def test_a_step_is_planned_late_for_a_short_prompt_behind_more_than_there_are_se
     for number in range(12):
         core.add(make_request(f"long{number}", [number + 1] * 150, max_tokens=4))
     core.step()
-    assert len(core.scheduler.state.queue) > len(core.scheduler.state.free_seats)
+    sequences = core.scheduler.sequences
+    assert len(sequences.live.queue.waiting) > len(sequences.seats.free)
     assert core.scheduler.has_place
 
 
@@ -346,7 +322,7 @@ def waits(arrivals: list[Arrival]) -> tuple[np.ndarray, np.ndarray]:
 
     def request_at(number: int, at: float) -> EngineRequest:
         request = arrivals[number].request(str(number), [0] * arrivals[number].n_prompt, at)
-        leader = scheduler._factory.leader(request, scheduler._arrivals + 1)
+        leader = scheduler.factory.leader(request, scheduler._arrivals + 1)
         told.append(scheduler._admission.predicted_wait.wait(leader))
         return request
 
@@ -391,7 +367,7 @@ def busy_core(clock: FakeClock, **limits) -> EngineCore:
 
 
 def told(core: EngineCore, prompt: list[int]) -> float:
-    newcomer = core.scheduler._factory.leader(make_request("newcomer", prompt), 10**6)
+    newcomer = core.scheduler.factory.leader(make_request("newcomer", prompt), 10**6)
     return core.scheduler._admission.predicted_wait.wait(newcomer)
 
 

@@ -39,7 +39,7 @@ def run_on(
     core: EngineCore, clock: FakeClock, seconds: float = 0.01, steps: int = 5000
 ) -> list[SequenceOutput]:
     """Step until idle, each step taking `seconds`; nobody else comes meanwhile."""
-    core.scheduler.more_to_come = False
+    core.scheduler.boarding.more_to_come = False
     outputs: list[SequenceOutput] = []
     for _ in range(steps):
         if not core.has_work:
@@ -165,20 +165,25 @@ def test_the_next_batch_boards_when_the_last_seat_is_given_back(policy: str):
     assert [plan.number for plan in plans if plan.boarded] == [1, 7, 8], "b's last row is in step 6"
 
 
-def test_a_static_server_waits_for_the_batch_or_for_quiet():
+@pytest.mark.parametrize(
+    ("policy", "pauses"),
+    # Of batches of three two have come, at 0 and 0.4 s: half a second after the newest, or the
+    # oldest.
+    [("static", [0.5, 0.5, 0.01]), ("dynamic", [0.5, 0.1])],
+)
+def test_a_batch_waits_for_its_number_or_for_its_time(policy: str, pauses: list[float]):
     clock = FakeClock()
+    limits = {"policy": policy, "batch_size": 3}
     core = make_core(
-        seats=4, eos=(), policy="static", batch_size=3, static_timeout_ms=500.0, clock=clock
+        seats=4, eos=(), static_timeout_ms=500.0, max_wait_ms=500.0, clock=clock, **limits
     )
     plans = watch(core)
-    for number in range(2):
-        clock.now = 0.4 * number
-        core.add(make_request(f"r{number}", [1], arrival=clock.now))
+    for number, pause in enumerate(pauses):
+        clock.now = (0.0, 0.4, 0.89)[number]
+        if number < 2:
+            core.add(make_request(f"r{number}", [1], arrival=clock.now))
         core.step()
-    assert not plans and core.pause_s == pytest.approx(0.5)
-    clock.now = 0.89
-    core.step()
-    assert not plans and core.pause_s == pytest.approx(0.01)
+        assert not plans and core.pause_s == pytest.approx(pause)
     clock.now += core.pause_s
     core.step()
     assert boarding_order(plans) == ["r0", "r1"] and core.pause_s == 0.0
@@ -201,21 +206,6 @@ def test_a_static_server_without_a_timeout_waits_for_its_number():
     core.add(make_request("r2", [1], arrival=clock.now))
     core.step()
     assert boarding_order(plans) == ["r0", "r1", "r2"]
-
-
-def test_dynamic_waits_for_the_oldest_alone():
-    clock = FakeClock()
-    core = make_core(
-        seats=4, eos=(), policy="dynamic", batch_size=3, max_wait_ms=500.0, clock=clock
-    )
-    plans = watch(core)
-    for clock.now in (0.0, 0.4):
-        core.add(make_request(f"r{clock.now}", [1], arrival=clock.now))
-    core.step()
-    assert not plans and core.pause_s == pytest.approx(0.1)
-    clock.now = 0.5
-    core.step()
-    assert boarding_order(plans) == ["r0.0", "r0.4"]
 
 
 def test_an_order_of_ones_own_boards(monkeypatch: pytest.MonkeyPatch):
@@ -351,7 +341,7 @@ def test_the_same_tokens_under_every_policy(budget: int):
         while waiting or core.has_work:
             while waiting and waiting[0].arrival <= clock.now:
                 core.add(waiting.pop(0))
-            core.scheduler.more_to_come = bool(waiting)
+            core.scheduler.boarding.more_to_come = bool(waiting)
             outputs += core.step().outputs
             clock.now += 0.01
             core.check()

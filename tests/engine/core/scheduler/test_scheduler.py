@@ -128,37 +128,30 @@ def test_no_livelock_when_each_needs_nearly_the_whole_pool():
 
 
 @pytest.mark.usefixtures("rash")
-def test_preemption_takes_the_youngest_and_repeats_no_token():
-    core = make_core(seats=2, pages=7, budget=16, eos=())
+@pytest.mark.parametrize(
+    ("order", "priorities", "boards"),
+    [
+        ("fcfs", [0, 0], ["r0", "r1", "r1"]),  # the youngest loses its seat
+        ("priority", [9, 0], ["r1", "r0", "r0"]),  # the class served last loses it
+        ("fcfs", [0, 0, 0], ["r0", "r1", "r1", "r2"]),  # preempted before fresh
+    ],
+)
+def test_the_last_to_be_served_is_preempted_and_repeats_no_token(
+    order: str, priorities: list[int], boards: list[str]
+):
+    core = make_core(seats=2, pages=7, budget=16, order=order, eos=())
     plans = watch(core)
-    for name in ("old", "young"):
-        core.add(make_request(name, [1 if name == "old" else 2] * 8, max_tokens=10))
-    outputs = core.run_until_idle(200)
-    assert {len(plan.preempted) for plan in plans} == {0, 1}
-    assert boarding_order(plans) == ["old", "young", "young"]
-    for name in ("old", "young"):
-        request = make_request(name, [1 if name == "old" else 2] * 8, max_tokens=10)
-        assert tokens_of(outputs, name) == solo(request, 0, 99, ())
-
-
-@pytest.mark.usefixtures("rash")
-def test_preemption_spares_the_class_served_first():
-    core = make_core(seats=2, pages=7, budget=16, order="priority", eos=())
-    plans = watch(core)
-    core.add(make_request("low", [1] * 8, max_tokens=10, priority=9))
-    core.add(make_request("high", [2] * 8, max_tokens=10, priority=0))
-    core.run_until_idle(200)
-    assert boarding_order(plans) == ["high", "low", "low"]
-
-
-@pytest.mark.usefixtures("rash")
-def test_the_preempted_go_before_those_who_never_boarded():
-    core = make_core(seats=2, pages=7, budget=16, eos=())
-    plans = watch(core)
-    for i, name in enumerate(("old", "young", "fresh")):
-        core.add(make_request(name, [i + 1] * 8, max_tokens=10))
-    core.run_until_idle(300)
-    assert boarding_order(plans)[:4] == ["old", "young", "young", "fresh"]
+    requests = [
+        make_request(f"r{i}", [i + 1] * 8, max_tokens=10, priority=priority)
+        for i, priority in enumerate(priorities)
+    ]
+    for request in requests:
+        core.add(request)
+    outputs = core.run_until_idle(300)
+    assert boarding_order(plans)[: len(boards)] == boards
+    assert max(len(plan.preempted) for plan in plans) == 1
+    for request in requests:
+        assert tokens_of(outputs, request.id) == solo(request, 0, 99, ())
 
 
 @pytest.mark.usefixtures("rash")
@@ -472,6 +465,25 @@ def test_who_finds_seats_does_not_wait_and_is_not_refused():
     assert [code_of(ends[name, 0]) for name in "abc"] == [None, None, "queue_full"]
 
 
+def scores_of(
+    outputs: list[SequenceOutput], name: str, index: int = 0
+) -> list[tuple[float, list[int]] | None]:
+    """What a sequence was told of its prompt's tokens."""
+    told = [
+        out.prompt_logprobs
+        for out in outputs
+        if (out.request_id, out.index) == (name, index) and out.prompt_logprobs is not None
+    ]
+    assert len(told) == 1
+    return [entry and (entry.logprob, entry.top_ids) for entry in told[0]]
+
+
+def wanted_scores(prompt: list[int], most: int) -> list[tuple[float, list[int]] | None]:
+    """By the definition: each token given all before it."""
+    entries = [score(prompt[: i + 1], token) for i, token in enumerate(prompt[1:])]
+    return [None, *((entry.logprob, entry.top_ids[:most]) for entry in entries)]
+
+
 @pytest.mark.usefixtures("rash")
 @pytest.mark.parametrize("pages", [40, 11])
 def test_prompt_logprobs_are_scored_once_each(pages: int):
@@ -488,16 +500,7 @@ def test_prompt_logprobs_are_scored_once_each(pages: int):
         core.add(make_request(name, prompt, max_tokens=16, prompt_logprobs=2))
     outputs = core.run_until_idle(500)
     for name, prompt in prompts.items():
-        told = [
-            list(out.prompt_logprobs)
-            for out in outputs
-            if out.request_id == name and out.prompt_logprobs is not None
-        ]
-        assert len(told) == 1 and told[0][0] is None
-        wanted = [score(prompt[: i + 1], token) for i, token in enumerate(prompt[1:])]
-        assert [(entry.logprob, entry.top_ids) for entry in told[0][1:] if entry] == [
-            (entry.logprob, entry.top_ids[:2]) for entry in wanted
-        ]
+        assert scores_of(outputs, name) == wanted_scores(prompt, 2)
         assert tokens_of(outputs, name) == solo(
             make_request(name, prompt, max_tokens=16), 0, 99, ()
         )
@@ -523,29 +526,7 @@ def test_preempted_while_its_prompt_is_scored():
     scored = [sum(chunk.scored for chunk in plan.chunks) for plan in plans]
     when = [len(plan.preempted) for plan in plans].index(1)
     assert 0 < sum(scored[:when]) < sum(scored) == 19
-    told = next(list(out.prompt_logprobs) for out in outputs if out.prompt_logprobs)
-    assert [entry.logprob for entry in told[1:] if entry] == [
-        score(prompt[: i + 1], token).logprob for i, token in enumerate(prompt[1:])
-    ]
-
-
-def scores_of(
-    outputs: list[SequenceOutput], name: str, index: int = 0
-) -> list[tuple[float, list[int]] | None]:
-    """What a sequence was told of its prompt's tokens."""
-    told = [
-        out.prompt_logprobs
-        for out in outputs
-        if (out.request_id, out.index) == (name, index) and out.prompt_logprobs is not None
-    ]
-    assert len(told) == 1
-    return [entry and (entry.logprob, entry.top_ids) for entry in told[0]]
-
-
-def wanted_scores(prompt: list[int], most: int) -> list[tuple[float, list[int]] | None]:
-    """By the definition: each token given all before it."""
-    entries = [score(prompt[: i + 1], token) for i, token in enumerate(prompt[1:])]
-    return [None, *((entry.logprob, entry.top_ids[:most]) for entry in entries)]
+    assert scores_of(outputs, "scored") == wanted_scores(prompt, 0)
 
 
 @pytest.mark.parametrize(("seats", "budget", "steps"), [(1, 512, 16), (32, 512, 16), (1, 64, 63)])
@@ -687,8 +668,7 @@ def test_seeds():
     for seed in (None, None, 7):
         core = make_core()
         core.add(make_request("a", [1], n=3, seed=seed))
-        group = core.scheduler.state.groups["a"]
-        admitted.append([seq.seed for seq in group.open])
+        admitted.append([seq.seed for seq in core.scheduler.sequences.requests.open_of("a")])
     assert admitted[2] == [7, _sibling_seed(7, 1), _sibling_seed(7, 2)]
     assert len(set(itertools.chain(*admitted))) == 9
     assert all(-(2**63) <= seed < 2**63 for seed in itertools.chain(*admitted))
@@ -703,7 +683,8 @@ def test_what_has_ended_is_forgotten():
         core.add(make_request(f"r{i}", [1], deadline=1e9))
         core.abort(f"r{i}")
     assert (
-        len(core.scheduler.state._deadlines) < 150 and len(core.scheduler.state.queue._heap) < 150
+        len(core.scheduler.sequences.requests._deadlines) < 150
+        and len(core.scheduler.sequences.live.queue._heap) < 150
     )
     assert len(ends_of(core.step().outputs)) == 1000
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from jitney.engine import LLM, SamplingParams
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.executor.inputs import BatchBuilder
+from jitney.engine.core.scheduler.page_demand import PageDemand
 from jitney.engine.core.weights.checkpoints.families import _TINY, tiny_config
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.load import load_model
@@ -43,6 +45,10 @@ class WindowedRunner(FakeRunner):
     window = WINDOW
 
 
+def windowed_core(**options: Any) -> EngineCore:
+    return make_core(page_size=PAGE, eos=(), device=WindowedRunner, **options)
+
+
 def solo(request: EngineRequest) -> list[int]:
     """Tokens of a request served alone by a model with a window."""
     tokens = list(request.prompt)
@@ -54,16 +60,16 @@ def solo(request: EngineRequest) -> list[int]:
 
 
 def run(core: EngineCore, requests: list[EngineRequest], pause: random.Random) -> list:
-    """Everybody comes at a random step; after each step all is accounted for."""
+    """Each request comes at a random step; after each step all is accounted for."""
     coming, outputs = list(requests), []
     while coming or core.has_work:
         if coming and pause.random() < 0.4:
             core.add(coming.pop(0))
         outputs += core.step().outputs
         core.check()
-        for seq in core.scheduler.state.decoding:
+        for seq in core.scheduler.sequences.seats.decoding:
             if seq.scheduled - seq.sat_with > PAGE:  # from its first full page on
-                assert seq.n_pages <= core.scheduler.state.window_pages
+                assert seq.n_pages <= core.scheduler.sequences.pages.most_each
     return outputs
 
 
@@ -79,10 +85,8 @@ def run(core: EngineCore, requests: list[EngineRequest], pause: random.Random) -
     st.booleans(),
     st.integers(0, 99),
 )
-def test_nobodys_tokens_change(shapes, pages: int, retain: bool, rash: bool, seed: int):
-    """Prompts that start alike, siblings, few pages, preemption: the tokens are those of a solo
-    run.
-    """
+def test_tokens_are_those_of_a_solo_run(shapes, pages: int, retain: bool, rash: bool, seed: int):
+    """Prompts that start alike, siblings, few pages, preemption."""
     core = make_core(
         seats=3,
         pages=pages,
@@ -93,7 +97,7 @@ def test_nobodys_tokens_change(shapes, pages: int, retain: bool, rash: bool, see
         device=WindowedRunner,
         clock=FakeClock(tick=0.01),
     )
-    longest = core.scheduler._factory.request_limits.longest
+    longest = core.scheduler.factory.request_limits.longest
     requests = []
     for i, (n_prompt, n_output, head, n) in enumerate(shapes):
         prompt_tokens = [head] * min(n_prompt, max(1, longest - 31))
@@ -102,7 +106,7 @@ def test_nobodys_tokens_change(shapes, pages: int, retain: bool, rash: bool, see
         )
     with pytest.MonkeyPatch.context() as patch:
         if rash:
-            patch.setattr(core.scheduler, "_pages_last", lambda *_: True)
+            patch.setattr(PageDemand, "lasts", lambda *_: True)
         outputs = run(core, requests, random.Random(seed))
     assert len(ends_of(outputs)) == sum(request.sampling.n for request in requests)
     for request in requests:
@@ -114,15 +118,13 @@ def test_pages_by_hand():
     """Window 6, pages of 4: at position p the row sees p - 5 .. p, so at 12 the page 4 .. 7 is
     still seen in part.
     """
-    core = make_core(
-        seats=1, pages=17, page_size=PAGE, budget=16, context=64, eos=(), device=WindowedRunner
-    )
+    core = windowed_core(seats=1, pages=17, budget=16, context=64)
     plans = watch(core)
     core.add(make_request("a", [1] * 3, max_tokens=30))
     held = {}
     while core.has_work:
         core.step()
-        for seq in core.scheduler.state.decoding:
+        for seq in core.scheduler.sequences.seats.decoding:
             held[seq.scheduled - 1] = [index for index, page in enumerate(seq.pages) if page]
     # Position -> pages; one is given back when the next one is needed.
     assert [held[at] for at in (3, 4, 8, 11, 12, 16, 20)] == [
@@ -141,9 +143,7 @@ def test_pages_by_hand():
 
 
 def test_a_prompt_gives_back_pages_while_it_is_read():
-    core = make_core(
-        seats=2, pages=33, page_size=PAGE, budget=8, context=128, eos=(), device=WindowedRunner
-    )
+    core = windowed_core(seats=2, pages=33, budget=8, context=128)
     plans = watch(core)
     core.add(make_request("long", [1] * 64, max_tokens=1))
     core.run_until_idle()
@@ -151,9 +151,7 @@ def test_a_prompt_gives_back_pages_while_it_is_read():
 
 
 def test_dropped_pages_are_cached_and_found_again():
-    core = make_core(
-        seats=1, pages=33, page_size=PAGE, budget=64, context=128, eos=(), device=WindowedRunner
-    )
+    core = windowed_core(seats=1, pages=33, budget=64, context=128)
     first = make_request("first", [2] * 8, max_tokens=32)
     core.add(first)
     outputs = core.run_until_idle()
@@ -174,9 +172,7 @@ def test_many_long_answers_fit_a_pool_for_one_whole_one():
     """Each would take 16 pages; with a window of 6 it takes 4 at most, and four sit at once without
     any preemption.
     """
-    core = make_core(
-        seats=4, pages=18, page_size=PAGE, budget=16, context=64, eos=(), device=WindowedRunner
-    )
+    core = windowed_core(seats=4, pages=18, budget=16, context=64)
     plans = watch(core)
     requests = [
         make_request(f"r{i}", [i + 1] * 4, max_tokens=56, ignore_eos=True) for i in range(8)
@@ -192,9 +188,7 @@ def test_many_long_answers_fit_a_pool_for_one_whole_one():
 
 
 def test_the_packed_table_has_the_trash_page_there():
-    core = make_core(
-        seats=1, pages=17, page_size=PAGE, budget=16, context=64, eos=(), device=WindowedRunner
-    )
+    core = windowed_core(seats=1, pages=17, budget=16, context=64)
     builder, tables = (
         BatchBuilder(seats=1, pages_per_seat=16, page_size=PAGE, pool_rows=17 * PAGE),
         [],

@@ -315,7 +315,7 @@ def real_loop(arrivals: list[Arrival], engine: EngineShape) -> tuple[list[tuple]
                     ),
                 )
             )
-        core.scheduler.more_to_come = bool(waiting)
+        core.scheduler.boarding.more_to_come = bool(waiting)
         if core.has_work and not core.pause_s:
             core.step()
         else:

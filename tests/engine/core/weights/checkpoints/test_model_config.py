@@ -301,10 +301,10 @@ def test_tiny_configs_exist_for_all(architecture: str):
     assert config.architecture == architecture and config.vocab_size == 512
     assert (config.qkv_bias, config.qk_norm, any(config.windows)) == (
         name in ("qwen2", "seed_oss", "glm4") or config.encoder is not None,
-        name in ("qwen3", "qwen3_moe", "gemma3", "exaone4"),
+        name in ("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "exaone4"),
         name in ("mistral", "gemma2", "gemma3", "olmo3", "exaone4", "cohere2"),
     )
-    assert (config.experts is not None) == (name in ("qwen3_moe", "mixtral"))
+    assert (config.experts is not None) == (name in ("qwen3_moe", "qwen3_5_moe", "mixtral"))
 
 
 def test_experts_are_read_from_files_of_old_and_new_transformers():

@@ -1,5 +1,5 @@
-"""How long a newcomer will wait, from who is there, how long their answers should get, and how fast
-steps go.
+"""The predicted wait of a newcomer, from the open sequences, how long their answers should get, and
+how long steps take.
 """
 
 from __future__ import annotations
@@ -10,18 +10,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from jitney.engine.common.errors import RequestError
-from jitney.engine.core.scheduler.estimates import PrefillBudget, StepTimeEstimate
-from jitney.engine.core.scheduler.kv_pages import PagePool
 from jitney.engine.core.scheduler.lengths import LengthEstimate
 from jitney.engine.core.scheduler.limits import SchedulerLimits
+from jitney.engine.core.scheduler.open_sequences import OpenSequences
 from jitney.engine.core.scheduler.passing import Passing
-from jitney.engine.core.scheduler.retry_schedule import SHORTEST_RETRY
+from jitney.engine.core.scheduler.prefill_budget import PrefillBudget
 from jitney.engine.core.scheduler.sequence import Sequence
-from jitney.engine.core.scheduler.state import SchedulerState
+from jitney.engine.core.scheduler.step_times import StepTimeEstimate
 
-#: A deadline is given up only if it would be missed even with this share of the predicted wait.
-_HOPE = 0.5
 #: Groups in which the prompts ahead are looked at, at most.
 _GROUPS = 16
 #: Seconds of a step before one was measured.
@@ -78,7 +74,7 @@ def _most_left(seq: Sequence) -> int:
 
 
 class PredictedWait:
-    """Foresees a newcomer's wait; before a step was measured it foresees none.
+    """Predicts a newcomer's wait; none before a step was measured.
 
     A newcomer waits for a seat and for the prompt rows that go before its own. Steps with prompt
     rows are counted, and beyond them those that only decode until a seat is free; each kind is
@@ -88,48 +84,36 @@ class PredictedWait:
     def __init__(
         self,
         limits: SchedulerLimits,
-        state: SchedulerState,
+        sequences: OpenSequences,
         prefill_budget: PrefillBudget,
-        pool: PagePool,
         passing: Passing,
         *,
         batch: int = 0,
     ):
         self.limits = limits
-        self.state = state
+        self._sequences = sequences
+        self._seats = sequences.seats
+        self._live = sequences.live
         # Its own: to ask for the rows of a step counts where there is a target_itl.
         self.prefill_budget = replace(prefill_budget)
-        self.pool = pool
         self.passing = passing
         self.step_times: StepTimeEstimate = prefill_budget.step_times
         #: Sequences per batch where seats are kept; 0 where they are refilled at once.
         self.batch = batch
-        # Of this step; None until somebody asks.
+        # Of this step; None until asked for.
         self._endings: _Endings | None = None
 
     def pass_step(self) -> None:
         """A step is planned: the running answers will be one token further."""
         self._endings = None
 
-    def check_deadline(self, leader: Sequence, wait: float, now: float) -> None:
-        """Raise RequestError deadline_unreachable if the first token could not come in time after
-        so many seconds of waiting.
-        """
-        deadline = leader.request.deadline
-        if deadline is None or now + _HOPE * wait + self._prefill(leader) <= deadline:
-            return
-        raise RequestError(
-            f"the first token could not come before the request's deadline; about {wait:.1f} s of "
-            "waiting are ahead",
-            code="deadline_unreachable",
-            retry_after=max(wait, SHORTEST_RETRY),
-        )
-
     def wait(self, newcomer: Sequence) -> float:
         """Seconds until it should board; 0 before anything was measured."""
-        ahead = self.state.n_ahead(newcomer)
+        ahead = self._sequences.n_ahead(newcomer)
         rows = self._rows_ahead(ahead)
-        passing = self._rows_until_it_passes(newcomer.n_prompt - self._found(newcomer))
+        passing = self._rows_until_it_passes(
+            newcomer.n_prompt - self._sequences.pages.found(newcomer)
+        )
         if passing < rows:
             return self._behind(0, int(passing))
         return self._behind(ahead, rows)
@@ -137,7 +121,7 @@ class PredictedWait:
     @property
     def of_last(self) -> float:
         """Seconds until a request should board that goes after all that are here now."""
-        ahead = self.state.live.n_waiting
+        ahead = self._live.n_waiting
         return self._behind(ahead, self._rows_ahead(ahead))
 
     def _behind(self, ahead: int, rows: int) -> float:
@@ -152,47 +136,44 @@ class PredictedWait:
         return self.step_times.stretch * seconds
 
     def _decode_s(self, ahead: int) -> float:
-        """Seconds of a step in which those with seats decode, so many more too, and nothing
-        else.
-        """
-        seated = min(self.limits.max_seats, max(1, self.state.live.n_seated + ahead))
+        """Seconds of a step in which those in seats and so many more decode, and nothing else."""
+        seated = min(self.limits.max_seats, max(1, self._seats.n_live + ahead))
         return self.step_times.decode(seated) or self.step_times.step or _FIRST_STEP_S
 
     def _rows_until_it_passes(self, rows: int) -> float:
         """Rows that are computed before a prompt of so many passes longer ones; inf if it does not
         or finds no seat.
         """
-        state = self.state
-        if not state.open_seats:
+        if not self._sequences.open_seats:
             return math.inf
-        head = state.queue.head()
-        first = sum([seq.n_left for seq in state.live_prompts])
+        queue = self._live.queue
+        head = queue.head()
+        first = sum([seq.n_left for seq in self._seats.live_prompts])
         first += head.wanted_rows if head else 0
         size = rows.bit_length()
-        shorter = sum([waiting for other, waiting in state.queue.rows.items() if other <= size])
+        shorter = sum([waiting for other, waiting in queue.rows.items() if other <= size])
         return self.passing.rows_until(rows, first, shorter)
 
     def _rows_ahead(self, ahead: int) -> int:
         """Rows of the prompts that have boarded and of so many that wait."""
-        state = self.state
-        boarded = sum([seq.n_left for seq in state.live_prompts])
-        share = min(1.0, ahead / max(1, state.live.n_waiting))
-        return boarded + int(share * state.queue.rows.total())
+        boarded = sum([seq.n_left for seq in self._seats.live_prompts])
+        share = min(1.0, ahead / max(1, self._live.n_waiting))
+        return boarded + int(share * self._live.queue.rows.total())
 
     def _seat_steps(self, ahead: int) -> float:
-        """Steps until so many who are ahead, and then the newcomer, have found a seat.
+        """Steps until so many that are ahead, and then the newcomer, have found a seat.
 
-        For the k-th seat to become free k of those who run must end. Beyond one round of all seats:
-        what is to be generated ahead, spread over the seats that are at work, less the half-done
+        For the k-th seat to become free k of those that run must end. Beyond one round of all
+        seats: what is to be generated ahead, spread over the working seats, less the half-done
         answers that run on at that time.
         """
-        wanted = ahead + 1 - self.state.open_seats
+        wanted = ahead + 1 - self._sequences.open_seats
         if wanted <= 0:
             return 0.0
         endings = self._endings_now()
         if wanted <= endings.n:
             return endings.steps_until(wanted)
-        mean, seats = self._mean_expected(), self.state.working_seats
+        mean, seats = self._mean_expected(), self._sequences.working_seats
         return max(1.0, (endings.tokens + mean * (ahead - (seats - 1) / 2)) / seats)
 
     def _batch_steps(self, ahead: int) -> float:
@@ -202,26 +183,26 @@ class PredictedWait:
         return running + ahead // self.batch * self._mean_expected()
 
     def _endings_now(self) -> _Endings:
-        """When those who are seated should end; those in the background give way.
+        """When the live sequences in seats should end.
 
-        Everybody who comes between two steps is told by the same: it costs about a millisecond at
+        Computed once for all requests that come between two steps: it costs about a millisecond at
         1,024 seats.
         """
         if self._endings is None:
-            seated = (seq for seq in self.state.seated if not seq.background)
-            self._endings = _Endings(seated, self.state.lengths)
+            seated = (seq for seq in self._seats.taken if not seq.background)
+            self._endings = _Endings(seated, self._sequences.lengths)
         return self._endings
 
     def _mean_expected(self) -> float:
-        """Output tokens that one of those who wait is expected to generate."""
-        backlog, queue = self.state.backlog, self.state.queue
+        """Output tokens that a waiting sequence is expected to generate, on average."""
+        backlog, queue = self._live.backlog, self._live.queue
         if backlog.sequences:
             return backlog.expected / backlog.sequences
-        return queue.expected / len(queue) if queue else 1.0
+        return queue.expected / len(queue.waiting) if queue.waiting else 1.0
 
     def answer_s(self, newcomer: Sequence) -> float:
-        """Seconds that a seat is taken by one answer, going by those who wait."""
-        tokens = self._mean_expected() if self.state.backlog.sequences else newcomer.expected
+        """Seconds that a seat is taken by one answer, going by those that wait."""
+        tokens = self._mean_expected() if self._live.backlog.sequences else newcomer.expected
         return tokens * (self.step_times.step or _FIRST_STEP_S)
 
     def _prompt_steps(self, ahead: int, rows: int) -> tuple[float, float]:
@@ -231,12 +212,11 @@ class PredictedWait:
         Each then decodes beside the next ones, for as many steps as its answer is expected to have
         tokens; and the more streams decode and the fewer prompts wait, the fewer rows a step has.
         """
-        state = self.state
-        count = max(1, len(state.live_prompts) + ahead)
+        count = max(1, len(self._seats.live_prompts) + ahead)
         groups = min(count, _GROUPS)
         mean, weight = rows // count, count / groups
-        most_wanting = max(1, state.open_seats) + 1
-        decoding = min(state.n_decoding_live, self.limits.max_seats - 1)
+        most_wanting = max(1, self._sequences.open_seats) + 1
+        decoding = min(self._seats.n_decoding_live, self.limits.max_seats - 1)
         if rows < self._prompt_step(decoding, min(count + 1, most_wanting), mean)[0]:
             return 0.0, 0.0
         # So many streams, until so many steps from now.
@@ -272,10 +252,8 @@ class PredictedWait:
         endings = self._endings_now()
         return endings.tokens / endings.n if endings.n else 0.0
 
-    def _prefill(self, leader: Sequence) -> float:
+    def prefill_s(self, leader: Sequence) -> float:
         """The least seconds for the rows of the prompt that are not found in pages now."""
-        return self.step_times.fastest_prefill(leader.n_prompt - self._found(leader))
-
-    def _found(self, newcomer: Sequence) -> int:
-        """Tokens of its prompt that are found in pages now."""
-        return self.pool.count(self.pool.shareable_keys(newcomer)) * self.pool.page_size
+        return self.step_times.fastest_prefill(
+            leader.n_prompt - self._sequences.pages.found(leader)
+        )

@@ -1,0 +1,118 @@
+"""What went wrong in an engine of late: outages, refusals, full disks."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+#: Outages that are kept, and crowds of refusals; seconds without a refusal after which a crowd is
+#: over.
+_KEEP_OUTAGES, _KEEP_REFUSALS, _CALM_S = 64, 20, 30.0
+
+#: A sequence: its request's id, and its index.
+type _Stream = tuple[str, int]
+
+
+class _Outage(msgspec.Struct):
+    """A time in which no core served, after one that did. Times as those of the history's clock."""
+
+    #: When the core was found gone.
+    began: float
+    #: Why, in words: "the engine process was killed by SIGKILL".
+    cause: str
+    #: Which restart since the server's start ends it: 1 for the first.
+    restart: int
+    #: Requests that were open and go on in the next core, and those that ended with an error.
+    n_resumed: int
+    n_lost: int
+    #: Streams that were under way, and those of them that have gone on since, or ended.
+    n_streams: int = 0
+    n_flowing: int = 0
+    #: When another core was ready, and when the last of the streams had gone on in it; None: not
+    #: yet, or never.
+    ready: float | None = None
+    flowing: float | None = None
+
+
+class _Refusals(msgspec.Struct):
+    """A time in which requests were refused. Times as those of the history's clock."""
+
+    #: When the first one and the newest one were.
+    began: float
+    newest: float
+    #: Answers by status and code, such as "429 queue_full".
+    counts: dict[str, int] = {}
+    #: Retry-After of the newest one, seconds; None: it had none.
+    retry_s: float | None = None
+
+
+class Incidents:
+    """The newest incidents. clock: seconds."""
+
+    def __init__(self, clock: Callable[[], float]):
+        self._clock = clock
+        #: Both oldest first.
+        self.outages: deque[_Outage] = deque(maxlen=_KEEP_OUTAGES)
+        self.refusals: deque[_Refusals] = deque(maxlen=_KEEP_REFUSALS)
+        #: When a disk that the server writes to was last found full.
+        self.disk_full_at = -math.inf
+        # Streams that a lost core has stopped, until they go on or end.
+        self._stopped: set[_Stream] = set()
+
+    @property
+    def _outage(self) -> _Outage | None:
+        """The newest outage."""
+        return self.outages[-1] if self.outages else None
+
+    def stream_stopped(self, stream: _Stream) -> None:
+        """The core is gone, and a stream waits for another one."""
+        self._stopped.add(stream)
+
+    def outage_began(self, cause: str, *, n_resumed: int, n_lost: int) -> None:
+        """A core that served is gone. One that goes before it was ready makes its outage longer."""
+        last, n_streams = self._outage, len(self._stopped)
+        if last is not None and last.ready is None:
+            last.cause, last.restart = cause, last.restart + 1
+            last.n_lost += n_lost
+            last.n_streams = last.n_flowing + n_streams
+            return
+        restart = 1 if last is None else last.restart + 1
+        self.outages.append(_Outage(self._clock(), cause, restart, n_resumed, n_lost, n_streams))
+
+    def core_ready(self, t: float) -> None:
+        """A core serves."""
+        outage = self._outage
+        if outage is not None and outage.ready is None:
+            outage.ready = t
+            self._see_flow(outage, t)
+
+    def stream_flows(self, stream: _Stream, t: float) -> None:
+        """A stream has a token again, or has ended."""
+        if stream not in self._stopped:
+            return
+        self._stopped.discard(stream)
+        outage = self._outage
+        if outage is not None:
+            outage.n_flowing += 1
+            self._see_flow(outage, t)
+
+    def _see_flow(self, outage: _Outage, t: float) -> None:
+        """Note when all streams flow again."""
+        if outage.ready is not None and outage.flowing is None and not self._stopped:
+            outage.flowing = t
+
+    def refused(self, status: int, code: str, retry_s: float | None) -> None:
+        """A request was answered 429 or 503. code: of the error; retry_s: its Retry-After."""
+        now, name = self._clock(), f"{status} {code}".strip()
+        if not self.refusals or now - self.refusals[-1].newest > _CALM_S:
+            self.refusals.append(_Refusals(now, now))
+        refusals = self.refusals[-1]
+        refusals.newest, refusals.retry_s = now, retry_s
+        refusals.counts[name] = refusals.counts.get(name, 0) + 1
+
+    def disk_full(self) -> None:
+        """A disk that the server writes to is full."""
+        self.disk_full_at = self._clock()

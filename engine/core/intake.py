@@ -1,0 +1,165 @@
+"""The way of a request into the scheduler: its adapter is loaded, its grammar compiled, its limits
+checked.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from jitney.engine.common.errors import ErrorInfo, RequestError
+from jitney.engine.common.messages import AdaptersSet, SetAdapters
+from jitney.engine.common.outputs import FinishReason, SequenceOutput
+from jitney.engine.common.requests import REQUEST_MOST, EngineRequest
+from jitney.engine.core.scheduler.sequence import Matcher
+
+if TYPE_CHECKING:
+    from jitney.engine.core.adapter_manager import AdapterManager
+    from jitney.engine.core.grammar.manager import GrammarManager
+    from jitney.engine.core.scheduler.scheduler import Scheduler
+
+_log = logging.getLogger("jitney.core")
+
+_NO_GRAMMARS = ErrorInfo(
+    "unsupported_parameter", "this engine cannot hold an answer to a grammar", "structured_outputs"
+)
+_NO_ADAPTERS = ErrorInfo(
+    "invalid_value",
+    "adapters: this engine was started without any, and without room for some; give adapter_room "
+    "at the start",
+)
+
+
+@dataclass(eq=False)
+class Intake:
+    """Requests that wait for an adapter or a grammar, and refusals."""
+
+    scheduler: Scheduler
+    #: Holds answers to grammars; None until the tokenizer is known, see `learn`.
+    grammars: GrammarManager | None = None
+    #: Changes the adapters; None where there are none, nor room for any.
+    adapters: AdapterManager | None = None
+    #: Terminal outputs of refused requests, for the next report.
+    rejected: list[SequenceOutput] = field(default_factory=list[SequenceOutput])
+
+    @property
+    def is_busy(self) -> bool:
+        """Grammars are being compiled, or adapters are being loaded."""
+        if self.grammars is not None and self.grammars.has_waiting:
+            return True
+        return self.adapters is not None and self.adapters.is_busy
+
+    @property
+    def open_adapters(self) -> set[int]:
+        """Numbers of the adapters that open requests ask for."""
+        waiting = set[int]() if self.grammars is None else self.grammars.waiting_adapters
+        return self.scheduler.open_adapters | waiting
+
+    def learn(self, tokenizer: str) -> None:
+        """From here on answers can be held to grammars. tokenizer: the model's, as the `tokenizers`
+        library writes it (JSON). Takes half a second for 50,000 tokens.
+        """
+        from jitney.engine.core.grammar.manager import GrammarManager
+
+        factory = self.scheduler.factory
+        try:
+            self.grammars = GrammarManager.open(
+                tokenizer, factory.request_limits.vocab_size, factory.eos_ids
+            )
+        except ValueError as error:
+            _log.warning("no answer can be held to a grammar: %s", error)
+
+    def set_adapters(self, message: SetAdapters, *, asleep: bool) -> AdaptersSet | None:
+        """Serve other adapters. -> the answer, if it is known at once; else a report has it."""
+        if self.adapters is None:
+            return AdaptersSet(message.ticket, _NO_ADAPTERS)
+        if asleep:
+            error = ErrorInfo("sleeping", "adapters: the engine is asleep; POST /wake_up wakes it")
+            return AdaptersSet(message.ticket, error)
+        self.adapters.ask(message)
+        return None
+
+    def add(self, request: EngineRequest) -> None:
+        """Take a request; a refusal becomes one terminal output per sequence."""
+        if self.adapters is not None and request.adapter:
+            request = self.adapters.current(request)
+            refusal = self.adapters.refusal(request)
+            if refusal is not None:
+                self._reject(request, refusal)
+                return
+            if self.adapters.hold(request):
+                return
+        self._add_loaded(request)
+
+    def _add_loaded(self, request: EngineRequest) -> None:
+        """Go on with a request whose adapter is loaded."""
+        sampling = request.sampling
+        if self.grammars is None and (sampling.grammar is not None or sampling.constrained):
+            self._reject(request, _NO_GRAMMARS)
+        elif self.grammars is None or sampling.grammar is None:
+            self._schedule(request)
+        else:
+            self.grammars.enter(request, sampling.grammar)
+            self.add_compiled()
+
+    def add_compiled(self) -> None:
+        """Go on with requests whose grammars have been compiled."""
+        if self.grammars is None:
+            return
+        for request, new_matcher, error, ended in self.grammars.leave():
+            if error is not None:
+                self._reject(request, error)
+            elif new_matcher is None:
+                self._end_before(request, ended)
+            else:
+                self._schedule(request, new_matcher)
+                for index, reason in ended.items():
+                    self.scheduler.abort(request.id, index, reason)
+
+    def tend_adapters(self, open_adapters: Callable[[], set[int]]) -> set[int]:
+        """Go on with a change of adapters, and with requests whose adapters are loaded now.
+        open_adapters: numbers that open requests ask for. -> numbers of those that are served;
+        empty without a change.
+        """
+        if self.adapters is None or not self.adapters.is_busy:
+            return set()
+        for held in self.adapters.tend(open_adapters):
+            if held.is_over:
+                self._end_before(held.request, held.ended)
+                continue
+            self._add_loaded(held.request)
+            for index, reason in held.ended.items():
+                self.abort(held.request.id, index, reason)
+        return self.adapters.numbers
+
+    def _schedule(
+        self, request: EngineRequest, new_matcher: Callable[[], Matcher] | None = None
+    ) -> None:
+        if self.grammars is not None and request.sampling.constrained:
+            new_matcher = self.grammars.constrained(request.sampling, new_matcher)
+        try:
+            self.scheduler.add(request, new_matcher)
+        except RequestError as error:
+            self._reject(request, error.info)
+
+    def _end_before(self, request: EngineRequest, ended: dict[int, FinishReason]) -> None:
+        """All sequences of a request were ended before it reached the scheduler."""
+        self.rejected += [
+            SequenceOutput(request.id, index, finish=reason)
+            for index, reason in sorted(ended.items())
+        ]
+
+    def _reject(self, request: EngineRequest, error: ErrorInfo) -> None:
+        # n itself may be what was refused.
+        for index in range(min(max(1, request.sampling.n), REQUEST_MOST.n)):
+            self.rejected.append(SequenceOutput(request.id, index, finish="error", error=error))
+
+    def abort(self, request_id: str, index: int | None, reason: FinishReason) -> None:
+        """End a request (index None) or one of its sequences, wherever it is."""
+        if self.adapters is not None:
+            self.adapters.abort(request_id, index, reason)
+        if self.grammars is not None:
+            self.grammars.abort(request_id, index, reason)
+        self.scheduler.abort(request_id, index, reason)

@@ -1,0 +1,149 @@
+"""Qwen3.5 and 3.6, dense and mixtures: layers that keep a state of each seat between layers that
+attend.
+
+Three of four layers are gated delta nets (`jitney.kernels.delta_net`). In the others the queries'
+projection makes a gate as well, whose sigmoid what attention gives is multiplied with. The norms'
+weights are stored as w of 1 + w, but for that of the delta nets.
+
+Axes: T rows, E embed, H query heads, K KV heads, D head dim; of a delta net as there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from jitney.engine.core.models.attention import Attention
+from jitney.engine.core.models.layers import Linear, normal
+from jitney.engine.core.models.llama import Block, Llama
+from jitney.engine.core.models.mixture import MixtureBlock
+from jitney.engine.core.models.rope import Rope
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
+from jitney.engine.core.weights.checkpoints.names import HF, Dialect, FileFormat
+from jitney.kernels.delta_net import DeltaState, DeltaWeights
+from jitney.kernels.interface import AttentionMeta, Kernels
+
+#: Columns of the matrix of rates are a multiple of this, as those of products with kernels.
+_COLUMNS = 16
+_HF = replace(
+    HF,
+    norm_offset=1.0,
+    router="mlp.gate",
+    expert_gate="mlp.experts.{e}.gate_proj",
+    expert_up="mlp.experts.{e}.up_proj",
+    expert_down="mlp.experts.{e}.down_proj",
+    ignored=(*HF.ignored,),
+)
+
+
+class _GatedAttention(Attention):
+    """Attention whose projection makes for each query head its query, then its gate."""
+
+    def __call__(
+        self, x: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
+    ) -> tuple[Array, Array]:
+        """See `Attention.__call__`."""
+        kernels = kernels.of_rows(meta.counts[2])
+        n_rows, split = x.shape[0], 2 * self.n_heads * self.head_dim
+        rows = self.projected(x, kernels, meta.adapted)
+        pairs = rows[:, :split].reshape(n_rows, self.n_heads, 2, self.head_dim)
+        others = rows[:, split:].reshape(n_rows, -1, self.head_dim)
+        heads = jnp.concatenate([pairs[:, :, 0], others], axis=1)
+        o, kv = self.attended(heads, rope, kv, meta, kernels)
+        gates = pairs[:, :, 1].reshape(n_rows, -1).astype(jnp.float32)
+        gated = (o.astype(jnp.float32) * jax.nn.sigmoid(gates)).astype(x.dtype)
+        return self.o(gated, kernels, adapted=meta.adapted), kv
+
+
+class _GatedDeltaNet(nnx.Module):
+    """A gated delta net: qkv [E, C + H V] makes what is convolved and the gates, o [H V, E] closes.
+
+    rates [E, 2 H], which is never rounded to a scheme: how much of its value a row writes, and how
+    fast the memory decays. taps [W, 1, C], log_decay, rate_bias and norm: see `DeltaWeights`.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        own = config.delta_net
+        assert own is not None
+        size, heads = config.hidden_size, own.value_heads
+        self.eps = config.rms_eps
+        self.n_rates = 2 * heads
+        columns = own.channels + own.values
+        self.qkv = Linear(size, columns, bias=False, dtype=dtype, rngs=rngs)
+        self.rates = nnx.Param(normal(rngs, (size, 2 * heads), 1.5 * size**-0.5, dtype))
+        self.taps = nnx.Param(normal(rngs, (own.taps, 1, own.channels), 0.7, dtype))
+        # Of random models: a few tokens of memory, or a few hundred.
+        self.log_decay = nnx.Param(normal(rngs, (heads,), 1.5, jnp.float32) - 3.0)
+        self.rate_bias = nnx.Param(normal(rngs, (heads,), 1.0, jnp.float32))
+        self.norm = nnx.Param(jnp.ones((own.value_dim,), jnp.float32))
+        is_split = config.shards > 1
+        self.o = Linear(own.values, size, bias=False, dtype=dtype, rngs=rngs, summed=is_split)
+
+    def __call__(
+        self, x: Array, rope: Rope, kv: DeltaState, meta: AttentionMeta, kernels: Kernels
+    ) -> tuple[Array, DeltaState]:
+        """x [T, E] -> ([T, E], kv), which is what the layer keeps; it knows no positions."""
+        kernels = kernels.of_rows(meta.counts[2])
+        rows = self.qkv(x, kernels, adapted=meta.adapted)
+        rates = kernels.matmul(x, self.rates[...], jnp.float32)[:, : self.n_rates]
+        taps = self.taps[...]
+        weights = DeltaWeights(
+            taps.reshape(taps.shape[0], -1),
+            self.log_decay[...],
+            self.rate_bias[...],
+            self.norm[...],
+        )
+        o, kv = kernels.delta_net(rows, rates, weights, kv, meta, eps=self.eps)
+        return self.o(o, kernels, adapted=meta.adapted), kv
+
+    def linears(self) -> tuple[Linear, ...]:
+        """See `Attention.linears`."""
+        return self.qkv, self.o
+
+    def pack(self, kernels: Kernels) -> None:
+        """See `Attention.pack`; the rates get columns of zeros up to whole vectors."""
+        self.qkv.pack(kernels)
+        self.o.pack(kernels)
+        if kernels.pack is not None:
+            padded = jnp.pad(self.rates[...], ((0, 0), (0, -self.n_rates % _COLUMNS)))
+            self.rates = nnx.Param(kernels.pack(padded))
+
+
+def _mixer(
+    config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs
+) -> _GatedDeltaNet | _GatedAttention:
+    """The first half of a layer."""
+    is_recurrent = config.delta_net is not None and layer in config.delta_net.layers
+    made: Any = _GatedDeltaNet if is_recurrent else _GatedAttention
+    return made(config, layer, dtype=dtype, rngs=rngs)
+
+
+class _DenseBlock(Block):
+    attention_class = staticmethod(_mixer)
+
+
+class _ExpertsBlock(MixtureBlock):
+    attention_class = staticmethod(_mixer)
+
+
+class Qwen35(Llama):
+    """See `Llama`."""
+
+    block = _DenseBlock
+
+    @classmethod
+    def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:
+        """The names of Hugging Face's folders; GGUF files of Qwen3.5 are not read."""
+        return _HF
+
+
+class Qwen35Mixture(Qwen35):
+    """See `Llama`."""
+
+    block = _ExpertsBlock

@@ -1,0 +1,286 @@
+"""Admission control: whether a request may wait, by the work that waits already and by its
+predicted wait; a refused one is told when to return.
+
+If seats are free for a request, it is refused only for its predicted wait, which prompts ahead of
+it may make too long. An idle engine refuses no request.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jitney.engine.common.errors import RequestError
+from jitney.engine.core.scheduler.admission.predicted_wait import PredictedWait
+from jitney.engine.core.scheduler.limits import SchedulerLimits
+from jitney.engine.core.scheduler.open_sequences import OpenSequences
+from jitney.engine.core.scheduler.sequence import Sequence
+
+#: Bounds of Retry-After, in seconds.
+SHORTEST_RETRY, LONGEST_RETRY = 0.1, 1800.0
+#: Refused requests return a little further apart than their work takes by prediction, so that the
+#: queue has room for each. Random delay: at most so many seconds, and this share of the wait.
+_SPARSE, _JITTER_S, _JITTER_SHARE = 1.05, 0.5, 0.05
+#: A deadline is given up only if it would be missed even with this share of the predicted wait.
+_HOPE = 0.5
+#: Share of a bound down to which the queue goes before the first refused request returns: the rest
+#: absorbs that places do not come free evenly.
+_CALM = 0.6
+#: Share of the longest predicted wait that may be filled while all seats are taken: the prediction
+#: is a mean, and one request in a hundred waits longer. And in the first seconds of a crowd: it
+#: slows the engine down, on two cores to half its speed, and the prediction goes by earlier steps.
+_SURE, _AT_FIRST, _FIRST_S = 0.9, 0.5, 3.0
+#: Verdicts kept; more are never open, since the requests of a group come one after the other.
+_MOST_VERDICTS = 64
+
+
+class _Work(NamedTuple):
+    """The work of a request, with all that came together with it."""
+
+    #: Sequences, each of which needs a seat.
+    sequences: int
+    #: Tokens of the prompts, each computed once, and output tokens that are expected.
+    tokens: int
+
+    @classmethod
+    def of(cls, leader: Sequence) -> _Work:
+        request, whole = leader.request, leader.request.whole
+        n_requests = whole.requests if whole else 1
+        prompts = whole.prompt_tokens if whole else leader.n_prompt
+        n = n_requests * request.sampling.n
+        return cls(n, prompts + n * leader.expected)
+
+
+class _Bound(NamedTuple):
+    """One of the bounds on what waits."""
+
+    #: With the newcomer, and at most.
+    level: float
+    most: float
+    #: Seconds in which the level falls by one if no request comes.
+    falls_in: float
+    #: What the client is told.
+    reason: str
+    #: How many times `most` it is for a tenant that others have left no room.
+    overflow: float = 2.0
+    #: Share of `most` that may be filled now.
+    now: float = 1.0
+
+
+@dataclass(slots=True)
+class _Verdict:
+    """On requests that came together."""
+
+    #: So many of them have not been judged.
+    to_come: int
+    #: Why none of them may wait; None if all may.
+    refusal: RequestError | None = None
+
+
+class ReturnTimes:
+    """Spreads refused requests over the time to come: each returns when those refused before it
+    should have been served. No place is kept for any of them.
+    """
+
+    def __init__(self, seed: int = 0):
+        self._random = random.Random(seed)
+        # Clock seconds until which requests that will return keep the engine busy.
+        self._busy_until = -math.inf
+
+    def clear(self) -> None:
+        """A request found free seats: the others have returned and were served, or do not come."""
+        self._busy_until = -math.inf
+
+    def next(self, now: float, free_in: float, work_s: float) -> float:
+        """Seconds after which the next refused request should return.
+
+        free_in: seconds until there is room if no request comes. work_s: seconds that its work
+        takes.
+        """
+        wait = max(self._busy_until - now, free_in, 0.0)
+        if wait > LONGEST_RETRY:
+            return LONGEST_RETRY * self._random.uniform(0.5, 1.0)
+        self._busy_until = now + wait + _SPARSE * work_s
+        jitter = self._random.uniform(0.0, min(_JITTER_S, _JITTER_SHARE * wait))
+        return max(SHORTEST_RETRY, wait + jitter)
+
+
+class AdmissionControl:
+    """Admits requests, or refuses them with a Retry-After."""
+
+    def __init__(
+        self, limits: SchedulerLimits, sequences: OpenSequences, predicted_wait: PredictedWait
+    ):
+        self.limits = limits
+        self.predicted_wait = predicted_wait
+        self._sequences = sequences
+        self._backlog = sequences.live.backlog
+        self._returns = ReturnTimes()
+        # When a request first came to the present crowd, clock seconds.
+        self._crowded_since: float | None = None
+        # By the id of a group of requests of which more are to come.
+        self._verdicts: OrderedDict[str, _Verdict] = OrderedDict()
+
+    def admit(self, leader: Sequence, now: float) -> None:
+        """Raise RequestError queue_full or deadline_unreachable unless the leader's request may
+        wait. The first of several that came together is judged for all.
+        """
+        whole = leader.request.whole
+        if whole is None or leader.request.background:
+            self._judge(leader, now)
+            return
+        verdict = self._verdicts.get(whole.id)
+        if verdict is None:
+            verdict = self._verdicts[whole.id] = _Verdict(whole.requests)
+            if len(self._verdicts) > _MOST_VERDICTS:
+                self._verdicts.popitem(last=False)
+            try:
+                self._judge(leader, now)
+            except RequestError as error:
+                verdict.refusal = error
+        verdict.to_come -= 1
+        if not verdict.to_come:
+            del self._verdicts[whole.id]
+        if verdict.refusal is not None:
+            raise verdict.refusal
+
+    def has_room(self, leader: Sequence, now: float) -> bool:
+        """Whether `admit` would admit a request without a deadline."""
+        if leader.request.background:
+            return self._background_has_room(leader)
+        bounds = self._bounds(leader, _Work.of(leader), self._wait(leader), now)
+        return self._refusal(bounds, leader) is None
+
+    def _judge(self, leader: Sequence, now: float) -> None:
+        if leader.request.background:
+            self._judge_background(leader)
+            return
+        work, wait = _Work.of(leader), self._wait(leader)
+        self._check_deadline(leader, wait, now)
+        bounds = self._bounds(leader, work, wait, now)
+        refusal = self._refusal(bounds, leader)
+        if refusal is None:
+            if self._finds_seats(work):
+                self._returns.clear()
+            return
+        free_in = max((bound.level - _CALM * bound.most) * bound.falls_in for bound in bounds)
+        retry = self._returns.next(now, free_in, work.tokens * self._seconds_per_token(leader))
+        raise RequestError(
+            f"{refusal}; retry in {retry:.1f} s", code="queue_full", retry_after=retry
+        )
+
+    def _check_deadline(self, leader: Sequence, wait: float, now: float) -> None:
+        """Raise RequestError deadline_unreachable if the first token could not come in time after
+        so many seconds of waiting.
+        """
+        deadline = leader.request.deadline
+        if deadline is None:
+            return
+        if now + _HOPE * wait + self.predicted_wait.prefill_s(leader) <= deadline:
+            return
+        raise RequestError(
+            f"the first token could not come before the request's deadline; about {wait:.1f} s of "
+            "waiting are ahead",
+            code="deadline_unreachable",
+            retry_after=max(wait, SHORTEST_RETRY),
+        )
+
+    def _judge_background(self, leader: Sequence) -> None:
+        if not self._background_has_room(leader):
+            raise RequestError(
+                "too many requests wait in the background already",
+                code="queue_full",
+                retry_after=SHORTEST_RETRY,
+            )
+
+    def _background_has_room(self, leader: Sequence) -> bool:
+        """Background requests have a bound of their own."""
+        waiting = self._sequences.background.backlog.sequences
+        most = self.limits.max_waiting_requests
+        return not waiting or waiting + leader.request.sampling.n <= most
+
+    def _finds_seats(self, work: _Work) -> bool:
+        return self._backlog.sequences + work.sequences <= self._sequences.open_seats
+
+    def _wait(self, leader: Sequence) -> float:
+        """The predicted wait in seconds, or 0 if no setting or deadline needs it."""
+        if self.limits.max_predicted_wait_s or leader.request.deadline is not None:
+            return self.predicted_wait.wait(leader)
+        return 0.0
+
+    def _bounds(self, leader: Sequence, work: _Work, wait: float, now: float) -> list[_Bound]:
+        """The bounds that hold for this request, and where it would take them. One of too many
+        tokens may wait alone.
+        """
+        if not self._sequences.live.n_open:
+            return []
+        finds_seats = self._finds_seats(work)
+        bounds = [] if finds_seats else self._bounds_of_waiting(leader, work)
+        longest = self.limits.max_predicted_wait_s
+        if longest:
+            share = 1.0 if finds_seats else _SURE if self._crowd_s(now) >= _FIRST_S else _AT_FIRST
+            shown = longest if wait > longest else share * longest
+            reason = (
+                f"about {wait:.1f} s of waiting are ahead, and at most {shown:g} are allowed; "
+                f"sequences waiting: {self._backlog.sequences}"
+            )
+            bounds.append(_Bound(wait, longest, 1.0, reason, overflow=1.0, now=share))
+        return bounds
+
+    def _crowd_s(self, now: float) -> float:
+        """Seconds for which requests have come while others waited and no seat was open."""
+        if not self._sequences.crowded:
+            self._crowded_since = None
+            return 0.0
+        if self._crowded_since is None:
+            self._crowded_since = now
+        return now - self._crowded_since
+
+    def _bounds_of_waiting(self, leader: Sequence, work: _Work) -> list[_Bound]:
+        """The bounds on how much waits."""
+        backlog, limits = self._backlog, self.limits
+        most = limits.max_waiting_requests
+        bounds = [
+            _Bound(
+                backlog.sequences + work.sequences - self._sequences.open_seats,
+                most,
+                self._seconds_per_place(leader),
+                f"too many sequences are waiting: {backlog.sequences}, of at most {most}",
+            )
+        ]
+        if backlog.sequences:
+            most = limits.max_waiting_tokens
+            reason = (
+                f"too many tokens are waiting to be computed: {backlog.work}, of at most {most}"
+            )
+            per_token = self._seconds_per_token(leader)
+            bounds.append(_Bound(backlog.work + work.tokens, most, per_token, reason))
+        return bounds
+
+    def _refusal(self, bounds: list[_Bound], leader: Sequence) -> str | None:
+        """Why a request may not wait, or None."""
+        if self._may_overflow(leader):
+            bounds = [bound._replace(most=bound.overflow * bound.most) for bound in bounds]
+        for bound in bounds:
+            if bound.level > bound.now * bound.most:
+                return bound.reason
+        return None
+
+    def _may_overflow(self, leader: Sequence) -> bool:
+        """Whether others have filled the queue, and the leader's tenant has not."""
+        accounts = self._backlog.accounts
+        own = accounts[leader.request.account] + _Work.of(leader).sequences
+        most = self.limits.max_waiting_requests
+        return self._sequences.live.queue.may_overflow(own, len(accounts), most)
+
+    def _seconds_per_token(self, leader: Sequence) -> float:
+        backlog = self._backlog
+        tokens = backlog.work / backlog.sequences if backlog.sequences else leader.expected
+        return self._seconds_per_place(leader) / max(1.0, tokens)
+
+    def _seconds_per_place(self, leader: Sequence) -> float:
+        """Seconds after which a place comes free: all seats go on to the end of an answer."""
+        return self.predicted_wait.answer_s(leader) / self._sequences.working_seats

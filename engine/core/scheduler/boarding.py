@@ -1,0 +1,118 @@
+"""How waiting sequences get seats and pages."""
+
+from __future__ import annotations
+
+from jitney.engine.core.scheduler.limits import SchedulerLimits
+from jitney.engine.core.scheduler.open_sequences import OpenSequences
+from jitney.engine.core.scheduler.page_demand import PageDemand
+from jitney.engine.core.scheduler.passing import Passing
+from jitney.engine.core.scheduler.plan import Draft
+from jitney.engine.core.scheduler.policies import Policy, Situation
+from jitney.engine.core.scheduler.preemption import Preemption
+from jitney.engine.core.scheduler.queues import RequestClass
+from jitney.engine.core.scheduler.sequence import Sequence
+
+
+class Boarding:
+    """Seats waiting sequences, as the policy and the pages allow."""
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        policy: Policy,
+        sequences: OpenSequences,
+        demand: PageDemand,
+        preemption: Preemption,
+        passing: Passing,
+    ):
+        self._limits = limits
+        self._policy = policy
+        self._sequences = sequences
+        self._seats = sequences.seats
+        self._queue = sequences.live.queue
+        self._demand = demand
+        self._preemption = preemption
+        self._passing = passing
+        #: Whether a request can still come before an open one has ended; the caller of the engine
+        #: writes it.
+        self.more_to_come = True
+
+    def allowed(self, now: float) -> int:
+        """How many waiting live sequences the policy lets board now."""
+        return self._policy.boarders(self._situation(now)) if self._queue.waiting else 0
+
+    def pause(self, now: float) -> float:
+        """Seconds in which no plan is possible because the policy lets all wait; 0 if one is."""
+        if self._seats.n_taken or not self._queue.waiting:
+            return 0.0
+        wakes = self._policy.boards_at(self._situation(now))
+        return max(0.0, min(wakes, self._sequences.requests.next_deadline) - now)
+
+    def _situation(self, now: float) -> Situation:
+        # A sequence that is about to end may be followed by another: a closed loop's next request
+        # comes then.
+        more = self.more_to_come or bool(self._sequences.leaving)
+        return Situation(
+            now,
+            free_seats=len(self._seats.free),
+            busy_seats=self._seats.batch,
+            waiting=len(self._queue.waiting),
+            arrivals=(seq.request.arrival for seq in self._queue.waiting),
+            more_to_come=more,
+        )
+
+    def seat_next(self, requests: RequestClass, draft: Draft, now: float) -> Sequence | None:
+        """The head of a queue takes a seat; None if it cannot yet, and then it holds up those
+        behind.
+        """
+        seq = requests.queue.head()
+        if seq is None or seq.in_flight:
+            return None
+        if self._limits.encoder and len(seq.tokens) > draft.tokens_left:
+            return None  # the next step takes it whole
+        boards = self.seat(seq, draft, now)
+        if not seq.background:
+            self._sequences.short_of_pages = not boards
+        return seq if boards else None
+
+    def seat(self, seq: Sequence, draft: Draft, now: float) -> bool:
+        """Whether a waiting sequence finds pages and takes a seat. Not while its token is in flight
+        since a preemption: it would be sampled a second time.
+        """
+        if seq.in_flight or not self.take_seat(seq, draft, now):
+            return False
+        if not seq.background:
+            self._passing.board(seq.n_left, now)
+        return True
+
+    def take_seat(self, seq: Sequence, draft: Draft, now: float, *, instead: bool = False) -> bool:
+        """Pages and a seat for a sequence; False if there are too few pages. instead: it replaces
+        another, so that there is not one more.
+        """
+
+        def lasts(fresh: int) -> bool:
+            """Else it, or another one, would soon be preempted."""
+            if instead or self._demand.lasts(seq, fresh):
+                return True
+            return self._preemption.too_long_stalled(seq, now)
+
+        found = self._sequences.pages.take(seq, self._seats.n_taken, lasts)
+        if found is None:
+            return False
+        draft.cached_tokens += found
+        self._sequences.seat(seq, now)
+        draft.boarded.append(seq)
+        return True
+
+    def make_way(self, draft: Draft, now: float) -> Sequence | None:
+        """The sequence that may take a seat though none was free: another has just lost one for
+        it.
+        """
+        if self._seats.free or not self._queue.waiting:
+            return None
+        claimant = self._queue.claimant(self._seats.count)
+        if claimant is None or claimant.in_flight:
+            return None
+        displaced = self._preemption.for_claimant(claimant, now)
+        draft.preempted += displaced
+        return claimant if displaced else None

@@ -1,0 +1,233 @@
+"""How many prompt rows a step may have beside streams."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from jitney.engine.config import Share
+from jitney.engine.core.scheduler.buckets import Bucket
+from jitney.engine.core.scheduler.step_times import StepTimeEstimate
+
+#: A step with prompt rows may take so many times as long as one with all of their share at the
+#: start of a prompt.
+_STRETCH = 1.15
+#: Share AUTO at its least: a step may take so many times as long as one without prompt rows, so
+#: that the slowest of them stays within three times.
+_MOST_SLOWER = 2.7
+#: Where the first prompt ends soon, AUTO gives at least this share, and a step may take so many
+#: times as long as one without prompt rows: one slow step, where a long prompt makes many. On a
+#: CPU that decodes 32 rows in 17 ms and computes 256 of prompts in 84, less would be half of that.
+_SHORT_SHARE, _SHORT_SLOWER = 0.5, 6.0
+#: The same of steps with prompt rows of the background.
+_BACKGROUND_SLOWER = 2.0
+#: Where even the smallest mixed step is longer than the target, one in so many steps takes prompt
+#: rows all the same.
+_PATIENCE = 4
+#: Rows a second that brief steps may lose, of those of full ones.
+_BRIEF_LOSS = 0.06
+#: Share AUTO: the least that prompts get, and how many different shares there are.
+_LEAST_SHARE, _LEVELS = 0.25, 16
+
+#: (decoding, share) -> (rows, bucket).
+_Usual = dict[tuple[int, float], tuple[int, Bucket]]
+
+
+@dataclass(eq=False)
+class PrefillBudget:
+    """The most prompt rows of a step. share: of the token budget, while others decode;
+    target_itl_s: 0 for none.
+
+    A long prompt then passes in more, shorter steps, and the streams that run beside it notice less
+    of it. A row far into a long prompt takes longer, so there are fewer of them in a step: see
+    _STRETCH. Share 1 is no limit.
+
+    A step with many prompt rows makes every stream wait, one with few makes every prompt wait. So
+    share AUTO is the waiting prompts divided by the decoding streams, in _LEVELS steps, between
+    _LEAST_SHARE and 1. One long prompt beside many streams gets _LEAST_SHARE,
+    or as much less as makes their steps no more than _MOST_SLOWER times as long; a short one gets
+    SHORT_SHARE within _SHORT_SLOWER, so that its first token need not wait for a second step;
+    where prompts are most of the work, they pile up in the seats until they get the whole budget,
+    and no weights are read for a few rows at a time.
+    """
+
+    step_times: StepTimeEstimate
+    share: Share
+    target_itl_s: float
+    #: Steps in a row that took no prompt row for the sake of target_itl_s.
+    _denied: int = 0
+    #: By (decoding, share).
+    _usual_rows: _Usual = field(default_factory=_Usual)
+
+    def share_beside(self, decoding: int, prompts: int) -> float:
+        """The share of the token budget for so many prompts beside so many decoding sequences."""
+        if isinstance(self.share, str):
+            return _auto_share(decoding, prompts)
+        return self.share
+
+    def is_short(self, rest: int, whole: int) -> bool:
+        """Whether a prompt may end in the next step by what `most` allows short ones: rest, the
+        rows it has left, of `whole` rows that it had when it boarded.
+
+        Where padding is free, the end of a prompt that took several full steps is not short: the
+        streams beside it have waited often enough. Elsewhere `Buckets.thrifty` cuts such an end.
+        """
+        buckets = self.step_times.buckets
+        if buckets.padding_is_free and whole > buckets.token_budget:
+            return False
+        return rest <= _SHORT_SHARE * buckets.token_budget
+
+    def most(self, decoding: int, start: int = 0, prompts: int = 1, *, short: bool = False) -> int:
+        """Prompt rows for a step of so many decoding sequences; to be asked once per step, while
+        prompts need rows.
+
+        start: position of the first row, which tells what they attend to. prompts: how many
+        prompts need rows now. short: the first of them is, see `is_short`.
+        """
+        buckets = self.step_times.buckets
+        if not decoding:
+            return buckets.token_budget
+        share, slower = self._share_and_limit(decoding, prompts, short)
+        usual_rows = self._usual_rows.get((decoding, share))
+        if usual_rows is None:
+            usual_rows = self._rows_of_share(decoding, share)
+            self._usual_rows[decoding, share] = usual_rows
+        rows, bucket = usual_rows
+        usual = self.step_times.mixed(bucket, decoding + rows)
+        if usual is None:
+            return min(rows, self._fewest(decoding)) if self.target_itl_s else rows
+        limit = self._longest(usual, share)
+        if slower < math.inf and self.step_times.has_seen(bucket):
+            limit = min(limit, self._bearable(decoding, slower))
+        if self._timely(bucket.tokens, decoding, start, limit - usual) >= rows:
+            return rows  # as nearly always: no need to ask about other steps
+        return self._most_in_time(rows, decoding, start, limit)
+
+    def brief(self, decoding: int) -> int:
+        """Prompt rows of the shortest step beside so many decoding sequences in which long prompts
+        lose no more than _BRIEF_LOSS of their speed: a request that comes meanwhile waits for its
+        end. All that a step can have, before any was measured.
+
+        What a step takes whatever its prompt rows is lost once more with each step that a prompt is
+        cut into. A bucket that was not seen looks as fast as the nearest one, so it is tried.
+        """
+        times, buckets = self.step_times, self.step_times.buckets
+        fullest, kept = buckets.mixed[-1], 1 - _BRIEF_LOSS
+        most = fullest.tokens - decoding
+        full = times.mixed(fullest)
+        if full is None:
+            return most
+        if buckets.padding_is_free:
+            fixed = (times.decode(decoding) if decoding else None) or times.least
+            share = min(1.0, fixed / full) or 1.0
+            return math.ceil(most * kept * share / (1 - kept * (1 - share)))
+        for bucket in buckets.mixed_for(decoding + 1):
+            rows, seconds = bucket.tokens - decoding, times.mixed(bucket)
+            if seconds and rows * full >= kept * most * seconds:
+                return rows
+        return most
+
+    def _most_in_time(self, rows: int, decoding: int, start: int, limit: float) -> int:
+        """At most so many prompt rows, of a step of any bucket that takes `limit` seconds."""
+        buckets = self.step_times.buckets
+        beside = buckets.mixed_for(decoding + 1)
+        timely = max(
+            self._timely(size, decoding, start, limit - (self.step_times.mixed(other, size) or 0.0))
+            for other, size in _sizes(beside, buckets.padding_is_free)
+        )
+        if timely < 1 and self.target_itl_s:
+            self._denied = (self._denied + 1) % _PATIENCE
+            return 0 if self._denied else min(rows, self._fewest(decoding))
+        return min(rows, max(timely, beside[0].tokens // 8))
+
+    def _fewest(self, decoding: int) -> int:
+        """Prompt rows of the smallest step beside so many decoding sequences."""
+        return self.step_times.buckets.mixed_for(decoding + 1)[0].tokens - decoding
+
+    def most_in_background(self, decoding: int, start: int = 0) -> int:
+        """Prompt rows for a step of the background, for whose end a request that comes meanwhile
+        waits: those of the smallest bucket, or more where the step stays short all the same.
+        """
+        buckets = self.step_times.buckets.mixed_for(decoding + 1)
+        fewest = self._fewest(decoding)
+        alone = self.step_times.decode(decoding)
+        if alone is None:
+            return fewest
+        limit = _BACKGROUND_SLOWER * alone
+        timely = [
+            self._timely(bucket.tokens, decoding, start, limit - usual)
+            for bucket in buckets
+            if (usual := self.step_times.mixed(bucket)) is not None
+        ]
+        return max([fewest, *timely])
+
+    def _rows_of_share(self, decoding: int, share: float) -> tuple[int, Bucket]:
+        """The share of prompt rows, and the bucket of the step; or, unless padding is free, as many
+        rows as fill the next smaller bucket if that is at least half as many: no padding then."""
+        buckets = self.step_times.buckets
+        beside = buckets.mixed_for(decoding + 1)
+        rows = min(buckets.token_budget - decoding, max(1, int(share * buckets.token_budget)))
+        lower = max(
+            (bucket.tokens for bucket in beside if decoding < bucket.tokens <= decoding + rows),
+            default=decoding,
+        )
+        if not buckets.padding_is_free and 2 * (lower - decoding) >= rows:
+            rows = lower - decoding
+        return rows, next(bucket for bucket in beside if decoding + rows <= bucket.tokens)
+
+    def _longest(self, usual: float, share: float) -> float:
+        """Seconds that a step with prompt rows may take. usual: of one with all that may be, at the
+        start of a prompt.
+        """
+        target = self.target_itl_s or math.inf
+        return min(target, _STRETCH * usual) if share < 1 else target
+
+    def _share_and_limit(self, decoding: int, prompts: int, short: bool) -> tuple[float, float]:
+        """The share, and how many times as long as one without prompt rows a step may take: that is
+        bounded where many streams wait for few prompts.
+        """
+        share = self.share_beside(decoding, prompts)
+        if not isinstance(self.share, str):
+            return share, math.inf
+        if short and share < _SHORT_SHARE:
+            return _SHORT_SHARE, _SHORT_SLOWER
+        return share, _MOST_SLOWER if share == _LEAST_SHARE else math.inf
+
+    def _bearable(self, decoding: int, slower: float) -> float:
+        """Seconds that a step may take beside so many streams, `slower` times as long as their own:
+        never fewer than the smallest step with prompt rows takes.
+        """
+        alone = self.step_times.decode(decoding)
+        if alone is None:
+            return math.inf
+        smallest = self.step_times.buckets.mixed_for(decoding + 1)[0]
+        return max(slower * alone, _STRETCH * (self.step_times.mixed(smallest) or 0.0))
+
+    def _timely(self, size: int, decoding: int, start: int, left: float) -> int:
+        """The most prompt rows from `start` that fit a step of so many rows and can attend in the
+        `left` seconds; 0 if left < 0.
+
+        r rows attend to r * (start + r / 2) positions.
+        """
+        if left < 0:
+            return 0
+        slope = self.step_times.per_pair
+        rows = math.sqrt(start * start + 2 * left / slope) - start if slope else math.inf
+        return int(max(0.0, min(rows, size - decoding)))
+
+
+def _sizes(buckets: Sequence[Bucket], padding_is_free: bool) -> Iterator[tuple[Bucket, int]]:
+    """(bucket, rows) of steps that are worth thinking of: full ones, and where padding is free some
+    between.
+    """
+    for bucket in buckets:
+        if padding_is_free:
+            for eighths in (5, 6, 7):
+                yield bucket, bucket.tokens * eighths // 8
+        yield bucket, bucket.tokens
+
+
+def _auto_share(decoding: int, prompts: int) -> float:
+    level = _LEVELS * prompts // max(1, decoding)
+    return max(_LEAST_SHARE, min(level, _LEVELS) / _LEVELS)

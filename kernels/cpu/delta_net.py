@@ -1,0 +1,50 @@
+"""Gated delta nets for CPUs: what `native/delta_net.cc` serves, and what is the reference's."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jitney.kernels import delta_net as plain
+from jitney.kernels.cpu import library
+from jitney.kernels.delta_net import DeltaSequences, DeltaState, DeltaWeights
+from jitney.kernels.interface import AttentionMeta
+
+#: Numbers of a vector; a head is whole ones.
+_LANES = 16
+#: Of rows and taps.
+_DTYPES = (jnp.bfloat16, jnp.float32)
+
+
+def delta_net(
+    x: jax.Array,
+    rates: jax.Array,
+    weights: DeltaWeights,
+    state: DeltaState,
+    meta: AttentionMeta,
+    *,
+    eps: float,
+) -> tuple[jax.Array, DeltaState]:
+    """See `jitney.kernels.interface.DeltaNet`; rows of padding are zero.
+
+    Rows and taps of one dtype, bfloat16 or float32, and D and V multiples of 16; the rest is the
+    reference's.
+    """
+    _, heads, dim, width = state.memory.shape
+    if x.dtype not in _DTYPES or weights.taps.dtype != x.dtype or dim % _LANES or width % _LANES:
+        return plain.delta_net(x, rates, weights, state, meta, eps=eps)
+    sequences = DeltaSequences.of(meta, state.lengths)
+    shapes = (
+        jax.ShapeDtypeStruct((x.shape[0], heads * width), x.dtype),
+        jax.ShapeDtypeStruct(state.taps.shape, state.taps.dtype),
+        jax.ShapeDtypeStruct(state.memory.shape, state.memory.dtype),
+    )
+    # The state is written where it lies.
+    target = library.load().target("delta_net")
+    call = jax.ffi.ffi_call(target, shapes, input_output_aliases={10: 1, 11: 2})
+    taps, *others = weights
+    o, kept, memory = call(
+        x, rates, taps, *others, *sequences, state.taps, state.memory, eps=np.float32(eps)
+    )
+    return o, DeltaState(kept, memory, sequences.lengths(state.lengths))

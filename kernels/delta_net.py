@@ -1,0 +1,239 @@
+"""Gated delta nets (Yang et al. 2024, arXiv 2412.06464) over the rows of a step: what a layer keeps
+of each seat, and what it computes in plain jax.numpy.
+
+In place of keys and values a layer keeps a matrix of each head, its memory. A row lets it decay,
+writes its value under its key, less what was read there before, and reads under its query. Rows of
+a sequence are computed one after the other, always in the same order, so that the numbers do not
+depend on how a prompt was cut into chunks.
+
+Axes: T rows, S sequences, M seats, G key heads, H value heads (H / G neighbours share a key head),
+D and V numbers of a key and of a value, C channels of the convolution (queries and keys of all key
+heads, then values: 2 G D + H V), W its taps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from jitney.kernels.interface import AttentionMeta
+
+#: Added to the sum of squares where queries and keys are brought to length 1.
+_NORM_EPS = 1e-6
+
+
+class DeltaState(NamedTuple):
+    """What a layer keeps of each seat, in place of pages; a pytree of arrays."""
+
+    #: Of the arrays.
+    dtypes = ("float32", "float32", "int32")
+
+    #: float32 [M, W, C]: the last inputs of the convolution, oldest first.
+    taps: jax.Array
+    #: float32 [M, H, D, V].
+    memory: jax.Array
+    #: int32 [M]: tokens that are in both.
+    lengths: jax.Array
+
+    @classmethod
+    def empty(cls, shapes: Iterable[tuple[int, ...]]) -> DeltaState:
+        """Of seats nobody sits in."""
+        return cls(*map(jnp.zeros, shapes, cls.dtypes))
+
+
+class DeltaWeights(NamedTuple):
+    """What a layer's rows are mixed by; a pytree of arrays."""
+
+    #: [W, C]: of the convolution, the oldest tap first.
+    taps: jax.Array
+    #: float32 [H]: the log of the fastest decay, and what is added to the rows' own rates.
+    log_decay: jax.Array
+    rate_bias: jax.Array
+    #: float32 [V]: of the norm of what a head reads.
+    norm: jax.Array
+
+
+class DeltaRows(NamedTuple):
+    """The rows of a step as `recur` reads them; a pytree of arrays, float32."""
+
+    #: [T, G, D], of length 1; queries are divided by the root of D.
+    queries: jax.Array
+    keys: jax.Array
+    #: [T, H, V]
+    values: jax.Array
+    #: [T, H]: what is left of the memory, and how much of the value is written.
+    decay: jax.Array
+    beta: jax.Array
+
+
+class DeltaSequences(NamedTuple):
+    """Where the rows and the memory of a step's sequences lie; int32 arrays."""
+
+    #: [S + 1]: the first row of each sequence, and the end of the last one.
+    ends: jax.Array
+    #: [S]: the seat of each; M: of nobody's.
+    seats: jax.Array
+    #: [S]: the position of its first row. At 0 its seat is empty, whatever it holds.
+    starts: jax.Array
+    #: [S] 1: its only row is in the memory already, and is to be read again; else 0.
+    again: jax.Array
+
+    @classmethod
+    def of(cls, meta: AttentionMeta, lengths: jax.Array) -> DeltaSequences:
+        """Of a step; lengths: `DeltaState.lengths`. A sequence whose token did not count
+        (`Scheduler.sit_out`) has its last row computed a second time.
+        """
+        assert meta.seats is not None
+        starts = meta.positions.at[meta.cu_q[:-1]].get(mode="clip")
+        known = lengths.at[meta.seats].get(mode="clip")
+        again = (starts > 0) & (starts < known)
+        return cls(meta.cu_q, meta.seats, starts, again.astype(jnp.int32))
+
+    @property
+    def counts(self) -> jax.Array:
+        """Rows of each."""
+        return jnp.diff(self.ends)
+
+    def lengths(self, before: jax.Array) -> jax.Array:
+        """`DeltaState.lengths` behind the step."""
+        return before.at[self.seats].set(self.starts + self.counts, mode="drop")
+
+    def owners(self, n_rows: int) -> jax.Array:
+        """The sequence of each row, int32 [T]; of padding some sequence."""
+        found = jnp.searchsorted(self.ends[1:], jnp.arange(n_rows), side="right")
+        return jnp.minimum(found, len(self.seats) - 1)
+
+
+#: From a step's rows to what each head reads, float32 [T, H, V], and the memory behind the step.
+type Recur = Callable[
+    [DeltaRows, jax.Array, DeltaSequences, jax.Array], tuple[jax.Array, jax.Array]
+]
+
+
+def recur(
+    rows: DeltaRows, memory: jax.Array, sequences: DeltaSequences, count: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """See `Recur`: memory [M, H, D, V], count int32: rows from there on pad the step."""
+    n_rows, n_heads = rows.decay.shape
+    shared = n_heads // rows.keys.shape[1]
+    if n_rows == len(sequences.seats):  # a decode-only bucket: row s is sequence s
+        before = memory.at[sequences.seats].get(mode="clip")
+        before = jnp.where((sequences.starts > 0)[:, None, None, None], before, 0)
+        read, after = _passed(rows, before, shared)
+        return read, memory.at[sequences.seats].set(after, mode="drop")
+    owners = sequences.owners(n_rows)
+    seats = sequences.seats[owners]
+    is_first = jnp.arange(n_rows) == sequences.ends[owners]
+    empty = is_first & (sequences.starts[owners] == 0)
+
+    def add(number: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        read, memory = carry
+        row = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), rows)
+        seat = seats[number]
+        before = jax.lax.dynamic_index_in_dim(memory, seat, keepdims=False)
+        own, after = _passed(row, jnp.where(empty[number], 0, before), shared)
+        read = jax.lax.dynamic_update_index_in_dim(read, own, number, 0)
+        return read, jax.lax.dynamic_update_index_in_dim(memory, after, seat, 0)
+
+    read = jnp.zeros(rows.values.shape, jnp.float32)
+    return jax.lax.fori_loop(0, count, add, (read, memory))
+
+
+def _passed(row: DeltaRows, memory: jax.Array, shared: int) -> tuple[jax.Array, jax.Array]:
+    """(what is read [..., H, V], memory [..., H, D, V]) once a row of each has passed; shared:
+    value heads of a key head.
+    """
+    queries, keys = (jnp.repeat(x, shared, axis=-2)[..., None] for x in (row.queries, row.keys))
+    memory = memory * row.decay[..., None, None]
+    known = jnp.sum(memory * keys, axis=-2)
+    change = (row.values - known) * row.beta[..., None]
+    memory = memory + keys * change[..., None, :]
+    return jnp.sum(memory * queries, axis=-2), memory
+
+
+def delta_net(
+    x: jax.Array,
+    rates: jax.Array,
+    weights: DeltaWeights,
+    state: DeltaState,
+    meta: AttentionMeta,
+    *,
+    eps: float,
+    recur: Recur = recur,
+) -> tuple[jax.Array, DeltaState]:
+    """See `jitney.kernels.interface.DeltaNet`. recur: what passes the rows through the memory."""
+    n_heads, dim, width = state.memory.shape[1:]
+    channels = state.taps.shape[2]
+    sequences = DeltaSequences.of(meta, state.lengths)
+    mixed, gates = x[:, :channels], x[:, channels:].astype(jnp.float32)
+    convolved, taps = _convolved(mixed, weights.taps, state.taps, sequences)
+    rows = _rows_of(convolved, rates, weights, (n_heads, dim, width), sequences)
+    read, memory = recur(rows, state.memory, sequences, meta.counts[2])
+    read *= jax.lax.rsqrt(jnp.mean(read * read, axis=-1, keepdims=True) + eps) * weights.norm
+    o = read.reshape(x.shape[0], -1) * jax.nn.silu(gates)
+    return o.astype(x.dtype), DeltaState(taps, memory, sequences.lengths(state.lengths))
+
+
+def _convolved(
+    mixed: jax.Array, weights: jax.Array, taps: jax.Array, sequences: DeltaSequences
+) -> tuple[jax.Array, jax.Array]:
+    """mixed [T, C] -> (silu of each channel's convolution, float32 [T, C]; taps [M, W, C] behind
+    the step).
+    """
+    n_rows, n_taps = mixed.shape[0], weights.shape[0]
+    owners = sequences.owners(n_rows)
+    within = jnp.arange(n_rows) - sequences.ends[owners]
+    wide = weights.astype(jnp.float32)
+
+    def earlier(back: jax.Array, owners: jax.Array) -> jax.Array:
+        """So many tokens before a sequence's first row, at least one; zeros before its start."""
+        at = n_taps - back - sequences.again[owners]
+        kept = taps.at[sequences.seats[owners], jnp.clip(at, 0, n_taps - 1)].get(mode="clip")
+        return jnp.where((sequences.starts[owners] >= back)[..., None], kept, 0)
+
+    total = mixed.astype(jnp.float32) * wide[-1]
+    for lag in range(1, n_taps):
+        here = jnp.pad(mixed, ((lag, 0), (0, 0)))[:n_rows]
+        back = jnp.maximum(lag - within, 1)
+        row = jnp.where((within >= lag)[:, None], here, earlier(back, owners))
+        total += row.astype(jnp.float32) * wide[-1 - lag]
+    # The last W rows of each sequence, those of steps before among them.
+    all_of_them = jnp.arange(len(sequences.seats))
+    back = sequences.counts[:, None] - n_taps + jnp.arange(n_taps)  # from the first row on
+    new = mixed.at[sequences.ends[:-1, None] + back].get(mode="clip")
+    old = earlier(jnp.maximum(-back, 1), jnp.broadcast_to(all_of_them[:, None], back.shape))
+    last = jnp.where((back >= 0)[..., None], new, old).astype(taps.dtype)
+    return jax.nn.silu(total), taps.at[sequences.seats].set(last, mode="drop")
+
+
+def _rows_of(
+    convolved: jax.Array,
+    rates: jax.Array,
+    weights: DeltaWeights,
+    sizes: tuple[int, int, int],
+    sequences: DeltaSequences,
+) -> DeltaRows:
+    """convolved float32 [T, C], rates float32 [T, 2 H]; sizes: H, D and V."""
+    n_heads, dim, width = sizes
+    n_rows, channels = convolved.shape
+    keys_end = channels - n_heads * width
+    queries, keys = jnp.split(convolved[:, :keys_end].reshape(n_rows, -1, dim), 2, axis=1)
+    betas, rates = jnp.split(rates, 2, axis=1)
+    decay = jnp.exp(-jnp.exp(weights.log_decay) * jax.nn.softplus(rates + weights.rate_bias))
+    # A row that is in the memory already changes nothing, and reads what it read.
+    again = sequences.again[sequences.owners(n_rows)][:, None] > 0
+    return DeltaRows(
+        queries=_of_length_one(queries) * dim**-0.5,
+        keys=_of_length_one(keys),
+        values=convolved[:, keys_end:].reshape(n_rows, n_heads, width),
+        decay=jnp.where(again, 1.0, decay),
+        beta=jnp.where(again, 0.0, jax.nn.sigmoid(betas)),
+    )
+
+
+def _of_length_one(x: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _NORM_EPS)

@@ -1,0 +1,103 @@
+"""Proof of gated delta nets: two steps of made-up sequences, compared with their definition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jitney.kernels import definitions
+from jitney.kernels.delta_net import DeltaState, DeltaWeights
+from jitney.kernels.interface import AttentionMeta, KernelSet
+from jitney.kernels.proof_shapes import DeltaShape, ServedShapes, distance
+
+#: Sequences of a step, and rows of the longest one in a step with prompts: more take the same way.
+_SEQUENCES, _PROMPT_ROWS = 3, 40
+_EPS = 1e-6
+
+
+def delta_net_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
+    """A step in which sequences begin, of the smallest mixed bucket, then one in which they decode,
+    of the largest; in seats that hold others' numbers. None without recurrent layers.
+    """
+    own = shapes.delta_net
+    if own is None:
+        return
+    rng = np.random.default_rng(8)
+    rows, seqs = shapes.steps.prompts[0]
+    count = min(_SEQUENCES, seqs, rows, shapes.steps.decode[-1])
+    lengths = [min(_PROMPT_ROWS, rows - count + 1), *[1] * (count - 1)]
+    weights = _random_weights(rng, own, shapes.dtype)
+    texts = [_random_text(rng, own, length + 1, shapes.dtype) for length in lengths]
+    starts = [0] * count
+    state = jax.tree.map(lambda array: array + 3, DeltaState.empty(own.state_shapes(count)))
+    for n_rows, n_seqs, counts in (
+        (rows, seqs, lengths),
+        (shapes.steps.decode[-1],) * 2 + ([1] * count,),
+    ):
+        x, rates = (
+            _put_together([text[part] for text in texts], starts, counts, n_rows)
+            for part in range(2)
+        )
+        meta = _meta_of(starts, counts, n_rows, n_seqs)
+        call = jax.jit(kernels.delta_net, static_argnames="eps", donate_argnums=3)
+        got, state = call(jnp.asarray(x), rates, weights, state, meta, eps=_EPS)
+        first = 0
+        for number, own_count in enumerate(counts):
+            wanted = definitions.delta_net(*texts[number], weights, own.key_heads, own.dim, _EPS)
+            start = starts[number]
+            yield distance(got[first : first + own_count], wanted[start : start + own_count])
+            first += own_count
+            starts[number] += own_count
+
+
+def _random_weights(rng: np.random.Generator, own: DeltaShape, dtype: str) -> DeltaWeights:
+    """Memories of a few tokens, or of some hundred."""
+    return DeltaWeights(
+        jnp.asarray(0.7 * rng.standard_normal((own.taps, own.channels)), dtype),
+        jnp.asarray(rng.standard_normal(own.heads) - 2, jnp.float32),
+        jnp.asarray(rng.standard_normal(own.heads), jnp.float32),
+        jnp.asarray(1 + 0.2 * rng.standard_normal(own.width), jnp.float32),
+    )
+
+
+def _random_text(
+    rng: np.random.Generator, own: DeltaShape, length: int, dtype: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """x [L, C + H V] and rates [L, 2 H]."""
+    columns = own.channels + own.heads * own.width
+    x = rng.standard_normal((length, columns), np.float32).astype(jnp.dtype(dtype))
+    return x, rng.standard_normal((length, 2 * own.heads), np.float32)
+
+
+def _put_together(
+    texts: list[np.ndarray], starts: list[int], counts: list[int], rows: int
+) -> np.ndarray:
+    """The step's rows of these texts, and zeros behind them."""
+    parts = [
+        text[start : start + count]
+        for text, start, count in zip(texts, starts, counts, strict=True)
+    ]
+    together = np.concatenate(parts)
+    return np.pad(together, ((0, rows - len(together)), (0, 0)))
+
+
+def _meta_of(starts: list[int], counts: list[int], rows: int, seqs: int) -> AttentionMeta:
+    """Of sequences in the seats of their numbers."""
+    absent = seqs - len(counts)
+    ends = np.concatenate([[0], np.cumsum(counts)])
+    at = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+    positions = np.pad(np.concatenate(at), (0, rows - ends[-1]))
+    seats = np.pad(np.arange(len(counts)), (0, absent), constant_values=1 << 30)
+    none = jnp.zeros(0, jnp.int32)
+    return AttentionMeta(
+        kv_lens=none,
+        cu_q=jnp.asarray(np.pad(ends, (0, absent), mode="edge"), jnp.int32),
+        page_table=none,
+        write_rows=none,
+        positions=jnp.asarray(positions, jnp.int32),
+        counts=jnp.array([0, len(counts), ends[-1]], jnp.int32),
+        seats=jnp.asarray(seats, jnp.int32),
+    )

@@ -1,0 +1,148 @@
+"""Models with recurrent layers through the engine: whatever shares a step, cuts a prompt or takes
+a seat away, the answers are the same, to the bit.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from reference_logits import DATA, SCRIPT
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from jitney.engine import LLM, SamplingParams
+from jitney.engine.common.requests import Grammar
+from jitney.engine.core.grammar import matchers
+from jitney.engine.core.scheduler.page_demand import PageDemand
+from jitney.engine.core.scheduler.scheduler import Scheduler
+from jitney.engine.core.weights.checkpoints.sources import ModelSource
+
+pytestmark = pytest.mark.usefixtures("programs_when_used")
+
+FAMILIES = ("qwen3_5", "qwen3_5_moe")
+SMALL: dict[str, Any] = {
+    "max_seats": 4,
+    "seat_buckets": [1, 4],
+    "token_budget": 16,
+    "token_buckets": [16],
+    "page_size": 8,
+    "pages": 120,
+    "context": 256,
+}
+LENGTHS = (1, 3, 17, 40, 97, 33, 64, 52)
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 1, "max_tokens": 24, "ignore_eos": True}
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(4, 250, length).tolist() for length in LENGTHS]
+
+
+def answers(llm: LLM, some: list[list[int]], **more: Any) -> list[Any]:
+    """Tokens and log-probabilities of each sequence."""
+    params = SamplingParams(**SAMPLED | {"logprobs": 1} | more)
+    outputs = [one for request in llm.generate(some, params) for one in request.outputs]
+    return [(one.token_ids, [entry.logprob for entry in one.logprobs or ()]) for one in outputs]
+
+
+def engine(family: str, **more: Any) -> LLM:
+    settings: dict[str, Any] = SMALL | {"dtype": "bfloat16"} | more
+    return LLM(f"tiny-random:{family}", **settings)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_alone_in_a_crowd_and_after_preemption_answers_are_the_same(
+    family: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Pages for about two sequences, that board whether or not the pool should last; prompts of up
+    to seven chunks.
+    """
+    monkeypatch.setattr(PageDemand, "lasts", lambda *_: True)
+    llm = engine(family, pages=20)
+    together = answers(llm, prompts())
+    totals = llm.core.ledger.totals
+    assert totals["preempted"] > 0 and totals["recomputed"] > 0 and totals["cached_tokens"] == 0
+    llm.core.check()
+    large = engine(family, token_budget=200, token_buckets=[200])
+    alone = [answers(large, [prompt])[0] for prompt in prompts()]
+    assert together == alone
+    assert len({tuple(tokens) for tokens, _ in alone}) == len(LENGTHS)
+
+
+def test_siblings_each_read_their_prompt():
+    llm = engine("qwen3_5")
+    (prompt,) = [one for one in prompts() if len(one) == 40]
+    first, *others = answers(llm, [prompt], n=3)
+    assert first == answers(llm, [prompt])[0]
+    assert len({tuple(tokens) for tokens, _ in (first, *others)}) == 3
+    assert not llm.info.sizes.prefix_cache
+
+
+def test_rows_that_are_computed_again_for_a_late_mask_change_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Sequences sit out until their masks are there, and then have their last row once more."""
+    wanted = Grammar("json_schema", '{"type":"array","items":{"enum":["a","b",10]},"maxItems":6}')
+    rows = []
+    sit_out = Scheduler.sit_out
+    monkeypatch.setattr(Scheduler, "sit_out", lambda *args: (rows.append(1), sit_out(*args)))
+    found = []
+    for patience in (60.0, 0.0):
+        monkeypatch.setattr(matchers, "_STEP_S", patience)
+        found.append((answers(engine("qwen3_5"), prompts(), grammar=wanted), len(rows)))
+    (patiently, none), (hastily, some) = found
+    assert patiently == hastily and none == 0 and some > len(LENGTHS)
+
+
+def save(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> str:
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    words = {f"t{i}": i for i in range(96)}
+    Tokenizer(WordLevel(words, unk_token="t0")).save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+def in_one_tensor(tensors: dict[str, np.ndarray], base: str, *parts: str) -> np.ndarray:
+    """[X, O, I] of all experts of a layer."""
+    experts = []
+    while f"{base}.{len(experts)}.{parts[0]}_proj.weight" in tensors:
+        own = [tensors[f"{base}.{len(experts)}.{part}_proj.weight"] for part in parts]
+        experts.append(np.concatenate(own))
+    return np.stack(experts)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_wrapper_with_experts_in_one_tensor_is_the_same_model(family: str, tmp_path: Path):
+    case = DATA["cases"][family]
+    tensors = {
+        name: SCRIPT.random_tensor(name, tuple(shape)) for name, shape in case["shapes"].items()
+    }
+    plain = save(tmp_path / "plain", case["config"], tensors)
+    inner = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for layer in range(4):
+        base = f"model.layers.{layer}.mlp.experts"
+        if f"{base}.0.up_proj.weight" in tensors:
+            inner[f"{base}.gate_up_proj"] = in_one_tensor(tensors, base, "gate", "up")
+            inner[f"{base}.down_proj"] = in_one_tensor(tensors, base, "down")
+    renamed = {
+        name.replace("model.", "model.language_model.", 1): tensor for name, tensor in inner.items()
+    }
+    unread = np.zeros((2, 2), np.float32)
+    renamed |= {"mtp.fc.weight": unread, "model.visual.patch_embed.weight": unread}
+    (inner_kind,) = case["config"]["architectures"]
+    wrapper = inner_kind.replace("ForCausalLM", "ForConditionalGeneration")
+    config = {"architectures": [wrapper], "text_config": case["config"]}
+    wrapped = save(tmp_path / "wrapped", config, renamed)
+    assert ModelSource.resolve(wrapped).config == ModelSource.resolve(plain).config
+    prompt = SCRIPT.prompt(20).tolist()
+    one, other = (
+        answers(LLM(folder, **SMALL | {"dtype": "float32"}), [prompt])
+        for folder in (plain, wrapped)
+    )
+    assert one == other

@@ -1,0 +1,76 @@
+"""Gated delta nets of every kernel set against their recurrence in numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import delta_nets
+import numpy as np
+import pytest
+from delta_nets import Sizes, Step, Text
+
+from jitney.kernels import delta_net as plain
+from jitney.kernels.cpu import delta_net as native
+
+KERNELS: dict[str, Callable[..., Any]] = {
+    "reference": plain.delta_net,
+    "native": native.delta_net,
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(
+    "sizes", [Sizes(), Sizes(1, 4, 32, 16, 2), Sizes(2, 2, 16, 80, 3), Sizes(1, 2, 128, 128)]
+)
+def test_rows_in_chunks_are_the_recurrence(name: str, sizes: Sizes):
+    found = delta_nets.in_pieces(KERNELS[name], sizes)
+    assert found["error"] < 1e-3 and found["untouched"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_native_numbers_do_not_depend_on_the_cut_nor_on_the_others(dtype: str):
+    sizes = Sizes(2, 4, 32, 32)
+    rng = np.random.default_rng(5)
+    weights = delta_nets.draw_weights(sizes, rng, dtype)
+    text = Text.draw(sizes, rng, 2, 70)
+    other = Text.draw(sizes, rng, 4, 70)
+
+    def rows(*counts: int, beside: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        text.done = other.done = 0
+        steps, spans = [], []
+        for count in counts:
+            parts = [(other, 1), (text, count)] if beside else [(text, count)]
+            steps.append(Step(parts, 80, 3))
+            spans.append(slice(len(parts) - 1, len(parts) - 1 + count))
+        outputs, state = delta_nets.run(native.delta_net, steps, sizes, weights, dtype)
+        own = [rows[span] for rows, span in zip(outputs, spans, strict=True)]
+        return np.concatenate(own), np.asarray(state.memory)[2]
+
+    whole, memory = rows(70)
+    for counts in ((1, 69), (33, 5, 32), (2, 1, 1, 1, 65)):
+        for beside in (False, True):
+            cut, after = rows(*counts, beside=beside)
+            np.testing.assert_array_equal(cut, whole)
+            np.testing.assert_array_equal(after, memory)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("rows", [3, 8], ids=["decode", "mixed"])
+def test_a_row_that_is_computed_again_changes_nothing(name: str, rows: int):
+    """As where a mask came late (`Scheduler.sit_out`): the token before is in the state already."""
+    sizes = Sizes()
+    rng = np.random.default_rng(9)
+    weights = delta_nets.draw_weights(sizes, rng)
+    texts = [Text.draw(sizes, rng, seat, 12) for seat in (1, 4)]
+    steps = [Step([(text, 6) for text in texts], 16, 3)]
+    steps.append(Step([(text, 1) for text in texts], rows, 3))
+    steps += [Step([(text, 1) for text in texts], rows, 3, again=True) for _ in range(2)]
+    steps.append(Step([(text, 1) for text in texts], rows, 3))
+    outputs, _ = delta_nets.run(KERNELS[name], steps, sizes, weights)
+    _, once, twice, thrice, after = outputs
+    np.testing.assert_allclose(twice[:2], once[:2], atol=1e-6)
+    np.testing.assert_allclose(thrice[:2], once[:2], atol=1e-6)
+    for number, text in enumerate(texts):
+        wanted = delta_nets.definition(sizes, weights, text)
+        np.testing.assert_allclose(after[number], wanted[7], atol=2e-4, rtol=1e-3)
