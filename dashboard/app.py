@@ -38,8 +38,8 @@ from jitney.engine.server import (
     Identity,
     LongJson,
     ServerSettings,
-    Slices,
-    StreamedAnswer,
+    StreamingResponse,
+    TimeSlices,
     in_pieces,
 )
 
@@ -64,7 +64,7 @@ _JSON = {"content-type": "application/json"}
 #: Token ids to text.
 _Decode = Callable[[list[int]], str]
 #: Answers a request for one path.
-type _Handler = Callable[[Request], Awaitable[Response | StreamedAnswer]]
+type _Handler = Callable[[Request], Awaitable[Response | StreamingResponse]]
 
 
 class Dashboard(PageRoutes):
@@ -88,7 +88,7 @@ class Dashboard(PageRoutes):
         super().__init__(settings, keys)
         self.client = client
         self.decode = decode
-        self.slices = Slices(_MOST_ANSWERS)
+        self.slices = TimeSlices(_MOST_ANSWERS)
         self.drawings = Drawings()
         self.lab = lab
         self.feed = Feed(
@@ -141,7 +141,7 @@ class Dashboard(PageRoutes):
         seats = core_seat_lists([view.seat(seat) for seat in seat_map.seats])
         return to_json({"t": time.monotonic(), "seats": seats, "pages": pages})
 
-    async def step_records(self, request: Request) -> StreamedAnswer:
+    async def step_records(self, request: Request) -> StreamingResponse:
         """Step records after step `from` up to step `to` (default: all that are kept), at most
         `timeline._MAX_RECORDS`; to a user its own rows of them, and totals of all steps.
         """
@@ -154,27 +154,27 @@ class Dashboard(PageRoutes):
             return await self._answer(record_columns(history, after, until, now))
         return await self._answer(own_columns(history, after, until, now, identity))
 
-    async def timeline(self, request: Request) -> StreamedAnswer:
+    async def timeline(self, request: Request) -> StreamingResponse:
         """Bins and stays between two times, see `Window.timeline`."""
         now = time.monotonic()
         bins = _Query(request).whole("bins", 120, 1, _MAX_BINS)
         window = self._window(request, now)
         return await self._answer(window.timeline(bins, now, identity=Identity.of(request.scope)))
 
-    async def trace(self, request: Request) -> StreamedAnswer:
+    async def trace(self, request: Request) -> StreamingResponse:
         """The same time as a Chrome trace, to be saved as a file."""
         now = time.monotonic()
         window = self._window(request, now)
         model = self.client.info.model.name if self.client.info is not None else "engine"
-        return StreamedAnswer(
+        return StreamingResponse(
             self.slices.blocks(window.trace(now, model)),
             _JSON | {"content-disposition": 'attachment; filename="jitney-trace.json"'},
         )
 
-    async def _answer(self, work: Work) -> StreamedAnswer:
-        """What comes of it, as JSON."""
+    async def _answer(self, work: Work) -> StreamingResponse:
+        """The response body as JSON."""
         value = await self.slices.result(work)
-        return StreamedAnswer(self.slices.blocks(in_pieces(_with_long_lists(value))), _JSON)
+        return StreamingResponse(self.slices.blocks(in_pieces(_with_long_lists(value))), _JSON)
 
     def _window(self, request: Request, now: float) -> Window:
         query = _Query(request)
@@ -182,7 +182,7 @@ class Dashboard(PageRoutes):
         start = query.seconds("from", end - 60)
         return Window.shown(self.client.history, start, end, now)
 
-    async def requests(self, request: Request) -> StreamedAnswer:
+    async def requests(self, request: Request) -> StreamingResponse:
         """Sequences, the newest first, see `request_detail.listing`; to a user its own."""
         query = _Query(request)
         state = query.word("state", _STATES)
@@ -198,7 +198,7 @@ class Dashboard(PageRoutes):
         )
         return await self._answer(work)
 
-    async def request(self, request: Request) -> StreamedAnswer:
+    async def request(self, request: Request) -> StreamingResponse:
         """One sequence in full, see `request_detail.detail`. 404 when it is not known, or not any
         more, or is somebody else's.
         """
@@ -211,7 +211,7 @@ class Dashboard(PageRoutes):
         detail = await self.slices.result(work)
         text = await self._text(record) if identity.is_admin else None
         value = _with_long_lists(detail | {"text": text})
-        return StreamedAnswer(self.slices.blocks(in_pieces(value)), _JSON)
+        return StreamingResponse(self.slices.blocks(in_pieces(value)), _JSON)
 
     async def _text(self, record: RequestRecord) -> dict[str, str] | None:
         """Prompt and answer, if they may be shown."""
@@ -223,7 +223,7 @@ class Dashboard(PageRoutes):
             "answer": await run_in_threadpool(self.decode, answer),
         }
 
-    async def report(self, request: Request) -> StreamedAnswer:
+    async def report(self, request: Request) -> StreamingResponse:
         """The last minutes as a self-contained HTML file."""
         minutes = _Query(request).seconds("minutes", 1.0)
         History.check_minutes(minutes)
@@ -231,7 +231,7 @@ class Dashboard(PageRoutes):
         work = ReportData.collect(self.client, minutes, self.feed.notes, now, wall)
         page = await self.drawings.draw(await self.slices.result(work))
         headers = {"content-type": "text/html; charset=utf-8"}
-        return StreamedAnswer(self.slices.blocks(_blocks_of(page)), headers)
+        return StreamingResponse(self.slices.blocks(_blocks_of(page)), headers)
 
     async def experiment(self, request: Request) -> Response:
         """The policy lab's state (GET), a new `lab.Experiment` (POST), the end of the running one
@@ -263,7 +263,7 @@ def _with_long_lists(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Query:
-    """What the URL of a request asks for; what is wrong is named. All raise RequestError."""
+    """Parameters in the URL of a request. All raise RequestError that names the wrong one."""
 
     request: Request
 

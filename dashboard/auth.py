@@ -99,7 +99,7 @@ def _is_navigation(scope: Scope) -> bool:
 def page_middleware(
     lines: Sequence[PageLine], sessions: Sessions, cors_origins: Sequence[str]
 ) -> list[Middleware]:
-    """What stands before the routes of a page, outermost first."""
+    """The middleware of a page's routes, outermost first."""
     return [
         Middleware(_PageGuard, cors_origins),
         Middleware(

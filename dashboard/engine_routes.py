@@ -1,4 +1,4 @@
-"""What an engine's page answers besides the page itself and the feed."""
+"""Routes of an engine's page beside the page itself and the feed."""
 
 from __future__ import annotations
 

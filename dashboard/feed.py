@@ -245,7 +245,7 @@ def _is_quiet(changes: Delta) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """What is new since the frame before."""
+    """Changes since the frame before."""
 
     happened: list[SequenceEvent]
     notes: list[Note]
@@ -287,7 +287,7 @@ class _Sampler:
     async def _frame(self) -> None:
         self._greet_again()
         await self._refresh_pages()
-        records = self.client.records(self._last_step)
+        records = self.client.history.records.since(self._last_step)
         if len(records):
             self._last_step = int(records[-1]["step"])
         now = time.monotonic()

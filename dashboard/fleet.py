@@ -51,7 +51,7 @@ _WITHOUT_LEVELS = str.maketrans(
 
 
 class Endpoint(NamedTuple):
-    """What an endpoint in front of the replicas says of itself."""
+    """State of an endpoint in front of the replicas."""
 
     #: Why its /readyz is no 200, in words; empty: it is one.
     unready: str = ""
@@ -113,7 +113,7 @@ class _FleetFrame(TypedDict):
 
 
 class _FleetDelta(TypedDict, total=False):
-    """What has changed since the frame or delta before."""
+    """Changes since the frame or delta before."""
 
     t: Required[float]
     #: Fields of `Card` by the replica's name.
@@ -181,7 +181,7 @@ class FleetView:
         return known
 
     def _let_go(self, member: Member) -> None:
-        """It is asked at its place no more."""
+        """Stop asking the replica at its address."""
         if member.name in self._following:
             self._following.pop(member.name).cancel()
         closing = asyncio.create_task(member.engine.close())
@@ -240,7 +240,7 @@ class FleetView:
             await asyncio.sleep(_FIRST_WORD_S / 10)
 
     def _leave(self) -> None:
-        """Who had a glance is gone."""
+        """The last viewer left a while ago: stop if none has come since."""
         self._leaving = None
         if not self._viewers:
             self._stop()
@@ -312,7 +312,7 @@ class FleetView:
         }
 
     def _price(self) -> float | None:
-        """Of a million useful rows of those who answer; None where no engine has a price."""
+        """Cost of a million useful rows of the replicas that answer; None without prices."""
         if self.price_per_hour is None:
             return None
         members = [member for member in self.members.values() if member.answers]
@@ -361,7 +361,7 @@ class FleetView:
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:
-    """What names are sorted by: r2 comes before r10."""
+    """Sort key of names: r2 comes before r10."""
     parts = re.split(r"(\d+)", name)
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 

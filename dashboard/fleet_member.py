@@ -38,7 +38,7 @@ _OTHER_VERSION = "{} is of another version than this page"
 
 
 class Card(TypedDict):
-    """What is shown of one replica. Words and counts of a replica that is gone are its last."""
+    """The state of one replica on the page; of a replica that is gone the last one."""
 
     name: str
     url: str
@@ -96,14 +96,14 @@ class ReplicaAddress(NamedTuple):
 
     @staticmethod
     def name_of(url: str) -> str:
-        """What a replica is called after its URL, or after whatever else it is known by."""
+        """A replica's name on the page, from its URL or its own name."""
         place = url.partition("://")[2] or url
         name = re.sub(r"[^A-Za-z0-9._:-]+", "-", place.rstrip("/")).strip("-.:_")
         return name[:63] or "replica"
 
 
 class _Totals(NamedTuple):
-    """What an engine had done by then."""
+    """An engine's counters at one time."""
 
     #: Seconds of the engine's clock.
     t: float
@@ -130,7 +130,7 @@ class _Rates:
         self._kept.clear()
 
     def of(self, name: str) -> float:
-        """Of a field of `_Totals`; 0 before there are two."""
+        """Rate of a field of `_Totals`; 0 before there are two."""
         if len(self._kept) < 2:
             return 0.0
         first, last = self._kept[0], self._kept[-1]
@@ -139,7 +139,7 @@ class _Rates:
 
 
 def price_of(per_hour: float | None, useful_rate: float) -> float | None:
-    """What a million useful tokens cost at this rate; to three digits."""
+    """Cost of a million useful tokens at this rate, to three digits."""
     if per_hour is None or useful_rate <= 0:
         return None
     return float(f"{per_hour / 3600 / useful_rate * _MILLION:.3g}")
@@ -185,7 +185,7 @@ class Member:
         return self.pulse is not None and bool(self.heard_at) and not self.gone
 
     def move_to(self, engine: RemoteEngine) -> None:
-        """It is at another place from now on, and still the same replica."""
+        """Change the replica's address."""
         self.engine = engine
         self.relay = Relay(engine)
         self.look_away()

@@ -66,7 +66,7 @@ class FleetPage(PageRoutes):
         fleet.compares = rollouts is not None
 
     def lines(self) -> list[PageLine]:
-        """What a replica is asked goes last: its path is any."""
+        """The routes; those of replicas come last, since they match any path."""
         fleet_feed = Route("/feed", FeedEndpoint(self.fleet), methods=["GET"])
         lines = [*self.page_lines(), PageLine(fleet_feed)]
         if self.rollouts is not None:

@@ -28,7 +28,7 @@ type _Samples = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """What happened at start < t <= end."""
+    """Latencies of requests and steps at start < t <= end."""
 
     history: History
     #: Of the steps of that time, from `RecordRing.between`.
@@ -66,7 +66,7 @@ class Latencies:
 
     def p95(self, bins: int) -> Generator[None, None, dict[str, list[float | None]]]:
         """The 95th percentiles of wait, ttft and itl in each of so many equal parts. Work for
-        `Slices`.
+        `TimeSlices`.
         """
         edges = np.linspace(self.start, self.end, bins + 1)
         result: dict[str, list[float | None]] = {}

@@ -80,8 +80,8 @@ class Notes:
         return new
 
     def _kernels_out(self, now: Snapshot) -> list[Note]:
-        """What an engine's proof took out, once for each engine, at the time when it got ready:
-        whoever looks first may come much later.
+        """Kernels that an engine's proof left out, once per engine, at the time when it got ready:
+        the first viewer may come much later.
         """
         if not now.kernels_out or now.ready_at <= self._proof_of:
             return []
@@ -90,7 +90,7 @@ class Notes:
         return [_note(now.ready_at, "error", "kernels_out", message)]
 
     def _renewed(self, now: Snapshot) -> list[Note]:
-        """Of outages and refusals, each from its beginning on, what was not told yet."""
+        """New notes of outages and refusals, each from its start on."""
         notes = [_outage_note(outage) for outage in now.outages]
         notes += [_refusals_note(refusals) for refusals in now.refusals]
         told, self._told = self._told, {(note["code"], note["t"]): note for note in notes}

@@ -1,4 +1,4 @@
-"""What a page of engines elsewhere passes on: their answers, after a look at what they are."""
+"""Proxies answers of remote engines to the page, after a check of what they are."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class SeatView:
     max_tokens: int = 0
 
     def advance(self, steps: int) -> None:
-        """What happens to a seat of which the feed says nothing."""
+        """Advance a seat that the feed does not mention."""
         if self.state == "decode":
             self.n_output += steps
             self.n_computed = self.n_prompt + self.n_output - 1
@@ -69,7 +69,7 @@ class ReplicaView:
 
     @property
     def info(self) -> JsonDict:
-        """What runs; empty while nothing does."""
+        """Facts of the running engine; empty while there is none."""
         if self.hello is None:
             return {}
         return self.hello["info"] or {}

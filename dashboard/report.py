@@ -65,7 +65,7 @@ _TITLES = {
 
 
 class ReportData(NamedTuple):
-    """What the engine did, as of one moment; nothing of it changes any more."""
+    """The engine's figures at one moment; immutable."""
 
     title: str
     #: What runs on what, and when.
@@ -80,7 +80,7 @@ class ReportData(NamedTuple):
     def collect(
         cls, client: EngineClient, minutes: float, notes: Sequence[Note], now: float, wall: float
     ) -> Generator[None, None, ReportData]:
-        """What a report of the last `minutes` needs. Work for `Slices`.
+        """Collect the data of a report of the last `minutes`. Work for `TimeSlices`.
 
         notes: the page's newest warnings. now: time.monotonic(); wall: the same in time.time().
         """
@@ -141,7 +141,7 @@ def _headline(client: EngineClient) -> str:
 
 
 def _figure_rows(bins: JsonObject, span: float) -> list[tuple[str, str]]:
-    """What was computed in `span` seconds."""
+    """Rows of the table for the work of `span` seconds."""
     rows = {kind: sum(values) for kind, values in bins["rows"].items()}
     return [
         ("output tokens a second", f"{rows['decode'] / span:,.1f}"),

@@ -1,5 +1,5 @@
 """Requests as the page lists them, and one request in full: why it took as long as it did. What
-yields is work for `Slices`.
+yields is work for `TimeSlices`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NEVER = 2**62
 
 
 def _row(request: RequestRecord) -> JsonDict:
-    """What the table shows of a sequence; times on the server's monotonic clock, seconds. One that
+    """A sequence's row of the table; times on the server's monotonic clock, seconds. One that
     was refused has the state "refused", and the status that it was answered with.
     """
     same = {name: getattr(request, name) for name in _SAME}
@@ -270,7 +270,7 @@ class Steps:
         }
 
     def _gaps(self, places: np.ndarray, times: np.ndarray) -> JsonDict:
-        """Of tokens that came at `times`, with the steps at `places`; empty if there is no gap."""
+        """Gaps between tokens at `times`, with the steps at `places`; empty if there is none."""
         if len(times) < 2:
             return {}
         gaps = np.diff(times)
@@ -285,7 +285,7 @@ class Steps:
         }
 
     def _late(self, before: int, place: int) -> JsonDict:
-        """Of a token that came late, and of the one before it, by the places of their steps."""
+        """The gap between a late token and the one before it, by the places of their steps."""
         return {"step": int(self.number[place]), "cause": self._cause_of_gap(before, place)}
 
     def _cause_of_gap(self, before: int, place: int) -> str:

@@ -1,4 +1,4 @@
-"""What every dashboard has, whatever it watches: the page, its files, the sign-in."""
+"""Routes of every dashboard: the page, its files, the sign-in."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ class PageRoutes:
     def engine_list(
         self, engines: list[JsonDict], *, standalone: bool, fleet: str = ""
     ) -> Response:
-        """What the page asks for first. fleet: where all engines are shown, if anywhere."""
+        """The page's first request. fleet: URL of the page of all engines, if there is one."""
         listing = {
             "standalone": standalone,
             "signed_in": self.sessions.needed,

@@ -57,7 +57,7 @@ class Sessions:
             self._open.pop(digest_key(session), None)
 
     def identify(self, session: str | None) -> Identity:
-        """Who holds this session id. Looked up by digest, so timing tells nothing of the id."""
+        """The holder of a session id. Looked up by digest: timing tells nothing of the id."""
         if not self.needed:
             return EVERYBODY
         if not session:
@@ -78,7 +78,7 @@ class Sessions:
         response.delete_cookie(_COOKIE, **_cookie_of(request))
 
     def of_request(self, scope: Scope) -> Identity:
-        """Who sent a request, by its cookie."""
+        """The sender of a request, by its cookie."""
         return self.identify(Request(scope).cookies.get(_COOKIE))
 
 

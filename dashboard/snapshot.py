@@ -49,7 +49,7 @@ class _SeatColumns:
     numbers: np.ndarray
 
     def after(self, steps: int) -> _SeatColumns:
-        """What the seats are `steps` steps later if nothing happens: each that decodes has a token
+        """The seats `steps` steps later if nothing happens: each that decodes has a token
         more per step.
         """
         numbers = self.numbers.copy()
@@ -87,7 +87,7 @@ class PageCells:
 
     @classmethod
     def of(cls, page_states: bytes) -> PageCells:
-        """Of `messages.SeatMap.page_states`."""
+        """The cells for `messages.SeatMap.page_states`."""
         states = np.frombuffer(page_states, np.uint8)[1:]
         counts = np.bincount(states, minlength=len(PAGE_STATES))
         per_cell = max(1, -(-len(states) // _MAX_PAGE_CELLS))
@@ -191,7 +191,7 @@ class Snapshot:
         return _sizes(before) == _sizes(self)
 
     def delta(self, before: Snapshot) -> Delta:
-        """What changed since `before`, which it follows."""
+        """Changes since `before`, the snapshot before this one."""
         changes: Delta = {"t": round(self.t, 4), "step": self.step, "n_events": self.n_events}
         _add_state(changes, before, self)
         seats = _seat_changes(before, self)
@@ -221,7 +221,7 @@ def _shown(seats: _SeatColumns, view: View | None) -> _SeatColumns:
 
 
 def seat_columns(history: History) -> _SeatColumns:
-    """Who sits where, as the history knows it."""
+    """Occupants of the seats by the history."""
     n = len(history.seats)
     state = [_FREE] * n
     numbers = [(0, 0, 0, 0, 0)] * n
@@ -354,7 +354,7 @@ def _sizes(snapshot: Snapshot) -> tuple[int, int]:
 
 
 def _add_state(changes: Delta, before: Snapshot, now: Snapshot) -> None:
-    """What is sent whole if it is another."""
+    """Parts that are sent whole when they change."""
     if before.state != now.state:
         changes["state"] = now.state
     if before.last_step_age_s != now.last_step_age_s:

@@ -48,7 +48,7 @@ _RETRY_MS = 1000
 class FeedStart(TypedDict):
     """The first event of a feed, and again whenever what runs has changed."""
 
-    version: int  # FEED_VERSION
+    version: int  # _FEED_VERSION
     run: str  # another server, another run
     t: float
     unix_time: float  # seconds since 1970 at t
@@ -62,7 +62,7 @@ class FeedStart(TypedDict):
     seat_numbers: tuple[str, ...]  # SEAT_NUMBERS
     event_columns: tuple[str, ...]  # _EVENT_COLUMNS
     row_kinds: list[RowKind]  # useful ones first
-    info: JsonDict | None  # `types.EngineInfo.flat`; null while no engine runs
+    info: JsonDict | None  # `common.engine_info.EngineInfo.flat`; null while no engine runs
 
 
 class SeatLists(TypedDict):
@@ -87,7 +87,7 @@ class PageMap(TypedDict):
 
 
 class PageChanges(TypedDict):
-    """What is other than before in a `PageMap`."""
+    """Differences between two `PageMap`s."""
 
     runs: list[list[int]]  # [first cell, cells, state]
     counts: dict[str, int]  # all of them
@@ -123,7 +123,7 @@ class Metrics(TypedDict):
     gap_s: float  # of them, those in which the device had nothing to do
     longest_step_s: float | None  # of the steps since the frame before; null for none
     latency: JsonDict  # wait, ttft, itl -> {p50, p95, p99} of the last seconds, or null
-    device: JsonDict  # `telemetry.device_use.DeviceUse`; empty before it was looked at
+    device: JsonDict  # `engine.server.device_use.DeviceUse`; empty before it was looked at
 
 
 class KeyFrame(TypedDict):
@@ -144,7 +144,7 @@ class KeyFrame(TypedDict):
 
 
 class Delta(TypedDict, total=False):
-    """What changed since the key frame or delta before. Seats that are not named have gone on:
+    """Changes since the key frame or delta before. Seats that are not named have gone on:
     each that decodes has a token more per step.
     """
 
@@ -161,7 +161,7 @@ class Delta(TypedDict, total=False):
 
 
 class _Events(TypedDict):
-    """What happened to sequences since the frame before."""
+    """Events of sequences since the frame before."""
 
     first: int  # number of the first of them, counted since the server's start
     events: list[list[str | float]]  # _EVENT_COLUMNS

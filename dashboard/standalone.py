@@ -32,7 +32,7 @@ class Standalone(PageRoutes):
         self.relay = Relay(engine)
 
     def lines(self) -> list[PageLine]:
-        """What an engine's key may see there, its engine decides."""
+        """The routes; the engine itself decides what a key may see."""
         routes = [
             Route("/engines", self.list_engines),
             Route(f"/{_BASE}feed", FeedEndpoint(self.relay), methods=["GET"]),
@@ -49,7 +49,7 @@ class Standalone(PageRoutes):
 
 
 async def _ask(engine: RemoteEngine) -> JsonDict:
-    """What an engine says of itself: name (of its model), url, base (its own path here), state."""
+    """An engine's entry of the list: name (of its model), url, base (its own path here), state."""
     name, state = "", "unknown"
     try:
         async with asyncio.timeout(_STATE_S), engine.answer("GET", "engines") as answer:

@@ -1,5 +1,5 @@
 """The recent past: step records as columns or in bins, the seats' stays, and both as a Chrome
-trace. With ten minutes to tell of each takes up to seconds: what yields is work for `Slices`.
+trace. With ten minutes to tell of each takes up to seconds: what yields is work for `TimeSlices`.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _column(values: np.ndarray) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What happened at start < t <= end."""
+    """Steps and requests at start < t <= end."""
 
     history: History
     start: float
@@ -185,7 +185,7 @@ class Window:
         }
 
     def stays(self) -> Generator[None, None, list[SeatStay]]:
-        """Stays that touch the time, by their beginning. Work for `Slices`."""
+        """Stays that touch the time, by their beginning. Work for `TimeSlices`."""
         pairs: list[SeatStay] = []
         records = [*self.history.ended(self.start), *self.history.open()]
         for place, record in enumerate(records):
@@ -266,7 +266,7 @@ def _stay_times(stay: Stay) -> JsonDict:
 
 
 def _passenger(request: RequestRecord, stay: Stay, identity: Identity) -> JsonDict:
-    """Who sat there, as far as `identity` may know."""
+    """The sequence of a stay, as far as `identity` may see it."""
     if not identity.may_see(request.tenant):
         return {"request": "", "index": 0, "end": "", "n_prompt": 0, "n_output": 0}
     return {
@@ -391,7 +391,7 @@ def _stay_events(request: RequestRecord, stay: Stay, now: float) -> list[JsonDic
 
 
 def _step_events(records: np.ndarray, ready: np.ndarray) -> list[JsonDict]:
-    """Of a few steps: two events each."""
+    """Trace events of a few steps: two each."""
     columns = {name: records[name].tolist() for name in {*_TRACED, "mixed", "device_s"}}
     events: list[JsonDict] = []
     for place, done in enumerate(ready.tolist()):

@@ -239,7 +239,7 @@ def _picture(replica: ReplicaView, rates: _Rates, url: str, trouble: str = "") -
 
 
 def _running(replica: ReplicaView, rates: _Rates, seats: list[SeatView]) -> list[RenderableType]:
-    """What there is of an engine that runs."""
+    """Lines for a running engine."""
     ledger = _ledger(rates.rows())
     return [_figures(replica, rates), Text(), _SeatGrid(seats), _legend(), Text(), ledger]
 

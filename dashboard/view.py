@@ -1,6 +1,4 @@
-"""What somebody may see of requests that are not theirs: that a seat is taken, and nothing of who
-sits there.
-"""
+"""The view of one person: of other people's requests only that a seat is taken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who watches: each viewer has a bounded queue of the same bytes as everybody else."""
+"""Viewers of a feed: each has a bounded queue of the same bytes as the others."""
 
 from __future__ import annotations
 

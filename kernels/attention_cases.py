@@ -26,6 +26,7 @@ class AttentionCase:
     pages: int = 32  # of each sequence's table
     window: int = 0  # positions that a row sees, its own included; 0: all
     softcap: float = 0.0  # of the scores; 0: none
+    sinks: bool = False  # a head has a score that no key has
     dtype: str = "float32"  # of activations
     pool: str = "float32"  # dtype of the pool
     scales: str = "head"  # or "pool"; for a quantised pool
@@ -60,6 +61,7 @@ class AttentionCase:
             windows=(self.window,),
             softcap=self.softcap,
             qk_norm=False,
+            sinks=self.sinks,
             page_size=self.page,
             pages=self.pages,
             context=self.pages * self.page,
@@ -92,6 +94,10 @@ CASES = {
     "mixed": _MIXED,
     "window in decode": replace(_DECODE, window=100),
     "window in mixed": replace(_MIXED, window=24),
+    "sinks in decode": replace(_DECODE, sinks=True),
+    "sinks, window in mixed": replace(_MIXED, window=24, sinks=True),
+    "sinks, window, softcap in decode": replace(_DECODE, window=300, softcap=20.0, sinks=True),
+    "sinks over an int8 pool": replace(_MIXED, pool="int8", sinks=True),
     "softcap": replace(_MIXED, softcap=5.0),
     "window, softcap in decode": replace(_DECODE, window=300, softcap=20.0),
     "no group": AttentionCase((3, 3, 64), (40, 90), ((30, 20),), rows=32, seqs=4, page=32, pages=8),

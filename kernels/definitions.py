@@ -22,23 +22,29 @@ def attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    sinks: np.ndarray | None = None,
 ) -> np.ndarray:
     """softmax(q k) v over the keys that each row sees, one sequence at a time: [T, H, D].
 
-    q [T, H, D], kv [N, page, 2K, D], kv_lens [S], cu_q [S+1], page_table [S, P]. Rows of nobody are
-    0.
+    q [T, H, D], kv [N, page, 2K, D], kv_lens [S], cu_q [S+1], page_table [S, P], sinks [H], scores
+    that join each row's softmax without a value. Rows of nobody are 0.
     """
     out = np.zeros(q.shape, np.float32)
     for s in np.flatnonzero(np.diff(cu_q)):
         pages = page_table[s, : -(-kv_lens[s] // kv.shape[1])]
         cells = kv[pages].astype(np.float32).reshape(-1, *kv.shape[2:])[: kv_lens[s]]
         rows = slice(cu_q[s], cu_q[s + 1])
-        out[rows] = _attend(q[rows].astype(np.float32), cells, scale, window, softcap)
+        out[rows] = _attend(q[rows].astype(np.float32), cells, scale, window, softcap, sinks)
     return out
 
 
 def _attend(
-    q: np.ndarray, cells: np.ndarray, scale: float, window: int, softcap: float
+    q: np.ndarray,
+    cells: np.ndarray,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: np.ndarray | None,
 ) -> np.ndarray:
     """A sequence's last rows q [R, H, D] over all its keys and values [C, 2K, D]: [R, H, D]."""
     n_rows, n_heads, dim = q.shape
@@ -55,9 +61,13 @@ def _attend(
     if window:
         seen &= key_position > position - window
     scores = np.where(seen, scores, -np.inf)
+    if sinks is not None:
+        of_heads = sinks.astype(np.float32).reshape(n_kv, -1, 1, 1)
+        columns = np.broadcast_to(of_heads, (*scores.shape[:3], 1))
+        scores = np.concatenate([scores, columns], axis=-1)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
-    summed = weights @ values[:, None]  # [K, G, R, D]
+    summed = weights[..., :length] @ values[:, None]  # [K, G, R, D]
     return summed.transpose(2, 0, 1, 3).reshape(n_rows, n_heads, dim)
 
 
@@ -156,21 +166,45 @@ def experts(
     out = np.zeros((len(rows), closing.kernel.shape[2]), np.float32)
     for place in np.flatnonzero(rows < len(x)):
         expert = owners[place // blocks.size]
-        sums = matmul(x[rows[place]], _widened(opening, expert))
-        gate, up = np.split(sums, 2)
-        out[place] = matmul(_opened(gate, activation) * up, _widened(closing, expert))
+        gate, up = np.split(_with_expert(x[rows[place]], opening, expert), 2)
+        out[place] = _with_expert(_opened(gate, up, activation), closing, expert)
     return out
+
+
+def _with_expert(x: np.ndarray, stack: Stack, expert: int) -> np.ndarray:
+    """x [I] times the matrix of an expert, and its bias: [O]."""
+    sums = matmul(x, _widened(stack, expert))
+    return sums if stack.bias is None else sums + np.asarray(stack.bias[expert], np.float32)
 
 
 def _widened(stack: Stack, expert: int) -> np.ndarray:
     """The matrix of an expert, [I, O]."""
-    wide = np.asarray(stack.kernel[expert]).astype(np.float32)
+    kernel = np.asarray(stack.kernel[expert])
+    if stack.is_mxfp4:
+        return mxfp4(kernel, np.asarray(stack.scale)[expert])
+    wide = kernel.astype(np.float32)
     return wide if stack.scale is None else wide * np.asarray(stack.scale[expert])
 
 
-def _opened(gate: np.ndarray, activation: str) -> np.ndarray:
-    """silu, or gelu by its formula with tanh."""
-    if activation == "silu":
-        return _silu(gate)
+def mxfp4(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """The matrix [I, O] of codes [I // 2, O] and exponents [I // 32, O], as
+    `jitney.kernels.mxfp4.Mxfp4` has them, weight by weight from the bits of its number.
+    """
+    halves = packed.reshape(len(scales), 16, -1)
+    codes = np.concatenate([halves % 16, halves // 16], axis=1).reshape(-1, packed.shape[1])
+    exponent, fraction = codes // 2 % 4, codes % 2
+    size = np.where(exponent > 0, (1 + fraction / 2) * 2.0 ** (exponent - 1.0), fraction / 2)
+    powers = np.repeat(2.0 ** (scales - 127.0), 32, axis=0)
+    return (np.where(codes < 8, size, -size) * powers).astype(np.float32)
+
+
+def _opened(gate: np.ndarray, up: np.ndarray, activation: str) -> np.ndarray:
+    """silu(gate) * up, the same with gelu by its formula with tanh, or gpt-oss's."""
+    match activation:
+        case "silu":
+            return _silu(gate) * up
+        case "clamped_silu":
+            gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+            return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
     bent = np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
-    return 0.5 * gate * (1 + np.tanh(bent))
+    return 0.5 * gate * (1 + np.tanh(bent)) * up

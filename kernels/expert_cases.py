@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ class ExpertCase:
     schemes: tuple[str, str] = ("plain", "plain")  # of what opens and of what closes
     activation: str = "silu"
     dtype: str = "float32"  # of the activations
+    biased: bool = False  # the products have biases
     empty: bool = False  # no row goes anywhere
 
     def errors(self, experts: ExpertProducts) -> Iterator[float]:
@@ -60,6 +62,17 @@ CASES = {
     "int8": ExpertCase(schemes=("int8", "int8"), size=128, inner=96),
     "fp8": ExpertCase(schemes=("fp8", "fp8"), size=128, inner=96),
     "fp8 and plain, gelu": ExpertCase(schemes=("fp8", "plain"), activation="gelu_tanh"),
+    "mxfp4": ExpertCase(schemes=("mxfp4", "mxfp4"), size=128, inner=96),
+    "mxfp4, biases, clamped, several tiles": ExpertCase(
+        schemes=("mxfp4", "mxfp4"),
+        size=352,
+        inner=224,
+        rows=70,
+        block=32,
+        activation="clamped_silu",
+        biased=True,
+    ),
+    "biases, clamped": ExpertCase(activation="clamped_silu", biased=True),
     "nobody": ExpertCase(empty=True),
 }
 
@@ -95,17 +108,44 @@ def _uniform(rng: np.random.Generator, shape: tuple[int, ...], dtype: DTypeLike)
 def _stack(
     rng: np.random.Generator, case: ExpertCase, scheme: str, sizes: tuple[int, int]
 ) -> Stack:
-    """Matrices whose products have a size that a gate bends, neither all open nor all shut."""
+    """Matrices whose products have a size that a gate bends, neither all open nor all shut; of
+    gates that are clamped some beyond that.
+    """
+    stack = _unbiased(rng, case, scheme, sizes)
+    if not case.biased:
+        return stack
+    bias = _uniform(rng, (case.n_experts, sizes[1]), case.dtype)
+    return stack._replace(bias=bias)
+
+
+def _unbiased(
+    rng: np.random.Generator, case: ExpertCase, scheme: str, sizes: tuple[int, int]
+) -> Stack:
     shape = case.n_experts, *sizes
-    spread = 2 * sizes[0] ** -0.5
+    spread = (8 if case.activation == "clamped_silu" else 2) * sizes[0] ** -0.5
     if scheme == "plain":
         return Stack((spread * _uniform(rng, shape, "float32")).astype(jnp.dtype(case.dtype)))  # pyright: ignore[reportArgumentType]
+    if scheme == "mxfp4":
+        return Stack(*random_mxfp4(rng, shape, spread))
     scale = spread * (0.5 + rng.random((case.n_experts, sizes[1]), np.float32))
     if scheme == "int8":
         codes, steps = rng.integers(-127, 128, shape, np.int8), 127
     else:
         codes, steps = _uniform(rng, shape, ml_dtypes.float8_e4m3fn), 1
     return Stack(codes, scale / np.float32(steps))  # pyright: ignore[reportArgumentType]
+
+
+def random_mxfp4(
+    rng: np.random.Generator, shape: tuple[int, int, int], spread: float
+) -> tuple[Any, Any]:
+    """Matrices [X, I, O] in MXFP4, of magnitudes about `spread`: codes uint8 [X, I // 2, O] and
+    scales uint8 [X, I // 32, O].
+    """
+    n_experts, size_in, size_out = shape
+    codes = rng.integers(0, 256, (n_experts, size_in // 2, size_out), np.uint8)
+    exponent = 127 + round(np.log2(spread / 6))
+    scales = rng.integers(exponent - 1, exponent + 2, (n_experts, size_in // 32, size_out))
+    return codes, scales.astype(np.uint8)
 
 
 def _blocks(rng: np.random.Generator, case: ExpertCase) -> ExpertBlocks:

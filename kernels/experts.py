@@ -16,14 +16,24 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jitney.kernels.mxfp4 import Mxfp4, matmul_mxfp4
+
 
 class Stack(NamedTuple):
     """The matrices of all experts, one behind the other."""
 
-    #: [X, I, O]: bfloat16, float32, int8 or float8_e4m3fn.
+    #: [X, I, O]: bfloat16, float32, int8 or float8_e4m3fn; uint8 [X, I // 2, O]: MXFP4, each as
+    #: `jitney.kernels.mxfp4` has it.
     kernel: jax.Array
-    #: float32 [X, O], factors of the sums, of int8 and float8_e4m3fn; else None.
+    #: float32 [X, O], factors of the sums, of int8 and float8_e4m3fn; uint8 [X, I // 32, O] of
+    #: MXFP4; else None.
     scale: jax.Array | None = None
+    #: [X, O], added to the sums behind their factors; or None.
+    bias: jax.Array | None = None
+
+    @property
+    def is_mxfp4(self) -> bool:
+        return self.kernel.dtype == jnp.uint8
 
 
 class ExpertBlocks(NamedTuple):
@@ -42,21 +52,34 @@ class ExpertBlocks(NamedTuple):
         return self.rows.shape[0] // self.experts.shape[0]
 
 
-#: Functions that open a gate, by name; both are g times the logistic function of something.
-ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
+#: gpt-oss's gates: what they and what they gate are clamped to, and the factor of a gate in its
+#: logistic function.
+CLAMP, CLAMPED_SLOPE = 7.0, 1.702
 
 
-def gate(
-    y: jax.Array, dtype: DTypeLike, activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
-) -> jax.Array:
-    """Gates and what they gate, [T, 2F] -> activation(first half) * second half, [T, F] in
-    `dtype`.
+def _clamped_silu(gates: jax.Array, ups: jax.Array) -> jax.Array:
+    gates = jnp.minimum(gates, CLAMP)
+    return gates * jax.nn.sigmoid(CLAMPED_SLOPE * gates) * (jnp.clip(ups, -CLAMP, CLAMP) + 1)
+
+
+#: What becomes of gates and of what they gate, by the activation's name; in all of them a gate is
+#: multiplied with the logistic function of something.
+ACTIVATIONS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "silu": lambda gates, ups: jax.nn.silu(gates) * ups,
+    "gelu_tanh": lambda gates, ups: jax.nn.gelu(gates, approximate=True) * ups,
+    "clamped_silu": _clamped_silu,
+}
+
+
+def gate(y: jax.Array, dtype: DTypeLike, activation: str = "silu") -> jax.Array:
+    """Gates and what they gate, the halves of [T, 2F] -> what the activation makes of them, [T, F]
+    in `dtype`.
 
     Parted before they are widened: XLA for TPUs would write all of them as float32, and then part
     that.
     """
     gates, ups = (half.astype(jnp.float32) for half in jnp.split(y, 2, axis=-1))
-    return (activation(gates) * ups).astype(dtype)
+    return ACTIVATIONS[activation](gates, ups).astype(dtype)
 
 
 def experts(
@@ -67,8 +90,7 @@ def experts(
     def answers(block: tuple[jax.Array, jax.Array]) -> jax.Array:
         rows, expert = block
         given = x.at[rows].get(mode="fill", fill_value=0)
-        gates, ups = jnp.split(_product(given, opening, expert), 2, axis=-1)
-        inner = (ACTIVATIONS[activation](gates) * ups).astype(x.dtype)
+        inner = gate(_product(given, opening, expert), x.dtype, activation)
         return _product(inner, closing, expert)
 
     of_blocks = jax.lax.map(answers, (blocks.rows.reshape(-1, blocks.size), blocks.experts))
@@ -77,6 +99,15 @@ def experts(
 
 def _product(x: jax.Array, stack: Stack, expert: jax.Array) -> jax.Array:
     """x [B, I] times the matrix of an expert: float32 [B, O]."""
-    w: Any = jax.lax.dynamic_index_in_dim(stack.kernel, expert, keepdims=False)
-    sums = jnp.matmul(x, w.astype(x.dtype), preferred_element_type=jnp.float32)
-    return sums if stack.scale is None else sums * stack.scale[expert]
+    own: Any = jax.tree.map(partial(_one_of, number=expert), stack)
+    if stack.is_mxfp4:
+        sums = matmul_mxfp4(x, Mxfp4(own.kernel, own.scale))
+    else:
+        sums = jnp.matmul(x, own.kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+        if own.scale is not None:
+            sums = sums * own.scale
+    return sums if own.bias is None else sums + own.bias.astype(jnp.float32)
+
+
+def _one_of(arrays: jax.Array, *, number: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(arrays, number, keepdims=False)

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from jitney.kernels.delta_net import DeltaState, DeltaWeights
 from jitney.kernels.experts import ExpertBlocks, Stack
 from jitney.kernels.int4 import Int4, matmul_int4
+from jitney.kernels.mxfp4 import Mxfp4
 from jitney.kernels.w8a8 import Fp8, Int8
 
 
@@ -72,13 +73,15 @@ class _PagedAttention(Protocol):
         window: int = 0,
         softcap: float = 0.0,
         kv_scales: jax.Array | None = None,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """q [T, H, D], k and v [T, K, D], kv [N, page, 2K, D] -> (o [T, H, D] in q's dtype, kv).
 
         Row 2h of a token is key head h, row 2h + 1 value head h. window > 0: a row sees the last
         `window` positions up to its own. softcap > 0: scores are softcap * tanh(score / softcap).
         kv_scales float32 [2K] or []: factors of an int8 or fp8 pool (see `jitney.kernels.scales`),
-        which raises ValueError without them.
+        which raises ValueError without them. sinks float32 [H]: a score of each head that joins the
+        softmax of every row and weighs no value.
         """
         ...
 
@@ -122,6 +125,7 @@ class _Attend(Protocol):
         window: int = 0,
         softcap: float = 0.0,
         kv_scales: jax.Array | None = None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
         """q [T, H, D], kv [N, page, 2K, D] -> o [T, H, D] in q's dtype."""
         ...
@@ -282,6 +286,24 @@ class Fp8Products:
     matmul: _MatmulFp8
 
 
+class _MatmulMxfp4(Protocol):
+    """A product with MXFP4 weights, see `jitney.kernels.mxfp4`."""
+
+    def __call__(self, x: jax.Array, w: Mxfp4, /, dtype: DTypeLike = ...) -> jax.Array:
+        """x [T, I] -> [T, O] in `dtype`, which is float32 unless given."""
+        ...
+
+
+@dataclass(frozen=True)
+class Mxfp4Products:
+    """How a set multiplies MXFP4 weights one matrix at a time."""
+
+    #: Lays a matrix out once, when a model is loaded, or leaves it as it is; takes `parts` as
+    #: `Pack` does.
+    pack: Callable[..., Mxfp4]
+    matmul: _MatmulMxfp4
+
+
 class ExpertProducts(Protocol):
     """What the experts of a mixture make of the rows that go through them, all blocks at once; axes
     and arguments as in `jitney.kernels.experts`.
@@ -291,11 +313,13 @@ class ExpertProducts(Protocol):
         self, x: jax.Array, opening: Stack, closing: Stack, blocks: ExpertBlocks, activation: str, /
     ) -> jax.Array:
         """x [T, E], opening [X, E, 2F] (gates, then ups), closing [X, F, E] -> float32 [N * B, E]:
-        activation(gate) * up in x's dtype, times the closing matrix, at each place of the blocks.
+        gates and ups opened by the activation, a name of `jitney.kernels.experts.ACTIVATIONS`, in
+        x's dtype, times the closing matrix, at each place of the blocks.
 
         Sums are float32; weights in 8 bits are widened to x's dtype on the way, and their scales
-        come after the sum. activation: silu or gelu_tanh. What stands at places of nobody's rows,
-        and in blocks from the count on, is undefined, and may be no number: nobody may read it.
+        come after the sum, biases after these; MXFP4 is widened with its scales. What stands at
+        places of nobody's rows, and in blocks from the count on, is undefined, and may be no
+        number: nobody may read it.
         """
         ...
 
@@ -369,6 +393,8 @@ class Kernels(Protocol):
     @property
     def fp8(self) -> Fp8Products | None: ...
     @property
+    def mxfp4(self) -> Mxfp4Products | None: ...
+    @property
     def experts(self) -> ExpertProducts | None: ...
     @property
     def delta_net(self) -> DeltaNet: ...
@@ -441,6 +467,8 @@ class KernelSet:
     int8: Int8Products | None = None
     #: None: weights in fp8 are widened to the rows' dtype, by `matmul`.
     fp8: Fp8Products | None = None
+    #: None: a matrix in MXFP4 that is multiplied by itself is widened first.
+    mxfp4: Mxfp4Products | None = None
     #: None: the experts of a mixture are multiplied block after block, by the other products. Else
     #: they stay [X, I, O], but for those in int4, which are still multiplied so.
     experts: ExpertProducts | None = None
@@ -454,7 +482,7 @@ class KernelSet:
     #: Rounded to bfloat16 behind each of 60 additions, log-probabilities of the default model are
     #: 0.092 from float32's (root mean square of the 20 likeliest), so 0.050.
     float32_residual: bool = False
-    #: True where `matmul`, `gated` and those of int8 take a `OneOf` for weights.
+    #: True where `matmul`, `gated` and those of int8 and MXFP4 take a `OneOf` for weights.
     takes_one_of: bool = False
     #: True where they also take `count`, int32: rows from there on are nobody's, and become 0 or
     #: what the others become. False where all rows of a shape are computed anyway.
@@ -486,8 +514,15 @@ class KernelSet:
                 matmul=_bound(int8.matmul, count),
                 gated=_bound(int8.gated, count),
             )
+        mxfp4 = self.mxfp4
+        if mxfp4 is not None:
+            mxfp4 = replace(mxfp4, matmul=_bound(mxfp4.matmul, count))
         return replace(
-            self, matmul=_bound(self.matmul, count), gated=_bound(self.gated, count), int8=int8
+            self,
+            matmul=_bound(self.matmul, count),
+            gated=_bound(self.gated, count),
+            int8=int8,
+            mxfp4=mxfp4,
         )
 
     @property

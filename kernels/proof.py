@@ -33,8 +33,8 @@ _log = logging.getLogger(__name__)
 #: Largest error that rounding explains, by dtype of the activations, and with a pool of 8 bits.
 _LIMITS = {"bfloat16": 0.125, "float16": 0.125, "float32": 0.01}
 _NARROW_POOL_LIMIT = 0.5
-#: Of products and recurrent layers: gates, what they gate and what comes of it may each be rounded to 16 bits, which
-#: makes 0.11 of random ones.
+#: Limit of gated products and recurrent layers: the gates, their inputs and the result may each be
+#: rounded to 16 bits, which makes an error of 0.11 for random numbers.
 _GATED_LIMIT = 0.25
 #: Largest share of a row's probability by which two ways to cut it may differ.
 _MASS_LIMIT = 1e-3
@@ -49,6 +49,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "int4 product": ("matmul_int4", "gated_int4"),
     "int8 product": ("int8",),
     "fp8 product": ("fp8",),
+    "mxfp4 product": ("mxfp4",),
     "experts": ("experts", "takes_one_of"),
     "sampling cut": ("threshold",),
     "recurrent layers": ("delta_net",),

@@ -41,6 +41,7 @@ class _StepArrays(NamedTuple):
     kv: Any  # the pool before the step, [N, page, 2K, D]
     meta: AttentionMeta
     factors: dict[str, Any]  # kv_scales float32 [2K] of a pool of 8 bits, else empty
+    sinks: Any  # float32 [H], or None
 
 
 class _RandomPool(NamedTuple):
@@ -178,11 +179,13 @@ def _attend(
     kernels: KernelSet, shapes: ServedShapes, given: _StepArrays, window: int
 ) -> tuple[jax.Array, jax.Array | None]:
     """(outputs, pool) of the kernel that models call; no pool of one that does not write."""
-    q, k, v, kv, meta, factors = given
+    q, k, v, kv, meta, factors, sinks = given
     scale = shapes.attention.head_dim**-0.5
     options: dict[str, Any] = {"scale": scale, "window": window, **factors}
     if shapes.attention.softcap:
         options["softcap"] = shapes.attention.softcap
+    if sinks is not None:
+        options["sinks"] = sinks
     if kernels.rotate_and_write is None:
         return kernels.paged_attention(q, k, v, kv, meta, **options)
     return kernels.attend(q, kv, meta, **options), None
@@ -196,8 +199,9 @@ def _definition(
     if len(step.key_heads) < shapes.attention.n_kv_heads:
         rows = [row for head in step.key_heads for row in (2 * head, 2 * head + 1)]
         pool = pool[:, :, rows]
+    heads, sinks = _query_heads(shapes, step), step.arrays.sinks
     return definitions.attention(
-        step.arrays.q[:, _query_heads(shapes, step)],
+        step.arrays.q[:, heads],
         _in_floats(pool, step),
         np.asarray(meta.kv_lens),
         np.asarray(meta.cu_q),
@@ -205,6 +209,7 @@ def _definition(
         scale=shapes.attention.head_dim**-0.5,
         window=window,
         softcap=shapes.attention.softcap,
+        sinks=None if sinks is None else sinks[heads],
     )
 
 
@@ -397,8 +402,19 @@ def _random_step(
     new_shape = (2, rows, heads.n_kv_heads, heads.head_dim)
     k, v = rng.standard_normal(new_shape, np.float32).astype(dtype)
     meta = sequences.meta(n_decode)
-    arrays = _StepArrays(q, k, v, pool.kv, meta, pool.factors)
+    arrays = _StepArrays(q, k, v, pool.kv, meta, pool.factors, _random_sinks(rng, shapes))
     return _AttentionStep(arrays, sequences.rows, pool.limit, key_heads)
+
+
+def _random_sinks(rng: np.random.Generator, shapes: ServedShapes) -> np.ndarray | None:
+    """Of every second head more than all its keys together, of the others less than one of them;
+    each of its own.
+    """
+    if not shapes.attention.sinks:
+        return None
+    n_heads = shapes.attention.n_heads
+    high = np.log(shapes.attention.context) + rng.random(n_heads, np.float32)
+    return np.where(np.arange(n_heads) % 2, high, high - 12).astype(np.float32)
 
 
 def _random_pool(rng: np.random.Generator, shapes: ServedShapes, n_pages: int) -> _RandomPool:

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jitney.kernels import definitions
-from jitney.kernels.expert_cases import ExpertCase
+from jitney.kernels.expert_cases import ExpertCase, random_mxfp4
 from jitney.kernels.int4 import Int4, matmul_int4
-from jitney.kernels.interface import ExpertProducts, KernelSet, OneOf, Pack
+from jitney.kernels.interface import ExpertProducts, KernelSet, OneOf
+from jitney.kernels.mxfp4 import Mxfp4
 from jitney.kernels.proof_shapes import Matrix, MixtureShape, ServedShapes, distance
 from jitney.kernels.w8a8 import Fp8, Int8
 
@@ -102,7 +103,8 @@ def _fp8_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
 
 def _has_its_own(kernels: KernelSet, matrix: Matrix) -> bool:
     """Whether its product is none of `KernelSet.matmul` and `gated`."""
-    return matrix.scheme == "int4" or _is_int8(kernels, matrix) or _is_fp8(kernels, matrix)
+    in_four_bits = matrix.scheme in ("int4", "mxfp4")
+    return in_four_bits or _is_int8(kernels, matrix) or _is_fp8(kernels, matrix)
 
 
 def _is_fp8(kernels: KernelSet, matrix: Matrix) -> bool:
@@ -121,13 +123,13 @@ class _Product:
 
     matrix: Matrix
     #: Lays the matrix out; None: it stays [I, O].
-    pack: Pack | None
+    pack: Callable[..., Any] | None
     #: x [T, I], the matrix as `pack` laid it out or a `OneOf` of such, scale [O].
     multiply: Callable[[Any, Any, Any], jax.Array]
-    #: x [T, I], w [I, O], scale [O].
-    define: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+    #: x [T, I], w [I, O] (`Mxfp4`: of this), scale [O].
+    define: Callable[[np.ndarray, Any, np.ndarray], np.ndarray]
 
-    def packed(self, w: jax.Array) -> jax.Array:
+    def packed(self, w: Any) -> Any:
         """w [I, O] as `multiply` takes it."""
         if self.pack is None:
             return w
@@ -136,6 +138,8 @@ class _Product:
 
 def _product_of(kernels: KernelSet, matrix: Matrix) -> _Product:
     """As models multiply with it; not int4."""
+    if matrix.scheme == "mxfp4":
+        return _in_mxfp4(kernels, matrix)
     if _is_int8(kernels, matrix):
         return _in_int8(kernels, matrix)
     if _is_fp8(kernels, matrix):
@@ -196,6 +200,17 @@ def _in_fp8(kernels: KernelSet, matrix: Matrix) -> _Product:
     )
 
 
+def _in_mxfp4(kernels: KernelSet, matrix: Matrix) -> _Product:
+    products = kernels.mxfp4
+    assert products is not None
+    return _Product(
+        matrix,
+        products.pack,
+        lambda x, w, scale: products.matmul(x, w),
+        lambda x, w, scale: definitions.matmul(x, definitions.mxfp4(*w)),
+    )
+
+
 def _errors_of(kernels: KernelSet, matrices: list[Matrix], shapes: ServedShapes) -> Iterator[float]:
     """Of the products with all these matrices at every row count; where the set leaves out rows
     that pad a step, also with a third of the rows being such.
@@ -212,7 +227,7 @@ def _errors_of(kernels: KernelSet, matrices: list[Matrix], shapes: ServedShapes)
     def call_all(inputs: Any, counts: _Counts) -> list[tuple[list[Any], list[Any]]]:
         results = []
         for one, (rows, w, scale) in zip(products, inputs, strict=True):
-            laid_out = one.packed(w[0])
+            laid_out = one.packed(_number(w, 0))
             padded = []
             for x in rows:
                 if len(x) in counts:
@@ -223,7 +238,7 @@ def _errors_of(kernels: KernelSet, matrices: list[Matrix], shapes: ServedShapes)
 
     results = jax.jit(call_all)(inputs, counts)
     for one, (x, w, scale), (whole, padded) in zip(products, operands, results, strict=True):
-        wanted = one.define(x, w[0], scale)
+        wanted = one.define(x, _number(w, 0), scale)
         yield from _distances(whole, wanted)
         yield from _distances([got[: counts[len(got)]] for got in padded], wanted)
 
@@ -311,7 +326,17 @@ def _expert_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
     if kernels.experts is not None:
         yield from _at_once_errors(kernels.experts, shapes, mixtures)
     elif kernels.takes_one_of:
-        yield from _one_by_one_errors(kernels, shapes, mixtures)
+        matrices = [one for mixture in mixtures for one in _matrices_of(mixture, shapes)]
+        others = [one for one in matrices if one.scheme != "mxfp4"]
+        yield from _one_by_one_errors(kernels, shapes, others)
+
+
+def _mxfp4_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
+    """Experts' matrices in MXFP4, where they are multiplied one by one."""
+    if kernels.experts is None and kernels.mxfp4 is not None:
+        matrices = [one for mixture in shapes.mixtures for one in _matrices_of(mixture, shapes)]
+        own = [one for one in matrices if one.scheme == "mxfp4"]
+        yield from _one_by_one_errors(kernels, shapes, own)
 
 
 def _at_once_errors(
@@ -327,18 +352,20 @@ def _at_once_errors(
             n_experts=_EXPERTS,
             schemes=mixture.schemes,
             activation=mixture.activation,
+            biased=mixture.biased,
             dtype=shapes.dtype,
         )
         yield from case.errors(experts)
 
 
 def _one_by_one_errors(
-    kernels: KernelSet, shapes: ServedShapes, mixtures: list[MixtureShape]
+    kernels: KernelSet, shapes: ServedShapes, matrices: list[Matrix]
 ) -> Iterator[float]:
     """Of the first and the last expert's matrices, each multiplied where it lies among all; where
     the set leaves out rows that pad a block, the first one's with blocks of which a third are such.
     """
-    matrices = [matrix for mixture in mixtures for matrix in _matrices_of(mixture, shapes)]
+    if not matrices:
+        return
     products = [_product_of(kernels, matrix) for matrix in dict.fromkeys(matrices)]
     operands = [_random_operands(shapes, one.matrix, _EXPERTS) for one in products]
     inputs = [(_of_each_count(x, shapes.steps.blocks), w, scale) for x, w, scale in operands]
@@ -352,7 +379,7 @@ def _one_by_one_errors(
         for one, (rows, w, scale) in zip(products, inputs, strict=True):
             laid_out = jax.lax.map(one.packed, w)
             for number, present in zip(numbers, counts, strict=True):
-                expert = OneOf(laid_out, number)
+                expert = _among(laid_out, number)
                 answers = []
                 for x in rows:
                     counted = _counting(one, kernels, present.get(len(x)))
@@ -364,7 +391,19 @@ def _one_by_one_errors(
     for one, (x, w, scale) in zip(products, operands, strict=True):
         for number, present in zip(numbers, counts, strict=True):
             answers = [got[: present.get(len(got), len(got))] for got in next(results)]
-            yield from _distances(answers, one.define(x, w[number], scale))
+            yield from _distances(answers, one.define(x, _number(w, number), scale))
+
+
+def _among(laid_out: Any, number: jax.Array) -> Any:
+    """A matrix among many that lie one behind the other."""
+    if isinstance(laid_out, Mxfp4):
+        return Mxfp4(*(OneOf(part, number) for part in laid_out))
+    return OneOf(laid_out, number)
+
+
+def _number(w: Any, number: int) -> Any:
+    """The same, copied, of many as they come."""
+    return jax.tree.map(lambda many: many[number], w)
 
 
 def _matrices_of(mixture: MixtureShape, shapes: ServedShapes) -> tuple[Matrix, Matrix]:
@@ -388,7 +427,7 @@ def _random_int4(rng: np.random.Generator, matrix: Matrix) -> Int4:
 
 def _random_operands(
     shapes: ServedShapes, matrix: Matrix, count: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, Any, np.ndarray]:
     """x [., I], so many matrices [count, I, O] of that scheme, O at most some two thousand, and
     scales [O].
     """
@@ -404,6 +443,8 @@ def _random_operands(
             return x, rng.integers(-127, 128, size, np.int8), scale / 127
         case "fp8":
             return x, _random_array(rng, size, "float8_e4m3fn"), scale
+        case "mxfp4":
+            return x, Mxfp4(*random_mxfp4(rng, size, 1.0)), scale
     return x, _random_array(rng, size, shapes.dtype), scale
 
 
@@ -482,6 +523,7 @@ CHECKS: dict[str, Callable[[KernelSet, ServedShapes], Iterator[float]]] = {
     "int4 product": _int4_errors,
     "int8 product": _int8_errors,
     "fp8 product": _fp8_errors,
+    "mxfp4 product": _mxfp4_errors,
     "experts": _expert_errors,
     "sampling cut": _cut_errors,
 }

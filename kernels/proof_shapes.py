@@ -20,7 +20,7 @@ class Matrix:
 
     size_in: int  # I
     size_out: int  # O
-    scheme: str = "plain"  # how it is stored: plain, int8, fp8 or int4
+    scheme: str = "plain"  # how it is stored: plain, int8, fp8, int4 or mxfp4
     gated: bool = False  # its product is gated at once where the set does that in its scheme
     group: int = 0  # inputs per group of int4
 
@@ -32,6 +32,7 @@ class MixtureShape:
     inner: int  # F of one of them
     schemes: tuple[str, str]  # how what opens them and what closes them is stored
     activation: str  # what gates them
+    biased: bool = False  # their products have biases
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class AttentionShapes:
     pages: int  # of a seat's table, P
     context: int  # tokens a sequence may have
     kv_dtype: str  # of the pool
+    sinks: bool = False  # a head has a score that no key has
 
 
 @dataclass(frozen=True)

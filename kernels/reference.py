@@ -41,6 +41,7 @@ class _Scoring(NamedTuple):
     softcap: float  # 0: none
     keys: jax.Array | None  # float32 [H]: factor of each head's stored keys; None: 1
     values: jax.Array | None  # and of its values
+    sinks: jax.Array | None  # float32 [H]: a score of each head without a value; None: none
 
 
 class _Carry(NamedTuple):
@@ -62,12 +63,22 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     kv_scales: jax.Array | None = None,
+    sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `jitney.kernels.interface.Kernels.paged_attention`; any floating dtype, sums in
     float32.
     """
     kv = write_kv(kv, k, v, meta.write_rows, kv_scales)
-    o = attend(q, kv, meta, scale=scale, window=window, softcap=softcap, kv_scales=kv_scales)
+    o = attend(
+        q,
+        kv,
+        meta,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        kv_scales=kv_scales,
+        sinks=sinks,
+    )
     return o, kv
 
 
@@ -80,10 +91,11 @@ def attend(
     window: int = 0,
     softcap: float = 0.0,
     kv_scales: jax.Array | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """See `jitney.kernels.interface.Kernels.attend`."""
     keys, values = _head_factors(kv, kv_scales, q.shape[1])
-    how = _Scoring(scale, window, softcap, keys, values)
+    how = _Scoring(scale, window, softcap, keys, values, sinks)
     n_rows, n_seqs = q.shape[0], meta.kv_lens.shape[0]
     if n_rows == n_seqs:  # a decode-only bucket: row s is sequence s
         return _attend_decode(q, kv, meta.page_table, meta.kv_lens, how)
@@ -288,7 +300,8 @@ def _attend_group(
     present = kv_lens > 0
     start = jnp.min(jnp.where(present, first_seen, jnp.max(first_seen))) // n_keys
     stop = _rounds(jnp.max(kv_lens), n_keys)
-    o = _online_softmax(chunk, start, stop, (n_seqs, n_heads), 2 * n_kv * dim)
+    shape = n_seqs, n_heads, 2 * n_kv * dim
+    o = _online_softmax(chunk, start, stop, shape, how.sinks)
     o = _gather_values(o, n_kv, dim)
     if how.values is not None:
         o *= how.values[:, None]
@@ -385,7 +398,8 @@ def _attend_block(
 
     start = jnp.maximum(first - how.window + 1, 0) // n_keys if how.window else 0
     stop = _rounds(jnp.minimum(first + n_rows, kv_len), n_keys)
-    o = _online_softmax(chunk, start, stop, (n_kv, group * n_rows), dim)
+    shape = n_kv, group * n_rows, dim
+    o = _online_softmax(chunk, start, stop, shape, _per_row(how.sinks, n_kv, n_rows))
     if value_factors is not None:
         o *= value_factors[:, :, None]
     by_row = o.reshape(n_kv, group, n_rows, dim).transpose(2, 0, 1, 3)
@@ -440,12 +454,16 @@ def _online_softmax(
     start: jax.Array | int,
     stop: jax.Array,
     shape: tuple[int, ...],
-    width: int,
+    sinks: jax.Array | None,
 ) -> jax.Array:
-    """Run `chunk` over the chunks [start, stop) -> sums of weighted values, float32 [*shape,
-    width].
+    """Run `chunk` over the chunks [start, stop) -> sums of weighted values, float32 `shape`.
+
+    sinks: of the rows, to be broadcast; they are what a row has seen before its first key.
     """
-    empty = _Carry(jnp.full(shape, _HIDDEN), jnp.zeros(shape), jnp.zeros((*shape, width)))
+    rows = shape[:-1]
+    empty = _Carry(jnp.full(rows, _HIDDEN), jnp.zeros(rows), jnp.zeros(shape))
+    if sinks is not None:
+        empty = empty._replace(top=jnp.broadcast_to(sinks, rows), total=jnp.ones(rows))
     done = jax.lax.fori_loop(start, stop, chunk, empty)
     return done.acc / jnp.maximum(done.total, 1e-30)[..., None]
 

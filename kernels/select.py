@@ -26,6 +26,7 @@ class ServedHeads(NamedTuple):
     head_dim: int
     dtype: str  # of activations
     kv_dtype: str  # of the pool
+    sinks: bool = False  # they have scores that no key has
 
     def refusal(self, name: str) -> str:
         """Why the kernel set of that name cannot attend to prompts of such heads, empty if it
@@ -111,6 +112,7 @@ def _native() -> KernelSet:
         delta_net=delta_net.delta_net,
         pack=products.pack,
         int8=products.INT8,
+        mxfp4=products.MXFP4,
         takes_one_of=True,
         leaves_out_padding=True,
         part_seconds=serving.part_seconds,

@@ -42,10 +42,10 @@ from jitney.engine.cli import main as jitney
 from jitney.engine.common.machine import cpu_name
 from jitney.engine.common.ports import free_port
 from jitney.engine.common.trace import Arrival
+from jitney.engine.lab.bench.client import Answer, EndpointClient, RemoteEndpoint
 from jitney.engine.lab.bench.load import LoadResult, run_load
 from jitney.engine.lab.bench.peers import OUTPUTS, PROMPTS
 from jitney.engine.lab.simulation.workload import Closed, synthesise
-from jitney.engine.server.http.client import Answer, EndpointClient, RemoteEndpoint
 
 _START_S, _STOP_S, _REPORT_S = 600.0, 30.0, 10.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")

@@ -22,7 +22,7 @@ from jitney.engine.common.machine import cpu_name
 from jitney.engine.common.trace import Arrival
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.limits import SchedulerLimits
-from jitney.engine.fleet.routing import LeastWait, Ring, by_turn
+from jitney.engine.fleet.routing import HashRing, LeastWait, RouterName, round_robin
 from jitney.engine.lab.simulation.devices import DEVICES
 from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.fleet import Failures, FleetPlan, FleetRun
@@ -32,7 +32,6 @@ from jitney.engine.lab.simulation.fleet_planner import (
     ReplicaKind,
     Targets,
 )
-from jitney.engine.lab.simulation.fleet_routing import SimulatedIngress
 from jitney.engine.lab.simulation.fleet_scaling import ScalingRule
 from jitney.engine.lab.simulation.fleet_traffic import Day, LengthMeans
 from jitney.engine.lab.simulation.roofline import SHAPES, ModelCost, Roofline
@@ -56,6 +55,7 @@ FAILURES = Failures(core_mtbf_s=168 * 3600.0, machine_mtbf_s=50_000 * 3600.0)
 HOW = FleetAssumptions(failures=FAILURES)
 SIZES = (10, 40)
 CHAT_SIZES = (2, 8)
+ROUTERS: tuple[RouterName, ...] = ("round-robin", "least-wait", "prefix")
 CHOICES = (10, 100, 1000, 10_000)
 BUDGET = 2048
 
@@ -127,7 +127,7 @@ def routers(requests: int) -> Iterator[list[str]]:
     for size in CHAT_SIZES:
         traffic = chat(size, 0.35 * size * sizing.load_req_s, requests)
         first = 0.0
-        for router in SimulatedIngress.ROUTERS:
+        for router in ROUTERS:
             plan = FleetPlan(engine_of(sizing), H100.roofline, size, router, prefix_cache=True)
             run, _ = timed(traffic, plan)
             first = first or run.hit_rate
@@ -152,8 +152,8 @@ def choosing() -> Iterator[list[str]]:
         waits = LeastWait()
         for name, load in loads.items():
             waits.put(name, 0.0, load)
-        ring, total = Ring(names), sum(loads.values())
-        turn = per_call(lambda names=names: next(by_turn(names, 7)))
+        ring, total = HashRing(names), sum(loads.values())
+        turn = per_call(lambda names=names: next(round_robin(names, 7)))
         least = per_call(lambda waits=waits, loads=loads: choose_least(waits, loads))
         prefix = per_call(
             lambda ring=ring, loads=loads, total=total: next(

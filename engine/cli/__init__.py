@@ -14,65 +14,65 @@ _BENCH = Commands(
     {
         "serve": (
             "engine.lab:bench_serve",
-            "send traffic to an OpenAI-compatible endpoint, ours or another's, and time it",
+            "send traffic to an OpenAI-compatible endpoint and time it",
         ),
         "policies": (
             "engine.lab:bench_policies",
-            "static, dynamic and continuous batching on the same requests, in this process",
+            "compare static, dynamic and continuous batching on the same requests, in this process",
         ),
         "sweep": (
             "engine.lab:bench_sweep",
-            "throughput and latency over concurrency, rate or load, with the knee marked",
+            "measure throughput and latency over concurrency, rate or load, and find the knee",
         ),
         "peers": (
             "engine.lab:bench_peers",
-            "this engine and others in turn on this machine, over HTTP, with one client",
+            "compare this engine with others on this machine, over HTTP, with one client",
         ),
         "step": (
             "engine.lab:bench_step",
-            "time of one step by rows, seats and context: the simulator's table",
+            "time a step by rows, seats and context: the simulator's table",
         ),
         "sizes": (
             "engine.lab:bench_sizes",
-            "steps of growing sizes on this CPU, and the sizes that serve chooses by them",
+            "time steps of growing sizes on this CPU, and choose the sizes for serve",
         ),
         "device": (
             "engine.lab:bench_device",
-            "kernels, steps and engine on this accelerator, each beside its floor",
+            "time kernels, steps and engine on this accelerator, each beside its lower bound",
         ),
     },
 )
 _FLEET = Commands(
     "jitney fleet",
-    "Several engines behind one endpoint.",
+    "Serve several engines behind one endpoint.",
     {
         "serve": (
             "engine.fleet:fleet_serve",
-            "start the engines of a fleet.toml and answer for all of them",
+            "start the engines of a fleet.toml and route requests to them",
         ),
     },
 )
 _CASCADE = Commands(
     "jitney cascade",
-    "A small model that asks a large one where it is not sure.",
+    "A small model that passes requests to a large one where it is not sure.",
     {
         "tune": (
             "engine.lab:cascade_tune",
-            "find the threshold: cost against agreement, over requests of yours",
+            "find the threshold: cost against agreement, over your requests",
         )
     },
 )
 _CONFIG = Commands(
     "jitney config",
-    "What an engine is set to, here or elsewhere.",
+    "Print and compare settings of files and running servers.",
     {
         "show": (
-            "engine.cli.config_show:run",
-            "every setting of a file or of a running server, and where its value came from",
+            "engine.cli.config_command:show",
+            "print every setting of a file or a running server, and where its value came from",
         ),
         "diff": (
-            "engine.cli.config_diff:run",
-            "how the settings of two files or running servers differ",
+            "engine.cli.config_command:diff",
+            "print how the settings of two files or running servers differ",
         ),
     },
 )
@@ -84,36 +84,36 @@ _COMMANDS = Commands(
             "engine.cli.serve:run",
             "serve a model over HTTP (OpenAI-compatible), with in-flight batching",
         ),
-        "fleet": ("", "serve several engines, and models made of models, behind one endpoint"),
+        "fleet": ("", "serve several engines and compositions of models behind one endpoint"),
         "generate": ("engine.cli.generate:run", "complete prompts offline and print the texts"),
         "batch": (
             "engine.cli.batch:run",
-            "answer a file of requests without a server, and go on where it stopped",
+            "answer a file of requests without a server, and continue where it stopped",
         ),
-        "chat": ("engine.cli.chat:run", "talk to a model in the terminal"),
-        "bench": ("", "measure throughput and latency: over HTTP, policy by policy, step by step"),
+        "chat": ("engine.cli.chat:run", "chat with a model in the terminal"),
+        "bench": ("", "measure throughput and latency: over HTTP, by policy, by step"),
         "simulate": (
             "engine.lab:simulate",
-            "predict what an engine does with given traffic, policy by policy",
+            "simulate an engine under given traffic, for each policy",
         ),
-        "cascade": ("", "a small model that asks a large one: find the threshold"),
+        "cascade": ("", "tune a cascade of a small and a large model"),
         "plan": (
             "engine.lab:plan",
             "size a deployment: memory, batch size, cost, replicas, buckets",
         ),
         "dashboard": (
             "dashboard:dashboard_command",
-            "the page for one or several engines elsewhere",
+            "show the page for one or several running engines",
         ),
         "top": ("dashboard:top_command", "watch an engine's seats in the terminal"),
         "diagnose": (
             "engine.cli.diagnose:run",
-            "say why a running server is slow, and the one thing to change",
+            "find out why a running server is slow, and what to change",
         ),
-        "config": ("", "settings in force, and how those of two files or servers differ"),
+        "config": ("", "print and compare settings of files and running servers"),
         "doctor": (
             "engine.cli.doctor:run",
-            "say what this machine has and whether Jitney runs on it",
+            "check whether Jitney runs on this machine",
         ),
     },
     groups={"bench": _BENCH, "fleet": _FLEET, "cascade": _CASCADE, "config": _CONFIG},
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # the reader of our output left; complaining about it while exiting would be noise
+        # The reader of the output is gone; silence also the error that Python prints at exit.
         sys.stderr.close()
         return 1
 

@@ -1,4 +1,4 @@
-"""One question to a server elsewhere, and what a refusal means to the person who asked."""
+"""GET requests of commands to a running server, with refusals as errors for the user."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ _REFUSALS = {
 
 
 class Refused(JitneyError):
-    """A server does not answer, or does not tell."""
+    """A server does not answer, or refuses the request."""
 
 
 def ask(url: str, path: str, key: str, refusals: Mapping[int, str]) -> bytes:
-    """What GET of `path` brings at the server at `url`. key: an administrator's, empty if it needs
-    none. refusals: what other statuses than 401 and 403 mean. Raises ConfigError and Refused.
+    """The body of GET `path` at the server at `url`. Raises ConfigError and Refused.
+
+    key: an administrator's, "" if none is needed. refusals: messages for statuses other than 401
+    and 403.
     """
     headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
-        answer = httpx.get(
+        response = httpx.get(
             url.rstrip("/") + path, headers=headers, timeout=_TIMEOUT_S, trust_env=False
         )
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         raise ConfigError(f"{url!r} is not a URL: {error}") from None
     except httpx.HTTPError as error:
         raise Refused(f"{url} does not answer: {str(error) or type(error).__name__}") from None
-    if answer.status_code != 200:
-        meanings = _REFUSALS | dict(refusals)
-        why = meanings.get(answer.status_code, f"it answers {answer.status_code}")
-        raise Refused(f"{url}: {why}")
-    return answer.content
+    if response.status_code != 200:
+        reasons = _REFUSALS | dict(refusals)
+        reason = reasons.get(response.status_code, f"it answers {response.status_code}")
+        raise Refused(f"{url}: {reason}")
+    return response.content

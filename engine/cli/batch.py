@@ -1,4 +1,4 @@
-"""`jitney batch`: a file of requests, answered without a server."""
+"""`jitney batch`: answers a file of requests without a server."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from jitney.engine.server import Equipment
 if TYPE_CHECKING:
     from jitney.engine.server import OfflineBatch, ProcessClient, Service
 
-#: Lines in flight beyond the seats, so that none is empty while an answer is written.
+#: Lines in flight beyond the seats, which keep seats busy while answers are written.
 _SPARE = 8
 _FLAGS = (
-    Flag("file", {"metavar": "FILE", "help": "the requests, one a line"}),
-    Flag.of("-o --out", "file that the answers are added to", metavar="OUT", required=True),
+    Flag("file", {"metavar": "FILE", "help": "file of requests, one per line"}),
+    Flag.of("-o --out", "file to which answers are appended", metavar="OUT", required=True),
 )
 _COMMAND = Command(
     "batch",
     "Answer a file of requests (JSON Lines, as for /v1/batches) without a server. Run it again "
-    "to go on where it stopped.",
+    "to continue where it stopped.",
     [FlagGroup(_FLAGS)],
     sections=("model", "engine", "sampling"),
     leave_out=Command.ONLY_SERVED,
@@ -42,13 +42,13 @@ _COMMAND = Command(
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Exit status: 0 if every line was answered with a 200, else 1."""
+    """Answer the file; exit status 0 if every line got a 200, else 1."""
     from jitney.engine.server import OfflineBatch
 
     args = _COMMAND.parse(arguments)
     config = args.load_config()
     check_platform(config.engine.platform)
-    # The model's context, which the limit of a body goes by, is not known before it is loaded.
+    # The default body limit depends on the model's context, which is unknown before it is loaded.
     most_bytes = config.server.body_limit or config.server.file_limit
     work = OfflineBatch(Path(args.file), Path(args.out), most_bytes)
     _answer_rest(config, work)
@@ -66,7 +66,7 @@ def _answer_rest(config: Config, work: OfflineBatch) -> None:
 
 
 async def _answer_all(config: Config, work: OfflineBatch) -> None:
-    """Start an engine, answer, stop it. Raises EngineDead if it is lost for good."""
+    """Start an engine, answer, stop it. Raises EngineDead if the engine cannot be restarted."""
     from jitney.engine.server import ProcessClient
 
     display = make_display()
@@ -85,21 +85,21 @@ async def _answer_all(config: Config, work: OfflineBatch) -> None:
 
 
 async def _unless_dead(client: ProcessClient, work: Coroutine[Any, Any, None]) -> None:
-    """The work, cut short when the engine is lost. Raises EngineDead."""
-    answering = asyncio.create_task(work)
+    """Run `work` until it ends or the engine is dead. Raises EngineDead."""
+    working = asyncio.create_task(work)
     dead = asyncio.create_task(client.until("dead"))
-    await asyncio.wait((answering, dead), return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait((working, dead), return_when=asyncio.FIRST_COMPLETED)
     dead.cancel()
-    if answering.done():
-        return answering.result()
-    answering.cancel()
-    await asyncio.gather(answering, return_exceptions=True)
+    if working.done():
+        return working.result()
+    working.cancel()
+    await asyncio.gather(working, return_exceptions=True)
     await client.wait_ready()  # raises the reason
     raise EngineDead("the engine is gone")
 
 
 def _service(config: Config, client: ProcessClient, model_name: str) -> Service:
-    """What the routes need, and no server."""
+    """The service behind the routes, without a server."""
     from jitney.engine.config import ServerSection
     from jitney.engine.server import ServerSettings, create_app
 

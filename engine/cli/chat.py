@@ -1,4 +1,4 @@
-"""`jitney chat`: a conversation in the terminal, with the engine in this process."""
+"""`jitney chat`: a chat in the terminal, with the engine in this process."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _CLEAR = ("/clear", "/new")
 _EXIT = ("/exit", "/quit")
 _COMMANDS = ("/help", *_CLEAR, *_EXIT)
 _HELP = (
-    "/help shows this; /clear forgets the conversation; /exit, an empty line or Ctrl-D ends. "
-    "Ctrl-C cuts an answer short. A line that begins with a blank is sent as it is."
+    "/help shows this; /clear starts a new conversation; /exit, an empty line or Ctrl-D ends. "
+    "Ctrl-C stops an answer. A line that begins with a blank is sent as it is."
 )
-_SYSTEM = Flag.of("--system", "instructions that precede the conversation", "", metavar="TEXT")
+_SYSTEM = Flag.of("--system", "system message of the conversation", "", metavar="TEXT")
 _COMMAND = Command(
     "chat",
     "Talk to a model in the terminal. " + _HELP,
@@ -35,10 +35,10 @@ _COMMAND = Command(
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Talk until the input ends; exit status 0."""
+    """Chat until the input ends; exit status 0."""
     args = _COMMAND.parse_as(SamplingArguments, arguments)
     config = args.load_config()
-    args.sampling()  # raises for a bad flag before anything is loaded
+    args.sampling()  # raises for a bad flag before the model is loaded
     args.check_adapter(config)
     llm = load_llm(config)
     if not llm.tokenizer.has_chat_template:
@@ -51,44 +51,44 @@ def run(arguments: Sequence[str]) -> int:
 
 
 class _Conversation:
-    """Everything said so far. adapter: the name of the one that answers, empty for none."""
+    """The messages so far. adapter: name of the adapter that answers, "" for none."""
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str = "", adapter: str = ""):
         self._llm = llm
         self._params = params
         self._adapter = adapter
-        self._opening = [_said("system", system)] if system else []
-        self._messages = list(self._opening)
+        self._system = [_message("system", system)] if system else []
+        self._messages = list(self._system)
 
     def clear(self) -> None:
-        """Forget all but the instructions."""
-        self._messages = list(self._opening)
+        """Forget all messages but the system message."""
+        self._messages = list(self._system)
 
     def ask(self, text: str) -> None:
-        """Print the answer as it comes, and remember both; Ctrl-C cuts it short. What cannot be
-        answered is not remembered.
+        """Print the answer as it is generated, and append both messages; Ctrl-C stops it. A refused
+        message is not appended.
         """
-        asked = [*self._messages, _said("user", text)]
-        parts: list[str] = []
+        messages = [*self._messages, _message("user", text)]
+        answer = ""
         try:
             with contextlib.suppress(KeyboardInterrupt):
-                ids = self._llm.chat_ids(asked)
-                for part in self._llm.stream(ids, self._params, adapter=self._adapter):
-                    print(visible_on_terminal(part), end="", flush=True)
-                    parts.append(part)
+                ids = self._llm.chat_ids(messages)
+                for piece in self._llm.stream(ids, self._params, adapter=self._adapter):
+                    print(visible_on_terminal(piece), end="", flush=True)
+                    answer += piece
         except RequestError as error:
-            say(f"{error} (/clear forgets the conversation)")
+            say(f"{error} (/clear starts a new conversation)")
             return
         print()
-        self._messages = [*asked, _said("assistant", "".join(parts))]
+        self._messages = [*messages, _message("assistant", answer)]
 
 
-def _said(role: str, text: str) -> dict[str, str]:
+def _message(role: str, text: str) -> dict[str, str]:
     return {"role": role, "content": text}
 
 
 def _converse(conversation: _Conversation) -> None:
-    """Until the person leaves."""
+    """Answer lines until the user leaves."""
     for line in _lines():
         if not line.startswith("/"):
             conversation.ask(line.strip())
@@ -98,7 +98,7 @@ def _converse(conversation: _Conversation) -> None:
             return
         if command in _CLEAR:
             conversation.clear()
-            say("The conversation is forgotten.")
+            say("A new conversation.")
         elif command == "/help":
             say(_HELP)
         else:
@@ -106,14 +106,12 @@ def _converse(conversation: _Conversation) -> None:
 
 
 def _lines() -> Iterator[str]:
-    """What the person types, until an empty line or the end of input. On a terminal the arrow keys
-    bring back earlier lines.
-    """
+    """Lines of input until an empty one or its end; on a terminal, arrow keys recall lines."""
     prompt = ""
     if sys.stdin.isatty():
         prompt = "> "
-        with contextlib.suppress(ImportError):  # not everywhere
-            import readline  # noqa: F401  `input` uses it once it is there
+        with contextlib.suppress(ImportError):  # absent on some systems
+            import readline  # noqa: F401  `input` uses it once it is imported
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while (line := input(prompt)).strip():
             yield line

@@ -1,4 +1,4 @@
-"""`jitney diagnose`: why a running server is slow, by its own live figures, and what to change."""
+"""`jitney diagnose`: finds out from live metrics why a server is slow, and what to change."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
 from jitney.engine.cli.asking import Refused, ask
-from jitney.engine.cli.config_sources import settings_of
+from jitney.engine.cli.config_command import settings_of
 from jitney.engine.cli.diagnosis import COMPLAINTS, Figures, Finding, diagnose
 from jitney.engine.common.errors import JitneyError
 from jitney.engine.common.requests import JsonDict
@@ -20,37 +20,37 @@ from jitney.engine.config import KEY_FLAG, Command, Flag, FlagGroup
 _DEFAULT_URL = "http://127.0.0.1:8000"
 #: Seconds between two scrapes.
 _EVERY_S = 1.0
-#: Engines of a fleet that are watched at once.
+#: Most engines of a fleet that are watched at once.
 _MOST_AT_ONCE = 64
-_NO_METRICS = {404: "its /metrics are none of Jitney's; is this a Jitney server?"}
+_NO_METRICS = {404: "it has no metrics of Jitney; is this a Jitney server?"}
 _NO_FLEET = {404: "it has no /fleet/replicas; is this a Jitney fleet?"}
 _FLAGS = (
     Flag.of("url", "a server or a fleet", _DEFAULT_URL, nargs="?", metavar="URL"),
-    Flag.number("--seconds", "how long it is watched", 10.0),
+    Flag.number("--seconds", "how long to watch it", 10.0),
     Flag.switch("--json", "print one JSON object"),
     KEY_FLAG,
 )
 _COMMAND = Command(
     "diagnose",
-    "Say why a running server is slow, by its own live figures, and the one thing to change.",
+    "Watch a running server's metrics; print why it is slow and the one thing to change.",
     [FlagGroup(_FLAGS)],
     usage="jitney diagnose [URL] [FLAG ...]",
 )
-#: What stands before the figures, those that are known.
+#: Parts of the headline; those with unknown figures are left out.
 _HEADLINE = {
     "seats": "{running:.1f} of {seats:.0f} seats taken",
     "waiting": "{waiting:.1f} waiting",
     "first_token_s": "first token {first_token_s:.2f} s",
     "token_gap_s": "between tokens {token_gap_s:.3f} s",
     "output_tok_s": "{output_tok_s:.0f} tokens/s",
-    "page_share": "{page_share:.0%} of the pages held",
-    "bandwidth": "{bandwidth:.0%} of the memory's bandwidth",
+    "page_share": "{page_share:.0%} of the pages in use",
+    "bandwidth": "{bandwidth:.0%} of the memory bandwidth",
     "operations": "{operations:.0%} of the arithmetic",
 }
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Watch and answer; exit status 0. Raises Refused where a server does not answer."""
+    """Watch the server and print findings; exit status 0. Raises Refused if it does not answer."""
     args = _COMMAND.parse(arguments)
     args.check_numbers(seconds=_EVERY_S)
     url = args.url if "://" in args.url else f"http://{args.url}"
@@ -66,13 +66,13 @@ def run(arguments: Sequence[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """What is said of one engine."""
+    """Figures and findings of one engine."""
 
-    #: What it is called.
+    #: URL, or model and replica.
     name: str
-    #: None: it could not be asked.
+    #: None: its metrics could not be read.
     figures: Figures | None = None
-    #: Why it could not, or what else is to be said.
+    #: State in the fleet, and why the metrics could not be read.
     note: str = ""
 
     def as_json(self) -> JsonDict:
@@ -109,7 +109,7 @@ class _Report:
 
 def _answer(finding: Finding | None) -> Iterator[str]:
     if finding is None:
-        yield "    these figures show no cause"
+        yield "    no cause found in these figures"
         return
     yield f"    seen:   {finding.seen}"
     yield f"    cause:  {finding.cause}"
@@ -128,7 +128,7 @@ def _engine(url: str, key: str, seconds: float) -> _Report:
 
 
 def _scrape(url: str, key: str) -> Scrape:
-    """Raises Refused, also for what is no answer of a Jitney server."""
+    """The engine's metrics. Raises Refused if they are not Jitney's."""
     scrape = Scrape(ask(url, "/metrics", key, _NO_METRICS).decode("utf-8", "replace"))
     if not scrape.names():
         raise Refused(f"{url}: {_NO_METRICS[404]}")
@@ -143,7 +143,7 @@ def _policy(url: str, key: str) -> str:
 
 
 def _fleet(url: str, key: str, seconds: float) -> list[_Report]:
-    """Each engine of a fleet, all at once; empty if there is none at the URL. Raises Refused."""
+    """Watch all engines of a fleet at once; [] if the URL is no fleet's. Raises Refused."""
     if "fleet_replicas" not in _scrape(url, key).names():
         return []
     models = json.loads(ask(url, "/fleet/replicas", key, _NO_FLEET))["models"]
@@ -153,18 +153,18 @@ def _fleet(url: str, key: str, seconds: float) -> list[_Report]:
         for replica in replicas
     ]
     with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
-        watched = [pool.submit(_replica, *replica, key, seconds) for replica in replicas]
-        return [one.result() for one in watched]
+        reports = [pool.submit(_replica, *replica, key, seconds) for replica in replicas]
+        return [report.result() for report in reports]
 
 
 def _replica(name: str, replica: JsonDict, key: str, seconds: float) -> _Report:
-    """An engine as the fleet sees it, and as it says itself where this key may ask it."""
-    note = f"the fleet says: {replica['state']} ({replica['reason']}), load {replica['load']:.0f}"
+    """The fleet's view of an engine, and its own metrics if it accepts the key."""
+    note = f"in the fleet: {replica['state']} ({replica['reason']}), load {replica['load']:.0f}"
     if replica["state"] != "ready":
         return _Report(name, note=note)  # it takes no requests, so it has no predicted wait
     note += f", predicted wait {replica['predicted_wait_s']:.1f} s"
     try:
         figures = _engine(replica["url"], key, seconds).figures
     except Refused as error:
-        return _Report(name, note=f"{note}; not asked itself: {error}")
+        return _Report(name, note=f"{note}; no metrics of its own: {error}")
     return _Report(name, figures, note)

@@ -1,8 +1,7 @@
-"""Why an engine is slow, by its own live figures: for each complaint a short list of causes, looked
-at in order, and one thing to change. docs/diagnose.md has the same lists.
+"""Finds the cause of slowness in an engine's metrics: for each complaint an ordered list of causes,
+with one thing to change. docs/diagnose.md has the same lists.
 
-A figure that is not known is NaN, which no comparison holds for: no rule speaks of what the figures
-do not show.
+An unknown figure is NaN. Every comparison with NaN is false, so no rule applies to it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from jitney.engine.common.scrape import Scrape
 type _Complaint = Literal["latency", "throughput", "batches", "memory"]
 
 _NAN = math.nan
-#: The complaints, in words.
+#: The complaints in words.
 COMPLAINTS: dict[_Complaint, str] = {
     "latency": "latency is high",
     "throughput": "throughput is low",
@@ -29,13 +28,13 @@ COMPLAINTS: dict[_Complaint, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Watched:
-    """Scrapes of one engine, the oldest first."""
+class _Scrapes:
+    """Scrapes of one engine, oldest first."""
 
     scrapes: Sequence[Scrape]
 
     def gauge(self, name: str) -> float:
-        """Mean of all scrapes that know it."""
+        """Mean over the scrapes that have the metric."""
         values = self.values(name)
         return fmean(values) if values else _NAN
 
@@ -47,15 +46,15 @@ class _Watched:
         return self.scrapes[-1].value(name, **labels)
 
     def grown(self, name: str, **labels: str) -> float:
-        """By how much a counter rose; NaN where it fell: another server answers."""
+        """Increase of a counter; NaN if it fell, since another server answers then."""
         first = self.scrapes[0].value(name, **labels)
         last = self.newest(name, **labels)
         if math.isnan(first) and self.scrapes[0].value("engine_up") >= 0:
-            first = 0.0  # its first sample came in between
+            first = 0.0  # the counter appeared after the first scrape
         return last - first if last >= first else _NAN
 
     def mean(self, histogram: str, **labels: str) -> float:
-        """Of what was observed between the first scrape and the last."""
+        """Mean of a histogram's observations between the first scrape and the last."""
         count = self.grown(f"{histogram}_count", **labels)
         return _share(self.grown(f"{histogram}_sum", **labels), count)
 
@@ -66,18 +65,20 @@ def _share(part: float, whole: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Of one engine over the seconds between the first scrape and the last. Gauges are means of all
-    scrapes; times are means in seconds. NaN: not known, or nothing happened that it could be of.
+    """Figures of one engine between the first scrape and the last.
+
+    Gauges are means over all scrapes; times are means in seconds. NaN: unknown, or nothing to
+    average.
     """
 
     seconds: float
     up: float = _NAN
-    #: Sequences, and of those that wait the least at any scrape.
     seats: float = _NAN
     running: float = _NAN
     waiting: float = _NAN
+    #: Fewest waiting sequences of any scrape.
     least_waiting: float = _NAN
-    #: 1 under a policy that keeps seats until a whole batch has ended.
+    #: 1 if the policy holds seats until the whole batch ends, else 0.
     holds_seats: float = _NAN
     queue_s: float = _NAN
     first_token_s: float = _NAN
@@ -85,21 +86,21 @@ class Figures:
     steps: float = _NAN
     decode_step_s: float = _NAN
     mixed_step_s: float = _NAN
-    #: Share of the steps' time that went to steps with prompt rows; that the device waited for the
-    #: host; that masks of grammars took.
+    #: Shares of the steps' time: steps with prompt rows, waiting for the host, grammar masks.
     mixed_share: float = _NAN
     gap_share: float = _NAN
     mask_share: float = _NAN
-    #: Shares of the computed rows. Padding is NaN where it costs next to nothing.
+    #: Prompt rows of prompt and decode rows; padding and recomputed rows of all. Padding is NaN if
+    #: it costs almost nothing.
     prompt_share: float = _NAN
     padding_share: float = _NAN
     recomputed_share: float = _NAN
     output_tok_s: float = _NAN
     prompt_tok_s: float = _NAN
-    #: Tokens of a prompt, and the share of them that was found in pages.
+    #: Mean tokens of a prompt, and the share of them found in the prefix cache.
     prompt_tokens: float = _NAN
     cached_share: float = _NAN
-    #: Shares of the seats taken, of the pages held, and of those kept for the prefix cache alone.
+    #: Shares of taken seats, of pages in use, and of pages kept for the prefix cache alone.
     seat_share: float = _NAN
     page_share: float = _NAN
     cached_page_share: float = _NAN
@@ -107,16 +108,17 @@ class Figures:
     preempted: float = _NAN
     late_compiles: float = _NAN
     kernels_out: float = _NAN
-    #: Of the device: see `device_use.DeviceUse`.
+    #: Shares of the device's measured maximum: see `device_use.DeviceUse`.
     bandwidth: float = _NAN
     operations: float = _NAN
 
     @classmethod
     def of(cls, scrapes: Sequence[Scrape], seconds: float, policy: str = "") -> Figures:
-        """scrapes: two at least, the oldest first, `seconds` apart. policy: the engine's, empty if
-        it is not known.
+        """The figures of at least two scrapes, oldest first; seconds: from the first to the last.
+
+        policy: the engine's, "" if unknown.
         """
-        seen = _Watched(scrapes)
+        seen = _Scrapes(scrapes)
         rows = {kind: seen.grown("rows_total", kind=kind) for kind in ROW_KINDS}
         computed, useful = sum(rows.values()), rows["prefill"] + rows["decode"]
         step_s = seen.grown("step_seconds_sum")
@@ -165,19 +167,19 @@ class Rule:
     """One cause of a complaint."""
 
     complaint: _Complaint
-    #: In three or four words.
+    #: A few words.
     name: str
-    #: Whether the figures show it.
+    #: The condition.
     shows: Callable[[Figures], bool]
-    #: What is seen: a format string over the fields of `Figures`.
+    #: Text with the figures: a format string over the fields of `Figures`.
     seen: str
     cause: str
-    #: The one thing to change; empty: nothing need be.
+    #: The one thing to change; "": nothing.
     change: str = ""
 
 
 class Finding(NamedTuple):
-    """The answer to a complaint. change: empty where nothing need be changed."""
+    """The answer to a complaint. change: "" if nothing need be changed."""
 
     complaint: _Complaint
     name: str
@@ -186,43 +188,44 @@ class Finding(NamedTuple):
     change: str
 
 
-#: From which share on a part of something is most of it; and a full one.
+#: Shares above which a part is most of the whole, and a resource is full.
 _MOST, _FULL = 0.5, 0.9
-#: A share that is worth a change; and the share of the prompts' tokens below which few are found in
-#: pages.
-_MUCH, _FOUND = 0.15, 0.3
-#: Shares of what was measured at most: of steps that can hardly be faster, and that could compute
-#: more rows.
-_AT_MOST, _IDLE_UNITS = 0.6, 0.3
+#: A share worth a change; the share of cached prompt tokens below which the prefix cache helps
+#: little.
+_MUCH, _CACHED = 0.15, 0.3
+#: Shares of the device's measured maximum: above the first, steps can hardly be faster; below the
+#: second, they could compute more rows.
+_SATURATED, _UNDERUSED = 0.6, 0.3
 
 _OUT_OF_PAGES = (
-    "{preempted:.0f} sequences were put back to wait for lack of pages, {page_share:.0%} of the "
-    "pages are held"
+    "{preempted:.0f} sequences were preempted for lack of pages; {page_share:.0%} of the pages are "
+    "in use"
 )
 _FULL_PAGES = (
-    "{waiting:.1f} wait, {page_share:.0%} of the pages are held, {seat_share:.0%} of seats"
+    "{waiting:.1f} sequences wait; {page_share:.0%} of the pages are in use, {seat_share:.0%} of "
+    "the seats"
 )
 _SMALLER_KV = "set kv_dtype to int8 (fp8 on a GPU that has it): twice the tokens in the same memory"
-_READS_PROMPTS = (
-    "prompts of {prompt_tokens:.0f} tokens on average, {cached_share:.0%} of them found in pages; "
-    "{prompt_share:.0%} of the useful rows read prompts"
+_PROMPT_ROWS = (
+    "prompts have {prompt_tokens:.0f} tokens on average, {cached_share:.0%} of them cached; "
+    "{prompt_share:.0%} of prompt and decode rows are prompt rows"
 )
 _SHARE_PREFIXES = (
-    "put what prompts have in common, if anything, first, so that the prefix cache finds it: "
-    "dates, names and ids that change come last"
+    "move text that prompts share to their start, where the prefix cache finds it, and changing "
+    "dates, names and ids to the end"
 )
 _HOST = "the device waits for the host {gap_share:.0%} of the time"
 _MORE_HOST = (
-    "give the server a core of its own, or less to do: other programs, log-probabilities and "
-    "answers under a grammar cost it time"
+    "give the server a core of its own, or less work: other programs, log-probabilities and "
+    "grammars cost it time"
 )
-_MASKS = "masks of grammars take {mask_share:.0%} of the steps' time"
+_MASKS = "grammar masks take {mask_share:.0%} of the steps' time"
 _PADDED = "{padding_share:.0%} of the computed rows are padding"
-_TUNE = "run `jitney plan buckets` over recorded traffic and set the sizes that it gives"
-_AT_BANDWIDTH = "steps read {bandwidth:.0%} of what the memory gives at most"
-_AT_OPERATIONS = "steps compute {operations:.0%} of what the device does at most"
+_TUNE = "run `jitney plan buckets` over recorded traffic and set the sizes that it prints"
+_AT_BANDWIDTH = "steps use {bandwidth:.0%} of the memory bandwidth"
+_AT_OPERATIONS = "steps use {operations:.0%} of the arithmetic"
 
-#: For each complaint its causes, in the order in which to look.
+#: The causes of each complaint, in the order of checking.
 RULES = (
     *(
         Rule(
@@ -230,8 +233,8 @@ RULES = (
             "no engine",
             lambda f: f.up == 0,
             "no engine serves",
-            "it loads, is started again, sleeps or is dead",
-            "look at jitney_engine_state in /metrics and at the last lines of the log",
+            "it is loading, restarting, sleeping or dead",
+            "see jitney_engine_state in /metrics and the end of the log",
         )
         for complaint in COMPLAINTS
     ),
@@ -240,23 +243,23 @@ RULES = (
         "compiled while serving",
         lambda f: f.late_compiles > 0,
         "{late_compiles:.0f} programs were compiled while serving",
-        "all should be compiled at start: everybody waits for the compiler",
-        "look up the step in the log (STEP n WAITED FOR THE COMPILER) and report it",
+        "all programs should be compiled at the start; all requests waited for the compiler",
+        "find the step in the log (STEP n WAITED FOR THE COMPILER) and report it",
     ),
     Rule(
         "latency",
         "kernels taken out",
         lambda f: f.kernels_out > 0,
-        "{kernels_out:.0f} kernels were wrong at start",
-        "the slower reference serves in their place",
-        "run `jitney doctor`; it says which, and by how much",
+        "{kernels_out:.0f} kernels were wrong at the start",
+        "the slower reference kernels replace them",
+        "run `jitney doctor`, which shows their errors",
     ),
     Rule(
         "latency",
         "pages run out",
         lambda f: f.preempted > 0 and f.page_share > _FULL,
         _OUT_OF_PAGES,
-        "what they had computed is computed again",
+        "preempted sequences are recomputed",
         _SMALLER_KV,
     ),
     Rule(
@@ -264,18 +267,18 @@ RULES = (
         "wait for a seat",
         lambda f: f.queue_s > _MOST * f.first_token_s and f.seat_share > _FULL,
         "{queue_s:.2f} s of {first_token_s:.2f} s to the first token are waiting; {seat_share:.0%} "
-        "of the seats are taken, {waiting:.1f} wait",
-        "more comes than the engine serves",
-        "add an engine; if that cannot be, lower max_predicted_wait_s: refusals come sooner, and "
-        "those who are let in wait less",
+        "of the seats are taken, {waiting:.1f} sequences wait",
+        "more requests arrive than the engine can serve",
+        "add an engine, or lower max_predicted_wait_s: more requests are refused, and accepted "
+        "ones wait less",
     ),
     Rule(
         "latency",
-        "a policy that waits",
+        "batch policy",
         lambda f: f.queue_s > _MOST * f.first_token_s and f.holds_seats == 1,
         "{queue_s:.2f} s of {first_token_s:.2f} s to the first token are waiting, with "
         "{seat_share:.0%} of the seats taken",
-        "the policy lets requests wait for a whole batch",
+        "the policy makes requests wait for a whole batch",
         "set policy to continuous",
     ),
     Rule(
@@ -283,16 +286,16 @@ RULES = (
         "wait for pages",
         lambda f: f.queue_s > _MOST * f.first_token_s and f.page_share > _FULL,
         _FULL_PAGES,
-        "there is a seat for the next one, and no room for its keys and values",
+        "seats are free, but no pages for the next sequence",
         _SMALLER_KV,
     ),
     Rule(
         "latency",
         "long prompts",
-        lambda f: f.first_token_s > 0 and f.prompt_share > _MOST and f.cached_share < _FOUND,
+        lambda f: f.first_token_s > 0 and f.prompt_share > _MOST and f.cached_share < _CACHED,
         "{first_token_s:.2f} s to the first token, of which {queue_s:.2f} s are waiting; "
-        + _READS_PROMPTS,
-        "prompts are read row by row, its own and those before it",
+        + _PROMPT_ROWS,
+        "first tokens wait for the rows of long prompts",
         _SHARE_PREFIXES,
     ),
     Rule(
@@ -300,9 +303,9 @@ RULES = (
         "many prompt rows",
         lambda f: f.first_token_s > 0 and f.prompt_share > _MOST,
         "{first_token_s:.2f} s to the first token, of which {queue_s:.2f} s are waiting; "
-        + _READS_PROMPTS,
-        "prompts come faster than their rows are computed",
-        "raise token_budget: more prompt rows a step, for longer pauses between tokens",
+        + _PROMPT_ROWS,
+        "prompts arrive faster than their rows are computed",
+        "raise token_budget: more prompt rows per step, and more time between tokens",
     ),
     Rule(
         "latency",
@@ -310,8 +313,8 @@ RULES = (
         lambda f: f.mixed_step_s > 2 * f.decode_step_s and f.mixed_share > _MOST,
         "{token_gap_s:.3f} s between tokens; steps with prompt rows take {mixed_step_s:.3f} s, "
         "others {decode_step_s:.3f} s",
-        "streams go on in the same steps in which prompts are read",
-        "set target_itl_ms to the pause that is bearable: prompts get fewer rows a step",
+        "streams share their steps with prompts",
+        "set target_itl_ms to an acceptable time between tokens: prompts get fewer rows per step",
     ),
     Rule(
         "latency", "the host", lambda f: f.gap_share > _MUCH, _HOST, "the host is slow", _MORE_HOST
@@ -321,49 +324,49 @@ RULES = (
         "grammars",
         lambda f: f.mask_share > _MUCH,
         _MASKS,
-        "answers are held to grammars that are dear to follow",
-        "simplify the largest schema; `jitney_grammar_mask_seconds_total` shows the gain",
+        "grammars of answers are expensive",
+        "simplify the largest schema; `jitney_grammar_mask_seconds_total` shows the effect",
     ),
     Rule(
         "latency",
         "padding",
         lambda f: f.padding_share > _MOST,
         _PADDED,
-        "steps are compiled for other sizes than come",
+        "the compiled sizes do not fit the traffic",
         _TUNE,
     ),
     Rule(
         "latency",
         "the memory's bandwidth",
-        lambda f: f.bandwidth > _AT_MOST,
+        lambda f: f.bandwidth > _SATURATED,
         _AT_BANDWIDTH + "; {token_gap_s:.3f} s between tokens",
-        "a step cannot be faster with these weights on this device",
-        "store the weights in int8 or int4 (weights)",
+        "steps cannot be faster with these weights on this device",
+        "set weights to int8 or int4",
     ),
     Rule(
         "latency",
         "the device's arithmetic",
-        lambda f: f.operations > _AT_MOST,
+        lambda f: f.operations > _SATURATED,
         _AT_OPERATIONS,
-        "so many rows a step are all that the device can multiply",
+        "the device can compute no more rows per step",
         "add an engine, or split the model over more devices (tensor_parallel)",
     ),
     Rule(
         "throughput",
-        "nobody asks for more",
+        "few requests",
         lambda f: f.least_waiting == 0 and f.seat_share < _MOST,
-        "{running:.1f} of {seats:.0f} seats are taken, at times nobody waits; {output_tok_s:.0f} "
-        "tokens/s",
-        "the clients do not send more at once",
-        "send more requests at once: clients that wait for each answer, as many as there are seats",
+        "{running:.1f} of {seats:.0f} seats are taken, at times no request waits; "
+        "{output_tok_s:.0f} tokens/s",
+        "the clients do not send enough requests at once",
+        "send more requests at once: from as many clients as there are seats",
     ),
     Rule(
         "throughput",
-        "work done twice",
+        "recomputed rows",
         lambda f: f.recomputed_share > 0.05,
-        "{recomputed_share:.0%} of the rows are computed again; {preempted:.0f} sequences were put "
-        "back to wait",
-        "pages run out, and what lost its pages begins anew",
+        "{recomputed_share:.0%} of the rows are recomputed; {preempted:.0f} sequences were "
+        "preempted",
+        "pages run out, and preempted sequences are recomputed",
         _SMALLER_KV,
     ),
     Rule(
@@ -371,7 +374,7 @@ RULES = (
         "padding",
         lambda f: f.padding_share > _MOST,
         _PADDED,
-        "steps are compiled for other sizes than come",
+        "the compiled sizes do not fit the traffic",
         _TUNE,
     ),
     Rule(
@@ -385,9 +388,9 @@ RULES = (
     Rule(
         "throughput",
         "prompts",
-        lambda f: f.prompt_share > 0.8 and f.cached_share < _FOUND,
-        _READS_PROMPTS + "; {prompt_tok_s:.0f} prompt tokens/s, {output_tok_s:.0f} of answers",
-        "most of the work is reading prompts",
+        lambda f: f.prompt_share > 0.8 and f.cached_share < _CACHED,
+        _PROMPT_ROWS + "; {prompt_tok_s:.0f} prompt tokens/s, {output_tok_s:.0f} output tokens/s",
+        "most of the work is computing prompts",
         _SHARE_PREFIXES,
     ),
     Rule(
@@ -396,59 +399,59 @@ RULES = (
         lambda f: (
             f.seat_share > _FULL
             and f.waiting >= 1
-            and f.operations < _IDLE_UNITS
+            and f.operations < _UNDERUSED
             and f.operations < f.bandwidth
         ),
-        "all seats are taken, {waiting:.1f} wait; steps use {bandwidth:.0%} of the memory's "
-        "bandwidth and {operations:.0%} of the arithmetic",
+        "all seats are taken, {waiting:.1f} sequences wait; steps use {bandwidth:.0%} of the "
+        "memory bandwidth and {operations:.0%} of the arithmetic",
         "each step reads all weights for few rows",
         "raise max_seats",
     ),
     Rule(
         "throughput",
         "the memory's bandwidth",
-        lambda f: f.bandwidth > _AT_MOST,
+        lambda f: f.bandwidth > _SATURATED,
         _AT_BANDWIDTH,
-        "weights, keys and values are read as fast as they can be",
-        "store weights in int8 or int4 (weights), and keys and values in int8 (kv_dtype)",
+        "weights, keys and values are read as fast as possible",
+        "set weights to int8 or int4, and kv_dtype to int8",
     ),
     Rule(
         "throughput",
         "the device's arithmetic",
-        lambda f: f.operations > _AT_MOST,
+        lambda f: f.operations > _SATURATED,
         _AT_OPERATIONS,
-        "the device is used up",
+        "the device is fully used",
         "add an engine",
     ),
     Rule(
         "batches",
-        "nothing is asked of it",
+        "no requests",
         lambda f: f.steps == 0,
-        "no step was done in {seconds:.0f} s",
+        "no step ran in {seconds:.0f} s",
         "no request was open",
-        "send requests, and look again",
+        "send requests and run this again",
     ),
     Rule(
         "batches",
-        "they are full",
+        "full batches",
         lambda f: f.seat_share > _FULL,
         "{running:.1f} of {seats:.0f} seats are taken",
         "batches are as large as max_seats allows",
     ),
     Rule(
         "batches",
-        "nobody waits",
+        "empty queue",
         lambda f: f.steps > 0 and f.least_waiting == 0,
-        "{running:.1f} of {seats:.0f} seats are taken, {waiting:.1f} wait, at times nobody",
-        "the clients do not send more at once",
+        "{running:.1f} of {seats:.0f} seats are taken; {waiting:.1f} sequences wait, at times none",
+        "the clients do not send enough requests at once",
         "send more requests at once",
     ),
     Rule(
         "batches",
-        "a policy that waits",
+        "batch policy",
         lambda f: f.holds_seats == 1,
-        "{waiting:.1f} wait with {seat_share:.0%} of the seats taken",
-        "the policy keeps seats until a whole batch has ended",
+        "{waiting:.1f} sequences wait with {seat_share:.0%} of the seats taken",
+        "the policy holds seats until the whole batch ends",
         "set policy to continuous",
     ),
     Rule(
@@ -456,40 +459,40 @@ RULES = (
         "no pages",
         lambda f: f.page_share > _FULL,
         _FULL_PAGES,
-        "the next one finds a seat, and no room for its keys and values",
+        "seats are free, but no pages for the next sequence",
         _SMALLER_KV,
     ),
     Rule(
         "batches",
-        "prompts are read",
+        "prompts take the rows",
         lambda f: f.prompt_share > _MOST,
-        "{waiting:.1f} wait with {seat_share:.0%} of the seats taken; " + _READS_PROMPTS,
-        "the rows of each step go to prompts: a sequence sits down when its prompt's turn comes",
+        "{waiting:.1f} sequences wait with {seat_share:.0%} of the seats taken; " + _PROMPT_ROWS,
+        "prompts take the rows of each step, and sequences board only as their prompts begin",
         _SHARE_PREFIXES,
     ),
     Rule(
         "memory",
-        "sequences are put back",
+        "preemption",
         lambda f: f.preempted > 0,
         _OUT_OF_PAGES,
-        "more tokens are open than the pages hold",
+        "running sequences have more tokens than the pages hold",
         _SMALLER_KV,
     ),
     Rule(
         "memory",
-        "pages are nearly all held",
+        "few free pages",
         lambda f: f.page_share > _FULL,
-        "{page_share:.0%} of the pages are held by sequences, and none was put back",
-        "there is no room to spare: longer answers will put sequences back",
+        "sequences use {page_share:.0%} of the pages; none was preempted",
+        "few pages are free: longer answers will cause preemptions",
         _SMALLER_KV,
     ),
     Rule(
         "memory",
-        "it is not short",
+        "enough memory",
         lambda f: f.page_share <= _FULL and f.preempted == 0,
-        "{page_share:.0%} of the pages are held by sequences, none was put back to wait; "
-        "{cached_page_share:.0%} are kept for prompts that come again, and given up when needed",
-        "the memory is not what holds requests up",
+        "sequences use {page_share:.0%} of the pages, and none was preempted; "
+        "{cached_page_share:.0%} are kept for the prefix cache and freed when needed",
+        "memory is not the limit",
     ),
 )
 
@@ -502,9 +505,7 @@ class _Shown(float):
 
 
 def diagnose(figures: Figures) -> dict[_Complaint, Finding | None]:
-    """The first cause of each complaint that the figures show, in the order of RULES; None: they
-    show none.
-    """
+    """The first cause of each complaint whose condition holds; None: no cause found."""
     findings: dict[_Complaint, Finding | None] = dict.fromkeys(COMPLAINTS)
     figures_shown = {name: _Shown(value) for name, value in asdict(figures).items()}
     for rule in RULES:

@@ -1,4 +1,4 @@
-"""From the first word of a command line to the module that runs it, imported only then."""
+"""Runs the command that a command line names; imports only that command's module."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from jitney.engine.common.errors import did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class Commands:
-    """The commands of one program."""
+    """The commands of a program or of a group."""
 
-    #: The words that come before the command, such as "jitney bench".
+    #: Words before the command, such as "jitney bench".
     program: str
     description: str
-    #: Command -> (where its function `(arguments) -> exit status` is found, as "package:name"
-    #: below jitney, "" for a group; its line in the help).
+    #: Command -> ("package:function" below jitney, "" for a group; help text). The function takes
+    #: the arguments and returns the exit status.
     table: Mapping[str, tuple[str, str]]
-    #: Commands that have commands of their own.
+    #: Commands with subcommands.
     groups: Mapping[str, Commands] = field(default_factory=dict)
 
     def run(self, words: Sequence[str]) -> int:
-        """Hand over to the command that the first word names; its exit status. Ends the program
-        with status 2 and one line if there is no such command.
+        """Run the command that the first word names; returns its exit status.
+
+        Exits with status 2 and one line if there is no such command.
         """
         command = self._parse(words[:1])
         if command in self.groups:

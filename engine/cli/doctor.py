@@ -1,4 +1,4 @@
-"""`jitney doctor`: what this machine has, and whether Jitney runs on it."""
+"""`jitney doctor`: checks whether Jitney runs on this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jitney.engine.cli.config_sources import digest_here
+from jitney.engine.cli.config_command import digest_here
 from jitney.engine.common.engine_info import KernelProof
 from jitney.engine.common.errors import JitneyError
 from jitney.engine.common.terminal import visible
@@ -40,17 +40,17 @@ if TYPE_CHECKING:
 
 _REQUIRED = ("jitney", "jax", "jaxlib", "flax", "transformers")
 _OPTIONAL = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "jax-triton")
-#: What a CPU needs to multiply bfloat16 in hardware.
+#: CPU features that multiply bfloat16 in hardware.
 _CPU_FEATURES = ("avx512_bf16", "amx_bf16")
 _NO_BFLOAT16 = "not in hardware: dtype auto means float32 on this CPU"
 _GIB = 1 << 30
-#: How the three values of Finding.ok are printed.
+#: Marks of the values of Finding.ok.
 _MARKS = {True: "ok", False: "BAD", None: ""}
 
 
 @dataclass(frozen=True, slots=True)
 class _Finding:
-    """One line of the report."""
+    """A line of the report."""
 
     name: str
     value: str
@@ -60,14 +60,14 @@ class _Finding:
 
 _COMMAND = Command(
     "doctor",
-    "Say what this machine has, and whether Jitney runs on it with these settings.",
+    "Check whether Jitney runs on this machine with these settings.",
     [FlagGroup([Flag.switch("--json", "print one JSON object")])],
     sections=Command.ALL_SECTIONS,
 )
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print the findings; exit status 1 if one of them keeps Jitney from running here."""
+    """Print the findings; exit status 1 if Jitney cannot run here."""
     args = _COMMAND.parse(arguments)
     config = ServerSizes(args.load_layers()).as_served().config
     os.environ.update(config.engine.jax_environment)  # before the first import of jax
@@ -87,9 +87,7 @@ def _show(findings: list[_Finding], *, as_json: bool) -> None:
 
 
 def _examine(config: Config) -> Iterator[_Finding]:
-    """All findings in order; a check that raises becomes a bad finding, never the end of the
-    report.
-    """
+    """Run all checks; an exception in one becomes a bad finding."""
     for name, check in _CHECKS.items():
         try:
             yield from check(config)
@@ -134,9 +132,7 @@ def _memory(config: Config) -> Iterator[_Finding]:
 
 
 def _words(file: str, key: str) -> list[str]:
-    """The words after `key` on its first line of a /proc file; [] where there is none (not
-    Linux).
-    """
+    """The words after `key` on its first line of a /proc file; [] without one (not Linux)."""
     with contextlib.suppress(FileNotFoundError):
         for line in Path(file).read_text().splitlines():
             if line.startswith(key):
@@ -145,7 +141,7 @@ def _words(file: str, key: str) -> list[str]:
 
 
 def _gib(words: list[str]) -> str:
-    """A value of /proc/meminfo, which is in KiB."""
+    """A value of /proc/meminfo, which is in KiB, as GiB."""
     return f"{int(words[0]) * 1024 / _GIB:.1f}"
 
 
@@ -159,14 +155,14 @@ def _devices(config: Config) -> Iterator[_Finding]:
         yield _Finding(f"device {device.id}", _describe(device), True)
 
 
-def _enough(wanted: int, found: int) -> Iterator[_Finding]:
-    if wanted > 1:
-        counts = f"{wanted} devices wanted, {found} found"
-        yield _Finding("tensor parallel", counts, found >= wanted)
+def _enough(needed: int, present: int) -> Iterator[_Finding]:
+    if needed > 1:
+        counts = f"{needed} devices needed, {present} present"
+        yield _Finding("tensor parallel", counts, present >= needed)
 
 
 def _describe(device: Any) -> str:
-    """device: jax's own."""
+    """Kind and free memory of one of jax's devices."""
     kind = device.platform
     if device.device_kind != device.platform:
         kind += f" {device.device_kind}"
@@ -195,7 +191,7 @@ def _kept_programs() -> str:
     reason = make_private(folder)
     if reason:
         return f"not kept: {reason}"
-    files = [path for path in folder.rglob("*") if path.is_file()]  # a GPU's are in its own folder
+    files = [path for path in folder.rglob("*") if path.is_file()]  # a GPU has a folder of its own
     return f"{len(files)} files in {folder}"
 
 
@@ -219,9 +215,7 @@ def _model(config: Config) -> Iterator[_Finding]:
 
 
 def _split(config: Config) -> Iterator[_Finding]:
-    """Whether the model can be divided; nothing of a repository's, whose resolution might fetch its
-    weights.
-    """
+    """Check that a local model can be split over the devices."""
     from jitney.engine.core import ModelSource
 
     engine = config.engine
@@ -234,41 +228,42 @@ def _split(config: Config) -> Iterator[_Finding]:
 
 
 def _kernels(config: Config) -> Iterator[_Finding]:
-    """Compares every kernel with what it should compute, in the shapes of the model and of these
-    settings, without weights; those of a model that would have to be fetched are not known, and a
-    random model of a few kilobytes stands in.
+    """Compare every kernel with its definition, in the shapes of the model and these settings.
+
+    Loads no weights. A model that is not on this machine is replaced by a tiny random one.
     """
     check_platform(config.engine.platform)
     from jitney.engine.core import ModelSource, prove_kernels
 
-    of = config.model.id
-    source = ModelSource.of_shapes(of, config.model.revision or None)
-    shapes = f"in the shapes of {of}"
+    model = config.model.id
+    source = ModelSource.of_shapes(model, config.model.revision or None)
+    shapes = f"in the shapes of {model}"
     if source is None:
         config = _tiny_model(config)
         source = ModelSource.resolve(config.model.id)
-        shapes = f"in the shapes of {source.name}, as {of} is still to be fetched"
+        shapes = f"in the shapes of {source.name}, as {model} is not on this machine"
     label, proofs = prove_kernels(config, source)
     yield _Finding("kernels", f"{label}, {shapes}", True)
     yield from map(_proof_finding, proofs)
 
 
 def _one_token(config: Config) -> Iterator[_Finding]:
-    """Runs the whole engine on a random model of a few kilobytes, on the platform and kernels that
-    were asked for, and on as many of the devices as its few heads can be split over."""
+    """Generate a token with a tiny random model on the configured platform and kernels, and on as
+    many devices as its few heads can be split over.
+    """
     from jitney.engine.core import LLM
 
     started = time.perf_counter()
     with contextlib.closing(LLM(_tiny(config))) as llm:
         info = llm.info
-        tokens = _computed(llm)
+        tokens = _generated_tokens(llm)
     yield _Finding("weights and KV", f"{info.formats.weights} and {info.formats.kv_dtype}", True)
     seconds = time.perf_counter() - started
     yield _Finding("one token", f"computed in {seconds:.1f} s, compilation included", tokens == 1)
 
 
-def _computed(llm: LLM) -> int:
-    """Tokens of a request for one."""
+def _generated_tokens(llm: LLM) -> int:
+    """Tokens generated for a request of one token."""
     from jitney.engine.common.requests import SamplingParams
 
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
@@ -277,27 +272,24 @@ def _computed(llm: LLM) -> int:
 
 
 def _tiny(config: Config) -> Config:
-    """The same settings for a model of a few kilobytes, in few and small programs."""
+    """The same settings for a tiny model, with few and small programs."""
     small = _tiny_model(config)
     engine = small.engine.model_copy(update=_TINY_ENGINE)
     return small.model_copy(update={"engine": engine})
 
 
 def _tiny_model(config: Config) -> Config:
-    """The same settings for a model of a few kilobytes, on as many devices of this host as it can
-    be split over.
-    """
-    parts = math.gcd(config.engine.devices_here, 4)
+    """The same settings for a tiny model, on as many of this host's devices as can share it."""
     kernels = config.engine.kernels
     if kernels == "flashinfer":
-        kernels = "triton"  # its heads of 16 are too small for the other's prompts
-    own = {"tensor_parallel": parts, "kernels": kernels}
+        kernels = "triton"  # FlashInfer cannot attend with heads of 16
+    changes = {"tensor_parallel": math.gcd(config.engine.devices_here, 4), "kernels": kernels}
     model = config.model.model_copy(update=_TINY_MODEL)
-    engine = config.engine.model_copy(update=_ONE_HOST | own)
+    engine = config.engine.model_copy(update=_ONE_HOST | changes)
     return config.model_copy(update={"model": model, "engine": engine})
 
 
-#: An adapter fits the model that it was made for.
+#: Without adapters, which would not fit.
 _TINY_MODEL = {"id": "tiny-random", "revision": "", "context": 0, "adapters": ()}
 _ONE_HOST = {
     "expert_parallel": 1,
@@ -316,12 +308,12 @@ _TINY_ENGINE = {
 
 
 def _proof_finding(proof: KernelProof) -> _Finding:
-    """The largest error of one kernel, and whether it may serve here."""
+    """The largest error of a kernel, and whether it may be used."""
     value = f"largest error {proof.error:.2g}, rounding explains {proof.limit:g}"
     if proof.reason:
         value = f"could not run: {proof.reason}"
     if not proof.ok:
-        value += "; taken out, another serves in its place"
+        value += "; not used, another kernel replaces it"
     return _Finding(f"  {proof.kernel}", value, proof.ok)
 
 

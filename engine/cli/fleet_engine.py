@@ -1,7 +1,7 @@
-"""An engine that a fleet has started: `jitney serve`, which stops when the fleet is gone.
+"""`jitney serve` as started by a fleet: it takes new variables from the fleet, and stops with it.
 
-The fleet holds the other end of its standard input: a line there is JSON, variables of the
-environment as they are from now on (null: without), and its end is the fleet's.
+The fleet writes to standard input. Each line is a JSON object of environment variables to set
+(null: to remove). At end of file the fleet is gone.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from jitney.engine.fleet import ADMIN_KEYS
 
 _STANDARD_INPUT = 0
 _MOST_BYTES = 1 << 16
-#: Held while what the fleet has said is read and taken in.
+#: Held while a message of the fleet is read and applied.
 _reading = threading.Lock()
 
 
 def _follow_the_fleet() -> None:
-    # Not by sys.stdin: a thread inside of its lock makes the interpreter's end a fatal error.
-    begun = b""
+    # Not sys.stdin: a thread that holds its lock makes the interpreter's exit a fatal error.
+    partial = b""
     while True:
         select.select([_STANDARD_INPUT], [], [])
         with _reading:
-            part = os.read(_STANDARD_INPUT, _MOST_BYTES)
-            *lines, begun = (begun + part).split(b"\n")
+            data = os.read(_STANDARD_INPUT, _MOST_BYTES)
+            *lines, partial = (partial + data).split(b"\n")
             for line in lines:
-                _take(json.loads(line))
-        if not part:
+                _set_variables(json.loads(line))
+        if not data:
             os.kill(os.getpid(), signal.SIGTERM)
             return
 
 
-def _take(environ: dict[str, str | None]) -> None:
+def _set_variables(environ: dict[str, str | None]) -> None:
     for name, value in environ.items():
         if value is None:
             os.environ.pop(name, None)
@@ -51,18 +51,18 @@ def _take(environ: dict[str, str | None]) -> None:
 
 
 def _catch_up() -> None:
-    """Wait until all is taken in that the fleet has said by now."""
+    """Wait until every message that the fleet has sent so far is applied."""
     while True:
         with _reading:
-            waiting = array.array("i", [0])
-            fcntl.ioctl(_STANDARD_INPUT, termios.FIONREAD, waiting)
-            if not waiting[0]:
+            unread = array.array("i", [0])
+            fcntl.ioctl(_STANDARD_INPUT, termios.FIONREAD, unread)
+            if not unread[0]:
                 return
         time.sleep(0.001)
 
 
 if __name__ == "__main__":
-    # Until the server reads its keys again at this signal it has not read them for the first time.
+    # The signal must not end this process before the server handles it by reading its keys again.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     serve.before_rereading.append(_catch_up)
     threading.Thread(target=_follow_the_fleet, daemon=True).start()

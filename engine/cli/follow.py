@@ -1,6 +1,4 @@
-"""`jitney serve` on the hosts of an engine that are not its first: no HTTP, only the engine's
-process, which follows the first host.
-"""
+"""`jitney serve` on an engine's hosts other than the first: only the core process, no HTTP."""
 
 from __future__ import annotations
 
@@ -17,15 +15,16 @@ _log = logging.getLogger("jitney")
 
 
 def follow(config: Config) -> int:
-    """Follow until told to stop, or until the first host ends. Exit status 0; raises JitneyError
-    with the reason if that cannot be, or not any more.
+    """Follow the first host until a signal or its end; exit status 0.
+
+    Raises JitneyError if this host cannot start or loses the first one.
     """
     display = make_display(config.server.log_level)
     return asyncio.run(_Followed(config, display).run())
 
 
 class _Followed:
-    """One run on one of the other hosts."""
+    """A run of `jitney serve` on a following host."""
 
     def __init__(self, config: Config, display: Display):
         self._config = config
@@ -52,7 +51,7 @@ class _Followed:
             await self._client.close()
 
     async def _follow(self) -> None:
-        """Return when the first host has ended in order; raise if it is lost for good."""
+        """Return when the first host ends cleanly; raise if it is lost."""
         await Equipment(self._config, self._client, self._display).find_model()
         await self._client.start()
         info = await self._client.wait_ready()

@@ -1,4 +1,4 @@
-"""`jitney generate`: complete prompts offline, in one batch."""
+"""`jitney generate`: completes prompts offline, in one batch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from jitney.engine.core import load_llm
 if TYPE_CHECKING:
     from jitney.engine.core import Completion
 
-#: Sampling parameters that a model may bring its own defaults of.
+#: Sampling parameters for which a model may have defaults.
 _MODEL_DEFAULTED = ("temperature", "top_p", "top_k", "min_p")
 
 
 class SamplingArguments(Arguments):
-    """The parsed flags of a command that has `SAMPLING` and `ADAPTER`."""
+    """The parsed flags of a command with `SAMPLING` and `ADAPTER`."""
 
-    #: How tokens are chosen, and how many.
     SAMPLING: ClassVar = FlagGroup(
         (
             Flag.whole("--max-tokens", "most tokens to generate", 256),
@@ -45,21 +44,21 @@ class SamplingArguments(Arguments):
         "sampling",
     )
     ADAPTER: ClassVar = Flag.of(
-        "--adapter", "the one of --adapters that answers [the model alone]", "", metavar="NAME"
+        "--adapter", "use this one of --adapters [the model alone]", "", metavar="NAME"
     )
 
     def check_adapter(self, config: Config) -> None:
-        """Raise ConfigError for one that the settings do not name."""
+        """Raise ConfigError if --adapter is not among the configured adapters."""
         if self.adapter and self.adapter not in config.model.adapter_folders:
             raise ConfigError(f"--adapter: give --adapters {self.adapter}=FOLDER too")
 
     def sampling(self, *, n: int = 1, defaults: Mapping[str, float] = NOTHING) -> SamplingParams:
-        """The parameters that the flags describe; defaults: the model's. Raises ConfigError naming
-        the flag that is out of range.
+        """The parameters of the flags; defaults: the model's. Raises ConfigError naming the flag
+        that is out of range.
         """
-        values = {name: getattr(self, name) for name in _MODEL_DEFAULTED}
-        given = {name: value for name, value in values.items() if value is not None}
-        fields = SamplingParams.fields_with(defaults, given)
+        flags = {name: getattr(self, name) for name in _MODEL_DEFAULTED}
+        explicit = {name: value for name, value in flags.items() if value is not None}
+        fields = SamplingParams.fields_with(defaults, explicit)
         params = SamplingParams(
             n=n, max_tokens=self.max_tokens, seed=self.seed, stop=tuple(self.stop), **fields
         )
@@ -91,7 +90,7 @@ def run(arguments: Sequence[str]) -> int:
     """Print one text per prompt; exit status 0."""
     args = _COMMAND.parse_as(SamplingArguments, arguments)
     config = args.load_config()
-    args.sampling(n=args.n)  # raises for a bad flag before anything is loaded
+    args.sampling(n=args.n)  # raises for a bad flag before the model is loaded
     prompts = args.prompt or [sys.stdin.read()]
     args.check_adapter(config)
     llm = load_llm(config)
@@ -113,7 +112,7 @@ def _show_all(
 
 
 def _raise_first(errors: Iterable[ErrorInfo | None]) -> None:
-    """Raise RequestError for the first prompt that could not be completed."""
+    """Raise RequestError for the first prompt that failed."""
     for error in errors:
         if error is not None:
             raise RequestError.from_info(error)
@@ -136,6 +135,6 @@ def _show_json(prompt: str, sequence: Completion) -> None:
 
 def _check(params: SamplingParams) -> None:
     try:
-        params.validate(vocab_size=1)  # the flags name no token
+        params.validate(vocab_size=1)  # no flag names a token
     except RequestError as error:
         raise ConfigError(f"--{str(error).replace('_', '-')}") from None

@@ -1,4 +1,4 @@
-"""`jitney serve`: the endpoint in this process, the engine in its own."""
+"""`jitney serve`: runs the HTTP server in this process and the engine in another."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from jitney.engine.config import (
     Config,
     Flag,
     FlagGroup,
-    KeptSizes,
-    Layered,
+    ResolvedConfig,
     ServerSection,
+    TunedSizes,
     add_vllm_flags,
     check_platform,
     say,
@@ -69,16 +69,15 @@ if TYPE_CHECKING:
     )
 
 _log = logging.getLogger("jitney")
-#: Objects made between two looks of the garbage collector at the young ones, and seconds between
-#: two at all of them.
+#: New objects between two collections of the young generation; seconds between full collections.
 _YOUNG_OBJECTS, _COLLECT_S = 2000, 60.0
 _DASHBOARD = "/dashboard"
-#: Where settings come from that were read again.
+#: Origin of settings that were reloaded.
 _REREAD = "read again"
 
-#: Called before the settings are read again; may block.
+#: Called before settings are reloaded; may block.
 before_rereading: list[Callable[[], None]] = []
-#: Has the engine serve the adapters that are configured now.
+#: Makes the engine serve the adapters of a configuration.
 type _TakeAdapters = Callable[[Config], Awaitable[AdapterNews]]
 
 _PRINT_CONFIG = Flag.switch("--print-config", "print the settings as TOML and exit")
@@ -92,39 +91,39 @@ _COMMAND = Command(
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Serve until told to stop. Exit status: 0 after a drain in which all requests finished, 128 +
-    its number after a second signal, else 1.
+    """Serve until a signal. Exit status: 0 if all requests finished while draining, 128 + its
+    number after a second signal, else 1.
     """
     parser = _COMMAND.parser()
     add_vllm_flags(parser)
     args = parser.parse(arguments, Arguments)
-    layered = given = args.load_layers()
-    chosen = [] if args.goal is None else [_filled_in(args.goal, layered)]
-    layered = replace(layered, config=placed(layered.config, os.environ))
-    measures = KeptSizes.are_for(layered)
-    kept = ServerSizes(layered).kept()
-    if kept is not None:
-        chosen.append(str(kept))
-        layered = kept.applied_to(layered)
+    resolved = at_start = args.load_layers()
+    notes = [] if args.goal is None else [_filled_in(args.goal, resolved)]
+    resolved = replace(resolved, config=placed(resolved.config, os.environ))
+    measures = TunedSizes.are_for(resolved)
+    sizes = ServerSizes(resolved).kept()
+    if sizes is not None:
+        notes.append(str(sizes))
+        resolved = sizes.applied_to(resolved)
     if args.print_config:
-        _say_all(chosen)
-        print(layered.to_toml(), end="")
+        _say_all(notes)
+        print(resolved.to_toml(), end="")
         return 0
-    if layered.config.engine.follows:
-        return _start_following(layered.config, chosen)
+    if resolved.config.engine.follows:
+        return _start_following(resolved.config, notes)
     return _start(
-        layered, chosen, partial(_reread, args, given), times_steps=measures and kept is None
+        resolved, notes, partial(_reread, args, at_start), times_steps=measures and sizes is None
     )
 
 
-def _reread(args: Arguments, given: Layered, take_adapters: _TakeAdapters) -> FreshSettings:
-    """The settings as file, environment and flags have them now. given: as they had them at the
-    start. Raises ConfigError.
-    """
+def _reread(
+    args: Arguments, at_start: ResolvedConfig, take_adapters: _TakeAdapters
+) -> FreshSettings:
+    """Read the settings again from file, environment and flags. Raises ConfigError."""
     for catch_up in before_rereading:
         catch_up()
-    before, fresh = given.config, args.load_layers().config
-    if before.engine.n_hosts > 1:  # each host reads its own files, and all change together
+    before, fresh = at_start.config, args.load_layers().config
+    if before.engine.n_hosts > 1:  # adapters cannot change: each host reads its own files
         return FreshSettings(fresh.server, at_a_start_only(values(before), values(fresh)))
     changed = at_a_start_only(values(before), values(fresh), "adapters")
     return FreshSettings(fresh.server, changed, take_adapters=partial(take_adapters, fresh))
@@ -135,64 +134,61 @@ def _say_all(lines: Iterable[str]) -> None:
         say(line)
 
 
-def _filled_in(goal: str, layered: Layered) -> str:
-    """What `--for` set, in one line."""
-    places = settings()
-    values = []
-    for name in layered.from_preset:
-        section = getattr(layered.config, places[name].section)
-        values.append(f"{places[name].flag} {getattr(section, places[name].key)}")
-    return f"--for {goal} sets {', '.join(values) or 'nothing: all of it is given'}"
+def _filled_in(goal: str, resolved: ResolvedConfig) -> str:
+    """The settings that `--for` filled in, as one line of flags."""
+    all_values = values(resolved.config)
+    flags = [f"{settings()[name].flag} {all_values[name]}" for name in resolved.from_preset]
+    return f"--for {goal} sets {', '.join(flags) or 'nothing: all its settings are given'}"
 
 
-def _start_following(config: Config, chosen: Sequence[str]) -> int:
-    """Check what can be checked at once, then follow the first host of the engine."""
+def _start_following(config: Config, notes: Sequence[str]) -> int:
+    """Check the platform, then follow the first host of the engine."""
     from jitney.engine.cli.follow import follow
 
     check_platform(config.engine.platform)
-    _say_all(chosen)
+    _say_all(notes)
     raise_descriptor_limit()
     return follow(config)
 
 
 def _start(
-    layered: Layered,
-    chosen: Sequence[str],
+    resolved: ResolvedConfig,
+    notes: Sequence[str],
     reread: Callable[[_TakeAdapters], FreshSettings],
     *,
     times_steps: bool,
 ) -> int:
-    """Check what can be checked at once (platform, keys, port), say what was chosen for the user,
-    then load and serve. A setting that is refused is one line, and the only one. times_steps: see
-    `_Server`.
+    """Check platform, keys and port, print notes on chosen settings, then load and serve.
+
+    A refused setting prints one line and nothing else. times_steps: see `_Server`.
     """
-    section = layered.config.server
-    check_platform(layered.config.engine.platform)
+    section = resolved.config.server
+    check_platform(resolved.config.engine.platform)
     check_tls(section)
     keys = AcceptedKeys.of(section)
     _warn_of_closed_pages(keys)
     raise_descriptor_limit()
     with contextlib.closing(listen(section.host, section.port)) as bound:
         display = make_display(section.log_level)
-        server = _Server(layered, keys, bound, display, reread, times_steps=times_steps)
-        _say_all(chosen)
+        server = _Server(resolved, keys, bound, display, reread, times_steps=times_steps)
+        _say_all(notes)
         return asyncio.run(server.serve())
 
 
 def _warn_of_closed_pages(keys: AcceptedKeys) -> None:
     if keys.users and not keys.admins:
         _log.warning(
-            "no administrator's key is set: metrics, slots, texts, traces, reports, the policy lab "
-            "and other users' requests are closed to everybody (admin_key_file opens them)"
+            "no administrator's key is set: nobody can see metrics, slots, texts, traces, reports, "
+            "the policy lab or other users' requests (set admin_key_file)"
         )
 
 
 class _Server:
-    """One run of `jitney serve`: the parts, and the order in which they come and go."""
+    """A run of `jitney serve`: its parts and their start and shutdown."""
 
     def __init__(
         self,
-        layered: Layered,
+        resolved: ResolvedConfig,
         keys: AcceptedKeys,
         bound: socket.socket,
         display: Display,
@@ -202,25 +198,25 @@ class _Server:
     ):
         from jitney.engine.server import ApiKeys, Connections, ProcessClient
 
-        config = self.config = layered.config
-        #: The listening socket, and its address as a client here writes it.
+        config = self.config = resolved.config
+        #: The listening socket, and its URL for a client on this machine.
         self.bound = bound
         self.url = base_url(config.server, bound.getsockname()[1])
         self.display = display
-        #: This machine's steps are timed once the engine serves, for the sizes of the next start.
+        #: Time this machine's steps while serving, to choose the sizes of the next start.
         self.times_steps = times_steps
         #: The engine's process.
         self.client = ProcessClient(config, on_progress=display.progress)
-        #: Writes down what traffic comes, if that is asked for.
+        #: Writes the trace of requests (`record`); None: off.
         self.recorder = self._make_recorder(config.server.record)
-        #: Makes spans for OpenTelemetry, if that is asked for.
+        #: Makes spans for OpenTelemetry (`otel`); None: off.
         self.tracing = self._make_tracing() if config.server.otel else None
         settings = limits(config, keys)
         accepted = ApiKeys(settings)
         self.app = _build_app(config, settings, self.client, accepted)
         service = self.app.state.service
         service.tracing = self.tracing
-        service.layered = layered
+        service.resolved = resolved
         self.equipment = Equipment(config, self.client, display)
         self.connections = Connections(settings)
         self.web = web_server(config, settings, self.app, self.connections)
@@ -233,16 +229,16 @@ class _Server:
             tls=lambda: self.web.config.ssl,
             on_taken=self._show_taken,
         )
-        #: Numbers of the signals that came, but one that said nothing new.
+        #: Numbers of the signals to act on.
         self.signals: asyncio.Queue[int] = asyncio.Queue()
-        #: One has come; and an engine that shares experts with this one had one before.
+        #: A signal has come; the drain was begun by another engine that shares the experts.
         self._signalled = self._ends_with_others = False
 
     def _make_recorder(self, file: str) -> Recorder | None:
-        from jitney.engine.server import Recorder
-
         if not file:
             return None
+        from jitney.engine.server import Recorder
+
         recorder = Recorder(file, engine=lambda: self.client.info)
         self.client.history.listeners.append(recorder.ended)
         return recorder
@@ -255,16 +251,17 @@ class _Server:
         return tracing
 
     async def serve(self) -> int:
-        """Answer probes at once, load, serve, drain. Returns the exit status; raises JitneyError if
-        loading fails.
+        """Answer probes at once, load, serve, drain; returns the exit status.
+
+        Raises JitneyError if loading fails.
         """
         self._catch_signals()
         web = asyncio.create_task(self.web.serve(sockets=[self.bound]))
         work = asyncio.create_task(self._work())
         stop = asyncio.create_task(self.signals.get())
-        beside = [
-            asyncio.create_task(work)
-            for work in (_collect_regularly(), self._stop_with_others(), self._watch_disks())
+        background = [
+            asyncio.create_task(each)
+            for each in (_collect_regularly(), self._stop_with_others(), self._watch_disks())
         ]
         try:
             await asyncio.wait((web, work, stop), return_when=asyncio.FIRST_COMPLETED)
@@ -273,7 +270,7 @@ class _Server:
                 work.result()  # the reason, as an exception
             return status
         finally:
-            for task in (work, stop, *beside):
+            for task in (work, stop, *background):
                 task.cancel()
             await self._close(web)
 
@@ -284,35 +281,35 @@ class _Server:
         self.reload.listen(self._take_signal)
 
     def _take_signal(self, number: int) -> None:
-        """The first one begins a drain and the second one ends it; where others began the drain,
-        the first one is no second.
+        """Queue a signal: the first begins the drain, the second ends it. If another engine began
+        the drain, this server's first signal does not count as the second.
         """
-        is_news = self._signalled or not self._ends_with_others
+        counts = self._signalled or not self._ends_with_others
         self._signalled = True
-        if is_news:
+        if counts:
             self.signals.put_nowait(number)
 
     async def _stop_with_others(self) -> None:
-        """Engines that share experts end together: stop once one of them is told to."""
+        """Stop when another engine that shares the experts stops."""
         await self.client.until_others_drain()
         if not self._signalled:
-            _log.info("an engine that shares experts with this one stops, and all stop together")
+            _log.info("an engine that shares experts with this one stops; all of them stop")
             self._ends_with_others = True
             self.signals.put_nowait(signal.SIGTERM)
 
     def _show_taken(self, fresh: FreshSettings, keys: AcceptedKeys) -> None:
-        """The settings that count now are those that /config shows."""
+        """Show reloaded settings in /config."""
         service = self.app.state.service
-        before: Layered = service.layered
-        now = {name: getattr(fresh.server, name) for name in LIVE}
-        now["adapters"] = self.client.config.model.adapters
-        were = values(before.config)
-        changed = {name: value for name, value in now.items() if value != were[name]}
-        service.layered = before.with_values(changed, _REREAD)
+        before: ResolvedConfig = service.resolved
+        new = {name: getattr(fresh.server, name) for name in LIVE}
+        new["adapters"] = self.client.config.model.adapters
+        old = values(before.config)
+        changed = {name: value for name, value in new.items() if value != old[name]}
+        service.resolved = before.with_values(changed, _REREAD)
 
     async def _take_adapters(self, config: Config) -> AdapterNews:
-        """Have the engine serve those that are configured now. One that is not ready has read those
-        that it has, or will.
+        """Make the engine serve the adapters of `config`. While it is not ready, unchanged ones
+        need nothing: it has read them or will.
         """
         from jitney.engine.server import AdapterNews
 
@@ -324,7 +321,7 @@ class _Server:
         return AdapterNews(added=done.added, removed=done.removed, replaced=done.replaced)
 
     async def _watch_disks(self) -> None:
-        """Those that are written to while requests are answered; never returns."""
+        """Watch the free space of folders that the server writes to; never returns."""
         from jitney.engine.server import watch_disks
 
         server = self.config.server
@@ -343,20 +340,20 @@ class _Server:
             listener.close()
 
     async def _work(self) -> None:
-        """Load everything, say so, and return only when the engine is lost for good; raises the
-        reason, if it is missed.
+        """Load everything, print the greeting, and wait until the engine is dead; raises the
+        reason unless it was dismissed.
         """
         service = self.app.state.service
         source = await self.equipment.find_model()
         service.model_names = self.config.server.served_model_name or (source.name,)
         tokenizer, info = await self.equipment.equip(service, source)
-        _put_aside()
+        _freeze_objects()
         self.display.close()
         for line in _greeting(self.config, self.url, info, tokenizer):
             print(visible(line), flush=True)
         timing = None
         if self.times_steps and source.config.encoder is None:
-            sizes = ServerSizes(self.app.state.service.layered)
+            sizes = ServerSizes(self.app.state.service.resolved)
             timing = asyncio.create_task(sizes.time_behind(self.client))
         try:
             await self.client.until("dead")
@@ -367,8 +364,8 @@ class _Server:
             await self.client.wait_ready()  # raises the reason
 
     async def _drain(self) -> int:
-        """Let running requests finish, at most drain_s seconds; a second signal ends everything at
-        once. Returns the exit status.
+        """Let running requests finish within drain_s seconds; a second signal ends them at once.
+        Returns the exit status.
         """
         limit = self.config.server.drain_s
         self._begin_drain(limit)
@@ -377,11 +374,11 @@ class _Server:
             self.client.kill()
             self.web.force_exit = True
         elif status:
-            _log.warning("%g s are over: requests that still run are cut off (draining)", limit)
+            _log.warning("draining ends after %g s: running requests are aborted", limit)
         return status
 
     async def _drained(self) -> None:
-        """No request is open, here and at engines that share experts with this one."""
+        """Wait until no request is open here or at engines that share experts with this one."""
         await self.app.state.service.drained()
         await self.client.drained_together()
 
@@ -392,10 +389,9 @@ class _Server:
         _log.info("stopping: running requests have %g s; a second signal stops at once", limit)
 
 
-def _put_aside() -> None:
-    """Modules and tokenizer live for ever: a collection that looked at them would hold the event
-    loop for 60 ms. The collector looks at young objects by itself, and at all of them only when
-    `_collect_regularly` says so.
+def _freeze_objects() -> None:
+    """Exclude modules and tokenizer from garbage collection, where scanning them would block the
+    event loop for 60 ms. Full collections are left to `_collect_regularly`.
     """
     gc.collect()
     gc.freeze()
@@ -403,8 +399,8 @@ def _put_aside() -> None:
 
 
 async def _collect_regularly() -> None:
-    """By the clock: with thousands of requests in the history a full collection holds the event
-    loop for 10 to 50 ms, and by the number of objects made it would come every few seconds.
+    """Run full garbage collections by the clock. One blocks the event loop for 10 to 50 ms with
+    thousands of requests in the history; by object count they would run every few seconds.
     """
     while True:
         await asyncio.sleep(_COLLECT_S)
@@ -414,7 +410,7 @@ async def _collect_regularly() -> None:
 def _build_app(
     config: Config, settings: ServerSettings, client: ProcessClient, keys: ApiKeys
 ) -> Starlette:
-    """The endpoint and the page; the endpoint answers 503 until model and tokenizer are there."""
+    """The endpoint and the page; the endpoint answers 503 until model and tokenizer are loaded."""
     from jitney.dashboard import Dashboard
     from jitney.engine.lab import Lab
     from jitney.engine.server import create_app
@@ -433,9 +429,7 @@ def _build_app(
 
 
 def _greeting(config: Config, url: str, info: EngineInfo, tokenizer: Tokenizer) -> Iterator[str]:
-    """What a person wants to know now: what runs, a line that works as it stands, and where the
-    page is.
-    """
+    """Lines for the user: what is served, a curl command to try it, and the page's URL."""
     yield _serving(info)
     if info.kernels.out:
         yield _wrong_kernels(info)
@@ -448,54 +442,52 @@ def _greeting(config: Config, url: str, info: EngineInfo, tokenizer: Tokenizer) 
 def _wrong_kernels(info: EngineInfo) -> str:
     return (
         f"  WRONG HERE: {', '.join(info.kernels.out)} of the {info.kernels.label} kernels; the "
-        "slower reference serves in their place (jitney doctor says more)"
+        "slower reference kernels replace them (see jitney doctor)"
     )
 
 
 def _serving(info: EngineInfo) -> str:
-    room = f"{info.sizes.pages * info.sizes.page_size:,} tokens of KV memory"
+    capacity = f"{info.sizes.pages * info.sizes.page_size:,} tokens of KV memory"
     if info.model.encoder:
-        room = f"steps of {info.sizes.token_budget:,} tokens"
+        capacity = f"steps of {info.sizes.token_budget:,} tokens"
     runs = f"{_formats(info)}, {info.kernels.label} kernels on {info.device.name}"
     return (
-        f"Jitney serves {info.model.name} ({runs}): {info.sizes.seats} seats, {room}, "
+        f"Jitney serves {info.model.name} ({runs}): {info.sizes.seats} seats, {capacity}, "
         f"context {info.model.context_length:,}"
     )
 
 
 def _formats(info: EngineInfo) -> str:
-    """The dtype, and what is stored in another one."""
-    computed = info.formats.dtype
+    """The dtype, and the formats of weights and KV where they differ."""
+    dtype = info.formats.dtype
     stored = {"weights": info.formats.weights, "KV": info.formats.kv_dtype}
-    others = [f"{name} {dtype}" for name, dtype in stored.items() if dtype not in ("", computed)]
-    return ", ".join([computed, *others])
+    others = [f"{name} {format_}" for name, format_ in stored.items() if format_ not in ("", dtype)]
+    return ", ".join([dtype, *others])
 
 
 def _curl_line(config: Config, url: str, model: ModelInfo, *, chat: bool) -> str:
-    """A shell command that asks the running endpoint for a few words, or for what the model makes
-    instead.
-    """
+    """A shell command that sends the endpoint a small request."""
     if not model.encoder:
-        route, asked = _CHAT if chat else _TEXT
+        route, body = _CHAT if chat else _TEXT
     else:
-        route, asked = _SCORES if model.pooling == "classify" else _VECTOR
+        route, body = _SCORES if model.pooling == "classify" else _VECTOR
     name = (*config.server.served_model_name, model.name)[0]
-    data = shlex.quote(json.dumps({"model": name, **asked}))
+    data = shlex.quote(json.dumps({"model": name, **body}))
     key = _key_header(config.server)
     return f"curl {url}/v1/{route} -H 'content-type: application/json'{key} -d {data}"
 
 
-#: Routes, and what the greeting asks of them.
-_Asked = tuple[str, dict[str, object]]
+#: A route and the body of a small request.
+type _Example = tuple[str, dict[str, object]]
 _SAY_HELLO = [{"role": "user", "content": "Say hello."}]
-_CHAT: _Asked = "chat/completions", {"max_tokens": 32, "messages": _SAY_HELLO}
-_TEXT: _Asked = "completions", {"max_tokens": 32, "prompt": "Hello"}
-_VECTOR: _Asked = "embeddings", {"input": "Hello"}
-_SCORES: _Asked = "rerank", {"query": "Who says hello?", "documents": ["Hello.", "Goodbye."]}
+_CHAT: _Example = "chat/completions", {"max_tokens": 32, "messages": _SAY_HELLO}
+_TEXT: _Example = "completions", {"max_tokens": 32, "prompt": "Hello"}
+_VECTOR: _Example = "embeddings", {"input": "Hello"}
+_SCORES: _Example = "rerank", {"query": "Who says hello?", "documents": ["Hello.", "Goodbye."]}
 
 
 def _key_header(server: ServerSection) -> str:
-    """A flag of curl that gives the first accepted key without showing it."""
+    """The flag of curl that sends the first accepted key without showing it."""
     for name in ("api", "admin"):
         file = getattr(server, f"{name}_key_file")
         if file:

@@ -1,4 +1,4 @@
-"""Processes of our own that run one of our modules."""
+"""Child processes that run one of Jitney's modules."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import sys
 from collections.abc import Mapping
 from typing import IO
 
-#: Environment variables that are the server's alone: no child needs the keys.
+#: Environment variables hidden from children: none needs the keys.
 _NOT_FOR_CHILDREN = ("JITNEY_API_KEYS", "JITNEY_ADMIN_KEYS")
 #: asyncio's own limit on a line of a child's output, bytes.
 _LINE_BYTES = 1 << 16
 
 
 def child_environ() -> dict[str, str]:
-    """This process's environment without what is not for children."""
+    """This process's environment without API keys."""
     return {name: value for name, value in os.environ.items() if name not in _NOT_FOR_CHILDREN}
 
 
@@ -28,12 +28,12 @@ async def start_child(
     env: Mapping[str, str] | None = None,
     limit: int = _LINE_BYTES,
 ) -> asyncio.subprocess.Process:
-    """Run a module, with a pipe to its standard input. Raises OSError.
+    """Start a module with a pipe to its standard input. Raises OSError.
 
-    stdout, stderr: None for our own. env: its whole environment; None: `child_environ`. limit: most
-    bytes of a line of its output. -P: the folder we happen to stand in must not be importable (ours
-    has one called `kernels`).
+    stdout, stderr: None: inherited. env: its environment; None: `child_environ`. limit: most bytes
+    of a line of output.
     """
+    # -P: modules of the working folder must not be importable (a clone has a folder `kernels`).
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-P",
@@ -49,7 +49,7 @@ async def start_child(
 
 
 async def end_child(process: asyncio.subprocess.Process) -> None:
-    """Kill it if it still runs, and wait until it is gone."""
+    """Kill a process if it still runs, and wait for its end."""
     with contextlib.suppress(ProcessLookupError):
         process.kill()
     await process.wait()

@@ -1,7 +1,7 @@
-"""Every error that Jitney raises on purpose.
+"""The exceptions of Jitney, and request errors as sent between processes.
 
-One rule: an error names what was wrong and what to do about it, in one line, without paths or
-addresses of this machine unless the reader is the one who typed them.
+An error says in one line what is wrong and what to do, without paths or addresses of this machine
+unless the reader typed them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 
 
 class JitneyError(Exception):
-    """Base of all errors raised on purpose; `str(error)` is one line fit for a person."""
+    """Base of all errors; `str(error)` is one line for users."""
 
 
 class ConfigError(JitneyError):
@@ -25,33 +25,32 @@ class ModelError(JitneyError):
 
 
 class EngineDead(JitneyError):
-    """The core process is gone; open requests have been ended."""
+    """The core process is dead; its open requests have ended."""
 
 
-#: Fields of a body that say how long the answer may be, and hold no prompt.
+#: Body fields that limit the answer's length and hold no prompt.
 _ANSWER_FIELDS = ("max_tokens", "min_tokens")
 
 
 class ContextOverflow(msgspec.Struct, frozen=True):
-    """A request that is longer than the context, in tokens.
+    """Numbers of a request that is longer than the context, in tokens, and its error messages.
 
-    Clients compact or shorten a conversation when they read certain words, and take the numbers
-    from them: those of OpenAI's API (searched for by LiteLLM, opencode, Continue) and those of
-    Anthropic's (Claude Code, Cline). So the words are made here alone.
+    Clients parse these messages to shorten a conversation: LiteLLM, opencode and Continue those of
+    OpenAI's API, Claude Code and Cline those of Anthropic's.
     """
 
     #: Most tokens of a sequence, prompt included.
     limit: int
     prompt: int
-    #: Tokens that the answer is to have, or the one that it must have.
+    #: Tokens requested for the answer, at least 1.
     completion: int
-    #: The prompt has at least so many tokens: its text was refused before it was tokenised.
+    #: `prompt` is a lower bound: the text was refused before it was tokenized.
     is_lower_bound: bool = False
-    #: The model's own context, where the KV cache holds less; 0 where it does not.
+    #: The model's context if the KV cache holds less, else 0.
     model_context: int = 0
 
     def openai_message(self, field: str | None) -> str:
-        """The message in the words of OpenAI's API. field: the one that the prompt came in."""
+        """The message in the words of OpenAI's API. field: the prompt's field of the body."""
         where = field if field and field not in _ANSWER_FIELDS else "prompt"
         message = (
             f"This model's maximum context length is {self.limit} tokens. However, you requested "
@@ -61,13 +60,13 @@ class ContextOverflow(msgspec.Struct, frozen=True):
         )
         if self.model_context:
             message += (
-                f" The KV cache has room for no more; the model itself takes {self.model_context}."
+                f" The KV cache holds no more; the model's own context is {self.model_context}."
             )
         return message
 
     def anthropic_message(self) -> str:
-        """The message in the words of Anthropic's API, which count the prompt alone if that is too
-        long by itself.
+        """The message in the words of Anthropic's API, which counts only the prompt if that alone
+        is too long.
         """
         requested = self.prompt
         if requested <= self.limit:
@@ -76,21 +75,21 @@ class ContextOverflow(msgspec.Struct, frozen=True):
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):
-    """A request-scoped error as it crosses the process boundary."""
+    """An error of one request, as sent between processes."""
 
-    #: One of CODES.
+    #: One of _CODES.
     code: str
     #: One line.
     message: str
-    #: Dotted path of the offending field, if one is to blame.
+    #: Dotted path of the wrong field, if any.
     param: str | None = None
-    #: Seconds until a retry is worthwhile, if that is known.
+    #: Seconds until a retry may succeed, if known.
     retry_after: float | None = None
-    #: The numbers behind context_length_exceeded, where they are known.
+    #: Numbers of a context_length_exceeded, if known.
     overflow: ContextOverflow | None = None
 
 
-#: Every code a request can end with; `engine.server.http.errors` gives each its HTTP status.
+#: All codes of request errors; `engine.server.http.errors` maps them to HTTP statuses.
 _CODES = (
     "invalid_value",
     "model_not_found",
@@ -115,7 +114,7 @@ _CODES = (
 
 
 class RequestError(JitneyError):
-    """One request cannot be served; the engine and its neighbours are fine."""
+    """One request cannot be served; the engine and other requests are unaffected."""
 
     def __init__(
         self,
@@ -131,27 +130,25 @@ class RequestError(JitneyError):
 
     @classmethod
     def from_info(cls, info: ErrorInfo) -> RequestError:
-        """The error that an info tells of."""
+        """The exception for an ErrorInfo."""
         error = cls(info.message, code=info.code, param=info.param, retry_after=info.retry_after)
         error.info = info
         return error
 
     @classmethod
     def too_long(cls, overflow: ContextOverflow, param: str | None) -> RequestError:
-        """The request needs more than the context. param: the field to blame."""
+        """The error of a request longer than the context. param: the field to name."""
         code, message = "context_length_exceeded", overflow.openai_message(param)
         return cls.from_info(ErrorInfo(code, message, param, overflow=overflow))
 
     def blaming(self, param: str | None) -> RequestError:
-        """The same error, blamed on another field."""
+        """The same error, naming another field."""
         if self.info.overflow is not None:
             return RequestError.too_long(self.info.overflow, param)
         return RequestError(str(self), code=self.info.code, param=param)
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """What to add to the complaint about a word that is none of these; nothing if none is like
-    it.
-    """
+    """A hint to append to the error about an unknown word: the closest of `words`, or ""."""
     close = difflib.get_close_matches(word, words, n=1)
     return f"; did you mean {close[0]}?" if close else ""

@@ -1,4 +1,4 @@
-"""Values that are kept while there is room: who was asked for longest ago goes first."""
+"""A cache that drops the least recently used values."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Callable
 
 
 class LruCache[Key, Value]:
-    """Keeps values until they are too large together. most: the sum of all sizes; size_of: what a
-    key takes with its value. The value put in last always stays.
+    """A cache of limited total size; it always keeps the newest value.
+
+    most: largest sum of sizes. size_of: size of a key with its value.
     """
 
     def __init__(self, most: int, size_of: Callable[[Key], int]):
         self._most = most
         self._size_of = size_of
-        #: The one asked for longest ago first.
+        #: Least recently used first.
         self._values: OrderedDict[Key, Value] = OrderedDict()
         self._size = 0
 
@@ -25,14 +26,14 @@ class LruCache[Key, Value]:
         return key in self._values
 
     def get(self, key: Key) -> Value | None:
-        """The key's value, which will go last; None if it is not kept."""
+        """The key's value, now the most recently used; None if absent."""
         value = self._values.get(key)
         if value is not None:
             self._values.move_to_end(key)
         return value
 
     def put(self, key: Key, value: Value) -> None:
-        """Keep a value in place of the key's old one, and let go of those that have no room."""
+        """Set a key's value, and drop the least recently used ones beyond the limit."""
         if key not in self._values:
             self._size += self._size_of(key)
         self._values[key] = value

@@ -1,4 +1,4 @@
-"""What this machine's processor is called, so that a figure can stand beside it."""
+"""The name of this machine's processor, to print beside measurements."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from functools import cache
 from pathlib import Path
 
 _CPUINFO = Path("/proc/cpuinfo")
-#: Seconds that macOS gets to tell the processor's name.
+#: Timeout of sysctl on macOS.
 _SYSCTL_S = 5.0
 
 
 @cache
 def cpu_name() -> str:
-    """The processor's name and the cores this process may use: "AMD EPYC (family 26, model 2), 2
-    cores"."""
+    """Processor and usable cores, such as "AMD EPYC (family 26, model 2), 2 cores"."""
     cores = _available_cores()
     return f"{processor_name()}, {cores} core{'' if cores == 1 else 's'}"
 
@@ -29,7 +28,7 @@ def _available_cores() -> int:
 
 
 def processor_name() -> str:
-    """The name alone, as the system tells it; the architecture's where it tells none."""
+    """The processor's name from the system, else its architecture's."""
     if _CPUINFO.exists():
         name = _name_in(_fields_of(_CPUINFO.read_text(errors="replace")))
         if name:
@@ -54,9 +53,11 @@ def _fields_of(cpuinfo: str) -> dict[str, str]:
 
 
 def _name_in(fields: Mapping[str, str]) -> str:
-    """The processor's name, with its family and model where the name holds no number (virtual
-    machines hide it), and with the maker's and the part's code on ARM, which has no name; empty if
-    neither is there."""
+    """The processor's name from fields of /proc/cpuinfo; "" if absent.
+
+    Family and model are added if the name has no number (as in virtual machines). ARM has no name,
+    but codes of implementer and part.
+    """
     name = " ".join(fields.get("model name", "").split())
     if name:
         bare = not any(character.isdigit() for character in name)

@@ -1,8 +1,4 @@
-"""Messages between the API process and the core process (msgspec, MessagePack; tagged unions).
-
-One direction each: `ToCore` and `FromCore`. The encoders hold no state, so any process may make its
-own.
-"""
+"""Messages between the API process (`ToCore`) and the core process (`FromCore`), as MessagePack."""
 
 from __future__ import annotations
 
@@ -21,8 +17,8 @@ class Add(msgspec.Struct, tag="add", frozen=True):
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
-    """End a request (index None) or one of its sequences. reason "stop": the text half found a stop
-    string.
+    """End a request (index None) or one of its sequences. reason "stop": the API process found a
+    stop string.
     """
 
     request_id: str
@@ -31,47 +27,46 @@ class Abort(msgspec.Struct, tag="abort", frozen=True):
 
 
 class AskSeatMap(msgspec.Struct, tag="ask_seat_map", frozen=True):
-    """Ask for a `SeatMap` with the same ticket. seats False: the pages alone, which costs next to
-    nothing.
-    """
+    """Ask for a `SeatMap`."""
 
-    #: The question's number, which its answer repeats; so in all that is answered.
+    #: Number that the answer repeats, as in all messages with an answer.
     ticket: int
+    #: False: only the pages, which costs almost nothing.
     seats: bool = True
 
 
 class TokenizerJson(msgspec.Struct, tag="tokenizer", frozen=True):
-    """The model's tokenizer: from here on answers can be held to grammars."""
+    """The model's tokenizer; needed before requests with grammars."""
 
-    #: As the `tokenizers` library writes it.
+    #: JSON of the `tokenizers` library.
     json: str
 
 
 class Sleep(msgspec.Struct, tag="sleep", frozen=True):
-    """Free the device's memory; answered by `Done`, code busy while there is work."""
+    """Free the device's memory; answered by `Done`, with error busy while requests are open."""
 
     ticket: int
 
 
 class Wake(msgspec.Struct, tag="wake", frozen=True):
-    """Take the memory again; answered by `Done`."""
+    """Load the weights and allocate memory again; answered by `Done`."""
 
     ticket: int
 
 
 class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache", frozen=True):
-    """Let no later prompt find a page that is there now; answered by `Done`."""
+    """Hide all current pages from later prompts; answered by `Done`."""
 
     ticket: int
 
 
 class SetAdapters(msgspec.Struct, tag="set_adapters", frozen=True):
-    """Serve these adapters from now on, and no others; answered by `AdaptersSet`."""
+    """Serve exactly these adapters from now on; answered by `AdaptersSet`."""
 
     ticket: int
-    #: Folders by name.
+    #: Name -> folder.
     folders: dict[str, str]
-    #: No adapter that comes gets a smaller number.
+    #: Smallest number for new adapters.
     first_number: int
 
 
@@ -80,23 +75,23 @@ class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
 
 
 class Drain(msgspec.Struct, tag="drain", frozen=True):
-    """Of an engine that shares experts, which ends with the others: it takes no requests any more.
-    Answered to all of them, by `DrainState`.
+    """An engine that shares experts takes no more requests. All of them are told by `DrainState`,
+    since they end together.
     """
 
-    #: It has none left.
+    #: It has no open request left.
     drained: bool
 
 
 class Progress(msgspec.Struct, tag="progress", frozen=True):
-    """How far the start is."""
+    """Progress of the start."""
 
     #: download | sizes | hosts | weights | proof | compile | warmup
     stage: str
-    #: Of `total`, in the stage's own unit.
+    #: In the stage's unit.
     done: int
     total: int
-    #: What is at work, such as a tensor's name.
+    #: Current item, such as a tensor's name.
     detail: str = ""
 
 
@@ -105,29 +100,29 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
 
 
 class SequenceEvent(msgspec.Struct, array_like=True, frozen=True):
-    """Something that happened to a sequence.
+    """A state change of a sequence.
 
-    The core reports what its outputs do not say: seated, preempted, released. The rest is added by
-    `jitney.engine.common.history`.
+    The core reports seated, preempted and released; `jitney.engine.common.history` derives the
+    others from outputs.
     """
 
     #: queued | seated | first_token | preempted | finished | aborted | released (a seat that a
-    #: batch held after its sequence's end is free).
+    #: batch held after its sequence ended is free).
     event: str
     request_id: str
-    #: Of the sequence among the request's n.
+    #: Number of the sequence among the request's n.
     index: int
-    #: -1: none, or not known.
+    #: -1: none, or unknown.
     seat: int
-    #: It happened in this step, or since the one before.
+    #: The step, or the next one after the event.
     step: int
     #: Seconds of time.monotonic().
     t: float
     #: Tokens of the prompt.
     n_in: int
-    #: Output tokens known by then.
+    #: Output tokens so far.
     n_out: int
-    #: How the sequence ended, or an error's code.
+    #: A FinishReason or an error's code.
     reason: str = ""
 
 
@@ -135,148 +130,141 @@ class PromptChunk(msgspec.Struct, array_like=True, frozen=True):
     """Rows of a prompt that a step computed."""
 
     request_id: str
-    #: Of the sequence among the request's n.
+    #: Number of the sequence among the request's n.
     index: int
-    #: Position of the first of them.
+    #: First position.
     start: int
     count: int
-    #: How many of them were computed before.
+    #: Rows that had been computed before.
     recomputed: int
 
 
 class CanaryFinding(msgspec.Struct, array_like=True, frozen=True):
-    """What came of computing one sequence again with the reference."""
+    """Comparison of a sequence with its computation by the reference kernels."""
 
-    apart: float  # largest difference of two log-probabilities; infinite: it could not be computed
+    apart: float  # largest difference of log-probabilities; infinite: not computed
     right: bool  # rounding explains the difference
 
 
 class GrammarWork(msgspec.Struct, array_like=True, frozen=True):
-    """What grammars have cost since the last report."""
+    """Cost of grammars since the last report."""
 
-    #: Masks computed, and the seconds it took while the device computed the step.
+    #: Masks computed, and their seconds, while the device computed the step.
     masks: int
     mask_s: float
-    #: Grammars compiled, and the seconds it took, beside the steps.
+    #: Grammars compiled, and their seconds, beside the steps.
     compiled: int
     compile_s: float
-    #: Compiled grammars that are kept now.
+    #: Compiled grammars in the cache.
     kept: int
 
 
 class StepReport(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
-    """What became known with one step."""
+    """Results of one step."""
 
     #: New tokens and ends.
     outputs: list[SequenceOutput]
-    #: One item of `records.STEP_DTYPE`; empty when nothing was computed.
+    #: One item of `records.STEP_DTYPE`; empty if nothing was computed.
     record: bytes = b""
-    #: Who was preempted and who boarded for the step launched meanwhile, in that order: after the
-    #: ends in `outputs`.
+    #: Preemptions and then boardings for the step launched meanwhile; they come after the ends in
+    #: `outputs`.
     events: list[SequenceEvent] = []
-    #: The prompt chunks of the step.
+    #: Prompt chunks of the step.
     chunks: list[PromptChunk] = []
-    #: Answers to questions about seats, or to new adapters, since the last report.
+    #: Answers to `AskSeatMap` and `SetAdapters` since the last report.
     answers: list[SeatMap | AdaptersSet] = []
-    #: Of the sequences that were computed again since the last report.
+    #: Canary results since the last report.
     canary: list[CanaryFinding] = []
-    #: None: there was none.
+    #: None: no work.
     grammars: GrammarWork | None = None
-    #: Seconds that whoever comes now should wait for a seat; None: not looked at since the last
-    #: report that said it.
+    #: Predicted seconds that a new request waits for a seat; None: not computed since the last
+    #: report.
     predicted_wait: float | None = None
 
 
 class FirstStep(msgspec.Struct, tag="first_step", frozen=True):
-    """The core is about to run the first step of a bucket, which may take much longer than others:
-    programs are set up in it.
-    """
+    """The core is about to run the first step of a bucket, which may take much longer."""
 
-    #: Its number.
+    #: Number of the step.
     step: int
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True):
-    """The idle loop is alive (sent about once a second while there is no work)."""
+    """The idle loop is alive; sent about once a second without work."""
 
     #: Sequences without a seat.
     waiting: int
 
 
 class WaitingFor(msgspec.Struct, tag="waiting_for", frozen=True):
-    """The core has a step to run and waits for engines that share experts with it, which have to
-    say how large it is to be; sent every second of that.
-    """
+    """The core waits for the step sizes of engines that share experts with it; sent each second."""
 
-    #: Of the engines that have not, as far as is known; empty: not known yet.
+    #: Hosts that have not answered; empty: unknown.
     hosts: list[int]
 
 
 class SeatMap(msgspec.Struct, tag="seat_map", frozen=True):
-    """seats: empty if only the pages were asked for. page_states: uint8[N]: 0 free, 1 held, 2
-    shared, 3 cached.
-    """
+    """The state of seats and pages."""
 
     ticket: int
+    #: Empty if only the pages were asked for.
     seats: list[Seat]
+    #: uint8[N]: 0 free, 1 in use, 2 shared, 3 cached.
     page_states: bytes
 
 
 class Done(msgspec.Struct, tag="done", frozen=True, omit_defaults=True):
-    """What was asked for with this ticket has been done, or why it has not."""
+    """The request with this ticket is done, or failed."""
 
     ticket: int
-    #: None: it has been done.
+    #: None: it succeeded.
     error: ErrorInfo | None = None
     #: Bytes of device memory that it freed.
     freed: int = 0
 
 
 class AdaptersSet(msgspec.Struct, tag="adapters_set", frozen=True, omit_defaults=True):
-    """The adapters that are served from now on, or why they are those from before."""
+    """The adapters that are served from now on, or why they are unchanged."""
 
     ticket: int
-    #: None: they have been set.
+    #: None: they were set.
     error: ErrorInfo | None = None
-    #: Numbers by name.
+    #: Name -> number.
     adapters: dict[str, int] = {}
-    #: Of the configuration with them.
+    #: Digest of the configuration with them.
     config_digest: str = ""
-    #: Names of those that came, that went, and whose files are others than before.
+    #: Names of new adapters, of removed ones, and of those with changed files.
     added: list[str] = []
     removed: list[str] = []
     replaced: list[str] = []
 
 
 class Fatal(msgspec.Struct, tag="fatal", frozen=True):
-    """The core cannot start or go on; its process exits after this."""
+    """The core cannot start or continue; its process exits after this."""
 
-    #: Code of the error of a core whose engine has lost a host; no request is to blame for that.
+    #: Error code of an engine that lost a host, for which no request is to blame.
     host_lost: ClassVar[str] = "host_lost"
-    #: The same of a core that refuses its model, its settings or this machine: the next one would
-    #: refuse them too.
+    #: Error code of a core that refuses its model, settings or machine, as the next one would too.
     refused: ClassVar[str] = "refused"
 
     error: ErrorInfo
 
     @classmethod
     def of(cls, reason: str, code: str = "engine_dead") -> Fatal:
-        """reason: told in one line."""
+        """The message with `reason` in one line."""
         return cls(ErrorInfo(code, " ".join(reason.split())[:500]))
 
 
 class DrainState(msgspec.Struct, tag="drain_state", frozen=True):
-    """Of engines that share experts: one is told to end, so all are to drain; or all have."""
+    """One of the engines that share experts must stop, so all must drain; or all have drained."""
 
     drained: bool
 
 
 class PeerLeft(msgspec.Struct, tag="peer_left", frozen=True):
-    """The first host of an engine over several has ended it: nothing is left to do here, and the
-    core's process exits after this.
-    """
+    """The first host of an engine has ended it; this core's process exits after this."""
 
-    #: Why, in words.
+    #: One line.
     reason: str
 
 

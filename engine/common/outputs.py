@@ -1,4 +1,4 @@
-"""What the engine returns for a sequence: tokens, log-probabilities, why it ended."""
+"""Outputs of the engine for a sequence: tokens, log-probabilities, finish reason."""
 
 from __future__ import annotations
 
@@ -11,41 +11,40 @@ import msgspec
 from jitney.engine.common.errors import ErrorInfo
 
 #: Why a sequence ended. "stop": end-of-sequence, a stop token or a stop string. "length":
-#: max_tokens or the context. "abort": the client left or cancelled. "deadline": its time ran out.
-#: "error": see SequenceOutput.error.
+#: max_tokens or the context. "abort": the client left or cancelled. "deadline": its deadline
+#: passed. "error": see SequenceOutput.error.
 type FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities (natural log) of one position: the chosen token's, and the most likely
-    tokens in order.
-    """
+    """Log-probabilities (natural log) of one position: the chosen token and the likeliest ones."""
 
     #: Of the chosen token.
     logprob: float
-    #: Of as many as were asked for, the likeliest first.
+    #: Alternatives, as many as requested, the likeliest first.
     top_ids: list[int]
     top_logprobs: list[float]
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True):
-    """The log-probabilities of a prompt's tokens, in columns: whoever reads a message reads them
-    all at once, and 8,000 objects with 20 alternatives each hold the event loop for 20 ms and more.
+    """Log-probabilities of a prompt's tokens, in columns.
+
+    Decoding 8,000 objects with 20 alternatives each would block the event loop for over 20 ms.
     """
 
-    #: Tokens at the beginning of which nothing is known: the first one.
+    #: Leading tokens without values: the first one.
     n_unknown: int
     #: Alternatives of each other token.
     width: int
-    #: float64[n] of the tokens themselves, int32[n * width] and float64[n * width] of the
-    #: alternatives, in this machine's order of bytes.
+    #: float64[n] of the tokens, int32[n * width] and float64[n * width] of the alternatives, in
+    #: native byte order.
     logprobs: bytes
     top_ids: bytes
     top_logprobs: bytes
 
     @classmethod
     def of(cls, entries: Sequence[TokenLogprobs | None]) -> PromptLogprobs:
-        """entries: one a token, of one width; None at the beginning alone."""
+        """Pack entries of equal width, one per token; leading ones may be None."""
         known = [entry for entry in entries if entry is not None]
         logprobs = array("d", [entry.logprob for entry in known])
         top_ids, top_logprobs = array("i"), array("d")
@@ -67,14 +66,14 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
         return self.n_unknown + len(self.logprobs) // array("d").itemsize
 
     def __iter__(self) -> Iterator[TokenLogprobs | None]:
-        """One entry a token."""
+        """Unpack one entry per token."""
         yield from [None] * self.n_unknown
         logprobs = array("d", self.logprobs)
         top_ids = array("i", self.top_ids)
         top_logprobs = array("d", self.top_logprobs)
-        for place, logprob in enumerate(logprobs):
-            its = slice(place * self.width, (place + 1) * self.width)
-            yield TokenLogprobs(logprob, top_ids[its].tolist(), top_logprobs[its].tolist())
+        for index, logprob in enumerate(logprobs):
+            part = slice(index * self.width, (index + 1) * self.width)
+            yield TokenLogprobs(logprob, top_ids[part].tolist(), top_logprobs[part].tolist())
 
 
 class SequenceOutput(msgspec.Struct, omit_defaults=True):
@@ -83,18 +82,18 @@ class SequenceOutput(msgspec.Struct, omit_defaults=True):
     """
 
     request_id: str
-    #: Of the sequence among the request's n.
+    #: Number of the sequence among the request's n.
     index: int
     tokens: list[int] = []
-    #: One entry per new token, if asked for.
+    #: One entry per new token, if requested.
     logprobs: list[TokenLogprobs] | None = None
     #: Once, with the first token; entry i is for prompt token i, None for i = 0.
     prompt_logprobs: PromptLogprobs | None = None
-    #: None while it goes on.
+    #: None while the sequence runs.
     finish: FinishReason | None = None
-    #: The token that ended the sequence (already part of `tokens`), if one did.
+    #: The token that ended the sequence (also in `tokens`), if one did.
     stop_token: int | None = None
-    #: None unless it ended with one.
+    #: The error that ended the sequence, if any.
     error: ErrorInfo | None = None
     #: Prompt tokens whose KV came from the prefix cache.
     cached_tokens: int = 0
@@ -102,11 +101,11 @@ class SequenceOutput(msgspec.Struct, omit_defaults=True):
     queued_s: float | None = None
     #: Seconds from boarding to the first token, once known.
     prefill_s: float | None = None
-    #: With the end, of a request that wants it: the prompt's vector of length 1, or by classify its
-    #: logits as they are; float32 in this machine's order of bytes.
+    #: With `finish`, if requested: the prompt's vector of length 1, or with classify its logits;
+    #: float32 in native byte order.
     embedding: bytes | None = None
 
     @property
     def error_code(self) -> str:
-        """Empty without an error."""
+        """The error's code; "" without an error."""
         return "" if self.error is None else self.error.code

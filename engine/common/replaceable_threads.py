@@ -1,5 +1,6 @@
-"""Threads for work that may never end. Neither a job nor its thread can be ended, but the thread
-can be left to its job: another one takes its place. None of them keeps the program from ending.
+"""Threads for jobs that may never end: a stuck thread is abandoned and replaced.
+
+They do not keep the program from exiting.
 """
 
 from __future__ import annotations
@@ -9,42 +10,38 @@ import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
-#: Does not raise.
+#: A job must not raise.
 type _Job = Callable[[], object]
 
 
 class ReplaceableThreads:
-    """Runs jobs in their order on a few threads, which start with the work and end when there is
-    none for a while.
-    """
+    """Runs jobs in order on a few threads, which start on demand and end when idle."""
 
     def __init__(self, name: str, threads: int = 1, *, most_left: int = 4, idle_s: float = 5.0):
-        """most_left: threads that are left to their jobs at a time. idle_s: seconds after which a
-        thread without work ends.
-        """
+        """most_left: most abandoned threads. idle_s: seconds until an idle thread ends."""
         self._name = name
         self._most = threads
         self._most_left = most_left
         self._idle_s = idle_s
         #: None ends a thread.
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        #: Guards what follows.
+        #: Guards the fields below.
         self._lock = threading.Lock()
-        #: The threads that are not left to their jobs.
+        #: The threads that are not abandoned.
         self._workers: set[_Worker] = set()
-        #: Threads that were left to their jobs and still run.
+        #: Abandoned threads that still run.
         self._n_left = 0
 
     def put(self, job: _Job) -> None:
-        """Have a job run after those that were put before. It must not raise."""
+        """Run a job after the earlier ones. It must not raise."""
         with self._lock:
             self._jobs.put(job)
             if len(self._workers) < self._most:
                 self._start()
 
     def wait(self, seconds: float) -> None:
-        """Wait until all jobs of a single thread are done, at most so long. If one of them alone
-        has then taken more than half of that, its thread is left to it.
+        """Wait for all jobs of a single thread, at most `seconds`. If one job has then run for more
+        than half of that, abandon its thread.
         """
         done = threading.Event()
         self.put(done.set)
@@ -52,8 +49,8 @@ class ReplaceableThreads:
             self.leave(after_s=seconds / 2)
 
     def leave(self, job: _Job | None = None, after_s: float = 0.0) -> bool:
-        """Leave threads to the jobs that have run for at least so long; job: only to this one.
-        False if a thread would have been one too many.
+        """Abandon and replace threads whose jobs have run for at least `after_s`; job: only this
+        one's. Returns False if that would exceed the limit.
         """
         now = time.monotonic()
         with self._lock:
@@ -69,7 +66,7 @@ class ReplaceableThreads:
         return True
 
     def close(self) -> None:
-        """Let the threads end after the jobs that were put."""
+        """End the threads after the jobs put so far."""
         with self._lock:
             for _ in self._workers:
                 self._jobs.put(None)
@@ -90,7 +87,7 @@ class ReplaceableThreads:
                     return
 
     def _next(self, worker: _Worker) -> _Job | None:
-        """The next job; None if this thread is to end."""
+        """The next job; None if this thread should end."""
         while True:
             try:
                 job = self._jobs.get(timeout=self._idle_s)
@@ -105,8 +102,7 @@ class ReplaceableThreads:
 
 
 class _Worker:
-    """A thread."""
+    """A thread's current job, if any, and its start (time.monotonic())."""
 
-    #: What it does, if anything, and since when (time.monotonic()).
     job: _Job | None = None
     began = 0.0

@@ -1,7 +1,6 @@
-"""One sequence's way through an engine: the record that the history, the simulator and the benches
-fill, and that pages, figures and traces are made of. Plain data, no clock.
+"""The record of a sequence from arrival to end, for history, simulator, benches, page and traces.
 
-All times are seconds of one clock: time.monotonic() of a server and of a bench, virtual time of the
+All times are seconds of one clock: time.monotonic() in a server or bench, virtual time in the
 simulator.
 """
 
@@ -14,9 +13,9 @@ from typing import Literal, NamedTuple
 import msgspec
 
 _RequestState = Literal["waiting", "prefill", "decode", "finished"]
-#: Ends that gave the client what it asked for.
+#: Successful finish reasons.
 _SERVED = ("stop", "length")
-#: Errors of the engine, not of a request that it refused.
+#: Errors of the engine; others are refusals.
 _ENGINE_ERRORS = ("engine_dead", "internal_error", "request_failed")
 
 
@@ -26,103 +25,102 @@ class ComputedChunk(NamedTuple):
     step: int
     start: int
     count: int
-    recomputed: int  # so many of them had been computed before
+    recomputed: int  # positions that had been computed before
 
 
 class Stay(msgspec.Struct):
-    """One stay in a seat. Written by `history.RequestRecords`."""
+    """The time that a sequence holds a seat, from boarding to its end or preemption. Written by
+    `history.RequestRecords`.
+    """
 
     seat: int
-    #: Its first step.
+    #: First step.
     step: int
-    #: When the device could begin that step.
+    #: Earliest start of that step on the device.
     start: float
-    #: When a token first came of this stay; None while none did, or if the seat was gone by then.
+    #: Time of the first token in this seat; None: none yet, or the seat was left before.
     first_token: float | None = None
-    #: The step that brought it, -1 while none did.
+    #: Step of that token, -1 before.
     first_step: int = -1
-    #: When the seat was left; None while on board.
+    #: Time of leaving the seat; None while on board.
     end: float | None = None
-    #: The last step it took part in, -1 while on board.
+    #: Last step, -1 while on board.
     last_step: int = -1
-    #: "preempted", or why the sequence ended; empty while on board.
+    #: "preempted", or the finish reason; "" while on board.
     how: str = ""
 
     @property
     def left(self) -> float:
-        """When the seat was left, infinity while on board."""
+        """Time of leaving the seat, infinity while on board."""
         if self.end is None:
             return math.inf
         return self.end
 
     def seconds(self, since: float = -math.inf, until: float = math.inf) -> float:
-        """How long it lasted, of the time between these two alone; `until` must be finite if it
-        lasts still.
-        """
+        """Seconds in the seat within `since` .. `until`, which must be finite while on board."""
         return max(0.0, min(self.left, until) - max(self.start, since))
 
 
 class RequestRecord(msgspec.Struct, kw_only=True):
-    """One sequence, from its arrival to its end.
+    """A sequence from arrival to end.
 
-    Written by `history.RequestRecords` from a core's reports. A client that measures from outside
-    fills in what it can see, and leaves the rest as it is.
+    `history.RequestRecords` writes it from a core's reports. A bench client fills in what it can
+    measure from outside.
     """
 
-    #: Rises with each record of one history.
+    #: Increases with each record of a history.
     number: int
     n_prompt: int
-    #: When it came; in a bench when it should have come, so that time spent unsent counts too.
+    #: Time of arrival; in a bench the planned time, so that time before sending counts.
     arrival: float
     request_id: str = ""
-    #: Which of the request's `n` sequences it is.
+    #: Number of the sequence among the request's n.
     index: int = 0
     #: As in `EngineRequest`.
     tenant: str = ""
     priority: int = 0
-    #: Nobody waits for it: a line of a batch.
+    #: A line of a batch.
     background: bool = False
-    #: The adapter that answers it, from 1; 0: none.
+    #: Number of its adapter; 0: none.
     adapter: int = 0
-    #: Most output tokens it may have, 0: no limit of its own.
+    #: Most output tokens; 0: not limited by the request.
     max_tokens: int = 0
     #: Output tokens so far.
     n_output: int = 0
-    #: Prompt tokens found in the prefix cache when its first token came.
+    #: Prompt tokens found in the prefix cache, as of the first token.
     cached_tokens: int = 0
-    #: How often it lost its seat to others.
+    #: Number of preemptions.
     preemptions: int = 0
-    #: When it first boarded; None: never, or not known.
+    #: Time of first boarding; None: never, or unknown.
     boarded: float | None = None
-    #: When its first output token came; None: never.
+    #: Time of the first output token; None: never.
     first_token: float | None = None
-    #: When it ended; None while it goes on.
+    #: Time of its end; None while it runs.
     finished: float | None = None
-    #: Why: a FinishReason, or the kind of a client's error; empty while it goes on.
+    #: A FinishReason, or the kind of a client's error; "" while it runs.
     finish: str = ""
-    #: The error's code and message, if it ended with one, and the seconds after which a client was
-    #: told to come again; None: it was told of none.
+    #: Code and message of its error, if any, and the Retry-After in seconds, if sent.
     code: str = ""
     message: str = ""
     retry_s: float | None = None
-    #: In order of time; of them the last one may still last.
+    #: In order of time; the last one may be open.
     stays: list[Stay] = []
-    #: Prompt chunks that steps computed, in order; kept by a server's `History` alone.
+    #: Computed prompt chunks, in order; only in a server's `History`.
     chunks: list[ComputedChunk] = []
-    #: The prompt's ids and then the output's; None unless they are wanted.
+    #: Ids of the prompt and then of the output; None: not recorded.
     tokens: list[int] | None = None
-    #: When each output token (over HTTP: each piece of text) came; None unless they are wanted.
+    #: Time of each output token (over HTTP: of each piece of text); None: not recorded.
     token_times: list[float] | None = None
 
     @property
     def end(self) -> float:
-        """When it ended, infinity while it goes on."""
+        """Time of its end, infinity while it runs."""
         if self.finished is None:
             return math.inf
         return self.finished
 
     def until(self, t: float) -> RequestRecord:
-        """It as it stood at t: who had not ended is said to end then, in the state it was in.
+        """The record as of time t, where a running sequence ends with its state as the reason.
 
         Without stays, chunks and tokens.
         """
@@ -136,30 +134,30 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
     @property
     def served(self) -> bool:
-        """True when it ended as its client wished."""
+        """True if it ended successfully."""
         return self.finish in _SERVED
 
     @property
     def refused(self) -> bool:
-        """True when it was not let in: it ended with an error of its own before it had a seat."""
+        """True if it was refused: it ended with an error, not the engine's, before boarding."""
         return self.finish == "error" and not self.stays and self.code not in _ENGINE_ERRORS
 
     @property
     def stay(self) -> Stay | None:
-        """The stay it is on."""
+        """The open stay, if any."""
         if not self.stays or self.stays[-1].end is not None:
             return None
         return self.stays[-1]
 
     def stays_within(self, start: float, end: float) -> Iterator[SeatStay]:
-        """Its stays that touch the time from start to end."""
+        """The stays that overlap start .. end."""
         for stay in self.stays:
             if stay.start < end and stay.left > start:
                 yield self, stay
 
     @property
     def seat(self) -> int:
-        """Its seat, -1 while it has none."""
+        """The seat, -1 without one."""
         stay = self.stay
         if stay is None:
             return -1
@@ -167,7 +165,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
     @property
     def state(self) -> _RequestState:
-        """prefill until the first token of its stay is out."""
+        """The present state; prefill lasts until the first token of the stay."""
         if self.finished is not None:
             return "finished"
         stay = self.stay
@@ -179,7 +177,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
     @property
     def n_computed(self) -> int:
-        """Positions whose KV its present stay has computed, as far as the host knows."""
+        """Positions whose KV the open stay has computed, as far as the host knows."""
         stay = self.stay
         if stay is None:
             return 0
@@ -191,17 +189,17 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
     @property
     def queue_s(self) -> float | None:
-        """Seconds from its arrival to its first seat."""
+        """Seconds from arrival to the first seat."""
         return self._after(self.boarded)
 
     @property
     def ttft_s(self) -> float | None:
-        """Seconds to its first token."""
+        """Seconds from arrival to the first token."""
         return self._after(self.first_token)
 
     @property
     def e2e_s(self) -> float | None:
-        """Seconds to its end."""
+        """Seconds from arrival to the end."""
         return self._after(self.finished)
 
     def _after(self, t: float | None) -> float | None:
@@ -217,12 +215,12 @@ class RequestRecord(msgspec.Struct, kw_only=True):
         return (self.finished - self.first_token) / (self.n_output - 1)
 
 
-#: A request, and one of its stays.
+#: A sequence and one of its stays.
 type SeatStay = tuple[RequestRecord, Stay]
 
 
 def stays_of(requests: Iterable[RequestRecord]) -> list[SeatStay]:
-    """All stays of these requests, by their beginning."""
+    """All stays of these requests, by start."""
     pairs = ((request, stay) for request in requests for stay in request.stays)
     return sorted(pairs, key=_start)
 

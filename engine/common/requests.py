@@ -1,4 +1,4 @@
-"""A request as the engine takes it: sampling parameters, limits and their ranges."""
+"""Requests of the engine: sampling parameters with their ranges, and limits."""
 
 from __future__ import annotations
 
@@ -10,43 +10,40 @@ import msgspec
 
 from jitney.engine.common.errors import ContextOverflow, RequestError
 
-#: What JSON can say, before anybody has looked at it.
+#: Any JSON value, not yet checked.
 type JsonValue = dict[str, JsonValue] | list[JsonValue] | str | int | float | bool | None
-#: An object of JSON, to be read; and one in the making.
+#: A JSON object to read, and one to build.
 JsonObject = Mapping[str, Any]
 JsonDict = dict[str, Any]
 
 
 class _Most(NamedTuple):
-    """What one request may ask for."""
+    """Largest values of one request."""
 
-    #: Sequences that answer its prompt.
+    #: Sequences for a prompt.
     n: int = 128
-    #: Alternatives of a token, unless the server says otherwise (max_logprobs); the compiled
-    #: sampler always computes this many.
+    #: Default number of alternatives per token, which the compiled sampler computes (max_logprobs).
     logprobs: int = 20
-    #: Entries of logit_bias + stop ids held back by min_tokens that one seat can carry on the
-    #: device.
+    #: Logit biases of a seat on the device: logit_bias, and end tokens held back by min_tokens.
     biases: int = 512
 
 
 REQUEST_MOST = _Most()
-#: The most alternatives that a server may say.
+#: Largest max_logprobs of a server.
 _MOST_LOGPROBS = 500
-#: Entries of `biases` that the model's own end tokens do not take, which are the request's.
+#: Biases of a request; the others are for the model's end tokens.
 _MOST_NAMED = REQUEST_MOST.biases - 8
 _MAX_STOP_CHARS = 256
 #: Most tokens of a banned word.
 _MAX_WORD_TOKENS = 256
 _MAX_INT = 2**31 - 1
-#: Temperatures too small to divide by.
+#: Smaller temperatures count as 0, since logits are divided by the temperature.
 _GREEDY_BELOW = 1e-5
 
 
 class Range(NamedTuple):
-    """What a sampling parameter may be."""
+    """The range of a sampling parameter."""
 
-    #: Least and greatest value.
     low: float
     high: float
     open_low: bool = False  #: `low` itself is out of range
@@ -61,118 +58,118 @@ class Range(NamedTuple):
             )
 
 
-#: What logit_bias may add.
+#: Range of logit_bias.
 _BIASES = Range(-100.0, 100.0)
 
 
 class Uploaded(NamedTuple):
-    """A sampling parameter that the sampler reads, under its own name, on the device."""
+    """Marks a sampling parameter that the sampler reads on the device, under its own name."""
 
     dtype: Literal["float32", "int32"]
-    #: What is uploaded in the field's place.
+    #: The value to upload; None: the field's.
     value: Callable[[SamplingParams], float] | None = None
 
 
-def _drawn_temperature(params: SamplingParams) -> float:
-    """The temperature, 0 where it is too small to divide by."""
+def _uploaded_temperature(params: SamplingParams) -> float:
+    """The temperature, 0 if the request is greedy."""
     return 0.0 if params.greedy else params.temperature
 
 
-def _kept_candidates(params: SamplingParams) -> int:
-    """top_k, 0 where it is off."""
+def _uploaded_top_k(params: SamplingParams) -> int:
+    """top_k, 0 if it is off."""
     return max(params.top_k, 0)
 
 
-#: What a grammar is written in.
+#: Languages of grammars.
 _GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark", "gbnf"]
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """What the whole text of an answer must be. `engine.core.grammar.grammar` makes them."""
+    """A grammar for the whole text of an answer, made by `engine.core.grammar.grammar`."""
 
     kind: _GrammarKind
     #: json_schema: the schema as JSON. choice: a JSON list of strings. regex, lark and gbnf: as the
-    #: client wrote it. json_object, any object of JSON: nothing.
+    #: client wrote it. json_object (any JSON object): "".
     text: str = ""
-    #: Its JSON schemas are as llguidance is given them (`engine.core.grammar.enforcement`).
+    #: Its JSON schemas are prepared for llguidance (`engine.core.grammar.enforcement`).
     ready: bool = False
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to choose the tokens of one request.
+    """Parameters that choose the tokens of one request.
 
-    A field's `Range` is checked by `validate`; its `Uploaded` makes it part of every step's upload
-    (`engine.core.executor.inputs`), so that the sampler can read it.
+    `validate` checks each field's `Range`. A field with `Uploaded` is part of every step's upload
+    (`engine.core.executor.inputs`).
     """
 
-    #: Sequences that answer the prompt.
+    #: Sequences for the prompt.
     n: Annotated[int, Range(1, REQUEST_MOST.n)] = 1
     #: None: up to the end of the context.
     max_tokens: Annotated[int | None, Range(1, _MAX_INT)] = 16
-    #: No end token is sampled before this many.
+    #: No end token is sampled before this many tokens.
     min_tokens: Annotated[int, Range(0, _MAX_INT)] = 0
     #: 0 is greedy.
-    temperature: Annotated[float, Range(0.0, 2.0), Uploaded("float32", _drawn_temperature)] = 1.0
+    temperature: Annotated[float, Range(0.0, 2.0), Uploaded("float32", _uploaded_temperature)] = 1.0
     #: 0 and -1 are off.
-    top_k: Annotated[int, Range(-1, _MAX_INT), Uploaded("int32", _kept_candidates)] = 0
+    top_k: Annotated[int, Range(-1, _MAX_INT), Uploaded("int32", _uploaded_top_k)] = 0
     #: 1 is off.
     top_p: Annotated[float, Range(0.0, 1.0, open_low=True), Uploaded("float32")] = 1.0
-    #: 0 is off; else the least share of the likeliest token's probability.
+    #: Least share of the likeliest token's probability; 0 is off.
     min_p: Annotated[float, Range(0.0, 1.0), Uploaded("float32")] = 0.0
     #: None: drawn at random.
     seed: Annotated[int | None, Range(-(2**63), 2**63 - 1)] = None
-    #: 1 is off. Logits are divided by it: by less than about 1e-36 they would not be finite.
+    #: 1 is off. Logits are divided by it: below about 1e-36 they would not be finite.
     repetition_penalty: Annotated[float, Range(0.001, 10.0), Uploaded("float32")] = 1.0
-    #: Taken from the logits of tokens that have come: once, and for each time. 0 is off.
+    #: Subtracted from the logits of tokens that occurred: once, and per occurrence. 0 is off.
     presence_penalty: Annotated[float, Range(-2.0, 2.0), Uploaded("float32")] = 0.0
     frequency_penalty: Annotated[float, Range(-2.0, 2.0), Uploaded("float32")] = 0.0
-    #: Token id -> what is added to its logit.
+    #: Token id -> number added to its logit.
     logit_bias: dict[int, float] = {}
-    #: Found by the text half (`jitney.engine.core.text.detokenizer`).
+    #: Found in the text, by `jitney.engine.core.text.detokenizer`.
     stop: tuple[str, ...] = ()
     #: Found by the core.
     stop_token_ids: tuple[int, ...] = ()
-    #: The stop string that ended the text stays in it.
+    #: Keep the stop string that ended the text.
     include_stop_str_in_output: bool = False
-    #: They are left out of the text.
+    #: Leave special tokens out of the text.
     skip_special_tokens: bool = True
-    #: The model's end tokens end nothing.
+    #: Do not end at the model's end tokens.
     ignore_eos: bool = False
     #: Log-probabilities of output tokens; None: none, 0: the chosen token's, n: also the n best.
     logprobs: Annotated[int | None, Range(0, _MOST_LOGPROBS)] = None
-    #: Likewise of the prompt's own tokens.
+    #: Log-probabilities of prompt tokens, likewise.
     prompt_logprobs: Annotated[int | None, Range(0, _MOST_LOGPROBS)] = None
     #: None: any text.
     grammar: Grammar | None = None
     #: The only tokens that may be chosen; empty: all.
     allowed_token_ids: tuple[int, ...] = ()
-    #: Words as tokens, each of which never comes whole.
+    #: Token sequences that must not occur.
     banned_sequences: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def declared(cls) -> _Declared:
-        """What each field is annotated with, by its name."""
+        """Field -> its `Range` and `Uploaded`."""
         return _declared(cls)
 
     @classmethod
-    def fields_with(cls, defaults: Mapping[str, float], given: JsonDict) -> JsonDict:
-        """The fields that a request gives, over a model's defaults. At temperature 0 a default
-        repetition penalty is left out: greedy means the model's own likeliest token.
+    def fields_with(cls, defaults: Mapping[str, float], explicit: JsonDict) -> JsonDict:
+        """A request's fields over a model's defaults. At temperature 0 the default repetition
+        penalty is left out: greedy means the model's likeliest token.
         """
-        fields: JsonDict = {**defaults, **given}
+        fields: JsonDict = {**defaults, **explicit}
         is_greedy = fields.get("temperature", 1.0) < _GREEDY_BELOW
-        if is_greedy and "repetition_penalty" not in given:
+        if is_greedy and "repetition_penalty" not in explicit:
             fields.pop("repetition_penalty", None)
         return fields
 
     @property
     def greedy(self) -> bool:
-        """True when no randomness is wanted (temperature 0, or too small to divide by)."""
+        """True at temperature 0, or one too small to divide by."""
         return self.temperature < _GREEDY_BELOW
 
     @property
     def penalised(self) -> bool:
-        """True when past tokens change the logits, so that the seat must count them."""
+        """True if past tokens change the logits, so that the seat must count them."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
@@ -181,34 +178,29 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def biased(self) -> bool:
-        """True when fixed amounts are added to some logits (logit_bias, or min_tokens banning the
-        ends).
-        """
+        """True if numbers are added to some logits (logit_bias, or min_tokens banning ends)."""
         return bool(self.logit_bias) or self.min_tokens > 0
 
     @property
     def scored(self) -> bool:
-        """True when log-probabilities of any kind are wanted."""
+        """True if log-probabilities are requested."""
         return self.logprobs is not None or self.prompt_logprobs is not None
 
     @property
     def greedy_only(self) -> bool:
-        """True when argmax of the logits is the whole answer: the all-greedy executable serves this
-        row.
-        """
+        """True if the token is the argmax of the logits, as the all-greedy program computes it."""
         masked = self.grammar is not None or self.constrained
         return self.greedy and not (self.penalised or self.biased or masked or self.scored)
 
     @property
     def constrained(self) -> bool:
-        """True when some tokens may not be chosen, whatever its grammar says."""
+        """True if some tokens are excluded apart from a grammar."""
         return bool(self.allowed_token_ids or self.banned_sequences)
 
     def validate(self, vocab_size: int) -> None:
         """Raise RequestError naming a field that is out of range.
 
-        Token ids are checked here, on the host: an index past the vocabulary is clamped in silence
-        on a device.
+        Token ids are checked too: a device silently clamps an index past the vocabulary.
         """
         for name, allowed in _ranges(type(self)):
             value = getattr(self, name)
@@ -253,30 +245,27 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for token in self.stop_token_ids:
             token_ids.check("stop_token_ids", token)
         if len(self.logit_bias) + len(self.stop_token_ids) > _MOST_NAMED:
-            blamed = "stop_token_ids"
-            if self.logit_bias:
-                blamed = "logit_bias"
             raise RequestError(
                 f"logit_bias and stop_token_ids together may name at most {_MOST_NAMED} tokens",
-                param=blamed,
+                param="logit_bias" if self.logit_bias else "stop_token_ids",
             )
 
 
-#: By field.
+#: Field -> annotations.
 type _Declared = dict[str, tuple[Range | Uploaded, ...]]
 type _Ranges = list[tuple[str, Range]]
 
 
 @cache
 def _declared(params: type[SamplingParams]) -> _Declared:
-    """What each field of a class of sampling parameters is annotated with."""
+    """Field -> annotations, for a class of sampling parameters."""
     hints = get_type_hints(params, include_extras=True)
     return {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
 
 
 @cache
 def _ranges(params: type[SamplingParams]) -> _Ranges:
-    """The fields that have a range, and what it is."""
+    """The fields with a range, and the ranges."""
     return [
         (name, item)
         for name, items in _declared(params).items()
@@ -285,107 +274,101 @@ def _ranges(params: type[SamplingParams]) -> _Ranges:
     ]
 
 
-class Whole(msgspec.Struct, frozen=True):
-    """Requests that came together, one for each prompt of a client's: all wait, or none does."""
+class RequestGroup(msgspec.Struct, frozen=True):
+    """The requests for the prompts of one body: all of them may wait, or none."""
 
     id: str
-    #: How many they are, and the tokens of all their prompts.
+    #: Number of requests, and tokens of all prompts.
     requests: int
     prompt_tokens: int
 
 
-#: What becomes of a prompt's hidden states instead of a token. last, mean: a vector of the last
-#: token's, or of the mean of all. Of encoders also cls: a vector of the first token's; and
-#: classify: the logits of the model's own head.
+#: Output of a prompt in place of tokens. last, mean: a vector from the last token's hidden state,
+#: or from the mean of all. Encoders also have cls: a vector from the first token's, and classify:
+#: the logits of the model's head.
 type Pooling = Literal["last", "mean", "cls", "classify"]
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One request as the core sees it: token ids, never text."""
+    """A request of the core: token ids, no text."""
 
-    #: The engine's own, unique among open requests.
+    #: Set by the engine, unique among open requests.
     id: str
     #: At least one token id.
     prompt: list[int]
     sampling: SamplingParams
-    #: Seconds of time.monotonic(), which all processes of one machine share; so is the deadline.
+    #: Seconds of time.monotonic(), which all processes of a machine share.
     arrival: float
-    #: None: it may take as long as it takes.
+    #: Seconds of time.monotonic(); None: none.
     deadline: float | None = None
-    #: Lower boards sooner.
+    #: Lower ones board sooner.
     priority: int = 0
-    #: A digest of the API key. With cache_salt it is part of the prefix-cache key, so no tenant can
-    #: time another's prompts.
+    #: Digest of the API key. It is part of the prefix-cache key, like cache_salt, so that no tenant
+    #: can detect another's prompts by time.
     tenant: str = ""
     cache_salt: str = ""
-    #: The number of the adapter that changes the model for it; 0: none. One that comes while the
-    #: engine serves gets a number that none had, also where it takes another's name.
+    #: Number of the adapter; 0: none. Numbers are never reused, not even for the same name.
     adapter: int = 0
-    #: Whom the client says it asks for; in the fair order it tells apart those without a key.
+    #: The body's `user`: the account of requests without a key in the fair order.
     user: str = ""
-    #: Nobody waits for it: it boards only where no other request wants the seat, and gives way to
-    #: them (`Scheduler._plan_background` plans for it).
+    #: A batch request: it boards only into seats that no other request wants, and gives way
+    #: (`Scheduler._plan_background`).
     background: bool = False
-    #: What it is a part of, if it did not come alone. Its parts are submitted one after the other.
-    whole: Whole | None = None
-    #: A vector of the prompt is wanted, or the logits of it, made this way, and no token; None:
-    #: tokens.
+    #: The group it belongs to, whose requests are submitted one after the other.
+    whole: RequestGroup | None = None
+    #: How to make the prompt's vector or logits; None: generate tokens.
     pooling: Pooling | None = None
-    #: Of a request that an earlier core had: the output tokens of each of its sequences so far,
-    #: None for one that has ended.
+    #: For a request of an earlier core: output tokens of each sequence so far, None if it ended.
     resumed: list[list[int] | None] | None = None
 
     @property
     def account(self) -> str:
-        """Who is charged for it in the fair order: the key's tenant, or else the user."""
+        """The account in the fair order: the tenant, or else the user."""
         return self.tenant or f"user {self.user}"
 
 
 class RequestLimits(msgspec.Struct, frozen=True):
-    """What one request may ask of an engine, however idle: asked early by the API, and once more
-    at admission.
-    """
+    """The limits of one request on an idle engine, checked by the API and again at admission."""
 
-    #: V; token ids are below it.
+    #: V; token ids are smaller.
     vocab_size: int
-    #: Tokens a sequence may have, prompt included.
+    #: Most tokens of a sequence, prompt included.
     context_length: int
     #: KV positions of the whole pool.
     pool_tokens: int
-    #: Alternatives that are computed for each token.
+    #: Alternatives computed per token.
     max_logprobs: int = REQUEST_MOST.logprobs
-    #: How vectors of prompts are made; None: none are.
+    #: How vectors of prompts are made; None: not at all.
     pooling: Pooling | None = None
-    #: Numbers of those that there are.
+    #: Numbers of the adapters.
     adapters: frozenset[int] = frozenset()
     #: See `ModelInfo`.
     encoder: bool = False
 
     @property
     def longest(self) -> int:
-        """Most tokens of a sequence; its last one is never fed back, so it needs no KV position."""
+        """Most tokens of a sequence; the last one needs no KV position, as it is not fed back."""
         if self.encoder:
             return self.context_length
         return min(self.context_length, self.pool_tokens + 1)
 
     @property
     def longest_prompt(self) -> int:
-        """Most tokens of a prompt: a model that writes needs room for one token more."""
+        """Most tokens of a prompt: a decoder needs room for one more."""
         return self.longest if self.encoder else self.longest - 1
 
     def check(self, request: EngineRequest) -> int:
-        """The most tokens the request may generate. Raises RequestError if it can never run."""
+        """Most tokens that the request may generate. Raises RequestError if it can never run."""
         request.sampling.validate(self.vocab_size)
         self._check_logprobs(request.sampling)
         if request.pooling not in (None, self.pooling):
             raise RequestError(
-                f"this engine makes no vectors of prompts by {request.pooling} "
-                "(--embedding-pooling)",
+                f"this engine makes no vectors by {request.pooling} (--embedding-pooling)",
                 code="unsupported_parameter",
             )
         if request.adapter and request.adapter not in self.adapters:
             raise RequestError(
-                "the adapter was removed or replaced; /v1/models lists what there is",
+                "the adapter was removed or replaced; see /v1/models",
                 code="model_not_found",
                 param="model",
             )
@@ -397,9 +380,7 @@ class RequestLimits(msgspec.Struct, frozen=True):
     def overflow(
         self, prompt_tokens: int, completion_tokens: int, *, is_lower_bound: bool = False
     ) -> ContextOverflow:
-        """What is said of a request that needs more than `longest` tokens. is_lower_bound: of the
-        prompt's.
-        """
+        """The numbers of a request of more than `longest` tokens."""
         model_context = self.context_length if self.longest < self.context_length else 0
         return ContextOverflow(
             self.longest, prompt_tokens, completion_tokens, is_lower_bound, model_context
@@ -409,27 +390,29 @@ class RequestLimits(msgspec.Struct, frozen=True):
         """Raise RequestError if the model writes no text."""
         if not self.encoder:
             return
-        made = "vectors of texts (/v1/embeddings)"
+        use = "vectors of texts (/v1/embeddings)"
         if self.pooling == "classify":
-            made = "scores of pairs of texts (/v1/rerank, /v1/score)"
+            use = "scores of pairs of texts (/v1/rerank, /v1/score)"
         raise RequestError(
-            f"this model writes no text: it makes {made}",
+            f"this model writes no text: it makes {use}",
             code="unsupported_parameter",
             param="model",
         )
 
     def _no_tokens(self, prompt_tokens: int) -> int:
-        """What an encoder's request counts as; its prompt may fill the context."""
+        """The most tokens of an encoder's request, 1 for the accounts; its prompt may fill the
+        context.
+        """
         if prompt_tokens > self.longest:
             raise RequestError.too_long(self.overflow(prompt_tokens, 0), "prompt")
         return 1
 
     def _check_logprobs(self, sampling: SamplingParams) -> None:
         for name in ("logprobs", "prompt_logprobs"):
-            wanted = getattr(sampling, name)
-            if wanted is not None and wanted > self.max_logprobs:
+            count = getattr(sampling, name)
+            if count is not None and count > self.max_logprobs:
                 raise RequestError(
-                    f"{name} must be at most {self.max_logprobs}, as many as this server computes "
+                    f"{name} must be at most {self.max_logprobs}, the limit of this server "
                     "(--max-logprobs)",
                     param=name,
                 )
@@ -443,8 +426,8 @@ class RequestLimits(msgspec.Struct, frozen=True):
             )
 
     def _most_generated(self, request: EngineRequest) -> int:
-        """Tokens of the answer: max_tokens, or all that there is room for. Raises RequestError if
-        there is not that much, or none for a single token.
+        """Most tokens of the answer: max_tokens, or all that fit. Raises RequestError if they, or
+        a single one, do not fit.
         """
         sampling = request.sampling
         prompt_tokens = len(request.prompt)
@@ -467,5 +450,5 @@ _POOLINGS: Mapping[str, Pooling] = {
 
 
 def pooling_of(setting: str) -> Pooling | None:
-    """What `embedding_pooling` says; None: off."""
+    """The value of `embedding_pooling`; None: off."""
     return _POOLINGS.get(setting)

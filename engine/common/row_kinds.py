@@ -1,6 +1,4 @@
-"""What a computed row can turn out to be, and how it looks: one table for the page, the terminal,
-the reports and the benches.
-"""
+"""Kinds of computed rows with their labels and colours, for page, terminal, reports and benches."""
 
 from __future__ import annotations
 
@@ -9,29 +7,29 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RowKind:
-    """One kind of row. The two colours differ for every kind of colour vision; the pattern is the
-    second sign, for who sees no colour at all.
+    """A kind of row. Its colours are distinct for all kinds of colour vision, its pattern without
+    any.
     """
 
-    #: Its field in `records.STEP_DTYPE`, and its key wherever rows are counted.
+    #: Its field in `records.STEP_DTYPE` and its key in counts.
     name: str
-    #: What people read.
+    #: Name shown to people.
     label: str
-    #: What it means, in one sentence.
+    #: One sentence.
     meaning: str
-    #: True for work that somebody asked for; False for waste.
+    #: False for waste.
     useful: bool
-    #: Its colour as #rrggbb, on a light ground.
+    #: Colour as #rrggbb on a light background.
     light: str
-    #: The same on a dark ground.
+    #: Colour on a dark background.
     dark: str
-    #: Plotly's pattern that is laid over the colour; "" for a plain area.
+    #: Plotly's pattern over the colour; "": none.
     pattern: str
-    #: Its style in a terminal, in rich's words.
+    #: rich's style in a terminal.
     terminal: str
 
 
-#: Every kind by its name, in the order of `records.ROW_KINDS`: useful work first.
+#: All kinds by name, in the order of `records.ROW_KINDS`: useful work first.
 ROW_KIND_TABLE: dict[str, RowKind] = {
     kind.name: kind
     for kind in (

@@ -1,4 +1,4 @@
-"""Prometheus' text form, read: what an engine's /metrics said at one moment."""
+"""Reads metrics in Prometheus' text format, as one response of /metrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
-#: After the prefix: the rest of a name, labels, a value, and perhaps a time.
+#: After the prefix: rest of the name, labels, value, optional timestamp.
 _SERIES = r"(\w+)(\{.*\})?[ \t]+(\S+)(?:[ \t]+-?\d+)?[ \t]*$"
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
@@ -19,10 +19,10 @@ class _Sample(NamedTuple):
 
 
 class Scrape:
-    """The series whose names begin with a prefix, called by the rest of their names.
+    """The series with a prefix, named without it.
 
-    Lines that are no series are left out: prometheus_client's own parser refuses the whole text for
-    one, and takes four times as long, while a fleet reads the metrics of every engine each second.
+    Invalid lines are skipped. prometheus_client's parser rejects the whole text for one, and takes
+    four times as long, where a fleet reads the metrics of every engine each second.
     """
 
     def __init__(self, text: str, prefix: str = "jitney_"):
@@ -33,16 +33,16 @@ class Scrape:
                 self._samples.setdefault(name, []).append(sample)
 
     def names(self) -> set[str]:
-        """Of all metrics, without the prefix."""
+        """Names of all metrics, without the prefix."""
         return set(self._samples)
 
     def samples(self, name: str, **labels: str) -> Iterator[_Sample]:
-        """Those with these labels, whatever else they have."""
+        """The samples that have these labels, among others."""
         for sample in self._samples.get(name, ()):
             if labels.items() <= sample.labels.items():
                 yield sample
 
     def value(self, name: str, **labels: str) -> float:
-        """The sum of those samples; NaN if there is none."""
+        """The sum of `samples`; NaN without any."""
         values = [sample.value for sample in self.samples(name, **labels)]
         return sum(values) if values else math.nan

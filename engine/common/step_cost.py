@@ -1,5 +1,6 @@
-"""Bytes and operations of an engine's steps, and what its device can do at most. Plain numbers: the
-core sends them to the server's process once, and simulators make them from a model's shape.
+"""Bytes and operations of an engine's steps, and its device's measured maximum.
+
+Plain numbers, sent once by the core, or computed by the simulator from a model's shape.
 """
 
 from __future__ import annotations
@@ -11,79 +12,82 @@ import msgspec
 if TYPE_CHECKING:
     import numpy as np
 
-#: Prompt rows that read a key together.
+#: Prompt rows that share one read of a key.
 _QUERY_BLOCK = 128
-
-#: Of one step, or of many: [steps].
+#: A number for one step, or an array [steps].
 type _Amount = float | np.ndarray
 
 
 class DeviceCeiling(msgspec.Struct, frozen=True, kw_only=True):
-    """The most that was measured of a device, or of all devices of an engine together."""
+    """The measured maximum of an engine's devices together."""
 
-    #: Bytes a second that a computation reads and writes in its memory.
+    #: Bytes read and written per second.
     bytes_s: float
-    #: Operations a second of products; None: the engine multiplies in other numbers than measured.
+    #: Operations per second of products; None: not measured in the engine's number format.
     operations_s: float | None = None
 
 
 class StepCost(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step of a decoder reads and computes: weights and KV once, and KV of its rows is
-    written. Norms are left out, and attention is counted over the whole context even where the
-    model has a window.
+    """Bytes and operations of a decoder's step: weights and KV are read once, KV of its rows is
+    written.
+
+    Norms are left out; attention counts the whole context even in models with a window.
     """
 
     n_layers: int
-    #: Numbers in the matrices that every row is multiplied with, all layers; and in one
-    #: feed-forward of each layer. One feed-forward for every row is a mixture of one.
+    #: Weights of all layers that every row uses; and of one expert, summed over layers. A dense
+    #: model counts as one expert.
     shared_weights: int
     expert_weights: int
     n_experts: int
-    #: Of them, those that a row goes through.
+    #: Experts per row.
     n_chosen: int
-    #: Bytes of one of these numbers, on average.
+    #: Mean bytes of a weight; of an expert's, where they differ.
     weight_bytes: float
-    #: Numbers in the output head, and their bytes.
+    expert_bytes: float | None = None
+    #: Weights of the output head, and their bytes.
     head_weights: int
     head_bytes: float
-    #: Numbers of all query heads of all layers.
+    #: Query heads times head size, summed over layers.
     attention_width: int
     #: Bytes of keys and values per position, all layers.
     kv_bytes: float
 
     @property
     def layer_weights(self) -> int:
-        """Numbers in the matrices of all layers."""
+        """Weights of all layers."""
         return self.shared_weights + self.n_experts * self.expert_weights
 
     @property
     def row_weights(self) -> int:
-        """Of them, those that one row is multiplied with."""
+        """Weights of all layers that one row uses."""
         return self.shared_weights + self.n_chosen * self.expert_weights
 
     def read_weights(self, rows: _Amount) -> _Amount:
-        """Numbers in the layers' matrices that so many rows read: of a mixture, the experts that
-        any of them chose, if each chooses by chance.
-        """
+        """Bytes of the layers' weights that `rows` rows read, with experts chosen at random."""
         missed = (1 - self.n_chosen / self.n_experts) ** rows
-        return self.shared_weights + self.n_experts * (1 - missed) * self.expert_weights
+        experts = self.n_experts * (1 - missed) * self.expert_weights
+        of_expert = self.weight_bytes if self.expert_bytes is None else self.expert_bytes
+        return self.shared_weights * self.weight_bytes + experts * of_expert
 
     def read_bytes(self, rows: _Amount, keys: _Amount, pairs: _Amount) -> tuple[_Amount, _Amount]:
-        """(weights read, KV read and written). keys, pairs: see `scheduler.plan.StepWork`. Of the
-        embedding only the rows are read, which is nothing.
+        """(bytes of weights read, bytes of KV read and written), without the embedding's few rows.
+
+        keys, pairs: see `scheduler.plan.StepWork`.
         """
-        weights = self.read_weights(rows) * self.weight_bytes + self.head_bytes
+        weights = self.read_weights(rows) + self.head_bytes
         return weights, (keys + pairs / _QUERY_BLOCK + rows) * self.kv_bytes
 
     def operations(
         self, rows: _Amount, logit_rows: _Amount, attended: _Amount
     ) -> tuple[_Amount, _Amount]:
-        """(in the layers' products, in output head and attention): two for each weight and row,
-        four for each number of a query and key attended to. The last layer's feed-forward is
-        computed for the rows that logits are wanted of.
+        """(operations of the layers' products, of output head and attention): two per weight and
+        row, four per number of each query-key pair.
+
+        The last layer's feed-forward runs only for rows that need logits.
         """
         others = rows - logit_rows
-        others = (others + abs(others)) / 2  # 0 where there are fewer rows than logits
+        others = (others + abs(others)) / 2  # 0 if there are fewer rows than logits
         last = self.n_chosen * self.expert_weights / self.n_layers
         layers = self.row_weights * rows - last * others
         attention = 4.0 * self.attention_width * attended

@@ -1,6 +1,4 @@
-"""The figures of a run: throughput, latencies, goodput and where the seats and pages went, from
-times and records.
-"""
+"""Figures of a run from request and step records: throughput, latencies, goodput, use of seats."""
 
 from __future__ import annotations
 
@@ -16,22 +14,20 @@ from jitney.engine.common.records import ROW_KINDS
 from jitney.engine.common.request_record import RequestRecord
 from jitney.engine.common.requests import JsonDict, JsonObject
 
-#: Values from which on one in a thousand of them is not simply the largest.
+#: Fewest values for a 99.9th percentile; below, it is the largest value.
 _ENOUGH_FOR_P999 = 1000
 QUANTILES = {"p50": 50.0, "p90": 90.0, "p99": 99.0, "p999": 99.9}
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """A service level: limits in seconds on the time to first token and on a request's mean time
-    per later token.
-    """
+    """A service level: limits of the time to first token and the mean time per later token."""
 
     ttft_s: float | None = None
     itl_s: float | None = None
 
     def met_by(self, request: RequestRecord) -> bool:
-        """True when it was served within the limits; a single token has no gap to be late with."""
+        """True if the request was served within the limits; a single token meets `itl_s`."""
         ttft_s, tpot_s = request.ttft_s, request.tpot_s or 0.0
         if not request.served:
             return False
@@ -50,13 +46,12 @@ def summarise(
     slo: Slo | None = None,
     price_per_hour: float | None = None,
 ) -> JsonDict:
-    """All figures of a run that took `seconds`, ready for JSON; what cannot be known is None.
+    """All figures of a run of `seconds`, as JSON; unknown ones are None.
 
-    Latencies and tokens are those of served requests; `finish` counts the others. records: [steps]
-    STEP_DTYPE or None; seats: 0 if unknown. seated_s: seconds that all sequences sat in seats,
-    `Stay.seconds` of each; None: as the requests' stays say. Percentiles interpolate linearly
-    between the sorted values. seat_fill: seated_s over all seat-seconds, so that neither a seat
-    that a policy holds for nobody counts, nor the time that a preempted sequence waits.
+    Latencies and tokens count served requests only; `finish` counts all. records: [steps]
+    STEP_DTYPE or None. seats: 0 if unknown. seated_s: sum of `Stay.seconds`; None: computed from
+    the requests. Percentiles interpolate linearly. seat_fill: seated_s divided by all seat-seconds;
+    it excludes seats held by a batch policy and the waits of preempted sequences.
     """
     served = [request for request in requests if request.served]
     tokens = _tokens(served, seconds)
@@ -92,7 +87,7 @@ def _tokens(served: Sequence[RequestRecord], seconds: float) -> JsonDict:
 
 
 def _goodput(requests: Sequence[RequestRecord], seconds: float, slo: Slo | None) -> JsonDict:
-    """Requests a second that met the service level; None without one."""
+    """Requests per second that met the service level; None without one."""
     if slo is None:
         return {"goodput_req_s": None, "slo": None}
     met = sum(map(slo.met_by, requests))
@@ -100,8 +95,8 @@ def _goodput(requests: Sequence[RequestRecord], seconds: float, slo: Slo | None)
 
 
 def _latencies(served: Sequence[RequestRecord]) -> dict[str, dict[str, float] | None]:
-    """Distributions of queue wait, time to first token, gaps between tokens, per-request means of
-    them, end to end.
+    """Distributions of time between tokens, and per request of time to first token, mean time per
+    token, total time and queue wait.
     """
     distributions = {"itl_s": spread(token_gaps(served))}
     for name in ("ttft_s", "tpot_s", "e2e_s", "queue_s"):
@@ -110,7 +105,7 @@ def _latencies(served: Sequence[RequestRecord]) -> dict[str, dict[str, float] | 
 
 
 def token_gaps(requests: Iterable[RequestRecord]) -> np.ndarray:
-    """All gaps between neighbouring tokens of a request, of all requests [gaps] f8 s."""
+    """Times between consecutive tokens of all requests: [gaps] f8 s."""
     gaps = [np.empty(0)]
     for request in requests:
         if request.token_times is not None:
@@ -119,8 +114,8 @@ def token_gaps(requests: Iterable[RequestRecord]) -> np.ndarray:
 
 
 def spread(values: Iterable[float | None] | np.ndarray) -> dict[str, float] | None:
-    """Percentiles, mean, most and number of the values that are known, of an array [n] f8 all; None
-    if none is.
+    """Percentiles, mean, maximum and number of values, an array [n] f8 or numbers with None for
+    unknown ones; None without values.
     """
     if not isinstance(values, np.ndarray):
         values = np.array([value for value in values if value is not None], np.float64)
@@ -135,31 +130,29 @@ def spread(values: Iterable[float | None] | np.ndarray) -> dict[str, float] | No
 
 
 def quantile_of(spread: JsonObject, quantile: str) -> float | None:
-    """A percentile of `spread`, one of QUANTILES; None where there are too few values for it."""
+    """A percentile of `spread`, one of QUANTILES; None with too few values."""
     if quantile == "p999" and spread.get("n", 0) < _ENOUGH_FOR_P999:
         return None
     return spread.get(quantile)
 
 
 def _seat_fill(seated_s: float | None, seats: int, seconds: float) -> float | None:
-    """Share of all seat-seconds that somebody sat; None if that or the number of seats is
-    unknown.
-    """
+    """Share of the seat-seconds in use; None if unknown."""
     if seated_s is None or seats < 1 or seconds <= 0:
         return None
     return seated_s / (seats * seconds)
 
 
 def _cost_per_million(price_per_hour: float | None, seconds: float, n_output: int) -> float | None:
-    """What a million delivered output tokens cost; None without a price or tokens."""
+    """Cost of a million output tokens; None without a price or tokens."""
     if price_per_hour is None or not n_output:
         return None
     return price_per_hour / 3600 * seconds / n_output * 1e6
 
 
 def _step_figures(records: np.ndarray | None) -> JsonDict:
-    """What the steps tell: rows by kind, padding_share of all rows, KV pages in use (mean over
-    device time).
+    """Figures of step records: rows by kind, padding share, KV pages in use (mean over device
+    time).
     """
     if records is None or not len(records):
         return dict.fromkeys(("steps", "rows", "padding_share", "kv_use", "device_s", "preempted"))

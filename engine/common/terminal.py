@@ -1,5 +1,6 @@
-"""Foreign text on a terminal: names of models, errors of other servers and answers of a model may
-hold escape sequences, which a terminal would obey. They are shown instead.
+"""Printing text that may hold escape sequences: model names, errors of servers, answers of models.
+
+Control characters are printed as text, so that a terminal does not obey them.
 """
 
 from __future__ import annotations
@@ -12,30 +13,30 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
 
-#: Control characters of both sets, but tab and line feed -> as they are shown.
+#: Control characters except tab and line feed -> escaped text.
 _SHOWN = {
     code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"
 }
 
 
 def visible(text: str) -> str:
-    """The text with its control characters escaped: ESC is shown as \\x1b."""
+    """The text with control characters escaped: ESC becomes \\x1b."""
     return text.translate(_SHOWN)
 
 
 def visible_on_terminal(text: str) -> str:
-    """As `visible` where standard output is a terminal; a file or a program gets all of it."""
+    """`visible` if standard output is a terminal, else the text unchanged."""
     return visible(text) if sys.stdout.isatty() else text
 
 
 def console(**options: Any) -> Console:
-    """A console of rich that shows control characters in whatever it prints. options: rich's."""
+    """A rich console that escapes control characters. options: rich's."""
     return _visible_console()(**options)
 
 
 @cache
 def _visible_console() -> type[Console]:
-    """rich takes a while to import."""
+    """The class of `console`; made on first use, since importing rich is slow."""
     from rich.console import Console
     from rich.segment import Segment
 

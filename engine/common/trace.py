@@ -1,4 +1,4 @@
-"""The lines of a trace file: one request each, with what was measured of it."""
+"""Trace files: one request per line, with measured times in recordings."""
 
 from __future__ import annotations
 
@@ -12,36 +12,32 @@ from jitney.engine.common.requests import EngineRequest, SamplingParams
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """One request to come."""
+    """A request of a trace."""
 
     #: Seconds from the start.
     at: float
     #: Lengths in tokens.
     n_prompt: int
     n_output: int
-    #: Whose it is in the fair order; empty: nobody's.
+    #: Tenant in the fair order; "": none.
     tenant: str = ""
     #: Lower ones board sooner.
     priority: int = 0
-    #: Its number among the traffic's conversations, from 1; 0: it belongs to none, and its prompt
-    #: begins like no other. Prompts of one conversation begin alike, the shorter is the start of
-    #: the longer.
+    #: Number of its conversation, from 1; 0: none, and its prompt shares no prefix. Among prompts
+    #: of one conversation, the shorter is a prefix of the longer.
     conversation: int = 0
-    #: So many first tokens of a conversation's prompts are those of every conversation (a system
-    #: prompt).
+    #: Leading prompt tokens that all conversations share (a system prompt).
     n_shared: int = 0
-    #: Prompt tokens that a recorded engine found in its prefix cache.
+    #: Prompt tokens that the recorded engine found in its prefix cache.
     n_cached: int = 0
 
     @classmethod
     def read_all(cls, path: str | Path) -> list[Arrival]:
-        """The requests of a trace file, by time. ConfigError as in `TraceLine.read_all`."""
+        """The requests of a trace file, by time. Raises ConfigError."""
         return [line.arrival for line in TraceLine.read_all(path)]
 
     def request(self, name: str, prompt: list[int], at: float) -> EngineRequest:
-        """It as it comes at `at` (seconds of the loop's clock): greedy, and ended by length
-        alone.
-        """
+        """A greedy request that arrives at `at` (loop's clock, s) and ends by length."""
         n_output = max(1, self.n_output)
         sampling = SamplingParams(temperature=0.0, seed=0, max_tokens=n_output, ignore_eos=True)
         return EngineRequest(
@@ -68,14 +64,9 @@ class TraceLine(
         "n_cached": "cached",
     },
 ):
-    """One line of a trace file. What follows `n_shared` was measured, and stands only in recordings
-    (seconds).
+    """A line of a trace file; only recordings have the fields after `n_shared`."""
 
-    n_cached: prompt tokens that were found in the prefix cache. model, device: what answered; on
-    the first line of a recording, and where it changes.
-    """
-
-    #: This and the next six: as in `Arrival`.
+    #: The first seven as in `Arrival`.
     at: float
     n_prompt: int
     n_output: int
@@ -83,14 +74,15 @@ class TraceLine(
     priority: int = 0
     conversation: int = 0
     n_shared: int = 0
-    #: From its arrival to its seat, to its first token, and to its end; None: never, or not
-    #: measured.
+    #: Seconds from arrival to seat, first token and end; None: never, or not measured.
     queue_s: float | None = None
     ttft_s: float | None = None
     e2e_s: float | None = None
-    #: Why it ended, a FinishReason.
+    #: A FinishReason.
     finish: str | None = None
+    #: Prompt tokens found in the prefix cache.
     n_cached: int = 0
+    #: What answered; on the first line, and where it changes.
     model: str = ""
     device: str = ""
 
@@ -100,9 +92,7 @@ class TraceLine(
 
     @classmethod
     def read_all(cls, path: str | Path) -> list[TraceLine]:
-        """All lines of a trace or a recording, by time. ConfigError names the file, the line and
-        what is wrong with it.
-        """
+        """All lines of a trace or recording, by time. Raises ConfigError, naming file and line."""
         rows = _bytes_of(path).splitlines()
         lines = []
         for number, row in enumerate(rows, 1):
@@ -130,14 +120,14 @@ def _read_line(row: bytes, where: str) -> TraceLine:
         raise ConfigError(
             f'{where}: {error}; a line looks like {{"t": 0.5, "in": 120, "out": 64}}'
         ) from None
-    wrong = _fault_of(line)
-    if wrong:
-        raise ConfigError(f"{where}: {wrong}")
+    error = _error_in(line)
+    if error:
+        raise ConfigError(f"{where}: {error}")
     return line
 
 
-def _fault_of(line: TraceLine) -> str:
-    """What no request can be, "" if nothing."""
+def _error_in(line: TraceLine) -> str:
+    """The first value that is out of range, or ""."""
     if not (line.at >= 0 and math.isfinite(line.at)) or line.n_prompt < 1 or line.n_output < 0:
         return "t must be 0 or more, in at least 1 and out at least 0"
     if line.conversation < 0 or not 0 <= line.n_shared <= line.n_prompt:

@@ -1,7 +1,6 @@
-"""Workers: processes of ours that answer messages on their standard streams, and may be ended in
-the middle of one.
+"""The worker's side of `worker_pool`: a process that answers messages on its standard streams.
 
-A message is msgpack behind four bytes of length. The end of standard input ends a worker.
+A message is msgpack after four bytes of length. End of file on standard input ends the worker.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ LENGTH = struct.Struct("!I")
 
 
 class WorkerPipe:
-    """The worker's side. It takes the standard streams, and whatever prints goes to the log."""
+    """Reads and writes messages on the standard streams; print() then writes to standard error."""
 
     def __init__(self):
-        # They reach the whole process group; whoever started this one decides when it ends.
+        # These signals reach the whole process group; the parent decides when a worker ends.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         self._requests = sys.stdin.buffer
@@ -32,7 +31,7 @@ class WorkerPipe:
         sys.stdout = sys.stderr
 
     def read(self) -> bytes | None:
-        """The next message, None at the end."""
+        """The next message; None at end of file."""
         head = self._requests.read(LENGTH.size)
         if len(head) < LENGTH.size:
             return None
@@ -48,8 +47,9 @@ def answer_requests[Setup: msgspec.Struct, Request: msgspec.Struct](
     request: type[Request],
     start: Callable[[Setup], tuple[msgspec.Struct, Callable[[Request], msgspec.Struct]]],
 ) -> int:
-    """Answer requests until standard input ends; the exit status. start: from the first message to
-    the one that says that the worker is ready, and the function that answers a request.
+    """Answer requests until standard input ends; returns the exit status.
+
+    start: maps the setup message to (ready message, function that answers a request).
     """
     pipe = WorkerPipe()
     first = pipe.read()
@@ -74,15 +74,13 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def framed(message: msgspec.Struct) -> bytes:
-    """A message as it is sent."""
+    """A message as bytes with its length."""
     data = msgspec.msgpack.encode(message)
     return LENGTH.pack(len(data)) + data
 
 
 def limit_memory(more: int) -> None:
-    """Let this process take so many more bytes than it has, where the system says how much that is
-    (Linux).
-    """
+    """Limit this process to `more` bytes beyond its present memory (on Linux only)."""
     with contextlib.suppress(OSError, ValueError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + more

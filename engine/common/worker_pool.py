@@ -1,8 +1,8 @@
-"""A pool of processes that may be ended in the middle of their work: what a client sends, or a
-model's folder holds, may take for ever, and a thread that works on it cannot be ended.
+"""A pool of worker processes with a time limit per task.
 
-Answers are msgpack of one type (`jitney.engine.common.worker_pipe`), never pickles: a process that
-runs a hostile template is not to be believed.
+Input of a client or a model's folder may take forever, and a thread cannot be killed. Answers are
+msgpack of one type (`jitney.engine.common.worker_pipe`), never pickles: a process that runs a
+hostile template is not trusted.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from jitney.engine.common.worker_pipe import LENGTH, framed
 
 _log = logging.getLogger("jitney.api")
 
-#: Processes, unless told otherwise: the second is for tasks that come while the first is held up.
+#: Default number of processes: the second serves tasks while the first is stuck.
 _WORKERS = 2
-#: Seconds that a process may take to start, beside other work.
+#: Seconds that a process may take to start.
 _START_S = 60.0
-#: Seconds that a task waits for a process before it is refused, and tasks that may wait.
+#: Seconds that a task waits for a process before it is refused; most waiting tasks.
 _WAIT_S = 20.0
 _MOST_WAITING = 4096
 
 
 class WorkerPool[Answer: msgspec.Struct]:
-    """A few processes of one kind. A task that does not end holds only its own until it has taken
-    `timeout_s` seconds; then the process is ended, and replaced. Tasks have their turns in the
-    order in which they came.
+    """A few processes that run one module and answer tasks in order of arrival.
+
+    A process whose task takes longer than `timeout_s` seconds is killed and replaced.
     """
 
     def __init__(
@@ -47,11 +47,9 @@ class WorkerPool[Answer: msgspec.Struct]:
         timeout_s: float,
         workers: int = _WORKERS,
     ):
-        """The processes run `module`, which speaks through `jitney.engine.common.worker_pipe`.
-
-        work: what it does, for people: "compiles grammars".
-        setup: the first message to each.
-        answer: of the setup and of all tasks.
+        """work: a verb phrase for messages, "compiles grammars". module: the workers' program,
+        which uses `jitney.engine.common.worker_pipe`. setup: the first message to each. answer:
+        type of the answers to setup and tasks.
         """
         self._work = work
         self._module = module
@@ -59,27 +57,26 @@ class WorkerPool[Answer: msgspec.Struct]:
         self._answer: type[Answer] = answer
         self._timeout_s = timeout_s
         self._workers = [_Worker() for _ in range(workers)]
-        #: Those that do nothing at the moment; the semaphore gives them to tasks in their order.
+        #: Workers without a task; the semaphore hands them out in order of arrival.
         self._idle = deque(self._workers)
         self._turns = asyncio.Semaphore(workers)
         self._n_waiting = 0
         self._started = False
-        #: Work that goes on when the client it was for has left, and is never cancelled: a process
-        #: in the middle of a task is of no use to others, and asyncio may wait for ever for one
-        #: whose start was cancelled.
+        #: Running work, never cancelled, also when its client has left: a process cannot leave a
+        #: task, and asyncio may wait forever for one whose start was cancelled.
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
 
     async def start(self) -> None:
-        """Start all processes, so that the first task need not wait; else it starts them. One that
-        cannot be started is tried again by the task that needs it.
+        """Start all processes before the first task, which would otherwise start them. A process
+        that fails to start is tried again by the task that needs it.
         """
         starts = await self._start_idle()
         if starts:
             await asyncio.wait(starts)
 
     async def close(self) -> None:
-        """End all processes, whatever they do, and refuse the tasks that wait."""
+        """Kill all processes and refuse waiting tasks."""
         self._closed = True
         for worker in self._workers:
             await worker.end()
@@ -87,16 +84,16 @@ class WorkerPool[Answer: msgspec.Struct]:
             await asyncio.wait(self._tasks)
 
     async def ask(self, task: msgspec.Struct) -> Answer:
-        """The answer of a process. Raises TimeoutError if it takes too long; EOFError if two
-        processes ended over it; RequestError (busy, draining) if there is none to ask.
+        """A worker's answer. Raises TimeoutError after `timeout_s`, EOFError if two processes died
+        over the task, RequestError (busy, draining) if no process is available.
         """
         worker = await self._next_worker()
         if not self._started:
             await self._start_idle()
-        return await asyncio.shield(self._go_on(self._ask(worker, task)))
+        return await asyncio.shield(self._keep_running(self._ask(worker, task)))
 
     async def _next_worker(self) -> _Worker:
-        """A worker that does nothing. Raises RequestError."""
+        """Wait for an idle worker. Raises RequestError."""
         reason = f"too many requests wait for the process that {self._work}"
         if self._n_waiting >= _MOST_WAITING:
             raise RequestError(reason, code="busy")
@@ -111,20 +108,20 @@ class WorkerPool[Answer: msgspec.Struct]:
         return self._idle.popleft()
 
     def _give_back(self, worker: _Worker) -> None:
-        """Let the next task have a worker."""
+        """Make a worker available to the next task."""
         self._idle.append(worker)
         self._turns.release()
 
     async def _start_idle(self) -> list[asyncio.Task[None]]:
-        """Start the processes of all workers that do nothing."""
+        """Start the processes of all idle workers."""
         self._started = True
         starts: list[asyncio.Task[None]] = []
         while self._idle:
             await self._turns.acquire()  # at once: no task waits yet
-            starts.append(self._go_on(self._renew(self._idle.popleft())))
+            starts.append(self._keep_running(self._renew(self._idle.popleft())))
         return starts
 
-    def _go_on[T](self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def _keep_running[T](self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -133,10 +130,10 @@ class WorkerPool[Answer: msgspec.Struct]:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # nobody may be left to ask for it
+            task.exception()  # retrieved, since the client that would read it may have left
 
     async def _ask(self, worker: _Worker, task: msgspec.Struct) -> Answer:
-        """Ask, and give the worker back; if its process had to be ended, with a new one."""
+        """Run a task, then give the worker back, with a new process if its own was killed."""
         try:
             return await self._attempt(worker, task)
         except TimeoutError:
@@ -146,12 +143,10 @@ class WorkerPool[Answer: msgspec.Struct]:
             if worker.runs or self._closed:
                 self._give_back(worker)
             else:
-                self._go_on(self._renew(worker))
+                self._keep_running(self._renew(worker))
 
     async def _attempt(self, worker: _Worker, task: msgspec.Struct) -> Answer:
-        """A process that ended while it was idle is replaced, and so, once, is one that ends over
-        this task. Raises TimeoutError, EOFError.
-        """
+        """Run a task, again in a new process if the first dies. Raises TimeoutError, EOFError."""
         for _ in range(2):
             process = await self._ready(worker)
             with contextlib.suppress(ConnectionError, EOFError):
@@ -160,16 +155,16 @@ class WorkerPool[Answer: msgspec.Struct]:
         raise EOFError
 
     async def _renew(self, worker: _Worker) -> None:
-        """A new process for a worker that has none; it is idle once it runs."""
+        """Start a worker's new process and make the worker available."""
         try:
             await self._ready(worker)
         except RequestError:
-            pass  # logged already, or the end; the next task tries it again
+            pass  # logged, or shutting down; the next task tries again
         finally:
             self._give_back(worker)
 
     async def _ready(self, worker: _Worker) -> asyncio.subprocess.Process:
-        """The worker's process, started if it has none that runs. Raises RequestError."""
+        """The worker's running process, started if needed. Raises RequestError."""
         self._check_open()
         if worker.process is not None and worker.runs:
             return worker.process
@@ -183,13 +178,13 @@ class WorkerPool[Answer: msgspec.Struct]:
         except (OSError, TimeoutError, EOFError) as error:
             await worker.end()
             self._check_open()
-            reason = f"the process that {self._work} does not start"
+            reason = f"cannot start the process that {self._work}"
             _log.error("%s: %s", reason, error or type(error).__name__)
             raise RequestError(reason, code="busy") from None
         return process
 
     def _check_open(self) -> None:
-        """Raises RequestError (draining) after the end."""
+        """Raise RequestError (draining) after `close`."""
         if self._closed:
             raise RequestError("the server is shutting down", code="draining")
 
@@ -197,7 +192,7 @@ class WorkerPool[Answer: msgspec.Struct]:
         self, process: asyncio.subprocess.Process, message: msgspec.Struct
     ) -> Answer:
         """The answer to a message. Raises ConnectionError or EOFError if the process ends."""
-        assert process.stdin is not None and process.stdout is not None  # asked for
+        assert process.stdin is not None and process.stdout is not None
         process.stdin.write(framed(message))
         await process.stdin.drain()
         (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
@@ -207,7 +202,7 @@ class WorkerPool[Answer: msgspec.Struct]:
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """One of the pool, with a process, or about to have another one."""
+    """A worker of the pool; its process may be replaced."""
 
     process: asyncio.subprocess.Process | None = None
 

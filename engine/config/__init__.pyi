@@ -19,13 +19,10 @@ from .flags import Flag as Flag
 from .flags import FlagGroup as FlagGroup
 from .flags import progress_reporter as progress_reporter
 from .flags import say as say
-from .kept_sizes import KeptSizes as KeptSizes
-from .kept_sizes import KeptTimes as KeptTimes
-from .kept_sizes import Value as Value
 from .key_file import read_key_file as read_key_file
 from .key_file import read_keys as read_keys
 from .layers import NOTHING as NOTHING
-from .layers import Layered as Layered
+from .layers import ResolvedConfig as ResolvedConfig
 from .layers import load_config as load_config
 from .layers import read_toml as read_toml
 from .layers import settings as settings
@@ -45,4 +42,7 @@ from .schema import ServerSection as ServerSection
 from .schema import Share as Share
 from .schema import cache_dir as cache_dir
 from .schema import compilation_cache_dir as compilation_cache_dir
+from .tuned_sizes import MeasuredTimes as MeasuredTimes
+from .tuned_sizes import SizeValue as SizeValue
+from .tuned_sizes import TunedSizes as TunedSizes
 from .vllm_flags import add_vllm_flags as add_vllm_flags

@@ -1,4 +1,4 @@
-"""The parsed flags of a command, and what is read off them alike in every command."""
+"""The parsed flags of a command, with checks and conversions that all commands share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from jitney.engine.common.errors import ConfigError, did_you_mean
 from jitney.engine.common.requests import JsonDict, JsonObject
-from jitney.engine.config.layers import Layered, settings
+from jitney.engine.config.layers import ResolvedConfig, settings
 from jitney.engine.config.presets import preset, runs_on_device
 from jitney.engine.config.schema import Config
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class Arguments(Namespace):
-    """What the flags of a command were set to, by the name of each."""
+    """The values of a command's flags, by name."""
 
-    #: In the environment, the API key with which a command asks an engine elsewhere.
+    #: Environment variable with the API key for an engine elsewhere.
     key_variable: ClassVar = "JITNEY_ENGINE_KEY"
 
     def changed(self, **changes: Any) -> Self:
@@ -34,25 +34,26 @@ class Arguments(Namespace):
         """The configuration from the file, the environment and the flags. Raises ConfigError."""
         return self.load_layers().config
 
-    def load_layers(self) -> Layered:
-        """As `load_config`, with where each value came from."""
+    def load_layers(self) -> ResolvedConfig:
+        """The configuration as `load_config`, with the origin of each value."""
         flags = {name: value for name, value in vars(self).items() if name in settings()}
         if self.model_word is not None:
             flags.setdefault("model", self.model_word)
-        given = Layered.load(self.config, os.environ, flags)
+        given = ResolvedConfig.load(self.config, os.environ, flags)
         goal = getattr(self, "goal", None)
         if goal is None:
             return given
-        # `on_device`: of commands that know better than this machine.
+        # Commands that plan for another machine set `on_device`.
         on_device = getattr(self, "on_device", None)
         if on_device is None:
             on_device = runs_on_device(given.config.engine.platform)
         filled = preset(goal, given.origins, on_device=on_device)
-        return Layered.load(self.config, os.environ, flags, filled)
+        return ResolvedConfig.load(self.config, os.environ, flags, filled)
 
     def engine_key(self) -> str:
-        """The API key with which an engine elsewhere is asked: from the environment or a file,
-        never a flag's value; empty if none was given. Raises ConfigError, never showing a key.
+        """The API key for an engine elsewhere, from a file or the environment; "" if none is given.
+
+        Raises ConfigError, which never shows a key.
         """
         from jitney.engine.config.key_file import read_key_file
 
@@ -62,35 +63,31 @@ class Arguments(Namespace):
 
     @staticmethod
     def flag_of(name: str) -> str:
-        """The flag that sets an attribute."""
+        """The flag of an attribute."""
         return f"--{name.replace('_', '-')}"
 
     def check_numbers(self, **least: float) -> None:
-        """Raise ConfigError naming the first flag below its least value; absent flags (None)
-        pass.
-        """
+        """Raise ConfigError naming the first flag below its least value; None passes."""
         for name, low in least.items():
             value = getattr(self, name)
             if value is not None and not low <= value < float("inf"):
                 raise ConfigError(f"{self.flag_of(name)} must be at least {low:g}, not {value:g}")
 
     def check_writable(self, *names: str) -> None:
-        """Raise ConfigError before anything runs if a file that the flags name could not be
-        written at the end.
-        """
+        """Raise ConfigError if the folder of a file that these flags name does not exist."""
         for name in names:
             file = getattr(self, name)
             if file and file != "-" and not Path(file).resolve().parent.is_dir():
                 raise ConfigError(f"{self.flag_of(name)} {file}: there is no such folder")
 
     def words_of(self, name: str, default: str = "") -> list[str]:
-        """Words between commas, each once."""
+        """The flag's words, separated by commas, without repeats."""
         words = dict.fromkeys(map(str.strip, (getattr(self, name) or default).split(",")))
         words.pop("", None)
         return list(words)
 
     def names_of(self, name: str, known: Collection[str]) -> list[str]:
-        """Words between commas, each once. ConfigError if one is not known, or if there is none."""
+        """`words_of`; raises ConfigError if one is not in `known` or there are none."""
         names = self.words_of(name)
         unknown = ", ".join(word for word in names if word not in known)
         if unknown or not names:
@@ -100,7 +97,7 @@ class Arguments(Namespace):
         return names
 
     def numbers_of[N: (int, float)](self, name: str, kind: type[N], default: str = "") -> list[N]:
-        """Positive numbers between commas, each once. ConfigError for anything else."""
+        """The flag's positive numbers, separated by commas, without repeats. Raises ConfigError."""
         with suppress(ValueError):
             numbers = list(dict.fromkeys(map(kind, self.words_of(name, default))))
             if numbers and 0 < min(numbers) <= max(numbers) < float("inf"):
@@ -109,7 +106,7 @@ class Arguments(Namespace):
         raise ConfigError(f"{self.flag_of(name)}: must be positive {what} separated by commas")
 
     def slo(self) -> Slo | None:
-        """The service level that the flags name, None if they name none."""
+        """The service level that the flags set; None if they set none."""
         from jitney.engine.common.summary import Slo
 
         self.check_numbers(slo_ttft_ms=0, slo_itl_ms=0, price_per_hour=0)
@@ -117,12 +114,12 @@ class Arguments(Namespace):
         return None if slo == Slo() else slo
 
     def figure_options(self) -> JsonDict:
-        """Options of `summary.summarise`."""
+        """Arguments of `summary.summarise`."""
         return {"slo": self.slo(), "price_per_hour": self.price_per_hour}
 
     def write_report(self, report: JsonObject) -> bool:
-        """Write what --json asks for; False where that is standard output, which tables would
-        spoil. ConfigError if it cannot be written.
+        """Write the report as --json asks; False if it went to standard output, where no tables may
+        follow. Raises ConfigError if it cannot be written.
         """
         from jitney.engine.common.text_file import write_text
 

@@ -1,6 +1,7 @@
-"""The cache folder: why nothing can be stored there, files of what was measured here, and the
-folder of compiled programs, which are machine code that is loaded and run, so that it is used only
-where nobody else can have put anything into it.
+"""The cache folder: measurement files, compiled programs, and checks that it can be used.
+
+Compiled programs are machine code that is loaded and run, so their folder is used only if no other
+user can write to it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from jitney.engine.config.schema import EngineSection, cache_dir, compilation_ca
 _log = logging.getLogger("jitney")
 
 _PRIVATE = 0o700
-#: Bytes that a file of what was measured has at most.
+#: Most bytes of a measurement file.
 _FILE_BYTES = 1 << 14
 _REMEDY = "name another folder in JITNEY_CACHE"
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
@@ -30,8 +31,9 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def open_compilation_cache(engine: EngineSection) -> Path | None:
-    """The folder to keep compiled programs in, made if there is none. None if the settings want
-    none, or others could write to it, of which one line in the log tells.
+    """The folder of compiled programs, made if absent.
+
+    None if the settings turn it off, or (with a warning) if other users can write to it.
     """
     if not engine.compilation_cache:
         return None
@@ -39,8 +41,8 @@ def open_compilation_cache(engine: EngineSection) -> Path | None:
     reason = make_private(folder)
     if reason:
         _log.warning(
-            "COMPILED PROGRAMS ARE NOT KEPT, and every start compiles anew: %s; name another "
-            "folder in JITNEY_CACHE, or turn compilation_cache off",
+            "COMPILED PROGRAMS ARE NOT KEPT, so every start compiles again: %s; set JITNEY_CACHE "
+            "to another folder, or turn compilation_cache off",
             reason,
         )
         return None
@@ -48,19 +50,17 @@ def open_compilation_cache(engine: EngineSection) -> Path | None:
 
 
 def kept_file(room: str, facts: Mapping[str, object]) -> Path:
-    """The file of a folder in the cache folder that holds what was measured under these facts;
-    under others it is another file.
-    """
+    """The file in folder `room` of the cache for measurements under these facts."""
     text = json.dumps(facts, sort_keys=True)
     return cache_dir() / room / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
 def keep(contents: msgspec.Struct, path: Path) -> str:
-    """Write such a file anew. Returns why that cannot be, or an empty text."""
+    """Replace a file of `kept_file`. Returns why it cannot be written, or ""."""
     reason = make_private(path.parent)
     if reason:
         return reason
-    # Another process that starts beside us reads the old file or the new one.
+    # Replaced at once, so that another process reads the old file or the new one.
     new = path.with_suffix(".new")
     try:
         new.write_bytes(msgspec.json.encode(contents) + b"\n")
@@ -71,13 +71,11 @@ def keep(contents: msgspec.Struct, path: Path) -> str:
 
 
 def make_private(folder: Path) -> str:
-    """Make `folder`, for us alone, unless it is there. Returns why it must not be trusted, or an
-    empty text.
-    """
+    """Make `folder` with mode 700 if absent. Returns why it must not be trusted, or ""."""
     # Without "..", which means another folder once a link is followed.
     folder = Path(os.path.abspath(folder))
     try:
-        # Looked at before anything is made: not even a folder of ours belongs in somebody else's.
+        # Checked first, to make no folder inside one that others can write to.
         reason = _why_others_write(_nearest(folder), folder)
         if not reason:
             make_folders(folder)
@@ -88,11 +86,10 @@ def make_private(folder: Path) -> str:
 
 
 def _why_unsafe(folder: Path) -> str:
-    """Why somebody else may have written into an existing folder, or an empty text.
+    """Why another user may have written into an existing folder, or "". Raises OSError.
 
-    It and all folders above it must belong to us or to root and be writable by nobody else. A
-    folder like /tmp, where all may write and each may remove only its own, is safe only above a
-    folder that is ours and closed to all others. Raises OSError.
+    The folder and all above it must belong to this user or root, and no one else may write to them.
+    A sticky folder such as /tmp is allowed above a folder that only this user can open.
     """
     status = folder.lstat()
     if stat.S_ISLNK(status.st_mode):
@@ -103,31 +100,32 @@ def _why_unsafe(folder: Path) -> str:
 
 
 def _why_others_write(folder: Path, used: Path) -> str:
-    """Of an existing folder and those above it, by its name and by where links lead. used: the one
-    that programs are to be kept in.
+    """The reason for a folder and those above it, by name and with links resolved.
+
+    used: the folder that will hold the programs.
     """
     real = folder.resolve()
-    for place in dict.fromkeys((*folder.parents, folder, *real.parents, real)):
-        reason = _why_others_write_here(place, used)
+    for each in dict.fromkeys((*folder.parents, folder, *real.parents, real)):
+        reason = _why_others_write_here(each, used)
         if reason:
             return reason
     return ""
 
 
-def _why_others_write_here(place: Path, used: Path) -> str:
-    """Of one folder, or a link to one, whatever stands above it."""
-    status = place.lstat()
+def _why_others_write_here(folder: Path, used: Path) -> str:
+    """The reason for one folder or link alone."""
+    status = folder.lstat()
     if status.st_uid not in (os.geteuid(), 0):
-        return f"{place} belongs to another user (number {status.st_uid})"
+        return f"{folder} belongs to another user (number {status.st_uid})"
     if stat.S_ISLNK(status.st_mode) or not status.st_mode & _WRITABLE_BY_OTHERS:
         return ""
-    if place != used and status.st_mode & stat.S_ISVTX and _is_closed(used):
+    if folder != used and status.st_mode & stat.S_ISVTX and _is_closed(used):
         return ""
-    return f"{place} can be written to by other users (chmod go-w, or 700 below a shared folder)"
+    return f"{folder} can be written to by other users (chmod go-w, or 700 below a shared folder)"
 
 
 def _is_closed(folder: Path) -> bool:
-    """Ours, and closed to all others; a folder that is yet to be made will be."""
+    """True if only this user can open the folder, or it does not exist yet."""
     try:
         status = folder.lstat()
     except FileNotFoundError:
@@ -136,16 +134,14 @@ def _is_closed(folder: Path) -> bool:
 
 
 def _nearest(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+    """The folder, or the nearest one above it that exists."""
     while not os.path.lexists(folder):
         folder = folder.parent
     return folder
 
 
 def why_no_room(folder: Path, needed: int, remedy: str = _REMEDY) -> str:
-    """Why so many bytes cannot be written into a folder, or the one that it will be made in: path,
-    sizes and what to do; an empty text where they can.
-    """
+    """Why `needed` bytes cannot be written into a folder (existing or not), with the remedy; ""."""
     folder = Path(os.path.abspath(folder))
     nearest = _nearest(folder)
     try:
@@ -153,15 +149,16 @@ def why_no_room(folder: Path, needed: int, remedy: str = _REMEDY) -> str:
     except OSError as error:
         return _not_writable(folder, error.strerror, remedy)
     if not os.access(nearest, os.W_OK) or not nearest.is_dir():
-        return _not_writable(folder, "no folder that we may write to", remedy)
+        return _not_writable(folder, "not a writable folder", remedy)
     if free >= needed:
         return ""
-    sizes = f"has {_size(free)} free, and {_size(needed)} are needed"
-    return f"{folder} {sizes}: free some, or {remedy}"
+    return (
+        f"{folder} has {_size(free)} free, and {_size(needed)} are needed: free some, or {remedy}"
+    )
 
 
 def why_not_stored(error: OSError, folder: Path, needed: int) -> str:
-    """The same once it was tried."""
+    """Why writing failed with `error`, with the remedy."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     reason = why_no_room(folder, needed) if is_full else ""
     return reason or _not_writable(folder, error.strerror, _REMEDY)
@@ -176,7 +173,7 @@ def _size(n_bytes: int) -> str:
 
 
 def make_folders(folder: Path) -> None:
-    """Like `mkdir -p`, with each new folder for us alone. Raises OSError."""
-    for place in reversed((folder, *folder.parents)):
-        if not os.path.lexists(place):
-            place.mkdir(_PRIVATE, exist_ok=True)
+    """Like `mkdir -p`, with mode 700 for each new folder. Raises OSError."""
+    for each in reversed((folder, *folder.parents)):
+        if not os.path.lexists(each):
+            each.mkdir(_PRIVATE, exist_ok=True)

@@ -1,9 +1,7 @@
-"""One name for a running configuration, the digest of all that decides its answers and its speed;
-and the configuration as others are told of it, and how two of them differ. Jax-free.
+"""The digest of a configuration, its report (GET /config), and differences between two reports.
 
-Two engines with the same digest answer alike and as fast, on machines that are alike; two with
-different ones may not. Where an engine listens, who may reach it, where it keeps files and what it
-tells of itself is no part of it.
+Engines with the same digest give the same answers at the same speed on equal machines. The digest
+leaves out addresses, access, storage and reporting. Imports no jax.
 """
 
 from __future__ import annotations
@@ -17,26 +15,26 @@ from typing import Any
 import msgspec
 
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.config.layers import Layered, Setting, settings, values
+from jitney.engine.config.layers import ResolvedConfig, Setting, settings, values
 from jitney.engine.config.schema import Config
 
-#: Characters of a digest that are enough for people to tell configurations apart.
+#: Characters of a digest that are shown to people.
 _SHORT = 12
-#: Settings, by flat name, that are no part of a digest.
+#: Settings, by flat name, that are not part of the digest.
 _LEFT_OUT = frozenset(
     (
-        # the model's identity stands for them
+        # covered by the model's identity
         "model",
         "revision",
         "adapters",
-        # which of a machine's devices, which of several hosts, and what only the start has from
+        # choice of devices and hosts, and what only the start uses
         "device",
         "coordinator",
         "host_id",
         "compilation_cache",
-        # the sizes that were chosen count, not by whom
+        # the chosen sizes count, not how they were chosen
         "measured_sizes",
-        # where it listens, and who may reach it
+        # addresses and access
         "host",
         "port",
         "api_key_file",
@@ -51,7 +49,7 @@ _LEFT_OUT = frozenset(
         "trusted_proxies",
         "cors_origins",
         "served_model_name",
-        # what it keeps for clients, and whom it tells
+        # storage for clients, and webhooks
         "data_dir",
         "file_limit",
         "key_files",
@@ -65,12 +63,12 @@ _LEFT_OUT = frozenset(
         "responses_kept",
         "responses_bytes",
         "responses_ttl_s",
-        # what it tells of itself
+        # reporting
         "metrics_compat",
         "dashboard_show_text",
         "log_level",
         "record",
-        # when it comes and goes
+        # start and end
         "keep_alive_s",
         "drain_s",
         "heartbeat_s",
@@ -78,22 +76,23 @@ _LEFT_OUT = frozenset(
         "max_restarts",
     )
 )
-#: Settings that may name a file: what stands in it counts, not where it lies. And what they say
-#: where they name none.
+#: Settings that may name a file, whose contents count rather than its path; and their values that
+#: name no file.
 _FILES = ("chat_template", "generation_config")
 _NO_FILE = ("", "auto", "none")
-#: Where a value is from that no layer names.
+#: Origin of a default value.
 _DEFAULT = "default"
 
 
 def _is_counted(setting: Setting) -> bool:
-    """True for settings that are part of a digest."""
+    """True for settings that are part of the digest."""
     return setting.name not in _LEFT_OUT
 
 
 def configuration_digest(config: Config, *, model: str, version: str) -> str:
-    """SHA-256, 64 hexadecimal digits. model: the model's identity
-    (`ModelSource.identity`). version: of Jitney.
+    """SHA-256 of a configuration, as 64 hexadecimal digits.
+
+    model: the model's identity (`ModelSource.identity`). version: of Jitney.
     """
     facts = {"jitney": version, "model": model, "settings": _counted(config)}
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
@@ -101,12 +100,12 @@ def configuration_digest(config: Config, *, model: str, version: str) -> str:
 
 
 def short(digest: str) -> str:
-    """As people read it; empty where there is none."""
+    """The first characters of a digest, as shown to people; "" stays ""."""
     return digest[:_SHORT]
 
 
 def _counted(config: Config) -> JsonDict:
-    """Values by flat name."""
+    """Values of the digest's settings, by flat name."""
     return {
         name: _identity(settings()[name], value)
         for name, value in values(config).items()
@@ -115,7 +114,7 @@ def _counted(config: Config) -> JsonDict:
 
 
 def _identity(setting: Setting, value: object) -> object:
-    """The value, or of one that names a file what stands in it."""
+    """A setting's value, or the hash of the file that it names."""
     if setting.name not in _FILES or value in _NO_FILE:
         return value
     file = Path(str(value)).expanduser()
@@ -125,39 +124,37 @@ def _identity(setting: Setting, value: object) -> object:
 
 
 class SettingValue(msgspec.Struct, frozen=True):
-    """One setting as it is in force."""
+    """A setting's value in force."""
 
-    #: As in a TOML file: its table, and its key there.
+    #: Table and key in a TOML file.
     section: str
     key: str
-    #: As JSON has it; of secrets how many there are.
+    #: JSON value; for secrets only their number.
     value: Any
-    #: The layer: "default", or where it stands in a file, the environment or the flags.
+    #: "default", or the place in a file, the environment or the flags.
     origin: str
-    #: It is part of the digest.
+    #: True if it is part of the digest.
     counted: bool
 
 
 class ConfigReport(msgspec.Struct, frozen=True, kw_only=True):
-    """GET /config, and what a file comes to."""
+    """Response of GET /config, and the resolved settings of a file."""
 
-    #: Of Jitney.
+    #: Version of Jitney.
     version: str
-    #: Of `jitney.engine.config.digest`; empty where it is not known: the model is not here yet.
+    #: `configuration_digest`; "" if the model is not on this machine.
     config_digest: str
-    #: By flat name.
+    #: Settings by flat name.
     settings: dict[str, SettingValue]
 
     @classmethod
-    def of(cls, layered: Layered, *, version: str, config_digest: str = "") -> ConfigReport:
-        """All settings with their values; secrets are counted, not told."""
-        values = {name: _value_of(layered, setting) for name, setting in settings().items()}
+    def of(cls, resolved: ResolvedConfig, *, version: str, config_digest: str = "") -> ConfigReport:
+        """The report of a configuration."""
+        values = {name: _value_of(resolved, setting) for name, setting in settings().items()}
         return cls(version=version, config_digest=config_digest, settings=values)
 
     def differences(self, other: ConfigReport) -> Iterator[Difference]:
-        """Settings whose values differ, in the order of the description; where they came from does
-        not matter.
-        """
+        """Settings whose values differ, in the order of the schema, whatever their origins."""
         for name in dict.fromkeys((*self.settings, *other.settings)):
             ours, theirs = self.settings.get(name), other.settings.get(name)
             if ours is None or theirs is None or ours.value != theirs.value:
@@ -165,7 +162,7 @@ class ConfigReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """A setting that two configurations do not share; None: that one does not know it."""
+    """A setting whose values differ in two reports; None: the report lacks it."""
 
     name: str
     a: SettingValue | None
@@ -177,8 +174,8 @@ class Difference(msgspec.Struct, frozen=True):
         return any(value is not None and value.counted for value in (self.a, self.b))
 
 
-def _value_of(layered: Layered, setting: Setting) -> SettingValue:
-    value = getattr(getattr(layered.config, setting.section), setting.key)
+def _value_of(resolved: ResolvedConfig, setting: Setting) -> SettingValue:
+    value = getattr(getattr(resolved.config, setting.section), setting.key)
     if setting.secret:
         value = f"{len(value)} set, not shown"
     if isinstance(value, tuple):
@@ -187,6 +184,6 @@ def _value_of(layered: Layered, setting: Setting) -> SettingValue:
         section=setting.section,
         key=setting.key,
         value=value,
-        origin=layered.origins.get(setting.name, _DEFAULT),
+        origin=resolved.origins.get(setting.name, _DEFAULT),
         counted=_is_counted(setting),
     )

@@ -1,6 +1,4 @@
-"""How to install one of our extras beside what is installed: `jitney` is on no package index, so it
-comes from a clone or from a wheel.
-"""
+"""Commands that install an extra; `jitney` is on no package index, only in a clone or wheel."""
 
 from __future__ import annotations
 
@@ -14,15 +12,15 @@ _NAME = "jitney"
 
 
 class _Origin(msgspec.Struct):
-    """What pip and uv write down of where an installation came from (PEP 610, direct_url.json)."""
+    """Origin of an installation as pip and uv record it (PEP 610, direct_url.json)."""
 
     url: str
-    #: {"editable": true} of an editable one; None: it did not come from a folder.
+    #: {"editable": true} for an editable one; None: not installed from a folder.
     dir_info: dict[str, bool] | None = None
 
 
 def how_to_install(extra: str, *others: str) -> str:
-    """What to type to have an extra, without paths of this machine. others: that would do too."""
+    """The command that installs an extra, without local paths. others: alternative extras."""
     origin = _origin()
     words = "".join(f" (or {other})" for other in others)
     clone = f'".[{extra}]"{words} in the clone'
@@ -38,11 +36,9 @@ def _file_name(url: str) -> str:
 
 
 def _origin() -> _Origin | None:
-    """Where the installed package came from; None where nobody wrote it down, as in a folder that
-    is merely on Python's path.
-    """
+    """Origin of the installed package; None if not recorded, as for a folder on Python's path."""
     for installed in importlib.metadata.distributions(name=_NAME):
-        written = installed.read_text("direct_url.json")
-        if written:
-            return msgspec.json.decode(written, type=_Origin)
+        record = installed.read_text("direct_url.json")
+        if record:
+            return msgspec.json.decode(record, type=_Origin)
     return None

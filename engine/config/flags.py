@@ -1,6 +1,4 @@
-"""Flags made from the configuration's own fields, so that help, file and environment never
-disagree.
-"""
+"""Commands and their flags; flags of settings are made from the configuration's fields."""
 
 from __future__ import annotations
 
@@ -25,13 +23,11 @@ if TYPE_CHECKING:
 
 #: Seconds between two lines of progress.
 _REPORT_S = 10.0
-#: What help calls the values of a setting.
+#: Placeholders of values in the help.
 _METAVARS = {int: "N", float: "X", str: "TEXT", tuple: "A,B,..."}
-#: Defaults that help says nothing of.
+#: Defaults that the help does not show.
 _NO_DEFAULT = (None, "", (), [])
-
-
-#: Settings whose flags the short help shows: what most people set, and little else.
+#: Settings whose flags the short help shows: those most often set.
 _USUAL = frozenset(
     (
         *("model", "revision", "dtype", "weights", "context", "adapters"),
@@ -45,8 +41,8 @@ _USUAL = frozenset(
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse without guessing at abbreviations, which suggests the flag or the value that was
-    meant, and whose short help leaves out settings that are rarely changed.
+    """argparse without abbreviations, with "did you mean" hints and a short help without rare
+    settings.
     """
 
     def __init__(self, command: str, description: str, usage: str | None = None):
@@ -56,11 +52,11 @@ class _Parser(argparse.ArgumentParser):
             description=description,
             allow_abbrev=False,
         )
-        #: Flags that only the long help shows.
+        #: Flags that only --help-all shows.
         self.rare: list[argparse.Action] = []
 
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:
-        """The short help, which names the long one."""
+        """Print the short help, which mentions --help-all."""
         if self.rare:
             for action in self.rare:
                 action.help = argparse.SUPPRESS
@@ -75,7 +71,7 @@ class _Parser(argparse.ArgumentParser):
             raise
 
     def parse[A: Arguments](self, arguments: Sequence[str], kind: type[A]) -> A:
-        """The parsed flags; an unknown one ends the program with status 2 and a suggestion."""
+        """The parsed flags; exits with status 2 and a suggestion at an unknown one."""
         args, unknown = self.parse_known_args([_dashed(word) for word in arguments], kind())
         if unknown:
             word = unknown[0].partition("=")[0]
@@ -84,7 +80,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _dashed(word: str) -> str:
-    """A flag written with underscores, as `--max_seats`, with dashes."""
+    """Replace underscores in a flag, as in `--max_seats`, by dashes."""
     if not word.startswith("--"):
         return word
     flag, mark, value = word.partition("=")
@@ -92,16 +88,14 @@ def _dashed(word: str) -> str:
 
 
 class Flag(NamedTuple):
-    """One flag of a command: its name, or its names between spaces, and argparse's own options for
-    it.
-    """
+    """A flag of a command: its names, separated by spaces, and options for argparse."""
 
     name: str
     options: JsonDict
 
     @classmethod
     def of(cls, name: str, text: str, default: Any = None, **options: Any) -> Flag:
-        """A flag whose default stands in brackets behind its text."""
+        """A flag whose help ends with its default in brackets."""
         if default not in _NO_DEFAULT:
             text += f" [{_shown(default)}]"
         return cls(name, {"help": text, "default": default, **options})
@@ -120,53 +114,52 @@ class Flag(NamedTuple):
 
 
 def _shown(default: object) -> str:
-    """A default as help shows it."""
+    """A default as the help shows it."""
     if isinstance(default, float):
         return f"{default:g}"
     return str(default).lower()
 
 
 def _add_flags(parser: _Parser, flags: Iterable[Flag], title: str = "") -> None:
-    """Add flags to a parser; title: of the group that help shows them in."""
+    """Add flags to a parser; title: heading of their group in the help."""
     group = parser.add_argument_group(title) if title else parser
     for flag in flags:
         group.add_argument(*flag.name.split(), **flag.options)
 
 
 class FlagGroup(NamedTuple):
-    """Flags that help shows together."""
+    """Flags that the help shows together."""
 
     flags: Sequence[Flag]
-    #: "": they stand with those that every command has.
+    #: Heading; "": none, shown with --help.
     title: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What a command is called, what its help says, and its flags."""
+    """A command's name, help text and flags."""
 
-    #: Settings of [engine] that only a server goes by.
+    #: Settings of [engine] that only a server uses.
     ONLY_SERVED: ClassVar = ("measured_sizes",)
     ALL_SECTIONS: ClassVar = tuple(Config.model_fields)
 
     name: str
     about: str
     groups: Sequence[FlagGroup] = ()
-    #: Sections of the configuration whose settings are flags too, and the names of those that mean
-    #: nothing here.
+    #: Sections whose settings are flags of the command, and names of settings left out.
     sections: Sequence[str] = ()
     leave_out: Sequence[str] = ()
     #: Attributes of the parsed arguments that no flag of this command sets.
     constants: JsonObject = NOTHING
-    #: Where it is not the usual one.
+    #: Usage line; None: the default one.
     usage: str | None = None
 
     def parse(self, arguments: Sequence[str]) -> Arguments:
-        """The parsed flags; an unknown one ends the program with status 2 and a suggestion."""
+        """The parsed flags; exits with status 2 and a suggestion at an unknown one."""
         return self.parse_as(Arguments, arguments)
 
     def parse_as[A: Arguments](self, kind: type[A], arguments: Sequence[str]) -> A:
-        """As `parse`, for a command with flags that `kind` reads."""
+        """The parsed flags as `kind`, which reads this command's own flags."""
         return self.parser().parse(arguments, kind)
 
     def parser(self) -> _Parser:
@@ -179,15 +172,15 @@ class Command:
         return parser
 
 
-#: Of commands that have all the settings it fills in.
+#: Flag of commands that have all settings of the presets.
 FOR = Flag.of(
     "--for",
-    "fill in the settings that are not given: latency few seats and short waits, throughput many "
-    "and long ones, balanced between; what it set is printed",
+    "fill in settings that are not given and print them: latency: few seats and short waits; "
+    "throughput: many seats and long waits; balanced: in between",
     dest="goal",
     choices=GOALS,
 )
-#: Of commands that ask an engine elsewhere.
+#: Flag of commands that send requests to a running engine.
 KEY_FLAG = Flag.of(
     "--key-file",
     "file whose first line is the engine's API key, readable by its owner only (or set "
@@ -198,7 +191,7 @@ KEY_FLAG = Flag.of(
 
 
 class _HelpAll(argparse.Action):
-    """Print the help with every flag in it."""
+    """Print the help with all flags."""
 
     def __call__(
         self,
@@ -226,10 +219,9 @@ def _add_settings(
     sections: Sequence[str] = Command.ALL_SECTIONS,
     leave_out: Sequence[str] = (),
 ) -> None:
-    """Add --config and one flag for each setting of `sections`; absent flags leave no trace in the
-    namespace.
+    """Add --config and a flag for each setting of `sections` that is not in `leave_out`.
 
-    leave_out: names of settings that mean nothing to this command.
+    Absent flags are absent from the namespace.
     """
     _add_flags(parser, (_HELP_ALL, *_ANY_SETTINGS))
     for section in sections:
@@ -265,7 +257,7 @@ def _help_of(setting: Setting) -> str:
 
 
 def _values_of(setting: Setting) -> JsonDict:
-    """argparse's options for what a setting can be."""
+    """argparse's options for a setting's type."""
     if setting.kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     choices = "|".join(filter(None, setting.choices))
@@ -276,7 +268,7 @@ def _values_of(setting: Setting) -> JsonDict:
 
 
 class _Joined(argparse.Action):
-    """Several words after one flag are one list."""
+    """Join several words after a flag into one list."""
 
     def __call__(
         self,
@@ -289,18 +281,18 @@ class _Joined(argparse.Action):
 
 
 def say(message: str) -> None:
-    """A line of progress, on standard error and at once."""
+    """Print a line of progress to standard error."""
     print(visible(message), file=sys.stderr, flush=True)
 
 
-def progress_reporter(what: str) -> Callable[[int, int], None]:
-    """Says every _REPORT_S seconds how many are done, of how many of what."""
+def progress_reporter(unit: str) -> Callable[[int, int], None]:
+    """A function that prints "DONE of TOTAL unit", at most every _REPORT_S seconds."""
     reported_at = time.monotonic()
 
     def report(done: int, total: int) -> None:
         nonlocal reported_at
         if time.monotonic() - reported_at >= _REPORT_S:
             reported_at = time.monotonic()
-            say(f"{done} of {total} {what}")
+            say(f"{done} of {total} {unit}")
 
     return report

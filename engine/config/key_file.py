@@ -1,4 +1,4 @@
-"""API keys and other secrets, read from files that only their owner may read."""
+"""Reads API keys and other secrets from files that only their owner may read."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ def read_key_file(path: str, setting: str = "key file") -> str:
 
 
 def read_keys(setting: str, path: str) -> list[str]:
-    """The keys of a file, one a line; empty if the setting names no file. Raises ConfigError, which
-    never shows a key.
+    """The keys of a file, one per line; [] if the setting names no file.
+
+    Raises ConfigError, which never shows a key.
     """
     if not path:
         return []
@@ -28,7 +29,7 @@ def read_keys(setting: str, path: str) -> list[str]:
 
 
 def _private_text(setting: str, file: Path) -> str:
-    """The text of a file that only its owner may read."""
+    """The text of a file. Raises ConfigError if other users may read it."""
     try:
         if file.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise ConfigError(f"{file} is open to other users of this machine: chmod 600 {file}")

@@ -1,7 +1,7 @@
-"""Reading the configuration: defaults < TOML file < JITNEY_* environment < flags, and writing it
-back as TOML.
+"""Reads the configuration (defaults < preset < TOML file < JITNEY_* environment < flags) and writes
+it as TOML.
 
-Every error is one line that says where the bad value stands and what is accepted there.
+Every error is one line that names the place of the bad value and what is accepted there.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from jitney.engine.common.errors import ConfigError, did_you_mean
 from jitney.engine.config.schema import Config, Section
 
 _ENV_PREFIX = "JITNEY_"
-#: Names with the prefix that are not settings of one run.
+#: Variables with the prefix that are not settings.
 _ENV_OTHER = ("JITNEY_CACHE", "JITNEY_ENGINE_KEY")
-#: How flags and the environment write true and false.
+#: Words for true and false in flags and the environment.
 _BOOLEANS = {
     **dict.fromkeys(("true", "1", "yes", "on"), True),
     **dict.fromkeys(("false", "0", "no", "off"), False),
 }
-#: What a text must be, by the type that it stands for.
+#: Words of error messages for the text of each type.
 _EXPECTED = {
     bool: "true or false",
     int: "a whole number",
@@ -37,17 +37,17 @@ _EXPECTED = {
     tuple: "values separated by commas",
 }
 NOTHING: Mapping[str, Never] = MappingProxyType({})
-#: What a setting can be.
+#: Types of settings.
 type _Parsed = bool | int | float | str | tuple[str, ...] | tuple[int, ...]
-#: Where a value comes from that a preset filled in.
+#: Origin of values that a preset filled in.
 _FROM_PRESET = "--for"
-#: Where an order comes from that is not given, on a server with API keys.
+#: Origin of the order on a server with API keys where no layer gives one.
 _FROM_KEYS = "default with API keys"
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One field: its place in the file, and its flat name in flags and the environment."""
+    """A field of the configuration: its section and key, and its flat name, variable and flag."""
 
     section: str
     key: str
@@ -64,7 +64,7 @@ class Setting:
 
     @property
     def several(self) -> bool:
-        """True for lists whose values may follow the flag as words of their own."""
+        """True for lists whose values may follow the flag as separate words."""
         return bool(self._extra.get("several"))
 
     @property
@@ -96,9 +96,7 @@ class Setting:
         return NOTHING
 
     def parse(self, text: str, where: str) -> _Parsed:
-        """The value that `text` (from a flag or the environment) stands for; ConfigError if it
-        stands for none.
-        """
+        """The value of a flag's or variable's text. Raises ConfigError, naming `where`."""
         try:
             return self._parsed(text)
         except (KeyError, ValueError):
@@ -123,32 +121,27 @@ class Setting:
 
 @cache
 def settings() -> dict[str, Setting]:
-    """All settings by flat name, in the order of the description."""
-    return {setting.name: setting for setting in _described()}
-
-
-def _described() -> Iterator[Setting]:
+    """All settings by flat name, in the order of the schema."""
+    table: dict[str, Setting] = {}
     for section, info in Config.model_fields.items():
-        for key, field in _section_class(info).model_fields.items():
-            yield Setting(section, key, field)
+        assert isinstance(info.annotation, type) and issubclass(info.annotation, Section)
+        for key, field in info.annotation.model_fields.items():
+            setting = Setting(section, key, field)
+            table[setting.name] = setting
+    return table
 
 
 def _settings_of(section: str) -> list[Setting]:
     return [setting for setting in settings().values() if setting.section == section]
 
 
-def _section_class(info: FieldInfo) -> type[Section]:
-    assert isinstance(info.annotation, type) and issubclass(info.annotation, Section)
-    return info.annotation
-
-
 @dataclass(frozen=True, slots=True)
-class Layered:
-    """A configuration, and which layer each of its values is from."""
+class ResolvedConfig:
+    """A configuration and the layer that each value is from."""
 
     config: Config
-    #: Flat name -> where the value stands ("run.toml: [engine] max_seats", "JITNEY_MAX_SEATS",
-    #: "--max-seats"); what is absent has its default, which for `order` hangs on the keys.
+    #: Flat name -> place of the value ("run.toml: [engine] max_seats", "JITNEY_MAX_SEATS",
+    #: "--max-seats"); settings with default values are absent.
     origins: Mapping[str, str]
 
     @classmethod
@@ -158,12 +151,11 @@ class Layered:
         environ: Mapping[str, str] = NOTHING,
         flags: Mapping[str, object] = NOTHING,
         preset: Mapping[str, object] = NOTHING,
-    ) -> Layered:
-        """The frozen description from all layers, and where each value came from.
+    ) -> ResolvedConfig:
+        """The configuration from all layers. Raises ConfigError, naming the place of the error.
 
-        flags: flat name -> value of the field's own type, or text to be parsed. preset: flat name
-        -> value, of settings that no other layer has (`config.presets`). Raises ConfigError, naming
-        the place.
+        flags: flat name -> value of the field's type, or text to parse. preset: flat name -> value
+        (`config.presets`).
         """
         values: dict[str, dict[str, object]] = {name: {} for name in Config.model_fields}
         origins: dict[str, str] = {}
@@ -178,23 +170,23 @@ class Layered:
             origins[setting.name] = where
         return _validated(values, origins)._with_default_order()
 
-    def _with_default_order(self) -> Layered:
-        """With the order fair where it is not given and the server has keys: no client's load may
-        hold up those of the other keys.
+    def _with_default_order(self) -> ResolvedConfig:
+        """Use the fair order if none is given and the server has keys, so that no key's load holds
+        up the others.
         """
         if "order" in self.origins or not self.config.server.has_keys:
             return self
         engine = self.config.engine.model_copy(update={"order": "fair"})
         config = self.config.model_copy(update={"engine": engine})
-        return Layered(config, {**self.origins, "order": _FROM_KEYS})
+        return ResolvedConfig(config, {**self.origins, "order": _FROM_KEYS})
 
     @property
     def from_preset(self) -> list[str]:
         """Flat names of the settings that a preset filled in."""
         return [name for name, origin in self.origins.items() if origin == _FROM_PRESET]
 
-    def with_values(self, values: Mapping[str, object], where: str) -> Layered:
-        """And these, by flat name. where: they come from. Raises ConfigError."""
+    def with_values(self, values: Mapping[str, object], where: str) -> ResolvedConfig:
+        """Add values by flat name; where: their origin. Raises ConfigError."""
         tables = self.config.model_dump()
         for name, value in values.items():
             setting = settings()[name]
@@ -202,9 +194,7 @@ class Layered:
         return _validated(tables, {**self.origins, **dict.fromkeys(values, where)})
 
     def to_toml(self, *, comments: bool = True) -> str:
-        """The configuration as TOML that `load` reads back to an equal one; secrets are left out
-        and counted.
-        """
+        """The configuration as TOML that `load` reads back to an equal one, without secrets."""
         blocks = []
         for section in Config.model_fields:
             lines = [f"[{section}]"]
@@ -230,14 +220,16 @@ def load_config(
     environ: Mapping[str, str] = NOTHING,
     flags: Mapping[str, object] = NOTHING,
 ) -> Config:
-    """As `Layered.load`, without where each value came from."""
-    return Layered.load(file, environ, flags).config
+    """The configuration of `ResolvedConfig.load`, without origins."""
+    return ResolvedConfig.load(file, environ, flags).config
 
 
-def _validated(values: Mapping[str, Mapping[str, object]], origins: Mapping[str, str]) -> Layered:
+def _validated(
+    values: Mapping[str, Mapping[str, object]], origins: Mapping[str, str]
+) -> ResolvedConfig:
     """values: by section and key. Raises ConfigError."""
     try:
-        return Layered(Config.model_validate(values), origins)
+        return ResolvedConfig(Config.model_validate(values), origins)
     except ValidationError as error:
         raise ConfigError(_explain(error, origins)) from None
 
@@ -291,13 +283,13 @@ def _from_flags(flags: Mapping[str, object]) -> Iterator[tuple[Setting, object, 
 
 
 def unknown_word(name: str, known: list[str]) -> str:
-    """The complaint about a name that is none of those known, with the one that was meant."""
+    """The error text for a name that is not in `known`, with the closest one."""
     hint = did_you_mean(name, known) or f"; known: {', '.join(known)}"
     return f"{_short(name)} is unknown{hint}"
 
 
 def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
-    """All complaints in one line, each with the place the value came from."""
+    """All errors in one line, each with the place of its value."""
     places = {(setting.section, setting.key): setting.name for setting in settings().values()}
     lines = []
     for item in error.errors(include_url=False):
@@ -331,5 +323,5 @@ def _toml_line(setting: Setting, value: _Parsed) -> str:
 def _toml_value(value: object) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(_toml_value(item) for item in value)}]"
-    # JSON's strings, numbers and booleans are also TOML's, except that JSON leaves DEL unescaped.
+    # JSON's strings, numbers and booleans are valid TOML, except that JSON leaves DEL unescaped.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

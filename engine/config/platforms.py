@@ -1,9 +1,7 @@
-"""Whether the platform that was asked for can be there at all; asked before anything is loaded or
-fetched. Jax-free.
+"""Checks that the configured platform can exist, before anything is loaded. Imports no jax.
 
-jax itself falls back to the CPU in silence where `JAX_PLATFORMS` lists an accelerator whose plugin
-is missing. What is found here is quick to say no; `jitney.engine.core.build.start_jax` then asks
-jax, which alone can say yes.
+If the plugin of an accelerator in `JAX_PLATFORMS` is missing, jax silently falls back to the CPU.
+These checks find the usual causes quickly; `jitney.engine.core.build.start_jax` then asks jax.
 """
 
 from __future__ import annotations
@@ -19,32 +17,29 @@ from jitney.engine.common.errors import ConfigError
 from jitney.engine.config.extras import how_to_install
 from jitney.engine.config.schema import EngineSection
 
-#: The extras that bring what a platform needs, the usual one first.
+#: The extras that install a platform's packages, the usual one first.
 _EXTRAS = {"cuda": ("cuda12", "cuda13"), "tpu": ("tpu",)}
-#: What jax calls the devices of a platform.
+#: jax's names for the devices of a platform.
 _DEVICE_PLATFORMS = {"cpu": ("cpu",), "cuda": ("gpu", "cuda"), "tpu": ("tpu",)}
-#: NVIDIA's driver, which CUDA programs load.
+#: NVIDIA's driver library.
 _DRIVER = "libcuda.so.1"
-#: Where Linux shows the chips of a TPU machine: device files, or a PCI device made by Google.
+#: Signs of TPU chips on Linux: device files, or a PCI device made by Google.
 _TPU_FILES = ("accel*", "vfio/[0-9]*")
 _PCI_VENDORS = "/sys/bus/pci/devices/*/vendor"
 _GOOGLE = "0x1ae0"
 
 
 def prepare_platform(engine: EngineSection) -> None:
-    """Set what jax reads from the environment, and refuse a platform that cannot be here
-    (ConfigError, one line).
+    """Set jax's environment variables and check the platform. Call before importing jax.
 
-    Must come before jax is imported.
+    Raises ConfigError.
     """
     os.environ.update(engine.jax_environment)
     check_platform(engine.platform)
 
 
 def check_platform(platform: str) -> None:
-    """Raise ConfigError, naming what to install, if `platform` (auto, cpu, cuda, tpu) cannot be
-    here.
-    """
+    """Raise ConfigError, naming what to install, if `platform` (auto, cpu, cuda, tpu) is absent."""
     if platform == "cuda":
         _check_cuda()
     elif platform == "tpu":
@@ -52,53 +47,51 @@ def check_platform(platform: str) -> None:
 
 
 def check_devices(platform: str, actual: str) -> None:
-    """Raise ConfigError, naming what to install, if jax's devices are not those of `platform`
-    (auto: whatever they are); actual: what jax calls them.
+    """Raise ConfigError, naming what to install, if jax runs on another platform than `platform`
+    (auto: any), since it silently falls back to the CPU.
 
-    jax falls back to the CPU in silence where a named platform's plugin is missing or does not
-    start.
+    actual: jax's name for its devices.
     """
     if platform == "auto" or actual in _DEVICE_PLATFORMS[platform]:
         return
     how = ""
     if platform in _EXTRAS:
-        how = f": {_how_to_have(platform)}"
+        how = f": {_how_to_install(platform)}"
     raise ConfigError(
-        f"platform {platform}: jax runs on {actual} here; see what jitney doctor says, and install "
-        f"what the platform needs{how}"
+        f"platform {platform}: jax runs on {actual} here; run jitney doctor, and install what the "
+        f"platform needs{how}"
     )
 
 
 def _check_cuda() -> None:
     if not any("cuda" in name for name in _jax_plugins()):
         raise ConfigError(
-            f"platform cuda: jax's CUDA plugin is not installed: {_how_to_have('cuda')}"
+            f"platform cuda: jax's CUDA plugin is not installed: {_how_to_install('cuda')}"
         )
     problem = _gpu_problem()
     if problem:
         raise ConfigError(
-            f"platform cuda: {problem}; choose another platform, or see to the GPU and its driver "
-            f"(the extra that brings jax's CUDA plugin: {_how_to_have('cuda')})"
+            f"platform cuda: {problem}; choose another platform, or check the GPU and its driver "
+            f"(the extra with jax's CUDA plugin: {_how_to_install('cuda')})"
         )
 
 
 def _check_tpu() -> None:
     if importlib.util.find_spec("libtpu") is None:
-        raise ConfigError(f"platform tpu: libtpu is not installed: {_how_to_have('tpu')}")
-    if not _tpu_chips_shown():
+        raise ConfigError(f"platform tpu: libtpu is not installed: {_how_to_install('tpu')}")
+    if not _finds_tpu():
         raise ConfigError(
             "platform tpu: this machine shows no TPU chip; choose another platform, or run on a "
-            f"TPU VM (the extra that brings libtpu: {_how_to_have('tpu')})"
+            f"TPU VM (the extra with libtpu: {_how_to_install('tpu')})"
         )
 
 
-def _how_to_have(platform: str) -> str:
-    """What to type to have what a platform of _EXTRAS needs."""
+def _how_to_install(platform: str) -> str:
     return how_to_install(*_EXTRAS[platform])
 
 
 def _jax_plugins() -> set[str]:
-    """Names of the plugins that jax would load, such as xla_cuda12; found as jax finds them."""
+    """Names of the plugins that jax would load, such as xla_cuda12."""
     names = {point.name for point in importlib.metadata.entry_points(group="jax_plugins")}
     package = importlib.util.find_spec("jax_plugins")
     if package is not None and package.submodule_search_locations is not None:
@@ -108,9 +101,7 @@ def _jax_plugins() -> set[str]:
 
 
 def _gpu_problem() -> str:
-    """Why NVIDIA's driver gives us no GPU; empty if it gives one. Makes no CUDA context and takes
-    no GPU memory.
-    """
+    """Why no GPU can be used, "" if one can. Makes no CUDA context and takes no GPU memory."""
     try:
         driver = ctypes.CDLL(_DRIVER)
     except OSError:
@@ -124,9 +115,10 @@ def _gpu_problem() -> str:
     return ""
 
 
-def _tpu_chips_shown(root: Path = Path("/")) -> bool:
-    """True if there is a sign of a TPU below `root`: a device file, or a PCI device of Google's
-    (also its network card, since jax has the last word)."""
+def _finds_tpu(root: Path = Path("/")) -> bool:
+    """True if `root` has a TPU's device file or a PCI device of Google's (which may be a network
+    card: jax decides in the end).
+    """
     if any(any((root / "dev").glob(pattern)) for pattern in _TPU_FILES):
         return True
     vendors = root.glob(_PCI_VENDORS.lstrip("/"))

@@ -1,8 +1,4 @@
-"""`--for latency|balanced|throughput`: settings that nobody gave, filled in for what the engine is
-for.
-
-A preset is the lowest layer but the defaults: what a file, the environment or a flag says stands.
-"""
+"""`--for latency|balanced|throughput`: values for settings that no file, variable or flag gives."""
 
 from __future__ import annotations
 
@@ -16,10 +12,9 @@ from jitney.engine.config.platforms import check_platform
 _Goal = Literal["latency", "balanced", "throughput"]
 GOALS: tuple[_Goal, ...] = get_args(_Goal)
 
-#: By names of settings.
+#: Setting -> value.
 type _Values = dict[str, int | float]
-#: Names of settings and their values. A wait that is bounded tightly sends requests to another
-#: engine early; one that is not keeps every seat taken.
+#: Tight bounds on waiting send requests to another engine early; loose ones keep all seats busy.
 _EVERYWHERE: dict[_Goal, _Values] = {
     "latency": {"max_waiting_requests": 32, "max_predicted_wait_s": 5.0},
     "balanced": {},
@@ -30,21 +25,21 @@ _EVERYWHERE: dict[_Goal, _Values] = {
         "prefill_share": 1.0,
     },
 }
-#: Of a CPU's free memory, which is the KV pool's alone.
+#: Share of a CPU's free memory for the KV pool.
 _ON_CPU: dict[_Goal, _Values] = {
     "latency": {"memory_share": 0.25},
     "balanced": {"memory_share": 0.5},
     "throughput": {"memory_share": 0.8},
 }
-#: Of all memory of a GPU or TPU, weights included: a share for less than throughput would leave a
-#: large model no pages at all, and pages that nobody uses cost no time.
+#: Share of a GPU's or TPU's memory, weights included. The other goals do not reduce it: a large
+#: model would get no pages, and unused pages cost no time.
 _ON_DEVICE: dict[_Goal, _Values] = {
     "latency": {},
     "balanced": {},
     "throughput": {"memory_share": 0.8},
 }
-#: Seats, and rows of a step: the larger the batch, the cheaper each token, and the later. With
-#: fewer rows first tokens come later (512 rows on an H100: p99 357 ms where 1,024 have 170 ms).
+#: Larger batches make tokens cheaper and later. Fewer rows per step delay first tokens (on an H100
+#: p99 357 ms with 512 rows, 170 ms with 1,024).
 _CPU_SIZES: dict[_Goal, _Values] = {
     "latency": {"max_seats": 8},
     "balanced": {"max_seats": 16},
@@ -55,7 +50,7 @@ _DEVICE_SIZES: dict[_Goal, _Values] = {
     "balanced": {"max_seats": 128, "token_budget": 1024},
     "throughput": {"max_seats": 256, "token_budget": 2048},
 }
-#: Settings that must fit each other: whoever gives one of them decides on all.
+#: Settings that must fit each other: if one of them is given, a preset sets none.
 SIZES = {
     "max_seats",
     "token_budget",
@@ -64,15 +59,15 @@ SIZES = {
     "batch_size",
     "background_seats",
 }
-#: Settings that say how much memory there is, likewise.
+#: Settings of the KV pool's memory: if one of them is given, a preset sets none.
 _MEMORY = {"memory_share", "memory_gib", "pages"}
 
 
 def preset(goal: _Goal, given: Collection[str], *, on_device: bool) -> _Values:
-    """Values by name of the settings that `goal` asks for and that nobody has given.
+    """Values of `goal` for settings that are not given, by name.
 
-    given: names of settings that a file, the environment or flags have. on_device: it runs on a GPU
-    or TPU.
+    given: names of settings that a file, the environment or flags set. on_device: the engine runs
+    on a GPU or TPU.
     """
     values = dict(_EVERYWHERE[goal])
     if not _MEMORY & set(given):
@@ -83,9 +78,7 @@ def preset(goal: _Goal, given: Collection[str], *, on_device: bool) -> _Values:
 
 
 def runs_on_device(platform: str) -> bool:
-    """Whether an engine with this setting `platform` should find a GPU or TPU; as far as can be
-    told without jax.
-    """
+    """Whether an engine with this `platform` will probably run on a GPU or TPU; asks no jax."""
     if platform != "auto":
         return platform != "cpu"
     if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):

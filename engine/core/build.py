@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -51,15 +51,10 @@ from jitney.engine.config import (
     settings,
     why_no_room,
 )
-from jitney.engine.core.adapter_manager import AdapterManager, ServedModel
-from jitney.engine.core.canary import CanaryCore
-from jitney.engine.core.distributed.link import Hosts, Leader, Worker
-from jitney.engine.core.distributed.lockstep import LockstepCore
 from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.executor.autotuning import programs_folder
 from jitney.engine.core.executor.ceiling import ceiling_or_none, kept_ceiling
 from jitney.engine.core.executor.fits import context_of
-from jitney.engine.core.executor.hosts import Follower, LeaderRunner, LockstepRunner
 from jitney.engine.core.executor.memory import (
     GIB,
     PoolRoom,
@@ -78,7 +73,6 @@ from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.kv_pages import NoPages, PagePool
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.scheduler import Scheduler
-from jitney.engine.core.weights.adapters import AdapterBank, LoadedAdapter, load_adapters
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.sampling_defaults import sampling_defaults
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
@@ -89,6 +83,15 @@ from jitney.kernels.interface import KernelError, KernelSet
 from jitney.kernels.proof import without
 from jitney.kernels.proof_shapes import ServedShapes
 from jitney.kernels.select import ServedHeads, reference, reference_of, select, with_product_rows
+
+if TYPE_CHECKING:
+    from jitney.engine.core.adapter_manager import AdapterManager
+    from jitney.engine.core.distributed.link import Hosts, Worker
+    from jitney.engine.core.executor.hosts import Follower
+    from jitney.engine.core.weights.adapters import AdapterBank, LoadedAdapter
+
+# Imports inside functions are of parts that most engines do without: several hosts, adapters,
+# canaries.
 
 _log = logging.getLogger("jitney.core")
 
@@ -249,22 +252,31 @@ def build_engine(
     given them some. Raises JitneyError in one line.
     """
     built = _build(config, source, progress, hosts, adapters)
-    runner = built.runner
-    if isinstance(runner, LockstepRunner):
-        assert hosts is not None  # _runner_class
-        runner.join(hosts.step_barrier())
-    if isinstance(runner, LeaderRunner):
-        assert isinstance(hosts, Leader)  # _runner_class
-        runner.lead(hosts)
-    core = _make_core(built.setup, runner, built.alone)
+    if hosts is not None:
+        _join_hosts(built.runner, hosts)
+    core = _make_core(built.setup, built.runner, built.alone)
     core.intake.adapters = built.adapters
     return core, built.info
+
+
+def _join_hosts(runner: Runner, hosts: Hosts) -> None:
+    """Have a runner on several hosts run its steps with the others."""
+    from jitney.engine.core.distributed.link import Leader
+    from jitney.engine.core.executor.hosts import LeaderRunner, LockstepRunner
+
+    if isinstance(runner, LockstepRunner):
+        runner.join(hosts.step_barrier())
+    elif isinstance(runner, LeaderRunner):
+        assert isinstance(hosts, Leader)  # _runner_class
+        runner.lead(hosts)
 
 
 def build_follower(
     config: Config, source: ModelSource, progress: _Report, hosts: Worker
 ) -> tuple[Follower, EngineInfo]:
     """As `build_engine`, on a host that follows the first one."""
+    from jitney.engine.core.executor.hosts import Follower
+
     built = _build(config, source, progress, hosts)
     return Follower(built.runner), built.info
 
@@ -307,6 +319,8 @@ def _load_adapters(setup: _Setup, model: Model) -> tuple[AdapterBank, list[Loade
     """None where there are none, nor room for any."""
     if not setup.has_adapters:
         return None
+    from jitney.engine.core.weights.adapters import load_adapters
+
     with in_one_line("loading adapters"):
         return load_adapters(
             model,
@@ -326,7 +340,9 @@ def _manage_adapters(
     kernels: KernelSet,
     alone: EngineCore | None,
 ) -> AdapterManager:
-    """What changes them while the engine serves."""
+    """The manager that changes adapters while the engine serves."""
+    from jitney.engine.core.adapter_manager import AdapterManager, ServedModel
+
     models = [ServedModel(runner, kernels if setup.mesh is None else None)]
     if alone is not None:
         assert isinstance(alone.runner, Runner)  # `_core_alone`
@@ -452,7 +468,10 @@ def _check_encoder(config: Config, model: ModelConfig) -> None:
 
 def _choose_kernels(setup: _Setup) -> KernelSet:
     settings = setup.settings
-    heads = ServedHeads(setup.source.config.head_dim, setup.dtype.name, setup.kv_dtype.name)
+    config = setup.source.config
+    heads = ServedHeads(
+        config.head_dim, setup.dtype.name, setup.kv_dtype.name, config.attention_sinks
+    )
     if setup.is_encoder:
         heads = None
     kernels = choose_kernels(setup.device.platform, settings.kernels, heads)
@@ -584,6 +603,11 @@ def _make_runner(setup: _Setup, model: Model, kernels: KernelSet) -> Runner:
 
 
 def _runner_class(setup: _Setup) -> type[Runner]:
+    if setup.hosts is None:
+        return Runner
+    from jitney.engine.core.distributed.link import Leader
+    from jitney.engine.core.executor.hosts import LeaderRunner, LockstepRunner
+
     if setup.settings.data_parallel > 1:
         return LockstepRunner
     if isinstance(setup.hosts, Leader):
@@ -608,12 +632,18 @@ def _make_core(setup: _Setup, runner: Runner, alone: EngineCore | None) -> Engin
     """The engine; alone: the core that checks it, if one does."""
     scheduler = _make_scheduler(setup, runner)
     late = setup.device.platform == "cpu" and setup.hosts is None
-    if isinstance(runner, LockstepRunner):
+    if setup.settings.data_parallel > 1:
+        from jitney.engine.core.distributed.lockstep import LockstepCore
+        from jitney.engine.core.executor.hosts import LockstepRunner
+
+        assert isinstance(runner, LockstepRunner)  # _runner_class
         return LockstepCore(
             scheduler, runner, Ledger(), lockstep_runner=runner, barrier=runner.barrier
         )
     if alone is None:
         return EngineCore(scheduler, runner, Ledger(), plans_late=late)
+    from jitney.engine.core.canary import CanaryCore
+
     limit, every = _CANARY_LIMITS[jnp.dtype(setup.dtype).name], setup.settings.canary_every
     return CanaryCore(scheduler, runner, Ledger(), alone=alone, every=every, limit=limit)
 

@@ -16,10 +16,11 @@ import httpx
 from jitney.engine.config import Section, ServerSection
 from jitney.engine.core import HostAddress
 from jitney.engine.fleet.compositions.composed import COMPOSED_KINDS, ComposedModels
-from jitney.engine.fleet.compositions.composed_model import FleetEngines, NamedComposition
+from jitney.engine.fleet.compositions.composed_model import NamedComposition
+from jitney.engine.fleet.compositions.engines import FleetEngines
 from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.fleet import Fleet
-from jitney.engine.fleet.forwarding import Patience
+from jitney.engine.fleet.forwarding import RetryPolicy
 from jitney.engine.fleet.metrics import FleetMetrics
 from jitney.engine.fleet.models import FleetModel, ReplicatedModel
 from jitney.engine.fleet.quotas import FleetQuotas
@@ -40,7 +41,7 @@ _LOOK_S = 5.0
 
 @dataclass(slots=True)
 class FleetParts:
-    """What models are made of."""
+    """The parts that models are built from."""
 
     config: FleetConfig
     client: httpx.AsyncClient
@@ -71,11 +72,6 @@ class FleetParts:
             engines.key = key
         self.key = key
 
-    @property
-    def patience(self) -> Patience:
-        section = self.config.fleet
-        return Patience(section.attempts, section.resume_wait_s)
-
 
 type _Maker = Callable[[FleetParts, str, Any], FleetModel]
 
@@ -102,16 +98,16 @@ def _replicated(
 
 def _arm(parts: FleetParts, name: str, section: ReplicasSection, arm: str) -> ReplicatedModel:
     """Engines that are started here are added when they start. arm: what they are called."""
-    looked_for = section.found_urls
+    fleet, looked_for = parts.config.fleet, section.found_urls
     given = [Replica.at(url, parts.key) for url in section.urls if url not in looked_for]
     model = ReplicatedModel(
         name=name,
         section=section,
         client=parts.client,
         metrics=parts.metrics,
-        patience=parts.patience,
-        repeat_streams=parts.config.fleet.repeat_streams,
-        engines=ReplicaSet(given),
+        retries=RetryPolicy(fleet.attempts, fleet.resume_wait_s),
+        repeat_streams=fleet.repeat_streams,
+        engines=ReplicaSet(given, section.router, section.brake),
     )
     parts.watch.begin(model.replicas)
     if looked_for:

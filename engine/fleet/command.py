@@ -115,9 +115,9 @@ def _application(config: FleetConfig, keys: AcceptedKeys, host: str) -> Applicat
 
 
 def ray_application(args: dict[str, str]) -> Application:
-    """What `import_path` names in a file of Ray Serve's own, such as that of a RayService: the
-    fleet of args["file"], a fleet.toml that is there on every node. Keys come from the environment.
-    Raises ConfigError.
+    """The application that `import_path` names in a file of Ray Serve, such as a RayService's: the
+    fleet of args["file"], a fleet.toml on every node. Keys come from the environment. Raises
+    ConfigError.
     """
     from jitney.engine.fleet.config import FleetConfig
 
@@ -160,7 +160,7 @@ def _ignore() -> None:
 
 
 def _but_adapters(section: Section) -> Section:
-    """What a model's engines are started with. Those over several hosts take their adapters at a
+    """Settings of a model's engines. Those over several hosts take their adapters at a
     start only.
     """
     from jitney.engine.fleet.launchers.engine_process import without_adapters

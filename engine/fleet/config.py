@@ -28,7 +28,7 @@ from pydantic import ValidationError
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.requests import JsonDict, JsonObject
 from jitney.engine.config import (
-    Layered,
+    ResolvedConfig,
     Section,
     ServerSection,
     cache_dir,
@@ -151,7 +151,7 @@ class FleetConfig:
 
     @property
     def arms(self) -> dict[str, _FleetArm]:
-        """What engines stand behind, by its name: a model's is the model's own, a candidate's has
+        """Each group of engines that answer alike, by name: the model's own, a candidate's with
         `.candidate` behind that.
         """
         found: dict[str, _FleetArm] = {}
@@ -177,7 +177,7 @@ class FleetConfig:
         host: str = LOCALHOST,
         place: ReplicaHost | None = None,
     ) -> list[str]:
-        """What `jitney serve` is given for the n-th process of a model. name: the engine's own.
+        """Arguments of `jitney serve` for the n-th process of a model. name: the engine's own.
         place: where it is one of several hosts.
         """
         words = ["serve"]
@@ -199,7 +199,7 @@ class FleetConfig:
     def _says_who_sizes(self, section: ReplicasSection) -> bool:
         """Whether it is given that engines of this model measure, or that they do not."""
         file = self.path(section.config) if section.config else None
-        given = Layered.load(file, flags=section.checked_settings).origins
+        given = ResolvedConfig.load(file, flags=section.checked_settings).origins
         return _MEASURED in given or settings()[_MEASURED].env in os.environ
 
     @property
@@ -226,7 +226,7 @@ def _flag(name: str, value: object) -> list[str]:
 
 
 def _candidate_arm(model: str) -> str:
-    """What a model's candidate is called among `FleetConfig.arms`."""
+    """Name of a model's candidate among `FleetConfig.arms`."""
     return model + _OF_CANDIDATE
 
 
@@ -299,7 +299,7 @@ def _model(file: str | Path, name: str, table: object) -> Section:
 
 
 def _check_settings(file: str | Path, name: str, section: ReplicasSection) -> None:
-    """Of engines that are started here. Raises ConfigError."""
+    """Check the settings of engines that are started here. Raises ConfigError."""
     if section.replicas:
         engine_config(file, name, section)
     if section.candidate is not None:
@@ -320,7 +320,7 @@ def _checked[S: Section](
 
 
 def _complaint(error: ValidationError) -> str:
-    """What is wrong with the first wrong field, and what it was."""
+    """The first field error with its value."""
     item = error.errors(include_url=False)[0]
     message = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     place = ".".join(map(str, item["loc"]))

@@ -1,6 +1,6 @@
-"""A fleet as it is served: its models, its counters, and whether it still takes requests. It knows
-which engine keeps an answer of /v1/responses: clients come back to it by its id alone, and no other
-engine has it.
+"""A fleet as it is served: its models, its counters, and whether it still takes requests.
+
+It knows which engine keeps an answer of /v1/responses: clients return to it by its id alone.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from msgspec import UNSET
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.lru import LruCache
-from jitney.engine.fleet.asked import Asked
 from jitney.engine.fleet.metrics import FleetMetrics
 from jitney.engine.fleet.models import FleetModel
 from jitney.engine.fleet.quotas import FleetQuotas
 from jitney.engine.fleet.replicas import Replica
+from jitney.engine.fleet.request import ProxiedRequest
 from jitney.engine.fleet.rollout.candidate import ModelWithCandidate
 from jitney.engine.server import (
     Context,
@@ -32,7 +32,7 @@ from jitney.engine.server import (
     OpenRequests,
     Role,
     ServerSettings,
-    Slices,
+    TimeSlices,
     Tracing,
 )
 
@@ -90,7 +90,7 @@ class _AnswerKeeper:
 
 
 class Fleet:
-    """What all routes share: the models, the counters, and whether requests are still taken."""
+    """The state that all routes share: models, counters, and whether requests are taken."""
 
     #: No spans of its own: traceparent is passed on, and the engines' spans stand below it.
     tracing: Tracing | None = None
@@ -108,7 +108,7 @@ class Fleet:
         #: Names of adapters -> the model whose engines hold them.
         self.adapters = adapters
         self.metrics = metrics
-        self.slices = Slices()
+        self.slices = TimeSlices()
         #: Of the endpoint, once it is made; and its files and batches of requests, and jobs.
         self.settings = ServerSettings()
         self.internal_requests: InternalRequests | None = None
@@ -172,36 +172,36 @@ class Fleet:
             raise HttpError.no_model(name)
         return name
 
-    async def keeper(self, asked: Asked, id: object) -> _AnswerKeeper | None:
-        """Who keeps a response; engines are asked where none is known."""
+    async def keeper(self, request: ProxiedRequest, id: object) -> _AnswerKeeper | None:
+        """The engine that keeps a response; engines are asked where none is known."""
         if not isinstance(id, str) or not _ID.fullmatch(id):
             return None
-        known = self._keepers.get((asked.tenant, id))
+        known = self._keepers.get((request.tenant, id))
         if known is not None:
             return known
         for name, model in self.models.items():
-            replica = await model.keeper_of(asked, f"{_RESPONSES}/{id}")
+            replica = await model.keeper_of(request, f"{_RESPONSES}/{id}")
             if replica is not None:
                 found = _AnswerKeeper(name, replica.name)
-                self._keepers.put((asked.tenant, id), found)
+                self._keepers.put((request.tenant, id), found)
                 return found
         return None
 
-    async def earlier_keeper(self, asked: Asked) -> _AnswerKeeper | None:
-        """Who keeps the response that a request goes on with, if it goes on with one."""
-        earlier = asked.fields.get("previous_response_id")
-        if asked.route not in (_RESPONSES, f"{_RESPONSES}/input_tokens") or earlier is None:
+    async def earlier_keeper(self, request: ProxiedRequest) -> _AnswerKeeper | None:
+        """The engine that keeps the response that a request continues, if any."""
+        earlier = request.fields.get("previous_response_id")
+        if request.route not in (_RESPONSES, f"{_RESPONSES}/input_tokens") or earlier is None:
             return None
-        return await self.keeper(asked, earlier)
+        return await self.keeper(request, earlier)
 
-    def note_keeper(self, model: str, asked: Asked, replica: str, begun: bytes) -> None:
-        """See in the beginning of an answer, if it is of /v1/responses, what its id is: the replica
-        keeps it.
+    def note_keeper(self, request: ProxiedRequest, replica: str, begun: bytes) -> None:
+        """Note the replica that keeps an answer of /v1/responses, whose id stands in its first
+        bytes.
         """
-        found = _IN_ANSWER.search(begun) if asked.route == _RESPONSES else None
+        found = _IN_ANSWER.search(begun) if request.route == _RESPONSES else None
         if found:
             id = found[1].decode()
-            self._keepers.put((asked.tenant, id), _AnswerKeeper(model, replica))
+            self._keepers.put((request.tenant, id), _AnswerKeeper(request.model, replica))
 
     def begin_drain(self) -> None:
         """Refuse new requests from now on; those that run go on, but for jobs and the lines of

@@ -1,11 +1,10 @@
-"""A request given to a replica, and to another one if the first is full, cannot be reached or dies.
+"""Sends a request to a replica, and to another one if the first is full, unreachable or lost.
 
-What becomes of it when:
-- a replica is full (429, or 503): the next one is asked; if all are, the answer with the shortest
-  Retry-After is the client's;
-- a replica dies before the client had a byte of its answer: the next one answers;
-- one dies in the middle of a stream: another one goes on, where its stream can be repeated
-  (`engine.fleet.repeating`); else the stream ends with the API's error.
+- A replica is full (429, 503): the next one is tried; if all are full, the client gets the refusal
+  with the shortest Retry-After.
+- A replica is lost before the client had a byte of its answer: the next one answers.
+- A replica is lost within a stream: another one resumes it if its stream is the same
+  (`engine.fleet.resume`); else the stream ends with the API's error.
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ import msgspec
 import orjson
 
 from jitney.engine.common.errors import RequestError
-from jitney.engine.fleet.asked import Asked, RawHeaders
-from jitney.engine.fleet.repeating import CannotGoOn, Died, SentStream
 from jitney.engine.fleet.replicas import EngineShare, Replica
+from jitney.engine.fleet.request import ProxiedRequest, RawHeaders
+from jitney.engine.fleet.resume import ReplicaLost, ResumeMismatch, StreamState
 from jitney.engine.server import ErrorForm, ErrorReply, retry_after_s
 
-#: Statuses of a replica that cannot take a request now; and what one says that refuses for the
-#: client's own limits, which no other replica shall be asked to forget.
+#: Statuses of a replica that cannot take a request now; codes of refusals for the client's own
+#: limits, which no other replica is tried for.
 _FULL = frozenset({429, 502, 503})
 _OWN_LIMITS = frozenset({"rate_limit", "too_many_attempts"})
-#: Seconds after which to come again where a refusal does not say.
+#: Retry-After of a refusal that has none, seconds.
 _RETRY_S = 1.0
-#: Most bytes of a plain answer that is kept until it is complete, and of one event.
+#: Most bytes of a plain answer that is held until it is complete, and of one event.
 _KEPT_BYTES, _EVENT_BYTES = 32 << 20, 64 << 20
-#: Times that all replicas are tried, and seconds between two.
+#: How often all replicas are tried, and seconds between two rounds.
 _ROUNDS, _PAUSE_S = 2, 0.3
-#: The longest pause of a stream that waits for a place, seconds: a sign of life comes after each.
+#: Longest pause between two tries to resume a stream, seconds; a keep-alive follows each.
 _LONGEST_PAUSE_S = 5.0
-#: Headers of one connection, and those that we write ourselves.
+#: Headers of one connection, and those that the fleet writes itself.
 _NOT_PASSED = frozenset(
     {
         b"connection",
@@ -57,62 +56,71 @@ _NOT_PASSED = frozenset(
     }
 )
 _DONE = b"data: [DONE]\n\n"
-#: Of an event; alone it is a sign of life. And of one of a stream of JSON lines.
+#: End of an event, alone a keep-alive; end of an event in a stream of JSON lines.
 _END, _LINE_END = b"\n\n", b"\n"
 #: Media type of an answer that is a stream -> the end of its events.
 STREAMS = {"text/event-stream": _END, "application/x-ndjson": _LINE_END}
-#: Says which replica answered.
+#: Names the replica that answered.
 _REPLICA_HEADER = b"x-jitney-replica"
 
 
 @dataclass(slots=True)
 class ProxiedAnswer:
-    """What the client is told; each piece of the body is to be sent at once."""
+    """The answer for the client; each piece of the body is to be sent at once."""
 
     status: int
     headers: RawHeaders
     body: AsyncIterator[bytes]
-    #: Of the engine that answers; None: no engine does.
+    #: Use of the engine that answers; None: no engine does.
     share: EngineShare | None = None
+
+    @classmethod
+    def whole(
+        cls, status: int, headers: RawHeaders, body: bytes, share: EngineShare | None = None
+    ) -> ProxiedAnswer:
+        """An answer whose body is complete."""
+        kept = [item for item in headers if item[0] != b"content-length"]
+        length = (b"content-length", str(len(body)).encode())
+        return cls(status, [*kept, length], _only(body), share)
 
     @property
     def media_type(self) -> str:
-        """Without its parameters; empty: it names none."""
+        """The content type without its parameters; empty: none is named."""
         named = dict(self.headers).get(b"content-type", b"").decode("latin-1")
         return named.partition(";")[0].strip()
 
     @property
     def is_stream(self) -> bool:
-        """It is made of events, or of JSON lines."""
+        """The body is events, or JSON lines."""
         return self.media_type in STREAMS
 
     @property
     def replica(self) -> str:
-        """Its name; empty: none answered."""
+        """Name of the replica that answered; empty: none did."""
         return dict(self.headers).get(_REPLICA_HEADER, b"").decode()
 
 
-class _Choosing(Protocol):
-    """Where a request may go, and who hears of it."""
+class _Candidates(Protocol):
+    """The replicas of a model, told of what becomes of a request."""
 
-    def order(self, asked: Asked) -> Iterator[Replica]:
-        """Replicas that can be had now, best first."""
+    def order(self, request: ProxiedRequest) -> Iterator[Replica]:
+        """Ready replicas, best first."""
         ...
 
-    def taken(self, replica: Replica) -> None:
-        """This one answers."""
+    def taken(self, request: ProxiedRequest, replica: Replica) -> None:
+        """This replica answers."""
         ...
 
     def attempted(self, replica: Replica, outcome: str) -> None:
-        """outcome: "answered", "full", "unreachable", "died" or "resumed" (it goes on with what
-        another one began).
+        """outcome: "answered", "full", "unreachable", "died" or "resumed" (it continues a stream of
+        a lost one).
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
-    """How often and how long is tried; see `engine.fleet.sections.FleetSection`."""
+class RetryPolicy:
+    """See `attempts` and `resume_wait_s` of `engine.fleet.sections.FleetSection`."""
 
     attempts: int = 3
     resume_wait_s: float = 60.0
@@ -133,13 +141,13 @@ class _Attempt:
 
     @property
     def event_end(self) -> bytes:
-        """Of an event of its stream; empty: it is none."""
+        """End of an event of its stream; empty: it is no stream."""
         media_type = self.response.headers.get("content-type", "").partition(";")[0]
         return STREAMS.get(media_type.strip(), b"")
 
     @property
     def took(self) -> float | None:
-        """Seconds so far of what is an answer."""
+        """Seconds so far; None: it is an error."""
         if self.response.status_code != 200:
             return None
         return time.monotonic() - self.started
@@ -150,7 +158,7 @@ class _Attempt:
         return [*kept, (_REPLICA_HEADER, self.replica.name.encode())]
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """The body as it comes. Raises Died."""
+        """The body as it comes. Raises ReplicaLost."""
         raw = aiter(self.response.aiter_raw())
         while True:
             try:
@@ -159,40 +167,41 @@ class _Attempt:
             except StopAsyncIteration:
                 return
             except (httpx.TransportError, httpx.StreamError, TimeoutError) as error:
-                raise Died(type(error).__name__) from None
+                raise ReplicaLost(type(error).__name__) from None
             self.replica.heard_at = time.monotonic()
             yield part
 
 
 @dataclass(slots=True)
 class _Refusal:
-    """A replica's own answer of why it does not take the request."""
+    """A replica's answer that it does not take the request."""
 
     answer: ProxiedAnswer
     retry_s: float
-    #: It is about the client, and no other replica is asked.
+    #: For the client's own limits: no other replica is tried.
     final: bool
 
 
 @dataclass(slots=True)
 class Exchange:
-    """One request, from the first replica that is asked to the end of its answer."""
+    """One request, from the first replica that is tried to the end of its answer."""
 
     client: httpx.AsyncClient
-    choosing: _Choosing
-    asked: Asked
-    patience: Patience = field(default_factory=Patience)
-    #: What of a stream the client has.
-    _sent: SentStream = field(default_factory=SentStream)
+    candidates: _Candidates
+    request: ProxiedRequest
+    retries: RetryPolicy = field(default_factory=RetryPolicy)
+    #: The stream as the client has it.
+    _sent: StreamState = field(default_factory=StreamState)
+    #: The client has some of it.
     _touched: bool = False
-    #: Replicas that died with it, each time they did.
-    _dead: list[Replica] = field(default_factory=list)
+    #: Replicas that were lost with it, each time.
+    _lost: list[Replica] = field(default_factory=list)
     _attempt: _Attempt | None = None
 
     @asynccontextmanager
     async def answer(self) -> AsyncIterator[ProxiedAnswer]:
-        """What to tell the client, to be read inside of this context: leaving it ends what is open
-        at a replica. Raises RequestError where no replica can be reached, or all died with it.
+        """The answer for the client, to be read inside this context: leaving it ends what is open
+        at a replica. Raises RequestError where no replica can be reached or all were lost with it.
         """
         try:
             yield await self._begin()
@@ -210,12 +219,12 @@ class Exchange:
                 )
             try:
                 return await self._whole(found)
-            except Died:
-                self._count_death(found.replica)
+            except ReplicaLost:
+                self._count_loss(found.replica)
 
     async def _whole(self, attempt: _Attempt) -> ProxiedAnswer:
-        """A plain answer, kept until it is complete: until then another replica may give it. Raises
-        Died.
+        """A plain answer, held until it is complete: until then another replica may give it. Raises
+        ReplicaLost.
         """
         kept = bytearray()
         parts = attempt.parts()
@@ -225,8 +234,8 @@ class Exchange:
             if len(kept) > _KEPT_BYTES:
                 body = _broken_off(bytes(kept), parts)
                 return ProxiedAnswer(status, headers, body, attempt.share)
-        self.choosing.attempted(attempt.replica, "answered")
-        return _complete(status, headers, bytes(kept), attempt.share)
+        self.candidates.attempted(attempt.replica, "answered")
+        return ProxiedAnswer.whole(status, headers, bytes(kept), attempt.share)
 
     async def _stream(self, attempt: _Attempt) -> AsyncIterator[bytes]:
         """Whole events, to the end or to the error that ends it."""
@@ -235,44 +244,44 @@ class Exchange:
                 try:
                     async for data in self._events(attempt):
                         yield data
-                    self.choosing.attempted(attempt.replica, "answered")
+                    self.candidates.attempted(attempt.replica, "answered")
                     return
-                except Died:
-                    self._count_death(attempt.replica)
+                except ReplicaLost:
+                    self._count_loss(attempt.replica)
                 self._check_repeatable()
-                async for sign_of_life in self._wait_for_place():
-                    yield sign_of_life
+                async for keep_alive in self._wait_for_replica():
+                    yield keep_alive
                 attempt = self._resumed()
-        except (RequestError, CannotGoOn) as error:
-            yield stream_failure(error, self.asked)
+        except (RequestError, ResumeMismatch) as error:
+            yield stream_failure(error, self.request)
 
     async def _events(self, attempt: _Attempt) -> AsyncIterator[bytes]:
-        """Those of one replica that the client does not have. Raises Died or CannotGoOn."""
+        """The events of one replica that the client lacks. Raises ReplicaLost, ResumeMismatch."""
         left = b""
         as_it_is = not self._touched
         async for part in attempt.parts():
             events, left = _split_events(left + part, attempt.event_end)
             if len(left) > _EVENT_BYTES:
-                raise CannotGoOn("an event of the stream is too long")
-            if self.asked.repeatable:
+                raise ResumeMismatch("an event of the stream is too long")
+            if self.request.repeatable:
                 events = self._sent.new_of(events, as_it_is=as_it_is)
             if events:
                 self._touched = True
                 yield events
-        if self.asked.repeatable and not self._sent.is_whole:
-            raise Died("its stream has no end")
+        if self.request.repeatable and not self._sent.is_whole:
+            raise ReplicaLost("its stream has no end")
         if left:
             yield left
 
     def _check_repeatable(self) -> None:
-        if self._touched and not self.asked.repeatable:
-            raise CannotGoOn(
+        if self._touched and not self.request.repeatable:
+            raise ResumeMismatch(
                 "the engine died, and what it had said cannot be said again by another"
             )
 
-    async def _wait_for_place(self) -> AsyncIterator[bytes]:
-        """Until another replica has the request; gives signs of life. Raises RequestError."""
-        until = time.monotonic() + self.patience.resume_wait_s
+    async def _wait_for_replica(self) -> AsyncIterator[bytes]:
+        """Wait until another replica has the request; yields keep-alives. Raises RequestError."""
+        until = time.monotonic() + self.retries.resume_wait_s
         while True:
             pause = _LONGEST_PAUSE_S
             try:
@@ -289,14 +298,14 @@ class Exchange:
             await asyncio.sleep(pause)
 
     def _resumed(self) -> _Attempt:
-        """The attempt that goes on. Raises CannotGoOn for an answer that is no stream."""
+        """The attempt that resumes the stream. Raises ResumeMismatch for one that is no stream."""
         attempt = self._attempt
         assert attempt is not None  # it was waited for
         if not attempt.is_stream or attempt.response.status_code != 200:
-            raise CannotGoOn("another replica does not answer what one answered that died")
+            raise ResumeMismatch("another replica does not answer what one answered that died")
         self._sent.begin_again()
         if self._touched:
-            self.choosing.attempted(attempt.replica, "resumed")
+            self.candidates.attempted(attempt.replica, "resumed")
         return attempt
 
     async def _open_any(self) -> _Attempt | _Refusal:
@@ -318,26 +327,26 @@ class Exchange:
         raise RequestError("no engine of this model can be reached", code="restarting")
 
     def _order(self) -> Iterator[Replica]:
-        """Those that died with it come last."""
-        died_with_it: list[Replica] = []
-        for replica in self.choosing.order(self.asked):
-            if replica in self._dead:
-                died_with_it.append(replica)
+        """The candidates, those that were lost with it last."""
+        lost_before: list[Replica] = []
+        for replica in self.candidates.order(self.request):
+            if replica in self._lost:
+                lost_before.append(replica)
             else:
                 yield replica
-        yield from sorted(died_with_it, key=self._dead.count)
+        yield from sorted(lost_before, key=self._lost.count)
 
     async def _open(self, replica: Replica) -> _Attempt | _Refusal | None:
-        """What a replica makes of the request; None: it cannot be reached. Raises RequestError for
-        one that too many died with.
+        """A replica's answer to the request; None: it cannot be reached. Raises RequestError if too
+        many were lost with it.
         """
         await self._leave()
         started = time.monotonic()
-        share = replica.begin(background=self.asked.background)
+        share = replica.begin(background=self.request.background)
         try:
             response = await self._send(replica)
         except BaseException as error:
-            replica.end(background=self.asked.background)
+            replica.end(background=self.request.background)
             if not isinstance(error, httpx.TransportError | TimeoutError):
                 raise
             self._cannot_reach(replica, error)
@@ -345,16 +354,16 @@ class Exchange:
         self._attempt = _Attempt(replica, response, started, share)
         if response.status_code in _FULL:
             return await self._refused(self._attempt)
-        self.choosing.taken(replica)
+        self.candidates.taken(self.request, replica)
         return self._attempt
 
     async def _send(self, replica: Replica) -> httpx.Response:
-        """Raises httpx.TransportError, or TimeoutError when the replica is given up."""
+        """Raises httpx.TransportError, or TimeoutError if the replica is given up."""
         request = self.client.build_request(
-            self.asked.method,
-            replica.url + self.asked.path,
-            headers=self.asked.headers_for(replica.key),
-            content=self.asked.body or None,
+            self.request.method,
+            replica.url + self.request.path,
+            headers=self.request.headers_for(replica.key),
+            content=self.request.content or None,
         )
         async with replica.deadline():
             response = await self.client.send(request, stream=True)
@@ -362,12 +371,12 @@ class Exchange:
         return response
 
     def _cannot_reach(self, replica: Replica, error: BaseException) -> None:
-        """Raises RequestError if too many died with the request."""
-        self.choosing.attempted(replica, "unreachable")
+        """Raises RequestError if too many were lost with the request."""
+        self.candidates.attempted(replica, "unreachable")
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
             replica.became("gone", f"{type(error).__name__}: {error}"[:200])
         else:  # it may have read the request
-            self._count_death(replica)
+            self._count_loss(replica)
 
     async def _refused(self, attempt: _Attempt) -> _Refusal:
         try:
@@ -376,26 +385,26 @@ class Exchange:
             body = b""
         replica, response = attempt.replica, attempt.response
         refusal = _Refusal(
-            _complete(response.status_code, attempt.headers(), body),
+            ProxiedAnswer.whole(response.status_code, attempt.headers(), body),
             retry_after_s(response.headers, _RETRY_S),
             is_own_limit(body),
         )
         await self._leave()
         if not refusal.final:
-            if not self.asked.background:  # it may have room for people all the same
+            if not self.request.background:  # it may have room for people all the same
                 replica.refused(refusal.retry_s)
-            self.choosing.attempted(replica, "full")
+            self.candidates.attempted(replica, "full")
         return refusal
 
-    def _count_death(self, replica: Replica) -> None:
-        """Raises RequestError if this is one too many: a request that ends engines must not end all
-        of them.
+    def _count_loss(self, replica: Replica) -> None:
+        """Raises RequestError if this is one too many: a request that kills engines must not kill
+        all of them.
         """
-        self.choosing.attempted(replica, "died")
-        self._dead.append(replica)
-        if len(self._dead) >= self.patience.attempts:
+        self.candidates.attempted(replica, "died")
+        self._lost.append(replica)
+        if len(self._lost) >= self.retries.attempts:
             raise RequestError(
-                f"{len(self._dead)} times an engine went away while it had this request, which is "
+                f"{len(self._lost)} times an engine went away while it had this request, which is "
                 "not tried again",
                 code="request_failed",
             )
@@ -404,15 +413,15 @@ class Exchange:
         """End what is open at a replica."""
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
-            attempt.replica.end(attempt.took, background=self.asked.background)
+            attempt.replica.end(attempt.took, background=self.request.background)
             await attempt.response.aclose()
 
 
-def stream_failure(error: Exception, asked: Asked) -> bytes:
-    """How the API ends a stream that went wrong."""
-    if isinstance(error, CannotGoOn):
+def stream_failure(error: Exception, request: ProxiedRequest) -> bytes:
+    """The event with which the API ends a stream that failed."""
+    if isinstance(error, ResumeMismatch):
         error = RequestError(str(error), code="engine_dead")
-    path, reply = asked.route, ErrorReply.of(error, asked.request_id)
+    path, reply = request.route, ErrorReply.of(error, request.request_id)
     form = ErrorForm.of(path)
     if form is ErrorForm.OLLAMA:
         return reply.json(form) + _LINE_END
@@ -424,42 +433,31 @@ def stream_failure(error: Exception, asked: Asked) -> bytes:
     return reply.event() + _DONE
 
 
-def _complete(
-    status: int, headers: RawHeaders, body: bytes, share: EngineShare | None = None
-) -> ProxiedAnswer:
-    """An answer that is there already."""
-    kept = [item for item in headers if item[0] != b"content-length"]
-    length = (b"content-length", str(len(body)).encode())
-    return ProxiedAnswer(status, [*kept, length], _only(body), share)
-
-
 async def _only(body: bytes) -> AsyncIterator[bytes]:
     if body:
         yield body
 
 
 async def _broken_off(begun: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """An answer that is too long to be kept. If its replica dies it ends without its end, which the
-    client sees.
-    """
+    """An answer that is too long to be held; if its replica is lost, the client sees it cut off."""
     yield begun
     async for part in rest:
         yield part
 
 
 def _split_events(data: bytes, end: bytes) -> tuple[bytes, bytes]:
-    """(whole events, the beginning of the next one). end: of an event."""
+    """(whole events, the start of the next one). end: of an event."""
     cut = data.rfind(end) + len(end)
     return (data[:cut], data[cut:]) if cut >= len(end) else (b"", data)
 
 
 def is_own_limit(body: bytes) -> bool:
-    """True for a refusal that is about the client, not about the engine."""
+    """Whether a refusal is for the client's own limits, not for lack of room."""
     return _code(body) in _OWN_LIMITS
 
 
 def _code(body: bytes) -> str | None:
-    """Of an error, in OpenAI's form."""
+    """The code of an error in OpenAI's form."""
     try:
         code = orjson.loads(body)["error"]["code"]
     except (orjson.JSONDecodeError, KeyError, TypeError):

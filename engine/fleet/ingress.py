@@ -14,18 +14,14 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.fleet.asked import Asked
 from jitney.engine.fleet.fleet import Fleet
 from jitney.engine.fleet.forwarding import ProxiedAnswer, stream_failure
+from jitney.engine.fleet.request import ProxiedRequest
+from jitney.engine.fleet.request import Route as ModelRoute
 from jitney.engine.fleet.rollout.rollout_routes import ROLLOUT_ROUTES
 from jitney.engine.server import (
-    FRONT_ROUTES,
-    MODEL_ROUTES,
-    OLLAMA_LISTS,
-    PROBE_ROUTES,
-    RELOAD_ROUTES,
     ROUTES,
-    TASK_ROUTES,
+    SHARED_ROUTES,
     ApiKeys,
     Context,
     Endpoint,
@@ -47,14 +43,13 @@ from jitney.engine.server import (
     without_tag,
 )
 
-_COMPLETIONS, _CHAT = "/v1/completions", "/v1/chat/completions"
-#: SageMaker's way to either of them.
+#: SageMaker's route to completions and chats.
 _INVOCATIONS = "/invocations"
 #: Routes of an engine whose body names the model.
 _TO_MODELS = frozenset(
     {
-        _COMPLETIONS,
-        _CHAT,
+        ModelRoute.COMPLETIONS,
+        ModelRoute.CHAT,
         "/v1/responses",
         "/v1/responses/input_tokens",
         "/v1/messages",
@@ -88,16 +83,15 @@ class ReplicaList(ResponseModel):
 
 @dataclass(frozen=True, slots=True)
 class _Sending:
-    """Tells a client what a model answers; an ASGI application."""
+    """Sends a client the answer of the request's model; an ASGI application."""
 
     fleet: Fleet
-    model_name: str
-    asked: Asked
+    request: ProxiedRequest
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        context, model = Context.of(scope), self.fleet.models[self.model_name]
-        with self.fleet.quotas.holding(context.tenant, self.model_name, self.asked) as account:
-            async with model.answer(self.asked) as answer:
+        context, model = Context.of(scope), self.fleet.models[self.request.model]
+        with self.fleet.quotas.holding(context.tenant, self.request) as account:
+            async with model.answer(self.request) as answer:
                 await self._send(account.watched(answer), context, send)
 
     async def _send(self, answer: ProxiedAnswer, context: Context, send: Send) -> None:
@@ -106,8 +100,8 @@ class _Sending:
         first = await anext(body, b"")
         if not context.background:
             first_s = context.elapsed_ms / 1000
-            self.fleet.metrics.first_byte.labels(self.model_name).observe(first_s)
-        self.fleet.note_keeper(self.model_name, self.asked, answer.replica, first)
+            self.fleet.metrics.first_byte.labels(self.request.model).observe(first_s)
+        self.fleet.note_keeper(self.request, answer.replica, first)
         headers = answer.headers
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
         parts = StreamingWriter(send)
@@ -139,7 +133,7 @@ class _Sending:
             if not early:
                 raise
             task.uncancel()
-            await parts.write(stream_failure(early[0], self.asked))
+            await parts.write(stream_failure(early[0], self.request))
         finally:
             context.end = None
 
@@ -161,34 +155,35 @@ async def _to_tagged_model(fleet: Fleet, request: Request) -> ASGIApp:
 
 async def _sending(fleet: Fleet, request: Request, fields: JsonDict, name: str) -> _Sending:
     """name: of a model or an adapter of the fleet."""
-    asked = await Asked.of(request, fields)
-    if asked.route == _INVOCATIONS:
-        asked = replace(asked, path=_COMPLETIONS if fields.get("messages") is None else _CHAT)
+    proxied = await ProxiedRequest.of(request, fields)
+    if proxied.route == _INVOCATIONS:
+        is_chat = fields.get("messages") is not None
+        proxied = replace(proxied, path=ModelRoute.CHAT if is_chat else ModelRoute.COMPLETIONS)
     if name in fleet.adapters:
-        asked, name = asked.with_adapter(name), fleet.adapters[name]
-    keeper = await fleet.earlier_keeper(asked)
-    if keeper is not None and keeper.model == name:
-        asked = asked.kept_by(keeper.replica)
-    return _Sending(fleet, name, asked)
+        proxied = replace(proxied, model=fleet.adapters[name], adapter=name)
+    else:
+        proxied = replace(proxied, model=name)
+    keeper = await fleet.earlier_keeper(proxied)
+    if keeper is not None and keeper.model == proxied.model:
+        proxied = replace(proxied, keeper=keeper.replica)
+    return _Sending(fleet, proxied)
 
 
 async def _to_keeper(fleet: Fleet, request: Request) -> ASGIApp:
     """Pass a request on to the engine that keeps the answer that its path names."""
-    asked = await Asked.of(request)
+    proxied = await ProxiedRequest.of(request)
     id = request.path_params["response_id"]
-    keeper = await fleet.keeper(asked, id)
+    keeper = await fleet.keeper(proxied, id)
     if keeper is None:
         raise HttpError(
             404, f"no response {echo(id)}", code="response_not_found", param="response_id"
         )
-    return _Sending(fleet, keeper.model, asked.kept_by(keeper.replica))
+    return _Sending(fleet, replace(proxied, model=keeper.model, keeper=keeper.replica))
 
 
 @dataclass(frozen=True, slots=True)
 class _Passing(Endpoint[Fleet]):
-    """What every route that is passed on has around it: a drain waits for it, and the client's
-    leaving ends it.
-    """
+    """Wraps every proxied route: a drain waits for it, and the client's disconnect ends it."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context, fleet = Context.of(scope), self.service
@@ -226,16 +221,13 @@ def _engine_routes() -> Iterator[HttpRoute]:
             yield replace(route, handler=_to_keeper)
 
 
-[_LIVEZ] = [route for route in PROBE_ROUTES if route.path == "/livez"]
+[_LIVEZ] = [route for route in SHARED_ROUTES if route.path == "/livez"]
 _PASSED_ROUTES = tuple(_engine_routes())
 _FLEET_ROUTES = (
     *_PASSED_ROUTES,
-    *MODEL_ROUTES,
-    *OLLAMA_LISTS,
-    *PROBE_ROUTES,
+    *SHARED_ROUTES,
     replace(_LIVEZ, path="/healthz", summary="the same as /livez"),
     HttpRoute("/version", _GET, _show_version, "the version", answer=Version),
-    *FRONT_ROUTES,
     HttpRoute(
         "/fleet/replicas",
         _GET,
@@ -244,8 +236,6 @@ _FLEET_ROUTES = (
         role=Role.ADMIN,
         answer=ReplicaList,
     ),
-    *TASK_ROUTES,
-    *RELOAD_ROUTES,
     *ROLLOUT_ROUTES,
 )
 _PASSED_PATHS = frozenset(route.path for route in _PASSED_ROUTES)

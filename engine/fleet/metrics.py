@@ -5,7 +5,6 @@ The engines have their own. Labels have few values: names of models and replicas
 
 from __future__ import annotations
 
-import time
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
@@ -41,7 +40,7 @@ _GAUGES: Mapping[str, tuple[str, Callable[[Replica], float]]] = {
     "replica_predicted_wait_seconds": (
         "seconds that one more request would wait for a seat of the replica; absent while it takes "
         "none",
-        lambda replica: replica.predicted_wait(time.monotonic()),
+        attrgetter("predicted_wait"),
     ),
 }
 
@@ -181,7 +180,7 @@ def _levels(rollouts: list[Rollout]) -> Metric:
 
 
 def _intervals(rollouts: list[Rollout]) -> Iterator[Metric]:
-    """What is not known yet is absent."""
+    """Intervals and verdicts; those without data are absent."""
     intervals = _gauge(
         "interval",
         "candidate to stable, a ratio (of errors the difference): the estimate and both ends",

@@ -37,7 +37,7 @@ def fleet_page_routes(
 
 
 def _places(fleet: Fleet) -> Iterator[tuple[str, ReplicaAddress]]:
-    """Of the engines that have one, by the names that the page calls them."""
+    """Addresses of engines by the names that the page shows."""
     for replicas in fleet.replicas.values():
         for replica in replicas:
             if replica.url:
@@ -46,7 +46,7 @@ def _places(fleet: Fleet) -> Iterator[tuple[str, ReplicaAddress]]:
 
 
 def _endpoint(fleet: Fleet) -> Endpoint:
-    """What the fleet itself knows, as /readyz and /fleet/replicas say it."""
+    """The endpoint's own state, as /readyz and /fleet/replicas report it."""
     reason = fleet.unready()
     starting = (
         ReplicaAddress.name_of(replica.name)

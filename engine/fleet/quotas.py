@@ -1,4 +1,4 @@
-"""What one API key may have at a time and in a minute, at all engines of a fleet together
+"""Limits of one API key at a time and per minute, over all engines of a fleet
 (`engine.server.http.quotas` is where it is counted).
 
 The ingress has no tokenizer: prompt tokens are guessed from characters, by what the answers' usage
@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from jitney.engine.common.requests import JsonObject
-from jitney.engine.fleet.asked import Asked
 from jitney.engine.fleet.forwarding import ProxiedAnswer
+from jitney.engine.fleet.request import ProxiedRequest
 from jitney.engine.fleet.rollout.measuring import UsageWatch
 from jitney.engine.server import Quotas, Spending
 
@@ -96,30 +96,30 @@ class FleetQuotas:
         self.max_concurrent, self.tokens_per_minute = max_concurrent, tokens_per_minute
 
     @contextmanager
-    def holding(self, key: str, model: str, asked: Asked) -> Iterator[_Account]:
+    def holding(self, key: str, request: ProxiedRequest) -> Iterator[_Account]:
         """A request of this key is under way. Raises RequestError rate_limit, or invalid_value if
         it has more sequences than the key may ever have.
         """
-        if asked.route not in _WRITING | _READING or asked.method != "POST":
+        if request.route not in _WRITING | _READING or request.method != "POST":
             yield _Account(None)
             return
-        sequences = _sequences_of(asked)
+        sequences = _sequences_of(request)
         with self._quotas.open(key), self._quotas.open_rest(key, sequences):
             if not self.tokens_per_minute:
                 yield _Account(None)
                 return
-            with self._charged(key, model, asked, sequences) as account:
+            with self._charged(key, request, sequences) as account:
                 yield account
 
     @contextmanager
-    def _charged(self, key: str, model: str, asked: Asked, sequences: int) -> Iterator[_Account]:
-        """What it is expected to use is charged, and what it did use in the end."""
-        n_ids, n_chars = _prompt_size(asked.fields)
-        chars_per_token = self._chars_per_token.get(model, _FIRST_CHARS)
+    def _charged(self, key: str, request: ProxiedRequest, sequences: int) -> Iterator[_Account]:
+        """Charge the expected use, and correct it by the real use at the end."""
+        n_ids, n_chars = _prompt_size(request.fields)
+        chars_per_token = self._chars_per_token.get(request.model, _FIRST_CHARS)
         n_prompt = round(n_ids + n_chars / chars_per_token)
-        most = _limit_of(asked.fields)
+        most = _limit_of(request.fields)
         expected = 0
-        if asked.route in _WRITING:
+        if request.route in _WRITING:
             expected = sequences * self._quotas.expect(key, n_prompt, most, most or _MOST_OUTPUT)
         with self._quotas.charging(key, n_prompt, expected) as spending:
             account = _Account(spending)
@@ -127,7 +127,7 @@ class FleetQuotas:
                 yield account
             finally:
                 account.settle(n_prompt)
-        self._learn(model, n_ids, n_chars, account.usage.prompt)
+        self._learn(request.model, n_ids, n_chars, account.usage.prompt)
         if sequences == 1 and account.is_whole:
             self._quotas.seen(key, n_prompt, most, account.usage.tokens)
 
@@ -141,7 +141,7 @@ class FleetQuotas:
 
 @dataclass(slots=True)
 class _Account:
-    """What one request uses. spending: None where tokens are not limited."""
+    """Use of one request. spending: None where tokens are not limited."""
 
     spending: Spending | None
     usage: UsageWatch = field(default_factory=UsageWatch)
@@ -174,15 +174,15 @@ class _Account:
         self.spending.spend(self.usage.tokens)
 
 
-def _sequences_of(asked: Asked) -> int:
+def _sequences_of(request: ProxiedRequest) -> int:
     """Answers that a request wants, of all its prompts. What is no number counts as 1: the engine
     refuses it.
     """
-    if asked.route not in _WRITING:
+    if request.route not in _WRITING:
         return 1
-    numbers = [asked.fields.get(name) for name in ("n", "best_of")]
+    numbers = [request.fields.get(name) for name in ("n", "best_of")]
     each = max([1, *(number for number in numbers if type(number) is int)])
-    prompt = asked.fields.get("prompt")
+    prompt = request.fields.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         return each * len(prompt)
     return each

@@ -1,41 +1,60 @@
-"""The engines of one model, kept in order while they change, so that choosing one of thousands does
-not look at all of them.
+"""The replicas of one model and the order in which they are offered a request, kept up to date so
+that choosing one of thousands does not look at all of them.
 """
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
 
 from jitney.engine.fleet.replicas import Replica
-from jitney.engine.fleet.routing import LeastWait, Ring
+from jitney.engine.fleet.routing import HashRing, LeastWait, PrefixIndex, RouterName, round_robin
+
+#: Share of a replica's seats up to which the prefix router has no brake.
+_SPARE = 0.25
+
+#: How the replica of a prefix was found: it had the prefix before (known), another one had it
+#: (moved), nobody had and the hash names it (hashed), or the hash names another one (spread).
+type _PrefixChoice = Literal["known", "moved", "hashed", "spread"]
 
 
 class ReplicaSet:
-    """Engines that answer alike. What is kept of each is brought up to date when it says that it
-    changed (`Replica.on_change`).
+    """Replicas that answer alike, and their router.
+
+    Each replica's entry is updated when it calls `Replica.on_change`. brake: times the mean load at
+    which the prefix router sends prompts elsewhere.
     """
 
-    def __init__(self, replicas: list[Replica]) -> None:
+    def __init__(
+        self,
+        replicas: Iterable[Replica] = (),
+        router: RouterName = "prefix",
+        brake: float = HashRing.brake,
+    ) -> None:
         self.all: list[Replica] = []
-        #: Requests at each that is ready, and their sum.
+        self.router: RouterName = router
+        self._brake = brake
+        #: Requests at each ready replica, and their sum.
         self.loads: dict[str, float] = {}
         self.total = 0.0
-        #: Those that are ready, by the wait that they predict.
+        #: Ready replicas by `Replica.routing_wait`.
         self.waits = LeastWait()
-        #: The same by the share of their seats that is taken, for lines of batches.
-        self.rooms = LeastWait()
-        #: Of those that are ready, the fewest seats that one says it has; 0: one does not say.
+        #: Ready replicas by `Replica.seat_fill`, for lines of batches.
+        self.fills = LeastWait()
+        #: Fewest seats of a ready replica; 0: one does not report its seats.
         self.least_seats = 0
+        self._turn = 0
+        self._prefixes = PrefixIndex()
         self._by_name: dict[str, Replica] = {}
         self._seats: dict[str, int] = {}
-        # Names of those that are ready, and the ring; None: to be made anew.
+        # Names of ready replicas, and the ring; None: to be built.
         self._names: list[str] | None = None
-        self._ring: Ring | None = None
+        self._ring: HashRing | None = None
         for replica in replicas:
             self.add(replica)
 
     def add(self, replica: Replica) -> None:
-        """One more; no two have the same name."""
+        """Add a replica; names are unique."""
         self.all.append(replica)
         self._by_name[replica.name] = replica
         self._ring = None
@@ -43,9 +62,7 @@ class ReplicaSet:
         self._note(replica)
 
     def remove(self, replica: Replica) -> None:
-        """It is no more one of them: what belonged to it goes to the others. Its open requests
-        go on.
-        """
+        """Remove a replica; its keys go to the others, its open requests continue."""
         replica.on_change = None
         self._leave_out(replica.name)
         self.all.remove(replica)
@@ -54,37 +71,84 @@ class ReplicaSet:
 
     @property
     def names(self) -> list[str]:
-        """Of those that are ready, in the order in which they were added: whoever goes away and
-        comes back has its old turn.
-        """
+        """Names of ready replicas in the order in which they were added."""
         if self._names is None:
             self._names = [each.name for each in self.all if each.name in self.loads]
         return self._names
 
     @property
-    def ring(self) -> Ring:
-        """Of those that are gone too: their keys come back to them."""
+    def ring(self) -> HashRing:
+        """The ring of all replicas; one that is gone for a while gets its keys back."""
         if self._ring is None:
-            self._ring = Ring(self._by_name)
+            self._ring = HashRing(self._by_name)
         return self._ring
 
     def ready(self, name: str) -> Replica | None:
-        """The one of this name, if it takes requests."""
+        """The replica of this name if it takes requests."""
         return self._by_name[name] if name in self.loads else None
+
+    def order(self, prefixes: Sequence[bytes]) -> Iterator[Replica]:
+        """Ready replicas in the router's order, those that refuse requests last. prefixes: of the
+        prompt, the shortest first; only the prefix router reads them.
+        """
+        return self._full_last(self._routed(prefixes))
+
+    def by_free_seats(self) -> Iterator[Replica]:
+        """Ready replicas with the least share of their seats taken first; full ones last."""
+        return self._full_last(self.fills.order())
+
+    def sent(self, prefixes: Sequence[bytes], name: str) -> _PrefixChoice | None:
+        """Note the replica that took a prompt. Returns how it was found; None: not by prefix."""
+        if self.router != "prefix" or not prefixes:
+            return None
+        known = self._prefixes.replica_of(prefixes)
+        self._prefixes.note(prefixes, name)
+        if known is not None:
+            return "known" if name == known else "moved"
+        return "hashed" if name == next(self.ring.walk(prefixes[0])) else "spread"
+
+    def _routed(self, prefixes: Sequence[bytes]) -> Iterator[str]:
+        match self.router:
+            case "prefix":
+                return self.ring.order(
+                    prefixes[0],
+                    self.loads,
+                    total=self.total,
+                    brake=self._brake,
+                    spare=_SPARE * self.least_seats,
+                    known=self._prefixes.replica_of(prefixes),
+                    seats=self.least_seats,
+                )
+            case "least-wait":
+                return self.waits.order()
+            case "round-robin":
+                self._turn += 1
+                return round_robin(self.names, self._turn)
+
+    def _full_last(self, names: Iterator[str]) -> Iterator[Replica]:
+        full: list[Replica] = []
+        for name in names:
+            replica = self.ready(name)
+            if replica is None:  # it went away while another one was tried
+                continue
+            if replica.is_full:
+                full.append(replica)
+            else:
+                yield replica
+        yield from full
 
     def _note(self, replica: Replica) -> None:
         if replica.state != "ready":
             self._leave_out(replica.name)
             return
-        now = time.monotonic()
         name, load = replica.name, replica.load
         if name not in self.loads:
             self._names = None
         self.total += load - self.loads.get(name, 0.0)
         self.loads[name] = load
-        full = replica.full_until > now
-        self.waits.put(name, replica.predicted_wait(now), load, full=full)
-        self.rooms.put(name, replica.taken, load, full=full)
+        wait_s = replica.routing_wait(self.total / len(self.loads))
+        self.waits.put(name, wait_s, load, full=replica.is_full)
+        self.fills.put(name, replica.seat_fill, load, full=replica.is_full)
         if self._seats.get(name) != replica.seats:
             self._seats[name] = replica.seats
             self.least_seats = min(self._seats.values())
@@ -95,6 +159,6 @@ class ReplicaSet:
         self.total -= self.loads.pop(name)
         self._names = None
         self.waits.drop(name)
-        self.rooms.drop(name)
+        self.fills.drop(name)
         del self._seats[name]
         self.least_seats = min(self._seats.values(), default=0)

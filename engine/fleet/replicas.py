@@ -1,9 +1,7 @@
-"""The engines of a model as a fleet knows them: whether each can be had, how much it has to do, and
-what it would make a request wait.
+"""The replicas of a model as a fleet knows them: state, load and predicted wait.
 
-Each is looked at every `poll_s`: /readyz says whether it takes requests, /metrics how much it has
-to do (where the key that it is asked with may see that). One that does not answer is left out, and
-comes back when it does.
+Each is polled every `poll_s`: /readyz says whether it takes requests, /metrics its load (where the
+fleet's key may see that). One that does not answer is left out until it does.
 """
 
 from __future__ import annotations
@@ -29,6 +27,8 @@ _log = logging.getLogger("jitney.fleet")
 _LOOK_S = 5.0
 #: What the mean of a request's seconds keeps of itself with each new one.
 _FADE = 0.9
+#: Seconds of a request before one has ended: too many only spread requests more evenly.
+_UNTIMED_S = 10.0
 _NOT_HERE = 404
 
 #: "starting": its process was started, and does not answer yet. "ready": it takes requests.
@@ -70,7 +70,7 @@ class Replica:
     lines: int = 0
     #: Mean seconds of a request of ours; 0: none has ended.
     request_s: float = 0.0
-    #: Until then it is full, by its own word.
+    #: Until then it refuses requests, by its own Retry-After.
     full_until: float = 0.0
     #: Requests that it was given, those that it answered, and those that it died with.
     given: int = 0
@@ -78,7 +78,7 @@ class Replica:
     lost: int = 0
     #: Hears of every change of its state or load.
     on_change: Callable[[Replica], None] | None = None
-    #: Seconds, of what shares are counted in.
+    #: Seconds; of a simulated fleet, virtual ones.
     clock: Callable[[], float] = time.monotonic
     #: See `share_s`; as of when, and by how many requests it has been split since.
     _share_s: float = 0.0
@@ -102,30 +102,47 @@ class Replica:
 
     @property
     def _told(self) -> float:
-        """Of `load`, what it said itself."""
+        """The part of `load` that it reported."""
         return max(0.0, self.running + self.waiting - self.background)
 
     @property
-    def taken(self) -> float:
-        """Share of its seats that is taken, by lines of our batches too; above 1 where some
-        wait.
-        """
+    def seat_fill(self) -> float:
+        """Requests, lines of our batches included, over seats; above 1 where some wait."""
         return (self.load + self.lines) / max(1, self.seats)
+
+    @property
+    def is_full(self) -> bool:
+        """It refused a request and its Retry-After has not passed."""
+        return self.clock() < self.full_until
 
     def holds(self, adapter: str) -> bool:
         """Whether it answers requests for an adapter; empty: for none, which all do."""
         return not adapter or adapter in self.models
 
-    def predicted_wait(self, now: float) -> float:
+    @property
+    def predicted_wait(self) -> float:
         """Seconds that one more request would wait for a seat."""
-        if now < self.full_until:
-            return self.full_until - now
-        seats = max(1, self.seats)
-        seat_s = self.request_s / seats
+        if self.is_full:
+            return self.full_until - self.clock()
         if self.wait_s is None:
-            return max(0.0, self.load - seats) * seat_s
-        since = max(0.0, self.load - max(seats, self._told))
-        return self.wait_s + since * seat_s
+            return max(0.0, self.load - max(1, self.seats)) * self._seat_s
+        unseated = max(0.0, self.load - max(1, self.seats, self._told))
+        return self.wait_s + unseated * self._seat_s
+
+    def routing_wait(self, at_once: float) -> float:
+        """`predicted_wait` with every request that was sent since the last report, seat free or
+        not: prompts wait for the prompts before them. Without these, all requests go to one replica
+        until its next report. at_once: requests that such a replica usually works on.
+        """
+        if self.is_full or self.wait_s is None:
+            return self.predicted_wait
+        request_s = (self.request_s or _UNTIMED_S) / max(1.0, min(at_once, self.seats))
+        return self.wait_s + max(0.0, self.load - self._told) * request_s
+
+    @property
+    def _seat_s(self) -> float:
+        """Mean seconds between two requests that end while all seats are taken."""
+        return self.request_s / max(1, self.seats)
 
     def share_s(self) -> float:
         """Seconds of it that a request would have had that was always there, split evenly at each
@@ -174,8 +191,8 @@ class Replica:
                 self._deadlines.discard(deadline)
 
     def refused(self, retry_s: float) -> None:
-        """It is full, and said when to come again."""
-        self.full_until = time.monotonic() + retry_s
+        """It refused a request for want of room, for so many seconds."""
+        self.full_until = self.clock() + retry_s
         self.changed()
 
     def became(self, state: ReplicaState, reason: str = "") -> None:
@@ -205,7 +222,6 @@ class Replica:
 
     def shown(self) -> JsonDict:
         """For GET /fleet/replicas."""
-        now = time.monotonic()
         return {
             "name": self.name,
             "url": self.url,
@@ -218,7 +234,7 @@ class Replica:
             "open": self.open,
             "background": self.lines,
             "waiting": self.waiting,
-            "predicted_wait_s": self.predicted_wait(now) if self.state == "ready" else None,
+            "predicted_wait_s": self.predicted_wait if self.state == "ready" else None,
             "given": self.given,
             "answered": self.answered,
             "lost": self.lost,
@@ -227,7 +243,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class EngineShare:
-    """What a request has had of a replica since it was given to it."""
+    """A request's share of a replica since it was sent there."""
 
     replica: Replica
     #: By the replica's clock, and its `share_s` then.
@@ -236,7 +252,7 @@ class EngineShare:
 
     @property
     def seconds(self) -> float:
-        """Of the replica, split evenly among all requests there."""
+        """Seconds of the replica, split evenly among all requests there."""
         return self.replica.share_s() - self._begun_share_s
 
     @property
@@ -332,7 +348,7 @@ class Watch:
 
 
 def _reason(answer: httpx.Response) -> str:
-    """What an engine says of why it takes no requests."""
+    """An engine's reason for taking no requests."""
     try:
         return str(answer.json()["error"]["message"])[:200]
     except (ValueError, KeyError, TypeError):

@@ -1,8 +1,7 @@
-"""Which replica a request goes to: pure functions of what is known of the replicas.
+"""The routers of a fleet: the order in which replicas are offered a request.
 
-Each gives the replicas in the order in which they are to be tried: the next one is for when the one
-before cannot be reached, or is full. None looks at all replicas for a request: there may be
-thousands.
+The next replica is tried when the one before cannot be reached or is full. No router looks at all
+replicas for a request: there may be thousands.
 """
 
 from __future__ import annotations
@@ -12,30 +11,31 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from heapq import heapify, heappop, heappush
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from jitney.engine.common.lru import LruCache
 
-#: How often each replica stands on the ring. With n points the shares of the replicas differ from
-#: each other by about 1 / sqrt(n).
+type RouterName = Literal["prefix", "least-wait", "round-robin"]
+
+#: Points of each replica on the ring; n points make the replicas' shares differ by 1 / sqrt(n).
 _POINTS = 128
-#: How much more than the mean a replica may have before prompts that belong to it go elsewhere.
+#: Times the mean load at which a replica gets no more prompts for their prefix.
 _BRAKE = 1.25
-#: Beginnings of prompts that are remembered, some 200 bytes each.
-_MOST_KNOWN = 1 << 16
-#: Replicas that `LeastWait` gives before it sorts the others.
+#: Prefixes that are remembered, some 200 bytes each.
+_MOST_PREFIXES = 1 << 16
+#: Replicas that `LeastWait` yields before it sorts the others.
 _FIRST = 2
 
 
-def _place(text: bytes) -> int:
-    """A place on the ring, from 0 to 2**64 - 1; the same in every process."""
+def _position(text: bytes) -> int:
+    """Position on the ring, 0 to 2**64 - 1; the same in every process."""
     return int.from_bytes(blake2b(text, digest_size=8).digest())
 
 
-class Ring:
+class HashRing:
     """Consistent hashing: a key belongs to the replica whose point is the next one on a ring.
 
-    A replica that comes or goes moves the keys that it gets or had, 1/n of them, and no others.
+    Adding or removing one of n replicas moves its own keys, 1/n of all, and no others.
     """
 
     #: See `order`.
@@ -43,18 +43,20 @@ class Ring:
 
     def __init__(self, names: Collection[str], points: int = _POINTS):
         marks = sorted(
-            (_place(f"{name}\0{point}".encode()), name) for name in names for point in range(points)
+            (_position(f"{name}\0{point}".encode()), name)
+            for name in names
+            for point in range(points)
         )
         self.names = tuple(sorted(names))
-        self._places = [place for place, _ in marks]
+        self._positions = [position for position, _ in marks]
         self._owners = [name for _, name in marks]
 
     def __len__(self) -> int:
         return len(self.names)
 
     def walk(self, key: bytes) -> Iterator[str]:
-        """Every replica once, from the one that the key belongs to around the ring."""
-        start = bisect_right(self._places, _place(key))
+        """All replicas, from the one that the key belongs to around the ring."""
+        start = bisect_right(self._positions, _position(key))
         seen: set[str] = set()
         for step in range(len(self._owners)):
             name = self._owners[(start + step) % len(self._owners)]
@@ -75,16 +77,15 @@ class Ring:
         known: str | None = None,
         seats: float = 0.0,
     ) -> Iterator[str]:
-        """By the key, with load as the brake: consistent hashing with bounded loads (Mirrokni,
-        Thorup, Zadimoghaddam, 2016).
+        """Consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, 2016).
 
-        loads: requests at each replica that can be had, waiting or in seats; of the ring's others
-        nothing is given. total: their sum. Who has `brake` times the mean comes after those that
-        have less. spare: up to this load there is no brake: some empty seats are no reason to lose
-        a prefix. known: the replica that had this beginning last; it is asked before the ring, and
-        while fewer than `seats` of its seats are taken there is no brake: nobody waits there, and
-        elsewhere the prompt would be computed again. A prompt that nobody is known to have had does
-        not wait while some replica has a free seat: who has none comes after those that have one.
+        key: of the prompt; its replica is the next one on the ring. loads: requests at each ready
+        replica, waiting or in seats; total: their sum. A replica with `brake` times the mean load
+        comes after those with less. spare: load up to which there is no brake. known: the replica
+        that computed this prefix last. It is tried before the ring, and has no brake while fewer
+        than `seats` of its seats are taken: nobody waits there, and elsewhere the prefix would be
+        computed again. A prompt of unknown prefix does not wait while some replica has a free seat:
+        replicas without one come last.
         """
         most = max(spare, _most_load(total, max(1, len(loads)), brake))
         if known is None and total < seats * len(loads):
@@ -103,7 +104,7 @@ class Ring:
 
 
 def _most_load(total: float, replicas: int, brake: float = _BRAKE) -> int:
-    """Requests that one of so many replicas may have once one more has come to `total`."""
+    """Most requests of one replica once one more has come to `total`."""
     return math.ceil(brake * (total + 1) / replicas)
 
 
@@ -115,47 +116,44 @@ def _known_first(known: str | None, names: Iterator[str]) -> Iterator[str]:
             yield name
 
 
-class KnownBeginnings:
-    """Which replica was given which beginnings of prompts, as far as is remembered: who was asked
-    for longest ago is forgotten first.
+class PrefixIndex:
+    """The replica that each prefix was sent to last; the least recently used are forgotten.
 
-    The ring knows where a conversation begins. This knows where it went when the brake moved it, so
-    that its next turn follows its pages and does not go back.
+    The ring says where a conversation begins; this says where the brake moved it, so that its next
+    turn follows its pages.
     """
 
-    def __init__(self, most: int = _MOST_KNOWN):
-        self._replicas = LruCache[bytes, str](most, lambda beginning: 1)
+    def __init__(self, most: int = _MOST_PREFIXES):
+        self._replicas = LruCache[bytes, str](most, lambda prefix: 1)
 
     def __len__(self) -> int:
         return len(self._replicas)
 
-    def replica_of(self, beginnings: Sequence[bytes]) -> str | None:
-        """The replica that was given the longest of these; None: none is known. beginnings: of one
-        prompt, the shortest first.
+    def replica_of(self, prefixes: Sequence[bytes]) -> str | None:
+        """The replica of the longest of one prompt's prefixes, the shortest first; None: none is
+        known.
         """
-        for beginning in reversed(beginnings):
-            name = self._replicas.get(beginning)
+        for prefix in reversed(prefixes):
+            name = self._replicas.get(prefix)
             if name is not None:
                 return name
         return None
 
-    def given(self, beginnings: Sequence[bytes], name: str) -> None:
-        """The prompt went to this replica. Only the longest is noted: a next turn begins with
+    def note(self, prefixes: Sequence[bytes], name: str) -> None:
+        """A prompt went to this replica. Only its longest prefix is kept: a next turn begins with
         it.
         """
-        if beginnings:
-            self._replicas.put(beginnings[-1], name)
+        self._replicas.put(prefixes[-1], name)
 
 
 type _Wait = tuple[bool, float, float, str]
 
 
 class LeastWait:
-    """Replicas by their predicted wait, or by another number that is the best one where it is the
-    least; of equal ones by their load; full ones last.
+    """Replicas sorted by (full, predicted wait, load): full ones last.
 
-    A heap in which a replica's old entries stay until they come up: a change and the first of n
-    replicas cost O(log n).
+    A heap in which a replica's old entries stay until they come up, so that a change and the first
+    of n replicas cost O(log n).
     """
 
     def __init__(self) -> None:
@@ -166,7 +164,7 @@ class LeastWait:
         return len(self._waits)
 
     def put(self, name: str, wait_s: float, load: float, *, full: bool = False) -> None:
-        """It is there, and makes a request wait so long. full: by its own word."""
+        """Set a replica's wait and load. full: it refuses requests now."""
         wait = full, wait_s, load, name
         if self._waits.get(name) == wait:
             return
@@ -177,11 +175,11 @@ class LeastWait:
             heapify(self._heap)
 
     def drop(self, name: str) -> None:
-        """It is not there any more."""
+        """Remove a replica."""
         self._waits.pop(name, None)
 
     def order(self) -> Iterator[str]:
-        """All names. Changes meanwhile are seen by the next caller."""
+        """All names. Changes during the iteration are seen by the next caller."""
         first = self._first(_FIRST)
         yield from first
         for _, _, _, name in sorted(self._waits.values()):
@@ -189,7 +187,7 @@ class LeastWait:
                 yield name
 
     def _first(self, count: int) -> list[str]:
-        """So many names, in order."""
+        """The first `count` names, in order."""
         found: list[_Wait] = []
         while self._heap and len(found) < count:
             wait = heappop(self._heap)
@@ -201,7 +199,7 @@ class LeastWait:
         return [wait[-1] for wait in found]
 
 
-def by_turn(names: Sequence[str], turn: int) -> Iterator[str]:
-    """One after the other. turn: counts the requests."""
+def round_robin(names: Sequence[str], turn: int) -> Iterator[str]:
+    """All names, from a later one on with each `turn`."""
     for step in range(len(names)):
         yield names[(turn + step) % len(names)]

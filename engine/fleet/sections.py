@@ -11,13 +11,12 @@ from jitney.engine.common.requests import JsonDict
 from jitney.engine.config import Section, unknown_word
 from jitney.engine.fleet.rollout.comparison import FIGURES, Comparison
 from jitney.engine.fleet.rollout.rollout import PromotionRule
-from jitney.engine.fleet.routing import Ring
+from jitney.engine.fleet.routing import HashRing, RouterName
 
 #: Begins the URL of a name whose addresses are engines: dns+http://NAME:PORT.
 _FOUND = "dns+http"
 #: Stands for the address that host 0 of a replica gets when it starts.
 _SOME_COORDINATOR = "127.0.0.1:1"
-_RouterName = Literal["prefix", "least-wait", "round-robin"]
 
 
 def _tuple_from_list(value: object) -> object:
@@ -129,8 +128,8 @@ class _RaySection(Section):
 
     @property
     def actor_options(self) -> JsonDict:
-        """What the actor of an engine, or of one host of it, asks Ray for. The engine is a child of
-        the actor, so it is what the engine needs.
+        """Ray resources of the actor of an engine, or of one host of it: the engine's own, as a
+        child of the actor.
         """
         options: JsonDict = {"num_cpus": self.cpus, "num_gpus": self.gpus}
         if self.resources:
@@ -184,7 +183,7 @@ class ReplicasSection(Section):
             "theirs in `settings`"
         ),
     )
-    router: _RouterName = Field(
+    router: RouterName = Field(
         default="prefix",
         description=(
             "who gets a request: prefix by the beginning of its prompt, so that turns of one "
@@ -202,7 +201,7 @@ class ReplicasSection(Section):
         ),
     )
     brake: float = Field(
-        default=Ring.brake,
+        default=HashRing.brake,
         ge=1.0,
         le=100.0,
         description=(

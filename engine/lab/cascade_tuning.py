@@ -18,7 +18,7 @@ import orjson
 
 from jitney.engine.common.errors import ConfigError, RequestError
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.fleet import Answering, Cascade, Measure, ModelAnswer, Question, Route
+from jitney.engine.fleet import Answering, Cascade, Measure, ModelAnswer, ProxiedRequest, Route
 from jitney.engine.server import HttpError
 
 #: When two answers agree: equal (they are the same text), words (F1 of the words they share).
@@ -157,24 +157,24 @@ def _interval(share: float, n: int) -> tuple[float, float]:
     return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
 
 
-def read_questions(file: Path, defaults: JsonDict) -> list[Question]:
+def read_requests(file: Path, defaults: JsonDict) -> list[ProxiedRequest]:
     """Requests, one a line: the body of a chat or of a text completion, or a line of a batch, which
     has one as its `body`. defaults: fields of those that do not have them. Raises ConfigError.
     """
-    questions: list[Question] = []
+    requests: list[ProxiedRequest] = []
     try:
         lines = file.read_bytes().splitlines()
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}") from None
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            questions.append(_read_question(f"{file}:{number}", line, defaults))
-    if not questions:
+            requests.append(_read_request(f"{file}:{number}", line, defaults))
+    if not requests:
         raise ConfigError(f"{file}: no requests in it; write one a line")
-    return questions
+    return requests
 
 
-def _read_question(where: str, line: bytes, defaults: JsonDict) -> Question:
+def _read_request(where: str, line: bytes, defaults: JsonDict) -> ProxiedRequest:
     try:
         body = orjson.loads(line)
     except orjson.JSONDecodeError as error:
@@ -185,11 +185,11 @@ def _read_question(where: str, line: bytes, defaults: JsonDict) -> Question:
         raise ConfigError(f"{where}: must be an object with either messages or prompt")
     route = Route.CHAT if "messages" in body else Route.COMPLETIONS
     try:
-        question = Question.of("", route, defaults | body, {}).whole("")
-        Cascade.check(question)
+        request = ProxiedRequest.post("", route, defaults | body).whole("")
+        Cascade.check(request)
     except RequestError as error:
         raise ConfigError(f"{where}: {error}") from None
-    return question
+    return request
 
 
 @dataclass(slots=True)
@@ -201,9 +201,11 @@ class ModelComparison:
     large: str
     agreement: _Agreement
     prices: TokenPrices
+    #: Seconds that an answer may take.
+    timeout_s: float = math.inf
 
     async def run(
-        self, questions: Sequence[Question], at_once: int, report: Callable[[int], None]
+        self, requests: Sequence[ProxiedRequest], at_once: int, report: Callable[[int], None]
     ) -> tuple[list[Pair], list[str]]:
         """The pairs, and for each request that one of the models refused why. report: how many are
         done.
@@ -212,22 +214,22 @@ class ModelComparison:
         pairs: list[Pair] = []
         refusals: list[str] = []
 
-        async def one(question: Question) -> None:
+        async def one(request: ProxiedRequest) -> None:
             async with places:
                 try:
-                    pairs.append(await self._pair(question))
+                    pairs.append(await self._pair(request))
                 except (HttpError, RequestError) as error:
                     refusals.append(str(error))
             report(len(pairs) + len(refusals))
 
-        await asyncio.gather(*(one(question) for question in questions))
+        await asyncio.gather(*(one(request) for request in requests))
         return pairs, refusals
 
-    async def _pair(self, question: Question) -> Pair:
+    async def _pair(self, request: ProxiedRequest) -> Pair:
         """One after the other, so that each is timed alone."""
-        asked = question.whole(self.small, **question.asking_logprobs)
+        asked = request.whole(self.small, **request.asking_logprobs)
         small, small_spent = await self._timed(asked, self.prices.small)
-        large, large_spent = await self._timed(question.whole(self.large), self.prices.large)
+        large, large_spent = await self._timed(request.whole(self.large), self.prices.large)
         return Pair(
             small.logprobs,
             small_spent,
@@ -235,12 +237,25 @@ class ModelComparison:
             self._agreement(small, large),
         )
 
-    async def _timed(self, question: Question, price: float | None) -> tuple[ModelAnswer, _Spent]:
+    async def _timed(
+        self, request: ProxiedRequest, price: float | None
+    ) -> tuple[ModelAnswer, _Spent]:
         began = time.monotonic()
-        answer = await self.models.answer(question)
+        answer = await self._answer(request)
         seconds = time.monotonic() - began
         tokens = answer.usage.get("total_tokens") or 0
         return answer, _Spent(tokens, seconds, (price or 0.0) * tokens / 1e6)
+
+    async def _answer(self, request: ProxiedRequest) -> ModelAnswer:
+        """Raises HttpError, RequestError."""
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                return await self.models.answer(request)
+        except TimeoutError:
+            raise RequestError(
+                f"no answer of {request.model} within {self.timeout_s:g} s",
+                code="deadline_exceeded",
+            ) from None
 
     def _agreement(self, small: ModelAnswer, large: ModelAnswer) -> float:
         """The mean of the choices."""

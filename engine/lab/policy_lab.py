@@ -13,7 +13,7 @@ import io
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -29,8 +29,10 @@ from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.trace import Arrival
 from jitney.engine.config import EngineSection
 from jitney.engine.core import POLICIES
-from jitney.engine.lab.simulation.replay import RecordedEngine, ReplayJob
-from jitney.engine.server import EngineClient, HttpError, Slices
+from jitney.engine.server import EngineClient, HttpError, TimeSlices
+
+if TYPE_CHECKING:
+    from jitney.engine.lab.simulation.replay import RecordedEngine, ReplayJob
 
 #: Seconds that all policies of one experiment may take together.
 _LIMIT_S = 120.0
@@ -95,7 +97,7 @@ class Lab:
         self._started: float | None = None
         self._result: JsonDict | None = None
         self._task: asyncio.Task[None] | None = None
-        self._slices = Slices()
+        self._slices = TimeSlices()
         self._preparing = False
 
     @property
@@ -153,7 +155,7 @@ class Lab:
         self._task = asyncio.create_task(self._run(job, basis))
 
     def _prepare(self, experiment: Experiment) -> Generator[None, None, tuple[ReplayJob, JsonDict]]:
-        """The worker's job, and the frame of its answer. Work for `Slices`."""
+        """The worker's job, and the frame of its answer. Work for `TimeSlices`."""
         info = self.client.info
         if self.settings is None or info is None:
             raise RequestError(
@@ -268,6 +270,9 @@ def _arrived_since(history: History, start: float) -> list[RequestRecord]:
 def _job(
     experiment: Experiment, traffic: _Traffic, info: EngineInfo, settings: EngineSection
 ) -> Generator[None, None, ReplayJob]:
+    # Only an experiment loads the simulator, and with it the scheduler.
+    from jitney.engine.lab.simulation.replay import ReplayJob
+
     stays = [stay for _, stay in traffic.stays]
     requests: list[RequestRecord] = []
     for place, request in enumerate(traffic.requests):
@@ -293,6 +298,8 @@ def _job(
 
 
 def _recorded_engine(info: EngineInfo, settings: EngineSection) -> RecordedEngine:
+    from jitney.engine.lab.simulation.replay import RecordedEngine
+
     return RecordedEngine(
         settings=settings.model_dump(mode="json"),
         context_length=info.model.context_length,
@@ -368,7 +375,7 @@ def _field_error(error: ValidationError) -> RequestError:
 
 
 def _arrivals(requests: list[RequestRecord], first: float) -> Generator[None, None, list[Arrival]]:
-    """All requests as traffic, in seconds since `first`. Work for `Slices`."""
+    """All requests as traffic, in seconds since `first`. Work for `TimeSlices`."""
     tenants: dict[str, str] = {}
     lengths = sorted(request.n_output for request in requests if request.served)
     ascending = np.array(lengths, np.int64)

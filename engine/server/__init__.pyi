@@ -1,7 +1,6 @@
 from .app import create_app as create_app
 from .chat.endpoints import Endpoint as Endpoint
 from .chat.ollama.models import without_tag as without_tag
-from .chat.ollama.routes import OLLAMA_LISTS as OLLAMA_LISTS
 from .chat.openai.embeddings import EmbeddingsBody as EmbeddingsBody
 from .chat.openai.schema import ChatBody as ChatBody
 from .chat.openai.schema import CompletionBody as CompletionBody
@@ -20,10 +19,6 @@ from .http.access import address_of as address_of
 from .http.answers import ResponseModel as ResponseModel
 from .http.answers import Version as Version
 from .http.background import BackgroundRequests as BackgroundRequests
-from .http.client import Answer as Answer
-from .http.client import EndpointClient as EndpointClient
-from .http.client import RemoteEndpoint as RemoteEndpoint
-from .http.client import events as events
 from .http.connections import Connections as Connections
 from .http.context import Context as Context
 from .http.context import Notes as Notes
@@ -40,7 +35,6 @@ from .http.errors import HttpError as HttpError
 from .http.errors import echo as echo
 from .http.errors import retry_after_s as retry_after_s
 from .http.errors import status_of as status_of
-from .http.front import FRONT_ROUTES as FRONT_ROUTES
 from .http.jsonio import LongJson as LongJson
 from .http.jsonio import in_pieces as in_pieces
 from .http.jsonio import json_answer as json_answer
@@ -50,14 +44,11 @@ from .http.listen import base_url as base_url
 from .http.listen import check_tls as check_tls
 from .http.listen import listen as listen
 from .http.middleware import HeaderLimits as HeaderLimits
-from .http.model_cards import MODEL_ROUTES as MODEL_ROUTES
 from .http.model_cards import ModelCard as ModelCard
 from .http.open_requests import OpenRequests as OpenRequests
 from .http.openapi import document as document
-from .http.probes import PROBE_ROUTES as PROBE_ROUTES
 from .http.quotas import Quotas as Quotas
 from .http.quotas import Spending as Spending
-from .http.reload import RELOAD_ROUTES as RELOAD_ROUTES
 from .http.reload import AdapterNews as AdapterNews
 from .http.reload import FileNews as FileNews
 from .http.reload import Reload as Reload
@@ -66,6 +57,7 @@ from .http.reloader import FreshSettings as FreshSettings
 from .http.reloader import Reloader as Reloader
 from .http.reloader import at_a_start_only as at_a_start_only
 from .http.routes import ROUTES as ROUTES
+from .http.routes import SHARED_ROUTES as SHARED_ROUTES
 from .http.routing import HttpRoute as HttpRoute
 from .http.routing import Role as Role
 from .http.routing import RouteTable as RouteTable
@@ -73,8 +65,8 @@ from .http.routing import route_path as route_path
 from .http.service import Service as Service
 from .http.settings import ServerSettings as ServerSettings
 from .http.settings import digest_key as digest_key
-from .http.slices import Slices as Slices
-from .http.streaming import StreamedAnswer as StreamedAnswer
+from .http.slices import TimeSlices as TimeSlices
+from .http.streaming import StreamingResponse as StreamingResponse
 from .http.streaming import StreamingWriter as StreamingWriter
 from .http.tenants import TENANT_HEADER as TENANT_HEADER
 from .http.tenants import signed as signed
@@ -88,5 +80,4 @@ from .process.link import core_environ as core_environ
 from .process.process_client import ProcessClient as ProcessClient
 from .process.trace_recorder import Recorder as Recorder
 from .tasks.offline import OfflineBatch as OfflineBatch
-from .tasks.routes import TASK_ROUTES as TASK_ROUTES
 from .tasks.service import InternalRequests as InternalRequests

@@ -65,15 +65,15 @@ def create_app(
 
 
 class _GenerationEndpoint(Endpoint[Service]):
-    """What every route that generates has around its handler: the limits of its key, the counts of
-    open, refused and abandoned requests, and an end to its work when the client leaves.
+    """Runs a generating handler within the limits of its key, counts open, refused and abandoned
+    requests, and cancels the work when the client leaves.
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = Context.of(scope)
         request = Request(scope, receive)
         try:
-            # Kept in the request, so that from here on `receive` waits for the client's leaving.
+            # Reading the body here lets later calls of `receive` wait for the client's disconnect.
             await request.body()
             with self.service.generating(context), self.service.quotas.open(context.tenant):
                 answering = self._answer(request, send)

@@ -1,7 +1,7 @@
-"""How much of its device an engine uses: bytes and operations of the steps of the last seconds over
-the time they took, beside the most that was measured of the device.
+"""Use of the device by an engine: bytes and operations of the last seconds' steps over their time,
+beside the most that was measured of the device.
 
-Worked out of the step records when somebody asks; a step costs nothing for it.
+Computed from the step records on request; a step costs nothing for it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WINDOW_S = 15.0
 
 
 class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the last WINDOW_S seconds. None: not known, or no step was done."""
+    """Use over the last WINDOW_S seconds. None: not known, or no step was done."""
 
     #: Share of the time in which a step ran.
     busy: float
@@ -34,7 +34,7 @@ class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, info: EngineInfo | None, records: RecordRing, now: float) -> DeviceUse:
-        """Of an engine that runs since `info` was told. now: seconds of time.monotonic()."""
+        """Use by an engine with this info. now: seconds of time.monotonic()."""
         steps, _ = records.between(now - WINDOW_S, now)
         seconds = float(steps["device_s"].sum(dtype=np.float64))
         busy = min(1.0, seconds / WINDOW_S)

@@ -1,4 +1,4 @@
-"""What `jitney serve` brings together behind its port: the model's files, the engine's process, the
+"""Assembles what `jitney serve` needs behind its port: the model's files, the engine's process, the
 tokenizer, and processes that render chats and check grammars.
 """
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from jitney.engine.server.process.process_client import ProcessClient
 
 
-#: What tries a tokenizer, and the most that it may take: seconds of processor time, memory, and
-#: seconds after which it is ended, however busy the machine is.
+#: The module that tries a tokenizer, and its limits: seconds of processor time, memory, and seconds
+#: of the clock, however busy the machine is.
 _TRIAL = "jitney.engine.core.text.tokenizer_trial"
 _TRIAL_CPU_S, _TRIAL_GIB, _TRIAL_S = 20, 4, 180.0
 
@@ -63,18 +63,20 @@ class Equipment:
         return ModelSource.of(self.config, report)
 
     async def equip(self, service: Service, source: ModelSource) -> tuple[Tokenizer, EngineInfo]:
-        """Until the engine is ready. Raises JitneyError with the reason if it cannot be."""
+        """Prepare the service, and wait until the engine is ready. Raises JitneyError with the
+        reason if it cannot be.
+        """
         await self.client.start()
         await _try_tokenizer(source)
         tokenizer = await _in_thread(lambda: self._load_tokenizer(source))
-        service.chat_templates = await self._start_chat_templates(tokenizer)
-        await _in_thread(lambda: service.learn_turns(tokenizer))
-        await service.learn_abilities(tokenizer)
+        service.text.chat_templates = await self._start_chat_templates(tokenizer)
+        await _in_thread(lambda: service.turns.learn_format(tokenizer))
+        await service.turns.learn_abilities(tokenizer)
         service.tokenizer = tokenizer
         if source.config.encoder is None:  # an encoder writes nothing that a grammar could hold
             self.client.learn(await _in_thread(lambda: tokenizer.json))
         info = await self.client.wait_ready()
-        service.grammars = self.grammars = _new_grammars(tokenizer, info)
+        service.text.grammars = self.grammars = _new_grammars(tokenizer, info)
         return tokenizer, info
 
     def _load_tokenizer(self, source: ModelSource) -> Tokenizer:
@@ -94,7 +96,7 @@ class Equipment:
         return self.chat_templates
 
     async def close(self) -> None:
-        """End the processes, whatever they do."""
+        """Kill the processes."""
         for pool in filter(None, (self.chat_templates, self.grammars)):
             await pool.close()
 
@@ -107,8 +109,9 @@ def check_adapter_names(config: Config, names: Iterable[str]) -> None:
 
 
 async def _try_tokenizer(source: ModelSource) -> None:
-    """See in a process of its own that reading a model's tokenizer comes to an end, within limits:
-    some two seconds of processor time, while the engine loads. Raises ModelError if it does not.
+    """Check in a child process, within limits, that a model's tokenizer can be read and used. It
+    takes some two seconds of processor time, while the engine loads. Raises ModelError if it
+    cannot.
     """
     if source.kind == "tiny":
         return

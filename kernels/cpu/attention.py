@@ -30,10 +30,20 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     kv_scales: jax.Array | None = None,
+    sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `jitney.kernels.interface.Kernels.paged_attention`."""
     kv = reference.write_kv(kv, k, v, meta.write_rows, kv_scales)
-    o = attend(q, kv, meta, scale=scale, window=window, softcap=softcap, kv_scales=kv_scales)
+    o = attend(
+        q,
+        kv,
+        meta,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        kv_scales=kv_scales,
+        sinks=sinks,
+    )
     return o, kv
 
 
@@ -89,6 +99,7 @@ def attend(
     window: int = 0,
     softcap: float = 0.0,
     kv_scales: jax.Array | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """See `jitney.kernels.interface.Kernels.attend`; padding rows are zero.
 
@@ -98,7 +109,14 @@ def attend(
     plain = q.dtype == kv.dtype and q.dtype in _DTYPES
     if not plain or q.shape[2] % _LANES:
         return reference.attend(
-            q, kv, meta, scale=scale, window=window, softcap=softcap, kv_scales=kv_scales
+            q,
+            kv,
+            meta,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            kv_scales=kv_scales,
+            sinks=sinks,
         )
     target = library.load().target("attention")
     call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(q.shape, q.dtype))
@@ -109,6 +127,7 @@ def attend(
         meta.cu_q,
         meta.page_table,
         meta.counts,
+        *(() if sinks is None else (sinks,)),
         scale=np.float32(scale),
         softcap=np.float32(softcap),
         window=np.int64(window),

@@ -22,6 +22,7 @@ _HANDLERS = (
     "attention",
     "delta_net",
     "int8_panels",
+    "mxfp4_panels",
     "norm_sum",
     "panels",
     "product",

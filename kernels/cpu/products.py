@@ -12,6 +12,9 @@ where the CPU has ARM's I8MM. One instruction multiplies them there, and where t
 elsewhere they are taken apart on their way. It wants one operand without a sign, so weights are
 stored 128 greater, and what that adds to a sum, 128 times the sum of the row's codes, is taken off
 again.
+
+Products with weights in MXFP4 (`native/mxfp4.cc`): they are laid out once in panels of bytes, and
+widened on their way, some thousand at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from jax.typing import DTypeLike
 from jitney.kernels import reference
 from jitney.kernels.cpu import library
 from jitney.kernels.experts import gate
-from jitney.kernels.interface import Int8Products, OneOf
+from jitney.kernels.interface import Int8Products, Mxfp4Products, OneOf
+from jitney.kernels.mxfp4 import Mxfp4, matmul_mxfp4
 from jitney.kernels.w8a8 import Int8
 
 #: Most rows that are multiplied with weights as they come, where this machine's steps were not
@@ -219,3 +223,45 @@ def _call_int8(
 
 #: Both products of rows rounded to int8, and how their weights are laid out.
 INT8 = Int8Products(_pack_int8, _matmul_int8, _gated_int8)
+
+
+def _pack_mxfp4(w: Mxfp4, parts: int = 1) -> Mxfp4:
+    """Codes uint8 [P, I / 32, 16, C] of two neighbouring inputs each, and scales uint8 [P, I / 32,
+    1, C], of panels of C columns. As they are where outputs are no whole vectors.
+    """
+    del parts  # gates are not multiplied at once
+    blocks, size_out = w.scales.shape
+    if size_out % _LANES:
+        return w
+    columns = _LANES * _panel_vectors(size_out, 1)
+    halves = w.packed.reshape(blocks, -1, size_out)
+    codes = jnp.concatenate([halves & 15, halves >> 4], axis=1)
+    pairs = codes.reshape(blocks, -1, 2, size_out)
+    packed = pairs[:, :, 0] | pairs[:, :, 1] << 4
+
+    def in_panels(rows: jax.Array) -> jax.Array:
+        return rows.reshape(blocks, -1, size_out // columns, columns).transpose(2, 0, 1, 3)
+
+    return Mxfp4(in_panels(packed), in_panels(w.scales))
+
+
+def _matmul_mxfp4(
+    x: jax.Array, w: Mxfp4, dtype: DTypeLike = jnp.float32, *, count: jax.Array | None = None
+) -> jax.Array:
+    """See `jitney.kernels.interface.Mxfp4Products`, and `KernelSet.leaves_out_padding` there."""
+    if w.packed.ndim != 4:
+        parts = [part.apart() if isinstance(part, OneOf) else part for part in w]
+        return matmul_mxfp4(x, Mxfp4(*parts), dtype)
+    native = library.load()
+    if x.dtype != jnp.bfloat16 or not native.multiplies_pairs:
+        x = x.astype(jnp.float32)
+    panels, _, _, columns = w.packed.shape
+    shape = jax.ShapeDtypeStruct((x.shape[0], panels * columns), jnp.float32)
+    call = jax.ffi.ffi_call(native.target("mxfp4_panels"), shape)
+    packed, *which = _operands(w.packed)
+    scales, *_ = _operands(w.scales)
+    return call(x, packed, scales, _counted(x, count), *which).astype(dtype)
+
+
+#: The product with weights in MXFP4, and how they are laid out.
+MXFP4 = Mxfp4Products(_pack_mxfp4, _matmul_mxfp4)

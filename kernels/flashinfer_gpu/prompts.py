@@ -43,8 +43,10 @@ class FlashInferPrompts:
     target: Callable[[Variant], str] = Variant.registered
 
     @staticmethod
-    def why_not(head_dim: int, dtype: str, pool_dtype: str) -> str:
+    def why_not(head_dim: int, dtype: str, pool_dtype: str, sinks: bool = False) -> str:
         """Why prompts of such heads are not for FlashInfer, empty if they are. dtype: queries'."""
+        if sinks:
+            return "the variant of its kernels that is called here takes no attention sinks"
         if head_dim not in _HEAD_DIMS:
             return f"it takes heads of {', '.join(map(str, _HEAD_DIMS))}, not {head_dim}"
         if dtype not in _DTYPES:

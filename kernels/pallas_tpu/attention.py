@@ -68,17 +68,18 @@ def attention_kernel(
     counts: jax.Ref,
     *refs: jax.Ref,
 ) -> None:
-    """Body of the kernel. refs: [factors], then pool, new, q, pool, q if it writes, the
+    """Body of the kernel. refs: [factors], [sinks], then pool, new, q, pool, q if it writes, the
     last two being results in place of operands, else pool, q, q; then the ring, its semaphores and
     one for writes."""
     waiting = list(refs)
     factors = waiting.pop(0) if fixed.scaled else None
+    sinks = waiting.pop(0) if fixed.sinks else None
     if fixed.writes:
         _, new, _, pool, q, pages, arrived, wrote = waiting
     else:
         pool, _, q, pages, arrived, wrote = waiting
         new = None
-    step = StepRefs(kv_lens, cu_q, table, write_rows, counts, new, q, pool, factors)
+    step = StepRefs(kv_lens, cu_q, table, write_rows, counts, new, q, pool, factors, sinks)
     if fixed.writes:
         _write(fixed, step, wrote)
     lax.fori_loop(0, fixed.depth, partial(_clear, pages), None)
@@ -196,7 +197,7 @@ def _sweep(
         free = lax.rem(slot + fixed.depth - 1, fixed.depth)
         pl.when(ahead.seq < end)(partial(_fetch, walk, buffers, ahead, free, _begin))
         _fetch(walk, buffers, at, slot, _wait)
-        pl.when(walk.is_first(at))(partial(_start, fixed, buffers, slot))
+        pl.when(walk.is_first(at))(partial(_start, step, buffers, slot))
         position = walk.before(at.seq) + at.row
         _attend(fixed, step, buffers, slot, position, at.block * fixed.keys)
         last = walk.is_last(at)
@@ -245,15 +246,22 @@ def _by_rows(size: int, count: jax.Array, act: Callable[[jax.Array | int, int], 
         pl.when(count < size)(lambda: lax.fori_loop(0, count, lambda row, _: act(row, 1), None))
 
 
-def _start(fixed: Constants, buffers: _Buffers, slot: jax.Array) -> None:
-    """An item's queries by key head, and the softmax of nothing."""
+def _start(step: StepRefs, buffers: _Buffers, slot: jax.Array) -> None:
+    """An item's queries by key head, and the softmax of nothing, or of its heads' sinks."""
     size = buffers.rows.shape[1]
     rows = buffers.rows[slot]  # [B, H, W]
     turned = rows[0] if size == 1 else jnp.swapaxes(rows, 0, 1)
     buffers.queries[...] = turned.reshape(buffers.queries.shape)
     buffers.acc[...] = jnp.zeros(buffers.acc.shape, jnp.float32)
-    buffers.top[...] = jnp.full(buffers.top.shape, _HIDDEN, jnp.float32)
-    buffers.total[...] = jnp.zeros(buffers.total.shape, jnp.float32)
+    shape = buffers.top.shape
+    if step.sinks is None:
+        buffers.top[...] = jnp.full(shape, _HIDDEN, jnp.float32)
+        buffers.total[...] = jnp.zeros(shape, jnp.float32)
+        return
+    heads, group, lanes = step.sinks.shape
+    of_rows = jnp.broadcast_to(step.sinks[...][:, :, None], (heads, group, size, lanes))
+    buffers.top[...] = of_rows.reshape(shape)
+    buffers.total[...] = jnp.ones(shape, jnp.float32)
 
 
 def _attend(

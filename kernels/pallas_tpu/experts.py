@@ -10,6 +10,9 @@ A TPU keeps an array so that whole vectors of 128 waste least: matrices whose co
 Qwen3-30B-A3B's gates and ups on each of eight devices, lie the other way round. They are multiplied
 as they lie.
 
+Experts in MXFP4 are widened 128 inputs at a time, from one block's bytes to the rows of two
+halves: weights are small floats whose bits are moved into those of float32.
+
 XLA gathers the rows: in bfloat16 two rows share each line of a TPU's memory, so that a kernel
 cannot take one of them by its number.
 """
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +31,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
 from jitney.kernels.experts import ACTIVATIONS, ExpertBlocks, Stack
+from jitney.kernels.mxfp4 import Mxfp4, powers
 from jitney.kernels.pallas_tpu.interpreting import Interpret
 
 #: A number of a program in its grid, or of a block.
@@ -38,6 +43,8 @@ _LANES = 128
 _WEIGHTS = 8 << 20
 #: VMEM the kernel may take.
 _VMEM = 56 << 20
+#: Inputs of an MXFP4 block that a byte's lower half has, as many as its upper half.
+_HALF = Mxfp4.block // 2
 
 
 def experts(
@@ -52,7 +59,7 @@ def experts(
     # A row of zeros for nobody: filling in zeros behind the gather would be another pass.
     rows = jnp.pad(x, ((0, 1), (0, 0))).at[blocks.rows].get(mode="promise_in_bounds")
     inner = opening.kernel.shape[-1] // 2
-    open_gates = partial(_open, ACTIVATIONS[activation])
+    open_gates = partial(_open, activation)
     opened = _call(
         "open_experts", open_gates, rows, opening, blocks, (inner, 2, x.dtype), interpret
     )
@@ -76,12 +83,13 @@ def _call(
     size_out, matrices, dtype = out
     size_in = x.shape[1]
     n_experts, n_blocks, block = len(stack.kernel), blocks.experts.shape[0], blocks.size
-    turned = stack.kernel.shape[2] % _LANES > 0
+    turned = stack.kernel.shape[2] % _LANES > 0 and not stack.is_mxfp4
     joined = matrices > 1 and size_out % _LANES > 0 and not turned
+    stored = stack.kernel.shape[1]  # rows
     if joined:
         width, tiles, parts = size_out, 1, 1
     else:
-        width = _block_columns(size_out, size_in * matrices * stack.kernel.dtype.itemsize)
+        width = _block_columns(size_out, stored * matrices * stack.kernel.dtype.itemsize)
         tiles, parts = size_out // width, matrices
     of_rows = pl.BlockSpec((block, size_in), lambda tile, at, experts, count: (_at(at, count), 0))
     operands, specs = [x], [of_rows]
@@ -89,15 +97,32 @@ def _call(
     if not interpret:  # else XLA brings all experts into VMEM first where they fit
         kernel = pltpu.with_memory_space_constraint(kernel, pltpu.HBM)
     read = matrices // parts * width
-    for part in range(parts):
-        operands.append(kernel)
-        specs.append(_spec(n_experts, size_in, read, part * tiles, turned=turned))
-    if stack.scale is not None:
-        for scales in jnp.split(stack.scale[:, None], parts, axis=2):
-            operands.append(scales)
+
+    def add_matrices(arrays: jax.Array) -> None:
+        for part in range(parts):
+            operands.append(arrays)
+            rows = arrays.shape[2 if turned else 1]
+            specs.append(_spec(n_experts, rows, read, part * tiles, turned=turned))
+
+    def add_rows(arrays: jax.Array) -> None:
+        for part in jnp.split(arrays[:, None].astype(jnp.float32), parts, axis=2):
+            operands.append(part)
             specs.append(_spec(n_experts, 1, read, 0, turned=False))
+
+    scratch = []
+    add_matrices(kernel)
+    if stack.is_mxfp4:
+        add_matrices(stack.scale)
+        scratch = [(size_in // Mxfp4.block, read), (block, read)]
+    elif stack.scale is not None:
+        add_rows(stack.scale)
+    if stack.bias is not None:
+        add_rows(stack.bias)
+    fixed = _Fixed(
+        combine, parts, turned, stack.is_mxfp4, stack.scale is not None, stack.bias is not None
+    )
     call = pl.pallas_call(
-        partial(_kernel, combine, parts, turned),
+        partial(_kernel, fixed),
         name=name,
         interpret=interpret,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -107,6 +132,7 @@ def _call(
             out_specs=pl.BlockSpec(
                 (block, width), lambda tile, at, experts, count: (_at(at, count), tile)
             ),
+            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
         ),
         out_shape=jax.ShapeDtypeStruct((x.shape[0], size_out), dtype),
         compiler_params=pltpu.CompilerParams(
@@ -143,28 +169,85 @@ def _at(at: _Index, count: jax.Ref) -> jax.Array:
     return jnp.minimum(at, jnp.maximum(count[0] - 1, 0))
 
 
-def _kernel(
-    combine: Callable[..., jax.Array],
-    parts: int,
-    turned: bool,
-    experts: jax.Ref,
-    count: jax.Ref,
-    x: jax.Ref,
-    *refs: jax.Ref,
-) -> None:
-    """A block of rows and outputs. refs: the matrices, their scales if there are any, the result.
+class _Fixed(NamedTuple):
+    """What is fixed when the kernel is compiled."""
 
-    turned: matrices are [O, I].
+    #: What the products become.
+    combine: Callable[..., jax.Array]
+    #: Matrices that a program reads.
+    parts: int
+    #: They are [O, I].
+    turned: bool
+    mxfp4: bool
+    scaled: bool
+    biased: bool
+
+
+def _kernel(fixed: _Fixed, experts: jax.Ref, count: jax.Ref, x: jax.Ref, *refs: jax.Ref) -> None:
+    """A block of rows and outputs. refs: the matrices, their scales and their biases if there are
+    any, the result; of MXFP4 scratch for scales and sums in float32.
     """
-    *given, out = refs
-    matrices, scales = given[:parts], given[parts:]
+    waiting = list(refs)
+
+    def take(are_there: bool) -> list[jax.Ref]:
+        return [waiting.pop(0) for _ in range(fixed.parts if are_there else 0)]
+
+    matrices, scales, biases = take(True), take(fixed.scaled), take(fixed.biased)
+    out, *scratch = waiting
 
     @pl.when(pl.program_id(1) < count[0])
     def _multiply() -> None:
-        sums = [_product(x[...], matrix[0], turned) for matrix in matrices]
-        if scales:
-            sums = [one * scale[0] for one, scale in zip(sums, scales, strict=True)]
-        out[...] = combine(*sums).astype(out.dtype)
+        if fixed.mxfp4:
+            pairs = zip(matrices, scales, strict=True)
+            sums = [_product_mxfp4(x, *pair, *scratch) for pair in pairs]
+        else:
+            sums = [_product(x[...], matrix[0], fixed.turned) for matrix in matrices]
+            if scales:
+                sums = [one * scale[0] for one, scale in zip(sums, scales, strict=True)]
+        if biases:
+            sums = [one + bias[0] for one, bias in zip(sums, biases, strict=True)]
+        out[...] = fixed.combine(*sums).astype(out.dtype)
+
+
+def _product_mxfp4(
+    x: jax.Ref, packed: jax.Ref, scales: jax.Ref, steps: jax.Ref, sums: jax.Ref
+) -> jax.Array:
+    """x [B, I] times MXFP4 [1, I // 2, W] with scales [1, I // 32, W], 128 inputs at a time, and
+    what is left of them.
+    """
+    size_in = x.shape[1]
+    steps[...] = powers(scales[0])
+    sums[...] = jnp.zeros(sums.shape, jnp.float32)
+
+    def add(first: jax.Array | int, inputs: int) -> None:
+        rows = x[:, pl.ds(first, inputs)]
+        codes = packed[0, pl.ds(first // 2, inputs // 2)].astype(jnp.int32)
+        blocks = []
+        for block in range(inputs // Mxfp4.block):
+            step = steps[pl.ds(first // Mxfp4.block + block, 1)]
+            own = codes[block * _HALF : (block + 1) * _HALF]
+            blocks += [(_small_floats(half) * step).astype(x.dtype) for half in (own, own >> 4)]
+        sums[...] += _product(rows, jnp.concatenate(blocks, axis=0), False)
+
+    def add_chunk(chunk: jax.Array, _: None) -> None:
+        add(pl.multiple_of(chunk * _LANES, _LANES), _LANES)
+
+    whole = size_in // _LANES
+    if whole:
+        lax.fori_loop(0, whole, add_chunk, None)
+    if size_in % _LANES:
+        add(whole * _LANES, size_in % _LANES)
+    return sums[...]
+
+
+def _small_floats(codes: jax.Array) -> jax.Array:
+    """What the lowest four bits of int32 are in e2m1, float32: exponent and fraction moved to their
+    places, but for 0 and 0.5.
+    """
+    size = codes & 7
+    usual = lax.bitcast_convert_type((size << 22) + (126 << 23), jnp.float32)
+    found = jnp.where(size < 2, 0.5 * size.astype(jnp.float32), usual)
+    return jnp.where((codes & 8) == 0, found, -found)
 
 
 def _product(rows: jax.Array, weights: jax.Array, turned: bool) -> jax.Array:
@@ -177,14 +260,11 @@ def _product(rows: jax.Array, weights: jax.Array, turned: bool) -> jax.Array:
     )
 
 
-def _open(
-    activation: Callable[[jax.Array], jax.Array], gates: jax.Array, *ups: jax.Array
-) -> jax.Array:
+def _open(activation: str, gates: jax.Array, *ups: jax.Array) -> jax.Array:
     """Gates and ups, which may be one array."""
     if not ups:
-        gates, joined = jnp.split(gates, 2, axis=1)
-        return activation(gates) * joined
-    return activation(gates) * ups[0]
+        return ACTIVATIONS[activation](*jnp.split(gates, 2, axis=1))
+    return ACTIVATIONS[activation](gates, *ups)
 
 
 def _close(sums: jax.Array) -> jax.Array:

@@ -126,6 +126,7 @@ class PallasKernels:
         window: int = 0,
         softcap: float = 0.0,
         kv_scales: jax.Array | None = None,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """See `jitney.kernels.interface.Kernels.paged_attention`; sums in float32, rows of padding
         are finite.
@@ -148,7 +149,7 @@ class PallasKernels:
         pool = kv if own_layout else layout.pool(kv)
         fixed = self._constants(q, pool, meta, layout, scale, window, softcap)
         fixed = replace(fixed, scaled=scales is not None, writes=True)
-        o, pool = self._run(fixed, q, pool, new, meta, scales)
+        o, pool = self._run(fixed, q, pool, new, meta, scales, sinks)
         return o, pool if own_layout else layout.plain(pool)
 
     def attend(
@@ -161,6 +162,7 @@ class PallasKernels:
         window: int = 0,
         softcap: float = 0.0,
         kv_scales: jax.Array | None = None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
         """See `jitney.kernels.interface.Kernels.attend`; kv of that shape, [N, page, 2K, D]."""
         layout = PoolLayout.of(kv.shape[2] // 2, kv.shape[3], kv.dtype.itemsize)
@@ -169,7 +171,7 @@ class PallasKernels:
         pool = kv if own_layout else layout.pool(kv)
         fixed = self._constants(q, pool, meta, layout, scale, window, softcap)
         fixed = replace(fixed, scaled=scales is not None)
-        o, _ = self._run(fixed, q, pool, None, meta, scales)
+        o, _ = self._run(fixed, q, pool, None, meta, scales, sinks)
         return o
 
     def _constants(
@@ -198,6 +200,7 @@ class PallasKernels:
             window=window,
             softcap=softcap,
             scaled=False,
+            sinks=False,
             writes=False,
         )
 
@@ -209,12 +212,16 @@ class PallasKernels:
         new: jax.Array | None,
         meta: AttentionMeta,
         scales: jax.Array | None,
+        sinks: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
         """The kernel: q [T, H, D], pool [N, page, R, W], new [T, R, W] -> (o [T, H, D], pool)."""
         if not self.interpret:  # else XLA brings a small pool into VMEM first, nobody's pages too
             pool = pltpu.with_memory_space_constraint(pool, pltpu.HBM)
         queries = fixed.layout.queries(q)
         factors = [] if scales is None else [_by_lanes(scales, fixed.layout.heads)]
+        if sinks is not None:
+            fixed = replace(fixed, sinks=True)
+            factors.append(_sinks_by_lanes(sinks, fixed.layout.heads))
         first = _SCALARS + len(factors)  # operand of the pool
         arrays, results, aliases = [pool, queries], [queries], {first + 1: 0}
         if new is not None:
@@ -255,6 +262,12 @@ def _by_lanes(scales: jax.Array, heads: int) -> jax.Array:
     """scales [2K] -> those of keys and of values, each alike in all lanes: [2, K, 1, 128]."""
     pairs = scales.reshape(-1, 2).T
     return jnp.broadcast_to(pairs[:, :, None, None], (2, heads, 1, PoolLayout.LANES))
+
+
+def _sinks_by_lanes(sinks: jax.Array, heads: int) -> jax.Array:
+    """sinks [H] -> the same in base 2, each alike in all lanes: [K, G, 128]."""
+    in_base_2 = sinks.reshape(heads, -1, 1) * math.log2(math.e)
+    return jnp.broadcast_to(in_base_2, (*in_base_2.shape[:2], PoolLayout.LANES))
 
 
 def _item_rows(q: jax.Array, meta: AttentionMeta, most: int) -> int:

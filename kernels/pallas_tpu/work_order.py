@@ -30,6 +30,7 @@ class Constants:
     window: int  # positions that a row sees, its own included; 0: all
     softcap: float  # 0: none
     scaled: bool  # the pool is quantised
+    sinks: bool  # heads have scores that no key has
     writes: bool  # the step's keys and values are still to be written
 
     @property
@@ -53,6 +54,7 @@ class StepRefs(NamedTuple):
     pool: jax.Ref  # [N, page, R, W]
     # In VMEM.
     factors: jax.Ref | None  # float32 [2, K, 1, 128] of keys and values
+    sinks: jax.Ref | None  # float32 [K, G, 128], in base 2, alike in all lanes
 
 
 class Cursor(NamedTuple):

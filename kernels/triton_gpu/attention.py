@@ -207,6 +207,20 @@ def _load_scales(kv_scales, head, SCALED: tl.constexpr):
 
 
 @triton.jit
+def _unseen(sinks, heads, real, first, BLOCK_M: tl.constexpr, SINKS: tl.constexpr):
+    """(top, total) of rows that have seen no key: of nothing, or of their heads' sinks, which the
+    first split of a sequence counts.
+    """
+    top = tl.full((BLOCK_M,), _HIDDEN, tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    if SINKS:
+        own = real & first
+        top = tl.where(own, tl.load(sinks + heads, mask=real, other=0.0) * _LOG2E, top)
+        total = tl.where(own, 1.0, total)
+    return top, total
+
+
+@triton.jit
 def decode_attention(
     q,
     kv,
@@ -214,6 +228,7 @@ def decode_attention(
     kv_lens,
     counts,
     kv_scales,
+    sinks,
     o,
     part_o,
     part_stats,
@@ -235,6 +250,7 @@ def decode_attention(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SCALED: tl.constexpr,
+    SINKS: tl.constexpr,
     ALONE: tl.constexpr,
     PAIRED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -275,8 +291,7 @@ def decode_attention(
         )
         k_scale, v_scale = _load_scales(kv_scales, head, SCALED)
         position = tl.zeros((BLOCK_M,), tl.int32) + (length - 1)
-        top = tl.full((BLOCK_M,), _HIDDEN, tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
+        top, total = _unseen(sinks, heads, rows < G, split == 0, BLOCK_M, SINKS)
         acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
         acc, odd, top, total = _sweep(
             acc,
@@ -391,6 +406,7 @@ def prompt_attention(
     cu_q,
     counts,
     kv_scales,
+    sinks,
     o,
     T: tl.constexpr,
     H: tl.constexpr,
@@ -406,6 +422,7 @@ def prompt_attention(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SCALED: tl.constexpr,
+    SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Rows of prompt chunks: q [T, H, D] -> o; program (key head, block of BLOCK_M // G rows of one
@@ -447,8 +464,7 @@ def prompt_attention(
     before = length - n_rows  # keys of the sequence that earlier steps wrote
     position = before + token
     k_scale, v_scale = _load_scales(kv_scales, head, SCALED)
-    top = tl.full((BLOCK_M,), _HIDDEN, tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    top, total = _unseen(sinks, heads, rows < BLOCK_T * G, True, BLOCK_M, SINKS)
     acc = tl.zeros((BLOCK_M, DP), tl.float32)
     table = page_table + seq * P
     high = tl.minimum(length, before + skip + BLOCK_T)

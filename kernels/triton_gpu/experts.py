@@ -13,7 +13,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from jitney.kernels.experts import CLAMP, CLAMPED_SLOPE
 from jitney.kernels.triton_gpu.narrow_products import widened
+
+_CLAMP, _CLAMPED_SLOPE = tl.constexpr(CLAMP), tl.constexpr(CLAMPED_SLOPE)
 
 
 @triton.jit
@@ -57,10 +60,77 @@ def _weights_of(
 
 
 @triton.jit
+def _of_halves(codes, powers, dtype: tl.constexpr):
+    """e2m1 in the lowest four bits of codes, times powers that are 2**14 times as great, in dtype,
+    exactly.
+
+    Moved into the bits of float16 a number is 2**14 times too small, and of 0.5 subnormal, which
+    the conversion honours.
+    """
+    bits = ((codes & 7).to(tl.int16) << 9) | ((codes & 8).to(tl.int16) << 12)
+    return (bits.to(tl.float16, bitcast=True).to(tl.float32) * powers).to(dtype)
+
+
+@triton.jit
+def _add_mxfp4(
+    acc,
+    lines,
+    codes,
+    scales,
+    first,
+    outs,
+    real,
+    inside,
+    COLUMNS: tl.constexpr,
+    SIZE_IN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """acc, and what BLOCK_K inputs of rows from `first` on add to outputs `outs`: codes and scales
+    of an expert as in `jitney.kernels.mxfp4`, of COLUMNS outputs. A byte has an input of a block's
+    first half and one of its second: two products.
+    """
+    BLOCKS: tl.constexpr = BLOCK_K // 32
+    halves = tl.arange(0, BLOCK_K // 2)
+    inputs = first + halves // 16 * 32 + halves % 16
+    low = _rows_of(lines, inputs, real, SIZE_IN, BLOCK_K)
+    high = _rows_of(lines, inputs + 16, real, SIZE_IN, BLOCK_K)
+    blocks = first // 32 + tl.arange(0, BLOCKS)
+    cells = codes + (first // 2 + halves)[:, None] * COLUMNS + outs[None, :]
+    places = scales + blocks[:, None] * COLUMNS + outs[None, :]
+    both = tl.load(cells, mask=(inputs < SIZE_IN)[:, None] & inside[None, :], other=0)
+    known = (blocks < SIZE_IN // 32)[:, None] & inside[None, :]
+    exponents = tl.load(places, mask=known, other=0).to(tl.int32)
+    # No more than 2**113, which no weight comes near.
+    powers = ((tl.minimum(exponents, 240) + 14) << 23).to(tl.float32, bitcast=True)
+    wide = tl.broadcast_to(powers[:, None, :], (BLOCKS, 16, BLOCK_N))
+    wide = tl.reshape(wide, (BLOCK_K // 2, BLOCK_N))
+    acc = tl.dot(low, _of_halves(both, wide, low.dtype), acc, input_precision=PRECISION)
+    return tl.dot(high, _of_halves(both >> 4, wide, low.dtype), acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _opened(gate, up, ACTIVATION: tl.constexpr):
+    """What the activation makes of gates and ups: gates times the logistic function of something,
+    times ups.
+    """
+    bent = gate
+    if ACTIVATION == "gelu_tanh":
+        bent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    if ACTIVATION == "clamped_silu":
+        gate = tl.minimum(gate, _CLAMP)
+        up = tl.minimum(tl.maximum(up, -_CLAMP), _CLAMP) + 1.0
+        bent = _CLAMPED_SLOPE * gate
+    return gate / (1.0 + tl.exp(-bent)) * up
+
+
+@triton.jit
 def open_experts(
     x,
     weights,
     scales,
+    biases,
     rows,
     experts,
     y,
@@ -71,12 +141,14 @@ def open_experts(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    MXFP4: tl.constexpr,
     SCALED: tl.constexpr,
-    GELU: tl.constexpr,
+    BIASED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Rows of x [T, I] times gates and ups of their experts [X, I, 2F] -> activation(gate) * up,
-    y [N * BLOCK_M, F] in x's dtype. SIZE_OUT: F. Rows of nobody are not written.
+    """Rows of x [T, I] times gates and ups of their experts [X, I, 2F] -> what the activation makes
+    of them, y [N * BLOCK_M, F] in x's dtype. SIZE_OUT: F. Rows of nobody are not written.
 
     Program (block of rows, block of outputs): those of a block are neighbours, and so are the
     blocks of an expert, whose weights the second finds in the cache.
@@ -92,28 +164,65 @@ def open_experts(
     outs = tl.program_id(0) % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = outs < SIZE_OUT
     lines = x + owners.to(tl.int64) * SIZE_IN
-    columns = weights + expert * (SIZE_IN * 2 * SIZE_OUT) + outs
     inner = tl.arange(0, BLOCK_K)
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for first in range(0, SIZE_IN, BLOCK_K):
-        inputs = first + inner
-        given = _rows_of(lines, inputs, real, SIZE_IN, BLOCK_K)
-        cells = columns[None, :] + inputs[:, None] * (2 * SIZE_OUT)
-        gates = _weights_of(cells, inputs, outs, given.dtype, SIZE_IN, SIZE_OUT, BLOCK_N, BLOCK_K)
-        cells += SIZE_OUT
-        ups = _weights_of(cells, inputs, outs, given.dtype, SIZE_IN, SIZE_OUT, BLOCK_N, BLOCK_K)
-        gate = tl.dot(given, gates, gate, input_precision=PRECISION)
-        up = tl.dot(given, ups, up, input_precision=PRECISION)
+    if MXFP4:
+        codes = weights + expert * (SIZE_IN // 2 * 2 * SIZE_OUT)
+        powers = scales + expert * (SIZE_IN // 32 * 2 * SIZE_OUT)
+        for first in range(0, SIZE_IN, BLOCK_K):
+            gate = _add_mxfp4(
+                gate,
+                lines,
+                codes,
+                powers,
+                first,
+                outs,
+                real,
+                inside,
+                2 * SIZE_OUT,
+                SIZE_IN,
+                BLOCK_N,
+                BLOCK_K,
+                PRECISION,
+            )
+            up = _add_mxfp4(
+                up,
+                lines,
+                codes,
+                powers,
+                first,
+                SIZE_OUT + outs,
+                real,
+                inside,
+                2 * SIZE_OUT,
+                SIZE_IN,
+                BLOCK_N,
+                BLOCK_K,
+                PRECISION,
+            )
+    else:
+        columns = weights + expert * (SIZE_IN * 2 * SIZE_OUT) + outs
+        for first in range(0, SIZE_IN, BLOCK_K):
+            inputs = first + inner
+            given = _rows_of(lines, inputs, real, SIZE_IN, BLOCK_K)
+            cells = columns[None, :] + inputs[:, None] * (2 * SIZE_OUT)
+            gates = _weights_of(
+                cells, inputs, outs, given.dtype, SIZE_IN, SIZE_OUT, BLOCK_N, BLOCK_K
+            )
+            cells += SIZE_OUT
+            ups = _weights_of(cells, inputs, outs, given.dtype, SIZE_IN, SIZE_OUT, BLOCK_N, BLOCK_K)
+            gate = tl.dot(given, gates, gate, input_precision=PRECISION)
+            up = tl.dot(given, ups, up, input_precision=PRECISION)
     if SCALED:
         factors = scales + expert * (2 * SIZE_OUT) + outs
         gate *= tl.load(factors, mask=inside, other=0.0)[None, :]
         up *= tl.load(factors + SIZE_OUT, mask=inside, other=0.0)[None, :]
-    # Both activations are gate times the logistic function: of itself, or of this.
-    bent = gate
-    if GELU:
-        bent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    opened = gate / (1.0 + tl.exp(-bent)) * up
+    if BIASED:
+        added = biases + expert * (2 * SIZE_OUT) + outs
+        gate += tl.load(added, mask=inside, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(added + SIZE_OUT, mask=inside, other=0.0).to(tl.float32)[None, :]
+    opened = _opened(gate, up, ACTIVATION)
     cells = y + places.to(tl.int64)[:, None] * SIZE_OUT + outs[None, :]
     tl.store(cells, opened.to(y.dtype.element_ty), mask=real[:, None] & inside[None, :])
 
@@ -123,6 +232,7 @@ def close_experts(
     x,
     weights,
     scales,
+    biases,
     rows,
     experts,
     y,
@@ -133,7 +243,9 @@ def close_experts(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    MXFP4: tl.constexpr,
     SCALED: tl.constexpr,
+    BIASED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """What `open_experts` wrote, x [N * BLOCK_M, I], times the same experts [X, I, O] -> y float32
@@ -149,16 +261,41 @@ def close_experts(
     outs = tl.program_id(0) % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = outs < SIZE_OUT
     lines = x + places.to(tl.int64) * SIZE_IN
-    columns = weights + expert * (SIZE_IN * SIZE_OUT) + outs
     inner = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for first in range(0, SIZE_IN, BLOCK_K):
-        inputs = first + inner
-        given = _rows_of(lines, inputs, real, SIZE_IN, BLOCK_K)
-        cells = columns[None, :] + inputs[:, None] * SIZE_OUT
-        matrix = _weights_of(cells, inputs, outs, given.dtype, SIZE_IN, SIZE_OUT, BLOCK_N, BLOCK_K)
-        acc = tl.dot(given, matrix, acc, input_precision=PRECISION)
+    if MXFP4:
+        codes = weights + expert * (SIZE_IN // 2 * SIZE_OUT)
+        powers = scales + expert * (SIZE_IN // 32 * SIZE_OUT)
+        for first in range(0, SIZE_IN, BLOCK_K):
+            acc = _add_mxfp4(
+                acc,
+                lines,
+                codes,
+                powers,
+                first,
+                outs,
+                real,
+                inside,
+                SIZE_OUT,
+                SIZE_IN,
+                BLOCK_N,
+                BLOCK_K,
+                PRECISION,
+            )
+    else:
+        columns = weights + expert * (SIZE_IN * SIZE_OUT) + outs
+        for first in range(0, SIZE_IN, BLOCK_K):
+            inputs = first + inner
+            given = _rows_of(lines, inputs, real, SIZE_IN, BLOCK_K)
+            cells = columns[None, :] + inputs[:, None] * SIZE_OUT
+            matrix = _weights_of(
+                cells, inputs, outs, given.dtype, SIZE_IN, SIZE_OUT, BLOCK_N, BLOCK_K
+            )
+            acc = tl.dot(given, matrix, acc, input_precision=PRECISION)
     if SCALED:
         acc *= tl.load(scales + expert * SIZE_OUT + outs, mask=inside, other=0.0)[None, :]
+    if BIASED:
+        added = tl.load(biases + expert * SIZE_OUT + outs, mask=inside, other=0.0)
+        acc += added.to(tl.float32)[None, :]
     cells = y + places.to(tl.int64)[:, None] * SIZE_OUT + outs[None, :]
     tl.store(cells, acc, mask=real[:, None] & inside[None, :])

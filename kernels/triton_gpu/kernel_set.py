@@ -89,13 +89,21 @@ class TritonKernels:
         window: int = 0,
         softcap: float = 0.0,
         kv_scales: jax.Array | None = None,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """See `jitney.kernels.interface.Kernels.paged_attention`; sums in float32, rows of padding
         are zero.
         """
         kv = self.write(k, v, kv, meta, kv_scales=kv_scales)
         o = self.attend(
-            q, kv, meta, scale=scale, window=window, softcap=softcap, kv_scales=kv_scales
+            q,
+            kv,
+            meta,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            kv_scales=kv_scales,
+            sinks=sinks,
         )
         return o, kv
 
@@ -228,9 +236,10 @@ class TritonKernels:
         window: int = 0,
         softcap: float = 0.0,
         kv_scales: jax.Array | None = None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
         """See `jitney.kernels.interface.Kernels.attend`. A bucket with as many rows as sequences is
-        one of decode only.
+        one of decode only. Other kernels for prompts are not asked where heads have sinks.
         """
         _check_rows(q)
         scales, limit = self.pool_scales(kv, kv_scales)
@@ -248,14 +257,16 @@ class TritonKernels:
             "WINDOW": window,
             "SOFTCAP": float(softcap),
             "SCALED": limit > 0,
+            "SINKS": sinks is not None,
             "PRECISION": "ieee" if q.dtype == jnp.float32 else "tf32",
         }
         o = None
-        if n_rows != n_seqs and self.prompts is not None:
+        factors = scales, scales if sinks is None else sinks  # unread then
+        if n_rows != n_seqs and self.prompts is not None and sinks is None:
             o = self.prompts(q, kv, meta, scale=scale, window=window, softcap=softcap)
         elif n_rows != n_seqs:
-            o = self._prompts(q, kv, meta, scales, constants)
-        return self._decode(q, kv, meta, scales, constants, o)
+            o = self._prompts(q, kv, meta, factors, constants)
+        return self._decode(q, kv, meta, factors, constants, o)
 
     @property
     def _product_tiles(self) -> ProductTiles:
@@ -274,11 +285,11 @@ class TritonKernels:
         q: jax.Array,
         kv: jax.Array,
         meta: AttentionMeta,
-        scales: jax.Array,
+        factors: tuple[jax.Array, jax.Array],
         constants: dict[str, Any],
     ) -> jax.Array:
         """o [T, H, D] with the rows of prompt chunks; padding is zero, rows of decoding sequences
-        are undefined.
+        are undefined. factors: of the pool, and sinks.
         """
         n_rows, n_heads, _ = q.shape
         n_kv = constants["K"]
@@ -299,7 +310,7 @@ class TritonKernels:
             meta.kv_lens,
             meta.cu_q,
             meta.counts,
-            scales,
+            *factors,
             out=_like(q),
             grid=(n_kv, blocks),
             warps=tiles.warps,
@@ -315,7 +326,7 @@ class TritonKernels:
         q: jax.Array,
         kv: jax.Array,
         meta: AttentionMeta,
-        scales: jax.Array,
+        factors: tuple[jax.Array, jax.Array],
         constants: dict[str, Any],
         o: jax.Array | None,
     ) -> jax.Array:
@@ -341,7 +352,7 @@ class TritonKernels:
             meta.page_table,
             meta.kv_lens,
             meta.counts,
-            scales,
+            *factors,
             grid=(programs,),
             warps=tiles.warps,
             stages=tiles.stages,
@@ -503,7 +514,7 @@ class TritonKernels:
             out=jax.ShapeDtypeStruct((n_places, inner), x.dtype),
             n_rows=len(x),
             matrices=2,
-            GELU=activation == "gelu_tanh",
+            ACTIVATION=activation,
         )
         return self._with_experts(
             expert_products.close_experts,
@@ -530,9 +541,9 @@ class TritonKernels:
         """x times the experts of its blocks, of which each is so many matrices side by side."""
         n_blocks, size_out = blocks.experts.shape[0], out.shape[1]
         tiles = self._product_tiles.experts(
-            blocks.size, x.dtype.itemsize, n_blocks, matrices * size_out
+            blocks.size, x.dtype.itemsize, n_blocks, matrices * size_out, mxfp4=stack.is_mxfp4
         )
-        weights, scales = stack
+        weights, scales, bias = stack
         if weights.dtype == jnp.float8_e4m3fn and self.launch.sm < _FP8_SINCE:
             weights = jax.lax.bitcast_convert_type(weights, jnp.uint8)
         columns = tiles.block_n // matrices
@@ -541,6 +552,7 @@ class TritonKernels:
             x,
             weights,
             x if scales is None else scales,  # unread then
+            x if bias is None else bias,
             blocks.rows,
             blocks.experts,
             out=out,
@@ -554,7 +566,9 @@ class TritonKernels:
             BLOCK_M=blocks.size,
             BLOCK_N=columns,
             BLOCK_K=tiles.block_k,
-            SCALED=scales is not None,
+            MXFP4=stack.is_mxfp4,
+            SCALED=scales is not None and not stack.is_mxfp4,
+            BIASED=bias is not None,
             PRECISION="tf32x3",
             **constants,
         )

@@ -132,6 +132,9 @@ _EXPERTS: dict[tuple[int, int], _ExpertTiles] = {
 }
 #: The same in float32, which is there for its answers only.
 _WIDE_EXPERTS = _ExpertTiles(64, 32, 8, 2)
+#: Inputs of MXFP4 at a time, at most, which are whole tiles of gpt-oss's 2,880; and the rows of a
+#: block over which older GPUs would spill the registers of wide tiles.
+_MXFP4_INPUTS, _MXFP4_ROWS = 64, 64
 #: Columns of a program of these at least: of two matrices 64 bytes of each row.
 _LEAST_COLUMNS = 64
 
@@ -222,15 +225,21 @@ class ProductTiles:
             return narrow
         return tiles
 
-    def experts(self, rows: int, itemsize: int, blocks: int, size_out: int) -> _ExpertTiles:
+    def experts(
+        self, rows: int, itemsize: int, blocks: int, size_out: int, *, mxfp4: bool = False
+    ) -> _ExpertTiles:
         """Tiles of a product with experts: blocks of `rows` rows, at most so many, and `size_out`
-        columns, gates and ups counted.
+        columns, gates and ups counted. mxfp4: the weights are widened in registers.
 
         Narrower where there would be fewer programs than processors. The inputs of a sum are added
         in the same order then, and a row has the same result.
         """
         tuned = self._generation
         tiles = _WIDE_EXPERTS if itemsize == 4 else _EXPERTS[tuned, rows]
+        if mxfp4:
+            tiles = replace(tiles, block_k=min(tiles.block_k, _MXFP4_INPUTS))
+            if rows > _MXFP4_ROWS and tuned < 90:
+                tiles = replace(tiles, block_n=_LEAST_COLUMNS)
         while tiles.block_n > _LEAST_COLUMNS:
             if blocks * -(-size_out // tiles.block_n) >= _PROCESSORS[tuned]:
                 break

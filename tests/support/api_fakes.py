@@ -309,9 +309,6 @@ class FakeClient:
     async def reset_prefix_cache(self) -> None:
         self.resets += 1
 
-    def records(self, after_step: int) -> np.ndarray:
-        return self.history.records.since(after_step)
-
     def last_step_age(self) -> float:
         return self.age
 
@@ -340,7 +337,7 @@ def make_app(
         keys=keys,
     )
     if tokenizer is None:
-        app.state.service._abilities = _BYTE_ABILITIES  # else the first chat takes longer
+        app.state.service.turns._abilities = _BYTE_ABILITIES  # else the first chat takes longer
     return app
 
 

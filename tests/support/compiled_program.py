@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from shipped import shipped_options
 from jitney.engine.core.executor.program import StateSizes, _compiler_options
 from jitney.engine.core.models.mixture import ExpertLinear
 from jitney.engine.core.models.protocol import Model
-from jitney.engine.core.models.quantization import KV_TYPES
+from jitney.engine.core.models.quantization import KV_TYPES, quantise
 from jitney.engine.core.models.registry import abstract_model
 from jitney.engine.core.models.sharding import make_mesh
 from jitney.engine.core.scheduler.buckets import Bucket
@@ -65,9 +66,10 @@ class Step:
         layers = spec.layers or shape.n_layers
         self.whole = replace(shape, n_layers=layers, windows=(0,) * layers)
         self.config: ModelConfig = self.whole.local(spec.devices)
-        self.model = abstract_model(
-            self.config, dtype=jnp.bfloat16, weights=spec.weights, kv=spec.kv
-        )
+        weights = "plain" if spec.weights == "mxfp4" else spec.weights
+        self.model = abstract_model(self.config, dtype=jnp.bfloat16, weights=weights, kv=spec.kv)
+        if spec.weights == "mxfp4":
+            _keep_mxfp4(self.model)
         _lay_out(self.model, kernels_for(spec))
         self.leaves = dict(nnx.to_flat_state(nnx.split(self.model)[1]))
         self.chip: Accelerator = DEVICES[CHIPS.get(spec.target, spec.target)]
@@ -154,15 +156,27 @@ def kernels_for(spec: Spec) -> KernelSet:
     return _pallas_set(spec.target)
 
 
+def _keep_mxfp4(model: Model) -> None:
+    """Experts as a checkpoint in MXFP4 has them, as shapes."""
+    for linear in model.linears():
+        if isinstance(linear, ExpertLinear):
+            pack = partial(quantise, scheme="mxfp4", dtype=jnp.bfloat16)
+            linear.set_matrix(jax.eval_shape(pack, linear.kernel.get_value()))
+
+
+def _apart(linear: ExpertLinear, side_by_side: Any) -> jax.ShapeDtypeStruct:
+    rows, columns = side_by_side.shape
+    shape = linear.n_experts, rows, columns // linear.n_experts
+    return jax.ShapeDtypeStruct(shape, side_by_side.dtype)
+
+
 def _lay_out(model: Model, kernels: KernelSet) -> None:
     """fp8 matrices, and those of experts, as shapes of what serves them."""
     for linear in model.linears():
         kernel = linear.kernel.get_value()
         if isinstance(linear, ExpertLinear):
-            assert kernels.experts is not None and kernel.dtype != jnp.uint8
-            size_in, columns = kernel.shape
-            apart = linear.n_experts, size_in, columns // linear.n_experts
-            linear.kernel = nnx.Param(jax.ShapeDtypeStruct(apart, kernel.dtype))
+            assert kernels.experts is not None
+            linear._replace_apart(jax.tree.map(partial(_apart, linear), linear._to_set_apart))
         elif kernels.fp8 is not None and kernel.dtype == w8a8._FP8:
             linear.kernel = nnx.Param(jax.eval_shape(kernels.fp8.pack, kernel))
 

@@ -40,6 +40,8 @@ LARGE_KEPT_AS = {
 #: int8.
 MIXTURE = "qwen3-30b-a3b"
 MIXTURE_KEPT_AS = {("v5e", 4): "int8"}
+#: A mixture whose experts are stored in MXFP4.
+MXFP4 = "gpt-oss-20b"
 #: Devices of four chips.
 HOST = {"v5e": 4, "v6e": 4, "v7x": 8}
 #: Layers that are compiled of a mixture, and of a model over 4 and 8 devices.
@@ -143,6 +145,11 @@ def mixtures(target: str) -> Iterator[Spec]:
         yield replace(of, rows=MIXED_ROWS, seqs=SEATS)
         for weights in ("int8", "fp8"):
             yield replace(of, rows=8, seqs=8, weights=weights)
+    if target in ("h100", "v6e"):
+        of = Spec(target, MXFP4, 1, 1, weights="mxfp4", layers=FEW_LAYERS)
+        for seqs in SEQUENCES:
+            yield replace(of, rows=seqs, seqs=seqs)
+        yield replace(of, rows=MIXED_ROWS, seqs=SEATS)
     if target in TPUS:
         for devices in (4, 8):
             weights = MIXTURE_KEPT_AS.get((target, devices), "plain")

@@ -128,11 +128,17 @@ def expert_cost(
     weights = max((one for one in taken if len(one.dims) == 3), key=lambda one: one.elements)
     columns = matrices * y.dims[1]
     size_in = weights.elements // (weights.dims[0] * columns)
+    per_expert = float(size_in * columns * weights.itemsize)
+    if weights.itemsize == 1:
+        per_expert += 4.0 * columns
+    if any(16 * one.elements == weights.elements for one in taken if len(one.dims) == 3):
+        # MXFP4: two weights a byte, and a byte for each 32.
+        size_in *= 2
+        per_expert = size_in * columns * (0.5 + 1 / 32)
     x = next(one for one in taken if one is not weights and one.dims[-1:] == (size_in,))
-    scales = 4.0 * columns if weights.itemsize == 1 else 0.0
     rows = rows_going(load, experts, y.dims[0])
     going = rows * experts.n_chosen
-    moved = blocks_read(experts, rows, rows) * (size_in * columns * weights.itemsize + scales)
+    moved = blocks_read(experts, rows, rows) * per_expert
     moved += going * (size_in * x.itemsize + y.dims[1] * y.itemsize)
     return moved, 2.0 * going * size_in * columns
 

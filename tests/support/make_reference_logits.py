@@ -51,6 +51,21 @@ GRANITE = {
     "attention_multiplier": 0.2,
     "logits_scaling": 2.0,
 }
+GPT_OSS = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 8,
+    "head_dim": 16,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 4,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 600.0,
+        "factor": 4.0,
+        "truncate": False,
+        "original_max_position_embeddings": 32,
+    },
+}
 #: Four layers, of which the last one attends.
 QWEN3_5 = {
     "num_hidden_layers": 4,
@@ -157,6 +172,12 @@ CASES = {
     "mixtral": (
         "Mixtral",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+    ),
+    "gpt_oss": ("GptOss", GPT_OSS | {"sliding_window": 8}),
+    # As published: experts in MXFP4, a window of 128.
+    "gpt_oss_mxfp4": (
+        "GptOss",
+        GPT_OSS | {"intermediate_size": 128, "max_position_embeddings": 512},
     ),
     "gemma2": (
         "Gemma2",
@@ -289,6 +310,8 @@ CASES = {
         },
     ),
 }
+#: Cases whose experts are stored so.
+MXFP4 = ("gpt_oss_mxfp4",)
 #: Prefix of a configuration's class -> that of its model's, where they differ.
 MODELS = {"Gemma3Text": "Gemma3", "Qwen3_5Text": "Qwen3_5", "Qwen3_5MoeText": "Qwen3_5Moe"}
 #: Contexts with which some are served: transformers takes the frequencies of a text's length.
@@ -296,6 +319,8 @@ CONTEXTS = {"llama_dynamic": 48, "phi3_short": 64}
 #: Cases with greedy continuations, and lengths of the prompts that are continued: past windows of
 #: 8, and original contexts of 32. Those of phi3 are all longer than this, of phi3_short shorter.
 GREEDY = {
+    "gpt_oss": (5, 20, 48),
+    "gpt_oss_mxfp4": (1, 40, 125, 300),
     "gemma2": (5, 20, 48),
     "gemma3": (5, 20, 48),
     "olmo2": (5, 20, 48),
@@ -322,10 +347,16 @@ SPREADS = {"gemma2": 0.2, "gemma3": 0.15}
 def random_tensor(name: str, shape: tuple[int, ...], spread: float = 1.0) -> np.ndarray:
     """float32 weights that depend on the tensor's name and shape alone; spread: of embeddings."""
     drawn = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
+    if name.endswith("_blocks"):
+        return np.random.default_rng(zlib.crc32(name.encode())).integers(0, 256, shape, np.uint8)
+    if name.endswith("_scales"):  # magnitudes of experts' weights up to 1.5, or 6 of gates
+        return (124 + 2 * ("gate" in name) + np.clip(drawn, -2, 0)).astype(np.uint8)
     if "norm" in name:
         drawn = 1.0 + 0.2 * drawn
-    elif name.endswith(".bias"):
+    elif name.endswith((".bias", "_proj_bias")):
         drawn = 0.3 * drawn
+    elif name.endswith("sinks"):  # some of them outweigh every key, some no key
+        drawn = 4 * drawn
     elif name.endswith(".A_log"):  # a memory of some tokens, or of some hundred
         drawn = 1.5 * drawn - 3.0
     elif "embed" in name:
@@ -360,6 +391,19 @@ def greedy(model, lengths: tuple[int, ...]) -> dict[str, list[list[float]]]:
     return outputs
 
 
+def in_mxfp4(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The tensors of a file whose experts [X, I, O] are in MXFP4."""
+    found = {}
+    for key, shape in shapes.items():
+        if key.endswith("_proj"):
+            experts, inputs, outputs = shape
+            found[f"{key}_blocks"] = experts, outputs, inputs // 32, 16
+            found[f"{key}_scales"] = experts, outputs, inputs // 32
+        else:
+            found[key] = shape
+    return found
+
+
 def reference(name: str, prefix: str, settings: dict) -> dict:
     """config.json as transformers writes it, tensor shapes, and float32 logits of ROWS."""
     import torch
@@ -375,11 +419,16 @@ def reference(name: str, prefix: str, settings: dict) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         file = Path(folder) / "model.safetensors"
-        state = {
-            key: random_tensor(key, tensor.shape, spread) for key, tensor in load_file(file).items()
-        }
+        shapes = {key: tensor.shape for key, tensor in load_file(file).items()}
+        options = {"attn_implementation": "eager"}
+        if name in MXFP4:
+            shapes = in_mxfp4(shapes)
+            config.quantization_config = {"quant_method": "mxfp4"}
+            config.save_pretrained(folder)
+            options["quantization_config"] = transformers.Mxfp4Config(dequantize=True)
+        state = {key: random_tensor(key, shape, spread) for key, shape in shapes.items()}
         save_file(state, file, {"format": "pt"})
-        model = type(model).from_pretrained(folder, attn_implementation="eager").eval()
+        model = type(model).from_pretrained(folder, dtype=torch.float32, **options).eval()
     with torch.no_grad():
         logits = model(torch.from_numpy(prompt())[None]).logits[0, ROWS].numpy()
     written = json.loads(config.to_json_string(use_diff=True)) | {"architectures": [architecture]}
@@ -391,6 +440,8 @@ def reference(name: str, prefix: str, settings: dict) -> dict:
         ),
         "logits": [[round(float(value), 6) for value in row] for row in logits],
     }
+    if name in MXFP4:
+        case["config"]["quantization_config"] = {"quant_method": "mxfp4"}
     if spread != 1.0:
         case["embed_spread"] = spread
     if name in GREEDY:

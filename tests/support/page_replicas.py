@@ -43,9 +43,6 @@ class FakeReplica:
     def last_step_age(self) -> float:
         return self.age
 
-    def records(self, after_step: int) -> Any:
-        return self.history.records.since(after_step)
-
     async def page_states(self) -> bytes:
         return bytes(101)
 

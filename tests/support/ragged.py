@@ -66,6 +66,9 @@ def make(case: Case, seed: int = 7) -> Batch:
     )
     kv = rng.standard_normal((case.n_pages, case.page, 2 * n_kv, dim), np.float32)
     options: dict[str, Any] = {"scale": dim**-0.5, "window": case.window, "softcap": case.softcap}
+    if case.sinks:  # of every second head more than all keys together, else less than one
+        own = 6 + rng.random(n_heads, np.float32)
+        options["sinks"] = np.where(np.arange(n_heads) % 2, own, own - 9).astype(np.float32)
     if case.pool in QUANTISED:
         limit, shape = QUANTISED[case.pool], (2 * n_kv,) if case.scales == "head" else ()
         factors = np.float32(2.0) ** rng.integers(-3, 2, shape) / (1 << int(np.log2(limit / 4)))
@@ -134,7 +137,10 @@ def attention(batch: Batch, kv: np.ndarray) -> np.ndarray:
             )
             top = np.where(seen, scores, -np.inf).max(1, keepdims=True)
             p = np.where(seen, np.exp(scores - top), 0)
-            out[rows, h] = p / p.sum(1, keepdims=True) @ cells[:, 2 * (h // group) + 1]
+            if "sinks" in options:
+                p = np.hstack([p, np.exp(options["sinks"][h] - top)])
+            p = p / p.sum(1, keepdims=True)
+            out[rows, h] = p[:, :length] @ cells[:, 2 * (h // group) + 1]
     return out
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jitney.engine.fleet.compositions.answering import ModelAnswer, ModelStream
-from jitney.engine.fleet.compositions.question import Question
+from jitney.engine.fleet.compositions.body_checks import accepted
+from jitney.engine.fleet.request import ProxiedRequest
 
 
 @dataclass
@@ -23,12 +24,12 @@ class Said:
 
 @dataclass
 class ScriptedModel:
-    """says: what it answers, or raises, to a question."""
+    """says: what it answers, or raises, to a request."""
 
-    says: Callable[[Question], Said | Exception]
+    says: Callable[[ProxiedRequest], Said | Exception]
     seats: int | None = None
     delay_s: float = 0.0
-    asked: list[Question] = field(default_factory=list)
+    asked: list[ProxiedRequest] = field(default_factory=list)
     #: Questions that are being answered, now and at most.
     open: int = 0
     most_open: int = 0
@@ -40,30 +41,30 @@ class ScriptedModels:
     def __init__(self, **models: ScriptedModel):
         self.models = models
 
-    async def answer(self, question: Question) -> ModelAnswer:
-        assert not question.streams
-        return await self._answer(question)
+    async def answer(self, request: ProxiedRequest) -> ModelAnswer:
+        assert not request.streams
+        return await self._answer(request)
 
-    async def _answer(self, question: Question) -> ModelAnswer:
-        model = self.models[question.model]
-        question.sent_body(question.model)  # raises where no time is left
-        model.asked.append(question)
+    async def _answer(self, request: ProxiedRequest) -> ModelAnswer:
+        model = self.models[request.model]
+        request.outgoing()  # raises where no time is left
+        model.asked.append(request)
         model.open += 1
         model.most_open = max(model.most_open, model.open)
         try:
             await asyncio.sleep(model.delay_s)
-            said = model.says(question)
+            said = model.says(request)
         finally:
             model.open -= 1
         if isinstance(said, Exception):
             raise said
-        return answer_of(question, said)
+        return answer_of(request, said)
 
     @asynccontextmanager
-    async def stream(self, question: Question) -> AsyncIterator[ModelStream]:
-        assert question.streams
-        answer = await self._answer(question)
-        yield ModelStream(answer.chunks(question), answer.headers)
+    async def stream(self, request: ProxiedRequest) -> AsyncIterator[ModelStream]:
+        assert request.streams
+        answer = await self._answer(request)
+        yield ModelStream(answer.chunks(request), answer.headers)
 
     async def seats(self, model: str) -> int | None:
         return self.models[model].seats
@@ -71,17 +72,17 @@ class ScriptedModels:
 
 def always(text: str, *logprobs: float) -> ScriptedModel:
     """A model that says the same to everybody."""
-    return ScriptedModel(lambda question: Said(text, logprobs or (-0.1,)))
+    return ScriptedModel(lambda request: Said(text, logprobs or (-0.1,)))
 
 
 def fails(error: Exception) -> ScriptedModel:
-    return ScriptedModel(lambda question: error)
+    return ScriptedModel(lambda request: error)
 
 
-def answer_of(question: Question, said: Said) -> ModelAnswer:
-    """In the form of the question's route."""
-    n = question.body.get("n") or 1
-    make = _chat_choice if question.is_chat else _text_choice
+def answer_of(request: ProxiedRequest, said: Said) -> ModelAnswer:
+    """In the form of the request's route."""
+    n = request.fields.get("n") or 1
+    make = _chat_choice if request.is_chat else _text_choice
     completion = n * len(said.logprobs)
     usage = {
         "prompt_tokens": said.prompt_tokens,
@@ -91,18 +92,18 @@ def answer_of(question: Question, said: Said) -> ModelAnswer:
     }
     body: dict[str, Any] = {
         "id": "x",
-        "object": "chat.completion" if question.is_chat else "text_completion",
+        "object": "chat.completion" if request.is_chat else "text_completion",
         "created": 1,
-        "model": question.model,
-        "choices": [make(index, question, said) for index in range(n)],
+        "model": request.model,
+        "choices": [make(index, request, said) for index in range(n)],
         "usage": usage,
     }
     return ModelAnswer(body)
 
 
-def _chat_choice(index: int, question: Question, said: Said) -> dict[str, Any]:
+def _chat_choice(index: int, request: ProxiedRequest, said: Said) -> dict[str, Any]:
     logprobs = None
-    if question.body.get("logprobs"):
+    if request.fields.get("logprobs"):
         content = [
             {"token": "t", "logprob": value, "bytes": [116], "top_logprobs": []}
             for value in said.logprobs
@@ -112,31 +113,33 @@ def _chat_choice(index: int, question: Question, said: Said) -> dict[str, Any]:
     return {"index": index, "message": message, "finish_reason": "stop", "logprobs": logprobs}
 
 
-def _text_choice(index: int, question: Question, said: Said) -> dict[str, Any]:
+def _text_choice(index: int, request: ProxiedRequest, said: Said) -> dict[str, Any]:
     logprobs = None
-    if question.body.get("logprobs") is not None:
+    if request.fields.get("logprobs") is not None:
         logprobs = {"tokens": ["t"] * len(said.logprobs), "token_logprobs": list(said.logprobs)}
     return {"index": index, "text": said.text, "finish_reason": "stop", "logprobs": logprobs}
 
 
-def chat(model: str, text: str = "hello", **fields: Any) -> Question:
+def chat(model: str, text: str = "hello", **fields: Any) -> ProxiedRequest:
     """A chat of one message."""
     body = {"messages": [{"role": "user", "content": text}]} | fields
-    return Question.of(model, "/v1/chat/completions", body, {})
+    return accepted(ProxiedRequest.post(model, "/v1/chat/completions", body))
 
 
-def in_background(question: Question) -> Question:
+def in_background(request: ProxiedRequest) -> ProxiedRequest:
     """The same, as a line of a batch asks it."""
-    return replace(question, headers={"x-jitney-background": "1"})
+    return replace(request, headers=[(b"x-jitney-background", b"1")])
 
 
-def completion(model: str, prompt: Any = "hello", **fields: Any) -> Question:
-    return Question.of(model, "/v1/completions", {"prompt": prompt} | fields, {})
+def completion(model: str, prompt: Any = "hello", **fields: Any) -> ProxiedRequest:
+    return accepted(ProxiedRequest.post(model, "/v1/completions", {"prompt": prompt} | fields))
 
 
-async def chunks(models: Any, question: Question) -> tuple[dict[str, str], list[dict[str, Any]]]:
+async def chunks(
+    models: Any, request: ProxiedRequest
+) -> tuple[dict[str, str], list[dict[str, Any]]]:
     """The headers and all chunks of a stream."""
-    async with models.stream(question) as stream:
+    async with models.stream(request) as stream:
         return stream.headers, [chunk async for chunk in stream.chunks]
 
 

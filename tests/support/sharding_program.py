@@ -91,12 +91,15 @@ def logits(
     many devices.
 
     kv_dtype: of quantised pools, whose factors the same prompt gives. groups: of experts.
-    rounds_rows: by products of fp8 rows with fp8 weights.
+    rounds_rows: by products of fp8 rows with fp8 weights. scheme auto: as stored, if it is kept.
     """
     source = ModelSource.resolve(folder)
     config = source.config.in_groups(groups)
     mesh = make_mesh(jax.devices()[:devices]) if devices > 1 else None
-    model = load_model(source, config, jnp.dtype(dtype), storage=WeightStorage(scheme), mesh=mesh)
+    storage = WeightStorage(scheme)
+    if scheme == "auto":
+        storage = WeightStorage.choose(scheme, "cpu", KERNELS)
+    model = load_model(source, config, jnp.dtype(dtype), storage=storage, mesh=mesh)
     if kv_dtype:
         _calibrate(model, tokens, jnp.dtype(kv_dtype), mesh)
     kernels = KERNELS

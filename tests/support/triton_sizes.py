@@ -236,7 +236,7 @@ def meets_experts(n_experts: int, columns: int, blocks: int) -> bool:
     y = sparse((blocks * block, columns), np.float16)
     x = RANDOM.standard_normal((3, inputs), np.float32).astype(np.float16)
     expert_products.open_experts[(blocks,)](
-        *map(Tensor, (x, weights, x, rows, experts, y)),
+        *map(Tensor, (x, weights, x, x, rows, experts, y)),
         T=3,
         X=n_experts,
         SIZE_IN=inputs,
@@ -245,7 +245,9 @@ def meets_experts(n_experts: int, columns: int, blocks: int) -> bool:
         BLOCK_N=columns,
         BLOCK_K=32,
         SCALED=False,
-        GELU=False,
+        MXFP4=False,
+        BIASED=False,
+        ACTIVATION="silu",
         PRECISION="ieee",
     )
     wide = x.astype(np.float32)[[2, 0, 1]]

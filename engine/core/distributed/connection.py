@@ -1,4 +1,4 @@
-"""Messages between two hosts over TCP: msgpack behind four bytes of length, as workers have it."""
+"""TCP connections between hosts; messages are framed as in `worker_pipe`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _decode: Callable[[bytes], messages.Message] = msgspec.msgpack.Decoder(messages.
 
 
 class HostAddress(NamedTuple):
-    """Where a host listens. As text HOST:PORT; an IPv6 host stands in brackets."""
+    """An address as HOST:PORT; an IPv6 host is in brackets."""
 
     host: str
     port: int
@@ -36,7 +36,7 @@ class HostAddress(NamedTuple):
         return f"{host}:{self.port}"
 
     def listen(self) -> socket.socket:
-        """A socket there; ConfigError if this host does not have the address."""
+        """A listening socket. Raises ConfigError if this host does not have the address."""
         try:
             family = socket.getaddrinfo(*self, type=socket.SOCK_STREAM)[0][0]
             return socket.create_server(self, family=family)
@@ -48,10 +48,10 @@ class HostAddress(NamedTuple):
 
 
 class Connection:
-    """To one other host. Any thread may send, one receives."""
+    """A connection to another host. Any thread may send; one thread receives."""
 
-    #: Seconds without a sign of life after which the other is taken to be gone. A process that ends
-    #: is noticed at once, by the end of the connection; this is for machines.
+    #: Seconds without a message after which the other host counts as lost. The end of a process
+    #: closes the connection at once; this timeout is for the loss of a machine.
     silent_s: ClassVar[float] = 20.0
 
     def __init__(self, connected: socket.socket):
@@ -62,17 +62,17 @@ class Connection:
         self._sending = threading.Lock()
 
     def send(self, message: msgspec.Struct) -> None:
-        """Raises OSError."""
+        """Send a message. Raises OSError."""
         self.send_frame(framed(message))
 
     def send_frame(self, frame: bytes) -> None:
-        """As `send`, of a message that is framed already."""
+        """Send a framed message. Raises OSError."""
         with self._sending:
             self._socket.sendall(frame)
 
     def receive(self, most: int = _MOST) -> messages.Message:
-        """The next message. Raises OSError if nothing comes for `silent_s` seconds, EOFError at the
-        end, msgspec.DecodeError for what is none of ours or longer than `most` bytes.
+        """The next message. Raises OSError after `silent_s` seconds of silence, EOFError at the
+        end, msgspec.DecodeError if it is invalid or longer than `most` bytes.
         """
         (length,) = LENGTH.unpack(self._exactly(LENGTH.size))
         if length > most:
@@ -87,7 +87,7 @@ class Connection:
 
     @property
     def ended(self) -> bool:
-        """The other has closed it; asked only while nothing is expected of the other."""
+        """True if the other host has closed the connection; valid while it sends nothing."""
         try:
             readable, _, _ = select.select([self._socket], [], [], 0)
             return bool(readable) and not self._socket.recv(1, socket.MSG_PEEK)
@@ -95,7 +95,7 @@ class Connection:
             return True
 
     def close(self) -> None:
-        """Let a thread that receives see the end, too."""
+        """Close the connection, also for a thread that is receiving."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

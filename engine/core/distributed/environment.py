@@ -1,4 +1,4 @@
-"""Which host this is, by what those set in the environment who start a program on many at once."""
+"""Host id, count and coordinator of this host, from variables that cluster launchers set."""
 
 from __future__ import annotations
 
@@ -10,36 +10,40 @@ from pydantic import ValidationError
 
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.config import AUTO, Config, EngineSection
-from jitney.engine.core.distributed.connection import HostAddress
 
-#: The port at the first host where the environment names none.
+#: Port at the first host.
 _PORT = 8477
-#: Nodes of a Slurm job, such as gpu[01-04,07]: only the first one is needed.
+#: First node of a Slurm job such as gpu[01-04,07].
 _SLURM_NODES = re.compile(r"(?P<prefix>[^\[,]+)(?:\[(?P<first>[0-9]+)[^\]]*\])?")
 
 
 @dataclass(frozen=True, slots=True)
-class _HostPlace:
-    """This host among those of its engine."""
+class _HostIdentity:
+    """This host among the hosts of its engine."""
 
-    first: str  #: the first one's name or address
+    first: str  #: name or address of the first host
     n_hosts: int
     host_id: int  #: from 0
 
 
 def placed(config: Config, environ: Mapping[str, str]) -> Config:
-    """The configuration with the place that coordinator auto stands for. Raises ConfigError."""
+    """The configuration with coordinator auto replaced by values from the environment. Raises
+    ConfigError.
+    """
     engine = config.engine
     if engine.coordinator != AUTO:
         return config
-    place = _find_place(environ)
-    if place.n_hosts == 1:
+    identity = _find_identity(environ)
+    if identity.n_hosts == 1:
         update: dict[str, object] = {"coordinator": ""}
     else:
+        # Only engines on several hosts connect to each other.
+        from jitney.engine.core.distributed.connection import HostAddress
+
         update = {
-            "coordinator": str(HostAddress(place.first, _PORT)),
-            "n_hosts": place.n_hosts,
-            "host_id": place.host_id,
+            "coordinator": str(HostAddress(identity.first, _PORT)),
+            "n_hosts": identity.n_hosts,
+            "host_id": identity.host_id,
         }
     try:
         engine = EngineSection.model_validate(engine.model_dump() | update)
@@ -49,45 +53,45 @@ def placed(config: Config, environ: Mapping[str, str]) -> Config:
     return config.model_copy(update={"engine": engine})
 
 
-def _find_place(environ: Mapping[str, str]) -> _HostPlace:
-    """Raises ConfigError if the environment does not say, or not in whole."""
-    for find in (_of_leader_worker_set, _of_tpu_slice, _of_slurm):
-        place = find(environ)
-        if place is not None:
-            return place
+def _find_identity(environ: Mapping[str, str]) -> _HostIdentity:
+    """This host's identity. Raises ConfigError if variables are missing."""
+    for find in (_from_leader_worker_set, _from_tpu_slice, _from_slurm):
+        identity = find(environ)
+        if identity is not None:
+            return identity
     raise ConfigError(
         "coordinator auto: the environment names no hosts (TPU_WORKER_HOSTNAMES and TPU_WORKER_ID, "
         "LWS_LEADER_ADDRESS, or Slurm's): give coordinator, n_hosts and host_id"
     )
 
 
-def _of_tpu_slice(environ: Mapping[str, str]) -> _HostPlace | None:
-    """As Google's Kubernetes engine has it."""
+def _from_tpu_slice(environ: Mapping[str, str]) -> _HostIdentity | None:
+    """The identity in a TPU slice on Google Kubernetes Engine."""
     names = [name for name in environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if name]
     if not names:
         return None
-    return _HostPlace(names[0], len(names), _number(environ, "TPU_WORKER_ID"))
+    return _HostIdentity(names[0], len(names), _number(environ, "TPU_WORKER_ID"))
 
 
-def _of_leader_worker_set(environ: Mapping[str, str]) -> _HostPlace | None:
-    """As Kubernetes' LeaderWorkerSet has it."""
+def _from_leader_worker_set(environ: Mapping[str, str]) -> _HostIdentity | None:
+    """The identity in a LeaderWorkerSet of Kubernetes."""
     leader = environ.get("LWS_LEADER_ADDRESS")
     if not leader:
         return None
-    return _HostPlace(
+    return _HostIdentity(
         leader, _number(environ, "LWS_GROUP_SIZE"), _number(environ, "LWS_WORKER_INDEX")
     )
 
 
-def _of_slurm(environ: Mapping[str, str]) -> _HostPlace | None:
-    """As srun has it, with one task on each node."""
-    found = _SLURM_NODES.match(environ.get("SLURM_STEP_NODELIST", ""))
-    if found is None:
+def _from_slurm(environ: Mapping[str, str]) -> _HostIdentity | None:
+    """The identity in a Slurm step with one task on each node."""
+    nodes = _SLURM_NODES.match(environ.get("SLURM_STEP_NODELIST", ""))
+    if nodes is None:
         return None
     if environ.get("SLURM_NTASKS") != environ.get("SLURM_STEP_NUM_NODES"):
         raise ConfigError("coordinator auto: start one task on each node: srun --ntasks-per-node=1")
-    first = found["prefix"] + (found["first"] or "")
-    return _HostPlace(first, _number(environ, "SLURM_NTASKS"), _number(environ, "SLURM_PROCID"))
+    first = nodes["prefix"] + (nodes["first"] or "")
+    return _HostIdentity(first, _number(environ, "SLURM_NTASKS"), _number(environ, "SLURM_PROCID"))
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:

@@ -1,8 +1,7 @@
-"""How the hosts of one engine come together, agree, and notice that one of them is gone. Jax-free.
+"""Joins the hosts of an engine, lets them agree on values, and detects the loss of one. No jax.
 
-The first host listens at the coordinator's address; each of the others connects to it, and to
-nobody else. Whoever is of another version, or was told another configuration, is sent away before
-jax's own runtime hears of it.
+Host 0 listens at the coordinator's address and the others connect to it. A host of another version
+or configuration is refused before jax's own runtime starts.
 """
 
 from __future__ import annotations
@@ -44,79 +43,76 @@ from jitney.engine.core.distributed.step_barrier import Coordinator, StepBarrier
 
 _log = logging.getLogger("jitney.hosts")
 
-#: Seconds in which all hosts must have come; those behind them may still be fetching an image.
+#: Timeout for all hosts to join; some may still be pulling an image.
 _JOIN_S = 600.0
-#: Seconds between two tries to reach the first host, between two reports of who is missing, and
-#: that a newcomer has to say who it is.
+#: Seconds between attempts to reach host 0, between reports of missing hosts, and for a `Hello`.
 _RETRY_S, _REPORT_S, _HELLO_S = 0.5, 10.0, 5.0
-#: Seconds in which the end of another host is noticed, once something that we did with it failed;
-#: and that an ending host gives the others to hear of it.
-_NOTICE_S, _FAREWELL_S = 3.0, 2.0
-#: Seconds between two signs of life.
-_BEAT_S = 1.0
-#: Most bytes of a message from somebody who has not been let in.
-_STRANGERS_MOST = 4096
-#: What may go wrong with a connection.
+#: Seconds to wait for the loss of a host after a failure that it may explain; and for the others to
+#: receive `Leave`.
+_LOSS_S, _LEAVE_S = 3.0, 2.0
+#: Seconds between heartbeats.
+_HEARTBEAT_S = 1.0
+#: Most bytes of a host's first message.
+_HELLO_BYTES = 4096
+#: Errors of a broken connection.
 _BROKEN = (OSError, EOFError, msgspec.DecodeError)
 
-#: Called by another thread when a host is gone, with one line and whether that host said itself
-#: that it could not go on. It ends the process: work that others take part in never ends alone.
+#: Called by another thread when a host is lost, with a line of text and whether that host reported
+#: a failure. It ends the process, since work that involves a lost host never ends.
 type Lost = Callable[[str, bool], None]
-#: Called with the hosts that are there, all of them, and a detail.
+#: Called with the number of hosts that joined, the number of all hosts, and a detail.
 type _Report = Callable[[int, int, str], None]
 
 
 class Hosts(Protocol):
-    """What either kind of host can do. What it does with the others once it serves is one of two:
-    the first one plans for all, or each has an engine of its own (`rounds`).
+    """A host of an engine. While serving, either host 0 plans for all, or each host has an engine
+    and they agree on steps (`step_barrier`).
     """
 
     host_id: int
     n_hosts: int
-    #: HOST:PORT of jax's own service, on the first host.
+    #: HOST:PORT of jax's own service, on host 0.
     jax_address: str
 
     def least(self, what: str, value: int) -> int:
-        """The least value of all hosts; each asks for it at the same point of its start."""
+        """The least value of all hosts; all call it at the same point of their start."""
         ...
 
     def same(self, what: str, value: str) -> None:
-        """Raise ConfigError unless all hosts have the same."""
+        """Raise ConfigError unless all hosts have the same value."""
         ...
 
     def step_barrier(self) -> StepBarrier:
-        """How the engines of all hosts agree upon their steps; called once, before the first."""
+        """The agreement of the hosts' engines on steps; called once, before the first step."""
         ...
 
     def wait_for_loss(self) -> None:
-        """After something failed that others took part in: give a loss the time to be noticed,
-        which is the better reason.
-        """
+        """Wait a moment after a failed collective, whose cause may be the loss of a host."""
         ...
 
     def leave(self, reason: str, *, failed: bool) -> None:
-        """Tell the others that this host ends, and let them go first. Where a loss was noticed
-        before, that is why it ends: returns only if `Lost` did.
+        """Tell the others that this host ends. If a loss was noticed first, wait until `Lost` has
+        returned.
         """
         ...
 
 
 class _Ending:
-    """Why this host ends is told once, by whoever comes first: a thread that notices a loss, or the
-    one that leaves. Else the one that leaves ends the process while the other still reports it.
+    """Decides why this host ends: the loss of another host or its own leaving, whichever is first.
+
+    Without it, leaving would end the process while the other thread still reports a loss.
     """
 
     def __init__(self, lost: Lost):
         self._lost = lost
-        #: Held while it is decided who comes first.
         self._deciding = threading.Lock()
         #: This host ends.
         self._begun = False
-        #: It ends because another is gone; and that has been reported.
+        #: It ends because another is lost; the loss has been reported.
         self._noticed, self._reported = threading.Event(), threading.Event()
 
     def notice(self) -> bool:
-        """Another host is gone; False: that is not why this one ends."""
+        """Record the loss of another host; False if this host ends for another reason."""
         with self._deciding:
             if self._begun:
                 return False
@@ -125,7 +121,7 @@ class _Ending:
             return True
 
     def report(self, reason: str, failed: bool) -> None:
-        """Of the loss that was noticed."""
+        """Report the loss."""
         try:
             self._lost(reason, failed)
         finally:
@@ -133,10 +129,10 @@ class _Ending:
 
     def wait_for_loss(self) -> None:
         """See `Hosts`."""
-        self._noticed.wait(_NOTICE_S)
+        self._noticed.wait(_LOSS_S)
 
     def leave(self) -> None:
-        """This host ends by itself; or else wait until the loss has been reported."""
+        """Record that this host ends by itself, or wait until the loss has been reported."""
         with self._deciding:
             self._begun = True
         if self._noticed.is_set():
@@ -144,44 +140,46 @@ class _Ending:
 
 
 @dataclass(eq=False)
-class _Watched:
-    """A host at the other end, read by a thread of its own."""
+class _Peer:
+    """Another host, read by a thread of its own."""
 
     connection: Connection
     #: Such as "host 1".
     name: str
-    #: What has come, but for signs of life; None: nothing more comes.
+    #: Received messages except heartbeats and those of steps; None: the end.
     inbox: queue.SimpleQueue[messages.Message | None] = field(default_factory=queue.SimpleQueue)
     #: Set when the connection has ended.
     ended: threading.Event = field(default_factory=threading.Event)
-    #: Its last words, if it said any.
-    goodbye: Leave | None = None
-    #: What hears of rounds once there are some; before, they wait in line.
-    _meeting: Callable[[Any], None] | None = None
+    #: Its last message, if it left.
+    left: Leave | None = None
+    #: Takes messages of steps, which are kept before it is set.
+    _take_step: Callable[[Any], None] | None = None
     _early: list[BarrierMessage] = field(default_factory=list[BarrierMessage])
-    _switching: threading.Lock = field(default_factory=threading.Lock)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def start(self, on_end: Callable[[_Watched, str, bool], None]) -> None:
-        """Read it until it ends. on_end: called with why, and whether it says so itself."""
+    def start(self, on_end: Callable[[_Peer, str, bool], None]) -> None:
+        """Read messages until the end. on_end: called with the reason, and whether the peer
+        reported a failure.
+        """
         threading.Thread(target=self._read, args=(on_end,), daemon=True).start()
 
-    def _read(self, on_end: Callable[[_Watched, str, bool], None]) -> None:
+    def _read(self, on_end: Callable[[_Peer, str, bool], None]) -> None:
         reason = self._read_to_end()
         failed = False
-        if self.goodbye is not None:
-            reason = self.goodbye.reason
-            failed = self.goodbye.failed
+        if self.left is not None:
+            reason = self.left.reason
+            failed = self.left.failed
         self.ended.set()
         on_end(self, reason, failed)
         self.inbox.put(None)
 
     def _read_to_end(self) -> str:
-        """Why it ended."""
+        """Read messages; returns why they ended."""
         try:
-            while self.goodbye is None:
+            while self.left is None:
                 self._take(self.connection.receive())
         except TimeoutError:
-            return f"{self.name} said nothing for {Connection.silent_s:g} s"
+            return f"{self.name} sent nothing for {Connection.silent_s:g} s"
         except _BROKEN:
             return f"{self.name} is gone: its connection ended"
         return ""
@@ -191,31 +189,31 @@ class _Watched:
             case Heartbeat():
                 pass
             case Leave(failed=True):
-                self.goodbye = message
+                self.left = message
             case Leave():
-                self.goodbye = message
+                self.left = message
                 self.inbox.put(message)
             case ProposeStep() | AskForStep() | RunStep() | Stragglers() | DrainState():
-                self._take_round(message)
+                self._take_barrier_message(message)
             case _:
                 self.inbox.put(message)
 
-    def _take_round(self, message: BarrierMessage) -> None:
-        with self._switching:
-            if self._meeting is None:
+    def _take_barrier_message(self, message: BarrierMessage) -> None:
+        with self._lock:
+            if self._take_step is None:
                 self._early.append(message)
             else:
-                self._meeting(message)
+                self._take_step(message)
 
-    def meet(self, take: Callable[[Any], None]) -> None:
-        """From here on have what is said of rounds heard at once, by the thread that reads."""
-        with self._switching:
+    def on_step_message(self, take: Callable[[Any], None]) -> None:
+        """Pass messages of steps to `take`, in the reading thread."""
+        with self._lock:
             for message in self._early:
                 take(message)
-            self._meeting = take
+            self._take_step = take
 
-    def hear(self, timeout_s: float | None = None) -> messages.Message | None:
-        """The next message; None if none came in time. Raises ConnectionError at the end."""
+    def receive(self, timeout_s: float | None = None) -> messages.Message | None:
+        """The next message; None after `timeout_s`. Raises ConnectionError at the end."""
         try:
             message = self.inbox.get(timeout=timeout_s)
         except queue.Empty:
@@ -227,60 +225,60 @@ class _Watched:
 
 
 class Leader:
-    """The host that plans. Its methods are called by one thread."""
+    """Host 0. Its methods are called by one thread."""
 
     host_id = 0
 
     def __init__(self, connections: dict[int, Connection], jax_address: str, lost: Lost):
-        """connections: to the others, by their ids."""
+        """connections: to the other hosts, by id."""
         self.n_hosts = len(connections) + 1
         self.jax_address = jax_address
         self._ending = _Ending(lost)
-        self._others = [
-            _Watched(connection, f"host {number}")
+        self._workers = [
+            _Peer(connection, f"host {number}")
             for number, connection in sorted(connections.items())
         ]
-        for other in self._others:
-            other.start(self._ended)
-        threading.Thread(target=_beat, args=(self._others,), daemon=True).start()
+        for worker in self._workers:
+            worker.start(self._ended)
+        threading.Thread(target=_send_heartbeats, args=(self._workers,), daemon=True).start()
 
     @classmethod
     def gather(
         cls, coordinator: str, n_hosts: int, own: Hello, report: _Report, lost: Lost
     ) -> Leader:
-        """Wait for the others. Raises ConfigError if they do not come."""
-        waiting = _Waiting(n_hosts, own, report)
+        """Wait for the other hosts. Raises ConfigError if one does not join in time."""
+        gathering = _Gathering(n_hosts, own, report)
         address = HostAddress.read(coordinator)
         with address.listen() as listener:
             try:
-                waiting.wait(listener)
+                gathering.wait(listener)
             except BaseException:
-                waiting.close()
+                gathering.close()
                 raise
         port = free_port(address.host)
-        for connection in waiting.connections.values():
+        for connection in gathering.connections.values():
             connection.send(Welcome(port))
-        return cls(waiting.connections, str(address._replace(port=port)), lost)
+        return cls(gathering.connections, str(address._replace(port=port)), lost)
 
     def send(self, message: messages.Message) -> None:
-        """Send a message to all others; one that cannot hear it any more is noticed elsewhere."""
+        """Send a message to all workers; the reading threads notice lost ones."""
         frame = framed(message)
-        for other in self._others:
-            _send(other, frame)
+        for worker in self._workers:
+            _send_frame(worker, frame)
 
     def least(self, what: str, value: int) -> int:
         """See `Hosts`."""
-        values = [self._said(other, what) for other in self._others]
-        least = min([value, *map(int, values)])
+        proposals = [self._proposal(worker, what) for worker in self._workers]
+        least = min([value, *map(int, proposals)])
         self.send(Accept(what, least))
         return least
 
     def same(self, what: str, value: str) -> None:
         """See `Hosts`."""
-        for other in self._others:
-            said = self._said(other, what)
-            if said != value:
-                reason = f"{other.name} has other {what} than host 0: {said}, not {value}"
+        for worker in self._workers:
+            proposal = self._proposal(worker, what)
+            if proposal != value:
+                reason = f"{worker.name} has other {what} than host 0: {proposal}, not {value}"
                 self.send(Refused(reason))
                 raise ConfigError(reason)
         self.send(Accept(what, value))
@@ -289,17 +287,17 @@ class Leader:
         """See `Hosts`."""
         own = StepBarrier(lambda message: coordinator.take(0, message))
         send: dict[int, Callable[[BarrierMessage], None]] = {0: own.take}
-        for number, other in enumerate(self._others, 1):
-            send[number] = partial(_say, other)
+        for number, worker in enumerate(self._workers, 1):
+            send[number] = partial(_send, worker)
         coordinator = Coordinator(send)
-        for number, other in enumerate(self._others, 1):
-            other.meet(partial(coordinator.take, number))
+        for number, worker in enumerate(self._workers, 1):
+            worker.on_step_message(partial(coordinator.take, number))
         return own
 
-    def _said(self, other: _Watched, what: str) -> int | str:
-        message = other.hear()
+    def _proposal(self, worker: _Peer, what: str) -> int | str:
+        message = worker.receive()
         if not isinstance(message, Propose) or message.what != what:
-            raise ConnectionError(f"{other.name} said {message} where {what} was to be agreed upon")
+            raise ConnectionError(f"{worker.name} sent {message} instead of its {what}")
         return message.value
 
     def wait_for_loss(self) -> None:
@@ -310,69 +308,67 @@ class Leader:
         """See `Hosts`."""
         self._ending.leave()
         self.send(Leave(reason, failed))
-        until = time.monotonic() + _FAREWELL_S
-        for other in self._others:
-            other.ended.wait(max(0.0, until - time.monotonic()))
-            other.connection.close()
+        deadline = time.monotonic() + _LEAVE_S
+        for worker in self._workers:
+            worker.ended.wait(max(0.0, deadline - time.monotonic()))
+            worker.connection.close()
 
-    def _ended(self, other: _Watched, reason: str, failed: bool) -> None:
-        """By the thread that reads a host."""
+    def _ended(self, worker: _Peer, reason: str, failed: bool) -> None:
+        """Called by the thread that reads a worker."""
         if self._ending.notice():
             self.send(Leave(reason, True))
             self._ending.report(reason, failed)
 
 
 class Worker:
-    """A host that does what the first one does."""
+    """A host that runs the steps of host 0, or shares experts with it."""
 
     def __init__(self, connection: Connection, own: Hello, n_hosts: int, address: str, lost: Lost):
         self.host_id = own.host_id
         self.n_hosts = n_hosts
         self.jax_address = address
         self._ending = _Ending(lost)
-        #: The first host plans for this one.
+        #: Host 0 plans for this one.
         self._follows = True
-        self._first = _Watched(connection, "host 0")
-        self._first.start(self._ended)
-        threading.Thread(target=_beat, args=([self._first],), daemon=True).start()
+        self._leader = _Peer(connection, "host 0")
+        self._leader.start(self._ended)
+        threading.Thread(target=_send_heartbeats, args=([self._leader],), daemon=True).start()
 
     @classmethod
     def join(
         cls, coordinator: str, n_hosts: int, own: Hello, report: _Report, lost: Lost
     ) -> Worker:
-        """Find the first host and wait until all are there. Raises ConfigError if it cannot be
-        found, or sends this host away.
+        """Connect to host 0 and wait until all hosts have joined. Raises ConfigError if host 0
+        cannot be reached or refuses this host.
         """
         address = HostAddress.read(coordinator)
-        until = time.monotonic() + _JOIN_S
+        deadline = time.monotonic() + _JOIN_S
         reported = 0.0
-        while time.monotonic() < until:
+        while time.monotonic() < deadline:
             if time.monotonic() - reported > _REPORT_S:
                 report(0, n_hosts, f"waiting for host 0 at {coordinator}")
                 reported = time.monotonic()
             try:
                 connection = Connection(socket.create_connection(address, _HELLO_S))
-                welcome = _ask_in(connection, own, report, n_hosts)
+                welcome = _wait_for_welcome(connection, own, report, n_hosts)
             except _BROKEN:
                 time.sleep(_RETRY_S)
                 continue
             jax_address = str(address._replace(port=welcome.jax_port))
             return cls(connection, own, n_hosts, jax_address, lost)
-        raise ConfigError(f"host 0 at {coordinator} was not there within {_JOIN_S:g} s")
+        raise ConfigError(f"host 0 at {coordinator} could not be reached within {_JOIN_S:g} s")
 
     def next(self, timeout_s: float) -> messages.Message | None:
-        """What the first host does next; None if that took longer."""
-        return self._first.hear(timeout_s)
+        """The next message of host 0; None after `timeout_s`."""
+        return self._leader.receive(timeout_s)
 
     @property
     def dismissed(self) -> str:
-        """Why the first host has ended in order; empty: it has not, or this one does not follow
-        it.
-        """
-        goodbye = self._first.goodbye
-        if goodbye is None or goodbye.failed or not self._follows:
+        """Why host 0 ended without failure; "" if it did not, or does not plan for this host."""
+        leave = self._leader.left
+        if leave is None or leave.failed or not self._follows:
             return ""
-        return goodbye.reason
+        return leave.reason
 
     def least(self, what: str, value: int) -> int:
         """See `Hosts`."""
@@ -383,22 +379,22 @@ class Worker:
         self._agree(what, value)
 
     def _agree(self, what: str, value: int | str) -> int | str:
-        _send(self._first, framed(Propose(what, value)))
-        answer = self._first.hear()
+        _send(self._leader, Propose(what, value))
+        answer = self._leader.receive()
         match answer:
             case Accept():
                 return answer.value
             case Refused():
                 raise ConfigError(answer.reason)
-        raise ConnectionError(f"host 0 said {answer} where {what} was to be agreed upon")
+        raise ConnectionError(f"host 0 sent {answer} instead of the agreed {what}")
 
     def step_barrier(self) -> StepBarrier:
         """See `Hosts`."""
         self._follows = False
-        if self._first.goodbye is not None:
-            raise ConnectionError(self._first.goodbye.reason)
-        own = StepBarrier(partial(_say, self._first))
-        self._first.meet(own.take)
+        if self._leader.left is not None:
+            raise ConnectionError(self._leader.left.reason)
+        own = StepBarrier(partial(_send, self._leader))
+        self._leader.on_step_message(own.take)
         return own
 
     def wait_for_loss(self) -> None:
@@ -408,34 +404,34 @@ class Worker:
     def leave(self, reason: str, *, failed: bool) -> None:
         """See `Hosts`."""
         self._ending.leave()
-        _send(self._first, framed(Leave(reason, failed)))
-        self._first.connection.close()
+        _send(self._leader, Leave(reason, failed))
+        self._leader.connection.close()
 
-    def _ended(self, first: _Watched, reason: str, failed: bool) -> None:
-        """By the thread that reads the first host."""
+    def _ended(self, leader: _Peer, reason: str, failed: bool) -> None:
+        """Called by the thread that reads host 0."""
         if not self.dismissed and self._ending.notice():
             self._ending.report(reason, failed)
 
 
-def _say(other: _Watched, message: messages.Message) -> None:
-    _send(other, framed(message))
+def _send(peer: _Peer, message: messages.Message) -> None:
+    _send_frame(peer, framed(message))
 
 
-def _send(other: _Watched, frame: bytes) -> None:
-    with contextlib.suppress(OSError):  # its reader says so
-        other.connection.send_frame(frame)
+def _send_frame(peer: _Peer, frame: bytes) -> None:
+    with contextlib.suppress(OSError):  # the reading thread reports it
+        peer.connection.send_frame(frame)
 
 
-def _beat(others: list[_Watched]) -> None:
-    """Propose that we live, for as long as somebody hears it."""
+def _send_heartbeats(peers: list[_Peer]) -> None:
+    """Send heartbeats until all connections have ended."""
     frame = framed(Heartbeat())
-    while not all(other.ended.wait(_BEAT_S / len(others)) for other in others):
-        for other in others:
-            _send(other, frame)
+    while not all(peer.ended.wait(_HEARTBEAT_S / len(peers)) for peer in peers):
+        for peer in peers:
+            _send_frame(peer, frame)
 
 
-class _Waiting:
-    """The first host while others are missing."""
+class _Gathering:
+    """Host 0 while it waits for the others to join."""
 
     def __init__(self, n_hosts: int, own: Hello, report: _Report):
         self.connections: dict[int, Connection] = {}
@@ -444,13 +440,14 @@ class _Waiting:
         self._report = report
 
     def wait(self, listener: socket.socket) -> None:
-        until = time.monotonic() + _JOIN_S
-        listener.settimeout(_BEAT_S)
+        """Accept hosts until all have joined. Raises ConfigError after `_JOIN_S`."""
+        deadline = time.monotonic() + _JOIN_S
+        listener.settimeout(_HEARTBEAT_S)
         reported = 0.0
         while self._missing:
             now = time.monotonic()
-            if now > until:
-                raise ConfigError(f"{self._missing_ones} did not come within {_JOIN_S:g} s")
+            if now > deadline:
+                raise ConfigError(f"{self._missing_names} did not join within {_JOIN_S:g} s")
             if now - reported > _REPORT_S:
                 self._report_missing()
                 reported = now
@@ -458,7 +455,7 @@ class _Waiting:
         self._report_missing()
 
     def close(self) -> None:
-        """Let those go who wait in vain; they will look for another first host."""
+        """Close the connections of hosts that have joined; they will try to join again."""
         for connection in self.connections.values():
             connection.close()
 
@@ -467,15 +464,15 @@ class _Waiting:
         return [number for number in range(1, self._n_hosts) if number not in self.connections]
 
     @property
-    def _missing_ones(self) -> str:
+    def _missing_names(self) -> str:
         return "host " + ", ".join(map(str, self._missing))
 
     def _report_missing(self) -> None:
-        detail = f"waiting for {self._missing_ones}" if self._missing else ""
+        detail = f"waiting for {self._missing_names}" if self._missing else ""
         self._report(len(self.connections) + 1, self._n_hosts, detail)
 
     def _accept(self, listener: socket.socket) -> None:
-        """Take a newcomer, if one comes within a second; see who has left meanwhile."""
+        """Accept a connection, if one comes within a second, and drop lost hosts."""
         try:
             connected, (address, *_) = listener.accept()
         except TimeoutError:
@@ -483,7 +480,7 @@ class _Waiting:
         else:
             self._greet(connected, str(address))
         for number, connection in list(self.connections.items()):
-            if not _is_there(connection):
+            if not _is_alive(connection):
                 del self.connections[number]
                 connection.close()
 
@@ -491,11 +488,11 @@ class _Waiting:
         connection = Connection(connected)
         connected.settimeout(_HELLO_S)
         try:
-            hello = connection.receive(_STRANGERS_MOST)
+            hello = connection.receive(_HELLO_BYTES)
             connected.settimeout(Connection.silent_s)
             self._take(hello, connection)
         except _BROKEN:
-            _log.warning("somebody at %s connected who is no host of this engine", address)
+            _log.warning("a connection from %s is no host of this engine", address)
             connection.close()
 
     def _take(self, hello: messages.Message, connection: Connection) -> None:
@@ -509,27 +506,27 @@ class _Waiting:
         self._report_missing()
 
     def _refusal(self, hello: messages.Message) -> str:
-        """Why a newcomer cannot take part; empty if it can."""
+        """Why a host may not join, or ""."""
         if not isinstance(hello, Hello):
-            return "its first message was no hello"
+            return "its first message was not a hello"
         name = f"host {hello.host_id}"
         if not 0 < hello.host_id < self._n_hosts:
-            return f"{name} is none of the {self._n_hosts} hosts of this engine"
+            return f"{name} is not one of the {self._n_hosts} hosts of this engine"
         if hello.versions != self._own.versions:
             return f"{name} runs {hello.versions}, host 0 {self._own.versions}"
         if hello.digest != self._own.digest:
             return (
-                f"{name} was told other settings of [model], [engine] or [sampling] than host 0, "
-                f"or has another model (digest {hello.digest}, not {self._own.digest})"
+                f"{name} has other settings of [model], [engine] or [sampling] than host 0, or "
+                f"another model (digest {hello.digest}, not {self._own.digest})"
             )
         earlier = self.connections.get(hello.host_id)
-        if earlier is not None and _is_there(earlier):
-            return f"{name} is there already: each host needs a host_id of its own"
+        if earlier is not None and _is_alive(earlier):
+            return f"{name} has already joined: each host needs a host_id of its own"
         return ""
 
 
-def _is_there(connection: Connection) -> bool:
-    """Whether a host that waits still does."""
+def _is_alive(connection: Connection) -> bool:
+    """Whether a host that has joined is still connected."""
     if connection.ended:
         return False
     try:
@@ -539,8 +536,8 @@ def _is_there(connection: Connection) -> bool:
     return True
 
 
-def _ask_in(connection: Connection, own: Hello, report: _Report, n_hosts: int) -> Welcome:
-    """Propose who we are, and wait for everybody. Raises ConfigError if we are not wanted."""
+def _wait_for_welcome(connection: Connection, own: Hello, report: _Report, n_hosts: int) -> Welcome:
+    """Join host 0 and wait until all hosts have. Raises ConfigError if it refuses."""
     connection.send(own)
     report(1, n_hosts, "waiting for the others")
     reported = time.monotonic()

@@ -20,16 +20,14 @@ class _LockstepRunner(Protocol):
 
 @dataclass(eq=False, kw_only=True)
 class LockstepCore(EngineCore):
-    """Runs each step together with the other engines, without rows where it has nothing to
-    compute.
-    """
+    """Runs each step together with the other engines, without rows if it has no work."""
 
     lockstep_runner: _LockstepRunner
-    #: Where the engines agree on the size of each step.
+    #: Agrees with the other engines on the size of each step.
     barrier: StepBarrier
 
     def step(self) -> StepReport:
-        """As `EngineCore.step`; then the step that other engines wait for, if there is one."""
+        """Run `EngineCore.step`, then an empty step if other engines wait for this one."""
         report = super().step()
         self.run_empty_step()
         return report

@@ -35,7 +35,7 @@ def _ignore(hosts: list[int]) -> None:
 
 
 def _largest(sizes: Sequence[StepSize]) -> StepSize:
-    """The size that holds all of these steps; at least one is given."""
+    """The size that holds all of these steps (at least one)."""
     return StepSize(
         tokens=max([size.tokens for size in sizes]),
         seats=max([size.seats for size in sizes]),
@@ -54,8 +54,8 @@ class Coordinator:
         self._round = 0
         #: Proposals of this round, by host id.
         self._proposals: dict[int, StepSize | None] = {}
-        #: An engine has been told to end; and the hosts whose engines have no open request.
-        self._drain_states = False
+        #: An engine drains; the hosts whose engines have no open request.
+        self._draining = False
         self._drained: set[int] = set()
 
     def take(self, number: int, message: BarrierMessage) -> None:
@@ -70,18 +70,18 @@ class Coordinator:
             case AskForStep() | RunStep():
                 raise ConnectionError(f"host {number} sent a message that only host 0 sends")
 
-    def _send_stragglers(self, number: int, asked: Stragglers) -> None:
+    def _send_stragglers(self, number: int, question: Stragglers) -> None:
         """Answer with the hosts that have not proposed; none if the round is over."""
         with self._lock:
             stragglers: list[int] = []
-            if asked.round == self._round:
+            if question.round == self._round:
                 stragglers = [other for other in self._send if other not in self._proposals]
-            self._send[number](Stragglers(asked.round, stragglers))
+            self._send[number](Stragglers(question.round, stragglers))
 
     def _take_drain_state(self, number: int, drain_state: DrainState) -> None:
         with self._lock:
-            is_first = not self._drain_states
-            self._drain_states = True
+            is_first = not self._draining
+            self._draining = True
             if drain_state.drained:
                 self._drained.add(number)
             if is_first:
@@ -108,11 +108,11 @@ class Coordinator:
                 send(AskForStep(self._round))
 
     def _decide(self) -> None:
-        size = _largest([want for want in self._proposals.values() if want is not None])
-        together = RunStep(self._round, size)
+        size = _largest([size for size in self._proposals.values() if size is not None])
+        decision = RunStep(self._round, size)
         self._round += 1
         self._proposals = {}
-        self._send_to_all(together)
+        self._send_to_all(decision)
 
     def _send_to_all(self, message: BarrierMessage) -> None:
         for send in self._send.values():
@@ -120,7 +120,7 @@ class Coordinator:
 
 
 class StepBarrier:
-    """One engine's end. The core's thread calls `agree`; messages arrive in any thread."""
+    """An engine's side of the agreement. The core's thread calls `agree`; any thread `take`."""
 
     def __init__(self, send: Callable[[ProposeStep | Stragglers | DrainState], None]):
         """send: sends a message to the coordinator."""

@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from jitney.engine.common.machine import processor_name
 from jitney.engine.common.step_cost import DeviceCeiling
 from jitney.engine.config import keep, kept_file
-from jitney.engine.core.executor.other_work import MOST_OTHER_WORK, OtherWork
+from jitney.engine.core.executor.other_work import OtherWork
 from jitney.engine.core.executor.threads import own_processors
 from jitney.kernels.interface import KernelSet
 
@@ -67,7 +67,7 @@ def kept_ceiling(kernels: KernelSet, dtype: DTypeLike, n_devices: int) -> Device
         return msgspec.json.decode(file.read_bytes(), type=DeviceCeiling)
     others = OtherWork(own_processors())
     ceiling = ceiling_or_none(kernels, dtype, n_devices)
-    if ceiling is None or others.share() > MOST_OTHER_WORK:
+    if ceiling is None or others.share() > OtherWork.most:
         return ceiling
     reason = keep(ceiling, file)
     if reason:

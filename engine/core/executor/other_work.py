@@ -1,6 +1,4 @@
-"""What other programs do on the processors meanwhile, so that no time taken beside them is
-believed.
-"""
+"""Watches the work of other programs on the processors: times taken beside much of it are wrong."""
 
 from __future__ import annotations
 
@@ -8,9 +6,8 @@ import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import ClassVar
 
-#: Share of the processors' time that other programs may use while something is timed.
-MOST_OTHER_WORK = 0.1
 _STAT = Path("/proc/stat")
 #: Columns of a line of it that are no work: idle, and waiting for a disk. Those behind the ninth
 #: count work that is in the columns before them, too.
@@ -22,6 +19,9 @@ class OtherWork:
 
     processors: their numbers. stat: where the system counts what each of them did.
     """
+
+    #: Share of the processors' time that other programs may use while something is timed.
+    most: ClassVar[float] = 0.1
 
     def __init__(self, processors: Iterable[int], stat: Path = _STAT):
         self._names = {f"cpu{number}" for number in processors}

@@ -211,7 +211,8 @@ class StateSizes:
         shapes = config.delta_net.state_shapes(self.seats, config.shards)
         specs = (_TAPS, _MEMORY, WHOLE)
         placed = zip(shapes, DeltaState.dtypes, specs, strict=True)
-        return DeltaState(*[_shape_on(mesh, *one) for one in placed])
+        kept: list[Any] = [_shape_on(mesh, *one) for one in placed]
+        return DeltaState(*kept)
 
 
 def _shape_on(

@@ -122,6 +122,7 @@ def _attention_shapes(own: ModelConfig, sizes: StateSizes) -> AttentionShapes:
         windows=tuple(sorted(set(own.windows))),
         softcap=own.attention_softcap,
         qk_norm=own.qk_norm,
+        sinks=own.attention_sinks,
         page_size=sizes.page_size,
         pages=sizes.builder().pages,
         context=sizes.context_length,
@@ -155,6 +156,7 @@ def _mixtures_of(model: Model, own: ModelConfig) -> tuple[MixtureShape, ...]:
                 own.intermediate_size,
                 (opening.packed.scheme, closing.packed.scheme),
                 own.activation,
+                own.mlp_bias,
             )
             for opening, closing in pairs
         )

@@ -1,3 +1,1 @@
-"""Answers held to a grammar, with `llguidance`: which grammars can be used, and which tokens may
-come next. Jax-free.
-"""
+"""Grammars for answers, with `llguidance`: checks, compilation and token masks. Imports no jax."""

@@ -1,8 +1,8 @@
-"""Closes objects that name their properties, so that a model does not invent others.
+"""Sets additionalProperties false in objects that name their properties, so that a model does not
+invent others; libraries write schemas without it.
 
-Libraries write such schemas without `additionalProperties`. An object stays open where closing it
-could exclude what the schema allows: where it says more about its properties, or applies together
-with another schema to the same value (`allOf`, `anyOf` or `$ref` beside `properties`).
+An object stays open if other keywords concern its properties, or if another schema applies to the
+same value (`allOf`, `anyOf` or `$ref` beside `properties`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from jitney.engine.common.requests import JsonDict, JsonValue
 from jitney.engine.core.grammar.schema_tree import ANNOTATIONS, children, resolved
 
-#: Keywords that say nothing about which properties an object has.
+#: Keywords that do not concern the properties of an object.
 _QUIET = ANNOTATIONS | {"type", "discriminator"}
-#: Keywords beside `properties` that may allow others, or need them.
+#: Keywords beside `properties` that may allow or need other properties.
 _OPENING = frozenset(
     {
         "$dynamicRef",
@@ -39,14 +39,14 @@ _DEFINITIONS = frozenset({"$defs", "definitions"})
 
 
 def closed(schema: JsonDict) -> JsonDict:
-    """A schema with its objects closed. Raises RecursionError for one that is too deep."""
-    made = _closed_value(schema, _closable(schema))
-    assert isinstance(made, dict)  # as the schema is
-    return made
+    """A schema with its objects closed. Raises RecursionError if it is too deep."""
+    result = _closed_value(schema, _closable(schema))
+    assert isinstance(result, dict)
+    return result
 
 
 def _closable(root: JsonDict) -> set[int]:
-    """The ids of the schemas that apply alone, wherever they apply."""
+    """The ids of the schemas that never apply together with others."""
     todo: list[tuple[JsonValue, bool]] = [(root, False)]
     alone: dict[int, bool] = {}
     while todo:
@@ -62,18 +62,18 @@ def _closable(root: JsonDict) -> set[int]:
 
 
 def _applied(schema: JsonDict, is_shared: bool, root: JsonDict) -> Iterator[tuple[JsonValue, bool]]:
-    """Each schema that one applies, and whether together with others."""
-    said = schema.keys() - _QUIET
+    """(subschema, whether it applies together with others) of each subschema that applies."""
+    keywords = schema.keys() - _QUIET
     reference = schema.get("$ref")
     if isinstance(reference, str):
-        yield resolved(root, reference), is_shared or said != {"$ref"}
+        yield resolved(root, reference), is_shared or keywords != {"$ref"}
     for steps, child in children(schema):
         keyword = steps[0]
         if keyword in _DEFINITIONS:
             continue
         together = keyword in _CONDITIONS
         if keyword in _IN_PLACE:
-            together |= said != {keyword}
+            together |= keywords != {keyword}
         if keyword == "allOf":
             together |= schema["allOf"] != [child]
         yield child, is_shared or together
@@ -84,14 +84,14 @@ def _closed_value(value: JsonValue, closable: set[int]) -> JsonValue:
         return [_closed_value(item, closable) for item in value]
     if not isinstance(value, dict):
         return value
-    made = {key: _closed_value(each, closable) for key, each in value.items()}
+    result = {key: _closed_value(each, closable) for key, each in value.items()}
     if id(value) in closable and _names_all(value):
-        made["additionalProperties"] = False
-    return made
+        result["additionalProperties"] = False
+    return result
 
 
 def _names_all(schema: JsonDict) -> bool:
-    """Whether its `properties` are all that an object says about which it has."""
+    """Whether only `properties` determines which properties an object has."""
     properties, required = schema.get("properties"), schema.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list):
         return False

@@ -1,4 +1,4 @@
-"""From a grammar to llguidance's form of it, within llguidance's limits; callers limit the time."""
+"""Compiles grammars with llguidance, within its limits; callers limit the time."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from jitney.engine.core.grammar.finite import endless_rule
 from jitney.engine.core.grammar.refusals import bad_grammar
 from jitney.engine.core.grammar.terms import Terms
 
-#: Between two tokens of JSON: a blank, or the end of a line and an indentation, of up to eight
-#: levels by four. Without a bound a model can write blanks for ever.
+#: Between two tokens of JSON: a blank, or a line end and an indentation of up to eight levels of
+#: four. Unbounded, a model could write blanks forever.
 _WHITESPACE = r"[ \t]?(\r?\n( {0,32}|\t{0,8}))?"
-#: Not \uXXXX: the name of a property, escaped, would not be known for that of the schema.
+#: Without \uXXXX: a property's name with such an escape would not match the schema's.
 _ESCAPES = 'nrbtf\\"'
-#: How JSON is written, whatever a schema's own "x-guidance" says.
+#: Options of JSON that a schema's "x-guidance" cannot change.
 _JSON_OPTIONS: Any = {
     "item_separator": ",",
     "key_separator": ":",
@@ -34,45 +34,45 @@ _JSON_OPTIONS: Any = {
     "lenient": False,
     "json_allowed_escapes": _ESCAPES,
 }
-#: llguidance's defaults but for these. An error is not to show the parser's state, and a matcher
-#: not to keep more than some 40 MB of a lexer's states (2 kB each).
+#: A matcher keeps at most about 40 MB of lexer states (2 kB each), and errors do not show the
+#: parser's state.
 _LIMITS = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
 _ANY_OBJECT = '{"type":"object"}'
 
 
 def _in_lark(grammar: Grammar) -> Grammar:
-    """The grammar, in Lark if it was in GBNF. Raises RequestError."""
+    """Translate GBNF to Lark; other grammars are unchanged. Raises RequestError."""
     if grammar.kind != "gbnf":
         return grammar
     try:
         return Grammar("lark", gbnf_to_lark(grammar.text))
     except RecursionError:
         raise bad_grammar("too complex: its rules are too deep") from None
-    except Exception as error:  # its own is no subclass of anything
+    except Exception as error:  # the library's errors have no common base
         raise bad_grammar(str(error) or type(error).__name__) from None
 
 
 def new_matcher(grammar: Grammar, trie: LLTokenizer) -> LLMatcher:
-    """A matcher at the beginning of a text. Raises RequestError for a grammar that has none."""
+    """A matcher at the beginning of a text. Raises RequestError if the grammar cannot be used."""
     return _Compiler(trie).compiled(grammar)[1]
 
 
 def checked(grammar: Grammar, trie: LLTokenizer) -> Embedded:
-    """The grammar as `new_matcher` takes it without another look at its schemas. Raises
-    RequestError for one that has no matcher, or matches no text or none that ends.
+    """The grammar with schemas prepared for `new_matcher`. Raises RequestError if it cannot be
+    used, or matches no finite text.
     """
-    found, matcher = _Compiler(trie).compiled(grammar)
+    prepared, matcher = _Compiler(trie).compiled(grammar)
     first_mask(matcher)
-    rule = endless_rule(found.grammar.text) if found.grammar.kind == "lark" else ""
+    rule = endless_rule(prepared.grammar.text) if prepared.grammar.kind == "lark" else ""
     if rule:
         name = "root" if (grammar.kind, rule) == ("gbnf", "start") else rule
-        raise bad_grammar(f"it has no finite sentence: none gets out of the rule {name}")
-    return found
+        raise bad_grammar(f"it has no finite sentence: the rule {name} never ends")
+    return prepared
 
 
 def first_mask(matcher: LLMatcher) -> np.ndarray:
-    """The tokens that a text begins with, int32 [at least ceil(V / 32)], cached for copies of the
-    matcher. Raises RequestError if there are none or they take too much.
+    """The mask of first tokens, int32 [at least ceil(V / 32)], cached for copies of the matcher.
+    Raises RequestError if there are none or computing them exceeds a limit.
     """
     mask = matcher.compute_bitmask()
     if matcher.is_error():
@@ -85,7 +85,7 @@ class _Compiler:
     trie: LLTokenizer
 
     def compiled(self, grammar: Grammar) -> tuple[Embedded, LLMatcher]:
-        """The grammar as it is compiled, and its matcher. Raises RequestError if it has none."""
+        """(the grammar as compiled, its matcher). Raises RequestError if it cannot be used."""
         grammar = _in_lark(grammar)
         if grammar.ready or not writes_json(grammar) or grammar.kind == "json_object":
             matcher = self._matcher(grammar)
@@ -93,7 +93,7 @@ class _Compiler:
                 raise bad_grammar(matcher.get_error())
             return Embedded(grammar, []), matcher
         error = ""
-        for enforce in (by_rules, *_ever_less(Enforcer(self._schema_error), grammar)):
+        for enforce in (by_rules, *_ever_weaker(Enforcer(self._schema_error), grammar)):
             text, left_out = with_schemas(grammar, enforce)
             if grammar.kind == "lark":
                 text = with_schemas(text, _in_our_style).grammar
@@ -110,17 +110,17 @@ class _Compiler:
         return LLMatcher(self.trie, _source(grammar), log_level=0, limits=_LIMITS)
 
     def _schema_error(self, schema: JsonValue) -> str:
-        """What is wrong with a JSON schema by itself; "" if nothing is."""
+        """llguidance's error for a JSON schema, or ""."""
         grammar = Grammar("json_schema", orjson.dumps(schema).decode())
         try:
             return self._matcher(grammar).get_error()
-        except BaseException as error:  # a panic of the library's, or too little memory
+        except BaseException as error:  # a Rust panic, or out of memory
             return f"too complex: {type(error).__name__}"
 
 
-def _ever_less(enforcer: Enforcer, grammar: Grammar) -> Iterator[Callable[[JsonDict], Enforced]]:
-    """Ways to enforce schemas that rules alone do not fix, ever weaker: what llguidance takes of
-    each; nothing of the larger half of those that are not strict; nothing of those at all.
+def _ever_weaker(enforcer: Enforcer, grammar: Grammar) -> Iterator[Callable[[JsonDict], Enforced]]:
+    """Ever weaker ways to enforce schemas: all that llguidance supports of each; nothing of the
+    larger half of the schemas that are not strict; nothing of any of those.
     """
     enforced = {_text(schema): enforcer.enforced(schema) for schema in schemas(grammar)}
 

@@ -1,4 +1,4 @@
-"""The JSON schemas in a grammar: a whole one, or those inside a grammar in Lark."""
+"""Reads and replaces the JSON schemas of a grammar: a whole one, or those inside Lark."""
 
 from __future__ import annotations
 
@@ -18,29 +18,30 @@ _DECODER = json.JSONDecoder()
 
 
 class Embedded(NamedTuple):
-    """A grammar with its schemas as something has made them."""
+    """A grammar with replaced schemas."""
 
     grammar: Grammar
-    #: Pointers to what its schemas say and it does not.
+    #: JSON pointers to keywords that are not enforced.
     left_out: list[str]
 
 
 def with_schemas(grammar: Grammar, enforce: Callable[[JsonDict], Enforced]) -> Embedded:
-    """A grammar with each of its schemas as `enforce` makes it."""
+    """Replace each schema of a grammar by `enforce`'s result."""
     left_out: list[str] = []
 
-    def made(schema: JsonDict) -> JsonDict:
+    def replace(schema: JsonDict) -> JsonDict:
         enforced = enforce(schema)
         left_out.extend(enforced.left_out)
         return enforced.schema
 
     text = grammar.text
     if grammar.kind == "lark":
-        text = _with_rules(text, made)
+        text = _replace_in_lark(text, replace)
     elif grammar.kind == "json_schema":
         schema = orjson.loads(text)
-        whole = schema if isinstance(schema, dict) else {"allOf": [schema]}  # llguidance's wish
-        text = orjson.dumps(made(whole)).decode()
+        # llguidance requires an object.
+        whole = schema if isinstance(schema, dict) else {"allOf": [schema]}
+        text = orjson.dumps(replace(whole)).decode()
     return Embedded(Grammar(grammar.kind, text), left_out)
 
 
@@ -57,29 +58,29 @@ def schemas(grammar: Grammar) -> list[JsonDict]:
 
 
 def writes_json(grammar: Grammar) -> bool:
-    """Whether there is JSON in what a grammar allows, in the form that schemas give it."""
+    """Whether a grammar allows JSON by a schema."""
     if grammar.kind == "lark":
         return _SCHEMA.search(grammar.text) is not None
     return grammar.kind in ("json_object", "json_schema")
 
 
-def _with_rules(text: str, made_of: Callable[[JsonDict], JsonDict]) -> str:
-    """A grammar in Lark with schemas as `made_of` makes them; what is no JSON stays as it is."""
-    made: list[str] = []
+def _replace_in_lark(text: str, replace: Callable[[JsonDict], JsonDict]) -> str:
+    """Replace the schemas of a Lark grammar; invalid JSON is unchanged."""
+    parts: list[str] = []
     at = 0
-    for found in _SCHEMA.finditer(text):
-        if found.start() < at or _is_quoted(text, found.start()):
+    for rule in _SCHEMA.finditer(text):
+        if rule.start() < at or _is_quoted(text, rule.start()):
             continue
         try:
-            schema, end = _DECODER.raw_decode(text, found.end())
+            schema, end = _DECODER.raw_decode(text, rule.end())
         except (ValueError, RecursionError):
             continue
-        made += [text[at : found.end()], json.dumps(made_of(schema), ensure_ascii=False)]
+        parts += [text[at : rule.end()], json.dumps(replace(schema), ensure_ascii=False)]
         at = end
-    return "".join([*made, text[at:]])
+    return "".join([*parts, text[at:]])
 
 
 def _is_quoted(text: str, at: int) -> bool:
-    """Whether a place stands in a literal, which ends in the line where it began."""
+    """Whether a position is inside a literal, which ends on its line."""
     line = text[text.rfind("\n", 0, at) + 1 : at]
     return re.sub(r"\\.", "", line).count('"') % 2 == 1

@@ -1,4 +1,4 @@
-"""How much of a JSON schema is enforced: all, or, if not strict, what llguidance takes."""
+"""Prepares JSON schemas for llguidance, leaving out unsupported keywords unless strict."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from jitney.engine.core.grammar.schema_rules import SchemaRules
 from jitney.engine.core.grammar.schema_tree import ANNOTATIONS, children, pointer
 from jitney.engine.core.grammar.terms import Terms
 
-#: Says what is wrong with a JSON schema, "" if nothing is.
+#: Returns llguidance's error for a JSON schema, or "".
 type _ErrorOf = Callable[[JsonValue], str]
 
-#: Compilations that looking for what is wrong may take, in one grammar, and seconds.
-_MOST_LOOKS = 400
+#: Most compilations to find the errors of one grammar, and seconds.
+_MOST_COMPILATIONS = 400
 _MOST_SECONDS = 1.0
-#: Characters of a pointer in an error.
+#: Most characters of a pointer in an error.
 _MOST_PLACE = 120
-#: What a schema inside of another may refer to.
+#: Keywords that references of a subschema may need.
 _SHARED = frozenset({"$defs", "definitions", "$schema"})
-#: How llguidance refuses a oneOf whose schemas it cannot tell apart.
+#: Start of llguidance's error for a oneOf whose schemas it cannot tell apart.
 _ONE_OF_REFUSED = "oneOf constraints are not supported"
-#: Keywords in the order in which they are left out where it is not known which is wrong; all others
-#: come before them.
+#: Order of leaving out keywords if the error may be any of them; all others come before.
 _LAST_RESORTS = {
     keyword: order
     for order, keyword in enumerate(
@@ -48,8 +47,8 @@ _LAST_RESORTS = {
         )
     )
 }
-#: Keywords that would exclude more without the one they go with, and fall with it.
-_FALLING = {
+#: Keyword -> keywords that are left out with it, since they would exclude more without it.
+_LEFT_OUT_WITH = {
     "properties": ("additionalProperties",),
     "patternProperties": ("additionalProperties",),
     "prefixItems": ("items", "additionalItems"),
@@ -58,20 +57,20 @@ _FALLING = {
 
 
 class Enforced(NamedTuple):
-    """A schema as llguidance is given it."""
+    """A schema for llguidance."""
 
     schema: JsonDict
-    #: Pointers to what an answer is not held to.
+    #: JSON pointers to keywords that are not enforced.
     left_out: list[str]
 
 
 def by_rules(schema: JsonDict) -> Enforced:
-    """Rewrite a schema by rules, on its own terms. Raises RequestError if strict and impossible."""
+    """Rewrite a schema by rules. Raises RequestError if it is strict and cannot be enforced."""
     terms, rest = Terms.split(schema)
     try:
         reference = endless_reference(rest)
         if reference:
-            raise terms.refusal(reference, "no value is finite: each has another of these in it")
+            raise terms.refusal(reference, "no value is finite: each contains another one")
         rules = SchemaRules(_closed(rest, terms) if terms.closed else rest, terms)
         return Enforced(rules.apply(), [terms.pointer(place) for place in rules.left_out])
     except RequestError:
@@ -88,73 +87,77 @@ def _closed(schema: JsonDict, terms: Terms) -> JsonDict:
 
 
 def bare(schema: JsonDict) -> Enforced:
-    """Any object, or anything, for a schema that cannot be enforced at all."""
+    """Allow any object, or any value, for a schema that cannot be enforced at all."""
     terms, rest = Terms.split(schema)
-    made: JsonDict = {"type": "object"} if rest.get("type") == "object" else {}
-    return Enforced(made, [terms.pointer("#")])
+    loose: JsonDict = {"type": "object"} if rest.get("type") == "object" else {}
+    return Enforced(loose, [terms.pointer("#")])
 
 
-class _Place(NamedTuple):
+class _Subschema(NamedTuple):
     """A schema inside of another."""
 
-    #: The steps to it.
+    #: Steps of its JSON pointer.
     path: list[str]
     schema: JsonDict
 
 
 class _GaveUpError(Exception):
-    """Looking for what is wrong took too long."""
+    """Finding the error of a schema took too long."""
 
 
 @dataclass(slots=True)
 class Enforcer:
-    """Finds out what llguidance refuses in schemas."""
+    """Finds and leaves out the keywords that llguidance refuses."""
 
     error_of: _ErrorOf
-    looks_left: int = _MOST_LOOKS
+    compilations_left: int = _MOST_COMPILATIONS
     deadline: float = field(default_factory=lambda: time.monotonic() + _MOST_SECONDS)
 
     def enforced(self, schema: JsonDict) -> Enforced:
-        """What llguidance takes of a schema. Raises RequestError with the place if strict."""
+        """The part of a schema that llguidance supports. Raises RequestError naming the place if
+        strict.
+        """
         terms, _ = Terms.split(schema)
-        made, left_out = by_rules(schema)
+        supported, left_out = by_rules(schema)
         try:
-            while error := self._error(made):
-                places = self._way_to(made, error)
+            while error := self._error(supported):
+                path = self._find(supported, error)
                 if terms.strict:
-                    raise terms.refusal(_shortened(pointer(places[-1].path)), error)
-                made, place = self._mended(made, places, error)
+                    raise terms.refusal(_shortened(pointer(path[-1].path)), error)
+                supported, place = self._without_error(supported, path, error)
                 left_out = [*left_out, terms.pointer(place)]
         except _GaveUpError:
             if terms.strict:
                 raise terms.refusal("#", "too complex") from None
             return bare(schema)
-        return Enforced(made, left_out)
+        return Enforced(supported, left_out)
 
     def _error(self, schema: JsonValue) -> str:
-        """The first line of what is wrong; further ones say how the compiler came there."""
-        self.looks_left -= 1
-        if self.looks_left < 0 or time.monotonic() > self.deadline:
+        """The first line of llguidance's error; further ones are the compiler's trace."""
+        self.compilations_left -= 1
+        if self.compilations_left < 0 or time.monotonic() > self.deadline:
             raise _GaveUpError
         return self.error_of(schema).partition("\n")[0]
 
-    def _way_to(self, schema: JsonDict, error: str) -> list[_Place]:
-        """From a schema to the innermost one that is wrong by itself in the same way."""
+    def _find(self, schema: JsonDict, error: str) -> list[_Subschema]:
+        """The path from a schema to the innermost subschema with the same error."""
         shared = {name: schema[name] for name in _SHARED & schema.keys()}
-        way = [_Place([], schema)]
+        found = [_Subschema([], schema)]
         while True:
-            path, inner = way[-1]
+            path, inner = found[-1]
             for steps, child in children(inner):
                 if isinstance(child, dict) and self._error(shared | child) == error:
-                    way.append(_Place(path + steps, child))
+                    found.append(_Subschema(path + steps, child))
                     break
             else:
-                return way
+                return found
 
-    def _mended(self, schema: JsonDict, way: list[_Place], error: str) -> tuple[JsonDict, str]:
-        """A schema without the keyword that causes an error, and a pointer to that keyword."""
+    def _without_error(
+        self, schema: JsonDict, found: list[_Subschema], error: str
+    ) -> tuple[JsonDict, str]:
+        """(the schema without the keyword that causes an error, a pointer to the keyword)."""
         shared = {name: schema[name] for name in _SHARED & schema.keys()}
-        for path, culprit in reversed(way):
+        for path, culprit in reversed(found):
             for keyword in _suspects(culprit, error):
                 relaxed = _relaxed(culprit, keyword, error)
                 if self._error(shared | relaxed if path else relaxed) != error:
@@ -163,7 +166,7 @@ class Enforcer:
 
 
 def _suspects(schema: JsonDict, error: str) -> list[str]:
-    """The keywords that may cause an error, those first without which least is lost."""
+    """The keywords that may cause an error, the least restrictive first."""
     if error.startswith(_ONE_OF_REFUSED) and "oneOf" in schema:
         return ["oneOf"]
     suspects = [keyword for keyword in schema if keyword not in ANNOTATIONS]
@@ -171,25 +174,25 @@ def _suspects(schema: JsonDict, error: str) -> list[str]:
 
 
 def _relaxed(schema: JsonDict, keyword: str, error: str) -> JsonDict:
-    """A schema without a keyword; oneOf that may hold for several of its schemas as anyOf."""
-    falling = (keyword, *_FALLING.get(keyword, ()))
-    rest = {name: value for name, value in schema.items() if name not in falling}
+    """A schema without a keyword; an unsupported oneOf becomes anyOf."""
+    dropped = (keyword, *_LEFT_OUT_WITH.get(keyword, ()))
+    rest = {name: value for name, value in schema.items() if name not in dropped}
     others = schema.get("allOf", [])
     if not error.startswith(_ONE_OF_REFUSED) or keyword != "oneOf" or not isinstance(others, list):
         return rest
     return rest | {"allOf": [*others, {"anyOf": schema["oneOf"]}]}
 
 
-def _replaced(schema: JsonValue, path: list[str], made: JsonDict) -> Any:
-    """A schema with another one at a place."""
+def _replaced(schema: JsonValue, path: list[str], new: JsonDict) -> Any:
+    """A schema with the subschema at a path replaced."""
     if not path:
-        return made
+        return new
     step, *rest = path
     if isinstance(schema, list):
         at = int(step)
-        return [*schema[:at], _replaced(schema[at], rest, made), *schema[at + 1 :]]
+        return [*schema[:at], _replaced(schema[at], rest, new), *schema[at + 1 :]]
     assert isinstance(schema, dict)  # the path leads through it
-    return schema | {step: _replaced(schema[step], rest, made)}
+    return schema | {step: _replaced(schema[step], rest, new)}
 
 
 def _shortened(place: str) -> str:

@@ -1,4 +1,4 @@
-"""Keywords that llguidance does not know, rewritten as schemas that allow the same values."""
+"""Rewrites keywords that llguidance does not support as schemas that allow the same values."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from math import comb, perm
 from jitney.engine.common.requests import JsonDict, JsonValue
 from jitney.engine.core.grammar.schema_tree import ANNOTATIONS, is_anything, is_never, resolved
 
-#: Alternatives that one keyword may become.
+#: Most alternatives for one keyword.
 _MOST_ALTERNATIVES = 100
-#: References followed to find the values of an enumeration.
+#: Most references followed to find the values of an enumeration.
 _MOST_REFERENCES = 8
 #: Keywords that apply further schemas to the same value.
 _IN_PLACE = frozenset(
     {"$dynamicRef", "$ref", "allOf", "anyOf", "dependentSchemas", "if", "not", "oneOf"}
 )
-#: Keywords that say which values there are; `_values` reads schemas that have one of them.
+#: Keywords that list values; `_values` reads schemas with one of them.
 _ENUMERATIONS = frozenset({"$ref", "anyOf", "const", "enum", "oneOf"})
 _LENGTHS = frozenset({"minLength", "maxLength"})
 _SIZES = frozenset({"minItems", "maxItems"})
-#: Values of each type; of numbers see `_has_type`.
+#: Python types of JSON types; for numbers see `_has_type`.
 _TYPES: dict[str, type] = {
     "array": list,
     "boolean": bool,
@@ -33,7 +33,7 @@ _TYPES: dict[str, type] = {
 
 
 def with_known_keywords(schema: JsonDict, root: JsonDict) -> JsonDict:
-    """An equal schema in keywords that llguidance knows, where possible. root: of references."""
+    """An equivalent schema with supported keywords, where possible. root: for references."""
     if "not" in schema and is_never(schema["not"]):
         schema = _without(schema, "not")
     if "unevaluatedProperties" in schema:
@@ -54,7 +54,9 @@ def _without(schema: JsonDict, *keywords: str) -> JsonDict:
 
 
 def _with_named_properties(schema: JsonDict, root: JsonDict) -> JsonDict:
-    """`propertyNames` as properties if it lists names, as `patternProperties` if a pattern."""
+    """Replace `propertyNames` by `properties` if it lists names, by `patternProperties` if it is a
+    pattern.
+    """
     names = schema["propertyNames"]
     if is_anything(names) or _allows_texts(names):
         return _without(schema, "propertyNames")
@@ -84,46 +86,46 @@ def _allows_texts(schema: JsonValue) -> bool:
 
 
 def _name_pattern(names: JsonValue) -> str | None:
-    """A pattern of the names that a schema allows; None if one pattern does not say it all."""
+    """A pattern equivalent to a schema of names; None if there is none."""
     if not isinstance(names, dict):
         return None
-    said = names.keys() - ANNOTATIONS - {"type", "format"}
+    keywords = names.keys() - ANNOTATIONS - {"type", "format"}
     pattern = names.get("pattern")
-    if said == {"pattern"} and isinstance(pattern, str):
+    if keywords == {"pattern"} and isinstance(pattern, str):
         return pattern
     least, most = names.get("minLength", 0), names.get("maxLength", "")
-    if said <= _LENGTHS and isinstance(least, int) and isinstance(most, int | str):
+    if keywords <= _LENGTHS and isinstance(least, int) and isinstance(most, int | str):
         return rf"^[\s\S]{{{least},{most}}}$"
     return None
 
 
 def _evaluated(schema: JsonDict, keyword: str, simpler: str) -> JsonDict:
-    """`unevaluated...` as `additionalProperties` or `items`, if no other schema evaluates any."""
+    """Replace `unevaluated...` by `additionalProperties` or `items`, if no other schema applies."""
     if _IN_PLACE & schema.keys() or "contains" in schema:
         return schema
     return {simpler: schema[keyword]} | _without(schema, keyword)
 
 
 def _with_distinct_items(schema: JsonDict, root: JsonDict) -> JsonDict:
-    """`uniqueItems` of an enumeration, as a list of all arrays, if they are few."""
+    """Replace `uniqueItems` of an enumeration by a list of all arrays, if they are few."""
     most = schema.get("maxItems")
     if schema["uniqueItems"] is False or (isinstance(most, int) and most < 2):
         return _without(schema, "uniqueItems")
-    said = schema.keys() - ANNOTATIONS - _SIZES - {"type", "items", "uniqueItems"}
-    values = None if said else _values(schema.get("items"), root)
+    others = schema.keys() - ANNOTATIONS - _SIZES - {"type", "items", "uniqueItems"}
+    values = None if others else _values(schema.get("items"), root)
     types = schema.get("type")
     if values is None or types not in ("array", ["array", "null"]):
         return schema
     arrays = _arrays(values, schema.get("minItems", 0), schema.get("maxItems", len(values)))
     if arrays is None:
         return schema
-    others: list[JsonValue] = [] if types == "array" else [None]
+    null: list[JsonValue] = [] if types == "array" else [None]
     rest = _without(schema, "uniqueItems", "items", *_SIZES)
-    return rest | {"enum": [*arrays, *others]}
+    return rest | {"enum": [*arrays, *null]}
 
 
 def _arrays(values: list[JsonValue], least: JsonValue, most: JsonValue) -> list[JsonValue] | None:
-    """All arrays of so many distinct values, in every order; None if they are many."""
+    """All arrays of `least` to `most` distinct values, in every order; None if too many."""
     if not isinstance(least, int) or not isinstance(most, int):
         return None
     sizes = range(least, min(most, len(values)) + 1)
@@ -135,8 +137,8 @@ def _arrays(values: list[JsonValue], least: JsonValue, most: JsonValue) -> list[
 
 
 def _with_counted_properties(schema: JsonDict) -> JsonDict:
-    """Bounds on how many named properties there are, as alternatives if these are few; llguidance
-    itself knows at least or at most one beside the required ones.
+    """Replace bounds on the number of properties by alternatives, if they are few. llguidance
+    supports at least or at most one property besides the required ones.
     """
     properties, required = schema.get("properties"), schema.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list):
@@ -155,7 +157,7 @@ def _with_counted_properties(schema: JsonDict) -> JsonDict:
     if not {"minProperties", "maxProperties"} & schema.keys() or must > may or may < 1:
         return schema
     if must <= 1 and may in (1, len(optional)):
-        return schema  # llguidance knows it
+        return schema  # llguidance supports it
     if comb(len(optional), may) * comb(may, must) > _MOST_ALTERNATIVES:
         return schema
     alternatives = {"anyOf": list(_alternatives(optional, must, may))}
@@ -167,7 +169,7 @@ def _with_counted_properties(schema: JsonDict) -> JsonDict:
 
 
 def _alternatives(optional: Sequence[str], must: int, may: int) -> Iterator[JsonValue]:
-    """Objects that have at least `must` and at most `may` of some properties."""
+    """Schemas of objects with `must` to `may` of the optional properties."""
     for allowed in combinations(optional, may):
         absent: JsonDict = {name: False for name in optional if name not in allowed}
         for needed in combinations(allowed, must):
@@ -175,13 +177,13 @@ def _alternatives(optional: Sequence[str], must: int, may: int) -> Iterator[Json
 
 
 def _values(schema: JsonValue, root: JsonDict) -> list[JsonValue] | None:
-    """All values that a schema allows, each once; None if that is not plain to see."""
-    found = _followed(schema, root)
-    if found is None:
+    """All distinct values that a schema allows; None if it is not a plain enumeration."""
+    target = _followed(schema, root)
+    if target is None:
         return None
-    union = found.get("anyOf", found.get("oneOf"))
+    union = target.get("anyOf", target.get("oneOf"))
     if not isinstance(union, list) or len(union) > _MOST_ALTERNATIVES:
-        return None if "anyOf" in found or "oneOf" in found else _listed(found)
+        return None if "anyOf" in target or "oneOf" in target else _listed(target)
     values: list[JsonValue] = []
     for option in union:
         leaf = _followed(option, root)
@@ -189,18 +191,18 @@ def _values(schema: JsonValue, root: JsonDict) -> list[JsonValue] | None:
         if listed is None:
             return None
         values += listed
-    return _distinct([value for value in values if _has_type(value, found.get("type"))])
+    return _distinct([value for value in values if _has_type(value, target.get("type"))])
 
 
 def _followed(schema: JsonValue, root: JsonDict) -> JsonDict | None:
-    """An enumerating schema, behind its references; None if it says anything else."""
+    """An enumerating schema with its references followed; None if it has other keywords."""
     for _ in range(_MOST_REFERENCES):
         if not isinstance(schema, dict):
             return None
-        said = schema.keys() - ANNOTATIONS
-        if len(said & _ENUMERATIONS) > 1 or said - _ENUMERATIONS - {"type"}:
+        keywords = schema.keys() - ANNOTATIONS
+        if len(keywords & _ENUMERATIONS) > 1 or keywords - _ENUMERATIONS - {"type"}:
             return None
-        if said != {"$ref"}:
+        if keywords != {"$ref"}:
             return schema
         schema = resolved(root, str(schema["$ref"]))
     return None
@@ -230,9 +232,9 @@ def _has_type(value: JsonValue, types: JsonValue) -> bool:
 
 
 def _distinct(values: list[JsonValue]) -> list[JsonValue]:
-    """Each value once; 1 and 1.0 are one."""
-    found: dict[str, JsonValue] = {}
+    """The values without repeats; 1 and 1.0 are equal."""
+    distinct: dict[str, JsonValue] = {}
     for value in values:
-        same = int(value) if isinstance(value, float) and value.is_integer() else value
-        found.setdefault(json.dumps(same, sort_keys=True), value)
-    return list(found.values())
+        number = int(value) if isinstance(value, float) and value.is_integer() else value
+        distinct.setdefault(json.dumps(number, sort_keys=True), value)
+    return list(distinct.values())

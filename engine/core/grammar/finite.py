@@ -1,8 +1,8 @@
-"""Whether a grammar has a sentence that ends: the usual fixpoint of symbols that produce something
-(J. E. Hopcroft, J. D. Ullman, "Introduction to Automata Theory, Languages, and Computation", 1979,
-section 4.4), over the rules of a grammar in Lark, and over what a JSON schema refers to.
+"""Finds rules of a Lark grammar, and references of a JSON schema, that match no finite text.
 
-What is not understood is taken to end: nothing is refused by mistake.
+Computes the fixpoint of productive symbols (J. E. Hopcroft, J. D. Ullman, "Introduction to Automata
+Theory, Languages, and Computation", 1979, section 4.4). Unknown syntax counts as finite, so that
+nothing is refused by mistake.
 """
 
 from __future__ import annotations
@@ -16,46 +16,46 @@ from jitney.engine.common.requests import JsonDict, JsonValue
 from jitney.engine.core.grammar.schema_tree import children, resolved
 
 _DECODER = json.JSONDecoder()
-#: Parts of a grammar: comments, JSON, literals, patterns, tokens, how often the part before may
-#: come, and names.
+#: Parts of a grammar: comments, JSON, literals, patterns, tokens, repetitions and names.
 _PART = re.compile(
     r'//[^\n]*|%\w+\s*\{|"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)+/|<[^>\n]*>|\{[^}\n]*\}'
     r"|~\s*\d+|\w+|\S"
 )
 _MAY_BE_MISSING = re.compile(r"[*?]|\{\s*0*\s*[,}].*|~\s*0+")
-#: A rule's name; those of terminals are in capitals, and llguidance refuses ones without an end.
+#: A rule's name. Terminals are in capitals; llguidance itself refuses endless ones.
 _NAME = re.compile(r"_*[a-z]\w*")
 
-#: What a rule allows: of each alternative the parts, a name or alternatives in parentheses.
+#: A rule's alternatives, each a list of names and alternatives in parentheses.
 type _Alternatives = list[list[str | _Alternatives]]
 
 
 def endless_rule(lark: str) -> str:
-    """A rule that no sentence of a grammar in Lark gets out of; empty: some sentence ends."""
+    """A rule of a Lark grammar that never ends, if no sentence is finite; else ""."""
     try:
         rules = _rules(list(_parts(lark)))
         endless = _endless(rules, lambda name, waiting: _waits_for(rules[name], waiting))
     except (ValueError, RecursionError):
         return ""
-    name, passed = "start", set[str]()
-    while name in endless and name not in passed:
-        passed.add(name)
+    name, visited = "start", set[str]()
+    while name in endless and name not in visited:
+        visited.add(name)
         name = _waits_for(rules[name], endless)
-    return name if name in passed else ""
+    return name if name in visited else ""
 
 
 def endless_reference(schema: JsonDict) -> str:
-    """A reference that no value of a JSON schema gets out of; empty: some value ends."""
+    """A reference of a JSON schema that never ends, if no value is finite; else ""."""
     try:
-        meant = {name: resolved(schema, name) for name in _references(schema)}
-        return _needs(schema, _endless(meant, lambda name, waiting: _needs(meant[name], waiting)))
+        targets = {name: resolved(schema, name) for name in _references(schema)}
+        endless = _endless(targets, lambda name, waiting: _needs(targets[name], waiting))
+        return _needs(schema, endless)
     except (AttributeError, RecursionError, TypeError, ValueError):  # llguidance refuses it
         return ""
 
 
 def _endless(names: Iterable[str], waits_for: Callable[[str, Set[str]], str]) -> Set[str]:
-    """Those of some names that never end. waits_for: of a name, one among those that are still in
-    question which it does not end without; empty: it ends.
+    """The names that never end. waits_for: maps (name, open names) to an open name without which
+    the name cannot end, or "" if it ends.
     """
     endless = set(names)
     order, before = list(names), -1
@@ -69,10 +69,10 @@ def _endless(names: Iterable[str], waits_for: Callable[[str, Set[str]], str]) ->
 
 
 def _parts(lark: str) -> Iterator[str]:
-    """Raises ValueError for what is not understood."""
+    """The parts of a grammar. Raises ValueError for unknown syntax."""
     at = 0
-    while found := _PART.search(lark, at):
-        part, at = found[0], found.end()
+    while match := _PART.search(lark, at):
+        part, at = match[0], match.end()
         if part.startswith("%lark"):
             raise ValueError("a grammar inside of a grammar")
         if part.startswith("%") and part.endswith("{"):
@@ -83,7 +83,7 @@ def _parts(lark: str) -> Iterator[str]:
 
 
 def _rules(parts: list[str]) -> dict[str, _Alternatives]:
-    """By name. Raises ValueError for what is not understood."""
+    """The rules by name. Raises ValueError for unknown syntax."""
     colons = [at for at, part in enumerate(parts) if part == ":"]
     begins = [_begin(parts, colon) for colon in colons]
     rules: dict[str, _Alternatives] = {}
@@ -94,7 +94,7 @@ def _rules(parts: list[str]) -> dict[str, _Alternatives]:
 
 
 def _begin(parts: list[str], colon: int) -> int:
-    """Where a rule's name stands, before what it says of itself. Raises ValueError."""
+    """The index of a rule's name, before its attributes. Raises ValueError."""
     at = colon - 1
     if parts[at] == "]":
         at -= 1 + parts[at::-1].index("[")
@@ -104,7 +104,7 @@ def _begin(parts: list[str], colon: int) -> int:
 
 
 def _read(parts: Iterator[str]) -> _Alternatives:
-    """To the end, or to the parenthesis or bracket that closes it."""
+    """Read alternatives up to the end or the closing parenthesis or bracket."""
     alternatives: _Alternatives = [[]]
     for part in parts:
         last = alternatives[-1]
@@ -115,7 +115,7 @@ def _read(parts: Iterator[str]) -> _Alternatives:
         elif part == "(":
             last.append(_read(parts))
         elif part == "[":
-            _read(parts)  # it may be missing
+            _read(parts)  # optional
         elif _MAY_BE_MISSING.fullmatch(part):
             del last[-1:]
         else:
@@ -124,7 +124,7 @@ def _read(parts: Iterator[str]) -> _Alternatives:
 
 
 def _waits_for(alternatives: _Alternatives, endless: Set[str]) -> str:
-    """One of these rules that no alternative does without; empty: some alternative ends."""
+    """An endless rule of these alternatives if all have one; "" if some alternative ends."""
     name = ""
     for parts in alternatives:
         names = (
@@ -140,7 +140,7 @@ def _waits_for(alternatives: _Alternatives, endless: Set[str]) -> str:
 
 
 def _references(schema: JsonValue) -> Iterator[str]:
-    """All that a schema refers to by "$ref"."""
+    """All values of "$ref" in a schema."""
     if isinstance(schema, dict):
         if isinstance(reference := schema.get("$ref"), str):
             yield reference
@@ -149,8 +149,8 @@ def _references(schema: JsonValue) -> Iterator[str]:
 
 
 def _needs(schema: JsonDict | JsonValue, endless: Set[str]) -> str:
-    """One of these references that each value of a schema contains; "" if some value has none.
-    Raises TypeError for keywords that are not of their type.
+    """An endless reference that each value of a schema contains; "" if some value has none.
+    Raises TypeError for keywords of a wrong type.
     """
     if not isinstance(schema, dict):
         return ""
@@ -158,7 +158,7 @@ def _needs(schema: JsonDict | JsonValue, endless: Set[str]) -> str:
 
 
 def _needs_of(schema: JsonDict, endless: Set[str]) -> str:
-    """As `_needs`, of an object."""
+    """`_needs` of a schema that is an object."""
     if schema.get("$ref") in endless:
         return schema["$ref"]
     for one_of in (schema.get("anyOf"), schema.get("oneOf")):
@@ -170,9 +170,7 @@ def _needs_of(schema: JsonDict, endless: Set[str]) -> str:
 
 
 def _required(schema: JsonDict) -> Iterator[JsonValue]:
-    """Schemas of what each value of a schema has in it, if it says that values are all objects or
-    all arrays.
-    """
+    """Schemas of required properties or items, if all values are objects or all are arrays."""
     kind = schema.get("type")
     if kind in ("object", ["object"]):
         properties = schema.get("properties", {})

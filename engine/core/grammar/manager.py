@@ -1,4 +1,4 @@
-"""Grammars for the core's loop: requests wait until theirs is compiled, and steps get masks."""
+"""Grammars in the core's loop: requests wait until theirs is compiled, and steps get masks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from jitney.engine.core.grammar.matchers import GrammarMatcher, Matchers, TokenC
 from jitney.engine.core.scheduler.plan import Chunk, MaskedRow, Plan
 from jitney.engine.core.scheduler.sequence import Sequence
 
-#: Seconds between two looks at a grammar that somebody waits for.
-_LOOK_S = 0.001
+#: Seconds between two checks of a grammar's compilation.
+_POLL_S = 0.001
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class _Waiting:
 
     request: EngineRequest
     grammar: Grammar
-    #: Sequences of it that were ended meanwhile, and why.
+    #: Sequences that were ended meanwhile -> reason.
     ended: dict[int, FinishReason] = field(default_factory=dict)
 
     @property
@@ -37,20 +37,19 @@ class _Waiting:
 
 
 class _Verdict(NamedTuple):
-    """What came of a request that waited."""
+    """The result of a request's wait."""
 
     request: EngineRequest
-    #: Makes a matcher for each of its sequences; None: the grammar cannot be used, or all of them
-    #: were ended.
+    #: Makes a matcher for each sequence; None: the grammar cannot be used, or all sequences ended.
     new_matcher: Callable[[], GrammarMatcher] | None
-    #: Why it cannot be used; None: it can, or its sequences have ended.
+    #: Why the grammar cannot be used, if so.
     error: ErrorInfo | None
-    #: Sequences that were ended meanwhile, and why.
+    #: Sequences that were ended meanwhile -> reason.
     ended: dict[int, FinishReason]
 
 
 class _Ending(NamedTuple):
-    """A sequence that has come to its end just before its next token."""
+    """A sequence that ends without its next token."""
 
     seq: Sequence
     reason: FinishReason
@@ -65,12 +64,12 @@ class _Masks(NamedTuple):
     #: int32 [rows, ceil(V / 32)].
     masks: np.ndarray
     endings: list[_Ending]
-    #: Whose mask is not known yet.
+    #: Chunks of sequences whose masks are not computed yet.
     late: list[Chunk]
 
 
 class GrammarManager:
-    """Grammars as the core's loop sees them."""
+    """The core loop's interface to grammars."""
 
     def __init__(self, matchers: Matchers):
         self._matchers = matchers
@@ -78,7 +77,7 @@ class GrammarManager:
 
     @classmethod
     def open(cls, tokenizer: str, vocab_size: int, end_ids: Iterable[int]) -> GrammarManager:
-        """Of one model; see `_token_trie`."""
+        """The grammars of a model; see `_token_trie`."""
         return cls(Matchers(_token_trie(tokenizer, vocab_size, end_ids)))
 
     @property
@@ -94,15 +93,15 @@ class GrammarManager:
         """Wait until a grammar is compiled. Raises RequestError if it cannot be used."""
         self._matchers.begin(grammar)
         while self._matchers.maker(grammar) is None:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
     def enter(self, request: EngineRequest, grammar: Grammar) -> None:
-        """A request comes; `leave` says when it may go on."""
+        """Let a request wait for its grammar; `leave` returns it."""
         self._matchers.begin(grammar)
         self._waiting.append(_Waiting(request, grammar))
 
     def leave(self) -> list[_Verdict]:
-        """Those whose grammars are compiled, or cannot be, in the order in which they came."""
+        """The requests whose grammars are compiled or refused, in order of arrival."""
         if not self._waiting:
             return []
         verdicts: list[_Verdict] = []
@@ -116,7 +115,7 @@ class GrammarManager:
         return verdicts
 
     def _verdict(self, entry: _Waiting) -> _Verdict | None:
-        """What came of a request, None while it waits."""
+        """The result of a request; None while it waits."""
         if entry.is_over:
             return _Verdict(entry.request, None, None, entry.ended)
         try:
@@ -128,7 +127,7 @@ class GrammarManager:
         return _Verdict(entry.request, new_matcher, None, entry.ended)
 
     def abort(self, request_id: str, index: int | None, reason: FinishReason) -> None:
-        """Note that a request (index None) or one of its sequences is ended, if it waits here."""
+        """End a waiting request (index None) or one of its sequences."""
         for entry in self._waiting:
             if entry.request.id == request_id:
                 indices = range(entry.request.sampling.n) if index is None else (index,)
@@ -136,25 +135,25 @@ class GrammarManager:
                     entry.ended.setdefault(number, reason)
 
     def masks(self, plan: Plan) -> _Masks:
-        """The masks of a plan's rows, except of ended sequences and where masks take long."""
+        """The masks of a plan's rows, without those of ended sequences and late masks."""
         open_rows = [row for row in plan.masked if row.chunk.seq.finish is None]
         self._begin([row.chunk.seq for row in open_rows])
         masks = self._matchers.masks(len(open_rows))
-        found = _Masks([], masks, [], [])
+        result = _Masks([], masks, [], [])
         for row in open_rows:
             seq = row.chunk.seq
             if _matcher_of(seq).late:
-                found.late.append(row.chunk)
+                result.late.append(row.chunk)
                 continue
-            ending = self._fill(seq, masks, len(found.rows))
+            ending = self._fill(seq, masks, len(result.rows))
             if ending is None:
-                found.rows.append(row)
+                result.rows.append(row)
             else:
-                found.endings.append(ending)
-        return found._replace(masks=masks[: len(found.rows)])
+                result.endings.append(ending)
+        return result._replace(masks=masks[: len(result.rows)])
 
     def _begin(self, sequences: list[Sequence]) -> None:
-        """Have the masks of their next tokens computed, and wait for them a little."""
+        """Start computing the masks of the next tokens, and wait for them a little."""
         awaited = False
         for seq in sequences:
             matcher = _matcher_of(seq)
@@ -164,7 +163,7 @@ class GrammarManager:
             self._matchers.wait()
 
     def _fill(self, seq: Sequence, masks: np.ndarray, row: int) -> _Ending | None:
-        """Write the mask of a sequence's next token, or say why it gets none."""
+        """Write the mask of a sequence's next token; returns its ending if it gets no token."""
         may_end = not seq.request.sampling.ignore_eos
         may_end = may_end and seq.n_output + 1 >= seq.request.sampling.min_tokens
         try:
@@ -177,9 +176,7 @@ class GrammarManager:
     def constrained(
         self, params: SamplingParams, new_inner: Callable[[], Any] | None
     ) -> Callable[[], TokenConstraint]:
-        """A maker of matchers for a request with token rules. new_inner: makes those of its
-        grammar.
-        """
+        """A factory of matchers for a request with token rules; new_inner: its grammar's."""
         rules = self._matchers.rules(params)
         if new_inner is None:
             return lambda: TokenConstraint(rules, None)
@@ -196,9 +193,9 @@ def _matcher_of(seq: Sequence) -> GrammarMatcher | TokenConstraint:
 
 
 def _token_trie(tokenizer: str, vocab_size: int, end_ids: Iterable[int]) -> LLTokenizer:
-    """The tokens by their bytes. Takes half a second, and the interpreter, for 50,000 tokens.
+    """llguidance's trie of the tokens. For 50,000 tokens it takes half a second with Python's lock.
 
-    tokenizer: the `tokenizers` library's JSON. vocab_size: of the model, perhaps more than the
+    tokenizer: JSON of the `tokenizers` library. vocab_size: the model's, maybe larger than the
     tokenizer's. end_ids: tokens that end a text. Raises ValueError if llguidance cannot read it.
     """
     return LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(end_ids) or [0])

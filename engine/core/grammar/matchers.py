@@ -1,7 +1,7 @@
-"""Where each sequence stands in its grammar, and which tokens may come next: the core's half.
+"""Grammar matchers of sequences, and the masks of allowed tokens.
 
-Grammars are compiled, and masks computed, on threads beside the steps: llguidance releases the
-interpreter. A sequence whose mask is late sits steps out.
+Threads compile grammars and compute masks beside the steps; llguidance releases Python's lock. A
+sequence whose mask is late is left out of steps.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from jitney.engine.core.scheduler.plan import mask_words
 
 _log = logging.getLogger("jitney.core")
 
-#: Seconds after which a grammar that is being compiled is given up.
+#: Time limit of compiling a grammar, in seconds.
 _TIMEOUT_S = 2.0
-#: Seconds that a step waits for its masks. Whoever has none by then sits the step out.
+#: Seconds that a step waits for its masks; sequences without one are left out of the step.
 _STEP_S = 0.02
-#: Processor seconds of a mask from which on the sequence's next one is not waited for at all.
+#: A step does not wait for a sequence's mask if the last one took more CPU seconds than this.
 _SLOW_S = 0.002
-#: Processor seconds of a mask up to which the next token is taken in place, see `advance`; and the
-#: last token of an answer.
+#: The next token, or an answer's last one, is consumed in the calling thread (see `advance`) if the
+#: last mask took at most this many CPU seconds.
 _IN_PLACE_S, _LAST_IN_PLACE_S = 0.0003, 0.005
-#: Processor seconds that the masks of a request may take, and more of them for each token.
+#: CPU seconds for the masks of a request, and additional ones per token.
 _REQUEST_S, _TOKEN_S = 1.0, 0.01
-#: Compiled grammars kept, in bytes: what one takes beside its text, and how much its text counts
-#: (a schema of 20 fields: 0.1 MB).
+#: Bytes of the cache of compiled grammars; estimated bytes of a grammar, and per character of its
+#: text (a schema of 20 fields: 0.1 MB).
 _MOST_BYTES = 64 << 20
 _BYTES_EACH = 50_000
 _BYTES_A_CHARACTER = 50
@@ -51,7 +51,7 @@ _BYTES_A_CHARACTER = 50
 
 @dataclass(slots=True)
 class _Work:
-    """Sums since the last report; see `messages.GrammarWork`."""
+    """Sums since the last report, for `messages.GrammarWork`."""
 
     masks: int = 0
     mask_s: float = 0.0
@@ -60,12 +60,12 @@ class _Work:
 
 
 class _MaskThreads:
-    """The threads that compute masks, and what they have taken."""
+    """The threads that compute masks, and their work."""
 
     def __init__(self, trie: LLTokenizer):
         self.trie = trie
         self.words = mask_words(trie.vocab_size)
-        #: For masks that a step waits for, and for those that none waits for.
+        #: For masks that steps wait for, and for others.
         self.quick = ReplaceableThreads("masks")
         self.slow = ReplaceableThreads("slow masks")
         #: Guards `work`.
@@ -73,14 +73,14 @@ class _MaskThreads:
         self.work = _Work()
 
     def count(self, seconds: float) -> None:
-        """A mask took so long."""
+        """Count a mask."""
         with self.lock:
             self.work.masks += 1
             self.work.mask_s += seconds
 
     def advance(self, matcher: LLMatcher, tokens: list[int]) -> bool:
-        """`LLMatcher.consume_tokens` without holding the interpreter, which llguidance releases
-        only for several matchers at once; the second one here does nothing.
+        """`LLMatcher.consume_tokens` without Python's lock, which llguidance releases only for
+        several matchers at once: the second one is a dummy.
         """
         executor, idle = LLExecutor(1), LLMatcher(self.trie, "", log_level=0)
         return all(
@@ -90,62 +90,63 @@ class _MaskThreads:
 
 @dataclass(eq=False, slots=True)
 class _Allowance:
-    """Processor time that the masks of a request, of all its sequences, may still take."""
+    """CPU time left for the masks of a request, all sequences together."""
 
     left_s: float = _REQUEST_S
 
     def spend(self, seconds: float, tokens: int) -> None:
-        """A mask after so many more tokens took so long. Raises RequestError if nothing is left."""
+        """Subtract the time of a mask after `tokens` new tokens. Raises RequestError if none is
+        left.
+        """
         self.left_s = min(_REQUEST_S, self.left_s + _TOKEN_S * tokens) - seconds
         if self.left_s < 0:
             raise RequestError(
-                "it takes too long to find out which tokens the grammar allows next: there are too "
-                "many ways to read one text by it",
+                "computing the tokens that the grammar allows takes too long: it is too ambiguous",
                 code="grammar_too_complex",
             )
 
 
 @dataclass(eq=False, slots=True)
 class GrammarMatcher:
-    """Where one sequence stands in its grammar (`engine.core.scheduler.sequence.Matcher`).
+    """The state of a sequence in its grammar (`engine.core.scheduler.sequence.Matcher`).
 
-    While its mask is computed, a worker thread owns `_inner`.
+    While a mask is computed, a worker thread owns `_inner`.
     """
 
     _inner: LLMatcher
     _threads: _MaskThreads
     _allowance: _Allowance
-    #: What ends long numbers; None: the grammar writes no JSON.
+    #: Ends long numbers; None: the grammar allows no JSON.
     _number_ends: NumberEnds | None = None
-    #: The mask of the next token, int32 [ceil(V / 32)]; None: it is not known.
+    #: The mask of the next token, int32 [ceil(V / 32)]; None: not computed.
     _mask: np.ndarray | None = None
-    #: Its mask is being computed, or waits for that.
+    #: The mask is queued or being computed.
     _pending: bool = False
-    #: The mask that is known has been used.
+    #: The mask has been used.
     _used: bool = False
-    #: Processor seconds that the last mask took.
+    #: CPU seconds of the last mask.
     _mask_s: float = 0.0
-    #: Why there is no mask, and will be none.
+    #: Why there will be no more masks.
     _error: RequestError | None = None
-    #: Output tokens that were taken, and the last ones of them, which `_inner` has not gone past.
+    #: Number of output tokens so far; the last of them, which `_inner` has not consumed.
     _taken: int = 0
     _fresh: list[int] = field(default_factory=list[int])
-    #: The number that the answer ends with.
+    #: The number at the end of the answer.
     _tail: bytes = b""
 
     @property
     def complete(self) -> bool:
-        """Nothing may follow; False while that is being found out."""
+        """True if no token may follow; False while the mask is pending."""
         return not self._pending and self._inner.is_stopped() and not self._inner.is_error()
 
     @property
     def may_end(self) -> bool:
-        """What has been said is all that the grammar asks for."""
+        """True if the text may end here."""
         return self._inner.is_accepting()
 
     @property
     def late(self) -> bool:
-        """A step should not count on its mask."""
+        """True if a step should not wait for the mask."""
         return self._pending or (self._is_slow and self._used)
 
     @property
@@ -162,23 +163,23 @@ class GrammarMatcher:
         if self._is_slow and not last:
             self.begin()
         elif len(self._fresh) == 1 and self._mask_s <= (_LAST_IN_PLACE_S if last else _IN_PLACE_S):
-            # It takes no longer than the last mask, which has tried each token.
-            self._go_on(self._inner.consume_tokens(self._fresh))
+            # Consuming a token takes no longer than the last mask, which tried all tokens.
+            self._consumed(self._inner.consume_tokens(self._fresh))
 
     def begin(self) -> bool:
-        """Have the mask computed, unless it is known; True if a step may wait for it."""
-        self._used = False  # a step may have failed after it was
+        """Start computing the mask unless it is known; True if a step may wait for it."""
+        self._used = False  # the step that used it may have failed
         if self._pending or self._mask is not None or self._error is not None:
             return False
         self._pending = True
         worker = self._threads.slow if self._is_slow else self._threads.quick
-        worker.put(self._find)
+        worker.put(self._compute)
         return worker is self._threads.quick
 
     def fill(self, masks: np.ndarray, row: int) -> None:
         """Write the allowed tokens to a row of int32 [n, ceil(V / 32)]. Raises RequestError."""
         if self._mask is None:
-            self._find()
+            self._compute()
         if self._error is not None:
             raise self._error
         masks[row] = self._mask
@@ -186,12 +187,12 @@ class GrammarMatcher:
         if self._tail and self._number_ends is not None:
             self._number_ends.apply(self._tail, masks[row])
 
-    def _find(self) -> None:
-        """Go past the tokens that were taken, and compute the mask of the next one."""
+    def _compute(self) -> None:
+        """Consume the fresh tokens and compute the mask of the next one."""
         tokens, started = len(self._fresh), time.thread_time()
         try:
             if self._fresh:
-                self._go_on(self._threads.advance(self._inner, self._fresh))
+                self._consumed(self._threads.advance(self._inner, self._fresh))
             if self._error is not None:
                 raise self._error
             mask = np.empty((1, self._threads.words), np.int32)
@@ -205,13 +206,13 @@ class GrammarMatcher:
             self._mask = mask[0]
         except RequestError as error:
             self._error = error
-        except BaseException:  # a panic of the library's; the thread must go on
+        except BaseException:  # a Rust panic; the thread must continue
             _log.exception("a grammar's mask could not be computed")
             self._error = _too_complex()
         self._pending = False
 
-    def _go_on(self, is_allowed: bool) -> None:
-        """`_inner` has gone past the fresh tokens, if they are allowed."""
+    def _consumed(self, is_allowed: bool) -> None:
+        """Update the state after `_inner` has consumed the fresh tokens, if they are allowed."""
         if not is_allowed:
             self._error = _stopped(self._inner)
         if self._number_ends is not None:
@@ -220,52 +221,50 @@ class GrammarMatcher:
 
 
 def _stopped(matcher: LLMatcher) -> RequestError:
-    """A matcher cannot go on: a limit was met, or there is nothing to go on with."""
+    """The error of a matcher that exceeded a limit or has no token left."""
     reason = " ".join(matcher.get_error().split())[:200]
-    _log.warning("a grammar's matcher cannot go on: %s", reason)
+    _log.warning("a grammar's matcher stopped: %s", reason)
     return _dead_end() if reason.startswith(NO_TOKEN) else _too_complex()
 
 
 def _too_complex() -> RequestError:
     return RequestError(
-        "the grammar became too complex to go on with this answer", code="grammar_too_complex"
+        "the grammar became too complex while generating this answer", code="grammar_too_complex"
     )
 
 
 def _dead_end() -> RequestError:
-    return RequestError("none of the tokens that may be chosen goes on with the grammar")
+    return RequestError("no allowed token continues the grammar")
 
 
 class _TokenRules:
-    """The tokens that a request's sequences may choose from beside its grammar: those it allows
-    (`allowed_token_ids`), without those that complete a word it bans (`bad_words`).
-    """
+    """A request's token rules: `allowed_token_ids` without tokens that complete `bad_words`."""
 
     def __init__(self, params: SamplingParams, vocab_size: int):
-        may_come = np.zeros(32 * mask_words(vocab_size), bool)
+        allowed = np.zeros(32 * mask_words(vocab_size), bool)
         if params.allowed_token_ids:
-            may_come[list(params.allowed_token_ids)] = True
+            allowed[list(params.allowed_token_ids)] = True
         else:
-            may_come[:vocab_size] = True
-        #: uint32 [ceil(V / 32)]: tokens that may ever come.
-        self.base = np.packbits(may_come, bitorder="little").view(np.uint32)
-        #: Banned words of several tokens, by the last token before the one that completes them.
+            allowed[:vocab_size] = True
+        #: uint32 [ceil(V / 32)]: allowed tokens, apart from words of several tokens.
+        self.base = np.packbits(allowed, bitorder="little").view(np.uint32)
+        #: Banned words of several tokens, by the last token but one.
         self.by_token: dict[int, list[tuple[int, ...]]] = {}
         for banned in params.banned_sequences:
             if len(banned) == 1:
                 _clear(self.base, banned[0])
             else:
                 self.by_token.setdefault(banned[-2], []).append(banned)
-        #: Output tokens that have to be remembered.
+        #: Number of last output tokens that the rules need.
         self.memory = max([len(banned) - 1 for banned in params.banned_sequences], default=0)
 
 
 @dataclass(eq=False, slots=True)
 class TokenConstraint:
-    """Where one sequence stands (`engine.core.scheduler.sequence.Matcher`)."""
+    """A sequence's token rules and grammar (`engine.core.scheduler.sequence.Matcher`)."""
 
     _rules: _TokenRules
-    #: Of its grammar; None: it has none.
+    #: None: no grammar.
     _inner: GrammarMatcher | None
     #: The last output tokens.
     _tail: tuple[int, ...] = ()
@@ -294,7 +293,7 @@ class TokenConstraint:
         self._tail = tuple(tokens[max(start, len(tokens) - self._rules.memory) :])
 
     def fill(self, masks: np.ndarray, row: int) -> None:
-        """Write which tokens may come next into a row of int32 [n, words]."""
+        """Write the allowed tokens to a row of int32 [n, ceil(V / 32)]. Raises RequestError."""
         allowed = self._rules.base.copy()
         for banned in self._rules.by_token.get(self._tail[-1] if self._tail else -1, ()):
             if self._tail[1 - len(banned) :] == banned[:-1]:
@@ -307,31 +306,31 @@ class TokenConstraint:
 
 
 class _Compiled(NamedTuple):
-    """A grammar that can be used."""
+    """A compiled grammar."""
 
     #: At the beginning of a text.
     matcher: LLMatcher
-    #: Of the first token, int32 [ceil(V / 32)].
+    #: Mask of the first token, int32 [ceil(V / 32)].
     mask: np.ndarray
-    #: Processor seconds that it took.
+    #: CPU seconds of the mask.
     mask_s: float
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A grammar that waits for its thread, or is being compiled."""
+    """A grammar that is queued or being compiled."""
 
     grammar: Grammar
-    #: When it was begun.
+    #: Time of queueing.
     since: float
-    #: Nobody waits for it any more, nor for the thread that has it.
+    #: It timed out, and its thread is abandoned.
     given_up: bool = False
-    #: A thread has it.
+    #: A thread compiles it.
     running: bool = False
 
 
 class Matchers:
-    """The grammars of one engine. clock: seconds."""
+    """The compiled grammars of an engine. clock: seconds."""
 
     def __init__(self, trie: LLTokenizer, clock: Callable[[], float] = time.monotonic):
         self._trie = trie
@@ -339,16 +338,16 @@ class Matchers:
         self._threads = _MaskThreads(trie)
         #: Made with the first grammar of JSON.
         self._number_ends: NumberEnds | None = None
-        #: Keeps all but the tokens that end a text.
+        #: All tokens but those that end a text.
         self._no_ends = _mask_without(trie.eos_tokens, self._threads.words)
         self._compiling = ReplaceableThreads("grammars")
-        # All below: under the lock, since the compiling thread writes it too.
+        # The fields below are guarded by the lock; the compiling thread writes them too.
         self._lock = self._threads.lock
         self._kept: LruCache[Grammar, _Compiled | RequestError] = LruCache(_MOST_BYTES, _bytes_of)
         self._jobs: dict[Grammar, _Job] = {}
 
     def begin(self, grammar: Grammar) -> None:
-        """Have a grammar compiled, unless it is."""
+        """Start compiling a grammar, unless it is compiled or queued."""
         with self._lock:
             if grammar in self._kept or grammar in self._jobs:
                 return
@@ -356,48 +355,48 @@ class Matchers:
         self._compiling.put(partial(self._compile, job))
 
     def maker(self, grammar: Grammar) -> Callable[[], GrammarMatcher] | None:
-        """A maker of matchers of a grammar that was begun; None while it is compiled. Raises
-        RequestError if it cannot be used.
+        """A factory of the grammar's matchers; None while it is compiled. Raises RequestError if
+        the grammar cannot be used.
         """
         with self._lock:
-            found = self._kept.get(grammar)
+            compiled = self._kept.get(grammar)
             job = self._jobs.get(grammar)
-            if found is None and job is not None and self._clock() - job.since > _TIMEOUT_S:
+            if compiled is None and job is not None and self._clock() - job.since > _TIMEOUT_S:
                 self._give_up(job)
                 raise RequestError(
                     f"compiling the grammar took longer than {_TIMEOUT_S:g} s",
                     code="grammar_too_complex",
                 )
-        if isinstance(found, RequestError):
-            raise found
-        if found is not None:
-            return self._maker(found, self._number_ends if writes_json(grammar) else None)
-        if job is None:  # it has made room for others meanwhile
+        if isinstance(compiled, RequestError):
+            raise compiled
+        if compiled is not None:
+            return self._maker(compiled, self._number_ends if writes_json(grammar) else None)
+        if job is None:  # the cache has dropped it meanwhile
             self.begin(grammar)
         return None
 
-    def _maker(self, found: _Compiled, ends: NumberEnds | None) -> Callable[[], GrammarMatcher]:
-        """What makes the matchers of one request."""
+    def _maker(self, compiled: _Compiled, ends: NumberEnds | None) -> Callable[[], GrammarMatcher]:
+        """A factory of the matchers of one request."""
         allowance = _Allowance()
         return lambda: GrammarMatcher(
-            found.matcher.deep_copy(),
+            compiled.matcher.deep_copy(),
             self._threads,
             allowance,
             ends,
-            _mask=found.mask,
-            _mask_s=found.mask_s,
+            _mask=compiled.mask,
+            _mask_s=compiled.mask_s,
         )
 
     def rules(self, params: SamplingParams) -> _TokenRules:
-        """What all sequences of a request share of its rules about tokens."""
+        """The token rules of a request, shared by its sequences."""
         return _TokenRules(params, self._trie.vocab_size)
 
     def masks(self, rows: int) -> np.ndarray:
-        """Room for the masks of so many rows, int32 [rows, ceil(V / 32)]."""
+        """An empty array for masks, int32 [rows, ceil(V / 32)]."""
         return np.zeros((rows, self._threads.words), np.int32)
 
     def wait(self) -> None:
-        """Wait for the masks that were begun, as long as a step does."""
+        """Wait for masks that a step needs, up to `_STEP_S`."""
         self._threads.quick.wait(_STEP_S)
 
     def fill(
@@ -408,9 +407,10 @@ class Matchers:
         *,
         may_end: bool,
     ) -> bool:
-        """Write a matcher's mask; False if nothing may come next. may_end: the text may end here.
-        Raises RequestError if the grammar takes too much, or no token that may be chosen goes on
-        with it.
+        """Write a matcher's mask; False if no token may follow.
+
+        may_end: the text may end here. Raises RequestError if the grammar exceeds a limit, or no
+        allowed token continues it.
         """
         matcher.fill(masks, row)
         if not may_end:
@@ -424,7 +424,7 @@ class Matchers:
         return False
 
     def take_work(self) -> GrammarWork | None:
-        """What there was to do since the last call; None if nothing was."""
+        """The work since the last call; None if there was none."""
         with self._lock:
             work = self._threads.work
             if not (work.masks or work.compiled):
@@ -440,7 +440,7 @@ class Matchers:
         )
 
     def _give_up(self, job: _Job) -> None:
-        """Nobody waits for a job any more. Called under the lock."""
+        """Drop a job that timed out. Called under the lock."""
         job.given_up = True
         del self._jobs[job.grammar]
         if job.running:
@@ -469,7 +469,7 @@ class Matchers:
             mask = first_mask(matcher)[: self._threads.words]
         except RequestError as error:
             return error
-        except BaseException:  # a panic of the library's; the thread must go on
+        except BaseException:  # a Rust panic; the thread must continue
             _log.exception("a grammar could not be compiled")
             return RequestError("the grammar could not be compiled", code="grammar_too_complex")
         return _Compiled(matcher, mask, time.thread_time() - started)
@@ -488,5 +488,5 @@ def _mask_without(tokens: Iterable[int], words: int) -> np.ndarray:
 
 
 def _clear(mask: np.ndarray, token: int) -> None:
-    """Take a token out of a mask, uint32 [ceil(V / 32)]."""
+    """Remove a token from a mask, uint32 [ceil(V / 32)]."""
     mask[token // 32] &= ~np.uint32(1 << (token % 32))

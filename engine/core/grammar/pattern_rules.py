@@ -1,4 +1,4 @@
-"""The patterns of JSON schemas, which are ECMAScript's, as Rust's `regex` reads them."""
+"""Translates patterns of JSON schemas from ECMAScript to Rust's `regex`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-#: White space and the ends of lines (ECMA-262, 12.2 and 12.3).
+#: White space and line terminators (ECMA-262, 12.2 and 12.3).
 _SPACES = r"\t-\r \u00A0\u1680\u2000-\u200A\u2028\u2029\u202F\u205F\u3000\uFEFF"
 _NO_END_OF_LINE = r"[^\n\r\u2028\u2029]"
-#: One word of a pattern, outside of brackets and in them.
+#: A word of a pattern, outside of brackets and inside.
 _OUTSIDE_BRACKETS = re.compile(r"\\.|\[\^?\]?|\(\?<?[=!]|.|\\", re.DOTALL)
 _IN_BRACKETS = re.compile(r"\\.|&&|--|~~|.|\\", re.DOTALL)
-#: Words that Rust has another meaning for, outside of brackets: the empty set, and all but it.
+#: Words with another meaning in Rust, outside of brackets.
 _OTHERWISE = {
     ".": _NO_END_OF_LINE,
     r"\<": "<",
@@ -20,18 +20,18 @@ _OTHERWISE = {
     "[]": r"[^\x00-\x{10FFFF}]",
     "[^]": r"[\x00-\x{10FFFF}]",
 }
-#: And in them: a set in a set, and the operators of sets.
+#: Inside of brackets: nested sets and set operators.
 _OTHERWISE_IN_BRACKETS = {"[": r"\[", "&&": r"&\&", "~~": r"~\~", "--": r"-\-"}
 _SPACE_SETS = {r"\s": f"[{_SPACES}]", r"\S": f"[^{_SPACES}]"}
-#: Conditions on what stands around a place, which llguidance does not know.
+#: Assertions, which llguidance does not support.
 _LOOK_AROUND = frozenset({"(?=", "(?!", "(?<=", "(?<!"})
 _BOUNDARIES = frozenset({r"\b", r"\B"})
 _QUANTIFIER = re.compile(r"(?:(?:[*+?]|\{[0-9]+(?:,[0-9]*)?\})\??)?")
 
 
 def rust_pattern(pattern: str) -> str:
-    """A pattern for Rust's `regex` that matches as ECMAScript does. What Rust lacks (look-around,
-    backreferences) is left for Rust to refuse.
+    """A pattern for Rust's `regex` that matches like ECMAScript's; look-around and backreferences
+    are left in, and Rust refuses them.
     """
     made: list[str] = []
     for word in _words(pattern):
@@ -40,11 +40,11 @@ def rust_pattern(pattern: str) -> str:
 
 
 def without_assertions(pattern: str) -> str:
-    """A wider pattern: without its look-around and boundaries, and their quantifiers."""
+    """A wider pattern, without look-around and boundaries and their quantifiers."""
     kept: list[str] = []
-    #: Parentheses that are open inside of a condition.
+    #: Open parentheses inside of a look-around.
     depth = 0
-    #: Where the last condition and its quantifier end.
+    #: End of the last assertion and its quantifier.
     end = 0
     for word in _words(pattern):
         is_group = not word.in_brackets and (depth > 0 or word.text in _LOOK_AROUND)
@@ -61,10 +61,10 @@ def without_assertions(pattern: str) -> str:
 
 
 class _Word(NamedTuple):
-    """A character of a pattern, or several with one meaning."""
+    """One or several characters of a pattern with one meaning."""
 
     text: str
-    #: Where it ends in the pattern.
+    #: End position in the pattern.
     end: int
     in_brackets: bool
 
@@ -73,15 +73,15 @@ def _words(pattern: str) -> Iterator[_Word]:
     inside = False
     at = 0
     while at < len(pattern):
-        found = (_IN_BRACKETS if inside else _OUTSIDE_BRACKETS).match(pattern, at)
-        assert found is not None  # any character is a word
-        text, at = found[0], found.end()
+        word = (_IN_BRACKETS if inside else _OUTSIDE_BRACKETS).match(pattern, at)
+        assert word is not None  # any character is a word
+        text, at = word[0], word.end()
         yield _Word(text, at, inside)
         inside = text != "]" if inside else text in ("[", "[^")
 
 
 def _rust_word(word: str, before: str, *, inside: bool) -> str:
-    """before: what was made of the word before."""
+    """Translate a word; before: the translation of the word before."""
     if word in _SPACE_SETS:
         return _SPACE_SETS[word]
     if not inside:

@@ -1,17 +1,17 @@
-"""How a grammar is refused."""
+"""Errors of refused grammars."""
 
 from __future__ import annotations
 
 from jitney.engine.common.errors import RequestError
 
-#: Most characters of the reason that are told.
+#: Most characters of a reason.
 _MOST_REASON = 200
-#: How llguidance begins the account of a limit that was met.
+#: Words of llguidance's errors about its limits.
 _LIMIT_WORDS = ("too many", "too large", "too big", "limit", "fuel", "toocomplex", "too complex")
-#: How llguidance says that no token may come.
+#: Start of llguidance's error if no token is allowed.
 NO_TOKEN = "NoExtension"
-#: What llguidance says to those who call it, and what it means for those who write a schema.
-_SAID_OTHERWISE = {
+#: Text of llguidance's errors -> text for authors of schemas.
+_REWORDED = {
     "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with "
     "anyOf": "oneOf is only possible where no value can fit two of its schemas, such as objects "
     "that require a property of another constant; anyOf always is",
@@ -20,18 +20,18 @@ _SAID_OTHERWISE = {
 
 
 def bad_grammar(reason: str) -> RequestError:
-    """A grammar cannot be used."""
+    """The error of a grammar that cannot be used."""
     return refused("the grammar cannot be used", reason)
 
 
 def refused(what: str, reason: str, param: str | None = None) -> RequestError:
-    """Something cannot be used, for a reason that llguidance or we give."""
+    """The error "what: reason"; the reason may be llguidance's."""
     line = "it matches no text" if reason.startswith(NO_TOKEN) else " ".join(reason.split())
     code = "invalid_value"
     if any([words in line.lower() for words in _LIMIT_WORDS]):
         code = "grammar_too_complex"
-    for said, meant in _SAID_OTHERWISE.items():
-        line = line.replace(said, meant)
+    for theirs, ours in _REWORDED.items():
+        line = line.replace(theirs, ours)
     if len(line) > _MOST_REASON:
         line = line[:_MOST_REASON] + "..."
     return RequestError(f"{what}: {line}", code=code, param=param)

@@ -1,7 +1,8 @@
-"""Rewrites a JSON schema for llguidance where that would enforce less than the schema says.
+"""Rewrites a JSON schema where llguidance would enforce less than it says.
 
-What cannot be said otherwise is an error, or left out and named; what llguidance refuses is left to
-it (`enforcement`). Found with JSON-Schema-Test-Suite (docs/benchmarks/schema_suite.py).
+Keywords that cannot be rewritten are an error, or left out and reported; those that llguidance
+refuses are handled in `enforcement`. The rules come from running JSON-Schema-Test-Suite
+(docs/benchmarks/schema_suite.py).
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from jitney.engine.core.grammar.pattern_rules import rust_pattern, without_asser
 from jitney.engine.core.grammar.schema_tree import LISTED, NAMED, ONE, escaped, is_never
 from jitney.engine.core.grammar.terms import Terms
 
-#: Schemas looked at in all; one that oneOf refers to counts each time.
+#: Most subschemas in all; one that oneOf refers to counts each time.
 _MOST_SCHEMAS = 20_000
-#: How a schema names its draft, and that draft.
+#: Name of a draft in "$schema" -> its number.
 _DRAFTS = {"04": 4, "06": 6, "07": 7, "2019-09": 8, "2020-12": 9}
 _NAMES_OF_DRAFTS = {number: f"draft {name.lstrip('0')}" for name, number in _DRAFTS.items()}
 _NEWEST = 9
-#: Keywords that llguidance passes over in a schema of an older draft than these.
+#: Keyword -> first draft; llguidance ignores it in schemas of older drafts.
 _SINCE = {
     "const": 6,
     "contains": 6,
@@ -37,23 +38,23 @@ _SINCE = {
     "prefixItems": 9,
     "$dynamicRef": 9,
 }
-#: Numbers are float64 to llguidance.
+#: Keywords whose numbers llguidance converts to float64.
 _INEXACT = frozenset({"const", "enum", "multipleOf"})
-#: Bounds, and the infinity on the side where values fit.
+#: Bound -> infinity on the side of allowed values.
 _BOUNDS = {
     "exclusiveMaximum": -math.inf,
     "exclusiveMinimum": math.inf,
     "maximum": -math.inf,
     "minimum": math.inf,
 }
-#: Up to here float64 keeps all whole numbers.
+#: float64 represents all integers up to here.
 _WHOLE = 2**53
-#: The largest float64 whose negative llguidance takes as an integer's bound.
+#: The largest float64 whose negative llguidance accepts as an integer's bound.
 _LARGEST = 2**63 - 1024
-#: Characters that JSON can only write as \uXXXX, which answers may not (see `compiling`).
+#: Characters that JSON only writes as \uXXXX, which answers may not (see `compiling`).
 _CONTROLS = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
-#: Formats that llguidance takes too widely: a 29th of February in every year, seconds of 60 at any
-#: time. Python knows no leap second and no year 0.
+#: Formats for which llguidance allows too much: 29 February in every year, second 60 at any time.
+#: Python has no leap seconds and no year 0.
 _LEAP_YEAR = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _MONTH_AND_DAY = (
     r"(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
@@ -70,11 +71,11 @@ _FORMATS = {
     "time": f"^{_TIME}$",
     "date-time": f"^{_DATE}[tT]{_TIME}$",
 }
-#: Other formats that llguidance keeps to. All others are free: a format is an annotation (JSON
-#: Schema 2020-12, Validation, 7.2.3).
+#: Other formats that llguidance enforces. The rest are annotations (JSON Schema 2020-12,
+#: Validation, 7.2.3).
 _KNOWN_FORMATS = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"})
 _TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
-#: Keywords that llguidance does not know.
+#: Keywords that llguidance does not support.
 _UNKNOWN = frozenset(
     {
         "$dynamicRef",
@@ -89,40 +90,41 @@ _UNKNOWN = frozenset(
         "uniqueItems",
     }
 )
-#: Keywords that say nothing without one of those, and annotations.
+#: Keywords without effect except with one of those, and annotations.
 _SILENT = frozenset({"contentSchema", "else", "maxContains", "minContains", "then"})
-#: Keywords that hold as far as they can be enforced.
+#: Keywords that are kept to enforce what is possible.
 _PARTLY = frozenset({"minProperties", "properties", "required"})
 _LAST_WITH_DEPENDENCIES = 7
 
-#: Says why a keyword (its value, the schema that has it, the draft) cannot be enforced, or "".
+#: Returns why a keyword (its value, its schema, the draft) cannot be enforced, or "".
 type _ReasonAgainst = Callable[[str, JsonValue, JsonDict, int], str]
 
 
 @dataclass(slots=True)
 class SchemaRules:
-    """Makes of one schema what llguidance is given."""
+    """Rewrites one schema."""
 
-    #: The whole schema, which references begin at.
+    #: The whole schema, for references.
     root: JsonDict
     terms: Terms
-    #: Pointers to the keywords that were left out.
+    #: JSON pointers to the keywords that were left out.
     left_out: list[str] = field(default_factory=list)
-    #: Schemas that may still be looked at.
+    #: Subschemas that may still be rewritten.
     left: int = _MOST_SCHEMAS
-    #: What oneOf referred to, outside of where we are.
+    #: References of oneOf that are being expanded.
     inside: list[str] = field(default_factory=list)
 
     def apply(self) -> JsonDict:
-        """The rewritten schema. Raises RequestError with the place if strict and impossible."""
+        """The rewritten schema. Raises RequestError naming the place if strict and not possible."""
         try:
-            made = self._schema(self.root, "#", _NEWEST)
+            result = self._schema(self.root, "#", _NEWEST)
         except RecursionError:
             raise self.terms.refusal("#", "too complex: too deep") from None
-        return made if isinstance(made, dict) else {"allOf": [made]}  # it wants an object
+        # llguidance requires an object.
+        return result if isinstance(result, dict) else {"allOf": [result]}
 
     def _schema(self, schema: JsonValue, place: str, draft: int) -> JsonValue:
-        """What llguidance is given for a schema. place: a JSON pointer to it."""
+        """Rewrite a subschema. place: its JSON pointer."""
         if not isinstance(schema, dict):
             return schema
         self.left -= 1
@@ -135,12 +137,12 @@ class SchemaRules:
         schema = self._enforceable(schema, place, draft, _reason_of_draft)
         schema = with_known_keywords(schema, self.root)
         schema = self._enforceable(schema, place, draft, _reason_against)
-        made = {
+        result = {
             keyword: self._value(keyword, value, f"{place}/{keyword}", draft)
             for keyword, value in schema.items()
         }
-        _narrow_format(made)
-        return made
+        _narrow_format(result)
+        return result
 
     def _enforceable(
         self, schema: JsonDict, place: str, draft: int, reason_against: _ReasonAgainst
@@ -151,8 +153,9 @@ class SchemaRules:
             if _says_nothing(keyword, value):
                 continue
             reason = reason_against(keyword, value, schema, draft)
-            is_left = self.terms.strict and keyword in _UNKNOWN  # where it is used, to llguidance
-            if not reason or (is_left and reason_against is _reason_against):
+            # llguidance refuses it where the subschema is used.
+            is_refused = self.terms.strict and keyword in _UNKNOWN
+            if not reason or (is_refused and reason_against is _reason_against):
                 kept[keyword] = value
                 continue
             if self.terms.strict:
@@ -162,7 +165,7 @@ class SchemaRules:
         return kept
 
     def _value(self, keyword: str, value: JsonValue, place: str, draft: int) -> JsonValue:
-        """What llguidance is given for a keyword's value."""
+        """Rewrite a keyword's value."""
         if keyword == "oneOf" and isinstance(value, list):
             return [self._option(one, f"{place}/{at}", draft) for at, one in enumerate(value)]
         if keyword in LISTED and isinstance(value, list):
@@ -178,47 +181,45 @@ class SchemaRules:
         return value
 
     def _named(self, keyword: str, schemas: JsonDict, place: str, draft: int) -> JsonValue:
-        made: JsonDict = {}
+        result: JsonDict = {}
         for name, schema in schemas.items():
             key = rust_pattern(name) if keyword == "patternProperties" else name
-            made[key] = self._schema(schema, f"{place}/{escaped(name)}", draft)
-        return made
+            result[key] = self._schema(schema, f"{place}/{escaped(name)}", draft)
+        return result
 
     def _option(self, schema: JsonValue, place: str, draft: int) -> JsonValue:
-        """A schema of oneOf with what it refers to in place, since llguidance compares no
-        references.
+        """Rewrite a schema of oneOf with its reference expanded, since llguidance does not follow
+        references when it compares the schemas.
         """
         reference = schema.get("$ref") if isinstance(schema, dict) and len(schema) == 1 else None
         target = self._target(reference)
         if target is None or not isinstance(reference, str) or reference in self.inside:
             return self._schema(schema, place, draft)
         self.inside.append(reference)
-        made = self._schema(target, place, draft)
+        result = self._schema(target, place, draft)
         self.inside.pop()
-        return made
+        return result
 
     def _target(self, reference: JsonValue) -> JsonValue:
-        """The definition of the root's that is referred to, None if it is no such reference."""
-        found = re.fullmatch(r"#/(\$defs|definitions)/([^/~%]+)", str(reference))
-        if found is None or "$id" in self.root:
+        """The root's definition of a reference; None if it is another kind of reference."""
+        match = re.fullmatch(r"#/(\$defs|definitions)/([^/~%]+)", str(reference))
+        if match is None or "$id" in self.root:
             return None
-        definitions = self.root.get(found[1])
-        target = definitions.get(found[2]) if isinstance(definitions, dict) else None
-        # What it says by "$id" holds only there.
+        definitions = self.root.get(match[1])
+        target = definitions.get(match[2]) if isinstance(definitions, dict) else None
+        # These keywords change how the definition's own references are read.
         if isinstance(target, dict) and not target.keys() & {"$id", "$schema", "$anchor"}:
             return target
         return None
 
 
 def _draft_of(schema: JsonDict, outer: int) -> int:
-    found = re.search(r"draft[-/](04|06|07|2019-09|2020-12)/", str(schema.get("$schema", "")))
-    if found is None:
-        return outer
-    return _DRAFTS[found[1]]
+    draft = re.search(r"draft[-/](04|06|07|2019-09|2020-12)/", str(schema.get("$schema", "")))
+    return outer if draft is None else _DRAFTS[draft[1]]
 
 
 def _reason_of_draft(keyword: str, value: JsonValue, schema: JsonDict, draft: int) -> str:
-    """Why llguidance passes a keyword over; empty: it does not."""
+    """Why llguidance ignores a keyword, or ""."""
     since = _SINCE.get(keyword, 0)
     if since <= draft:
         return ""
@@ -227,14 +228,14 @@ def _reason_of_draft(keyword: str, value: JsonValue, schema: JsonDict, draft: in
 
 
 def _reason_against(keyword: str, value: JsonValue, schema: JsonDict, draft: int) -> str:
-    """Why a keyword cannot be enforced; empty: it can, or llguidance says why not."""
+    """Why a keyword cannot be enforced; "" if it can, or llguidance refuses it."""
     if keyword in _UNKNOWN or (keyword == "dependencies" and draft <= _LAST_WITH_DEPENDENCIES):
         return f"{keyword} cannot be enforced"
     match keyword:
         case "type":
             return _unknown_type(value)
         case "pattern" if isinstance(value, str) and without_assertions(value) != value:
-            return "pattern looks around or at boundaries of words, which cannot be enforced"
+            return "pattern uses look-around or word boundaries, which cannot be enforced"
         case "const" | "enum":
             return _inexact(keyword, value) or _controlled(value)
         case "required":
@@ -248,7 +249,7 @@ def _reason_against(keyword: str, value: JsonValue, schema: JsonDict, draft: int
 
 
 def _remainder(keyword: str, value: JsonValue) -> JsonDict:
-    """What is enforced of a keyword that cannot be as a whole; it allows no less."""
+    """The part of a keyword that can be enforced."""
     if keyword == "pattern" and isinstance(value, str):
         return {"pattern": without_assertions(value)}
     return {keyword: value} if keyword in _PARTLY else {}
@@ -269,7 +270,7 @@ def _inexact(keyword: str, value: JsonValue) -> str:
 
 
 def _float_bound(keyword: str, bound: int) -> int:
-    """A whole number's bound as a float64 keeps it; what lies between the two is not written."""
+    """An integer bound rounded to float64, towards the allowed values."""
     inside = _BOUNDS[keyword]
     if inside > 0 and bound < -_LARGEST:
         return -_LARGEST
@@ -277,7 +278,7 @@ def _float_bound(keyword: str, bound: int) -> int:
         return _LARGEST
     nearest = float(bound)
     is_outside = nearest < bound if inside > 0 else nearest > bound
-    # llguidance goes on to the next whole number in float64, where that may be the same.
+    # llguidance adds 1 to an exclusive bound in float64, where the result may be the same number.
     is_excluded = keyword.startswith("exclusive") and abs(bound) > _WHOLE
     return int(math.nextafter(nearest, inside) if is_outside or is_excluded else nearest)
 
@@ -290,7 +291,9 @@ def _controlled(texts: JsonValue) -> str:
 
 
 def _uncounted(schema: JsonDict) -> str:
-    """A name that the schema does not have can be written twice, and JSON keeps one of them."""
+    """Why minProperties cannot be enforced, or "": an unlisted name can be written twice, and
+    counts once.
+    """
     least, required = schema.get("minProperties", 0), schema.get("required", [])
     if not isinstance(least, int) or not isinstance(required, list):
         return ""
@@ -306,7 +309,7 @@ def _says_nothing(keyword: str, value: JsonValue) -> bool:
 
 
 def _narrow_format(schema: JsonDict) -> None:
-    """Say a format as a pattern, where llguidance's own is too wide."""
+    """Replace a format that llguidance does not fully enforce by a pattern."""
     pattern = _FORMATS.get(str(schema.get("format")))
     if pattern is None:
         return
@@ -315,12 +318,12 @@ def _narrow_format(schema: JsonDict) -> None:
         schema["pattern"] = pattern
         return
     others = schema.get("allOf", [])
-    if isinstance(others, list):  # else llguidance refuses it
+    if isinstance(others, list):  # otherwise llguidance refuses it
         schema["allOf"] = [*others, {"pattern": pattern}]
 
 
 def _leaves(value: JsonValue) -> list[JsonValue]:
-    """All that is no list and no object in a value of JSON, the names of its objects too."""
+    """All scalars in a JSON value, names of properties included."""
     if isinstance(value, dict):
         return _leaves([*value.keys(), *value.values()])
     if isinstance(value, list):

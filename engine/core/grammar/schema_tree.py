@@ -1,4 +1,4 @@
-"""What stands where in a JSON schema: the schemas inside of one, and what a reference means."""
+"""Walks JSON schemas: subschemas, JSON pointers and references."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ONE = frozenset(
 )
 LISTED = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
 NAMED = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
-#: Keywords that hold a value to nothing.
+#: Keywords that do not restrict a value.
 ANNOTATIONS = frozenset(
     {
         "$anchor",
@@ -51,7 +51,7 @@ ANNOTATIONS = frozenset(
 
 
 def children(schema: JsonValue) -> Iterator[tuple[list[str], JsonValue]]:
-    """(steps down from here, schema) of the schemas directly inside one."""
+    """(steps of the pointer, subschema) of the direct subschemas."""
     if not isinstance(schema, dict):
         return
     for keyword, value in schema.items():
@@ -66,7 +66,7 @@ def children(schema: JsonValue) -> Iterator[tuple[list[str], JsonValue]]:
 
 
 def pointer(steps: Iterable[str]) -> str:
-    """A place as a JSON pointer, such as "#/properties/a"."""
+    """A JSON pointer, such as "#/properties/a"."""
     return "/".join(["#", *map(escaped, steps)])
 
 
@@ -92,11 +92,11 @@ def resolved(root: JsonDict, reference: str) -> JsonValue:
 
 
 def is_anything(schema: JsonValue) -> bool:
-    """Whether a schema allows every value, and holds no definitions that others may refer to."""
+    """Whether a schema allows every value and has no definitions."""
     silent = ANNOTATIONS - {"$defs", "definitions"}
     return schema is True or (isinstance(schema, dict) and not schema.keys() - silent)
 
 
 def is_never(schema: JsonValue) -> bool:
-    """Whether a schema plainly allows no value, such as zod's `{"not": {}}`."""
+    """Whether a schema obviously allows no value, such as zod's `{"not": {}}`."""
     return schema is False or (isinstance(schema, dict) and is_anything(schema.get("not")))

@@ -1,4 +1,4 @@
-"""What is said to and by the process that checks grammars (`structured.worker`)."""
+"""Messages of the process that checks grammars (`engine.core.grammar.worker`)."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from jitney.engine.common.requests import Grammar
 
 
 class CheckerSetup(msgspec.Struct, frozen=True):
-    """What a check must know of the tokenizer."""
+    """The part of a tokenizer that checks need."""
 
     #: Special tokens that a grammar may name.
     special_tokens: tuple[str, ...]
-    #: Of the model.
+    #: V of the model.
     vocab_size: int
 
 
 class Checked(msgspec.Struct, frozen=True):
-    """What came of a grammar."""
+    """The result of checking a grammar."""
 
-    #: The grammar as the engine takes it; None if it cannot be used.
+    #: The grammar for the engine; None if it cannot be used.
     grammar: Grammar | None
     error: ErrorInfo | None = None
-    #: Pointers to what its schemas say and it does not; those of a tool behind its name, such as
-    #: "label#/properties/a/uniqueItems".
+    #: JSON pointers to keywords that are not enforced, after the tool's name if there is one, such
+    #: as "label#/properties/a/uniqueItems".
     unenforced: tuple[str, ...] = ()
 
     def usable(self, param: str) -> CheckedGrammar:
-        """The grammar. Raises RequestError that names the tool's field or the grammar's."""
+        """The grammar. Raises RequestError naming the tool's field, else `param`."""
         if self.grammar is not None:
             return CheckedGrammar(self.grammar, self.unenforced)
         if self.error is None:
@@ -39,7 +39,7 @@ class Checked(msgspec.Struct, frozen=True):
 
 
 class CheckedGrammar(NamedTuple):
-    """A grammar that the engine takes."""
+    """A grammar for the engine."""
 
     grammar: Grammar
     #: See `Checked`.

@@ -1,6 +1,6 @@
-"""The terms of a JSON schema: strictly or as far as possible, and whom an error names.
+"""How to enforce a JSON schema (strictly or as far as possible), and what its errors name.
 
-They travel inside the schema, so that a grammar with schemas of several tools is one text.
+The terms are stored inside the schema, so that a grammar with several tools' schemas is one text.
 """
 
 from __future__ import annotations
@@ -20,23 +20,21 @@ _NO_ARGUMENTS: JsonDict = {"properties": {}, "additionalProperties": False}
 class Terms(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """How one schema is enforced."""
 
-    #: The keyword that they stand under, in the outermost schema.
+    #: Keyword of the terms in the outermost schema.
     KEYWORD: ClassVar[str] = "x-jitney"
 
-    #: What cannot be enforced is an error; else it is left out, and named.
+    #: Keywords that cannot be enforced are errors; False: they are left out and reported.
     strict: bool = True
-    #: Objects have no properties but those that they name, unless they say so (`closing`).
+    #: Objects get additionalProperties false unless they set it (`closing`).
     closed: bool = False
-    #: The tool whose arguments these are; empty: no tool.
+    #: Name of the tool with these arguments; "": no tool.
     name: str = ""
-    #: The field that the tool came in, such as "tools[3]".
+    #: Field of the tool in the body, such as "tools[3]".
     param: str = ""
 
     @classmethod
     def split(cls, schema: JsonDict) -> tuple[Terms, JsonDict]:
-        """The terms of a schema, and the schema without them. Raises RequestError for unknown
-        terms.
-        """
+        """(terms of a schema, the schema without them). Raises RequestError for unknown terms."""
         rest = dict(schema)
         try:
             return msgspec.convert(rest.pop(cls.KEYWORD, {}), cls), rest
@@ -44,28 +42,28 @@ class Terms(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
             raise bad_grammar(f"{cls.KEYWORD}: {error}") from None
 
     def with_schema(self, schema: JsonDict) -> JsonDict:
-        """The schema on these terms, whatever it said itself."""
+        """The schema with these terms in place of its own."""
         return schema | {self.KEYWORD: msgspec.to_builtins(self)}
 
     def refusal(self, place: str, reason: str) -> RequestError:
-        """The schema cannot be enforced. place: a JSON pointer into it."""
-        whose = f'{self.param} "{self.name}"' if self.name else "the schema cannot be enforced"
-        return refused(f"{whose}: at {place}", reason, self.param or None)
+        """The error of a schema that cannot be enforced. place: a JSON pointer into it."""
+        subject = f'{self.param} "{self.name}"' if self.name else "the schema cannot be enforced"
+        return refused(f"{subject}: at {place}", reason, self.param or None)
 
     def pointer(self, place: str) -> str:
-        """How a place in the schema is named among those of other schemas."""
+        """A JSON pointer into the schema, after the tool's name."""
         return self.name + place
 
 
 def json_rule(schema: JsonValue) -> str:
-    """JSON that fits a schema, as part of a grammar in Lark."""
+    """A part of a Lark grammar that matches JSON of a schema."""
     if not isinstance(schema, dict):
-        schema = {"allOf": [schema]}  # llguidance wants an object
+        schema = {"allOf": [schema]}  # llguidance requires an object
     return f"%json {json.dumps(schema, ensure_ascii=False)}"
 
 
 def arguments_schema(parameters: JsonDict | None, terms: Terms) -> JsonDict:
-    """The schema of a tool's arguments on these terms. parameters: the client's, or None."""
+    """The schema of a tool's arguments with terms. parameters: the client's schema, or None."""
     schema = {"type": "object"} | (_NO_ARGUMENTS if parameters is None else parameters)
-    schema.pop("x-guidance", None)  # llguidance's own options are not the client's
+    schema.pop("x-guidance", None)  # clients may not set llguidance's options
     return terms.with_schema(schema)

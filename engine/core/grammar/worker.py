@@ -1,7 +1,7 @@
-"""Checks grammars in a process of its own: `python -P -m jitney.engine.core.grammar.worker`.
+"""Worker process that checks grammars: `python -P -m jitney.engine.core.grammar.worker`.
 
-What compiling a client's grammar takes is unknown, and a process can be ended. The first message in
-is a `CheckerSetup`, then come grammars, each answered by a `Checked`.
+Compiling a client's grammar may take forever, and a process can be killed. The first message is a
+`CheckerSetup`; each following grammar is answered by a `Checked`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from jitney.engine.common.worker_pipe import answer_requests, limit_memory, time
 from jitney.engine.core.grammar.compiling import checked
 from jitney.engine.core.grammar.setup import Checked, CheckerSetup
 
-#: Most bytes of memory that checking may take.
+#: Most bytes of memory for checking.
 _MORE_MEMORY = 512 << 20
-#: Seconds after which this process ends by itself, should nobody be left to end it.
+#: Seconds after which the process ends itself.
 _LIMIT_S = 10.0
 
 
 class _Tokens:
-    """Single bytes and the special tokens: enough to tell whether a grammar can be used."""
+    """A vocabulary of single bytes and the special tokens, which suffices to check a grammar."""
 
     bos_token_id = None
 
@@ -32,11 +32,11 @@ class _Tokens:
         names = [name.encode() for name in setup.special_tokens]
         self.tokens = [bytes([byte]) for byte in range(256)] + names
         self.special_token_ids = list(range(256, len(self.tokens)))
-        # One more that ends a text.
+        # A token that ends a text.
         self.eos_token_id = len(self.tokens)
         self.special_token_ids.append(self.eos_token_id)
         self.tokens.append(b"<|end of the text|>")
-        # The rest of the model's tokens, which a grammar may name by their ids.
+        # The model's other tokens, which a grammar may name by id.
         self.tokens += [b""] * (setup.vocab_size - len(self.tokens))
 
     def __call__(self, text: bytes) -> list[int]:
@@ -44,7 +44,7 @@ class _Tokens:
 
 
 class Checker:
-    """Says of grammars whether they can be used."""
+    """Checks whether grammars can be used."""
 
     def __init__(self, setup: CheckerSetup):
         tokens = _Tokens(setup)
@@ -55,7 +55,7 @@ class Checker:
             ready = checked(grammar, self._trie)
         except RequestError as error:
             return Checked(None, error.info)
-        except BaseException as error:  # a panic of the library's, or too little memory
+        except BaseException as error:  # a Rust panic, or out of memory
             reason = f"the grammar cannot be used: {type(error).__name__}"
             return Checked(None, ErrorInfo("grammar_too_complex", reason))
         return Checked(ready.grammar, unenforced=tuple(ready.left_out))

@@ -13,7 +13,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from jitney.engine.core.models.layers import Linear, RMSNorm
+from jitney.engine.core.models.layers import Linear, RMSNorm, normal
 from jitney.engine.core.models.rope import Rope
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.kernels.interface import AttentionMeta, Kernels, RotateAndWrite
@@ -45,6 +45,11 @@ class Attention(nnx.Module):
         )
         self.q_norm = self._head_norm(config, dtype)
         self.k_norm = self._head_norm(config, dtype)
+        #: [H]: a score of each head that joins every softmax without a value.
+        if config.attention_sinks:
+            self.sinks = nnx.Param(normal(rngs, (config.n_heads,), 1.0, dtype))
+        else:
+            self.sinks = None
         self.kv_scales: nnx.Param | None = None
 
     @staticmethod
@@ -75,6 +80,8 @@ class Attention(nnx.Module):
             "softcap": self.softcap,
             **factors,
         }
+        if self.sinks is not None:
+            options["sinks"] = self.sinks[...].astype(jnp.float32)
         if kernels.rotate_and_write is None:
             q, k, v = self.rotated(heads, rope, kernels)
             o, kv = kernels.paged_attention(rope.scaled(q), k, v, kv, meta, **options)

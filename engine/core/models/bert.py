@@ -31,7 +31,6 @@ from jitney.engine.core.models.hidden import Hidden
 from jitney.engine.core.models.layers import Linear, normal
 from jitney.engine.core.weights.checkpoints.model_config import EncoderConfig, ModelConfig
 from jitney.engine.core.weights.checkpoints.names import FileFormat, Path, Piece, Target, WeightMap
-from jitney.kernels.experts import ACTIVATIONS
 from jitney.kernels.interface import AttentionMeta, Kernels
 
 #: B; G at most; C.
@@ -39,7 +38,10 @@ _BLOCK_ROWS, _MOST_BLOCKS, _CHUNK_KEYS = 32, 16, 128
 #: Score of a key that is not there; finite, so that a row without keys gives 0 and not NaN.
 _HIDDEN_SCORE = -1e30
 #: transformers' activations of encoders beside the gates of decoders.
-_ACTIVATIONS = ACTIVATIONS | {"gelu": partial(jax.nn.gelu, approximate=False)}
+_ACTIVATIONS = {
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
 #: Architecture -> prefix of its tensors, and its head's two matrices: what the first token's row
 #: goes through before and behind tanh; empty without a head.
 _TENSORS: dict[str, tuple[str, tuple[str, ...]]] = {

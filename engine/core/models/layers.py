@@ -21,7 +21,7 @@ from jitney.engine.core.models.adapters import Adapters
 from jitney.engine.core.models.quantization import Packed
 from jitney.engine.core.models.sharding import TENSOR, laid_out_anew
 from jitney.engine.core.weights.checkpoints.model_config import Activation, ModelConfig
-from jitney.kernels.experts import ACTIVATIONS, gate
+from jitney.kernels.experts import gate
 from jitney.kernels.interface import AttentionMeta, Kernels, Pack
 
 #: From so many on, rows of a product whose results are summed over devices are many: half of the
@@ -116,15 +116,15 @@ class Linear(nnx.Module):
         return jnp.concatenate(sums, axis=1)
 
     def gated(self, x: Array, kernels: Kernels, adapted: Array | None = None) -> Array:
-        """x [T, I] -> activation(first half of the outputs) * the other half, [T, O // 2] in x's
-        dtype.
+        """x [T, I] -> gates, the first half of the outputs, and ups behind the activation, [T, O //
+        2] in x's dtype.
         """
         assert self.activation is not None
         if self.bias is None and self.adapters is None:
             return self.packed.gated(x, self.activation, kernels)
         dtype = x.dtype if kernels.narrow_gates else jnp.float32
         both = self(x, kernels, dtype, adapted=adapted)
-        return gate(both, x.dtype, ACTIVATIONS[self.activation])
+        return gate(both, x.dtype, self.activation)
 
     @property
     def gated_by_kernel(self) -> bool:
@@ -138,7 +138,7 @@ class Linear(nnx.Module):
     def sizes(self) -> tuple[int, int]:
         """(I, O), over all devices; not of a matrix that is packed."""
         size_in, size_out = self.kernel.shape
-        if self.packed.scheme == "int4":
+        if self.packed.in_four_bits:
             size_in *= 2
         return size_in, size_out
 

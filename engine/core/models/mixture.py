@@ -1,4 +1,4 @@
-"""Mixtures of experts (Shazeer et al. 2017, arXiv 1701.06538): Qwen3's and Mixtral.
+"""Mixtures of experts (Shazeer et al. 2017, arXiv 1701.06538): Qwen3's, Mixtral and gpt-oss.
 
 A layer's feed-forward is one of many alike, its experts, and a router chooses a few of them for
 each row. Rows are sorted by expert, and multiplied in blocks of one expert each, as many as there
@@ -13,9 +13,10 @@ blocks, B rows of a block.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +35,9 @@ from jitney.engine.core.weights.checkpoints.model_config import (
     ModelConfig,
 )
 from jitney.engine.core.weights.checkpoints.names import HF, Dialect, FileFormat
-from jitney.kernels.experts import ExpertBlocks, Stack
+from jitney.kernels.experts import ExpertBlocks, Stack, gate
 from jitney.kernels.interface import Kernels, OneOf, Pack
+from jitney.kernels.mxfp4 import Mxfp4
 
 #: A router's columns are a multiple of this, as those of products with kernels of their own.
 _COLUMNS = 16
@@ -55,6 +57,20 @@ _MIXTRAL = replace(
     expert_up="block_sparse_moe.experts.{e}.w3",
     expert_down="block_sparse_moe.experts.{e}.w2",
 )
+_GPT_OSS = replace(
+    HF,
+    sinks="self_attn.sinks",
+    router="mlp.router",
+    expert_gate="mlp.experts.{e}.gate_proj",
+    expert_up="mlp.experts.{e}.up_proj",
+    expert_down="mlp.experts.{e}.down_proj",
+)
+#: Names of Hugging Face's folders, by architecture.
+_DIALECTS = {
+    "Qwen3MoeForCausalLM": _QWEN,
+    "MixtralForCausalLM": _MIXTRAL,
+    "GptOssForCausalLM": _GPT_OSS,
+}
 
 
 class _Routes(NamedTuple):
@@ -142,7 +158,8 @@ def _rows_before(goes: Array) -> Array:
 
 class ExpertLinear(Linear):
     """The matrices [I, O] of X experts: side by side, [I, X * O], as they are loaded and rounded;
-    once they are packed, each for itself, [X, ...].
+    once they are packed, each for itself, [X, ...], and with them the scales of mxfp4. Biases
+    stay side by side, [X * O].
     """
 
     def __init__(
@@ -151,21 +168,25 @@ class ExpertLinear(Linear):
         size_in: int,
         size_out: int,
         *,
+        bias: bool,
         dtype: DTypeLike,
         rngs: nnx.Rngs,
         summed: bool = False,
         activation: Activation | None = None,
+        group_size: int = 1,
     ):
+        """group_size: devices of the group whose products with the matrices are summed."""
         super().__init__(
             size_in,
             n_experts * size_out,
-            bias=False,
+            bias=bias,
             dtype=dtype,
             rngs=rngs,
             summed=summed,
             activation=activation,
         )
         self.n_experts = n_experts
+        self.group_size = group_size
 
     @property
     def _apart(self) -> bool:
@@ -179,13 +200,38 @@ class ExpertLinear(Linear):
             size = array.shape[-1] // self.n_experts
             return jax.lax.dynamic_slice_in_dim(array, expert * size, size, axis=-1)
 
+        def one(array: Array) -> Any:
+            among = OneOf(array, expert)
+            return among if where_it_lies else among.apart()
+
         packed = self.packed
         if not self._apart:
             return jax.tree.map(part, packed)
-        one = OneOf(packed.kernel, expert)
         where_it_lies = kernels.takes_one_of and packed.scheme != "int4"
+        if packed.scheme == "mxfp4":
+            where_it_lies = where_it_lies and kernels.mxfp4 is not None
+            return Packed(one(packed.kernel), one(packed.scale))
         rest = jax.tree.map(part, packed._replace(kernel=None))
-        return rest._replace(kernel=one if where_it_lies else one.apart())
+        return rest._replace(kernel=one(packed.kernel))
+
+    def with_bias(self, sums: Array, expert: Array) -> Array:
+        """Products with the matrix of one expert, float32 [B, O], and its bias."""
+        if self._biases is None:
+            return sums
+        own = jax.lax.dynamic_index_in_dim(self._biases, expert, keepdims=False)
+        return sums + own.astype(jnp.float32)
+
+    @property
+    def _biases(self) -> Array | None:
+        """[X, O], what this device adds; where the products of a group of devices are summed, the
+        first of them adds it.
+        """
+        if self.bias is None:
+            return None
+        biases = self.bias[...].reshape(self.n_experts, -1)
+        if self.group_size == 1:
+            return biases
+        return jnp.where(TENSOR.number() % self.group_size == 0, biases, 0)
 
     def at_once(self, kernels: Kernels) -> bool:
         """Whether the kernel set multiplies all blocks at once with matrices kept like these."""
@@ -194,13 +240,27 @@ class ExpertLinear(Linear):
     @property
     def stack(self) -> Stack:
         """All matrices, each for itself."""
-        packed = self.packed
-        kernel, scale = packed.kernel, packed.scale
+        scale = self.packed.scale
+        arrays = self._to_set_apart
         if not self._apart:
-            kernel = _set_apart(kernel, self.n_experts, None, 1)
-        if scale is not None:
+            arrays = _set_apart(arrays, self.n_experts, None, 1)
+        if arrays.scales is not None:
+            scale = arrays.scales
+        elif scale is not None:
             scale = scale.reshape(self.n_experts, -1)
-        return Stack(kernel, scale)
+        return Stack(arrays.packed, scale, self._biases)
+
+    @property
+    def _to_set_apart(self) -> Mxfp4:
+        """The matrices, and what lies as they do: the scales of mxfp4, else None."""
+        packed = self.packed
+        return Mxfp4(packed.kernel, packed.scale if packed.scheme == "mxfp4" else None)
+
+    def _replace_apart(self, arrays: Mxfp4) -> None:
+        """Put in their place what was made of them."""
+        self.kernel = nnx.Param(arrays.packed)
+        if arrays.scales is not None:
+            self.scale = nnx.data(nnx.Param(arrays.scales))
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -215,8 +275,13 @@ class ExpertLinear(Linear):
     def pack(self, kernels: Kernels) -> None:
         """Lay each matrix out as the kernel set multiplies it fastest."""
         parts = 1 + self.gated_by_kernel
-        pack = self._packed_by(kernels)
-        self.kernel = nnx.Param(_set_apart(self.kernel[...], self.n_experts, pack, parts))
+        pack: Any = self._packed_by(kernels)
+        arrays = self._to_set_apart
+        if arrays.scales is None:
+            self.kernel = nnx.Param(_set_apart(arrays.packed, self.n_experts, pack, parts))
+        else:
+            pack = None if kernels.mxfp4 is None else kernels.mxfp4.pack
+            self._replace_apart(_set_apart(arrays, self.n_experts, pack, parts))
 
     def pack_shares(self, kernels: Kernels, mesh: Mesh) -> None:
         """See `Linear.pack_shares`; one behind the other too, where the kernel set multiplies
@@ -232,12 +297,12 @@ class ExpertLinear(Linear):
                 return
             work = replace(work, pack=kernels.fp8.pack)
             after = PartitionSpec(None, None, *reversed(before))
-        kernel = laid_out_anew(self.kernel[...], work, mesh, before=before, after=after)
-        self.kernel = nnx.Param(kernel)
+        lay_out = partial(laid_out_anew, work=work, mesh=mesh, before=before, after=after)
+        self._replace_apart(jax.tree.map(lay_out, self._to_set_apart))
 
     def set_apart(self) -> None:
         """Lay the matrices out one behind the other."""
-        self.kernel = nnx.Param(_set_apart(self.kernel[...], self.n_experts, None, 1))
+        self._replace_apart(_set_apart(self._to_set_apart, self.n_experts, None, 1))
 
 
 @dataclass(frozen=True)
@@ -252,9 +317,9 @@ class _SetApart:
 
 
 @partial(jax.jit, static_argnames=("n_experts", "pack", "parts"))
-def _set_apart(w: Array, n_experts: int, pack: Pack | None, parts: int) -> Array:
-    """[I, X * O] -> [X, I, O], each laid out by `pack`."""
-    apart = w.reshape(w.shape[0], n_experts, -1).swapaxes(0, 1)
+def _set_apart(w: Any, n_experts: int, pack: Callable[..., Any] | None, parts: int) -> Any:
+    """[I, X * O] -> [X, I, O], each laid out by `pack`; a tree of arrays at once."""
+    apart = jax.tree.map(lambda one: one.reshape(len(one), n_experts, -1).swapaxes(0, 1), w)
     if pack is None:
         return apart
     return jax.lax.map(partial(pack, parts=parts), apart)
@@ -279,11 +344,15 @@ class _Experts(MLP):
         self.group_size = config.feed_forward_shards(config.shards)
         columns = experts.n_experts + bool(experts.shared_size)
         self.router = nnx.Param(normal(rngs, (size, columns), 1.5 * size**-0.5, dtype))
-        self.gate_up = ExpertLinear(
-            own, size, 2 * inner, dtype=dtype, rngs=rngs, activation=config.activation
-        )
+        #: [X], or None.
+        if config.mlp_bias:
+            self.router_bias = nnx.Param(normal(rngs, (experts.n_experts,), 0.25, dtype))
+        else:
+            self.router_bias = None
+        matrices = partial(ExpertLinear, own, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
+        self.gate_up = matrices(size, 2 * inner, activation=config.activation)
         is_split = config.shards * experts.engines > 1
-        self.down = ExpertLinear(own, inner, size, dtype=dtype, rngs=rngs, summed=is_split)
+        self.down = matrices(inner, size, summed=is_split, group_size=self.group_size)
         if experts.shared_size:
             alone = replace(config, intermediate_size=experts.shared_size, shards=1)
             self.shared = MLP(alone, dtype=dtype, rngs=rngs)
@@ -314,7 +383,10 @@ class _Experts(MLP):
         """What this device's experts give [T, E], or their shares; count: see `_route`."""
         of_router = kernels if count.ndim else kernels.of_rows(count)
         scores = of_router.matmul(x, self.router[...], jnp.float32)
-        routes = _route(scores[:, : self.experts.n_experts], self.experts, count, self._first())
+        scores = scores[:, : self.experts.n_experts]
+        if self.router_bias is not None:
+            scores = scores + self.router_bias[...].astype(jnp.float32)
+        routes = _route(scores, self.experts, count, self._first())
         if self._at_once(kernels):
             sums = self._all_at_once(x, routes, kernels)
         else:
@@ -386,10 +458,14 @@ class _Experts(MLP):
 
     def _answers(self, block: Array, expert: Array, kernels: Kernels) -> Array:
         """What one expert makes of [B, E]: float32 [B, E]."""
-        opening = self.gate_up.of(expert, kernels)
-        assert self.gate_up.activation is not None
-        inner = opening.gated(block, self.gate_up.activation, kernels)
-        return self.down.of(expert, kernels).product(inner, kernels)
+        opening, activation = self.gate_up.of(expert, kernels), self.gate_up.activation
+        assert activation is not None
+        if self.gate_up.bias is None:
+            inner = opening.gated(block, activation, kernels)
+        else:
+            sums = self.gate_up.with_bias(opening.product(block, kernels), expert)
+            inner = gate(sums, block.dtype, activation)
+        return self.down.with_bias(self.down.of(expert, kernels).product(inner, kernels), expert)
 
 
 def _weighed(answers: Array, routes: _Routes) -> Array:
@@ -424,7 +500,5 @@ class Mixture(Llama):
 
     @classmethod
     def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:
-        """The names of Hugging Face's folders; GGUF files of mixtures are not read."""
-        if config.architecture == "MixtralForCausalLM":
-            return _MIXTRAL
-        return _QWEN
+        """See `Llama.dialect`; GGUF files of mixtures are not read."""
+        return _DIALECTS[config.architecture]

@@ -1,15 +1,16 @@
 """How the matrix of a linear layer is stored: as it is, in 8 bits per output channel, or in 4 bits
-per group of inputs.
+per group or block of inputs.
 
 Axes: T tokens, I inputs, O outputs, R inputs per group. A scheme is told by its arrays: `Packed` is
 what a layer holds, the functions here make it from floats, multiply with it and widen it again.
 int8 and fp8 (e4m3) carry their scale after the product, so that XLA fuses the widening into it,
-unless the kernel set multiplies int8 or fp8 itself; int4 has scales within the sum, so its product
-is a kernel's.
+unless the kernel set multiplies int8 or fp8 itself; int4 and mxfp4 have scales within the sum, so
+their products are kernels'.
 """
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,9 +21,10 @@ from jax.typing import DTypeLike
 
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.core.weights.checkpoints.model_config import Activation
-from jitney.kernels.experts import ACTIVATIONS, gate
+from jitney.kernels.experts import gate
 from jitney.kernels.int4 import Int4
 from jitney.kernels.interface import Kernels
+from jitney.kernels.mxfp4 import MAGNITUDES, Mxfp4, matmul_mxfp4, powers
 from jitney.kernels.w8a8 import Fp8, Int8
 
 #: Storage and largest magnitude of the schemes with one scale per output.
@@ -39,16 +41,16 @@ class Packed(NamedTuple):
     """A weight matrix [I, O] in one of the schemes; a pytree of arrays.
 
     Nibble n of int4 stands for (n - zero) * scale, or n * scale + low; with neither, (n - 8) *
-    scale.
+    scale. mxfp4 is what some checkpoints hold (`kernels.mxfp4`); nobody asks for it.
     """
 
-    #: Names of the schemes; plain is the model's own dtype.
+    #: Names of the schemes that may be asked for; plain is the model's own dtype.
     schemes = ("plain", "int8", "fp8", "int4")
 
-    #: plain, int8, fp8: [I, O] in that type, or as the kernel set laid it out; int4: uint8
-    #: [I // 2, O] as in `kernels.int4.Int4`.
+    #: plain, int8, fp8: [I, O] in that type, or as the kernel set laid it out; int4, mxfp4: uint8
+    #: [I // 2, O] as in `kernels.int4.Int4` and `kernels.mxfp4.Mxfp4`.
     kernel: Any
-    #: int8, fp8: float32 [O]; int4: floating [I // R, O]; plain: None.
+    #: int8, fp8: float32 [O]; int4: floating [I // R, O]; mxfp4: uint8 [I // 32, O]; plain: None.
     scale: Any = None
     #: int4: uint8 [I // R, O], or None.
     zeros: Any = None
@@ -57,18 +59,24 @@ class Packed(NamedTuple):
 
     @property
     def scheme(self) -> str:
-        """One of `schemes`."""
-        return _SCHEMES_STORED.get(jnp.dtype(self.kernel.dtype), "plain")
+        """One of `schemes`, or mxfp4."""
+        scheme = _SCHEMES_STORED.get(jnp.dtype(self.kernel.dtype), "plain")
+        return "mxfp4" if scheme == "int4" and self.scale.dtype == jnp.uint8 else scheme
+
+    @property
+    def in_four_bits(self) -> bool:
+        """Whether a byte of the matrix holds two weights."""
+        return self.scheme in ("int4", "mxfp4")
 
     @property
     def halves_along_outputs(self) -> bool:
-        """Whether `output_halves` costs nothing: not int4, whose kernels would need copies, nor
-        halves that are no whole vectors of 128.
+        """Whether `output_halves` costs nothing: not in 4 bits, whose kernels would need copies,
+        nor of halves that are no whole vectors of 128.
         """
-        return self.scheme != "int4" and self.kernel.shape[1] % 256 == 0
+        return not self.in_four_bits and self.kernel.shape[1] % 256 == 0
 
     def output_halves(self) -> tuple[Packed, Packed]:
-        """The matrix in two, [I, O // 2] each; not for int4."""
+        """The matrix in two, [I, O // 2] each; not of 4 bits."""
         middle = self.kernel.shape[1] // 2
         first, second = jnp.split(self.kernel, [middle], axis=1)
         if self.scale is None:
@@ -84,6 +92,9 @@ class Packed(NamedTuple):
             return kernels.int8.matmul(x, Int8(self.kernel, self.scale), dtype)
         if self.scheme == "fp8" and kernels.fp8 is not None:
             return kernels.fp8.matmul(x, Fp8(self.kernel, self.scale), dtype)
+        if self.scheme == "mxfp4":
+            multiply = matmul_mxfp4 if kernels.mxfp4 is None else kernels.mxfp4.matmul
+            return multiply(x, Mxfp4(self.kernel, self.scale), dtype)
         if self.scheme != "int4":
             return (kernels.matmul(x, self.kernel) * self.scale).astype(dtype)
         weights = Int4(self.kernel, self.scale, self.zeros)
@@ -92,8 +103,8 @@ class Packed(NamedTuple):
         return (kernels.matmul_int4(x, weights) + _low_product(x, self)).astype(dtype)
 
     def gated(self, x: Array, activation: Activation, kernels: Kernels) -> Array:
-        """x [T, I] times the matrix -> activation(first half of the outputs) * the other half, [T,
-        O // 2] in x's dtype: at once where the kernel set does that in this scheme.
+        """x [T, I] times the matrix -> gates, the first half of the outputs, and ups behind the
+        activation, [T, O // 2] in x's dtype: at once where the kernel set does that in this scheme.
         """
         if activation == "silu" and self.scheme == "plain":
             return kernels.gated(x, self.kernel)
@@ -105,7 +116,7 @@ class Packed(NamedTuple):
         if activation == "silu" and gated_int4 is not None:
             return gated_int4(x, Int4(self.kernel, self.scale, self.zeros))
         both = self.product(x, kernels, x.dtype if kernels.narrow_gates else jnp.float32)
-        return gate(both, x.dtype, ACTIVATIONS[activation])
+        return gate(both, x.dtype, activation)
 
 
 def _low_product(x: Array, packed: Packed) -> Array:
@@ -126,6 +137,8 @@ def widened(packed: Packed) -> Array:
     """The matrix as float32 [I, O]."""
     if packed.scheme == "int4":
         return _widened_int4(packed)
+    if packed.scheme == "mxfp4":
+        return Mxfp4(packed.kernel, packed.scale).unpacked()
     wide = packed.kernel.astype(jnp.float32)
     if packed.scale is None:
         return wide
@@ -155,6 +168,8 @@ def quantise(
             return Packed(weights.astype(dtype))
         case "int4":
             return _quantise_int4(weights, group or group_size(weights.shape[0]))
+        case "mxfp4":
+            return _quantise_mxfp4(weights)
     return _quantise_eight_bits(weights, *_EIGHT_BITS[scheme], most)
 
 
@@ -201,6 +216,19 @@ def _quantise_int4(weights: Array, group: int) -> Packed:
     zeros = jnp.clip(jnp.rint(-low / step), 0, 15)
     codes = jnp.clip(jnp.rint(groups / step[:, None]) + zeros[:, None], 0, 15).astype(jnp.uint8)
     return Packed(_nibbles(codes), scale, zeros.astype(jnp.uint8))
+
+
+def _quantise_mxfp4(weights: Array) -> Packed:
+    """[I, O] in e2m1 with a power of two for each 32 inputs, by which the greatest magnitude of
+    them lies from 4 on and under 8, where 6 is the greatest.
+    """
+    blocks = weights.astype(jnp.float32).reshape(-1, Mxfp4.block, weights.shape[1])
+    _, exponent = jnp.frexp(jnp.max(jnp.abs(blocks), axis=1))
+    scale = jnp.clip(exponent - 3 + 127, 1, 254).astype(jnp.uint8)
+    sizes = jnp.abs(blocks) / powers(scale)[:, None]
+    middles = jnp.array([(a + b) / 2 for a, b in itertools.pairwise(MAGNITUDES)], jnp.float32)
+    codes = jnp.searchsorted(middles, sizes).astype(jnp.uint8) | jnp.where(blocks < 0, 8, 0)
+    return Packed(_nibbles(codes.astype(jnp.uint8)), scale)
 
 
 def _nibbles(codes: Array) -> Array:

@@ -1,6 +1,6 @@
 """Which class serves an architecture, and models without a checkpoint: random ones, and shapes.
 
-To add a family: its line in MODELS, and how its files are read in
+To add a family: its line in `_MODELS`, and how its files are read in
 `jitney.engine.core.weights.checkpoints.families`.
 """
 
@@ -34,6 +34,7 @@ _MODELS: dict[str, str] = {
     "Qwen3_5ForCausalLM": "jitney.engine.core.models.qwen3_5:Qwen35",
     "Qwen3_5MoeForCausalLM": "jitney.engine.core.models.qwen3_5:Qwen35Mixture",
     "MixtralForCausalLM": "jitney.engine.core.models.mixture:Mixture",
+    "GptOssForCausalLM": "jitney.engine.core.models.mixture:Mixture",
     "Gemma2ForCausalLM": "jitney.engine.core.models.gemma:Gemma",
     "Gemma3ForCausalLM": "jitney.engine.core.models.gemma:Gemma",
     "Olmo2ForCausalLM": "jitney.engine.core.models.olmo:Olmo",

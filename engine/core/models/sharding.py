@@ -132,7 +132,7 @@ def _axis_of(path: Path, ndim: int, groups: int = 1) -> int | None:
     """Which axis of a weight is split; None: every device has all of it. groups: with different
     experts, `ExpertsConfig.all_groups`.
     """
-    if path == ("embed",) or path[-1] == "kv_scales":
+    if path == ("embed",) or path[-1] in ("kv_scales", "sinks"):
         return 0
     if path[-2:] == ("adapters", "owners"):
         return None
@@ -274,6 +274,8 @@ class Shares:
         own = self.own
         if path[-1] == "kv_scales":
             return [_run(2 * self._first_kv(device), 2 * own.n_kv_heads)]
+        if path[-1] == "sinks":
+            return [_run(device % self.shards * own.n_heads, own.n_heads)]
         if self._is_recurrent(path) and ("qkv" in path or path[-1] in _OF_DELTA_NETS):
             return self._of_delta_net(path, device)
         if "qkv" in path:

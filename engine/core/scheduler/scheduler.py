@@ -52,8 +52,6 @@ _FAILED = ErrorInfo(
 
 _NO_WINDOWS: Mapping[int, PagePool] = MappingProxyType({})
 
-__all__ = ["Scheduler", "SchedulerLimits"]
-
 
 class Scheduler:
     """Admits requests, plans steps for their sequences, and takes in the results."""

@@ -1,4 +1,4 @@
-"""The chat templates of a model or of a file: which are used, and whether Jinja can read them."""
+"""Chooses and checks the chat templates of a model or file."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def read_template(file: str) -> str:
 
 
 def used_templates(templates: str | Mapping[str, str] | None) -> str | dict[str, str] | None:
-    """The templates that chats use: one, or by transformers' names one without and one with tools.
-    Raises ConfigError where none is the default, or where one has an error.
+    """The templates that chats use: one, or two by transformers' names, without and with tools.
+    Raises ConfigError if none is the default or one has an error.
     """
     if isinstance(templates, Mapping):
         used = {name: templates[name] for name in (_DEFAULT, _TOOL_USE) if name in templates}
@@ -38,8 +38,7 @@ def used_templates(templates: str | Mapping[str, str] | None) -> str | dict[str,
         elif _DEFAULT not in templates:
             names = ", ".join(sorted(templates))
             raise ConfigError(
-                f"the model has the chat templates {names}, and none of the name {_DEFAULT}; "
-                f"{_INSTEAD}"
+                f"the model has the chat templates {names} but none named {_DEFAULT}; {_INSTEAD}"
             )
         else:
             for name, text in used.items():
@@ -56,10 +55,10 @@ def _check(template: str, name: str, advice: str = "") -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
-        render_jinja_template([], chat_template=template)  # compiles, and renders nothing
+        render_jinja_template([], chat_template=template)  # compiles only
         return
     except TemplateSyntaxError as error:
         reason = f"{name}, line {error.lineno}: {(error.message or '').rstrip('.')}"
-    except Exception as error:  # of Python's compiler, which sees the template after Jinja
+    except Exception as error:  # from Python's compiler, which runs after Jinja's
         reason = f"{name} cannot be compiled: {error}"
     raise ConfigError("; ".join(filter(None, (reason, advice))))

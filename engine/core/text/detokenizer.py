@@ -1,6 +1,6 @@
-"""From token ids to text, piece by piece: never half a character, never part of a stop string.
+"""Decodes token ids to text incrementally: whole characters, and no part of a stop string.
 
-Bytes go through an incremental UTF-8 decoder, so work per token does not grow with the text.
+An incremental UTF-8 decoder keeps the work per token independent of the text's length.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class TokenBytes(Protocol):
-    """What this module needs of a tokenizer."""
+    """The part of a tokenizer that this module uses."""
 
     @property
     def special_ids(self) -> Set[int]: ...
@@ -27,16 +27,15 @@ class TokenBytes(Protocol):
 
 @dataclass(slots=True)
 class TextDelta:
-    """What one push made certain."""
+    """The result of one `push`."""
 
-    #: Characters that are now final.
+    #: Text that is now final.
     text: str
-    #: How many of the pushed tokens count as output: fewer than pushed when a stop string was
-    #: completed by an earlier one.
+    #: Number of pushed tokens that count as output; tokens after a completed stop string do not.
     tokens: int
-    #: For each of those, the character position in the whole text at which it begins.
+    #: Start of each of these tokens in the whole text, in characters.
     offsets: list[int] = field(default_factory=list)
-    #: The stop string that ended the sequence, if one did.
+    #: The stop string that ended the sequence, if any.
     stop: str | None = None
 
     @property
@@ -47,9 +46,9 @@ class TextDelta:
 class TextStream:
     """The text of one sequence.
 
-    A stop string counts when its last character appears; of several that end together the longest
-    wins. The first `min_tokens` tokens are not searched. prompt_ids: the tokens before, for a
-    character left unfinished. seen_ids: special tokens that are shown all the same.
+    A stop string ends the text at its last character; if several end there, the longest counts.
+    The first `min_tokens` tokens are not searched. prompt_ids: the tokens before, which may end
+    within a character. seen_ids: special tokens that are kept in the text.
     """
 
     def __init__(
@@ -65,11 +64,11 @@ class TextStream:
             self._skip = tokenizer.special_ids - seen_ids
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
-        #: By the first character: most characters begin no stop string, however many there are.
+        #: By first character, since most characters begin no stop string.
         self._finders: dict[str, list[_StopFinder]] = {}
         for stop in params.stop:
             self._finders.setdefault(stop[0], []).append(_StopFinder(stop))
-        #: Those that the text now ends with the beginning of.
+        #: Finders with a partial match at the end of the text.
         self._begun: list[_StopFinder] = []
         self._utf8 = _Utf8Decoder(errors="replace")
         self._held = ""
@@ -81,10 +80,10 @@ class TextStream:
     def push(
         self, token_ids: list[int], final: bool = False, stop_token: int | None = None
     ) -> TextDelta:
-        """Add tokens; `final` flushes what is held.
+        """Add tokens; `final` flushes held text.
 
-        stop_token: the end token that the core reported, the last of `token_ids`; it is text only
-        with `include_stop_str_in_output`.
+        stop_token: the end token that the core reported, the last of `token_ids`; it is part of the
+        text only with `include_stop_str_in_output`.
         """
         delta = TextDelta("", 0)
         pieces: list[str] = []
@@ -105,7 +104,7 @@ class TextStream:
         return delta
 
     def _flush(self, delta: TextDelta) -> str:
-        """What is left when no token follows: an unfinished character, and text that was held."""
+        """The rest of the text at its end: an unfinished character and held text."""
         text = self._settle(self._utf8.decode(b"", True), delta)
         if delta.stop is None:
             text += self._held
@@ -118,7 +117,7 @@ class TextStream:
         return self._token_bytes(token)
 
     def _settle(self, piece: str, delta: TextDelta) -> str:
-        """Take decoded characters; return those that can no longer become part of a stop string."""
+        """Add decoded characters; returns text that cannot become part of a stop string."""
         if not self._finders or self._tokens <= self._min_tokens:
             self._decoded += len(piece)
             return piece
@@ -137,7 +136,7 @@ class TextStream:
         return text[: len(text) - held]
 
     def _stopped(self, text: str, stop: str) -> str:
-        """What of a text that ends with a stop string is shown."""
+        """The shown part of a text that ends with a stop string."""
         self._held = ""
         if self._include_stop:
             return text
@@ -145,10 +144,10 @@ class TextStream:
 
     def _completed_by(self, char: str) -> str | None:
         """The longest stop string that this character completes."""
-        resting = [finder for finder in self._finders.get(char, ()) if not finder.matched]
-        fed = self._begun + resting
-        completed = [finder.stop for finder in fed if finder.feed(char)]
-        self._begun = [finder for finder in fed if finder.matched]
+        idle = [finder for finder in self._finders.get(char, ()) if not finder.matched]
+        active = self._begun + idle
+        completed = [finder.stop for finder in active if finder.feed(char)]
+        self._begun = [finder for finder in active if finder.matched]
         return max(completed, key=len, default=None)
 
 
@@ -165,7 +164,7 @@ class _StopFinder:
         self._fallback = _fallbacks(self.stop)
 
     def feed(self, char: str) -> bool:
-        """True when `char` completes the string; the finder is spent then."""
+        """Add a character; True if it completes the string and ends the search."""
         while self.matched and self.stop[self.matched] != char:
             self.matched = self._fallback[self.matched - 1]
         self.matched += self.stop[self.matched] == char

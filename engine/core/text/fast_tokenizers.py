@@ -1,4 +1,4 @@
-"""Fast tokenizers from a model folder, from GGUF metadata, or of `tiny-random`; jax-free."""
+"""Fast tokenizers from a model folder, from GGUF metadata, or of `tiny-random`. Imports no jax."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
     from transformers import PreTrainedTokenizerFast
 
-#: The token type of GGUF files that stands for what the vocabulary lacks.
+#: GGUF's token type of the unknown token.
 _UNKNOWN = 2
-
-#: Most pieces of a post-processor; models have up to some twenty.
+#: Most pieces of a post-processor; models have up to about twenty.
 _MOST_PIECES = 256
-#: Where model folders keep named chat templates.
+#: Folder of named chat templates in a model folder.
 _MORE_TEMPLATES = "additional_chat_templates"
 _TINY_SPECIALS = ("<|unk|>", "<|bos|>", "<|im_start|>", "<|im_end|>")
 _TINY_TEMPLATE = (
@@ -49,7 +48,7 @@ def fast_tokenizer(source: ModelSource) -> PreTrainedTokenizerFast:
 
 
 def _fast_class() -> type[PreTrainedTokenizerFast]:
-    """transformers' wrapper of a Rust tokenizer, imported late and without advice on PyTorch."""
+    """transformers' wrapper of a Rust tokenizer, imported late and without its PyTorch warning."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import PreTrainedTokenizerFast
 
@@ -57,7 +56,7 @@ def _fast_class() -> type[PreTrainedTokenizerFast]:
 
 
 def byte_characters() -> dict[int, str]:
-    """GPT-2's spelling of bytes: printable ones as themselves, the others from U+0100 on."""
+    """GPT-2's map of bytes to characters: printable ones to themselves, others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)) - set(printable))
     spelling = dict(zip(printable, map(chr, printable), strict=True))
@@ -66,10 +65,10 @@ def byte_characters() -> dict[int, str]:
 
 
 def _fast_from_folder(folder: Path) -> PreTrainedTokenizerFast:
-    """tokenizer.json with the special tokens and chat template of the files beside it.
+    """The tokenizer of tokenizer.json and the other files of its folder. Raises ModelError.
 
-    Always the generic class: that of tokenizer_config.json would rebuild parts from its own
-    defaults, and custom code is never run. Raises ModelError.
+    Always of the generic class: the class in tokenizer_config.json would rebuild parts from its
+    defaults, and custom code is never run.
     """
     path = safe_file(folder, "tokenizer.json", missing_ok=True)
     if path is None:
@@ -92,7 +91,7 @@ def _fast_from_folder(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def _check_post_processor(rust: RustTokenizer) -> None:
-    """Raises ModelError for more pieces around each text, or copies of it, than any model has."""
+    """Raise ModelError if the post-processor has far more pieces than any model's."""
     if rust.post_processor is None:
         return
     pieces = _count_pieces(json.loads(rust.post_processor.__getstate__()))
@@ -104,7 +103,7 @@ def _check_post_processor(rust: RustTokenizer) -> None:
 
 
 def _count_pieces(value: JsonValue) -> int:
-    """Elements of all lists in it: processors, parts of templates, tokens of these parts."""
+    """Total length of all lists in a JSON value: processors, template parts and their tokens."""
     inside = [*value.values()] if isinstance(value, dict) else value
     if not isinstance(inside, list):
         return 0
@@ -112,7 +111,7 @@ def _count_pieces(value: JsonValue) -> int:
 
 
 def _reason(error: Exception) -> str:
-    """In one line."""
+    """An error's text in one line."""
     return " ".join(str(error).split())[:200]
 
 
@@ -158,7 +157,7 @@ def _fast_from_gguf(metadata: JsonObject) -> PreTrainedTokenizerFast:
 
 
 def _gguf_templates(metadata: JsonObject) -> str | dict[str, str] | None:
-    """The chat template, or all by their names where there are several."""
+    """The chat template, or all by name if there are several."""
     keys = {name: f"tokenizer.chat_template.{name}" for name in _gguf_template_names(metadata)}
     keys["default"] = "tokenizer.chat_template"
     texts = {name: metadata.get(key) for name, key in keys.items()}
@@ -167,7 +166,7 @@ def _gguf_templates(metadata: JsonObject) -> str | dict[str, str] | None:
 
 
 def _gguf_template_names(metadata: JsonObject) -> list[str]:
-    """Of templates beside the default one."""
+    """Names of the templates besides the default one."""
     names = metadata.get("tokenizer.chat_templates")
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
@@ -190,7 +189,7 @@ def _tokens_of(metadata: JsonObject) -> list[str]:
 
 
 def _gguf_rust(metadata: JsonObject, tokens: list[str]) -> tuple[RustTokenizer, bool]:
-    """(tokenizer without special tokens, whether such files put BOS first by default)."""
+    """(tokenizer without special tokens, whether texts begin with BOS by default)."""
     kind = metadata.get("tokenizer.ggml.model")
     if kind == "gpt2":
         words = words_of(metadata)
@@ -219,7 +218,7 @@ def _byte_level_bpe(metadata: JsonObject, tokens: list[str], words: Words) -> Ru
 
 
 def _sentencepiece_bpe(metadata: JsonObject, tokens: list[str]) -> RustTokenizer:
-    """SentencePiece BPE with byte fallback: the pair with the best-scored result merges first."""
+    """SentencePiece BPE with byte fallback; the pair with the best-scored result merges first."""
     from tokenizers import Tokenizer as RustTokenizer
     from tokenizers import models
 
@@ -241,7 +240,7 @@ def _sentencepiece_bpe(metadata: JsonObject, tokens: list[str]) -> RustTokenizer
 
 
 def _mark_spaces(rust: RustTokenizer, *, prefix: bool) -> None:
-    """As SentencePiece writes them. prefix: a text begins with one."""
+    """Mark spaces as SentencePiece does. prefix: add one before a text."""
     from tokenizers import decoders, normalizers
 
     before: list[Any] = [normalizers.Replace(" ", "▁")]
@@ -256,18 +255,18 @@ def _mark_spaces(rust: RustTokenizer, *, prefix: bool) -> None:
 def _merges_by_score(
     tokens: list[str], scores: list[float], vocab: Mapping[str, int]
 ) -> list[tuple[str, str]]:
-    """Every way to join two tokens into a third, best result first, then by their left part."""
-    ways = []
+    """All pairs of tokens that join to a third, best-scored result first, then by left token."""
+    pairs = []
     for token, score in zip(tokens, scores, strict=True):
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]
             if left in vocab and right in vocab:
-                ways.append((-score, vocab[token], vocab[left], left, right))
-    return [(left, right) for *_, left, right in sorted(ways)]
+                pairs.append((-score, vocab[token], vocab[left], left, right))
+    return [(left, right) for *_, left, right in sorted(pairs)]
 
 
 def _named_tokens(metadata: JsonObject, size: int) -> dict[str, int]:
-    """Ids of bos, eos, unk and pad as far as given. Raises ModelError for those outside."""
+    """Ids of bos, eos, unk and pad, if present. Raises ModelError if outside the vocabulary."""
     named = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         id = _token_id(metadata, f"tokenizer.ggml.{key}_token_id", size)
@@ -284,7 +283,7 @@ def _token_id(metadata: JsonObject, key: str, size: int) -> int | None:
 
 
 def _add_special_tokens(rust: RustTokenizer, metadata: JsonObject, tokens: list[str]) -> None:
-    """Control tokens become special, user-defined ones are matched before all else."""
+    """Make control tokens special, and match user-defined ones before all else."""
     from tokenizers import AddedToken
 
     control, shown = [], []
@@ -307,7 +306,7 @@ def _token_kinds(metadata: JsonObject, size: int) -> list[Any]:
 def _add_template(
     rust: RustTokenizer, metadata: JsonObject, tokens: list[str], add_bos: bool
 ) -> None:
-    """Put BOS before and EOS after a text, where the file (or its kind) says so."""
+    """Add BOS before and EOS after a text if the file, or its kind's default, says so."""
     from tokenizers.processors import TemplateProcessing
 
     named = _named_tokens(metadata, len(tokens))

@@ -1,11 +1,11 @@
-"""Filling in the middle: the special tokens for it in a vocabulary, and the prompt with them."""
+"""Fill-in-the-middle prompts and the special tokens for them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-#: Before what comes first, before what comes last, and before what is asked for.
+#: Tokens before the prefix, the suffix and the middle.
 _NAMES = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen Coder, CodeGemma
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
@@ -14,7 +14,7 @@ _NAMES = (
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek Coder
     ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # CodeLlama
 )
-#: Tokens that end what was filled in, beside the model's own.
+#: Tokens that end the middle, besides the model's end tokens.
 _ENDS = (
     "<|endoftext|>",
     "<|fim_pad|>",
@@ -25,12 +25,12 @@ _ENDS = (
     "<file_sep>",
     "▁<EOT>",
 )
-#: What stands before each file of a repository, and before the first of them.
+#: Tokens before a repository's name and before each of its files.
 _FILE_MARKS = (("<|repo_name|>", "<|file_sep|>"), ("<repo_name>", "<file_sep>"))
 
 
 class _Vocabulary(Protocol):
-    """What this module needs of a tokenizer."""
+    """The part of a tokenizer that this module uses."""
 
     def token_to_id(self, token: str, /) -> int | None: ...
 
@@ -41,27 +41,27 @@ class _Vocabulary(Protocol):
 
 
 class OtherFile(NamedTuple):
-    """A text that the model should know of."""
+    """Another file, given as context."""
 
     name: str
     text: str
 
 
 class FillIn(NamedTuple):
-    """The tokens of one vocabulary."""
+    """The fill-in-the-middle tokens of a vocabulary."""
 
-    #: What stands before each part of the prompt.
+    #: Tokens before each part of the prompt.
     prefix: int
     suffix: int
     middle: int
-    #: What ends the answer.
+    #: Tokens that end the answer.
     ends: tuple[int, ...]
-    #: Marks of a repository and of a file in it; None if the model knows none.
+    #: Tokens of a repository and of a file in it; None: the model has none.
     marks: tuple[int, int] | None
 
     @classmethod
     def of(cls, vocabulary: _Vocabulary) -> FillIn | None:
-        """How the model is asked; None if it was not taught to."""
+        """The tokens of a vocabulary; None if it has none."""
         for names in _NAMES:
             ids = _ids_of(vocabulary, names)
             if len(ids) == len(names):
@@ -77,7 +77,7 @@ class FillIn(NamedTuple):
         after: str,
         others: Sequence[OtherFile] = (),
     ) -> list[int]:
-        """The tokens that ask for what stands between two texts. Raises RequestError."""
+        """The prompt for the text between `before` and `after`. Raises RequestError."""
 
         def encode(text: str) -> list[int]:
             return vocabulary.encode(text, add_special_tokens=False)
@@ -104,12 +104,12 @@ def _marks(vocabulary: _Vocabulary) -> tuple[int, int] | None:
 
 
 def _ids_of(vocabulary: _Vocabulary, names: Sequence[str]) -> list[int]:
-    """Of those that it has."""
+    """Ids of the names that the vocabulary has."""
     ids = [vocabulary.token_to_id(name) for name in names]
     return [id for id in ids if id is not None]
 
 
 def _beginning(vocabulary: _Vocabulary) -> list[int]:
-    """The token that the model's texts begin with, where its tokenizer puts one."""
+    """BOS if the tokenizer adds it to texts, else nothing."""
     first = vocabulary.encode("")[:1]
     return first if first == [vocabulary.bos_id] else []

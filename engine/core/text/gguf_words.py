@@ -1,4 +1,4 @@
-"""How byte-level BPEs of GGUF files cut a text into words, by `tokenizer.ggml.pre`; jax-free."""
+"""Word splitting of byte-level BPEs in GGUF files, by `tokenizer.ggml.pre`."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from jitney.engine.common.requests import JsonObject
 
 
 class Words(NamedTuple):
-    """How a byte-level BPE of a GGUF file cuts a text into words before it merges."""
+    """Splits a text into words before the merges of a byte-level BPE."""
 
-    #: Regular expressions that split the text one after the other, as Oniguruma reads them; none:
-    #: GPT-2's own.
+    #: Regular expressions (Oniguruma) that split the text one after the other; (): GPT-2's.
     patterns: tuple[str, ...] = ()
-    #: Then each digit is a word.
+    #: Then split into single digits.
     digits: bool = False
-    #: The text gets Unicode's normal form C first.
+    #: First normalize the text to Unicode's form C.
     compose: bool = False
-    #: Whole words that are tokens skip the merges.
+    #: Words that are tokens skip the merges.
     whole_words: bool = False
-    #: BOS goes first unless the file says otherwise.
+    #: A text begins with BOS unless the file says otherwise.
     begins: bool = False
 
     def splitter(self) -> Any:
-        """A pre-tokenizer of the tokenizers library that cuts text so, and spells its bytes."""
+        """The pre-tokenizer of the tokenizers library, which also maps bytes to characters."""
         from tokenizers import Regex, pre_tokenizers
 
         steps: list[Any] = [
@@ -66,14 +65,14 @@ _DEEPSEEK_LETTERS = (
     "\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df"
     "\U0001e900-\U0001e943"
 )
-#: Chinese, Japanese and Korean, as DeepSeek's first tokenizers have them.
+#: Chinese, Japanese and Korean characters of DeepSeek's first tokenizers.
 _DEEPSEEK_CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _GPT2 = Words()
 _DIGITS = Words(digits=True)
 _LLAMA3 = Words((_GPT4_LETTERS + r"\p{N}{1,3}" + _GPT4_REST,), whole_words=True, begins=True)
 _QWEN2 = Words((_GPT4_LETTERS + r"\p{N}" + _GPT4_REST,), compose=True)
-#: By `tokenizer.ggml.pre`: as each model's tokenizer.json has it, and which names are alike as in
-#: llama.cpp (src/llama-vocab.cpp).
+#: `tokenizer.ggml.pre` -> the splitting of the model's tokenizer.json. Names that share one are as
+#: in llama.cpp (src/llama-vocab.cpp).
 _PRE_TOKENIZERS = {
     **dict.fromkeys(("gpt-2", "default", "mellum", "trillion", "exaone4"), _GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "minerva-7b"), _DIGITS),
@@ -100,7 +99,7 @@ _PRE_TOKENIZERS = {
 
 
 def words_of(metadata: JsonObject) -> Words:
-    """How a GGUF file's tokenizer cuts words. Raises ModelError for an unknown name."""
+    """The word splitting of a GGUF file. Raises ModelError for an unknown name."""
     pre = metadata.get("tokenizer.ggml.pre", "default")
     if pre not in _PRE_TOKENIZERS:
         raise ModelError(

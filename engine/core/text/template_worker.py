@@ -1,8 +1,8 @@
-"""Renders chat templates in a process of its own, which can be ended: `python -P -m
+"""Worker process that renders chat templates: `python -P -m
 jitney.engine.core.text.template_worker`.
 
-transformers' sandbox keeps a model's template from the machine, but not from running for ever. The
-first message in is a `TemplateSource`, then come `Chat`s, each answered by a `Rendered`.
+transformers' sandbox keeps a template from the machine, but not from running forever. The first
+message is a `TemplateSource`; each following `Chat` is answered by a `Rendered`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import msgspec
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.worker_pipe import answer_requests, limit_memory, time_limit
 
-#: Most bytes of memory that rendering may take.
+#: Most bytes of memory for rendering.
 _MORE_MEMORY = 1 << 30
-#: Most characters of a template's own error that are repeated.
+#: Most characters of a template's error in a message.
 _MOST_REASON = 200
 
 
@@ -28,36 +28,36 @@ class TemplateSource(msgspec.Struct, frozen=True):
 
     #: Jinja.
     template: str
-    #: Special tokens that it may write, by their names, such as "bos_token".
+    #: Special tokens by variable, such as "bos_token".
     special_tokens: dict[str, str]
-    #: Jinja for chats with tools; empty: `template`.
+    #: Jinja for chats with tools; "": `template`.
     tools_template: str = ""
 
 
 class Chat(msgspec.Struct, frozen=True):
-    """A conversation to be rendered."""
+    """A conversation to render."""
 
     messages: list[JsonDict]
-    #: More characters of text are an error.
+    #: Longer texts are an error.
     most_chars: int
-    #: Seconds after which this process ends by itself, should nobody be left to end it.
+    #: Seconds after which the process ends itself.
     limit_s: float
-    #: What else goes to the template, and to what renders it (`continue_final_message`).
+    #: Other variables of the template, and options of rendering (`continue_final_message`).
     variables: JsonDict = {}
 
 
 class Rendered(msgspec.Struct, frozen=True):
-    """What came of a chat."""
+    """The rendered text, or why there is none."""
 
     text: str = ""
-    #: Why there is no text, in the template's words.
+    #: The template's error.
     refusal: str = ""
-    #: How many characters the text has, if those are too many.
+    #: Length of a text that is too long, else 0.
     too_long: int = 0
 
     @classmethod
     def within(cls, make: Callable[[], str], limit_s: float, most_chars: int) -> Rendered:
-        """Make a text. The process ends if that takes longer than limit_s seconds."""
+        """Render a text. The process ends if that takes longer than limit_s seconds."""
         try:
             with time_limit(limit_s):
                 text = make()
@@ -68,35 +68,35 @@ class Rendered(msgspec.Struct, frozen=True):
         return cls(text)
 
 
-#: Has transformers' sandbox for templates; it takes most of a second to load.
+#: transformers' sandbox for templates; importing it takes most of a second.
 _SANDBOX = "transformers.utils.chat_template_utils"
 
 
 def _render(source: TemplateSource, messages: list[JsonDict], **variables: Any) -> str:
-    """The prompt text of a conversation. Raises whatever the template raises."""
+    """The prompt text of a conversation. Raises any error of the template."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    given: JsonDict = source.special_tokens | variables
+    arguments: JsonDict = source.special_tokens | variables
     template = source.template
-    if given.get("tools") is not None:
+    if arguments.get("tools") is not None:
         template = source.tools_template or template
-    texts, _ = render_jinja_template([messages], chat_template=template, **given)
+    texts, _ = render_jinja_template([messages], chat_template=template, **arguments)
     return texts[0]
 
 
 def reason_of(error: Exception) -> str:
-    """An error of a template, as a client may read it."""
+    """A template's error in one line, for clients."""
     return " ".join(str(error).split())[:_MOST_REASON]
 
 
 def _start(source: TemplateSource) -> tuple[Rendered, Callable[[Chat], Rendered]]:
     importlib.import_module(_SANDBOX)
-    limit_memory(_MORE_MEMORY)  # beside what the sandbox itself takes
+    limit_memory(_MORE_MEMORY)  # in addition to the sandbox's own
 
     def answer(chat: Chat) -> Rendered:
-        given = {"add_generation_prompt": True} | chat.variables
+        variables = {"add_generation_prompt": True} | chat.variables
         return Rendered.within(
-            lambda: _render(source, chat.messages, **given), chat.limit_s, chat.most_chars
+            lambda: _render(source, chat.messages, **variables), chat.limit_s, chat.most_chars
         )
 
     return Rendered(), answer

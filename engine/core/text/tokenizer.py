@@ -1,4 +1,4 @@
-"""Text to token ids and back; jax-free and light to import."""
+"""Encodes text to token ids and decodes them. Imports no jax."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("jitney.text")
 
-#: SentencePiece's spelling of one byte that no other token covers.
+#: SentencePiece's token of a single byte.
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 class Tokenizer:
-    """Encode, decode and apply the chat template of one model; safe to share between threads.
+    """The tokenizer and chat template of a model; thread-safe.
 
-    The Rust tokenizer is called directly: transformers' wrapper sets padding on it at every call,
-    which fails with "Already borrowed" when two threads meet.
+    It calls the Rust tokenizer directly: transformers' wrapper sets padding on it at every call,
+    which fails with "Already borrowed" in concurrent threads.
     """
 
     def __init__(self, fast: PreTrainedTokenizerFast, eos_ids: Iterable[int] = ()):
@@ -39,28 +39,29 @@ class Tokenizer:
         self._rust.no_padding()
         self._rust.no_truncation()
         own = [] if self._fast.eos_token_id is None else [self._fast.eos_token_id]
-        #: Every token that ends a generation.
+        #: Tokens that end a generation.
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*eos_ids, *own]))
         #: Tokens that `decode(skip_special_tokens=True)` leaves out.
         self.special_ids: frozenset[int] = frozenset(
             id for id, token in self._rust.get_added_tokens_decoder().items() if token.special
         )
-        #: Number of tokens the tokenizer knows; a model's own vocabulary may be padded beyond it.
+        #: Number of tokens; the model's vocabulary may be padded beyond it.
         self.vocab_size: int = self._rust.get_vocab_size(with_added_tokens=True)
-        #: Most characters that one token stands for; None: any number.
+        #: Most characters of a token; None: unbounded.
         self.longest_token: int | None = longest_token(self._rust)
-        #: By token id; finding a token's bytes takes some 6 us, and lists of log-probabilities
-        #: need a thousand of them at once.
+        #: Cache by token id: computing a token's bytes takes about 6 us, and lists of
+        #: log-probabilities need a thousand at once.
         self._known_bytes: dict[int, bytes] = {}
 
     @classmethod
     def load(cls, source: ModelSource, chat_template: str = "") -> Tokenizer:
-        """The tokenizer of a model. chat_template: a file with a template to use instead. Raises
-        ModelError, and ConfigError for a template.
+        """The tokenizer of a model. Raises ModelError, and ConfigError for a template.
+
+        chat_template: a file with a template to use in place of the model's.
         """
-        given = read_template(chat_template) if chat_template else ""
+        override = read_template(chat_template) if chat_template else ""
         fast: Any = fast_tokenizer(source)
-        fast.chat_template = given or used_templates(fast.chat_template)
+        fast.chat_template = override or used_templates(fast.chat_template)
         return cls(fast, source.config.eos_ids)
 
     @property
@@ -73,22 +74,24 @@ class Tokenizer:
 
     @cached_property
     def added_tokens(self) -> dict[str, int]:
-        """Tokens that are found whole in a text before all others, and their ids."""
+        """Text -> id of tokens that are matched in a text before all others."""
         return {token.content: id for id, token in self._rust.get_added_tokens_decoder().items()}
 
     @property
     def chat_template(self) -> str:
-        """The text of the template for chats without tools; empty if there is none."""
+        """The template for chats without tools; "" without one."""
         return self._fast.get_chat_template() if self.has_chat_template else ""
 
     @property
     def tools_template(self) -> str:
-        """The text of the template for chats with tools; empty if there is none."""
+        """The template for chats with tools; "" without one."""
         return self._fast.get_chat_template(tools=[]) if self.has_chat_template else ""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the model's special tokens around it if asked for. The
-        interpreter is free meanwhile: offsets, made with it held, are left out.
+        """Token ids of `text`, by default with the model's special tokens around it. Raises
+        RequestError.
+
+        Computes no offsets, which would hold Python's lock.
         """
         try:
             [encoding] = self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -99,19 +102,20 @@ class Tokenizer:
             raise _failed_on(text, error) from None
 
     def first_tokens(self, text: str, most: int) -> list[int]:
-        """As `encode`, at most `most` ids: the end of the text itself is left out."""
+        """At most `most` ids of `text`, with special tokens; the end of the text is cut."""
         ids = self.encode(text)
         if len(ids) <= most:
             return ids
-        own = self.encode(text, add_special_tokens=False)
-        n_special = len(ids) - len(own)
-        start = next((at for at in range(n_special + 1) if ids[at : at + len(own)] == own), 0)
-        kept = own[: max(0, most - n_special)]
-        return ids[:start] + kept + ids[start + len(own) :]
+        plain = self.encode(text, add_special_tokens=False)
+        n_special = len(ids) - len(plain)
+        start = next((at for at in range(n_special + 1) if ids[at : at + len(plain)] == plain), 0)
+        cut = plain[: max(0, most - n_special)]
+        return ids[:start] + cut + ids[start + len(plain) :]
 
     def encode_pair(self, query: str, document: str, max_tokens: int | None = None) -> list[int]:
-        """Token ids of two texts joined by the model's template (`[CLS] query [SEP] document
-        [SEP]`). max_tokens: the document is cut to fit; RequestError if no room is left for it.
+        """Token ids of two texts in the model's template (`[CLS] query [SEP] document [SEP]`).
+
+        max_tokens: cut the document to fit. Raises RequestError if not a token of it fits.
         """
         try:
             first, second = (
@@ -142,14 +146,14 @@ class Tokenizer:
 
     @property
     def template_source(self) -> TemplateSource | None:
-        """What a process needs to render chats of this model; None without a chat template."""
+        """The template for `template_worker`; None without one."""
         if not self.has_chat_template:
             return None
         return TemplateSource(self.chat_template, self.special_tokens, self.tools_template)
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """Those that have names, such as "bos_token", by these."""
+        """Special tokens by name, such as "bos_token"."""
         return {name: str(token) for name, token in self._fast.special_tokens_map.items()}
 
     def apply_chat_template(
@@ -160,10 +164,10 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt text of a conversation, by the model's template in transformers' sandbox.
+        """The prompt text of a conversation with special tokens, rendered in transformers' sandbox.
 
-        It holds the special tokens already. Raises RequestError if there is no template, it refuses
-        the messages, or a variable is one of transformers' own parameters.
+        Raises RequestError without a template, if it refuses the messages, or if a variable is a
+        parameter of transformers.
         """
         for name in variables.keys() & self._template_options:
             raise RequestError(
@@ -190,43 +194,43 @@ class Tokenizer:
 
     @cached_property
     def _template_options(self) -> frozenset[str]:
-        """transformers' own parameters, which a request may not set as variables."""
+        """Parameters of transformers, which a request may not set as variables."""
         return frozenset(inspect.signature(self._fast.apply_chat_template).parameters) - {
             "continue_final_message"
         }
 
     @cached_property
     def fill_in(self) -> FillIn | None:
-        """How the model is asked to fill in the middle; None if it was not taught to."""
+        """Tokens for fill-in-the-middle; None if the model has none."""
         return FillIn.of(self)
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a token as the vocabulary spells it, or None if it has none."""
+        """The id of a token of the vocabulary, or None."""
         return self._rust.token_to_id(token)
 
     @property
     def special_names(self) -> tuple[str, ...]:
-        """Names of the tokens that stand for no text of their own."""
+        """Names of the special tokens."""
         names = [self.id_to_token(id) for id in sorted(self.special_ids)]
         return tuple([name for name in names if name])
 
     @property
     def json(self) -> str:
-        """The tokenizer as the `tokenizers` library writes it."""
+        """JSON of the `tokenizers` library."""
         return self._rust.to_str()
 
     def id_to_token(self, id: int) -> str | None:
-        """The token as the vocabulary spells it, or None for an id it does not have."""
+        """The token of the vocabulary, or None."""
         return self._rust.id_to_token(id)
 
     def token_bytes(self, id: int) -> bytes:
-        """The bytes that a token adds to the text, perhaps part of a character; b"" if unknown."""
-        known = self._known_bytes.get(id)
-        if known is None:
-            known = self._known_bytes[id] = self._spelled_out(id)
-        return known
+        """The bytes that a token adds to the text, maybe part of a character; b"" if unknown."""
+        data = self._known_bytes.get(id)
+        if data is None:
+            data = self._known_bytes[id] = self._compute_bytes(id)
+        return data
 
-    def _spelled_out(self, id: int) -> bytes:
+    def _compute_bytes(self, id: int) -> bytes:
         token = self.id_to_token(id)
         if token is None:
             return b""
@@ -248,7 +252,7 @@ class Tokenizer:
 
     @cached_property
     def _byte_level(self) -> bool:
-        """Whether the vocabulary spells bytes as characters (GPT-2), unlike SentencePiece's."""
+        """Whether the vocabulary maps bytes to characters (GPT-2), unlike SentencePiece's."""
         return b"ByteLevel" in self._rust.decoder.__getstate__() if self._rust.decoder else False
 
     @cached_property
@@ -257,8 +261,8 @@ class Tokenizer:
 
 
 def _is_tokenizers_own(error: BaseException) -> bool:
-    """Whether the tokenizer raised it; a panic of its Rust code is no Exception and has no class to
-    import.
+    """Whether the tokenizer raised the error; a Rust panic is no Exception, and its class cannot be
+    imported.
     """
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
@@ -272,8 +276,8 @@ def _check_room(room: int, query_tokens: int, max_tokens: int) -> None:
     """Raise RequestError unless a query leaves room for a token of a document."""
     if room < 1:
         raise RequestError(
-            f"the query has {query_tokens} tokens, which leave no room for a document in the "
-            f"{max_tokens} that the model reads",
+            f"the query has {query_tokens} tokens, which leaves no room for a document in the "
+            f"model's {max_tokens}",
             code="context_length_exceeded",
             param="query",
         )

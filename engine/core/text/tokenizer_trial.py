@@ -1,8 +1,8 @@
-"""Reads and uses a model's tokenizer once in a process of its own with limits: `python -P -m
+"""Tries a model's tokenizer in a process with limits: `python -P -m
 jitney.engine.core.text.tokenizer_trial MODEL SECONDS GIB`.
 
-The library can run for ever, take all memory or crash on untrusted files. Other faults are left for
-the server to find.
+On untrusted files the library can run forever, take all memory or crash. Other errors are left to
+the server.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jitney.engine.core.grammar.manager import GrammarManager
 from jitney.engine.core.text.tokenizer import Tokenizer
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 
-#: Each of these characters may be replaced by a longer text, again and again.
+#: Characters that a hostile normalizer may replace by longer texts, again and again.
 _TEXT = "".join(map(chr, range(1, 0x500))) + "한국어 中文 🙂"
 
 
@@ -32,12 +32,12 @@ def _main() -> int:
 
 
 def _try(source: ModelSource, most_bytes: int) -> None:
-    """Do with a tokenizer what the server and its core do at their start, and for a text."""
+    """Use a tokenizer as the server and its core do at their start and for a text."""
     limit_memory(most_bytes + Path(source.path).stat().st_size)  # a GGUF file is mapped
     tokenizer = Tokenizer.load(source)
     tokenizer.encode(_TEXT)
     tokenizer.decode(range(tokenizer.vocab_size))
-    with contextlib.suppress(ValueError):  # no answer of this model can be held to a grammar
+    with contextlib.suppress(ValueError):  # this tokenizer supports no grammars
         GrammarManager.open(tokenizer.json, source.config.vocab_size, tokenizer.eos_ids)
 
 

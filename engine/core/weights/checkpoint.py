@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -14,15 +13,9 @@ from jitney.engine.core.weights.checkpoints.files import read_json
 from jitney.engine.core.weights.checkpoints.gguf import GGUFFile
 from jitney.engine.core.weights.checkpoints.hf_config import read_packing
 from jitney.engine.core.weights.checkpoints.names import WeightMap
-from jitney.engine.core.weights.checkpoints.safetensors import SafetensorsFolder
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
-from jitney.engine.core.weights.quantised_folder import QuantisedFolder
-from jitney.engine.core.weights.slices import (
-    DecodedTensor,
-    Sliceable,
-    StoredExpert,
-    StoredTensor,
-)
+from jitney.engine.core.weights.plain_folder import PlainFolder
+from jitney.engine.core.weights.slices import DecodedTensor, Sliceable
 from jitney.engine.core.weights.stored_matrix import Along, Field, StoredMatrix
 
 #: Block formats of GGUF that need not become floats: inputs of a block, its bytes, and what lays
@@ -32,9 +25,6 @@ _GGUF_FORMATS = {
     "Q4_1": (32, 20, repack.q4_1),
     "Q4_K": (256, 144, repack.q4_k),
 }
-#: Tensors of all experts of a layer, [X, O, I] -> whose outputs each has, one behind the other.
-_OF_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-_AXES_OF_EXPERTS = 3
 
 
 class Checkpoint(Protocol):
@@ -50,42 +40,6 @@ class Checkpoint(Protocol):
     def matrix(self, name: str) -> StoredMatrix | None:
         """A matrix as it is stored, if that is one of our schemes."""
         ...
-
-
-class _PlainFolder(SafetensorsFolder):
-    """A Hugging Face folder of floats. Experts that are stored as one tensor go by the names that
-    they would have alone; wanted: names of the model's tensors.
-    """
-
-    def __init__(self, folder: str | Path, unread: tuple[str, ...], wanted: Container[str]):
-        super().__init__(folder, unread=unread)
-        #: Name of an expert's matrix -> that of the tensor that has it, and where.
-        self._of_experts: dict[str, tuple[str, int, slice]] = {}
-        for name, shape in list(self.shapes.items()):
-            base, _, matrices = name.rpartition(".")
-            parts = _OF_EXPERTS.get(matrices, ())
-            if len(shape) == _AXES_OF_EXPERTS and parts and f"{base}.0.{parts[0]}.weight" in wanted:
-                self._set_apart(name, base, parts)
-
-    def _set_apart(self, name: str, base: str, parts: tuple[str, ...]) -> None:
-        n_experts, rows, inputs = self.shapes.pop(name)
-        size = rows // len(parts)
-        for expert in range(n_experts):
-            for number, part in enumerate(parts):
-                own = f"{base}.{expert}.{part}.weight"
-                self._of_experts[own] = name, expert, slice(number * size, (number + 1) * size)
-                self.shapes[own] = size, inputs
-
-    def sliced(self, name: str) -> Sliceable:
-        if name in self._of_experts:
-            whole, expert, rows = self._of_experts[name]
-            place = self.places[whole]
-            return StoredExpert(place.file, place.name, expert, rows, self.shapes[name])
-        place = self.places[name]
-        return StoredTensor(place.file, place.name, self.shapes[name])
-
-    def matrix(self, name: str) -> StoredMatrix | None:
-        return None
 
 
 class _BlockGGUF(GGUFFile):
@@ -110,6 +64,9 @@ def open_checkpoint(source: ModelSource, weights: WeightMap) -> Checkpoint:
     if source.kind == "gguf":
         return _BlockGGUF(source.path)
     packing = read_packing(read_json(Path(source.path), "config.json"))
-    if packing is None:
-        return _PlainFolder(source.path, weights.ignored, weights.pieces)
+    if packing is None or packing.method == "mxfp4":
+        return PlainFolder(source.path, unread=weights.ignored)
+    # Its formats are loaded for such a folder alone.
+    from jitney.engine.core.weights.quantised_folder import QuantisedFolder
+
     return QuantisedFolder(source.path, packing, weights.pieces)

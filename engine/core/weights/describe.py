@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import jax
 from flax import nnx
 
 from jitney.engine.common.step_cost import StepCost
 from jitney.engine.core.models.layers import Linear
+from jitney.engine.core.models.mixture import ExpertLinear
 from jitney.engine.core.models.protocol import Model
 from jitney.engine.core.weights.checkpoints.gguf import GGUFFile
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
@@ -35,17 +37,32 @@ def describe_step(model: Model, config: ModelConfig, kv_bytes: float) -> StepCos
     """The cost of a decoder's steps on all devices. config: of the whole model. kv_bytes: of a
     position's keys and values, all layers.
     """
-    stored = sum(
-        array.nbytes for linear in model.linears() for array in linear.packed if array is not None
-    )
+    linears = list(model.linears())
+    of_experts = _stored_bytes(one for one in linears if isinstance(one, ExpertLinear))
+    stored = _stored_bytes(linears) - of_experts
     table = config.vocab_size * config.hidden_size
-    numbers = config.step_cost(weight_bytes=0.0, head_bytes=0.0, kv_bytes=0.0).layer_weights
+    empty = config.step_cost(weight_bytes=0.0, head_bytes=0.0, kv_bytes=0.0)
+    numbers = empty.layer_weights
+    expert_bytes = None
+    if of_experts:
+        numbers = empty.shared_weights
+        expert_bytes = of_experts / (empty.n_experts * empty.expert_weights)
     if config.tie_embeddings:
         head_bytes = table * model.dtype.itemsize
     else:
         numbers += table  # the head is a matrix like any other
         head_bytes = table * stored / numbers
-    return config.step_cost(weight_bytes=stored / numbers, head_bytes=head_bytes, kv_bytes=kv_bytes)
+    return config.step_cost(
+        weight_bytes=stored / numbers,
+        head_bytes=head_bytes,
+        kv_bytes=kv_bytes,
+        expert_bytes=expert_bytes,
+    )
+
+
+def _stored_bytes(linears: Iterable[Linear]) -> int:
+    """Bytes of matrices with all that belongs to them, but for biases."""
+    return sum(array.nbytes for linear in linears for array in linear.packed if array is not None)
 
 
 def count_parameters(model: Model) -> int:
@@ -53,7 +70,7 @@ def count_parameters(model: Model) -> int:
     count = sum(array.size for array in jax.tree.leaves(nnx.state(model)))
     for linear in model.linears():
         packed = linear.packed
-        if packed.scheme == "int4":  # two numbers a byte
+        if packed.in_four_bits:
             count += packed.kernel.size
         count -= sum(array.size for array in packed[1:] if array is not None)
     return count

@@ -56,14 +56,14 @@ class WeightStorage:
         """How matrices are stored under `weights`, a word of the configuration.
 
         auto keeps a checkpoint's quantised matrices where the device multiplies them: XLA widens 8
-        bits inside products on GPUs and TPUs, 4 bits need a kernel. A CPU would widen them anew in
-        each step.
+        bits inside products on GPUs and TPUs, int4 needs a kernel. A CPU would widen them anew in
+        each step. Experts in MXFP4 are always kept: of a step only those that it chose are read.
         """
         if weights != "auto":
             return cls(weights, frozenset({weights} - {"plain"}))
         if platform == "cpu":
-            return cls()
-        schemes = {"int8", "fp8"}
+            return cls("plain", frozenset({"mxfp4"}))
+        schemes = {"int8", "fp8", "mxfp4"}
         if kernels.multiplies_int4:
             schemes.add("int4")
         return cls("plain", frozenset(schemes))
@@ -302,9 +302,11 @@ def _check_groups(path: Path, matrix: StoredMatrix, shares: Shares) -> None:
         return
     groups, parts = matrix.shape[1] // group, shares.input_shards(path)
     if groups % parts:
+        experts = shares.config.experts is not None and "down" in path
+        advice = "; deal out whole experts with expert_parallel" if experts else ""
         raise ConfigError(
             f"tensor_parallel {shares.shards} does not divide the {groups} groups of inputs of "
-            f"quantised {'.'.join(map(str, path))}"
+            f"quantised {'.'.join(map(str, path))}{advice}"
         )
 
 

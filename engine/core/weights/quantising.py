@@ -23,10 +23,8 @@ from jitney.engine.core.models.protocol import Model
 from jitney.engine.core.models.quantization import KV_TYPES
 from jitney.engine.core.models.registry import model_class
 from jitney.engine.core.models.sharding import TENSOR, Shares
-from jitney.engine.core.text.tokenizer import Tokenizer
 from jitney.engine.core.weights.checkpoint import open_checkpoint
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
-from jitney.engine.core.weights.quantised_folder import QuantisedFolder
 from jitney.kernels.delta_net import DeltaState
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.scales import limit_of
@@ -113,6 +111,8 @@ def _placed(scales: _Layers, source: ModelSource, mesh: Mesh | None) -> _Layers:
 def _calibrate_on_text(
     model: Model, source: ModelSource, kv_dtype: DTypeLike, mesh: Mesh | None
 ) -> None:
+    from jitney.engine.core.text.tokenizer import Tokenizer  # only this reads a text
+
     ids = Tokenizer.load(source).encode(_TEXT)
     tokens = [token for token in ids if token < source.config.vocab_size]
     _calibrate(model, tokens, kv_dtype, mesh)
@@ -123,6 +123,8 @@ def _stored_limits(source: ModelSource) -> _Layers | None:
     """Largest magnitudes of each layer's KV heads by the checkpoint, [2K] each, or None."""
     if source.kind != "hf" or not source.has_weights:
         return None
+    from jitney.engine.core.weights.quantised_folder import QuantisedFolder
+
     config = source.config
     weights = model_class(config.architecture).weight_map(config, "hf")
     checkpoint = open_checkpoint(source, weights)

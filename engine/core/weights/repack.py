@@ -139,6 +139,13 @@ def eight_bits(weights: Array, scale: Array) -> Packed:
     return Packed(weights.T, jnp.broadcast_to(scale.astype(jnp.float32).ravel(), len(weights)))
 
 
+@jax.jit
+def mxfp4(blocks: Array, scales: Array) -> Packed:
+    """MXFP4: blocks uint8 [O, I / 32, 16], of two inputs each byte; scales uint8 [O, I / 32]."""
+    codes = jnp.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:2], 2, -1)
+    return Packed(_block_codes(codes[:, :, 0] | codes[:, :, 1] << 4), scales.T)
+
+
 def _nibbles(words: Array) -> Array:
     """int32 [...] -> uint8 [..., 8], the lowest bits first."""
     words = bitcast_convert_type(words, jnp.uint32)

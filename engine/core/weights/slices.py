@@ -42,25 +42,6 @@ class StoredTensor:
         return self._file.get_slice(self._name)[index]
 
 
-class StoredExpert:
-    """Some outputs of one expert in a tensor of all, [X, O, I], of a safetensors file."""
-
-    def __init__(self, file: Any, name: str, expert: int, rows: slice, shape: Shape):
-        """file: as the safetensors library opens it. rows, shape: of the outputs."""
-        self._stored = file, name
-        self._expert = expert
-        self._first = rows.start
-        self.shape = shape
-        self.ndim = len(shape)
-
-    def __getitem__(self, index: _Index) -> np.ndarray:
-        rows, *rest = (slice(None),) if index is ... else index
-        start, stop, _ = rows.indices(self.shape[0])
-        file, name = self._stored
-        own = slice(self._first + start, self._first + stop)
-        return file.get_slice(name)[(slice(self._expert, self._expert + 1), own, *rest)][0]
-
-
 class DecodedTensor:
     """A tensor in its file that becomes floats as it is read."""
 

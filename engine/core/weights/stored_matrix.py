@@ -83,7 +83,7 @@ class StoredMatrix:
 
     @property
     def group(self) -> int:
-        """R of int4: inputs that share a scale; else 0."""
+        """Inputs that share a scale in 4 bits; else 0."""
         return _group_of(self.described())
 
     def packed(self) -> Packed:
@@ -162,12 +162,12 @@ def _cropped(packed: Packed, first: Array, size: tuple[int, int]) -> Packed:
 
 def _inputs_of(packed: Packed) -> int:
     """I."""
-    return packed.kernel.shape[0] * (2 if packed.scheme == "int4" else 1)
+    return packed.kernel.shape[0] * (2 if packed.in_four_bits else 1)
 
 
 def _group_of(packed: Packed) -> int:
-    """R of int4: inputs that share a scale; else 0."""
-    if packed.scheme != "int4":
+    """Inputs that share a scale in 4 bits; else 0."""
+    if not packed.in_four_bits:
         return 0
     return _inputs_of(packed) // packed.scale.shape[0]
 

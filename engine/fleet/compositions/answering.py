@@ -1,6 +1,4 @@
-"""What every model of a fleet does, whatever it is made of: it answers a question, whole or as a
-stream.
-"""
+"""The interface of every model of a fleet: whole and streamed answers, and how they are made up."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from typing import Any, ClassVar, Protocol
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.fleet.compositions.question import Question
+from jitney.engine.fleet.request import ProxiedRequest
 from jitney.engine.server import ErrorReply, HttpError
 
 #: Field of an answer: what a model made of models did for it.
@@ -56,42 +54,42 @@ class ModelAnswer:
 
     @property
     def texts(self) -> list[str]:
-        """What each choice says."""
+        """The text of each choice."""
         return [_text_of(choice) for choice in self.choices]
 
     @property
     def normalised(self) -> list[str]:
-        """What each choice says, without what does not matter: case, spaces, and punctuation at
-        both ends; the calls of tools by name and arguments.
+        """The text of each choice without case, spaces, and punctuation at both ends; the calls of
+        tools by name and arguments.
         """
         return [_normalised(choice) for choice in self.choices]
 
     @property
     def logprobs(self) -> list[list[float]]:
-        """Of the tokens, choice by choice."""
+        """Log-probabilities of the tokens of each choice."""
         return [_logprobs_of(choice) for choice in self.choices]
 
     @property
     def usage(self) -> JsonDict:
         return self.body.get("usage") or {}
 
-    def hide_logprobs(self, question: Question) -> None:
+    def hide_logprobs(self, request: ProxiedRequest) -> None:
         """Take out the log-probabilities that the client did not ask for."""
-        wanted = question.body.get("logprobs")
+        wanted = request.fields.get("logprobs")
         if wanted is None or wanted is False:
             for choice in self.choices:
                 choice["logprobs"] = None
 
-    async def chunks(self, question: Question) -> AsyncIterator[JsonDict]:
+    async def chunks(self, request: ProxiedRequest) -> AsyncIterator[JsonDict]:
         """The same as the chunks of a stream: each choice in one piece."""
         head = {name: self.body[name] for name in ("id", "created", "model") if name in self.body}
-        head["object"] = "chat.completion.chunk" if question.is_chat else "text_completion"
+        head["object"] = "chat.completion.chunk" if request.is_chat else "text_completion"
         first = {_MADE_FIELD: self.body[_MADE_FIELD]} if _MADE_FIELD in self.body else {}
-        options = question.body.get("stream_options") or {}
+        options = request.fields.get("stream_options") or {}
         shown: JsonDict = {"usage": None} if options.get("include_usage") else {}
         if options.get("continuous_usage_stats"):
             shown = {"usage": self.usage}
-        for entry in _entries(self, question):
+        for entry in _entries(self, request):
             yield head | first | {"choices": [entry]} | shown
             first = {}
         if options.get("include_usage"):
@@ -110,17 +108,17 @@ class ModelStream:
 
 
 class Answering(Protocol):
-    """Whatever answers for models by their names: engines, and models made of models.
+    """Answers for models by their names: engines, and models made of models.
 
     Refusals are raised: HttpError, RequestError.
     """
 
-    async def answer(self, question: Question) -> ModelAnswer:
-        """The whole answer to a question that does not stream."""
+    async def answer(self, request: ProxiedRequest) -> ModelAnswer:
+        """The whole answer to a request that does not stream."""
         ...
 
-    def stream(self, question: Question) -> AbstractAsyncContextManager[ModelStream]:
-        """The answer to a question that streams. Entered once its first part is there."""
+    def stream(self, request: ProxiedRequest) -> AbstractAsyncContextManager[ModelStream]:
+        """The answer to a request that streams. Entered once its first part is there."""
         ...
 
     async def seats(self, model: str) -> int | None:
@@ -198,7 +196,7 @@ def total_usage(entries: Sequence[JsonDict]) -> JsonDict:
 
 
 async def all_of[T](asked: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """What they all give, in order. Raises what the first of them raises, and ends the others."""
+    """All results in order. Raises the first error and cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(each) for each in asked]
@@ -234,10 +232,10 @@ def _logprobs_of(choice: JsonDict) -> list[float]:
     return [value for value in logprobs.get("token_logprobs") or () if value is not None]
 
 
-def _entries(answer: ModelAnswer, question: Question) -> Iterator[JsonDict]:
+def _entries(answer: ModelAnswer, request: ProxiedRequest) -> Iterator[JsonDict]:
     """The choices of the chunks."""
     for choice in answer.choices:
-        if question.is_chat:
+        if request.is_chat:
             yield from _chat_entries(choice)
         else:
             yield choice

@@ -1,4 +1,4 @@
-"""A small model answers; where it was not sure enough of its answer, a large one does.
+"""A small model answers; where it is not sure enough of its answer, a large one does.
 
 How sure it was is read from the log-probabilities of its own tokens; `jitney cascade tune` finds
 the threshold.
@@ -26,7 +26,8 @@ from jitney.engine.fleet.compositions.answering import (
     marked,
     total_usage,
 )
-from jitney.engine.fleet.compositions.question import Question
+from jitney.engine.fleet.compositions.body_checks import refuse_fields, refuse_token_ids
+from jitney.engine.fleet.request import ProxiedRequest
 from jitney.engine.server import HttpError
 
 _MeasureName = Literal["mean", "least"]
@@ -50,7 +51,7 @@ class Measure:
         return math.exp(_least_mean(logprobs, min(self.window, len(logprobs))))
 
     def confidence(self, choices: Sequence[Sequence[float]]) -> float:
-        """Of the choice that the model was least sure of; choices: the log-probabilities of
+        """Confidence of the least certain choice. choices: the log-probabilities of
         each.
         """
         return min(map(self.of, choices), default=0.0)
@@ -98,7 +99,7 @@ class CascadeSettings(Section):
 
 @dataclass(slots=True)
 class _Try:
-    """What came of the small model."""
+    """The result of the small model."""
 
     #: None if it failed.
     answer: ModelAnswer | None
@@ -119,52 +120,52 @@ class Cascade:
         self._large = Part("large", settings.large)
 
     @staticmethod
-    def check(question: Question) -> None:
+    def check(request: ProxiedRequest) -> None:
         """Raises RequestError that names the field, for what no cascade can do."""
-        question.refuse_token_ids()
+        refuse_token_ids(request)
         why = "the prompt's log-probabilities would count as its answer's"
-        question.refuse_fields(["echo"], why)
+        refuse_fields(request, ["echo"], why)
 
     async def seats(self) -> int | None:
         """Those of the smaller batch: in the worst case every request needs both."""
         known = [await self._models.seats(name) for name in self._settings.parts]
         return min((seats for seats in known if seats is not None), default=None)
 
-    async def answer(self, question: Question) -> ModelAnswer:
+    async def answer(self, request: ProxiedRequest) -> ModelAnswer:
         """Raises HttpError, RequestError."""
-        tried = await self._try_small(question)
+        tried = await self._try_small(request)
         if self._trusts(tried):
-            return self._small_answer(question, tried)
+            return self._small_answer(request, tried)
         try:
-            answer = await self._models.answer(question.to(self._large.model))
+            answer = await self._models.answer(request.to(self._large.model))
         except (HttpError, RequestError) as error:
-            raise self._large.refusal(error, question.body) from error
+            raise self._large.refusal(error, request.fields) from error
         return self._large_answer(answer, tried)
 
     @asynccontextmanager
-    async def stream(self, question: Question) -> AsyncIterator[ModelStream]:
+    async def stream(self, request: ProxiedRequest) -> AsyncIterator[ModelStream]:
         """Begins once it is known who answers: nothing of a small answer is sent before it is
         trusted. Raises HttpError, RequestError.
         """
-        tried = await self._try_small(question)
+        tried = await self._try_small(request)
         if self._trusts(tried):
-            answer = self._small_answer(question, tried)
-            yield ModelStream(answer.chunks(question), answer.headers)
+            answer = self._small_answer(request, tried)
+            yield ModelStream(answer.chunks(request), answer.headers)
             return
-        asked = question.to(self._large.model)
+        to_large = request.to(self._large.model)
         try:
-            async with self._models.stream(asked) as stream:
+            async with self._models.stream(to_large) as stream:
                 headers = self._large.headers(stream.headers)
                 yield ModelStream(self._large_chunks(stream, tried), headers)
         except (HttpError, RequestError) as error:
-            raise self._large.refusal(error, question.body) from error
+            raise self._large.refusal(error, request.fields) from error
 
-    async def _try_small(self, question: Question) -> _Try:
+    async def _try_small(self, request: ProxiedRequest) -> _Try:
         """Ask the small model. Raises RequestError for what no cascade can do."""
-        self.check(question)
-        asked = question.whole(self._small.model, **question.asking_logprobs)
+        self.check(request)
+        to_small = request.whole(self._small.model, **request.asking_logprobs)
         try:
-            answer = await self._models.answer(asked)
+            answer = await self._models.answer(to_small)
         except (HttpError, RequestError) as error:
             return _Try(None, 0.0, str(error))
         return _Try(answer, self._measure.confidence(answer.logprobs))
@@ -172,10 +173,10 @@ class Cascade:
     def _trusts(self, tried: _Try) -> bool:
         return tried.answer is not None and tried.confidence >= self._settings.threshold
 
-    def _small_answer(self, question: Question, tried: _Try) -> ModelAnswer:
+    def _small_answer(self, request: ProxiedRequest, tried: _Try) -> ModelAnswer:
         answer = tried.answer
         assert answer is not None
-        answer.hide_logprobs(question)
+        answer.hide_logprobs(request)
         body = answer.body | {"usage": total_usage(self._small_usage(tried))}
         return ModelAnswer(
             marked(body, self._told(self._small, tried)), self._small.headers(answer.headers)
@@ -202,7 +203,7 @@ class Cascade:
             yield chunk
 
     def _told(self, part: Part, tried: _Try) -> JsonDict:
-        """What the cascade says of itself. part: whose answer it is."""
+        """The cascade's report in an answer. part: the one that answers."""
         told: JsonDict = {
             "kind": "cascade",
             "stage": part.stage,

@@ -15,7 +15,7 @@ from jitney.engine.fleet.compositions.answering import Answering, ModelAnswer, M
 from jitney.engine.fleet.compositions.cascade import Cascade, CascadeSettings
 from jitney.engine.fleet.compositions.ensemble import Ensemble, EnsembleSettings
 from jitney.engine.fleet.compositions.pipeline import Pipeline, PipelineSettings
-from jitney.engine.fleet.compositions.question import Question
+from jitney.engine.fleet.request import ProxiedRequest
 
 #: Kind -> its settings in fleet.toml.
 COMPOSED_KINDS: dict[str, type[Section]] = {
@@ -154,18 +154,18 @@ class ComposedModels:
         return own.union(*of_parts)
 
     def made_of(self, name: str) -> JsonDict:
-        """What a model is made of, as /v1/models shows it."""
+        """A model's parts, as /v1/models shows them."""
         return self._settings[name].model_dump(exclude=_HIDDEN, exclude_none=True)
 
-    async def answer(self, question: Question) -> ModelAnswer:
+    async def answer(self, request: ProxiedRequest) -> ModelAnswer:
         """Raises HttpError, RequestError."""
-        model = self._models.get(question.model)
-        return await (self._engines if model is None else model).answer(question)
+        model = self._models.get(request.model)
+        return await (self._engines if model is None else model).answer(request)
 
-    def stream(self, question: Question) -> AbstractAsyncContextManager[ModelStream]:
+    def stream(self, request: ProxiedRequest) -> AbstractAsyncContextManager[ModelStream]:
         """Raises HttpError, RequestError when it is entered."""
-        model = self._models.get(question.model)
-        return (self._engines if model is None else model).stream(question)
+        model = self._models.get(request.model)
+        return (self._engines if model is None else model).stream(request)
 
     async def seats(self, model: str) -> int | None:
         """Requests that a model computes at once."""

@@ -22,8 +22,13 @@ from jitney.engine.fleet.compositions.answering import (
     marked,
     total_usage,
 )
-from jitney.engine.fleet.compositions.question import Question
+from jitney.engine.fleet.compositions.body_checks import (
+    refuse_fields,
+    refuse_many,
+    refuse_token_ids,
+)
 from jitney.engine.fleet.compositions.scoring import TextScorer
+from jitney.engine.fleet.request import ProxiedRequest
 from jitney.engine.server import HttpError
 
 _MOST_MEMBERS = 64
@@ -99,7 +104,7 @@ class _Member:
 
 @dataclass(slots=True)
 class _Vote:
-    """What came of a member."""
+    """The answer of a member."""
 
     member: _Member
     answer: ModelAnswer
@@ -137,29 +142,29 @@ class Ensemble:
                 known.append(max(1, seats // times))
         return min(known, default=None)
 
-    async def answer(self, question: Question) -> ModelAnswer:
+    async def answer(self, request: ProxiedRequest) -> ModelAnswer:
         """The slowest member decides how long it takes. Raises HttpError, RequestError."""
-        self._check(question)
-        votes, left_out = await self._ask_all(question)
-        chosen = await self._choose(question, votes)
-        return self._answer_of(question, chosen, votes, left_out)
+        self._check(request)
+        votes, left_out = await self._ask_all(request)
+        chosen = await self._choose(request, votes)
+        return self._answer_of(request, chosen, votes, left_out)
 
     @asynccontextmanager
-    async def stream(self, question: Question) -> AsyncIterator[ModelStream]:
+    async def stream(self, request: ProxiedRequest) -> AsyncIterator[ModelStream]:
         """Begins when the choice is made. Raises HttpError, RequestError."""
-        answer = await self.answer(question)
-        yield ModelStream(answer.chunks(question), answer.headers)
+        answer = await self.answer(request)
+        yield ModelStream(answer.chunks(request), answer.headers)
 
-    def _check(self, question: Question) -> None:
+    def _check(self, request: ProxiedRequest) -> None:
         """Raises RequestError for what no ensemble can do."""
-        question.refuse_many("an ensemble sends the best of several answers")
-        question.refuse_fields(["echo"], "answers are compared without their prompts")
+        refuse_many(request, "an ensemble sends the best of several answers")
+        refuse_fields(request, ["echo"], "answers are compared without their prompts")
         if len(set(self._settings.parts)) > 1:
-            question.refuse_token_ids()
+            refuse_token_ids(request)
 
-    async def _ask_all(self, question: Question) -> tuple[list[_Vote], list[JsonDict]]:
+    async def _ask_all(self, request: ProxiedRequest) -> tuple[list[_Vote], list[JsonDict]]:
         """The answers, and who gave none and why. Raises HttpError if nobody did."""
-        came = await asyncio.gather(*(self._ask(member, question) for member in self._members))
+        came = await asyncio.gather(*(self._ask(member, request) for member in self._members))
         votes: list[_Vote] = []
         left_out: list[JsonDict] = []
         errors: list[HttpError] = []
@@ -173,36 +178,38 @@ class Ensemble:
             raise errors[0]
         return votes, left_out
 
-    async def _ask(self, member: _Member, question: Question) -> ModelAnswer | HttpError:
+    async def _ask(self, member: _Member, request: ProxiedRequest) -> ModelAnswer | HttpError:
         try:
-            async with asyncio.timeout(None if question.background else self._settings.wait_s):
-                return await self._models.answer(self._question_to(member, question))
+            async with asyncio.timeout(None if request.background else self._settings.wait_s):
+                return await self._models.answer(self._request_to(member, request))
         except (HttpError, RequestError) as error:
-            return member.part.refusal(error, question.body)
+            return member.part.refusal(error, request.fields)
         except TimeoutError:
             reason = f"no answer within {self._settings.wait_s:g} s"
             return HttpError(504, f"stage {member.part.stage}: {reason}", code="deadline_exceeded")
 
-    def _question_to(self, member: _Member, question: Question) -> Question:
-        fields = question.asking_logprobs if self._scores_itself else {}
-        seed = question.body.get("seed")
+    def _request_to(self, member: _Member, request: ProxiedRequest) -> ProxiedRequest:
+        fields = request.asking_logprobs if self._scores_itself else {}
+        seed = request.fields.get("seed")
         if seed is not None and member.turn:
             fields["seed"] = (seed + member.turn) % _SEEDS
-        return question.whole(member.part.model, **fields)
+        return request.whole(member.part.model, **fields)
 
     @property
     def _scores_itself(self) -> bool:
         return self._settings.choose == "score" and self._settings.scorer is None
 
-    async def _choose(self, question: Question, votes: Sequence[_Vote]) -> _Choice:
+    async def _choose(self, request: ProxiedRequest, votes: Sequence[_Vote]) -> _Choice:
         if self._settings.choose == "majority":
             return _by_majority(votes)
         if self._settings.scorer is None:
             return _best(votes, [_own_score(vote) for vote in votes], [])
-        return await self._by_scorer(question, votes, self._settings.scorer)
+        return await self._by_scorer(request, votes, self._settings.scorer)
 
-    async def _by_scorer(self, question: Question, votes: Sequence[_Vote], name: str) -> _Choice:
-        scorer, part = TextScorer(self._models, question, name), Part("scorer", name)
+    async def _by_scorer(
+        self, request: ProxiedRequest, votes: Sequence[_Vote], name: str
+    ) -> _Choice:
+        scorer, part = TextScorer(self._models, request, name), Part("scorer", name)
         try:
             scores = await scorer.score_answers([vote.answer.texts[0] for vote in votes])
         except (HttpError, RequestError) as error:
@@ -212,14 +219,14 @@ class Ensemble:
 
     def _answer_of(
         self,
-        question: Question,
+        request: ProxiedRequest,
         chosen: _Choice,
         votes: Sequence[_Vote],
         left_out: list[JsonDict],
     ) -> ModelAnswer:
         answer, part = chosen.vote.answer, chosen.vote.member.part
         if self._scores_itself:
-            answer.hide_logprobs(question)
+            answer.hide_logprobs(request)
         usages = [entry for vote in votes for entry in vote.member.part.usage(vote.answer.usage)]
         report: JsonDict = {"kind": "ensemble", "stage": part.stage, **chosen.report}
         if left_out:
@@ -229,7 +236,7 @@ class Ensemble:
 
 
 def _by_majority(votes: Sequence[_Vote]) -> _Choice:
-    """Of answers that as many give, the one of the first to give it."""
+    """The most frequent answer; of equally frequent ones the first."""
     said = [vote.answer.normalised[0] for vote in votes]
     winner, count = Counter(said).most_common(1)[0]
     return _Choice(votes[said.index(winner)], {"votes": count, "of": len(votes)}, [])

@@ -1,4 +1,4 @@
-"""The documents nearest to a question, by the cosine of vectors that a model of the fleet makes."""
+"""The documents nearest to a request, by the cosine of vectors that a model of the fleet makes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from jitney.engine.common.errors import ConfigError, RequestError
 from jitney.engine.common.requests import JsonDict, JsonObject
 from jitney.engine.fleet.compositions.answering import Answering, ModelAnswer, all_of, total_usage
-from jitney.engine.fleet.compositions.question import Question, Route
+from jitney.engine.fleet.request import ProxiedRequest, Route
 from jitney.engine.server import HttpError
 
 #: Documents of one request, and of a file: their vectors of 4,096 numbers take 256 MiB.
@@ -32,10 +32,10 @@ type _Vectors = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Embedder:
-    """Makes vectors on behalf of one question."""
+    """Makes vectors on behalf of one request."""
 
     models: Answering
-    question: Question
+    request: ProxiedRequest
     #: Who makes them.
     model: str
     #: Texts that it computes at once.
@@ -46,11 +46,11 @@ class Embedder:
     usages: list[JsonDict] = field(default_factory=list)
 
     def for_people(self) -> Embedder:
-        """The same for vectors that people will wait for, if the question is in the background."""
-        return replace(self, question=self.question.for_people())
+        """The same for vectors that people will wait for, if the request is in the background."""
+        return replace(self, request=self.request.for_people())
 
     async def vectors(self, texts: Sequence[str]) -> _Vectors:
-        """Of texts that are not empty, in order. Raises HttpError, RequestError."""
+        """Vectors of non-empty texts, in order. Raises HttpError, RequestError."""
         inputs = min(self.seats, _MOST_INPUTS)
         at_once = asyncio.Semaphore(self.seats // inputs)
 
@@ -70,9 +70,8 @@ class Embedder:
 
     async def _ask(self, texts: Sequence[str]) -> _Vectors:
         body: JsonDict = {**self.fields, "input": list(texts), "encoding_format": "base64"}
-        question = self.question
-        asked = Question(self.model, Route.EMBEDDINGS, body, question.headers, question.deadline)
-        answer = await self.models.answer(asked)
+        embedding = self.request.about(self.model, Route.EMBEDDINGS, body)
+        answer = await self.models.answer(embedding)
         self.usages.append(answer.usage)
         return _vectors_in(answer, self.model, len(texts))
 
@@ -98,7 +97,7 @@ def _vector(written: Any) -> npt.NDArray[np.float32]:
 
 
 class KeptDocuments:
-    """Documents of the settings. Each is embedded once, for the first question."""
+    """Documents of the settings. Each is embedded once, for the first request."""
 
     #: Of them where they stand in the settings themselves.
     most: ClassVar[int] = _MOST_DOCUMENTS
@@ -112,8 +111,8 @@ class KeptDocuments:
 
     @classmethod
     def of_file(cls, file: Path, prefix: str) -> KeptDocuments:
-        """Of JSON lines: each a text, or an object with a field `text`. Raises ConfigError, one
-        line.
+        """Read documents from JSON lines: each a text, or an object with a field `text`. Raises
+        ConfigError, one line.
         """
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
@@ -128,7 +127,7 @@ class KeptDocuments:
         return cls(texts, prefix)
 
     async def vectors(self, embedder: Embedder, size: int) -> _Vectors:
-        """size: numbers of the question's vector. Those of other sizes are of an engine that is no
+        """size: numbers of the request's vector. Those of other sizes are of an engine that is no
         more, and are made anew. Raises HttpError, RequestError; what was made by then is kept.
         """
         async with self._embedding:

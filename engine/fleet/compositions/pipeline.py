@@ -1,7 +1,7 @@
 """Models one after another: what one stage makes stands in the prompt of the next.
 
 A stage generates, ranks texts by how likely its model finds them, finds those whose vectors are
-nearest to a question's, or asks a reranker for those that fit it. The last one answers the client.
+nearest to the query's, or asks a reranker for those that fit it. The last one answers the client.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from pydantic import Field, model_validator
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.config import Section
-from jitney.engine.core import variables_of
 from jitney.engine.fleet.compositions.answering import (
     Answering,
     ModelAnswer,
@@ -29,12 +28,18 @@ from jitney.engine.fleet.compositions.answering import (
     marked,
     total_usage,
 )
+from jitney.engine.fleet.compositions.body_checks import (
+    parsed_body,
+    refuse_fields,
+    refuse_token_ids,
+)
 from jitney.engine.fleet.compositions.nearest import Embedder, KeptDocuments, documents_in, nearest
-from jitney.engine.fleet.compositions.question import Question, Route
 from jitney.engine.fleet.compositions.reranking import best_in, rerank_body
 from jitney.engine.fleet.compositions.scoring import TextScorer
 from jitney.engine.fleet.compositions.stage_budget import StageBudget
+from jitney.engine.fleet.compositions.stage_template_worker import variables_of
 from jitney.engine.fleet.compositions.stage_templates import StageRenderer
+from jitney.engine.fleet.request import ProxiedRequest, Route
 from jitney.engine.server import (
     ChatBody,
     CompletionBody,
@@ -396,7 +401,7 @@ def _check_fields(
 class _Run:
     """One request on its way through the stages."""
 
-    question: Question
+    request: ProxiedRequest
     #: Of the templates: those given, then what each stage made, by its name.
     variables: JsonDict
     #: Of the stages so far.
@@ -443,7 +448,7 @@ class Pipeline:
             if isinstance(stage, _EmbedStage) and (kept := _kept_documents(stage, folder)):
                 self._kept[stage.name] = kept
         stage_models = [stage.model for stage in self._stages]
-        #: For questions that somebody waits for, and for lines of batches, which would keep the
+        #: For requests that somebody waits for, and for lines of batches, which would keep the
         #: others' places as long as they give way at the engines.
         self._budget = StageBudget(stage_models, settings.max_waiting)
         self._lines_budget = StageBudget(stage_models, settings.max_waiting)
@@ -461,52 +466,54 @@ class Pipeline:
         await self._look_at_seats()
         return self._budget.limit
 
-    async def answer(self, question: Question) -> ModelAnswer:
+    async def answer(self, request: ProxiedRequest) -> ModelAnswer:
         """Raises HttpError, RequestError."""
-        async with self._last_question(question) as (asked, run):
-            with _in_stage(self._last, _passed_on(question)), self._timed(self._last, question):
-                answer = await self._models.answer(asked)
+        async with self._last_request(request) as (last, run):
+            with _in_stage(self._last, _passed_on(request)), self._timed(self._last, request):
+                answer = await self._models.answer(last)
             body = answer.body | {"usage": self._usage(answer.usage, run)}
             headers = self._last_part.headers(run.headers(answer.headers))
             return ModelAnswer(self._marked(body), headers)
 
     @asynccontextmanager
-    async def stream(self, question: Question) -> AsyncIterator[ModelStream]:
+    async def stream(self, request: ProxiedRequest) -> AsyncIterator[ModelStream]:
         """The last stage's stream. Raises HttpError, RequestError."""
-        async with self._last_question(question) as (asked, run):
-            with _in_stage(self._last, _passed_on(question)), self._timed(self._last, question):
-                async with self._models.stream(asked) as stream:
+        async with self._last_request(request) as (last, run):
+            with _in_stage(self._last, _passed_on(request)), self._timed(self._last, request):
+                async with self._models.stream(last) as stream:
                     headers = self._last_part.headers(run.headers(stream.headers))
                     yield ModelStream(self._chunks(stream, run), headers)
 
     @asynccontextmanager
-    async def _last_question(self, question: Question) -> AsyncIterator[tuple[Question, _Run]]:
-        """What the last stage is asked, once the others are through. Raises HttpError,
+    async def _last_request(
+        self, request: ProxiedRequest
+    ) -> AsyncIterator[tuple[ProxiedRequest, _Run]]:
+        """The request to the last stage, once the others are done. Raises HttpError,
         RequestError.
         """
-        variables = _variables_of(question)
+        variables = _variables_of(request)
         if self._reads_documents:
-            documents_in(question.own.get(_DOCUMENTS))
+            documents_in(request.own_fields.get(_DOCUMENTS))
         await self._look_at_seats()
-        async with self._budget_of(question).place(question.deadline):
-            run = _Run(question, variables)
+        async with self._budget_of(request).place(request.deadline):
+            run = _Run(request, variables)
             for stage in self._stages[:-1]:
                 with _in_stage(stage):
                     run.variables[stage.name] = await self._made(stage, run)
             with _in_stage(self._last):
-                asked = await self._asked_last(run)
-            yield asked, run
+                last = await self._for_last(run)
+            yield last, run
 
-    def _budget_of(self, question: Question) -> StageBudget:
-        return self._lines_budget if question.background else self._budget
+    def _budget_of(self, request: ProxiedRequest) -> StageBudget:
+        return self._lines_budget if request.background else self._budget
 
     @contextmanager
-    def _timed(self, stage: _Stage, question: Question) -> Iterator[None]:
+    def _timed(self, stage: _Stage, request: ProxiedRequest) -> Iterator[None]:
         """Tell the budget how long a stage's model takes."""
         began = time.monotonic()
         yield
         spent_s = time.monotonic() - began
-        self._budget_of(question).spent(self._stages.index(stage), spent_s)
+        self._budget_of(request).spent(self._stages.index(stage), spent_s)
 
     async def _look_at_seats(self) -> None:
         for stage in self._stages:
@@ -515,7 +522,7 @@ class Pipeline:
             self._lines_budget.set_seats(stage.model, seats)
 
     async def _made(self, stage: _Stage, run: _Run) -> JsonDict:
-        """What a stage makes, as later templates see it."""
+        """A stage's result, as later templates see it."""
         match stage:
             case _RankStage():
                 return await self._ranked(stage, run)
@@ -530,12 +537,8 @@ class Pipeline:
         prompt = await self._prompt(stage, run.variables, stage.route != "completions")
         body = stage.fields | prompt | {"n": stage.n or 1}
         route = Route.COMPLETIONS if stage.route == "completions" else Route.CHAT
-        question = run.question
-        asked = Question(
-            stage.model, route, body, question.headers, question.deadline, question.own
-        )
-        with self._timed(stage, question):
-            answer = await self._models.answer(asked)
+        with self._timed(stage, run.request):
+            answer = await self._models.answer(run.request.about(stage.model, route, body))
         run.note(stage, answer)
         texts = answer.texts
         return {"text": texts[0], "texts": texts}
@@ -554,19 +557,19 @@ class Pipeline:
     async def _render(self, stage: _Stage, template: str, variables: Mapping[str, Any]) -> str:
         return await self._renderer.render(f"{stage.name}.{template}", dict(variables))
 
-    async def _asked_last(self, run: _Run) -> Question:
+    async def _for_last(self, run: _Run) -> ProxiedRequest:
         """The client's request with the pipeline's prompt."""
-        question = run.question
-        prompt = await self._prompt(self._last, run.variables, question.is_chat)
-        given = question.body
+        request = run.request
+        prompt = await self._prompt(self._last, run.variables, request.is_chat)
+        given = request.fields
         fields = {name: value for name, value in self._last.fields.items() if name not in given}
-        return question.to(self._last.model, **fields, **prompt)
+        return request.to(self._last.model, **fields, **prompt)
 
     async def _ranked(self, stage: _RankStage, run: _Run) -> JsonDict:
         """The best of some texts, and the scores of all that are kept."""
         texts = stage.candidates or run.variables[stage.candidates_of or ""]["texts"]
         at_once = asyncio.Semaphore(self._budget.seats(stage.model))
-        scorer = TextScorer(self._models, run.question, stage.model)
+        scorer = TextScorer(self._models, run.request, stage.model)
 
         async def score(text: str) -> float:
             async with at_once:
@@ -574,7 +577,7 @@ class Pipeline:
                 prompt = await self._render(stage, "prompt", variables)
                 return await scorer.score(prompt, await self._render(stage, "scored", variables))
 
-        with self._timed(stage, run.question):
+        with self._timed(stage, run.request):
             scores = await all_of(score(text) for text in texts)
         usage = total_usage(scorer.usages)
         del usage["stages"]
@@ -586,17 +589,17 @@ class Pipeline:
         """The documents nearest to a text, and their cosines."""
         query = await self._render(stage, "query", run.variables)
         seats = self._budget.seats(stage.model)
-        embedder = Embedder(self._models, run.question, stage.model, seats, stage.fields)
+        embedder = Embedder(self._models, run.request, stage.model, seats, stage.fields)
         kept = self._kept.get(stage.name)
         if kept is None:
             texts = _texts_of_run(stage, run)
             prefixed = [stage.prefix + text for text in texts]
-            with self._timed(stage, run.question):
+            with self._timed(stage, run.request):
                 vectors = await embedder.vectors([query, *prefixed])
             own, documents = vectors[:1], vectors[1:]
         else:
             texts = kept.texts
-            with self._timed(stage, run.question):
+            with self._timed(stage, run.request):
                 own = await embedder.vectors([query])
             # Not timed: only the first request has to wait for it.
             documents = await kept.vectors(embedder.for_people(), own.shape[1])
@@ -610,10 +613,9 @@ class Pipeline:
             return dict(_NONE_FOUND)
         query = await self._render(stage, "query", run.variables)
         body = {**stage.fields, **rerank_body(query, texts, stage.keep)}
-        question = run.question
-        asked = Question(stage.model, Route.RERANK, body, question.headers, question.deadline)
-        with self._timed(stage, question):
-            answer = await self._models.answer(asked)
+        ranking = run.request.about(stage.model, Route.RERANK, body)
+        with self._timed(stage, run.request):
+            answer = await self._models.answer(ranking)
         run.note(stage, answer)
         return _made_of(texts, best_in(answer, len(texts), stage.keep))
 
@@ -646,7 +648,7 @@ def _kept_documents(stage: _EmbedStage, folder: Path) -> KeptDocuments | None:
 
 
 def _made_of(texts: Sequence[str], best: Sequence[tuple[int, float]]) -> JsonDict:
-    """What a stage passes on that sorts texts. best: their places and scores, the best first."""
+    """The result of a stage that sorts texts. best: their places and scores, the best first."""
     if not best:
         return dict(_NONE_FOUND)
     kept = [texts[place] for place, _ in best]
@@ -656,7 +658,7 @@ def _made_of(texts: Sequence[str], best: Sequence[tuple[int, float]]) -> JsonDic
 def _texts_of_run(stage: _EmbedStage | _RerankStage, run: _Run) -> list[str]:
     """Documents of the request, or of an earlier stage: those that say something."""
     if stage.documents_of is None:
-        return documents_in(run.question.own.get(_DOCUMENTS))
+        return documents_in(run.request.own_fields.get(_DOCUMENTS))
     return [text for text in run.variables[stage.documents_of]["texts"] if text]
 
 
@@ -669,18 +671,18 @@ def _in_stage(stage: _Stage, fields: Collection[str] = ()) -> Iterator[None]:
         raise _part_of(stage).refusal(error, fields) from error
 
 
-def _passed_on(question: Question) -> set[str]:
+def _passed_on(request: ProxiedRequest) -> set[str]:
     """The fields of a request that the last stage gets as they are."""
-    return set(question.body) - {"messages", "prompt"}
+    return set(request.fields) - {"messages", "prompt"}
 
 
-def _variables_of(question: Question) -> JsonDict:
-    """What every template is given of a request. Raises RequestError for what no pipeline can
-    do.
+def _variables_of(request: ProxiedRequest) -> JsonDict:
+    """The variables that every template gets of a request. Raises RequestError for what no
+    pipeline can do.
     """
-    question.refuse_token_ids()
-    question.refuse_fields(_PROMPT_FIELDS, _WHY)
-    body = question.checked()
+    refuse_token_ids(request)
+    refuse_fields(request, _PROMPT_FIELDS, _WHY)
+    body = parsed_body(request)
     if isinstance(body, CompletionBody):
         if len(body.prompt) > 1:
             raise RequestError(f"prompt must be one text: {_WHY}", param="prompt")
@@ -691,5 +693,5 @@ def _variables_of(question: Question) -> JsonDict:
                 f"add_generation_prompt must be true: {_WHY}", param="add_generation_prompt"
             )
         messages = [{"role": each.role, "content": each.content or ""} for each in body.messages]
-    asked = [each["content"] for each in messages if each["role"] == "user"]
-    return {"question": asked[-1] if asked else "", "messages": messages}
+    texts = [each["content"] for each in messages if each["role"] == "user"]
+    return {"question": texts[-1] if texts else "", "messages": messages}

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.fleet.compositions.answering import Answering, ModelAnswer
-from jitney.engine.fleet.compositions.question import Question, Route
+from jitney.engine.fleet.request import ProxiedRequest, Route
 from jitney.engine.server import HttpError
 
 #: Of a text without a token.
 _NOTHING = float("-inf")
-#: Fields of a question that decide how its messages read as a prompt.
+#: Fields of a request that decide how its messages read as a prompt.
 _TEMPLATE_FIELDS = ("messages", "chat_template_kwargs", "tools", "tool_choice", "cache_salt")
 
 
 def _logprobs_between(answer: ModelAnswer, start: int, end: int) -> list[float]:
-    """Of the tokens that have characters between two places of an echoed text. Raises HttpError."""
+    """Log-probabilities of the tokens in a range of an echoed text. Raises HttpError."""
     logprobs = answer.choices[0].get("logprobs") or {}
     offsets, values = logprobs.get("text_offset"), logprobs.get("token_logprobs")
     if not offsets or not values:
@@ -31,11 +31,11 @@ def _logprobs_between(answer: ModelAnswer, start: int, end: int) -> list[float]:
 
 
 class TextScorer:
-    """Scores texts on behalf of one question, by a model that reads them as its own."""
+    """Scores texts on behalf of one request, by a model that reads them as its own."""
 
-    def __init__(self, models: Answering, question: Question, scorer: str):
+    def __init__(self, models: Answering, request: ProxiedRequest, scorer: str):
         self._models = models
-        self._question = question
+        self._request = request
         self._scorer = scorer
         #: Of the scorer's work, all of it.
         self.usages: list[JsonDict] = []
@@ -47,9 +47,9 @@ class TextScorer:
         return _mean(_logprobs_between(answer, len(prompt), len(prompt + text)))
 
     async def score_answers(self, texts: Sequence[str]) -> list[float]:
-        """How likely each is as the question's answer. Raises HttpError, RequestError."""
-        if not self._question.is_chat:
-            prompt = self._question.body["prompt"]
+        """How likely each is as the request's answer. Raises HttpError, RequestError."""
+        if not self._request.is_chat:
+            prompt = self._request.fields["prompt"]
             prompt = prompt if isinstance(prompt, str) else prompt[0]
             return await asyncio.gather(*(self.score(prompt, text) for text in texts))
         before = (await self._ask_chat({})).usage["prompt_tokens"]
@@ -57,7 +57,7 @@ class TextScorer:
 
     async def _chat_score(self, text: str, before: int) -> float:
         """before: tokens of the prompt without the answer."""
-        messages = [*self._question.body["messages"], {"role": "assistant", "content": text}]
+        messages = [*self._request.fields["messages"], {"role": "assistant", "content": text}]
         answer = await self._ask_chat(
             {
                 "messages": messages,
@@ -72,20 +72,18 @@ class TextScorer:
         return _mean([_chosen(entry) for entry in entries[before:] if entry])
 
     async def _ask_chat(self, fields: JsonDict) -> ModelAnswer:
-        body = self._question.body
+        body = self._request.fields
         kept = {name: body[name] for name in _TEMPLATE_FIELDS if name in body}
         return await self._ask(Route.CHAT, kept | {"max_tokens": 1} | fields)
 
     async def _ask(self, route: Route, body: JsonDict) -> ModelAnswer:
-        question = self._question
-        asked = Question(self._scorer, route, body, question.headers, question.deadline)
-        answer = await self._models.answer(asked)
+        answer = await self._models.answer(self._request.about(self._scorer, route, body))
         self.usages.append(answer.usage)
         return answer
 
 
 def _chosen(entry: JsonDict) -> float:
-    """Of the token that stands in the prompt: it comes first."""
+    """Log-probability of the prompt's own token, which comes first."""
     return next(iter(entry.values()))["logprob"]
 
 

@@ -1,5 +1,5 @@
 """The prompts of a pipeline's stages, rendered by processes that can be ended
-(`text.stage_template_worker`).
+(`engine.fleet.compositions.stage_template_worker`).
 """
 
 from __future__ import annotations
@@ -8,10 +8,11 @@ from collections.abc import Mapping
 
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.worker_pool import WorkerPool
-from jitney.engine.core import Rendered, StageTemplates, StageText
+from jitney.engine.core import Rendered
+from jitney.engine.fleet.compositions.stage_template_worker import StageTemplates, StageText
 from jitney.engine.server import HttpError
 
-_MODULE = "jitney.engine.core.text.stage_template_worker"
+_MODULE = "jitney.engine.fleet.compositions.stage_template_worker"
 #: Longest that a template may take, and most characters of what it makes.
 _TIMEOUT_S = 2.0
 _MOST_CHARS = 1 << 20

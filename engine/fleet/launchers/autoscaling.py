@@ -14,14 +14,14 @@ _FULL = 0.7
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What an engine says of itself. wait_s: predicted, of one more request."""
+    """Load of an engine. wait_s: predicted wait of one more request."""
 
     wait_s: float
     load: float
     seats: float
 
     def reported(self) -> dict[str, float]:
-        """What Ray Serve is told of it."""
+        """The load as metrics for Ray Serve."""
         return {_WAIT: self.wait_s, _LOAD: self.load, _SEATS: self.seats}
 
 
@@ -41,7 +41,7 @@ def _wanted_engines(loads: Sequence[EngineLoad], target_wait_s: float) -> int:
 
 
 class _ScalingContext(Protocol):
-    """What Ray Serve tells a policy: of engines that run, and how many there may be."""
+    """Ray Serve's argument of a policy: metrics and replica counts."""
 
     @property
     def aggregated_metrics(self) -> Mapping[str, Mapping[object, float]] | None: ...
@@ -73,7 +73,7 @@ class WaitPolicy:
 
 
 def _loads(told: Mapping[str, Mapping[object, float]]) -> list[EngineLoad]:
-    """Of the engines that reported all."""
+    """Loads of the engines that reported every figure."""
     waits, loads, seats = (told.get(name, {}) for name in (_WAIT, _LOAD, _SEATS))
     return [
         EngineLoad(waits[engine], loads[engine], seats[engine])

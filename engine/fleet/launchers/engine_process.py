@@ -1,4 +1,4 @@
-"""What a fleet starts an engine's process with: its settings, and the keys in its environment."""
+"""Settings and environment of the engine processes that a fleet starts."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _check_hosts_of_file(file: Path) -> None:
 
 
 def adapters_environ(section: ReplicasSection) -> dict[str, str]:
-    """What an engine's environment says of adapters."""
+    """Environment variables of an engine's adapters."""
     adapters = section.settings.get(_ADAPTERS)
     if adapters is None:
         return {}
@@ -136,5 +136,5 @@ def engine_keys(admins: Sequence[str]) -> tuple[str, dict[str, str]]:
 
 
 def keys_environ(admins: Sequence[str], own: str) -> dict[str, str]:
-    """What an engine's environment says of keys. own: the one that the fleet asks it with."""
+    """Environment variables of an engine's keys. own: the key that the fleet uses."""
     return {"JITNEY_API_KEYS": "", ADMIN_KEYS: ",".join([*admins, own])}

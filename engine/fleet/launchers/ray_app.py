@@ -133,7 +133,7 @@ def _ingress_deployment(fleet: RayFleet, engines: Sequence[Any]) -> Any:
 
 
 def _engines_deployment(fleet: RayFleet, arm: str) -> Any:
-    """Of a model's engines, or of its candidate's."""
+    """Deployment of a model's engines, or of its candidate's."""
     model, section = fleet.config.arms[arm]
     kind = "candidate" if isinstance(section, CandidateSection) else "model"
     wanted = section.ray

@@ -44,7 +44,7 @@ _LOOK_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class RayFleet:
-    """What every actor of a fleet is given."""
+    """Arguments of every actor of a fleet."""
 
     #: Seconds beyond the drain's that an engine gets to end.
     grace_s: ClassVar[float] = 10.0
@@ -121,14 +121,14 @@ class Directory:
 
 
 def _actor_id() -> str:
-    """Of the actor that asks."""
+    """Id of the calling actor."""
     own = ray.get_runtime_context().get_actor_id()
     assert own is not None  # only actors ask
     return own
 
 
 def _node_address() -> str:
-    """Of the node that an actor is on, as the cluster knows it."""
+    """Address of the node of an actor, as the cluster knows it."""
     own = ray.get_runtime_context().get_node_id()
     return next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == own)
 
@@ -317,7 +317,7 @@ class EngineActor:
             await asyncio.sleep(Directory.announce_s)
 
     def _lost_directory(self, error: RayError) -> None:
-        """It is made anew."""
+        """Find the directory again after an error: it is started anew."""
         _log.warning("the directory of engines does not answer: %s", error)
         self._directory = Directory.of_cluster()
 
@@ -343,9 +343,8 @@ class EngineActor:
         return None
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What Serve's policy is told."""
-        now = time.monotonic()
-        waits = [replica.predicted_wait(now) for replica in self._replicas]
+        """Figures for Serve's autoscaling policy."""
+        waits = [replica.predicted_wait for replica in self._replicas]
         loads = [replica.load for replica in self._replicas]
         seats = [replica.seats for replica in self._replicas]
         load = EngineLoad(min(waits, default=0.0), sum(loads), float(max(1, sum(seats))))

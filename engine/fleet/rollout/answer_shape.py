@@ -11,8 +11,8 @@ from typing import Annotated, Self
 
 import msgspec
 
-from jitney.engine.fleet.asked import Asked
 from jitney.engine.fleet.forwarding import STREAMS
+from jitney.engine.fleet.request import ProxiedRequest
 
 _JSON = "application/json"
 #: Begins the data of a server-sent event; and the last one's, in some forms.
@@ -86,7 +86,7 @@ _SHAPES: Mapping[str, tuple[type[msgspec.Struct], type[msgspec.Struct]]] = {
 
 @dataclass(frozen=True, slots=True)
 class AnswerShape:
-    """What the answer to one request must look like."""
+    """The form that the answer to one request must have."""
 
     #: None: the route's answers are JSON, and more is not looked at.
     _plain: type[msgspec.Struct] | None
@@ -95,10 +95,10 @@ class AnswerShape:
     streams: bool
 
     @classmethod
-    def of(cls, asked: Asked) -> Self:
-        plain, event = _SHAPES.get(asked.route, (None, _Answer))
-        stream = asked.fields.get("stream")
-        by_default = plain is not None and asked.route.startswith(_OLLAMA)
+    def of(cls, request: ProxiedRequest) -> Self:
+        plain, event = _SHAPES.get(request.route, (None, _Answer))
+        stream = request.fields.get("stream")
+        by_default = plain is not None and request.route.startswith(_OLLAMA)
         return cls(plain, event, stream is True or (by_default and stream is not False))
 
     def is_of_its_kind(self, media_type: str) -> bool:

@@ -18,10 +18,11 @@ from typing import Literal, NamedTuple
 
 from jitney.engine.common.errors import JitneyError, RequestError
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.fleet.asked import Asked
 from jitney.engine.fleet.forwarding import ProxiedAnswer, is_own_limit, stream_failure
 from jitney.engine.fleet.models import ReplicatedModel
+from jitney.engine.fleet.prompt_prefixes import prefix_key
 from jitney.engine.fleet.replicas import EngineShare, Replica
+from jitney.engine.fleet.request import ProxiedRequest
 from jitney.engine.fleet.rollout.answer_shape import AnswerShape
 from jitney.engine.fleet.rollout.comparison import ARMS, ArmName, RequestOutcome
 from jitney.engine.fleet.rollout.measuring import UsageWatch
@@ -84,7 +85,7 @@ class ModelWithCandidate:
 
     @property
     def replicas(self) -> Sequence[Replica]:
-        """Of both arms."""
+        """The replicas of both arms."""
         return [*self.stable.replicas, *self.candidate.replicas]
 
     def arm(self, name: ArmName) -> ReplicatedModel:
@@ -93,49 +94,49 @@ class ModelWithCandidate:
     def card(self) -> JsonDict:
         return self.stable.card()
 
-    async def keeper_of(self, asked: Asked, path: str) -> Replica | None:
+    async def keeper_of(self, request: ProxiedRequest, path: str) -> Replica | None:
         """See `FleetModel`."""
         for name in ARMS:
-            found = await self.arm(name).keeper_of(asked, path)
+            found = await self.arm(name).keeper_of(request, path)
             if found is not None:
                 return found
         return None
 
     @asynccontextmanager
-    async def answer(self, asked: Asked) -> AsyncIterator[ProxiedAnswer]:
+    async def answer(self, request: ProxiedRequest) -> AsyncIterator[ProxiedAnswer]:
         """See `FleetModel`."""
         async with AsyncExitStack() as stack:
-            yield await self._answer_of(stack, asked)
+            yield await self._answer_of(stack, request)
 
-    async def _answer_of(self, stack: AsyncExitStack, asked: Asked) -> ProxiedAnswer:
-        """What an arm says, to be left with the stack."""
-        kept = self._keeping(asked)
+    async def _answer_of(self, stack: AsyncExitStack, request: ProxiedRequest) -> ProxiedAnswer:
+        """An arm's answer; the stack ends it."""
+        kept = self._keeping(request)
         if kept is not None:
-            return await stack.enter_async_context(self.arm(kept).answer(asked))
-        place = self.rollout.place(_key_of(asked))
+            return await stack.enter_async_context(self.arm(kept).answer(request))
+        place = self.rollout.place(_key_of(request))
         if place.arm == "candidate" and self._may_try():
-            return await self._of_candidate(stack, place, asked)
+            return await self._of_candidate(stack, place, request)
         if place.arm == "candidate":
-            return await stack.enter_async_context(self.stable.answer(asked))
-        answer, _ = await stack.enter_async_context(self._watched(place, asked))
+            return await stack.enter_async_context(self.stable.answer(request))
+        answer, _ = await stack.enter_async_context(self._watched(place, request))
         return answer
 
-    def _keeping(self, asked: Asked) -> ArmName | None:
+    def _keeping(self, request: ProxiedRequest) -> ArmName | None:
         """The arm of the only engine that can answer, if there is but one."""
-        if not asked.keeper:
+        if not request.keeper:
             return None
         names = [each.name for each in self.candidate.replicas]
-        return "candidate" if asked.keeper in names else "stable"
+        return "candidate" if request.keeper in names else "stable"
 
     async def _of_candidate(
-        self, stack: AsyncExitStack, place: KeyPlace, asked: Asked
+        self, stack: AsyncExitStack, place: KeyPlace, request: ProxiedRequest
     ) -> ProxiedAnswer:
         """The candidate's answer, or the stable arm's in its place."""
         is_refused = False
         if self.candidate.ready:
             own = await stack.enter_async_context(AsyncExitStack())
             try:
-                answer, watch = await own.enter_async_context(self._watched(place, asked))
+                answer, watch = await own.enter_async_context(self._watched(place, request))
                 is_refused = not watch.failed
                 if watch.is_answer or watch.is_own_limit or (is_refused and not self.stable.ready):
                     return answer
@@ -143,10 +144,10 @@ class ModelWithCandidate:
             except (RequestError, HttpError, _Silent) as error:
                 is_refused = not _is_failure(_status_of(error))
         else:
-            self._observe(place, asked, RequestOutcome(ok=False))
-        answer = await stack.enter_async_context(self.stable.answer(asked))
+            self._observe(place, request, RequestOutcome(ok=False))
+        answer = await stack.enter_async_context(self.stable.answer(request))
         if is_refused and answer.status < _CLIENT_ERROR:
-            self._observe(place, asked, RequestOutcome(ok=False))
+            self._observe(place, request, RequestOutcome(ok=False))
         return answer
 
     async def decide(self, action: Action) -> None:
@@ -164,18 +165,18 @@ class ModelWithCandidate:
 
     @asynccontextmanager
     async def _watched(
-        self, place: KeyPlace, asked: Asked
+        self, place: KeyPlace, request: ProxiedRequest
     ) -> AsyncIterator[tuple[ProxiedAnswer, _AnswerWatch]]:
         """An arm's answer, the candidate's once it has begun and is known to be one; what became of
         it is observed when it is over.
         """
         is_judged = place.arm == "candidate" and self.rollout.state == "running"
         limit_s = self.timeout_s if is_judged else None
-        watch = _AnswerWatch(asked, self.clock, self._pace, self.prices[place.arm], limit_s)
+        watch = _AnswerWatch(request, self.clock, self._pace, self.prices[place.arm], limit_s)
         try:
             async with AsyncExitStack() as stack:
                 async with watch.in_time():
-                    answering = self.arm(place.arm).answer(asked)
+                    answering = self.arm(place.arm).answer(request)
                     answer = await watch.of(await stack.enter_async_context(answering))
                 yield answer, watch
         except (RequestError, HttpError, _Silent) as error:
@@ -184,10 +185,10 @@ class ModelWithCandidate:
         finally:
             outcome = watch.end()
             if outcome is not None and not self._is_busier(place.arm, watch):
-                self._observe(place, asked, outcome)
+                self._observe(place, request, outcome)
 
-    def _observe(self, place: KeyPlace, asked: Asked, outcome: RequestOutcome) -> None:
-        if asked.route in _COMPARED and not asked.background:
+    def _observe(self, place: KeyPlace, request: ProxiedRequest, outcome: RequestOutcome) -> None:
+        if request.route in _COMPARED and not request.background:
             self.rollout.observe(place, outcome)
 
     def _is_busier(self, arm: ArmName, watch: _AnswerWatch) -> bool:
@@ -211,12 +212,12 @@ class ModelWithCandidate:
         return report
 
 
-def _key_of(asked: Asked) -> bytes:
-    """What sticks to an arm: who asks, by the request's own word (`user`, `safety_identifier`,
-    `metadata.user_id`), else its conversation (`prompt_cache_key`, the header x-session-id), else
-    the beginning of its prompt.
+def _key_of(request: ProxiedRequest) -> bytes:
+    """The key that sticks to an arm: the user by the request's own word (`user`,
+    `safety_identifier`, `metadata.user_id`), else its conversation (`prompt_cache_key`, the header
+    x-session-id), else the beginning of its prompt.
     """
-    fields = asked.fields
+    fields = request.fields
     metadata = fields.get("metadata")
     users = [fields.get("user"), fields.get("safety_identifier")]
     if isinstance(metadata, dict):
@@ -224,7 +225,7 @@ def _key_of(asked: Asked) -> bytes:
     for user in users:
         if isinstance(user, str) and user:
             return b"user\0" + user.encode(errors="replace")
-    return asked.prefix_key(_KEY_CHARS)
+    return prefix_key(request, _KEY_CHARS)
 
 
 def _is_failure(status: int) -> bool:
@@ -233,7 +234,7 @@ def _is_failure(status: int) -> bool:
 
 
 def _status_of(error: Exception) -> int:
-    """Of the answer that an error is."""
+    """HTTP status of an error."""
     return _NO_ANSWER if isinstance(error, _Silent) else ErrorReply.of(error, "").status
 
 
@@ -242,7 +243,7 @@ class _Silent(JitneyError):
 
 
 class _Wait(NamedTuple):
-    """What is waited for: all of these take about as long."""
+    """A kind of wait; waits of one kind take about as long."""
 
     #: Of an answer: that it begins (a plain one: that it is there), or the next piece.
     what: Literal["first", "next"]
@@ -268,7 +269,7 @@ class _Pace:
         self._open.setdefault(wait, {})[answer] = now
 
     def end(self, wait: _Wait, answer: object) -> None:
-        """It is no more."""
+        """The answer is not waited for any more."""
         self._open[wait].pop(answer, None)
 
     def took(self, wait: _Wait, seconds: float) -> None:
@@ -290,7 +291,7 @@ class _Pace:
 class _AnswerWatch:
     """One answer on its way to the client. Seconds of `clock`."""
 
-    asked: Asked
+    request: ProxiedRequest
     clock: Callable[[], float]
     pace: _Pace
     #: Of one of the arm's engines, an hour.
@@ -328,8 +329,8 @@ class _AnswerWatch:
 
     def __post_init__(self) -> None:
         self.begun = self._since = self.clock()
-        self.shape = AnswerShape.of(self.asked)
-        self._wait = _Wait("first", self.asked.route, self.shape.streams, self.asked.background)
+        self.shape = AnswerShape.of(self.request)
+        self._wait = _Wait("first", self.request.route, self.shape.streams, self.request.background)
         if self.limit_s is None:
             self.pace.begin(self._wait, self, self.begun)
 
@@ -439,7 +440,7 @@ class _AnswerWatch:
                 yield part
         except _Silent as error:
             self._broken = True
-            yield stream_failure(RequestError(str(error), code="engine_dead"), self.asked)
+            yield stream_failure(RequestError(str(error), code="engine_dead"), self.request)
             return
         self._whole = True
         if self._is_stream and not self.shape.ends(self._last):
@@ -470,11 +471,11 @@ class _AnswerWatch:
 
     @property
     def _tokens(self) -> int:
-        """Of a plain answer by its usage alone: its text is one piece."""
+        """Output tokens; of a plain answer by its usage alone, since its text is one piece."""
         return self._usage.tokens if self._is_stream else self._usage.output or 0
 
     def end(self) -> RequestOutcome | None:
-        """It is over. How it went; None: it says nothing of the engine, since the client left, or
+        """The outcome at the end; None: it says nothing of the engine, since the client left, or
         sent what cannot be answered.
         """
         if self.limit_s is None:

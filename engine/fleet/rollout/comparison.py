@@ -74,7 +74,7 @@ Verdict = Literal[
 
 @dataclass(frozen=True, slots=True)
 class RequestOutcome:
-    """What became of one request, as the ingress saw it."""
+    """The outcome of one request, as the ingress saw it."""
 
     #: False: it was refused for lack of room, failed, or its stream broke off.
     ok: bool
@@ -199,7 +199,7 @@ class _Sums:
 
     @classmethod
     def of(cls, figure: _Figure) -> _Sums:
-        """Of no request."""
+        """An empty sum."""
         shape = (figure.strata, _CLUSTERS)
         return cls(np.zeros(shape), np.zeros(shape), np.zeros(figure.strata))
 
@@ -226,7 +226,7 @@ class _Sums:
         return float(self.total.sum()) / self.requests
 
     def within(self, strata: np.ndarray) -> _Sums:
-        """Of these strata alone. strata: int64[any]."""
+        """The sums of some strata, int64[any]."""
         return _Sums(self.count[strata], self.total[strata], self.n[strata])
 
     def log_load(self, figure: _Figure) -> float:
@@ -351,7 +351,7 @@ class Comparison:
         return (both.stable if arm == "stable" else both.candidate).requests
 
     def interval(self, name: str) -> Interval | None:
-        """Of candidate to stable; None while either has too few requests or keys at equal load."""
+        """Candidate to stable; None while either has too few requests or keys at equal load."""
         stable, candidate = self.sums["stable"][name], self.sums["candidate"][name]
         found = _Matched.of(stable, candidate).difference()
         if found is None:
@@ -368,7 +368,7 @@ class Comparison:
         return Interval(difference, max(-1.0, low), min(1.0, high))
 
     def verdict(self, name: str, interval: Interval | None) -> Verdict:
-        """What is known of a figure in words. interval: as `interval` gave it."""
+        """A figure's interval in words."""
         if interval is not None:
             return interval.verdict(FIGURES[name])
         enough = all(self.sums[arm][name].enough for arm in ARMS)
@@ -384,7 +384,7 @@ class Comparison:
 
     @classmethod
     def restored(cls, saved: JsonDict) -> Comparison:
-        """What `saved` gave. Raises KeyError, TypeError or ValueError for anything else."""
+        """Load the result of `saved`. Raises KeyError, TypeError, ValueError for anything else."""
         restored = cls()
         for arm in ARMS:
             restored.tokens[arm] = int(saved["tokens"][arm])
@@ -394,8 +394,8 @@ class Comparison:
 
 
 def _half_width(variance: float, scale: float, alpha: float) -> float:
-    """Of an interval around an estimate with this variance that holds at all times at once with
-    probability 1 - alpha. scale: standard deviation of the mixture.
+    """Half width of an interval around an estimate with this variance, valid at all times at once
+    with probability 1 - alpha. scale: standard deviation of the mixture.
     """
     if variance <= 0:
         return 0.0

@@ -30,7 +30,7 @@ class UsageWatch:
 
     @property
     def tokens(self) -> int:
-        """Of the output; without a usage, the pieces that came."""
+        """Output tokens; without a usage, the pieces of text."""
         return self.pieces if self.output is None else self.output
 
     def see(self, part: bytes) -> int:

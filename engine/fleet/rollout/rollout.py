@@ -77,7 +77,7 @@ class PromotionRule:
 
 @dataclass(frozen=True, slots=True)
 class _Decision:
-    """What became of a rollout, and why."""
+    """The outcome of a rollout and its reason."""
 
     state: RolloutState
     by: Literal["rule", "hand"]
@@ -87,7 +87,7 @@ class _Decision:
 
 
 class _Look(NamedTuple):
-    """What was known at one moment. intervals: by figure; those without one are absent."""
+    """The comparison at one time. intervals: by figure; those without one are absent."""
 
     at: float
     intervals: dict[str, Interval]
@@ -123,7 +123,7 @@ class Rollout:
 
     @property
     def share(self) -> float:
-        """Of the keys that the candidate gets now."""
+        """Share of the keys that the candidate gets now."""
         return {"running": self.rule.share, "promoted": 1.0, "rolled_back": 0.0}[self.state]
 
     def observe(self, place: KeyPlace, outcome: RequestOutcome) -> None:
@@ -172,7 +172,7 @@ class Rollout:
         return self._decide(action, "hand", "")
 
     def _by_rule(self, intervals: Mapping[str, Interval]) -> tuple[Action, str] | None:
-        """What to do, and why."""
+        """The next action and its reason."""
         rule = self.rule
         broken = [name for name in rule.may_lose if self._breaks(name, intervals)]
         if broken and rule.rolls_back:
@@ -295,7 +295,7 @@ class Rollout:
         }
 
     def saved(self) -> JsonDict:
-        """What a restart must not lose, as JSON."""
+        """The state that a restart keeps, as JSON."""
         decision = self.decision
         return {
             "version": _VERSION,

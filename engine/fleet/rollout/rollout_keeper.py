@@ -117,7 +117,7 @@ class RolloutKeeper:
 
 
 def _write(file: Path, saved: JsonDict) -> None:
-    """Whole or not at all."""
+    """Write a file atomically."""
     part = file.with_suffix(".part")
     file.parent.mkdir(parents=True, exist_ok=True)
     part.write_bytes(orjson.dumps(saved))

@@ -24,7 +24,7 @@ from jitney.engine.server import (
 
 
 class RolloutBody(BaseModel):
-    """What to do with a candidate: promote gives it every request, roll_back none, restart the
+    """A decision on a candidate: promote gives it every request, roll_back none, restart the
     share of the rule again, with nothing known.
     """
 
@@ -89,7 +89,7 @@ class RolloutFigure(ResponseModel):
 
 
 class RolloutLook(ResponseModel):
-    """What was known at a moment: by figure [estimate, low, high]."""
+    """The comparison at one time: [estimate, low, high] by figure."""
 
     at: float
     intervals: dict[str, list[float]]

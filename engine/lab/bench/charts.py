@@ -15,7 +15,7 @@ from jitney.dashboard import figure, line
 from jitney.engine.common.request_record import RequestRecord
 from jitney.engine.common.requests import JsonObject
 from jitney.engine.common.row_kinds import ROW_KIND_TABLE
-from jitney.engine.core import Bill, CostLine
+from jitney.engine.lab.bench.cost import Bill, CostLine
 from jitney.engine.lab.bench.tables import LEDGER_LABELS
 
 _WARNING, _IDLE_COLOUR = "#d55e00", "#e4e8ed"

@@ -19,8 +19,8 @@ from jitney.engine.common.request_record import RequestRecord
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.summary import spread, summarise
 from jitney.engine.common.trace import Arrival
+from jitney.engine.lab.bench.client import Answer
 from jitney.engine.lab.simulation.engine_run import span
-from jitney.engine.server import Answer
 
 #: How often the event loop is asked whether it is late, seconds.
 _LAG_EVERY_S = 0.02

@@ -20,7 +20,8 @@ from jitney.engine.common.records import Ledger
 from jitney.engine.common.request_record import RequestRecord
 from jitney.engine.common.requests import EngineRequest, JsonDict
 from jitney.engine.common.trace import Arrival
-from jitney.engine.core import Bill, EngineCore, PagePool, Scheduler
+from jitney.engine.core import EngineCore, PagePool, Scheduler
+from jitney.engine.lab.bench.cost import Bill
 from jitney.engine.lab.bench.load import Watch, ignore_progress
 from jitney.engine.lab.bench.text import arrival_ids
 from jitney.engine.lab.simulation.drive import Offer, drive

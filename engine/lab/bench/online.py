@@ -15,10 +15,10 @@ from jitney.engine.common.errors import JitneyError
 from jitney.engine.common.records import ROW_KINDS
 from jitney.engine.common.scrape import Scrape
 from jitney.engine.common.trace import Arrival
-from jitney.engine.core import Bill
+from jitney.engine.lab.bench.client import Answer, EndpointClient, RemoteEndpoint
+from jitney.engine.lab.bench.cost import Bill
 from jitney.engine.lab.bench.load import LoadResult, Watch, ignore_progress, run_load
 from jitney.engine.lab.bench.text import arrival_prose, prose
-from jitney.engine.server import Answer, EndpointClient, RemoteEndpoint
 
 #: Words of the texts by which the endpoint's tokens are learnt: at first few, then as many as the
 #: longest prompt has, but no more than this.

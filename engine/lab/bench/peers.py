@@ -25,6 +25,7 @@ from jitney.engine.common.ports import free_port
 from jitney.engine.common.requests import JsonDict, JsonObject
 from jitney.engine.common.summary import spread, token_gaps
 from jitney.engine.common.trace import Arrival
+from jitney.engine.lab.bench.client import Answer, EndpointClient, RemoteEndpoint
 from jitney.engine.lab.bench.load import LoadResult, run_load
 from jitney.engine.lab.bench.online import EngineAbout
 from jitney.engine.lab.bench.peer_process import Peer
@@ -37,7 +38,6 @@ from jitney.engine.lab.simulation.workload import (
     LogNormal,
     synthesise,
 )
-from jitney.engine.server import Answer, EndpointClient, RemoteEndpoint
 
 #: Log-normal lengths around 96 and 64 tokens.
 PROMPTS, OUTPUTS = LogNormal(96, 0.5, 4, 384), LogNormal(64, 0.5, 4, 256)
@@ -50,7 +50,7 @@ _SEED = 0
 #: A line of progress.
 _Say = Callable[[str], None]
 #: Text -> token ids.
-type Encode = Callable[[str], list[int]]
+type _Encode = Callable[[str], list[int]]
 
 
 class _Measurement(NamedTuple):
@@ -116,7 +116,9 @@ class _PeerResult:
         }
 
 
-def _make_measurements(encode: Encode, streams: Sequence[int], requests: int) -> list[_Measurement]:
+def _make_measurements(
+    encode: _Encode, streams: Sequence[int], requests: int
+) -> list[_Measurement]:
     """Closed loops of so many streams, and long prompts with one output token each."""
     loops = [_loop(encode, count, requests) for count in streams]
     arrivals = _drawn(min(_LONG_REQUESTS, requests), Fixed(_LONG_PROMPT), Fixed(1))
@@ -124,7 +126,7 @@ def _make_measurements(encode: Encode, streams: Sequence[int], requests: int) ->
     return [*loops, _measurement(name, _LONG_STREAMS, arrivals, encode)]
 
 
-def _loop(encode: Encode, streams: int, requests: int) -> _Measurement:
+def _loop(encode: _Encode, streams: int, requests: int) -> _Measurement:
     if streams == 1:
         requests = min(requests, _SINGLE_REQUESTS)
     name = f"streams_{streams}"
@@ -136,7 +138,7 @@ def _drawn(count: int, prompts: Lengths, outputs: Lengths) -> list[Arrival]:
 
 
 def _measurement(
-    name: str, streams: int, arrivals: Sequence[Arrival], encode: Encode
+    name: str, streams: int, arrivals: Sequence[Arrival], encode: _Encode
 ) -> _Measurement:
     prompts = []
     for number, arrival in enumerate(arrivals):
@@ -167,7 +169,7 @@ class PeerBench:
     @classmethod
     def of(
         cls,
-        encode: Encode,
+        encode: _Encode,
         streams: Sequence[int],
         requests: int,
         *,

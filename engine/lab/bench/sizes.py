@@ -19,8 +19,8 @@ import msgspec
 
 from jitney.engine.common.child_process import end_child, start_child
 from jitney.engine.common.errors import JitneyError
-from jitney.engine.config import Config, Value, settings
-from jitney.engine.core import MOST_OTHER_WORK, OtherWork, powers_of_two, processors_here
+from jitney.engine.config import Config, SizeValue, settings
+from jitney.engine.core import OtherWork, powers_of_two, processors_here
 from jitney.engine.server import core_environ
 
 #: A step that takes longer than it may is chosen only where the smallest takes almost as long.
@@ -123,7 +123,7 @@ class OtherPrograms(JitneyError):
     def __init__(self, share: float):
         super().__init__(
             f"steps cannot be timed while other programs use {share:.0%} of the processors (at "
-            f"most {MOST_OTHER_WORK:.0%}): try again when it is quiet"
+            f"most {OtherWork.most:.0%}): try again when it is quiet"
         )
 
 
@@ -148,7 +148,7 @@ _ROWS = _SizeRule(_usual("token_budget"), limit_s=0.5, larger_limit_s=0.3, worth
 
 #: Times the steps of an engine with these settings.
 _Time = Callable[[Config], Awaitable[SizeTimes]]
-_Values = dict[str, Value]
+_Values = dict[str, SizeValue]
 
 
 class _Measured(msgspec.Struct, frozen=True):
@@ -165,7 +165,7 @@ async def sizes_here(config: Config, time_steps: _Time | None = None) -> _Measur
     others = OtherWork(processors_here(config.engine.threads).chosen)
     await asyncio.sleep(_LOOK_S)
     share = others.share()
-    if share > MOST_OTHER_WORK:
+    if share > OtherWork.most:
         raise OtherPrograms(share)
     return await _measure_sizes(config, time_steps or time_apart)
 
@@ -355,7 +355,7 @@ def _of_sizes(config: Config, seats: int, rows: int) -> Config:
     )
 
 
-def _with(config: Config, **sizes: Value) -> Config:
+def _with(config: Config, **sizes: SizeValue) -> Config:
     engine = config.engine.model_copy(update=sizes)
     return config.model_copy(update={"engine": engine})
 
@@ -373,7 +373,7 @@ async def time_apart(
     on_process: Callable[[asyncio.subprocess.Process], None] = _ignore,
     on_step: Callable[[TimedStep], None] = _ignore,
     limit_s: float | None = _LIMIT_S,
-    most_other_work: float = MOST_OTHER_WORK,
+    most_other_work: float = OtherWork.most,
 ) -> SizeTimes:
     """The times of an engine with these settings in a process of its own.
 

@@ -23,7 +23,6 @@ from jitney.engine.common.errors import ConfigError, JitneyError
 from jitney.engine.config import Config
 from jitney.engine.core import (
     LLM,
-    MOST_OTHER_WORK,
     Bucket,
     Buckets,
     OtherWork,
@@ -152,7 +151,7 @@ class _StepTimer:
     known: Mapping[tuple[str, int], Timed]
     say: _Say
     #: See `TimingOrder`.
-    most_other_work: float = MOST_OTHER_WORK
+    most_other_work: float = OtherWork.most
 
     def timed(
         self, kind: Literal["decode", "prompts"], cases: Sequence[StepCase]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 
 from jitney.dashboard import Table
 from jitney.engine.common.requests import JsonObject
 from jitney.engine.common.row_kinds import ROW_KIND_TABLE
 from jitney.engine.common.summary import quantile_of
-from jitney.engine.core import Bill, CostLine
+from jitney.engine.lab.bench.cost import Bill, CostLine
 
 _QUANTILES = {"p50": "p50", "p90": "p90", "p99": "p99", "p999": "p99.9"}
 _LATENCIES = {
@@ -100,54 +101,28 @@ def queue(backlog: JsonObject | None, grew: str = "grew: p99 is the run's length
     return grew if backlog["grew"] else "did not grow"
 
 
-def ledger_table(lines: Bill, price_per_hour: float | None = None) -> Table:
-    """Rows, device time and money by kind, and their sum; kinds that did not occur are left out."""
-    heads = ["", "rows", "share of rows", "device time", "share of time"]
-    occurred = {kind: line for kind, line in _with_sum(lines).items() if line != _NOTHING}
-    total = occurred.get("all", _NOTHING)
-    rows = []
-    for kind, line in occurred.items():
-        rows.append([_label(kind), *_ledger_cells(line, total), *_cost(line, price_per_hour)])
-    return Table(heads + _cost_head(price_per_hour), rows)
-
-
-def _label(kind: str) -> str:
-    return LEDGER_LABELS.get(kind, kind)
-
-
-def _ledger_cells(line: CostLine, total: CostLine) -> list[str]:
-    part = line.rows / max(1, total.rows)
-    time = line.nanoseconds / max(1, total.nanoseconds)
-    return [f"{line.rows:,}", _share(part), f"{line.seconds:.3f} s", _share(time)]
-
-
-def ledgers_table(bills: Mapping[str, Bill], price_per_hour: float | None = None) -> Table:
-    """Rows and device time of several runs side by side."""
-    columns = list(map(_with_sum, bills.values()))
-    by_kind = {kind: [column[kind] for column in columns] for kind in columns[0]}
-    rows = [_kind_row(kind, lines) for kind, lines in by_kind.items() if set(lines) != {_NOTHING}]
+def ledger_table(bills: Mapping[str, Bill], price_per_hour: float | None = None) -> Table:
+    """Rows and device time of runs side by side, by kind, with their shares; kinds that did not
+    occur are left out.
+    """
+    columns = [_with_sum(bill) for bill in bills.values()]
+    heads = [f"{run} {head}" for run in bills for head in ("rows", "time")]
+    rows: list[list[str]] = []
+    for kind in columns[0]:
+        lines = [column[kind] for column in columns]
+        if set(lines) != {_NOTHING}:
+            cells = map(_ledger_cells, lines, (column["all"] for column in columns))
+            rows.append([LEDGER_LABELS.get(kind, kind), *itertools.chain(*cells)])
     if price_per_hour is not None:
-        rows.append(_cost_row(by_kind["all"], price_per_hour))
-    return Table(["", *_ledger_heads(bills)], rows)
+        money = [("", f"{column['all'].money(price_per_hour):.6f}") for column in columns]
+        rows.append(["cost", *itertools.chain(*money)])
+    return Table(["", *heads], rows)
 
 
-def _ledger_heads(runs: Iterable[str]) -> Iterator[str]:
-    for run in runs:
-        yield from (f"{run} rows", f"{run} time")
-
-
-def _cost_row(sums: Iterable[CostLine], price_per_hour: float) -> list[str]:
-    row = ["cost"]
-    for line in sums:
-        row += ["", *_cost(line, price_per_hour)]
-    return row
-
-
-def _kind_row(kind: str, lines: Sequence[CostLine]) -> list[str]:
-    row = [_label(kind)]
-    for line in lines:
-        row += [f"{line.rows:,}", f"{line.seconds:.2f} s"]
-    return row
+def _ledger_cells(line: CostLine, total: CostLine) -> tuple[str, str]:
+    rows = line.rows / max(1, total.rows)
+    time = line.nanoseconds / max(1, total.nanoseconds)
+    return f"{line.rows:,} ({_share(rows)})", f"{line.seconds:.2f} s ({_share(time)})"
 
 
 def _with_sum(lines: Bill) -> dict[str, CostLine]:
@@ -155,16 +130,6 @@ def _with_sum(lines: Bill) -> dict[str, CostLine]:
     ordered = {kind: lines[kind] for kind in LEDGER_LABELS}
     columns = zip(*((line.rows, line.nanoseconds) for line in ordered.values()), strict=True)
     return ordered | {"all": CostLine(*map(sum, columns))}
-
-
-def _cost_head(price_per_hour: float | None) -> list[str]:
-    return [] if price_per_hour is None else ["cost"]
-
-
-def _cost(line: CostLine, price_per_hour: float | None) -> list[str]:
-    if price_per_hour is None:
-        return []
-    return [f"{line.money(price_per_hour):.6f}"]
 
 
 def ratio_table(ratios: Mapping[str, JsonObject]) -> Table:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from jitney.engine.config import Config, KeptTimes
+from jitney.engine.config import Config, MeasuredTimes
 from jitney.engine.lab.bench.sizes import NoTimeLeft, SizeTimes, Timed, TimedStep, time_apart
 
 #: Seconds of timing over all starts, from which on nothing more is tried.
@@ -24,7 +24,7 @@ class TimingBehind:
     times: what was timed so far. keep: called whenever there is more.
     """
 
-    def __init__(self, times: KeptTimes, keep: Callable[[], object]):
+    def __init__(self, times: MeasuredTimes, keep: Callable[[], object]):
         self.times = times
         self._keep = keep
         self._process: asyncio.subprocess.Process | None = None

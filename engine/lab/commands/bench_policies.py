@@ -440,7 +440,7 @@ def _case_sections(
     from jitney.engine.lab.bench.tables import (
         errors_table,
         figures_table,
-        ledgers_table,
+        ledger_table,
         ratio_table,
     )
 
@@ -452,7 +452,7 @@ def _case_sections(
     notes = [*_case_lines(case), "Latencies count from the time a request should have come."]
     yield PageSection(f"Figures: {name}", notes, tables, latency_charts(requests) if charts else ())
     bars = [ledger_bars(bills)] if charts else ()
-    yield PageSection(f"Ledger: {name}", [_LEDGER_NOTE], [ledgers_table(bills, price)], bars)
+    yield PageSection(f"Ledger: {name}", [_LEDGER_NOTE], [ledger_table(bills, price)], bars)
     table = errors_table(case["prediction_errors"])
     yield PageSection(f"Error of prediction: {name}", [_ERRORS_NOTE], [table])
 

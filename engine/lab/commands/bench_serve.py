@@ -18,10 +18,10 @@ from jitney.engine.common.requests import JsonDict, JsonObject
 from jitney.engine.common.trace import Arrival
 from jitney.engine.config import Command, Flag, FlagGroup
 from jitney.engine.lab.backlog import QueueGrowth
+from jitney.engine.lab.bench.client import Answer, RemoteEndpoint
 from jitney.engine.lab.bench.online import EngineAbout, OnlineBench, OnlineRun
 from jitney.engine.lab.commands.bench_flags import TrafficArguments, progress, traffic_line
 from jitney.engine.lab.simulation.recordings import write_recording
-from jitney.engine.server import Answer, RemoteEndpoint
 
 if TYPE_CHECKING:
     from jitney.dashboard import Page
@@ -185,7 +185,7 @@ def _page(args: TrafficArguments, report: JsonObject, run: OnlineRun, charts: bo
     sections = [PageSection("Figures", [note], [table], curves)]
     if run.bill is not None:
         bars = [ledger_bars({"measured": run.bill})] if charts else []
-        table = ledger_table(run.bill, args.price_per_hour)
+        table = ledger_table({"measured": run.bill}, args.price_per_hour)
         title = "Ledger of the server over the run"
         sections.append(PageSection(title, [_LEDGER_NOTE], [table], bars))
     return Page(f"Traffic for {report['model']}", list(_summary(report)), sections)

@@ -18,8 +18,8 @@ from jitney.engine.config import (
     Command,
     Flag,
     FlagGroup,
-    KeptSizes,
-    Layered,
+    ResolvedConfig,
+    TunedSizes,
     check_platform,
     runs_on_device,
 )
@@ -47,12 +47,12 @@ def bench_sizes(arguments: Sequence[str]) -> int:
 
     args = _COMMAND.parse(arguments)
     args.check_writable("json")
-    layered = args.load_layers()
-    _check(layered)
-    config = layered.config
+    resolved = args.load_layers()
+    _check(resolved)
+    config = resolved.config
     found = asyncio.run(sizes_here(config))
-    sizes = ServerSizes(layered)
-    chosen = KeptSizes(found.values, date.today().isoformat())
+    sizes = ServerSizes(resolved)
+    chosen = TunedSizes(found.values, date.today().isoformat())
     if args.keep:
         _keep(sizes, chosen)
     report = {"machine": sizes.machine, "model": config.model.id, **msgspec.to_builtins(found)}
@@ -61,26 +61,26 @@ def bench_sizes(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _check(layered: Layered) -> None:
+def _check(resolved: ResolvedConfig) -> None:
     """Raises ConfigError where nothing can be chosen."""
-    engine = layered.config.engine
+    engine = resolved.config.engine
     check_platform(engine.platform)
     if runs_on_device(engine.platform):
         raise ConfigError("sizes are measured on a CPU: give --platform cpu")
     if engine.tensor_parallel > 1 or engine.n_hosts > 1:
         raise ConfigError("sizes are measured of an engine that is one process")
-    for name in sorted(SIZES & set(layered.origins)):
-        where = layered.origins[name]
+    for name in sorted(SIZES & set(resolved.origins)):
+        where = resolved.origins[name]
         raise ConfigError(f"{where}: one given size decides on all; leave it out")
 
 
-def _keep(sizes: ServerSizes, chosen: KeptSizes) -> None:
+def _keep(sizes: ServerSizes, chosen: TunedSizes) -> None:
     reason = sizes.keep(chosen)
     if reason:
         raise ConfigError(f"the sizes cannot be kept: {reason}")
 
 
-def _show(report: JsonObject, timed: Sequence[SizeTimes], chosen: KeptSizes) -> None:
+def _show(report: JsonObject, timed: Sequence[SizeTimes], chosen: TunedSizes) -> None:
     """One row a step, then what was chosen."""
     from jitney.dashboard import Table, print_lines
 

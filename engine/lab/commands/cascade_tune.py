@@ -15,7 +15,7 @@ import msgspec
 from jitney.engine.common.errors import ConfigError, JitneyError
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.config import Arguments, Command, Flag, FlagGroup, progress_reporter
-from jitney.engine.fleet import Measure, Question
+from jitney.engine.fleet import EngineAddress, Measure, ProxiedRequest
 from jitney.engine.lab.cascade_tuning import (
     Cost,
     ModelComparison,
@@ -23,12 +23,11 @@ from jitney.engine.lab.cascade_tuning import (
     Threshold,
     Thresholds,
     TokenPrices,
-    read_questions,
+    read_requests,
 )
 
 if TYPE_CHECKING:
     from jitney.dashboard import Table
-    from jitney.engine.server import RemoteEndpoint
 
 _SMALL, _LARGE = "small", "large"
 #: Where API keys may stand; a flag would show them to other users of the machine.
@@ -99,8 +98,8 @@ def cascade_tune(arguments: Sequence[str]) -> int:
     _check(args)
     by = _cost_of(args)
     measures = [_measure_from(args.measure)] if args.measure else list(_MEASURES)
-    questions = read_questions(Path(args.file), _fields_from(args))
-    pairs, refusals = asyncio.run(_compare(args, questions))
+    requests = read_requests(Path(args.file), _fields_from(args))
+    pairs, refusals = asyncio.run(_compare(args, requests))
     if not pairs:
         raise JitneyError(f"no request was answered by both models: {refusals[0]}")
     tried = [Thresholds.of(pairs, measure, by) for measure in measures]
@@ -168,35 +167,32 @@ def _fields_from(args: Arguments) -> JsonDict:
     return fields if args.max_tokens is None else fields | {"max_tokens": args.max_tokens}
 
 
-def _endpoint_from(flag: str, text: str, timeout_s: float) -> RemoteEndpoint:
+def _address_from(flag: str, text: str) -> EngineAddress:
     """From http://HOST:PORT/MODEL; /v1 may stand before the model, whose name may hold slashes.
     Raises ConfigError.
     """
-    from jitney.engine.server import RemoteEndpoint
 
     parts = urlsplit(text)
     model = parts.path.removeprefix("/v1/").strip("/")
     if parts.scheme not in ("http", "https") or not parts.netloc or not model or model == "v1":
         raise ConfigError(f"--{flag} {text}: give http://HOST:PORT/MODEL")
     key = os.environ.get(_KEYS[flag]) or os.environ.get(_ANY_KEY, "")
-    url = f"{parts.scheme}://{parts.netloc}"
-    return RemoteEndpoint(url, model, key, timeout_s=timeout_s)
+    return EngineAddress(f"{parts.scheme}://{parts.netloc}", model, key)
 
 
-async def _compare(args: Arguments, questions: Sequence[Question]) -> tuple[list[Pair], list[str]]:
-    import httpx
+async def _compare(
+    args: Arguments, requests: Sequence[ProxiedRequest]
+) -> tuple[list[Pair], list[str]]:
+    from jitney.engine.fleet import engines_at
 
-    from jitney.engine.fleet import HttpEngines
-
-    endpoints = {
-        name: _endpoint_from(name, getattr(args, name), args.timeout_s) for name in (_SMALL, _LARGE)
-    }
+    addresses = {name: _address_from(name, getattr(args, name)) for name in (_SMALL, _LARGE)}
     prices = TokenPrices(args.small_price, args.large_price)
-    async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None)) as client:
-        engines = HttpEngines(endpoints, client)
-        comparison = ModelComparison(engines, _SMALL, _LARGE, args.agree, prices)
-        report, total = progress_reporter("requests"), len(questions)
-        return await comparison.run(questions, args.at_once, lambda done: report(done, total))
+    async with engines_at(addresses) as engines:
+        comparison = ModelComparison(
+            engines, _SMALL, _LARGE, args.agree, prices, timeout_s=args.timeout_s
+        )
+        report, total = progress_reporter("requests"), len(requests)
+        return await comparison.run(requests, args.at_once, lambda done: report(done, total))
 
 
 def _report_of(tuned: _Tuned) -> JsonDict:

@@ -6,21 +6,21 @@ import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.trace import Arrival
 from jitney.engine.config import Arguments, Flag
+from jitney.engine.fleet import RouterName
 from jitney.engine.lab.simulation.fleet import Failures
 from jitney.engine.lab.simulation.fleet_planner import FleetAssumptions, ReplicaKind
-from jitney.engine.lab.simulation.fleet_routing import SimulatedIngress
 from jitney.engine.lab.simulation.fleet_traffic import Day, Recorded
 from jitney.engine.lab.simulation.roofline import Assumptions, Roofline
 from jitney.engine.lab.simulation.workload import parse_lengths
 
 _HOUR_S = 3600.0
 _START_S = FleetAssumptions().start_s
-_WEIGHTS = ("bf16", "fp8", "int8", "int4")
+_WEIGHTS = ("bf16", "fp8", "int8", "int4", "mxfp4")
 #: Of the accelerators that a word of --devices names: "h100", "4xv5e", "l4:int8".
 _DEVICE = re.compile(r"(?:(?P<count>[1-9]\d{0,3})x)?(?P<name>[a-z0-9-]+)(?::(?P<weights>\w+))?")
 _PROMPT = "lognormal:mean=512,sigma=0.8,min=16,max=8000"
@@ -61,7 +61,7 @@ class FleetArguments(Arguments):
             "--router",
             "how requests find a replica",
             "least-wait",
-            choices=SimulatedIngress.ROUTERS,
+            choices=get_args(RouterName.__value__),
         ),
         Flag.number("--core-mtbf-h", "hours between two deaths of a replica's core", 168.0),
         Flag.number("--core-recovery-s", "seconds until the next core is there", 10.0),

@@ -20,7 +20,7 @@ from jitney.engine.lab.simulation.roofline import SHAPES, Assumptions, Roofline
 if TYPE_CHECKING:
     pass
 
-_WEIGHTS = ("bf16", "fp8", "int8", "int4")
+_WEIGHTS = ("bf16", "fp8", "int8", "int4", "mxfp4")
 #: Fields of `Load` that flags of the same name give.
 _OF_LOAD = ("prompt", "output", "rate", "price_per_hour", "token_budget", "page_size")
 

@@ -72,7 +72,7 @@ _PUBLISHED = {
 
 
 def _checks(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
-    """Of the first kernel set: tokens, attention in the dtype that serves, the kernels in the
+    """Checks of the first kernel set: tokens, attention in the dtype that serves, kernels in the
     measured model's shapes, attention in other dtypes, experts; a short call may not reach the end.
     """
     kernels = sets[0]

@@ -23,7 +23,6 @@ from msgspec.structs import replace
 
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.core import (
-    GIB,
     Bucket,
     Buckets,
     LaunchedStep,
@@ -49,6 +48,9 @@ _MOST_POSITIONS = 1 << 18
 _FEW_POSITIONS = 1 << 10
 #: Programs compiled side by side.
 _THREADS = 8
+
+#: Bytes.
+_GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,7 @@ class StepBench:
 
 
 def _unread_bytes(wanted: RandomModel) -> int:
-    """Of the table of embeddings, where it is not the head, too."""
+    """Bytes of weights that a step does not read: the embedding table where it is not the head."""
     config = wanted.config
     if config.tie_embeddings:
         return 0
@@ -137,7 +139,7 @@ def _pages_for(job: PartJob, buckets: Buckets, row_bytes: int, held: int) -> int
     wanted = _MOST_POSITIONS + buckets.seats * job.page_size
     pages = min(wanted, _free_positions(row_bytes)) // job.page_size
     if pages < 2:
-        raise ConfigError(f"{held / GIB:.1f} GiB of weights leave no room for keys and values")
+        raise ConfigError(f"{held / _GIB:.1f} GiB of weights leave no room for keys and values")
     return pages
 
 
@@ -185,8 +187,8 @@ def _step_row(
 
 def _no_room(bench: StepBench, wanted: int) -> str:
     """wanted: KV positions."""
-    needed = wanted * bench.row_bytes / GIB
-    room = bench.positions * bench.row_bytes / GIB
+    needed = wanted * bench.row_bytes / _GIB
+    room = bench.positions * bench.row_bytes / _GIB
     return f"does not fit: {needed:.1f} GiB of keys and values, room for {room:.1f}"
 
 
@@ -247,7 +249,7 @@ def _decode_tasks(
 
 
 def _decode_row(job: PartJob, model: RandomModel, seats: int, context: int) -> Row:
-    """Of a decode step, without figures."""
+    """A decode step's row without figures."""
     weights, goal = model.weights, ""
     if weights == "plain":
         weights = str(jnp.dtype(model.dtype))

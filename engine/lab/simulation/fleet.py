@@ -1,8 +1,8 @@
-"""A fleet on a virtual clock: replicas that run the engine's own scheduler, an ingress that routes
-as the real one does, failures, and replicas that are started and let go.
+"""A fleet on a virtual clock: replicas that run the engine's own scheduler, the real ingress's
+router, failures, and replicas that are started and stopped.
 
-The ingress counts what it has sent; it learns how much is open at each replica every `_LOOK_S`, and
-the predicted waits every second, as a real one that polls. Chance is drawn from the seed: the same
+The router counts the requests that it sent; it learns of their ends every `_LOOK_S`, and of
+predicted waits every second, as a real ingress that polls. Randomness comes from the seed: the same
 fleet and traffic always give the same figures.
 """
 
@@ -22,18 +22,22 @@ from jitney.engine.common.request_record import RequestRecord
 from jitney.engine.common.requests import EngineRequest, JsonDict
 from jitney.engine.common.summary import QUANTILES
 from jitney.engine.common.trace import Arrival
+from jitney.engine.fleet import ReplicaSet, RouterName
 from jitney.engine.lab.simulation.engine_shape import EngineShape
-from jitney.engine.lab.simulation.fleet_replica import Replica, ReplicaState, fleet_request
-from jitney.engine.lab.simulation.fleet_routing import SimulatedIngress
+from jitney.engine.lab.simulation.fleet_replica import (
+    SimulatedReplica,
+    SimulatedState,
+    fleet_request,
+)
 from jitney.engine.lab.simulation.fleet_scaling import Scaler, ScalingRule
 from jitney.engine.lab.simulation.simulator import no_collection
 from jitney.engine.lab.simulation.step_table import StepTimes
 
-#: Seconds between two looks at how much is open at each replica; at each fourth look the ingress
-#: also asks for the predicted wait.
-_LOOK_S, _ASK_EVERY = 0.25, 4
-#: Replicas that a request is offered to before it is refused.
-_TRIES = 8
+#: Seconds between two looks at the replicas; at each fourth look they report their load.
+_LOOK_S, _REPORT_EVERY = 0.25, 4
+#: Replicas that a request is offered to before it is refused; seconds for which a replica that
+#: refuses counts as full.
+_TRIES, _FULL_S = 8, 1.0
 #: Streams of fewer tokens have no speed worth counting: one step with a prompt would decide.
 _LEAST_STREAM = 8
 #: Share of the traffic's time at its beginning that no latency is taken from: the fleet is empty.
@@ -77,7 +81,7 @@ class FleetPlan:
     table: StepTimes
     #: At the beginning; all ready.
     replicas: int
-    router: str = "least-wait"
+    router: RouterName = "least-wait"
     prefix_cache: bool = False
     failures: Failures = field(default_factory=Failures)
     #: None: as many replicas as at the beginning.
@@ -210,13 +214,14 @@ class _Simulation:
     def __init__(self, arrivals: Sequence[Arrival], plan: FleetPlan):
         self.plan = plan
         self._seats = plan.engine.limits.max_seats
-        self._ingress = SimulatedIngress(plan.router, self._seats)
+        self._now = arrivals[0].at
+        self._known = ReplicaSet(router=plan.router)
         self._scaler = Scaler(plan.scaling) if plan.scaling else None
         self._rng = np.random.default_rng(plan.seed)
         self._run = FleetRun(arrivals, [None] * len(arrivals))
         #: When requests whose core or machine was lost had their first token.
         self._first_tokens: dict[str, float] = {}
-        self._replicas: dict[str, Replica] = {}
+        self._replicas: dict[str, SimulatedReplica] = {}
         #: (time, number, what happens), a heap.
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._numbers = itertools.count(1)
@@ -228,7 +233,6 @@ class _Simulation:
         self._outage_at = self._next_look + plan.failures.outage_at
         for _ in range(plan.replicas):
             self._new_replica("ready")
-        self._tell_ingress()
 
     def run(self) -> FleetRun:
         """All requests, to their ends."""
@@ -241,64 +245,73 @@ class _Simulation:
             self._pass_time(self._next_look)
         return self._run
 
-    def _new_replica(self, state: ReplicaState) -> Replica:
+    def _new_replica(self, state: SimulatedState) -> SimulatedReplica:
         name = f"replica-{next(self._numbers)}"
         plan = self.plan
-        replica = Replica(name, state, plan.engine, plan.table, plan.prefix_cache)
+        replica = SimulatedReplica(
+            name, state, self._clock, plan.engine, plan.table, plan.prefix_cache
+        )
         self._replicas[name] = replica
+        self._known.add(replica.known)
         return replica
 
     def _later(self, at: float, happen: Callable[[float], None]) -> None:
         heappush(self._events, (at, next(self._numbers), happen))
 
-    def _in_state(self, *states: ReplicaState) -> list[Replica]:
+    def _in_state(self, *states: SimulatedState) -> list[SimulatedReplica]:
         return [replica for replica in self._replicas.values() if replica.state in states]
 
-    def _tell_ingress(self) -> None:
-        self._ingress.set_replicas(replica.name for replica in self._in_state("ready"))
+    def _clock(self) -> float:
+        return self._now
+
+    def _remove(self, replica: SimulatedReplica) -> None:
+        del self._replicas[replica.name]
+        self._known.remove(replica.known)
 
     def _route(self, request: EngineRequest, now: float) -> None:
         """Give a request to the first replica that takes it."""
-        arrival = self._run.arrivals[int(request.id)]
-        for name in itertools.islice(self._ingress.order(arrival), _TRIES):
-            replica = self._replicas[name]
+        prefixes = _prefixes_of(self._run.arrivals[int(request.id)])
+        for known in itertools.islice(self._known.order(prefixes), _TRIES):
+            replica = self._replicas[known.name]
             replica.advance(now)
             if replica.add(request):
-                self._ingress.given(name, arrival)
+                self._known.sent(prefixes, known.name)
+                known.begin()
                 return
-            self._ingress.refused(name)
+            known.refused(_FULL_S)
 
     def _pass_time(self, until: float) -> None:
         """Everything that happens without a request up to then."""
         while self._next_look <= until:
             self._happen(self._next_look)
+            self._now = self._next_look
             self._look(self._next_look)
             self._next_look += _LOOK_S
         self._happen(until)
+        self._now = until
 
     def _happen(self, until: float) -> None:
         while self._events and self._events[0][0] <= until:
-            at, _, happen = heappop(self._events)
-            happen(at)
+            self._now, _, happen = heappop(self._events)
+            happen(self._now)
 
     def _look(self, now: float) -> None:
-        """Look at every replica; fail some, and start or let go some where it is time."""
-        asks = next(self._looks) % _ASK_EVERY == 0
+        """Look at every replica; fail some, and start or stop some where it is time."""
+        reports = next(self._looks) % _REPORT_EVERY == 0
         # A machine is paid for while it starts, too.
         self._run.replica_s += _LOOK_S * len(self._replicas)
         for replica in list(self._replicas.values()):
             replica.advance(now)
             self._collect(replica)
-            if replica.state == "ready":
-                wait_s = replica.wait_s if asks else None
-                self._ingress.looked_at(replica.name, replica.n_open, wait_s)
-            elif replica.state == "draining" and not replica.n_open:
-                del self._replicas[replica.name]
+            if replica.state == "draining" and not replica.n_open:
+                self._remove(replica)
+            elif reports:
+                replica.report()
         self._fail(now)
         if self._scaler is not None and now >= self._scale_at:
             self._scale(self._scaler, now)
 
-    def _collect(self, replica: Replica) -> None:
+    def _collect(self, replica: SimulatedReplica) -> None:
         """Write down the requests that have ended."""
         for record in replica.take_ended():
             number = int(record.request_id)
@@ -307,7 +320,6 @@ class _Simulation:
             record.first_token = self._first_tokens.pop(record.request_id, record.first_token)
             record.stays.clear()
             self._run.requests[number] = record
-            self._ingress.ended(record.end - record.arrival)
 
     def _fail(self, now: float) -> None:
         """Failures by chance until the last request has come, and the outage."""
@@ -322,26 +334,25 @@ class _Simulation:
             for replica in self._drawn(count):
                 self._lose_machine(replica, now)
 
-    def _chosen(self, mtbf_s: float) -> list[Replica]:
+    def _chosen(self, mtbf_s: float) -> list[SimulatedReplica]:
         """Ready replicas that fail now by chance."""
         if math.isinf(mtbf_s) or self._all_came:
             return []
         ready = len(self._in_state("ready"))
         return self._drawn(min(ready, int(self._rng.poisson(ready * _LOOK_S / mtbf_s))))
 
-    def _drawn(self, count: int) -> list[Replica]:
+    def _drawn(self, count: int) -> list[SimulatedReplica]:
         ready = self._in_state("ready")
         chosen = self._rng.choice(len(ready), count, replace=False) if count else []
         return [ready[at] for at in sorted(chosen)]
 
-    def _lose_core(self, replica: Replica, now: float) -> None:
+    def _lose_core(self, replica: SimulatedReplica, now: float) -> None:
         back_at = now + self.plan.failures.core_recovery_s
         self._note_first_tokens(replica.lose_core(back_at))
         self._run.core_failures += 1
         self._run.continued += replica.n_open
-        replica.state = "recovering"
-        self._tell_ingress()
-        self._later(back_at, lambda at: self._become_ready(replica))
+        replica.become("recovering")
+        self._later(back_at, lambda at: replica.become("ready"))
 
     def _note_first_tokens(self, records: Sequence[RequestRecord]) -> None:
         """Clients have these tokens, wherever their requests go on."""
@@ -349,15 +360,10 @@ class _Simulation:
             if record.first_token is not None:
                 self._first_tokens.setdefault(record.request_id, record.first_token)
 
-    def _become_ready(self, replica: Replica) -> None:
-        replica.state = "ready"
-        self._tell_ingress()
-
-    def _lose_machine(self, replica: Replica, now: float) -> None:
+    def _lose_machine(self, replica: SimulatedReplica, now: float) -> None:
         records, requests = replica.lose_machine()
         self._note_first_tokens(records)
-        del self._replicas[replica.name]
-        self._tell_ingress()
+        self._remove(replica)
         for request in requests:
             self._to_repeat += 1
             self._later(now + self.plan.failures.notice_s, self._repeat(request))
@@ -375,7 +381,7 @@ class _Simulation:
     def _start(self, now: float) -> None:
         replica = self._new_replica("starting")
         self._run.started += 1
-        self._later(now + self.plan.start_s, lambda at: self._become_ready(replica))
+        self._later(now + self.plan.start_s, lambda at: replica.become("ready"))
 
     def _scale(self, scaler: Scaler, now: float) -> None:
         """Start replicas or let some go, by the rule."""
@@ -385,7 +391,7 @@ class _Simulation:
         n_open = sum(replica.n_open for replica in ready)
         waiting = sum(max(0, replica.n_open - self._seats) for replica in ready)
         self._run.moments.append(_Moment(now, len(ready), starting, n_open, waiting))
-        waits = [self._ingress.replicas[replica.name].wait_s for replica in ready]
+        waits = [replica.known.predicted_wait for replica in ready]
         fill = fmean(replica.n_open / self._seats for replica in ready) if ready else 0.0
         change = scaler.change(now, len(ready), starting, waits, fill)
         for _ in range(change):
@@ -393,5 +399,9 @@ class _Simulation:
         if change < 0:
             # They answer the requests that they have, and go.
             for replica in ready[change:]:
-                replica.state = "draining"
-            self._tell_ingress()
+                replica.become("draining")
+
+
+def _prefixes_of(arrival: Arrival) -> list[bytes]:
+    """Prefixes of its prompt: the conversation's, or one that no other prompt has."""
+    return [f"{arrival.conversation or f'alone {arrival.at}'}".encode()]

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.core import Buckets, SchedulerLimits
+from jitney.engine.fleet import RouterName
 from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.fleet import Failures, FleetPlan, FleetRun
 from jitney.engine.lab.simulation.fleet_traffic import Day, LengthMeans, Recorded
@@ -76,7 +77,7 @@ class FleetAssumptions:
     """
 
     #: How a replica is chosen for a request.
-    router: str = "least-wait"
+    router: RouterName = "least-wait"
     #: How often cores and machines are lost, and how long recovery takes.
     failures: Failures = field(default_factory=Failures)
     #: From the decision to start a replica until it is ready.

@@ -1,8 +1,11 @@
-"""One replica of a simulated fleet: the engine's own core and scheduler on a virtual device."""
+"""One replica of a simulated fleet: the engine's own core and scheduler on a virtual device, and
+what the ingress knows of it.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,12 +17,13 @@ from jitney.engine.common.request_record import RequestRecord
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.common.trace import Arrival
 from jitney.engine.core import EngineCore
+from jitney.engine.fleet import Replica
 from jitney.engine.lab.simulation.drive import step_or_wait
 from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.simulator import VirtualDevice
 from jitney.engine.lab.simulation.step_table import StepTimes
 
-ReplicaState = Literal["starting", "ready", "recovering", "draining"]
+SimulatedState = Literal["starting", "ready", "recovering", "draining"]
 
 
 def fleet_request(number: int, arrival: Arrival) -> EngineRequest:
@@ -33,20 +37,23 @@ def fleet_request(number: int, arrival: Arrival) -> EngineRequest:
 
 
 @dataclass(slots=True, eq=False)
-class Replica:
-    """A replica, advanced to the time at which it is looked at.
+class SimulatedReplica:
+    """A replica on its own clock; call `advance` with the current time before any other method.
 
-    Call `advance` with the current time before any other method.
+    clock: the ingress's.
     """
 
     name: str
-    state: ReplicaState
+    state: SimulatedState
+    clock: Callable[[], float]
     shape: EngineShape
     table: StepTimes
     #: Prompts find the pages of earlier prompts that begin alike.
     prefix_cache: bool
     #: Seconds that a new request would wait for a seat, as the engine last said.
     wait_s: float = 0.0
+    #: The replica as the ingress knows it.
+    known: Replica = field(init=False)
     device: VirtualDevice = field(init=False)
     core: EngineCore = field(init=False)
     _records: RequestRecords = field(init=False)
@@ -55,7 +62,22 @@ class Replica:
     _ended: list[RequestRecord] = field(default_factory=list[RequestRecord])
 
     def __post_init__(self) -> None:
+        self.known = Replica(self.name, clock=self.clock, seats=self.shape.limits.max_seats)
+        self.become(self.state)
         self._start_core(0.0)
+
+    def become(self, state: SimulatedState) -> None:
+        """Change the state; the ingress learns at once whether requests are taken."""
+        self.state = state
+        self.known.state = "ready" if state == "ready" else "unready"
+        self.known.changed()
+
+    def report(self) -> None:
+        """Tell the ingress what a real engine's /metrics tells."""
+        self.known.running = float(self.n_open)
+        self.known.wait_s = self.wait_s
+        self.known.open_then = self.known.open
+        self.known.changed()
 
     def _start_core(self, now: float) -> None:
         self.device = VirtualDevice(self.table)
@@ -75,8 +97,12 @@ class Replica:
         return len(self._open)
 
     def take_ended(self) -> list[RequestRecord]:
-        """Records of the requests that have ended since the last call."""
+        """Records of the requests that have ended since the last call; the ingress learns of their
+        ends.
+        """
         ended, self._ended = self._ended, []
+        for record in ended:
+            self.known.end(record.end - record.arrival)
         return ended
 
     def add(self, request: EngineRequest) -> bool:

@@ -17,12 +17,28 @@ from pathlib import Path
 
 from jitney.engine.common.errors import ConfigError, ModelError
 from jitney.engine.common.step_cost import StepCost
-from jitney.engine.core import Bucket, ExpertsConfig, ModelConfig, StepWork, read_hf_config
+from jitney.engine.core import (
+    Bucket,
+    ExpertsConfig,
+    ModelConfig,
+    RopeConfig,
+    RopeScaling,
+    StepWork,
+    read_hf_config,
+)
 from jitney.engine.lab.simulation.devices import Accelerator
 from jitney.engine.lab.simulation.step_table import HostTimes
 
-#: Bytes per number; int4 with a 2-byte scale and a 1-byte zero point for every 128 weights.
-_BYTES = {"f32": 4.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 3 / 128}
+#: Bytes per number; int4 with a 2-byte scale and a 1-byte zero point for every 128 weights, mxfp4,
+#: which is of experts alone, with a 1-byte scale for every 32.
+_BYTES = {
+    "f32": 4.0,
+    "bf16": 2.0,
+    "fp8": 1.0,
+    "int8": 1.0,
+    "int4": 0.5 + 3 / 128,
+    "mxfp4": 0.5 + 1 / 32,
+}
 #: Which unit multiplies weights of a format, where not bfloat16's: narrow weights are widened.
 _UNITS = {"f32": "f32"}
 #: The host of a GPU or TPU machine: the project's budget of 0.3 ms at 64 seats and 1 ms at 256,
@@ -58,6 +74,21 @@ def _llama(
     )
 
 
+def _gpt_oss(n_layers: int, n_experts: int) -> ModelConfig:
+    scaling = RopeScaling("yarn", 32.0, 4096, truncate=False, attention_factor=1.3466)
+    return replace(
+        _llama(n_layers, 2880, 64, 8, 64, 2880, 201088, 131072, "GptOssForCausalLM"),
+        windows=(128, 0) * (n_layers // 2),
+        ropes=(RopeConfig(150000.0, scaling),),
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        attention_sinks=True,
+        activation="clamped_silu",
+        experts=ExpertsConfig(n_experts, 4, renormalised=True),
+    )
+
+
 #: Shapes by name, from the models' published config.json, so that planning needs no download.
 SHAPES = {
     "llama-3.2-1b": _llama(16, 2048, 32, 8, 64, 8192, 128256, 131072, tied=True),
@@ -69,6 +100,8 @@ SHAPES = {
         _llama(48, 2048, 32, 4, 128, 768, 151936, 40960, "Qwen3MoeForCausalLM"),
         experts=ExpertsConfig(128, 8, renormalised=True),
     ),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
     "mixtral-8x7b": replace(
         _llama(32, 4096, 32, 8, 128, 14336, 32000, 32768, "MixtralForCausalLM"),
         experts=ExpertsConfig(8, 2, renormalised=True),
@@ -158,6 +191,8 @@ class ModelCost:
         for name in (self.weights, self.kv):
             if name not in _BYTES:
                 raise ConfigError(f"unknown number format {name!r}; known: {', '.join(_BYTES)}")
+        if self.weights == "mxfp4" and self.config.experts is None:
+            raise ConfigError("weights mxfp4 are of experts, and this model has none")
 
     @property
     def narrow(self) -> list[str]:
@@ -169,8 +204,16 @@ class ModelCost:
     def step(self) -> StepCost:
         """Cost of each step."""
         return self.config.step_cost(
-            weight_bytes=_BYTES[self.weights], head_bytes=self.head_bytes, kv_bytes=self.kv_bytes
+            weight_bytes=self._shared_bytes,
+            head_bytes=self.head_bytes,
+            kv_bytes=self.kv_bytes,
+            expert_bytes=_BYTES[self.weights],
         )
+
+    @property
+    def _shared_bytes(self) -> float:
+        """Of one number of matrices that are no expert's."""
+        return _BYTES["bf16" if self.weights == "mxfp4" else self.weights]
 
     @cached_property
     def layer_weights(self) -> int:
@@ -190,7 +233,7 @@ class ModelCost:
     @cached_property
     def table_bytes(self) -> float:
         """Bytes of the embedding."""
-        return self.table_weights * max(_BYTES[self.weights], _BYTES["bf16"])
+        return self.table_weights * max(self._shared_bytes, _BYTES["bf16"])
 
     @cached_property
     def head_bytes(self) -> float:
@@ -199,12 +242,14 @@ class ModelCost:
         """
         if self.config.tie_embeddings:
             return self.table_bytes
-        return self.table_weights * _BYTES[self.weights]
+        return self.table_weights * self._shared_bytes
 
     @property
     def weight_bytes(self) -> float:
         """Bytes held on the device."""
-        held = self.layer_weights * _BYTES[self.weights] + self.table_bytes
+        shared = self.step.shared_weights
+        held = shared * self._shared_bytes + (self.layer_weights - shared) * _BYTES[self.weights]
+        held += self.table_bytes
         if not self.config.tie_embeddings:
             held += self.head_bytes
         return held

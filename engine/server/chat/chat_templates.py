@@ -1,5 +1,5 @@
-"""Chats rendered to prompts by processes that can be ended (`text.template_worker`), so that a
-template that never ends costs its own request and nobody else's.
+"""Chats rendered to prompts by child processes (`text.template_worker`) that can be killed, so that
+a template with an endless loop fails only its own request.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ChatTemplates:
         await self._workers.start()
 
     async def close(self) -> None:
-        """End the processes, whatever they do."""
+        """Kill the processes."""
         await self._workers.close()
 
     async def render(

@@ -25,7 +25,7 @@ from jitney.engine.server.http.slices import Work
 #: Why a choice ended, as answers say it.
 type Ending = Literal["stop", "length"]
 
-#: Tokens of a prompt that are turned into text between two stops of `Slices`.
+#: Tokens of a prompt that are turned into text between two stops of `TimeSlices`.
 _ECHO_TOKENS = 64
 
 
@@ -35,7 +35,7 @@ class _Scores:
     """
 
     def __init__(self, width: int):
-        #: Alternatives kept per token.
+        #: Most alternatives stored per token.
         self.width = width
         #: float64[n]: the token's own; NaN where nothing is known.
         self.chosen = array("d")
@@ -120,7 +120,7 @@ class ChoiceDelta:
     tokens: TokenList
     #: Text that is final, markers included.
     text: str = ""
-    #: What that text says, where the request has a parser for it (chats do).
+    #: Events in that text, where the request has a parser (chats do).
     events: list[AssistantEvent] = field(default_factory=list)
     #: Why it ended, if it did.
     finish: Ending | None = None
@@ -204,7 +204,7 @@ class Choice:
     finish: FinishReason | None = None
     #: The stop string that ended it, if one did.
     stop_string: str | None = None
-    #: Whether its first chunk is out; written by whoever formats the stream.
+    #: The first chunk has been sent; written by the format.
     started: bool = False
     #: time.monotonic() of its newest token; 0 before the first.
     tokens_at: float = 0.0
@@ -303,7 +303,7 @@ class Choice:
                 self.unsent.scores.append(entry)
 
 
-#: What choices gained, in the order in which it came.
+#: Deltas of all choices, in the order of their arrival.
 type Deltas = list[tuple[Choice, ChoiceDelta]]
 
 

@@ -14,7 +14,7 @@ from jitney.engine.server.http.errors import echo
 
 
 class Content(NamedTuple):
-    """What is said, as text."""
+    """The content of a message, as text."""
 
     text: str
     #: Types of the parts for which only a note stands in the text.

@@ -23,7 +23,7 @@ from jitney.engine.server.http.jsonio import read_object
 from jitney.engine.server.http.routing import Handler
 from jitney.engine.server.http.service import Service
 from jitney.engine.server.http.slices import Pieces
-from jitney.engine.server.http.streaming import StreamedAnswer, StreamingWriter
+from jitney.engine.server.http.streaming import StreamingResponse, StreamingWriter
 
 
 async def read_body[B: ModelBody](service: Service, request: Request, kind: type[B]) -> B:
@@ -50,22 +50,13 @@ def checked_body[B: ModelBody](request: Request, kind: type[B], fields: JsonDict
 
 @dataclass(frozen=True, slots=True)
 class GenerationAnswer:
-    """Runs a request and sends what comes of it, whole or as a stream."""
+    """Runs a request and sends its answer, whole or as a stream."""
 
     service: Service
     request: GenerationRequest
     format: Callable[[Generation, TokenBytes], Format]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        context = Context.of(scope)
-        quotas, request = self.service.quotas, self.request
-        with (
-            quotas.open_rest(context.tenant, request.sequences),
-            quotas.spending(context.tenant, request.engine_requests) as context.spending,
-        ):
-            await self._run(scope, receive, send)
-
-    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = Context.of(scope)
         _, tokenizer = self.service.ready()
         async with Generation(self.service, self.request, context) as generation:
@@ -77,7 +68,7 @@ class GenerationAnswer:
                     for choice, delta in await generation.deltas(None):
                         format.add(choice, delta)
                 blocks = self.service.slices.blocks(format.whole())
-                await StreamedAnswer(blocks, {"content-type": "application/json"}).send(send)
+                await StreamingResponse(blocks, {"content-type": "application/json"}).send(send)
 
     async def _stream(
         self, generation: Generation, format: Format, request_id: str, parts: StreamingWriter

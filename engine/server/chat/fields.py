@@ -1,9 +1,9 @@
-"""The known fields that a body does not declare, and what becomes of each.
+"""The known fields that a body does not declare, and the treatment of each.
 
-A field of a body is done (the body declares it), a hint, refused, or unknown. A hint only helps the
-server of somebody else, or asks for what the answer does not show: it is accepted, and listed in
-`x-ignored-params` unless its value asks for what is done anyway. Everything else that would change
-the answer is refused by name. The table holds for all routes, so a field means the same on each.
+A field of a body is declared by it, a hint, refused, or unknown. A hint helps the servers of other
+providers, or asks for a part of the answer that is not shown here: it is accepted, and listed in
+`x-ignored-params` unless its value is the default. All other fields that would change the answer
+are refused by name. The table holds for all routes, so a field means the same on each.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from jitney.engine.common.requests import JsonObject, JsonValue
 
 
 class Rule(NamedTuple):
-    """How a field is treated that a body does not declare."""
+    """The treatment of a field that a body does not declare."""
 
-    #: Accepted whatever it says; else refused.
+    #: Any value is accepted; else refused.
     is_hint: bool
     #: Values that ask for nothing, or for what is done anyway. null always does.
     neutral: tuple[JsonValue, ...] = ()

@@ -14,14 +14,14 @@ from jitney.engine.server.http.streaming import StreamingWriter
 
 class Format:
     """Answers of one generation. `add` and `whole` for a plain answer; `opening`, `chunks`, and
-    `tail` or `failure` for a stream (SSE frames). Answers come in pieces: work for `Slices`.
+    `tail` or `failure` for a stream (SSE frames). Answers come in pieces: work for `TimeSlices`.
     """
 
-    #: What a stream says while there is nothing to say: an event without a field, which is none. A
-    #: comment would be as right, but `vllm bench serve` (0.32) strips the chunks that it reads: a
-    #: comment by itself loses its end, and swallows all that follows.
+    #: Keep-alive of a stream: an event without a field, which clients skip. A comment would be
+    #: equally valid, but `vllm bench serve` (0.32) strips the chunks that it reads: a comment by
+    #: itself loses its end, and swallows all that follows.
     keep_alive = b"\n\n"
-    #: Of a stream.
+    #: Headers of a stream.
     stream_headers = StreamingWriter.EVENT_STREAM
 
     def __init__(self, generation: Generation, tokenizer: TokenBytes):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -34,10 +35,10 @@ class _TokenCounts:
     """Tokens of a request."""
 
     prompt: int
-    #: Of those, the tokens that came from the prefix cache.
+    #: Prompt tokens that came from the prefix cache.
     cached: int
     completion: int
-    #: Of those, thoughts.
+    #: Output tokens that were thoughts.
     reasoning: int
 
 
@@ -54,11 +55,11 @@ class _Times:
 
 
 class Generation:
-    """Async context manager: submits the engine requests, merges their outputs, aborts what is open
-    at the end.
+    """Async context manager: charges the key, submits the engine requests, merges their outputs,
+    aborts what is open at the end.
 
-    Raises RequestError on entry if the engine refuses at once, and from `deltas` when a sequence
-    ends badly.
+    Raises RequestError on entry if a limit of the key or the engine refuses at once, and from
+    `deltas` when a sequence ends badly.
     """
 
     def __init__(self, service: Service, request: GenerationRequest, context: Context):
@@ -78,14 +79,17 @@ class Generation:
         self._quotas = service.quotas
         self._tracing = service.tracing
         self._context = context
-        #: What nobody has asked for yet.
+        #: Lasts as long as the sequences count against the key.
+        self._charged = ExitStack()
+        #: Deltas that have not been taken.
         self._news: _Mailbox[tuple[Choice, ChoiceDelta]] = _Mailbox()
         #: Engine requests that were submitted.
         self._n_submitted = 0
 
     async def __aenter__(self) -> Generation:
-        self._context.end = self._end_with
         try:
+            self._charge()
+            self._context.end = self._end_with
             for _ in range(self.request.first_group):
                 self._submit_next()
             if self.request.echo:
@@ -97,6 +101,14 @@ class Generation:
         for request in self.request.engine_requests:
             self._metrics.prompt_lengths.observe(len(request.prompt))
         return self
+
+    def _charge(self) -> None:
+        """Count the sequences and tokens against the key. Raises RequestError."""
+        tenant, request = self._context.tenant, self.request
+        charged, quotas = self._charged, self._quotas
+        charged.enter_context(quotas.open_rest(tenant, request.sequences))
+        spending = quotas.spending(tenant, request.engine_requests)
+        self._context.spending = charged.enter_context(spending)
 
     def _submit_next(self) -> None:
         """Give the engine the next of the engine requests, if there is one. Raises RequestError."""
@@ -123,7 +135,7 @@ class Generation:
 
     @property
     def counts(self) -> _TokenCounts:
-        """As things stand now."""
+        """The counts so far."""
         return _TokenCounts(
             prompt=sum(len(prompt.ids) for prompt in self.request.prompts),
             cached=sum(self.cached_tokens),
@@ -164,9 +176,7 @@ class Generation:
         return deltas
 
     def _hear(self, number: int, output: SequenceOutput) -> None:
-        """An output of the n-th engine request has come. What goes wrong is told to whoever asks
-        for deltas.
-        """
+        """Take an output of the n-th engine request. Errors are raised by the next `deltas`."""
         if self._news.has_failed:
             return
         try:
@@ -246,14 +256,14 @@ class Generation:
             self._observe_whole_time(choice)
 
     def _observe_whole_time(self, choice: Choice) -> None:
-        """From arrival to end, and of it what was not spent waiting for a seat."""
+        """Measure the time from arrival to end, and its part after boarding."""
         whole_s = time.monotonic() - self._context.started
         self._metrics.e2e.observe(whole_s)
         if choice.queued_s is not None:
             self._metrics.work.observe(max(0.0, whole_s - choice.queued_s))
 
     def _end_with(self, error: Exception) -> None:
-        """Give up the engine's work; whoever asks for deltas is told the error."""
+        """Abort the engine's work; the next `deltas` raises the error."""
         self._news.fail(error)
         for request in self.request.engine_requests[: self._n_submitted]:
             self._client.abort(request.id)
@@ -270,6 +280,7 @@ class Generation:
                 self._metrics.finished.labels("abort").inc(still_open)
             self._client.forget(request.id)
         self._news.close()
+        self._charged.close()
 
     def _still_open(self, prompt: int) -> int:
         """Sequences of a prompt that have not ended."""
@@ -277,18 +288,18 @@ class Generation:
 
 
 class _Mailbox[T]:
-    """Items in the order in which they came; one task takes them, all that are there at a time.
+    """Queues items for one consumer, which takes all of them at once.
 
-    A stream takes once for each token, and mostly waits for less than its limit. So a wait sets no
-    timer of its own: one timer is set for the end of a wait, and when it goes off for a later wait
-    it is set once more, for the end of that one.
+    A stream takes once for each token, and usually waits for less than its limit. So a wait sets no
+    timer of its own: one timer is set for the end of a wait, and if it fires during a later wait it
+    is set once more, for the end of that one.
     """
 
     def __init__(self) -> None:
         self._items: list[T] = []
         #: Raised by `take` once the items before it are taken.
         self._failure: Exception | None = None
-        #: Done when there is something, or the wait is over; None while nobody waits.
+        #: Set when there is an item or the wait is over; None while no consumer waits.
         self._taker: asyncio.Future[None] | None = None
         #: The time of the loop's clock at which the present wait ends.
         self._due = math.inf

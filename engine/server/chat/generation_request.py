@@ -1,4 +1,4 @@
-"""What one HTTP request wants generated."""
+"""The request for generation that a body makes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class EncodedPrompt:
     ids: list[int]
     #: As the client wrote it; None if it sent token ids.
     text: str | None = None
-    #: Of a conversation: the end of its text, which says whether the model has begun to think.
+    #: End of a conversation's text, which shows whether the model has begun to think.
     tail: str = ""
 
 
@@ -25,7 +25,7 @@ class GenerationRequest:
     id: str
     #: Seconds since 1970.
     created: int
-    #: What the answer calls it.
+    #: The model's name in the answer.
     model: str
     prompts: list[EncodedPrompt]
     #: One per prompt, in order.
@@ -36,7 +36,7 @@ class GenerationRequest:
     n: int
     #: The answer comes piece by piece.
     stream: bool
-    #: Of a stream: a last chunk with the usage; the usage in every chunk.
+    #: A stream ends with a chunk that has the usage; every chunk has it.
     include_usage: bool
     continuous_usage: bool
     #: Tokens are shown beside the text.
@@ -78,5 +78,5 @@ class GenerationRequest:
 
     @property
     def sequences(self) -> int:
-        """That are open at a time, of all prompts."""
+        """Sequences that are open at a time, of all prompts."""
         return self.first_group * self.sampling.n

@@ -28,7 +28,7 @@ Schema = JsonDict | bool | Annotated[str, Field(max_length=_MOST_CHARS)]
 
 
 class WantedGrammar(NamedTuple):
-    """What an answer is held to."""
+    """The grammar that an answer must follow."""
 
     #: The field that says so, to blame if it cannot be used.
     param: str
@@ -43,7 +43,7 @@ class WantedGrammar(NamedTuple):
         choice: list[str] | None,
         text: str | None,
     ) -> list[WantedGrammar]:
-        """Those that are given. prefix: of the fields' names. Raises RequestError."""
+        """The grammars of the given fields. prefix: of the fields' names. Raises RequestError."""
         found: list[WantedGrammar] = []
         if schema is not None:
             param = prefix + "json"
@@ -58,15 +58,15 @@ class WantedGrammar(NamedTuple):
 
     @classmethod
     def of_schema(cls, param: str, schema: JsonDict, *, is_strict: bool) -> WantedGrammar:
-        """Of an answer that fits the JSON schema in the field's `schema`. is_strict: what cannot be
-        enforced is refused. Raises RequestError for one that is too long.
+        """The grammar of an answer that fits the JSON schema in the field's `schema`. is_strict:
+        keywords that cannot be enforced are refused. Raises RequestError for one that is too long.
         """
         return cls(param, _of_schema(schema, f"{param}.schema", is_strict=is_strict))
 
 
 class _Exact(BaseModel):
-    """Part of a body in which a field that nobody knows is an error: an answer is never held to
-    less than was asked for.
+    """Part of a body in which an unknown field is an error: an answer must not be held to less than
+    the request asks for.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
@@ -129,7 +129,9 @@ class StructuredOutputs(_Exact):
 
 
 def _schema(schema: JsonDict | bool | str, param: str) -> Grammar:
-    """Of vLLM's fields, which are strict. Raises RequestError for what is no schema."""
+    """The grammar of a schema in vLLM's fields, which are strict. Raises RequestError for text that
+    is no schema.
+    """
     if isinstance(schema, str):
         try:
             schema = orjson.loads(schema)
@@ -141,7 +143,7 @@ def _schema(schema: JsonDict | bool | str, param: str) -> Grammar:
 
 
 def _of_schema(schema: JsonDict | bool, param: str, *, is_strict: bool) -> Grammar:
-    """Of an answer that fits a JSON schema. Raises RequestError for one that is too long."""
+    """The grammar of a JSON schema. Raises RequestError for one that is too long."""
     made = schema_grammar(schema, Terms(strict=is_strict, closed=True))
     if len(made.text) > _MOST_CHARS:
         raise RequestError(f"a schema may have at most {_MOST_CHARS} characters", param=param)

@@ -1,5 +1,5 @@
-"""Grammars checked by processes that can be ended (`structured.worker`), so that one whose
-compiling does not end costs its own request and nobody else's; and what came of them, kept.
+"""Grammars checked by child processes (`structured.worker`) that can be killed, so that one whose
+compiling does not end fails only its own request; and a cache of the results.
 """
 
 from __future__ import annotations
@@ -12,23 +12,13 @@ from jitney.engine.common.errors import ErrorInfo
 from jitney.engine.common.lru import LruCache
 from jitney.engine.common.requests import Grammar, JsonDict
 from jitney.engine.common.worker_pool import WorkerPool
-from jitney.engine.core import (
-    Checked,
-    CheckedGrammar,
-    CheckerSetup,
-    Enforced,
-    Terms,
-    bare,
-    schema_grammar,
-    schemas,
-    with_schemas,
-)
+from jitney.engine.core import Checked, CheckedGrammar, CheckerSetup, Terms, schema_grammar
 
 _MODULE = "jitney.engine.core.grammar.worker"
 #: Seconds that checking a grammar may take.
 _TIMEOUT_S = 2.0
-#: What is kept of grammars that were checked: characters of their texts, and what one counts beside
-#: its own.
+#: Size of the cache of results: characters of the grammars' texts, and the charge per entry beside
+#: them.
 _MOST_CHARS = 8 << 20
 _CHARS_EACH = 500
 #: Schemas of one grammar that may take too long, each as long as checking a grammar may.
@@ -46,14 +36,14 @@ class Grammars:
     def __init__(self, setup: CheckerSetup, timeout_s: float = _TIMEOUT_S):
         self._workers = WorkerPool("compiles grammars", _MODULE, setup, Checked, timeout_s)
         self._kept: LruCache[Grammar, Checked] = LruCache(_MOST_CHARS, _chars_of)
-        #: Those that are being checked, each once, whoever asks for it.
+        #: Checks under way; requests for the same grammar share one.
         self._checks: dict[Grammar, asyncio.Task[Checked]] = {}
         too_long = f"compiling the grammar took longer than {timeout_s:g} s"
         #: Why there is no answer: it took too long, or its process ended.
         self._unfinished = (ErrorInfo("grammar_too_complex", too_long), _ENDED)
 
     async def close(self) -> None:
-        """End the processes, whatever they do."""
+        """Kill the processes."""
         await self._workers.close()
 
     async def checked(self, grammar: Grammar, param: str) -> CheckedGrammar:
@@ -82,7 +72,7 @@ class Grammars:
         return found
 
     async def _answer(self, grammar: Grammar) -> Checked:
-        """What a process says of a grammar, or that it came to no end."""
+        """Check a grammar in a process; one that does not finish is an error."""
         try:
             return await self._workers.ask(grammar)
         except TimeoutError:
@@ -91,9 +81,12 @@ class Grammars:
             return Checked(None, self._unfinished[1])
 
     async def _without_endless(self, grammar: Grammar, found: Checked) -> Checked:
-        """What a process says of a grammar without those of its schemas that are not strict and
-        that it comes to no end with; `found` if those are none, or more than a few.
+        """Check a grammar without its schemas that are not strict and do not finish by themselves;
+        returns `found` if there are none, or more than a few.
         """
+        # The rules of enforcement are loaded for such a grammar alone: the process has its own.
+        from jitney.engine.core import Enforced, bare, schemas, with_schemas
+
         endless: list[JsonDict] = []
         for schema in schemas(grammar):
             if Terms.split(schema)[0].strict:

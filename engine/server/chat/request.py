@@ -1,4 +1,4 @@
-"""From a checked body to engine requests: prompts become token ids, fields become sampling
+"""Builds engine requests from a checked body: prompts become token ids, fields become sampling
 parameters.
 """
 
@@ -21,8 +21,8 @@ from jitney.engine.common.requests import (
     Grammar,
     JsonDict,
     Pooling,
+    RequestGroup,
     SamplingParams,
-    Whole,
 )
 from jitney.engine.server.chat.conversation.grammars import Turn
 from jitney.engine.server.chat.conversation.messages import shaped_messages
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 #: Most choices of one request, over all its prompts.
 _MAX_CHOICES = 128
-#: Of a request with many prompts, those that are with the engine at a time, for each of its seats:
-#: enough that no seat waits for the next one.
+#: Prompts of one request that the engine has at a time, per seat: enough that no seat waits for the
+#: next one.
 _PER_SEAT = 4
-#: Characters of a prompt's end that are kept.
+#: Characters stored of a prompt's end.
 _TAIL_CHARS = 256
-#: Of `truncate_prompt_tokens`.
+#: The value of `truncate_prompt_tokens` for: as many as fit.
 _ALL_THERE_IS_ROOM_FOR = -1
 #: Fields of a body that mean the same to the engine.
 _SAMPLING_FIELDS = [
@@ -64,7 +64,7 @@ class RouteKind:
     default_tokens: int | None = None
     #: The field that asks for alternatives.
     logprobs_field: str = "top_logprobs"
-    #: What the body calls fields of a chat.
+    #: The body's names of a chat's fields.
     names: Mapping[str | None, str] = MappingProxyType({})
     #: Whether a max_tokens that is more than there is room for means: to the end of the context.
     clamps: bool = False
@@ -92,6 +92,13 @@ _COMPLETION = RouteKind("cmpl-", "prompt", 16, "logprobs")
 _EMBEDDING = RouteKind("embd-", "input")
 
 
+def continuing(messages: Sequence[JsonDict]) -> JsonDict:
+    """Template variables that continue a last message of the assistant; none after another one."""
+    if messages[-1]["role"] != "assistant":
+        return {}
+    return {"add_generation_prompt": False, "continue_final_message": True}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
     """A conversation to be continued, whichever route it came by."""
@@ -99,9 +106,9 @@ class Conversation:
     kind: RouteKind
     #: As chat templates know them.
     messages: list[JsonDict]
-    #: What else the template is given.
+    #: Further variables of the template.
     variables: JsonDict = field(default_factory=dict)
-    #: What the model may call; None: nothing.
+    #: Tools that the model may call; None: none.
     tools: ToolUse | None = None
     #: How long it shall think; None: as it likes.
     effort: ReasoningEffort | None = None
@@ -120,11 +127,11 @@ class Conversation:
         there may be more than fit. Raises RequestError.
         """
         _, tokenizer = service.ready()
-        notes.ignored.extend(self._unfollowed(service.turns))
+        notes.ignored.extend(self._unfollowed(service.turns.format))
         text = await self.text(service, notes, is_truncated=is_truncated)
         with self.kind.blaming():
             special = self.special_tokens
-            return await service.off_loop(lambda: _chat_prompt(text, tokenizer, special))
+            return await service.text.off_loop(lambda: _chat_prompt(text, tokenizer, special))
 
     def _unfollowed(self, turns: TurnFormat) -> list[str]:
         """Hints about thoughts that this model cannot follow, by the route's names."""
@@ -140,13 +147,15 @@ class Conversation:
         """The text that the chat template makes of it. notes: get the changes that the template
         asks for. Raises RequestError.
         """
-        use, abilities = self.tools, await service.chat_abilities()
+        use, abilities = self.tools, await service.turns.abilities()
         with self.kind.blaming():
-            variables = self.variables | service.turns.effort_variables(self.effort)
+            variables = self.variables | service.turns.format.effort_variables(self.effort)
             variables |= abilities.variables(use)
-            shaping = shaped_messages(self.messages, abilities, service.turns, use, notes.warnings)
+            shaping = shaped_messages(
+                self.messages, abilities, service.turns.format, use, notes.warnings
+            )
             messages = await service.slices.result(shaping)
-            return await service.render_chat(messages, variables, is_truncated=is_truncated)
+            return await service.text.render_chat(messages, variables, is_truncated=is_truncated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +177,7 @@ class RequestBuilder[B: GenerationBody]:
         _check_choices(len(body.prompt) * sampling.n, info)
         self._check_texts(body.prompt, "prompt", also=len(body.suffix or ""))
         if body.suffix:
-            sampling = _with_ends(sampling, service.fill_in("suffix").ends)
+            sampling = _with_ends(sampling, service.text.fill_in("suffix").ends)
         sampling = await self._with_checked_grammar(sampling)
         special = body.add_special_tokens is not False
         prompts = await _encoded(service, body.prompt, body.suffix, special)
@@ -243,7 +252,7 @@ class RequestBuilder[B: GenerationBody]:
         """
         lengths = [len(prompt) for prompt in prompts if isinstance(prompt, str)]
         if not self._is_truncated:
-            self.service.check_chars(max(lengths, default=0) + also, param)
+            self.service.text.check_chars(max(lengths, default=0) + also, param)
 
     async def answer(
         self, conversation: Conversation, sampling: SamplingParams
@@ -255,7 +264,7 @@ class RequestBuilder[B: GenerationBody]:
         sampling = await self._with_checked_grammar(sampling)
         notes = self.context.notes
         prompt = await conversation.prompt(service, notes, is_truncated=self._is_truncated)
-        use = (await service.chat_abilities()).limited(conversation.tools)
+        use = (await service.turns.abilities()).limited(conversation.tools)
         conversation = replace(conversation, tools=use)
         with conversation.kind.blaming():
             sampling = await self._held_to_grammar(conversation, prompt.tail, sampling)
@@ -263,12 +272,12 @@ class RequestBuilder[B: GenerationBody]:
         names = frozenset() if use is None else use.names
         functions = {} if use is None else use.functions
         must_call = use is not None and use.is_required
-        turns = service.turns
+        turns = service.turns.format
         return replace(
             request,
             top_logprobs=sampling.logprobs,
             make_parser=lambda: turns.parser(prompt.tail, functions, forced=must_call),
-            seen_ids=service.marker_ids(names),
+            seen_ids=service.turns.marker_ids(names),
             most_calls=None if use is None else use.most_calls,
             must_call=must_call,
             custom_names=frozenset() if use is None else use.custom_names,
@@ -293,8 +302,8 @@ class RequestBuilder[B: GenerationBody]:
 
     def sampling(self, own: JsonDict, ends: Iterable[int] = ()) -> SamplingParams:
         """Sampling parameters, checked. A field that was not given has the model's default, or the
-        engine's. own: fields that the route has a meaning of its own for. ends: tokens that end the
-        text beside those that the body names. Raises RequestError where the model writes no text.
+        engine's. own: fields with a meaning of the route's own. ends: tokens that end the text
+        beside those of the body. Raises RequestError where the model writes no text.
         """
         body, info = self.body, self.service.info
         info.request_limits.check_writes()
@@ -315,13 +324,13 @@ class RequestBuilder[B: GenerationBody]:
     async def _held_to_grammar(
         self, conversation: Conversation, prompt: str, sampling: SamplingParams
     ) -> SamplingParams:
-        """With the grammar of the whole turn, where calls are forced or strict, thoughts have a
-        budget, or the answer has a grammar of its own.
+        """The parameters with the grammar of the whole turn, where calls are forced or strict,
+        thoughts have a budget, or the answer has a grammar of its own.
         """
         service = self.service
-        turns = service.turns
+        turns = service.turns.format
         budget = conversation.thinking_budget if turns.thinks else None
-        turn = Turn(turns, prompt, service.special_texts, budget)
+        turn = Turn(turns, prompt, service.turns.special_texts, budget)
         answer = self._wanted_grammar
         grammar = turn.grammar(conversation.tools, answer)
         self.context.notes.unenforced.extend(turn.unenforced)
@@ -341,10 +350,10 @@ class RequestBuilder[B: GenerationBody]:
     async def _held_to(
         self, sampling: SamplingParams, grammar: Grammar, param: str
     ) -> SamplingParams:
-        """The parameters with a grammar as the engine takes it; the client is told of what of its
-        schemas is left out. Raises RequestError, blamed on `param` or on a tool.
+        """The parameters with a grammar as the engine takes it; schema keywords that are left out
+        are noted for the client. Raises RequestError, blamed on `param` or on a tool.
         """
-        checked = await self.service.checked_grammar(grammar, param)
+        checked = await self.service.text.checked_grammar(grammar, param)
         notes = self.context.notes.unenforced
         notes += [place for place in checked.unenforced if place not in notes]
         return with_fields(sampling, grammar=checked.grammar)
@@ -357,7 +366,9 @@ class RequestBuilder[B: GenerationBody]:
 
     @property
     def _grammar_field(self) -> str:
-        """The field to blame for a grammar; without one of its own, what forces a turn's form."""
+        """The field to blame for a grammar; without one of its own, the field that forces a turn's
+        form.
+        """
         wanted = self.body.wanted_grammar
         return "tools" if wanted is None else wanted.param
 
@@ -368,7 +379,7 @@ class RequestBuilder[B: GenerationBody]:
         sampling: SamplingParams,
         pooling: Pooling | None = None,
     ) -> Work[GenerationRequest]:
-        """Without what only one of the routes shows."""
+        """The request with the fields that all routes share."""
         body = self.body
         info, tokenizer = self.service.ready()
         banned = yield from _banned_sequences(body.bad_words or (), tokenizer)
@@ -414,7 +425,7 @@ class RequestBuilder[B: GenerationBody]:
         id = uuid.uuid4().hex
         whole = None
         if prompts > 1:
-            whole = Whole(id, prompts, context.prompt_tokens)
+            whole = RequestGroup(id, prompts, context.prompt_tokens)
         return EngineRequest(
             id=id,
             whole=whole,
@@ -440,8 +451,8 @@ class RequestBuilder[B: GenerationBody]:
 
     @property
     def _deadline(self) -> float | None:
-        """In seconds of time.monotonic(); the nearer of the server's and the client's. The server's
-        is not for what nobody waits for.
+        """The deadline in seconds of time.monotonic(): the nearer of the server's and the client's.
+        Background requests have only the client's.
         """
         limits = [(self.body.timeout_ms or 0) / 1000]
         if not self.context.background:
@@ -474,7 +485,7 @@ async def _encoded(
         return [_completion_prompt(item, suffix, tokenizer, special) for item in items]
 
     if any(isinstance(item, str) for item in items):
-        return await service.off_loop(encode)
+        return await service.text.off_loop(encode)
     return encode()
 
 

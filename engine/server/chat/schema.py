@@ -1,6 +1,6 @@
 """Common parts of the request bodies of all APIs: their fields, tools, and how they are checked.
 
-A body declares the fields that are done; `engine.server.chat.fields` decides what becomes of all
+A body declares the fields that it implements; `engine.server.chat.fields` has the treatment of all
 others. null always means: not given. Ranges of sampling parameters are declared in
 `SamplingParams`, which checks them; here stand types, sizes and combinations. A new sampling
 parameter is one field of `GenerationBody` under its own name.
@@ -105,7 +105,7 @@ class _StreamOptions(Part):
     include_obfuscation: bool | None = None
 
 
-#: What clients may send, where it is checked by a function.
+#: Forms that clients may send, of fields that a function checks.
 _Stop = str | Annotated[list[str], Field(max_length=LIMITS.stops)]
 
 
@@ -284,7 +284,7 @@ class ModelBody(Part):
 
     @classmethod
     def rules(cls) -> dict[str, Rule]:
-        """How fields are treated that the body does not do."""
+        """Treatment of fields that the body does not declare."""
         return rules_of(cls.model_fields, cls.refused)
 
     def unfollowed(self) -> list[str]:
@@ -297,7 +297,7 @@ class ModelBody(Part):
 
 
 class EngineBody(ModelBody):
-    """A body that makes the engine work: for whom, and how soon."""
+    """A body that makes the engine work, with the request's tenant, priority and time limit."""
 
     #: Counts where the order of the server is priority.
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
@@ -362,7 +362,7 @@ class GenerationBody(EngineBody):
     request_id: Annotated[str | None, AfterValidator(_safe_id)] = None
     safety_identifier: Label | None = None
     metadata: Metadata | None = None
-    #: Prompts of one key share the prefix cache whatever they are called.
+    #: Prompts of one key share the prefix cache whatever this says.
     prompt_cache_key: Label | None = None
 
     def unfollowed(self) -> list[str]:
@@ -439,7 +439,7 @@ class FunctionFields(Part):
     strict: bool | None = None
 
     def as_tool(self) -> Tool:
-        """As every conversation has it."""
+        """The tool in the form that all routes share."""
         return Tool(self.name, self.description, self.parameters, bool(self.strict))
 
 
@@ -453,7 +453,7 @@ class _InputFormat(Part):
     @model_validator(mode="before")
     @classmethod
     def _flat(cls, raw: JsonValue) -> JsonValue:
-        """Chats have the grammar in an object of its own."""
+        """Flatten the form of chats, which nest the grammar in an object of its own."""
         grammar = raw.get("grammar") if isinstance(raw, dict) else None
         return raw | grammar if isinstance(raw, dict) and isinstance(grammar, dict) else raw
 
@@ -472,7 +472,7 @@ class CustomFields(Part):
     format: _InputFormat | None = None
 
     def as_tool(self) -> Tool:
-        """As every conversation has it."""
+        """The tool in the form that all routes share."""
         form = self.format
         if form is None or form.syntax is None or form.definition is None:
             return Tool.custom(self.name, self.description)
@@ -495,7 +495,7 @@ class OtherTool(Part):
 
     @classmethod
     def of(cls, value: JsonValue) -> OtherTool:
-        """By the type that it says it has; functions need not say theirs."""
+        """A tool of the type that it names; functions need not name theirs."""
         return cls(type=kind_of(value) or "function")
 
 
@@ -506,14 +506,14 @@ def is_for_the_model(tool: JsonValue) -> bool:
 
 
 def left_out(tools: Sequence[Part] | None) -> list[str]:
-    """Paths of the tools that the model is not told of."""
+    """Paths of the tools that the model does not get."""
     return [
         f"tools[{place}]" for place, tool in enumerate(tools or ()) if isinstance(tool, OtherTool)
     ]
 
 
 def with_names(value: JsonValue) -> JsonValue:
-    """The allowed tools that have names; the model is not told of others."""
+    """The allowed tools that have names; the model gets no others."""
     if not isinstance(value, list):
         return value
     return [each for each in value if kind_of(each) in (None, "function", "custom")]

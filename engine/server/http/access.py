@@ -1,7 +1,7 @@
-"""Who may use a route: the keys, the roles that they give, and the one place that lets requests in.
+"""Access control: the keys, the roles that they give, and the check of every request.
 
-A route's line in its table says which role it needs. Where the server has no key, everybody is an
-administrator; where it has one, nobody is without a key of `admin_keys`.
+A route's entry in its table says which role it needs. On a server without keys every client is an
+administrator; on one with keys no client is, except with a key of `admin_keys`.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ _IPV6_NETWORK = 64
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who sent a request."""
+    """The sender of a request."""
 
     role: Role
     #: Digest of the key; empty where there is none.
     tenant: str = ""
     #: An administrator's key brought it for this client (`engine.server.http.tenants`).
     passed_on: bool = False
-    #: Digest of the key that the request shows, whoever it is for; empty where there is none.
+    #: Digest of the key that the request shows, even if it is passed on for another client; empty:
+    #: none.
     key: str = field(default="", compare=False)
 
     @classmethod
     def of(cls, scope: Scope) -> Identity:
-        """Who sent this request, once it has been let in."""
+        """The sender of an admitted request."""
         return scope["jitney.identity"]
 
     @property
@@ -61,12 +62,12 @@ class Identity:
         return self.is_admin or self.tenant == tenant
 
 
-#: Everybody, where the server has no keys.
+#: The identity of all clients of a server without keys.
 EVERYBODY = Identity(Role.ADMIN)
-#: Who has shown no key.
+#: The identity of a client without a key.
 NOBODY = Identity(Role.ANYBODY)
 
-#: Finds out who sent a request. Raises HttpError for a key that is none of ours.
+#: Finds the sender of a request. Raises HttpError for an unknown key.
 type _Identify = Callable[[Scope], Identity]
 #: The role that a request's route needs.
 type _RoleOf = Callable[[Scope], Role]
@@ -74,7 +75,7 @@ type _RoleOf = Callable[[Scope], Role]
 
 @dataclass(frozen=True, slots=True)
 class _KeyChanges:
-    """How a new set of keys differs from the one before. Digests."""
+    """Differences of a new set of keys from the one before. Digests."""
 
     added: frozenset[str]
     removed: frozenset[str]
@@ -97,8 +98,8 @@ class _Admitted:
     revoked: bool = False
 
     def revoke(self) -> None:
-        """End it: by its own answer, where that can say why (`Context.end`), else by a
-        cancellation.
+        """End the request: with an error in its own answer, where that is possible (`Context.end`),
+        else by cancelling it.
         """
         if self.context is not None and self.context.end is not None:
             self.context.end(_key_removed())
@@ -116,7 +117,7 @@ class ApiKeys:
     def __init__(self, settings: ServerSettings, clock: Callable[[], float] = time.monotonic):
         #: By digest.
         self._roles = _roles_of(settings.api_keys, settings.admin_keys)
-        self._guesses = _Guesses(clock)
+        self._wrong_keys = _WrongKeys(clock)
         self._admitted: set[_Admitted] = set()
 
     @property
@@ -169,12 +170,14 @@ class ApiKeys:
             self._admitted.discard(admitted)
 
     def current(self, identity: Identity) -> Identity:
-        """The same identity, or nobody's where its key was removed or has another role now."""
+        """The identity, or that of a client without a key if its key was removed or has another
+        role now.
+        """
         return identity if self._roles.get(identity.key) is identity.role else NOBODY
 
     def of_request(self, scope: Scope) -> Identity:
-        """By the header 'Authorization: Bearer KEY', or where there is none, by 'x-api-key: KEY',
-        as Anthropic's clients send it. Two of either are none.
+        """The sender by the header 'Authorization: Bearer KEY', or without it by 'x-api-key: KEY',
+        which Anthropic's clients send. A header given twice counts as none.
         """
         if not self.needed:
             return EVERYBODY
@@ -184,7 +187,7 @@ class ApiKeys:
         return self.identify(key.decode("latin-1"), address_of(scope))
 
     def identify(self, key: str, address: str) -> Identity:
-        """Whose key this is. Raises HttpError: 401, or 429 to an address that shows many wrong
+        """The identity of a key. Raises HttpError: 401, or 429 to an address that shows many wrong
         ones.
         """
         digest = digest_key(key)
@@ -192,7 +195,7 @@ class ApiKeys:
         matches = [known for known in self._roles if hmac.compare_digest(digest, known)]
         if matches:
             return Identity(self._roles[digest], digest, key=digest)
-        wait = self._guesses.wait(address, key)
+        wait = self._wrong_keys.wait(address, key)
         if wait > 0:
             raise HttpError(
                 429,
@@ -201,7 +204,7 @@ class ApiKeys:
                 headers={"retry-after": str(round(wait) or 1)},
                 close=True,
             )
-        self._guesses.failed(address, key)
+        self._wrong_keys.failed(address, key)
         raise HttpError(
             401,
             "this is not a valid API key",
@@ -223,7 +226,7 @@ def _key_removed() -> HttpError:
 
 
 def key_of(scope: Scope) -> bytes:
-    """What the request shows as its key; empty where it shows none."""
+    """The key that the request shows; empty where it shows none."""
     given = values_of(scope, b"authorization")
     if not given:
         return _only(values_of(scope, b"x-api-key")).strip()
@@ -246,8 +249,8 @@ def _only(values: Sequence[bytes]) -> bytes:
 
 
 def client_of(scope: Scope) -> str:
-    """Whose share of what all share a request counts to: its key's, or where it has none that of
-    its address. For one that has been let in.
+    """The client that a request counts to where resources are shared: its key, or without one its
+    address. For admitted requests.
     """
     return Identity.of(scope).tenant or _network(address_of(scope))
 
@@ -260,10 +263,11 @@ def address_of(scope: Scope) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AccessControl:
-    """Lets a request in, or not, by the role that its route needs; who sent it is in the scope from
-    then on (`Identity.of`).
+    """Admits requests by the role that their route needs, and puts the sender into the scope
+    (`Identity.of`).
 
-    keys: whose open requests these are. missing: how to show who one is, for those who did not.
+    keys: the accepted keys, with the open requests of each. missing: the error for a request
+    without a key.
     """
 
     app: ASGIApp
@@ -297,13 +301,13 @@ class AccessControl:
         scope["jitney.identity"] = identity
 
 
-class _Guesses:
-    """Wrong keys of the last minute, counted by where they come from: who shows many is told to
+class _WrongKeys:
+    """Counts the wrong keys of the last minute by their origin, and makes clients that show many
     wait. clock: seconds.
 
-    A right key is never held up, however many wrong ones its address has shown: whoever shares an
-    address (a proxy, a building) with somebody who guesses would be locked out with them. What
-    makes guessing hopeless is a long key; this keeps it from filling logs and taking time.
+    A right key is never delayed, however many wrong ones its address has shown: clients that share
+    an address (a proxy, a building) with an attacker would be locked out. Guessing is hopeless
+    because keys are long; this keeps it from filling logs and taking time.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -313,32 +317,32 @@ class _Guesses:
 
     def wait(self, address: str, key: str) -> float:
         """Seconds until a wrong key like this one is worth another answer, 0: now."""
-        waits = [self._wait(place, most) for place, most in _places(address, key)]
+        waits = [self._wait(origin, most) for origin, most in _origins(address, key)]
         return max(waits)
 
     def failed(self, address: str, key: str) -> None:
-        """This key was wrong. Of too many places the one that was quiet longest is forgotten."""
-        for place, _ in _places(address, key):
-            recent = [*self._recent(place), self._clock()]
-            self._times.pop(place, None)
-            self._times[place] = recent
+        """This key was wrong. Of too many origins the one that was quiet longest is forgotten."""
+        for origin, _ in _origins(address, key):
+            recent = [*self._recent(origin), self._clock()]
+            self._times.pop(origin, None)
+            self._times[origin] = recent
             if len(self._times) > _MAX_REMEMBERED:
                 del self._times[next(iter(self._times))]
 
-    def _wait(self, place: str, most: int) -> float:
-        recent = self._recent(place)
+    def _wait(self, origin: str, most: int) -> float:
+        recent = self._recent(origin)
         if len(recent) < most:
             return 0.0
         return recent[0] + _WINDOW_S - self._clock()
 
-    def _recent(self, place: str) -> list[float]:
+    def _recent(self, origin: str) -> list[float]:
         since = self._clock() - _WINDOW_S
-        return [when for when in self._times.get(place, ()) if when > since]
+        return [when for when in self._times.get(origin, ()) if when > since]
 
 
-def _places(address: str, key: str) -> list[tuple[str, int]]:
-    """What a wrong key is counted under, with the most that each may have. A beginning is kept as
-    a digest: it may be that of a right key.
+def _origins(address: str, key: str) -> list[tuple[str, int]]:
+    """The origins that a wrong key counts to, with the most wrong keys of each. A key's beginning
+    is stored as a digest: it may be that of a right key.
     """
     network = _network(address)
     beginning = digest_key(key[:_BEGINNING])

@@ -1,8 +1,7 @@
-"""Requests in the background that come over HTTP: lines of a fleet's batches, at its engines.
+"""Background requests over HTTP: lines of a fleet's batches, at its engines.
 
-Such a request may wait for as long as it takes: it has no deadline, and the bounds on waiting
-requests (`engine.core.scheduler.admission.control`) do not hold for it. So not everybody may send
-one.
+Such a request may wait as long as it takes: it has no deadline, and the bounds on waiting requests
+(`engine.core.scheduler.admission.control`) do not hold for it. So only administrators may send one.
 """
 
 from __future__ import annotations
@@ -21,9 +20,11 @@ _YES = "1"
 
 @dataclass(frozen=True, slots=True)
 class BackgroundRequests:
-    """Takes an administrator's word that nobody waits for a request; a user's is refused."""
+    """Marks requests as background if an administrator's header says so; a user's header is
+    refused.
+    """
 
-    #: Says that nobody waits for a request.
+    #: The header that marks a background request.
     HEADER: ClassVar[str] = "x-jitney-background"
     #: The header as it is sent.
     MARK: ClassVar[tuple[bytes, bytes]] = (HEADER.encode(), _YES.encode())

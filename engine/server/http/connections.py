@@ -1,18 +1,18 @@
 """The open connections of a server: how many there may be, which of them give way to new ones, and
 which clients do not read.
 
-A connection between two requests is kept for long, so that clients close first: a request that is
-sent at the moment at which we close is not answered. It is closed as soon as a new connection needs
-its place, unless its next request is there already. So is one that has been open for a moment and
+A connection between two requests is kept for long, so that clients close first: a request sent at
+the moment at which the server closes would not be answered. It is closed when a new connection
+needs its place, unless its next request has arrived. So is one that has been open for a moment and
 has not sent a request.
 
-A new connection is always taken. Where a request is under way on all others it is beyond
-`max_connections`: a few are, so that probes are answered and requests are told that the server is
-full.
+A new connection is always accepted. Where a request is under way on all others it is beyond
+`max_connections`: a few are, so that probes are answered and requests get an error that the server
+is full.
 
-A client that stops reading costs what waits for it, and keeps its sequences in their seats. So what
-was written to a connection must have left within `write_timeout_s`, and all that waits for slow
-readers together is bounded.
+A client that stops reading costs the memory of its unsent bytes, and its sequences keep their
+seats. So bytes written to a connection must have left within `write_timeout_s`, and the unsent
+bytes of all connections together are bounded.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _HURRY_S = 2.0
 
 
 class _Connection(Protocol):
-    """What is asked of a connection."""
+    """The interface of a connection."""
 
     @property
     def written(self) -> int:
@@ -51,7 +51,7 @@ class _Connection(Protocol):
 
     @property
     def waiting(self) -> int:
-        """How many of them wait for the client to read."""
+        """Written bytes that the client has not read."""
         ...
 
     @property
@@ -81,7 +81,7 @@ class _Connection(Protocol):
 
 @dataclass(slots=True)
 class _Mark:
-    """What a client has to have taken, and since when."""
+    """The bytes that a client must have read, and since when."""
 
     written: int
     since: float
@@ -133,7 +133,7 @@ class Connections:
         self._awaited.pop(connection, None)
 
     def is_kept(self, connection: _Connection) -> None:
-        """It is between two requests."""
+        """The connection is between two requests."""
         self._awaited.pop(connection, None)
         if connection in self._open:
             self._kept.setdefault(connection)
@@ -197,7 +197,7 @@ class Connections:
                 connection.leave()
 
     def hurry(self) -> None:
-        """The server is about to stop: who does not read is not waited for."""
+        """The server is about to stop: clients that do not read get little time."""
         self.timeout_s = min(self.timeout_s, _HURRY_S)
         for mark in self._open.values():
             mark.since = time.monotonic()

@@ -1,4 +1,4 @@
-"""What is known of one HTTP request while it is answered."""
+"""The state of one HTTP request while it is answered."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ _UNPRINTABLE = re.compile(r"[^ -+\--~]")  # nor a comma, which separates notes
 
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """Deviations from the request that the client is told of; each list is one response header."""
+    """Deviations from the request that the client is notified of; each list is one response
+    header.
+    """
 
     #: `x-ignored-params`: fields of the body that change nothing here.
     ignored: list[str] = field(default_factory=list)
@@ -57,7 +59,7 @@ def _header_text(note: str) -> str:
 class Context:
     """One HTTP request as the middleware and the log see it; in the ASGI scope under "jitney"."""
 
-    #: What a client may call a request, or a session.
+    #: Form of a client's name for a request, or for a session.
     SAFE_ID: ClassVar[re.Pattern[str]] = re.compile(r"[A-Za-z0-9_.-]{1,128}\Z")
 
     request_id: str
@@ -69,20 +71,20 @@ class Context:
     started: float = field(default_factory=time.monotonic)
     #: Digest of the key it came with.
     tenant: str = ""
-    #: Of the answer; 0 before it begins.
+    #: Status of the answer; 0 before it begins.
     status: int = 0
     #: Written by the generation routes, for the log.
     prompt_tokens: int = 0
     completion_tokens: int = 0
     #: The client went away before the answer was complete.
     left: bool = False
-    #: Nobody waits for it: it is a line of a batch, of ours or of a fleet's (`background`).
+    #: No client waits for it: it is a line of a batch, of ours or of a fleet's (`background`).
     background: bool = False
-    #: What it uses of its key's tokens, while it runs.
+    #: Its use of its key's tokens, while it runs.
     spending: Spending | None = None
-    #: What a router calls the conversation that it belongs to; empty: nothing.
+    #: A router's name for the conversation that it belongs to; empty: none.
     session_id: str = ""
-    #: Of OpenTelemetry; None where it is off.
+    #: Span of OpenTelemetry; None where that is off.
     span: Span | None = None
     #: Ends the answer early with an error that the answer itself tells; None while nothing does,
     #: and the request is cancelled instead.
@@ -92,7 +94,7 @@ class Context:
 
     @classmethod
     def of(cls, scope: Mapping[str, Any]) -> Context:
-        """Of a request, or of its scope."""
+        """The context of a request, or of its scope."""
         return scope["jitney"]
 
     @property

@@ -35,8 +35,8 @@ _READABLE = (
 def refuse_other_sites(scope: Scope, allowed: Sequence[str]) -> None:
     """Raise HttpError 403 for a request from a page of another site.
 
-    allowed: origins that may, as `cors_origins` has them. Another port is another site here: on one
-    machine each port may be somebody else's program.
+    allowed: origins that may send requests, in the form of `cors_origins`. Another port is another
+    site here: on one machine each port may belong to another user's program.
     """
     headers = Headers(scope=scope)
     origin = headers.get("origin")
@@ -55,8 +55,8 @@ def refuse_other_sites(scope: Scope, allowed: Sequence[str]) -> None:
 
 
 def cors(settings: ServerSettings) -> list[Middleware]:
-    """What tells browsers which pages may read our answers; it must stand before everything that
-    answers. Cookies are not among what such a page may send: it needs a key.
+    """Middleware that lets browsers show our answers to the allowed pages; it must stand before
+    everything that answers. Such a page may not send cookies: it needs a key.
     """
     origins = settings.server.cors_origins
     if not origins:

@@ -30,25 +30,25 @@ def raise_descriptor_limit() -> int:
     select() can bear; nothing here does.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    raised = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
+    if soft != resource.RLIM_INFINITY and soft < raised:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
     return _descriptor_limit()
 
 
-def connections_within(wanted: int, limit: int | None = None) -> int:
-    """How many connections of the wanted ones a limit of open files allows; says so if it is fewer.
+def connections_within(connections: int, limit: int | None = None) -> int:
+    """The number of connections that a limit of open files allows; logs a warning if that is fewer.
     limit: None: this process's own.
     """
     if limit is None:
         limit = _descriptor_limit()
     possible = max(1, limit - _OWN - SPARE - _TURNS * ACCEPTED_AT_ONCE)
-    if possible >= wanted:
-        return wanted
+    if possible >= connections:
+        return connections
     _log.warning(
         "only %d files may be open (ulimit -Hn): at most %d connections instead of %d",
         limit,
         possible,
-        wanted,
+        connections,
     )
     return possible

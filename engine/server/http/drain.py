@@ -1,4 +1,4 @@
-"""How a server that was told to stop waits for those it still serves."""
+"""Waiting for open requests when the server stops."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 async def drain_status(
     drained: Coroutine[Any, Any, None], signals: asyncio.Queue[int], limit: float
 ) -> int:
-    """Wait until all are served, at most `limit` seconds, or until a second signal comes.
+    """Wait until all requests are answered, at most `limit` seconds, or until a second signal
+    comes.
 
-    The exit status: 0 all were, 1 the time is over, 128 and the signal's number. Who comes
-    meanwhile is about to be refused, and does not count.
+    Returns the exit status: 0 all are answered, 1 the time is over, 128 and the signal's number.
+    New requests are refused meanwhile, and do not count.
     """
     done = asyncio.create_task(drained)
     again = asyncio.create_task(signals.get())

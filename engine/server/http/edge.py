@@ -1,5 +1,5 @@
-"""What every request passes before a handler sees it, and what one without a route is told: the
-same for an engine and for a fleet.
+"""The middleware of every request, and the answers to requests without a route: the same for an
+engine and for a fleet.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from jitney.engine.server.http.tenants import identity_of
 
 #: Methods that change nothing. OPTIONS is how a browser asks beforehand.
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
-#: What lives as long as the application.
+#: Context that lives as long as the application.
 type _Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
 
@@ -64,7 +64,7 @@ def application(
 def _edge(
     observer: RequestObserver, settings: ServerSettings, table: RouteTable, keys: ApiKeys
 ) -> list[Middleware]:
-    """What every request passes before a handler sees it, outermost first."""
+    """The middleware of every request, outermost first."""
     return [
         *cors(settings),
         Middleware(ErrorMiddleware, service=observer, table=table),
@@ -106,7 +106,7 @@ def _shares(settings: ServerSettings) -> Shares:
 
 @dataclass(frozen=True, slots=True)
 class _ClientShares:
-    """Leaves some of the connections to others, whatever one client has under way."""
+    """Limits a client's share of the connections, so that others get some."""
 
     app: ASGIApp
     shares: Shares
@@ -121,7 +121,7 @@ class _ClientShares:
 
 
 def _role_of(settings: ServerSettings, scope: Scope) -> Role:
-    """By the request's line in the table. Decides on the path alone: one rebuilt from the Host
+    """The role that a request's route needs. Decides on the path alone: one rebuilt from the Host
     header can be made to look public.
     """
     route = Context.of(scope).route

@@ -20,7 +20,7 @@ from jitney.engine.server.http.answers import Maybe, ResponseModel
 
 _log = logging.getLogger("jitney.api")
 
-#: Most characters of a message, whatever it quotes.
+#: Most characters of a message, with its quotations.
 _MESSAGE_LIMIT = 1000
 #: Most characters of a client's own input that any message repeats.
 _ECHO_LIMIT = 200
@@ -71,7 +71,7 @@ _OLLAMA = "/api/"
 
 
 class ErrorForm(Enum):
-    """Whose clients read an error; and an answer, where both have the route."""
+    """The API whose clients read an error; and an answer, where two APIs have the route."""
 
     #: {"error": {"message", "type", "param", "code"}}
     OPENAI = "openai"
@@ -82,9 +82,8 @@ class ErrorForm(Enum):
 
     @classmethod
     def of(cls, path: str, *, names_version: bool = False) -> ErrorForm:
-        """Of a path's answers, whether or not a route has it. names_version: the request has the
-        header anthropic-version, which the clients of both APIs are told apart by where they share
-        a path.
+        """The form of a path's answers, whether or not a route has it. names_version: the request
+        has the header anthropic-version, which tells the clients of two APIs apart on shared paths.
         """
         is_shared = path == _MODELS or path.startswith(_MODELS + "/")
         is_own = path == _MESSAGES or path.startswith(_MESSAGES + "/")
@@ -175,7 +174,7 @@ class ErrorReply:
     param: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
     details: JsonDict | None = None
-    #: Of a request that is longer than the context.
+    #: Facts of a request that is longer than the context.
     overflow: ContextOverflow | None = None
 
     @classmethod
@@ -202,7 +201,7 @@ class ErrorReply:
         return cls(request_id, 500, message, "internal_error")
 
     def response(self, form: ErrorForm = ErrorForm.OPENAI) -> Response:
-        """As a whole answer."""
+        """The whole response."""
         return Response(self.json(form), self.status, self.headers, "application/json")
 
     def json(self, form: ErrorForm) -> bytes:

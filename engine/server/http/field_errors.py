@@ -1,6 +1,4 @@
-"""What is wrong with a body, in words that name its fields and nothing of the models that it was
-checked with.
-"""
+"""Errors of a body, in words that name its fields and not the models that it was checked with."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ class _Fault:
     reason: str
     #: Pydantic's type of the error.
     kind: str
-    #: Of the outermost union on the path: where it stands, and the branch; empty: there is none.
+    #: The outermost union on the path: its place, and the branch; empty: there is none.
     union: str = ""
     branch: str = ""
 
@@ -122,8 +120,8 @@ def _without_branches(faults: Iterable[_Fault]) -> Iterator[_Fault]:
 
 
 def _of_union(faults: list[_Fault]) -> list[_Fault]:
-    """Those of the branch that the value was meant for, if its `type` says so; else one, with what
-    is accepted.
+    """Errors of the branch that the value was meant for, if its `type` says so; else one error,
+    with the accepted types.
     """
     branches: dict[str, list[_Fault]] = {}
     for fault in faults:

@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from jitney.engine.server.http.answers import Document, ResponseModel
-from jitney.engine.server.http.docs_page import CONTENT_POLICY, docs_page
 from jitney.engine.server.http.jsonio import json_answer
 from jitney.engine.server.http.routing import HttpRoute, Role
 from jitney.engine.server.http.settings import ServerSettings
@@ -56,6 +55,9 @@ async def _show_docs(server: _Documented, request: Request) -> Response:
     """The routes as a page. It holds nothing but what the source does, so that it needs no key,
     which a browser could not send.
     """
+    # Loaded for the first reader.
+    from jitney.engine.server.http.docs_page import CONTENT_POLICY, docs_page
+
     page = await asyncio.to_thread(docs_page, server.openapi)
     headers = {"content-security-policy": CONTENT_POLICY, "x-content-type-options": "nosniff"}
     return Response(page, headers=headers, media_type=_HTML)

@@ -31,8 +31,8 @@ class HttpConnection(h11.Connection):
         return _in_origin_form(event)
 
     def _clean_up_response_headers_for_sending(self, response: h11.Response) -> h11.Response:
-        """An HTTP/1.0 client keeps a connection only if it is told so. One whose answer has no
-        length must close: h11 has said so by then.
+        """Tell an HTTP/1.0 client that the connection is kept, which it expects. An answer without
+        a length must close it: h11 has added that header by then.
         """
         response = super()._clean_up_response_headers_for_sending(response)
         headers = dict(response.headers)
@@ -54,8 +54,8 @@ def _connection_options(request: h11.Request) -> set[bytes]:
 
 
 def _in_origin_form(request: h11.Request) -> h11.Request:
-    """The same request with path and query as its target. The host that an absolute form names
-    counts in place of the Host header (RFC 9112, 3.2.2), and is checked as that is.
+    """The request with path and query as its target. The host of an absolute form replaces the Host
+    header (RFC 9112, 3.2.2), and is checked like it.
     """
     match = _ABSOLUTE.fullmatch(request.target)
     if match is None or request.method == b"CONNECT":

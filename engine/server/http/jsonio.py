@@ -20,10 +20,10 @@ from jitney.engine.server.http.errors import HttpError, echo
 from jitney.engine.server.http.slices import Pieces
 
 _MAX_DEPTH = 64
-#: What orjson says of a thousand levels.
+#: orjson's error for a thousand levels.
 _TOO_DEEP = "Recursion limit reached"
 _CONTAINERS = frozenset({dict, list})
-#: Values that are looked at between two stops of `Slices`.
+#: Values that are looked at between two stops of `TimeSlices`.
 _LOOKS = 256
 #: Stands where a LongJson belongs; no JSON text contains this byte.
 _HOLE = b"\0"
@@ -34,7 +34,7 @@ _RUN = 2048
 
 
 def read_object(body: bytes) -> Generator[None, None, JsonDict]:
-    """The JSON object in `body`; of equal keys the last one counts. Work for `Slices`.
+    """The JSON object in `body`; of equal keys the last one counts. Work for `TimeSlices`.
 
     Raises HttpError 400 invalid_json, or RequestError for a number that is not finite.
     """
@@ -101,7 +101,7 @@ def _refuse_not_finite(body: bytes) -> Generator[None, None, None]:
 
 
 def _numbers(value: JsonValue, path: str) -> Iterator[tuple[str, float]]:
-    """All numbers, whole ones too, so that whoever asks can stop in between."""
+    """All numbers, whole ones too, so that the caller can pause in between."""
     match value:
         case float() | int():
             yield path, value

@@ -53,7 +53,7 @@ def check_tls(server: ServerSection) -> None:
 
 
 def load_certificate(context: ssl.SSLContext, server: ServerSection) -> None:
-    """Have new handshakes of a context use the certificate of these settings. Raises ConfigError,
+    """Make new handshakes of a context use the certificate of these settings. Raises ConfigError,
     in one line.
     """
     key_file = Path(server.ssl_keyfile or server.ssl_certfile)
@@ -90,7 +90,7 @@ class AcceptedKeys(NamedTuple):
 
     @classmethod
     def of(cls, server: ServerSection) -> AcceptedKeys:
-        """From the files and the settings. Raises ConfigError, never showing a key."""
+        """The keys of the files and the settings. Raises ConfigError, never showing a key."""
         users = [*server.api_keys, *read_keys("api_key_file", server.api_key_file)]
         admins = [*server.admin_keys, *read_keys("admin_key_file", server.admin_key_file)]
         return cls(tuple(users), tuple(admins))

@@ -93,12 +93,12 @@ type _Value = Callable[[EngineClient], float]
 
 
 def _newest(field: str) -> _Value:
-    """Of the newest step's record."""
+    """Reads a field of the newest step's record."""
     return lambda client: client.counters.gauge(field)
 
 
 def _of_engine(number: Callable[[EngineInfo], float]) -> _Value:
-    """Of what the engine says of itself; 0 before that."""
+    """Reads a number of the engine's info; 0 before that is known."""
     return lambda client: 0 if client.info is None else number(client.info)
 
 
@@ -220,7 +220,7 @@ _HISTOGRAMS = {
     "host_gap_seconds": "time the device waited for the host before a step",
     "seat_fill_ratio": "seats taken of all seats, per step",
 }
-#: Of the device, over the last seconds: name -> what it is, and where it is read.
+#: Metrics of the device over the last seconds: name -> text, and how to read it.
 _DEVICE: dict[str, tuple[str, Callable[[DeviceUse], float | None]]] = {
     "busy_share": (
         f"share of the last {WINDOW_S:g} s in which a step ran",
@@ -248,12 +248,12 @@ _DEVICE: dict[str, tuple[str, Callable[[DeviceUse], float | None]]] = {
     ),
 }
 _VERSION = {"version": version("jitney")}
-#: What the engine says of itself.
+#: Fields of the engine's info.
 _BUILD = ("model", "platform", "device", "kernels", "dtype")
 
 
 class _EngineCollector(Collector):
-    """The engine's own numbers, read when somebody asks."""
+    """The engine's own numbers, read at each scrape."""
 
     def __init__(self, service: Service):
         self._service = service
@@ -290,7 +290,7 @@ def _filled(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str
 
 
 def _proofs(client: EngineClient) -> Sequence[KernelProof]:
-    """What the proof at start said of each kernel."""
+    """Results of the kernels' proof at start."""
     return client.info.kernels.proofs if client.info else ()
 
 
@@ -310,7 +310,7 @@ def _histograms(client: EngineClient) -> Iterator[Metric]:
 
 
 def _device(client: EngineClient) -> Iterator[Metric]:
-    """What is not known has no sample."""
+    """Numbers that are not known have no sample."""
     use = DeviceUse.of(client.info, client.history.records, time.monotonic())
     for name, (text, value) in _DEVICE.items():
         family = GaugeMetricFamily(f"jitney_device_{name}", text, labels=())
@@ -343,7 +343,7 @@ _RENAMED = {
 
 
 class _VllmNames(Collector):
-    """The same numbers under the names that gateways scrape from vLLM."""
+    """The numbers under the names that gateways scrape from vLLM."""
 
     def __init__(self, service: Service, metrics: ServerMetrics):
         self._service = service

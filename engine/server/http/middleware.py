@@ -16,6 +16,7 @@ from prometheus_client import Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jitney.engine.common.errors import RequestError
+from jitney.engine.server.http.access import values_of
 from jitney.engine.server.http.context import Context
 from jitney.engine.server.http.errors import ErrorForm, ErrorReply, HttpError, echo
 from jitney.engine.server.http.routing import HttpRoute, RouteTable, route_path
@@ -49,18 +50,18 @@ _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 class _CountsRequests(Protocol):
     @property
     def requests(self) -> Counter:
-        """By the route's template and the status class."""
+        """Counted by the route's template and the status class."""
         ...
 
 
 class RequestObserver(Protocol):
-    """Who hears of every request: `Service`, or what is in its place."""
+    """The server that is notified of every request: `Service`, or a fleet's."""
 
     @property
     def metrics(self) -> _CountsRequests: ...
     @property
     def tracing(self) -> Tracing | None:
-        """Makes spans; None: nobody does."""
+        """Makes spans; None: tracing is off."""
         ...
 
     @property
@@ -96,7 +97,7 @@ class ErrorMiddleware:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = route_path(scope)
         route = self.table.find(path, scope["method"])
-        versions = _headers_named(scope, b"anthropic-version")
+        versions = values_of(scope, b"anthropic-version")
         form = ErrorForm.of(path, names_version=bool(versions))
         context = scope["jitney"] = Context(_request_id(scope), route, form)
         context.session_id = _safe_header(scope, b"x-session-id")
@@ -147,7 +148,7 @@ class ErrorMiddleware:
 
 
 def _template(scope: Scope, context: Context) -> tuple[str, int]:
-    """What metrics and the log call the request's route, and the level of its line."""
+    """The route's name in metrics and log, and the level of its log line."""
     if context.route is not None:
         return context.route.path, context.route.log_level
     # Routes that are not in the table, such as the page's, are known once they have run.
@@ -163,7 +164,7 @@ def _request_id(scope: Scope) -> str:
 
 def _safe_header(scope: Scope, name: bytes) -> str:
     """A header that is given once and is harmless in headers and logs; else nothing."""
-    given = _headers_named(scope, name)
+    given = values_of(scope, name)
     text = given[0].decode("latin-1") if len(given) == 1 else ""
     return text if Context.SAFE_ID.match(text) else ""
 
@@ -180,17 +181,14 @@ def _context_headers(context: Context) -> list[tuple[bytes, bytes]]:
     return headers + context.notes.headers()
 
 
-def _headers_named(scope: Scope, name: bytes) -> list[bytes]:
-    return [value for key, value in scope["headers"] if key == name]
-
-
 @dataclass(frozen=True, slots=True)
 class HeaderLimits:
-    """Headers of bounded size, and exactly one well-formed Host that we answer to.
+    """Bounds the size of headers, and requires exactly one well-formed Host that this server
+    answers to.
 
     The HTTP parser bounds a head only while it is incomplete; one that arrives in a single read
-    passes it. A Host of somebody else's choice is how a page elsewhere, by pointing its own name at
-    us, would read our answers.
+    passes it. A page elsewhere could read our answers by pointing a host name of its own at this
+    server.
     """
 
     #: In the state of a scope: the request came over one connection too many.
@@ -203,7 +201,7 @@ class HeaderLimits:
         if scope["type"] == "http":
             _check_room(scope)
             _check_size(scope)
-            self._check_host(_headers_named(scope, b"host"))
+            self._check_host(values_of(scope, b"host"))
         await self.app(scope, receive, send)
 
     def _check_host(self, hosts: list[bytes]) -> None:
@@ -247,9 +245,9 @@ def _check_size(scope: Scope) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BodyLimit:
-    """Reads a body whole before anything looks at it: type, size and time are checked here, once.
+    """Reads a body whole before any other code sees it: type, size and time are checked here, once.
 
-    What runs behind it receives the body in one message and then whatever the server says next.
+    The application receives the body in one message, and then the server's further messages.
     """
 
     app: ASGIApp
@@ -320,8 +318,8 @@ class BodyLimit:
         return replay
 
     async def _first_before_ready(self, scope: Scope, receive: Receive) -> Message:
-        """As `_first`, while the limit is not known: a larger body may be taken later, so that it
-        is refused as everything is until then.
+        """Read the body as `_first` does, while the limit is not known: a larger body may be
+        accepted later, so it gets the same error as all requests until then.
         """
         try:
             _check_length(scope, self.settings.LEAST_BODY)
@@ -350,7 +348,7 @@ class BodyLimit:
 
 
 def _check_length(scope: Scope, limit: int) -> None:
-    length = _headers_named(scope, b"content-length")
+    length = values_of(scope, b"content-length")
     if length and int(length[0]) > limit:
         raise _too_large(limit)
 
@@ -360,12 +358,12 @@ def _too_slow(seconds: float) -> HttpError:
 
 
 def _too_large(limit: int) -> HttpError:
-    """What still comes of the body is thrown away by the protocol."""
+    """The error for a large body; the protocol discards the rest of it."""
     return HttpError(_TOO_LARGE, f"the body may have at most {limit} bytes", close=True)
 
 
 def _check_framing(scope: Scope) -> None:
-    if _headers_named(scope, b"content-length") and _headers_named(scope, b"transfer-encoding"):
+    if values_of(scope, b"content-length") and values_of(scope, b"transfer-encoding"):
         raise HttpError(400, "Content-Length and Transfer-Encoding exclude each other", close=True)
 
 
@@ -375,16 +373,16 @@ def _wants_json(scope: Scope, route: HttpRoute | None) -> bool:
     """
     if route is None:
         return not route_path(scope).startswith("/v1/")
-    return route.body is not None or bool(_headers_named(scope, b"content-type"))
+    return route.body is not None or bool(values_of(scope, b"content-type"))
 
 
-def _check_type(scope: Scope, wanted: re.Pattern[str], name: str) -> None:
-    types = _headers_named(scope, b"content-type")
-    if len(types) != 1 or not wanted.match(types[0].decode("latin-1")):
+def _check_type(scope: Scope, accepted: re.Pattern[str], name: str) -> None:
+    types = values_of(scope, b"content-type")
+    if len(types) != 1 or not accepted.match(types[0].decode("latin-1")):
         raise HttpError(415, f"the Content-Type must be {name}", close=True)
 
 
 def _check_encoding(scope: Scope) -> None:
-    for encoding in _headers_named(scope, b"content-encoding"):
+    for encoding in values_of(scope, b"content-encoding"):
         if encoding.strip().lower() != b"identity":
             raise HttpError(415, "compressed bodies are not read here", close=True)

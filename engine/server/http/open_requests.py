@@ -1,4 +1,4 @@
-"""How many requests are open: too many for more to be read, or none, which a drain waits for."""
+"""Counts open requests: too many for more to be read, or none, which a drain waits for."""
 
 from __future__ import annotations
 

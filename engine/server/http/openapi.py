@@ -84,7 +84,7 @@ def _operation(route: HttpRoute, method: str) -> JsonDict:
         "summary": route.summary,
         "operationId": _name(route, method),
         "responses": _responses(route),
-        # A server without keys lets everybody in.
+        # A server without keys admits all clients.
         "security": [] if route.role is Role.ANYBODY else [{_KEY: []}, {}],
     }
     parameters = [_parameter(name) for name in _PARAMETER.findall(route.path)]

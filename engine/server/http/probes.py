@@ -26,7 +26,7 @@ class _Probed(Protocol):
         ...
 
     def stalled(self) -> Exception | None:
-        """Why nothing comes of them; None: something does."""
+        """The reason why the engines make no progress, or None."""
         ...
 
     def unstarted(self) -> Exception | None:
@@ -35,7 +35,7 @@ class _Probed(Protocol):
 
 
 async def _livez(server: object, request: Request) -> Response:
-    """The process answers, whatever its engines do."""
+    """Succeeds as long as the process answers, whatever the state of its engines."""
     return json_answer(Status("ok"))
 
 

@@ -31,9 +31,9 @@ from jitney.engine.server.http.http_connection import HttpConnection
 from jitney.engine.server.http.middleware import HeaderLimits
 from jitney.engine.server.http.settings import ServerSettings
 
-#: What is still read, and thrown away, of a request that was answered before all of it came. A
-#: close with unread bytes resets the connection, and a client that writes before it reads would
-#: lose its answer.
+#: Bytes and seconds for the rest of a request that was answered before all of it came; they are
+#: read and discarded. A close with unread bytes resets the connection, and a client that writes
+#: before it reads would lose its answer.
 _DISCARDED_BYTES = 64 << 20
 _DISCARDING_S = 5.0
 #: The same of what is no HTTP.
@@ -63,8 +63,8 @@ def http_protocol(settings: ServerSettings, connections: Connections) -> type[as
 def over_tls(
     protocol: Callable[..., asyncio.BaseProtocol], context: ssl.SSLContext
 ) -> Callable[..., asyncio.BaseProtocol]:
-    """The same as a protocol of plain connections, for a server that asyncio does not speak TLS
-    for. protocol: of `http_protocol`.
+    """Wrap a protocol of plain connections in TLS, for a server whose asyncio TLS is off. protocol:
+    of `http_protocol`.
     """
 
     def made(**given: Any) -> asyncio.BaseProtocol:
@@ -77,10 +77,10 @@ def over_tls(
 
 
 class _Handshake(SSLProtocol):
-    """A connection that counts as one from the moment at which it is accepted.
+    """A TLS handshake that counts as a connection from the moment at which it is accepted.
 
-    asyncio's own TLS tells a protocol of it once its handshake is over, and waits a minute for
-    that: clients that begin none would be as many as files may be open, and lock everybody out.
+    asyncio's own TLS reports a connection to its protocol after the handshake, and waits a minute
+    for that: clients that begin none could use up all open files, and lock other clients out.
     """
 
     #: Nothing of an answer is written meanwhile, and what comes is read at once.
@@ -149,7 +149,8 @@ class _Outbound:
         full collection would part.
         """
         self._protocol = None
-        # One that was broken off still holds methods of its own as callbacks; a close drops them.
+        # A connection that was broken off still holds methods of its own as callbacks; a close
+        # drops them.
         self._transport.close()
 
     def __getattr__(self, name: str) -> Any:
@@ -212,7 +213,7 @@ class _BoundedProtocol(H11Protocol):
             self.shutdown()
 
     def _noted(self, name: str) -> Any:
-        """What our application has written into the scope of the newest request; None: nothing."""
+        """A value that our application has put into the scope of the newest request; None: none."""
         scope: Any = {} if self.cycle is None else self.cycle.scope
         return scope.get(name)
 
@@ -220,7 +221,9 @@ class _BoundedProtocol(H11Protocol):
         self._bare.abort()
 
     def give_way(self) -> None:
-        """Over TLS a client is told, and its own farewell is not waited for."""
+        """Close at once; over TLS the client is notified, and its answer to that is not waited
+        for.
+        """
         self._bare.close()
         self._bare.abort()
 

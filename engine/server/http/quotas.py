@@ -1,8 +1,8 @@
-"""What one client may have at a time and in a minute, so that none can take the whole server:
-`Quotas` of its API key's work, and `Shares` of things that are few, such as connections.
+"""Limits of one client, so that none can take the whole server: `Quotas` of its API key's work, and
+`Shares` of scarce things such as connections.
 
 Work is not counted in requests: a request with n sequences has n of them open, and is charged for
-the output that is expected of all of them as soon as it comes.
+their expected output as soon as it comes.
 
 Refused requests of a client are told to return one after the other.
 """
@@ -27,8 +27,8 @@ _FIRST_RETRY_S, _LONGEST_RETRY_S, _FADE = 1.0, 3600.0, 0.9
 
 
 @dataclass(slots=True)
-class _Turns:
-    """Gives those who are turned away times one after the other, not all the same."""
+class _RetryTimes:
+    """Spreads the retry times of refused requests: one after the other, not all the same."""
 
     #: Clock seconds: all before is given away.
     until: float = 0.0
@@ -43,14 +43,14 @@ class _Turns:
 
 @dataclass(slots=True)
 class _Usage:
-    """What one key uses."""
+    """The use of one key."""
 
     #: Left to spend, below 0 after answers longer than expected; as of `at` (clock seconds).
     tokens: float
     at: float
-    #: Times given to those turned away: for want of a place, and for want of tokens.
-    places: _Turns
-    minutes: _Turns
+    #: Retry times of requests refused for their sequences, and for their tokens.
+    for_sequences: _RetryTimes
+    for_tokens: _RetryTimes
     #: Sequences under way.
     open: int = 0
     #: Seconds between two ends of sequences while none more may be open; when the last one was.
@@ -67,8 +67,8 @@ class Spending:
     reserved: float
 
     def spend(self, tokens: int) -> None:
-        """So many output tokens came. Those beyond what was expected are charged now, so a long
-        answer is not cut off, and the debt keeps the next request waiting.
+        """Note that so many output tokens came. Those beyond the expected ones are charged now, so
+        a long answer is not cut off, and the debt makes the next request wait.
         """
         if self.usage is None:
             return
@@ -77,16 +77,20 @@ class Spending:
         self.usage.tokens -= tokens - expected
 
     def give_back(self, tokens: float) -> None:
-        """So many were charged for the prompt beyond what it had; fewer than 0: too few were."""
+        """Give back tokens that were charged for the prompt in excess; fewer than 0: too few
+        were.
+        """
         if self.usage is not None:
             self.usage.tokens += tokens
 
 
 @dataclass(slots=True)
 class Shares:
-    """How many things each client has under way, such as uploads, counted by `access.client_of`."""
+    """Bounds the number of things that each client has under way, such as uploads, counted by
+    `access.client_of`.
+    """
 
-    #: Of one client.
+    #: Limit of one client.
     most: int
     #: The things, for the message, and the error's code.
     things: str
@@ -140,7 +144,7 @@ class Quotas:
 
     @contextmanager
     def open(self, key: str, sequences: int = 1) -> Iterator[None]:
-        """So many sequences of this key are under way. Raises RequestError rate_limit if they are
+        """Count so many sequences of this key as open. Raises RequestError rate_limit if they are
         too many.
         """
         usage = self._of(key)
@@ -160,8 +164,8 @@ class Quotas:
 
     @contextmanager
     def open_rest(self, key: str, sequences: int) -> Iterator[None]:
-        """As `open` for the other sequences of a request of so many, of which one is open already.
-        Raises RequestError invalid_value if the key may never have so many.
+        """Count the other sequences of a request of so many, of which one is open already. Raises
+        RequestError invalid_value if the key may never have so many.
         """
         if self.max_concurrent and sequences > self.max_concurrent:
             raise RequestError(
@@ -191,11 +195,11 @@ class Quotas:
 
     @contextmanager
     def charging(self, key: str, n_prompt: int, reserved: float) -> Iterator[Spending]:
-        """As `spending`, of so many prompt tokens and output tokens that are expected."""
-        wanted = n_prompt + reserved
+        """Charge so many prompt tokens and expected output tokens, as `spending` does."""
+        cost = n_prompt + reserved
         usage = self._of(key)
-        self._check_tokens(usage, wanted)
-        usage.tokens -= wanted
+        self._check_tokens(usage, cost)
+        usage.tokens -= cost
         spending = Spending(usage, reserved)
         try:
             yield spending
@@ -223,21 +227,21 @@ class Quotas:
         most = sampling.max_tokens or 1
         return sampling.n * self._lengths.expect(kind, most)
 
-    def _check_tokens(self, usage: _Usage, wanted: float) -> None:
-        missing = min(wanted, self.tokens_per_minute) - usage.tokens
+    def _check_tokens(self, usage: _Usage, cost: float) -> None:
+        missing = min(cost, self.tokens_per_minute) - usage.tokens
         if missing <= 0:
             return
         second = _MINUTE_S / self.tokens_per_minute
-        retry = usage.minutes.next(self.clock(), missing * second, wanted * second)
+        retry = usage.for_tokens.next(self.clock(), missing * second, cost * second)
         raise RequestError(
             f"one client may use {self.tokens_per_minute} tokens a minute, and this request is "
-            f"expected to use {wanted:.0f}; retry in {retry:.1f} s",
+            f"expected to use {cost:.0f}; retry in {retry:.1f} s",
             code="rate_limit",
             retry_after=retry,
         )
 
     def _count(self, usage: _Usage, sequences: int) -> None:
-        """So many more are open, or fewer."""
+        """Add so many open sequences, or subtract them."""
         now = self.clock()
         if sequences < 0 and usage.full_since is not None:
             each = (now - usage.full_since) / -sequences
@@ -246,17 +250,19 @@ class Quotas:
         usage.full_since = now if usage.open >= self.max_concurrent else None
 
     def _free_in(self, usage: _Usage, sequences: int) -> float:
-        """Seconds after which so many should be free, for this one and those told before it."""
+        """Expected seconds until so many sequences may be opened, after the requests that were
+        refused before.
+        """
         missing = usage.open + sequences - self.max_concurrent
         each = usage.ends_every
-        return usage.places.next(self.clock(), missing * each, sequences * each)
+        return usage.for_sequences.next(self.clock(), missing * each, sequences * each)
 
     def _of(self, key: str) -> _Usage:
         """The key's usage as of now; keys are as many as were handed out, so none is forgotten."""
         now, full = self.clock(), float(self.tokens_per_minute)
         usage = self._usage.get(key)
         if usage is None:
-            usage = self._usage[key] = _Usage(full, now, _Turns(), _Turns())
+            usage = self._usage[key] = _Usage(full, now, _RetryTimes(), _RetryTimes())
         usage.tokens = min(full, usage.tokens + (now - usage.at) * full / _MINUTE_S)
         usage.at = now
         return usage

@@ -17,7 +17,7 @@ from jitney.engine.server.http.errors import HttpError
 from jitney.engine.server.http.jsonio import json_answer
 from jitney.engine.server.http.routing import HttpRoute, Role
 
-#: What became of a file: there is none, it says what it said before, or it counts from now on.
+#: Result for a file: there is none, its content is the same, or it was replaced.
 type FileNews = Literal["none", "unchanged", "replaced"]
 
 

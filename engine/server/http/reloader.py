@@ -79,7 +79,7 @@ def at_a_start_only(
 
 
 class _Limits(Protocol):
-    """Of each key."""
+    """Limits of each key."""
 
     def limit(self, max_concurrent: int, tokens_per_minute: int) -> None: ...
 
@@ -120,7 +120,7 @@ class Reloader:
     keys: ApiKeys
     connections: Connections
     host: _Host
-    #: Of the listening socket; None: it speaks no TLS.
+    #: TLS of the listening socket; None: it speaks none.
     tls: Callable[[], ssl.SSLContext | None]
     #: Hears of the settings and the keys that count from now on.
     on_taken: Callable[[FreshSettings, AcceptedKeys], None] | None = None
@@ -233,8 +233,8 @@ class Reloader:
             return 0, 0
 
     def listen(self, stop: Callable[[int], None]) -> None:
-        """Read again on SIGHUP. stop: is called instead where the terminal that the server was
-        started in is gone, which is told by the same signal.
+        """Reload on SIGHUP. stop: called instead where the server's terminal is gone, which sends
+        the same signal.
         """
         loop, has_terminal = asyncio.get_running_loop(), _has_terminal()
         tasks: set[asyncio.Task[None]] = set()
@@ -265,7 +265,7 @@ def _has_terminal() -> bool:
 
 
 def _certificate_digest(server: ServerSection) -> bytes:
-    """Of the bytes of certificate and key; of nothing where they cannot be read."""
+    """Digest of the bytes of certificate and key; of nothing where they cannot be read."""
     digest = hashlib.sha256()
     for name in (server.ssl_certfile, server.ssl_keyfile):
         try:

@@ -41,7 +41,7 @@ from jitney.engine.server.tasks.routes import TASK_ROUTES
 
 _GET = ("GET",)
 _POST = ("POST",)
-#: What `/version` shows of `EngineInfo.flat`, and the kernels that were taken out.
+#: Fields of `EngineInfo.flat` that `/version` shows, and the kernels that were taken out.
 _SHOWN = (
     "config_digest",
     "platform",
@@ -86,11 +86,11 @@ async def _show_version(service: Service, request: Request) -> Response:
 
 async def _show_config(service: Service, request: Request) -> Response:
     """Every setting with its value and its origin; secrets are counted."""
-    if service.layered is None:
+    if service.resolved is None:
         raise HttpError(404, "the settings of this server are not known", code="not_found")
     info = service.client.info
     digest = "" if info is None else info.config_digest
-    report = ConfigReport.of(service.layered, version=version("jitney"), config_digest=digest)
+    report = ConfigReport.of(service.resolved, version=version("jitney"), config_digest=digest)
     return json_answer(report)
 
 
@@ -112,7 +112,7 @@ def _proof(proof: KernelProof) -> JsonDict:
 
 
 async def _reset_prefix_cache(service: Service, request: Request) -> Response:
-    """Forget the pages that are kept for prompts to come."""
+    """Drop the pages of the prefix cache."""
     service.ready()
     await service.client.reset_prefix_cache()
     return json_answer(Status("reset"))
@@ -164,6 +164,15 @@ def _slot(seat: Seat, info: EngineInfo) -> Slot:
     )
 
 
+#: Routes that an engine and a fleet's endpoint have alike.
+SHARED_ROUTES = (
+    *OLLAMA_LISTS,
+    *TASK_ROUTES,
+    *MODEL_ROUTES,
+    *PROBE_ROUTES,
+    *FRONT_ROUTES,
+    *RELOAD_ROUTES,
+)
 ROUTES = (
     *OPENAI_ROUTES,
     *RESPONSE_ROUTES,
@@ -172,10 +181,7 @@ ROUTES = (
     *RANKING_ROUTES,
     *TEXT_ROUTES,
     *OLLAMA_ROUTES,
-    *OLLAMA_LISTS,
-    *TASK_ROUTES,
-    *MODEL_ROUTES,
-    *PROBE_ROUTES,
+    *SHARED_ROUTES,
     HttpRoute(
         "/version",
         _GET,
@@ -191,7 +197,6 @@ ROUTES = (
         role=Role.ADMIN,
         answer=ConfigReport,
     ),
-    *FRONT_ROUTES,
     HttpRoute(
         "/reset_prefix_cache",
         _POST,
@@ -225,7 +230,6 @@ ROUTES = (
         role=Role.ADMIN,
         answer=Sleeping,
     ),
-    *RELOAD_ROUTES,
     HttpRoute(
         "/slots",
         _GET,

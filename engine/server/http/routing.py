@@ -28,7 +28,7 @@ class Role(IntEnum):
     ANYBODY = 0
     #: Generate; see one's own requests, and how many seats are taken.
     USER = 1
-    #: See everything: texts, everybody's requests, metrics, traces, reports; use the policy lab.
+    #: Sees everything: texts, all requests, metrics, traces, reports; may use the policy lab.
     ADMIN = 2
 
 
@@ -42,9 +42,9 @@ class HttpRoute:
     #: A route that takes GET takes HEAD too.
     methods: tuple[str, ...]
     handler: Handler
-    #: What it is for, as the documentation says it.
+    #: Purpose of the route, for the documentation.
     summary: str
-    #: Who may use it.
+    #: Role that may use it.
     role: Role = Role.USER
     #: True: it makes the engine work. Such a request counts against its key's limits, a drain waits
     #: for it, and the client's leaving ends it.
@@ -53,8 +53,8 @@ class HttpRoute:
     body_limit: int = 0
     #: The model of the body that it takes; None if it takes none.
     body: type[BaseModel] | None = None
-    #: The body is read as JSON whatever its Content-Type says. Pages of other sites are kept out by
-    #: what browsers say of them, not by the type.
+    #: The body is read as JSON whatever its Content-Type. Pages of other sites are refused by what
+    #: browsers say of them, not by the type.
     takes_any_type: bool = False
     #: The body is multipart/form-data, and is read piece by piece by the handler; its limit is
     #: `file_limit`.
@@ -65,13 +65,13 @@ class HttpRoute:
     answer: Any = None
     #: The same of each event of a stream.
     event: Any = None
-    #: What an answer is that has no model.
+    #: Media type of an answer without a model.
     media_type: str = "text/plain"
     #: Media type of its answer as a stream, if it generates; and whether it streams unless `stream`
     #: is false.
     stream_type: str = "text/event-stream"
     streams_unasked: bool = False
-    #: Of an answer that is no error.
+    #: Status of a successful answer.
     status: int = 200
     #: Level of its line in the access log.
     log_level: int = logging.INFO

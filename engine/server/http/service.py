@@ -8,20 +8,15 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine
 from contextlib import AbstractContextManager
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
 
 from jitney.engine.common.engine_info import EngineInfo
 from jitney.engine.common.errors import RequestError
-from jitney.engine.common.requests import Grammar, JsonDict
-from jitney.engine.core import CheckedGrammar, CheckerSetup
-from jitney.engine.server.chat.chat_templates import ChatTemplates, RenderedTooLong
-from jitney.engine.server.chat.conversation.formats import TurnFormat
-from jitney.engine.server.chat.conversation.template_abilities import ChatAbilities
+from jitney.engine.server.chat.model_text import ModelText, ModelTurns
 from jitney.engine.server.chat.responses.store import ResponseStore
 from jitney.engine.server.http.disconnect import until
 from jitney.engine.server.http.errors import ErrorReply, HttpError, retry_after_s
@@ -30,14 +25,12 @@ from jitney.engine.server.http.model_cards import ModelCard
 from jitney.engine.server.http.open_requests import OpenRequests
 from jitney.engine.server.http.quotas import Quotas
 from jitney.engine.server.http.settings import ServerSettings
-from jitney.engine.server.http.slices import Slices
-from jitney.engine.server.http.text_threads import TextThreads
+from jitney.engine.server.http.slices import TimeSlices
 from jitney.engine.server.process.client import EngineClient
 
 if TYPE_CHECKING:
-    from jitney.engine.config import Layered
-    from jitney.engine.core import FillIn, Tokenizer
-    from jitney.engine.server.chat.grammars import Grammars
+    from jitney.engine.config import ResolvedConfig
+    from jitney.engine.core import Tokenizer
     from jitney.engine.server.http.context import Context
     from jitney.engine.server.http.reload import Reload
     from jitney.engine.server.http.tracing import Tracing
@@ -45,16 +38,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("jitney.api")
 
-#: Characters that a chat template may add of its own.
-_TEMPLATE_CHARS = 1 << 16
 #: Requests that may be read and rendered beyond those that can sit and wait, and the least seconds
 #: after which one that was not read may come again.
 _MOST_READ, _LEAST_RETRY_S = 64, 1.0
-#: Seconds that it may take to see what a chat template accepts; one that takes longer is asked for
-#: no more than users and assistants that alternate.
-_PROBING_S = 10.0
-#: Most characters that a chat template may make of a small conversation.
-_PROBE_CHARS = 1 << 20
 
 
 class Service:
@@ -72,7 +58,7 @@ class Service:
         self.client = client
         self.tokenizer = tokenizer
         self.settings = settings
-        #: What requests may call the model; answers call it by the first.
+        #: Names that requests may use for the model; answers use the first.
         self.model_names = settings.server.served_model_name or (model_name,)
         self.created = int(time.time())
         #: The document of the routes, JSON.
@@ -82,100 +68,25 @@ class Service:
         server = settings.server
         self.quotas = Quotas(server.key_max_concurrent, server.key_tokens_per_minute)
         #: The loop's time for answers with many tokens.
-        self.slices = Slices()
+        self.slices = TimeSlices()
         #: Answers of /v1/responses that clients may come back to.
         self.responses = ResponseStore(
             server.responses_kept, server.responses_bytes, server.responses_ttl_s
         )
         self._open = OpenRequests()
         self._drain_begun = asyncio.Event()
-        self._threads = TextThreads()
-        #: Renders chats; None: the text threads do, which a template that never ends would take.
-        self.chat_templates: ChatTemplates | None = None
-        #: Checks grammars; None: the text threads do, which one that never ends would take.
-        self.grammars: Grammars | None = None
+        #: Texts of the model: limits, tokens, prompts, grammars.
+        self.text = ModelText(self.ready, settings)
+        #: The model's chat format.
+        self.turns = ModelTurns(self.ready, settings, self.text)
         #: Makes spans for OpenTelemetry; None: it is off.
         self.tracing: Tracing | None = None
-        #: The settings, and where each came from; None: nobody said.
-        self.layered: Layered | None = None
+        #: The settings, and the origin of each; None: not known.
+        self.resolved: ResolvedConfig | None = None
         #: Files and batches of requests, and jobs; None until the application is made.
         self.internal_requests: InternalRequests | None = None
-        #: Reads the files of the configuration again; None where nobody can.
+        #: Reloads the files of the configuration; None where that is not possible.
         self.reload: Reload | None = None
-        self._turns: TurnFormat | None = None
-        self._abilities: ChatAbilities | None = None
-        self._special_texts: dict[str, int] | None = None
-
-    @property
-    def turns(self) -> TurnFormat:
-        """How the model's turns are read. Raises RequestError where there is no model yet."""
-        if self._turns is None:
-            _, tokenizer = self.ready()
-            self.learn_turns(tokenizer)
-        assert self._turns is not None
-        return self._turns
-
-    def learn_turns(self, tokenizer: Tokenizer) -> None:
-        """See in the model's chat template how its turns are read: some 10 ms."""
-        server = self.settings.server
-        names = server.tool_call_parser, server.reasoning_parser
-        texts = dict.fromkeys((tokenizer.chat_template, tokenizer.tools_template))
-        self._turns = TurnFormat.of("\n".join(texts), *names)
-
-    async def chat_abilities(self) -> ChatAbilities:
-        """The abilities of the model's chat template. Raises RequestError where there is no model
-        yet.
-        """
-        if self._abilities is None:
-            _, tokenizer = self.ready()
-            await self.learn_abilities(tokenizer)
-        assert self._abilities is not None
-        return self._abilities
-
-    async def learn_abilities(self, tokenizer: Tokenizer) -> None:
-        """Render small conversations to see what the model's chat template accepts: some 50 ms,
-        and at most `_PROBING_S`.
-        """
-
-        async def render(messages: list[JsonDict], variables: JsonDict) -> str:
-            return await self._rendered(messages, tokenizer, _PROBE_CHARS, variables)
-
-        if not tokenizer.has_chat_template:
-            self._abilities = ChatAbilities()
-            return
-        try:
-            async with asyncio.timeout(_PROBING_S):
-                self._abilities = await ChatAbilities.of(render)
-        except TimeoutError:
-            reason = f"it takes more than {_PROBING_S:g} s for small conversations"
-            self._abilities = ChatAbilities(refusal=reason)
-        if self._abilities.refusal:
-            _log.error(
-                "the chat template cannot render one message of a user, so chats will be refused; "
-                "--chat-template names a file with another one (%s)",
-                self._abilities.refusal,
-            )
-
-    def marker_ids(self, names: Collection[str]) -> frozenset[int]:
-        """Special tokens that a parser must see. names: of the functions that may be called."""
-        markers = self.turns.markers(with_calls=bool(names))
-        special = self.special_texts
-        return frozenset(special[marker] for marker in markers if marker in special)
-
-    @property
-    def special_texts(self) -> dict[str, int]:
-        """The markers of the model's turns that are tokens of their own, and their ids. In tags
-        they are so also where they are shown as text.
-        """
-        if self._special_texts is None:
-            _, tokenizer = self.ready()
-            self._special_texts = {}
-            for text in self.turns.markers(with_calls=True):
-                id = tokenizer.added_tokens.get(text)
-                is_tag = text.startswith("<") and text.endswith(">")
-                if id is not None and (is_tag or id in tokenizer.special_ids):
-                    self._special_texts[text] = id
-        return self._special_texts
 
     @property
     def model_name(self) -> str:
@@ -241,8 +152,8 @@ class Service:
             self.internal_requests.stop()
 
     async def until_drain(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run what nobody waits for, which a drain does not wait for either. Raises RequestError
-        draining if one begins first.
+        """Run background work, which a drain does not wait for. Raises RequestError draining if one
+        begins first.
         """
         if await until(self._drain_begun.wait(), work):
             raise RequestError("the server is shutting down", code="draining")
@@ -252,8 +163,8 @@ class Service:
         await self._open.until_idle()
 
     def close(self) -> None:
-        """Let go of the threads; a tokenisation that still runs is not waited for."""
-        self._threads.close()
+        """Release the threads; a tokenisation that still runs is not waited for."""
+        self.text.close()
 
     def generating(self, context: Context) -> AbstractContextManager[None]:
         """Counts one open generation request, which `drained` waits for. Raises RequestError
@@ -274,8 +185,8 @@ class Service:
         return self._open.one(context.tenant)
 
     def _most_open(self, info: EngineInfo) -> int:
-        """Open generation requests, those that are being read among them. A few are read whatever
-        waits: they may be those that were told to come back.
+        """The most generation requests that may be open, those that are being read included. A few
+        are read even while the engine accepts none: they may be retries.
         """
         counters, queue, history = self.client.counters, info.queue, self.client.history
         most = info.sizes.seats + queue.max_waiting_requests
@@ -296,7 +207,9 @@ class Service:
         return self.quotas.max_concurrent
 
     def check_background(self) -> None:
-        """See `ServerContext`: where batches keep their seats, nobody gives way."""
+        """Raise RequestError where background work is not possible: static batches cannot be
+        preempted.
+        """
         info = self.client.info
         if info is not None and info.queue.policy != "continuous":
             raise RequestError("batches need a server with the policy continuous")
@@ -347,8 +260,8 @@ class Service:
         return info, tokenizer
 
     def answered(self, context: Context, reply: ErrorReply | None) -> None:
-        """See `middleware.RequestObserver`: the page tells of clients that were told to come again.
-        Lines of batches are not: their sender asks again.
+        """Show refusals that ask the client to retry on the page. Lines of batches are not shown:
+        their sender retries by itself.
         """
         if reply is None or context.background:
             return
@@ -371,106 +284,3 @@ class Service:
         if info is None:
             return self.settings.server.body_limit or None
         return self.settings.body_limit(info.model.context_length)
-
-    @property
-    def most_chars(self) -> int | None:
-        """Characters of the longest text that the context can hold; None where the tokenizer leaves
-        out characters, so that there is no such number. Raises RequestError.
-        """
-        info, tokenizer = self.ready()
-        longest = tokenizer.longest_token
-        return None if longest is None else info.request_limits.longest * longest
-
-    def check_chars(self, chars: int, param: str) -> None:
-        """Refuse a text that cannot fit before any time goes into tokenising it: one of more
-        characters than the context holds of the tokenizer's longest token. Raises RequestError.
-
-        Other texts are bounded by `body_limit` and `tokenize_timeout_s`. That is so where a
-        tokenizer leaves out characters, and for prompts that are truncated: the last tokens of a
-        text are those of the whole one, and tokenising only its end may give others.
-        """
-        most, limits = self.most_chars, self.info.request_limits
-        if most is not None and chars > most:
-            at_least = math.ceil(chars * limits.longest / most)
-            raise RequestError.too_long(limits.overflow(at_least, 1, is_lower_bound=True), param)
-
-    def fill_in(self, param: str) -> FillIn:
-        """How the model is asked to fill in the middle. Raises RequestError naming the field that
-        asks for it.
-        """
-        _, tokenizer = self.ready()
-        if tokenizer.fill_in is None:
-            raise RequestError(
-                "this model was not taught to fill in the middle: its vocabulary has no tokens for "
-                "it",
-                code="unsupported_parameter",
-                param=param,
-            )
-        return tokenizer.fill_in
-
-    async def off_loop[T](self, work: Callable[[], T]) -> T:
-        """Run blocking text work on a thread, for at most `tokenize_timeout_s`."""
-        return await self._threads.run(work, self.settings.tokenize_timeout_s)
-
-    async def render_chat(
-        self,
-        messages: Sequence[JsonDict],
-        variables: Mapping[str, Any] = MappingProxyType({}),
-        *,
-        is_truncated: bool = False,
-    ) -> str:
-        """The prompt text of a conversation. variables: what else the template is given.
-        is_truncated: it may be longer than the context. Raises RequestError.
-        """
-        _, tokenizer = self.ready()
-        if not tokenizer.has_chat_template:
-            raise RequestError(
-                "this model has no chat template; use /v1/completions", param="messages"
-            )
-        try:
-            text = await self._rendered(messages, tokenizer, self._most_rendered, variables)
-        except RenderedTooLong as error:
-            if not is_truncated:
-                self.check_chars(error.chars, "messages")
-            raise
-        if not is_truncated:
-            self.check_chars(len(text), "messages")
-        return text
-
-    async def _rendered(
-        self,
-        messages: Sequence[JsonDict],
-        tokenizer: Tokenizer,
-        most_chars: int,
-        variables: Mapping[str, Any],
-    ) -> str:
-        if self.chat_templates is None:
-            return await self.off_loop(lambda: tokenizer.apply_chat_template(messages, **variables))
-        return await self.chat_templates.render(messages, most_chars, variables)
-
-    @property
-    def _most_rendered(self) -> int:
-        """Most characters that a chat template may make: of a body, and of earlier turns that are
-        kept, as many as fit.
-        """
-        info, tokenizer = self.ready()
-        fitting = info.request_limits.longest * (tokenizer.longest_token or 0)
-        most = max(self.settings.body_limit(info.model.context_length), fitting)
-        return most + _TEMPLATE_CHARS
-
-    async def checked_grammar(self, grammar: Grammar, param: str) -> CheckedGrammar:
-        """A grammar as the engine takes it. Raises RequestError, blamed on `param` or on a tool,
-        for one that cannot be used.
-        """
-        if self.grammars is not None:
-            return await self.grammars.checked(grammar, param)
-        info, tokenizer = self.ready()
-        setup = CheckerSetup(tokenizer.special_names, info.model.vocab_size)
-        return await self.off_loop(lambda: _checked_here(setup, grammar, param))
-
-
-def _checked_here(setup: CheckerSetup, grammar: Grammar, param: str) -> CheckedGrammar:
-    """As `Grammars.checked`, in this thread. Raises RequestError."""
-    from jitney.engine.core import Checker
-
-    return Checker(setup).check(grammar).usable(param)

@@ -1,4 +1,4 @@
-"""What the HTTP side may do, decided before it starts."""
+"""The settings of the HTTP side, resolved before it starts."""
 
 from __future__ import annotations
 
@@ -24,28 +24,29 @@ class ServerSettings:
     #: Bytes of a body that are always taken where no limit is set.
     LEAST_BODY: ClassVar[int] = 1 << 20
 
-    #: What counts below counts in place of the field here that has the same name. Not shown where
-    #: settings are: it may have keys.
+    #: The section of the settings; fields below replace those of the same name. Not shown in reprs:
+    #: it may have keys.
     server: ServerSection = field(default_factory=ServerSection, repr=False)
     #: `digest_key` of each accepted key, of users and of administrators (`access.Role`); where both
-    #: are empty no key is asked for, and everybody is an administrator.
+    #: are empty no key is asked for, and every client is an administrator.
     api_keys: tuple[str, ...] = ()
     admin_keys: tuple[str, ...] = ()
-    #: Of routes outside the table: exact paths that need no key, and beginnings of paths that look
-    #: after keys themselves (the page has its own sign-in).
+    #: Routes outside the table: exact paths that need no key, and prefixes of paths that check keys
+    #: themselves (the page has its own sign-in).
     public_paths: frozenset[str] = frozenset()
     public_prefixes: tuple[str, ...] = ()
     #: Accepted Host names, lower case, without port; None for any.
     allowed_hosts: tuple[str, ...] | None = None
     #: As many as the limit of open files allows.
     max_connections: int = ServerSection().max_connections
-    #: Where files and batches are kept; None: nowhere.
+    #: Folder of files and batches; None: none.
     data_dir: Path | None = None
-    #: What messages about ended batches and jobs are signed with.
+    #: Secret that signs messages about ended batches and jobs.
     webhook_secret: str = field(default="", repr=False)
     tokenize_timeout_s: float = 10.0
-    #: How long a stream's status line waits for the engine's first output: the engine refuses a
-    #: request within a step, and that should be a status. Who waits longer gets a sign of life.
+    #: Seconds that a stream's status line waits for the engine's first output: the engine refuses a
+    #: request within a step, and that should be a status. After that the stream begins with a
+    #: keep-alive.
     header_wait_s: float = 1.0
     #: Time without output after which a stream sends a comment.
     comment_s: float = 15.0
@@ -55,18 +56,18 @@ class ServerSettings:
         return self.server.body_limit or max(self.LEAST_BODY, _BYTES_PER_TOKEN * context_length)
 
     def with_page(self, path: str) -> ServerSettings:
-        """What an endpoint that has a page at `path` leaves to the page's own sign-in: a browser
-        cannot send a bearer key with a page.
+        """The settings of an endpoint with a page at `path`, which is left to the page's own
+        sign-in: a browser cannot send a bearer key with a page.
         """
         prefixes, paths = (path + "/",), frozenset({path})
         return replace(self, public_prefixes=prefixes, public_paths=paths)
 
     @property
     def page(self) -> str | None:
-        """Where the page is, relative to the root; None where there is none."""
+        """Path of the page, relative to the root; None where there is none."""
         return self.public_prefixes[0].removeprefix("/") if self.public_prefixes else None
 
 
 def digest_key(key: str) -> str:
-    """The form in which a key is kept and compared: SHA-256, hexadecimal."""
+    """A key as it is stored and compared: SHA-256, hexadecimal."""
     return hashlib.sha256(key.encode()).hexdigest()

@@ -24,23 +24,24 @@ type Pieces = Generator[bytes, None, None]
 _SLICE_S = 0.002
 #: Bytes that are sent at once.
 _BLOCK = 1 << 16
-#: Those who wait that are called at a time: a slice is long enough for about so many streams to
-#: write a token each, and who was called in vain waits again.
+#: Most waiting tasks that are resumed at a time: a slice is long enough for about so many streams
+#: to write a token each, and the others wait again.
 _CALLED = 16
 
 
-class Slices:
-    """Gives out the loop's time: one slice in a turn of the loop, whoever has had the fewest first,
-    so that short work does not wait for long work. Who leaves some of a slice leaves it to the next
-    one: what all streams write after a step is done in one turn, and not each in a turn of its own.
+class TimeSlices:
+    """Shares the event loop's time: one time slice in a turn of the loop, for the task that has had
+    the fewest, so that short work does not wait for long work. A task that ends early leaves the
+    rest of its slice to the next one: all streams write after a step in one turn, not each in a
+    turn of its own.
 
-    most: works under way at a time, one more is refused; 0: no limit.
+    most: tasks at a time, more are refused; 0: no limit.
     """
 
     _open = 0
-    #: Somebody has the slice of this turn, or is about to get that of the next one.
+    #: A task has the slice of this turn, or will get that of the next one.
     _taken = False
-    #: Those who were called and have not run yet; the first of them begins a slice.
+    #: Tasks that were resumed and have not run yet; the first of them begins a slice.
     _called = 0
     _has_begun = True
     #: time.perf_counter() at which this turn's slice is used up.
@@ -48,7 +49,7 @@ class Slices:
 
     def __init__(self, most: int = 0):
         self._most = most
-        #: (slices had so far, order of coming, who waits).
+        #: (slices had so far, order of arrival, the task's future).
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._order = itertools.count()
 
@@ -71,8 +72,8 @@ class Slices:
             work.close()
 
     async def blocks(self, pieces: Pieces) -> AsyncGenerator[bytes]:
-        """What `pieces` gives, joined to blocks of some 64 kB. The loop's time is not held while
-        the reader is busy with a block. Raises RequestError busy if too much is under way.
+        """Join `pieces` to blocks of some 64 kB. The loop's time is not held while the reader is
+        busy with a block. Raises RequestError busy if too much is under way.
         """
         self._enter()
         try:
@@ -131,13 +132,13 @@ class Slices:
                 return
 
     def _begin(self) -> None:
-        """A slice begins; whatever waits on the loop now goes before the next one."""
+        """Begin a slice; other callbacks of the loop run before the next one."""
         self._taken = self._has_begun = True
         self._ends = time.perf_counter() + _SLICE_S
         asyncio.get_running_loop().call_soon(self._pass_on)
 
     def _pass_on(self) -> None:
-        """Call those who waited longest; the slice is free if nobody waits."""
+        """Resume the tasks with the fewest slices; the slice is free if none waits."""
         while self._waiting and self._called < _CALLED:
             _, _, ticket = heapq.heappop(self._waiting)
             if not ticket.done():
@@ -147,15 +148,15 @@ class Slices:
         self._has_begun = not self._taken
 
     def _give_up_call(self) -> None:
-        """One who was called will not come: if nobody else was, call others."""
+        """Give up the turn of a task that was cancelled: if no other was resumed, resume others."""
         self._called -= 1
         if not self._called and not self._has_begun:
             self._pass_on()
 
 
 def _advance(work: Iterator[object], end: float) -> None:
-    """Until time.perf_counter() is at `end`, at least once. Raises StopIteration at the work's
-    own end.
+    """Run `work` until time.perf_counter() is at `end`, at least one step. Raises StopIteration at
+    the work's own end.
     """
     next(work)
     while time.perf_counter() < end:
@@ -163,8 +164,8 @@ def _advance(work: Iterator[object], end: float) -> None:
 
 
 def _fill(block: bytearray, pieces: Iterator[bytes], end: float) -> bool:
-    """Until time.perf_counter() is at `end`, or as much as makes the block full. False: there is no
-    more.
+    """Fill the block until time.perf_counter() is at `end` or it is full. Returns False at the end
+    of the pieces.
     """
     for piece in pieces:
         block += piece

@@ -38,12 +38,12 @@ class StreamingWriter:
         await self.send({"type": "http.response.body", "body": body, "more_body": more})
 
     async def end(self) -> None:
-        """Nothing more comes."""
+        """End the response."""
         await self.write(b"", more=False)
 
 
 @dataclass(frozen=True, slots=True)
-class StreamedAnswer:
+class StreamingResponse:
     """A plain 200, as an ASGI application. It has a length if it is one block. An error of the
     first block comes before the answer begins.
     """
@@ -52,7 +52,7 @@ class StreamedAnswer:
     headers: Mapping[str, str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Until the answer is out, or the client has left."""
+        """Send until the response is complete, or the client has left."""
         await until_disconnect(receive, self.send(send))
 
     async def send(self, send: Send) -> None:

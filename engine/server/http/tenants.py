@@ -1,13 +1,13 @@
-"""The tenant of a request that a fleet passes on: the engine is asked with the fleet's key and told
-whose the request is, so that everything that belongs to one key (kept responses, cached pages,
-turns of the fair order, limits, rows of the page) belongs to the client's key.
+"""The tenant of a request that a fleet passes on: the engine gets the fleet's key and the client's
+identity, so that everything that belongs to one key (stored responses, cached pages, turns of the
+fair order, limits, rows of the page) belongs to the client's key.
 
 The header is `x-jitney-tenant: ROLE.DIGEST.SIGNATURE`: the client's role at the fleet, the digest
 of its key, and the HMAC-SHA256 of both under the key that the request is sent with. Only an
 administrator's key may name another client. The signature shows that the sender has that key
 itself: clients of a gateway that adds its own key to their requests and passes their headers on
-cannot name anybody. It covers neither a time nor the request: a copy of it can only be taken where
-the key can be read too.
+cannot name another client. It covers neither a time nor the request: a copy of it can only be taken
+where the key can be read too.
 """
 
 from __future__ import annotations
@@ -41,11 +41,10 @@ def signed(statement: bytes, key: bytes) -> bytes:
 
 
 def identity_of(sender: Identity, scope: Scope) -> Identity:
-    """Whose request this is. sender: the identity of the key that it was sent with.
+    """The identity of a request's client. sender: the identity of the key that it was sent with.
 
-    A role above the sender's is not given. Engines without keys believe everybody, as they do in
-    all else. Raises HttpError: 403 where the sender may not name another client, 400 for a value of
-    another form.
+    A role above the sender's is not given. Engines without keys trust all senders. Raises
+    HttpError: 403 where the sender may not name another client, 400 for a value of another form.
     """
     values = values_of(scope, TENANT_HEADER)
     if not values or sender.role is Role.ANYBODY:

@@ -38,7 +38,7 @@ _SERVICE = "jitney"
 
 @dataclass(slots=True)
 class _Parent:
-    """What the spans of an engine request stand below."""
+    """The parent of an engine request's spans."""
 
     context: TraceContext
     request_id: str
@@ -181,7 +181,9 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _without_default(resource: Resource) -> Resource:
-    """Without the SDK's own "unknown_service", so that ours stands unless a name was given."""
+    """The resource without the SDK's own "unknown_service", so that ours stands unless a name was
+    given.
+    """
     from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 
     attributes = dict(resource.attributes)
@@ -191,8 +193,8 @@ def _without_default(resource: Resource) -> Resource:
 
 
 def _exporter() -> SpanExporter:
-    """As OTEL_TRACES_EXPORTER and OTEL_EXPORTER_OTLP_PROTOCOL say: OTLP over HTTP unless they say
-    otherwise.
+    """The exporter of OTEL_TRACES_EXPORTER and OTEL_EXPORTER_OTLP_PROTOCOL; by default OTLP over
+    HTTP.
     """
     name = os.environ.get("OTEL_TRACES_EXPORTER", "otlp")
     if name == "console":

@@ -66,9 +66,9 @@ def web_server(
             yield
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            """asyncio accepts as many connections in a row as may wait: too many for the limit of
-            open files. So it is told a small number, and the system a large one afterwards. Nor
-            does it speak TLS: our protocol does.
+            """Start with a short accept queue, which is enlarged afterwards: asyncio accepts as
+            many connections in a row as the queue holds, too many for the limit of open files. TLS
+            is our protocol's, not asyncio's.
             """
             context, self.config.ssl = self.config.ssl, None
             if context is not None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-import numpy as np
-
 from jitney.engine.common.engine_info import EngineInfo, EngineState
 from jitney.engine.common.history import History
 from jitney.engine.common.messages import Progress, SeatMap
@@ -17,8 +15,8 @@ from jitney.engine.common.outputs import FinishReason, SequenceOutput
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.server.process.counters import EngineCounters
 
-#: Hears of each output of a request when it has come, in their order. It must not raise, and is
-#: called on the event loop, between whatever else that does.
+#: Called with each output of a request, in order. It must not raise; it is called on the event loop
+#: between other callbacks.
 type OutputListener = Callable[[SequenceOutput], None]
 
 
@@ -51,8 +49,8 @@ class EngineClient(Protocol):
         ...
 
     def forget(self, request_id: str) -> None:
-        """Nobody listens to a request any more: its listener is called no more, and what is left of
-        the request is aborted. An ended one is ignored.
+        """Stop listening to a request: its listener is called no more, and its open sequences are
+        aborted. An ended one is ignored.
         """
         ...
 
@@ -89,12 +87,6 @@ class EngineClient(Protocol):
 
     async def reset_prefix_cache(self) -> None:
         """Let no later prompt find what was computed for an earlier one. Raises RequestError."""
-        ...
-
-    def records(self, after_step: int) -> np.ndarray:
-        """Step records newer than `after_step`, oldest first, as far back as they are kept
-        (`records.STEP_DTYPE`).
-        """
         ...
 
     def last_step_age(self) -> float:

@@ -66,11 +66,12 @@ class EngineCounters:
     resumed: int = 0
     #: Sequences computed again with the reference.
     canary_checked: int = 0
-    #: Of them, those that differed by more than rounding explains.
+    #: Those that differed by more than rounding explains.
     canary_mismatched: int = 0
     #: Largest difference of two log-probabilities.
     canary_worst: float = 0.0
-    #: What grammars cost: masks and grammars, and seconds of each; and how many are kept.
+    #: Cost of grammars: masks and grammars, and seconds of each; and the compiled grammars in the
+    #: cache.
     masks: int = 0
     mask_seconds: float = 0.0
     grammars_compiled: int = 0
@@ -79,7 +80,7 @@ class EngineCounters:
     #: Sequences that wait, and their prompt tokens.
     waiting: int = 0
     waiting_tokens: int = 0
-    #: Seconds that whoever comes now should wait for a seat.
+    #: Estimated wait of a new request for a seat, seconds.
     predicted_wait: float = 0.0
     #: Seconds from one step's result to the next one's, device time plus the gap before it, by kind
     #: of step and rows of its program: (kind, rows), of those that ran.
@@ -131,7 +132,10 @@ class EngineCounters:
         self.grammars_kept = work.kept
 
     def observe_idle(self, waiting: int) -> None:
-        """An idle tick: nothing sits in a seat, and no page is held by a sequence."""
+        """Note an idle tick, or the loss of the core: no seat is taken, and sequences hold no page.
+
+        waiting: sequences in the queue.
+        """
         self.waiting, self.waiting_tokens = waiting, 0
         self.predicted_wait = 0.0
         if self.last is not None:
@@ -143,10 +147,6 @@ class EngineCounters:
         self.engine_restarts += 1
         self.restart_causes[cause] += 1
         self.resumed += resumed
-
-    def observe_lost(self, waiting: int) -> None:
-        """The core is gone: nobody sits, and so many sequences wait for the next one."""
-        self.observe_idle(waiting)
 
     def gauge(self, name: str) -> int:
         """A field of the newest record, 0 before the first step."""

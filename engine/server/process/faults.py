@@ -1,4 +1,4 @@
-"""What the server does about a core that fails: how a core ended, when to start the next one, which
+"""The server's answers to a core that fails: how a core ended, when to start the next one, which
 request ended it, and which requests are refused for a while.
 
 The core itself finds the sequence that makes a step fail (`engine.core.faults`); here are the
@@ -27,7 +27,7 @@ type _Cause = Literal["died", "failed", "hung", "left", "not started"]
 
 @dataclass(frozen=True, slots=True)
 class CoreEnd:
-    """How the life of a core ended."""
+    """The end of a core's life."""
 
     cause: _Cause
     #: One line for the log, and for requests that find the engine dead.
@@ -41,9 +41,7 @@ class CoreEnd:
 
     @property
     def lost_host(self) -> bool:
-        """It ended because another host of its engine is gone, or one that it shares experts
-        with.
-        """
+        """Another host of its engine is gone, or one that it shares experts with."""
         return self.cause == "failed" and not self.crashed
 
     def repeats(self, earlier: CoreEnd | None) -> bool:

@@ -14,7 +14,7 @@ from jitney.engine.common.errors import ConfigError, ModelError
 from jitney.engine.config import Config, configuration_digest, short
 from jitney.engine.core import Hello, Leader, Lost, ModelSource, Worker
 
-#: What a host finds wrong by itself, or all of them alike, whether or not another is gone.
+#: Errors that a host finds by itself, or all of them alike, whether or not another is gone.
 _FOUND_ALONE = (ConfigError, ModelError)
 #: Milliseconds for the last message.
 _LINGER_MS = 2000
@@ -26,18 +26,18 @@ type _Report = Callable[[messages.Progress], None]
 def met(
     config: Config, source: ModelSource, report: _Report, address: str
 ) -> Iterator[Leader | Worker]:
-    """The other hosts of the engine, once all are there; they hear of it when this one ends.
-    address: where the parent hears us. Raises ConfigError if they do not come, or do not want us.
+    """Meet the other hosts of the engine, and notify them when this one ends. address: of the
+    parent's socket. Raises ConfigError if they do not come, or refuse this one.
 
-    Whatever fails inside may have failed because one of them is gone, which is then the reason.
+    An error inside may follow from the loss of a host, which is then the reason given.
     """
     hosts = _meet(config, source, report, _ender(address))
     name = f"host {hosts.host_id}"
     try:
         yield hosts
     except BaseException as error:
-        # A device that waits for a lost host fails in its own words, at any point of a start or of
-        # a step: before the connection's end is noticed, or just after.
+        # A device that waits for a lost host fails with an error of its own, at any point of a
+        # start or of a step: before the connection's end is noticed, or just after.
         if not isinstance(error, _FOUND_ALONE):
             hosts.wait_for_loss()
         hosts.leave(f"{name} cannot go on: {error}", failed=True)
@@ -56,13 +56,13 @@ def _meet(config: Config, source: ModelSource, report: _Report, lost: Lost) -> L
 
 
 def _versions() -> str:
-    """Of Jitney and of jax: other ones may compile other programs."""
+    """Versions of Jitney and of jax: others may compile other programs."""
     return f"jitney {version('jitney')}, jax {version('jax')}"
 
 
 def _digest(config: Config, source: ModelSource) -> str:
-    """Of the model and of all settings but those of [server], which this process is not told, and
-    the order, which hangs on the keys: hosts that serve nothing need none.
+    """Digest of the model and of all settings except [server], which this process does not get, and
+    the order, which depends on the keys: hosts that serve no clients need none.
     """
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"order": ""})})
     identity = source.identity(config.model.adapter_folders)
@@ -70,8 +70,8 @@ def _digest(config: Config, source: ModelSource) -> str:
 
 
 def _ender(address: str) -> Lost:
-    """Ends this process, from any thread, whatever it waits for: nothing that it does with a host
-    that is gone comes to an end.
+    """Make a callback that ends this process from any thread: an operation with a lost host never
+    returns.
     """
 
     def lost(reason: str, failed: bool) -> None:

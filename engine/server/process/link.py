@@ -44,9 +44,9 @@ _decode = msgspec.msgpack.Decoder(messages.FromCore).decode
 def _private_folder() -> Iterator[str]:
     """A new folder in the temporary directory, locked while it is in use and then removed.
 
-    The lock ends with this process, however it dies, and says to `_remove_left_folders` that nobody
-    uses the folder any more. Services that clean the temporary directory by age respect it too.
-    Raises OSError if there is no room, no descriptor, or no temporary directory.
+    The lock ends with this process, however it dies, and tells `_remove_left_folders` whether the
+    folder is in use. Services that clean the temporary directory by age respect it too. Raises
+    OSError if there is no room, no descriptor, or no temporary directory.
     """
     folder, lock = _locked_folder()
     try:
@@ -57,8 +57,8 @@ def _private_folder() -> Iterator[str]:
 
 
 def _remove_left_folders() -> None:
-    """Remove the folders of servers that were killed: ours, locked by nobody, and with nothing but
-    sockets in them.
+    """Remove the folders of killed servers: ours, not locked, and with nothing but sockets in
+    them.
     """
     for path in Path(tempfile.gettempdir()).glob(_FOLDER_PREFIX + "*"):
         with contextlib.suppress(OSError):
@@ -84,7 +84,7 @@ def _locked_folder() -> tuple[str, int]:
 
 
 def _remove_if_left(folder: str) -> None:
-    """Remove one folder, if it is ours and nobody uses it. Raises OSError if somebody does."""
+    """Remove one folder, if it is ours and not in use. Raises OSError if it is in use."""
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         ours = os.fstat(lock).st_uid == os.geteuid()
@@ -106,11 +106,11 @@ class CoreLink:
     process: asyncio.subprocess.Process
     #: The core has sent `Ready`. This and the following fields are written by the supervisor.
     ready: bool = False
-    #: The core was told the tokenizer.
+    #: The core has the tokenizer.
     learned: bool = False
     #: Why the core ended, if it said so.
     fatal: ErrorInfo | None = None
-    #: Why the leader of its engine told it to end, if it did.
+    #: The reason why the leader of its engine ended it; empty: it did not.
     left: str = ""
     #: It was silent for too long and was killed.
     hung: bool = False
@@ -169,8 +169,8 @@ class CoreLink:
 
 
 class LinkRuntime:
-    """What every link needs and what must be there when no descriptor is left: ZeroMQ's own
-    threads, and descriptors to give away. Folders that killed servers left go when it is made.
+    """Resources that every link needs even when no descriptor is left: ZeroMQ's own threads, and
+    spare descriptors. Making it removes the folders of killed servers.
 
     libzmq ends the process if it gets no descriptor for the poller of a new context, so there is
     one context for all links.

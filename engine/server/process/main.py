@@ -29,11 +29,10 @@ from jitney.engine.common import messages
 from jitney.engine.common.engine_info import EngineInfo
 from jitney.engine.common.errors import JitneyError, RequestError
 from jitney.engine.config import Config
-from jitney.engine.core import Leader, Leave, LockstepCore, ModelSource, Worker
-from jitney.engine.server.process.hosts import met
+from jitney.engine.core import ModelSource
 
 if TYPE_CHECKING:
-    from jitney.engine.core import EngineCore, Follower
+    from jitney.engine.core import EngineCore, Follower, Leader, LockstepCore, Worker
 
 _log = logging.getLogger("jitney.core")
 
@@ -45,12 +44,12 @@ _TICK_S = 1.0
 _CHECK_EVERY = 10
 #: Milliseconds for the last messages.
 _LINGER_MS = 2000
-#: What makes the follower on the other hosts of an engine.
+#: Builds the follower on the other hosts of an engine.
 _FOLLOWER = "jitney.engine.core.build:build_follower"
 _decode = msgspec.msgpack.Decoder(messages.ToCore).decode
 
 
-#: What is in the folder of a core.
+#: Sockets in the folder of a core.
 SOCKET_NAMES = ("to", "from")
 
 
@@ -59,9 +58,9 @@ class Start(msgspec.Struct, frozen=True):
 
     #: Sections of the configuration.
     config: dict[str, Any]
-    #: Of the two sockets.
+    #: Folder of the two sockets.
     folder: str
-    #: What makes the core, MODULE:FUNCTION.
+    #: Function that builds the core, MODULE:FUNCTION.
     builder: str
     log_level: str = "info"
     #: Numbers of adapters by name, as an earlier core had them.
@@ -130,8 +129,8 @@ def _n_hosts(start: Start) -> int:
 
 
 def _die_with_parent(folder: str) -> None:
-    """Leave at once when the parent's end of the pipe closes: an orphan would keep the device and
-    answer nobody. The sockets' folder goes too, which the parent removes where it is not killed.
+    """End this process when the parent's end of the pipe closes: an orphan would hold the device
+    for nothing. The sockets' folder goes too, which a killed parent does not remove.
     """
     while os.read(sys.stdin.fileno(), 4096):
         pass
@@ -153,7 +152,9 @@ def _guarded(start: Start, inbox: zmq.Socket, outbox: zmq.Socket) -> int:
 
 
 def _in_one_line(error: Exception) -> str:
-    """What went wrong; the traceback goes to the log, unless it was raised on purpose."""
+    """The error's message; the traceback goes to the log, unless the error was raised on
+    purpose.
+    """
     if isinstance(error, JitneyError):
         return str(error)
     _log.exception("the engine core stopped")
@@ -167,6 +168,9 @@ def _build_and_serve(start: Start, inbox: zmq.Socket, outbox: zmq.Socket) -> Non
     config = Config.model_validate(start.config, strict=False)
     source = ModelSource.of(config)
     if config.engine.n_hosts > 1:
+        # Only engines on several hosts load what hosts need.
+        from jitney.engine.server.process.hosts import met
+
         with met(config, source, report, start.from_core) as hosts:
             _serve_together(start, config, source, hosts, inbox, outbox)
         return
@@ -175,18 +179,25 @@ def _build_and_serve(start: Start, inbox: zmq.Socket, outbox: zmq.Socket) -> Non
 
 
 def _numbered(start: Start) -> dict[str, Any]:
-    """What the core's builder is told of an earlier core's adapters."""
+    """Arguments of the core's builder about an earlier core's adapters."""
     return {"adapters": start.adapters} if start.adapters else {}
 
 
 def _start_serving(
-    core: EngineCore, info: EngineInfo, inbox: zmq.Socket, outbox: zmq.Socket
+    core: EngineCore,
+    info: EngineInfo,
+    inbox: zmq.Socket,
+    outbox: zmq.Socket,
+    joined: LockstepCore | None = None,
 ) -> None:
+    """Report that the core is ready, and serve. joined: the core, if it runs in lockstep with other
+    engines.
+    """
     core.on_first_step = lambda step: outbox.send(messages.encode(messages.FirstStep(step)))
     for message in _received(inbox, 0.0):  # the tokenizer, as a rule: to read it takes a while
         _handle(core, message, outbox)
     outbox.send(messages.encode(messages.Ready(info)))
-    _serve(core, inbox, outbox)
+    _serve(core, inbox, outbox, joined)
 
 
 def _builder(name: str) -> Callable[..., Any]:
@@ -205,9 +216,12 @@ def _serve_together(
     def report(progress: messages.Progress) -> None:
         outbox.send(messages.encode(progress))
 
-    if isinstance(hosts, Leader) or config.engine.data_parallel > 1:
+    from jitney.engine.core import Leader
+
+    in_lockstep = config.engine.data_parallel > 1
+    if isinstance(hosts, Leader) or in_lockstep:
         core, info = _builder(start.builder)(config, source, report, hosts)
-        _start_serving(core, info, inbox, outbox)
+        _start_serving(core, info, inbox, outbox, core if in_lockstep else None)
         return
     follower, info = _builder(_FOLLOWER)(config, source, report, hosts)
     outbox.send(messages.encode(messages.Ready(info)))
@@ -222,6 +236,8 @@ def _follow(
     follower: Follower, hosts: Worker, is_shut_down: Callable[[], bool]
 ) -> messages.PeerLeft | None:
     """Do what the first host does until it ends, or until we are shut down (None)."""
+    from jitney.engine.core import Leave
+
     while not is_shut_down():
         until = time.monotonic() + _TICK_S
         while time.monotonic() < until:
@@ -234,8 +250,8 @@ def _follow(
 
 
 def _start_ticking(address: str) -> None:
-    """Tell the parent once a second that this process lives, from a thread of its own: how long a
-    step may take is the first host's to judge.
+    """Send the parent a heartbeat once a second, from a thread: the first host judges how long a
+    step may take.
     """
     threading.Thread(target=_tick, args=(address,), daemon=True).start()
 
@@ -259,10 +275,11 @@ def _freeze() -> None:
     gc.freeze()
 
 
-def _serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
+def _serve(
+    core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket, joined: LockstepCore | None = None
+) -> None:
     """Answer messages and step while there is work; return on Shutdown, after the current step."""
     _freeze()
-    joined = core if isinstance(core, LockstepCore) else None
     if joined is not None:
         joined.barrier.on_wait = lambda hosts: outbox.send(
             messages.encode(messages.WaitingFor(hosts))
@@ -273,6 +290,8 @@ def _serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
         for message in _received(inbox, wait_s, joined):
             if isinstance(message, messages.Shutdown):
                 return
+            if joined is not None and isinstance(message, messages.Drain):
+                joined.barrier.drain(drained=message.drained)
             _handle(core, message, outbox)
         if joined is not None:
             _send_drain_states(joined, outbox)
@@ -293,7 +312,7 @@ def _serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
 
 
 def _send_drain_states(joined: LockstepCore, outbox: zmq.Socket) -> None:
-    """What the others say of the end."""
+    """Report how far the other engines' drain is."""
     while (drain_state := joined.barrier.next_drain_state()) is not None:
         outbox.send(messages.encode(messages.DrainState(drain_state.drained)))
 
@@ -345,10 +364,7 @@ def _handle(core: EngineCore, message: messages.ToCore, outbox: zmq.Socket) -> N
             answer = core.set_adapters(message)
             if answer is not None:
                 outbox.send(messages.encode(answer))
-        case messages.Drain(drained=drained):
-            if isinstance(core, LockstepCore):
-                core.barrier.drain(drained=drained)
-        case messages.Shutdown():
+        case messages.Drain() | messages.Shutdown():
             pass
 
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-import numpy as np
 from msgspec.structs import replace
 
 from jitney.engine.common import messages
@@ -53,6 +52,27 @@ _BLAMED = ErrorInfo(
 
 
 @dataclass(eq=False)
+class _JointDrain:
+    """The drain of engines that share experts: once one of them drains, all do, and they end
+    together.
+    """
+
+    #: There are such engines beside this one.
+    shares_experts: bool
+    #: This engine has no open request left.
+    drained: bool = False
+    #: Another engine drains.
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    #: All have drained.
+    finished: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def announce(self, link: CoreLink) -> None:
+        """Tell the other engines that this one drains, or has drained."""
+        if self.shares_experts:
+            link.send(messages.Drain(self.drained))
+
+
+@dataclass(eq=False)
 class ProcessClient(CoreSupervisor):
     """`jitney.engine.server.process.client.EngineClient` over a core process."""
 
@@ -65,13 +85,11 @@ class ProcessClient(CoreSupervisor):
     _stream_closed: asyncio.Event = field(default_factory=asyncio.Event)
     _blocklist: Blocklist = field(default_factory=Blocklist)
     _blame: CrashBlame = field(default_factory=CrashBlame)
-    #: Of engines that share experts: one of them was told to end; all have drained; this one has.
-    _others_drain: asyncio.Event = field(default_factory=asyncio.Event)
-    _all_drained: asyncio.Event = field(default_factory=asyncio.Event)
-    _has_drained: bool = False
+    _joint_drain: _JointDrain = field(init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._joint_drain = _JointDrain(self.config.engine.data_parallel > 1)
         self.history = History(keep_tokens=self.config.server.dashboard_show_text)
 
     async def close(self) -> None:
@@ -168,7 +186,7 @@ class ProcessClient(CoreSupervisor):
             self._go_on_after_trial(stream)
 
     def _go_on_after_trial(self, stream: Stream) -> None:
-        """If this request is on trial and has progressed, send the next ones to the core."""
+        """If this request is on trial and has progressed, send the core the next ones."""
         if stream is not self._blame.on_trial:
             return
         link = self._ready_link
@@ -200,7 +218,7 @@ class ProcessClient(CoreSupervisor):
         self.history.core_ready(self.info)
         _send_resumed(link, self._blame.core_ready(self._streams.values()))
         if self._draining:
-            self._announce_drain(link)
+            self._joint_drain.announce(link)
 
     def _lose_core(self, end: CoreEnd) -> tuple[int, int]:
         n_open = len(self._streams)
@@ -214,7 +232,7 @@ class ProcessClient(CoreSupervisor):
         if blamed is not None:
             self._take_outputs(blamed.ends("error", _BLAMED))
         self.history.seats_lost()
-        self.counters.observe_lost(sum(len(stream.open) for stream in self._streams.values()))
+        self.counters.observe_idle(sum(len(stream.open) for stream in self._streams.values()))
         resumed, ended = len(self._streams), n_open - len(self._streams)
         if self.info is not None:
             self.history.incidents.outage_began(end.summary, n_resumed=resumed, n_lost=ended)
@@ -225,54 +243,46 @@ class ProcessClient(CoreSupervisor):
             self.history.incidents.outage_began(end.summary, n_resumed=0, n_lost=len(self._streams))
         self._end_streams(_LOST)
         self.history.core_lost("engine_dead")
-        self.counters.observe_lost(0)
+        self.counters.observe_idle(0)
 
     def drain(self) -> None:
-        """Accept no new requests; open ones go on. Engines that share experts with this one are
-        told to drain, too.
+        """Accept no new requests; open ones go on. Engines that share experts with this one drain,
+        too.
         """
         self._draining = True
         if self.state != "dead":
             self._set_state("draining")
         if self._ready_link is not None:
-            self._announce_drain(self._ready_link)
-
-    def _announce_drain(self, link: CoreLink) -> None:
-        """Tell the engines that share experts with this one how far its drain is."""
-        if self._shares_experts:
-            link.send(messages.Drain(self._has_drained))
-
-    @property
-    def _shares_experts(self) -> bool:
-        """Other engines run their steps with this one, and end with it."""
-        return self.config.engine.data_parallel > 1
+            self._joint_drain.announce(self._ready_link)
 
     def _take_drain_state(self, *, drained: bool) -> None:
-        (self._all_drained if drained else self._others_drain).set()
+        drain = self._joint_drain
+        (drain.finished if drained else drain.begun).set()
 
     async def until_others_drain(self) -> None:
-        """Wait until an engine that shares experts with this one is told to end; for ever if there
-        is none.
+        """Wait until an engine that shares experts with this one drains; for ever if there is
+        none.
         """
-        await self._others_drain.wait()
+        await self._joint_drain.begun.wait()
 
     async def drained_together(self) -> None:
         """Called when no request is open: wait until the engines that share experts with this one
         have no open request either. Returns at once without such engines.
         """
-        self._has_drained = True
-        if not self._shares_experts:
+        drain = self._joint_drain
+        drain.drained = True
+        if not drain.shares_experts:
             return
         if self._ready_link is not None:
-            self._announce_drain(self._ready_link)
-        waiting = [
-            asyncio.create_task(self._all_drained.wait()),
+            drain.announce(self._ready_link)
+        ends = [
+            asyncio.create_task(drain.finished.wait()),
             asyncio.create_task(self.until("dead")),
         ]
         try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in waiting:
+            for task in ends:
                 task.cancel()
 
     async def page_states(self) -> bytes:
@@ -354,15 +364,9 @@ class ProcessClient(CoreSupervisor):
             raise self._refusal()
         return self._ready_link
 
-    def records(self, after_step: int) -> np.ndarray:
-        """Step records newer than `after_step`, oldest first, as many as the history keeps
-        (`records.STEP_DTYPE`).
-        """
-        return self.history.records.since(after_step)
-
 
 def _send_resumed(link: CoreLink, streams: list[Stream]) -> None:
-    """Have a core continue these requests."""
+    """Make a core continue these requests."""
     for stream in streams:
         link.send(messages.Add(stream.resumed()))
 

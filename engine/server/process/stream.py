@@ -1,5 +1,5 @@
-"""One request as the API process has it: who listens to its outputs, and what another core would
-need to go on with it.
+"""An open request in the API process: the listener to its outputs, and the state that another core
+needs to continue it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Stream:
     open: set[int] = field(init=False)
     #: Output tokens of each sequence so far.
     tokens: list[list[int]] = field(init=False)
-    #: Nothing more is to come, or nobody listens; written by the client.
+    #: Nothing more will come, or its listener has gone; written by the client.
     closed: bool = False
     #: Ends that were asked of the core.
     asked: dict[int, FinishReason] = field(default_factory=dict)

@@ -56,7 +56,7 @@ class CoreSupervisor:
     counters: EngineCounters = field(default_factory=EngineCounters)
     #: Why the engine is dead; empty before.
     failure: str = ""
-    #: The leader of the engine has told this host to end.
+    #: The leader of the engine has ended this host.
     dismissed: bool = False
     #: None while no core is running.
     _link: CoreLink | None = None
@@ -212,7 +212,9 @@ class CoreSupervisor:
             return CoreEnd("not started", f"the engine process cannot be started: {reason}")
 
     async def _run_link(self) -> CoreEnd:
-        """As `_run_core`. Raises OSError or ZMQError if no process can be started."""
+        """Start a core process and wait for its end. Raises OSError or ZMQError if no process can
+        be started.
+        """
         runtime = self._runtime
         assert runtime is not None  # `start` made it
         runtime.free_spare()
@@ -235,7 +237,7 @@ class CoreSupervisor:
             return self._end_of(link)
 
     def _end_of(self, link: CoreLink) -> CoreEnd:
-        """How a core ended, once its process has."""
+        """The end of a core, once its process has ended."""
         if link.left:
             return CoreEnd("left", link.left, link.ready)
         if link.fatal is not None:
@@ -258,7 +260,7 @@ class CoreSupervisor:
         return CoreEnd("died", why, link.ready, crashed=status != -signal.SIGKILL)
 
     def _stage(self, link: CoreLink) -> str:
-        """How far a core's start has come, as part of a sentence; "" for one that is ready."""
+        """The progress of a core's start, as part of a sentence; "" for one that is ready."""
         if link.ready:
             return ""
         if self.progress is None:

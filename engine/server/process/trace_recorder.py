@@ -1,9 +1,9 @@
-"""`jitney serve --record FILE`: every ended request as one line of times and lengths; the first one
-says which model answered on what, and nothing else is kept.
+"""`jitney serve --record FILE`: a line of times and lengths for every ended request; the first one
+also names the model and the device.
 
-No text, no token, no id and no key is kept: tenants are numbered in the order of their first ended
-request. The lines are a trace that `jitney simulate --trace FILE` reads back, with what was
-measured beside what came.
+No text, token, id or key is written: tenants are numbered in the order of their first ended
+request. The lines are a trace that `jitney simulate --trace FILE` reads, with the measured times
+beside the arrivals.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def _unknown() -> None:
 class Recorder:
     """Writes a line for each request that ends, if `ended` is a listener of the engine's history.
 
-    It writes on a thread of its own, so that a slow disk holds up nobody; a disk error
-    ends the recording with one warning, and the server goes on.
+    It writes on a thread of its own, so that a slow disk delays no request; a disk error ends the
+    recording with one warning, and the server continues.
 
-    engine: tells what answers, None before it is known. Raises ConfigError if the file cannot be
-    made, or holds something already.
+    engine: returns the engine's info, None before it is known. Raises ConfigError if the file
+    cannot be made, or is not empty.
     """
 
     def __init__(

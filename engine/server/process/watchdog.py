@@ -16,8 +16,8 @@ _FIRST_STEP_S = 60.0
 #: longest start so far took: its programs and weights are the same, and mostly cached.
 _LEAST_START_S, _START_TIMES = 120.0, 3.0
 #: Engines that share experts may keep a core waiting for so many times as long as it may be silent
-#: itself: whoever supervises the one that hangs is to end it first, since the others then have the
-#: reason.
+#: itself: the supervisor of the engine that hangs is to end it first, since the others then know
+#: the reason.
 _OTHERS_TIMES = 2.0
 
 
@@ -32,11 +32,11 @@ class Watchdog:
 
     #: The setting; 0: learn from the longest step.
     step_timeout_s: float
-    #: Of the first start; 0: no limit.
+    #: Limit of the first start; 0: no limit.
     start_timeout_s: float = 0.0
     #: Seconds since the core last said anything.
     silence: float = 0.0
-    #: Seconds for which the core has waited for other engines, by its own word.
+    #: Seconds for which the core has waited for other engines, by its own report.
     awaited: float = 0.0
     #: Seconds of the longest step seen, of this core and those before it.
     longest: float = 0.0
@@ -60,8 +60,8 @@ class Watchdog:
 
     @property
     def _start_limit(self) -> float:
-        """A start reports each tensor that it has loaded and each program that it has compiled; how
-        long one takes, nobody knows before the first.
+        """The limit of a start, which reports each tensor that it has loaded and each program that
+        it has compiled. The time of the first start cannot be known in advance.
         """
         if self.longest_start:
             return max(_LEAST_START_S, _START_TIMES * self.longest_start)
@@ -77,7 +77,7 @@ class Watchdog:
 
     @property
     def others_overdue(self) -> bool:
-        """It is not the core that hangs, but an engine that it waits for."""
+        """The core waits for another engine, which hangs."""
         return self.awaited > _OTHERS_TIMES * self.limit
 
     def core_starts(self) -> None:
@@ -88,7 +88,7 @@ class Watchdog:
         self._first_step = 0
 
     def core_ready(self) -> None:
-        """It can serve."""
+        """Note that the core can serve."""
         self.silence = 0.0
         self._starts = False
         self.longest_start = max(self.longest_start, self._started_s)
@@ -101,7 +101,7 @@ class Watchdog:
             self.awaited = 0.0
 
     def waited(self, seconds: float) -> None:
-        """So many seconds went by in which nothing came."""
+        """Note that nothing came for so many seconds."""
         self.silence += seconds
         if self._awaits:
             self.awaited += seconds

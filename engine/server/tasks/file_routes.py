@@ -17,7 +17,7 @@ from jitney.engine.server.http.errors import HttpError
 from jitney.engine.server.http.jsonio import json_answer
 from jitney.engine.server.http.queries import listed, read_query
 from jitney.engine.server.http.routing import HttpRoute
-from jitney.engine.server.http.streaming import StreamedAnswer
+from jitney.engine.server.http.streaming import StreamingResponse
 from jitney.engine.server.tasks.forms import FileAnswer, FileDeleted, FileForm, FileList
 from jitney.engine.server.tasks.keeper import StoreKeeper
 from jitney.engine.server.tasks.records import StoredFile
@@ -104,7 +104,7 @@ async def _file_content(server: ServerContext, request: Request) -> ASGIApp:
     file = await _file(server, request)
     headers = {"content-type": "application/octet-stream", "x-content-type-options": "nosniff"}
     keeper = await InternalRequests.of(server).keeper()
-    return StreamedAnswer(_blocks(keeper, file.id), headers)
+    return StreamingResponse(_blocks(keeper, file.id), headers)
 
 
 async def _blocks(keeper: StoreKeeper, file_id: str) -> AsyncGenerator[bytes]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.server.http.settings import ServerSettings
-from jitney.engine.server.http.slices import Slices
+from jitney.engine.server.http.slices import TimeSlices
 
 if TYPE_CHECKING:
     from jitney.engine.server.tasks.service import InternalRequests
@@ -22,7 +22,7 @@ class ServerContext(Protocol):
     def settings(self) -> ServerSettings: ...
 
     @property
-    def slices(self) -> Slices:
+    def slices(self) -> TimeSlices:
         """The event loop's time for long responses."""
         ...
 

@@ -19,7 +19,7 @@ namespace {
 namespace ffi = xla::ffi;
 
 constexpr Index kSpan = 16;       // keys that a decoding row takes at a time
-constexpr Index kChunk = 96;      // keys per chunk of a prompt block
+constexpr Index kKeys = 96;       // keys per chunk of a prompt block
 constexpr Index kBlockRows = 96;  // rows of a prompt block, all G heads counted
 constexpr Index kScoreRows = 4;   // rows of a score tile
 constexpr Index kSoftened = 4;    // rows that are softened at once
@@ -34,6 +34,7 @@ struct Call {
   const std::int32_t* lens;   // [S] tokens of each sequence
   const std::int32_t* cu_q;   // [S + 1] first row of each sequence
   const std::int32_t* table;  // [S, P] pages
+  const float* sinks;         // [H] scores that no key has, or none
   void* o;                    // [T, H, D]
   Index decoding;             // sequences with one row, which come first
   Index present;              // sequences in all
@@ -61,6 +62,11 @@ struct State {
   float most;  // greatest score, times the factor; kHidden: no key was seen yet
   float sum;   // of its weights
 };
+
+// What the row of a head has seen before its first key: its sink, which weighs no value.
+inline State unseen(const Call& call, Index head) {
+  return call.sinks == nullptr ? State{kHidden, 0.0f} : State{call.sinks[head] * kLog2E, 1.0f};
+}
 
 // The elements of position `position` of a sequence, all heads.
 template <class Number>
@@ -227,7 +233,10 @@ struct RowMemory {
     scores = sums + rows * size;
     states = reinterpret_cast<State*>(scores + rows * kSpan);
     copy = reinterpret_cast<Number*>(states + rows);
-    std::fill(states, states + rows, State{kHidden, 0.0f});
+    std::fill(states + heads, states + rows, State{kHidden, 0.0f});
+    for (Index head = 0; head < heads; ++head) {
+      states[head] = unseen(call, head);
+    }
     std::fill(scores + heads * kSpan, scores + rows * kSpan, kHidden);
     std::fill(sums + heads * size, sums + rows * size, 0.0f);
   }
@@ -314,13 +323,13 @@ struct Prompting {
   static constexpr Index kNumbers = kPaired<Kind> ? 2 : 1;  // of an element
   static_assert(sizeof(Element) == 4);
 
-  // Keys of `count` positions, turned, [D / kNumbers, kChunk], and their values, [kChunk /
+  // Keys of `count` positions, turned, [D / kNumbers, kKeys], and their values, [kKeys /
   // kNumbers, D].
   static void read(const Call& call, Index head, const std::int32_t* pages, Index start,
                    Index count, float* keys, float* values) {
     const Index elements = call.size / kNumbers, whole = padded(count, kLanes);
     const Index key = 2 * head * call.size, value = key + call.size;
-    const Number* rows[kChunk];
+    const Number* rows[kKeys];
     find_positions(call, pages, start, count, whole, rows);
     for (Index j = 0; j < whole; j += kLanes) {
       for (Index column = 0; column < elements; column += kLanes) {
@@ -330,7 +339,7 @@ struct Prompting {
         });
         transpose(square);
         repeat<kLanes>(
-            [&](auto lane) { store(square[lane], keys + (column + lane) * kChunk + j); });
+            [&](auto lane) { store(square[lane], keys + (column + lane) * kKeys + j); });
       }
     }
     for (Index j = 0; j < count; j += kNumbers) {
@@ -393,9 +402,9 @@ struct BlockMemory {
   Index tall;      // rows of a tile of sums
   float* queries;  // [R, D]
   float* sums;     // [R, D]
-  float* scores;   // [R, kChunk]
-  float* keys;     // [D, kChunk]
-  float* values;   // [kChunk, D]
+  float* scores;   // [R, kKeys]
+  float* keys;     // [D, kKeys]
+  float* values;   // [kKeys, D]
   State* states;   // [R]
 
   explicit BlockMemory(const Call& call) {
@@ -403,12 +412,12 @@ struct BlockMemory {
     tall = rows_for(vectors_for(1, size / kLanes));
     const Index whole = padded(call.block() * call.group(), tall);
     const Index rows = padded(whole, kScoreRows) + kMostRows;
-    queries = Scratch::mine().of(rows * (2 * size + kChunk + 2) + 2 * kChunk * size);
+    queries = Scratch::mine().of(rows * (2 * size + kKeys + 2) + 2 * kKeys * size);
     sums = queries + rows * size;
     scores = sums + rows * size;
-    keys = scores + rows * kChunk;
-    values = keys + kChunk * size;
-    states = reinterpret_cast<State*>(values + kChunk * size);
+    keys = scores + rows * kKeys;
+    values = keys + kKeys * size;
+    states = reinterpret_cast<State*>(values + kKeys * size);
     std::fill(states, states + rows, State{kHidden, 0.0f});
   }
 };
@@ -428,8 +437,8 @@ inline void hide_unseen(const Call& call, const Piece& piece, Index start, Index
     const Index from = std::max<Index>(0, std::min(here + 1, seen));
     const Index until = call.window > 0 ? std::min(seen, here + 1 - call.window) : 0;
     for (Index r = t * group; r < (t + 1) * group; ++r) {
-      hide(scores + r * kChunk, from, count);
-      hide(scores + r * kChunk, 0, until);
+      hide(scores + r * kKeys, from, count);
+      hide(scores + r * kKeys, 0, until);
     }
   }
 }
@@ -453,29 +462,32 @@ void prompt_block(const Call& call, const Piece& piece) {
     } else {
       copy_row(q, memory.queries + t * group * size, group * size);
     }
+    for (Index head = 0; head < group; ++head) {
+      memory.states[t * group + head] = unseen(call, piece.head * group + head);
+    }
   }
   // Chunks begin at the same positions for every block, so that a row's sums are the same bits in
   // all of them.
   const Index oldest = call.window > 0 ? std::max<Index>(0, piece.position + 1 - call.window) : 0;
-  const Index first = oldest / kChunk * kChunk;
+  const Index first = oldest / kKeys * kKeys;
   const Index end = piece.position + piece.count;
-  for (Index start = first; start < end; start += kChunk) {
-    const Index seen = std::min(kChunk, end - start);
+  for (Index start = first; start < end; start += kKeys) {
+    const Index seen = std::min(kKeys, end - start);
     How::read(call, piece.head, piece.pages, start, seen, memory.keys, memory.values);
     const Index count = padded(seen, kLanes);
-    How::multiply(memory.queries, elements, memory.keys, kChunk, memory.scores, kChunk, rows,
+    How::multiply(memory.queries, elements, memory.keys, kKeys, memory.scores, kKeys, rows,
                   kScoreRows, count, elements, false, registers);
     if (call.softcap > 0) {
-      cap(call, memory.scores, rows * kChunk);
+      cap(call, memory.scores, rows * kKeys);
     }
     hide_unseen(call, piece, start, seen, count, memory.scores);
     for (Index r = 0; r < rows; r += kSoftened) {
-      soften<typename How::Weight, kChunk>(memory.scores + r * kChunk, count, memory.states + r,
+      soften<typename How::Weight, kKeys>(memory.scores + r * kKeys, count, memory.states + r,
                                            memory.sums + r * size, size, call.factor(),
                                            start == first);
     }
     const Index weighed = (seen + How::kNumbers - 1) / How::kNumbers;
-    How::multiply(memory.scores, kChunk, memory.values, size, memory.sums, size, rows, memory.tall,
+    How::multiply(memory.scores, kKeys, memory.values, size, memory.sums, size, rows, memory.tall,
                   size, weighed, start > first, registers);
   }
   Number* o = static_cast<Number*>(call.o) + at;
@@ -558,11 +570,11 @@ void run(ffi::ThreadPool& pool, const Call& call, Index rows, Index all_rows) {
 }
 
 // q [T, H, D], kv [N, page, 2K, D] of one dtype, kv_lens [S], cu_q [S + 1], table [S, P], counts
-// [3] -> o [T, H, D].
+// [3], and sinks [H] where heads have some -> o [T, H, D].
 ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer kv,
                      ffi::Buffer<ffi::S32> kv_lens, ffi::Buffer<ffi::S32> cu_q,
                      ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> counts,
-                     ffi::Result<ffi::AnyBuffer> o, float scale, float softcap,
+                     ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> o, float scale, float softcap,
                      std::int64_t window) {
   const auto qs = q.dimensions(), ks = kv.dimensions(), ts = table.dimensions(),
              os = o->dimensions();
@@ -582,7 +594,13 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer kv,
   if (count[0] < 0 || count[0] > count[1] || count[1] > seqs || count[2] < 0 || count[2] > qs[0]) {
     return refused("counts say more sequences or rows than there are");
   }
+  const auto sinks = rest.get<ffi::Buffer<ffi::F32>>(0);
+  if (rest.size() > 1 || (rest.size() == 1 && !sinks.has_value()) ||
+      (sinks.has_value() && static_cast<Index>(sinks->element_count()) != qs[1])) {
+    return refused("sinks are float32 [H]");
+  }
   Call call;
+  call.sinks = sinks.has_value() ? sinks->typed_data() : nullptr;
   call.q = q.untyped_data();
   call.kv = kv.untyped_data();
   call.lens = kv_lens.typed_data();
@@ -632,6 +650,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jitney_attention, jitney::attention,
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .RemainingArgs()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Attr<float>("scale")
                                   .Attr<float>("softcap")

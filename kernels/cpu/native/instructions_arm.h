@@ -16,6 +16,22 @@ inline Ints load_halves(const Bfloat16* from) {
   return (Ints)vmovl_u16(vld1_u16(reinterpret_cast<const std::uint16_t*>(from)));
 }
 
+// Bytes without a sign, widened.
+inline Ints load_bytes(const std::uint8_t* from) {
+  std::uint32_t bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+  const uint16x8_t halves = vmovl_u8(vcreate_u8(bytes));
+  return (Ints)vmovl_u16(vget_low_u16(halves));
+}
+
+// What the lowest four bits of each lane are in e2m1: exponent and fraction moved to their places,
+// but for 0 and 0.5.
+inline Floats small_floats(Ints codes) {
+  const Ints sizes = codes & 7, usual = (sizes << 22) + (126 << 23);
+  const Ints small = sizes < 2, bits = (small & (sizes * 0x3F000000)) | (~small & usual);
+  return as_floats(bits | ((codes & 8) << 28));
+}
+
 // The lower half of each lane, one after the other, of numbers below 2**16.
 inline void store_halves(Ints numbers, Bfloat16* to) {
   vst1_u16(reinterpret_cast<std::uint16_t*>(to), vmovn_u32((uint32x4_t)numbers));

@@ -19,6 +19,28 @@ inline Ints load_halves(const Bfloat16* from) {
 #endif
 }
 
+// Bytes without a sign, widened.
+inline Ints load_bytes(const std::uint8_t* from) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
+  return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+#endif
+}
+
+// What the lowest four bits of each lane are in e2m1.
+inline Floats small_floats(Ints codes) {
+#if defined(__AVX512F__)
+  const __m512 table = _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f,
+                                      -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f);
+  return (Floats)_mm512_permutexvar_ps((__m512i)codes, table);
+#else
+  const __m256 table = _mm256_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f);
+  const __m256 sizes = _mm256_permutevar8x32_ps(table, (__m256i)codes);
+  return as_floats(as_ints((Floats)sizes) | ((codes << 28) & (1 << 31)));
+#endif
+}
+
 // The lower half of each lane, one after the other, of numbers below 2**16.
 inline void store_halves(Ints numbers, Bfloat16* to) {
 #if defined(__AVX512F__)

@@ -25,7 +25,7 @@ def test_full_collections_come_by_the_clock(monkeypatch):
         collecting.cancel()
 
     thresholds = gc.get_threshold()
-    serve._put_aside()
+    serve._freeze_objects()
     gc.callbacks.append(count)
     try:
         assert gc.get_freeze_count() > 10_000

@@ -10,8 +10,8 @@ import pytest
 from api_fakes import FakeClient, make_app, served
 
 from jitney.engine.cli import main
-from jitney.engine.cli.config_sources import digest_here
-from jitney.engine.config.layers import Layered, load_config
+from jitney.engine.cli.config_command import digest_here
+from jitney.engine.config.layers import ResolvedConfig, load_config
 from jitney.engine.server.http.settings import digest_key
 
 
@@ -41,7 +41,7 @@ def test_files_that_differ_are_shown_setting_by_setting(files, capsys: pytest.Ca
     out = capsys.readouterr().out
     (line,) = [line for line in out.splitlines() if "[engine] max_seats" in line.split("  ")[0]]
     assert [word for word in ("8", "16", f"{files[0]}:", f"{files[1]}:") if word not in line] == []
-    assert "[server] port" in out and "no part" in out
+    assert "[server] port" in out and "not counted" in out
 
 
 def test_equal_files_end_with_0(files, capsys: pytest.CaptureFixture[str]):
@@ -68,7 +68,7 @@ def test_another_model_behind_the_same_settings_differs(
     files, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     digests = iter(("a" * 64, "b" * 64))
-    monkeypatch.setattr("jitney.engine.cli.config_sources.digest_here", lambda _: next(digests))
+    monkeypatch.setattr("jitney.engine.cli.config_command.digest_here", lambda _: next(digests))
     assert main(["config", "diff", files[0], files[0]]) == 1
     assert "files of the model or the version differ" in capsys.readouterr().out
 
@@ -102,7 +102,7 @@ def test_a_running_server_is_asked(
     files, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     app = make_app(FakeClient(config_digest="c" * 64), admin_keys=(digest_key("boss"),))
-    app.state.service.layered = Layered.load(files[0], flags={"order": "fair"})
+    app.state.service.resolved = ResolvedConfig.load(files[0], flags={"order": "fair"})
     with served(app) as (url, _):
         assert main(["config", "diff", files[0], url]) == 1
         assert "an API key is needed" in capsys.readouterr().err
@@ -119,7 +119,7 @@ def test_a_running_server_is_asked(
 def test_a_server_that_tells_nothing_is_named(capsys: pytest.CaptureFixture[str]):
     with served(make_app()) as (url, _):
         assert main(["config", "show", url]) == 1
-    assert f"{url}: it does not tell its settings" in capsys.readouterr().err
+    assert f"{url}: it does not report its settings" in capsys.readouterr().err
     assert main(["config", "show", "http://127.0.0.1:9"]) == 1
     assert "does not answer" in capsys.readouterr().err
 

@@ -55,7 +55,7 @@ def test_what_a_server_shows_is_answered_complaint_by_complaint(capsys):
         assert main(["diagnose", url.removeprefix("http://"), "--seconds", "0.3", "--json"]) == 0
     client.stop()  # type: ignore[attr-defined]
     (report,) = json.loads(capsys.readouterr().out)
-    assert report["findings"]["memory"]["name"] == "sequences are put back"
+    assert report["findings"]["memory"]["name"] == "preemption"
     assert report["findings"]["latency"]["name"] == "pages run out"
     assert report["figures"]["page_share"] == 1 and report["figures"]["bandwidth"] is None
     assert report["findings"]["memory"]["cause"] in shown and "100% of the pages" in shown
@@ -105,7 +105,7 @@ def test_each_engine_of_a_fleet_is_watched_and_told_apart(tmp_path: Path, capsys
     reports = json.loads(capsys.readouterr().out)
     assert [report["engine"].split(", ")[1] for report in reports] == [one.name for one in fakes]
     for report in reports:
-        assert report["note"].startswith("the fleet says: ready") and report["figures"]["up"] == 1
+        assert report["note"].startswith("in the fleet: ready") and report["figures"]["up"] == 1
 
 
 def test_an_engine_of_a_fleet_that_takes_no_requests_is_told_of_and_not_watched(
@@ -123,5 +123,5 @@ def test_an_engine_of_a_fleet_that_takes_no_requests_is_told_of_and_not_watched(
         assert main(["diagnose", fleet.url, "--seconds", "0.1"]) == 0
     watched, silent = reports
     assert watched["figures"]["up"] == 1
-    assert silent["note"].startswith("the fleet says: gone") and "figures" not in silent
+    assert silent["note"].startswith("in the fleet: gone") and "figures" not in silent
     assert silent["note"] in capsys.readouterr().out

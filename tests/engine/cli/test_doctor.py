@@ -66,7 +66,7 @@ def test_a_kernel_that_is_wrong_at_the_models_head_size_alone_is_found(
     choose(monkeypatch, replace(reference_set(), paged_attention=wrong_at_heads_of_32))
     of_model = found(model_folder(tmp_path))
     value, right = of_model["attention"]
-    assert right is False and "taken out" in value
+    assert right is False and "not used" in value
     assert of_model["kernels"] == (f"reference, in the shapes of {tmp_path}", True)
     assert found("tiny-random")["attention"][1] is True
 
@@ -107,7 +107,7 @@ def test_a_model_that_is_not_here_is_not_fetched(monkeypatch: pytest.MonkeyPatch
     choose(monkeypatch, replace(reference_set(), paged_attention=wrong_at_heads_of_32))
     name = "jitney-tests/no-such-model"
     said = found(name)
-    words = f"reference, in the shapes of tiny-random, as {name} is still to be fetched"
+    words = f"reference, in the shapes of tiny-random, as {name} is not on this machine"
     assert said["kernels"] == (words, True)
     assert said["attention"][1] is True
 

@@ -14,8 +14,8 @@ import jax
 import pytest
 
 from jitney.engine.config.cache_folder import make_folders, make_private, open_compilation_cache
-from jitney.engine.config.kept_sizes import KeptSizes
 from jitney.engine.config.schema import Config, EngineSection
+from jitney.engine.config.tuned_sizes import TunedSizes
 from jitney.engine.core import build
 
 ROOT = os.geteuid() == 0
@@ -202,5 +202,5 @@ def test_sizes_that_cannot_be_kept_say_where_and_what_to_do(
 
     monkeypatch.setenv("JITNEY_CACHE", str(home / "cache"))
     monkeypatch.setattr(Path, "write_bytes", write)
-    reason = KeptSizes({}, "2026-01-02").keep(Config(), "a machine")
+    reason = TunedSizes({}, "2026-01-02").keep(Config(), "a machine")
     assert str(home / "cache" / "sizes") in reason and "JITNEY_CACHE" in reason

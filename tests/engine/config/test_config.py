@@ -14,7 +14,7 @@ from places import ROOT
 from pydantic import ValidationError
 
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.config.layers import Layered, load_config, settings
+from jitney.engine.config.layers import ResolvedConfig, load_config, settings
 from jitney.engine.config.schema import (
     Config,
     EngineSection,
@@ -53,10 +53,10 @@ def test_keys_board_in_turns_unless_an_order_is_given(
     order: str,
     origin: str | None,
 ):
-    layered = Layered.load(write(tmp_path, table), environ, flags)
-    assert (layered.config.engine.order, layered.origins.get("order")) == (order, origin)
-    again = load_config(write(tmp_path, layered.to_toml()))
-    assert again.engine == layered.config.engine
+    resolved = ResolvedConfig.load(write(tmp_path, table), environ, flags)
+    assert (resolved.config.engine.order, resolved.origins.get("order")) == (order, origin)
+    again = load_config(write(tmp_path, resolved.to_toml()))
+    assert again.engine == resolved.config.engine
 
 
 def test_layers_override_each_other_in_order(tmp_path: Path):
@@ -209,12 +209,12 @@ def test_toml_reads_back_to_the_same(
     tmp_path_factory: pytest.TempPathFactory, config: Config, comments: bool
 ):
     file = tmp_path_factory.mktemp("toml") / "out.toml"
-    file.write_text(Layered(config, {}).to_toml(comments=comments), encoding="utf-8")
+    file.write_text(ResolvedConfig(config, {}).to_toml(comments=comments), encoding="utf-8")
     assert load_config(file) == config
 
 
 def test_keys_are_not_printed():
-    text = Layered.load(environ={"JITNEY_API_KEYS": "sesame"}).to_toml()
+    text = ResolvedConfig.load(environ={"JITNEY_API_KEYS": "sesame"}).to_toml()
     assert "sesame" not in text
     assert "api_keys: 1 set" in text
 

@@ -12,7 +12,7 @@ import pytest
 from places import ROOT
 
 from jitney.engine.config.digest import _LEFT_OUT, ConfigReport, configuration_digest, short
-from jitney.engine.config.layers import Layered, load_config, settings
+from jitney.engine.config.layers import ResolvedConfig, load_config, settings
 from jitney.engine.config.schema import Config
 from jitney.engine.core.weights.checkpoints import sources
 from jitney.engine.core.weights.checkpoints.families import tiny_config
@@ -235,8 +235,8 @@ def test_a_model_that_is_not_here_has_no_source(monkeypatch: pytest.MonkeyPatch,
 def test_origins_are_those_of_the_layers(tmp_path: Path):
     file = tmp_path / "run.toml"
     file.write_text("[engine]\nmax_seats = 8\npage_size = 32\n[server]\napi_keys = ['sesame']\n")
-    layered = Layered.load(file, {"JITNEY_PAGE_SIZE": "64"}, {"order": "fair"})
-    report = ConfigReport.of(layered, version="1")
+    resolved = ResolvedConfig.load(file, {"JITNEY_PAGE_SIZE": "64"}, {"order": "fair"})
+    report = ConfigReport.of(resolved, version="1")
     origins = {name: value.origin for name, value in report.settings.items()}
     assert origins["max_seats"] == f"{file}: [engine] max_seats"
     assert (origins["page_size"], origins["order"]) == ("JITNEY_PAGE_SIZE", "--order")
@@ -248,8 +248,8 @@ def test_origins_are_those_of_the_layers(tmp_path: Path):
 def test_differences_fill_in_defaults_and_name_what_only_one_knows(tmp_path: Path):
     file = tmp_path / "run.toml"
     file.write_text("[engine]\nmax_seats = 8\nmax_waiting_requests = 256\n[server]\nport = 1\n")
-    a = ConfigReport.of(Layered.load(file), version="1")
-    b = ConfigReport.of(Layered.load(), version="1")
+    a = ConfigReport.of(ResolvedConfig.load(file), version="1")
+    b = ConfigReport.of(ResolvedConfig.load(), version="1")
     found = list(a.differences(b))
     assert [(one.name, one.counted) for one in found] == [("max_seats", True), ("port", False)]
     without = {name: value for name, value in b.settings.items() if name != "policy"}

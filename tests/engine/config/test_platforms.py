@@ -208,15 +208,15 @@ def test_signs_of_a_tpu(tmp_path: Path, file: str, content: str, shown: bool):
     path = tmp_path / file
     path.parent.mkdir(parents=True)
     path.write_text(content)
-    assert platforms._tpu_chips_shown(tmp_path) is shown
+    assert platforms._finds_tpu(tmp_path) is shown
 
 
 def test_a_libtpu_without_a_chip_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(name=name))
-    monkeypatch.setattr(platforms, "_tpu_chips_shown", lambda: False)
+    monkeypatch.setattr(platforms, "_finds_tpu", lambda: False)
     with pytest.raises(ConfigError, match="platform tpu: this machine shows no TPU chip"):
         platforms.check_platform("tpu")
-    monkeypatch.setattr(platforms, "_tpu_chips_shown", lambda: True)
+    monkeypatch.setattr(platforms, "_finds_tpu", lambda: True)
     platforms.check_platform("tpu")
 
 

@@ -10,7 +10,7 @@ import pytest
 from jitney.engine.cli import main
 from jitney.engine.config.arguments import Arguments
 from jitney.engine.config.flags import FOR, _add_flags, _add_settings, _Parser
-from jitney.engine.config.layers import _FROM_PRESET, Layered, settings
+from jitney.engine.config.layers import _FROM_PRESET, ResolvedConfig, settings
 from jitney.engine.config.presets import GOALS, preset, runs_on_device
 from jitney.engine.config.schema import EngineSection
 
@@ -22,7 +22,7 @@ def _nothing_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JITNEY_MEASURED_SIZES", raising=False)
 
 
-def layers(*words: str) -> Layered:
+def layers(*words: str) -> ResolvedConfig:
     parser = _Parser("serve", "")
     _add_flags(parser, [FOR])
     _add_settings(parser)

@@ -14,9 +14,9 @@ from jitney.engine.config.layers import settings
 from jitney.engine.config.schema import Config
 from jitney.engine.config.vllm_flags import (
     _VLLM_FLAGS,
-    _AlwaysSo,
+    _Accepted,
     _Mapped,
-    _RefusedFlag,
+    _Refused,
     _table,
     add_vllm_flags,
 )
@@ -46,7 +46,7 @@ def test_every_flag_leads_to_a_setting_that_exists_or_to_a_reason(flag: str):
             assert (mapped.switch is not None) == (setting.kind is bool)
             for ours in mapped.values.values():
                 assert not setting.choices or ours in setting.choices
-        case _AlwaysSo(reason=reason) | _RefusedFlag(reason=reason):
+        case _Accepted(reason=reason) | _Refused(reason=reason):
             named = [word.strip(",.:;()") for word in reason.split() if word.startswith("--")]
             assert not set(named) - {setting.flag for setting in settings().values()}
             assert 10 < len(reason) < 200
@@ -115,17 +115,17 @@ def test_lengths_as_people_write_them(text: str, tokens: int):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("--api-key secret", "--api-key is vLLM's: a key on a command line can be read"),
+        ("--api-key secret", "--api-key is vLLM's: other users can read a key"),
         ("--api-key=secret", "--api-key-file FILE"),
         ("--enforce-eager", "--enforce-eager is vLLM's: every step is compiled"),
-        ("--seed 1", "each request has a `seed`"),
+        ("--seed 1", "requests set `seed`"),
         ("--trust-remote-code", "no code of a model's is ever run"),
         ("--download_dir /x", "JITNEY_CACHE"),
         ("--swap-space 4", "nothing is swapped"),
         ("--dtype half", "--dtype half: float16 is not computed here"),
         ("--quantization bitsandbytes", "--weights int8"),
         ("--max-model-len many", "--max-model-len: must be a whole number"),
-        ("--pipeline-parallel-size 2", "--pipeline-parallel-size 2: a model is split"),
+        ("--pipeline-parallel-size 2", "--pipeline-parallel-size 2: there is no pipeline"),
         ("--task embed", "--task embed: it generates"),
         ("--allowed-origins x", "must be a JSON list"),
         ("--otlp-traces-endpoint http://x", "--otel"),

@@ -154,7 +154,7 @@ def test_people_are_answered_while_lines_fill_every_seat(tmp_path: Path):
             assert answer.json()["choices"][0]["message"]["content"] == "Here."
         for replica in replicas.values():
             until(lambda here=replica: not here.open, 30)
-            assert (replica.load, replica.open, replica.predicted_wait(0.0)) == (0, 0, 0.0)
+            assert (replica.load, replica.open, replica.predicted_wait) == (0, 0, 0.0)
         assert [request.background for fake in fakes for request in fake.client.requests].count(
             False
         ) == 5

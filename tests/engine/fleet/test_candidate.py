@@ -25,10 +25,10 @@ from places import ROOT
 from jitney.engine.common.errors import ConfigError, ErrorInfo
 from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.requests import EngineRequest
-from jitney.engine.fleet.asked import Asked
 from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.metrics import FleetMetrics
 from jitney.engine.fleet.replicas import Replica
+from jitney.engine.fleet.request import ProxiedRequest
 from jitney.engine.fleet.rollout import rollout_keeper
 from jitney.engine.fleet.rollout.candidate import ModelWithCandidate, _key_of, _Pace, _Wait
 from jitney.engine.fleet.rollout.comparison import ARMS, FIGURES, ArmName, RequestOutcome
@@ -585,8 +585,8 @@ def test_settings_of_a_candidate_that_is_started_here_are_checked(tmp_path: Path
     assert section.candidate.rule.share == 0.1
 
 
-def asked(headers: tuple[tuple[bytes, bytes], ...] = (), **fields: Any) -> Asked:
-    return Asked("POST", "/v1/chat/completions", list(headers), b"", fields)
+def asked(headers: tuple[tuple[bytes, bytes], ...] = (), **fields: Any) -> ProxiedRequest:
+    return ProxiedRequest("POST", "/v1/chat/completions", list(headers), fields)
 
 
 def test_a_key_is_a_user_else_a_conversation():

@@ -68,7 +68,7 @@ def test_an_unsure_one_is_answered_by_the_large_model(ask):
         ("small", "tiny"),
         ("large", "big"),
     ]
-    assert "logprobs" not in models.models["big"].asked[0].body
+    assert "logprobs" not in models.models["big"].asked[0].fields
 
 
 def test_the_least_window_sees_what_the_mean_does_not():
@@ -90,10 +90,10 @@ def test_log_probabilities_that_the_client_wants_stay():
     models = ScriptedModels(tiny=always("small", SURE), big=always("large"))
     answer = run(cascade(models).answer(chat("c", logprobs=True, top_logprobs=2)))
     assert answer.choices[0]["logprobs"]["content"][0]["logprob"] == SURE
-    assert models.models["tiny"].asked[0].body["top_logprobs"] == 2
+    assert models.models["tiny"].asked[0].fields["top_logprobs"] == 2
     answer = run(cascade(models).answer(completion("c", logprobs=3)))
     assert answer.choices[0]["logprobs"]["token_logprobs"] == [SURE]
-    assert models.models["tiny"].asked[1].body["logprobs"] == 3
+    assert models.models["tiny"].asked[1].fields["logprobs"] == 3
 
 
 @pytest.mark.parametrize("ask", [chat, completion])
@@ -167,7 +167,7 @@ def test_the_time_of_a_request_is_one_for_both():
     models = ScriptedModels(tiny=tiny, big=always("large"))
     answer = run(cascade(models).answer(chat("c", timeout_ms=60_000)))
     assert answer.body["model"] == "big"
-    large = models.models["big"].asked[0].sent_body("big")
+    large = models.models["big"].asked[0].outgoing().fields
     assert large["timeout_ms"] <= 59_950
     with pytest.raises(HttpError, match="time ran out") as raised:
         run(cascade(models).answer(chat("c", timeout_ms=20)))

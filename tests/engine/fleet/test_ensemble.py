@@ -60,13 +60,13 @@ def test_the_highest_mean_log_probability_wins():
 
 
 def test_one_model_several_times_has_other_seeds():
-    model = ScriptedModel(lambda question: Said(str(question.body.get("seed"))))
+    model = ScriptedModel(lambda question: Said(str(question.fields.get("seed"))))
     models = ScriptedModels(m=model)
     answer = run(ensemble(models, repeats=3).answer(chat("e", seed=2**63 - 1)))
-    assert [question.body["seed"] for question in model.asked] == [2**63 - 1, 0, 1]
+    assert [question.fields["seed"] for question in model.asked] == [2**63 - 1, 0, 1]
     assert [entry["stage"] for entry in answer.usage["stages"]] == ["m", "m.2", "m.3"]
     run(ensemble(models, repeats=2).answer(chat("e")))
-    assert "seed" not in model.asked[-1].body  # the engine draws one for each
+    assert "seed" not in model.asked[-1].fields  # the engine draws one for each
 
 
 def test_all_are_asked_at_once():
@@ -140,14 +140,14 @@ class ScoringModels(ScriptedModels):
         if question.model != "judge":
             return answer
         if question.is_chat:
-            text = "".join(message["content"] for message in question.body["messages"])
+            text = "".join(message["content"] for message in question.fields["messages"])
             answer.usage["prompt_tokens"] = len(text)
             answer.body["prompt_logprobs"] = [
                 None,
                 *({str(ord(c)): {"logprob": self._score(text, c)}} for c in text[1:]),
             ]
             return answer
-        text = question.body["prompt"]
+        text = question.fields["prompt"]
         answer.choices[0] |= {
             "text": text + "!",
             "logprobs": {

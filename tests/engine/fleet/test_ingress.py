@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from fleet_engines import (
 )
 
 from jitney.engine.common.errors import ErrorInfo
-from jitney.engine.fleet.asked import Asked
+from jitney.engine.fleet.prompt_prefixes import prompt_prefixes
+from jitney.engine.fleet.request import ProxiedRequest
 
 TEXT = "Hello, wörld!"
 
@@ -227,10 +229,10 @@ def test_a_conversation_that_the_brake_moved_stays_where_its_pages_are(tmp_path:
         with served.http() as http:
             home = http.post("/v1/chat/completions", json=CHAT).headers["x-jitney-replica"]
             busy = served.replicas()[home]
-            before = model._known.replica_of  # type: ignore[attr-defined]
-            assert before(beginnings_of(messages)) == home
+            before = model.engines._prefixes.replica_of  # type: ignore[attr-defined]
+            assert before(prefixes_of(messages)) == home
             messages = [{"role": "user", "content": "Another one"}]
-            while next(model.engines.ring.walk(beginnings_of(messages)[0])) != home:  # type: ignore[attr-defined]
+            while next(model.engines.ring.walk(prefixes_of(messages)[0])) != home:  # type: ignore[attr-defined]
                 messages[0]["content"] += "!"
             places = []
             for turn in range(4):
@@ -247,30 +249,32 @@ def test_a_conversation_that_the_brake_moved_stays_where_its_pages_are(tmp_path:
             assert f'jitney_fleet_choices_total{{choice="{choice}",model="m"}} {count}.0' in counted
 
 
-def beginnings_of(messages: list[dict[str, str]]) -> list[bytes]:
-    asked = Asked("POST", "/v1/chat/completions", [], fields={"messages": messages})
-    return asked.beginnings(1024)
+def prefixes_of(messages: list[dict[str, str]]) -> list[bytes]:
+    request = ProxiedRequest("POST", "/v1/chat/completions", [], {"messages": messages})
+    return prompt_prefixes(request, 1024)
 
 
-def test_beginnings_grow_with_a_conversation_and_with_a_text():
+def test_prefixes_grow_with_a_conversation_and_with_a_text():
     system = {"role": "system", "content": "Be brief."}
     first, then = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}
-    short, long = beginnings_of([system, first]), beginnings_of([system, first, then])
+    short, long = prefixes_of([system, first]), prefixes_of([system, first, then])
     assert len(short) == 2 and long[:2] == short and len(long) == 3
-    assert beginnings_of([system | {"content": "Be long."}, first])[1] != short[1]
-    texts = [Asked("POST", "/v1/completions", [], fields={"prompt": "x" * n}) for n in (5, 8, 9)]
-    few, more, most = (asked.beginnings(4) for asked in texts)
+    assert prefixes_of([system | {"content": "Be long."}, first])[1] != short[1]
+    few, more, most, ids = (
+        prompt_prefixes(ProxiedRequest.post("m", "/v1/completions", {"prompt": prompt}), 4)
+        for prompt in ("x" * 5, "x" * 8, "x" * 9, list(range(9)))
+    )
     assert (len(few), len(more)) == (2, 3) and more[:2] == few and most == more
-    ids = Asked("POST", "/v1/completions", [], fields={"prompt": list(range(9))})
-    assert len(ids.beginnings(4)) == 3
+    assert len(ids) == 3
     for odd in (7, {"a": 1}, [[1, 2]], None):
-        assert len(Asked("POST", "/tokenize", [], fields={"prompt": odd}).beginnings(4)) == 1
+        request = ProxiedRequest.post("m", "/tokenize", {"prompt": odd})
+        assert len(prompt_prefixes(request, 4)) == 1
 
 
 def test_only_so_much_of_a_long_prompt_is_looked_at():
     many = [{"role": "user", "content": "x"}] * 2000
-    assert len(beginnings_of(many)) < 600
-    assert len(beginnings_of([{"role": "user", "content": "x" * (2 << 20)}])) == 1
+    assert len(prefixes_of(many)) < 600
+    assert len(prefixes_of([{"role": "user", "content": "x" * (2 << 20)}])) == 1
 
 
 def test_round_robin_takes_turns(tmp_path: Path):
@@ -545,6 +549,6 @@ def test_a_request_for_an_adapter_goes_to_an_engine_that_holds_it(tmp_path: Path
 
 
 def test_a_turn_of_another_adapter_is_another_beginning():
-    asked = Asked("POST", "/v1/completions", [], fields={"prompt": "x" * 9})
-    keys = [asked.with_adapter(name).beginnings(4) for name in ("", "fr", "de")]
+    request = ProxiedRequest("POST", "/v1/completions", [], {"prompt": "x" * 9})
+    keys = [prompt_prefixes(replace(request, adapter=name), 4) for name in ("", "fr", "de")]
     assert len({key for each in keys for key in each}) == sum(map(len, keys))

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from jitney.engine.fleet.asked import Asked
 from jitney.engine.fleet.forwarding import ProxiedAnswer
 from jitney.engine.fleet.replicas import Replica
+from jitney.engine.fleet.request import ProxiedRequest
 from jitney.engine.fleet.rollout.candidate import _AnswerWatch, _Pace
 from jitney.engine.fleet.rollout.comparison import RequestOutcome
 
@@ -35,7 +35,7 @@ def watched(
 ) -> RequestOutcome | None:
     """Of the only request at an engine that costs 1,800 an hour, with a part a second."""
     clock = Clock()
-    asked = Asked("POST", route, [], fields={"stream": stream})
+    asked = ProxiedRequest("POST", route, [], fields={"stream": stream})
     replica = Replica("a", clock=clock)
     watch = _AnswerWatch(asked, clock, _Pace(), 1800.0)
     lines = "application/x-ndjson" if route.startswith("/api") else "text/event-stream"
@@ -184,7 +184,7 @@ def test_a_stream_that_breaks_off_failed():
 def test_what_the_client_did_says_nothing_of_the_engine():
     assert watched(b"{}", status=400, stream=False) is None
     assert watched(ROLE, PIECE, PIECE, leave_after=2) is None
-    watch = _AnswerWatch(Asked("POST", TEXT, []), Clock(), _Pace(), 1.0)
+    watch = _AnswerWatch(ProxiedRequest("POST", TEXT, []), Clock(), _Pace(), 1.0)
     assert watch.end() is None
     watch.refused(503)
     assert watch.end() == RequestOutcome(ok=False)

@@ -17,10 +17,11 @@ from scripted_models import ScriptedModels, always, in_background
 
 from jitney.engine.common.errors import ConfigError, RequestError
 from jitney.engine.fleet.compositions.answering import ModelAnswer
+from jitney.engine.fleet.compositions.body_checks import accepted
 from jitney.engine.fleet.compositions.composed import ComposedModels
 from jitney.engine.fleet.compositions.pipeline import Pipeline, PipelineSettings
-from jitney.engine.fleet.compositions.question import Question
 from jitney.engine.fleet.config import FleetConfig
+from jitney.engine.fleet.request import ProxiedRequest
 from jitney.engine.fleet.sections import ReplicasSection
 from jitney.engine.server.http.errors import HttpError
 
@@ -47,13 +48,13 @@ class EmbeddingModels(ScriptedModels):
         self.background: list[bool] = []
         self.models["finder"].seats = 4
 
-    async def answer(self, question: Question) -> ModelAnswer:
-        if question.route != "/v1/embeddings":
-            return await super().answer(question)
-        assert question.sent_body("finder")["encoding_format"] == "base64"
-        inputs = question.body["input"]
+    async def answer(self, request: ProxiedRequest) -> ModelAnswer:
+        if request.route != "/v1/embeddings":
+            return await super().answer(request)
+        assert request.outgoing().fields["encoding_format"] == "base64"
+        inputs = request.fields["input"]
         self.inputs.append(inputs)
-        self.background.append(question.background)
+        self.background.append(request.background)
         await asyncio.sleep(0)
         data = [
             {"object": "embedding", "index": index, "embedding": self._vector(text)}
@@ -74,16 +75,16 @@ def settings(*stages: dict) -> PipelineSettings:
     return PipelineSettings.model_validate({"kind": "pipeline", "stages": list(stages)})
 
 
-def chat(text: str = "cats", **fields: Any) -> Question:
+def chat(text: str = "cats", **fields: Any) -> ProxiedRequest:
     body = {"messages": [{"role": "user", "content": text}]} | fields
-    return Question.of("p", "/v1/chat/completions", body, {}, {"documents"})
+    return accepted(ProxiedRequest.post("p", "/v1/chat/completions", body), {"documents"})
 
 
-def ask(models: ScriptedModels, questions: list[Question], *stages: dict, **kw: Any) -> Any:
+def ask(models: ScriptedModels, requests: list[ProxiedRequest], *stages: dict, **kw: Any) -> Any:
     async def scene():
         pipeline = Pipeline(settings(*stages), models, **kw)
         try:
-            return [await pipeline.answer(question) for question in questions]
+            return [await pipeline.answer(request) for request in requests]
         finally:
             await pipeline.close()
 
@@ -92,7 +93,7 @@ def ask(models: ScriptedModels, questions: list[Question], *stages: dict, **kw: 
 
 def prompts(models: ScriptedModels) -> list[str]:
     """What the last stage was asked."""
-    return [each.body["messages"][-1]["content"] for each in models.models["big"].asked]
+    return [each.fields["messages"][-1]["content"] for each in models.models["big"].asked]
 
 
 @pytest.mark.parametrize("as_base64", [True, False])
@@ -101,9 +102,9 @@ def test_the_nearest_of_the_request_s_documents_stand_in_the_prompt(as_base64: b
     asked = [chat(documents=TEXTS), chat("tram", documents=TEXTS[::-1])]
     answers = ask(models, asked, NEAR, FINAL)
     assert prompts(models) == ["cats and cats|cat cats and cats", "trams|cat trams"]
-    # Four at once, as many as the model has seats; the question goes with them.
+    # Four at once, as many as the model has seats; the request goes with them.
     assert models.inputs[:2] == [["cats", *TEXTS[:3]], TEXTS[3:]]
-    assert all("documents" not in each.body for each in models.models["big"].asked)
+    assert all("documents" not in each.fields for each in models.models["big"].asked)
     stages = {each["stage"]: each for each in answers[0].usage["stages"]}
     assert stages["near"]["prompt_tokens"] == len("cats") + sum(map(len, TEXTS))
 
@@ -117,10 +118,10 @@ def test_the_scores_are_cosines():
 
 
 def test_documents_that_people_will_wait_for_are_embedded_as_for_them():
-    """A line of a batch may be the first question."""
+    """A line of a batch may be the first request."""
     models = EmbeddingModels()
     answers = ask(models, [in_background(chat())], NEAR | {"documents": TEXTS}, FINAL)
-    assert models.background == [True, False], "the question, then the documents"
+    assert models.background == [True, False], "the request, then the documents"
     stages = {each["stage"]: each for each in answers[0].usage["stages"]}
     assert stages["near"]["prompt_tokens"] == len("cats") + sum(map(len, TEXTS))
 
@@ -143,10 +144,10 @@ def test_what_was_embedded_before_an_error_is_not_embedded_again(monkeypatch):
     models = EmbeddingModels()
     whole, broken = models.answer, RequestError("no room", code="queue_full")
 
-    async def failing(question: Question) -> ModelAnswer:
-        if question.body.get("input", [""])[0] == "e":
+    async def failing(request: ProxiedRequest) -> ModelAnswer:
+        if request.fields.get("input", [""])[0] == "e":
             raise broken
-        return await whole(question)
+        return await whole(request)
 
     async def scene():
         texts = ["a", "b", "c", "d", "e", "f"]
@@ -197,7 +198,7 @@ def test_what_a_stage_made_is_looked_through_and_nothing_is_nothing():
 )
 def test_an_engine_that_sends_no_vectors_is_named(data: list):
     class Broken(EmbeddingModels):
-        async def answer(self, question: Question) -> ModelAnswer:
+        async def answer(self, request: ProxiedRequest) -> ModelAnswer:
             return ModelAnswer({"data": data, "usage": {}})
 
     with pytest.raises(HttpError, match="stage near: the engine of finder sent no vectors"):

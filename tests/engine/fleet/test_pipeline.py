@@ -67,14 +67,14 @@ def test_what_one_stage_makes_stands_in_the_next_prompt():
     models = models_of()
     answer = ask(models, chat("p", "cats", max_tokens=5))
     first, last = models.models["tiny"].asked[0], models.models["big"].asked[0]
-    assert first.body["messages"] == [{"role": "user", "content": "Notes on cats"}]
-    assert first.body["max_tokens"] == 7
-    assert last.body["messages"] == [
+    assert first.fields["messages"] == [{"role": "user", "content": "Notes on cats"}]
+    assert first.fields["max_tokens"] == 7
+    assert last.fields["messages"] == [
         {"role": "system", "content": "Use: a note"},
         {"role": "user", "content": "cats"},
     ]
-    assert last.body["max_tokens"] == 5  # the client's
-    assert last.body["temperature"] == 0  # the stage's
+    assert last.fields["max_tokens"] == 5  # the client's
+    assert last.fields["temperature"] == 0  # the stage's
     assert answer.body["model"] == "big"
     assert answer.choices[0]["message"]["content"] == "the answer"
     assert answer.headers["x-jitney-stage"] == "final"
@@ -86,8 +86,8 @@ def test_what_one_stage_makes_stands_in_the_next_prompt():
 def test_the_last_stage_answers_in_the_clients_form():
     models = models_of()
     answer = ask(models, completion("p", "cats"), DRAFT | {"route": "completions"}, FINAL)
-    assert models.models["tiny"].asked[0].body["prompt"] == "Notes on cats"
-    assert models.models["big"].asked[0].body["prompt"] == "Use: a note\n\ncats"
+    assert models.models["tiny"].asked[0].fields["prompt"] == "Notes on cats"
+    assert models.models["big"].asked[0].fields["prompt"] == "Use: a note\n\ncats"
     assert answer.choices[0]["text"] == "the answer"
 
 
@@ -108,7 +108,7 @@ class RankingModels(ScriptedModels):
     async def answer(self, question):
         answer = await super().answer(question)
         if question.model == "judge":
-            text = question.body["prompt"]
+            text = question.fields["prompt"]
             logprobs = [None, *(-0.1 if letter == "x" else -2.0 for letter in text[1:]), -9.0]
             answer.choices[0] |= {
                 "text": text + "!",
@@ -135,7 +135,7 @@ def test_texts_are_ranked_by_how_likely_a_model_finds_them():
     rank = RANK | {"candidates": ["aaax", "xx", "xxb"]}
     final = FINAL | {"system": "", "prompt": "{{ pick.texts | join(',') }} {{ pick.text }}"}
     answer = ask(models, chat("p", "cats"), rank, final)
-    assert models.models["big"].asked[0].body["messages"][0]["content"] == "xx,xxb xx"
+    assert models.models["big"].asked[0].fields["messages"][0]["content"] == "xx,xxb xx"
     assert len(models.models["judge"].asked) == 3
     stages = {entry["stage"]: entry for entry in answer.usage["stages"]}
     assert stages["pick"]["prompt_tokens"] == 30
@@ -149,7 +149,7 @@ def test_a_text_that_cannot_be_ranked_ends_the_ranking_of_the_others():
 
     class Slow(RankingModels):
         async def answer(self, question):
-            if question.body.get("prompt", "").endswith("slow"):
+            if question.fields.get("prompt", "").endswith("slow"):
                 self.models["judge"].open += 1
                 try:
                     await asyncio.sleep(3600)
@@ -182,7 +182,7 @@ def test_several_answers_of_a_stage_are_candidates():
         async def answer(self, question):
             answer = await super().answer(question)
             if question.model == "tiny":
-                assert question.body["n"] == 3
+                assert question.fields["n"] == 3
                 for choice in answer.choices[1:]:
                     choice["message"]["content"] = next(texts)
             return answer
@@ -191,7 +191,7 @@ def test_several_answers_of_a_stage_are_candidates():
     rank = RANK | {"candidates_of": "draft", "keep": 1}
     final = FINAL | {"system": "", "prompt": "{{ pick.text }}"}
     ask(models, chat("p"), DRAFT | {"n": 3}, rank, final)
-    assert models.models["big"].asked[0].body["messages"][0]["content"] == "xx"
+    assert models.models["big"].asked[0].fields["messages"][0]["content"] == "xx"
 
 
 @pytest.mark.parametrize("broken, named", [("tiny", "draft"), ("big", "final")])
@@ -222,7 +222,7 @@ def test_a_template_that_fails_or_never_ends_costs_its_own_request():
 def test_what_a_client_sends_is_no_template():
     models = models_of()
     ask(models, chat("p", "{{ 7 * 7 }}"))
-    sent = models.models["big"].asked[0].body["messages"][-1]["content"]
+    sent = models.models["big"].asked[0].fields["messages"][-1]["content"]
     assert sent == "{{ 7 * 7 }}"
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,18 @@ from fakes import FakeClock
 from fleet_engines import CHAT, FakeEngine, engines, fleet_of, toml
 
 from jitney.engine.common.errors import ConfigError, RequestError
-from jitney.engine.fleet.asked import Asked
 from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.forwarding import ProxiedAnswer
 from jitney.engine.fleet.quotas import FleetQuotas, _Account, _limit_of, _prompt_size, _sequences_of
+from jitney.engine.fleet.request import ProxiedRequest
 from jitney.engine.server.http.settings import digest_key
 
 #: 10 tokens by the first guess of 4 characters each.
 PROMPT = "x" * 40
 
 
-def asked(route: str = "/v1/completions", **fields: Any) -> Asked:
-    return Asked("POST", route, [], fields={"prompt": PROMPT} | fields)
+def asked(route: str = "/v1/completions", **fields: Any) -> ProxiedRequest:
+    return ProxiedRequest("POST", route, [], fields={"prompt": PROMPT} | fields)
 
 
 def answered(account: _Account, *parts: bytes, status: int = 200, whole: bool = True) -> None:
@@ -60,7 +61,7 @@ def left(quotas: FleetQuotas, key: str = "k") -> float:
 
 def test_what_an_answer_used_is_charged_and_no_more():
     quotas = FleetQuotas(0, 1000, FakeClock())
-    with quotas.holding("k", "m", asked(max_tokens=100)) as account:
+    with quotas.holding("k", asked(max_tokens=100)) as account:
         assert left(quotas) < 990, "the prompt and what is expected are charged at once"
         answered(account, usage(20, 7))
     assert left(quotas) == 1000 - 20 - 7
@@ -70,42 +71,44 @@ def test_what_an_answer_used_is_charged_and_no_more():
 def test_tokens_are_as_long_as_answers_said():
     """After one prompt of 2 characters a token, the next one is charged by that."""
     quotas = FleetQuotas(0, 10_000, FakeClock())
-    with quotas.holding("k", "m", asked()) as account:
+    with quotas.holding("k", asked()) as account:
         answered(account, usage(20, 1))
     before = left(quotas)
-    with quotas.holding("k", "m", asked("/v1/embeddings", prompt=None, input=PROMPT)):
+    with quotas.holding("k", asked("/v1/embeddings", prompt=None, input=PROMPT)):
         assert left(quotas) == before - 20
-    with quotas.holding("k", "other", asked("/v1/embeddings", prompt=None, input=PROMPT)):
+    with quotas.holding(
+        "k", replace(asked("/v1/embeddings", prompt=None, input=PROMPT), model="other")
+    ):
         assert left(quotas) == before - 10, "another model has tokens of its own"
 
 
 def test_a_stream_whose_client_leaves_costs_what_came():
     quotas = FleetQuotas(0, 1000, FakeClock())
-    with quotas.holding("k", "m", asked(max_tokens=100)) as account:
+    with quotas.holding("k", asked(max_tokens=100)) as account:
         answered(account, *([b'data: {"choices":[{"text":"a"}]}\n\n'] * 3), whole=False)
     assert left(quotas) == 1000 - 10 - 3
 
 
 def test_what_is_refused_costs_nothing():
     quotas = FleetQuotas(0, 1000, FakeClock())
-    with quotas.holding("k", "m", asked()) as account:
+    with quotas.holding("k", asked()) as account:
         answered(account, b'{"error": {"code": "invalid_value"}}', status=400)
     assert left(quotas) == 1000
-    with pytest.raises(ValueError), quotas.holding("k", "m", asked()):
+    with pytest.raises(ValueError), quotas.holding("k", asked()):
         raise ValueError
     assert left(quotas) == 1000
 
 
 def test_a_key_that_used_its_minute_is_told_when_to_come():
     quotas = FleetQuotas(0, 60, FakeClock())
-    with quotas.holding("k", "m", asked(max_tokens=1)) as account:
+    with quotas.holding("k", asked(max_tokens=1)) as account:
         answered(account, usage(30, 40))
-    with pytest.raises(RequestError) as caught, quotas.holding("k", "m", asked(max_tokens=1)):
+    with pytest.raises(RequestError) as caught, quotas.holding("k", asked(max_tokens=1)):
         pass
     assert caught.value.info.code == "rate_limit"
     assert caught.value.info.retry_after is not None and caught.value.info.retry_after > 10
     for route in ("/tokenize", "/v1/messages/count_tokens"):
-        with quotas.holding("k", "m", asked(route)):
+        with quotas.holding("k", asked(route)):
             pass
 
 
@@ -116,13 +119,13 @@ def test_sequences_are_counted_over_prompts_and_choices():
     assert _sequences_of(asked(prompt=[[1], [2]], n="many")) == 2
     assert _sequences_of(asked("/v1/embeddings", n=9)) == 1
     quotas = FleetQuotas(4)
-    with quotas.holding("k", "m", asked(n=3)):
-        with pytest.raises(RequestError) as caught, quotas.holding("k", "m", asked(n=2)):
+    with quotas.holding("k", asked(n=3)):
+        with pytest.raises(RequestError) as caught, quotas.holding("k", asked(n=2)):
             pass
         assert caught.value.info.code == "rate_limit"
-        with quotas.holding("k", "m", asked()), quotas.holding("other", "m", asked(n=4)):
+        with quotas.holding("k", asked()), quotas.holding("other", asked(n=4)):
             pass
-    with pytest.raises(RequestError) as caught, quotas.holding("k", "m", asked(n=5)):
+    with pytest.raises(RequestError) as caught, quotas.holding("k", asked(n=5)):
         pass
     assert caught.value.info.code == "invalid_value" and caught.value.info.param == "n"
 

@@ -26,11 +26,12 @@ from scripted_models import (
 
 from jitney.engine.common.errors import ConfigError, ErrorInfo, RequestError
 from jitney.engine.fleet.compositions.answering import ModelAnswer
+from jitney.engine.fleet.compositions.body_checks import accepted
 from jitney.engine.fleet.compositions.composed import ComposedModels
 from jitney.engine.fleet.compositions.pipeline import Pipeline, PipelineSettings
-from jitney.engine.fleet.compositions.question import Question
 from jitney.engine.fleet.compositions.reranking import best_in
 from jitney.engine.fleet.config import FleetConfig
+from jitney.engine.fleet.request import ProxiedRequest
 from jitney.engine.server.chat.ranking.bodies import RerankBody
 from jitney.engine.server.http.errors import HttpError
 
@@ -54,13 +55,13 @@ class RerankingModels(ScriptedModels):
         #: Of its answers.
         self.headers: dict[str, str] = {}
 
-    async def answer(self, question: Question) -> ModelAnswer:
-        answer = await super().answer(question)
-        if question.model != "judge":
+    async def answer(self, request: ProxiedRequest) -> ModelAnswer:
+        answer = await super().answer(request)
+        if request.model != "judge":
             return answer
-        assert question.route == "/v1/rerank"
-        self.bodies.append(question.sent_body("judge"))
-        body, unknown = RerankBody.parse(question.body)
+        assert request.route == "/v1/rerank"
+        self.bodies.append(request.outgoing().fields)
+        body, unknown = RerankBody.parse(request.fields)
         assert not unknown
         results = [
             {"index": place, "relevance_score": text.count("a") / 10}
@@ -76,18 +77,18 @@ def settings(*stages: dict[str, Any]) -> PipelineSettings:
     return PipelineSettings.model_validate({"kind": "pipeline", "stages": list(stages)})
 
 
-def chat(text: str = "why cats?", **fields: Any) -> Question:
+def chat(text: str = "why cats?", **fields: Any) -> ProxiedRequest:
     body = {"messages": [{"role": "user", "content": text}]} | fields
-    return Question.of("p", "/v1/chat/completions", body, {}, {"documents"})
+    return accepted(ProxiedRequest.post("p", "/v1/chat/completions", body), {"documents"})
 
 
-def ask(models: ScriptedModels, question: Question, *stages: dict[str, Any]) -> Any:
+def ask(models: ScriptedModels, request: ProxiedRequest, *stages: dict[str, Any]) -> Any:
     async def scene():
         pipeline = Pipeline(settings(*stages), models)
         try:
-            if question.streams:
-                return await chunks(pipeline, question)
-            return await pipeline.answer(question)
+            if request.streams:
+                return await chunks(pipeline, request)
+            return await pipeline.answer(request)
         finally:
             await pipeline.close()
 
@@ -96,7 +97,7 @@ def ask(models: ScriptedModels, question: Question, *stages: dict[str, Any]) -> 
 
 def prompts(models: ScriptedModels) -> list[str]:
     """What the last stage was asked."""
-    return [each.body["messages"][-1]["content"] for each in models.models["big"].asked]
+    return [each.fields["messages"][-1]["content"] for each in models.models["big"].asked]
 
 
 @pytest.mark.parametrize("source", ["request", "settings", "stage"])
@@ -109,13 +110,13 @@ def test_the_best_documents_stand_in_the_prompt_wherever_they_come_from(source: 
         "settings": (chat(), [BEST | {"documents": TEXTS}, FINAL]),
         "stage": (chat(), [draft, BEST | {"documents_of": "draft"}, FINAL]),
     }
-    question, stages = asked[source]
-    answer = ask(models, question, *stages)
+    request, stages = asked[source]
+    answer = ask(models, request, *stages)
     in_order = ["cats and cats", "cat"] if source != "stage" else ["a cat and a hat"] * 2
     assert prompts(models) == ["|".join(in_order)]
     [body] = models.bodies
     assert (body["query"], body["top_n"], body["return_documents"]) == ("why cats?", 2, False)
-    assert "documents" not in models.models["big"].asked[0].body
+    assert "documents" not in models.models["big"].asked[0].fields
     used = {each["stage"]: each for each in answer.usage["stages"]}
     assert used["best"] == {
         "stage": "best",
@@ -150,11 +151,11 @@ def test_no_document_is_no_request():
 
 def test_a_stage_gets_what_is_left_of_the_time_and_the_question_s_headers():
     models = RerankingModels()
-    question = in_background(chat(documents=TEXTS, timeout_ms=60_000))
-    ask(models, question, BEST, FINAL)
+    request = in_background(chat(documents=TEXTS, timeout_ms=60_000))
+    ask(models, request, BEST, FINAL)
     assert 0 < models.bodies[0]["timeout_ms"] <= 60_000
     assert models.models["judge"].asked[0].background
-    late = replace(question, deadline=time.monotonic() + 0.2)
+    late = replace(request, deadline=time.monotonic() + 0.2)
     models.models["judge"].delay_s = 0.3
     with pytest.raises((HttpError, RequestError), match="time ran out"):
         ask(models, late, BEST, FINAL)

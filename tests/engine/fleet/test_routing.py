@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jitney.engine.fleet.replica_set import ReplicaSet
 from jitney.engine.fleet.replicas import Replica, _loads
-from jitney.engine.fleet.routing import KnownBeginnings, LeastWait, Ring, _most_load, by_turn
+from jitney.engine.fleet.routing import HashRing, LeastWait, PrefixIndex, _most_load, round_robin
 
 KEYS = [f"conversation {number}".encode() for number in range(4000)]
 NAMES = st.lists(
@@ -18,14 +18,14 @@ NAMES = st.lists(
 )
 
 
-def owners(ring: Ring) -> dict[bytes, str]:
+def owners(ring: HashRing) -> dict[bytes, str]:
     return {key: next(ring.walk(key)) for key in KEYS}
 
 
 @settings(max_examples=25, deadline=None)
 @given(NAMES)
 def test_a_replica_that_comes_takes_its_share_and_moves_nothing_else(names: list[str]):
-    before, after = owners(Ring(names)), owners(Ring([*names, "new"]))
+    before, after = owners(HashRing(names)), owners(HashRing([*names, "new"]))
     moved = [key for key in KEYS if before[key] != after[key]]
     assert all(after[key] == "new" for key in moved)
     fair = len(KEYS) / (len(names) + 1)
@@ -35,12 +35,12 @@ def test_a_replica_that_comes_takes_its_share_and_moves_nothing_else(names: list
 @settings(max_examples=25, deadline=None)
 @given(NAMES)
 def test_a_replica_that_goes_loses_its_keys_alone(names: list[str]):
-    before, after = owners(Ring(names)), owners(Ring(names[1:]))
+    before, after = owners(HashRing(names)), owners(HashRing(names[1:]))
     assert {before[key] for key in KEYS if before[key] != after[key]} <= {names[0]}
 
 
 def test_one_that_is_gone_for_a_while_gets_its_keys_back():
-    ring = Ring(["a", "b", "c"])
+    ring = HashRing(["a", "b", "c"])
     for key in KEYS[:200]:
         here = dict.fromkeys("abc", 0.0)
         first = next(ring.order(key, here, total=0))
@@ -51,7 +51,7 @@ def test_one_that_is_gone_for_a_while_gets_its_keys_back():
 
 
 def test_the_ring_does_not_depend_on_the_order_of_names():
-    assert owners(Ring(["a", "b", "c"])) == owners(Ring(["c", "a", "b"]))
+    assert owners(HashRing(["a", "b", "c"])) == owners(HashRing(["c", "a", "b"]))
 
 
 @settings(max_examples=60, deadline=None)
@@ -66,7 +66,7 @@ def test_nobody_gets_more_than_the_brakes_share(
     names: list[str], brake: float, requests: int, n_keys: int, chance: random.Random
 ):
     """However few the keys: with one key alone consistent hashing would give all to one replica."""
-    ring = Ring(names)
+    ring = HashRing(names)
     loads = dict.fromkeys(names, 0.0)
     for number in range(requests):
         key = KEYS[chance.randrange(n_keys)]
@@ -78,12 +78,12 @@ def test_nobody_gets_more_than_the_brakes_share(
 @given(NAMES, st.randoms(use_true_random=False))
 def test_every_replica_comes_once(names: list[str], chance: random.Random):
     loads = {name: float(chance.randrange(10)) for name in names}
-    order = list(Ring(names).order(b"key", loads, total=sum(loads.values())))
+    order = list(HashRing(names).order(b"key", loads, total=sum(loads.values())))
     assert sorted(order) == sorted(names)
 
 
 def test_no_brake_while_seats_are_empty():
-    ring = Ring(["a", "b"])
+    ring = HashRing(["a", "b"])
     key = next(key for key in KEYS if next(ring.walk(key)) == "a")
     loads = {"a": 3.0, "b": 0.0}
     assert next(ring.order(key, loads, total=3)) == "b"
@@ -91,12 +91,12 @@ def test_no_brake_while_seats_are_empty():
 
 
 def test_keys_are_spread_evenly():
-    counts = Counter(owners(Ring([f"replica-{number}" for number in range(10)])).values())
+    counts = Counter(owners(HashRing([f"replica-{number}" for number in range(10)])).values())
     assert max(counts.values()) < 1.5 * len(KEYS) / 10
 
 
 def test_who_had_a_beginning_is_asked_before_the_ring_but_not_past_the_brake():
-    ring = Ring(["a", "b", "c"])
+    ring = HashRing(["a", "b", "c"])
     key = next(key for key in KEYS if list(ring.walk(key)) == ["a", "b", "c"])
     loads = {"a": 0.0, "b": 0.0, "c": 1.0}
     assert list(ring.order(key, loads, total=3, known="c")) == ["c", "a", "b"]
@@ -106,7 +106,7 @@ def test_who_had_a_beginning_is_asked_before_the_ring_but_not_past_the_brake():
 
 
 def test_a_turn_stays_where_a_seat_is_free_and_a_stranger_goes_where_there_is_less_to_do():
-    ring = Ring(["a", "b"])
+    ring = HashRing(["a", "b"])
     key = next(key for key in KEYS if next(ring.walk(key)) == "a")
     loads = {"a": 7.0, "b": 0.0}
     assert next(ring.order(key, loads, total=7, seats=8)) == "b"
@@ -116,7 +116,7 @@ def test_a_turn_stays_where_a_seat_is_free_and_a_stranger_goes_where_there_is_le
 
 
 def test_a_stranger_does_not_wait_while_a_seat_is_free_elsewhere():
-    ring = Ring(["a", "b"])
+    ring = HashRing(["a", "b"])
     key = next(key for key in KEYS if next(ring.walk(key)) == "a")
     loads = {"a": 8.0, "b": 7.0}  # both under the brake: 10
     assert next(ring.order(key, loads, total=15)) == "a"
@@ -131,7 +131,7 @@ def test_as_many_strangers_as_seats_take_every_seat(
     names: list[str], seats: int, chance: random.Random
 ):
     """Who has an answer asks the next thing at once, as often as each seat 20 times."""
-    ring = Ring(names)
+    ring = HashRing(names)
     loads = dict.fromkeys(names, 0.0)
     streams: list[str] = []
     for number in range(20 * seats * len(names)):
@@ -146,14 +146,14 @@ def test_as_many_strangers_as_seats_take_every_seat(
 
 
 def test_the_longest_beginning_that_is_known_counts():
-    known = KnownBeginnings(most=3)
-    known.given([b"1", b"2"], "a")
-    known.given([b"1", b"2", b"3"], "b")
+    known = PrefixIndex(most=3)
+    known.note([b"1", b"2"], "a")
+    known.note([b"1", b"2", b"3"], "b")
     assert known.replica_of([b"1", b"2", b"3", b"4"]) == "b"
     assert known.replica_of([b"1", b"2", b"x"]) == "a"
     assert known.replica_of([b"1"]) is known.replica_of([]) is None
     for number in range(9):
-        known.given([b"other %d" % number], "c")
+        known.note([b"other %d" % number], "c")
     assert len(known) == 3 and known.replica_of([b"1", b"2", b"3"]) is None
 
 
@@ -209,7 +209,7 @@ def test_a_set_of_replicas_knows_what_adding_up_all_of_them_gives(chance: random
         assert kept.loads == {each.name: each.load for each in ready}
         assert kept.total == sum(kept.loads.values())
         assert kept.least_seats == min((each.seats for each in ready), default=0)
-        assert set(kept.waits.order()) == set(kept.rooms.order()) == set(kept.names)
+        assert set(kept.waits.order()) == set(kept.fills.order()) == set(kept.names)
         assert kept.ring.names == tuple(sorted(each.name for each in kept.all))
         assert all((kept.ready(each.name) is each) == (each in ready) for each in kept.all)
 
@@ -251,14 +251,26 @@ def test_a_load_is_what_people_wait_for():
     assert _loads(OF_VLLM) == {"running": 4.0}
     assert _loads("jitney_seats 4 1700000000000\njitney_requests_running +Inf\n<p>") == {"seats": 4}
     replica = Replica("r", seats=4, running=4.0, waiting=3.0, background=5.0, wait_s=0.25)
-    assert (replica.load, replica.taken) == (2.0, 0.5)
+    assert (replica.load, replica.seat_fill) == (2.0, 0.5)
     for _ in range(6):
         replica.begin(background=True)
-    assert (replica.load, replica.taken, replica.predicted_wait(0.0)) == (2.0, 2.0, 0.25)
+    assert (replica.load, replica.seat_fill, replica.predicted_wait) == (2.0, 2.0, 0.25)
     replica.begin()
-    assert (replica.load, replica.taken) == (3.0, 2.25)
+    assert (replica.load, replica.seat_fill) == (3.0, 2.25)
     replica.end(5.0, background=True)
     assert (replica.lines, replica.request_s) == (5, 0.0)
+
+
+def test_requests_sent_since_the_last_report_count_with_seats_free_too():
+    """Two replicas of 8 seats, requests of 4 s: b reports a wait that is shorter than a request."""
+    replicas = [Replica(name, state="ready", seats=8, request_s=4.0, wait_s=0.0) for name in "ab"]
+    replicas[1].wait_s = 0.7
+    kept = ReplicaSet(replicas, "least-wait")
+    assert next(kept.order([])).name == "a"
+    for _ in range(14):
+        next(kept.order([])).begin()
+    assert {replica.name: replica.open for replica in replicas} == {"a": 7, "b": 7}
+    assert [replica.predicted_wait for replica in replicas] == [0.0, 0.7]
 
 
 def test_the_least_wait_then_the_least_load():
@@ -270,6 +282,6 @@ def test_the_least_wait_then_the_least_load():
 
 
 def test_turns():
-    assert [next(by_turn("abc", turn)) for turn in range(5)] == list("abcab")
-    assert list(by_turn("abc", 1)) == ["b", "c", "a"]
-    assert list(by_turn([], 7)) == []
+    assert [next(round_robin("abc", turn)) for turn in range(5)] == list("abcab")
+    assert list(round_robin("abc", 1)) == ["b", "c", "a"]
+    assert list(round_robin([], 7)) == []

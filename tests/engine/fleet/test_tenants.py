@@ -18,7 +18,8 @@ from batch_files import CHATS, jsonl, line
 from fleet_engines import CHAT, FakeEngine, Served, engines, fleet_of, toml
 
 from jitney.engine.core.scheduler.page_keys import root_of
-from jitney.engine.fleet.asked import Asked
+from jitney.engine.fleet.prompt_prefixes import prompt_prefixes
+from jitney.engine.fleet.request import ProxiedRequest
 from jitney.engine.server.http.settings import digest_key
 from jitney.engine.server.http.tenants import signed
 
@@ -301,10 +302,10 @@ def test_routing_by_prefix_does_not_show_what_others_asked():
     """Two keys with one prompt, or one name for it, need not go to one engine."""
     for fields in (CHAT, CHAT | {"prompt_cache_key": "k"}, {"prompt": "x" * 5000}):
         asked = [
-            Asked("POST", CHATS, [(b"x-jitney-tenant", tenant)], fields=fields)
+            ProxiedRequest("POST", CHATS, [(b"x-jitney-tenant", tenant)], fields=fields)
             for tenant in (b"user." + ALPHA.encode(), b"admin." + ALPHA.encode(), b"user.b")
         ]
-        own, as_admin, others = (set(each.beginnings(1024)) for each in asked)
+        own, as_admin, others = (set(prompt_prefixes(each, 1024)) for each in asked)
         assert own == as_admin and not own & others
 
 
@@ -312,12 +313,12 @@ def test_a_replica_is_asked_with_its_own_key_in_place_of_the_clients():
     statement = b"user." + ALPHA.encode()
     for header in ((b"authorization", b"Bearer mine"), (b"x-api-key", b"mine")):
         kept = (b"content-type", b"application/json")
-        theirs = Asked("POST", CHATS, [header, (b"x-jitney-tenant", statement), kept])
+        theirs = ProxiedRequest("POST", CHATS, [header, (b"x-jitney-tenant", statement), kept])
         assert theirs.headers_for("") == theirs.headers
         assert sorted(theirs.headers_for("own")) == [
             (b"authorization", b"Bearer own"),
             kept,
             (b"x-jitney-tenant", signed(statement, b"own")),
         ]
-    nobodys = Asked("POST", CHATS, [kept])
+    nobodys = ProxiedRequest("POST", CHATS, [kept])
     assert sorted(nobodys.headers_for("own")) == [(b"authorization", b"Bearer own"), kept]

@@ -14,7 +14,8 @@ from scripted_models import Said, ScriptedModel, ScriptedModels
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.fleet.compositions.answering import ModelAnswer
 from jitney.engine.fleet.compositions.cascade import Cascade, CascadeSettings, Measure
-from jitney.engine.fleet.compositions.question import Question
+from jitney.engine.fleet.compositions.engines import EngineAddress
+from jitney.engine.fleet.request import ProxiedRequest
 from jitney.engine.lab.cascade_tuning import (
     ModelComparison,
     Pair,
@@ -22,9 +23,9 @@ from jitney.engine.lab.cascade_tuning import (
     TokenPrices,
     _likeness,
     _Spent,
-    read_questions,
+    read_requests,
 )
-from jitney.engine.lab.commands.cascade_tune import _MEASURES, _endpoint_from
+from jitney.engine.lab.commands.cascade_tune import _MEASURES, _address_from
 
 MEAN = Measure("mean")
 
@@ -88,28 +89,30 @@ def noisy(seed: int) -> ScriptedModels:
     draw = random.Random(seed)
     said: dict[str, Said] = {}
 
-    def small(question: Question) -> Said:
-        text = question.body["messages"][0]["content"]
+    def small(request: ProxiedRequest) -> Said:
+        text = request.fields["messages"][0]["content"]
         if text not in said:
             p = draw.random() * 0.98 + 0.01
             words = "right" if draw.random() < p else "wrong"
             said[text] = Said(words, [math.log(p)] * 3)
         return said[text]
 
-    large = ScriptedModel(lambda question: Said("right", [-0.1]))
+    large = ScriptedModel(lambda request: Said("right", [-0.1]))
     return ScriptedModels(tiny=ScriptedModel(small), big=large)
 
 
 def test_the_threshold_does_what_the_table_says():
     models = noisy(1)
-    questions = [
-        Question("", "/v1/chat/completions", {"messages": [{"role": "user", "content": str(n)}]})
+    requests = [
+        ProxiedRequest.post(
+            "", "/v1/chat/completions", {"messages": [{"role": "user", "content": str(n)}]}
+        )
         for n in range(200)
     ]
 
     async def scene() -> list[ModelAnswer]:
         comparison = ModelComparison(models, "tiny", "big", "equal", TokenPrices())
-        pairs, refusals = await comparison.run(questions, 4, lambda done: None)
+        pairs, refusals = await comparison.run(requests, 4, lambda done: None)
         assert len(pairs) == 200 and not refusals
         found.append(Thresholds.of(pairs, MEAN, "tokens").cheapest(0.9))
         settings = CascadeSettings(
@@ -120,7 +123,7 @@ def test_the_threshold_does_what_the_table_says():
             measure="mean",
         )
         cascade = Cascade(settings, models)
-        return [await cascade.answer(question) for question in questions]
+        return [await cascade.answer(request) for request in requests]
 
     found: list = []
     answers = asyncio.run(scene())
@@ -135,21 +138,21 @@ def test_the_threshold_does_what_the_table_says():
 
 
 def test_prices_and_refusals_are_told():
-    def small(question: Question) -> Said | Exception:
+    def small(request: ProxiedRequest) -> Said | Exception:
         from jitney.engine.common.errors import RequestError
 
-        if "bad" in str(question.body):
+        if "bad" in str(request.fields):
             return RequestError("no")
         return Said("yes", [-0.5] * 10)
 
     models = ScriptedModels(
-        tiny=ScriptedModel(small), big=ScriptedModel(lambda question: Said("Yes!", [-0.1] * 10))
+        tiny=ScriptedModel(small), big=ScriptedModel(lambda request: Said("Yes!", [-0.1] * 10))
     )
-    questions = [
-        Question("", "/v1/completions", {"prompt": prompt}) for prompt in ("a", "bad", "b")
+    requests = [
+        ProxiedRequest.post("", "/v1/completions", {"prompt": text}) for text in ("a", "bad", "b")
     ]
     comparison = ModelComparison(models, "tiny", "big", "equal", TokenPrices(1.0, 10.0))
-    pairs, refusals = asyncio.run(comparison.run(questions, 1, lambda done: None))
+    pairs, refusals = asyncio.run(comparison.run(requests, 1, lambda done: None))
     assert refusals == ["no"]
     assert [pair.agreement for pair in pairs] == [1.0, 1.0]
     assert pairs[0].small.price == pytest.approx(20e-6)
@@ -183,10 +186,10 @@ def test_requests_are_read_from_bodies_and_from_batches(tmp_path: Path):
     chat = {"messages": [{"role": "user", "content": "a"}], "temperature": 1}
     lines = [{"prompt": "a", "stream": True}, {"custom_id": "1", "body": chat}]
     file.write_text("\n\n".join(map(json.dumps, lines)))
-    first, second = read_questions(file, {"temperature": 0.0, "max_tokens": 5})
+    first, second = read_requests(file, {"temperature": 0.0, "max_tokens": 5})
     assert first.route == "/v1/completions"
-    assert first.body == {"prompt": "a", "temperature": 0.0, "max_tokens": 5}
-    assert second.is_chat and second.body["temperature"] == 1
+    assert first.fields == {"prompt": "a", "temperature": 0.0, "max_tokens": 5}
+    assert second.is_chat and second.fields["temperature"] == 1
 
 
 @pytest.mark.parametrize(
@@ -205,15 +208,14 @@ def test_a_line_that_cannot_be_asked_is_named(tmp_path: Path, line: str, complai
     file = tmp_path / "requests.jsonl"
     file.write_text(line)
     with pytest.raises(ConfigError, match=complaint):
-        read_questions(file, {})
+        read_requests(file, {})
 
 
 def test_a_model_is_named_by_its_address(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JITNEY_LARGE_KEY", "secret")
-    endpoint = _endpoint_from("large", "http://10.0.0.1:8000/v1/org/model", 5.0)
-    assert (endpoint.base, endpoint.model) == ("http://10.0.0.1:8000", "org/model")
-    assert endpoint.headers == {"authorization": "Bearer secret"}
-    assert _endpoint_from("small", "http://h:1/m", 5.0).model == "m"
+    address = _address_from("large", "http://10.0.0.1:8000/v1/org/model")
+    assert address == EngineAddress("http://10.0.0.1:8000", "org/model", "secret")
+    assert _address_from("small", "http://h:1/m").model == "m"
     for text in ("h:1/m", "http://h:1", "http://h:1/v1/", "ftp://h/m"):
         with pytest.raises(ConfigError, match="give http://HOST:PORT/MODEL"):
-            _endpoint_from("small", text, 5.0)
+            _address_from("small", text)

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,9 +16,9 @@ import pytest
 from jitney.engine.cli import main, serve
 from jitney.engine.common.errors import JitneyError
 from jitney.engine.common.messages import Progress
-from jitney.engine.config.kept_sizes import _FROM_MEASURED
-from jitney.engine.config.layers import Layered
+from jitney.engine.config.layers import ResolvedConfig
 from jitney.engine.config.schema import Config
+from jitney.engine.config.tuned_sizes import _FROM_MEASURED
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.lab import server_sizes as sizes_of_server
 from jitney.engine.lab.bench import sizes, timing_behind
@@ -60,11 +60,8 @@ class Measuring:
         #: Shares of the processors that other programs use at the next looks; none later.
         self.other_work: list[float] = []
 
-    def watching(self, processors: Iterable[int]) -> Measuring:
-        """Stands in for `OtherWork`, too."""
-        return self
-
     def share(self) -> float:
+        """Stands in for `OtherWork.share`."""
         return self.other_work.pop(0) if self.other_work else 0.0
 
     async def __call__(self, config: Config, known: object = (), **watching: Any) -> SizeTimes:
@@ -86,16 +83,16 @@ class Servers:
     """
 
     def __init__(self) -> None:
-        self.served: list[Layered] = []
+        self.served: list[ResolvedConfig] = []
 
-    def __call__(self, layered, keys, bound, display, reread, *, times_steps: bool) -> Servers:
-        self.layered, self.times_steps = layered, times_steps
+    def __call__(self, resolved, keys, bound, display, reread, *, times_steps: bool) -> Servers:
+        self.resolved, self.times_steps = resolved, times_steps
         return self
 
     async def serve(self) -> int:
-        self.served.append(self.layered)
+        self.served.append(self.resolved)
         if self.times_steps:
-            await ServerSizes(self.layered).time_behind(cast(Any, Client()))
+            await ServerSizes(self.resolved).time_behind(cast(Any, Client()))
         return 0
 
 
@@ -106,7 +103,7 @@ def measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measuring:
     monkeypatch.setattr(timing_behind, "time_apart", stand_in)
     monkeypatch.setattr(sizes_of_server, "_FIRST_REST_S", 0.0)
     monkeypatch.setattr(sizes, "_LOOK_S", 0.0)
-    monkeypatch.setattr(sizes, "OtherWork", stand_in.watching)
+    monkeypatch.setattr(sizes.OtherWork, "share", lambda self: stand_in.share())
     folder = tmp_path / "cache"
     folder.mkdir(mode=0o700)
     monkeypatch.setenv("JITNEY_CACHE", str(folder))
@@ -122,14 +119,14 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]:
     yield stand_in
 
 
-def started(servers: Servers, *flags: str) -> Layered:
+def started(servers: Servers, *flags: str) -> ResolvedConfig:
     """What `jitney serve` with these flags serves with."""
     assert main(["serve", *MODEL, "--port", "0", *flags]) == 0
     return servers.served[-1]
 
 
-def sizes_of(layered: Layered) -> dict[str, Any]:
-    return {name: getattr(layered.config.engine, name) for name in CHOSEN}
+def sizes_of(resolved: ResolvedConfig) -> dict[str, Any]:
+    return {name: getattr(resolved.config.engine, name) for name in CHOSEN}
 
 
 def test_the_first_start_measures_and_the_next_goes_by_it(
@@ -235,7 +232,7 @@ def _never_reread(take_adapters: object) -> FreshSettings:
 
 
 def test_the_engine_is_ready_before_steps_are_timed(monkeypatch: pytest.MonkeyPatch):
-    layered = Layered.load(flags={"model": "tiny-random", "platform": "cpu"})
+    resolved = ResolvedConfig.load(flags={"model": "tiny-random", "platform": "cpu"})
     order = []
 
     class Equipment:
@@ -253,7 +250,7 @@ def test_the_engine_is_ready_before_steps_are_timed(monkeypatch: pytest.MonkeyPa
         timed, dead = asyncio.Event(), asyncio.Event()
 
         async def time_behind(self: ServerSizes, client: Any) -> None:
-            order.append(self.layered.config)
+            order.append(self.resolved.config)
             timed.set()
             try:
                 await dead.wait()
@@ -268,8 +265,8 @@ def test_the_engine_is_ready_before_steps_are_timed(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(ServerSizes, "time_behind", time_behind)
         with socket.socket() as bound:
             bound.bind(("127.0.0.1", 0))
-            keys = AcceptedKeys.of(layered.config.server)
-            server = serve._Server(layered, keys, bound, Shown(), _never_reread, times_steps=True)
+            keys = AcceptedKeys.of(resolved.config.server)
+            server = serve._Server(resolved, keys, bound, Shown(), _never_reread, times_steps=True)
             server.client.dismissed = True
             monkeypatch.setattr(server.client, "until", until)
             await server._work()
@@ -278,7 +275,7 @@ def test_the_engine_is_ready_before_steps_are_timed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(serve, "Equipment", Equipment)
     monkeypatch.setattr(serve, "_greeting", lambda *about: ["serving"])
     asyncio.run(work())
-    assert order == ["ready", layered.config, "ended"]
+    assert order == ["ready", resolved.config, "ended"]
 
 
 def test_bench_sizes_shows_and_keeps_only_if_asked(

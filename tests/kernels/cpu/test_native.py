@@ -20,6 +20,7 @@ from jitney.kernels import definitions, reference
 from jitney.kernels.cpu import library, norms, products
 from jitney.kernels.cpu.attention import paged_attention, rotate_and_write
 from jitney.kernels.interface import KernelError, OneOf
+from jitney.kernels.mxfp4 import Mxfp4
 from jitney.kernels.select import select
 from jitney.kernels.w8a8 import Int8
 
@@ -51,14 +52,21 @@ WINDOWED = ("decode, three query heads a key head", "mixed, chunks in the middle
 
 
 @pytest.mark.parametrize(
-    "case,window,softcap",
-    [(case, 0, 0.0) for case in CASES]
+    "case,options",
+    [(case, {"sinks": sinks}) for case in CASES for sinks in (False, True)]
     + [
-        (case, window, cap) for case in WINDOWED for window, cap in ((24, 0.0), (0, 5.0), (24, 5.0))
+        (case, options)
+        for case in WINDOWED
+        for options in (
+            {"window": 24},
+            {"softcap": 5.0},
+            {"window": 24, "softcap": 5.0},
+            {"window": 24, "sinks": True},
+        )
     ],
 )
-def test_attention_matches_numpy(case: str, window: int, softcap: float):
-    batch = make(replace(CASES[case], window=window, softcap=softcap))
+def test_attention_matches_numpy(case: str, options: dict[str, Any]):
+    batch = make(replace(CASES[case], **options))
     o, after = jax.jit(lambda *args: paged_attention(*args, **batch.options))(
         batch.q, batch.k, batch.v, batch.kv, batch.meta
     )
@@ -397,6 +405,49 @@ def test_the_reference_of_int8_is_its_definition(dtype: str):
     plain = Int8(jnp.asarray(codes), jnp.asarray(scale))
     wanted = definitions.matmul_int8(np.asarray(x), codes, scale)
     np.testing.assert_allclose(reference.matmul_int8(x, plain), wanted, rtol=1e-5, atol=1e-6)
+
+
+def random_mxfp4(size_in: int, size_out: int, count: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """So many matrices in MXFP4: codes and scales."""
+    rng = np.random.default_rng(size_in + size_out)
+    codes = rng.integers(0, 256, (count, size_in // 2, size_out), np.uint8)
+    return codes, rng.integers(118, 124, (count, size_in // 32, size_out)).astype(np.uint8)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size_in,size_out", [(64, 48), (352, 5 * 96), (96, 80)])
+def test_products_with_mxfp4_are_those_with_the_weights_it_stands_for(
+    size_in: int, size_out: int, dtype: str
+):
+    """Of one matrix among many, at every number of rows, without rows of padding; in bfloat16 the
+    same bits as with the weights in bfloat16.
+    """
+    codes, scales = random_mxfp4(size_in, size_out, count=3)
+    pack = jax.jit(lambda both: jax.lax.map(products.MXFP4.pack, both))
+    laid_out = pack(Mxfp4(jnp.asarray(codes), jnp.asarray(scales)))
+    one = Mxfp4(*(OneOf(part, jnp.int32(2)) for part in laid_out))
+    wide = definitions.mxfp4(codes[2], scales[2])
+    x = native_checks.numbers(2, dtype, 150, size_in)
+    wanted = definitions.matmul(np.asarray(x), wide)
+    product = jax.jit(products.MXFP4.matmul)
+    for rows in (1, 5, 16, 33, 150):
+        got = np.asarray(product(x[:rows], one))
+        np.testing.assert_allclose(got, wanted[:rows], rtol=0, atol=1e-5 * np.abs(wanted).max())
+        if dtype == "bfloat16" and library.load().packs:
+            panels = products.pack(jnp.asarray(wide, jnp.bfloat16))
+            np.testing.assert_array_equal(got, jax.jit(OURS.matmul)(x[:rows], panels))
+    counted = np.asarray(product(x, one, count=jnp.int32(40)))
+    np.testing.assert_array_equal(counted[:40], np.asarray(product(x, one))[:40])
+    assert not counted[40:].any()
+
+
+def test_mxfp4_of_outputs_that_are_no_whole_vectors_is_widened():
+    codes, scales = random_mxfp4(64, 24)
+    plain = Mxfp4(jnp.asarray(codes[0]), jnp.asarray(scales[0]))
+    packed = products.MXFP4.pack(plain)
+    x = native_checks.numbers(2, "float32", 5, 64)
+    wanted = definitions.matmul(np.asarray(x), definitions.mxfp4(codes[0], scales[0]))
+    np.testing.assert_allclose(products.MXFP4.matmul(x, packed), wanted, rtol=1e-5, atol=1e-6)
 
 
 @PAIRS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,20 +34,27 @@ def test_answers_are_those_of_numpy(name: str):
     assert max(CASES[name].errors(INTERPRETED)) < 1e-4
 
 
-@pytest.mark.parametrize("scheme", ["plain", "int8"])
+@pytest.mark.parametrize("scheme", ["plain", "int8", "mxfp4"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_matrices_lie_in_four_ways(name: str, scheme: str):
     case = replace(SHAPES[name], schemes=(scheme, scheme))
     assert max(case.errors(INTERPRETED)) < 1e-4
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_bfloat16_is_as_close_as_its_rounding(activation: str):
-    case = ExpertCase(size=128, inner=128, dtype="bfloat16", activation=activation)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation": "silu"},
+        {"activation": "gelu_tanh"},
+        {"activation": "clamped_silu", "biased": True, "schemes": ("mxfp4", "mxfp4")},
+    ],
+)
+def test_bfloat16_is_as_close_as_its_rounding(options: dict[str, Any]):
+    case = ExpertCase(size=128, inner=128, dtype="bfloat16", **options)
     assert max(case.errors(INTERPRETED)) < 0.05
 
 
-@pytest.mark.parametrize("name", ["plain", "gelu", "fp8", "nobody"])
+@pytest.mark.parametrize("name", ["plain", "gelu", "fp8", "mxfp4", "biases, clamped", "nobody"])
 def test_the_plain_one_is_the_definition_too(name: str):
     assert max(CASES[name].errors(plain.experts)) < 1e-4
 

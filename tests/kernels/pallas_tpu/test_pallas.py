@@ -37,7 +37,9 @@ CASES = {
     "window, softcap in decode": replace(DECODE, window=50, softcap=20.0),
     "int8 pool, one factor": replace(DECODE, pool="int8", scales="pool"),
     "fp8 e5m2 pool": replace(DECODE, pool="float8_e5m2"),
+    "sinks, window in decode": replace(DECODE, window=50, sinks=True),
     "mixed": MIXED,
+    "sinks": replace(MIXED, sinks=True),
     "window, softcap": replace(MIXED, heads=(4, 2, 128), window=40, softcap=5.0),
     "prompts alone": Case((2, 2, 64), (), ((70, 70), (17, 17), (1, 1)), rows=100, seqs=5, pages=8),
     "group of three, rows of padding in the pool": Case(

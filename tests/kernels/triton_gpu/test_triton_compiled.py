@@ -340,6 +340,32 @@ def test_products_with_experts(sm: int, block: int, weights: str):
         assert all(compile_call(call, sm).has_wgmma for call in calls)
 
 
+def with_mxfp4(sm: int, block: int) -> list[Call]:
+    """The products of a layer of gpt-oss-20b with blocks of so many rows."""
+    size, n_experts, n_blocks = 2880, 32, 96
+
+    def stack(size_out: int) -> Stack:
+        codes = jnp.zeros((n_experts, size // 2, size_out), jnp.uint8)
+        scales = jnp.zeros((n_experts, size // 32, size_out), jnp.uint8)
+        return Stack(codes, scales, jnp.zeros((n_experts, size_out), jnp.bfloat16))
+
+    def use(launch):
+        rows, owners = jnp.zeros(n_blocks * block, jnp.int32), jnp.zeros(n_blocks, jnp.int32)
+        blocks = ExpertBlocks(rows, owners, jnp.zeros((), jnp.int32))
+        x = jnp.zeros((512, size), jnp.bfloat16)
+        stacks = stack(2 * size), stack(size)
+        TritonKernels(launch).experts(x, *stacks, blocks, "clamped_silu")
+
+    return record(sm, use)
+
+
+@pytest.mark.parametrize(
+    "sm,block", [(90, 16), (90, 32), (90, 64), (90, 128), (89, 16), (89, 128), (80, 16), (80, 64)]
+)
+def test_products_with_experts_in_mxfp4(sm: int, block: int):
+    check(with_mxfp4(sm, block), sm)
+
+
 @pytest.mark.parametrize("sm", SHARED)
 def test_weights_of_few_rows_are_on_their_way_in_what_a_multiprocessor_holds(sm: int):
     """At a bandwidth of 3.35, 2.04 and 0.3 TB/s a microsecond's bytes are 25, 19 and 5 KB."""

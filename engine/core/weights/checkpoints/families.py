@@ -20,6 +20,7 @@ from jitney.engine.core.weights.checkpoints.model_config import (
     ExpertsConfig,
     ModelConfig,
     RopeConfig,
+    RopeScaling,
 )
 from jitney.engine.core.weights.checkpoints.rope_config import (
     RopeReader,
@@ -40,6 +41,15 @@ _ENCODER_ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+}
+#: What gpt-oss's gates must be, as `jitney.kernels.experts` has them.
+_GPT_OSS_GATES = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+#: gpt-oss's rotary positions where its file does not say.
+_GPT_OSS_ROPE: JsonDict = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
 }
 #: Names of layers with attention in files of hybrid models.
 _ATTENTION = ("attention", "full_attention")
@@ -221,7 +231,7 @@ def _qwen3_5(values: JsonObject) -> ModelConfig:
     )
 
 
-def _recurrent_layers(fields: Fields, kinds: object, layers: int) -> frozenset[int]:
+def _recurrent_layers(fields: Fields, kinds: Any, layers: int) -> frozenset[int]:
     """Which layers `layer_types` calls linear_attention."""
     known = ("full_attention", "linear_attention")
     if not isinstance(kinds, list) or len(kinds) != layers or any(k not in known for k in kinds):
@@ -255,6 +265,39 @@ def _mixtral(values: JsonObject) -> ModelConfig:
         renormalised=True,
     )
     return replace(config, windows=(_window(fields),) * config.n_layers, experts=experts)
+
+
+def _gpt_oss(values: JsonObject) -> ModelConfig:
+    """gpt-oss: windows in every second layer; its gates are always bounded alike."""
+    defaults: JsonDict = {
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "attention_bias": True,
+    }
+    if values.get("rope_parameters") is None and values.get("rope_scaling") is None:
+        defaults["rope_parameters"] = _GPT_OSS_ROPE
+    fields, config = _read_decoder(values, **defaults)
+    for key, known in _GPT_OSS_GATES.items():
+        if fields.number(key, known) != known:
+            raise ModelError(f"config.json: {key} other than {known} is not supported")
+    experts = ExpertsConfig(
+        fields.integer("num_local_experts", 1, MOST.experts, default=128),
+        fields.integer("num_experts_per_tok", 1, MOST.experts, default=4),
+        renormalised=True,
+    )
+    return replace(
+        config,
+        windows=_windows(fields, config.n_layers, every=2),
+        o_bias=config.qkv_bias,
+        mlp_bias=True,
+        attention_sinks=True,
+        activation="clamped_silu",
+        experts=experts,
+    )
 
 
 def _olmo2(values: JsonObject) -> ModelConfig:
@@ -705,6 +748,20 @@ _TINY_GRANITE: JsonDict = {
     "query_scalar": 24.0,
     "logit_factor": 0.5,
 }
+_TINY_GPT_OSS: JsonDict = {
+    "windows": (32, 0),
+    "ropes": (
+        RopeConfig(
+            scaling=RopeScaling("yarn", 4.0, 64, truncate=False, attention_factor=1.14),
+        ),
+    ),
+    "qkv_bias": True,
+    "o_bias": True,
+    "mlp_bias": True,
+    "attention_sinks": True,
+    "activation": "clamped_silu",
+    "experts": ExpertsConfig(8, 4, True),
+}
 
 
 #: Value heads that share key heads, and layers of both kinds.
@@ -752,6 +809,7 @@ FAMILIES: dict[str, Family] = {
         _gguf_gemma3,
         _TINY_GEMMA3,
     ),
+    "GptOssForCausalLM": Family("gpt_oss", _gpt_oss, None, _TINY_GPT_OSS),
     "Olmo2ForCausalLM": Family("olmo2", _olmo2, _gguf_olmo, {"wide_qk_norm": True}),
     "Olmo3ForCausalLM": Family(
         "olmo3",

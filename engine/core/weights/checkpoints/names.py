@@ -182,6 +182,8 @@ class Dialect:
     #: Norms of what attention and MLP give; empty where there are none.
     attention_post_norm: str = ""
     mlp_post_norm: str = ""
+    #: The score of each head that no key has; a tensor's whole name.
+    sinks: str = ""
     #: Of a mixture: the matrix that chooses, and those of one expert, with `{e}`.
     router: str = ""
     expert_gate: str = ""
@@ -349,6 +351,8 @@ def _attention_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iter
     path = ("layers", layer, "attention")
     yield from _linear((*path, "qkv"), size, config.qkv_bias, qkv)
     yield from _linear((*path, "o"), heads * dim, config.o_bias, [_Rows(prefix + names.o, size)])
+    if config.attention_sinks:
+        yield Target((*path, "sinks"), (Piece(prefix + names.sinks, (heads,)),))
 
 
 def _delta_net_weights(
@@ -396,14 +400,17 @@ def _expert_matrices(
         closing = [_Rows(f"{shared}down_proj", size)]
         yield from _linear((*path, "shared", "down"), own, False, closing)
     yield Target((*path, "router"), tuple(router), transpose=True)
+    if config.mlp_bias:
+        bias = Piece(f"{prefix}{names.router}.bias", (n_experts,))
+        yield Target((*path, "router_bias"), (bias,))
     gate_up: list[_Rows] = []
     down: list[_Rows] = []
     for expert in range(n_experts):
         gate_up.append(_Rows(prefix + names.expert_gate.format(e=expert), inner))
         gate_up.append(_Rows(prefix + names.expert_up.format(e=expert), inner))
         down.append(_Rows(prefix + names.expert_down.format(e=expert), size))
-    yield from _linear((*path, "gate_up"), size, False, gate_up)
-    yield from _linear((*path, "down"), inner, False, down)
+    yield from _linear((*path, "gate_up"), size, config.mlp_bias, gate_up)
+    yield from _linear((*path, "down"), inner, config.mlp_bias, down)
 
 
 def _linear(path: Path, columns: int, bias: bool, parts: list[_Rows]) -> Iterator[Target]:

@@ -1,7 +1,7 @@
 """How a checkpoint's tensors are packed by `quantization_config` of config.json; jax-free.
 
 Known: GPTQ and AWQ (4 bits), compressed-tensors (4 or 8), fp8 with a scale per tensor, output or
-block.
+block, and MXFP4 of experts.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Literal
 from jitney.engine.common.errors import ModelError
 from jitney.engine.common.requests import JsonObject
 
-_Method = Literal["gptq", "awq", "fp8", "compressed-tensors"]
-_METHODS: tuple[_Method, ...] = ("gptq", "awq", "fp8", "compressed-tensors")
+_Method = Literal["gptq", "awq", "fp8", "compressed-tensors", "mxfp4"]
+_METHODS: tuple[_Method, ...] = ("gptq", "awq", "fp8", "compressed-tensors", "mxfp4")
 #: Formats of compressed-tensors: one number each, or eight 4-bit numbers in a word.
 _WHOLE_NUMBERS, _PACKED = ("float-quantized", "int-quantized", "naive-quantized"), "pack-quantized"
 
@@ -48,6 +48,8 @@ class Packing:
                 return cls("fp8")
             case "compressed-tensors":
                 return _compressed(settings)
+            case "mxfp4":
+                return cls("mxfp4")
         raise _refusal(f"names the method {method[:40]!r}; known: {', '.join(_METHODS)}")
 
 

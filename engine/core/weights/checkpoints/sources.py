@@ -37,7 +37,6 @@ from jitney.engine.core.weights.checkpoints.pooling_config import (
     gguf_pooling,
     read_pooling,
 )
-from jitney.engine.core.weights.checkpoints.safetensors import lacks_head
 from jitney.engine.core.weights.checkpoints.turn_ends import turn_ends
 
 _log = logging.getLogger("jitney.core")
@@ -221,6 +220,9 @@ def _hf_source(folder: Path, name: str, weights: bool = True) -> ModelSource:
     if config.encoder is not None:
         encoder = _encoder_of(folder, config.encoder)
         return ModelSource("hf", str(folder), name, replace(config, encoder=encoder))
+    # A GGUF file, such as the default model, has no safetensors.
+    from jitney.engine.core.weights.checkpoints.safetensors import lacks_head
+
     if weights and not config.tie_embeddings and lacks_head(folder):
         if "text_config" not in values:
             _log.warning(

@@ -53,7 +53,7 @@ class MessageUsage(ResponseModel, kw_only=True):
 
     @classmethod
     def of(cls, generation: Generation) -> MessageUsage:
-        """As things stand now."""
+        """The usage so far."""
         counts = generation.counts
         return cls(
             input_tokens=counts.prompt - counts.cached,

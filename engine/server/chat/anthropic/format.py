@@ -152,7 +152,7 @@ class MessageFormat(Format):
         yield _frame(ErrorReply.of(error, request_id).anthropic())
 
     def _message(self) -> MessageAnswer:
-        """Without its content and its end."""
+        """The message without its content and stop reason."""
         return MessageAnswer(
             id=self.request.id,
             model=self.request.model,

@@ -7,7 +7,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-import orjson
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
@@ -24,9 +23,9 @@ from jitney.engine.server.chat.anthropic.schema import (
     ToolUseBlock,
 )
 from jitney.engine.server.chat.conversation.formats import TurnFormat
-from jitney.engine.server.chat.conversation.tools import ToolMode, ToolUse
+from jitney.engine.server.chat.conversation.tools import ToolMode, ToolUse, made_call
 from jitney.engine.server.chat.endpoints import GenerationAnswer, read_body
-from jitney.engine.server.chat.request import Conversation, RequestBuilder, RouteKind
+from jitney.engine.server.chat.request import Conversation, RequestBuilder, RouteKind, continuing
 from jitney.engine.server.chat.schema import ReasoningEffort
 from jitney.engine.server.http.context import Context, Notes
 from jitney.engine.server.http.jsonio import json_answer
@@ -45,7 +44,7 @@ _KIND = RouteKind(
     clamps=True,
     tool_schema="input_schema",
 )
-#: Messages between two stops of `Slices`.
+#: Messages between two stops of `TimeSlices`.
 _GROUP = 64
 #: The mode of a choice.
 _MODES: dict[str, ToolMode] = {
@@ -68,8 +67,8 @@ async def _create_message(service: Service, request: Request) -> ASGIApp:
     }
     sampling = builder.sampling(own)
     conversation = await service.slices.result(_conversation_of(body, service, notes))
-    wanted = await builder.answer(conversation, sampling)
-    return GenerationAnswer(service, wanted, partial(MessageFormat, body=body))
+    generation = await builder.answer(conversation, sampling)
+    return GenerationAnswer(service, generation, partial(MessageFormat, body=body))
 
 
 async def _count_tokens(service: Service, request: Request) -> ASGIApp:
@@ -88,26 +87,23 @@ def _conversation_of(body: CountTokensBody, service: Service, notes: Notes) -> W
     messages = yield from _template_messages(body, notes)
     if len(messages) > 1 and _is_empty_turn(messages[-1]):
         messages.pop()  # there is nothing to go on with
-    variables: JsonDict = {}
-    if messages[-1]["role"] == "assistant":
-        variables = {"add_generation_prompt": False, "continue_final_message": True}
     budget = None if body.thinking is None else body.thinking.budget_tokens
-    end = service.turns.thoughts_end
-    if budget is not None and end is not None and end not in service.special_texts:
+    end = service.turns.format.thoughts_end
+    if budget is not None and end is not None and end not in service.turns.special_texts:
         notes.ignored.append("thinking.budget_tokens")  # it cannot be kept to the token
         budget = None
     return Conversation(
         kind=_kind_of(body),
         messages=messages,
-        variables=variables,
+        variables=continuing(messages),
         tools=_tool_use(body),
-        effort=_effort(body, service.turns),
+        effort=_effort(body, service.turns.format),
         thinking_budget=budget,
     )
 
 
 def _kind_of(body: CountTokensBody) -> RouteKind:
-    """With the field that says how long the model shall think."""
+    """The route's kind, with the name of the field that sets the effort."""
     if body.output_config is None or body.output_config.effort is None:
         return _KIND
     names: dict[str | None, str] = {"reasoning_effort": "output_config.effort"}
@@ -121,7 +117,7 @@ def _is_empty_turn(message: JsonDict) -> bool:
 
 
 def _effort(body: CountTokensBody, turns: TurnFormat) -> ReasoningEffort | None:
-    """How long the model shall think; None: as it likes."""
+    """The reasoning effort that a body asks for; None: the model's default."""
     thinking = None if body.thinking is None else body.thinking.type
     if thinking == "disabled":
         return "none"
@@ -165,7 +161,7 @@ def _add_assistant(messages: list[JsonDict], message: MessageParam) -> None:
         if isinstance(block, ThinkingBlock):
             said["reasoning_content"] = said.get("reasoning_content", "") + block.thinking
         elif isinstance(block, ToolUseBlock):
-            said.setdefault("tool_calls", []).append(_call(block))
+            said.setdefault("tool_calls", []).append(made_call(block.id, block.name, block.input))
 
 
 def _say(messages: list[JsonDict], role: str, text: str) -> JsonDict:
@@ -176,11 +172,6 @@ def _say(messages: list[JsonDict], role: str, text: str) -> JsonDict:
     texts = [each for each in (last["content"], text) if each]
     last["content"] = "\n".join(texts)
     return last
-
-
-def _call(block: ToolUseBlock) -> JsonDict:
-    function = {"name": block.name, "arguments": orjson.dumps(block.input).decode()}
-    return {"id": block.id, "type": "function", "function": function}
 
 
 def _tool_use(body: CountTokensBody) -> ToolUse | None:

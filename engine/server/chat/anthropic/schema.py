@@ -120,7 +120,7 @@ _OTHER_BLOCKS = frozenset(
         "tool_removal",
     }
 )
-#: What each role may say.
+#: Block types that each role may send.
 _SAYS: dict[str, tuple[type[Part], ...]] = {
     "user": (TextBlock, ToolResultBlock, OtherBlock),
     "assistant": (TextBlock, ThinkingBlock, ToolUseBlock, OtherBlock),
@@ -185,8 +185,8 @@ class MessageParam(Part):
 
 
 def _system(value: JsonValue) -> str | None:
-    """The system prompt without the line that one client writes for its own statistics: it is no
-    instruction, and a number in it that changes with each request would keep the prompt out of the
+    """The system prompt without the line that one client adds for its own statistics: it is no
+    instruction, and its number, which changes with each request, would keep the prompt out of the
     prefix cache.
     """
     if isinstance(value, list):
@@ -207,11 +207,11 @@ class ToolParam(Part):
     description: str | None = None
     input_schema: Annotated[JsonDict, AfterValidator(object_schema)]
     strict: bool | None = None
-    #: A hint: the model is told of all tools at once.
+    #: A hint: the model gets all tools at once.
     defer_loading: bool | None = None
 
     def as_tool(self) -> Tool:
-        """As every conversation has it."""
+        """The tool in the form that all routes share."""
         return Tool(self.name, self.description, self.input_schema, bool(self.strict))
 
 
@@ -309,7 +309,7 @@ class CountTokensBody(GenerationBody):
         return super().parse(raw)
 
     def client_tools(self) -> Iterator[Tool]:
-        """The tools that the model is told of."""
+        """The tools that the model gets."""
         for place, tool in enumerate(self.tools or ()):
             if isinstance(tool, ToolParam):
                 yield tool.as_tool().at(f"tools[{place}]")

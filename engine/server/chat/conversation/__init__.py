@@ -1,1 +1,3 @@
-"""What a model writes in a conversation, split into thoughts, content and calls of tools."""
+"""Parsing of a model's turn into thoughts, content and tool calls, and the grammars that force its
+form.
+"""

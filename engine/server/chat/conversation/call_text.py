@@ -1,6 +1,4 @@
-"""How models write calls, as data: what a model is told, what is read of it and what is forced on
-it are made of the same texts.
-"""
+"""The texts of tool calls, as data: one description serves prompt, parser and grammar."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from jitney.engine.server.chat.conversation.lark import Lark
 from jitney.engine.server.chat.conversation.schema_types import TEXT, all_values, types_of
 from jitney.engine.server.chat.conversation.value_rules import (
     Pair,
-    SchemaRules,
+    ValueRules,
     ValueSyntax,
     assertions,
     joined,
@@ -23,7 +21,7 @@ from jitney.engine.server.chat.conversation.value_rules import (
 
 
 class _ArgumentText(Protocol):
-    """How a call's arguments are written."""
+    """The form of a call's arguments."""
 
     def rule(self, lark: Lark, schema: JsonDict, unenforced: list[str]) -> str:
         """The rule of arguments that fit a schema of an object. Adds JSON pointers to keywords that
@@ -37,7 +35,7 @@ class _ArgumentText(Protocol):
 
 
 class _JsonText:
-    """As JSON."""
+    """Arguments as JSON."""
 
     def rule(self, lark: Lark, schema: JsonDict, unenforced: list[str]) -> str:
         return lark.json(schema)
@@ -48,7 +46,7 @@ class _JsonText:
 
 @dataclass(frozen=True, slots=True)
 class SyntaxText:
-    """As pairs of names and values in a syntax of the form's own."""
+    """Arguments as pairs of names and values, in a syntax of the form's own."""
 
     syntax: ValueSyntax
     #: Between the name of an argument and its value.
@@ -58,7 +56,7 @@ class SyntaxText:
     odd: tuple[str, str] | None = None
 
     def rule(self, lark: Lark, schema: JsonDict, unenforced: list[str]) -> str:
-        rules = SchemaRules(lark, self.syntax, schema, unenforced)
+        rules = ValueRules(lark, self.syntax, schema, unenforced)
         top = rules.top()
         pairs = list(rules.pairs(top, "#", self.around, rules.value))
         others = rules.other_schema(top)
@@ -69,7 +67,7 @@ class SyntaxText:
         return joined(lark, pairs, self.syntax.comma)
 
     def around(self, name: str) -> tuple[str, str]:
-        """Before and after an argument's value."""
+        """The texts before and after an argument's value."""
         if self.odd is None:
             return f"{self.syntax.key(name)}{self.colon}", ""
         if name.isidentifier() and not keyword.iskeyword(name):
@@ -87,14 +85,14 @@ class SyntaxText:
 
 @dataclass(frozen=True, slots=True)
 class TagText:
-    """As an element for each argument: strings verbatim, other values as JSON."""
+    """Arguments as an element each: strings verbatim, other values as JSON."""
 
     before_key: str
     after_key: str
     after_value: str
 
     def rule(self, lark: Lark, schema: JsonDict, unenforced: list[str]) -> str:
-        rules = SchemaRules(lark, _JSON_VALUES, schema, unenforced)
+        rules = ValueRules(lark, _JSON_VALUES, schema, unenforced)
         top = rules.top()
 
         def around(name: str) -> tuple[str, str]:
@@ -111,7 +109,7 @@ class TagText:
             pairs.append(Pair(lark.rule(f"{key} {rule}"), is_required=False, is_repeated=True))
         return joined(lark, pairs, "")
 
-    def _value(self, rules: SchemaRules, schema: JsonValue, place: str) -> str:
+    def _value(self, rules: ValueRules, schema: JsonValue, place: str) -> str:
         """The rule of a value and of what is behind it."""
         lark, root = rules.lark, rules.root
         values = all_values(schema, root)
@@ -132,7 +130,7 @@ class TagText:
         return "".join(elements)
 
 
-#: Of values that are not strings.
+#: Syntax of values that are not strings.
 _JSON_VALUES = ValueSyntax('"')
 #: Names of arguments that a schema does not name.
 _KEY = "/[A-Za-z0-9_.-]{1,64}/"
@@ -167,8 +165,8 @@ class CallText:
     first: str = ""
     separator: str = ""
     last: str = ""
-    #: Whether text before the first call is told from it by a marker that calls begin with; without
-    #: it they begin at the beginning of a line.
+    #: A marker begins each call and separates it from the text before; without one, calls begin at
+    #: the beginning of a line.
     has_marker: bool = True
     #: Whether a turn ends with its call.
     is_alone: bool = False

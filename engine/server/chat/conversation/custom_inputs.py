@@ -14,7 +14,7 @@ from jitney.engine.server.chat.conversation.events import (
 )
 from jitney.engine.server.chat.conversation.tools import CUSTOM_INPUT
 
-#: What the arguments begin with, without blanks.
+#: The beginning of the arguments, without blanks.
 _HEAD = f'{{"{CUSTOM_INPUT}":"'
 _HEAD_WITH_BLANKS = re.compile(rf'\s*\{{\s*"{CUSTOM_INPUT}"\s*:\s*"')
 _PAIR = r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
@@ -35,7 +35,7 @@ class CustomInputs:
 
     def __init__(self, names: frozenset[str]):
         self._names = names
-        #: Of the call that is open; None where it is a function's.
+        #: The input of the open call; None where that is a function's.
         self._input: _Input | None = None
         self._index = 0
 
@@ -57,7 +57,7 @@ class CustomInputs:
         return made + (self._closed() if is_end else [])
 
     def _closed(self) -> list[AssistantEvent]:
-        """What was held back of the call that is open."""
+        """The text held back of the open call."""
         held, self._input = self._input, None
         return [] if held is None else self._more(held.finish())
 
@@ -73,7 +73,7 @@ class _Input:
         self._is_begun = self._is_other = self._is_over = False
 
     def push(self, text: str) -> str:
-        """More of the arguments, and what they add to the input."""
+        """Read more arguments. Returns the text that they add to the input."""
         self._held += text
         if not self._is_begun and not self._is_other:
             self._begin()
@@ -82,7 +82,7 @@ class _Input:
         return self._decoded() if self._is_begun and not self._is_over else ""
 
     def finish(self) -> str:
-        """What is left when the arguments are over."""
+        """The text that remains when the arguments end."""
         is_cut = self._is_begun and _CUT.fullmatch(self._held)
         return "" if is_cut or self._is_over else self._all_held()
 

@@ -12,14 +12,14 @@ from jitney.engine.common.requests import JsonDict
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """More of what the model thinks before it answers."""
+    """An addition to the model's thoughts."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """More of the answer."""
+    """An addition to the answer."""
 
     text: str
 
@@ -28,11 +28,11 @@ class ContentDelta:
 class ToolCallStart:
     """A call of a tool begins. Its arguments follow before the next call begins."""
 
-    #: Of the call in this turn: 0, 1, ...
+    #: Position of the call in this turn: 0, 1, ...
     index: int
     #: Made here; the client's answer names it.
     id: str
-    #: Of the function.
+    #: Name of the function.
     name: str
     #: Whether the client has a custom tool of this name: what follows is its text.
     is_custom: bool = False
@@ -40,9 +40,9 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallArguments:
-    """More of a call's arguments: a piece of JSON text, or of a custom tool's text."""
+    """An addition to a call's arguments: a piece of JSON text, or of a custom tool's text."""
 
-    #: Of the call that has begun with it.
+    #: Position of the call that these belong to.
     index: int
     text: str
     is_custom: bool = False

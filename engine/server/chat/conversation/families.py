@@ -31,7 +31,7 @@ type Functions = Mapping[str, JsonDict | None]
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family calls tools."""
+    """A family's form of tool calls."""
 
     name: str
     #: Other names of it.
@@ -41,8 +41,8 @@ class ToolFormat:
     text: CallText
     #: Texts that the reader looks for, and must see where they are special tokens.
     markers: tuple[str, ...]
-    #: What of a template's text shows that its model calls tools this way: one of these. Empty:
-    #: the first marker.
+    #: One of these in the template's text shows that its model calls tools this way. Empty: the
+    #: first marker does.
     signs: tuple[str, ...] = ()
     #: And what shows that it does not.
     unless: str = "\0"
@@ -61,14 +61,14 @@ class ToolFormat:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How a family writes what it thinks."""
+    """A family's form of thoughts."""
 
     name: str
     aliases: tuple[str, ...]
     #: Before and after the thoughts, at the beginning of a turn.
     start: str
     end: str
-    #: What a template must have for its model to think this way: one of these.
+    #: One of these in the template shows that its model thinks this way.
     signs: tuple[str, ...]
 
     def is_open(self, prompt: str) -> bool:

@@ -1,4 +1,6 @@
-"""How a model's turns are told to it, read and forced, found by its chat template."""
+"""The form of a model's turns, chosen by its chat template: for the prompt, the parser and the
+grammar.
+"""
 
 from __future__ import annotations
 
@@ -37,19 +39,21 @@ _WORD = re.compile(r"\w+")
 
 @dataclass(frozen=True, slots=True)
 class TurnFormat:
-    """How the served model's turns are read."""
+    """The form of the served model's turns."""
 
     #: None: calls are not looked for.
     tools: ToolFormat | None = None
-    #: None: thoughts are not told from the rest, or by harmony's channels.
+    #: None: thoughts are not separated, or harmony's channels separate them.
     reasoning: ReasoningFormat | None = None
     has_channels: bool = False
-    #: What the chat template can be given.
+    #: Variables that the chat template uses.
     variables: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, template: str, tools: str = _AUTO, reasoning: str = _AUTO) -> TurnFormat:
-        """By a model's chat template. tools, reasoning: names; `AUTO` by the template's text."""
+        """The form for a model's chat template. tools, reasoning: names; `AUTO`: by the template's
+        text.
+        """
         channels = reasoning in HARMONY_NAMES
         if reasoning == _AUTO:
             channels = harmony.Mark.CHANNEL in template
@@ -87,11 +91,11 @@ class TurnFormat:
 
     @property
     def takes_effort(self) -> bool:
-        """Whether the template can be told how long the model shall think."""
+        """Whether the template has a variable for the reasoning effort."""
         return not self.variables.isdisjoint(("reasoning_effort", *_SWITCHES))
 
     def effort_variables(self, effort: str | None) -> JsonDict:
-        """What tells the template how long the model shall think; nothing where it takes none."""
+        """The template variables for a reasoning effort; empty where it has none."""
         if effort is None:
             return {}
         if "reasoning_effort" in self.variables:
@@ -139,7 +143,7 @@ class TurnFormat:
 
     @property
     def calls(self) -> ToolFormat:
-        """The form in which the model is told to call, and forced to."""
+        """The form of calls that the prompt describes and the grammar forces."""
         return HERMES if self.tools is None else self.tools
 
     def tools_text(self, use: ToolUse) -> str:

@@ -54,7 +54,7 @@ class Turn:
 
 
 def _check_budget(turn: Turn) -> None:
-    """Refuse a budget where it could not be kept to the token."""
+    """Raise RequestError for a thinking budget that cannot be enforced exactly."""
     if turn.thinking_budget is None:
         return
     if turn.format.thoughts_end not in turn.special_ids:

@@ -25,7 +25,7 @@ class Mark(StrEnum):
 
 
 _ENDS = (Mark.END, Mark.RETURN, Mark.CALL)
-#: What a header may begin with; a message whose end is missing ends there.
+#: Texts that may begin a header; a message without an end ends there.
 _HEADS = (Mark.START, Mark.CHANNEL)
 #: The last one: before a header too, if a call's address comes before its channel.
 _OPENINGS = (*_HEADS, " to=")
@@ -35,14 +35,14 @@ _MOST_HEADER = 512
 
 
 class HarmonyReader(TextReader):
-    """Thoughts are what is on the analysis channel, calls what is addressed to somebody; all else,
-    also text without a header, is content.
+    """Reads harmony's channels: thoughts on the analysis channel, calls where there is a recipient;
+    all else, also text without a header, is content.
     """
 
     #: The channel of thoughts, and how calls of a client's functions are addressed.
     THOUGHTS, FUNCTIONS = "analysis", "functions."
 
-    #: Of the call that is being read; -1: none is.
+    #: Position of the call that is being read; -1: none is.
     _call = -1
 
     def read(self) -> Reading:
@@ -60,7 +60,7 @@ class HarmonyReader(TextReader):
             super().say(text)
 
     def _first_head(self) -> Finding[str]:
-        """What the turn begins with; empty where that is no header."""
+        """The header that the turn begins with; empty: it begins without one."""
         self.mark()
         try:
             return (yield from self.any_of(_OPENINGS))

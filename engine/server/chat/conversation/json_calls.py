@@ -11,7 +11,7 @@ from collections.abc import Container
 
 from jitney.engine.server.chat.conversation.reading import Finding, Malformed, Reading, TextReader
 
-#: What an object of a call calls its function, and its arguments.
+#: Names that a call's object uses for its function, and for its arguments.
 _NAME_KEYS = ("name", "tool_name")
 _ARGUMENT_KEYS = ("arguments", "parameters")
 #: Characters that JSON has outside its strings; others end a value.
@@ -21,7 +21,9 @@ _BEHIND = frozenset(",}] \t\r\n")
 
 
 class JsonReader(TextReader):
-    """Reads JSON. What is no call raises Malformed; `give_back` then has what nobody was told."""
+    """Reads JSON. Raises Malformed for text that is no call; `give_back` then returns the
+    unreported text.
+    """
 
     #: Names that a call may have; None: any.
     names: Container[str] | None = None
@@ -145,7 +147,7 @@ def _object_text(text: str) -> str:
 
 
 class _Call:
-    """What is known of a call that is being read."""
+    """The call that is being read, as far as it is known."""
 
     def __init__(self, reader: JsonReader):
         self._reader = reader

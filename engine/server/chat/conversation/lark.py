@@ -29,7 +29,7 @@ class Lark:
         self._json_rule = json_rule
         self._rules: list[str] = []
         self._n_names = 0
-        #: What texts that end with a marker are -> the rule of such a text.
+        #: Text that ends with a marker -> its rule.
         self._up_to: dict[str, str] = {}
         parts = [re.escape(text) for text in sorted(special_ids, key=len, reverse=True)]
         self._cut = re.compile(f"({'|'.join(parts)})") if parts else re.compile("(?!)")
@@ -79,7 +79,7 @@ class Lark:
         return f"({' | '.join(rules)})"
 
     def rule(self, body: str) -> str:
-        """A rule with a name of its own, which is returned."""
+        """Define a rule under a new name, which is returned."""
         name = self.new_name("rule")
         self.define(name, body)
         return name

@@ -36,13 +36,12 @@ def shaped_messages(
     use: ToolUse | None,
     warnings: list[str],
 ) -> Generator[None, None, list[JsonDict]]:
-    """The messages as the chat template accepts them, with every text of the conversation, in
-    order. Work that may be stopped.
+    """The messages in the form that the chat template accepts, with every text of the conversation,
+    in order. Work that may be stopped.
 
-    messages: in OpenAI's form; `content` may be null or missing. turns: has the words for what the
-    template does not show. use: the tools of the request; a template that shows none is told of
-    them in a system text. warnings: gets a line for each change
-    to what the assistant has called.
+    messages: in OpenAI's form; `content` may be null or missing. turns: has texts for what the
+    template does not show. use: the tools of the request; a template that shows none gets them in a
+    system text. warnings: gets a line for each change to the assistant's calls.
     """
     shaper = _Shaper(abilities.beside(use), turns, warnings)
     if use is not None and abilities.with_tools is None:
@@ -172,7 +171,7 @@ class _Shaper:
         )
 
     def _text_beside(self, text: str) -> str:
-        """What is left of a text for the message that has the calls."""
+        """The text that remains for the message that has the calls."""
         can = self._can
         if not text or can.text_beside_calls == "beside":
             return text
@@ -342,7 +341,9 @@ def _joined(one: str, other: str) -> str:
 
 
 def _with_system(messages: Sequence[JsonDict], text: str) -> list[JsonDict]:
-    """With a text at the end of the first system message, which is made if there is none."""
+    """The messages with a text at the end of the first system message, which is made if there is
+    none.
+    """
     if messages and messages[0]["role"] == "system":
         first = messages[0]
         return [first | {"content": _joined(first.get("content") or "", text)}, *messages[1:]]

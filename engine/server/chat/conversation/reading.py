@@ -1,4 +1,4 @@
-"""What parsers of a model's text are made of: they read one character after the other, however the
+"""The parts that parsers of a model's text share: they read character by character, however the
 text is cut into pieces.
 """
 
@@ -22,18 +22,18 @@ from jitney.engine.server.chat.conversation.events import (
 type Reading = Generator[None, str, None]
 #: One that returns what it found.
 type Finding[T] = Generator[None, str, T]
-#: What ends a name that stands without quotes, beside blanks.
+#: Characters that end a name without quotes, beside blanks.
 _BEHIND_NAME = '{[<>"'
 #: Blanks that are held back at most.
 _MOST_BLANKS = 64
 
 
 class Ended(Exception):
-    """There is no more text."""
+    """Raised at the end of the text."""
 
 
 class Malformed(Exception):
-    """What was read is no call."""
+    """Raised where the text is no call."""
 
 
 class TextReader:
@@ -44,9 +44,9 @@ class TextReader:
     #: Text that is held back: blanks, and the beginning of what may be a marker.
     _held = ""
     _n_calls = 0
-    #: What is read now is thought, not said.
+    #: The text is part of the thoughts.
     is_thinking = False
-    #: What the markers begin with that are looked for now; None: something else is read.
+    #: First characters of the awaited markers; None: no marker is awaited.
     _watched: frozenset[str] | None = None
     _drops_blanks = True
     #: The marker that was found last.
@@ -68,7 +68,7 @@ class TextReader:
         next(self._reading)
 
     def new_id(self) -> str:
-        """Of a call, as OpenAI's look."""
+        """A new id of a call, in OpenAI's form."""
         return "call_" + secrets.token_hex(12)
 
     @property
@@ -98,7 +98,7 @@ class TextReader:
         return True
 
     def close(self, *, is_cut: bool) -> list[AssistantEvent]:
-        """There is no more text; what was held back. is_cut: the model would have gone on."""
+        """End the text and release the text held back. is_cut: the model would have continued."""
         self.is_cut = is_cut
         with contextlib.suppress(StopIteration):
             self._reading.send("")
@@ -133,19 +133,17 @@ class TextReader:
         return char
 
     def unread(self, text: str) -> None:
-        """Have the end of what was read be read again."""
+        """Read the end of the text again."""
         self._again.extendleft(reversed(text))
         if text:
             del self._since_mark[-len(text) :]
 
     def mark(self, before: str = "") -> None:
-        """From here on what is read belongs to a part that may turn out to be content. before: what
-        was read of it already.
-        """
+        """Begin a part that may turn out to be content. before: its text that was read already."""
         self._since_mark = list(before)
 
     def give_back(self) -> None:
-        """What was read since `mark` is content, and may hold markers behind its beginning."""
+        """Treat the text since `mark` as content that may hold markers after its beginning."""
         text = "".join(self._since_mark)
         said = text[: _blanks_before(text) + 1]
         self.unread(text.removeprefix(said))
@@ -175,13 +173,13 @@ class TextReader:
         return index
 
     def add_arguments(self, index: int, text: str) -> None:
-        """More of a call's arguments; it is not content any more."""
+        """Add to a call's arguments; the text is content no more."""
         self._add(ToolCallArguments(index, text))
         self.mark()
 
     def until(self, markers: Sequence[str], *, drop_blanks: bool = True) -> Finding[str]:
-        """What is said up to one of the markers, which is returned and marked. Blanks before the
-        marker go with it, and are held back for that.
+        """Report text up to one of the markers, which is returned and marked. Blanks before the
+        marker belong to it, and are held back until it is complete.
         """
         self.mark()
         self._drops_blanks = drop_blanks
@@ -217,7 +215,7 @@ class TextReader:
         return char
 
     def peek_filled(self) -> Finding[str]:
-        """As `peek`, behind blanks."""
+        """Skip blanks and `peek`."""
         char = " "
         while char.isspace():
             char = yield from self.next_char()
@@ -244,12 +242,12 @@ class TextReader:
             yield from self.any_of((wanted,))
 
     def expect_next(self, text: str) -> Reading:
-        """As `expect`, behind blanks."""
+        """Skip blanks and `expect`."""
         yield from self.skip_blanks()
         yield from self.expect(text)
 
     def look_for(self, text: str) -> Reading:
-        """As `expect`, and leave the text."""
+        """Check for the text as `expect` does, without reading it."""
         yield from self.expect(text)
         self.unread(text)
 
@@ -326,7 +324,7 @@ class CallReader(TextReader):
             return self._n_calls > n_before
 
     def read_calls(self) -> Reading:
-        """What follows a marker. Raises Malformed."""
+        """Read the calls after a marker. Raises Malformed."""
         raise NotImplementedError
 
 

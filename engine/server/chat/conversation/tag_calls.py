@@ -40,7 +40,7 @@ class TagCalls(CallReader):
     _schema: JsonDict
     _properties: JsonDict
     _keys: set[str]
-    #: Whether the value that is being read began on a line of its own.
+    #: The value began on a line of its own.
     _has_own_lines = False
 
     def __init__(self, text: CallText, functions: Mapping[str, JsonDict | None]):
@@ -88,7 +88,7 @@ class TagCalls(CallReader):
         self._write("{")
 
     def _write(self, text: str) -> None:
-        """More of the arguments."""
+        """Add to the arguments."""
         self.add_arguments(self._index, text)
 
     def _pass_tags(self, tags: tuple[str, ...]) -> Reading:
@@ -152,7 +152,7 @@ class TagCalls(CallReader):
         self._write('"')
 
     def _read_other(self, types: frozenset[str]) -> Reading:
-        """A value of one of these types. One that is cut off is told as far as it goes."""
+        """Read a value of one of these types. One that is cut off is reported as far as it goes."""
         text = ""
         try:
             while not (yield from self._ends_value()):
@@ -219,7 +219,7 @@ class TagCalls(CallReader):
         return blanks
 
     def _unread_from(self, start: int) -> None:
-        """Have what was read since then be read again. start: of `_since_mark`."""
+        """Read the text since then again. start: an index into `_since_mark`."""
         self.unread("".join(self._since_mark[start:]))
 
 

@@ -29,11 +29,11 @@ type _UserAfterResult = Literal["next", "after_empty_turn", "in_result"]
 
 @dataclass(frozen=True, slots=True)
 class TemplateAbilities:
-    """What one way to render a template accepts and shows. The defaults are the least that a
-    template can do: users and assistants that alternate.
+    """The abilities of one way to render a template. The defaults are the least that a template can
+    do: users and assistants that alternate.
     """
 
-    #: A system message at the beginning, whatever message the conversation ends with.
+    #: A system message at the beginning, whatever the role of the last message.
     system: bool = False
     #: Several of them at the beginning.
     systems: bool = False
@@ -65,7 +65,7 @@ class TemplateAbilities:
 
 
 class ChatAbilities(NamedTuple):
-    """What a model's chat template can do. Templates may differ beside tools."""
+    """The abilities of a model's chat template, which may differ where there are tools."""
 
     #: Rendered without tools.
     plain: TemplateAbilities = TemplateAbilities()
@@ -80,7 +80,7 @@ class ChatAbilities(NamedTuple):
 
     @classmethod
     async def of(cls, render: Render) -> ChatAbilities:
-        """Render some fifty small conversations and see what comes of them."""
+        """Find the abilities by rendering some fifty small conversations."""
         found, variables = cls(), JsonDict()
         try:
             await render([_USER], {})
@@ -102,11 +102,11 @@ class ChatAbilities(NamedTuple):
         )
 
     def beside(self, use: ToolUse | None) -> TemplateAbilities:
-        """For a request with these tools."""
+        """The abilities for a request with these tools."""
         return self.plain if use is None or self.with_tools is None else self.with_tools
 
     def variables(self, use: ToolUse | None) -> JsonDict:
-        """What the template is given of the tools."""
+        """The template variables for the tools."""
         if use is None or self.with_tools is None:
             return {"tools": []} if self.needs_tools else {}
         if self.needs_complete_tools:
@@ -121,7 +121,7 @@ class ChatAbilities(NamedTuple):
         return replace(use, most_calls=1)
 
 
-#: What the small conversations are made of; no template has these texts of its own.
+#: Texts of the small conversations; no template contains them.
 _USER: JsonDict = {"role": "user", "content": "quserone"}
 _USER_2: JsonDict = {"role": "user", "content": "qusertwo"}
 _ASSISTANT: JsonDict = {"role": "assistant", "content": "qassistone"}
@@ -156,13 +156,13 @@ async def _shows_tools(render: Render, tools: list[JsonDict]) -> bool:
 
 
 class _CallShape(NamedTuple):
-    """How the calls of a small conversation and their results are written."""
+    """The form of calls and their results in a small conversation."""
 
     form: _ArgumentsForm
     short_ids: bool
     #: Whether results have the role tool; else a user tells of them.
     results: bool
-    #: Of a message that only calls.
+    #: Content of a message that only calls.
     content: str | None
     has_arguments: bool = True
 
@@ -264,7 +264,9 @@ class _Prober:
         return prompt is not None and "'qargument'" not in prompt and '\\"qargument' not in prompt
 
     async def _with_null(self, shape: _CallShape) -> _CallShape:
-        """The shape with null beside calls, where an empty text makes a turn of its own."""
+        """The shape with null beside calls, for templates where an empty text makes a turn of its
+        own.
+        """
         if shape.content is None:
             return shape
         given = shape._replace(content=None)

@@ -155,8 +155,8 @@ class MistralCalls(NamedCalls):
             yield from self.read_named(name)
 
     def _pass_markers(self) -> Reading:
-        """What stands between a name and its arguments, among it the model's own name of the call;
-        ours are known to be new.
+        """Skip the text between a name and its arguments, such as the model's own id of the call;
+        ours are sure to be new.
         """
         if (yield from self.peek_filled()) != "[":
             return
@@ -174,7 +174,7 @@ class BraceCalls(NamedCalls):
     their own. The arguments are written as JSON here.
     """
 
-    #: Of the call that is being read.
+    #: Values of the call that is being read.
     _index = -1
 
     def __init__(self, start: str, quote: str, end: str):
@@ -190,11 +190,11 @@ class BraceCalls(NamedCalls):
         yield from self.expect_next(self._end)
 
     def _write(self, text: str) -> None:
-        """More of the arguments."""
+        """Add to the arguments."""
         self.add_arguments(self._index, text)
 
     def _read_members(self, end: str, read_member: _Member) -> Reading:
-        """From an opening bracket to the closing one."""
+        """Read from an opening bracket to the closing one."""
         yield from self._copy_bracket()
         while (yield from self.peek_filled()) != end:
             yield from read_member()
@@ -205,7 +205,7 @@ class BraceCalls(NamedCalls):
         self._write((yield from self.next_char()))
 
     def _pass_comma(self, end: str) -> Reading:
-        """What follows a value, unless it is the end."""
+        """Read the separator after a value, unless the end follows."""
         if (yield from self.peek_filled()) != end:
             yield from self.expect(",")
             self._write(", ")
@@ -250,7 +250,7 @@ class BraceCalls(NamedCalls):
         self._write('"')
 
     def _without_text(self, held: str) -> str:
-        """What may be the beginning of a mark; the text before it is written."""
+        """The beginning of a possible mark; the text before it is reported."""
         while not self._quote.startswith(held):
             self._write(quoted(held[0])[1:-1])
             held = held[1:]

@@ -7,12 +7,20 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
+import orjson
+
 from jitney.engine.common.requests import JsonDict, JsonValue
 
-#: What a model may do with its tools: call them, not call them, or nothing else than call them.
+#: Whether the model may call tools, must not, or must.
 type ToolMode = Literal["auto", "none", "required"]
 #: The argument of a custom tool.
 CUSTOM_INPUT = "input"
+
+
+def made_call(id: str, name: str, arguments: JsonValue) -> JsonDict:
+    """An earlier call as chat templates expect it. arguments: JSON, or its text."""
+    text = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
 
 
 def custom_arguments(text: str) -> str:
@@ -58,15 +66,15 @@ class Tool:
         return cls(name, description, parameters, is_custom=True)
 
     def renamed(self, name: str) -> Tool:
-        """The same tool under another name."""
+        """The tool under another name."""
         return replace(self, name=name)
 
     def at(self, path: str) -> Tool:
-        """The same tool, from this field of the body."""
+        """The tool, as one from this field of the body."""
         return replace(self, path=path)
 
     def shown(self) -> JsonDict:
-        """As chat templates know it."""
+        """The tool as chat templates expect it."""
         function: JsonDict = {"name": self.name}
         if self.description is not None:
             function["description"] = self.description
@@ -74,8 +82,9 @@ class Tool:
         return {"type": "function", "function": function}
 
     def completed(self) -> JsonDict:
-        """As shown, with descriptions and properties that are empty rather than left out, and the
-        schema in the few forms that all templates read; it allows the same arguments.
+        """The tool as `shown`, for all templates: empty descriptions and properties instead of
+        missing ones, and the schema in the few forms that all templates read; it allows the same
+        arguments.
         """
         function: JsonDict = {"name": self.name, "description": self.description or ""}
         schema = {"type": "object", "properties": {}} | (self.parameters or {})
@@ -127,8 +136,8 @@ class ToolUse:
         *,
         parallel: bool,
     ) -> ToolUse | None:
-        """Of all tools those that may be called, None if none may. only: their names, where a
-        request says them. parallel: whether a turn may call more than once.
+        """Select the tools that may be called; None if none may. only: their names, where a request
+        names some. parallel: a turn may make several calls.
         """
         chosen = [tool for tool in tools if only is None or tool.name in only]
         if mode == "none" or not chosen:

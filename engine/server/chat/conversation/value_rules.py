@@ -26,7 +26,7 @@ _INEXPRESSIBLE = (
     *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "dependencies"),
     "unevaluatedProperties",
 )
-#: What the names of keywords begin with that hold for parts of a schema too.
+#: Prefixes of keywords that also hold for parts of a schema.
 _SHARED = ("$defs", "definitions", "$schema", "x-")
 #: Keywords of which only one alternative can be looked at.
 _COMBINING = ("$ref", "allOf", "anyOf", "oneOf")
@@ -42,7 +42,7 @@ _MOST_COUNTED = 4096
 
 @dataclass(frozen=True, slots=True)
 class ValueSyntax:
-    """How a form writes values. All texts are literal, but for `char`."""
+    """A form's syntax of values. All texts are literal, except `char`."""
 
     #: Before and after a string.
     quote: str
@@ -91,7 +91,7 @@ class ValueSyntax:
 
 
 @dataclass(slots=True)
-class SchemaRules:
+class ValueRules:
     """The rules of one schema's values, in a grammar that is being written."""
 
     lark: Lark
@@ -371,7 +371,7 @@ def _bounds(schema: JsonDict, least: str, most: str) -> tuple[int, int | None]:
 
 
 def _times(least: int, most: int | None) -> str:
-    """How often something may be repeated, as grammars say it."""
+    """A quantifier of a grammar."""
     if most is None:
         return "*" if not least else f"{{{least},}}"
     return f"{{{least},{most}}}"

@@ -37,14 +37,14 @@ class TextTokenizeBody(ModelBody):
 
     prompt: str | None = None
     content: str | None = None
-    #: Of prompt: whether the model's own special tokens are put around it. None: yes.
+    #: prompt: put the model's own special tokens around it. None: yes.
     add_special_tokens: bool | None = None
-    #: Of prompt: whether each token's text is wanted too.
+    #: prompt: also return each token's text.
     return_token_strs: bool | None = None
     #: The same of content. None: no.
     add_special: bool | None = None
     with_pieces: bool | None = None
-    #: Of content: whether special tokens written out in it are read as such. Always so.
+    #: content: read special tokens in the text as such. Always so.
     parse_special: bool | None = None
 
     @model_validator(mode="after")
@@ -172,7 +172,7 @@ class InfillAnswer(ResponseModel, kw_only=True):
     tokens: list[int]
     stop: bool = False
     model: Maybe[str] = UNSET
-    #: Of the answer; and of the prompt, of which so many came from the prefix cache.
+    #: Tokens of the answer; and of the prompt, with those from the prefix cache.
     tokens_predicted: Maybe[int] = UNSET
     tokens_evaluated: Maybe[int] = UNSET
     tokens_cached: Maybe[int] = UNSET

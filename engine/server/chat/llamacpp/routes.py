@@ -44,7 +44,7 @@ from jitney.engine.server.http.jsonio import LongJson, in_pieces, json_answer
 from jitney.engine.server.http.routing import HttpRoute
 from jitney.engine.server.http.service import Service
 from jitney.engine.server.http.slices import Pieces
-from jitney.engine.server.http.streaming import StreamedAnswer
+from jitney.engine.server.http.streaming import StreamingResponse
 
 _POST = ("POST",)
 _INFILL = RouteKind("infill-", "input_prefix", clamps=True)
@@ -82,7 +82,9 @@ async def _detokenize(service: Service, request: Request) -> ASGIApp:
     info, tokenizer = service.ready()
     if body.tokens and max(body.tokens) >= info.model.vocab_size:
         raise RequestError(f"token ids must be 0 to {info.model.vocab_size - 1}", param="tokens")
-    text = await service.off_loop(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
+    text = await service.text.off_loop(
+        lambda: tokenizer.decode(body.tokens, skip_special_tokens=False)
+    )
     return json_answer(DetokenizeAnswer(text, text))
 
 
@@ -114,9 +116,11 @@ async def _chat_text(service: Service, request: Request, body: ChatBody) -> str:
 
 async def _encode(service: Service, text: str, param: str, *, special: bool) -> list[int]:
     _, tokenizer = service.ready()
-    service.check_chars(len(text), param)
+    service.text.check_chars(len(text), param)
     try:
-        return await service.off_loop(lambda: tokenizer.encode(text, add_special_tokens=special))
+        return await service.text.off_loop(
+            lambda: tokenizer.encode(text, add_special_tokens=special)
+        )
     except RequestError as error:
         raise error.blaming(param) from error
 
@@ -140,13 +144,13 @@ def _piece(tokenizer: TokenBytes, id: int) -> TokenPiece:
 def _sent(service: Service, body: TokenizeAnswer | PiecesAnswer) -> ASGIApp:
     """Long lists are written in slices of the loop's time."""
     blocks = service.slices.blocks(in_pieces(body))
-    return StreamedAnswer(blocks, {"content-type": "application/json"})
+    return StreamingResponse(blocks, {"content-type": "application/json"})
 
 
 async def _infill(service: Service, request: Request) -> ASGIApp:
     body = await read_body(service, request, InfillBody)
-    wanted = await _infill_request(service, body, Context.of(request))
-    return GenerationAnswer(service, wanted, _InfillFormat)
+    generation = await _infill_request(service, body, Context.of(request))
+    return GenerationAnswer(service, generation, _InfillFormat)
 
 
 async def _infill_request(
@@ -154,16 +158,16 @@ async def _infill_request(
 ) -> GenerationRequest:
     _, tokenizer = service.ready()
     service.check_model(body.model)
-    fill_in = service.fill_in("input_suffix")
+    fill_in = service.text.fill_in("input_suffix")
     extra = body.input_extra or []
     texts = [body.input_prefix, body.input_suffix, body.prompt or "", *(e.text for e in extra)]
-    service.check_chars(sum(map(len, texts)), _INFILL.prompt_field)
+    service.text.check_chars(sum(map(len, texts)), _INFILL.prompt_field)
     others = [OtherFile(each.filename or "file", each.text) for each in extra]
     before = body.input_prefix + (body.prompt or "")
     most = body.max_tokens if body.n_predict in (None, -1) else body.n_predict
     builder = RequestBuilder(service, body, context)
     sampling = builder.sampling({"max_tokens": most}, fill_in.ends)
-    ids = await service.off_loop(
+    ids = await service.text.off_loop(
         lambda: fill_in.prompt(tokenizer, before, body.input_suffix, others)
     )
     return await builder.tokens(_INFILL, [ids], sampling)

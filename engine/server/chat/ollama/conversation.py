@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-import orjson
-
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.server.chat.conversation.tools import ToolUse
+from jitney.engine.server.chat.conversation.tools import ToolUse, made_call
 from jitney.engine.server.chat.ollama.schema import (
     NAMES,
     MadeCall,
@@ -15,7 +13,7 @@ from jitney.engine.server.chat.ollama.schema import (
     OllamaGenerateBody,
     OllamaTurn,
 )
-from jitney.engine.server.chat.request import Conversation, RouteKind
+from jitney.engine.server.chat.request import Conversation, RouteKind, continuing
 from jitney.engine.server.chat.schema import ReasoningEffort
 from jitney.engine.server.http.slices import Work
 
@@ -33,14 +31,11 @@ def of_chat(body: OllamaChatBody) -> Work[Conversation]:
     for message in body.messages:
         messages.append(_template_message(message, calls))
         yield
-    variables: JsonDict = {}
-    if messages[-1]["role"] == "assistant":
-        variables = {"add_generation_prompt": False, "continue_final_message": True}
     tools = [tool.function.as_tool() for tool in body.tools]
     return Conversation(
         kind=CHAT,
         messages=messages,
-        variables=variables,
+        variables=continuing(messages),
         tools=ToolUse.of(tools, "auto", None, parallel=True),
         effort=_effort(body.think),
     )
@@ -55,7 +50,7 @@ def of_prompt(body: OllamaGenerateBody) -> Conversation:
 
 
 def _effort(think: bool | Literal["low", "medium", "high"] | None) -> ReasoningEffort | None:
-    """How long the model shall think; None: as it likes."""
+    """The reasoning effort for `think`; None: the model's default."""
     match think:
         case True:
             return "medium"
@@ -110,6 +105,4 @@ def _template_message(message: OllamaTurn, calls: _OpenCalls) -> JsonDict:
 
 
 def _template_call(call: MadeCall, calls: _OpenCalls) -> JsonDict:
-    arguments = orjson.dumps(call.function.arguments or {}).decode()
-    function = {"name": call.function.name, "arguments": arguments}
-    return {"id": calls.add(call), "type": "function", "function": function}
+    return made_call(calls.add(call), call.function.name, call.function.arguments or {})

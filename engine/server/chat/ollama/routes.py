@@ -66,8 +66,8 @@ async def _chat(service: Service, request: Request) -> ASGIApp:
         builder = _builder(service, body, context)
         sampling = builder.sampling(body.own_sampling)
         conversation = await service.slices.result(of_chat(body))
-        wanted = await builder.answer(conversation, sampling)
-    return _answer(service, body, wanted, ChatFormat)
+        generation = await builder.answer(conversation, sampling)
+    return _answer(service, body, generation, ChatFormat)
 
 
 async def _generate(service: Service, request: Request) -> ASGIApp:
@@ -79,12 +79,12 @@ async def _generate(service: Service, request: Request) -> ASGIApp:
     with PROMPT.blaming():
         builder = _builder(service, body, context)
         if body.raw or body.suffix or not tokenizer.has_chat_template:
-            wanted = await _continued(builder, body)
+            generation = await _continued(builder, body)
         else:
             sampling = builder.sampling(body.own_sampling)
             conversation = of_prompt(body)
-            wanted = await builder.answer(conversation, sampling)
-    return _answer(service, body, wanted, GenerateFormat)
+            generation = await builder.answer(conversation, sampling)
+    return _answer(service, body, generation, GenerateFormat)
 
 
 async def _continued(
@@ -95,16 +95,16 @@ async def _continued(
     if body.think is not None:
         builder.context.notes.ignored.append("think")
     text = "\n\n".join([each for each in (body.system, body.prompt) if each])
-    service.check_chars(len(text) + len(body.suffix), PROMPT.prompt_field)
+    service.text.check_chars(len(text) + len(body.suffix), PROMPT.prompt_field)
     _, tokenizer = service.ready()
     own = body.own_sampling
     if not body.suffix:
         sampling = builder.sampling(own)
-        ids = await service.off_loop(lambda: tokenizer.encode(text))
+        ids = await service.text.off_loop(lambda: tokenizer.encode(text))
     else:
-        fill_in = service.fill_in("suffix")
+        fill_in = service.text.fill_in("suffix")
         sampling = builder.sampling(own, fill_in.ends)
-        ids = await service.off_loop(lambda: fill_in.prompt(tokenizer, text, body.suffix))
+        ids = await service.text.off_loop(lambda: fill_in.prompt(tokenizer, text, body.suffix))
     return await builder.tokens(PROMPT, [ids], sampling)
 
 
@@ -117,11 +117,11 @@ def _builder(
 
 
 def _answer(
-    service: Service, body: OllamaBody, wanted: GenerationRequest, format: type[Format]
+    service: Service, body: OllamaBody, generation: GenerationRequest, format: type[Format]
 ) -> ASGIApp:
     """Ollama's answers call the model as the client does."""
-    wanted = replace(wanted, model=body.model or wanted.model)
-    return GenerationAnswer(service, wanted, format)
+    generation = replace(generation, model=body.model or generation.model)
+    return GenerationAnswer(service, generation, format)
 
 
 def _loaded(
@@ -150,17 +150,17 @@ async def _embed(service: Service, request: Request) -> ASGIApp:
     texts = [body.input] if isinstance(body.input, str) else body.input
     check_vectors(service.info, body.dimensions)
     cuts = body.truncate is not False
-    wanted = await _vectors(service, body, Context.of(request), texts, cuts=cuts)
-    wanted = replace(wanted, dimensions=body.dimensions)
-    return _answer(service, body, wanted, EmbedFormat)
+    generation = await _vectors(service, body, Context.of(request), texts, cuts=cuts)
+    generation = replace(generation, dimensions=body.dimensions)
+    return _answer(service, body, generation, EmbedFormat)
 
 
 async def _embeddings(service: Service, request: Request) -> ASGIApp:
     body = await read_body(service, request, OllamaEmbeddingsBody)
     check_vectors(service.info, None)
     with _EMBEDDINGS.blaming():
-        wanted = await _vectors(service, body, Context.of(request), [body.prompt], cuts=True)
-    return _answer(service, body, wanted, EmbeddingFormat)
+        generation = await _vectors(service, body, Context.of(request), [body.prompt], cuts=True)
+    return _answer(service, body, generation, EmbeddingFormat)
 
 
 async def _vectors(
@@ -172,8 +172,8 @@ async def _vectors(
     builder = RequestBuilder(service, shared, context)
     if not cuts:
         return await builder.embeddings(texts)
-    chars, tokens = service.most_chars, info.request_limits.longest_prompt
-    cut = await service.off_loop(
+    chars, tokens = service.text.most_chars, info.request_limits.longest_prompt
+    cut = await service.text.off_loop(
         lambda: [tokenizer.first_tokens(text[:chars], tokens) for text in texts]
     )
     return await builder.embeddings(cut)
@@ -192,7 +192,7 @@ async def _show(service: Service, request: Request) -> Response:
     name = _served_name(service, body)
     info, tokenizer = service.ready()
     parent = service.model_name if service.adapter_number(name) else ""
-    return json_answer(described(info, tokenizer, service.turns, service.created, parent))
+    return json_answer(described(info, tokenizer, service.turns.format, service.created, parent))
 
 
 async def _running(server: ModelLister, request: Request) -> Response:

@@ -39,7 +39,7 @@ _SAME = (
     "presence_penalty",
     "frequency_penalty",
 )
-#: What the fields of a generation are called here, for errors that blame them.
+#: Names of a generation's fields on these routes, for errors that blame them.
 NAMES: dict[str | None, str] = {
     **{name: f"options.{name}" for name in _SAME},
     **{field: f"options.{option}" for option, field in _FIELDS.items()},
@@ -77,7 +77,7 @@ class _Options(Part):
     num_ctx: int | None = None
 
     def fields(self) -> JsonDict:
-        """Those that were given, by their names in a generation's body."""
+        """The given options, by their names in a generation's body."""
         given: JsonDict = {name: getattr(self, name) for name in (*_SAME, *_FIELDS)}
         if self.seed == -1:
             del given["seed"]
@@ -97,7 +97,7 @@ class _Options(Part):
 
 
 class OllamaBody(ModelBody):
-    """What all routes that use the model take."""
+    """The base of bodies that use the model."""
 
     options: Annotated[_Options, Field(default_factory=_Options)]
     #: How long Ollama would keep the model loaded; it stays loaded here.
@@ -126,11 +126,11 @@ class OllamaBody(ModelBody):
 
 
 class _GeneratingBody(OllamaBody):
-    """What /api/chat and /api/generate share."""
+    """The base of the bodies of /api/chat and /api/generate."""
 
     #: None: yes.
     stream: bool | None = None
-    #: What the answer must be: any JSON, or what a JSON schema allows. "": any text.
+    #: Form of the answer: any JSON, or a JSON schema. "": any text.
     format: Literal["", "json"] | JsonDict | None = None
     #: Whether, or how long, the model thinks before it answers; None: as it likes.
     think: bool | Literal["low", "medium", "high"] | None = None
@@ -139,7 +139,7 @@ class _GeneratingBody(OllamaBody):
 
     @property
     def own_sampling(self) -> JsonDict:
-        """What the route has a meaning of its own for; see `RequestBuilder.sampling`."""
+        """Fields with a meaning of the route's own; see `RequestBuilder.sampling`."""
         most = self.options.num_predict
         return {
             "max_tokens": most if most is not None and most > 0 else None,
@@ -193,10 +193,10 @@ class OllamaTurn(_TextOnly):
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
-    #: What an assistant thought before it answered.
+    #: The assistant's thoughts before its answer.
     thinking: str | None = None
     tool_calls: Annotated[list[MadeCall], Field(max_length=128)] | None = None
-    #: Of a tool's result: the function that gave it, and the call that it answers.
+    #: A tool's result: its function, and the call that it answers.
     tool_name: Label | None = None
     tool_call_id: Label | None = None
 
@@ -230,7 +230,7 @@ class OllamaGenerateBody(_GeneratingBody, _TextOnly):
     refused: ClassVar = {"template": ("",), "context": ([],)}
 
     prompt: str = ""
-    #: What comes after the answer, which fills in the middle; "": nothing.
+    #: The text after the answer, which fills in the middle; "": none.
     suffix: str = ""
     #: Said before the prompt, in place of the chat template's own words.
     system: str = ""

@@ -63,7 +63,7 @@ class EmbeddingsBody(EngineBody):
     #: Numbers of a vector; fewer than the model makes only where its files say that it was trained
     #: for that. None: all.
     dimensions: Annotated[int, Field(ge=1)] | None = None
-    #: Of longer inputs, the last so many tokens are read; None: they are refused.
+    #: Longer inputs are cut to their last so many tokens; None: they are refused.
     truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     #: Whether the model's own special tokens are put around a text. None: yes.
     add_special_tokens: bool | None = None
@@ -132,9 +132,9 @@ async def _embeddings(service: Service, request: Request) -> ASGIApp:
     shared = GenerationBody.model_validate(fields)
     builder = RequestBuilder(service, shared, Context.of(request))
     special = body.add_special_tokens is not False
-    wanted = await builder.embeddings(body.input, special, body.dimensions)
+    generation = await builder.embeddings(body.input, special, body.dimensions)
     written = _base64 if body.encoding_format == "base64" else float_list
-    return GenerationAnswer(service, wanted, partial(_Format, written=written))
+    return GenerationAnswer(service, generation, partial(_Format, written=written))
 
 
 def check_vectors(info: EngineInfo, dimensions: int | None) -> None:

@@ -102,7 +102,7 @@ class _OpenAIFormat[C](Format):
         return best
 
     def _prompt_logprobs(self, prompt: int) -> Maybe[PromptLogprobs]:
-        """In vLLM's form, by token id."""
+        """The prompt's log-probabilities in vLLM's form, by token id."""
         echo = self.generation.echoes[prompt]
         if echo.scores is None:
             return UNSET
@@ -272,8 +272,8 @@ class ChatFormat(_OpenAIFormat[ChatChunkChoice]):
         )
 
     def _parts(self, choice: Choice, delta: ChoiceDelta) -> list[ChatChunkChoice]:
-        """The role first, then what came, then the reason of the end, each in a chunk of its own.
-        The tokens stand in the first chunk after the role.
+        """The chunks of a delta: the role first, then the events, then the reason of the end. The
+        tokens stand in the first chunk after the role.
         """
         index = choice.index
         parts = [] if choice.started else [self._opening(choice)]

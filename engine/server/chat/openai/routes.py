@@ -35,8 +35,8 @@ async def _completions(service: Service, request: Request) -> ASGIApp:
 
 async def _complete(service: Service, request: Request, fields: JsonDict) -> ASGIApp:
     body = checked_body(request, CompletionBody, fields)
-    wanted = await RequestBuilder(service, body, Context.of(request)).completion()
-    return GenerationAnswer(service, wanted, CompletionFormat)
+    generation = await RequestBuilder(service, body, Context.of(request)).completion()
+    return GenerationAnswer(service, generation, CompletionFormat)
 
 
 async def _chat_completions(service: Service, request: Request) -> ASGIApp:
@@ -45,8 +45,8 @@ async def _chat_completions(service: Service, request: Request) -> ASGIApp:
 
 async def _chat(service: Service, request: Request, fields: JsonDict) -> ASGIApp:
     body = checked_body(request, ChatBody, fields)
-    wanted = await chat_request(RequestBuilder(service, body, Context.of(request)))
-    return GenerationAnswer(service, wanted, ChatFormat)
+    generation = await chat_request(RequestBuilder(service, body, Context.of(request)))
+    return GenerationAnswer(service, generation, ChatFormat)
 
 
 async def _invocations(service: Service, request: Request) -> ASGIApp:

@@ -84,7 +84,7 @@ class CompletionBody(GenerationBody):
     prompt: Annotated[
         list[str | list[int]], PlainValidator(_prompts, json_schema_input_type=_Prompt)
     ]
-    #: What comes after the answer, which fills in the middle; "": nothing.
+    #: The text after the answer, which fills in the middle; "": none.
     suffix: str | None = None
     #: Whether the model's own special tokens are put around the prompt. None: yes.
     add_special_tokens: bool | None = None
@@ -230,7 +230,7 @@ def _checked_variables(value: JsonValue) -> JsonDict:
     return value
 
 
-#: What the names of special tokens begin with.
+#: Prefixes of the names of special tokens.
 _SPECIAL_TOKENS = frozenset(
     {"additional", "bos", "cls", "eos", "extra", "mask", "pad", "sep", "unk"}
 )
@@ -249,7 +249,7 @@ class Message(Part):
     name: Label | None = None
     tool_calls: Annotated[list[_ToolCall], Field(max_length=128)] | None = None
     tool_call_id: Label | None = None
-    #: What an assistant thought before it answered, which most templates leave out; reasoning:
+    #: The assistant's thoughts before its answer, which most templates leave out; reasoning:
     #: another name of it.
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -324,7 +324,7 @@ class ChatBody(GenerationBody):
         return self
 
     def client_tools(self) -> Iterator[Tool]:
-        """The tools that the model is told of."""
+        """The tools that the model gets."""
         for place, tool in enumerate(self.tools or ()):
             if not isinstance(tool, OtherTool):
                 yield tool.fields.as_tool().at(f"tools[{place}]")

@@ -1,1 +1,1 @@
-"""How well documents fit a query: /rerank and /score."""
+"""Relevance of documents to a query: /rerank and /score."""

@@ -51,11 +51,12 @@ class RankingBody(EngineBody):
 
     counted: ClassVar[tuple[str, ...]] = ()
 
-    #: What fits a query, for a model that is told so. None: what answers a web search.
+    #: Description of a relevant document, for models that take one. None: an answer to a web
+    #: search.
     instruction: Annotated[str, Field(min_length=1, max_length=_MOST_INSTRUCTION_CHARS)] | None = (
         None
     )
-    #: Of a longer document, the first so many tokens are read; None: as many as there is room for.
+    #: Longer documents are cut to their first so many tokens; None: to the room that there is.
     max_tokens_per_doc: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     #: The same of query and document together, with the model's own words around them.
     truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -67,7 +68,7 @@ class RankingBody(EngineBody):
         raise NotImplementedError
 
     def generation(self) -> GenerationBody:
-        """The same fields as a generation's body."""
+        """A generation's body with the same fields."""
         return GenerationBody(
             model=self.model,
             cache_salt=self.cache_salt,

@@ -35,11 +35,11 @@ _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer
 
 @dataclass(slots=True)
 class Prompts:
-    """What the engine is asked for a request's pairs."""
+    """The prompts for a request's pairs."""
 
     #: Token ids.
     ids: list[list[int]]
-    #: Of each pair, the prompts that its score comes from.
+    #: Prompts of each pair, from which its score comes.
     of_pairs: list[tuple[int, ...]]
     #: Places of documents that were cut because there was no room for them.
     cut: list[int]
@@ -56,8 +56,8 @@ def _query_is_too_long(tokens: int, room: int) -> RequestError:
 
 @dataclass(frozen=True, slots=True)
 class YesNo:
-    """Qwen3-Reranker, a decoder: its answer to a prompt of its own would be yes or no, and the
-    score is the share of yes among these two.
+    """Qwen3-Reranker, a decoder: it answers yes or no to a prompt of its own, and the score is the
+    share of yes among the two.
     """
 
     tokenizer: Tokenizer
@@ -176,8 +176,8 @@ class _Cosine:
 
 
 def kind_of(info: EngineInfo, tokenizer: Tokenizer, setting: str) -> YesNo | _Classifier | _Cosine:
-    """How the model scores. setting: see `rerank` of the server's. Raises RequestError for one that
-    does not.
+    """The kind of a model. setting: the server's `rerank`. Raises RequestError for a model that
+    cannot score.
     """
     if info.model.pooling == "classify":
         return _Classifier(tokenizer)

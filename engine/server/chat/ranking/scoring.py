@@ -23,7 +23,7 @@ type _Ask = Callable[[Sequence[list[int]]], Awaitable[GenerationRequest]]
 
 @dataclass(slots=True)
 class _Output:
-    """What the engine made of one prompt."""
+    """The engine's output for one prompt."""
 
     #: A vector or logits, float32, if they were asked for.
     embedding: bytes
@@ -50,7 +50,7 @@ class Scoring:
         room = min(room, self.body.truncate_prompt_tokens or room)
         with self.kind.blaming():
             pairs = self._tokenised_pairs()
-            prompts = await service.off_loop(lambda: kind.prompts(pairs, self.body, room))
+            prompts = await service.text.off_loop(lambda: kind.prompts(pairs, self.body, room))
             self._note_cut(prompts)
             if isinstance(kind, YesNo):
                 scores = await self._yes_no(kind, prompts.ids)
@@ -65,8 +65,8 @@ class Scoring:
         query that is as long.
         """
         service, pairs = self.builder.service, self.body.pairs
-        service.check_chars(max(len(pair.query) for pair in pairs), "query")
-        most = service.most_chars
+        service.text.check_chars(max(len(pair.query) for pair in pairs), "query")
+        most = service.text.most_chars
         return [pair._replace(document=pair.document[:most]) for pair in pairs]
 
     def _note_cut(self, prompts: Prompts) -> None:
@@ -78,8 +78,9 @@ class Scoring:
             )
 
     async def _yes_no(self, kind: YesNo, prompts: Sequence[list[int]]) -> list[float]:
-        """Log-probabilities are the model's own, whatever may be chosen. One of the two words is
-        chosen; the other one nearly always is among the likeliest tokens, else it is asked for.
+        """Scores of a model that answers yes or no. Log-probabilities are the model's own, whatever
+        tokens are allowed. One of the two words is chosen; the other nearly always is among the
+        likeliest tokens, else a second request asks for it.
         """
         width = min(_ALTERNATIVES, self.builder.service.info.sizes.max_logprobs)
         words = (kind.yes, kind.no)
@@ -106,7 +107,7 @@ class Scoring:
         return await self.builder.tokens(self.kind, prompts, sampling)
 
     async def _run(self, prompts: Sequence[list[int]], ask: _Ask) -> list[_Output]:
-        """What comes of all prompts, in order. ask: makes the request of a group of them."""
+        """The outputs of all prompts, in order. ask: makes the request of a group of them."""
         outputs: list[_Output] = []
         size = self.builder.group_size
         for start in range(0, len(prompts), size):
@@ -116,21 +117,16 @@ class Scoring:
 
     async def _answered(self, request: GenerationRequest) -> list[_Output]:
         service, context = self.builder.service, self.builder.context
-        quotas = service.quotas
-        with (
-            quotas.open_rest(context.tenant, request.sequences),
-            quotas.spending(context.tenant, request.engine_requests) as context.spending,
-        ):
-            async with Generation(service, request, context) as generation:
-                tokens = [TokenList.empty(request.top_logprobs) for _ in generation.choices]
-                while not generation.done:
-                    for choice, delta in await generation.deltas(None):
-                        tokens[choice.index].extend(delta.tokens)
+        async with Generation(service, request, context) as generation:
+            tokens = [TokenList.empty(request.top_logprobs) for _ in generation.choices]
+            while not generation.done:
+                for choice, delta in await generation.deltas(None):
+                    tokens[choice.index].extend(delta.tokens)
         return [_Output(*both) for both in zip(generation.embeddings, tokens, strict=True)]
 
 
 def _logprobs(output: _Output) -> dict[int, float]:
-    """Of the chosen token and the likeliest ones."""
+    """Log-probabilities of the chosen token and the likeliest ones."""
     scores, [chosen] = output.tokens.scores, output.tokens.ids
     assert scores is not None  # they were asked for
     known = dict(scores.top(0))

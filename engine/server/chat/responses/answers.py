@@ -97,7 +97,7 @@ class ResponseUsage(ResponseModel):
 
     @classmethod
     def of(cls, generation: Generation) -> ResponseUsage:
-        """As things stand now."""
+        """The usage so far."""
         counts = generation.counts
         return cls(
             counts.prompt,

@@ -44,8 +44,8 @@ type _Keep = Callable[[ResponseAnswer], None]
 
 
 class ResponsesFormat(Format):
-    """One response, which repeats what its body asked for. It has one choice. keep: keeps the
-    response, if it is to be kept.
+    """One response, with one choice; it repeats the fields of its body. keep: stores the response,
+    if the body asks for that.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class ResponsesFormat(Format):
         return "incomplete" if self._ending == "length" else "completed"
 
     def _ended(self) -> ResponseAnswer:
-        """The response at its end, which is kept if that was asked for."""
+        """The response at its end; stored if the body asked for that."""
         response = self._response(self._status)
         if self._ending == "length":
             response.incomplete_details = Incomplete()

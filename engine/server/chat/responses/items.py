@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field, PlainValidator
 
 from jitney.engine.common.requests import JsonDict, JsonValue
 from jitney.engine.server.chat.content import Content, content_of
+from jitney.engine.server.chat.conversation.tools import made_call
 from jitney.engine.server.chat.schema import Label, Part, unsupported
 from jitney.engine.server.http.errors import echo
 
@@ -24,7 +25,7 @@ class _Item(Part):
     status: _Status | None = None
 
     def shown(self) -> JsonDict:
-        """The item as it is kept and listed, without its id."""
+        """The item as it is stored and listed, without its id."""
         raise NotImplementedError
 
     @property
@@ -171,7 +172,7 @@ class HostedItem(Part):
         return () if is_read else (self.type,)
 
     def shown(self) -> JsonDict:
-        """The item as it is kept and listed, without its id."""
+        """The item as it is stored and listed, without its id."""
         given = {name: value for name, value in (self.model_extra or {}).items() if name != "id"}
         if self.type == "local_shell_call_output" and "call_id" not in given:
             given["call_id"] = (self.model_extra or {}).get("id")  # where this type has it
@@ -212,25 +213,21 @@ _UNREAD = frozenset(
 
 
 def hosted_call(item: JsonDict) -> JsonDict | None:
-    """The call of a function that a kept item is read as; None if it is no call of the client's."""
+    """The function call that a stored item reads as; None if it is no call of the client's."""
     name, field = _HOSTED_CALLS.get(item["type"], ("", ""))
     if not name or not isinstance(item.get("call_id"), str):
         return None
-    function = {"name": name, "arguments": _json_text(item.get(field) or {})}
-    return {"id": item["call_id"], "type": "function", "function": function}
+    return made_call(item["call_id"], name, item.get(field) or {})
 
 
 def hosted_output(item: JsonDict) -> JsonDict | None:
-    """The tool's message that a kept item is read as; None if the client's tool gave nothing."""
+    """The tool message that a stored item reads as; None if the client's tool returned nothing."""
     field = _HOSTED_OUTPUTS.get(item["type"])
     if field is None or not isinstance(item.get("call_id"), str):
         return None
-    text = _json_text(item.get(field) or "")
+    output = item.get(field) or ""
+    text = output if isinstance(output, str) else orjson.dumps(output).decode()
     return {"role": "tool", "tool_call_id": item["call_id"], "content": text}
-
-
-def _json_text(value: JsonValue) -> str:
-    return value if isinstance(value, str) else orjson.dumps(value).decode()
 
 
 def _namespace(name: str | None) -> JsonDict:

@@ -71,7 +71,7 @@ class Output:
         self._items: list[OutputItem] = []
         self._open: OutputItem | None = None
         self._texts: list[str] = []
-        #: Of the message that is open, those with log-probabilities.
+        #: Tokens of the open message, where log-probabilities are shown.
         self._tokens = TokenList.empty(None)
 
     def items(self) -> list[OutputItem]:
@@ -149,7 +149,7 @@ class Output:
         return OutputCall(id, "in_progress", event.id, form.name, "", namespace)
 
     def _delta(self, item: OutputItem, text: str, tokens: TokenList | None) -> ResponseEvent:
-        """More of the item's text."""
+        """The event of more text of an item."""
         index = self._index
         match item:
             case OutputMessage():
@@ -206,7 +206,7 @@ class Output:
         self._tokens.extend(tokens)
 
     def _short(self, tokens: TokenList) -> list[EventLogprob]:
-        """Without the tokens' bytes, as events have them."""
+        """Log-probabilities without the tokens' bytes, as events have them."""
         scores = self._scores
         if scores is None:
             return []

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.server.chat.conversation.tools import ToolUse, custom_arguments
+from jitney.engine.server.chat.conversation.tools import ToolUse, custom_arguments, made_call
 from jitney.engine.server.chat.endpoints import GenerationAnswer, read_body
 from jitney.engine.server.chat.request import Conversation, RequestBuilder, RouteKind
 from jitney.engine.server.chat.responses.answers import (
@@ -52,13 +52,15 @@ _KIND = RouteKind(
 
 #: How ids of thoughts begin.
 _THOUGHTS = "rs_"
-#: Items between two stops of `Slices`.
+#: Items between two stops of `TimeSlices`.
 _GROUP = 64
 _Include = Annotated[list[str], AfterValidator(includable)]
 
 
 class _ResponseQuery(BaseModel):
-    """GET /v1/responses/{response_id}. Log-probabilities are not kept, so they are not included."""
+    """GET /v1/responses/{response_id}. Log-probabilities are not stored, so they are not
+    included.
+    """
 
     include: _Include = []
     include_obfuscation: Literal["false"] | None = None
@@ -73,7 +75,7 @@ class _InputItemsQuery(BaseModel):
     order: Literal["asc", "desc"] = "desc"
 
     def page(self, items: list[JsonDict]) -> tuple[list[JsonDict], bool]:
-        """These items, and whether more follow. Raises RequestError."""
+        """A page of these items, and whether more follow. Raises RequestError."""
         ordered = items if self.order == "asc" else items[::-1]
         start = 0
         if self.after is not None:
@@ -94,13 +96,13 @@ async def _create_response(service: Service, request: Request) -> ASGIApp:
     sampling = builder.sampling(_own_sampling(body))
     items = await service.slices.result(_kept_items(body, service.responses, context))
     conversation = await _conversation(service, body, before, items)
-    wanted = await builder.answer(conversation, sampling)
+    generation = await builder.answer(conversation, sampling)
     turn = KeptTurn(before, orjson.dumps(items))
-    keep = _Keeper(service.responses, context.tenant, wanted.id, turn)
+    keep = _Keeper(service.responses, context.tenant, generation.id, turn)
     if body.store is False:
         keep = None
     format = partial(ResponsesFormat, body=body, keep=keep)
-    return GenerationAnswer(service, wanted, format)
+    return GenerationAnswer(service, generation, format)
 
 
 async def _count_tokens(service: Service, request: Request) -> Response:
@@ -147,8 +149,8 @@ def _previous(service: Service, body: InputTokensBody, tenant: str) -> KeptTurn 
 def _kept_items(
     body: InputTokensBody, store: ResponseStore, context: Context
 ) -> Work[list[JsonDict]]:
-    """The items of a body as they are kept: each has an id of ours, and references are what they
-    refer to. What the model does not read of them is noted in the context. Raises RequestError.
+    """The items of a body as they are stored: with ids of ours, and references replaced by their
+    items. Parts that the model does not read are noted in the context. Raises RequestError.
     """
     kept: list[JsonDict] = []
     left_out: list[tuple[int, str]] = []
@@ -215,8 +217,7 @@ def _add(messages: list[JsonDict], item: JsonDict) -> None:
 def _call(item: JsonDict, arguments: str) -> JsonDict:
     """A call as templates know it."""
     name = CallForm(item["name"], item.get("namespace")).flat_name
-    function = {"name": name, "arguments": arguments}
-    return {"id": item["call_id"], "type": "function", "function": function}
+    return made_call(item["call_id"], name, arguments)
 
 
 def _add_call(messages: list[JsonDict], call: JsonDict) -> None:
@@ -253,7 +254,7 @@ def _text_of(item: JsonDict) -> str:
 
 
 def _own_sampling(body: ResponsesBody) -> JsonDict:
-    """Fields that the route has a meaning of its own for."""
+    """Fields with a meaning of the route's own."""
     logprobs = (body.top_logprobs or 0) if body.shows_logprobs else None
     return {"max_tokens": body.max_output_tokens, "logprobs": logprobs}
 

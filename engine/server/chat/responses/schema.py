@@ -36,9 +36,8 @@ from jitney.engine.server.chat.schema import (
 )
 from jitney.engine.server.http.errors import echo
 
-#: What a response may be asked to show more of. Only the log-probabilities are ours to give: the
-#: others are of tools that run elsewhere and never do here, and of reasoning that is not encrypted
-#: here but stands in its item.
+#: Values of `include`. Only log-probabilities can be given: the others are of tools that run on a
+#: provider's servers, and of reasoning, which is not encrypted here but stands in its item.
 _INCLUDABLE = frozenset(
     {
         "code_interpreter_call.outputs",
@@ -162,7 +161,7 @@ class InputTokensBody(GenerationBody):
 
     @property
     def client_tools(self) -> list[PlacedTool]:
-        """The tools that the model is told of."""
+        """The tools that the model gets."""
         return [each for each in placed(self.tools or ()) if isinstance(each, PlacedTool)]
 
     @property
@@ -208,19 +207,19 @@ class InputTokensBody(GenerationBody):
 
     @property
     def effort(self) -> ReasoningEffort | None:
-        """How long the model shall think; None: as it likes."""
+        """The reasoning effort; None: the model's default."""
         return None if self.reasoning is None else self.reasoning.effort
 
     @property
     def wanted_grammar(self) -> WantedGrammar | None:
         """The grammar of the answer's text; None: any text."""
-        wanted = None if self.text is None else self.text.format
-        if wanted is None or wanted.type == "text":
+        form = None if self.text is None else self.text.format
+        if form is None or form.type == "text":
             return None
-        if wanted.type == "json_object":
+        if form.type == "json_object":
             return WantedGrammar("text.format", Grammar("json_object"))
-        is_strict = wanted.strict is True
-        return WantedGrammar.of_schema("text.format", wanted.schema_ or {}, is_strict=is_strict)
+        is_strict = form.strict is True
+        return WantedGrammar.of_schema("text.format", form.schema_ or {}, is_strict=is_strict)
 
 
 class ResponsesBody(InputTokensBody):

@@ -37,7 +37,7 @@ class KeptTurn:
         return len(self.input) + len(self.output) + _PLACE_BYTES
 
     def turns(self) -> list[KeptTurn]:
-        """From the first turn of the conversation to this one."""
+        """All turns of the conversation up to this one, the first turn first."""
         return list(_chain(self))[::-1]
 
     def all_items(self) -> Work[list[JsonDict]]:
@@ -78,14 +78,14 @@ class _Shelf:
     responses: dict[str, KeptResponse] = field(default_factory=dict)
     #: Item id -> the id of its response.
     items: dict[str, str] = field(default_factory=dict)
-    #: Of them, and of what they answer.
+    #: Bytes of the responses and of the turns that they need.
     n_bytes: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class ResponseStore:
-    """At most so many responses and bytes of all tenants together; the oldest ones of who has most
-    go first. ttl_s: seconds that one is kept; clock: seconds.
+    """Stores at most so many responses and bytes of all tenants together; the oldest of the tenant
+    with most go first. ttl_s: seconds that one is stored; clock: seconds.
     """
 
     _most: int
@@ -132,7 +132,7 @@ class ResponseStore:
         return kept
 
     def item(self, tenant: str, id: str) -> JsonDict | None:
-        """An item of a response that is kept."""
+        """An item of a stored response; None if there is none of this id."""
         self._drop_old(tenant)
         shelf = self._shelves.get(tenant)
         if shelf is None or id not in shelf.items:

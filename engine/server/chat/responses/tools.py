@@ -1,8 +1,8 @@
 """The tools of /v1/responses: functions, custom tools and namespaces of both, and the choice of
 them.
 
-A model knows neither namespaces nor custom tools. It is told of functions, those of a namespace
-under the names of both, and what it calls is told in the client's own words (`CallForm`).
+Models know neither namespaces nor custom tools. The model gets functions, those of a namespace
+under the names of both, and its calls are translated back to the client's names (`CallForm`).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from jitney.engine.server.http.errors import echo
 
 
 class CallForm(NamedTuple):
-    """What the client calls a tool."""
+    """The client's names of a tool."""
 
     name: str
     namespace: str | None = None
 
     @property
     def flat_name(self) -> str:
-        """What the model calls it."""
+        """The model's name of the tool."""
         if self.namespace is None:
             return self.name
         separator = "" if self.namespace.endswith("__") else "__"
@@ -48,11 +48,11 @@ class FunctionTool(FunctionFields):
     """A function that the client runs."""
 
     type: Literal["function"]
-    #: A hint: the model is told of all tools at once.
+    #: A hint: the model gets all tools at once.
     defer_loading: bool | None = None
 
     def shown(self) -> JsonDict:
-        """As a response repeats it."""
+        """The tool as the response repeats it."""
         shown = {
             "type": "function",
             "name": self.name,
@@ -72,7 +72,7 @@ class CustomTool(CustomFields):
     defer_loading: bool | None = None
 
     def shown(self) -> JsonDict:
-        """As a response repeats it."""
+        """The tool as the response repeats it."""
         shown: JsonDict = {"type": "custom", "name": self.name}
         if self.description is not None:
             shown["description"] = self.description
@@ -108,7 +108,7 @@ class NamespaceTool(Part):
     ]
 
     def shown(self) -> JsonDict:
-        """As a response repeats it."""
+        """The namespace as the response repeats it."""
         tools = [tool.shown() for tool in self.tools if not isinstance(tool, OtherTool)]
         described = self.description or ""
         return {
@@ -130,7 +130,7 @@ def tool_of(value: JsonValue) -> AnyTool:
 
 
 class PlacedTool(NamedTuple):
-    """A tool that the model is told of."""
+    """A tool that the model gets."""
 
     #: Where it stands in the body.
     path: str
@@ -138,12 +138,14 @@ class PlacedTool(NamedTuple):
     tool: _Own
 
     def as_tool(self) -> Tool:
-        """As every conversation has it."""
+        """The tool in the form that all routes share."""
         return self.tool.as_tool().renamed(self.form.flat_name).at(self.path)
 
 
 def placed(tools: Iterable[AnyTool]) -> list[PlacedTool | str]:
-    """All tools in order, those of namespaces too; paths of those that the model is not told of."""
+    """All tools in order, those of namespaces too; the paths of tools that the model does not
+    get.
+    """
     found: list[PlacedTool | str] = []
     for place, tool in enumerate(tools):
         path = f"tools[{place}]"

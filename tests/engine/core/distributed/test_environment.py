@@ -10,7 +10,7 @@ from jitney.engine import LLM
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.config.layers import load_config
 from jitney.engine.core.distributed.connection import HostAddress
-from jitney.engine.core.distributed.environment import _find_place, _HostPlace, placed
+from jitney.engine.core.distributed.environment import _find_identity, _HostIdentity, placed
 
 TPU = {"TPU_WORKER_HOSTNAMES": "t-0.svc,t-1.svc,t-2.svc,t-3.svc", "TPU_WORKER_ID": "2"}
 LWS = {"LWS_LEADER_ADDRESS": "v-0.v.ns", "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1"}
@@ -23,17 +23,17 @@ SLURM = {
 
 
 @pytest.mark.parametrize(
-    ("environ", "place"),
+    ("environ", "identity"),
     [
-        (TPU, _HostPlace("t-0.svc", 4, 2)),
-        (LWS, _HostPlace("v-0.v.ns", 2, 1)),
-        (LWS | TPU, _HostPlace("v-0.v.ns", 2, 1)),
-        (SLURM, _HostPlace("gpu07", 3, 0)),
-        (SLURM | {"SLURM_STEP_NODELIST": "a-b,c[1-2]"}, _HostPlace("a-b", 3, 0)),
+        (TPU, _HostIdentity("t-0.svc", 4, 2)),
+        (LWS, _HostIdentity("v-0.v.ns", 2, 1)),
+        (LWS | TPU, _HostIdentity("v-0.v.ns", 2, 1)),
+        (SLURM, _HostIdentity("gpu07", 3, 0)),
+        (SLURM | {"SLURM_STEP_NODELIST": "a-b,c[1-2]"}, _HostIdentity("a-b", 3, 0)),
     ],
 )
-def test_the_environment_says_which_host_this_is(environ: dict[str, str], place: _HostPlace):
-    assert _find_place(environ) == place
+def test_the_environment_says_which_host_this_is(environ: dict[str, str], identity: _HostIdentity):
+    assert _find_identity(environ) == identity
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_the_environment_says_which_host_this_is(environ: dict[str, str], place:
 )
 def test_an_environment_that_does_not_say(environ: dict[str, str], message: str):
     with pytest.raises(ConfigError, match=f"coordinator auto: {message}"):
-        _find_place(environ)
+        _find_identity(environ)
 
 
 def auto(**more: Any) -> Any:

@@ -153,7 +153,7 @@ def test_hosts_that_found_different_things_all_say_so(
         ),
         (
             Hello(1, OWN.versions, "abd"),
-            "host 1 was told other settings of .model., .engine. or .sampling. than host 0",
+            "host 1 has other settings of .model., .engine. or .sampling. than host 0",
         ),
     ],
 )
@@ -173,9 +173,9 @@ def test_an_id_is_given_once(meeting: Meeting):
     first = meeting.first(3)
     one = meeting.other(1, 3)
     wait_for(lambda: any("host 2" in detail for _, _, detail in meeting.reports))
-    with pytest.raises(ConfigError, match="host 1 is there already"):
+    with pytest.raises(ConfigError, match="host 1 has already joined"):
         meeting.other(1, 3).result(LIMIT_S)
-    with pytest.raises(ConfigError, match="host 3 is none of the 3 hosts"):
+    with pytest.raises(ConfigError, match="host 3 is not one of the 3 hosts"):
         meeting.other(3, 3).result(LIMIT_S)
     two = meeting.other(2, 3).result(LIMIT_S)
     part([first.result(LIMIT_S), one.result(LIMIT_S), two])
@@ -251,7 +251,7 @@ def test_the_last_words_of_a_host_are_the_reason(meeting: Meeting, failed: bool,
 def test_a_host_that_is_killed_is_noticed_by_all(meeting: Meeting):
     first, one, two = meeting.first(3), meeting.other(1, 3), meeting.other(2, 3)
     hosts = (first.result(LIMIT_S), one.result(LIMIT_S), two.result(LIMIT_S))
-    hosts[2]._first.connection.close()  # as the system does for a process that it ends
+    hosts[2]._leader.connection.close()  # as the system does for a process that it ends
     losses = {meeting.losses.get(timeout=LIMIT_S) for _ in hosts}
     gone = "host 2 is gone: its connection ended"
     assert {(0, gone, False), (1, gone, True)} < losses
@@ -262,7 +262,7 @@ def test_nobody_leaves_while_a_loss_is_told(meeting: Meeting, number: int):
     """It ends the process, and a step that failed for it would end it in other words."""
     pair = meeting.pair()
     meeting.told.clear()
-    pair[1]._first.connection.close()
+    pair[1]._leader.connection.close()
     assert {meeting.losses.get(timeout=LIMIT_S)[0] for _ in pair} == {0, 1}
     host = pair[number]
     host.wait_for_loss()
@@ -275,11 +275,11 @@ def test_nobody_leaves_while_a_loss_is_told(meeting: Meeting, number: int):
 
 def test_a_host_that_says_nothing_is_gone(meeting: Meeting, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Connection, "silent_s", 0.5)
-    monkeypatch.setattr(link, "_BEAT_S", 60.0)
+    monkeypatch.setattr(link, "_HEARTBEAT_S", 60.0)
     first, _ = meeting.pair()
     losses = {meeting.losses.get(timeout=LIMIT_S) for _ in range(2)}
     # Whoever notices it first tells the other, who may hear of it before noticing.
-    noticed = {(number, f"host {1 - number} said nothing for 0.5 s", False) for number in (0, 1)}
+    noticed = {(number, f"host {1 - number} sent nothing for 0.5 s", False) for number in (0, 1)}
     assert noticed & losses
     first.wait_for_loss()
 
@@ -331,12 +331,14 @@ def test_a_first_host_that_ended_has_no_rounds(meeting: Meeting):
 
 def test_hosts_that_never_come(meeting: Meeting, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(link, "_JOIN_S", 1.0)
-    with pytest.raises(ConfigError, match=r"host 0 at 127.0.0.1:\d+ was not there within 1 s"):
+    with pytest.raises(
+        ConfigError, match=r"host 0 at 127.0.0.1:\d+ could not be reached within 1 s"
+    ):
         meeting.other().result(LIMIT_S)
     first, one = meeting.first(4), meeting.other(2, 4)
-    with pytest.raises(ConfigError, match="host 1, 3 did not come within 1 s"):
+    with pytest.raises(ConfigError, match="host 1, 3 did not join within 1 s"):
         first.result(LIMIT_S)
-    with pytest.raises(ConfigError, match="was not there"):
+    with pytest.raises(ConfigError, match="could not be reached"):
         one.result(LIMIT_S)
 
 

@@ -268,7 +268,7 @@ def test_what_it_cannot_do_is_said():
     with pytest.raises(RequestError, match="maximum context length is 64 tokens") as caught:
         limits.check(wanted("own", [1] * 65, "cls"))
     assert caught.value.info.code == "context_length_exceeded"
-    with pytest.raises(RequestError, match="makes no vectors of prompts by last"):
+    with pytest.raises(RequestError, match="makes no vectors by last"):
         limits.check(wanted("own", [1], "last"))
 
 

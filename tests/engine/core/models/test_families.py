@@ -29,7 +29,7 @@ from jitney.engine.core.models.llama import Llama
 from jitney.engine.core.models.registry import _MODELS, abstract_model, model_class
 from jitney.engine.core.weights.checkpoints.families import FAMILIES, Family, _read_decoder
 from jitney.engine.core.weights.checkpoints.hf_config import read_hf_config
-from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig, RopeConfig
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.load import load_model
 
@@ -85,7 +85,7 @@ def test_a_family_writes_what_transformers_writes(name: str, kernels: str, tmp_p
     alone = [llm.generate([prompt], params)[0].outputs[0] for prompt in prompts]
     for outputs in (together, alone):
         assert [output.token_ids for output in outputs] == wanted
-        found = [[own.logprob for own in output.logprobs] for output in outputs]
+        found = [[own.logprob for own in output.logprobs or []] for output in outputs]
         np.testing.assert_allclose(found, logprobs, atol=1e-3)
     llm.core.check()
 
@@ -220,9 +220,8 @@ GGUF_FAMILIES: dict[str, tuple[dict[str, Any], bool, dict[str, Any]]] = {
 def write_gguf_family(path: Path, case: dict, *, paired: bool, keys: dict[str, Any]) -> Path:
     """The case's weights with the names and rows of llama.cpp's converter."""
     config = case["config"]
-    name = {"ministral3": "mistral3", "olmo3": "olmo2"}.get(
-        config["model_type"], config["model_type"]
-    )
+    kind: str = config["model_type"]
+    name = {"ministral3": "mistral3", "olmo3": "olmo2"}.get(kind, kind)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     layers = config["num_hidden_layers"]
     writer = gguf_files.open_writer(
@@ -327,7 +326,7 @@ def test_published_gemmas_have_their_number_of_weights(size: str):
     assert config.windows[:6] == (512,) * 5 + (0,)
     assert config.window == 0  # some layer sees all, so pages behind the windows stay
     assert config.attention_scale == 1 / 16 and config.tie_embeddings
-    assert [config.ropes[layer].theta for layer in (0, 5)] == [1e4, 1e6]
+    assert (config.rope(0), config.rope(5)) == (RopeConfig(1e4), RopeConfig(1e6))
 
 
 OLMO2 = {
@@ -360,6 +359,73 @@ def test_published_olmos_have_their_number_of_weights(size: str):
     leaves = jax.tree.leaves(nnx.state(abstract_model(config)))
     assert sum(leaf.size for leaf in leaves) == wanted
     assert config.wide_qk_norm and not config.qk_norm and not config.tie_embeddings
+
+
+#: The same of families whose files have another layout.
+PUBLISHED_OTHERS: dict[str, tuple[dict[str, Any], int]] = {
+    "microsoft/Phi-4-mini-instruct": (
+        {
+            "architectures": ["Phi3ForCausalLM"],
+            "vocab_size": 200064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "original_max_position_embeddings": 4096,
+            "partial_rotary_factor": 0.75,
+            "rope_scaling": {
+                "type": "longrope",
+                "short_factor": [1.0] * 48,
+                "long_factor": [1.0] * 48,
+            },
+            "sliding_window": 262144,
+            "tie_word_embeddings": True,
+            "bos_token_id": 199999,
+            "eos_token_id": 199999,
+        },
+        3_836_021_760,
+    ),
+    "HuggingFaceTB/SmolLM3-3B": (
+        {
+            "architectures": ["SmolLM3ForCausalLM"],
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 65536,
+            "no_rope_layers": [1, 1, 1, 0] * 9,
+            "rope_theta": 5e6,
+        },
+        3_075_098_624,
+    ),
+    "THUDM/GLM-4-9B-0414": (
+        {
+            "architectures": ["Glm4ForCausalLM"],
+            "vocab_size": 151552,
+            "hidden_size": 4096,
+            "intermediate_size": 13696,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "attention_bias": True,
+            "max_position_embeddings": 32768,
+            "partial_rotary_factor": 0.5,
+        },
+        9_400_279_040,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED_OTHERS)
+def test_published_models_have_their_number_of_weights(name: str):
+    settings, wanted = PUBLISHED_OTHERS[name]
+    leaves = jax.tree.leaves(nnx.state(abstract_model(read_hf_config(settings))))
+    assert sum(leaf.size for leaf in leaves) == wanted
 
 
 def test_every_family_has_a_model():

@@ -23,7 +23,7 @@ from jitney.engine.common.errors import ConfigError, ModelError
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.core.executor.program import StateSizes
 from jitney.engine.core.executor.proving import served_by
-from jitney.engine.core.models.layers import RowFacts
+from jitney.engine.core.models.layers import Linear, RowFacts
 from jitney.engine.core.models.mixture import _Experts, _route, _Routes
 from jitney.engine.core.models.quantization import Packed, quantise, widened
 from jitney.engine.core.models.registry import abstract_model, random_model
@@ -136,20 +136,30 @@ def naive(layer: _Experts, x: np.ndarray, n_experts: int) -> np.ndarray:
     def matrices(packed: Packed) -> list[np.ndarray]:
         return np.split(np.asarray(widened(packed), np.float64), n_experts, axis=1)
 
+    def biases(linear: Linear) -> Any:
+        return [0.0] * n_experts if linear.bias is None else np.split(linear.bias[...], n_experts)
+
     opening, closing = matrices(layer.gate_up.packed), matrices(layer.down.packed)
+    added, added_behind = biases(layer.gate_up), biases(layer.down)
     scores = x.astype(np.float64) @ np.asarray(layer.router[...], np.float64)
+    if layer.router_bias is not None:
+        scores += np.asarray(layer.router_bias[...])
     found = np.zeros(x.shape)
     for row, shares in enumerate(chosen_of(scores, layer.experts)):
         for expert, share in shares.items():
-            gate, up = np.split(x[row].astype(np.float64) @ opening[expert], 2)
-            found[row] += share * ((gate / (1 + np.exp(-gate)) * up) @ closing[expert])
+            gate, up = np.split(x[row].astype(np.float64) @ opening[expert] + added[expert], 2)
+            slope = 1.0
+            if layer.gate_up.activation == "clamped_silu":
+                gate, up, slope = np.minimum(gate, 7), np.clip(up, -7, 7) + 1, 1.702
+            inner = gate / (1 + np.exp(-slope * gate)) * up
+            found[row] += share * (inner @ closing[expert] + added_behind[expert])
     return found
 
 
 @pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("scheme", Packed.schemes)
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("scheme", [*Packed.schemes, "mxfp4"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_a_layer_is_the_sum_of_its_rows_experts(family: str, scheme: str, packed: bool):
     config = tiny_config(family)
     assert config.experts is not None

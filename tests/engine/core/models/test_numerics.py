@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 CASES = DATA["cases"]
 
 
-def dense_attend(q, k, v, kv, meta, *, scale, window=0, softcap=0.0):
+def dense_attend(q, k, v, kv, meta, *, scale, window=0, softcap=0.0, sinks=None):
     """Attention over the rows of this step alone, masked by sequence, position and window; pages
     untouched.
     """
@@ -44,7 +44,13 @@ def dense_attend(q, k, v, kv, meta, *, scale, window=0, softcap=0.0):
     scores = jnp.einsum("qhd,khd->hqk", q, k, preferred_element_type=jnp.float32) * scale
     if softcap:
         scores = softcap * jnp.tanh(scores / softcap)
-    weights = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1)
+    scores = jnp.where(seen, scores, -1e30)
+    if sinks is None:
+        weights = jax.nn.softmax(scores, axis=-1)
+    else:
+        shape = (*scores.shape[:2], 1)
+        column = jnp.broadcast_to(sinks[:, None, None], shape)
+        weights = jax.nn.softmax(jnp.concatenate([scores, column], -1), axis=-1)[..., :-1]
     return jnp.einsum("hqk,khd->qhd", weights, v.astype(jnp.float32)).astype(q.dtype), kv
 
 
@@ -217,9 +223,9 @@ def test_dtype_in_is_dtype_out(architecture: str, dtype, float32_residual: bool)
     model = random_model(tiny_config(architecture), dtype=dtype)
     seen = []
 
-    def attend(q, k, v, kv, meta, *, scale, window=0, softcap=0.0):
+    def attend(q, k, v, kv, meta, **options):
         seen.extend([q.dtype, k.dtype, v.dtype])
-        return dense_attend(q, k, v, kv, meta, scale=scale, window=window, softcap=softcap)
+        return dense_attend(q, k, v, kv, meta, **options)
 
     kernels = replace(DENSE, paged_attention=attend, float32_residual=float32_residual)
     hidden, _ = model(jnp.arange(8), nothing_kept(model.config, 1), prompts_meta(8), kernels)

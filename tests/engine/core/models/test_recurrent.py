@@ -16,6 +16,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from jitney.engine import LLM, SamplingParams
+from jitney.engine.common.requests import Grammar
+from jitney.engine.core.grammar import matchers
+from jitney.engine.core.scheduler.page_demand import PageDemand
 from jitney.engine.core.scheduler.scheduler import Scheduler
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 
@@ -59,7 +62,7 @@ def test_alone_in_a_crowd_and_after_preemption_answers_are_the_same(
     """Pages for about two sequences, that board whether or not the pool should last; prompts of up
     to seven chunks.
     """
-    monkeypatch.setattr(Scheduler, "_pages_last", lambda *_: True)
+    monkeypatch.setattr(PageDemand, "lasts", lambda *_: True)
     llm = engine(family, pages=20)
     together = answers(llm, prompts())
     totals = llm.core.ledger.totals
@@ -78,6 +81,22 @@ def test_siblings_each_read_their_prompt():
     assert first == answers(llm, [prompt])[0]
     assert len({tuple(tokens) for tokens, _ in (first, *others)}) == 3
     assert not llm.info.sizes.prefix_cache
+
+
+def test_rows_that_are_computed_again_for_a_late_mask_change_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Sequences sit out until their masks are there, and then have their last row once more."""
+    wanted = Grammar("json_schema", '{"type":"array","items":{"enum":["a","b",10]},"maxItems":6}')
+    rows = []
+    sit_out = Scheduler.sit_out
+    monkeypatch.setattr(Scheduler, "sit_out", lambda *args: (rows.append(1), sit_out(*args)))
+    found = []
+    for patience in (60.0, 0.0):
+        monkeypatch.setattr(matchers, "_STEP_S", patience)
+        found.append((answers(engine("qwen3_5"), prompts(), grammar=wanted), len(rows)))
+    (patiently, none), (hastily, some) = found
+    assert patiently == hastily and none == 0 and some > len(LENGTHS)
 
 
 def save(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> str:

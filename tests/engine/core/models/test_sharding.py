@@ -44,7 +44,8 @@ from jitney.kernels import definitions
 
 #: Biases, a tied head, a tied head with biases and windows, norms of query and key heads, and norms
 #: over all of them, fused matrices with heads in another order, norms behind halves, factors,
-#: halves side by side, and recurrent layers; 4 query and 2 KV heads, so that two of four devices share a KV head.
+#: halves side by side, and recurrent layers; 4 query and 2 KV heads, so that two of four devices
+#: share a KV head.
 CASES = (
     ("llama2_biases", 4),
     ("llama3", 2),
@@ -59,6 +60,7 @@ CASES = (
     ("cohere2", 4),
     ("qwen3_moe", 4),
     ("mixtral", 2),
+    ("gpt_oss", 4),
     ("qwen3_5", 2),
     ("qwen3_5_moe", 4),
 )
@@ -66,6 +68,7 @@ CASES = (
 
 #: What a job is told of dtype, scheme and pools.
 PLAIN, INT8 = ("float32", "plain", ""), ("float32", "int8", "")
+KEPT_AS = "float32", "auto", ""
 #: Of these what is proved is compared: devices that share KV heads, groups of experts, and engines
 #: that share experts.
 PROVED = {
@@ -76,7 +79,9 @@ PROVED = {
     "qwen3_moe of four engines": ("qwen3_moe", 1, 1, 4),
 }
 #: Of these, with whole experts on each group of devices: devices and groups.
-GROUPED = (("qwen3_moe", 4, 2), ("mixtral", 2, 2))
+GROUPED = (("qwen3_moe", 4, 2), ("mixtral", 2, 2), ("gpt_oss", 4, 2))
+#: Experts in MXFP4, kept as stored, by devices and groups.
+KEPT = ((1, 1), (2, 1), (4, 1), (4, 2), (2, 2))
 
 
 #: Engines that share experts: how many, devices of each, and rows of each in the step: all, a few,
@@ -85,6 +90,7 @@ JOINED: dict[str, tuple[Any, ...]] = {
     "two engines": ("qwen3_moe", 2, 1, [48, 9]),
     "two engines of four": ("qwen3_moe", 2, 4, [48, 0]),
     "four engines": ("mixtral", 4, 2, [3, 48, 0, 31]),
+    "two engines with biases": ("gpt_oss", 2, 2, [48, 9]),
     "two engines in groups": ("mixtral", 2, 2, [9, 48], "plain", "", 2),
 }
 #: Compared with one engine alone.
@@ -115,6 +121,14 @@ def jobs(folders: dict[str, str]) -> list[tuple[str, str, list[Any]]]:
     found += [
         (f"{case} {n} in {groups}", "logits", [folders[case], n, prompt, *PLAIN, groups])
         for case, n, groups in GROUPED
+    ]
+    found += [
+        (
+            f"MXFP4 {n} in {groups}",
+            "logits",
+            [folders["gpt_oss_mxfp4"], n, prompt, *KEPT_AS, groups],
+        )
+        for n, groups in KEPT
     ]
     # The rows of experts' products in int8, whose scales those of a group find together.
     found += [
@@ -155,7 +169,8 @@ def jobs(folders: dict[str, str]) -> list[tuple[str, str, list[Any]]]:
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
     """What `sharding_program` made of all the jobs, by name."""
     folder = tmp_path_factory.mktemp("sharding")
-    folders = {case: write_folder(folder / case, DATA["cases"][case]) for case in dict(CASES)}
+    cases = (*dict(CASES), "gpt_oss_mxfp4")
+    folders = {case: write_folder(folder / case, DATA["cases"][case]) for case in cases}
     (folder / "jobs.json").write_text(json.dumps(jobs(folders)))
     # quick to compile
     flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
@@ -195,6 +210,15 @@ def test_groups_of_devices_with_whole_experts_give_the_same_logits(
 ):
     expected = np.array(DATA["cases"][case]["logits"])
     found = results[f"{case} {count} in {groups}"][DATA["rows"]]
+    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("count", "groups"), KEPT)
+def test_experts_in_mxfp4_are_split_as_stored(
+    results: dict[str, np.ndarray], count: int, groups: int
+):
+    expected = np.array(DATA["cases"]["gpt_oss_mxfp4"]["logits"])
+    found = results[f"MXFP4 {count} in {groups}"][DATA["rows"]]
     np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
 
 
@@ -617,7 +641,7 @@ def test_fewer_devices_than_asked_for():
 def test_doctor_counts_the_devices():
     found = list(doctor._devices(load_config(flags={"tensor_parallel": 64})))
     assert found[0].name == "tensor parallel" and found[0].ok is False
-    assert found[0].value.startswith("64 devices wanted, ")
+    assert found[0].value.startswith("64 devices needed, ")
     assert "tensor parallel" not in {finding.name for finding in doctor._devices(load_config())}
 
 

@@ -16,7 +16,7 @@ from fakes import FakeClock, make_core, make_request
 from step_tables import constant_table
 
 from jitney.engine.common.errors import RequestError
-from jitney.engine.common.requests import EngineRequest, Whole
+from jitney.engine.common.requests import EngineRequest, RequestGroup
 from jitney.engine.common.trace import Arrival
 from jitney.engine.config.schema import EngineSection
 from jitney.engine.core.engine_core import EngineCore
@@ -190,7 +190,7 @@ def test_aborted_siblings_give_back_their_places():
 
 def together(name: str, count: int, prompt: int = 2) -> list[EngineRequest]:
     """The requests of one client's that has so many prompts."""
-    whole = Whole(name, count, count * prompt)
+    whole = RequestGroup(name, count, count * prompt)
     requests = []
     for number in range(count):
         request = make_request(f"{name}-{number}", [number + 1] * prompt, max_tokens=200)

@@ -1,4 +1,4 @@
-"""More seats than pages: who boards, who gives way, and what it costs, on a virtual clock."""
+"""More seats than pages: boarding, preemption, and what they cost, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OUTPUTS = {"uniform": Uniform(50, 800), "log-normal": LogNormal(300, 0.8, 50, 80
 
 
 class EndingDevice(VirtualDevice):
-    """Samples END where an answer is as long as it gets; nobody else knows how long that is."""
+    """Samples END where an answer is as long as it gets, which the scheduler does not know."""
 
     def __init__(self, arrivals: list[Arrival]):
         super().__init__(TABLE)

@@ -12,7 +12,7 @@ import pytest
 from jitney.engine.cli import main
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.trace import Arrival
-from jitney.engine.config.layers import Layered, load_config
+from jitney.engine.config.layers import ResolvedConfig, load_config
 from jitney.engine.config.schema import AUTO, Config, Share
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.limits import SchedulerLimits
@@ -180,7 +180,7 @@ def test_auto_and_numbers_in_every_layer(tmp_path, capsys: pytest.CaptureFixture
     assert load_config(environ={"JITNEY_PREFILL_SHARE": "0.5"}).engine.prefill_share == 0.5
     file = tmp_path / "jitney.toml"
     for written in (Config(), load_config(flags={"prefill_share": "0.25"})):
-        file.write_text(Layered(written, {}).to_toml())
+        file.write_text(ResolvedConfig(written, {}).to_toml())
         assert load_config(file) == written
     with pytest.raises(ConfigError, match="--prefill-share: must be a number or auto"):
         load_config(flags={"prefill_share": "all"})

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,6 +45,10 @@ class WindowedRunner(FakeRunner):
     window = WINDOW
 
 
+def windowed_core(**options: Any) -> EngineCore:
+    return make_core(page_size=PAGE, eos=(), device=WindowedRunner, **options)
+
+
 def solo(request: EngineRequest) -> list[int]:
     """Tokens of a request served alone by a model with a window."""
     tokens = list(request.prompt)
@@ -55,7 +60,7 @@ def solo(request: EngineRequest) -> list[int]:
 
 
 def run(core: EngineCore, requests: list[EngineRequest], pause: random.Random) -> list:
-    """Everybody comes at a random step; after each step all is accounted for."""
+    """Each request comes at a random step; after each step all is accounted for."""
     coming, outputs = list(requests), []
     while coming or core.has_work:
         if coming and pause.random() < 0.4:
@@ -80,10 +85,8 @@ def run(core: EngineCore, requests: list[EngineRequest], pause: random.Random) -
     st.booleans(),
     st.integers(0, 99),
 )
-def test_nobodys_tokens_change(shapes, pages: int, retain: bool, rash: bool, seed: int):
-    """Prompts that start alike, siblings, few pages, preemption: the tokens are those of a solo
-    run.
-    """
+def test_tokens_are_those_of_a_solo_run(shapes, pages: int, retain: bool, rash: bool, seed: int):
+    """Prompts that start alike, siblings, few pages, preemption."""
     core = make_core(
         seats=3,
         pages=pages,
@@ -115,9 +118,7 @@ def test_pages_by_hand():
     """Window 6, pages of 4: at position p the row sees p - 5 .. p, so at 12 the page 4 .. 7 is
     still seen in part.
     """
-    core = make_core(
-        seats=1, pages=17, page_size=PAGE, budget=16, context=64, eos=(), device=WindowedRunner
-    )
+    core = windowed_core(seats=1, pages=17, budget=16, context=64)
     plans = watch(core)
     core.add(make_request("a", [1] * 3, max_tokens=30))
     held = {}
@@ -142,9 +143,7 @@ def test_pages_by_hand():
 
 
 def test_a_prompt_gives_back_pages_while_it_is_read():
-    core = make_core(
-        seats=2, pages=33, page_size=PAGE, budget=8, context=128, eos=(), device=WindowedRunner
-    )
+    core = windowed_core(seats=2, pages=33, budget=8, context=128)
     plans = watch(core)
     core.add(make_request("long", [1] * 64, max_tokens=1))
     core.run_until_idle()
@@ -152,9 +151,7 @@ def test_a_prompt_gives_back_pages_while_it_is_read():
 
 
 def test_dropped_pages_are_cached_and_found_again():
-    core = make_core(
-        seats=1, pages=33, page_size=PAGE, budget=64, context=128, eos=(), device=WindowedRunner
-    )
+    core = windowed_core(seats=1, pages=33, budget=64, context=128)
     first = make_request("first", [2] * 8, max_tokens=32)
     core.add(first)
     outputs = core.run_until_idle()
@@ -175,9 +172,7 @@ def test_many_long_answers_fit_a_pool_for_one_whole_one():
     """Each would take 16 pages; with a window of 6 it takes 4 at most, and four sit at once without
     any preemption.
     """
-    core = make_core(
-        seats=4, pages=18, page_size=PAGE, budget=16, context=64, eos=(), device=WindowedRunner
-    )
+    core = windowed_core(seats=4, pages=18, budget=16, context=64)
     plans = watch(core)
     requests = [
         make_request(f"r{i}", [i + 1] * 4, max_tokens=56, ignore_eos=True) for i in range(8)
@@ -193,9 +188,7 @@ def test_many_long_answers_fit_a_pool_for_one_whole_one():
 
 
 def test_the_packed_table_has_the_trash_page_there():
-    core = make_core(
-        seats=1, pages=17, page_size=PAGE, budget=16, context=64, eos=(), device=WindowedRunner
-    )
+    core = windowed_core(seats=1, pages=17, budget=16, context=64)
     builder, tables = (
         BatchBuilder(seats=1, pages_per_seat=16, page_size=PAGE, pool_rows=17 * PAGE),
         [],

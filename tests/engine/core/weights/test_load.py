@@ -46,6 +46,8 @@ from jitney.engine.core.weights.checkpoint import _BlockGGUF
 from jitney.engine.core.weights.checkpoints.families import FAMILIES, tiny_config
 from jitney.engine.core.weights.checkpoints.gguf import GGUFFile
 from jitney.engine.core.weights.checkpoints.gguf_config import config_of
+from jitney.engine.core.weights.checkpoints.model_config import RopeConfig
+from jitney.engine.core.weights.checkpoints.names import long_name
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.describe import describe_weights
 from jitney.engine.core.weights.load import WeightStorage, load_model
@@ -145,6 +147,20 @@ def test_a_base_model_without_a_head_says_so(
     )
     assert_same(whole, load(write_folder(tmp_path / "long", tensors())))
     assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.mlp.up_proj",
+        "layers.0.mlp.up_proj",
+        "language_model.model.layers.0.mlp.up_proj",
+        "model.language_model.layers.0.mlp.up_proj",
+        "language_model.layers.0.mlp.up_proj",
+    ],
+)
+def test_tensors_and_modules_of_adapters_have_one_name_whatever_they_were_saved_in(name: str):
+    assert long_name(name) == "model.layers.0.mlp.up_proj"
 
 
 def test_a_damaged_model_is_none_without_a_head(tmp_path: Path):
@@ -480,13 +496,15 @@ def test_rope_divisors_of_llama3_files(tmp_path: Path):
     }
     folder = write_folder(tmp_path / "hf", tensors(), CONFIG | {"rope_scaling": scaling})
     config = ModelSource.resolve(str(folder)).config
-    wanted, _ = _inverse_frequencies(config.ropes[0], config)
+    wanted, _ = _inverse_frequencies(config.ropes[0] or RopeConfig(), config)
     plain = 10000.0 ** -(np.arange(D // 2) / (D // 2))
     divisors = (plain / np.asarray(wanted)).astype(np.float32)
     assert divisors.min() == pytest.approx(1) and divisors.max() == pytest.approx(8)
     path = write_gguf(tmp_path / "m.gguf", tensors(), extra={"rope_freqs.weight": divisors})
     config = ModelSource.resolve(str(path)).config
-    np.testing.assert_allclose(_inverse_frequencies(config.ropes[0], config)[0], wanted, rtol=1e-5)
+    np.testing.assert_allclose(
+        _inverse_frequencies(config.ropes[0] or RopeConfig(), config)[0], wanted, rtol=1e-5
+    )
     assert_same(load(path), load(folder))
 
 

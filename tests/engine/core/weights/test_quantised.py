@@ -29,6 +29,7 @@ from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.describe import describe_weights
 from jitney.engine.core.weights.load import WeightStorage, load_model
 from jitney.engine.core.weights.quantising import choose_kv_dtype, load_kv_scales
+from jitney.kernels import definitions
 from jitney.kernels.experts import gate
 from jitney.kernels.int4 import Int4, matmul_int4
 from jitney.kernels.interface import KernelSet
@@ -99,6 +100,22 @@ def test_int4_keeps_what_lies_on_its_levels():
     packed = quantise((nibbles - 5) / np.float32(16), scheme="int4", dtype=jnp.float32)
     np.testing.assert_array_equal(widened(packed), (nibbles - 5) / 16)
     np.testing.assert_array_equal(packed.zeros, np.full((1, 8), 5))
+
+
+def test_mxfp4_is_the_nearest_of_its_levels():
+    """Of each block of 32 inputs the greatest lies where its exponent is 2, as the standard has
+    it.
+    """
+    packed = quantise(jnp.asarray(WEIGHTS), scheme="mxfp4", dtype=jnp.float32)
+    assert packed.scheme == "mxfp4" and packed.in_four_bits
+    blocks = WEIGHTS.reshape(-1, 32, 48)
+    step = 2.0 ** (np.floor(np.log2(np.abs(blocks).max(1, keepdims=True))) - 2)
+    levels = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    levels = np.concatenate([levels, -levels])
+    nearest = np.abs(blocks[..., None] / step[..., None] - levels).min(-1) * step
+    found = definitions.mxfp4(np.asarray(packed.kernel), np.asarray(packed.scale))
+    np.testing.assert_allclose(np.abs(found.reshape(blocks.shape) - blocks), nearest, atol=1e-6)
+    np.testing.assert_array_equal(widened(packed), found)
 
 
 def test_group_sizes():
@@ -299,12 +316,14 @@ def test_auto_keeps_a_checkpoint_where_the_device_multiplies_it_so():
             "matmul_int4": lambda x, weights, dtype=None: x,
         }
     )
-    assert WeightStorage.choose("auto", "cpu", REFERENCE) == WeightStorage("plain", frozenset())
+    assert WeightStorage.choose("auto", "cpu", REFERENCE) == WeightStorage(
+        "plain", frozenset({"mxfp4"})
+    )
     assert WeightStorage.choose("auto", "tpu", REFERENCE) == WeightStorage(
-        "plain", frozenset({"int8", "fp8"})
+        "plain", frozenset({"int8", "fp8", "mxfp4"})
     )
     assert WeightStorage.choose("auto", "gpu", packing_int4) == WeightStorage(
-        "plain", frozenset({"int8", "fp8", "int4"})
+        "plain", frozenset({"int8", "fp8", "int4", "mxfp4"})
     )
     assert WeightStorage.choose("plain", "gpu", packing_int4) == WeightStorage("plain", frozenset())
     assert WeightStorage.choose("int4", "cpu", REFERENCE) == WeightStorage(

@@ -125,6 +125,15 @@ def fp8(
     ) * scale
 
 
+def fp8_static(base: str, size_out: int, size_in: int) -> tuple[dict, np.ndarray]:
+    """As Ministral 3 is published: one scale, under the name of scales of blocks, and another for
+    rows, which are rounded by their own here.
+    """
+    state, floats = fp8(base, size_out, size_in)
+    state[f"{base}.weight_scale_inv"] = state.pop(f"{base}.weight_scale")
+    return state | {f"{base}.activation_scale": np.float32(0.1).reshape(())}, floats
+
+
 def int8(base: str, size_out: int, size_in: int) -> tuple[dict, np.ndarray]:
     weights = RANDOM.integers(-127, 128, (size_out, size_in)).astype(np.int8)
     scale = RANDOM.uniform(0.01, 0.02, (size_out, 1)).astype(ml_dtypes.bfloat16)
@@ -165,6 +174,11 @@ FORMATS: dict[str, tuple[dict, Any, str]] = {
         "int4",
     ),
     "fp8 tensor": ({"quant_method": "fp8"}, fp8, "fp8"),
+    "fp8 static": (
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+        fp8_static,
+        "fp8",
+    ),
     "fp8 outputs": (
         COMPRESSED | {"format": "float-quantized"},
         lambda *args: fp8(*args, shape=(-1, 1)),

@@ -22,11 +22,13 @@ from jitney.engine.cli import main
 from jitney.engine.common.errors import ConfigError, JitneyError
 from jitney.engine.common.scrape import Scrape
 from jitney.engine.common.trace import Arrival, TraceLine
-from jitney.engine.core.cost import CostLine
+from jitney.engine.fleet.resume import events
+from jitney.engine.lab.backlog import QueueGrowth
+from jitney.engine.lab.bench.client import Answer, EndpointClient, RemoteEndpoint
+from jitney.engine.lab.bench.cost import CostLine
 from jitney.engine.lab.bench.load import _record_of, _Sender, run_load
 from jitney.engine.lab.bench.online import OnlineBench, _Ruler, _ServerMetrics
 from jitney.engine.lab.simulation.workload import WORKLOADS
-from jitney.engine.server.http.client import Answer, EndpointClient, RemoteEndpoint, events
 
 SERVICE_S = 0.05
 Handler = Callable[[str, dict], Awaitable[tuple[int, bytes]]]
@@ -399,61 +401,29 @@ OURS = (
 )
 
 
-def test_a_sweep_over_loads_says_where_the_queue_grew(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("command", ["serve --arrivals poisson --rate 180", "sweep --loads 0.3,6"])
+def test_a_report_names_the_device_and_every_queue_that_grew(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    with in_background(overloaded(40.0, OURS)) as url:
-        words = f"bench sweep --url {url} --prompt 20 --output 3 --loads 0.3,6".split()
-        words += f"--requests 64 --warmup 0 --html {tmp_path / 'l.html'}".split()
-        assert main([*words, "--json", str(tmp_path / "l.json")]) == 0
-    shown = capsys.readouterr().out
-    report = json.loads((tmp_path / "l.json").read_text())
-    assert 8 < report["capacity_req_s"] <= 43
-    low, high = report["points"]
-    assert (low["load"], high["load"]) == (0.3, 6.0)
-    assert low["rate"] == pytest.approx(0.3 * report["capacity_req_s"])
-    assert low["figures"]["backlog"]["grew"] is False and high["figures"]["backlog"]["grew"] is True
-    assert high["ttft_p99_s"] > low["ttft_p99_s"]
-    assert (
-        "load 6: the queue grew for the whole run" in shown
-        and "p99 is the length of the run" in shown
-    )
-    assert (
-        "load 0.3: the queue" not in shown and "p99 of 64 requests is nearly the slowest" in shown
-    )
-    assert "native kernels on Some CPU 9, 4 cores (cpu)" in shown
+    """Whether it grew depends on this machine's time; that page and terminal say so does not."""
+    with in_background(overloaded(100.0, OURS)) as url:
+        words = f"bench {command} --url {url} --prompt 20 --output 3..5 --requests 40 --warmup 0"
+        files = ["--json", str(tmp_path / "r.json"), "--html", str(tmp_path / "r.html")]
+        assert main([*words.split(), *files]) == 0
+    shown, page = capsys.readouterr().out, unescape((tmp_path / "r.html").read_text())
+    report = json.loads((tmp_path / "r.json").read_text())
     assert report["engine"]["device"] == "Some CPU 9, 4 cores"
-    page = (tmp_path / "l.html").read_text()
-    assert "p99 is the length of the run" in page and "the queue grew for the whole run" in page
-    assert "Some CPU 9, 4 cores" in page
-
-
-def test_a_report_names_the_engines_device_and_the_growing_queue(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    with in_background(overloaded(60.0, OURS)) as url:
-        words = f"bench serve --url {url} --prompt 20 --output 3..5 --requests 60".split()
-        words += f"--warmup 0 --arrivals poisson --json {tmp_path / 's.json'}".split()
-        words += ["--html", str(tmp_path / "s.html")]
-        assert main([*words, "--rate", "180"]) == 0
-        over = capsys.readouterr().out
-        report = json.loads((tmp_path / "s.json").read_text())
-        assert main([*words, "--rate", "20"]) == 0
-        under = capsys.readouterr().out
-    assert (
-        report["figures"]["backlog"]["grew"] is True
-        and report["engine"]["device"] == "Some CPU 9, 4 cores"
-    )
-    for text in (over, (tmp_path / "s.html").read_text()):
-        assert "version 0.9, bfloat16, native kernels on Some CPU 9, 4 cores (cpu)" in text
-        assert "client's machine: " in unescape(text)
-        assert "outputs 3 (" in text and "median 4" in text
-    assert "grew: p99 is the run's length" in over and "p99 is the length of the run" in over
-    assert (
-        "the queue did not grow" in under
-        and json.loads((tmp_path / "s.json").read_text())["figures"]["backlog"]["grew"] is False
-    )
-    assert report["traffic"]["output_lengths"]["shortest"] == 3 and "of a core" in over
+    assert all("native kernels on Some CPU 9, 4 cores (cpu)" in text for text in (shown, page))
+    for run in report.get("points", [report]):
+        growth = QueueGrowth(**run["figures"]["backlog"])
+        is_told = growth.grew or "points" not in report
+        assert (str(growth) in " ".join(shown.split()), str(growth) in page) == (is_told, is_told)
+    if "points" in report:
+        low, high = report["points"]
+        assert (low["load"], high["load"]) == (0.3, 6.0)
+        assert low["rate"] == pytest.approx(0.3 * report["capacity_req_s"])
+    else:
+        assert report["traffic"]["output_lengths"]["shortest"] == 3 and "of a core" in shown
 
 
 @pytest.mark.parametrize("preset", ["mixed", "chat"])

@@ -19,9 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jitney.engine.common.errors import JitneyError
-from jitney.engine.config.kept_sizes import _FROM_MEASURED, _MEASURED, KeptTimes
-from jitney.engine.config.layers import Layered
+from jitney.engine.config.layers import ResolvedConfig
 from jitney.engine.config.schema import Config, EngineSection, _ModelSection
+from jitney.engine.config.tuned_sizes import _FROM_MEASURED, _MEASURED, MeasuredTimes
 from jitney.engine.core.executor.other_work import OtherWork
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 from jitney.engine.lab.bench import sizes_worker, timing_behind
@@ -110,38 +110,37 @@ def rule(limit_s: float, usual: int) -> _SizeRule:
     return _SizeRule(usual, limit_s, larger_limit_s=limit_s / 2, worth=1.1)
 
 
-def test_a_size_must_be_quick():
-    steps = [Timed(1, 0.1), Timed(2, 0.12), Timed(4, 0.19), Timed(8, 0.3)]
-    assert _best_size(steps, rule(0.2, usual=8)) == 4
-    assert _best_size(steps, rule(1.0, usual=8)) == 8
-    # All are too slow: the one that takes hardly longer than the smallest.
-    slow = [Timed(1, 3.0), Timed(2, 4.0), Timed(4, 6.0)]
-    assert _best_size(slow, rule(0.2, usual=4)) == 2
+_STEPS = {1: 0.1, 2: 0.12, 4: 0.19, 8: 0.3}
 
 
-def test_a_larger_size_than_the_usual_one_must_be_quicker():
-    steps = [Timed(1, 0.1), Timed(2, 0.12), Timed(4, 0.19), Timed(8, 0.3)]
-    assert _best_size(steps, rule(0.5, usual=2)) == 4
-    assert _best_size(steps, rule(0.6, usual=2)) == 8
-
-
-def test_up_to_the_usual_size_a_step_must_bring_about_as_much():
-    even = [Timed(1, 0.1), Timed(2, 0.2), Timed(4, 0.41)]
-    assert _best_size(even, rule(1.0, usual=4)) == 4
-    assert _best_size(even, rule(1.0, usual=2)) == 2
-    # 2 bring too little; 4 bring nine tenths of what 1 brings again.
-    at_four = rule(1.0, usual=4)
-    assert _best_size([Timed(1, 0.1), Timed(2, 0.25), Timed(4, 0.44)], at_four) == 4
-    assert _best_size([Timed(1, 0.1), Timed(2, 0.25), Timed(4, 0.46)], at_four) == 1
-
-
-def test_beyond_it_each_doubling_must_bring_a_tenth_more():
-    at_two = rule(1.0, usual=2)
-    steps = [Timed(2, 0.1), Timed(4, 0.18), Timed(8, 0.36)]
-    assert _best_size(steps, at_two) == 4
-    assert _best_size([*steps[:2], Timed(8, 0.32)], at_two) == 8
-    assert _best_size([Timed(2, 0.1), Timed(4, 0.19), Timed(8, 0.34)], at_two) == 2
-    assert _best_size([Timed(2, 0.1), Timed(4, 0.19), Timed(8, 0.33)], at_two) == 8
+@pytest.mark.parametrize(
+    ("seconds", "limit_s", "usual", "best"),
+    [
+        (_STEPS, 0.2, 8, 4),
+        (_STEPS, 1.0, 8, 8),
+        # All are too slow: the one that takes hardly longer than the smallest.
+        ({1: 3.0, 2: 4.0, 4: 6.0}, 0.2, 4, 2),
+        # A larger size than the usual one must be quicker.
+        (_STEPS, 0.5, 2, 4),
+        (_STEPS, 0.6, 2, 8),
+        # Up to the usual size, a step must bring about as much.
+        ({1: 0.1, 2: 0.2, 4: 0.41}, 1.0, 4, 4),
+        ({1: 0.1, 2: 0.2, 4: 0.41}, 1.0, 2, 2),
+        # 2 bring too little; 4 bring nine tenths of what 1 brings again.
+        ({1: 0.1, 2: 0.25, 4: 0.44}, 1.0, 4, 4),
+        ({1: 0.1, 2: 0.25, 4: 0.46}, 1.0, 4, 1),
+        # Beyond it, each doubling must bring a tenth more.
+        ({2: 0.1, 4: 0.18, 8: 0.36}, 1.0, 2, 4),
+        ({2: 0.1, 4: 0.18, 8: 0.32}, 1.0, 2, 8),
+        ({2: 0.1, 4: 0.19, 8: 0.34}, 1.0, 2, 2),
+        ({2: 0.1, 4: 0.19, 8: 0.33}, 1.0, 2, 8),
+    ],
+)
+def test_a_size_is_quick_and_brings_more(
+    seconds: dict[int, float], limit_s: float, usual: int, best: int
+):
+    steps = [Timed(size, step_s) for size, step_s in seconds.items()]
+    assert _best_size(steps, rule(limit_s, usual)) == best
 
 
 def test_a_slow_machine_has_fewer_seats_and_rows():
@@ -293,7 +292,7 @@ steps = st.builds(linear, st.floats(1e-5, 2.0), st.floats(0.0, 0.05))
 def test_what_is_chosen_is_a_configuration(decode: Seconds, prompts: Seconds, alone: float):
     values = Machine(decode, prompts, alone).chosen()
     assert set(values) <= _MEASURED
-    engine = Layered.load().with_values(values, _FROM_MEASURED).config.engine
+    engine = ResolvedConfig.load().with_values(values, _FROM_MEASURED).config.engine
     assert 4 <= engine.max_seats <= 128
     assert 2 * engine.max_seats <= engine.token_budget <= 2048
     if engine.max_seats > 4:
@@ -334,7 +333,7 @@ def test_steps_are_timed_behind_an_engine_in_a_process_that_stands_still_while_i
     )
     model = _ModelSection(id="tiny-random", dtype="float32", context=64)
     config = Config(model=model, engine=engine)
-    kept = KeptTimes({"1 8 reference decode 4": 0.7, "2 8 reference decode 8": 0.9})
+    kept = MeasuredTimes({"1 8 reference decode 4": 0.7, "2 8 reference decode 8": 0.9})
     keeps: list[int] = []
     beside_others = partial(time_apart, most_other_work=1.0)
     monkeypatch.setattr(timing_behind, "time_apart", beside_others)

@@ -460,19 +460,6 @@ def test_truncation_keeps_the_end_of_the_prompt():
     )
 
 
-def test_unknown_fields_are_named_and_harmless():
-    many = {f"x{number}": 1 for number in range(30)} | {"__proto__": {}, "a b\r\nc" * 100: 1}
-    for path, body in ((COMPLETIONS, PROMPT), (CHATS, CHAT)):
-        reply = ask(path, body | {"foo": 1} | many)
-        names = reply.headers["x-ignored-params"].split(", ")
-        assert reply.status == 200 and names[0] == "foo" and len(names) == 20
-        assert (
-            ask(path, body | {"a b\r\nc" * 100: 1}).headers["x-ignored-params"]
-            == ("a b??c" * 100)[:160].strip()
-        )
-        assert "x-ignored-params" not in ask(path, body).headers
-
-
 def test_a_field_without_a_name_does_not_break_the_answer():
     """No HTTP header may end with a blank; a server that sends one only closes the connection."""
     with served(make_app()) as (url, _), http_client(url) as client:
@@ -497,23 +484,6 @@ def test_text_parts_roles_and_earlier_tool_calls():
         'assistant: <tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n'
         "user: <tool_response>\n\n</tool_response>\nassistant: ok\nassistant: "
     )
-
-
-def test_neutral_values_of_unsupported_fields_are_fine():
-    neutral = {
-        "tools": [],
-        "tool_choice": "none",
-        "response_format": {"type": "text"},
-        "store": False,
-        "user": "u",
-        "service_tier": "auto",
-        "parallel_tool_calls": True,
-        "metadata": {"a": "b"},
-        "suffix": None,
-    }
-    for path, body in ((COMPLETIONS, PROMPT), (CHATS, CHAT)):
-        reply = ask(path, body | neutral)
-        assert reply.status == 200 and "x-ignored-params" not in reply.headers
 
 
 def test_request_ids_are_the_clients_only_when_harmless():

@@ -26,6 +26,8 @@ EMBEDDINGS = "/v1/embeddings"
 #: Those that write text, and those that do not.
 WRITING = ROUTES | {RESPONSES: RESPONSE, MESSAGES: MESSAGE, COUNT: CHAT}
 ALL_ROUTES = WRITING | {EMBEDDINGS: {"model": "m", "input": "ab"}}
+#: One route for each form of errors, where all routes run the same code.
+EACH_FORM = ("/v1/completions", MESSAGES)
 MIB = 1 << 20
 
 
@@ -178,55 +180,25 @@ def is_fine(path: str, field: str, value: Any) -> bool:
     return path in (MESSAGES, COUNT) and field == "metadata"
 
 
-@pytest.mark.parametrize("path", ALL_ROUTES)
 @pytest.mark.parametrize(("field", "value"), BOTH, ids=lambda value: str(value)[:24])
-def test_a_bad_field_is_named(path, field, value):
-    if is_fine(path, field, value):
-        return
+def test_a_bad_field_is_named(field, value):
+    check_field("/v1/completions", field, value)
+
+
+@pytest.mark.parametrize("path", ALL_ROUTES)
+@pytest.mark.parametrize(("field", "value"), dict(BOTH).items(), ids=lambda value: str(value)[:24])
+def test_a_bad_field_is_named_on_every_route(path, field, value):
+    """One value of each field: the bodies share the fields."""
+    if not is_fine(path, field, value):
+        check_field(path, field, value)
+
+
+def check_field(path: str, field: str, value: Any) -> None:
+    """A value is refused by the name of its field."""
     body = ALL_ROUTES[path] | {field: value}
     if len(json.dumps(body)) > MIB:
         return refuse(path, body, 413)
     refuse(path, body, 400, field)
-
-
-UNSUPPORTED: dict[str, Any] = {
-    "guided_whitespace_pattern": " ",
-    "prompt_embeds": "x",
-    "chat_template": "{% %}",
-    "functions": [{}],
-    "audio": {},
-    "suffix": "x",
-    "logits_processors": ["os.system"],
-    "use_beam_search": True,
-    "length_penalty": 1.5,
-    "early_stopping": True,
-    "modalities": ["audio"],
-}
-
-
-@pytest.mark.parametrize("path", ROUTES)
-@pytest.mark.parametrize("field", UNSUPPORTED)
-def test_what_we_do_not_do_is_refused_by_name(path, field):
-    refuse(path, ROUTES[path] | {field: UNSUPPORTED[field]}, 400, field, "unsupported_parameter")
-
-
-@pytest.mark.parametrize(
-    ("path", "field", "value"),
-    [
-        ("/v1/completions", "messages", []),
-        ("/v1/completions", "top_logprobs", 1),
-        ("/v1/completions", "max_completion_tokens", 5),
-        ("/v1/completions", "continue_final_message", True),
-        ("/v1/completions", "add_generation_prompt", False),
-        ("/v1/completions", "tools", [{"type": "function"}]),
-        ("/v1/completions", "chat_template_kwargs", {"a": 1}),
-        ("/v1/chat/completions", "prompt", "x"),
-        ("/v1/chat/completions", "echo", True),
-        ("/v1/chat/completions", "best_of", 2),
-    ],
-)
-def test_fields_of_the_sibling_route_are_refused(path, field, value):
-    refuse(path, ROUTES[path] | {field: value}, 400, field, "unsupported_parameter")
 
 
 def item(**fields: Any) -> dict[str, Any]:
@@ -280,28 +252,6 @@ BAD_RESPONSES: list[tuple[dict[str, Any], str, bool]] = [
     (function() | {"tool_choice": {"type": "file_search"}}, "tool_choice", True),
     ({"tools": [{"type": "mcp"}], "tool_choice": "required"}, "tool_choice", False),
     (function() | {"text": {"format": {"type": "nope"}}}, "text.format.type", False),
-    *(
-        ({name: value}, name, True)
-        for name, value in {
-            "background": True,
-            "background_options": {},
-            "conversation": "conv_1",
-            "max_completion_tokens": 5,
-            "max_tokens": 5,
-            "messages": [],
-            "moderation": {},
-            "n": 2,
-            "best_of": 2,
-            "echo": True,
-            "logprobs": 5,
-            "chat_template": "{% %}",
-            "chat_template_kwargs": {"tokenize": True},
-            "guided_regex": "a",
-            "structured_outputs": {"json": {}, "regex": "a"},
-            "prompt": {"id": "pmpt_1"},
-            "response_format": {"type": "json_object"},
-        }.items()
-    ),
 ]
 
 
@@ -368,23 +318,6 @@ BAD_MESSAGES: list[tuple[dict[str, Any], str]] = [
     (tool() | {"tool_choice": {"type": "auto", "name": "f"}}, "tool_choice"),
     ({"output_config": {"effort": "extreme"}}, "output_config.effort"),
     ({"output_config": {"format": {"type": "text"}}}, "output_config.format"),
-    *(
-        ({name: value}, name)
-        for name, value in {
-            "n": 2,
-            "best_of": 2,
-            "echo": True,
-            "logprobs": 5,
-            "top_logprobs": 5,
-            "chat_template": "{% %}",
-            "chat_template_kwargs": {"tokenize": True},
-            "guided_regex": "a",
-            "max_completion_tokens": 5,
-            "response_format": {"type": "json_object"},
-            "structured_outputs": {"json": {}, "regex": "a"},
-            "stop": "x",
-        }.items()
-    ),
 ]
 
 
@@ -558,7 +491,7 @@ def test_an_unknown_model_is_404_and_hardly_repeated(path, name):
     refuse(path, ALL_ROUTES[path] | {"model": name}, 404, "model", "model_not_found")
 
 
-@pytest.mark.parametrize("path", ALL_ROUTES)
+@pytest.mark.parametrize("path", EACH_FORM)
 @pytest.mark.parametrize(
     "body",
     [
@@ -586,14 +519,10 @@ def test_bodies_that_are_no_json_object(path, body):
     refuse(path, body, 400, None, "invalid_json")
 
 
-@pytest.mark.parametrize("path", ALL_ROUTES)
+@pytest.mark.parametrize("path", EACH_FORM)
 @pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e400"])
-@pytest.mark.parametrize(
-    "field", ["temperature", "max_tokens", "top_p", "priority", "min_p", "repetition_penalty"]
-)
+@pytest.mark.parametrize("field", ["temperature", "max_tokens", "priority"])
 def test_numbers_that_are_not_finite_name_their_field(path, number, field):
-    if path == EMBEDDINGS and field != "priority":
-        return
     body = json.dumps(ALL_ROUTES[path])[:-1].encode() + b', "%s": %s}' % (field.encode(), number)
     refuse(path, body, 400, field)
 
@@ -667,12 +596,6 @@ def with_prompt(path: str, text: str) -> dict[str, Any]:
     return ALL_ROUTES[path] | {field: user(text) if field == "messages" else text}
 
 
-@pytest.mark.parametrize("path", [path for path in ALL_ROUTES if path != COUNT])
-@pytest.mark.parametrize("length", [256, 257, 2560])
-def test_a_prompt_beyond_the_context(path, length):
-    refuse(path, with_prompt(path, "a" * length), 400, PROMPTS[path])
-
-
 @pytest.mark.parametrize("path", ALL_ROUTES)
 @pytest.mark.parametrize(
     "text", ["a", "\N{PILE OF POO}", " ", "\0", "e\u0301", "\u202e\u200b"], ids=ascii
@@ -686,7 +609,7 @@ def test_huge_texts_are_refused_before_they_are_tokenised(path, text):
         refuse(path, data, 400, PROMPTS[path])
 
 
-@pytest.mark.parametrize("path", ALL_ROUTES)
+@pytest.mark.parametrize("path", EACH_FORM)
 @pytest.mark.parametrize("declared", [True, False])
 def test_a_body_over_the_cap(path, declared):
     limit = 2000
@@ -706,42 +629,7 @@ def test_a_body_over_the_cap(path, declared):
     assert run(call(app, path, messages=fits)).status == 200
 
 
-def test_an_endless_body_is_cut_off_unread():
-    taken = 0
-
-    class Endless(list):
-        def __bool__(self):
-            return True
-
-        def pop(self, index=-1):
-            nonlocal taken
-            taken += 1
-            return {"type": "http.request", "body": b"x" * 1000, "more_body": True}
-
-    queue = Endless()
-
-    async def receive():
-        return queue.pop()
-
-    sent = []
-
-    async def send(message):
-        sent.append(message)
-
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/v1/completions",
-        "raw_path": b"",
-        "root_path": "",
-        "query_string": b"",
-        "headers": [(b"host", b"x"), (b"content-type", b"application/json")],
-    }
-    run(make_app(body_limit=10_000)(scope, receive, send))
-    assert sent[0]["status"] == 413 and taken <= 22
-
-
-@pytest.mark.parametrize("path", ALL_ROUTES)
+@pytest.mark.parametrize("path", EACH_FORM)
 @pytest.mark.parametrize(
     "headers",
     [
@@ -789,17 +677,6 @@ def test_bad_hosts(hosts):
     raw = [*((b"host", host) for host in hosts), (b"content-type", b"application/json")]
     for path in ("/v1/completions", "/livez", "/health"):
         refuse(path, PROMPT, 400, raw_headers=raw)
-
-
-def test_hosts_outside_the_list():
-    app = make_app(allowed_hosts=("localhost", "[::1]"))
-    for host, status in (
-        ("localhost:8000", 200),
-        ("LOCALHOST", 200),
-        ("[::1]:80", 200),
-        ("evil.example", 421),
-    ):
-        assert run(call(app, "/v1/completions", PROMPT, headers={"host": host})).status == status
 
 
 def test_headers_that_are_too_large():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from typing import Any
 
@@ -177,24 +176,10 @@ def test_lengths_that_the_model_was_not_trained_for_are_refused(
         assert reply.error["param"] == "dimensions" and "2" in reply.error["message"]
 
 
-def test_a_field_nobody_knows_is_listed_and_a_model_too():
-    reply = ask({"input": "a", "made_up": 1})
-    assert (reply.status, reply.headers["x-ignored-params"]) == (200, "made_up")
-    assert ask({"input": "a", "model": "other"}).error["code"] == "model_not_found"
-
-
 def test_an_engine_that_makes_no_vectors_says_how_it_would():
     reply = ask({"input": "a"}, FakeClient(embedding_pooling="off"))
     assert (reply.status, reply.error["code"]) == (400, "unsupported_parameter")
     assert "--embedding-pooling" in reply.error["message"]
-
-
-def test_a_client_that_leaves_ends_all_of_it():
-    client = engine(Script(hang=True))
-    app = make_app(client)
-    run(asyncio.wait_for(call(app, PATH, {"input": ["a", "b"]}, leave_after=0.2), 30))
-    assert {id for id, _, _ in client.aborts} == {each.id for each in client.requests}
-    assert len(client.requests) == 2
 
 
 def encoder(pooling: str = "cls") -> FakeClient:

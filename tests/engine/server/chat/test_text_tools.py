@@ -91,11 +91,6 @@ def test_what_the_template_makes_of_a_chat():
     assert ask("/apply-template", CHAT | extra).json() == {"prompt": "user: ab"}
 
 
-def test_unknown_fields_are_named():
-    for path, body in ROUTES.items():
-        assert ask(path, body | {"foo": 1}).headers["x-ignored-params"] == "foo"
-
-
 @pytest.mark.parametrize(
     ("path", "body", "status", "param"),
     [
@@ -122,10 +117,7 @@ def test_unknown_fields_are_named():
         ("/detokenize", {"tokens": [1.5]}, 400, "tokens"),
         ("/apply-template", {}, 400, "messages"),
         ("/apply-template", CHAT | {"functions": [{}]}, 400, "functions"),
-        *((path, body | {"model": "nope"}, 404, "model") for path, body in ROUTES.items()),
-        *((path, body | {"model": ""}, 400, "model") for path, body in ROUTES.items()),
         *((path, b"[]", 400, None) for path in ROUTES),
-        *((path, b"{", 400, None) for path in ROUTES),
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -180,12 +180,6 @@ def test_a_template_that_knows_no_tools_gets_them_in_words():
     assert prompt_of("plain", with_system).startswith("system: Be brief.\n\nYou can call")
 
 
-def test_calls_that_are_none_are_content():
-    for text in ("<tool_call>no</tool_call>", "<tool_call>", '<tool_call>{"name": 1}'):
-        choice = ask("hermes", text)
-        assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", text)
-
-
 def test_a_call_that_is_cut_off_is_told_as_far_as_it_goes():
     choice = ask("hermes", HERMES, TOOLS | {"max_tokens": 60})
     assert choice["finish_reason"] == "length"
@@ -214,17 +208,6 @@ def test_a_forced_call_that_is_cut_off_leaves_no_content(max_tokens: int):
     asked = CHAT | {"max_tokens": max_tokens, "tools": [tool], "tool_choice": {"type": "any"}}
     reply = run(call(family_app("hermes", HERMES)[0], "/v1/messages", asked))
     assert {block["type"] for block in reply.json()["content"]} <= {"tool_use"}
-
-
-def test_what_a_form_cannot_enforce_is_named():
-    limited = schema(type="object", properties={"a": {"type": "string", "pattern": "^a+$"}})
-    body = CHAT | {"tools": limited, "tool_choice": "required"}
-    reply = run(call(family_app("gemma", "x")[0], CHATS, body))
-    name = limited[0]["function"]["name"]
-    assert reply.headers["x-unenforced-schema"] == f"{name}#/properties/a/pattern"
-    strict = run(call(family_app("gemma", "x")[0], CHATS, body | {"tools": [_strict(limited[0])]}))
-    assert (strict.status, strict.error["param"]) == (400, "tools[0].function.parameters")
-    assert name in strict.error["message"]
 
 
 @pytest.mark.parametrize("n_calls", [1, 2])
@@ -330,18 +313,6 @@ def test_tools_and_a_grammar_of_the_answer_go_together(choice: str, kind: str):
     assert run(call(app, CHATS, both)).status == 200
     grammar = client.requests[0].sampling.grammar
     assert grammar is not None and grammar.kind == kind
-
-
-def test_an_answers_grammar_begins_behind_the_thoughts():
-    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
-    for family, kind in (("qwen3", "lark"), ("plain", "json_schema")):
-        app, client = family_app(family, "{}")
-        assert run(call(app, CHATS, CHAT | {"response_format": form})).status == 200
-        grammar = client.requests[0].sampling.grammar
-        assert grammar is not None and grammar.kind == kind
-    app, client = family_app("qwen3", "a")
-    reply = run(call(app, CHATS, CHAT | {"structured_outputs": {"regex": "a+"}}))
-    assert reply.status == 400 and reply.error["param"] == "structured_outputs"
 
 
 def _strict(tool: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from jitney.engine.server.http.access import (
     _MOST_OF_ADDRESS,
     ApiKeys,
     Identity,
-    _Guesses,
+    _WrongKeys,
 )
 from jitney.engine.server.http.errors import HttpError
 from jitney.engine.server.http.routing import Role
@@ -30,7 +30,7 @@ class Clock:
 
 def test_alike_keys_of_one_address_are_counted_together():
     clock = Clock()
-    guesses = _Guesses(clock)
+    guesses = _WrongKeys(clock)
     for number in range(_MOST_ALIKE):
         clock.now = float(number)
         assert guesses.wait(HERE, "sk-wrong-1") == 0
@@ -43,7 +43,7 @@ def test_alike_keys_of_one_address_are_counted_together():
 
 
 def test_an_address_has_only_so_many_wrong_keys_however_they_begin():
-    guesses = _Guesses(Clock())
+    guesses = _WrongKeys(Clock())
     for number in range(_MOST_OF_ADDRESS):
         assert guesses.wait(HERE, f"{number:08}") == 0
         guesses.failed(HERE, f"{number:08}")
@@ -61,14 +61,14 @@ def test_an_address_has_only_so_many_wrong_keys_however_they_begin():
     ],
 )
 def test_an_ipv6_network_is_one_client(one: str, other: str, same: bool):
-    guesses = _Guesses(Clock())
+    guesses = _WrongKeys(Clock())
     for _ in range(_MOST_ALIKE):
         guesses.failed(one, "guess")
     assert (guesses.wait(other, "guess") > 0) is same
 
 
 def test_what_is_remembered_is_bounded():
-    guesses = _Guesses(Clock())
+    guesses = _WrongKeys(Clock())
     for _ in range(_MOST_ALIKE):
         guesses.failed(HERE, "guess")
     for number in range(_MAX_REMEMBERED // 2):

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import re
 import socket
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -153,9 +152,8 @@ def test_a_client_that_leaves_gives_its_seat_back(
         until(lambda: engine.open)
         if begun and body is STREAM:
             assert sock.recv(100)
-    left = time.monotonic()
     until(lambda: not engine.open, 10)
-    assert time.monotonic() - left < 3.5 and engine.aborts
+    assert engine.aborts
 
 
 def test_one_that_ends_its_side_and_leaves_later_is_noticed(engine: FakeClient, port: int):

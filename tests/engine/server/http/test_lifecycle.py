@@ -177,9 +177,8 @@ def test_a_submit_that_fails_half_way_ends_what_was_submitted():
 def test_a_client_that_leaves_ends_its_request(path, body, script):
     client = FakeClient(script)
     app = make_app(client)
-    started = time.monotonic()
     reply = run(call(app, path, body, leave_after=0.1))
-    assert time.monotonic() - started < 8 and not reply.complete
+    assert not reply.complete
     assert client.aborts == [(client.requests[0].id, None, "abort")] and not client.open
     text = run(call(app, "/metrics", method="GET")).body.decode()
     assert (
@@ -234,35 +233,6 @@ def test_a_tokeniser_that_takes_too_long_is_not_waited_for():
     app.state.service.tokenizer = Stuck()
     reply = run(call(app, "/v1/chat/completions", CHAT))
     assert reply.status == 400 and "too long" in reply.error["message"]
-
-
-def test_a_slow_body_is_408():
-    async def slowly():
-        app = make_app(read_timeout_s=0.1)
-        part = {"type": "http.request", "body": b"{", "more_body": True}
-        sent = []
-
-        async def receive():
-            await asyncio.sleep(0.03)
-            return part
-
-        async def send(message):
-            sent.append(message)
-
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": "/v1/completions",
-            "raw_path": b"",
-            "root_path": "",
-            "query_string": b"",
-            "headers": [(b"host", b"x"), (b"content-type", b"application/json")],
-        }
-        await app(scope, receive, send)
-        return sent
-
-    sent = run(slowly())
-    assert sent[0]["status"] == 408 and (b"connection", b"close") in sent[0]["headers"]
 
 
 def test_an_error_after_the_headers_is_an_event():

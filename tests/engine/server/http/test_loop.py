@@ -17,7 +17,7 @@ from jitney.engine.common.errors import RequestError
 from jitney.engine.core.text.fast_tokenizers import _tiny_fast
 from jitney.engine.core.text.tokenizer import Tokenizer
 from jitney.engine.server.app import create_app
-from jitney.engine.server.http.slices import Pieces, Slices
+from jitney.engine.server.http.slices import Pieces, TimeSlices
 
 #: Seconds of computing. All at once it took half a second to four; a slow machine that does other
 #: things beside needs 0.13 for what a fast one does in 0.05.
@@ -100,7 +100,7 @@ def test_large_bodies(name, body, status):
 
 def test_short_work_does_not_wait_for_long_work():
     async def both() -> list[str]:
-        slices = Slices()
+        slices = TimeSlices()
         ended: list[str] = []
 
         def work(steps: int):
@@ -125,7 +125,7 @@ async def _written(pieces: Callable[[int], Pieces]) -> tuple[int, list[int]]:
     """Turns of the loop until 100 writers have written what `pieces` gives for their number; and
     the numbers, as they were written.
     """
-    slices, written = Slices(), list[bytes]()
+    slices, written = TimeSlices(), list[bytes]()
 
     async def write(number: int) -> None:
         written.extend([block async for block in slices.blocks(pieces(number))])
@@ -178,7 +178,7 @@ def test_work_beyond_the_limit_is_refused_and_what_ends_makes_room():
         raise ValueError
 
     async def three() -> None:
-        slices = Slices(most=1)
+        slices = TimeSlices(most=1)
         blocks = slices.blocks(pieces())
         assert await anext(blocks) == b"ab"
         with pytest.raises(RequestError, match="already"):
@@ -198,7 +198,7 @@ def test_whoever_leaves_while_waiting_gives_the_turn_to_the_next():
             yield
 
     async def leave() -> None:
-        slices = Slices()
+        slices = TimeSlices()
         tasks = [asyncio.create_task(slices.result(work())) for _ in range(6)]
         await asyncio.sleep(0.004)
         for task in tasks[::2]:

@@ -34,7 +34,7 @@ def test_a_request_too_many_is_refused_before_it_is_rendered(monkeypatch: pytest
             await forever.wait()
             return ""
 
-        monkeypatch.setattr(app.state.service, "render_chat", render)
+        monkeypatch.setattr(app.state.service.text, "render_chat", render)
         path = "/v1/chat/completions"
         waiting = [asyncio.create_task(call(app, path, CHAT)) for _ in range(6)]
         while rendering < 6:

@@ -124,18 +124,6 @@ def test_a_route_that_is_not_there_is_named_in_openais_form(path: str):
     assert path in reply.error["message"] and reply.error["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize("headers", [{}, KEY])
-def test_errors_below_messages_are_in_anthropics_form(headers: dict):
-    reply = run(call(app_with(), "/v1/messages/nope", b"{}", headers=headers))
-    body = reply.json()
-    kind = "not_found_error" if headers else "authentication_error"
-    assert reply.status == (404 if headers else 401)
-    assert set(body) == {"type", "error", "request_id"} and body["type"] == "error"
-    assert body["error"]["type"] == kind and set(body["error"]) == {"type", "message"}
-    assert body["request_id"] == reply.headers["x-request-id"] == reply.headers["request-id"]
-    assert not headers or "/v1/messages/nope" in body["error"]["message"]
-
-
 @pytest.mark.parametrize(
     ("headers", "status"),
     [

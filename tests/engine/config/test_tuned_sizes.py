@@ -11,12 +11,12 @@ import pytest
 
 from jitney.engine.cli import main
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.config.kept_sizes import _FROM_MEASURED, KeptSizes, Value
-from jitney.engine.config.layers import Layered, settings
+from jitney.engine.config.layers import ResolvedConfig, settings
 from jitney.engine.config.schema import Config, EngineSection, _ModelSection
+from jitney.engine.config.tuned_sizes import _FROM_MEASURED, SizeValue, TunedSizes
 from jitney.engine.lab.server_sizes import ServerSizes
 
-SIZES = KeptSizes({"max_seats": 16, "token_budget": 128, "token_buckets": (32, 128)}, "2026-01-02")
+SIZES = TunedSizes({"max_seats": 16, "token_budget": 128, "token_buckets": (32, 128)}, "2026-01-02")
 HERE = "some processor, 2 threads"
 #: A setting that nobody measures.
 OTHER = b'{"values": {"page_size": 32}, "measured": "2026-01-02"}'
@@ -30,14 +30,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def given(**engine: Any) -> Layered:
-    return Layered.load(environ=os.environ, flags=engine)
+def given(**engine: Any) -> ResolvedConfig:
+    return ResolvedConfig.load(environ=os.environ, flags=engine)
 
 
 def test_what_is_kept_is_read_again():
-    assert KeptSizes.read(Config(), HERE) is None
+    assert TunedSizes.read(Config(), HERE) is None
     assert SIZES.keep(Config(), HERE) == ""
-    assert KeptSizes.read(Config(), HERE) == SIZES
+    assert TunedSizes.read(Config(), HERE) == SIZES
 
 
 @pytest.mark.parametrize(
@@ -54,12 +54,12 @@ def test_what_is_kept_is_read_again():
 )
 def test_sizes_hold_only_for_what_was_measured(config: Config, where: str):
     SIZES.keep(Config(), HERE)
-    assert KeptSizes.read(config, where) is None
+    assert TunedSizes.read(config, where) is None
 
 
 def test_settings_that_no_step_depends_on_change_nothing():
     SIZES.keep(Config(), HERE)
-    assert KeptSizes.read(Config(engine=EngineSection(order="fair")), HERE) == SIZES
+    assert TunedSizes.read(Config(engine=EngineSection(order="fair")), HERE) == SIZES
 
 
 @pytest.mark.parametrize(
@@ -69,14 +69,14 @@ def test_a_file_that_cannot_be_read_counts_as_none(text: bytes, cache: Path):
     SIZES.keep(Config(), HERE)
     (file,) = (cache / "sizes").iterdir()
     file.write_bytes(text)
-    assert KeptSizes.read(Config(), HERE) is None
+    assert TunedSizes.read(Config(), HERE) is None
 
 
 def test_a_folder_that_others_may_write_to_keeps_nothing(cache: Path):
     (cache / "sizes").mkdir(parents=True)
     (cache / "sizes").chmod(0o777)
     assert "can be written to by other users" in SIZES.keep(Config(), HERE)
-    assert KeptSizes.read(Config(), HERE) is None
+    assert TunedSizes.read(Config(), HERE) is None
 
 
 @pytest.mark.parametrize(
@@ -95,23 +95,23 @@ def test_a_folder_that_others_may_write_to_keeps_nothing(cache: Path):
     ],
 )
 def test_only_a_cpu_to_which_nobody_gives_sizes_measures(engine: dict[str, Any], measures: bool):
-    assert KeptSizes.are_for(given(**engine)) is measures
+    assert TunedSizes.are_for(given(**engine)) is measures
 
 
 def test_a_start_for_a_goal_measures_nothing():
     """The goal has its own number of seats."""
-    layered = Layered.load(environ=os.environ, preset={"max_seats": 8})
-    assert not KeptSizes.are_for(layered)
+    resolved = ResolvedConfig.load(environ=os.environ, preset={"max_seats": 8})
+    assert not TunedSizes.are_for(resolved)
 
 
 def test_what_was_measured_is_a_layer_below_all_that_is_given():
-    layered = given(order="fair")
-    SIZES.keep(layered.config, ServerSizes(layered).machine)
-    served = ServerSizes(layered).as_served()
+    resolved = given(order="fair")
+    SIZES.keep(resolved.config, ServerSizes(resolved).machine)
+    served = ServerSizes(resolved).as_served()
     assert served.config.engine.max_seats == 16
     assert served.config.engine.token_buckets == (32, 128)
     assert served.origins["max_seats"] == _FROM_MEASURED
-    assert served.origins["order"] == layered.origins["order"]
+    assert served.origins["order"] == resolved.origins["order"]
     # Whoever gives one size decides on all.
     one_given = given(order="fair", max_seats=4)
     assert ServerSizes(one_given).as_served() is one_given
@@ -126,12 +126,12 @@ def test_values_on_top_of_layers_are_checked_and_say_where_they_come_from():
 def test_values_keep_what_the_layers_have(tmp_path: Path):
     file = tmp_path / "run.toml"
     file.write_text('[server]\napi_keys = ["one", "two"]\n[sampling]\ntemperature = 0.5\n')
-    layered = Layered.load(file)
-    changed = layered.with_values({"max_seats": 4}, _FROM_MEASURED)
-    assert changed.config.server == layered.config.server
-    assert changed.config.sampling == layered.config.sampling
-    assert changed.config.engine == layered.config.engine.model_copy(update={"max_seats": 4})
-    assert set(changed.origins) - set(layered.origins) == {"max_seats"}
+    resolved = ResolvedConfig.load(file)
+    changed = resolved.with_values({"max_seats": 4}, _FROM_MEASURED)
+    assert changed.config.server == resolved.config.server
+    assert changed.config.sampling == resolved.config.sampling
+    assert changed.config.engine == resolved.config.engine.model_copy(update={"max_seats": 4})
+    assert set(changed.origins) - set(resolved.origins) == {"max_seats"}
 
 
 def test_what_was_chosen_is_said_as_the_flags_that_set_it():
@@ -139,22 +139,22 @@ def test_what_was_chosen_is_said_as_the_flags_that_set_it():
     assert words == "--max-seats 16 --token-budget 128 --token-buckets 32,128"
     flags = dict(zip(words.split()[::2], words.split()[1::2], strict=True))
     names = {setting.flag: name for name, setting in settings().items()}
-    again = Layered.load(flags={names[flag]: value for flag, value in flags.items()})
+    again = ResolvedConfig.load(flags={names[flag]: value for flag, value in flags.items()})
     assert again.config.engine.token_buckets == (32, 128)
     assert "2026-01-02" in str(SIZES)
-    assert "the usual ones" in str(KeptSizes({}, "2026-01-02"))
+    assert "the usual ones" in str(TunedSizes({}, "2026-01-02"))
 
 
 @pytest.mark.parametrize("values", [{"max_seats": 0}, {"max_seats": 8, "token_budget": 4}])
-def test_sizes_that_no_engine_can_have_count_as_none(values: dict[str, Value]):
-    layered = given()
-    KeptSizes(values, "2026-01-02").keep(layered.config, ServerSizes(layered).machine)
-    assert ServerSizes(layered).as_served() is layered
+def test_sizes_that_no_engine_can_have_count_as_none(values: dict[str, SizeValue]):
+    resolved = given()
+    TunedSizes(values, "2026-01-02").keep(resolved.config, ServerSizes(resolved).machine)
+    assert ServerSizes(resolved).as_served() is resolved
 
 
 def test_settings_shown_are_those_of_a_server_started_here(capsys: pytest.CaptureFixture[str]):
-    layered = given()
-    SIZES.keep(layered.config, ServerSizes(layered).machine)
+    resolved = given()
+    SIZES.keep(resolved.config, ServerSizes(resolved).machine)
     assert main(["config", "show", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     rows = shown["settings"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jitney.engine.fleet.forwarding import _split_events
-from jitney.engine.fleet.repeating import CannotGoOn, SentStream
+from jitney.engine.fleet.resume import ResumeMismatch, StreamState
 
 ANSWER = "Once upon a time, there was a bus that never waited. Ünïcode, too."
 
@@ -68,7 +68,7 @@ def test_the_rest_comes_from_another_replica_word_for_word(seed: int):
     chance = random.Random(seed)
     answers = (ANSWER, ANSWER[::-1])
     first = chat(chance, "one", answers)
-    sent = SentStream()
+    sent = StreamState()
     cut = chance.randrange(1, len(first))
     out = first[:cut]
     for chunk in out:
@@ -83,11 +83,11 @@ def test_the_rest_comes_from_another_replica_word_for_word(seed: int):
 
 
 def test_another_answer_is_not_gone_on_with():
-    sent = SentStream()
+    sent = StreamState()
     for chunk in chat(random.Random(1), "one"):
         sent.note(chunk)
     sent.begin_again()
-    with pytest.raises(CannotGoOn):
+    with pytest.raises(ResumeMismatch):
         for chunk in chat(random.Random(2), "two", (ANSWER.replace("bus", "car"),)):
             sent.rest_of(chunk)
 
@@ -98,7 +98,7 @@ def test_log_probabilities_and_ids_are_counted():
         entry = {"index": 0, "text": "".join(texts), "finish_reason": None, "logprobs": logprobs}
         return {"id": "x", "choices": [entry | {"token_ids": list(range(len(texts)))}]}
 
-    sent = SentStream()
+    sent = StreamState()
     sent.note(chunk(["a", "b"]))
     sent.note(chunk(["c"]))
     sent.begin_again()
@@ -111,7 +111,7 @@ def test_log_probabilities_and_ids_are_counted():
 
 
 def test_usage_comes_at_the_end_all_the_same():
-    sent = SentStream(head={"id": "one"})
+    sent = StreamState(head={"id": "one"})
     assert sent.rest_of({"id": "two", "choices": [], "usage": {"total_tokens": 3}}) == {
         "id": "one",
         "choices": [],

@@ -36,7 +36,7 @@ class CostLine:
         return self.nanoseconds / _NANO
 
     def money(self, price_per_hour: float) -> float:
-        """What that time costs, in the price's own unit."""
+        """Cost of that time, in the price's own unit."""
         return price_per_hour * self.nanoseconds / (3600 * _NANO)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jitney.engine.common.records import ROW_KINDS, STEP_DTYPE
-from jitney.engine.core.cost import Bill, CostLine, _split
+from jitney.engine.lab.bench.cost import Bill, CostLine, _split
 
 
 def step(number: int, device_s: float, **rows: int) -> np.ndarray:

@@ -1,8 +1,8 @@
-"""Renders templates of a pipeline's stages in a process of its own, which can be ended: `python -P
--m jitney.engine.core.text.stage_template_worker`.
+"""Worker process that renders templates of a pipeline's stages: `python -P -m
+jitney.engine.fleet.compositions.stage_template_worker`.
 
-The templates are the operator's, their variables a client's. The first message in is a
-`StageTemplates`, then come `StageText`s, each answered by a `Rendered`.
+The templates are the operator's, their variables a client's. The first message is a
+`StageTemplates`; each following `StageText` is answered by a `Rendered`.
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.worker_pipe import answer_requests, limit_memory
-from jitney.engine.core.text.template_worker import Rendered, reason_of
+from jitney.engine.core import Rendered, reason_of
 
-#: Most bytes of memory that rendering may take.
+#: Most bytes of memory for rendering.
 _MORE_MEMORY = 1 << 30
 
 
 class StageTemplates(msgspec.Struct, frozen=True):
-    """The templates of a pipeline: Jinja by name."""
+    """The Jinja templates of a pipeline, by name."""
 
     templates: dict[str, str]
 
 
 class StageText(msgspec.Struct, frozen=True):
-    """A text to be made."""
+    """A text to render."""
 
     #: Name of the template.
     name: str
     variables: JsonDict
-    #: More characters of text are an error.
+    #: Longer texts are an error.
     most_chars: int
-    #: Seconds after which this process ends by itself, should nobody be left to end it.
+    #: Seconds after which the process ends itself.
     limit_s: float
 
 
 def variables_of(template: str) -> set[str]:
-    """The variables that a template asks for. Raises ValueError for one that does not parse."""
+    """The variables that a template uses. Raises ValueError if it does not parse."""
     environment = _environment()
     try:
-        asked = meta.find_undeclared_variables(environment.parse(template))
+        variables = meta.find_undeclared_variables(environment.parse(template))
     except TemplateError as error:
         raise ValueError(reason_of(error)) from None
-    return asked - set(environment.globals)
+    return variables - set(environment.globals)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Nothing of the machine can be reached from it; a variable that is not there is an error."""
+    """A sandbox without access to the machine, where missing variables are errors."""
     return ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
 
 

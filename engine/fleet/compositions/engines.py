@@ -1,0 +1,155 @@
+"""The engines of a fleet, as models made of other models ask them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import orjson
+
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.fleet.compositions.answering import ModelAnswer, ModelStream
+from jitney.engine.fleet.forwarding import ProxiedAnswer
+from jitney.engine.fleet.metrics import FleetMetrics
+from jitney.engine.fleet.models import FleetModel, ReplicatedModel
+from jitney.engine.fleet.replica_set import ReplicaSet
+from jitney.engine.fleet.replicas import Replica
+from jitney.engine.fleet.request import ProxiedRequest, Route, texts_of
+from jitney.engine.fleet.resume import events
+from jitney.engine.fleet.sections import ReplicasSection
+from jitney.engine.fleet.upstream import upstream_client
+from jitney.engine.server import HttpError, Notes
+
+#: Headers of an engine's answer that the client sees.
+_PASSED = (*Notes.HEADERS, "x-jitney-replica", "retry-after", "retry-after-ms")
+#: The list that an answer holds, by its route; `choices` of the others.
+_LISTS: dict[str, str] = {Route.EMBEDDINGS: "data", Route.RERANK: "results"}
+
+
+class _EngineReply:
+    """An engine's answer to a request, whatever its status."""
+
+    def __init__(self, request: ProxiedRequest, answer: ProxiedAnswer):
+        self._request = request
+        self._answer = answer
+
+    def whole(self, content: bytes) -> ModelAnswer:
+        """The answer with all of its body and the model's name in the fleet. Raises HttpError."""
+        if self._answer.status != 200:
+            raise self.refusal(content)
+        model = self._request.model
+        body = _read(model, content)
+        name = _LISTS.get(self._request.route, "choices")
+        if not isinstance(body.get(name), list) or not body[name]:
+            raise HttpError(502, f"the engine of {model} sent no {name}", code="engine_dead")
+        return ModelAnswer(body | {"model": model}, self._passed())
+
+    def stream(self) -> ModelStream:
+        """The answer chunk by chunk."""
+        return ModelStream(_chunks_from(self._request.model, self._answer.body), self._passed())
+
+    def refusal(self, content: bytes) -> HttpError:
+        """A status other than 200 as an error."""
+        try:
+            error = json.loads(content)["error"]
+            message, code, param = error["message"], error.get("code"), error.get("param")
+        except (ValueError, LookupError, TypeError):
+            message = f"the engine of {self._request.model} answered {self._answer.status}"
+            code, param = None, None
+        code = code if isinstance(code, str) else None
+        return HttpError(
+            self._answer.status, str(message), code=code, param=param, headers=self._passed()
+        )
+
+    def _passed(self) -> dict[str, str]:
+        headers = texts_of(self._answer.headers)
+        return {name: headers[name] for name in _PASSED if name in headers}
+
+
+class FleetEngines:
+    """`Answering` for the models of a fleet that engines stand behind. models: all of the fleet's,
+    which may be made later.
+    """
+
+    def __init__(self, models: Mapping[str, FleetModel]):
+        self._models = models
+
+    async def answer(self, request: ProxiedRequest) -> ModelAnswer:
+        """Raises HttpError, RequestError."""
+        async with self._models[request.model].answer(request.outgoing()) as answer:
+            content = b"".join([part async for part in answer.body])
+        return _EngineReply(request, answer).whole(content)
+
+    @asynccontextmanager
+    async def stream(self, request: ProxiedRequest) -> AsyncIterator[ModelStream]:
+        """Raises HttpError, RequestError."""
+        async with self._models[request.model].answer(request.outgoing()) as answer:
+            reply = _EngineReply(request, answer)
+            if answer.status != 200:
+                raise reply.refusal(b"".join([part async for part in answer.body]))
+            yield reply.stream()
+
+    async def seats(self, model: str) -> int | None:
+        """Seats of the ready engines that report them."""
+        ready = [each for each in self._models[model].replicas if each.state == "ready"]
+        return sum(replica.seats for replica in ready) or None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAddress:
+    """A model at one address. url: without /v1."""
+
+    url: str
+    model: str
+    key: str = field(default="", repr=False)
+
+
+@asynccontextmanager
+async def engines_at(addresses: Mapping[str, EngineAddress]) -> AsyncIterator[FleetEngines]:
+    """Models that are each served at one address, by the names that requests call them."""
+    async with upstream_client() as client:
+        metrics = FleetMetrics(dict)
+        yield FleetEngines(
+            {
+                name: ReplicatedModel(
+                    name,
+                    ReplicasSection(urls=(each.url,), upstream_model=each.model),
+                    client,
+                    metrics,
+                    repeat_streams=False,
+                    engines=ReplicaSet([Replica(name, each.url, each.key, "ready")], "least-wait"),
+                )
+                for name, each in addresses.items()
+            }
+        )
+
+
+async def _chunks_from(model: str, stream: AsyncIterator[bytes]) -> AsyncIterator[JsonDict]:
+    """The chunks of a stream as an engine sends it. One that ends before its end has a last chunk
+    that says so.
+    """
+    try:
+        async for data in events(stream):
+            if data == b"[DONE]":
+                return
+            chunk = _read(model, data)
+            yield chunk if "error" in chunk else chunk | {"model": model}
+        reason = "its stream ended early"
+    except HttpError as error:
+        reason = str(error) or type(error).__name__
+    message = f"the engine of {model} broke off: {reason}"
+    error_body = {"message": message, "type": "server_error", "param": None, "code": "engine_dead"}
+    yield {"error": error_body}
+
+
+def _read(model: str, content: bytes) -> JsonDict:
+    """Raises HttpError for what is no JSON object."""
+    try:
+        body = orjson.loads(content)
+    except orjson.JSONDecodeError:
+        body = None
+    if not isinstance(body, dict):
+        raise HttpError(502, f"the engine of {model} sent no JSON object", code="engine_dead")
+    return body

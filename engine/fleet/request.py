@@ -1,0 +1,237 @@
+"""A request on its way through a fleet, from the ingress to a replica."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+from urllib.parse import quote
+
+import orjson
+from starlette.requests import Request
+
+from jitney.engine.common.errors import RequestError
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.server import (
+    TENANT_HEADER,
+    BackgroundRequests,
+    ChatBody,
+    CompletionBody,
+    Context,
+    Identity,
+    address_of,
+    signed,
+    stated,
+)
+
+#: Headers of a client that are passed to engines.
+_PASSED = frozenset(
+    {
+        b"accept",
+        b"anthropic-beta",
+        b"anthropic-version",
+        b"authorization",
+        b"content-type",
+        b"traceparent",
+        b"tracestate",
+        b"user-agent",
+        b"x-api-key",
+        b"x-session-id",
+    }
+)
+#: Headers that show or name the sender.
+_SENDER = frozenset({b"authorization", b"x-api-key", TENANT_HEADER})
+
+type RawHeaders = list[tuple[bytes, bytes]]
+
+
+def texts_of(headers: RawHeaders) -> dict[str, str]:
+    """Headers by name."""
+    return {name.decode(): value.decode("latin-1") for name, value in headers}
+
+
+class Route(StrEnum):
+    """Routes by which models of a fleet ask each other."""
+
+    CHAT = "/v1/chat/completions"
+    COMPLETIONS = "/v1/completions"
+    #: Only engines answer these.
+    EMBEDDINGS = "/v1/embeddings"
+    RERANK = "/v1/rerank"
+
+
+#: Routes whose streams another replica can write again, from the same seed.
+_REPEATABLE = frozenset({Route.COMPLETIONS, Route.CHAT})
+
+
+@dataclass(frozen=True, slots=True)
+class ProxiedRequest:
+    """One request: the client's, or one that a model made of models sends to another one."""
+
+    method: str
+    #: With the query string, as it came.
+    path: str
+    #: Names in lower case.
+    headers: RawHeaders
+    #: The JSON object of the body; {} where it has none.
+    fields: JsonDict = field(default_factory=dict)
+    #: The client's bytes; empty: `fields` are written out.
+    body: bytes = b""
+    request_id: str = ""
+    #: The model of the fleet that answers it.
+    model: str = ""
+    #: The only replica that can answer it; empty: any can.
+    keeper: str = ""
+    #: The adapter that it asks for: only replicas that hold it can answer.
+    adapter: str = ""
+    #: Of its prompt, the shortest first, where the model's router reads them.
+    prefixes: Sequence[bytes] = ()
+    #: time.monotonic() by which it must be answered; None: no limit.
+    deadline: float | None = None
+    #: Fields of the client that models made of models read; no engine gets them.
+    own_fields: JsonDict = field(default_factory=dict)
+    #: `fields` as the route's model, once they were checked.
+    parsed: ChatBody | CompletionBody | None = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    async def of(cls, request: Request, fields: JsonDict | None = None) -> ProxiedRequest:
+        """A client's request, its body read. fields: the JSON object of the body."""
+        scope = request.scope
+        query = scope["query_string"].decode("latin-1")
+        raw = scope.get("raw_path") or quote(scope["path"]).encode()
+        path = raw.decode("latin-1").removeprefix(scope.get("root_path", ""))
+        context = Context.of(scope)
+        headers = [(name, value) for name, value in scope["headers"] if name in _PASSED]
+        headers.append((b"x-request-id", context.request_id.encode()))
+        headers.append((b"x-forwarded-for", address_of(scope).encode()))
+        if context.background:
+            headers.append(BackgroundRequests.MARK)
+        identity = Identity.of(scope)
+        if identity.tenant:
+            headers.append((TENANT_HEADER, stated(identity)))
+        return cls(
+            scope["method"],
+            f"{path}?{query}" if query else path,
+            headers,
+            fields or {},
+            await request.body(),
+            context.request_id,
+        )
+
+    @classmethod
+    def post(cls, model: str, route: str, fields: JsonDict) -> ProxiedRequest:
+        """A request of ours to a model, on behalf of no client."""
+        return cls("POST", route, [(b"content-type", b"application/json")], fields, model=model)
+
+    @property
+    def route(self) -> str:
+        """The path without the query string."""
+        return self.path.partition("?")[0]
+
+    @property
+    def is_chat(self) -> bool:
+        return self.route == Route.CHAT
+
+    @property
+    def streams(self) -> bool:
+        """The client asks for a stream."""
+        return self.fields.get("stream") is True
+
+    @property
+    def tenant(self) -> bytes:
+        """Digest of the client's key; empty where the fleet has no keys."""
+        return self._statement.partition(b".")[2]
+
+    @property
+    def _statement(self) -> bytes:
+        """See `engine.server.http.tenants.stated`; empty where the fleet has no keys."""
+        return self.header(TENANT_HEADER)
+
+    @property
+    def background(self) -> bool:
+        """It is a line of a batch, which gives way to other requests."""
+        return BackgroundRequests.MARK in self.headers
+
+    @property
+    def repeatable(self) -> bool:
+        """Another replica would write the same stream, if it has a seed."""
+        return self.streams and self.route in _REPEATABLE
+
+    @property
+    def content(self) -> bytes:
+        """The body to send."""
+        return self.body or (orjson.dumps(self.fields) if self.fields else b"")
+
+    @property
+    def asking_logprobs(self) -> JsonDict:
+        """The fields that make an answer come with its tokens' log-probabilities."""
+        if self.is_chat:
+            return {"logprobs": True}
+        return {"logprobs": self.fields.get("logprobs") or 0}
+
+    def header(self, name: bytes) -> bytes:
+        """The first header of this name; empty: it has none."""
+        return next((value for each, value in self.headers if each == name), b"")
+
+    def headers_for(self, key: str) -> RawHeaders:
+        """Headers for a replica that is asked with `key` in place of the client's, and told the
+        client's tenant, signed with it. Empty: with the client's own key, which jobs and lines of
+        batches do not have.
+        """
+        if not key:
+            return self.headers
+        headers = [item for item in self.headers if item[0] not in _SENDER]
+        headers.append((b"authorization", b"Bearer " + key.encode()))
+        if self._statement:
+            headers.append((TENANT_HEADER, signed(self._statement, key.encode())))
+        return headers
+
+    def with_fields(self, **changed: Any) -> ProxiedRequest:
+        """The same with other fields. The client's bytes stay: fields are added at their end, where
+        they count.
+        """
+        fields = self.fields | changed
+        if not self.body:
+            return replace(self, fields=fields)
+        opened = self.body.rstrip()[:-1]
+        mark = b"," if self.fields else b""
+        return replace(self, body=opened + mark + orjson.dumps(changed)[1:], fields=fields)
+
+    def seeded(self) -> ProxiedRequest:
+        """With a seed, where that makes its stream repeatable."""
+        if not self.repeatable or self.fields.get("seed") is not None:
+            return self
+        return self.with_fields(seed=secrets.randbits(31))
+
+    def outgoing(self) -> ProxiedRequest:
+        """With its model's name, and the time until its deadline as `timeout_ms`. Raises
+        RequestError where no time is left.
+        """
+        if self.deadline is None:
+            return self.with_fields(model=self.model)
+        left_ms = int((self.deadline - time.monotonic()) * 1000)
+        if left_ms < 1:
+            raise RequestError("the request's time ran out", code="deadline_exceeded")
+        return self.with_fields(model=self.model, timeout_ms=left_ms)
+
+    def to(self, model: str, **fields: object) -> ProxiedRequest:
+        """The same to another model. fields: in place of those it has; None: left out."""
+        changed = self.fields | fields
+        kept = {name: value for name, value in changed.items() if value is not None}
+        return replace(self, model=model, fields=kept, body=b"", parsed=None)
+
+    def whole(self, model: str, **fields: object) -> ProxiedRequest:
+        """The same to another model, whose answer is not streamed."""
+        return self.to(model, stream=None, stream_options=None, **fields)
+
+    def about(self, model: str, route: Route, fields: JsonDict) -> ProxiedRequest:
+        """Another request for the same client, with the same deadline."""
+        return replace(self, model=model, path=route, fields=fields, body=b"", parsed=None)
+
+    def for_people(self) -> ProxiedRequest:
+        """The same, not in the background."""
+        kept = [each for each in self.headers if each != BackgroundRequests.MARK]
+        return replace(self, headers=kept)

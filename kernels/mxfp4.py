@@ -1,0 +1,50 @@
+"""MXFP4 weights: how they lie in memory, and the product with them in plain jax.numpy.
+
+A weight is a number of e2m1 (a sign, two bits of exponent, one of fraction) times a power of two
+that 32 inputs of an output share (OCP Microscaling Formats, version 1.0). So every weight is exact
+in bfloat16. Axes: M rows, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+#: The magnitudes of e2m1, by their code; the code of a negative number is 8 greater.
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+class Mxfp4(NamedTuple):
+    """A weight matrix [I, O] kept in 4.25 bits a weight; a pytree of arrays."""
+
+    #: uint8 [I // 2, O]: row r of block b (16 rows each) holds inputs 32b + r (low) and 32b + r +
+    #: 16. Or as `Mxfp4Products.pack` laid it out, or a `OneOf` of such.
+    packed: Any
+    #: uint8 [I // 32, O]: the exponents of two, 127 greater; or as for `packed`.
+    scales: Any
+
+    #: Inputs that share a scale.
+    block = 32
+
+    def unpacked(self) -> jax.Array:
+        """The weights as float32 [I, O]."""
+        blocks, outputs = self.scales.shape
+        halves = self.packed.reshape(blocks, -1, outputs)
+        codes = jnp.concatenate([halves & 15, halves >> 4], axis=1)
+        signed = jnp.array((*MAGNITUDES, *(-one for one in MAGNITUDES)), jnp.float32)
+        wide = signed[codes] * powers(self.scales)[:, None]
+        return wide.reshape(-1, outputs)
+
+
+def powers(scales: jax.Array) -> jax.Array:
+    """Exponents of two, 127 greater, uint8 -> the powers, float32; that of 0 is 0."""
+    return jax.lax.bitcast_convert_type(scales.astype(jnp.int32) << 23, jnp.float32)
+
+
+def matmul_mxfp4(x: jax.Array, weights: Mxfp4, dtype: DTypeLike = jnp.float32) -> jax.Array:
+    """x [M, I] -> [M, O] in `dtype`; the weights are written out in x's dtype first."""
+    wide = weights.unpacked().astype(x.dtype)
+    return jnp.matmul(x, wide, preferred_element_type=jnp.float32).astype(dtype)
