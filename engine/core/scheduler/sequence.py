@@ -14,7 +14,7 @@ from jitney.engine.core.scheduler.lengths import RequestClasses
 
 #: (class, number of the request, index of the sequence); the class is a number too, see
 #: `engine.core.scheduler.policies._ORDERS`.
-type Rank = tuple[float, int, int]
+type _Rank = tuple[float, int, int]
 
 
 class Matcher(Protocol):
@@ -133,7 +133,7 @@ class Sequence:
     #: When it lost its seat the last time, seconds.
     unseated_at: float = 0.0
     #: Lower is served first and preempted last.
-    rank: Rank = (0.0, 0, 0)
+    rank: _Rank = (0.0, 0, 0)
     #: Output tokens it was expected to generate when it came; admission writes it.
     expected: int = 0
     #: Rows that its known tokens needed when it last entered a queue, less those found in pages.

@@ -10,9 +10,9 @@ from hashlib import blake2b
 
 from jitney.engine.common.requests import EngineRequest, RequestLimits, SamplingParams
 from jitney.engine.core.scheduler.kv_pages import PagePool
-from jitney.engine.core.scheduler.lengths import LengthEstimate, RequestClasses
+from jitney.engine.core.scheduler.lengths import LengthEstimate
 from jitney.engine.core.scheduler.page_keys import root_of
-from jitney.engine.core.scheduler.sequence import OwnPages, Rank, Replay, Sequence
+from jitney.engine.core.scheduler.sequence import OwnPages, Replay, Sequence
 
 #: Output tokens that are generated again at most. They take as long as they took the first time.
 _MOST_REPLAYED = 512
@@ -42,34 +42,30 @@ class SequenceFactory:
         order of arrival.
         """
         max_tokens = self.check(request)
-        most = request.sampling.max_tokens
-        kind = RequestClasses.of(request.account, len(request.prompt), most)
-        expected = self.lengths.expect(kind, max_tokens)
         seed = request.sampling.seed
         if seed is None:
             seed = secrets.randbits(63)
-        rank = self.class_of(request, expected), number, 0
-        return self._sequence(request, rank, seed, max_tokens, expected)
+        seq = self._sequence(request, 0, number, seed, max_tokens)
+        seq.expected = self.lengths.expect(seq.kind, max_tokens)
+        seq.rank = self.class_of(request, seq.expected), number, 0
+        return seq
 
     def siblings(self, leader: Sequence) -> list[Sequence]:
         """The other sequences of the leader's request."""
         group, number, _ = leader.rank
-        return [
-            self._sequence(
-                leader.request,
-                (group, number, index),
-                _sibling_seed(leader.seed, index),
-                leader.max_tokens,
-                leader.expected,
-            )
-            for index in range(1, leader.request.sampling.n)
-        ]
+        siblings: list[Sequence] = []
+        for index in range(1, leader.request.sampling.n):
+            seed = _sibling_seed(leader.seed, index)
+            seq = self._sequence(leader.request, index, number, seed, leader.max_tokens)
+            seq.expected = leader.expected
+            seq.rank = group, number, index
+            siblings.append(seq)
+        return siblings
 
     def _sequence(
-        self, request: EngineRequest, rank: Rank, seed: int, max_tokens: int, expected: int
+        self, request: EngineRequest, index: int, number: int, seed: int, max_tokens: int
     ) -> Sequence:
         sampling = request.sampling
-        _, number, index = rank
         own_pages = None
         if not self.pool.share_outputs:
             own_pages = OwnPages.of(len(request.prompt), number, index)
@@ -79,8 +75,6 @@ class SequenceFactory:
             seed=seed,
             tokens=list(request.prompt),
             max_tokens=max_tokens,
-            rank=rank,
-            expected=expected,
             greedy_only=sampling.greedy_only,
             stop_ids=self._stop_ids(sampling),
             shares=self.pool.shares and (self.pool.retain or sampling.n > 1),

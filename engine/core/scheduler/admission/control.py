@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -60,8 +61,8 @@ class _Bound(NamedTuple):
     #: With the newcomer, and at most.
     level: float
     most: float
-    #: Seconds in which the level falls by one if no request comes.
-    falls_in: float
+    #: Seconds in which the level falls by one if no request comes; asked of refused requests only.
+    falls_in: Callable[[Sequence], float]
     #: What the client is told.
     reason: str
     #: How many times `most` it is for a tenant that others have left no room.
@@ -151,8 +152,9 @@ class AdmissionControl:
         """Whether `admit` would admit a request without a deadline."""
         if leader.request.background:
             return self._background_has_room(leader)
-        bounds = self._bounds(leader, _Work.of(leader), self._wait(leader), now)
-        return self._refusal(bounds, leader) is None
+        work = _Work.of(leader)
+        bounds = self._bounds(work, self._wait(leader), now)
+        return self._refusal(bounds, leader, work) is None
 
     def _judge(self, leader: Sequence, now: float) -> None:
         if leader.request.background:
@@ -160,13 +162,15 @@ class AdmissionControl:
             return
         work, wait = _Work.of(leader), self._wait(leader)
         self._check_deadline(leader, wait, now)
-        bounds = self._bounds(leader, work, wait, now)
-        refusal = self._refusal(bounds, leader)
+        bounds = self._bounds(work, wait, now)
+        refusal = self._refusal(bounds, leader, work)
         if refusal is None:
             if self._finds_seats(work):
                 self._returns.clear()
             return
-        free_in = max((bound.level - _CALM * bound.most) * bound.falls_in for bound in bounds)
+        free_in = max(
+            (bound.level - _CALM * bound.most) * bound.falls_in(leader) for bound in bounds
+        )
         retry = self._returns.next(now, free_in, work.tokens * self._seconds_per_token(leader))
         raise RequestError(
             f"{refusal}; retry in {retry:.1f} s", code="queue_full", retry_after=retry
@@ -211,14 +215,14 @@ class AdmissionControl:
             return self.predicted_wait.wait(leader)
         return 0.0
 
-    def _bounds(self, leader: Sequence, work: _Work, wait: float, now: float) -> list[_Bound]:
+    def _bounds(self, work: _Work, wait: float, now: float) -> list[_Bound]:
         """The bounds that hold for this request, and where it would take them. One of too many
         tokens may wait alone.
         """
         if not self._sequences.live.n_open:
             return []
         finds_seats = self._finds_seats(work)
-        bounds = [] if finds_seats else self._bounds_of_waiting(leader, work)
+        bounds = [] if finds_seats else self._bounds_of_waiting(work)
         longest = self.limits.max_predicted_wait_s
         if longest:
             share = 1.0 if finds_seats else _SURE if self._crowd_s(now) >= _FIRST_S else _AT_FIRST
@@ -227,7 +231,7 @@ class AdmissionControl:
                 f"about {wait:.1f} s of waiting are ahead, and at most {shown:g} are allowed; "
                 f"sequences waiting: {self._backlog.sequences}"
             )
-            bounds.append(_Bound(wait, longest, 1.0, reason, overflow=1.0, now=share))
+            bounds.append(_Bound(wait, longest, _a_second, reason, overflow=1.0, now=share))
         return bounds
 
     def _crowd_s(self, now: float) -> float:
@@ -239,7 +243,7 @@ class AdmissionControl:
             self._crowded_since = now
         return now - self._crowded_since
 
-    def _bounds_of_waiting(self, leader: Sequence, work: _Work) -> list[_Bound]:
+    def _bounds_of_waiting(self, work: _Work) -> list[_Bound]:
         """The bounds on how much waits."""
         backlog, limits = self._backlog, self.limits
         most = limits.max_waiting_requests
@@ -247,7 +251,7 @@ class AdmissionControl:
             _Bound(
                 backlog.sequences + work.sequences - self._sequences.open_seats,
                 most,
-                self._seconds_per_place(leader),
+                self._seconds_per_place,
                 f"too many sequences are waiting: {backlog.sequences}, of at most {most}",
             )
         ]
@@ -256,23 +260,21 @@ class AdmissionControl:
             reason = (
                 f"too many tokens are waiting to be computed: {backlog.work}, of at most {most}"
             )
-            per_token = self._seconds_per_token(leader)
-            bounds.append(_Bound(backlog.work + work.tokens, most, per_token, reason))
+            level = backlog.work + work.tokens
+            bounds.append(_Bound(level, most, self._seconds_per_token, reason))
         return bounds
 
-    def _refusal(self, bounds: list[_Bound], leader: Sequence) -> str | None:
+    def _refusal(self, bounds: list[_Bound], leader: Sequence, work: _Work) -> str | None:
         """Why a request may not wait, or None."""
-        if self._may_overflow(leader):
-            bounds = [bound._replace(most=bound.overflow * bound.most) for bound in bounds]
-        for bound in bounds:
-            if bound.level > bound.now * bound.most:
-                return bound.reason
-        return None
+        refusal = _first_over(bounds)
+        if refusal is None or not self._may_overflow(leader, work):
+            return refusal
+        return _first_over([bound._replace(most=bound.overflow * bound.most) for bound in bounds])
 
-    def _may_overflow(self, leader: Sequence) -> bool:
+    def _may_overflow(self, leader: Sequence, work: _Work) -> bool:
         """Whether others have filled the queue, and the leader's tenant has not."""
         accounts = self._backlog.accounts
-        own = accounts[leader.request.account] + _Work.of(leader).sequences
+        own = accounts[leader.request.account] + work.sequences
         most = self.limits.max_waiting_requests
         return self._sequences.live.queue.may_overflow(own, len(accounts), most)
 
@@ -284,3 +286,16 @@ class AdmissionControl:
     def _seconds_per_place(self, leader: Sequence) -> float:
         """Seconds after which a place comes free: all seats go on to the end of an answer."""
         return self.predicted_wait.answer_s(leader) / self._sequences.working_seats
+
+
+def _first_over(bounds: list[_Bound]) -> str | None:
+    """The reason of the first bound that is exceeded."""
+    for bound in bounds:
+        if bound.level > bound.now * bound.most:
+            return bound.reason
+    return None
+
+
+def _a_second(leader: Sequence) -> float:
+    """A predicted wait falls by a second in a second."""
+    return 1.0
