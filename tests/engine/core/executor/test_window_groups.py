@@ -51,12 +51,14 @@ def three_kinds_of_layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def new_llm(monkeypatch: pytest.MonkeyPatch, *, groups: bool = True, **settings: Any) -> LLM:
+def new_llm(
+    monkeypatch: pytest.MonkeyPatch, family: str = "gemma3", *, groups: bool = True, **settings: Any
+) -> LLM:
     """groups: False: all layers share the pages of the first group."""
     with monkeypatch.context() as patch:
         if not groups:
             patch.setattr(PoolShares, "counted", lambda self, pages: (pages,))
-        return LLM("tiny-random:gemma3", **(SETTINGS | settings))
+        return LLM(f"tiny-random:{family}", **(SETTINGS | settings))
 
 
 def answers(llm: LLM, prompts: list[list[int]], params: SamplingParams = PARAMS) -> list[Any]:
@@ -76,7 +78,9 @@ def test_answers_are_those_of_one_table_for_all_layers(monkeypatch: pytest.Monke
     assert cold == answers(shared, PROMPTS)
     assert max(plan.work.prompt for plan in plans) > 24
     plans.clear()
-    assert answers(own, PROMPTS) == cold
+    warm = answers(own, PROMPTS)
+    assert [ids for ids, _ in warm] == [ids for ids, _ in cold]
+    assert warm == answers(shared, PROMPTS)
     assert sum(plan.cached_tokens for plan in plans) == sum(
         (len(tokens) - 1) // PAGE * PAGE for tokens in PROMPTS
     )
@@ -133,3 +137,12 @@ def test_a_pool_that_lost_its_contents_is_filled_anew(monkeypatch: pytest.Monkey
     llm.core.runner.wake(lambda: None)
     llm.core.scheduler.sequences.start_all_over(0.0)
     assert answers(llm, PROMPTS) == cold
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "cohere2"])
+def test_other_families_answer_the_same(monkeypatch: pytest.MonkeyPatch, family: str):
+    """Attention sinks; layers that rotate nothing; both halves of a layer at once."""
+    own, shared = new_llm(monkeypatch, family), new_llm(monkeypatch, family, groups=False)
+    assert own.info.sizes.window_pages and not shared.info.sizes.window_pages
+    for _ in ("cold", "warm"):
+        assert answers(own, PROMPTS) == answers(shared, PROMPTS)
