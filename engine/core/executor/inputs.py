@@ -287,6 +287,13 @@ class _SeatTables:
         self._counts[seat] = len(pages)
         self._stamps[seat] = object()
 
+    def add(self, seat: int, page: int) -> None:
+        """A seat's sequence got one more page."""
+        count = self._counts[seat]
+        self.flat[seat * self.width + count] = page
+        self._counts[seat] = count + 1
+        self._stamps[seat] = object()
+
     def feed(self, seat: int, pages: list[int]) -> None:
         """Note the last of a sequence's pages that were not noted yet."""
         count = self._counts[seat]
@@ -347,7 +354,8 @@ class _Upload:
         for field in layout.fields:
             if field.part == "rows":
                 own = layout.length(field.name)
-                self._fresh.append((field.name, own, field.padding(builder)))
+                if own:
+                    self._fresh.append((field.name, own, field.padding(builder)))
                 length += own
         self._pack_into = struct.Struct(f"{length}i").pack_into
         table = layout.slices["page_table"]
@@ -414,7 +422,7 @@ class BatchBuilder:
         self.groups = [
             _SeatTables(seats, pages_per_seat, rows) for rows in (pool_rows, *window_rows)
         ]
-        self._windows = self.groups[1:]
+        self._first, *self._windows = self.groups
         #: Each seat's sampling parameters, and what the steps' programs get of them.
         self._own_sampling = [b""] * seats
         self._sampling = [b""] * seats
@@ -459,7 +467,8 @@ class BatchBuilder:
             upload.pack_sampling([self._sampling[seat] for seat in rows.seats])
             if not plan.bucket.decode_only:
                 upload.pack_scores(rows)
-        for tables, table in zip(self.groups, upload.tables, strict=True):
+        self._first.copy(rows.owners, upload.tables[0])
+        for tables, table in zip(self._windows, upload.tables[1:], strict=True):
             tables.copy(rows.owners, table)
         return upload.packed
 
@@ -484,7 +493,7 @@ class BatchBuilder:
 
     def _board(self, seq: Sequence) -> None:
         """Note the pages and sampling parameters of a sequence that took a seat."""
-        self.groups[0].board(seq.seat, seq.pages)
+        self._first.board(seq.seat, seq.pages)
         for tables, held in zip(self._windows, seq.windows, strict=True):
             tables.board(seq.seat, held.pages)
         own = SAMPLING.pack(seq.request.sampling, seq.seed)
@@ -495,14 +504,14 @@ class BatchBuilder:
 
     def _feed(self, seq: Sequence) -> None:
         """A seated sequence got one more page."""
-        self.groups[0].feed(seq.seat, seq.pages)
-        for tables, held in zip(self._windows, seq.windows, strict=True):
-            tables.feed(seq.seat, held.pages)
+        self._first.add(seq.seat, seq.pages[-1])
+        for number, tables in enumerate(self._windows):
+            tables.feed(seq.seat, seq.windows[number].pages)
 
     def _drop(self, seq: Sequence) -> None:
         """Note that a seated sequence gave back its first pages."""
         if seq.dropped:
-            self.groups[0].drop(seq.seat, seq.dropped)
+            self._first.drop(seq.seat, seq.dropped)
         for tables, held in zip(self._windows, seq.windows, strict=True):
             tables.drop(seq.seat, held.dropped)
 
@@ -521,7 +530,7 @@ class BatchBuilder:
         return rows
 
     def _decode_rows(self, chunks: list[Chunk]) -> _StepRows:
-        page, width, tables = self.page_size, self.pages, self.groups[0].flat
+        page, width, tables = self.page_size, self.pages, self._first.flat
         rows = _StepRows(tokens=[-1] * len(chunks))
         token_seats, positions, write_rows = rows.token_seats, rows.positions, rows.write_rows
         for number, chunk in enumerate(chunks):

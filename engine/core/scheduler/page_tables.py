@@ -264,7 +264,8 @@ class PageTables:
 
     def publish(self, seq: Sequence) -> None:
         """Let later prompts find the pages of a seated sequence, see `_GroupPages.publish`."""
-        for group, held in self._held(seq):
+        self._first.publish(seq, seq)
+        for group, held in zip(self._windows, seq.windows, strict=True):
             group.publish(seq, held)
 
     def give_back(self, seq: Sequence, *, ended: bool) -> None:
