@@ -77,7 +77,7 @@ class _SleepQuery(BaseModel):
 
 
 async def _show_version(service: Service, request: Request) -> Response:
-    """The version, and once the engine is ready, what it runs on and in which number formats."""
+    """The version, and once the engine is ready, what it runs on, in which number formats, and its pages."""
     shown = {"version": version("jitney")}
     if service.client.info is not None:
         shown |= _shown(service.client.info)
@@ -186,7 +186,7 @@ ROUTES = (
         "/version",
         _GET,
         _show_version,
-        "version, device, kernels and number formats",
+        "version, device, kernels, number formats and pages",
         answer=Version,
     ),
     HttpRoute(
