@@ -77,7 +77,7 @@ class _SleepQuery(BaseModel):
 
 
 async def _show_version(service: Service, request: Request) -> Response:
-    """The version, and once the engine is ready, what it runs on, in which number formats, and its pages."""
+    """The version, and once the engine is ready, its device, number formats and pages."""
     shown = {"version": version("jitney")}
     if service.client.info is not None:
         shown |= _shown(service.client.info)
