@@ -64,19 +64,21 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
         return self.shared_weights + self.n_chosen * self.expert_weights
 
     def read_weights(self, rows: _Amount) -> _Amount:
-        """Bytes of the layers' weights that `rows` rows read, with experts chosen at random."""
+        """Weights of the layers that `rows` rows read, with experts chosen at random."""
+        return self.shared_weights + self._read_experts(rows)
+
+    def _read_experts(self, rows: _Amount) -> _Amount:
         missed = (1 - self.n_chosen / self.n_experts) ** rows
-        experts = self.n_experts * (1 - missed) * self.expert_weights
-        of_expert = self.weight_bytes if self.expert_bytes is None else self.expert_bytes
-        return self.shared_weights * self.weight_bytes + experts * of_expert
+        return self.n_experts * (1 - missed) * self.expert_weights
 
     def read_bytes(self, rows: _Amount, keys: _Amount, pairs: _Amount) -> tuple[_Amount, _Amount]:
         """(bytes of weights read, bytes of KV read and written), without the embedding's few rows.
 
         keys, pairs: see `scheduler.plan.StepWork`.
         """
-        weights = self.read_weights(rows) + self.head_bytes
-        return weights, (keys + pairs / _QUERY_BLOCK + rows) * self.kv_bytes
+        of_expert = self.weight_bytes if self.expert_bytes is None else self.expert_bytes
+        layers = self.shared_weights * self.weight_bytes + self._read_experts(rows) * of_expert
+        return layers + self.head_bytes, (keys + pairs / _QUERY_BLOCK + rows) * self.kv_bytes
 
     def operations(
         self, rows: _Amount, logit_rows: _Amount, attended: _Amount

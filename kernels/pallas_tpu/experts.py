@@ -111,7 +111,7 @@ def _call(
 
     scratch = []
     add_matrices(kernel)
-    if stack.is_mxfp4:
+    if stack.is_mxfp4 and stack.scale is not None:
         add_matrices(stack.scale)
         scratch = [(size_in // Mxfp4.block, read), (block, read)]
     elif stack.scale is not None:

@@ -18,7 +18,14 @@ from ragged import Case, attention, make
 from jitney.kernels import definitions, delta_net, proof, reference, w8a8
 from jitney.kernels import experts as plain_experts
 from jitney.kernels.experts import gate
-from jitney.kernels.interface import Fp8Products, Int8Products, KernelSet, OneOf
+from jitney.kernels.interface import (
+    Fp8Products,
+    Int8Products,
+    KernelSet,
+    Mxfp4Products,
+    OneOf,
+)
+from jitney.kernels.mxfp4 import Mxfp4, matmul_mxfp4
 from jitney.kernels.pallas_tpu.kernel_set import PallasKernels
 from jitney.kernels.proof_attention import _long_steps
 from jitney.kernels.proof_products import _narrowed
@@ -125,6 +132,29 @@ def test_right_kernels_pass(dtype: str):
     proofs = proof.prove(kernels, served)
     assert [found.kernel for found in proofs] == ["attention", "norm", "products", "head"]
     assert all(found.ok for found in proofs), list(map(str, proofs))
+
+
+def test_attention_without_its_sinks_is_found():
+    def attend(*args: Any, sinks: Any = None, **options: Any) -> Any:
+        return reference.paged_attention(*args, **options)
+
+    served = serving(SERVED, windows=(0, 40), sinks=True)
+    assert not errors(changed(paged_attention=same(reference.paged_attention)), served)
+    assert list(errors(changed(paged_attention=attend), served)) == ["attention"]
+
+
+def test_products_with_mxfp4_that_take_a_block_s_halves_the_other_way_round_are_found():
+    def turned(x: Any, w: Mxfp4, dtype: Any = jnp.float32) -> Any:
+        parts = [part.apart() if isinstance(part, OneOf) else part for part in w]
+        codes = parts[0] << 4 | parts[0] >> 4 if wrong else parts[0]
+        return matmul_mxfp4(x, Mxfp4(codes, parts[1]), dtype)
+
+    served = serving(
+        SERVED, mixtures=(MixtureShape(96, ("mxfp4", "mxfp4"), "clamped_silu", True),), blocks=(16,)
+    )
+    for wrong in (False, True):
+        own = Mxfp4Products(lambda w, parts=1: w, turned)
+        assert list(errors(changed(mxfp4=own), served)) == ["mxfp4 product"] * wrong
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])

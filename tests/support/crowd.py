@@ -28,6 +28,8 @@ class _Visit:
 
     client: int
     number: int = 0
+    #: In the crowd: a later attempt, before the last client came for the first time.
+    during: bool = False
 
 
 @dataclass(slots=True)
@@ -41,6 +43,9 @@ class CrowdRun:
     #: Later attempts, and those of them that were let in.
     returns: int = 0
     taken: int = 0
+    #: The same, of later attempts before the last client came for the first time.
+    returns_during: int = 0
+    taken_during: int = 0
     #: Seconds told, each time.
     waits: list[float] = field(default_factory=list)
     #: Refusals while a seat and pages were free and no request waited.
@@ -81,8 +86,10 @@ class _Comings(Offer):
     def take(self, now: float) -> EngineRequest:
         at, client, number = heappop(self._heap)
         name = f"{client}.{number}"
-        self._visits[name] = _Visit(client, number)
+        during = number > 0 and at < self.arrivals[-1].at
+        self._visits[name] = _Visit(client, number, during)
         self.run.returns += number > 0
+        self.run.returns_during += during
         # A prompt of its own, so that no pages are found.
         arrival = self.arrivals[client]
         return arrival.request(name, [client + 1] * arrival.n_prompt, at)
@@ -97,6 +104,7 @@ class _Comings(Offer):
             visit = self._visits.pop(output.request_id)
             if output.error is None:
                 self.run.taken += visit.number > 0
+                self.run.taken_during += visit.during
                 continue
             assert output.error.code == "queue_full" and output.error.retry_after
             self._turn_away(visit, now, output.error.retry_after)

@@ -1,4 +1,4 @@
-"""Hugging Face folders of floats, and of experts that one tensor holds: Qwen3.5's, and gpt-oss's, in
+"""Hugging Face folders of floats, and of experts that one tensor holds: Qwen3.5's, and gpt-oss's in
 floats or in MXFP4.
 
 The matrices of an expert go by the names and shapes that they would have by themselves,
@@ -72,7 +72,7 @@ class _OfExpert:
 
     def __getitem__(self, index: Any) -> np.ndarray:
         """As of `Sliceable`."""
-        asked = () if index is ... else index
+        asked: tuple[slice, ...] = () if index is ... else index
         places = [slice(0, size) for size in self.shape]
         for axis, place in enumerate(asked):
             places[axis] = slice(*place.indices(self.shape[axis])[:2])

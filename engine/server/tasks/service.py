@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
@@ -21,10 +22,11 @@ from jitney.engine.server.http.routing import RouteTable
 from jitney.engine.server.tasks.execution import generating_route
 from jitney.engine.server.tasks.keeper import StoreKeeper
 from jitney.engine.server.tasks.records import Batch, Job
-from jitney.engine.server.tasks.runner import TaskRunner
 from jitney.engine.server.tasks.server_context import ServerContext
 from jitney.engine.server.tasks.store import Record, StoreUnavailable, TaskStore
-from jitney.engine.server.tasks.webhooks import Webhooks
+
+if TYPE_CHECKING:
+    from jitney.engine.server.tasks.runner import TaskRunner
 
 _log = logging.getLogger("jitney.api")
 
@@ -151,7 +153,11 @@ class InternalRequests:
             return self._open
 
     async def _begun(self, keeper: StoreKeeper) -> _Open:
-        """Go on with what the folder has."""
+        """Continue the tasks of the folder."""
+        # Only servers with files, batches or jobs load what runs them.
+        from jitney.engine.server.tasks.runner import TaskRunner
+        from jitney.engine.server.tasks.webhooks import Webhooks
+
         webhooks = Webhooks(keeper, self._context)
         runner = TaskRunner(self._context, self._table, keeper, webhooks.wake)
         await runner.start()

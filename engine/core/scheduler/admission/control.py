@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 import random
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import NamedTuple
 
 from jitney.engine.common.errors import RequestError
+from jitney.engine.common.requests import EngineRequest
 from jitney.engine.core.scheduler.admission.predicted_wait import PredictedWait
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.open_sequences import OpenSequences
@@ -34,6 +37,11 @@ _CALM = 0.6
 #: is a mean, and one request in a hundred waits longer. And in the first seconds of a crowd: it
 #: slows the engine down, on two cores to half its speed, and the prediction goes by earlier steps.
 _SURE, _AT_FIRST, _FIRST_S = 0.9, 0.5, 3.0
+#: Share of each bound that requests may fill while refused ones are still expected to return; the
+#: rest is for those. And how much too early a request may return, in seconds.
+_FOR_NEW, _EARLY_S = 0.5, 0.5
+#: Refused requests that are recognised when they return: the latest ones.
+_MOST_RECOGNISED = 1 << 14
 #: Verdicts kept; more are never open, since the requests of a group come one after the other.
 _MOST_VERDICTS = 64
 
@@ -83,20 +91,34 @@ class _Verdict:
 
 class ReturnTimes:
     """Spreads refused requests over the time to come: each returns when those refused before it
-    should have been served. No place is kept for any of them.
+    should have been served. No place is kept for any of them, but those that return in time are
+    recognised.
     """
 
     def __init__(self, seed: int = 0):
         self._random = random.Random(seed)
         # Clock seconds until which requests that will return keep the engine busy.
         self._busy_until = -math.inf
+        # Clock seconds at which refused requests should return, by their digests, latest last.
+        self._due: OrderedDict[bytes, float] = OrderedDict()
 
     def clear(self) -> None:
         """A request found free seats: the others have returned and were served, or do not come."""
         self._busy_until = -math.inf
+        self._due.clear()
 
-    def next(self, now: float, free_in: float, work_s: float) -> float:
-        """Seconds after which the next refused request should return.
+    def expects_any(self, now: float) -> bool:
+        """Whether refused requests should still return."""
+        return self._busy_until > now
+
+    def is_due(self, request: EngineRequest, now: float) -> bool:
+        """Whether a request was refused before, and returns no earlier than it was told to."""
+        if not self._due:
+            return False
+        return self._due.get(_digest_of(request), math.inf) <= now + _EARLY_S
+
+    def next(self, request: EngineRequest, now: float, free_in: float, work_s: float) -> float:
+        """Seconds after which a refused request should return.
 
         free_in: seconds until there is room if no request comes. work_s: seconds that its work
         takes.
@@ -106,7 +128,25 @@ class ReturnTimes:
             return LONGEST_RETRY * self._random.uniform(0.5, 1.0)
         self._busy_until = now + wait + _SPARSE * work_s
         jitter = self._random.uniform(0.0, min(_JITTER_S, _JITTER_SHARE * wait))
-        return max(SHORTEST_RETRY, wait + jitter)
+        wait = max(SHORTEST_RETRY, wait + jitter)
+        digest = _digest_of(request)
+        self._due[digest] = now + wait
+        self._due.move_to_end(digest)
+        if len(self._due) > _MOST_RECOGNISED:
+            self._due.popitem(last=False)
+        return wait
+
+
+def _digest_of(request: EngineRequest) -> bytes:
+    """Digest by which a returning request is recognised: account, prompt and lengths, without the
+    seed, which differs each time unless the client gave one.
+    """
+    sampling, together = request.sampling, request.whole.requests if request.whole else 1
+    salt, adapter = request.cache_salt, request.adapter
+    parts = (request.account, salt, adapter, sampling.n, sampling.max_tokens, together)
+    digest = blake2b(repr(parts).encode("utf-8", "surrogatepass"), digest_size=16)
+    digest.update(array("i", request.prompt).tobytes())
+    return digest.digest()
 
 
 class AdmissionControl:
@@ -153,7 +193,7 @@ class AdmissionControl:
         if leader.request.background:
             return self._background_has_room(leader)
         work = _Work.of(leader)
-        bounds = self._bounds(work, self._wait(leader), now)
+        bounds = self._bounds(work, self._wait(leader), self._share(leader, now), now)
         return self._refusal(bounds, leader, work) is None
 
     def _judge(self, leader: Sequence, now: float) -> None:
@@ -162,7 +202,8 @@ class AdmissionControl:
             return
         work, wait = _Work.of(leader), self._wait(leader)
         self._check_deadline(leader, wait, now)
-        bounds = self._bounds(work, wait, now)
+        share = self._share(leader, now)
+        bounds = self._bounds(work, wait, share, now)
         refusal = self._refusal(bounds, leader, work)
         if refusal is None:
             if self._finds_seats(work):
@@ -171,7 +212,10 @@ class AdmissionControl:
         free_in = max(
             (bound.level - _CALM * bound.most) * bound.falls_in(leader) for bound in bounds
         )
-        retry = self._returns.next(now, free_in, work.tokens * self._seconds_per_token(leader))
+        work_s = work.tokens * self._seconds_per_token(leader)
+        retry = self._returns.next(leader.request, now, free_in, work_s)
+        if share < 1.0:
+            refusal += "; half of the room is for requests that were refused before"
         raise RequestError(
             f"{refusal}; retry in {retry:.1f} s", code="queue_full", retry_after=retry
         )
@@ -215,17 +259,26 @@ class AdmissionControl:
             return self.predicted_wait.wait(leader)
         return 0.0
 
-    def _bounds(self, work: _Work, wait: float, now: float) -> list[_Bound]:
+    def _share(self, leader: Sequence, now: float) -> float:
+        """Share of each bound that a request may fill if it finds no open seats."""
+        if not self._returns.expects_any(now) or self._returns.is_due(leader.request, now):
+            return 1.0
+        return _FOR_NEW
+
+    def _bounds(self, work: _Work, wait: float, most: float, now: float) -> list[_Bound]:
         """The bounds that hold for this request, and where it would take them. One of too many
         tokens may wait alone.
+
+        most: share of each bound that it may fill if it finds no open seats.
         """
         if not self._sequences.live.n_open:
             return []
         finds_seats = self._finds_seats(work)
-        bounds = [] if finds_seats else self._bounds_of_waiting(work)
+        bounds = [] if finds_seats else self._bounds_of_waiting(work, most)
         longest = self.limits.max_predicted_wait_s
         if longest:
-            share = 1.0 if finds_seats else _SURE if self._crowd_s(now) >= _FIRST_S else _AT_FIRST
+            share = _SURE if self._crowd_s(now) >= _FIRST_S else _AT_FIRST
+            share = 1.0 if finds_seats else min(share, most)
             shown = longest if wait > longest else share * longest
             reason = (
                 f"about {wait:.1f} s of waiting are ahead, and at most {shown:g} are allowed; "
@@ -243,8 +296,8 @@ class AdmissionControl:
             self._crowded_since = now
         return now - self._crowded_since
 
-    def _bounds_of_waiting(self, work: _Work) -> list[_Bound]:
-        """The bounds on how much waits."""
+    def _bounds_of_waiting(self, work: _Work, share: float) -> list[_Bound]:
+        """The bounds on how much waits. share: of each that may be filled."""
         backlog, limits = self._backlog, self.limits
         most = limits.max_waiting_requests
         bounds = [
@@ -253,6 +306,7 @@ class AdmissionControl:
                 most,
                 self._seconds_per_place,
                 f"too many sequences are waiting: {backlog.sequences}, of at most {most}",
+                now=share,
             )
         ]
         if backlog.sequences:
@@ -261,7 +315,7 @@ class AdmissionControl:
                 f"too many tokens are waiting to be computed: {backlog.work}, of at most {most}"
             )
             level = backlog.work + work.tokens
-            bounds.append(_Bound(level, most, self._seconds_per_token, reason))
+            bounds.append(_Bound(level, most, self._seconds_per_token, reason, now=share))
         return bounds
 
     def _refusal(self, bounds: list[_Bound], leader: Sequence, work: _Work) -> str | None:

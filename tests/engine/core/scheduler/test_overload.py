@@ -57,17 +57,17 @@ def ten_times() -> CrowdRun:
 
 
 def test_requests_that_return_when_told_to_are_taken(ten_times: CrowdRun):
-    """Though nothing is reserved for them: they come one by one, most of them behind the crowd."""
+    """In the crowd and behind it, though no place is reserved for any of them."""
     assert ten_times.turned_away > 5000 and ten_times.returns >= ten_times.turned_away
     assert ten_times.share_taken >= 0.9
+    assert ten_times.returns_during > 200
+    assert ten_times.taken_during >= 0.8 * ten_times.returns_during
     assert len({round(wait, 3) for wait in ten_times.waits}) > 0.9 * len(ten_times.waits)
 
 
 def test_admitted_requests_wait_no_longer_than_a_full_queue(ten_times: CrowdRun):
-    """64 may wait: 14 s of work, with a standard deviation of 0.73 s (answers of 10 to 60
-    tokens).
-    """
-    assert ten_times.first_token_s(0.99) < 64 / CAPACITY + 2.5 * 0.73
+    """64 may wait."""
+    assert ten_times.first_token_s(0.99) < 64 / CAPACITY
 
 
 def test_seats_stay_full_and_no_request_is_refused_beside_a_free_one(ten_times: CrowdRun):
@@ -212,13 +212,14 @@ def codes(core: EngineCore, requests: list[EngineRequest]) -> list[tuple[str, fl
 
 def test_prompts_that_came_together_wait_together_or_not_at_all():
     """Two of four places are left for three, and for two; those three are told one time."""
-    core = crowded_core(FakeClock(), max_requests=4, max_tokens=10**9)
-    core.scheduler.add(make_request("two", [1], n=2, max_tokens=200))
-    said = codes(core, together("three", 3))
-    assert {code for code, _ in said} == {"queue_full"} and len(set(said)) == 1
-    assert core.scheduler.n_waiting == 2
-    assert codes(core, together("pair", 2)) == [("", None)] * 2
-    core.check()
+    for count in (2, 3):
+        core = crowded_core(FakeClock(), max_requests=4, max_tokens=10**9)
+        core.scheduler.add(make_request("two", [1], n=2, max_tokens=200))
+        said = codes(core, together("prompts", count))
+        assert len(set(said)) == 1, "all are told the same"
+        assert said[0][0] == ("" if count == 2 else "queue_full")
+        assert core.scheduler.n_waiting == (4 if count == 2 else 2)
+        core.check()
 
 
 def test_prompts_that_come_back_together_are_taken_together():
@@ -234,12 +235,12 @@ def test_prompts_that_come_back_together_are_taken_together():
 
 
 def test_refused_requests_return_as_far_apart_as_work_is_released():
-    returns = ReturnTimes()
-    times = [returns.next(0.0, 5.0, 2.0) for _ in range(20)]
+    returns, asked = ReturnTimes(), make_request("a", [1])
+    times = [returns.next(asked, 0.0, 5.0, 2.0) for _ in range(20)]
     assert times[0] == pytest.approx(5.0, abs=0.3)
     gaps = [late - early for early, late in pairwise(times)]
     assert min(gaps) > 1.4 and sum(gaps) / 19 == pytest.approx(2.1, rel=0.1)
-    assert returns.next(40.0, 1.0, 2.0) == pytest.approx(7.0, abs=0.4), "time passes for all"
+    assert returns.next(asked, 40.0, 1.0, 2.0) == pytest.approx(7.0, abs=0.4), "time passes for all"
 
 
 def test_free_seats_end_the_time_that_was_told():
@@ -259,7 +260,7 @@ def test_free_seats_end_the_time_that_was_told():
 
 def test_a_refused_request_is_told_no_more_than_the_longest_time():
     returns = ReturnTimes()
-    told = [returns.next(0.0, 1.0, 100.0) for _ in range(100)]
+    told = [returns.next(make_request("a", [1]), 0.0, 1.0, 100.0) for _ in range(100)]
     assert max(told) <= LONGEST_RETRY + 0.5 and len(set(told)) == 100
 
 

@@ -119,7 +119,7 @@ def test_tensors_that_do_not_fit_are_named(
 @pytest.mark.parametrize("setting", ["swiglu_alpha", "swiglu_limit"])
 def test_other_bounds_of_gates_are_refused(tmp_path: Path, setting: str):
     with pytest.raises(ModelError, match=f"{setting} other than"):
-        write(tmp_path, **{setting: 5.0})
+        write(tmp_path, None, **{setting: 5.0})
 
 
 def test_blocks_are_not_torn_apart(tmp_path: Path):
@@ -130,6 +130,11 @@ def test_blocks_are_not_torn_apart(tmp_path: Path):
     matrix = open_checkpoint(source, weights).matrix(name)
     assert matrix is not None
     path = ("layers", 0, "mlp", "down", "kernel")
-    _check_groups(path, matrix, Shares(source.config, AbstractMesh((4,), (TENSOR.name,))))
+
+    def check(devices: int) -> None:
+        mesh: Any = AbstractMesh((devices,), (TENSOR.name,))
+        _check_groups(path, matrix, Shares(source.config, mesh))
+
+    check(4)
     with pytest.raises(ConfigError, match=r"tensor_parallel 8 .* 4 groups .* expert_parallel"):
-        _check_groups(path, matrix, Shares(source.config, AbstractMesh((8,), (TENSOR.name,))))
+        check(8)
