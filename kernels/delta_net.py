@@ -129,13 +129,16 @@ def recur(
     seats = sequences.seats[owners]
     is_first = jnp.arange(n_rows) == sequences.ends[owners]
     empty = is_first & (sequences.starts[owners] == 0)
+    keep_apart = jax.lax.optimization_barrier
 
     def add(number: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         read, memory = carry
         row = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), rows)
         seat = seats[number]
-        before = jax.lax.dynamic_index_in_dim(memory, seat, keepdims=False)
-        own, after = _passed(row, jnp.where(empty[number], 0, before), shared)
+        # Without the barriers XLA fuses what is read with what is written, and copies the memory of
+        # all seats for each row.
+        before = keep_apart(jax.lax.dynamic_index_in_dim(memory, seat, keepdims=False))
+        own, after = keep_apart(_passed(row, jnp.where(empty[number], 0, before), shared))
         read = jax.lax.dynamic_update_index_in_dim(read, own, number, 0)
         return read, jax.lax.dynamic_update_index_in_dim(memory, after, seat, 0)
 
@@ -207,6 +210,7 @@ def _convolved(
     new = mixed.at[sequences.ends[:-1, None] + back].get(mode="clip")
     old = earlier(jnp.maximum(-back, 1), jnp.broadcast_to(all_of_them[:, None], back.shape))
     last = jnp.where((back >= 0)[..., None], new, old).astype(taps.dtype)
+    total, last = jax.lax.optimization_barrier((total, last))  # read before it is written in place
     return jax.nn.silu(total), taps.at[sequences.seats].set(last, mode="drop")
 
 

@@ -1,4 +1,4 @@
-"""Group-wise int4 weights: how they lie in memory, and the product with them in plain jax.numpy.
+"""Group-wise int4 weights: their memory layout, and products with them in jax.numpy.
 
 Axes: M rows, I inputs, O outputs, R inputs per group (32, 64 or 128). A weight is (nibble - zero) *
 scale with one scale and one zero point per group and output.
@@ -14,16 +14,16 @@ from jax.typing import DTypeLike
 
 
 class Int4(NamedTuple):
-    """A weight matrix [I, O] kept in 4 bits; a pytree of arrays."""
+    """A weight matrix [I, O] in 4 bits; a pytree of arrays."""
 
     # uint8 [I // 2, O]: row r of group g (R // 2 rows each) holds inputs gR + r (low) and + R // 2
     packed: jax.Array
     scales: jax.Array  # floating [I // R, O]
     zeros: jax.Array | None  # uint8 [I // R, O], 0..16; None: `middle` everywhere
 
-    #: Inputs that a group may have.
+    #: Supported numbers of inputs per group.
     group_sizes = (32, 64, 128)
-    #: Zero point of symmetric weights: nibbles 0..15 stand for -8..7.
+    #: Zero point of symmetric weights: nibbles 0..15 are -8..7.
     middle = 8
 
     @property
@@ -47,8 +47,6 @@ class Int4(NamedTuple):
 
 
 def matmul_int4(x: jax.Array, weights: Int4, dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """x [M, I] -> [M, O] in `dtype`; the weights are written out in x's dtype first,
-    rounded to it.
-    """
+    """x [M, I] -> [M, O] in `dtype`; the weights are first unpacked and rounded to x's dtype."""
     wide = weights.unpacked().astype(x.dtype)
     return jnp.matmul(x, wide, preferred_element_type=jnp.float32).astype(dtype)

@@ -1,7 +1,7 @@
-"""Whose kernels attend to prompts on which GPU: what devices measured, as data.
+"""The table of measured choices between kernel sets for prompt attention on GPUs.
 
-`prompt_choices.json` has an entry for each compute capability and head dim that somebody measured,
-written by `jitney bench device`. Where there is none, ours serve.
+`jitney bench device` writes `prompt_choices.json`, with an entry for each measured compute
+capability and head dim. Without an entry, the Triton kernels are used.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from typing import ClassVar, TypedDict
 
 
 class PromptChoice(TypedDict):
-    """One entry of the table."""
+    """An entry of the table."""
 
     sm: int  # compute capability, 90 for 9.0
     head_dim: int
     by: str  # one of PromptChoices.serving
-    #: Seconds of prompt attention over all measured sizes, by whose kernels: those that serve, and
-    #: others that cannot serve.
+    #: Kernel set -> seconds of prompt attention over all measured sizes; also sets that cannot be
+    #: chosen.
     seconds: dict[str, float]
-    rows: list[int]  # of the prompts that were measured
+    rows: list[int]  # of the measured prompts
     device: str
-    versions: dict[str, str]  # of the packages that decide the figures
+    versions: dict[str, str]  # of the packages that affect the times
 
 
 @dataclass(frozen=True)
 class PromptChoices:
     """The table: an entry for each compute capability and head dim, in order."""
 
-    #: The kernel sets that can be chosen, ours first: whose prompts are measured and can be served.
+    #: The kernel sets that can be chosen; the default first.
     serving: ClassVar[tuple[str, str]] = ("triton", "flashinfer")
-    #: Its file.
+    #: File of the table.
     file: ClassVar[Path] = Path(__file__).with_suffix(".json")
 
     entries: Sequence[PromptChoice]
 
     @classmethod
     def read(cls, table: Path = file) -> PromptChoices:
-        """Of a file. Raises OSError, and ValueError for what is no such table."""
+        """Read the table from a file. Raises OSError, and ValueError if it is invalid."""
         entries = json.loads(table.read_text(encoding="utf-8"))
         if not isinstance(entries, list):
             raise ValueError("it is no list of entries")
@@ -53,14 +53,14 @@ class PromptChoices:
         return cls(entries)
 
     def chosen(self, sm: int, head_dim: int) -> str:
-        """The kernel set that serves prompts there: one of `serving`."""
+        """The kernel set for prompts, one of `serving`."""
         for choice in self.entries:
             if (choice["sm"], choice["head_dim"]) == (sm, head_dim):
                 return choice["by"]
         return self.serving[0]
 
     def with_choice(self, new: PromptChoice) -> PromptChoices:
-        """The table with an entry in the place of an older one of the same."""
+        """The table with an entry added, or replaced."""
         key = new["sm"], new["head_dim"]
         kept = [choice for choice in self.entries if (choice["sm"], choice["head_dim"]) != key]
         ordered = sorted([*kept, new], key=lambda choice: (choice["sm"], choice["head_dim"]))

@@ -1,6 +1,6 @@
-"""KV pools that hold int8 or fp8: a factor per key head and per value head, or one for the pool.
+"""Scales of int8 and fp8 KV pools: one per key head and per value head, or one for the pool.
 
-A stored number times its factor is the key or value. Axes as in `jitney.kernels.interface`.
+A stored number times its scale is the key or value. Axes as in `jitney.kernels.interface`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-#: Largest magnitude that a quantised pool holds; other dtypes hold the numbers as they are.
+#: Largest magnitude of each quantised dtype; pools of other dtypes have no scales.
 _LIMITS = {
     jnp.dtype(jnp.int8): 127.0,
     jnp.dtype(jnp.float8_e4m3fn): 448.0,
@@ -26,7 +26,7 @@ def scales_of(kv: jax.Array, kv_scales: jax.Array | None) -> jax.Array | None:
     """kv_scales as float32 [2K] (row 2h key head h, row 2h + 1 value head h) from [2K] or []; None
     for plain floats.
 
-    Raises ValueError where pool and scales do not fit each other.
+    Raises ValueError if scales are missing, of a wrong shape, or given for plain floats.
     """
     if not limit_of(kv.dtype):
         if kv_scales is not None:
@@ -42,8 +42,8 @@ def scales_of(kv: jax.Array, kv_scales: jax.Array | None) -> jax.Array | None:
 
 
 def as_stored(new: jax.Array, kv: jax.Array, scales: jax.Array | None) -> jax.Array:
-    """new [T, 2K, D] in the pool's dtype: over its factor, clipped, int8 rounded half up; what is
-    not finite as 0.
+    """new [T, 2K, D] in the pool's dtype: divided by its scale, clipped, int8 rounded half up;
+    non-finite numbers become 0.
     """
     if scales is not None:
         limit = limit_of(kv.dtype)

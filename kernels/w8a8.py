@@ -1,16 +1,13 @@
-"""Products of rows that are rounded to int8 or to fp8 (e4m3) with weights in the same: what they
-are made of.
+"""Products of rows rounded to int8 or fp8 (e4m3) with weights in the same format.
 
-Axes: T rows, I inputs, O outputs. Row t of x stands in units of s[t], found anew in every product:
-the greatest magnitude in that row is 127 whole units of int8, or 448 of fp8. Output o has weights
-in units of scale[o]. So y[t, o] = s[t] * scale[o] * (a sum of products of the codes), and both
-kinds of unit come after the sum. A row's units depend on that row alone: it stands for the same
-numbers alone and among others.
+Axes: T rows, I inputs, O outputs. Row t of x is quantised in each product with scale s[t], by which
+its largest magnitude becomes 127 in int8 or 448 in fp8. Output o has scale[o]. So y[t, o] = s[t] *
+scale[o] * (sum of products of codes): both scales are applied after the sum. s[t] depends on row t
+alone, so that a row's result does not depend on other rows.
 
-Sums of int8 codes are exact: a row has the same result alone and among others, and in every order
-of adding up. Those of fp8 are added in float32. `matmul_fp8` is for NVIDIA GPUs that multiply fp8
-themselves, from compute capability 8.9 on: XLA takes both operands as they are, in cuBLASLt's fp8
-product or in a Triton one.
+Sums of int8 codes are exact in every order; those of fp8 are in float32. `matmul_fp8` is for NVIDIA
+GPUs with fp8 products, from compute capability 8.9 on: XLA uses both operands unconverted, in
+cuBLASLt's fp8 product or a Triton one.
 """
 
 from __future__ import annotations
@@ -21,11 +18,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-#: Rows whose numbers are all smaller are multiplied as if they had one as great.
+#: Lower bound of a row's largest magnitude.
 _LEAST = 1e-30
-#: The greatest code of a row in int8.
+#: Largest int8 code.
 _GREATEST_INT8 = 127.0
-#: What rows and weights are rounded to in fp8, and its greatest number.
+#: The fp8 dtype and its largest number.
 _FP8, _GREATEST_FP8 = jnp.float8_e4m3fn, 448.0
 
 
@@ -66,25 +63,25 @@ def round_to_fp8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     wide = x.astype(jnp.float32)
     most = _greatest_of_rows(wide)
     codes = wide * (_GREATEST_FP8 / most)
-    # Not divided: XLA divides one number otherwise than eight, in the last bit.
+    # Multiplied, since XLA's division of one number and of eight differ in the last bit.
     return codes.astype(_FP8), most * (1 / _GREATEST_FP8)
 
 
 def pack_fp8(w: jax.Array, parts: int = 1) -> jax.Array:
     """w [I, O] -> [1, O, I].
 
-    fp8 units take operands whose inputs are neighbours; of [I, O] XLA would write a transposed copy
-    in every step. The first axis tells it from a matrix that is not laid out.
+    fp8 units need operands with contiguous inputs; from [I, O] XLA would make a transposed copy in
+    every step. The first axis marks a packed matrix.
     """
     del parts  # gates are not multiplied at once
     return w.T[None]
 
 
 def matmul_fp8(x: jax.Array, w: Fp8, dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """x [T, I], its rows rounded to fp8, times w, laid out by `pack_fp8` -> [T, O] in `dtype`.
+    """x [T, I], its rows rounded to fp8, times w, packed by `pack_fp8` -> [T, O] in `dtype`.
 
-    The sums go through memory, so in bfloat16 if that is what is asked for. float16 would not hold
-    them: they reach I * 448 * 448. HIGHEST: an H100 adds fp8 products with 14 bits otherwise.
+    The sums go through memory, in bfloat16 if `dtype` is. float16 would overflow: they reach I *
+    448 * 448. HIGHEST: otherwise an H100 adds fp8 products with 14 bits.
     """
     codes, units = round_to_fp8(x)
     sums = jax.lax.dot_general(

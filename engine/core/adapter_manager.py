@@ -1,9 +1,8 @@
-"""Adapters that come and go while an engine serves, as the core's loop sees them.
+"""Loads and removes adapters while an engine serves.
 
-Files are read and checked, and weights are brought to the device, on a thread of their own; the
-loop only exchanges arrays between two steps. An adapter that is gone keeps its columns until the
-requests that ask for it have ended. One that needs these columns waits for them, and its requests
-wait here.
+A thread reads and checks files and copies weights to the device; the core's loop only exchanges
+arrays between two steps. A removed adapter keeps its columns until its requests have ended. A new
+adapter waits for free columns, and its requests wait here.
 """
 
 from __future__ import annotations
@@ -29,53 +28,51 @@ if TYPE_CHECKING:
     from jitney.engine.core.weights.adapters import AdapterBank, AdapterColumns, LoadedAdapter
     from jitney.kernels.interface import Kernels
 
-_REMOVED = ErrorInfo(
-    "model_not_found", "the adapter was removed; /v1/models lists what there is", "model"
-)
+_REMOVED = ErrorInfo("model_not_found", "the adapter was removed; see /v1/models", "model")
 _log = logging.getLogger("jitney.core")
 
 
 class _Weights(Protocol):
-    """What runs steps."""
+    """The runner of a model."""
 
     def exchange(self, arrays: Mapping[Path, Array]) -> None: ...
 
 
 class ServedModel(NamedTuple):
-    """A model that is to have the adapters."""
+    """A model with adapters."""
 
     weights: _Weights
-    #: Its matrices are laid out by these; None: they are as they came.
+    #: The kernels that its matrices are packed for; None: not packed.
     layout: Kernels | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """A list of adapters that was read and is sound."""
+    """A checked list of adapters to serve."""
 
     ticket: int
-    #: All that are to be served, in the list's order.
+    #: All adapters, in the list's order.
     adapters: list[LoadedAdapter]
-    #: Those of them that are not loaded yet.
+    #: Those that are not loaded yet.
     new: list[AdapterColumns]
     config_digest: str
 
     def answer(self, before: Mapping[str, LoadedAdapter]) -> AdaptersSet:
         names = {adapter.name for adapter in self.adapters}
-        come = [columns.adapter.name for columns in self.new]
+        new = [columns.adapter.name for columns in self.new]
         return AdaptersSet(
             self.ticket,
             adapters={adapter.name: adapter.number for adapter in self.adapters},
             config_digest=self.config_digest,
-            added=[name for name in come if name not in before],
+            added=[name for name in new if name not in before],
             removed=[name for name in before if name not in names],
-            replaced=[name for name in come if name in before],
+            replaced=[name for name in new if name in before],
         )
 
 
 @dataclass(slots=True)
 class _HeldRequest:
-    """A request whose adapter is not loaded yet, and ends that its sequences have had meanwhile."""
+    """A request whose adapter is not loaded yet; ended: its sequences that were ended -> reason."""
 
     request: EngineRequest
     ended: dict[int, FinishReason] = field(default_factory=dict[int, FinishReason])
@@ -86,8 +83,10 @@ class _HeldRequest:
 
 
 class AdapterManager:
-    """Changes the adapters of an engine. models: which have the bank's adapters, loaded ones.
-    digest_of: from adapters, folders by name, to the configuration's digest.
+    """Changes the adapters of an engine.
+
+    loaded: the adapters that the models already have. digest_of: maps adapters (name -> folder) to
+    the configuration's digest.
     """
 
     def __init__(
@@ -100,14 +99,14 @@ class AdapterManager:
         self._bank = bank
         self._models = models
         self._digest_of = digest_of
-        #: Those that are served, by name.
+        #: Name -> served adapter.
         self._served = {adapter.name: adapter for adapter in loaded}
         self._next_number = 1 + max((one.number for one in self._served.values()), default=0)
-        #: Those that are served no more, by number, and the numbers of those that took their place.
+        #: Number of a removed adapter -> number of its replacement, if any.
         self._retired: dict[int, int | None] = {}
-        #: Numbers of those whose columns are in the models.
+        #: Numbers of adapters whose columns are in the models.
         self._installed = {adapter.number for adapter in self._served.values()}
-        #: Read, and not installed yet, oldest first.
+        #: Adapters that are read but not installed, oldest first.
         self._coming: list[AdapterColumns] = []
         self._held: list[_HeldRequest] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
@@ -118,16 +117,16 @@ class AdapterManager:
 
     @property
     def is_busy(self) -> bool:
-        """`tend` is to be called until this is false."""
+        """True while `tend` must be called between steps."""
         return bool(self._asked or self._reading or self._coming or self._answers)
 
     @property
     def numbers(self) -> set[int]:
-        """Of those that are served."""
+        """Numbers of the served adapters."""
         return {adapter.number for adapter in self._served.values()}
 
     def ask(self, message: SetAdapters) -> None:
-        """The answer is among `take_answers` once the files have been read."""
+        """Queue a change; `take_answers` returns its answer once the files are read."""
         self._asked.append(message)
 
     def take_answers(self) -> list[AdaptersSet]:
@@ -135,9 +134,7 @@ class AdapterManager:
         return answers
 
     def current(self, request: EngineRequest) -> EngineRequest:
-        """The request, or if it was made a moment before its adapter's files were replaced, one for
-        the new files.
-        """
+        """The request, with its adapter's number updated if its files were just replaced."""
         number = request.adapter
         while (successor := self._retired.get(number)) is not None:
             number = successor
@@ -146,24 +143,22 @@ class AdapterManager:
         return msgspec.structs.replace(request, adapter=number)
 
     def refusal(self, request: EngineRequest) -> ErrorInfo | None:
-        """Why a request that comes now is not answered; None: it is. Those that came before their
-        adapter was removed are.
-        """
+        """Why a new request is refused, if its adapter was removed. Earlier requests are served."""
         return _REMOVED if request.adapter in self._retired else None
 
     def hold(self, request: EngineRequest) -> bool:
-        """Keep a request whose adapter is not installed yet; `tend` gives it back. False: it need
-        not wait.
+        """Hold a request whose adapter is not installed yet, until `tend` returns it. False if it
+        need not wait.
         """
         if not request.adapter or request.adapter in self._installed:
             return False
         if all(request.adapter != one.adapter.number for one in self._coming):
-            return False  # of none that there is
+            return False  # an unknown adapter
         self._held.append(_HeldRequest(request))
         return True
 
     def abort(self, request_id: str, index: int | None, reason: FinishReason) -> None:
-        """Note that a request (index None) or one of its sequences is ended, if it waits here."""
+        """End a held request (index None) or one of its sequences."""
         for held in self._held:
             if held.request.id == request_id:
                 ended = range(held.request.sampling.n) if index is None else (index,)
@@ -171,10 +166,10 @@ class AdapterManager:
                     held.ended.setdefault(number, reason)
 
     def tend(self, open_adapters: Callable[[], set[int]]) -> list[_HeldRequest]:
-        """Do what can be done between two steps. open_adapters: numbers that open requests ask for.
-        -> requests that need not wait any more.
+        """Advance changes between two steps; returns the requests that need not wait any more.
 
-        Raises what the device raises where weights cannot be brought there.
+        open_adapters: numbers that open requests use. Raises the device's error if weights cannot
+        be copied to it.
         """
         if self._reading is None and self._asked:
             self._begin_reading(self._asked.pop(0))
@@ -197,7 +192,7 @@ class AdapterManager:
         self._reading = message.ticket, reading
 
     def _read(self, message: SetAdapters, served: dict[str, LoadedAdapter], number: int) -> _Change:
-        """On the thread. number: of the first adapter that is new. Raises ModelError."""
+        """Read adapters, on the thread. number: of the first new one. Raises ModelError."""
         adapters: list[LoadedAdapter] = []
         new: list[AdapterColumns] = []
         for name, folder in message.folders.items():
@@ -212,13 +207,13 @@ class AdapterManager:
         return _Change(message.ticket, adapters, new, self._digest_of(message.folders))
 
     def _take_change(self, ticket: int, reading: Future[_Change]) -> None:
-        """Serve what was read from now on; what is not sound changes nothing."""
+        """Serve the new list from now on; an error changes nothing."""
         try:
             change = reading.result()
         except JitneyError as error:
             self._answers.append(AdaptersSet(ticket, ErrorInfo("invalid_value", str(error))))
             return
-        except Exception as error:  # the adapters that are there go on
+        except Exception as error:  # the present adapters are served on
             _log.exception("adapters were not read")
             reason = f"adapters: {type(error).__name__}: {error}"
             self._answers.append(AdaptersSet(ticket, ErrorInfo("internal_error", reason)))
@@ -231,18 +226,16 @@ class AdapterManager:
         self._answers.append(answer)
 
     def _free(self, open_adapters: Callable[[], set[int]]) -> None:
-        """Let go of the columns of those that are gone and that no request asks for."""
-        gone = self._installed & self._retired.keys()
-        if not gone:
+        """Free the columns of removed adapters that no open request uses."""
+        removed = self._installed & self._retired.keys()
+        if not removed:
             return
-        for number in gone - open_adapters():
+        for number in removed - open_adapters():
             self._bank.free(number)
             self._installed.discard(number)
 
     def _begin_installing(self) -> None:
-        """In the order in which they came: each list of adapters has room, so that each gets its
-        turn.
-        """
+        """Install the oldest new adapter if it has room; each list fits, so each gets its turn."""
         while self._coming and self._is_needless(self._coming[0].adapter):
             del self._coming[0]
         if self._coming and self._bank.has_room(self._coming[0].adapter):
@@ -250,12 +243,12 @@ class AdapterManager:
             self._installing = self._thread.submit(self._bank.install, self._coming[0], layouts)
 
     def _is_needless(self, adapter: LoadedAdapter) -> bool:
-        """Whether it is gone again, and no request waits for it."""
+        """True if the adapter was removed again and no request waits for it."""
         waiting = {held.request.adapter for held in self._held}
         return adapter.number in self._retired and adapter.number not in waiting
 
     def _install(self, arrays: list[dict[Path, Array]]) -> None:
-        """Steps from now on compute with the adapter that was brought to the device."""
+        """Use the copied adapter in steps from now on."""
         self._installing = None
         for model, own in zip(self._models, arrays, strict=True):
             model.weights.exchange(own)

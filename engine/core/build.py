@@ -1,5 +1,5 @@
-"""From a configuration to a running core: weights, kernels, pool, executables. Only the core's
-process imports this.
+"""Builds a running core from a configuration: weights, kernels, KV pool, compiled programs. Only
+the core's process imports this.
 """
 
 from __future__ import annotations
@@ -97,22 +97,19 @@ _log = logging.getLogger("jitney.core")
 
 #: Parameters of mallopt(3).
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-#: A pool of at least this share of what fits is not worth compiling the largest step a second time
-#: for.
+#: A pool of at least this share of what fits is accepted, without compiling the largest step again.
 _ENOUGH = 0.97
-#: Room for the compiled programs of a model: those of the default one on a CPU are some 10 MB.
+#: Free disk space for a model's compiled programs; the default model's take about 10 MB on a CPU.
 _PROGRAM_BYTES = 64 << 20
-#: Largest difference of two log-probabilities that rounding explains to a canary, by dtype of the
-#: activations.
+#: Dtype of activations -> largest difference of log-probabilities that the canary accepts.
 _CANARY_LIMITS = {"bfloat16": 0.75, "float16": 0.75, "float32": 0.02}
-#: Most tokens, prompt and answer, of a request that a canary computes again: the memory that is
-#: kept for it.
+#: Most tokens, prompt and answer, of a request that the canary computes again: its KV memory.
 _CANARY_TOKENS = 4096
-#: Most rows of a step of the canary's core: more would hold up the steps that serve.
+#: Most rows of a step of the canary's core; more would delay the steps that serve.
 _CANARY_ROWS = 64
-#: Bytes of weights from which on it is measured what the device can do at most.
+#: Smallest weights for which the device's maximum is measured.
 _LEAST_MEASURED_BYTES = 16 << 20
-#: Settings that only decoders are served with.
+#: Settings that only decoders support.
 _NOT_OF_ENCODERS = (
     "weights",
     "adapters",
@@ -126,33 +123,32 @@ _NOT_OF_ENCODERS = (
     "data_parallel",
     "n_hosts",
 )
-#: What is proved of a kernel set that an encoder never calls: it attends and norms by itself, and
-#: has no output head.
+#: Kernels that an encoder never calls, since it has its own attention and norms, and no head.
 _KERNELS_OF_DECODERS = ("attention", "norm", "head", "sampling cut")
 _Report = Callable[[messages.Progress], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Setup:
-    """What is decided before the weights are loaded."""
+    """Decisions made before the weights are loaded."""
 
     config: Config
     #: The model's files and shape.
     source: ModelSource
-    #: jax's, whose class declares no types: as many as tensor_parallel says, of all hosts, or of
-    #: all engines that share experts.
+    #: jax's devices, which have no types: tensor_parallel of all hosts, or those of all engines
+    #: that share experts.
     devices: list[Any]
-    #: Of them; None if there is but one.
+    #: Mesh of the devices; None for a single one.
     mesh: Mesh | None
-    #: Of weights and activations.
+    #: Dtype of weights and activations.
     dtype: np.dtype
-    #: Of stored keys and values.
+    #: Dtype of stored keys and values.
     kv_dtype: np.dtype
-    #: Tokens a sequence may have.
+    #: Most tokens of a sequence.
     context: int
-    #: The others; None if there are none.
+    #: The other hosts; None if there are none.
     hosts: Hosts | None
-    #: Numbers of the configuration's adapters, by name.
+    #: Name -> number of the configuration's adapters.
     adapters: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @property
@@ -161,7 +157,7 @@ class _Setup:
 
     @property
     def own_devices(self) -> list[Any]:
-        """Those of this host."""
+        """The devices of this host."""
         return [device for device in self.devices if device in jax.local_devices()]
 
     @property
@@ -188,12 +184,12 @@ class _Setup:
 
     @property
     def has_adapters(self) -> bool:
-        """There are some, or there may be."""
+        """Whether there are adapters, or room for some."""
         return bool(self.config.model.adapters or self.config.model.adapter_room)
 
     @cached_property
     def pooling(self) -> str:
-        """What vectors are made of, off or a `Pooling`: of an encoder, what its files say."""
+        """off or a `Pooling`; an encoder's is set by its files."""
         encoder = self.source.config.encoder
         if encoder is not None:
             return encoder.pooling
@@ -216,7 +212,7 @@ class _Setup:
         return self.source.stated_dimensions()
 
     def sizes(self, n_pages: int = 1) -> StateSizes:
-        """What the engine's arrays are sized by."""
+        """The sizes of the engine's arrays."""
         return StateSizes(
             seats=self.settings.max_seats,
             n_pages=n_pages,
@@ -230,7 +226,7 @@ class _Setup:
 
 @dataclass(frozen=True)
 class _Built:
-    """What runs steps, and what it is."""
+    """The parts that run steps, and their description."""
 
     setup: _Setup
     runner: Runner
@@ -247,9 +243,10 @@ def build_engine(
     hosts: Hosts | None = None,
     adapters: Mapping[str, int] | None = None,
 ) -> tuple[EngineCore, EngineInfo]:
-    """Load, size, compile and warm up; reports weights and compile stages. hosts: the others, if
-    there are any. adapters: the numbers of the configuration's adapters, if an earlier core has
-    given them some. Raises JitneyError in one line.
+    """Load, size, compile and warm up an engine; reports progress. Raises JitneyError.
+
+    hosts: the other hosts, if any. adapters: name -> number of the configuration's adapters, as an
+    earlier core has set them.
     """
     built = _build(config, source, progress, hosts, adapters)
     if hosts is not None:
@@ -274,7 +271,7 @@ def _join_hosts(runner: Runner, hosts: Hosts) -> None:
 def build_follower(
     config: Config, source: ModelSource, progress: _Report, hosts: Worker
 ) -> tuple[Follower, EngineInfo]:
-    """As `build_engine`, on a host that follows the first one."""
+    """Build a follower's core, as `build_engine` builds the first host's."""
     from jitney.engine.core.executor.hosts import Follower
 
     built = _build(config, source, progress, hosts)
@@ -316,7 +313,7 @@ def _build(
 
 
 def _load_adapters(setup: _Setup, model: Model) -> tuple[AdapterBank, list[LoadedAdapter]] | None:
-    """None where there are none, nor room for any."""
+    """The bank of adapters; None if there are none and no room for any."""
     if not setup.has_adapters:
         return None
     from jitney.engine.core.weights.adapters import load_adapters
@@ -357,7 +354,9 @@ def _manage_adapters(
 
 
 def _step_cost(setup: _Setup, model: Model) -> StepCost | None:
-    """None of an encoder, and of engines that share experts: their steps read what others ask."""
+    """The cost of steps; None for an encoder, and for engines that share experts, whose steps also
+    compute rows of others.
+    """
     if setup.is_encoder or setup.settings.data_parallel > 1:
         return None
     local = setup.local
@@ -366,7 +365,7 @@ def _step_cost(setup: _Setup, model: Model) -> StepCost | None:
 
 
 def _measure_ceiling(setup: _Setup, model: Model, kernels: KernelSet) -> DeviceCeiling | None:
-    """None for a small model, whose steps launch programs more than they read or multiply."""
+    """The device's measured maximum; None for a small model, whose steps mostly launch programs."""
     held = sum(array.nbytes for array in jax.tree.leaves(nnx.state(model)))
     if held < _LEAST_MEASURED_BYTES or setup.is_encoder:
         return None
@@ -379,9 +378,7 @@ def _measure_ceiling(setup: _Setup, model: Model, kernels: KernelSet) -> DeviceC
 
 
 def _lay_out(model: Model, kernels: KernelSet, mesh: Mesh | None) -> None:
-    """Lay a model's matrices out as the kernel set multiplies them fastest; mesh: over which they
-    are split, None if they are not.
-    """
+    """Pack a model's matrices for the kernel set; mesh: over which they are split, if any."""
     if mesh is None:
         model.pack(kernels)
         return
@@ -390,10 +387,8 @@ def _lay_out(model: Model, kernels: KernelSet, mesh: Mesh | None) -> None:
 
 
 def prove_kernels(config: Config, source: ModelSource) -> tuple[str, list[KernelProof]]:
-    """The kernel set that an engine would begin with, and what is found of each of its kernels in
-    the shapes that it would serve, without the model's weights and on one device.
-
-    Raises JitneyError in one line.
+    """(name of an engine's kernel set, proofs of its kernels in the served shapes), without weights
+    and on one device. Raises JitneyError.
     """
     one = config.engine.model_copy(update={"tensor_parallel": 1})
     devices = start_jax(config.model_copy(update={"engine": one}))
@@ -452,7 +447,7 @@ def _setup_on(
 
 
 def _check_encoder(config: Config, model: ModelConfig) -> None:
-    """Raise ConfigError for settings that an encoder has no use for, or is not served with."""
+    """Raise ConfigError for settings that encoders do not support."""
     places = settings()
     asked = []
     for name in _NOT_OF_ENCODERS:
@@ -503,7 +498,7 @@ def _load(setup: _Setup, kernels: KernelSet, progress: _Report) -> Model:
 
 
 def _prove(setup: _Setup, model: Model, kernels: KernelSet) -> tuple[KernelSet, list[KernelProof]]:
-    """The kernels that prove right in the sizes they will serve."""
+    """The kernels, with those that fail the proof in the served sizes replaced."""
     served = _served(setup, model, kernels)
     kernels, proofs = proven(kernels, served, named=setup.settings.kernels != "auto")
     if setup.hosts is not None:
@@ -514,13 +509,13 @@ def _prove(setup: _Setup, model: Model, kernels: KernelSet) -> tuple[KernelSet, 
 
 
 def _served(setup: _Setup, model: Model, kernels: KernelSet) -> ServedShapes:
-    """What the engine will ask of its kernels."""
+    """The sizes with which the engine calls its kernels."""
     buckets = _make_buckets(setup, kernels)
     return served_by(model, setup.local, setup.sizes(), buckets, setup.dtype)
 
 
 def _say_if_widened(model: Model, kernels: KernelSet) -> None:
-    """One line where fp8 weights save memory only."""
+    """Log a line if fp8 weights save memory but no time."""
     if kernels.fp8 is None and any(one.packed.scheme == "fp8" for one in model.linears()):
         _log.warning(
             "fp8 weights are widened in every product here: they save memory and bandwidth, not "
@@ -529,7 +524,7 @@ def _say_if_widened(model: Model, kernels: KernelSet) -> None:
 
 
 def _make_buckets(setup: _Setup, kernels: KernelSet) -> Buckets:
-    """The sizes to compile for."""
+    """The step sizes to compile."""
     settings = setup.settings
     return Buckets.of(
         max_seats=settings.max_seats,
@@ -542,9 +537,7 @@ def _make_buckets(setup: _Setup, kernels: KernelSet) -> Buckets:
 
 
 def _padding_is_free(setup: _Setup, model: Model, kernels: KernelSet) -> bool:
-    """Whether nothing is multiplied for rows that pad a step, with a model as it is laid out to be
-    served: see `Buckets.padding_is_free`.
-    """
+    """Whether the packed model multiplies no padding rows; see `Buckets.padding_is_free`."""
     if not kernels.leaves_out_padding:
         return False
     settings = setup.settings
@@ -553,8 +546,8 @@ def _padding_is_free(setup: _Setup, model: Model, kernels: KernelSet) -> bool:
 
 
 def _smallest_bucket(kernels: KernelSet) -> int:
-    """XLA:CPU's own products are ten times slower at one row than at four, be they with weights,
-    with keys or of the head.
+    """The smallest bucket: XLA:CPU's products of any kind are ten times slower at one row than at
+    four.
     """
     plain = reference()
     for name in ("matmul", "gated", "project", "attend"):
@@ -629,7 +622,7 @@ def _compile(setup: _Setup, runner: Runner, progress: _Report) -> None:
 
 
 def _make_core(setup: _Setup, runner: Runner, alone: EngineCore | None) -> EngineCore:
-    """The engine; alone: the core that checks it, if one does."""
+    """The engine's core; alone: the canary's core, if any."""
     scheduler = _make_scheduler(setup, runner)
     late = setup.device.platform == "cpu" and setup.hosts is None
     if setup.settings.data_parallel > 1:
@@ -699,9 +692,7 @@ def _shares_outputs(settings: EngineSection) -> bool:
 
 
 def _core_alone(setup: _Setup, model: Model, kernels: KernelSet) -> EngineCore:
-    """A core of one seat with the reference of these kernels and the weights as loaded, for the
-    canary.
-    """
+    """The canary's core: one seat, reference kernels and the weights as loaded."""
     own = nnx.merge(*nnx.split(model))  # the arrays are shared until the model's are packed
     longest = min(setup.context, _CANARY_TOKENS)
     page_size = setup.settings.page_size
@@ -735,15 +726,13 @@ def _core_alone(setup: _Setup, model: Model, kernels: KernelSet) -> EngineCore:
 
 
 def start_jax(config: Config, hosts: Hosts | None = None) -> list[Any]:
-    """Set jax up for this run and return the devices to run on, as many as `tensor_parallel`
-    says; of several hosts, those of each in turn.
-    """
+    """Set up jax and return the `tensor_parallel` devices to run on, host by host."""
     if config.engine.threads or not runs_on_device(config.engine.platform):
         use_processors(config.engine.threads)
     claim_memory(os.environ, config.engine.memory_share)
     libc = _glibc()
     if libc:
-        # Every thread's own arena would keep its own freed temporaries.
+        # With an arena per thread, each would keep freed temporaries.
         libc.mallopt(_M_ARENA_MAX, 2)
     if hosts is not None:
         _start_distributed(hosts)
@@ -761,14 +750,14 @@ def start_jax(config: Config, hosts: Hosts | None = None) -> list[Any]:
 
 
 def _start_distributed(hosts: Hosts) -> None:
-    """Join jax's own runtime, by which devices of all hosts are known to each."""
-    # On CPUs; GPUs and TPUs have collectives of their own.
+    """Start jax's distributed runtime, through which each host knows the devices of all."""
+    # For CPUs; GPUs and TPUs have their own collectives.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
         hosts.jax_address,
         hosts.n_hosts,
         hosts.host_id,
-        cluster_detection_method="deactivate",  # we know where we are
+        cluster_detection_method="deactivate",
         coordinator_bind_address=hosts.jax_address,
     )
 
@@ -790,9 +779,7 @@ def _of_each_host(devices: list[Any], settings: EngineSection) -> list[Any]:
 
 
 def _keep_programs(settings: EngineSection, device: Any) -> None:
-    """Have jax keep every program that it compiles for this device, and what XLA measured for
-    them, if there is a folder.
-    """
+    """Make jax keep its compiled programs and XLA's measurements in the folder, if there is one."""
     programs = open_compilation_cache(settings)
     if programs is not None:
         update = jax.config.update
@@ -800,15 +787,13 @@ def _keep_programs(settings: EngineSection, device: Any) -> None:
         reason = why_no_room(programs, _PROGRAM_BYTES)
         if reason:
             _log.warning("NEW COMPILED PROGRAMS ARE NOT KEPT: %s", reason)
-        # A program that took less is read, but not written.
+        # Programs compiled in less time are read, but not written.
         update("jax_persistent_cache_min_compile_time_secs", math.inf if reason else 0.0)
         update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
 def devices_of(name: str) -> list[Any]:
-    """jax's devices, which are those of platform `name` (auto: whatever jax runs on); ConfigError
-    if they are not.
-    """
+    """jax's devices. Raises ConfigError if they are not of platform `name` (auto: any)."""
     try:
         devices = jax.devices()
     except RuntimeError as error:
@@ -818,11 +803,8 @@ def devices_of(name: str) -> list[Any]:
 
 
 def _keep_freed_memory() -> None:
-    """Give what loading and compiling left behind back to the kernel, and from then on keep what
-    steps free.
-
-    XLA:CPU allocates temporaries anew in every step; unmapping and faulting them in again costs 5
-    to 7 % of it.
+    """Return the memory that loading and compiling freed to the system, and from then on keep what
+    steps free: XLA:CPU allocates temporaries in every step, and page faults cost 5 to 7 % of it.
     """
     libc = _glibc()
     if libc:
@@ -832,16 +814,14 @@ def _keep_freed_memory() -> None:
 
 
 def _glibc() -> ctypes.CDLL | None:
-    """The C library, where it is the one whose allocator can be tuned."""
+    """glibc, whose allocator can be tuned; None with another C library."""
     if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
         return ctypes.CDLL("libc.so.6")
     return None
 
 
 def choose_kernels(platform_name: str, name: str, heads: ServedHeads | None = None) -> KernelSet:
-    """The kernel set of that name for these heads, where they are known; a name that cannot run
-    here is the user's error, in one line.
-    """
+    """The kernel set of a name, for these heads if given. Raises ConfigError."""
     try:
         return select(platform_name, name, heads)
     except KernelError as error:
@@ -849,7 +829,7 @@ def choose_kernels(platform_name: str, name: str, heads: ServedHeads | None = No
 
 
 def choose_dtype(name: str, platform_name: str) -> np.dtype:
-    """Of weights, activations and KV; auto: bfloat16 where the device multiplies it
+    """The dtype of weights, activations and KV; auto: bfloat16 if the device multiplies it
     natively.
     """
     if name != "auto":
@@ -879,8 +859,7 @@ def _sized_runner(
     hosts: Hosts | None = None,
     seat_bytes: int = 0,
 ) -> Runner:
-    """A runner with as many KV pages as are configured, or as the free memory holds; logs what that
-    is.
+    """A runner with as many KV pages as configured, or as fit in the free memory; logs the number.
 
     devices: of this host. shares: of the memory on one device. temp_bytes: what the temporaries of
     the largest step should take. make: from the pages of each cache group to a runner. hosts: the
@@ -890,8 +869,7 @@ def _sized_runner(
     room = PoolRoom(settings, sizes, devices, shares, seat_bytes, hosts)
     runner = make(room.pages(temp_bytes))
     if not (room.on_cpu or settings.pages or settings.memory_gib):
-        # A step's temporaries are known once it is compiled, and it is compiled for one size of
-        # pool: the likely one.
+        # A step's temporaries are known only after compiling it for a pool of the likely size.
         fit = room.pages(runner.largest_temp_bytes())
         if not _ENOUGH * fit[0] <= runner.group_pages[0] <= fit[0]:
             runner = make(fit)
@@ -959,7 +937,7 @@ def _describe(
     proofs: list[KernelProof],
     defaults: dict[str, int | float],
 ) -> EngineInfo:
-    """What the API, the page and `doctor` show of a running engine."""
+    """The description of a running engine for API, page and `doctor`."""
     identity = setup.source.identity(setup.config.model.adapter_folders)
     ours = version("jitney")
     return EngineInfo(

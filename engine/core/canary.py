@@ -1,9 +1,8 @@
-"""A canary while serving: some requests are computed again, alone, with the reference kernels.
+"""The canary: computes some requests again, alone, with the reference kernels, while serving.
 
-The proof at start shows that kernels are right on random inputs. The canary shows that answers stay
-right: of every sequence it watches, the log-probability of each generated token is compared with
-that which the reference gives to the same token after the same prompt and answer. This holds for
-greedy and for sampled answers, since it compares probabilities and not draws.
+The proof at the start checks kernels on random inputs; the canary checks answers. It compares each
+generated token's log-probability with the reference's for the same token after the same text, which
+works for greedy and for sampled answers.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from jitney.engine.core.engine_core import EngineCore
 
 _log = logging.getLogger("jitney.core")
 
-#: Most sequences that wait to be computed again; when the machine cannot keep up, others are left
-#: out.
+#: Most sequences watched or waiting to be computed again; others are skipped.
 _MOST_WAITING = 4
 
 
@@ -33,27 +31,27 @@ class _Watched:
     """A sequence that is served now and will be computed again."""
 
     request: EngineRequest  # as the client sent it
-    wants_logprobs: bool  # the client asked for log-probabilities itself
+    wants_logprobs: bool  # the client asked for log-probabilities
     tokens: list[int] = field(default_factory=list)  # generated so far
-    logprobs: list[float] = field(default_factory=list)  # of each of them, natural log
-    too_long: bool = False  # to be computed again; nothing of it is kept
+    logprobs: list[float] = field(default_factory=list)  # of each token, natural log
+    too_long: bool = False  # too long to be computed again; its tokens are dropped
 
 
 @dataclass(eq=False, kw_only=True)
 class CanaryCore(EngineCore):
-    """An engine core that has a second one check it."""
+    """An engine core whose answers a second core checks."""
 
-    #: A core of one seat with the reference kernels and the same weights, without a prefix cache;
-    #: it takes a step after each step of this one.
+    #: A core of one seat with the reference kernels and the same weights, without a prefix cache.
+    #: It runs a step after each step of this one.
     alone: EngineCore
-    #: One request in so many is watched.
+    #: One in this many requests is watched.
     every: int
     #: Largest difference of log-probabilities that rounding explains.
     limit: float
     _added: int = 0
-    #: A request is to be watched: the next one that can be.
+    #: The next suitable request will be watched.
     _is_due: bool = False
-    #: By request id: those that are served now, and those that the other core has.
+    #: Request id -> sequence: being served, and being computed again.
     _watched: dict[str, _Watched] = field(default_factory=dict)
     _waiting: dict[str, _Watched] = field(default_factory=dict)
 
@@ -88,16 +86,16 @@ class CanaryCore(EngineCore):
         self.alone.serve_adapters(numbers)
 
     def sleep(self, alive: Callable[[], None]) -> int:
-        """Not with a canary: its own state and the weights, which it shares, would stay."""
+        """Refused: the canary's state and the shared weights would stay in memory."""
         raise RequestError(
             "an engine that checks itself (canary_every) does not sleep",
             code="unsupported_parameter",
         )
 
     def _chosen(self, request: EngineRequest) -> EngineRequest:
-        """The request, or if it shall be watched, one like it that asks for log-probabilities."""
+        """The request, with log-probabilities if it will be watched."""
         if request.pooling is not None:
-            return request  # it brings no token
+            return request  # it generates no token
         self._added += 1
         self._is_due |= self._added % self.every == 0
         if not self._is_due or not self._can_watch(request):
@@ -108,12 +106,12 @@ class CanaryCore(EngineCore):
         self._watched[request.id] = _Watched(request, wants_logprobs)
         if wants_logprobs:
             return request
-        asking = msgspec.structs.replace(sampling, logprobs=0)
-        return msgspec.structs.replace(request, sampling=asking)
+        with_logprobs = msgspec.structs.replace(sampling, logprobs=0)
+        return msgspec.structs.replace(request, sampling=with_logprobs)
 
     def _can_watch(self, request: EngineRequest) -> bool:
-        """Whether the request can be computed again. An answer whose end nobody has named is
-        watched until it is too long for that.
+        """Whether the request can be computed again. Without max_tokens it is watched until it is
+        too long.
         """
         if len(self._waiting) + len(self._watched) >= _MOST_WAITING:
             return False
@@ -122,13 +120,13 @@ class CanaryCore(EngineCore):
         return request.resumed is None and sampling.n == 1 and self._has_room(longest)
 
     def _has_room(self, n_tokens: int) -> bool:
-        """Whether so many can be scored, which takes room for one more."""
+        """Whether `n_tokens` can be scored, which needs room for one more."""
         return n_tokens < self.alone.scheduler.limits.context_length
 
     def abort(
         self, request_id: str, index: int | None = None, reason: FinishReason = "abort"
     ) -> None:
-        if reason != "stop":  # a stop string was found: the answer is whole
+        if reason != "stop":  # with a stop string the answer is complete
             self._watched.pop(request_id, None)
         super().abort(request_id, index, reason)
 
@@ -141,12 +139,12 @@ class CanaryCore(EngineCore):
         return report
 
     def _findings(self) -> Iterator[CanaryFinding]:
-        """Of the other core's next step."""
+        """The findings of the second core's next step."""
         for output in self.alone.step().outputs:
             yield from self._compared(output)
 
     def _noted(self, output: SequenceOutput) -> SequenceOutput:
-        """Keep what a watched sequence says; the output as the client shall have it."""
+        """Record the output of a watched sequence; returns it as the client requested it."""
         watched = self._watched.get(output.request_id)
         if watched is None:
             return output
@@ -160,7 +158,7 @@ class CanaryCore(EngineCore):
         return msgspec.structs.replace(output, logprobs=None)
 
     def _keep(self, watched: _Watched, output: SequenceOutput) -> None:
-        """What the output adds to the answer; nothing once it is too long."""
+        """Add the output to the watched sequence, unless it is too long."""
         length = len(watched.request.prompt) + len(watched.tokens) + len(output.tokens)
         watched.too_long |= not self._has_room(length)
         if watched.too_long:
@@ -181,7 +179,7 @@ class CanaryCore(EngineCore):
         self.alone.add(request)
 
     def _compared(self, output: SequenceOutput) -> list[CanaryFinding]:
-        """What the other core's output says of a sequence, once it says it."""
+        """Compare a sequence once the second core has scored it."""
         watched = self._waiting.get(output.request_id)
         if watched is None or (output.finish is None and output.prompt_logprobs is None):
             return []

@@ -1,4 +1,4 @@
-"""What a person sees while the model loads: bars on a terminal, plain log lines elsewhere."""
+"""Progress of the start: bars on a terminal, log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("jitney")
 
-#: What each stage is called; others are called by their own name.
+#: Titles of stages; others have their own name.
 _STAGES = {
     "download": "downloading",
     "hosts": "waiting for hosts",
@@ -32,27 +32,27 @@ _MIB = 1 << 20
 
 
 class Display(Protocol):
-    """Shows how the start goes on; `close` before anything else is printed."""
+    """Shows progress; call `close` before printing anything else."""
 
     def progress(self, progress: Progress) -> None: ...
     def close(self) -> None: ...
 
 
 def make_display(log_level: str = "info") -> Display:
-    """The display that suits standard error; also sets up logging to go with it."""
+    """The display for standard error; also sets up logging."""
     level = log_level.upper()
     return _Bars(level) if sys.stderr.isatty() else _Lines(level)
 
 
 class _Formatter(logging.Formatter):
-    """Shows control characters, which names and messages from elsewhere may hold."""
+    """Escapes control characters, which foreign names and messages may hold."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))
 
 
 class _Lines:
-    """One log line when a stage starts and one when it ends: a log file wants no bars."""
+    """One log line at the start and one at the end of each stage."""
 
     def __init__(self, level: str = "INFO") -> None:
         handler = logging.StreamHandler(sys.stderr)
@@ -81,7 +81,6 @@ def _line_of(progress: Progress, is_done: bool) -> str:
 
 
 def _name_of(progress: Progress) -> str:
-    """Of the stage."""
     return _STAGES.get(progress.stage, progress.stage)
 
 
@@ -137,13 +136,13 @@ class _Bars:
 
 
 def _quiet_libraries() -> None:
-    """Keep other packages' chatter out of the log; their warnings stay."""
+    """Log only warnings of other packages."""
     for name in ("uvicorn", "httpx", "jax", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def load_llm(config: Config) -> LLM:
-    """An engine in this process, with its loading shown."""
+    """An engine in this process; shows the progress of loading."""
     from jitney.engine.core.llm import LLM
 
     display = make_display()

@@ -1,4 +1,4 @@
-"""The offline Python API: the same core, in this process, driven by the caller's thread."""
+"""The offline Python API: the engine core in this process, run by the caller's thread."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Completion:
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    #: One a token; None if not asked for.
+    #: One per token; None if not requested.
     logprobs: list[TokenLogprobs] | None = None
     #: stop | length | error
     finish_reason: str | None = None
-    #: The stop string that ended it, if one did.
+    #: The stop string that ended it, if any.
     stop: str | None = None
 
 
@@ -44,17 +44,17 @@ class _RequestOutput:
 
     prompt_ids: list[int]
     outputs: list[Completion]
-    #: One a token, None for the first; None if not asked for.
+    #: One per token, None for the first; None if not requested.
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     #: Prompt tokens whose KV came from the prefix cache.
     cached_tokens: int = 0
-    #: Why it failed while it ran, if it did; the completions then end where they were.
+    #: Why it failed while running, if it did; the completions are then incomplete.
     error: ErrorInfo | None = None
 
 
 @dataclass(slots=True)
 class _Running:
-    """A request in the core, and the text halves of its sequences."""
+    """A request in the core, and the texts of its sequences."""
 
     answer: _RequestOutput
     streams: list[TextStream]
@@ -67,9 +67,8 @@ class _Running:
 class LLM:
     """A model and an engine in this process.
 
-    model: what `jitney serve --model` takes, or a whole Config; settings: any setting by its flag's
-    name, e.g. `LLM("smollm2-135m", max_seats=8, dtype="float32")`. Raises ConfigError or ModelError
-    in one line.
+    model: as for `jitney serve --model`, or a Config. settings: any setting by its flag's name, as
+    in `LLM("smollm2-135m", max_seats=8, dtype="float32")`. Raises ConfigError or ModelError.
     """
 
     def __init__(
@@ -84,13 +83,13 @@ class LLM:
         else:
             config = load_config(flags={"model": model, **settings})
         if config.engine.n_hosts > 1 or config.engine.data_parallel > 1:
-            raise ConfigError("n_hosts: an engine over several hosts is run by jitney serve alone")
+            raise ConfigError("n_hosts: only jitney serve runs an engine over several hosts")
         prepare_platform(config.engine)
-        # Imports jax, which reads what the line above set.
+        # Imports jax, which reads the environment set above.
         from jitney.engine.core.build import build_engine, start_jax
 
         on_progress = progress or _ignore
-        start_jax(config)  # before the model is fetched: a platform that does not start needs none
+        start_jax(config)  # before fetching the model, in case the platform does not start
 
         def report(stage: str, done: int, total: int, detail: str) -> None:
             on_progress(messages.Progress(stage, done, total, detail))
@@ -113,11 +112,11 @@ class LLM:
     ) -> list[_RequestOutput]:
         """Complete prompts (text, or token ids) together; one output per prompt, in order.
 
-        params: one for all, or one each; None: the model's own defaults (`default_params`).
-        adapter: the name of the one that changes the model for all, or one each; empty: none does.
-        Raises RequestError, before anything runs, for the first prompt or field that cannot be
-        served. A request that fails while it runs has finish_reason "error", and the reason in its
-        output's `error`; the others are answered. Interrupted, it leaves nothing running.
+        params: one for all, or one per prompt; None: the model's defaults (`default_params`).
+        adapter: a name for all, or one per prompt; "": none. Raises RequestError, before anything
+        runs, for the first invalid prompt or field. A request that fails while running has
+        finish_reason "error" and its output's `error`; the others are answered. An interrupt ends
+        all requests.
         """
         requests = self._requests(_as_prompts(prompts), params, adapter)
         answers: list[_RequestOutput] = []
@@ -149,13 +148,13 @@ class LLM:
         return list(map(self._request, prompts, each, adapters))
 
     def _may_submit(self, request: EngineRequest) -> bool:
-        """Alone it always finds room to wait."""
+        """Whether the core has room for the request; it always has room for a single one."""
         return not self._running or self.core.scheduler.has_room(request)
 
     def default_params(self) -> SamplingParams:
-        """What the model recommends, as `generation_config` and the settings of [sampling] say.
-        Parameters made by hand are taken as they are: what they leave out has the defaults of
-        SamplingParams."""
+        """The model's defaults, by `generation_config` and the settings of [sampling]. They do not
+        apply to parameters of the caller, whose defaults are those of SamplingParams.
+        """
         return SamplingParams(**SamplingParams.fields_with(self.info.model.sampling_defaults, {}))
 
     def chat(
@@ -165,17 +164,17 @@ class LLM:
         *,
         adapter: str = "",
     ) -> list[_RequestOutput]:
-        """Answer one conversation, or several; messages as in the chat completions API. adapter:
-        see `generate`.
+        """Answer one or several conversations, with messages as in the chat completions API.
+        adapter: see `generate`.
         """
-        talks: Any = messages
+        conversations: Any = messages
         if messages and isinstance(messages[0], dict):
-            talks = [messages]
-        prompts = [self.chat_ids(talk) for talk in talks]
+            conversations = [messages]
+        prompts = [self.chat_ids(conversation) for conversation in conversations]
         return self.generate(prompts, params, adapter=adapter)
 
     def chat_ids(self, messages: list[JsonDict]) -> list[int]:
-        """The prompt ids of a conversation, by the model's own template."""
+        """The prompt ids of a conversation, by the model's template."""
         return self.tokenizer.encode(
             self.tokenizer.apply_chat_template(messages), add_special_tokens=False
         )
@@ -183,7 +182,7 @@ class LLM:
     def stream(
         self, prompt: _Prompt, params: SamplingParams | None = None, *, adapter: str = ""
     ) -> Iterator[str]:
-        """Yield the text of one completion (n = 1) as it becomes certain; closing the iterator ends
+        """Yield the text of one completion (n = 1) as it is generated; closing the iterator ends
         the request. adapter: see `generate`.
         """
         params = params or self.default_params()
@@ -205,11 +204,11 @@ class LLM:
             self._abort([request.id])
 
     def close(self) -> None:
-        """Let go of weights, pages and executables."""
+        """Free weights, pages and compiled programs."""
         del self.core
 
     def _request(self, prompt: _Prompt, params: SamplingParams, adapter: str = "") -> EngineRequest:
-        """A request that can run; RequestError if it cannot."""
+        """A checked request. Raises RequestError."""
         if isinstance(prompt, str):
             prompt = self.tokenizer.encode(prompt)
         request = EngineRequest(
@@ -227,14 +226,14 @@ class LLM:
         return request
 
     def _learn(self) -> None:
-        """Have the core make masks. Raises RequestError if it cannot."""
+        """Give the core the tokenizer for grammars. Raises RequestError if it supports none."""
         if self.core.intake.grammars is None:
             self.core.learn(self.tokenizer.json)
         if self.core.intake.grammars is None:
-            raise RequestError("this model's tokenizer cannot be held to grammars", param="grammar")
+            raise RequestError("this model's tokenizer supports no grammars", param="grammar")
 
     def _check_grammar(self, grammar: Grammar) -> None:
-        """RequestError if no answer can be held to it."""
+        """Compile a grammar. Raises RequestError if it cannot be used."""
         assert self.core.intake.grammars is not None  # `_learn` has seen to it
         try:
             self.core.intake.grammars.check(grammar)
@@ -255,8 +254,9 @@ class LLM:
         return running.answer
 
     def _abort(self, ids: Sequence[str]) -> None:
-        """End these requests, those that still run, and step until the device is idle unless others
-        run: a row past the end may still be on its way."""
+        """End these requests. If no others run, step until the device is idle, since a row past
+        the end may be in flight.
+        """
         for request_id in ids:
             if self._running.pop(request_id, None) is not None:
                 self.core.abort(request_id, None, "abort")
@@ -264,7 +264,7 @@ class LLM:
             self._step()
 
     def _step(self) -> None:
-        """Run one step and take in what it brought."""
+        """Run one step and add its outputs to the answers."""
         for output in self.core.step().outputs:
             running = self._running.get(output.request_id)
             if running is None:
@@ -282,7 +282,7 @@ class LLM:
         answer = running.answer
         completion = answer.outputs[output.index]
         if completion.finish_reason is not None:
-            return  # a stop string was found; these tokens were on their way
+            return  # a stop string was found while these tokens were in flight
         answer.cached_tokens = max(answer.cached_tokens, output.cached_tokens)
         if output.prompt_logprobs is not None:
             answer.prompt_logprobs = list(output.prompt_logprobs)

@@ -112,7 +112,7 @@ class Fleet:
         #: Of the endpoint, once it is made; and its files and batches of requests, and jobs.
         self.settings = ServerSettings()
         self.internal_requests: InternalRequests | None = None
-        #: Reads the files of the configuration again; None where nobody can.
+        #: Reads the files of the configuration again; None: it cannot.
         self.reload: Reload | None = None
         #: Who keeps which answer of /v1/responses, by tenant and id, as far as they passed here.
         self._keepers = LruCache[tuple[bytes, str], _AnswerKeeper](_MOST, lambda key: 1)

@@ -44,7 +44,7 @@ _GAUGES: Mapping[str, tuple[str, Callable[[Replica], float]]] = {
     ),
 }
 
-#: The models and their replicas, as they are when somebody asks.
+#: The current models and replicas.
 type _ReplicasByModel = Callable[[], Mapping[str, list[Replica]]]
 
 
@@ -131,7 +131,7 @@ def _gauge(name: str, text: str, labels: Sequence[str]) -> GaugeMetricFamily:
 
 
 class _RolloutCollector(Collector):
-    """rollouts: all of the fleet, as they are when somebody asks."""
+    """rollouts: the current ones of the fleet."""
 
     def __init__(self, rollouts: Callable[[], Iterable[Rollout]]):
         self._rollouts = rollouts

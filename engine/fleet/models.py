@@ -105,9 +105,8 @@ class ReplicatedModel:
         key: str,
         given: frozenset[str] = frozenset(),
     ) -> None:
-        """Ask engines that came, and no more those that went. known: name -> URL, of those that
-        there are. key: that they are asked with. given: names of engines that are not looked
-        for.
+        """Add engines that appeared and remove those that are gone. known: name -> URL of those
+        that exist. key: for them. given: names of engines that are not looked for.
         """
         for replica in list(self.replicas):
             if replica.name not in known and replica.name not in given:

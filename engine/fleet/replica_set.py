@@ -14,7 +14,7 @@ from jitney.engine.fleet.routing import HashRing, LeastWait, PrefixIndex, Router
 _SPARE = 0.25
 
 #: How the replica of a prefix was found: it had the prefix before (known), another one had it
-#: (moved), nobody had and the hash names it (hashed), or the hash names another one (spread).
+#: (moved), none had and the hash names it (hashed), or the hash names another one (spread).
 type _PrefixChoice = Literal["known", "moved", "hashed", "spread"]
 
 

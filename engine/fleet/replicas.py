@@ -40,11 +40,11 @@ type ReplicaState = Literal["unknown", "starting", "ready", "unready", "gone"]
 class Replica:
     """One engine. Times are time.monotonic() unless they say otherwise."""
 
-    #: In logs, metrics and headers; of a fleet, no two have the same.
+    #: In logs, metrics and headers; unique in a fleet.
     name: str
-    #: Without a slash at its end; empty: it was not started yet.
+    #: Without a trailing slash; empty: not started yet.
     url: str = ""
-    #: The key that it is asked with, in place of the client's; empty: it is asked with that.
+    #: The API key for it; empty: the client's own is passed on.
     key: str = ""
     state: ReplicaState = "unknown"
     #: Why it is not ready, one line.
@@ -56,27 +56,27 @@ class Replica:
     #: Names of the models that it serves, and of those the first one's context.
     models: tuple[str, ...] = ()
     context_length: int | None = None
-    #: As it said itself: seats (0: it did not), sequences in seats and waiting, those of them that
-    #: nobody waits for, predicted wait in seconds (None: it did not say).
+    #: Its last report: seats (0: unknown), sequences in seats and waiting, those of them in the
+    #: background, predicted wait in seconds (None: unknown).
     seats: int = 0
     running: float = 0.0
     waiting: float = 0.0
     background: float = 0.0
     wait_s: float | None = None
-    #: Requests of ours that somebody waits for and that are open there, now and when it was last
-    #: looked at; and lines of our batches.
+    #: Requests of this fleet that are open there, now and at the last report; and lines of its
+    #: batches.
     open: int = 0
     open_then: int = 0
     lines: int = 0
-    #: Mean seconds of a request of ours; 0: none has ended.
+    #: Mean seconds of a request; 0: none has ended.
     request_s: float = 0.0
     #: Until then it refuses requests, by its own Retry-After.
     full_until: float = 0.0
-    #: Requests that it was given, those that it answered, and those that it died with.
+    #: Requests that were sent there, those that it answered, and those that it was lost with.
     given: int = 0
     answered: int = 0
     lost: int = 0
-    #: Hears of every change of its state or load.
+    #: Called after every change of its state or load.
     on_change: Callable[[Replica], None] | None = None
     #: Seconds; of a simulated fleet, virtual ones.
     clock: Callable[[], float] = time.monotonic
@@ -84,19 +84,19 @@ class Replica:
     _share_s: float = 0.0
     _share_at: float = 0.0
     _sharing: float = 1.0
-    #: Ends each of our open requests there when it is given up.
+    #: Deadlines of the open requests there.
     _deadlines: set[asyncio.Timeout] = field(default_factory=set)
 
     @classmethod
     def at(cls, url: str, key: str) -> Replica:
-        """One that is called by its URL, having no other name."""
+        """A replica named by its URL."""
         parts = urlsplit(url)
         return cls(parts.netloc + parts.path, url, key)
 
     @property
     def load(self) -> float:
-        """Requests there that somebody waits for, of everybody, as far as is known: those in the
-        background give way to one more.
+        """Requests there, other clients' included, without those in the background, which give way
+        to one more.
         """
         return max(self.open, self._told + self.open - self.open_then)
 
@@ -155,13 +155,13 @@ class Replica:
         return self._share_s
 
     def begin(self, *, background: bool = False) -> EngineShare:
-        """One of our requests goes there. background: nobody waits for it."""
+        """A request is sent there. background: it is a line of a batch."""
         self.given += 1
         self._count(1, background)
         return EngineShare(self, self.clock(), self.share_s())
 
     def end(self, took: float | None = None, *, background: bool = False) -> None:
-        """One of our requests is there no more. took: seconds, if it was answered."""
+        """A request has ended there. took: seconds, if it was answered."""
         if took is not None and not background:
             before = self.request_s or took
             self.request_s = _FADE * before + (1 - _FADE) * took
@@ -175,14 +175,14 @@ class Replica:
         self.changed()
 
     def changed(self) -> None:
-        """Its state or its load did."""
+        """Tell `on_change` of a new state or load."""
         self.share_s()
         if self.on_change is not None:
             self.on_change(self)
 
     @asynccontextmanager
     async def deadline(self) -> AsyncIterator[None]:
-        """A wait for this replica, which ends with TimeoutError if it is given up meanwhile."""
+        """Wait for this replica; TimeoutError if it is given up meanwhile."""
         async with asyncio.timeout(None) as deadline:
             self._deadlines.add(deadline)
             try:
@@ -209,12 +209,12 @@ class Replica:
         self.changed()
 
     def silent(self, why: str) -> None:
-        """It does not answer: it is gone, unless it has not begun to."""
+        """It does not answer: it is gone, unless it is still starting."""
         if self.state != "starting":
             self.became("gone", why)
 
     def give_up(self) -> None:
-        """Nobody waits for it any more."""
+        """End all waits for it."""
         now = asyncio.get_running_loop().time()
         for deadline in list(self._deadlines):
             with suppress(RuntimeError):  # it is over already
@@ -268,7 +268,7 @@ class EngineShare:
 
 
 class Watch:
-    """Looks at replicas, each by itself, until it is closed."""
+    """Polls replicas, each on its own, until it is closed."""
 
     def __init__(self, client: httpx.AsyncClient, *, poll_s: float, lost_after_s: float):
         self._client = client
@@ -281,7 +281,7 @@ class Watch:
             self._tasks[replica] = asyncio.create_task(self._look_regularly(replica))
 
     async def end(self, replica: Replica) -> None:
-        """Look at it no more."""
+        """Stop polling a replica."""
         task = self._tasks.pop(replica, None)
         if task is not None:
             task.cancel()
@@ -297,7 +297,7 @@ class Watch:
             await asyncio.sleep(self._poll_s)
 
     async def look(self, replica: Replica) -> None:
-        """Once. Never raises but for its own cancelling."""
+        """Poll once. Raises nothing but cancellation."""
         try:
             await self._ask(replica)
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:

@@ -83,7 +83,7 @@ class HashRing:
         replica, waiting or in seats; total: their sum. A replica with `brake` times the mean load
         comes after those with less. spare: load up to which there is no brake. known: the replica
         that computed this prefix last. It is tried before the ring, and has no brake while fewer
-        than `seats` of its seats are taken: nobody waits there, and elsewhere the prefix would be
+        than `seats` of its seats are taken: nothing waits there, and elsewhere the prefix would be
         computed again. A prompt of unknown prefix does not wait while some replica has a free seat:
         replicas without one come last.
         """

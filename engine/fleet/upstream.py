@@ -1,18 +1,18 @@
-"""The client that engines of a fleet are asked with."""
+"""The HTTP client for engines of a fleet."""
 
 from __future__ import annotations
 
 import httpx
 
-#: Seconds that an idle connection to an engine is kept: shorter than engines keep theirs.
+#: Seconds until an idle connection is closed: less than engines take.
 _KEEP_S = 30.0
-#: Seconds that an engine has to take a connection.
+#: Connect timeout, seconds.
 _CONNECT_S = 5.0
 
 
 def upstream_client(transport: httpx.AsyncBaseTransport | None = None) -> httpx.AsyncClient:
-    """One connection for each open request, and no limit of time for an answer: a replica that is
-    silent is given up by the watch. transport: of a test.
+    """One connection per open request and no timeout of answers: `Watch` gives up silent replicas.
+    transport: of a test.
     """
     return httpx.AsyncClient(
         timeout=httpx.Timeout(None, connect=_CONNECT_S),
@@ -24,7 +24,7 @@ def upstream_client(transport: httpx.AsyncBaseTransport | None = None) -> httpx.
 
 
 class _EngineTransport(httpx.AsyncHTTPTransport):
-    """Every connection that cannot be used is one of httpx's errors."""
+    """Turns every failed connection into an error of httpx."""
 
     def __init__(self) -> None:
         limits = httpx.Limits(max_connections=None, keepalive_expiry=_KEEP_S)
@@ -33,7 +33,7 @@ class _EngineTransport(httpx.AsyncHTTPTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Raises httpx.ConnectError also for an engine that ends between taking the connection and
         the request: under uvloop, which Ray uses, that connection has no socket any more when anyio
-        asks it for its peer, and the error would be nobody's.
+        asks it for its peer, and the error would not be one of httpx.
         """
         try:
             return await super().handle_async_request(request)

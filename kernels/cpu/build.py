@@ -1,11 +1,10 @@
-"""Compiles the CPU kernels: `python -m jitney.kernels.cpu.build [LEVEL ...]`, for this CPU if no
-level is named.
+"""Compiles the CPU kernels: `python -m jitney.kernels.cpu.build [LEVEL ...]`, by default for this
+CPU.
 
-The C++ sources in `native/` become one shared library for each instruction set level,
-`native/build/LEVEL.so`, with whatever compiler is there: $CXX, c++, g++, clang++, or the one that
-`pip install ziglang` brings. They need jaxlib's own header xla/ffi/api/ffi.h and nothing else. This
-module imports nothing but the standard library, so that the package's build can run it before
-anything is installed.
+The C++ sources in `native/` become a shared library per instruction set level,
+`native/build/LEVEL.so`. The compiler is $CXX, c++, g++, clang++, or that of `pip install ziglang`.
+The sources need only jaxlib's header xla/ffi/api/ffi.h. This module imports only the standard
+library, so that the package's build can run it before anything is installed.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from pathlib import Path
 
 _NATIVE = Path(__file__).parent / "native"
 _BUILT = _NATIVE / "build"
-#: No -ffast-math: NaN and infinity behave. No contraction: sums are fused where the source says so,
-#: in every compiler.
+#: No -ffast-math, to keep NaN and infinity. No contraction: only explicit fused operations, the
+#: same in every compiler.
 _FLAGS = (
     "-std=c++17",
     "-O3",
@@ -44,20 +43,19 @@ _FLAGS = (
     "-pthread",
     "-w",
 )
-#: On ARM GCC would load all that a tile multiplies before it multiplies, and then lack registers
-#: for sums. Clang takes the flag and ignores it.
+#: On ARM, GCC would load all operands of a tile first, and lack registers for the sums. Clang
+#: ignores the flag.
 _ARM_FLAGS = ("-fno-schedule-insns",)
-#: Without the compiler's own runtime libraries a library runs beside whatever versions of them are
-#: loaded already.
+#: Linked statically, a library runs beside any loaded version of the compiler's runtime.
 _STATIC = ("-static-libstdc++", "-static-libgcc")
-#: What a library holds beside the digest of the sources it was made of.
+#: Marks the digest of the sources in a library.
 _MARK = "jitney kernel sources "
 
 
 class BuildError(RuntimeError):
     """The kernels cannot be compiled here."""
 
-    #: What to do where a compiler is missing.
+    #: What to do without a compiler.
     advice = (
         "install g++ or clang++, or pip install ziglang, then run: "
         "python -m jitney.kernels.cpu.build"
@@ -73,15 +71,13 @@ class Level:
     features: tuple[str, ...]  # that the CPU's name does not include
     needs: frozenset[str]  # flags of /proc/cpuinfo
     machine: str = "x86_64"
-    #: Whether its kernels were measured beside the reference on such a CPU; where not, the first
-    #: start of a server does.
+    #: Whether its kernels were compared with the reference's speed on such a CPU; if not, the first
+    #: start of a server measures them.
     measured: bool = True
 
     @classmethod
     def of_machine(cls) -> list[Level]:
-        """The levels that CPUs of this kind may run, greatest first. Raises BuildError if there
-        are none.
-        """
+        """The levels of this kind of machine, highest first. Raises BuildError without any."""
         machine = _MACHINES.get(platform.machine())
         if platform.system() != "Linux" or machine is None:
             raise BuildError(
@@ -92,9 +88,7 @@ class Level:
 
     @classmethod
     def here(cls) -> list[Level]:
-        """The levels that this CPU runs, greatest first. Raises BuildError with the reason if
-        there is none.
-        """
+        """The levels that this CPU supports, highest first. Raises BuildError without any."""
         flags = _cpu_flags()
         of_machine = cls.of_machine()
         levels = [level for level in of_machine if level.needs <= flags]
@@ -104,17 +98,17 @@ class Level:
 
     @staticmethod
     def is_measured(name: str) -> bool:
-        """Whether the kernels of a level, by its name, were measured on such a CPU."""
+        """Whether the kernels of the level with this name were measured."""
         return any(level.measured for level in _LEVELS if level.name == name)
 
     @property
     def library(self) -> Path:
-        """Where its library belongs."""
+        """Path of the library."""
         return _BUILT / f"{self.name}.so"
 
     @property
     def is_current(self) -> bool:
-        """Whether its library is there and made of the sources that lie here."""
+        """Whether the library exists and was made of the present sources."""
         try:
             return f"{_MARK}{_digest()}".encode() in self.library.read_bytes()
         except OSError:
@@ -122,11 +116,11 @@ class Level:
 
     @property
     def leaves_amx(self) -> bool:
-        """Whether this CPU multiplies with AMX, and the level does not."""
+        """Whether this CPU has AMX and the level does not use it."""
         return "amx_bf16" in _cpu_flags() - self.needs
 
     def flags(self, command: Sequence[str]) -> list[str]:
-        """The level, as this compiler names it."""
+        """The compiler's flags for the level."""
         on_arm = self.machine == "aarch64"
         if "ziglang" in command or Path(command[0]).name == "zig":
             cpu = _zig_arm(self.march) if on_arm else self.march.replace("-", "_")
@@ -136,9 +130,7 @@ class Level:
         return [f"-march={self.march}", *(f"-m{feature}" for feature in self.features)]
 
     def compile(self, target: Path, command: Sequence[str], extra: Sequence[str] = ()) -> None:
-        """Make `target`, its library, with a compiler; BuildError if it cannot. extra: more
-        flags.
-        """
+        """Compile the library to `target`. Raises BuildError. extra: more flags."""
         compiling = [*_compiling(self, command), *extra]
         with tempfile.TemporaryDirectory() as folder:
             halves = _halves(Path(folder))
@@ -154,15 +146,15 @@ class Level:
             _move(linked, target)
 
 
-#: What systems call the machines that levels are for.
+#: Name of a machine in the system -> its name here.
 _MACHINES = {"x86_64": "x86_64", "AMD64": "x86_64", "aarch64": "aarch64"}
 _V3 = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _BF16 = _V4 | {"avx512_bf16", "avx512_vnni"}
 _AMX = frozenset(("amx_tile", "amx_bf16", "amx_int8"))
-#: Linux's system call on x86-64, what is asked of it, and for which part of the registers.
+#: Linux's system call on x86-64, its operation, and the register state to enable.
 _ARCH_PRCTL, _ASK_PERMISSION, _TILE_DATA = 158, 0x1023, 18
-#: Greatest first, of each machine.
+#: Highest first, for each machine.
 _LEVELS = (
     Level(
         "amx",
@@ -193,9 +185,7 @@ _LEVELS = (
 
 
 def _cpu_flags() -> frozenset[str]:
-    """What this CPU can do and its system lets it, as /proc/cpuinfo names it; empty where there is
-    no such file.
-    """
+    """The usable CPU flags of /proc/cpuinfo; empty without the file."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -211,8 +201,8 @@ def _cpu_flags() -> frozenset[str]:
 
 @cache
 def _may_use_amx() -> bool:
-    """Whether the system lets this process use AMX's registers, of which it saves 8 KB a thread:
-    it is asked here, and who does not ask gets SIGILL.
+    """Ask the system for permission to use AMX registers (8 KB per thread); False if refused.
+    Without permission AMX instructions raise SIGILL.
     """
     ask = ctypes.CDLL(None).syscall
     return ask(_ARCH_PRCTL, _ASK_PERMISSION, _TILE_DATA) == 0
@@ -223,7 +213,7 @@ def _sources() -> list[Path]:
 
 
 def _digest() -> str:
-    """Of the sources that lie here, and of how they are compiled."""
+    """Digest of the sources and the compiler flags."""
     compiled_as = [_FLAGS, _ARM_FLAGS, *((level.march, level.features) for level in _LEVELS)]
     made_of = blake2b(repr(compiled_as).encode(), digest_size=16)
     for source in [*sorted(_NATIVE.glob("*.h")), *_sources()]:
@@ -232,7 +222,7 @@ def _digest() -> str:
 
 
 def _compilers() -> Iterator[list[str]]:
-    """Commands of the C++ compilers that are there, the one asked for first."""
+    """Commands of the available C++ compilers, $CXX first."""
     wanted = os.environ.get("CXX")
     commands = [wanted] if wanted else ["c++", "g++", "clang++"]
     for command in commands:
@@ -244,14 +234,14 @@ def _compilers() -> Iterator[list[str]]:
 
 
 def compiler() -> list[str]:
-    """The first of them; BuildError if there is none."""
+    """The first available compiler. Raises BuildError without one."""
     for command in _compilers():
         return command
     raise BuildError(f"there is no C++ compiler: {BuildError.advice}")
 
 
 def _headers() -> Path:
-    """jaxlib's own headers; BuildError if it is not installed."""
+    """Folder of jaxlib's headers. Raises BuildError if it is not installed."""
     found = importlib.util.find_spec("jaxlib")
     if found is not None:
         for folder in found.submodule_search_locations or ():
@@ -262,13 +252,13 @@ def _headers() -> Path:
 
 
 def _zig_arm(march: str) -> str:
-    """An architecture of ARM's, armv8.2-a, as a CPU of zig's: generic+v8_2a."""
+    """zig's CPU for an ARM architecture: armv8.2-a -> generic+v8_2a."""
     version = march.removeprefix("arm").replace(".", "_").replace("-", "")
     return f"generic+{version}"
 
 
 def _run(command: Sequence[str]) -> None:
-    """Run a compiler; BuildError with the line that says what is wrong if it fails."""
+    """Run a compiler. Raises BuildError with its first error."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         reason = _first_error(done.stderr) or done.returncode
@@ -276,7 +266,7 @@ def _run(command: Sequence[str]) -> None:
 
 
 def _first_error(text: str) -> str:
-    """The first line that speaks of an error, else the last one."""
+    """The first line with an error, else the last line."""
     lines = text.splitlines() or [""]
     for line in lines:
         if "error" in line:
@@ -285,8 +275,8 @@ def _first_error(text: str) -> str:
 
 
 def _halves(folder: Path) -> list[Path]:
-    """Two files in a folder that include all sources, about as much each: jaxlib's header, which
-    every source reads, takes a compiler 2 seconds.
+    """Write two files that include all sources, about half each: jaxlib's header, which every
+    source includes, takes 2 seconds to compile.
     """
     parts: list[list[Path]] = [[], []]
     for source in sorted(_sources(), key=lambda path: -path.stat().st_size):
@@ -300,7 +290,7 @@ def _halves(folder: Path) -> list[Path]:
 
 
 def _compiling(level: Level, command: Sequence[str]) -> list[str]:
-    """The command that compiles for a level, before the names of files."""
+    """The compiler command for a level, without file names."""
     stated = f'-DJITNEY_SOURCES="{_MARK}{_digest()}"'
     machine = level.flags(command)
     return [*command, *_FLAGS, *machine, "-isystem", str(_headers()), stated]
@@ -309,12 +299,12 @@ def _compiling(level: Level, command: Sequence[str]) -> list[str]:
 def _link(command: Sequence[str]) -> None:
     try:
         _run([*command, *_STATIC])
-    except BuildError:  # some systems have no static ones
+    except BuildError:  # some systems lack the static libraries
         _run(command)
 
 
 def _move(made: Path, target: Path) -> None:
-    """Whole at once, also from another file system."""
+    """Move a file atomically, also from another file system."""
     target.parent.mkdir(parents=True, exist_ok=True)
     beside = target.with_name(f".{target.name}.{os.getpid()}")
     shutil.copyfile(made, beside)
@@ -323,7 +313,7 @@ def _move(made: Path, target: Path) -> None:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Nobody else compiles into the same folder meanwhile."""
+    """Lock the folder against other compilations."""
     _BUILT.mkdir(parents=True, exist_ok=True)
     with open(_BUILT / ".lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -331,8 +321,8 @@ def _alone() -> Iterator[None]:
 
 
 def build(levels: Iterable[Level]) -> list[Path]:
-    """Compile what is not current of these levels; their libraries. Raises BuildError with the
-    reason if it cannot.
+    """Compile the levels whose libraries are not current; returns all libraries. Raises
+    BuildError.
     """
     made = []
     try:
@@ -347,7 +337,7 @@ def build(levels: Iterable[Level]) -> list[Path]:
 
 
 def _main(arguments: Sequence[str] | None = None) -> None:
-    """The command line; ends with the reason if the kernels cannot be compiled."""
+    """The command line; exits with the reason if the kernels cannot be compiled."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

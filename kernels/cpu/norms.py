@@ -1,4 +1,4 @@
-"""RMS norms on the CPU: each row by itself, added up in one order in every number of rows."""
+"""RMS norms on the CPU. A row's sum has the same order of additions in every number of rows."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 from jitney.kernels import reference
 from jitney.kernels.cpu import library
 
-#: Elements that every library takes at once.
+#: Elements that every library processes at once.
 _LANES = 16
-#: Of rows and weights.
+#: Supported dtypes of rows and weights.
 _DTYPES = (jnp.bfloat16, jnp.float32)
 
 
@@ -31,14 +31,14 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 def norm_sum(
     x: jax.Array, added: jax.Array, weight: jax.Array, eps: float
 ) -> tuple[jax.Array, jax.Array]:
-    """x + added [T, E] in x's dtype, and its norm in added's: bfloat16, or x's. What is served is
-    `rms_norm`'s.
+    """(x + added [T, E] in x's dtype, its norm in added's dtype: bfloat16, or x's). Supports what
+    `rms_norm` does.
     """
     if added.dtype not in (x.dtype, jnp.bfloat16) or not _served(x, weight):
         return reference.norm_sum(x, added, weight, eps)
     rows, normed_rows = (jax.ShapeDtypeStruct(x.shape, of.dtype) for of in (x, added))
     target = library.load().target("norm_sum")
-    # Nobody needs x but for the sum: that takes its place.
+    # x is used only for the sum, which overwrites it.
     call = jax.ffi.ffi_call(target, (rows, normed_rows), input_output_aliases={0: 0})
     total, normed = call(x, added, weight, eps=np.float32(eps))
     return total, normed

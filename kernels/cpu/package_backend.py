@@ -1,9 +1,9 @@
-"""How pip builds this package: setuptools, and the CPU kernels compiled ahead of time.
+"""The package's build backend: setuptools, and CPU kernels compiled ahead of time.
 
-A wheel carries a library for every instruction set level, an editable install one for the CPU at
-hand. Their header comes from jaxlib, which is asked for as a build requirement, and a compiler from
-`ziglang` where the system has none. A package whose kernels cannot be compiled installs all the
-same: then the reference runs, and says so.
+A wheel has a library for every instruction set level, an editable install one for this CPU. The
+header comes from jaxlib, a build requirement, and a compiler from `ziglang` if the system has none.
+If the kernels cannot be compiled, the package still installs, and the reference kernels run with a
+warning.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Settings = dict[str, Any] | None
 
 
 def _build_module() -> ModuleType:
-    """`jitney.kernels.cpu.build`, which cannot be imported by its name yet."""
+    """`jitney.kernels.cpu.build`, loaded from its file since the package is not installed yet."""
     spec = importlib.util.spec_from_file_location(
         "jitney_kernels_build", Path(__file__).parent / "build.py"
     )
@@ -41,7 +41,7 @@ def _build_module() -> ModuleType:
 
 
 def _has_levels() -> bool:
-    """Whether the kernels are for machines of this kind at all."""
+    """Whether the kernels support machines of this kind."""
     build = _build_module()
     try:
         return bool(build.Level.of_machine())
@@ -50,8 +50,8 @@ def _has_levels() -> bool:
 
 
 def _requirements() -> list[str]:
-    """What compiling needs besides setuptools: jaxlib as the package asks for jax, and a compiler
-    if there is none.
+    """Build requirements besides setuptools: jaxlib in the version of jax, and a compiler if none
+    is present.
     """
     if not _has_levels():
         return []
@@ -75,7 +75,7 @@ def get_requires_for_build_editable(config_settings: _Settings = None) -> list[s
 
 
 def _compile_kernels(every_level: bool) -> bool:
-    """Compile them; False, with a line that says why, if none could be."""
+    """Compile the kernels; prints why and returns False if none could be compiled."""
     build = _build_module()
     made = []
     try:

@@ -1,5 +1,5 @@
-"""FlashInfer's compiled modules as targets of XLA's custom calls: the one place that knows
-flashinfer, tvm_ffi and jax_tvm_ffi.
+"""Registers FlashInfer's compiled modules as custom calls of XLA; the only user of flashinfer,
+tvm_ffi and jax_tvm_ffi.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 from jitney.kernels.interface import KernelError
 
-#: Releases of FlashInfer whose plans and calls are the ones written down here.
+#: The release of FlashInfer whose plans and calls this code follows.
 _RELEASE = "0.7.2"
 _PACKAGES = ("flashinfer-python", "jax-tvm-ffi", "apache-tvm-ffi")
 _SHIM = Path(__file__).with_name("views.cc")
-#: How the arguments of a call reach the shim: see `over_pool` in views.cc.
+#: Order of the shim's arguments: see `over_pool` in views.cc.
 _ARGUMENTS = [
     "args",
     "rets",
@@ -32,7 +32,7 @@ _ARGUMENTS = [
 
 
 class Variant(NamedTuple):
-    """One of FlashInfer's attentions over pages, compiled by itself."""
+    """A variant of FlashInfer's paged attention, compiled separately."""
 
     template: str  # "fa3" for Hopper, "fa2" for every other card
     dtype: str  # of queries, pool and outputs
@@ -47,14 +47,15 @@ class Variant(NamedTuple):
         return f"jitney_flashinfer_{self.template}_{self.dtype}_{self.head_dim}{options}"
 
     def registered(self) -> str:
-        """The target's name, after FlashInfer has compiled the variant with nvcc, for some minutes
-        the first time, or found it compiled. KernelError in one line if it cannot.
+        """Compile and register the variant; returns the target's name. Raises KernelError.
+
+        The first time FlashInfer runs nvcc for some minutes; later it uses its cache.
         """
         return _registered(self)
 
 
 def check_installed() -> None:
-    """KernelError in one line if a package is missing or of another release."""
+    """Raise KernelError if a package is missing or of another release."""
     for name in _PACKAGES:
         try:
             metadata.version(name)
@@ -83,7 +84,7 @@ def _registered(variant: Variant) -> str:
 
 
 def _compiled(variant: Variant) -> Any:
-    """FlashInfer's module."""
+    """FlashInfer's module of a variant."""
     torch = importlib.import_module("torch")
     attention = importlib.import_module("flashinfer.jit.attention")
     number = getattr(torch, variant.dtype)
@@ -105,8 +106,8 @@ def _compiled(variant: Variant) -> Any:
 
 
 def _register(variant: Variant, run: Any, platform: str) -> None:
-    """Make `run`, a function of tvm_ffi that is called as FlashInfer's paged_run, the variant's
-    target on this platform (gpu, or cpu in tests).
+    """Register `run`, a tvm_ffi function with the arguments of FlashInfer's paged_run, as the
+    variant's target on a platform (gpu, or cpu in tests).
     """
     jax_tvm_ffi = importlib.import_module("jax_tvm_ffi")
     jax_tvm_ffi.register_ffi_target(
@@ -120,7 +121,7 @@ def _register(variant: Variant, run: Any, platform: str) -> None:
 
 @cache
 def _shim() -> Any:
-    """views.cc, compiled by the C++ compiler that is here, or found compiled."""
+    """views.cc, compiled by the system's C++ compiler, or from the cache."""
     cpp = importlib.import_module("tvm_ffi.cpp")
     source = _SHIM.read_text(encoding="utf-8")
     with _own_programs_first():
@@ -129,7 +130,9 @@ def _shim() -> Any:
 
 @contextmanager
 def _own_programs_first() -> Iterator[None]:
-    """ninja lies beside the interpreter, where PATH does not lead without an active environment."""
+    """Put the interpreter's folder first in PATH, since ninja is there, also without an active
+    environment.
+    """
     before = os.environ.get("PATH", "")
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), before])
     try:

@@ -1,10 +1,9 @@
-"""Attention of prompts by FlashInfer's kernels, called from a jitted step.
+"""Prompt attention by FlashInfer's kernels, called from a jitted step.
 
-What FlashInfer plans on the host is computed inside the step. Its `plan` is told lengths by the
-host and uploads lists of tiles. Their sizes depend on the shapes of a step alone, so the lists are
-arrays of the step here: nothing waits for the host, and one program serves every step of a bucket.
-What stands where is FlashInfer's own (PrefillPlan and PrefillSM90Plan in its scheduler.cuh), as it
-would be with CUDA graphs and contexts not split.
+FlashInfer's `plan` reads lengths on the host and uploads lists of tiles. Here the step computes the
+lists, whose sizes depend only on the step's shapes: nothing waits for the host, and one program
+runs every step of a bucket. The lists have FlashInfer's format (PrefillPlan and PrefillSM90Plan in
+its scheduler.cuh), as with CUDA graphs and without split contexts.
 
 Axes as in `jitney.kernels.interface`; a tile is some query rows of one sequence.
 """
@@ -25,11 +24,11 @@ from jitney.kernels.interface import AttentionMeta, KernelError
 _HEAD_DIMS = (64, 128, 256)
 _DTYPES = ("bfloat16", "float16")
 _HOPPER = 90
-#: Bytes at which each list in the workspace begins.
+#: Alignment of each list in the workspace, in bytes.
 _ALIGNED = 16
 #: Query rows of a tile in the kernels for Hopper ("fa3"), by head dim; other head dims have 128.
 _HOPPER_ROWS = {64: 192}
-#: Contexts are never split: a limit that none reaches.
+#: A limit that no context reaches, so that none is split.
 _WHOLE_CONTEXT = (1 << 31) - 1
 
 
@@ -39,12 +38,12 @@ class FlashInferPrompts:
 
     sm: int  # compute capability, 90 for 9.0
     processors: int  # multiprocessors of the GPU
-    #: Makes a variant callable and names its target; tests put one in its place.
+    #: Registers a variant and returns its target's name; tests replace it.
     target: Callable[[Variant], str] = Variant.registered
 
     @staticmethod
     def why_not(head_dim: int, dtype: str, pool_dtype: str, sinks: bool = False) -> str:
-        """Why prompts of such heads are not for FlashInfer, empty if they are. dtype: queries'."""
+        """Why FlashInfer does not support these heads, or "". dtype: of the queries."""
         if sinks:
             return "the variant of its kernels that is called here takes no attention sinks"
         if head_dim not in _HEAD_DIMS:
@@ -73,7 +72,7 @@ class FlashInferPrompts:
         """o [T, H, D] with the rows of prompt chunks; padding is zero, rows of decoding sequences
         are undefined. Arguments as in `jitney.kernels.interface`.
 
-        Raises KernelError for heads and numbers that FlashInfer does not take.
+        Raises KernelError for heads and dtypes that FlashInfer does not support.
         """
         reason = self.why_not(q.shape[-1], q.dtype.name, kv.dtype.name)
         if reason:
@@ -92,7 +91,7 @@ class FlashInferPrompts:
                 softcap=np.float64(softcap),
                 scale=np.float64(scale),
             )
-        # Rows of padding are nobody's tiles: the memory is as it was found.
+        # No tile writes the rows of padding, whose memory is uninitialised.
         real = jnp.arange(len(q)) < meta.counts[2]
         return jnp.where(real[:, None, None], o, 0)
 
@@ -104,20 +103,19 @@ class FlashInferPrompts:
 
 
 class _Plan(NamedTuple):
-    """What the run of a kernel is given in place of FlashInfer's own plan."""
+    """A kernel's plan, in place of FlashInfer's."""
 
-    workspace: jax.Array  # int32 [.], the lists one behind the other
-    #: The numbers of FlashInfer's PlanInfo, in its order: sizes, and bytes from the workspace's
-    #: beginning to each list.
+    workspace: jax.Array  # int32 [.], the lists one after the other
+    #: The numbers of FlashInfer's PlanInfo, in its order: sizes, and byte offsets of the lists.
     fields: tuple[int, ...]
 
 
 class _PageLists(NamedTuple):
     """The pages of all sequences in FlashInfer's form, int32.
 
-    Its lists have no gaps, and it takes a sequence's length from where its pages begin and end. Our
-    table has a row of P for each, so sequence s is request 2s, and the rest of its row is request
-    2s + 1, which has no queries.
+    Its lists have no gaps: a sequence's length follows from the begin and end of its pages. Our
+    table has a row of P pages per sequence, so sequence s is request 2s, and the rest of its row is
+    request 2s + 1, without queries.
     """
 
     q_starts: jax.Array  # [2S + 1] first query row of each request, then the end
@@ -127,7 +125,7 @@ class _PageLists(NamedTuple):
 
 
 class _Tiles(NamedTuple):
-    """The tiles of all prompts, int32; from `count` on they are nobody's."""
+    """The tiles of all prompts, int32; only the first `count` are used."""
 
     sequence: jax.Array  # [n]
     number: jax.Array  # [n], counted in its sequence
@@ -135,7 +133,7 @@ class _Tiles(NamedTuple):
 
 
 def _page_lists(meta: AttentionMeta, page_size: int) -> _PageLists:
-    """The step's page table as FlashInfer reads it."""
+    """The step's page table in FlashInfer's form."""
     n_seqs, width = meta.page_table.shape
     row_starts = jnp.arange(n_seqs + 1, dtype=jnp.int32) * width
     used = -(-meta.kv_lens // page_size)
@@ -154,7 +152,7 @@ def _alternating(first: jax.Array, second: jax.Array, *last: jax.Array) -> jax.A
 
 
 def _tiled_plan(meta: AttentionMeta, n_rows: int, group: int, head_dim: int) -> _Plan:
-    """For the kernels that tile the rows of all heads of a group ("fa2"): a block for each tile and
+    """The plan of kernels that tile the rows of all heads of a group ("fa2"): a block per tile and
     key head. n_rows: T.
     """
     n_seqs = meta.kv_lens.shape[0]
@@ -197,10 +195,10 @@ def _tiled_plan(meta: AttentionMeta, n_rows: int, group: int, head_dim: int) -> 
 def _hopper_plan(
     meta: AttentionMeta, n_rows: int, n_heads: int, head_dim: int, processors: int
 ) -> _Plan:
-    """For the kernels of Hopper ("fa3"): each multiprocessor has a list of tiles and heads. n_rows:
+    """The plan of kernels for Hopper ("fa3"): a list of tiles and heads per multiprocessor. n_rows:
     T, n_heads: H.
 
-    Tiles go round by their keys, most first, and back in every second round.
+    Tiles are dealt in rounds, those with most keys first, in reverse in every second round.
     """
     n_seqs, width = meta.page_table.shape
     tile_rows = _HOPPER_ROWS.get(head_dim, 128)
@@ -220,11 +218,11 @@ def _hopper_plan(
         bounds,
         sequence,
     )
-    return _Plan(workspace, (*offsets, 0))  # 0: heads have places of their own in the lists
+    return _Plan(workspace, (*offsets, 0))  # 0: the lists have separate entries for heads
 
 
 def _packed_tile_rows(packed_rows: int, head_dim: int) -> int:
-    """Rows of all heads of a group in a tile; packed_rows: the most that a sequence may have."""
+    """Rows of all heads of a group in a tile; packed_rows: most rows of a sequence."""
     if packed_rows > 64 and head_dim < 256:
         return 128
     return 64 if packed_rows > 16 else 16
@@ -243,7 +241,7 @@ def _tiles_of(meta: AttentionMeta, tile_rows: int, group: int, most: int) -> _Ti
 
 
 def _by_keys(meta: AttentionMeta, tiles: _Tiles, tile_rows: int) -> jax.Array:
-    """int32 [n], the tiles in the order of how many keys they see, most first, nobody's last."""
+    """int32 [n], the tiles by number of keys, most first, unused ones last."""
     sequence = jnp.minimum(tiles.sequence, meta.kv_lens.shape[0] - 1)
     rows = meta.cu_q[sequence + 1] - meta.cu_q[sequence]
     end = jnp.minimum((tiles.number + 1) * tile_rows, rows)
@@ -253,8 +251,8 @@ def _by_keys(meta: AttentionMeta, tiles: _Tiles, tile_rows: int) -> jax.Array:
 
 
 def _dealt(count: jax.Array, most: int, processors: int) -> tuple[jax.Array, jax.Array]:
-    """`count` pieces, at most `most`, dealt to the processors: (int32 [processors + 1], where each
-    one's list begins, then the end; int32 [most], which piece stands at each place).
+    """Deal `count` pieces, at most `most`, to the processors: (int32 [processors + 1], the begin of
+    each list, then the end; int32 [most], the piece at each index).
     """
     number = jnp.arange(processors, dtype=jnp.int32)
     rounds, rest = count // processors, count % processors
@@ -268,12 +266,12 @@ def _dealt(count: jax.Array, most: int, processors: int) -> tuple[jax.Array, jax
 
 
 def _seat(number: jax.Array, turn: jax.Array, processors: int) -> jax.Array:
-    """The place of a processor in a round: every second one goes backwards."""
+    """A processor's index in a round; every second round is reversed."""
     return jnp.where(turn % 2 == 0, number, processors - 1 - number)
 
 
 def _intervals(ends: jax.Array, places: jax.Array) -> jax.Array:
-    """For each place the first interval that ends behind it; their number if none does."""
+    """For each index the first interval that ends after it; their number if none does."""
     return jnp.searchsorted(ends, places, side="right", method="compare_all").astype(jnp.int32)
 
 
@@ -284,7 +282,7 @@ def _bytes_in_words(flags: jax.Array) -> jax.Array:
 
 
 def _one_behind_the_other(*lists: jax.Array) -> tuple[jax.Array, list[int]]:
-    """(int32, all lists, each aligned; bytes in front of each)."""
+    """(int32, all lists, each aligned; byte offset of each)."""
     parts, offsets, size = [], [], 0
     for each in lists:
         padding = -len(each) % (_ALIGNED // 4)

@@ -1,9 +1,8 @@
-"""Where the kernels run: on a TPU, or interpreted where there is none."""
+"""The `interpret` option of the Pallas kernels."""
 
 from __future__ import annotations
 
 from jax.experimental.pallas import tpu as pltpu
 
-#: False: compiled for a TPU. True: interpreted, or so with these parameters (races, uninitialised
-#: memory).
+#: False: compiled for a TPU. True or parameters (races, uninitialised memory): interpreted.
 type Interpret = bool | pltpu.InterpretParams

@@ -1,4 +1,4 @@
-"""The kernel set for TPUs: what `jitney.kernels.interface` asks for, in our own Pallas kernel."""
+"""The kernel set for TPUs: implements `jitney.kernels.interface` with Pallas kernels."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from jitney.kernels.pallas_tpu.pool_layout import PoolLayout
 from jitney.kernels.pallas_tpu.work_order import Constants
 from jitney.kernels.scales import as_stored, scales_of
 
-#: Arrays that are in scalar memory before the kernel starts: `AttentionMeta` but for the positions.
+#: Scalar-prefetched arrays: those of `AttentionMeta` except the positions.
 _SCALARS = 5
-#: VMEM the kernel may take: v7x has 64 MiB, v5e and v6e have 128.
+#: Most VMEM of the kernel: v7x has 64 MiB, v5e and v6e have 128.
 _VMEM = 48 << 20
-#: Tokens of a page.
+#: Supported page sizes.
 _PAGES = 16, 32, 64, 128, 256
 #: SMEM for the page table: all three have 1 MiB.
 _SMEM = 900 << 10
@@ -36,13 +36,12 @@ _SUMS_IN_HALVES = frozenset({"v7x"})
 
 
 class _BlockSizes(NamedTuple):
-    """How the attention kernel cuts its work, by chip and by how a pool lies.
+    """Block sizes of the attention kernel, by chip and pool layout.
 
-    Nothing here was timed: the figures follow from the chips' data sheets. A copy from HBM takes
-    some two microseconds to arrive, so that bandwidth times two microseconds must be on its way at
-    any time; fewer key heads, as on each of many devices, make smaller blocks, of which more are on
-    their way. And rows that share a block of keys do G * B operations for each of its bytes, which
-    must be more than the chip does while it reads one.
+    Derived from the chips' data sheets, not measured. A copy from HBM takes about two microseconds,
+    so bandwidth times two microseconds must be in flight at any time; with fewer key heads, as on
+    each of many devices, blocks are smaller and more of them are in flight. Rows that share a block
+    of keys do G * B operations per byte, which must exceed the chip's operations per byte read.
     """
 
     keys: int  # of a block
@@ -61,9 +60,9 @@ class _BlockSizes(NamedTuple):
 
 
 class _Chip(NamedTuple):
-    """What decides the sizes on a chip."""
+    """Properties of a chip that determine block sizes."""
 
-    on_the_way: int  # bytes to have on their way from HBM
+    on_the_way: int  # bytes in flight from HBM
     rows: int  # as in `_BlockSizes`; float32 sums and scores of 2048 take 2 MiB each
 
 
@@ -74,13 +73,13 @@ _CHIPS = {
     "v6e": _Chip(4 << 20, 4096),
     "v7x": _Chip(8 << 20, 4096),
 }
-#: Of a chip that is not in the table: enough on its way for any, and rows that fit in any.
+#: Defaults for other chips: enough bytes in flight for any, and rows that fit in any.
 _OTHER = _Chip(8 << 20, 2048)
 #: Keys of a block; of those whose blocks would be short, and where that begins, in bytes of a key.
 _KEYS, _MANY_KEYS, _SMALL = 256, 512, 1024
 #: A ring deeper than this takes more time to fill than it saves.
 _DEEPEST = 12
-#: Words by which jax names chips (`device_kind`).
+#: Words in jax's `device_kind` of each chip.
 _KINDS = {"v5e": ("v5 lite", "v5e"), "v6e": ("v6 lite", "v6e"), "v7x": ("tpu7", "v7")}
 
 
@@ -95,11 +94,11 @@ def chip_of(device_kind: str) -> str:
 class PallasKernels:
     """Attention for TPUs; hashable, so that its methods can be constants of a jitted step."""
 
-    #: Run on any platform, slowly, as `jax.experimental.pallas.pallas_call` does.
+    #: See `Interpret`.
     interpret: Interpret = False
-    #: A key of `_CHIPS`; "": a chip that is not in it.
+    #: A key of `_CHIPS`; "": another chip.
     chip: str = ""
-    #: Instead of what the table says.
+    #: Block sizes in place of the table's.
     blocks: _BlockSizes | None = None
 
     @property
@@ -184,7 +183,9 @@ class PallasKernels:
         window: int,
         softcap: float,
     ) -> Constants:
-        """Of a kernel that reads a pool of plain floats; ValueError for what it cannot do."""
+        """Constants of a kernel over a pool of plain floats. Raises ValueError for unsupported
+        arguments.
+        """
         _check(q, pool, meta)
         page = pool.shape[1]
         key_bytes = math.prod(pool.shape[2:]) * pool.dtype.itemsize
@@ -214,7 +215,9 @@ class PallasKernels:
         scales: jax.Array | None,
         sinks: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
-        """The kernel: q [T, H, D], pool [N, page, R, W], new [T, R, W] -> (o [T, H, D], pool)."""
+        """Run the kernel: q [T, H, D], pool [N, page, R, W], new [T, R, W] -> (o [T, H, D],
+        pool).
+        """
         if not self.interpret:  # else XLA brings a small pool into VMEM first, nobody's pages too
             pool = pltpu.with_memory_space_constraint(pool, pltpu.HBM)
         queries = fixed.layout.queries(q)
@@ -250,7 +253,7 @@ class PallasKernels:
 
 
 def _scratch(fixed: Constants, pool: jax.Array) -> list[Any]:
-    """The blocks of keys in memory, and what their copies and the writes are waited for by."""
+    """Scratch memory: blocks of keys, and semaphores of copies and writes."""
     return [
         pltpu.VMEM((fixed.depth, fixed.keys, *pool.shape[2:]), pool.dtype),
         pltpu.SemaphoreType.DMA((fixed.depth,)),
@@ -259,7 +262,7 @@ def _scratch(fixed: Constants, pool: jax.Array) -> list[Any]:
 
 
 def _by_lanes(scales: jax.Array, heads: int) -> jax.Array:
-    """scales [2K] -> those of keys and of values, each alike in all lanes: [2, K, 1, 128]."""
+    """scales [2K] -> [2, K, 1, 128]: those of keys and of values, broadcast over lanes."""
     pairs = scales.reshape(-1, 2).T
     return jnp.broadcast_to(pairs[:, :, None, None], (2, heads, 1, PoolLayout.LANES))
 
@@ -282,7 +285,7 @@ def _item_rows(q: jax.Array, meta: AttentionMeta, most: int) -> int:
 
 
 def _check(q: jax.Array, pool: jax.Array, meta: AttentionMeta) -> None:
-    """Raise ValueError, in one line, for what the kernel cannot do."""
+    """Raise ValueError for arguments that the kernel does not support."""
     if q.dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(
             f"kernels pallas compute in bfloat16 or float32, not {q.dtype}; choose one of these as "

@@ -1,12 +1,11 @@
-"""The Pallas kernel of products with group-wise int4 weights for TPUs: 4 bits a weight up to the
-registers.
+"""The Pallas kernel of products with group-wise int4 weights for TPUs, unpacked in registers.
 
 Axes: M rows, I inputs, O outputs, R inputs per group, as in `jitney.kernels.int4`. 64 rows of bytes
-hold a chunk of 128 inputs. Read as 16 rows of 32-bit words, of which byte q of row r is row 4r + q,
-a shift and two masks turn them into 32 rows of bfloat16, twice for the low nibbles and twice for
-the high ones: or-ed into the bits of 128, whose last place counts ones, a nibble n is 128 + n, with
-no conversion. That is a chunk's inputs in another order, into which `_in_chunk_order` brings those
-of x; and what the 128 and the zero points add is one small product of the groups' sums.
+hold a chunk of 128 inputs. Read as 16 rows of 32-bit words (byte q of row r is row 4r + q), a shift
+and two masks turn them into 32 rows of bfloat16, twice for the low and twice for the high nibbles:
+or-ed into the bits of 128, whose last bit is worth 1, a nibble n becomes 128 + n, unconverted.
+This permutes a chunk's inputs; `_in_chunk_order` permutes x alike. The 128 and the zero points are
+subtracted by one small product with the groups' sums.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from jitney.kernels import int4
 from jitney.kernels.int4 import Int4
 from jitney.kernels.pallas_tpu.interpreting import Interpret
 
-#: Inputs of a chunk, as many as a vector register has lanes; rows of bytes that hold them.
+#: Inputs of a chunk, one per lane of a vector register; rows of bytes that hold them.
 _CHUNK, _BYTES = 128, 64
 #: Outputs of a block, and the most rows and bytes of x in one.
 _OUTPUTS, _ROWS, _X_BYTES = 512, 512, 16 << 20
-#: VMEM the kernel may take: x once, weights and results twice.
+#: Most VMEM of the kernel: x once, weights and results twice.
 _VMEM = 56 << 20
 #: bfloat16 128.0, twice in a word.
 _OF_128 = 0x43004300
@@ -38,10 +37,10 @@ _OF_128 = 0x43004300
 def matmul_int4(
     x: jax.Array, weights: Int4, dtype: DTypeLike = jnp.float32, interpret: Interpret = False
 ) -> jax.Array:
-    """See `jitney.kernels.interface.KernelSet.matmul_int4`; weights of inputs that are no
-    whole chunks are written out first.
+    """See `jitney.kernels.interface.KernelSet.matmul_int4`; weights with a partial chunk of inputs
+    are unpacked in memory first.
 
-    Products are of whole numbers, scaled once per group in float32.
+    Products are of integers, scaled once per group in float32.
     """
     if weights.shape[0] % _CHUNK:
         return int4.matmul_int4(x, weights, dtype)
@@ -87,7 +86,7 @@ def _block_rows(n_rows: int, row_bytes: int) -> int:
 
 
 def _bits(scales: jax.Array) -> jax.Array:
-    """float16, which a TPU's vector unit does not know, as its bits; others as they are."""
+    """The bits of float16, which a TPU's vector unit does not support; others unchanged."""
     if scales.dtype == jnp.float16:
         return lax.bitcast_convert_type(scales, jnp.uint16)
     return scales
@@ -95,7 +94,7 @@ def _bits(scales: jax.Array) -> jax.Array:
 
 @cache
 def _chunk_order(group: int) -> np.ndarray:
-    """Of each of a chunk's inputs in the kernel's order: which one it is in the model's order."""
+    """Kernel's order of a chunk's inputs -> index in the model's order."""
     place = np.arange(_CHUNK)
     part, row, second = place // 32, place % 32 // 2, place % 2
     byte = 4 * row + 2 * second + part // 2
@@ -104,9 +103,9 @@ def _chunk_order(group: int) -> np.ndarray:
 
 
 def _in_chunk_order(x: jax.Array, group: int) -> jax.Array:
-    """x [M, I] with the inputs of each chunk in the order in which nibbles come out.
+    """x [M, I] with the inputs of each chunk in the order of unpacked nibbles.
 
-    By a product with a matrix of zeros and ones: exact, and faster than a gather of lanes.
+    A product with a matrix of zeros and ones: exact, and faster than a gather of lanes.
     """
     swap = np.zeros((_CHUNK, _CHUNK), np.float32)
     swap[_chunk_order(group), np.arange(_CHUNK)] = 1
@@ -174,17 +173,17 @@ def _of_group(rows: jax.Array, group: int, per_chunk: int) -> jax.Array:
 
 
 def _lows(zeros: jax.Array) -> jax.Array:
-    """What zero points, uint8, and the 128 of each nibble take away, float32."""
+    """The amount to subtract for zero points, uint8, and the 128 of each nibble, float32."""
     return -128.0 - zeros.astype(jnp.int32).astype(jnp.float32)
 
 
 def _widened_scales(scales: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Scales as float32; those of float16 come as bits."""
+    """Scales as float32; float16 scales are given as bits."""
     if dtype != jnp.float16:
         return scales.astype(jnp.float32)
     bits = scales.astype(jnp.int32)
     exponent = (bits >> 10) & 31
     fraction = (bits & 0x3FF) | jnp.where(exponent > 0, 0x400, 0)
-    power = (jnp.maximum(exponent, 1) - 25 + 127) << 23  # of the fraction's last place
+    power = (jnp.maximum(exponent, 1) - 25 + 127) << 23  # value of the fraction's last bit
     size = fraction.astype(jnp.float32) * lax.bitcast_convert_type(power, jnp.float32)
     return jnp.where(bits >> 15 == 0, size, -size)

@@ -1,8 +1,8 @@
-"""How a TPU wants a KV pool to lie, and the way there and back.
+"""The layout of KV pools on TPUs, and conversions to and from the interface's layout.
 
-XLA and Pallas agree on a pool, and neither copies it, where its last two axes fill whole tiles of
-vector registers: 128 numbers wide, and as many rows as a tile of their dtype has. R rows a token, W
-numbers a row.
+XLA and Pallas use a pool in place, without copying it, if its last two axes are whole tiles of
+vector registers: 128 numbers wide, with as many rows as a tile of their dtype. A token has R rows
+of W numbers.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class PoolLayout:
 
     @property
     def packed(self) -> bool:
-        """Whether key and value of a head share a row, [k | v | zeros]; else row 2h is key head h,
-        row 2h + 1 its value, each followed by zeros.
+        """Whether key and value of a head share a row, [k | v | zeros]. Otherwise row 2h is key
+        head h and row 2h + 1 its value, each padded with zeros.
         """
         return 2 * self.dim <= self.width
 
@@ -61,22 +61,22 @@ class PoolLayout:
         return pool[:, :, : 2 * self.heads, : self.dim]
 
     def queries(self, q: jax.Array) -> jax.Array:
-        """q [T, H, D] -> [T, H, W]; zeros meet what is no key."""
+        """q [T, H, D] -> [T, H, W], with zeros where the pool's row is not the key."""
         return jnp.pad(q, ((0, 0), (0, 0), (0, self.width - self.dim)))
 
     def values(self, o: jax.Array) -> jax.Array:
-        """What the sums of weighted rows [T, H, W] hold of values: [T, H, D]."""
+        """The values' part of weighted sums of rows: [T, H, W] -> [T, H, D]."""
         first = self.dim if self.packed else 0
         return o[:, :, first : first + self.dim]
 
     def fill(self, rows: jax.Array) -> jax.Array:
-        """Zeros up to [..., R, W]."""
+        """Pad with zeros to [..., R, W]."""
         missing = (0, self.rows - rows.shape[-2]), (0, self.width - rows.shape[-1])
         return jnp.pad(rows, [(0, 0)] * (rows.ndim - 2) + [*missing])
 
 
 def _whole_tiles(rows: int, packing: int) -> int:
-    """The smallest number of rows from `rows` on that fills tiles; packing: numbers in 32 bits."""
+    """`rows` rounded up to whole tiles; packing: numbers per 32 bits."""
     words = -(-rows // packing)
     if words > _SUBLANES:
         return -(-words // _SUBLANES) * _SUBLANES * packing

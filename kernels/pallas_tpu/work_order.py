@@ -1,6 +1,6 @@
-"""The order in which the Pallas kernel goes through a step, and what each place in it means.
+"""The order of work of the Pallas attention kernel.
 
-Scalar arithmetic on integers in SMEM only; names and axes as in
+Only scalar arithmetic on integers in SMEM; names and axes as in
 `jitney.kernels.pallas_tpu.attention`.
 """
 
@@ -18,7 +18,7 @@ from jitney.kernels.pallas_tpu.pool_layout import PoolLayout
 
 @dataclass(frozen=True)
 class Constants:
-    """What is fixed when the kernel is compiled."""
+    """Compile-time constants of the kernel."""
 
     layout: PoolLayout  # of the pool
     n_heads: int  # H
@@ -40,7 +40,7 @@ class Constants:
 
 
 class StepRefs(NamedTuple):
-    """References to what a step brings."""
+    """References to a step's inputs."""
 
     # `AttentionMeta` but for the positions, int32 in SMEM.
     kv_lens: jax.Ref  # [S]
@@ -58,7 +58,7 @@ class StepRefs(NamedTuple):
 
 
 class Cursor(NamedTuple):
-    """A place in the work; int32."""
+    """A position in the work; int32."""
 
     seq: jax.Array  # of the step
     row: jax.Array  # of the sequence's rows: the item's first one
@@ -67,7 +67,7 @@ class Cursor(NamedTuple):
 
 @dataclass(frozen=True)
 class Walk:
-    """The order of the work, and what each place in it means."""
+    """The order of the work, and the rows and keys of each position."""
 
     fixed: Constants
     step: StepRefs
@@ -124,7 +124,5 @@ class Walk:
         return self.step.cu_q[self.present(at.seq)] + at.row
 
     def count(self, at: Cursor) -> jax.Array:
-        """Query rows of the item, B or fewer; what else its tile holds is computed on and never
-        leaves.
-        """
+        """Query rows of the item, at most B; results of the tile's other rows are dropped."""
         return jnp.minimum(self.size, self.n_rows(at.seq) - at.row)

@@ -1,8 +1,8 @@
-"""How a Triton kernel is called from a jitted step: the one place that knows jax-triton, and what
-the versions of jax, jax-triton and Triton that we meet do not agree on.
+"""Calls Triton kernels from a jitted step, with workarounds for versions of jax, jax-triton and
+Triton that do not fit each other. The only user of jax-triton.
 
-Each trap says which version makes it unnecessary; drop it when pyproject.toml asks for that
-version.
+Each workaround names the version that makes it unnecessary; drop it when pyproject.toml requires
+that version.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 import jax
 
-#: Compute capability -> the PTX version that its kernels are written in. 8.7 is the newest that the
-#: ptxas of CUDA 12.8 takes, where Triton 3.9 writes 9.4 and XLA then fails with "unsupported
-#: .version"; newer cards need more, and with less LLVM ends the process. 8.8 needs CUDA 12.9, 9.0
-#: CUDA 13. Unnecessary once XLA links with CUDA 13.2.
+#: Compute capability -> PTX version of its kernels. 8.7 is the newest that ptxas of CUDA 12.8
+#: supports; Triton 3.9 writes 9.4, and XLA then fails with "unsupported .version". Newer cards need
+#: a newer one, without which LLVM ends the process: 8.8 needs CUDA 12.9, 9.0 CUDA 13. Unnecessary
+#: once XLA links with CUDA 13.2.
 _PTX_VERSIONS = {
     80: 87,
     86: 87,
@@ -38,7 +38,7 @@ _TMA_TF32 = 11
 
 
 class Launch(Protocol):
-    """Runs kernels for one kind of GPU; tests put one in its place that interprets them."""
+    """Runs kernels for one kind of GPU; tests replace it by one that interprets them."""
 
     @property
     def sm(self) -> int:
@@ -73,7 +73,7 @@ class JaxTriton:
     sm: int
 
     def check(self) -> None:
-        """Raise ImportError with the reason where kernels for this card cannot be called."""
+        """Raise ImportError if kernels for this card cannot be called."""
         _compile_options(self.sm)
         _jax_triton()
 
@@ -103,9 +103,9 @@ class JaxTriton:
 
 
 def _compile_options(sm: int) -> dict[str, Any]:
-    """What every kernel for compute capability `sm` is compiled with.
+    """Compiler options of all kernels for compute capability `sm`.
 
-    Raises ImportError for a card that is not known: the compiler would end the process.
+    Raises ImportError for an unknown card, for which the compiler would end the process.
     enable_fp_fusion: fused multiply-add, on by default up to Triton 3.9, which warns that 3.10
     turns it off.
     """
@@ -117,9 +117,7 @@ def _compile_options(sm: int) -> dict[str, Any]:
 
 
 def _jax_triton() -> ModuleType:
-    """The `jax_triton` module with a live NVIDIA backend. Raises ImportError with the reason where
-    there is none.
-    """
+    """The `jax_triton` module with an NVIDIA backend. Raises ImportError without one."""
     _check_versions()
     _name_tf32()
     cache = os.environ.get("TRITON_CACHE_DIR")  # importing jax-triton <= 0.4.1 deletes it
@@ -150,8 +148,8 @@ def _check_versions() -> None:
 
 
 def _name_tf32() -> None:
-    """Give Triton < 3.7 the constant without which jax-triton takes the NVIDIA backend for absent,
-    in silence.
+    """Define a constant for Triton < 3.7, without which jax-triton silently finds no NVIDIA
+    backend.
     """
     driver = importlib.import_module("triton.backends.nvidia.driver")
     if not hasattr(driver, "TMA_TF32"):

@@ -1,8 +1,8 @@
 """Triton kernels of products with group-wise int4 weights, for any number of rows, and with fp8
 weights, for the few rows of a decode step.
 
-Axes: M rows, I inputs, O outputs, R inputs per group. The weights stay narrow up to the registers:
-XLA would write them out as bfloat16 first, int4 because of the scales within the sum, fp8 on GPUs
+Axes: M rows, I inputs, O outputs, R inputs per group. The weights are unpacked in registers: XLA
+would write them to memory as bfloat16 first, int4 because of the scales within the sum, fp8 on GPUs
 older than Hopper.
 """
 
@@ -18,9 +18,8 @@ import triton.language as tl
 def _unpacked(nibbles, zero, dtype: tl.constexpr):
     """nibbles (0..15) - zero in dtype, exactly.
 
-    Or-ed into the bits of 128 (bfloat16) or 1024 (float16), whose last place counts ones, a nibble
-    becomes a float without a conversion, of which an SM does a quarter as many as of plain
-    instructions.
+    Or-ed into the bits of 128 (bfloat16) or 1024 (float16), whose last bit is worth 1, a nibble
+    becomes a float without a conversion, which an SM does at a quarter of the usual rate.
     """
     if dtype == tl.bfloat16:
         wide = (nibbles.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
@@ -48,9 +47,9 @@ def _of_group(
     ZEROS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What one group of inputs adds to a block of outputs, float32: low and high are rows of the
-    group's first and second half, columns those of the block among COLUMNS, real whether there are
-    such. Products within the group are of whole numbers up to 16, scaled once.
+    """A group's part of a block of outputs, float32. low, high: rows of the group's first and
+    second half. columns: the block's columns among COLUMNS; real: whether they exist. Products
+    within the group are of integers up to 16, scaled once.
     """
     HALF: tl.constexpr = R // 2
     cells = packed + tl.cast(group, tl.int64) * (HALF * COLUMNS)
@@ -88,8 +87,8 @@ def matmul_int4(
     """x [M, I] times weights [I, O] (see `jitney.kernels.int4`) -> y [SPLITS, M, O], float32 unless
     SPLITS is 1.
 
-    Program (block of outputs and of rows, split): each split sums a share of the groups. The blocks
-    of rows of the same outputs are neighbours, so that they find the weights in the cache.
+    Program (block of outputs and of rows, split): each split sums a share of the groups. Blocks of
+    rows of the same outputs are adjacent, so that they share weights in the cache.
     """
     ROW_BLOCKS: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     HALF: tl.constexpr = R // 2
@@ -102,7 +101,7 @@ def matmul_int4(
     rows = first_row + lines
     outs = block // ROW_BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, HALF)
-    # Where a block begins is counted in 64 bits: 65,536 rows of 57,344 outputs pass 2**31.
+    # Offsets of blocks need 64 bits: 65,536 rows of 57,344 outputs exceed 2**31.
     x += first_row.to(tl.int64) * SIZE_IN
     y += (split * M + first_row).to(tl.int64) * SIZE_OUT
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -203,11 +202,10 @@ def gated_int4(
 
 @triton.jit
 def widened(codes, dtype: tl.constexpr):
-    """float8_e4m3fn, as its bits, in dtype, exactly; NaN is not expected among weights.
+    """Bits of float8_e4m3fn converted exactly to dtype; weights must not be NaN.
 
-    Moved into the bits of float16 a code is 2**8 times too small. It stays exact where it is
-    subnormal, since every conversion from float16 honours subnormals, which products of float32 may
-    not.
+    Shifted into float16, a code is 2**8 times too small. Subnormal results are exact, since
+    conversions from float16 keep subnormals, unlike products of float32.
     """
     bits = ((codes.to(tl.int16) & 0x7F) << 7) | ((codes.to(tl.int16) & 0x80) << 8)
     return (bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0).to(dtype)

@@ -1,12 +1,12 @@
-"""Triton kernels that find where top-k and top-p cut a row of logits, without sorting it.
+"""Triton kernels that find the cut of top-k and top-p in a row of logits without sorting it.
 
-The cut is found by its magnitude: the 31 bits of float32 under the sign, of entries that are at
-most 0. Passes over a row, each shared by several programs, tell 8 of them apart (`count_digits`),
-until the entries that may be the cut fit a short list (`gather`). One program a row searches that
-(`finish`). Two passes and the list's are the rule; four find any cut by one limit.
+They search the cut's magnitude: the 31 bits of float32 below the sign, of entries that are at most
+0. Each pass over a row, shared by several programs, fixes 8 of the bits (`count_digits`), until the
+entries that may be the cut fit a short list (`gather`), which one program per row searches
+(`finish`). Usually two passes and the list's suffice; four find any cut by one limit.
 
-Masses are whole numbers of 2**-33, so that their sums depend neither on the order of adding nor on
-how a row is shared out.
+Masses are integers in units of 2**-33, so that sums depend neither on their order nor on how a row
+is divided.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-#: Words of a row's state, int32: what is searched by (0: nothing more), the least magnitude that
-#: the cut may have, from which magnitude on and up to which the list is gathered, the entries and
-#: the mass of lesser magnitude than the second word, the mass of the row. Masses take two words.
+#: Words of a row's state, int32: kind of search (0: done), least magnitude of the cut, first and
+#: last magnitude of the list, entries and mass below the second word, mass of the row. Masses take
+#: two words.
 STATE_WORDS = 16
-#: Bins of a pass, and the sums kept of each: entries, then the three parts of their mass.
+#: Bins of a pass, and sums per bin: entries, then the three parts of their mass.
 BINS, SUMS = 256, 4
 
 _NOTHING = tl.constexpr(0)
@@ -36,8 +36,8 @@ def _magnitude_of(x):
 
 @triton.jit
 def _mass_parts(x):
-    """exp(x) for x <= 0 in units of 2**-33, as three whole numbers up to 2048: of 2**22, of 2**11
-    and of 1. Exact but for the last one, which is rounded; float16 holds each.
+    """exp(x) for x <= 0 in units of 2**-33, as three integers up to 2048: multiples of 2**22, of
+    2**11 and of 1. Only the last is rounded; float16 represents each exactly.
     """
     scaled = tl.exp(x) * 2048.0
     high = tl.floor(scaled)
@@ -55,7 +55,7 @@ def _joined(high, middle, low):
 
 @triton.jit
 def _share(p, whole):
-    """The least whole number that is p of `whole` or more."""
+    """The least integer that is at least p * `whole`."""
     exact = p.to(tl.float64) * whole.to(tl.float64)
     share = exact.to(tl.int64)
     return share + (share.to(tl.float64) < exact).to(tl.int64)
@@ -74,7 +74,7 @@ def _store_mass(words, mass):
 
 @triton.jit
 def _kind_of(k, p, V: tl.constexpr):
-    """What a row is searched by at first; a k of the whole row or more limits nothing."""
+    """The first kind of search of a row; a k of the row's size or more limits nothing."""
     kind = tl.where(p < 1.0, _BY_MASS, _NOTHING)
     return tl.where((k > 0) & (k < V), _BY_COUNT, kind)
 
@@ -142,7 +142,7 @@ def count_digits(
 
 @triton.jit
 def _summed(table, SPLITS: tl.constexpr):
-    """One kind of sum of a row, over its splits: int64 [BINS]."""
+    """A row's sums of one kind, over its splits: int64 [BINS]."""
     bins = tl.arange(0, 256)
     splits = tl.arange(0, 8)
     total = tl.zeros((256,), tl.int64)
@@ -271,7 +271,7 @@ def gather(
 
 @triton.jit
 def _weights(x, at, n, MASS: tl.constexpr):
-    """What each entry counts, int64: its mass or 1; 0 from n on."""
+    """The weight of each entry, int64: its mass or 1; 0 from n on."""
     if MASS:
         high, middle, low = _mass_parts(x)
         weight = _joined(high, middle, low)
@@ -282,7 +282,7 @@ def _weights(x, at, n, MASS: tl.constexpr):
 
 @triton.jit
 def _kept(entries, n, magnitude, BLOCK: tl.constexpr, MASS: tl.constexpr):
-    """Sum of what n entries count that are of this magnitude or less."""
+    """Total weight of the entries, of n, with this magnitude or less."""
     kept = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, n, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -314,7 +314,7 @@ def finish(
     LISTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """floor [S], the smallest kept entry, from what the state knows and the list; program (row).
+    """floor [S], the smallest kept entry, from the state and the list; program (row).
     See `jitney.kernels.interface.Threshold`.
 
     The row itself is read only where top-p cuts among more entries than a list holds.

@@ -1,9 +1,8 @@
-"""Tile sizes per GPU, head dim, dtype and group: the checked-in table that stands where an
-autotuner would.
+"""Tables of tile sizes by GPU, head dim, dtype and group, in place of an autotuner.
 
-An autotuner has no place in the engine: it runs in-place kernels several times, and executables
-compiled ahead cannot carry it. `docs/benchmarks/triton_configs.py` measures candidates on a device
-and prints rows for this table.
+An autotuner would run in-place kernels several times, and programs compiled ahead cannot include
+it. `docs/benchmarks/triton_configs.py` measures candidates on a device and prints rows for these
+tables.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ class DecodeTiles:
     block_n: int  # keys per tile
     span: int  # keys per split, at least
     splits: int  # of one sequence, at most
-    programs: int  # that share the list of work
+    programs: int  # sharing the list of work
     warps: int
     stages: int
 
@@ -178,7 +177,7 @@ class ProductTiles:
         return _generation(self.sm)
 
     def are_few(self, rows: int, itemsize: int) -> bool:
-        """Whether so many rows of activations of `itemsize` bytes take the tiles of a few."""
+        """Whether `rows` rows of activations of `itemsize` bytes use the tiles of few rows."""
         return rows <= _FEW_ROWS[itemsize]
 
     def matmul(

@@ -1,4 +1,4 @@
-"""The search for the cut of top-k and top-p, as launches of the kernels in `threshold`."""
+"""Launches the kernels of `threshold`, which search the cut of top-k and top-p."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import jax.numpy as jnp
 from jitney.kernels.triton_gpu import threshold
 from jitney.kernels.triton_gpu.launch import Launch
 
-#: Lowest bits of the digits that the passes tell apart, from above: of 8, 8, 8 and 7 bits.
+#: Lowest bit of each pass's digit, the highest first: digits of 8, 8, 8 and 7 bits.
 _SHIFTS = (23, 15, 7, 0)
-#: Entries a row that may wait for the last search: more than any usual k, and than the second digit
-#: leaves of 128k logits.
+#: Entries per row for the last search: more than any usual k, and than the second digit leaves of
+#: 128k logits.
 _LISTED = 4096
-#: Entries of a program's share of a row, float32 sums being exact up to the first; the second where
-#: there are too few rows to fill a GPU.
+#: Entries of a row per program: float32 sums are exact up to the first number; the second is for
+#: too few rows to fill a GPU.
 _LENGTH, _LENGTH_OF_FEW, _FEW_ROWS = 8192, 2048, 64
-#: Entries that a program looks at together: one of one warp that counts digits, and the others.
+#: Block sizes: of programs of one warp that count digits, and of others.
 _COUNTED, _BLOCK = 128, 1024
 
 
 class _Search(NamedTuple):
-    """The rows' cuts and what found them."""
+    """The rows' cuts, and the states of the search."""
 
     floor: jax.Array  # float32 [S]
     states: list[jax.Array]  # int32 [S, STATE_WORDS] after each digit
@@ -38,7 +38,7 @@ def search(
     length = _LENGTH if n_rows >= _FEW_ROWS else _LENGTH_OF_FEW
     splits = -(-vocab // length)
     states = []
-    state = top_k  # unread at first
+    state = top_k  # not read at first
     for shift in _SHIFTS:
         state = _digit(launch, scaled, limits, state, (shift, length, splits, most))
         states.append(state)

@@ -128,7 +128,7 @@ class StepBarrier:
         #: Called by `agree` every `_ASK_S` seconds of waiting, with the hosts that have not
         #: proposed a step in this round, as far as is known.
         self.on_wait: Callable[[list[int]], None] = _ignore
-        #: Those hosts, as host 0 reported them last.
+        #: These hosts, by host 0's last report.
         self._stragglers: list[int] = []
         #: Drain states that were received and not yet returned.
         self._drain_states: queue.SimpleQueue[DrainState] = queue.SimpleQueue()

@@ -76,7 +76,7 @@ def escaped(name: str) -> str:
 
 
 def resolved(root: JsonDict, reference: str) -> JsonValue:
-    """What a reference into its own document means; None if it is no pointer, or to nothing."""
+    """The target of a reference within the document; None if it is no pointer, or has no target."""
     if not re.match(r"#(/|$)", reference):
         return None
     found: JsonValue = root

@@ -122,7 +122,7 @@ class Answering(Protocol):
         ...
 
     async def seats(self, model: str) -> int | None:
-        """Requests that the model computes at once; None if nobody knows."""
+        """Requests that the model computes at once; None: unknown."""
         ...
 
 

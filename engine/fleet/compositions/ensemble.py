@@ -163,7 +163,7 @@ class Ensemble:
             refuse_token_ids(request)
 
     async def _ask_all(self, request: ProxiedRequest) -> tuple[list[_Vote], list[JsonDict]]:
-        """The answers, and who gave none and why. Raises HttpError if nobody did."""
+        """The answers, and the members without one and why. Raises HttpError if there is none."""
         came = await asyncio.gather(*(self._ask(member, request) for member in self._members))
         votes: list[_Vote] = []
         left_out: list[JsonDict] = []

@@ -57,7 +57,7 @@ _CANDIDATE = "candidate"
 _DOCUMENTS = "documents"
 _MOST_STAGES = 16
 _MOST_CANDIDATES = 256
-#: Of a model whose seats nobody knows.
+#: Seats of a model that does not report them.
 _UNKNOWN_SEATS = 8
 #: Fields of a request that a stage sets itself, beside the text or texts that it asks about.
 _OWN_FIELDS = ("model", "messages", "prompt", "stream", "stream_options", "n", "best_of", "echo")
@@ -448,8 +448,8 @@ class Pipeline:
             if isinstance(stage, _EmbedStage) and (kept := _kept_documents(stage, folder)):
                 self._kept[stage.name] = kept
         stage_models = [stage.model for stage in self._stages]
-        #: For requests that somebody waits for, and for lines of batches, which would keep the
-        #: others' places as long as they give way at the engines.
+        #: For live requests and for lines of batches apart: lines give way at the engines, and
+        #: would hold places of live requests meanwhile.
         self._budget = StageBudget(stage_models, settings.max_waiting)
         self._lines_budget = StageBudget(stage_models, settings.max_waiting)
 

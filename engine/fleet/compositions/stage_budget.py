@@ -1,4 +1,4 @@
-"""How many requests a pipeline works on at once."""
+"""The limit of requests that a pipeline works on at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _in_flight(seats: Mapping[str, int], seconds: Mapping[str, float]) -> int:
     (Little's law): its seats, times the time of all over its own. The slowest is the one that the
     fewest requests a second get through.
 
-    seats, seconds: of each model; seconds: of one request, 0 where nobody has timed one.
+    seats, seconds: of each model; seconds: of one request, 0 where none was timed.
     """
     if not all(seconds.values()):
         return min(seats.values())

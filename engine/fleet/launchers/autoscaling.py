@@ -26,8 +26,8 @@ class EngineLoad:
 
 
 def _wanted_engines(loads: Sequence[EngineLoad], target_wait_s: float) -> int:
-    """One more engine where even the shortest wait is beyond the target; one less where nobody
-    waits and the others would have seats to spare; else as many as there are.
+    """One more engine where even the shortest wait is beyond the target; one less where no
+    request waits and the others would have seats to spare; else as many as there are.
     """
     count = len(loads)
     if not count:

@@ -396,6 +396,6 @@ def _has_ended(process: asyncio.subprocess.Process) -> bool:
         return True
     try:
         found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # somebody has asked for its status already
+    except ChildProcessError:  # its status was read already
         return True
     return found is not None

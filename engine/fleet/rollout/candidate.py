@@ -29,8 +29,8 @@ from jitney.engine.fleet.rollout.measuring import UsageWatch
 from jitney.engine.fleet.rollout.rollout import Action, KeyPlace, Rollout
 from jitney.engine.server import ErrorReply, HttpError
 
-#: Routes whose answers are compared, but those that nobody waits for; others go to a key's arm as
-#: well.
+#: Routes whose answers are compared, background requests excepted; other routes go to a key's arm
+#: as well.
 _COMPARED = frozenset(
     {
         "/v1/completions",
@@ -41,7 +41,7 @@ _COMPARED = frozenset(
         "/api/generate",
     }
 )
-#: Characters of a prompt that are its key where a request names nobody.
+#: Characters of a prompt that are its key where a request names no user.
 _KEY_CHARS = 1024
 _HOUR_S = 3600.0
 #: Statuses: of an answer, of a refusal for lack of room, the first of an engine's and of a client's

@@ -1,5 +1,5 @@
 """Two arms of one model compared while requests come: how much faster, dearer or more faulty the
-candidate is at equal load, with intervals that hold however often somebody looks.
+candidate is at equal load, with intervals that hold however often one looks.
 
 **The figure.** Times and rates are skewed, so their logarithms are compared: the difference of two
 means of logarithms is the logarithm of a ratio (of geometric means), and Welch's variance, each
@@ -87,7 +87,7 @@ class RequestOutcome:
     #: Its share of what its engine cost while it ran, in the price's unit.
     cost: float = 0.0
     #: Requests at its engine meanwhile, itself among them: until the end of the answer, and until
-    #: the first token. None: nobody counted them.
+    #: the first token. None: unknown.
     load: float | None = 1.0
     first_load: float | None = 1.0
 

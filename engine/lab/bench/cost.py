@@ -1,9 +1,8 @@
-"""The ledger report: where the rows, the device's time and the money of a run went, by kind.
+"""The bill of a run: its rows, device time and money by kind of row.
 
-A step's device time is split over the rows it computed, evenly: a padding row costs as much as a
-useful one, but nothing where padding is free (`engine.core.scheduler.buckets.Buckets`). Times are
-whole nanoseconds and are cut at the rounded-down edges of cumulated rows, so the parts of a step or
-a run always add up to the whole, to the nanosecond.
+A step's device time is split evenly over its rows. A padding row costs as much as a useful one, or
+nothing where padding is free (`engine.core.scheduler.buckets.Buckets`). Times are integer
+nanoseconds, cut at rounded-down edges of cumulated rows, so that parts add up exactly.
 """
 
 from __future__ import annotations
@@ -18,15 +17,14 @@ import numpy as np
 from jitney.engine.common.records import ROW_KINDS
 from jitney.engine.common.requests import JsonDict
 
-#: What a bill has a line for beside `idle`: every kind of row, padding first, so that both splits
-#: cut it alike.
+#: Kinds of rows in the order of splitting: padding first, so that both splits round it alike.
 _SPLIT_ORDER = ("padding", *(kind for kind in ROW_KINDS if kind != "padding"))
 _NANO = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class CostLine:
-    """Rows (each is one token's way through the model) and the device time they took."""
+    """Rows and their device time."""
 
     rows: int
     nanoseconds: int
@@ -36,25 +34,23 @@ class CostLine:
         return self.nanoseconds / _NANO
 
     def money(self, price_per_hour: float) -> float:
-        """Cost of that time, in the price's own unit."""
+        """The cost of the time, in the price's unit."""
         return price_per_hour * self.nanoseconds / (3600 * _NANO)
 
 
 class Bill(dict[str, CostLine]):
-    """Lines by what they are of: a kind of row and `idle`, or a request."""
+    """Lines by kind of row and `idle`, or by request."""
 
-    #: What the line of no step at all is called.
+    #: Name of the line of time without steps.
     idle: ClassVar[str] = "idle"
 
     @classmethod
     def of_steps(
         cls, records: np.ndarray, seconds: float, *, padding_is_free: bool = False
     ) -> Bill:
-        """Rows and device time by kind, of steps [steps] STEP_DTYPE, and `idle`: the run's other
-        time.
+        """The bill of step records, [steps] STEP_DTYPE.
 
-        Idle is what is left of `seconds`, the run's wall-clock time; none if the steps took longer
-        than that.
+        `idle` is the rest of `seconds`, the run's wall-clock time, at least 0.
         """
         rows = np.stack([records[kind].astype(np.int64) for kind in _SPLIT_ORDER], axis=1)
         paid = rows.copy()
@@ -73,9 +69,8 @@ class Bill(dict[str, CostLine]):
         *,
         padding_is_free: bool = False,
     ) -> Bill:
-        """The same of a server that tells the time of all its steps, `busy_s`, together: it is
-        split over the rows of all steps alike, or over all but padding where that is free. rows: by
-        kind.
+        """The bill of totals: `busy_s` of all steps is split evenly over rows, by kind, without
+        padding if that is free.
         """
         counts = [rows[kind] for kind in _SPLIT_ORDER]
         paid = [0, *counts[1:]] if padding_is_free else counts
@@ -84,9 +79,7 @@ class Bill(dict[str, CostLine]):
 
     @classmethod
     def _with_idle(cls, lines: Mapping[str, CostLine], busy: int, seconds: float) -> Bill:
-        """The lines in the order of ROW_KINDS, and `idle`: what `busy` nanoseconds leave of
-        `seconds`.
-        """
+        """The lines in the order of ROW_KINDS, and `idle`: `seconds` less `busy` nanoseconds."""
         bill = cls({kind: lines[kind] for kind in ROW_KINDS})
         bill[cls.idle] = CostLine(0, max(0, round(seconds * _NANO) - busy))
         return bill
@@ -111,19 +104,19 @@ def _split(total: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def _costly_padding(computed: np.ndarray, padding: np.ndarray) -> np.ndarray:
-    """Padding rows [steps] that are paid for where padding is free: of steps of nothing else."""
+    """Padding rows [steps] that cost time where padding is free: those of steps of padding only."""
     return np.where(padding == computed, padding, 0)
 
 
 def _shares(total: int, counts: Sequence[int]) -> list[int]:
-    """`total` in proportion to the counts; Python's integers, which no long run overflows."""
+    """`total` in proportion to the counts, in Python's integers, which never overflow."""
     whole = max(1, sum(counts))
-    edges = [total * passed // whole for passed in accumulate(counts, initial=0)]
+    edges = [total * before // whole for before in accumulate(counts, initial=0)]
     return [high - low for low, high in pairwise(edges)]
 
 
 def _lines(names: Iterable[str], rows: Sequence[int], times: Sequence[int]) -> Bill:
-    """rows and times: one of each name."""
+    """Lines by name; rows and times: one per name."""
     return Bill(zip(names, map(CostLine, rows, times), strict=True))
 
 

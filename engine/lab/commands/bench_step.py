@@ -67,23 +67,25 @@ def _show(report: JsonObject) -> None:
 
 
 def _show_parts(report: JsonObject) -> None:
-    """One row a step, the parts as shares of it."""
+    """One row a step, the parts as shares of it; those that took no time are left out."""
     from jitney.dashboard import Table, print_lines
 
     if not report["parts"]:
         print_lines([_NO_PARTS.format_map(report)])
         return
-    heads = ["step", "keys", "ms", *_PARTS.values(), "rest", "GB/s"]
-    table = Table(heads, [_part_cells(row) for row in report["parts"]])
+    rows = report["parts"]
+    parts = [name for name in _PARTS if any(row["parts_s"][name] for row in rows)]
+    heads = ["step", "keys", "ms", *(_PARTS[name] for name in parts), "rest", "GB/s"]
+    table = Table(heads, [_part_cells(row, parts) for row in rows])
     table.print("parts of a step, % of its time")
     print_lines([_HOW_TO_READ_PARTS])
 
 
-def _part_cells(row: JsonObject) -> list[str]:
+def _part_cells(row: JsonObject, parts: list[str]) -> list[str]:
     rows = row["decode"] or row["prompt"]
     if row["decode"] and row["prompt"]:
         rows = f"{row['decode']}+{row['prompt']}"
-    seconds = [*(row["parts_s"][name] for name in _PARTS), row["rest_s"]]
+    seconds = [*(row["parts_s"][name] for name in parts), row["rest_s"]]
     reading = row["parts_s"][_DECODING]
     return [
         str(rows),
@@ -102,12 +104,13 @@ _PARTS = {
     "attention of prompts": "prompts",
     "norms": "norms",
     "rotation and writes": "rotate",
+    "recurrent layers": "recurrent",
 }
 _HOW_TO_READ_PARTS = (
     "step: rows that decode + rows of a prompt, run alone; decode, prompts: their attention; "
     "head: where it is the embedding, else it is among the products; rotate: rotation of queries "
-    "and keys, and the writes into the pool; rest: XLA's own programs, sampling, launch and host; "
-    "GB/s: keys and values that decoding rows read"
+    "and keys, and the writes into the pool; recurrent: layers without attention; rest: XLA's own "
+    "programs, sampling, launch and host; GB/s: keys and values that decoding rows read"
 )
 _NO_PARTS = (
     "parts: the native kernels on one device have clocks; these are {kernels} kernels on {device}"

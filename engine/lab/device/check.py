@@ -34,7 +34,6 @@ from jitney.engine.lab.device.loop import make_traffic, random_requests
 from jitney.engine.lab.device.rows import PartJob, Row, Task, Tasks
 from jitney.engine.lab.device.steps import RandomModel
 from jitney.kernels.attention_cases import CASES, AttentionCase
-from jitney.kernels.delta_net import DeltaState
 from jitney.kernels.expert_cases import CASES as EXPERTS
 from jitney.kernels.expert_cases import ExpertCase
 from jitney.kernels.interface import AttentionMeta, KernelSet
@@ -227,13 +226,9 @@ class _Reference:
         self._page, self._tokens = page, tokens
         self._model = model.make()
         self._kernels = reference_of(model.kernels)
-        pages = -(-tokens // page) + 1
-        shape = (pages, page, 2 * config.n_kv_heads, config.head_dim)
-        state: Any = None
-        if config.delta_net is not None:
-            state = DeltaState.empty(config.delta_net.state_shapes(2))
-        self._pages = pages
-        self._kept = config.by_layer(jnp.zeros(shape, model.dtype), state)
+        self._pages = -(-tokens // page) + 1
+        sizes = StateSizes(2, self._pages, page, tokens, model.dtype)
+        self._kept = sizes.shapes(config, self._kernels, None).allocate(config).kv
         self._logits = jax.jit(partial(_logits_of, self._kernels))
 
     def behind_best(self, prompt: Sequence[int], output: Sequence[int]) -> list[float]:

@@ -89,6 +89,23 @@ def _gpt_oss(n_layers: int, n_experts: int) -> ModelConfig:
     )
 
 
+def _qwen3_5(
+    n_layers: int, hidden: int, heads: int, kv_heads: int, value_heads: int, **more: int
+) -> ModelConfig:
+    """more: of the feed-forward."""
+    sizes = {
+        "num_hidden_layers": n_layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "linear_num_value_heads": value_heads,
+        "vocab_size": 248320,
+        "max_position_embeddings": 262144,
+    }
+    kind = "Qwen3_5" if "intermediate_size" in more else "Qwen3_5Moe"
+    return read_hf_config({"architectures": [f"{kind}ForCausalLM"], **sizes, **more})
+
+
 #: Shapes by name, from the models' published config.json, so that planning needs no download.
 SHAPES = {
     "llama-3.2-1b": _llama(16, 2048, 32, 8, 64, 8192, 128256, 131072, tied=True),
@@ -102,6 +119,8 @@ SHAPES = {
     ),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
+    "qwen3.5-27b": _qwen3_5(64, 5120, 24, 4, 48, intermediate_size=17408),
+    "qwen3.5-35b-a3b": _qwen3_5(40, 2048, 16, 2, 32, num_experts=256, num_experts_per_tok=8),
     "mixtral-8x7b": replace(
         _llama(32, 4096, 32, 8, 128, 14336, 32000, 32768, "MixtralForCausalLM"),
         experts=ExpertsConfig(8, 2, renormalised=True),

@@ -240,13 +240,6 @@ def test_what_the_description_allows_makes_distinct_buckets(max_seats: int, toke
     assert not any(bucket.decode_only for bucket in buckets.mixed)
 
 
-@pytest.mark.parametrize(
-    "file", sorted((ROOT / "configs").glob("*.toml")), ids=lambda file: file.name
-)
-def test_the_shipped_files_load(file: Path):
-    load_config(file)
-
-
 def test_the_cpu_file_states_the_defaults():
     file = ROOT / "configs" / "cpu.toml"
     assert tomllib.loads(file.read_text())["engine"]

@@ -38,12 +38,6 @@ def test_what_a_preset_sets_can_be(goal, on_device: bool):
     assert values["max_seats"] == SEATS[goal] * (8 if on_device else 1)
 
 
-def test_throughput_takes_four_fifths_of_the_memory_and_latency_a_quarter_of_the_seats():
-    assert layers("--for", "throughput").config.engine.memory_share == 0.8
-    assert layers("--for", "latency").config.engine.memory_share == 0.25
-    assert SEATS["latency"] / SEATS["throughput"] == 0.25
-
-
 @pytest.mark.parametrize("goal", GOALS)
 def test_what_is_given_stands(goal: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     file = tmp_path / "run.toml"

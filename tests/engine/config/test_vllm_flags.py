@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 import pytest
@@ -49,7 +48,6 @@ def test_every_flag_leads_to_a_setting_that_exists_or_to_a_reason(flag: str):
         case _Accepted(reason=reason) | _Refused(reason=reason):
             named = [word.strip(",.:;()") for word in reason.split() if word.startswith("--")]
             assert not set(named) - {setting.flag for setting in settings().values()}
-            assert 10 < len(reason) < 200
 
 
 def test_a_command_line_of_vllms():
@@ -141,20 +139,6 @@ def test_values_are_still_held_to_the_setting(capsys: pytest.CaptureFixture[str]
     assert "must be greater than or equal to 1" in capsys.readouterr().err
     assert main(["serve", "--gpu-memory-utilization", "1.5"]) == 2
     assert "must be less than or equal to 1" in capsys.readouterr().err
-
-
-def test_the_names_of_kernels_stand_in_the_help_and_in_the_error(
-    capsys: pytest.CaptureFixture[str],
-):
-    with contextlib.suppress(SystemExit):
-        main(["serve", "--help-all"])
-    text = "".join(capsys.readouterr().out.split())
-    assert "--kernelsauto|reference|native|triton|flashinfer|pallas" in text
-    assert main(["serve", "--kernels", "cuda"]) == 2
-    error = capsys.readouterr().err
-    assert "--kernels" in error
-    for name in ("auto", "reference", "native", "triton", "pallas"):
-        assert name in error
 
 
 def test_the_page_of_flags_is_the_table():

@@ -116,7 +116,7 @@ def test_adapters_change_matrices_as_the_checkpoint_has_them(family: str, tmp_pa
             b = draw.standard_normal((piece.shape[0], 4), np.float32)
             prefix = f"base_model.model.{piece.name.removesuffix('.weight')}"
             halves |= {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
-            changed[piece.name] = state[piece.name] + np.float32(2) * b @ a
+            changed[piece.name] = (state[piece.name] + 2 * b @ a).astype(np.float32)
     for name, tensors in {"base": state, "merged": changed}.items():
         (tmp_path / name).mkdir()
         save_file(tensors, tmp_path / name / "model.safetensors")

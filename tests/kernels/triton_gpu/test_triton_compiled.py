@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("triton")
 from triton_recorder import Call, compile_call, record
 
+from jitney.kernels.delta_net import DeltaState, DeltaWeights
 from jitney.kernels.experts import ExpertBlocks, Stack
 from jitney.kernels.int4 import Int4
 from jitney.kernels.interface import AttentionMeta, KernelError
@@ -116,6 +117,29 @@ def test_the_whole_table(sm: int, dim: int, itemsize: int, quantised: str, optio
 @pytest.mark.parametrize("sm", SHARED)
 def test_odd_groups_and_pages(sm: int, group: int, dim: int, page: int):
     check(launches(sm, dim, "bfloat16", "bfloat16", group=group, page=page), sm)
+
+
+@pytest.mark.parametrize("sm", SHARED)
+def test_a_recurrent_layer_keeps_its_memory_in_registers(sm: int):
+    """Qwen3.5's heads: a program has 128 x 32 numbers, 32 registers of each of its 128 threads."""
+
+    def use(launch):
+        state = DeltaState.empty(((8, 4, 8192), (8, 32, 128, 128), (8,)))
+        weights = DeltaWeights(
+            jnp.zeros((4, 8192), "bfloat16"), jnp.zeros(32), jnp.zeros(32), jnp.ones(128)
+        )
+        none = jnp.zeros(0, jnp.int32)
+        rows = jnp.zeros(512, jnp.int32)
+        meta = AttentionMeta(
+            none, jnp.arange(9), none, none, rows, jnp.array([8, 8, 8]), seats=jnp.arange(8)
+        )
+        x = jnp.zeros((512, 8192 + 4096), "bfloat16")
+        net = TritonKernels(launch).delta_net
+        net(x, jnp.zeros((512, 64)), weights, state, meta, eps=1e-6)
+
+    (call,) = record(sm, use)
+    made = compile_call(call, sm)
+    assert made.spilled == 0 and made.shared <= SHARED[sm]
 
 
 #: What the programs on one multiprocessor share: registers, and bytes of shared memory, of which

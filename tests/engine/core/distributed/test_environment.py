@@ -135,5 +135,5 @@ def test_engines_that_share_experts_follow_nobody():
     assert placed(auto(), TPU).engine.follows
     with pytest.raises(ConfigError, match="auto: data_parallel 2 is one engine on each"):
         placed(auto(data_parallel=2), TPU)
-    with pytest.raises(ConfigError, match="run by jitney serve alone"):
+    with pytest.raises(ConfigError, match="only jitney serve runs an engine"):
         LLM("tiny-random:mixtral", data_parallel=2, coordinator="auto")

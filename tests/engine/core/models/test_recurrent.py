@@ -5,11 +5,14 @@ a seat away, the answers are the same, to the bit.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from lowered_steps import lower_step
 from reference_logits import DATA, SCRIPT
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
@@ -17,10 +20,15 @@ from tokenizers.models import WordLevel
 
 from jitney.engine import LLM, SamplingParams
 from jitney.engine.common.requests import Grammar
+from jitney.engine.core.executor.program import StateSizes
 from jitney.engine.core.grammar import matchers
+from jitney.engine.core.models.registry import abstract_model
+from jitney.engine.core.scheduler.buckets import Bucket
 from jitney.engine.core.scheduler.page_demand import PageDemand
 from jitney.engine.core.scheduler.scheduler import Scheduler
+from jitney.engine.core.weights.checkpoints.families import tiny_config
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
+from jitney.kernels.select import select
 
 pytestmark = pytest.mark.usefixtures("programs_when_used")
 
@@ -45,7 +53,8 @@ def prompts() -> list[list[int]]:
 
 def answers(llm: LLM, some: list[list[int]], **more: Any) -> list[Any]:
     """Tokens and log-probabilities of each sequence."""
-    params = SamplingParams(**SAMPLED | {"logprobs": 1} | more)
+    settings: dict[str, Any] = SAMPLED | {"logprobs": 1} | more
+    params = SamplingParams(**settings)
     outputs = [one for request in llm.generate(some, params) for one in request.outputs]
     return [(one.token_ids, [entry.logprob for entry in one.logprobs or ()]) for one in outputs]
 
@@ -99,6 +108,23 @@ def test_rows_that_are_computed_again_for_a_late_mask_change_nothing(
     assert patiently == hastily and none == 0 and some > len(LENGTHS)
 
 
+@pytest.mark.parametrize("kernels", ["native", "reference"])
+@pytest.mark.parametrize("rows", [4, 64], ids=["decode", "mixed"])
+def test_what_seats_keep_is_written_where_it_lies(kernels: str, rows: int):
+    config = tiny_config("qwen3_5")
+    sizes = StateSizes(
+        seats=6, n_pages=16, page_size=16, context_length=256, kv_dtype=jnp.dtype("float32")
+    )
+    model = abstract_model(config)
+    step = lower_step(model, Bucket(rows, 4), True, select("cpu", kernels), sizes, None)
+    text = step.compile().as_text()
+    assert config.delta_net is not None and text is not None
+    for shape in config.delta_net.state_shapes(6)[:2]:
+        written = ",".join(map(str, shape))
+        assert f"f32[{written}]" in text
+        assert not re.findall(rf"= f32\[{written}\]\S* copy\(", text)
+
+
 def save(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> str:
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
@@ -106,6 +132,44 @@ def save(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -
     words = {f"t{i}": i for i in range(96)}
     Tokenizer(WordLevel(words, unk_token="t0")).save(str(folder / "tokenizer.json"))
     return str(folder)
+
+
+def test_adapters_change_what_a_merged_checkpoint_has(tmp_path: Path):
+    """Of recurrent layers, of gated attention and of the feed-forward."""
+    case = DATA["cases"]["qwen3_5"]
+    tensors = {
+        name: SCRIPT.random_tensor(name, tuple(shape)) for name, shape in case["shapes"].items()
+    }
+    rng = np.random.default_rng(2)
+    halves, merged = {}, dict(tensors)
+    for name, matrix in tensors.items():
+        module = name.removesuffix(".weight")
+        if module.endswith(("_proj", "in_proj_qkv", "in_proj_z")):
+            a = rng.normal(0, 0.1, (4, matrix.shape[1])).astype(np.float32)
+            b = rng.normal(0, 0.1, (matrix.shape[0], 4)).astype(np.float32)
+            halves[f"base_model.model.{module}.lora_A.weight"] = a
+            halves[f"base_model.model.{module}.lora_B.weight"] = b
+            merged[name] = matrix + 2 * b @ a
+    assert len(halves) == 2 * (3 * 3 + 4 + 4 * 3)
+    (tmp_path / "adapter").mkdir()
+    save_file(halves, tmp_path / "adapter" / "adapter_model.safetensors")
+    told = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none"}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(told))
+    settings: dict[str, Any] = SMALL | {"dtype": "float32"}
+    plain = save(tmp_path / "plain", case["config"], tensors)
+    changed = save(tmp_path / "merged", case["config"], merged)
+    prompt = SCRIPT.prompt(20).tolist()
+    llm = LLM(plain, **settings, adapters=[f"one={tmp_path / 'adapter'}"])
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1)
+    (adapted,) = llm.generate([prompt], params, adapter="one")
+    (wanted,) = LLM(changed, **settings).generate([prompt], params)
+    one, other = adapted.outputs[0], wanted.outputs[0]
+    assert one.token_ids == other.token_ids
+    found, expected = (
+        [entry.logprob for entry in output.logprobs or ()] for output in (one, other)
+    )
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert llm.generate([prompt], params)[0].outputs[0].token_ids != one.token_ids
 
 
 def in_one_tensor(tensors: dict[str, np.ndarray], base: str, *parts: str) -> np.ndarray:
@@ -141,8 +205,6 @@ def test_a_wrapper_with_experts_in_one_tensor_is_the_same_model(family: str, tmp
     wrapped = save(tmp_path / "wrapped", config, renamed)
     assert ModelSource.resolve(wrapped).config == ModelSource.resolve(plain).config
     prompt = SCRIPT.prompt(20).tolist()
-    one, other = (
-        answers(LLM(folder, **SMALL | {"dtype": "float32"}), [prompt])
-        for folder in (plain, wrapped)
-    )
+    settings: dict[str, Any] = SMALL | {"dtype": "float32"}
+    one, other = (answers(LLM(folder, **settings), [prompt]) for folder in (plain, wrapped))
     assert one == other

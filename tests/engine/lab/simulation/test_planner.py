@@ -10,6 +10,7 @@ import pytest
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 from jitney.engine.core.scheduler.limits import SchedulerLimits
+from jitney.engine.core.scheduler.plan import StepWork
 from jitney.engine.lab.simulation.devices import DEVICES
 from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.planner import (
@@ -43,6 +44,26 @@ def test_memory_by_hand():
         pages // 40,
         pages // 48,
     )  # 640 and 768 tokens in pages of 16
+
+
+def test_what_recurrent_layers_keep_takes_room_and_time_by_hand():
+    """48 layers of 48 heads with 128 x 128 numbers, and 10240 channels of 4 inputs; 16 layers of 4
+    KV heads of 256.
+    """
+    roofline = Roofline(ModelCost(SHAPES["qwen3.5-27b"]), DEVICES["h100"])
+    assert 26e9 < roofline.cost.weight_bytes / 2 < 28e9
+    seat = 48 * 4 * (48 * 128 * 128 + 4 * 10240 + 1)
+    page = 16 * 16 * 2 * 4 * 256 * 2
+    memory = _fit(roofline, DEMAND)
+    assert memory.seats_mean == int((roofline.kv_room - page) / (40 * page + seat))
+    assert memory.pages == int((roofline.kv_room - page - memory.seats_mean * seat) / page)
+    work = StepWork(decode=8)
+    still = replace(roofline, cost=ModelCost(replace(SHAPES["qwen3.5-27b"], delta_net=None)))
+    bucket = Bucket(8, 8)
+    apart = roofline.memory_seconds(bucket, work) * 0.8 * 3.35e12
+    weights, kv = roofline.cost.read_bytes(8, work)
+    assert apart == pytest.approx(weights + kv + 2 * 8 * seat)
+    assert still.seat_bytes == 0 < roofline.seat_bytes
 
 
 def test_a_steady_step_by_hand():
