@@ -315,7 +315,7 @@ def test_a_long_prompt_leaves_the_windows_of_cached_prefixes():
     """What lies between two likely branches goes first: the prompt that all share, and the end of
     each, are found after many times more rows than the groups have pages for.
     """
-    core = new_core(RoomyRunner, seats=1, pages=64)
+    core = new_core(RoomyRunner, seats=1, pages=160)
 
     def found(tokens: list[int], max_tokens: int = 1) -> int:
         core.add(make_request("a", tokens, max_tokens=max_tokens, ignore_eos=True))
@@ -324,9 +324,9 @@ def test_a_long_prompt_leaves_the_windows_of_cached_prefixes():
 
     shared = [1] * 24
     assert [found([*shared, 2, 3]), found([*shared, 4, 5])] == [0, 24]
-    for number in range(6, 12):
+    for number in range(6, 14):
         assert found([number] * 56) == 0
-        assert found([*shared, number]) == 24
+    assert found([*shared, 6, 7]) == 24
     # The end of a prompt outlasts the answer that follows it.
     assert found([*shared, 2, 3] * 2, max_tokens=10) == 24
     assert found([*shared, 2, 3] * 2) == 48
