@@ -108,7 +108,7 @@ class Recent:
 
     #: See `Latencies.summary`.
     latency: JsonDict = field(default_factory=dict)
-    #: See `telemetry.device_use.DeviceUse`.
+    #: See `engine.server.device_use.DeviceUse`.
     device: JsonDict = field(default_factory=dict)
 
 

@@ -90,7 +90,7 @@ def delta_net(
     out = np.zeros((len(x), values), np.float32)
     for t in range(len(x)):
         seen = range(min(len(taps), t + 1))
-        total = _silu(sum(mixed[t - lag] * taps[-1 - lag] for lag in seen))
+        total = _silu(np.sum([mixed[t - lag] * taps[-1 - lag] for lag in seen], axis=0))
         queries, stored = (part.reshape(key_heads, dim) for part in np.split(total[: 2 * keys], 2))
         for head in range(heads):
             group, own = head * key_heads // heads, slice(head * width, (head + 1) * width)

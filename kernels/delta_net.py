@@ -1,8 +1,9 @@
 """Gated delta nets (Yang et al. 2024, arXiv 2412.06464) over the rows of a step: what a layer keeps
 of each seat, and what it computes in plain jax.numpy.
 
-In place of keys and values a layer keeps a matrix of each head, its memory. A row lets it decay,
-writes its value under its key, less what was read there before, and reads under its query. Rows of
+Instead of keys and values a layer keeps a matrix for each head, its memory. A row decays the
+memory, reads the old value at its key, adds beta times the difference between the new value and the
+old one at that key, and reads at its query. Rows of
 a sequence are computed one after the other, always in the same order, so that the numbers do not
 depend on how a prompt was cut into chunks.
 

@@ -63,7 +63,7 @@ _CHECKS = {"attention": attention_errors, **CHECKS, "recurrent layers": delta_ne
 class Proof:
     """What came of one kernel."""
 
-    kernel: str  # a key of FIELDS
+    kernel: str  # a key of _FIELDS
     error: float  # the largest one seen; infinite where it could not run
     limit: float  # the error it may have
     reason: str = ""  # why it could not run

@@ -312,7 +312,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     #: The body's `user`: the account of requests without a key in the fair order.
     user: str = ""
     #: A batch request: it boards only into seats that no other request wants, and gives way
-    #: (`Scheduler._plan_background`).
+    #: (`StepPlanner._plan_background`).
     background: bool = False
     #: The group it belongs to, whose requests are submitted one after the other.
     whole: RequestGroup | None = None

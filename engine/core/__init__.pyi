@@ -89,7 +89,5 @@ from .weights.checkpoints.files import read_json as read_json
 from .weights.checkpoints.hf_config import read_hf_config as read_hf_config
 from .weights.checkpoints.model_config import ExpertsConfig as ExpertsConfig
 from .weights.checkpoints.model_config import ModelConfig as ModelConfig
-from .weights.checkpoints.model_config import RopeConfig as RopeConfig
-from .weights.checkpoints.model_config import RopeScaling as RopeScaling
 from .weights.checkpoints.safetensors import SafetensorsFolder as SafetensorsFolder
 from .weights.checkpoints.sources import ModelSource as ModelSource

@@ -177,9 +177,8 @@ class ProxiedRequest:
         return next((value for each, value in self.headers if each == name), b"")
 
     def headers_for(self, key: str) -> RawHeaders:
-        """Headers for a replica that is asked with `key` in place of the client's, and told the
-        client's tenant, signed with it. Empty: with the client's own key, which jobs and lines of
-        batches do not have.
+        """Headers for a replica: `key` replaces the client's key and signs the client's tenant. If
+        `key` is empty, the client's headers go unchanged; jobs and batch lines then have no key.
         """
         if not key:
             return self.headers

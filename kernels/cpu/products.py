@@ -9,9 +9,8 @@ kind of CPU to the next (docs/decisions, 0107).
 Products of rows rounded to int8 with weights in int8 (`native/int8.cc`): weights are laid out once,
 when a model is loaded, in panels whose elements are four neighbouring inputs of a column, or eight
 where the CPU has ARM's I8MM. One instruction multiplies them there, and where the CPU has VNNI;
-elsewhere they are taken apart on their way. It wants one operand without a sign, so weights are
-stored 128 greater, and what that adds to a sum, 128 times the sum of the row's codes, is taken off
-again.
+elsewhere they are unpacked on the way. The instruction needs one unsigned operand, so weights are
+stored plus 128, and 128 times the sum of the row's codes is subtracted.
 
 Products with weights in MXFP4 (`native/mxfp4.cc`): they are laid out once in panels of bytes, and
 widened on their way, some thousand at a time.

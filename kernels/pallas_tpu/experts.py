@@ -219,25 +219,27 @@ def _product_mxfp4(
     steps[...] = powers(scales[0])
     sums[...] = jnp.zeros(sums.shape, jnp.float32)
 
-    def add(first: jax.Array | int, inputs: int) -> None:
-        rows = x[:, pl.ds(first, inputs)]
-        codes = packed[0, pl.ds(first // 2, inputs // 2)].astype(jnp.int32)
+    def add(chunk: jax.Array | int, inputs: int) -> None:
+        rows = x[:, pl.ds(_multiple(chunk, _LANES), inputs)]
+        codes = packed[0, pl.ds(_multiple(chunk, _LANES // 2), inputs // 2)].astype(jnp.int32)
         blocks = []
         for block in range(inputs // Mxfp4.block):
-            step = steps[pl.ds(first // Mxfp4.block + block, 1)]
+            step = steps[pl.ds(chunk * (_LANES // Mxfp4.block) + block, 1)]
             own = codes[block * _HALF : (block + 1) * _HALF]
             blocks += [(_small_floats(half) * step).astype(x.dtype) for half in (own, own >> 4)]
         sums[...] += _product(rows, jnp.concatenate(blocks, axis=0), False)
 
-    def add_chunk(chunk: jax.Array, _: None) -> None:
-        add(pl.multiple_of(chunk * _LANES, _LANES), _LANES)
-
     whole = size_in // _LANES
     if whole:
-        lax.fori_loop(0, whole, add_chunk, None)
+        lax.fori_loop(0, whole, lambda chunk, _: add(chunk, _LANES), None)
     if size_in % _LANES:
-        add(whole * _LANES, size_in % _LANES)
+        add(whole, size_in % _LANES)
     return sums[...]
+
+
+def _multiple(number: _Index, size: int) -> _Index:
+    """number * size, which the compiler is told."""
+    return number * size if isinstance(number, int) else pl.multiple_of(number * size, size)
 
 
 def _small_floats(codes: jax.Array) -> jax.Array:

@@ -145,7 +145,7 @@ def mixtures(target: str) -> Iterator[Spec]:
         yield replace(of, rows=MIXED_ROWS, seqs=SEATS)
         for weights in ("int8", "fp8"):
             yield replace(of, rows=8, seqs=8, weights=weights)
-    if target in ("h100", "v6e"):
+    if target == "h100":
         of = Spec(target, MXFP4, 1, 1, weights="mxfp4", layers=FEW_LAYERS)
         for seqs in SEQUENCES:
             yield replace(of, rows=seqs, seqs=seqs)

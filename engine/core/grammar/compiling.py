@@ -119,8 +119,8 @@ class _Compiler:
 
 
 def _ever_weaker(enforcer: Enforcer, grammar: Grammar) -> Iterator[Callable[[JsonDict], Enforced]]:
-    """Ever weaker ways to enforce schemas: all that llguidance supports of each; nothing of the
-    larger half of the schemas that are not strict; nothing of any of those.
+    """Ever weaker ways to enforce schemas: first all that llguidance supports of each, then without
+    the larger half of the non-strict ones, then without all non-strict ones.
     """
     enforced = {_text(schema): enforcer.enforced(schema) for schema in schemas(grammar)}
 

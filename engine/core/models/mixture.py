@@ -266,8 +266,8 @@ class ExpertLinear(Linear):
     def sizes(self) -> tuple[int, int]:
         """(I, O) of one expert, over all devices of all engines; not once they are packed.
 
-        Of devices in groups each group's share of inputs or outputs is counted, though it is of
-        other experts: a device has I or O divided by all devices, with groups as without.
+        With device groups, I or O is still the total over all devices, although each group holds
+        different experts; divide it by all devices for the size of one device.
         """
         size_in, size_out = super().sizes
         return size_in, size_out // self.n_experts

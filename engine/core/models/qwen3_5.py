@@ -1,9 +1,9 @@
 """Qwen3.5 and 3.6, dense and mixtures: layers that keep a state of each seat between layers that
 attend.
 
-Three of four layers are gated delta nets (`jitney.kernels.delta_net`). In the others the queries'
-projection makes a gate as well, whose sigmoid what attention gives is multiplied with. The norms'
-weights are stored as w of 1 + w, but for that of the delta nets.
+Three of four layers are gated delta nets (`jitney.kernels.delta_net`). In the others the query
+projection also makes a gate, and the output of attention is multiplied by its sigmoid. Norm weights
+are stored as w and applied as 1 + w, except in the delta nets.
 
 Axes: T rows, E embed, H query heads, K KV heads, D head dim; of a delta net as there.
 """

@@ -7,7 +7,9 @@ To add a family: its line in `_MODELS`, and how its files are read in
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -100,12 +102,18 @@ def fill_at_random(model: Model, sharding: Callable[[Path, int], Sharding] | Non
     """
     graph, state = nnx.split(model)
     leaves = []
-    for number, (path, leaf) in enumerate(nnx.to_flat_state(state)):
-        split = None if sharding is None else sharding(path, leaf.ndim)
-        fill = jax.jit(_fill, static_argnums=(1, 2, 3), out_shardings=split)
+    flat: Any = nnx.to_flat_state(state)
+    for number, (path, leaf) in enumerate(flat):
+        fill = _filler(None if sharding is None else sharding(path, leaf.ndim))
         filled = fill(jax.random.key(number), str(path[-1]), leaf.shape, jnp.dtype(leaf.dtype))
         leaves.append((path, leaf.replace(filled)))
     return nnx.merge(graph, nnx.from_flat_state(leaves))
+
+
+@cache
+def _filler(split: Sharding | None) -> Callable[..., Array]:
+    """Layers are alike, so each shape is compiled once."""
+    return jax.jit(_fill, static_argnums=(1, 2, 3), out_shardings=split)
 
 
 def _fill(key: Array, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Array:

@@ -56,7 +56,7 @@ class StepPlanner:
         self._moved: list[Sequence] = []
         #: Those that gave back pages without a step since; the scheduler writes it.
         self.dropped: list[Sequence] = []
-        # The last step was a claimant's alone.
+        # The last step computed only the prompt of a tenant for which a seat was freed.
         self._claimed_alone = False
         # The last step with prompt rows of the background.
         self._background_prompts_at = 0
@@ -298,8 +298,8 @@ class StepPlanner:
         return now - self._live_at >= _CALM_S
 
     def lets_others_first(self, plan: Plan, now: float) -> bool:
-        """Whether no step is to be launched behind this one, because no client waits for it, nor
-        for the next one: a request that comes while it runs then has the next one.
+        """Whether no step should be launched behind this one: it is background work and no live
+        request is open, so a request that arrives while it runs gets the next step.
         """
         return plan.background and not self._sequences.live.n_open and not self._is_calm(now)
 

@@ -10,15 +10,16 @@ from jitney.engine.config import Share
 from jitney.engine.core.scheduler.buckets import Bucket
 from jitney.engine.core.scheduler.step_times import StepTimeEstimate
 
-#: A step with prompt rows may take so many times as long as one with all of their share at the
-#: start of a prompt.
+#: Longest step with prompt rows, as a multiple of a step with the same share whose rows start at
+#: position 0.
 _STRETCH = 1.15
 #: Share AUTO at its least: a step may take so many times as long as one without prompt rows, so
 #: that the slowest of them stays within three times.
 _MOST_SLOWER = 2.7
 #: Where the first prompt ends soon, AUTO gives at least this share, and a step may take so many
 #: times as long as one without prompt rows: one slow step, where a long prompt makes many. On a
-#: CPU that decodes 32 rows in 17 ms and computes 256 of prompts in 84, less would be half of that.
+#: CPU that decodes 32 rows in 17 ms and computes 256 prompt rows in 84 ms, a lower factor would
+#: halve those rows.
 _SHORT_SHARE, _SHORT_SLOWER = 0.5, 6.0
 #: The same of steps with prompt rows of the background.
 _BACKGROUND_SLOWER = 2.0
@@ -47,7 +48,7 @@ class PrefillBudget:
     share AUTO is the waiting prompts divided by the decoding streams, in _LEVELS steps, between
     _LEAST_SHARE and 1. One long prompt beside many streams gets _LEAST_SHARE,
     or as much less as makes their steps no more than _MOST_SLOWER times as long; a short one gets
-    SHORT_SHARE within _SHORT_SLOWER, so that its first token need not wait for a second step;
+    _SHORT_SHARE within _SHORT_SLOWER, so that its first token need not wait for a second step;
     where prompts are most of the work, they pile up in the seats until they get the whole budget,
     and no weights are read for a few rows at a time.
     """
@@ -163,8 +164,9 @@ class PrefillBudget:
         return max([fewest, *timely])
 
     def _rows_of_share(self, decoding: int, share: float) -> tuple[int, Bucket]:
-        """The share of prompt rows, and the bucket of the step; or, unless padding is free, as many
-        rows as fill the next smaller bucket if that is at least half as many: no padding then."""
+        """Prompt rows of the share, and the bucket of the step. If padding costs time and the next
+        smaller bucket holds at least half of the rows, only as many as fill that bucket.
+        """
         buckets = self.step_times.buckets
         beside = buckets.mixed_for(decoding + 1)
         rows = min(buckets.token_budget - decoding, max(1, int(share * buckets.token_budget)))

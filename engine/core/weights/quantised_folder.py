@@ -38,7 +38,8 @@ class _Words(NamedTuple):
     #: inputs; zero points have eight outputs in a word.
     output_axis: int
     group_axis: int
-    #: None: `repack.Gptq` of the checkpoint's zero offset.
+    #: Converts the stored tensors to `Packed`; None for GPTQ, which needs the checkpoint's zero
+    #: offset (`repack.Gptq`).
     lay_out: Callable[..., Packed] | None
 
     def groups(self, sizes: tuple[int, int], scales: Shape, zeros: Shape | None = None) -> int:

@@ -28,7 +28,7 @@ class Along:
     """An axis of a stored tensor that runs along the matrix's outputs or inputs."""
 
     axis: int
-    #: So many indices of it stand for so many outputs or inputs.
+    #: `indices` steps along this axis cover `numbers` outputs or inputs (1 and 8: eight in a word).
     indices: int = 1
     numbers: int = 1
 
@@ -68,8 +68,8 @@ class StoredMatrix:
     shape: tuple[int, int]
     #: The arguments of `lay_out`, in its order.
     fields: tuple[Field, ...]
-    #: From the fields of a window of the matrix to the same in our order; equal ones must compare
-    #: equal, or each is compiled.
+    #: Converts the stored tensors of a window to our layout. Equal ones must compare equal, so that
+    #: JAX compiles each kind once.
     lay_out: Callable[..., Packed]
     #: So many outputs and inputs are read together.
     together: tuple[int, int] = (1, 1)

@@ -21,8 +21,6 @@ from jitney.engine.core import (
     Bucket,
     ExpertsConfig,
     ModelConfig,
-    RopeConfig,
-    RopeScaling,
     StepWork,
     read_hf_config,
 )
@@ -75,18 +73,15 @@ def _llama(
 
 
 def _gpt_oss(n_layers: int, n_experts: int) -> ModelConfig:
-    scaling = RopeScaling("yarn", 32.0, 4096, truncate=False, attention_factor=1.3466)
-    return replace(
-        _llama(n_layers, 2880, 64, 8, 64, 2880, 201088, 131072, "GptOssForCausalLM"),
-        windows=(128, 0) * (n_layers // 2),
-        ropes=(RopeConfig(150000.0, scaling),),
-        qkv_bias=True,
-        o_bias=True,
-        mlp_bias=True,
-        attention_sinks=True,
-        activation="clamped_silu",
-        experts=ExpertsConfig(n_experts, 4, renormalised=True),
-    )
+    sizes = {
+        "num_hidden_layers": n_layers,
+        "num_local_experts": n_experts,
+        "num_attention_heads": 64,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "vocab_size": 201088,
+    }
+    return read_hf_config({"architectures": ["GptOssForCausalLM"], **sizes})
 
 
 def _qwen3_5(

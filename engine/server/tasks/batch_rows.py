@@ -117,8 +117,8 @@ def answer(
 
 
 def answers(store: TaskStore, id: str, after: int, limit: int) -> list[AnsweredLine]:
-    """Lines of a batch that come after one of the file: at least one if there is any, at most so
-    many, and fewer where they are long.
+    """The lines of a batch after number `after`: up to `limit`, fewer if they are long, but at
+    least one if any is left.
     """
     query = """SELECT number, custom_id, outcome, answer FROM lines
         WHERE batch_id = ? AND number > ? ORDER BY number LIMIT ?"""

@@ -51,7 +51,7 @@ class TurnFormat:
 
     @classmethod
     def of(cls, template: str, tools: str = _AUTO, reasoning: str = _AUTO) -> TurnFormat:
-        """The form for a model's chat template. tools, reasoning: names; `AUTO`: by the template's
+        """The form for a model's chat template. tools, reasoning: names; `_AUTO`: by the template's
         text.
         """
         channels = reasoning in HARMONY_NAMES

@@ -78,9 +78,9 @@ class ThinkReader(TextReader):
     """Thoughts between two tags at the beginning of a turn; the rest is for another reader. Blanks
     around the thoughts belong to the tags.
 
-    A call within the thoughts is one if they never end, and it is the last that was written: models
-    leave the closing tag out before calls. It is held back until the turn ends. Where the closing
-    tag comes after it, it was only thought of.
+    A call inside the thoughts counts only if the closing tag never comes and nothing but blanks
+    follows the call: models leave the closing tag out before calls. It is held back until the turn
+    ends.
     """
 
     #: The thoughts are, and what comes is the other reader's.

@@ -1,5 +1,5 @@
 """Readers of calls, one for each form in which models write them. What differs between the families
-of a form is data (`engine.server.chat.conversation.formats`).
+of a form is data (`engine.server.chat.conversation.families`).
 """
 
 from __future__ import annotations
