@@ -695,7 +695,7 @@ def test_the_pool_takes_what_the_fullest_device_leaves(temporaries: str, made: i
     runners: list[Sized] = []
 
     def make_runner(group_pages: tuple[int, ...]) -> Sized:
-        runners.append(Sized(group_pages, temporaries=needed))
+        runners.append(Sized(group_pages=group_pages, temporaries=needed))
         return runners[-1]
 
     page_bytes = 4096
