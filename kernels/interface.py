@@ -44,6 +44,16 @@ class AttentionMeta(NamedTuple):
     #: [S] the seat of each sequence; behind the last seat: of nobody's. What layers keep of seats
     #: is found by it; None where they keep pages only.
     seats: jax.Array | None = None
+    #: (page_table, write_rows) of each cache group but the first; empty: all layers share pages.
+    #: No kernel reads it.
+    other_groups: tuple[tuple[jax.Array, jax.Array], ...] = ()
+
+    def of_group(self, number: int) -> AttentionMeta:
+        """The metadata for the layers of a cache group."""
+        if not (number and self.other_groups):
+            return self._replace(other_groups=())
+        page_table, write_rows = self.other_groups[number - 1]
+        return self._replace(page_table=page_table, write_rows=write_rows, other_groups=())
 
 
 class _PagedAttention(Protocol):

@@ -123,6 +123,8 @@ class EngineSizes(msgspec.Struct, frozen=True, kw_only=True):
     #: Pages of the KV pool without the trash page; positions of a page.
     pages: int
     page_size: int
+    #: Pages of the layers with a window, by window, where they have pages of their own.
+    window_pages: dict[int, int] = {}
     #: Whether prompts that start alike share pages.
     prefix_cache: bool
     #: Most rows of a step.

@@ -237,7 +237,9 @@ class EngineSection(Section):
     """
 
     pages: int = Field(default=0, ge=0)
-    """pages in the KV pool; 0: as many as fit in the free memory"""
+    """pages in the KV pool, of a model with windows those of its layers that see all positions; 0:
+    as many as fit in the free memory
+    """
 
     memory_gib: float = Field(default=0.0, ge=0.0)
     """most memory of the KV pool in GiB; 0: chosen from the free memory"""

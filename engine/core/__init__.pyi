@@ -20,6 +20,7 @@ from .executor.autotuning import name_of as name_of
 from .executor.ceiling import measure_ceiling as measure_ceiling
 from .executor.fits import check_fits as check_fits
 from .executor.hosts import Follower as Follower
+from .executor.memory import PoolShares as PoolShares
 from .executor.memory import available_host_bytes as available_host_bytes
 from .executor.memory import claim_memory as claim_memory
 from .executor.other_work import OtherWork as OtherWork

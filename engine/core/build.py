@@ -58,6 +58,7 @@ from jitney.engine.core.executor.fits import context_of
 from jitney.engine.core.executor.memory import (
     GIB,
     PoolRoom,
+    PoolShares,
     claim_memory,
     in_one_line,
     likely_temp_bytes,
@@ -562,12 +563,12 @@ def _make_runner(setup: _Setup, model: Model, kernels: KernelSet) -> Runner:
     )
     make_runner = _runner_class(setup)
 
-    def make(n_pages: int) -> Runner:
+    def make(group_pages: tuple[int, ...]) -> Runner:
         return make_runner(
             model,
             buckets,
             kernels,
-            setup.sizes(n_pages),
+            setup.sizes().with_pages(group_pages),
             end_ids=tuple(setup.source.config.eos_ids),
             mesh=setup.mesh,
             greedy_only_mixed=setup.runs_in_parts or setup.device.platform in ("gpu", "cuda"),
@@ -576,12 +577,17 @@ def _make_runner(setup: _Setup, model: Model, kernels: KernelSet) -> Runner:
         )
 
     if setup.is_encoder:
-        return make(NoPages().n_pages)
+        return make((NoPages().n_pages,))
     return _sized_runner(
         setup.settings,
         setup.sizes(),
         setup.own_devices,
-        page_bytes=setup.sizes().pool_bytes(setup.local, kernels),
+        shares=PoolShares.of(
+            setup.local,
+            setup.sizes().page_bytes(setup.local, kernels),
+            setup.settings,
+            setup.context,
+        ),
         seat_bytes=setup.settings.max_seats * setup.local.seat_bytes,
         temp_bytes=likely_temp_bytes(setup.local, buckets),
         make=make,
@@ -647,11 +653,24 @@ def _make_scheduler(setup: _Setup, runner: Runner) -> Scheduler:
     return Scheduler(
         limits,
         runner.buckets,
-        _make_pool(setup, runner.n_pages),
+        _make_pool(setup, runner.group_pages[0]),
         eos_ids=model.eos_ids,
         vocab_size=model.vocab_size,
         window=model.window,
+        windows={
+            window: _make_pool(setup, pages)
+            for window, pages in _window_pages(setup, runner).items()
+        },
     )
+
+
+def _window_pages(setup: _Setup, runner: Runner) -> dict[int, int]:
+    """By window the pages, the trash page included, of each cache group that has its own beside
+    the first.
+    """
+    groups = setup.source.config.cache_groups[1:]
+    windows = [group.window for group in groups]
+    return dict(zip(windows, runner.group_pages[1:], strict=False))
 
 
 def _make_pool(setup: _Setup, n_pages: int) -> PagePool:
@@ -834,27 +853,27 @@ def _sized_runner(
     sizes: StateSizes,
     devices: Sequence[Any],
     *,
-    page_bytes: int,
+    shares: PoolShares,
     temp_bytes: int,
-    make: Callable[[int], Runner],
+    make: Callable[[tuple[int, ...]], Runner],
     hosts: Hosts | None = None,
     seat_bytes: int = 0,
 ) -> Runner:
     """A runner with as many KV pages as configured, or as fit in the free memory; logs the number.
 
-    devices: of this host. page_bytes: of a page in all layers, on one device. temp_bytes: expected
-    temporaries of the largest step. make: makes a runner with a number of pages. hosts: the other
-    hosts, which get the same number. seat_bytes: state of recurrent layers, all seats, on one
+    devices: of this host. shares: of the memory on one device. temp_bytes: what the temporaries of
+    the largest step should take. make: from the pages of each cache group to a runner. hosts: the
+    others, whose pools are as large. seat_bytes: what recurrent layers keep of all seats, on one
     device.
     """
-    room = PoolRoom(settings, sizes, devices, page_bytes, seat_bytes, hosts)
+    room = PoolRoom(settings, sizes, devices, shares, seat_bytes, hosts)
     runner = make(room.pages(temp_bytes))
     if not (room.on_cpu or settings.pages or settings.memory_gib):
         # A step's temporaries are known only after compiling it for a pool of the likely size.
         fit = room.pages(runner.largest_temp_bytes())
-        if not _ENOUGH * fit <= runner.n_pages <= fit:
+        if not _ENOUGH * fit[0] <= runner.group_pages[0] <= fit[0]:
             runner = make(fit)
-    _log_pool(runner.n_pages, sizes, page_bytes, len(devices))
+    _log_pool(runner.group_pages, sizes, shares, len(devices))
     if seat_bytes:
         _log.info(
             "recurrent layers keep %.2f GiB on each device, %.3g MiB a seat; there is no prefix "
@@ -865,7 +884,10 @@ def _sized_runner(
     return runner
 
 
-def _log_pool(n_pages: int, sizes: StateSizes, page_bytes: int, n_devices: int) -> None:
+def _log_pool(
+    group_pages: tuple[int, ...], sizes: StateSizes, shares: PoolShares, n_devices: int
+) -> None:
+    n_pages = group_pages[0]
     tokens = (n_pages - 1) * sizes.page_size
     devices = ""
     if n_devices > 1:
@@ -876,13 +898,28 @@ def _log_pool(n_pages: int, sizes: StateSizes, page_bytes: int, n_devices: int) 
         n_pages - 1,
         sizes.page_size,
         tokens,
-        n_pages * page_bytes / GIB,
+        shares.bytes_of(group_pages) / GIB,
         devices,
         tokens / sizes.context_length,
         sizes.context_length,
         tokens // sizes.seats,
         sizes.seats,
     )
+    for window, own, page_bytes in zip(
+        shares.windows[1:], group_pages[1:], shares.page_bytes[1:], strict=False
+    ):
+        _log.info(
+            "of these, layers with a window of %d tokens have %d pages in %.2f GiB",
+            window,
+            own - 1,
+            own * page_bytes / GIB,
+        )
+    if len(group_pages) < len(shares.windows):
+        _log.info(
+            "layers with a window keep pages of all positions: windows of %d seats would take as "
+            "many; give more memory, or fewer seats (max_seats)",
+            sizes.seats,
+        )
     if tokens < sizes.context_length:
         _log.warning(
             "no sequence can have the whole context of %d tokens: the KV pool holds %d; give more "
@@ -956,7 +993,8 @@ def _engine_sizes(setup: _Setup, runner: Runner) -> EngineSizes:
     settings, buckets = setup.settings, runner.buckets
     return EngineSizes(
         seats=settings.max_seats,
-        pages=runner.n_pages - 1,
+        pages=runner.group_pages[0] - 1,
+        window_pages={window: pages - 1 for window, pages in _window_pages(setup, runner).items()},
         page_size=settings.page_size,
         prefix_cache=setup.retains_prefixes,
         token_budget=buckets.token_budget,

@@ -9,8 +9,9 @@ therefore changes the tokens.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,8 @@ class Rows:
     start: int
     tokens: list[int]  # -1: on the device
     pages: list[int]
+    #: Pages of the cache groups with a window beside the first.
+    windows: list[list[int]]
     sample: bool
     score_start: int
     targets: list[int]  # the prompt tokens that the scored rows are scored against
@@ -99,6 +102,8 @@ class FakeRunner:
 
     #: Positions that a row sees; 0: all before it.
     window = 0
+    #: Pages of further cache groups, by window.
+    windows: Mapping[int, int] = MappingProxyType({})
 
     def __init__(self, n_pages: int, page_size: int, seats: int):
         self.page_size, self.compiles = page_size, 0
@@ -133,6 +138,7 @@ class FakeRunner:
                     chunk.start,
                     known or [-1],
                     list(seq.pages),
+                    [list(held.pages) for held in seq.windows],
                     chunk.sample,
                     chunk.score_start,
                     seq.tokens[chunk.score_start + 1 : chunk.score_start + 1 + chunk.scored],
@@ -275,6 +281,7 @@ def make_core(
         eos,
         VOCAB,
         device.window,
+        {window: PagePool(n, page_size, retain=retain) for window, n in device.windows.items()},
     )
     return EngineCore(scheduler, device(pages, page_size, seats), Ledger(), clock)
 

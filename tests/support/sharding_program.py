@@ -243,6 +243,8 @@ def served(family: str, devices: int) -> dict[str, np.ndarray]:
         devices,
         f"{count}{cpu_name()}",
     )
+    # The layers of Gemma 2 that have a window keep pages of their own.
+    assert bool(llm.info.sizes.window_pages) == (family == "gemma2")
     rows = tokens(llm)
     llm.core.check()
     compiles = np.array(llm.core.runner.compiles)

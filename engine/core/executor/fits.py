@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.config import Config, EngineSection, runs_on_device
-from jitney.engine.core.executor.memory import GIB, available_host_bytes
+from jitney.engine.core.executor.memory import GIB, PoolShares, available_host_bytes
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 
 #: Where jax reads how many devices a CPU shall be: a variable of its own, and a flag of XLA's.
@@ -61,26 +62,28 @@ def _check_cpu_devices(engine: EngineSection) -> None:
 def _check_pool(config: Config, own: ModelConfig, context: int) -> None:
     """own: of one device. Counts the fewest bytes a page can have, so refusals are right."""
     engine = config.engine
-    page_bytes = _least_page_bytes(config, own)
+    own = replace(own, context_length=context)
+    shares = PoolShares.of(own, _least_page_bytes(config, own), engine, context)
+    page_bytes = shares.whole_page_bytes
     kept_gib = engine.max_seats * own.seat_bytes / GIB  # of recurrent layers
     whole = engine.max_seats * -(-context // engine.page_size) + 1
     if engine.pages:
-        name, pages = f"pages {engine.pages}", engine.pages
+        name, fit = f"pages {engine.pages}", shares.counted(engine.pages)
         enough = f"pages {engine.max_seats + 1}"
     elif engine.memory_gib:
         name = f"memory_gib {engine.memory_gib:g}"
-        pages = min(int((engine.memory_gib - kept_gib) * GIB / page_bytes), whole)
+        fit = shares.fit((engine.memory_gib - kept_gib) * GIB, whole)
         enough = f"memory_gib {(engine.max_seats + 1) * page_bytes / GIB + kept_gib:.3g}"
     else:
         return
-    if pages <= engine.max_seats:
+    if fit[0] <= engine.max_seats:
         raise ConfigError(
             f"{name}: less than a page for each of {engine.max_seats} seats, as one page is the "
             f"engine's own: give at least {enough}, or fewer seats (max_seats); {whole} pages hold "
             f"a whole context of {context} tokens for each"
         )
     free = available_host_bytes()
-    takes = pages * page_bytes / GIB + kept_gib
+    takes = shares.bytes_of(fit) / GIB + kept_gib
     if not runs_on_device(engine.platform) and takes * GIB > free:
         raise ConfigError(
             f"{name}: such a pool takes {takes:.1f} GiB, and this machine has "
@@ -88,8 +91,9 @@ def _check_pool(config: Config, own: ModelConfig, context: int) -> None:
         )
 
 
-def _least_page_bytes(config: Config, own: ModelConfig) -> int:
-    """The fewest bytes of a page of all layers, on one device."""
+def _least_page_bytes(config: Config, own: ModelConfig) -> tuple[int, ...]:
+    """The fewest bytes of a page of each cache group in all its layers, on one device."""
     number = _KV_BYTES.get(config.engine.kv_dtype) or _DTYPE_BYTES.get(config.model.dtype, 2)
     width = 2 * own.n_kv_heads * own.head_dim
-    return own.n_pools * width * number * config.engine.page_size
+    layer = width * number * config.engine.page_size
+    return tuple(len(group.layers) * layer for group in own.cache_groups)

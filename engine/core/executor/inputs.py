@@ -4,7 +4,8 @@
 sampler read both by name.
 
 Axes: T token rows and S sequences (also logit rows) of the bucket, P pages per sequence, W words of
-a seat's sampling parameters, M seats, A seats with adapters (M or 0).
+a seat's sampling parameters, M seats, A seats with adapters (M or 0), G cache groups with page
+tables of their own, beside the first.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import struct
 from array import array
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
@@ -150,7 +152,10 @@ _FIELDS = (
     _Field("seats", ("S",), "rows", padding=attrgetter("seats")),
     # Each seat's adapter, from 1; 0: none. Nothing where the engine has no adapters.
     _Field("seat_adapters", ("A",), "rows"),
+    # `write_rows` of the other cache groups; the builder pads them.
+    _Field("window_rows", ("G", "T"), "rows"),
     _Field("page_table", ("S", "P"), "pages"),
+    _Field("window_tables", ("G", "S", "P"), "pages"),
     # See _SamplingUpload.
     _Field("sampling", ("S", "W"), "sampling"),
     # How many rows bring prompt log-probabilities.
@@ -173,10 +178,12 @@ class UploadLayout:
     """Where each field lies in the packed array of one executable. The upload of the executable
     without a sampler (greedy_only) is a prefix of the other's.
 
-    pages: P. adapted: seats whose adapters are uploaded; 0: the engine has no adapters.
+    pages: P. adapted: seats whose adapters are uploaded; 0: the engine has no adapters. groups: G.
     """
 
-    def __init__(self, bucket: Bucket, pages: int, greedy_only: bool, adapted: int = 0):
+    def __init__(
+        self, bucket: Bucket, pages: int, greedy_only: bool, adapted: int = 0, groups: int = 0
+    ):
         self.bucket = bucket
         self.greedy_only = greedy_only
         self.sampling = SAMPLING
@@ -189,6 +196,7 @@ class UploadLayout:
             "P": pages,
             "W": self.sampling.words,
             "A": adapted,
+            "G": groups,
         }
 
     @property
@@ -246,6 +254,7 @@ class _StepRows(msgspec.Struct):
     token_seats: list[int] = []
     positions: list[int] = []
     write_rows: list[int] = []
+    window_rows: list[int] = []
     kv_lens: list[int] = []
     cu_q: list[int] = []
     counts: list[int] = []
@@ -256,8 +265,84 @@ class _StepRows(msgspec.Struct):
     score_tokens: list[int] = []
 
 
+class _SeatTables:
+    """The page tables of all seats in one cache group."""
+
+    def __init__(self, seats: int, width: int, pool_rows: int):
+        """width: pages of a table. pool_rows: of the group's pool."""
+        self.width = width
+        self.pool_rows = pool_rows
+        self._no_pages = array("i", [0]) * width
+        #: One behind the other.
+        self.flat = self._no_pages * seats
+        #: Pages of each.
+        self._counts = [0] * seats
+        #: Another object whenever the seat's table changes.
+        self._stamps = [object() for _ in range(seats)]
+
+    def board(self, seat: int, pages: list[int]) -> None:
+        """A seat's sequence has these pages."""
+        first = seat * self.width
+        self.flat[first : first + len(pages)] = array("i", pages)
+        self._counts[seat] = len(pages)
+        self._stamps[seat] = object()
+
+    def add(self, seat: int, page: int) -> None:
+        """A seat's sequence got one more page."""
+        count = self._counts[seat]
+        self.flat[seat * self.width + count] = page
+        self._counts[seat] = count + 1
+        self._stamps[seat] = object()
+
+    def feed(self, seat: int, pages: list[int]) -> None:
+        """Note the last of a sequence's pages that were not noted yet."""
+        count = self._counts[seat]
+        if len(pages) > count:
+            first = seat * self.width
+            self.flat[first + count : first + len(pages)] = array("i", pages[count:])
+            self._counts[seat] = len(pages)
+            self._stamps[seat] = object()
+
+    def drop(self, seat: int, count: int) -> None:
+        """The first pages of a sequence were given back: no kernel may read them again."""
+        first = seat * self.width
+        self.flat[first : first + count] = self._no_pages[:count]
+        self._stamps[seat] = object()
+
+    def copy(self, owners: list[int], upload: _UploadTable) -> None:
+        """Bring an upload's page table up to date with the tables of its rows' seats."""
+        stamps, copied, width = self._stamps, upload.stamps, self.width
+        for number, seat in enumerate(owners):
+            if copied[number] is not stamps[seat]:
+                self._copy_table(upload, number, seat)
+        for number in range(len(owners), upload.used):
+            upload.words[number * width : (number + 1) * width] = self._no_pages
+            copied[number] = None
+        upload.used = len(owners)
+
+    def _copy_table(self, upload: _UploadTable, number: int, seat: int) -> None:
+        """Copy a seat's pages into a row of the upload; numbers behind them belong to no key."""
+        target = number * self.width
+        source = seat * self.width
+        pages = self._counts[seat]
+        upload.words[target : target + pages] = self.flat[source : source + pages]
+        upload.stamps[number] = self._stamps[seat]
+
+
+@dataclass(slots=True)
+class _UploadTable:
+    """The page table of one cache group in a packed array."""
+
+    #: Flat.
+    words: memoryview
+    #: Of each row, the stamp of the seat's table that it holds; None: zeros.
+    stamps: list[object]
+    #: Rows that may hold a table.
+    used: int = 0
+
+
 class _Upload:
-    """A packed array of one executable, and what the rows of its page table are copies of."""
+    """A packed array of one executable, and what the rows of its page tables are copies of."""
 
     def __init__(self, layout: UploadLayout, builder: BatchBuilder):
         self.packed = np.zeros(layout.size, np.int32)
@@ -269,15 +354,20 @@ class _Upload:
         for field in layout.fields:
             if field.part == "rows":
                 own = layout.length(field.name)
-                self._fresh.append((field.name, own, field.padding(builder)))
+                if own:
+                    self._fresh.append((field.name, own, field.padding(builder)))
                 length += own
         self._pack_into = struct.Struct(f"{length}i").pack_into
-        #: The page table, flat.
-        self.table = self._words[layout.slices["page_table"]]
-        #: Of each of its rows, the stamp of the seat's table that it holds; None: zeros.
-        self.stamps: list[object] = [None] * layout.bucket.seats
-        #: Rows that may hold a table.
-        self.used = 0
+        table = layout.slices["page_table"]
+        size = table.stop - table.start
+        #: Of each cache group; the tables lie one behind the other.
+        self.tables = [
+            _UploadTable(
+                self._words[table.start + number * size : table.start + (number + 1) * size],
+                [None] * layout.bucket.seats,
+            )
+            for number in range(len(builder.groups))
+        ]
         if not layout.greedy_only:
             self._sampling = self._words[layout.slices["sampling"]].cast("B")
 
@@ -321,18 +411,18 @@ class BatchBuilder:
         page_size: int,
         pool_rows: int,
         has_adapters: bool = False,
+        window_rows: Iterable[int] = (),
     ):
+        """window_rows: as pool_rows, of the pools of the other cache groups."""
         self.seats = seats
         self.pages = pages_per_seat
         self.page_size = page_size
         self.pool_rows = pool_rows
-        self._no_pages = array("i", [0]) * pages_per_seat
-        #: Each seat's page table, flat.
-        self._tables = self._no_pages * seats
-        #: Pages of each seat in `_tables`.
-        self._page_counts = [0] * seats
-        #: Another object whenever the seat's table changes.
-        self._stamps = [object() for _ in range(seats)]
+        #: The tables of each cache group, and those of all but the first.
+        self.groups = [
+            _SeatTables(seats, pages_per_seat, rows) for rows in (pool_rows, *window_rows)
+        ]
+        self._first, *self._windows = self.groups
         #: Each seat's sampling parameters, and what the steps' programs get of them.
         self._own_sampling = [b""] * seats
         self._sampling = [b""] * seats
@@ -344,14 +434,17 @@ class BatchBuilder:
     def layout(self, bucket: Bucket, greedy_only: bool) -> UploadLayout:
         key = bucket, greedy_only
         if key not in self._layouts:
-            adapted = len(self._adapters)
-            self._layouts[key] = UploadLayout(bucket, self.pages, greedy_only, adapted)
+            adapted, groups = len(self._adapters), len(self._windows)
+            self._layouts[key] = UploadLayout(bucket, self.pages, greedy_only, adapted, groups)
         return self._layouts[key]
 
     def empty(self, bucket: Bucket, greedy_only: bool) -> np.ndarray:
         """The upload of a step without a row."""
         upload = _Upload(self.layout(bucket, greedy_only), self)
-        upload.pack(_StepRows())
+        rows = _StepRows()
+        for tables in self._windows:
+            rows.window_rows += [tables.pool_rows] * bucket.tokens
+        upload.pack(rows)
         return upload.packed
 
     def build(self, plan: Plan, greedy_only: bool) -> np.ndarray:
@@ -367,12 +460,16 @@ class BatchBuilder:
             self._drop(seq)
         upload = self._next_upload(plan.bucket, greedy_only)
         rows = self._gather(plan)
+        for number, tables in enumerate(self._windows):
+            self._add_window_rows(rows, plan, number, tables)
         upload.pack(rows)
         if not greedy_only:
             upload.pack_sampling([self._sampling[seat] for seat in rows.seats])
             if not plan.bucket.decode_only:
                 upload.pack_scores(rows)
-        self._copy_tables(rows.owners, upload)
+        self._first.copy(rows.owners, upload.tables[0])
+        for tables, table in zip(self._windows, upload.tables[1:], strict=True):
+            tables.copy(rows.owners, table)
         return upload.packed
 
     def put_masked(
@@ -396,10 +493,9 @@ class BatchBuilder:
 
     def _board(self, seq: Sequence) -> None:
         """Note the pages and sampling parameters of a sequence that took a seat."""
-        first = seq.seat * self.pages
-        self._tables[first : first + len(seq.pages)] = array("i", seq.pages)
-        self._page_counts[seq.seat] = len(seq.pages)
-        self._stamps[seq.seat] = object()
+        self._first.board(seq.seat, seq.pages)
+        for tables, held in zip(self._windows, seq.windows, strict=True):
+            tables.board(seq.seat, held.pages)
         own = SAMPLING.pack(seq.request.sampling, seq.seed)
         self._own_sampling[seq.seat] = own
         self._sampling[seq.seat] = own if seq.matcher is None else SAMPLING.bare_argmax
@@ -408,16 +504,16 @@ class BatchBuilder:
 
     def _feed(self, seq: Sequence) -> None:
         """A seated sequence got one more page."""
-        seat = seq.seat
-        self._tables[seat * self.pages + self._page_counts[seat]] = seq.pages[-1]
-        self._page_counts[seat] += 1
-        self._stamps[seat] = object()
+        self._first.add(seq.seat, seq.pages[-1])
+        for number, tables in enumerate(self._windows):
+            tables.feed(seq.seat, seq.windows[number].pages)
 
     def _drop(self, seq: Sequence) -> None:
-        """Note that a seated sequence gave back its first pages, which no kernel may read again."""
-        first = seq.seat * self.pages
-        self._tables[first : first + seq.dropped] = self._no_pages[: seq.dropped]
-        self._stamps[seq.seat] = object()
+        """Note that a seated sequence gave back its first pages."""
+        if seq.dropped:
+            self._first.drop(seq.seat, seq.dropped)
+        for tables, held in zip(self._windows, seq.windows, strict=True):
+            tables.drop(seq.seat, held.dropped)
 
     def _gather(self, plan: Plan) -> _StepRows:
         """Tokens, positions, KV rows and logit rows of every chunk; sampled tokens may be unknown
@@ -434,7 +530,7 @@ class BatchBuilder:
         return rows
 
     def _decode_rows(self, chunks: list[Chunk]) -> _StepRows:
-        page, width, tables = self.page_size, self.pages, self._tables
+        page, width, tables = self.page_size, self.pages, self._first.flat
         rows = _StepRows(tokens=[-1] * len(chunks))
         token_seats, positions, write_rows = rows.token_seats, rows.positions, rows.write_rows
         for number, chunk in enumerate(chunks):
@@ -472,31 +568,31 @@ class BatchBuilder:
         """Where in the pool a prompt chunk's rows are written, page by page."""
         if not chunk.seq.pages:
             return  # an encoder's rows are not written, as those that pad a step
+        self._add_rows_of_pages(write_rows, chunk, chunk.seq.pages)
+
+    def _add_rows_of_pages(self, write_rows: list[int], chunk: Chunk, pages: list[int]) -> None:
         page, start, end = self.page_size, chunk.start, chunk.end
         for begin in range(start - start % page, end, page):
-            offset = chunk.seq.pages[begin // page] * page - begin
+            offset = pages[begin // page] * page - begin
             low = max(begin, start)
             high = min(begin + page, end)
             write_rows += range(offset + low, offset + high)
 
-    def _copy_tables(self, owners: list[int], upload: _Upload) -> None:
-        """Bring the rows of the upload's page table up to date with the tables of their seats."""
-        stamps, copied, width = self._stamps, upload.stamps, self.pages
-        for number, seat in enumerate(owners):
-            if copied[number] is not stamps[seat]:
-                self._copy_table(upload, number, seat)
-        for number in range(len(owners), upload.used):
-            upload.table[number * width : (number + 1) * width] = self._no_pages
-            copied[number] = None
-        upload.used = len(owners)
-
-    def _copy_table(self, upload: _Upload, number: int, seat: int) -> None:
-        """Copy a seat's pages into a row of the upload; numbers behind them belong to no key."""
-        target = number * self.pages
-        source = seat * self.pages
-        pages = self._page_counts[seat]
-        upload.table[target : target + pages] = self._tables[source : source + pages]
-        upload.stamps[number] = self._stamps[seat]
+    def _add_window_rows(
+        self, rows: _StepRows, plan: Plan, number: int, tables: _SeatTables
+    ) -> None:
+        """`_StepRows.window_rows` of one cache group, padded, and the pages that chunks got."""
+        page, width, flat = self.page_size, self.pages, tables.flat
+        own = [
+            flat[chunk.seq.seat * width + chunk.start // page] * page + chunk.start % page
+            for chunk in plan.chunks[: plan.n_decode]
+        ]
+        for chunk in plan.prompt_chunks:
+            pages = chunk.seq.windows[number].pages
+            tables.feed(chunk.seq.seat, pages)
+            self._add_rows_of_pages(own, chunk, pages)
+        rows.window_rows += own
+        rows.window_rows += [tables.pool_rows] * (plan.bucket.tokens - len(own))
 
 
 def _add_scored(rows: _StepRows, chunk: Chunk, first: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Iterator, MutableMapping, Sequence
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.config import EngineSection
 from jitney.engine.core.scheduler.buckets import Buckets
+from jitney.engine.core.scheduler.page_tables import least_window_pages, pages_per_window
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 
 if TYPE_CHECKING:
@@ -30,6 +32,9 @@ _SHARE_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _CPU_SHARE, _CPU_MOST = 0.25, GIB
 #: What is taken to be free where the system does not say (not Linux).
 _UNKNOWN = 4 * GIB
+#: Of the memory for keys and values, the most that a group of layers with a window gets for cached
+#: prefixes.
+_SPARE_SHARE = 0.125
 #: On a device, left free for fragments and for the runtime's own growth.
 _DEVICE_RESERVE = 0.04
 
@@ -80,6 +85,96 @@ def in_one_line(what: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
+class PoolShares:
+    """How the memory for keys and values is divided between a model's cache groups.
+
+    The first group gets what is left beside the others, which get the pages that they need with
+    all seats taken, and with a prefix cache as much again for windows of cached prefixes, up to an
+    eighth of the memory. Where a group would have as many pages as the first one, windows save
+    nothing: all layers share one page table.
+    """
+
+    #: Of each group: positions that its layers see, 0 for all; and bytes of a page in all of them.
+    windows: tuple[int, ...]
+    page_bytes: tuple[float, ...]
+    page_size: int
+    seats: int
+    token_budget: int
+    context_length: int
+    prefix_cache: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        model: ModelConfig,
+        page_bytes: tuple[float, ...],
+        settings: EngineSection,
+        context_length: int,
+    ) -> PoolShares:
+        """Of an engine with these settings."""
+        return cls(
+            windows=tuple(group.window for group in model.cache_groups),
+            page_bytes=page_bytes,
+            page_size=settings.page_size,
+            seats=settings.max_seats,
+            token_budget=settings.token_budget,
+            context_length=context_length,
+            prefix_cache=settings.prefix_cache and model.delta_net is None,
+        )
+
+    @property
+    def whole_page_bytes(self) -> float:
+        """Bytes of a page in all layers."""
+        return sum(self.page_bytes)
+
+    def bytes_of(self, group_pages: tuple[int, ...]) -> float:
+        """Bytes of pools of so many pages; of one number: pages in all layers."""
+        if len(group_pages) == 1:
+            return group_pages[0] * self.whole_page_bytes
+        return math.sumprod(group_pages, self.page_bytes)
+
+    def fit(self, limit_bytes: float, useful: int = sys.maxsize) -> tuple[int, ...]:
+        """Pages of each group that fit, the trash page included; of one pool where all layers
+        share it. useful: pages with which every seat holds a whole context.
+        """
+        for spare_share in self._spare_shares:
+            others = self._others(spare_share * limit_bytes)
+            left = limit_bytes - math.sumprod(others, self.page_bytes[1:])
+            first = min(int(left // self.page_bytes[0]), useful)
+            if max(others, default=first) < first:
+                return first, *others
+        return (min(int(limit_bytes // self.whole_page_bytes), useful),)
+
+    def counted(self, pages: int) -> tuple[int, ...]:
+        """As `fit`, where the first group has so many."""
+        for spare_share in self._spare_shares:
+            others = self._others(spare_share * pages * self.page_bytes[0])
+            if max(others, default=pages) < pages:
+                return pages, *others
+        return (pages,)
+
+    @property
+    def _spare_shares(self) -> tuple[float, ...]:
+        """Of the memory, for windows of cached prefixes; what to try, the best first."""
+        return (_SPARE_SHARE, 0.0) if self.prefix_cache else (0.0,)
+
+    def _others(self, spare_bytes: float) -> tuple[int, ...]:
+        """Pages of each group but the first. spare_bytes: the most for cached prefixes in each."""
+        pages = []
+        for window, page_bytes in zip(self.windows[1:], self.page_bytes[1:], strict=True):
+            least = least_window_pages(
+                window,
+                page_size=self.page_size,
+                seats=self.seats,
+                token_budget=self.token_budget,
+                context_length=self.context_length,
+            )
+            spare = self.seats * pages_per_window(window, self.page_size)
+            pages.append(least + min(spare, int(spare_bytes // page_bytes)))
+        return tuple(pages)
+
+
+@dataclass(frozen=True)
 class PoolRoom:
     """How many KV pages there is room for."""
 
@@ -87,8 +182,8 @@ class PoolRoom:
     sizes: StateSizes
     #: jax's, of this host.
     devices: Sequence[Any]
-    #: Of a page of all layers, on one device; and of what recurrent layers keep of all seats.
-    page_bytes: int
+    #: Of the pages, on one device; and what recurrent layers keep of all seats there.
+    shares: PoolShares
     seat_bytes: int
     #: The others, whose pools are as large; None if there are none.
     hosts: Hosts | None
@@ -97,28 +192,32 @@ class PoolRoom:
     def on_cpu(self) -> bool:
         return self.devices[0].platform == "cpu"
 
-    def pages(self, temp_bytes: int) -> int:
-        """As many on each device of each host; a CPU's temporaries lie beside its pool's limit."""
+    def pages(self, temp_bytes: int) -> tuple[int, ...]:
+        """Of each cache group (`PoolShares.fit`), as many on each device of each host; a CPU's
+        temporaries lie beside its pool's limit. ConfigError when not even two fit.
+        """
+        if self.settings.pages:
+            return self.shares.counted(self._agreed("pages", self.settings.pages))
         useful = sys.maxsize
         if self.on_cpu:
             temp_bytes = 0
             useful = self.sizes.seats * self.sizes.pages_per_seat + 1
-        own = _page_count(
-            wanted=self.settings.pages,
-            limit_bytes=self._limit(temp_bytes),
-            page_bytes=self.page_bytes,
-            useful=useful,
-        )
-        if self.hosts is None:
-            return own
-        return self.hosts.least("pages", own)
+        limit = self._agreed("bytes for KV pages", self._limit(temp_bytes))
+        fit = self.shares.fit(limit, useful)
+        if fit[0] < 2:
+            raise ConfigError(
+                f"no memory left for KV pages ({max(limit, 0) / GIB:.2g} GiB, and a page takes "
+                f"{self.shares.whole_page_bytes / GIB:.2g}): use a smaller model, fewer seats or "
+                "more memory"
+            )
+        return fit
+
+    def _agreed(self, what: str, own: int) -> int:
+        """The least number of all hosts."""
+        return own if self.hosts is None else self.hosts.least(what, own)
 
     def _limit(self, temp_bytes: int) -> int:
-        """Bytes that the pool may take on each device, beside what recurrent layers keep; 0 where
-        its pages are counted.
-        """
-        if self.settings.pages:
-            return 0
+        """Bytes that the pool may take on each device, beside what recurrent layers keep."""
         if self.settings.memory_gib:
             return int(self.settings.memory_gib * GIB) - self.seat_bytes
         share = self.settings.memory_share
@@ -161,19 +260,3 @@ def available_host_bytes() -> int:
     if found is None:
         return _UNKNOWN
     return int(found[1]) * 1024
-
-
-def _page_count(*, wanted: int, limit_bytes: int, page_bytes: int, useful: int) -> int:
-    """Pages of the pool, the trash page included; ConfigError when not even two fit.
-
-    wanted: an explicit number, or 0. useful: pages with which every seat holds a whole context.
-    """
-    if wanted:
-        return wanted
-    fit = min(limit_bytes // page_bytes, useful)
-    if fit < 2:
-        raise ConfigError(
-            f"no memory left for KV pages ({max(limit_bytes, 0) / GIB:.2g} GiB, and a page takes "
-            f"{page_bytes / GIB:.2g}): use a smaller model, fewer seats or more memory"
-        )
-    return int(fit)

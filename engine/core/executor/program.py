@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -136,6 +136,8 @@ class StateSizes:
     kv_dtype: DTypeLike  #: of the pools
     logprobs: int = REQUEST_MOST.logprobs  #: alternatives that are computed for each token
     has_adapters: bool = False  #: steps are told each seat's adapter
+    #: Pages of each cache group but the first; empty: all layers share page tables.
+    window_pages: tuple[int, ...] = ()
 
     @property
     def pages_per_seat(self) -> int:
@@ -150,35 +152,57 @@ class StateSizes:
             page_size=self.page_size,
             pool_rows=self.n_pages * self.page_size,
             has_adapters=self.has_adapters,
+            window_rows=[pages * self.page_size for pages in self.window_pages],
         )
 
-    def pool(self, config: ModelConfig, kernels: Kernels) -> tuple[int, ...]:
+    @property
+    def group_pages(self) -> tuple[int, ...]:
+        """Pages of each cache group that has page tables of its own, the trash page included."""
+        return self.n_pages, *self.window_pages
+
+    def with_pages(self, group_pages: tuple[int, ...]) -> StateSizes:
+        """The same sizes with so many pages of each cache group."""
+        return replace(self, n_pages=group_pages[0], window_pages=group_pages[1:])
+
+    def pool(self, config: ModelConfig, kernels: Kernels, group: int = 0) -> tuple[int, ...]:
         """Shape of one layer's pool on one device; config: of one device (`ModelConfig.local`)."""
+        n_pages = self.group_pages[group]
         if kernels.pool_shape is None:
-            return self.n_pages, self.page_size, 2 * config.n_kv_heads, config.head_dim
+            return n_pages, self.page_size, 2 * config.n_kv_heads, config.head_dim
         return kernels.pool_shape(
-            self.n_pages, self.page_size, config.n_kv_heads, config.head_dim, self.kv_dtype
+            n_pages, self.page_size, config.n_kv_heads, config.head_dim, self.kv_dtype
         )
 
-    def pool_bytes(self, config: ModelConfig, kernels: Kernels) -> int:
-        """Of all layers, on one device."""
-        layer = math.prod(self.pool(config, kernels)) * jnp.dtype(self.kv_dtype).itemsize
-        return config.n_pools * layer
+    def page_bytes(self, config: ModelConfig, kernels: Kernels) -> tuple[int, ...]:
+        """Of a page of each cache group, in all its layers, on one device."""
+        one = replace(self, n_pages=1)
+        layer = math.prod(one.pool(config, kernels)) * jnp.dtype(self.kv_dtype).itemsize
+        return tuple(len(group.layers) * layer for group in config.cache_groups)
 
     def shapes(self, config: ModelConfig, kernels: Kernels, mesh: Mesh | None) -> DeviceState:
         """The state as shapes, placed on the mesh; of all engines on it. config: of one device."""
-        pages, page, rows, width = self.pool(config, kernels)
-        pool = (pages, page, rows * config.shards, width)
         small = jax.eval_shape(partial(SeatState.empty, self.seats, config.output_size))
         kept: list[Any] = []
         if config.encoder is None:
-            of_pool = _shape_on(mesh, pool, self.kv_dtype, _POOL)
-            kept = config.by_layer(of_pool, self._delta_state(config, mesh))
+            state = self._delta_state(config, mesh)
+            kept = [state] * config.n_layers
+            for number, group in enumerate(config.cache_groups):
+                pool = self._placed_pool(config, kernels, mesh, number)
+                for layer in group.layers:
+                    kept[layer] = pool
         return DeviceState(
             kv=kept,
             last_token=_shape_on(mesh, (self.seats,), jnp.int32, WHOLE),
             seats=jax.tree.map(lambda x: _shape_on(mesh, x.shape, x.dtype, WHOLE), small),
         )
+
+    def _placed_pool(
+        self, config: ModelConfig, kernels: Kernels, mesh: Mesh | None, group: int
+    ) -> Any:
+        """The pool of a layer of this cache group, as a shape."""
+        own = group if self.window_pages else 0
+        pages, page, rows, width = self.pool(config, kernels, own)
+        return _shape_on(mesh, (pages, page, rows * config.shards, width), self.kv_dtype, _POOL)
 
     def _delta_state(self, config: ModelConfig, mesh: Mesh | None) -> Any:
         """What a recurrent layer keeps, as shapes; None where there are none."""
@@ -243,6 +267,10 @@ def _meta_of(inputs: Any, engines: int) -> AttentionMeta:
         adapted=_adapted(inputs),
         row_counts=row_counts,
         seats=jnp.where(present, inputs.token_seats[first_rows], _NOBODY),
+        other_groups=tuple(
+            (jnp.maximum(table, 0), jnp.maximum(rows, 0))
+            for table, rows in zip(inputs.window_tables, inputs.window_rows, strict=True)
+        ),
     )
 
 

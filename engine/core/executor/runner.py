@@ -166,7 +166,8 @@ class Runner:
         self.buckets = buckets
         self.end_ids = end_ids
         self.greedy_only_mixed = greedy_only_mixed
-        self.n_pages = sizes.n_pages
+        #: Of each cache group with page tables of its own.
+        self.group_pages = sizes.group_pages
         self._sizes = sizes
         self.builder = sizes.builder()
         self.shapes = sizes.shapes(model.config, kernels, mesh)

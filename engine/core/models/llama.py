@@ -133,11 +133,12 @@ class Llama(nnx.Module):
             x = x.astype(jnp.float32)
         pools = []
         ropes = Rope.of_layers(meta.positions, self.config)
-        for block, rope, pool in zip(self.layers, ropes, kv, strict=True):
+        metas = [meta.of_group(number) for number in self.config.layer_groups]
+        for block, rope, pool, own in zip(self.layers, ropes, kv, metas, strict=True):
             graph, weights = nnx.split(block)
             is_last = block is self.layers[-1]
             x, added, pool = _run_block(
-                graph, weights, x, added, rope, pool, meta, kernels, attend_only=is_last
+                graph, weights, x, added, rope, pool, own, kernels, attend_only=is_last
             )
             pools.append(pool)
         return Hidden(x + added, meta.adapted), pools

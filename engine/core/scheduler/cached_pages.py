@@ -59,17 +59,19 @@ class CachedPages:
         """All pages, in no order that means anything."""
         return (page for share in self._shares.values() for page in share.pages)
 
-    def add(self, pages: list[int], tenants: list[str]) -> None:
+    def add(self, pages: list[int], tenants: list[str], *, evict_first: bool = False) -> None:
         """Pages that were released, the first to be evicted first. tenants: of all pages of the
-        pool.
+        pool. evict_first: they go before all that are here.
         """
         shares: dict[str, _Share] = {}
-        for page in pages:
+        for page in reversed(pages) if evict_first else pages:
             tenant = tenants[page]
             share = shares.get(tenant)
             if share is None:
                 share = shares[tenant] = self._share(tenant)
             share.pages[page] = None
+            if evict_first:
+                share.pages.move_to_end(page, last=False)
             self._tenants[page] = tenant
         self._count += len(pages)
         for share in shares.values():

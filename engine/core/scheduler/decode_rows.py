@@ -65,12 +65,12 @@ class DecodeRows:
         self, rows: list[Sequence], needy: list[Sequence], draft: Draft, now: float
     ) -> list[Sequence]:
         """One more page for each needy sequence. -> the sequences that still have a seat."""
-        if self._pages.window:
-            draft.dropped = [seq for seq in needy if self._pages.drop_behind(seq)]
+        if self._pages.has_window:
+            draft.dropped += [seq for seq in needy if self._pages.drop_behind(seq)]
         preempted = self._preemption.for_pages(needy, now)
         if preempted:
             draft.preempted += preempted
-            rows, needy, draft.dropped = _seated(rows), _seated(needy), _seated(draft.dropped)
+            rows, needy = _seated(rows), _seated(needy)
         self._pages.grow(needy)
         draft.fed = needy
         return rows

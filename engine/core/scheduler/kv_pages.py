@@ -110,6 +110,10 @@ class PagePool:
             self._cached.take(cached)
         return pages
 
+    def has(self, key: bytes) -> bool:
+        """Whether `match` would find it."""
+        return key in self._index
+
     def count(self, keys: Iterable[bytes]) -> int:
         """How many of the keys, in order, `match` would find."""
         return sum(1 for _ in takewhile(self._index.__contains__, keys))
@@ -165,12 +169,12 @@ class PagePool:
         """Withdraw all pages: what they contained is gone."""
         self.withdraw(list(self._index))
 
-    def release(self, pages: list[int]) -> None:
+    def release(self, pages: list[int], *, evict_first: bool = False) -> None:
         """Drop one reference of each page; `pages` in the order of the sequence; the trash page
         has no references.
 
         The last page goes first, so that a chain is evicted from its tail: its head serves more
-        prompts.
+        prompts. evict_first: what becomes cached is evicted before all other cached pages.
         """
         cached: list[int] = []
         for page in reversed(pages):
@@ -187,7 +191,7 @@ class PagePool:
                 self._unpublish(page)
                 self._set_free(page)
         if cached:
-            self._cached.add(cached, self._tenants)
+            self._cached.add(cached, self._tenants, evict_first=evict_first)
 
     def _evict(self) -> int:
         page = self._cached.evict()

@@ -184,7 +184,7 @@ class OpenSequences:
         """
         for seq in sorted([*self.seats.taken, *self.leaving], key=_by_rank):
             self.start_over(seq, now)
-        self.pages.pool.clear()
+        self.pages.clear()
         for seq in self.requests.sequences:
             seq.forget_launched()
 

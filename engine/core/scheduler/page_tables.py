@@ -1,50 +1,89 @@
-"""The pages that sequences hold: taken at boarding, one more at a time while they decode, given
-back behind a window and at the end. The scheduler knows no other way to a page.
+"""The pages that sequences hold: taken at boarding and by decode rows, in groups of layers with a
+window by each chunk; given back behind a window and at the end. The scheduler knows no other way to
+a page.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 
 from jitney.engine.core.scheduler.kv_pages import PagePool
 from jitney.engine.core.scheduler.page_keys import keys_of
 from jitney.engine.core.scheduler.prompt_scores import PromptScores
-from jitney.engine.core.scheduler.sequence import Sequence
+from jitney.engine.core.scheduler.sequence import Sequence, WindowPages
 
 
-class PageTables:
-    """Fills `Sequence.pages` from a pool, and shares pages between prompts that start alike.
-
-    window: positions that the model's layers see at most, 0 for all. A page holds the positions of
-    all layers, so all must have a window, and the largest counts.
+def pages_per_window(window: int, page_size: int) -> int:
+    """Pages that a sequence holds in a cache group with a window between two steps: one is begun,
+    one not yet dropped.
     """
+    return -(-window // page_size) + 2
 
-    def __init__(self, pool: PagePool, window: int = 0):
+
+def least_window_pages(
+    window: int, *, page_size: int, seats: int, token_budget: int, context_length: int
+) -> int:
+    """Pages, the trash page included, of which a cache group with a window never runs short beside
+    a group that sees all: those of every seat, and those of the rows of a step.
+    """
+    each = min(pages_per_window(window, page_size), -(-context_length // page_size))
+    return seats * each + -(-token_budget // page_size) + 1
+
+
+class _GroupPages:
+    """The pool of one cache group; `held`: the pages that a sequence has in it."""
+
+    def __init__(self, pool: PagePool, window: int):
+        """window: positions that the group's layers see, 0 for all."""
         self.pool = pool
         self.window = window
-        #: Pages that a decoding sequence holds at most: with a window one is begun, one not yet
-        #: dropped.
-        self.most_each = pool.pages_for(window) + 2 if window else sys.maxsize
-        #: Pages that the sequences in seats hold together if each gets as long as it may, by
-        #: whether they are in the background.
-        self.most_held = {False: 0, True: 0}
-        self._scores = PromptScores(pool.page_size)
 
-    def found(self, seq: Sequence) -> int:
-        """Tokens of a waiting sequence that are found in pages now."""
-        return self.pool.count(self._shareable_keys(seq)) * self.pool.page_size
+    def first_seen(self, position: int) -> int:
+        """The first page that the row at a position reads."""
+        if not self.window:
+            return 0
+        return max(0, position - self.window + 1) // self.pool.page_size
 
-    def _shareable_keys(self, seq: Sequence) -> list[bytes]:
-        """Keys of the pages a boarding sequence may share: full ones, and never the last token's,
-        whose logits are needed.
+    def servable(self, keys: list[bytes], most: int) -> int:
+        """The longest prefix of at most so many pages whose next row finds all that it reads."""
+        if not self.window:
+            return self.pool.count(keys[:most])
+        end = at = most
+        while at > self.first_seen(end * self.pool.page_size):
+            at -= 1
+            if not self.pool.has(keys[at]):
+                end = at
+        return end
+
+    def match(self, keys: list[bytes]) -> list[int]:
+        """Take references to the pages of a prefix, 0 for those that no later row reads."""
+        first = self.first_seen(len(keys) * self.pool.page_size)
+        return [0] * first + self.pool.match(keys[first:])
+
+    def board(self, keys: list[bytes], ends: set[int]) -> WindowPages:
+        """What a sequence holds that found this prefix. ends: pages behind which other prompts are
+        likely to differ from its own.
         """
-        if not seq.shares:
-            return []
         page_size = self.pool.page_size
-        return keys_of(seq, page_size, (len(seq.tokens) - 1) // page_size)
+        first = self.first_seen(len(keys) * page_size)
+        # One page more: of a prompt of full pages only, the last one is computed again.
+        branches = [(self.first_seen((end - 1) * page_size), end) for end in ends]
+        return WindowPages(self.match(keys), first, len(keys), branches)
 
-    def publish(self, seq: Sequence, *, ended: bool = False) -> None:
+    def extend(self, held: WindowPages, positions: int) -> None:
+        """Take the pages that so many positions lack; by the size of the pool there are enough."""
+        lacking = self.pool.pages_for(positions) - len(held.pages)
+        if lacking > 0:
+            pages = self.pool.allocate(lacking)
+            if pages is None:
+                raise RuntimeError(
+                    f"the pages of the layers with a window of {self.window} are out"
+                )
+            held.pages += pages
+
+    def publish(self, seq: Sequence, held: Sequence | WindowPages, *, ended: bool = False) -> None:
         """Let later prompts find every full page of a seated sequence whose tokens are known and
         whose rows are launched.
 
@@ -58,13 +97,96 @@ class PageTables:
         if ended and seq.own_pages:
             known = min(known, seq.own_pages.start)
         full = known // self.pool.page_size
-        if full <= seq.published:
+        if full <= held.published:
             return
         keys = keys_of(seq, self.pool.page_size, full)
         tenant = seq.request.tenant
-        for i in range(max(seq.published, seq.dropped), full):
-            self.pool.publish(seq.pages[i], keys[i], tenant)
-        seq.published = full
+        for i in range(max(held.published, held.dropped), full):
+            self.pool.publish(held.pages[i], keys[i], tenant)
+        held.published = full
+
+    def drop_behind(self, seq: Sequence, held: Sequence | WindowPages) -> bool:
+        """Give back the pages behind the window of a sequence's next row; True if there were any.
+        Their rows stay in the prefix index until the room is needed.
+        """
+        behind = self.first_seen(seq.scheduled)
+        if behind <= held.dropped:
+            return False
+        self.publish(seq, held)
+        self._release(held, range(held.dropped, behind))
+        held.pages[held.dropped : behind] = [0] * (behind - held.dropped)
+        held.dropped = behind
+        return True
+
+    def _release(self, held: Sequence | WindowPages, dropped: range) -> None:
+        """Give back pages behind the window; those before a likely branch are evicted last, or else
+        a long prompt would flush the windows of all cached prefixes.
+        """
+        if not isinstance(held, WindowPages):
+            self.pool.release(held.pages[dropped.start : dropped.stop])
+            return
+        kept, others = list[int](), list[int]()
+        for number in dropped:
+            is_kept = any([first <= number < end for first, end in held.branches])
+            (kept if is_kept else others).append(held.pages[number])
+        self.pool.release(others, evict_first=True)
+        self.pool.release(kept)
+
+
+_NO_WINDOWS: Mapping[int, PagePool] = MappingProxyType({})
+
+
+class PageTables:
+    """Fills `Sequence.pages` and `Sequence.windows` from the pools of a model's cache groups, and
+    shares pages between prompts that start alike.
+
+    pool, window: of the first group, which policies and predictions reason about; 0: its layers see
+    all positions. windows: the pools of the other groups by window. These take pages as rows are
+    planned and have enough of them (`least_window_pages`).
+    """
+
+    def __init__(
+        self, pool: PagePool, window: int = 0, windows: Mapping[int, PagePool] = _NO_WINDOWS
+    ):
+        self.pool = pool
+        #: Some layers have a window.
+        self.has_window = window > 0 or len(windows) > 0
+        #: Pages that a decoding sequence holds at most.
+        self.most_each = pages_per_window(window, pool.page_size) if window else sys.maxsize
+        #: Pages that the sequences in seats hold together if each gets as long as it may, by
+        #: whether they are in the background.
+        self.most_held = {False: 0, True: 0}
+        self._first = _GroupPages(pool, window)
+        self._windows = [_GroupPages(own, size) for size, own in windows.items()]
+        self._groups = [self._first, *self._windows]
+        self._scores = PromptScores(pool.page_size)
+
+    def _held(self, seq: Sequence) -> Iterator[tuple[_GroupPages, Sequence | WindowPages]]:
+        """Each cache group, with what a seated sequence holds in it."""
+        return zip(self._groups, (seq, *seq.windows), strict=True)
+
+    def found(self, seq: Sequence) -> int:
+        """Tokens of a waiting sequence that are found in pages now."""
+        return self._servable(self._shareable_keys(seq)) * self.pool.page_size
+
+    def _shareable_keys(self, seq: Sequence) -> list[bytes]:
+        """Keys of the pages a boarding sequence may share: full ones, and never the last token's,
+        whose logits are needed.
+        """
+        if not seq.shares:
+            return []
+        page_size = self.pool.page_size
+        return keys_of(seq, page_size, (len(seq.tokens) - 1) // page_size)
+
+    def _servable(self, keys: list[bytes]) -> int:
+        """Pages of the longest prefix that all groups can serve."""
+        length = len(keys)
+        while True:
+            before = length
+            for group in self._groups:
+                length = group.servable(keys, length)
+            if length == before or not self.has_window:
+                return length
 
     def most_of(self, seq: Sequence) -> int:
         """Pages that a sequence holds at once if it gets as long as it may; its last token needs no
@@ -72,7 +194,7 @@ class PageTables:
         """
         pages_for = self.pool.pages_for
         most = pages_for(seq.limit - 1)
-        if self.window:  # it boards with pages for all it has
+        if self._first.window:  # it boards with pages for all it has
             most = min(most, max(pages_for(len(seq.tokens)), self.most_each))
         return most
 
@@ -95,13 +217,20 @@ class PageTables:
             keys = keys[: seq.scored // pool.page_size]
         if seq.request.pooling == "mean":
             keys = []  # every row is part of the vector, from the first on
-        shared = pool.match(keys)
+        ends = set[int]()
+        if self.has_window:
+            ends = {seq.n_prompt // pool.page_size, self._first.servable(keys, len(keys))}
+            keys = keys[: self._servable(keys)]
+            ends.add(len(keys))
+        shared = self._first.match(keys)
         fresh = pool.pages_for(len(seq.tokens)) - len(shared)
         if fresh + n_seated > pool.available or not lasts(fresh):
             pool.release(shared)
             return None
         seq.pages = shared + (pool.allocate(fresh) or [])
         seq.published = seq.shared = len(shared)
+        seq.dropped = self._first.first_seen(len(shared) * pool.page_size)
+        seq.windows = tuple([group.board(keys, ends) for group in self._windows])
         seq.scheduled = start = len(shared) * pool.page_size
         seq.most_pages = self.most_of(seq)
         self.most_held[seq.background] += seq.most_pages
@@ -110,31 +239,44 @@ class PageTables:
         return found
 
     def grow(self, sequences: list[Sequence]) -> None:
-        """One more page for each; there must be as many."""
+        """One more page of each group for each; in the first group there must be as many."""
         pages = self.pool.allocate(len(sequences)) or []
         for seq, page in zip(sequences, pages, strict=True):
             seq.pages.append(page)
+        if self._windows:
+            for seq in sequences:
+                self._extend(seq, seq.scheduled + 1)
+
+    def cover(self, seq: Sequence) -> None:
+        """Take what the groups with a window lack for the rows that are scheduled."""
+        self._extend(seq, seq.scheduled)
+
+    def _extend(self, seq: Sequence, positions: int) -> None:
+        for group, held in zip(self._windows, seq.windows, strict=True):
+            group.extend(held, positions)
 
     def drop_behind(self, seq: Sequence) -> bool:
-        """With a window: give back the pages behind the window of a sequence's next row; True if
-        there were any. Their rows stay in the prefix index until the room is needed.
+        """Give back the pages behind the windows of a sequence's next row; True if there were
+        any.
         """
-        behind = (seq.scheduled - self.window + 1) // self.pool.page_size
-        if behind <= seq.dropped:
-            return False
-        self.publish(seq)
-        self.pool.release(seq.pages[seq.dropped : behind])
-        seq.pages[seq.dropped : behind] = [0] * (behind - seq.dropped)
-        seq.dropped = behind
-        return True
+        dropped = [group.drop_behind(seq, held) for group, held in self._held(seq)]
+        return any(dropped)
+
+    def publish(self, seq: Sequence) -> None:
+        """Let later prompts find the pages of a seated sequence, see `_GroupPages.publish`."""
+        self._first.publish(seq, seq)
+        for group, held in zip(self._windows, seq.windows, strict=True):
+            group.publish(seq, held)
 
     def give_back(self, seq: Sequence, *, ended: bool) -> None:
         """All pages of a sequence that leaves its seat. ended: it does not come back."""
-        if self.pool.retain:
-            self.publish(seq, ended=ended)
-        self.pool.release(seq.pages)
+        for group, held in self._held(seq):
+            if group.pool.retain:
+                group.publish(seq, held, ended=ended)
+            group.pool.release(held.pages)
         self.most_held[seq.background] -= seq.most_pages
         seq.pages = []
+        seq.windows = ()
         seq.published = seq.shared = seq.dropped = 0
 
     def withdraw(self, seq: Sequence) -> None:
@@ -143,14 +285,20 @@ class PageTables:
         By name, because the sequence may no longer hold the pages: it was preempted, aborted, past
         its deadline, or its last token was in flight when it left its seat.
         """
-        self.pool.withdraw(seq.keys)
+        for group in self._groups:
+            group.pool.withdraw(seq.keys)
         self._scores.drop(seq.keys)
         seq.shares = False
 
     def forget(self) -> None:
         """Let no later prompt find what was computed for an earlier one."""
-        self.pool.clear()
+        self.clear()
         self._scores.clear()
+
+    def clear(self) -> None:
+        """Let nobody find any page again: what they contained is gone."""
+        for group in self._groups:
+            group.pool.clear()
 
     def keep_scores(self, seq: Sequence, new: int) -> None:
         """The last `new` of a prompt's log-probabilities have come: later prompts find them."""
@@ -173,17 +321,24 @@ class PageTables:
         """What must hold, and whether it does; raises RuntimeError where the pool itself is not
         accounted for.
         """
-        self.pool.check(seq.pages for seq in seated)
+        for number, group in enumerate(self._groups):
+            group.pool.check((seq, *seq.windows)[number].pages for seq in seated)
         most = {False: 0, True: 0}
         for seq in seated:
             most[seq.background] += seq.most_pages
+        tables = [held for seq in seated for held in (seq, *seq.windows)]
         return {
             "only seated sequences hold pages": not any(
-                seq.pages or seq.seated for seq in unseated
+                seq.pages or seq.windows or seq.seated for seq in unseated
             ),
             "pages that may be held are counted": most == self.most_held,
             "pages behind the window are the trash page, and no others": all(
-                not any(seq.pages[: seq.dropped]) and all(seq.pages[seq.dropped :])
+                not any(held.pages[: held.dropped]) and all(held.pages[held.dropped :])
+                for held in tables
+            ),
+            "rows that are scheduled have pages": all(
+                len(held.pages) * self.pool.page_size >= seq.scheduled
                 for seq in seated
+                for held in seq.windows
             ),
         }

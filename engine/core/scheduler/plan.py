@@ -263,7 +263,7 @@ class Draft:
             work=work,
             boarded=self.boarded,
             fed=self.fed,
-            dropped=self.dropped,
+            dropped=[seq for seq in self.dropped if seq.seated],
             preempted=self.preempted,
             cached_tokens=self.cached_tokens,
             background=background,

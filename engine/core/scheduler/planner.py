@@ -51,6 +51,11 @@ class StepPlanner:
         self._boarding = boarding
         self._decode = DecodeRows(sequences, preemption, prefill_budget.step_times)
         self._steps = 0
+        # Those with prompt rows in the last step; the step being planned may overwrite what lies
+        # behind their windows, since the device runs steps in order.
+        self._moved: list[Sequence] = []
+        #: Those that gave back pages without a step since; the scheduler writes it.
+        self.dropped: list[Sequence] = []
         # The last step computed only the prompt of a tenant for which a seat was freed.
         self._claimed_alone = False
         # The last step with prompt rows of the background.
@@ -61,6 +66,11 @@ class StepPlanner:
     def fill(self, draft: Draft, step: int, now: float, alone: Sequence | None = None) -> None:
         """Decide the step after so many. alone: this sequence only."""
         self._steps = step
+        draft.dropped, self.dropped = self.dropped, []
+        for seq in self._moved:
+            if seq.seated and self._pages.drop_behind(seq):
+                draft.dropped.append(seq)
+        self._moved = []
         if self._sequences.live.n_open:
             self._live_at = now
         if alone is not None:
@@ -250,9 +260,11 @@ class StepPlanner:
 
     def _add_chunk(self, seq: Sequence, draft: Draft, most: int) -> None:
         """At most `most` of the next known tokens of a sequence, as the step can take them."""
-        if self._pages.window and self._pages.drop_behind(seq):
-            draft.dropped.append(seq)
-        if draft.add_chunk(seq, most):
+        is_whole = draft.add_chunk(seq, most)
+        if self._pages.has_window:
+            self._pages.cover(seq)
+            self._moved.append(seq)
+        if is_whole:
             self._seats.start_decoding(seq)
 
     def _plan_background(self, draft: Draft, now: float) -> None:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 
 import msgspec
 
@@ -29,7 +30,7 @@ from jitney.engine.core.scheduler.kv_pages import PagePool
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.open_sequences import OpenSequences
 from jitney.engine.core.scheduler.page_demand import PageDemand
-from jitney.engine.core.scheduler.page_tables import PageTables
+from jitney.engine.core.scheduler.page_tables import PageTables, least_window_pages
 from jitney.engine.core.scheduler.passing import Passing
 from jitney.engine.core.scheduler.plan import Chunk, Draft, Occupancy, Plan, StepResult
 from jitney.engine.core.scheduler.planner import StepPlanner
@@ -49,6 +50,8 @@ _FAILED = ErrorInfo(
     "request_failed", "computing this request failed, also when it was computed alone"
 )
 
+_NO_WINDOWS: Mapping[int, PagePool] = MappingProxyType({})
+
 
 class Scheduler:
     """Admits requests, plans steps for their sequences, and takes in the results."""
@@ -62,13 +65,15 @@ class Scheduler:
         eos_ids: Iterable[int] = (),
         vocab_size: int = 2**31 - 1,
         window: int = 0,
-        tables: Callable[[PagePool, int], PageTables] = PageTables,
+        windows: Mapping[int, PagePool] = _NO_WINDOWS,
+        tables: Callable[[PagePool, int, Mapping[int, PagePool]], PageTables] = PageTables,
     ):
         """clock: seconds, for admission; plan and commit are told the time. eos_ids end a sequence.
-        window: positions that the model sees at most, if all its layers have a window, else 0.
-        tables: from pool and window to what sequences take pages from.
+        pool, window: of the model's first cache group, 0 if its layers see all positions; windows:
+        pools of the others by window. tables: from these to what sequences take pages from.
         """
         _check_buckets(buckets, limits.max_seats)
+        _check_windows(windows, limits, buckets)
         self.limits = limits
         self.buckets = buckets
         self.clock = clock
@@ -80,7 +85,9 @@ class Scheduler:
         policy, order = make_policy(limits), make_order(limits.order)
         seats = Seats(limits.max_seats, holds=policy.holds)
         #: Every open sequence, in its one place.
-        self.sequences = sequences = OpenSequences(seats, tables(pool, window), order.queue)
+        self.sequences = sequences = OpenSequences(
+            seats, tables(pool, window, windows), order.queue
+        )
         self.factory = SequenceFactory(
             pool=pool,
             request_limits=_request_limits(limits, pool, vocab_size),
@@ -204,6 +211,7 @@ class Scheduler:
         draft = Draft(self._row_limit.rows, self.limits.max_seats)
         self._planner.fill(draft, self.steps, now, self._suspects.first)
         if not draft.chunks:
+            self._planner.dropped += draft.dropped
             return None
         # Only later plans find the pages that this step fills: no step reads what it writes.
         for chunk in draft.prompt_chunks:
@@ -350,6 +358,25 @@ def _check_buckets(buckets: Buckets, seats: int) -> None:
             f"buckets for {buckets.seats} seats and {buckets.token_budget} rows do not serve "
             f"{seats} seats"
         )
+
+
+def _check_windows(
+    windows: Mapping[int, PagePool], limits: SchedulerLimits, buckets: Buckets
+) -> None:
+    """Raise ConfigError unless every window has pages for all that sit."""
+    for window, pool in windows.items():
+        least = least_window_pages(
+            window,
+            page_size=pool.page_size,
+            seats=limits.max_seats,
+            token_budget=buckets.token_budget,
+            context_length=limits.context_length,
+        )
+        if pool.n_pages < least:
+            raise ConfigError(
+                f"{pool.n_pages} pages for layers with a window of {window} are less than the "
+                f"{least} that {limits.max_seats} seats need"
+            )
 
 
 def _request_limits(limits: SchedulerLimits, pool: PagePool, vocab_size: int) -> RequestLimits:

@@ -70,6 +70,20 @@ class Replay:
     stale: int = 0
 
 
+@dataclass(slots=True)
+class WindowPages:
+    """The pages of a sequence in a cache group whose layers have a window: taken when their rows
+    are planned, given back behind the window. See the fields of `Sequence` for the first group.
+    """
+
+    pages: list[int]
+    dropped: int
+    published: int
+    #: Page ranges [first, end) that a prompt which branches off at `end` would read: worth more
+    #: than others once they are dropped.
+    branches: list[tuple[int, int]]
+
+
 def _no_pages() -> list[int]:
     return []
 
@@ -93,8 +107,10 @@ class Sequence:
     max_tokens: int
     #: -1 while not seated.
     seat: int = -1
-    #: Physical pages in order, all layers; 0 for those dropped.
+    #: Physical pages of the first cache group in order; 0 for those dropped.
     pages: list[int] = field(default_factory=_no_pages)
+    #: Those of the other groups, while it is seated.
+    windows: tuple[WindowPages, ...] = ()
     #: Positions whose KV is computed once all launched steps are done.
     scheduled: int = 0
     #: Sampled tokens that launched steps will bring: 0 or 1 between steps, up to 2 while a step is

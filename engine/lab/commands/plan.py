@@ -199,6 +199,8 @@ def _answers(roofline: Roofline, load: Load, sizing: Sizing) -> Iterator[str]:
         f"GB for KV = {memory.positions:,} tokens in {memory.pages:,} pages: {memory.seats_mean} "
         f"seats at the mean context, {memory.seats_full} at the whole length"
     )
+    for window, pages in memory.window_pages.items():
+        yield f"memory: of it {pages:,} pages of layers with a window of {window:,} tokens"
     if chosen is None:
         step, ttft = 1e3 * sizing.curve[0].step_s, 1e3 * sizing.curve[0].ttft_s
         yield (

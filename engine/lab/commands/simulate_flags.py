@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -160,13 +161,16 @@ def _pages_for(table: StepTimes, settings: EngineSection, context: int) -> int:
 
     wanted = settings.max_seats * -(-context // settings.page_size) + 1
     if isinstance(table, Roofline):
-        return min(_pages_that_fit(table, settings), wanted)
+        return min(_pages_that_fit(table, settings, context), wanted)
     return wanted
 
 
-def _pages_that_fit(roofline: Roofline, settings: EngineSection) -> int:
-    page_bytes = roofline.cost.kv_bytes / roofline.kv_split * settings.page_size
-    pages = int((roofline.kv_room - settings.max_seats * roofline.seat_bytes) / page_bytes)
+def _pages_that_fit(roofline: Roofline, settings: EngineSection, context: int) -> int:
+    from jitney.engine.core import PoolShares
+
+    model = replace(roofline.cost.config, context_length=context)
+    shares = PoolShares.of(model, roofline.page_bytes(settings.page_size), settings, context)
+    pages = shares.fit(roofline.kv_room - settings.max_seats * roofline.seat_bytes)[0]
     if pages < 2:
         chips = f"{roofline.count} x {roofline.device.name}"
         raise ConfigError(

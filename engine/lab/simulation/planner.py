@@ -9,6 +9,7 @@ prompt rows on average; the roofline says how long such a step takes.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -16,7 +17,7 @@ from typing import ClassVar
 import numpy as np
 
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.core import Bucket, StepWork, powers_of_two
+from jitney.engine.core import Bucket, PoolShares, StepWork, powers_of_two
 from jitney.engine.lab.simulation.roofline import Roofline
 
 #: Seats beyond which nothing is looked at.
@@ -83,6 +84,8 @@ class _Memory:
     #: Of the pool, and the tokens that fit into them.
     pages: int
     positions: int
+    #: Pages of the layers with a window, by window, where they have pages of their own.
+    window_pages: dict[int, int]
     #: Sequences of the mean context.
     seats_mean: int
     #: Sequences of the whole length, which can never be preempted.
@@ -190,15 +193,27 @@ class Sizing:
 def _fit(roofline: Roofline, load: Load) -> _Memory:
     """Pages and seats beside the weights."""
     cost, page = roofline.cost, load.page_size
-    page_bytes = cost.kv_bytes / roofline.kv_split * page
-    room = roofline.kv_room - page_bytes  # one page is trash
+
+    def fit(seats: int) -> tuple[int, ...]:
+        shares = PoolShares(
+            windows=tuple(group.window for group in cost.config.cache_groups),
+            page_bytes=roofline.page_bytes(page),
+            page_size=page,
+            seats=seats,
+            token_budget=load.token_budget,
+            context_length=load.longest,
+        )
+        return shares.fit(roofline.kv_room - seats * roofline.seat_bytes)
 
     def seats_of(length: float) -> int:
-        own = math.ceil(length / page) * page_bytes + roofline.seat_bytes
-        return max(0, int(room / own))
+        """The most that fit with so many positions each."""
+        each = math.ceil(length / page)
+        most = max(0, int(roofline.kv_room / min(roofline.page_bytes(page)))) // each
+        return bisect_right(range(1, most + 1), 0, key=lambda n: n * each >= fit(n)[0])
 
     seats_mean, seats_full = seats_of(load.mean_context), seats_of(load.longest)
-    pages = int((room - seats_mean * roofline.seat_bytes) / page_bytes)
+    first, *others = fit(seats_mean)
+    pages = first - 1
     if seats_full < 1:
         raise ConfigError(_no_room(roofline, load))
     return _Memory(
@@ -207,6 +222,10 @@ def _fit(roofline: Roofline, load: Load) -> _Memory:
         kv_room_bytes=roofline.kv_room * roofline.count,
         pages=pages,
         positions=pages * page,
+        window_pages={
+            group.window: own - 1
+            for group, own in zip(cost.config.cache_groups[1:], others, strict=False)
+        },
         seats_mean=seats_mean,
         seats_full=seats_full,
     )

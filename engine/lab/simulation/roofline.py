@@ -389,6 +389,12 @@ class Roofline:
         """Among how many chips the KV is divided."""
         return min(self.count, self.cost.config.n_kv_heads)
 
+    def page_bytes(self, page_size: int) -> tuple[float, ...]:
+        """Of a page of each cache group, in all its layers, on one chip."""
+        config = self.cost.config
+        layer = self.cost.kv_bytes / config.n_pools / self.kv_split * page_size
+        return tuple([len(group.layers) * layer for group in config.cache_groups])
+
     @property
     def seat_bytes(self) -> float:
         """Bytes that recurrent layers keep of a seat on one chip."""

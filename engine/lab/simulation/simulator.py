@@ -52,8 +52,10 @@ class _RecordedHits(PageTables):
     hits: request id -> prompt tokens; requests that are not named find none.
     """
 
-    def __init__(self, pool: PagePool, window: int, hits: Mapping[str, int]):
-        super().__init__(pool, window)
+    def __init__(
+        self, pool: PagePool, window: int, windows: Mapping[int, PagePool], hits: Mapping[str, int]
+    ):
+        super().__init__(pool, window, windows)
         self.hits = hits
 
     def take(self, seq: Sequence, n_seated: int, lasts: Callable[[int], bool]) -> int | None:

@@ -54,6 +54,8 @@ _SHOWN = (
     "dtype",
     "weights",
     "kv_dtype",
+    "pages",
+    "window_pages",
     "sampling_defaults",
     "embedding_pooling",
     "adapters",
@@ -75,7 +77,7 @@ class _SleepQuery(BaseModel):
 
 
 async def _show_version(service: Service, request: Request) -> Response:
-    """The version, and once the engine is ready, what it runs on and in which number formats."""
+    """The version, and once the engine is ready, its device, number formats and pages."""
     shown = {"version": version("jitney")}
     if service.client.info is not None:
         shown |= _shown(service.client.info)
@@ -184,7 +186,7 @@ ROUTES = (
         "/version",
         _GET,
         _show_version,
-        "version, device, kernels and number formats",
+        "version, device, kernels, number formats and pages",
         answer=Version,
     ),
     HttpRoute(

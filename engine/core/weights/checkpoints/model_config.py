@@ -218,6 +218,16 @@ class ShortConvConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class _CacheGroup:
+    """Layers that keep keys and values of the same positions, in pages of their own."""
+
+    #: Positions that each of them sees, the newest; 0: all.
+    window: int
+    #: Their numbers.
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class EncoderConfig:
     """What an encoder has beside its layers; each text is computed in one step, and nothing is
     kept.
@@ -360,11 +370,32 @@ class ModelConfig:
         return self.vocab_size if self.encoder is None else 1
 
     @property
+    def cache_groups(self) -> tuple[_CacheGroup, ...]:
+        """The layers that keep keys and values, by how many positions they see, the most first. A
+        window as long as the context is none.
+        """
+        layers: dict[int, list[int]] = {}
+        for layer in self.pool_layers:
+            window = self.windows[layer]
+            if window >= self.context_length:
+                window = 0
+            layers.setdefault(window, []).append(layer)
+        order = sorted(layers, key=lambda window: window or self.context_length, reverse=True)
+        return tuple(_CacheGroup(window, tuple(layers[window])) for window in order)
+
+    @property
+    def layer_groups(self) -> tuple[int, ...]:
+        """Of each layer the number of its cache group; 0 of layers without keys and values."""
+        numbers = [0] * self.n_layers
+        for number, group in enumerate(self.cache_groups):
+            for layer in group.layers:
+                numbers[layer] = number
+        return tuple(numbers)
+
+    @property
     def window(self) -> int:
-        """Positions that any layer sees at most, its own included; 0 where some layer sees all."""
-        if 0 in self.windows:
-            return 0
-        return max(self.windows)
+        """Positions that the first cache group sees; 0: all."""
+        return max([group.window for group in self.cache_groups[:1]], default=0)
 
     def rope(self, layer: int) -> RopeConfig | None:
         """Rotary positions of a layer; None: its heads are not rotated."""

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.core.executor.memory import _free_bytes, _page_count, claim_memory, in_one_line
+from jitney.engine.config import load_config
+from jitney.engine.core.executor.memory import (
+    PoolRoom,
+    PoolShares,
+    _free_bytes,
+    claim_memory,
+    in_one_line,
+)
+from jitney.engine.core.weights.checkpoints.families import tiny_config
 
 
 @pytest.mark.parametrize(
@@ -28,9 +38,14 @@ def test_the_pool_gets_what_weights_temporaries_and_the_reserve_leave():
     stats = {"bytes_limit": 1000, "bytes_in_use": 300}
     device = SimpleNamespace(platform="gpu", device_kind="card", memory_stats=lambda: stats)
     assert _free_bytes(device, 100) == 1000 - 300 - 100 - 40
-    assert _page_count(wanted=0, limit_bytes=560, page_bytes=100, useful=1 << 30) == 5
+    config = load_config(flags={"model": "tiny-random"})
+    sizes: Any = None  # asked on CPUs only
+    shares = PoolShares.of(tiny_config(), (100,), config.engine, 2048)
+    room = PoolRoom(config.engine, sizes, [device], shares, 0, None)
+    assert room.pages(100) == (5,)
+    assert replace(room, seat_bytes=150).pages(100) == (4,)
     with pytest.raises(ConfigError, match="no memory left for KV pages"):
-        _page_count(wanted=0, limit_bytes=_free_bytes(device, 600), page_bytes=100, useful=1 << 30)
+        room.pages(600)
 
 
 def test_a_device_that_does_not_say_needs_a_size():

@@ -108,14 +108,14 @@ def test_the_state_of_a_ready_runner(runner: Runner):
     )
 
 
-def test_bytes_of_a_devices_pools():
-    """Sixteen pages of 2 layers, 16 positions, keys and values, heads of one device, 16 numbers a
+def test_bytes_of_a_devices_pages():
+    """One page of 2 layers, 16 positions, keys and values, heads of one device, 16 numbers a
     head, 4 bytes.
     """
-    assert SIZES.pool_bytes(tiny_config(), KERNELS) == 16 * 2 * 16 * 2 * 2 * 16 * 4
-    assert SIZES.pool_bytes(tiny_config().local(2), KERNELS) == 16 * 2 * 16 * 2 * 1 * 16 * 4
+    assert SIZES.page_bytes(tiny_config(), KERNELS) == (2 * 16 * 2 * 2 * 16 * 4,)
+    assert SIZES.page_bytes(tiny_config().local(2), KERNELS) == (2 * 16 * 2 * 1 * 16 * 4,)
     wide = replace(KERNELS, pool_shape=lambda n, page, heads, dim, dtype: (n, page, 8, 128))
-    assert SIZES.pool_bytes(tiny_config(), wide) == 16 * 2 * 16 * 8 * 128 * 4
+    assert SIZES.page_bytes(tiny_config(), wide) == (2 * 16 * 8 * 128 * 4,)
     assert SIZES.shapes(tiny_config(), wide, None).kv[0].shape == (16, 16, 8, 128)
 
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,17 @@ def engine(family: str, **more: Any) -> LLM:
     return LLM(f"tiny-random:{family}", **settings)
 
 
+@pytest.fixture(scope="module")
+def engines(programs_when_used: None) -> Callable[[str], LLM]:
+    """An engine of each family, with pages for every prompt."""
+    return cache(engine)
+
+
+@pytest.fixture(scope="module")
+def llm(engines: Callable[[str], LLM]) -> LLM:
+    return engines("qwen3_5")
+
+
 @pytest.mark.parametrize("family", [*FAMILIES, "lfm2"])
 def test_alone_in_a_crowd_and_after_preemption_answers_are_the_same(
     family: str, monkeypatch: pytest.MonkeyPatch
@@ -85,8 +98,7 @@ def test_alone_in_a_crowd_and_after_preemption_answers_are_the_same(
     assert len({tuple(tokens) for tokens, _ in alone}) == len(LENGTHS)
 
 
-def test_siblings_each_read_their_prompt():
-    llm = engine("qwen3_5")
+def test_siblings_each_read_their_prompt(llm: LLM):
     (prompt,) = [one for one in prompts() if len(one) == 40]
     first, *others = answers(llm, [prompt], n=3)
     assert first == answers(llm, [prompt])[0]
@@ -96,7 +108,7 @@ def test_siblings_each_read_their_prompt():
 
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
 def test_rows_that_are_computed_again_for_a_late_mask_change_nothing(
-    family: str, monkeypatch: pytest.MonkeyPatch
+    family: str, engines: Callable[[str], LLM], monkeypatch: pytest.MonkeyPatch
 ):
     """Sequences sit out until their masks are there, and then have their last row once more."""
     wanted = Grammar("json_schema", '{"type":"array","items":{"enum":["a","b",10]},"maxItems":6}')
@@ -106,7 +118,7 @@ def test_rows_that_are_computed_again_for_a_late_mask_change_nothing(
     found = []
     for patience in (60.0, 0.0):
         monkeypatch.setattr(matchers, "_STEP_S", patience)
-        found.append((answers(engine(family), prompts(), grammar=wanted), len(rows)))
+        found.append((answers(engines(family), prompts(), grammar=wanted), len(rows)))
     (patiently, none), (hastily, some) = found
     assert patiently == hastily and none == 0 and some > len(LENGTHS)
 

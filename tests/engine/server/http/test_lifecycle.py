@@ -361,6 +361,8 @@ def test_models_version_and_slots():
         "dtype",
         "weights",
         "kv_dtype",
+        "pages",
+        "window_pages",
         "sampling_defaults",
         "embedding_pooling",
         "adapters",
