@@ -7,6 +7,8 @@ old one at that key, and reads at its query. Rows of
 a sequence are computed one after the other, always in the same order, so that the numbers do not
 depend on how a prompt was cut into chunks.
 
+Layers of short convolutions (`short_conv`) keep the inputs of theirs alike, and no memory.
+
 Axes: T rows, S sequences, M seats, G key heads, H value heads (H / G neighbours share a key head),
 D and V numbers of a key and of a value, C channels of the convolution (queries and keys of all key
 heads, then values: 2 G D + H V), W its taps.
@@ -15,7 +17,7 @@ heads, then values: 2 G D + H V), W its taps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,15 +37,17 @@ class DeltaState(NamedTuple):
 
     #: float32 [M, W, C]: the last inputs of the convolution, oldest first.
     taps: jax.Array
-    #: float32 [M, H, D, V].
+    #: float32 [M, H, D, V]; None of layers that convolve and have no memory.
     memory: jax.Array
     #: int32 [M]: tokens that are in both.
     lengths: jax.Array
 
     @classmethod
-    def empty(cls, shapes: Iterable[tuple[int, ...]]) -> DeltaState:
+    def empty(cls, shapes: Iterable[tuple[int, ...] | None]) -> DeltaState:
         """Of seats nobody sits in."""
-        return cls(*map(jnp.zeros, shapes, cls.dtypes))
+        pairs = zip(shapes, cls.dtypes, strict=True)
+        arrays: list[Any] = [shape and jnp.zeros(shape, dtype) for shape, dtype in pairs]
+        return cls(*arrays)
 
 
 class DeltaWeights(NamedTuple):
@@ -175,18 +179,31 @@ def delta_net(
     sequences = DeltaSequences.of(meta, state.lengths)
     mixed, gates = x[:, :channels], x[:, channels:].astype(jnp.float32)
     convolved, taps = _convolved(mixed, weights.taps, state.taps, sequences)
-    rows = _rows_of(convolved, rates, weights, (n_heads, dim, width), sequences)
+    rows = _rows_of(jax.nn.silu(convolved), rates, weights, (n_heads, dim, width), sequences)
     read, memory = recur(rows, state.memory, sequences, meta.counts[2])
     read *= jax.lax.rsqrt(jnp.mean(read * read, axis=-1, keepdims=True) + eps) * weights.norm
     o = read.reshape(x.shape[0], -1) * jax.nn.silu(gates)
     return o.astype(x.dtype), DeltaState(taps, memory, sequences.lengths(state.lengths))
 
 
+def short_conv(
+    x: jax.Array, weights: jax.Array, state: DeltaState, meta: AttentionMeta
+) -> tuple[jax.Array, DeltaState]:
+    """x [T, 3 C] (gates of what is convolved, gates of what comes of it, values), weights [W, C]
+    -> (o [T, C] in x's dtype, state), which has no memory.
+    """
+    sequences = DeltaSequences.of(meta, state.lengths)
+    before, behind, values = jnp.split(x.astype(jnp.float32), 3, axis=1)
+    convolved, taps = _convolved(before * values, weights, state.taps, sequences)
+    o = (behind * convolved).astype(x.dtype)
+    return o, state._replace(taps=taps, lengths=sequences.lengths(state.lengths))
+
+
 def _convolved(
     mixed: jax.Array, weights: jax.Array, taps: jax.Array, sequences: DeltaSequences
 ) -> tuple[jax.Array, jax.Array]:
-    """mixed [T, C] -> (silu of each channel's convolution, float32 [T, C]; taps [M, W, C] behind
-    the step).
+    """mixed [T, C] -> (each channel's convolution, float32 [T, C]; taps [M, W, C] behind the
+    step).
     """
     n_rows, n_taps = mixed.shape[0], weights.shape[0]
     owners = sequences.owners(n_rows)
@@ -212,7 +229,7 @@ def _convolved(
     old = earlier(jnp.maximum(-back, 1), jnp.broadcast_to(all_of_them[:, None], back.shape))
     last = jnp.where((back >= 0)[..., None], new, old).astype(taps.dtype)
     total, last = jax.lax.optimization_barrier((total, last))  # read before it is written in place
-    return jax.nn.silu(total), taps.at[sequences.seats].set(last, mode="drop")
+    return total, taps.at[sequences.seats].set(last, mode="drop")
 
 
 def _rows_of(

@@ -180,7 +180,7 @@ class _Setup:
     @property
     def retains_prefixes(self) -> bool:
         """Whether there is a prefix cache: none without the state of recurrent layers."""
-        return self.settings.prefix_cache and self.source.config.delta_net is None
+        return self.settings.prefix_cache and self.source.config.recurrent is None
 
     @property
     def has_adapters(self) -> bool:
@@ -681,7 +681,7 @@ def _make_pool(setup: _Setup, n_pages: int) -> PagePool:
         setup.settings.page_size,
         retain=setup.retains_prefixes,
         share_outputs=_shares_outputs(setup.settings),
-        shares=setup.source.config.delta_net is None,
+        shares=setup.source.config.recurrent is None,
     )
 
 

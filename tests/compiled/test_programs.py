@@ -7,6 +7,8 @@ JITNEY_TPU_PLUGIN.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from compiled_specs import GPUS, MANY, MIXTURE, SEATS, Spec, every_spec, facts
 
@@ -25,22 +27,23 @@ MOST_INT4 = 1.15
 #: Of a mixture's mixed steps: each row is brought to each of its experts and back, on every device.
 MOST_MIXTURE = 2.3
 
-SPECS = list(every_spec())
-pytestmark = pytest.mark.parametrize(
-    "spec",
-    [
-        pytest.param(
-            spec,
-            id=str(spec).replace(" ", "_"),
-            marks=pytest.mark.skipif(
-                not spec.plugin, reason="needs the target's plugin: make test-compile"
-            ),
-        )
-        for spec in SPECS
-    ],
-)
+SPECS = [spec for spec in every_spec() if spec.plugin]
+if not SPECS:
+    pytest.skip("needs the targets' plugins: make test-compile", allow_module_level=True)
 
 
+def steps_that(fit: Callable[[Spec], bool]) -> pytest.MarkDecorator:
+    """Run a test for each of these steps."""
+    steps = [pytest.param(spec, id=str(spec).replace(" ", "_")) for spec in SPECS if fit(spec)]
+    return pytest.mark.parametrize("spec", steps)
+
+
+every_step = steps_that(lambda spec: True)
+#: TPUs have no command buffers.
+gpu_steps = steps_that(lambda spec: spec.target in GPUS)
+
+
+@every_step
 def test_the_pools_are_updated_in_place_and_nothing_large_is_made(spec: Spec):
     step = facts(spec)
     assert step["aliased"] >= step["pools"]
@@ -50,6 +53,7 @@ def test_the_pools_are_updated_in_place_and_nothing_large_is_made(spec: Spec):
     assert step["temporaries"] < bound << 20
 
 
+@every_step
 def test_a_step_touches_little_more_than_it_must(spec: Spec):
     step = facts(spec)
     over = {load["context"]: load["bytes"] / load["floor"] for load in step["loads"]}
@@ -65,9 +69,9 @@ def test_a_step_touches_little_more_than_it_must(spec: Spec):
     assert min(over.values()) > 0.99  # else something went uncounted
 
 
+@steps_that(lambda spec: spec.devices <= SHAPES[spec.model].n_kv_heads)
 def test_the_roofline_knows_the_program(spec: Spec):
-    if spec.devices > SHAPES[spec.model].n_kv_heads:
-        pytest.skip("devices share KV heads, each with a copy, which the roofline does not count")
+    """More devices share KV heads, each with a copy, which the roofline does not count."""
     for load in facts(spec)["loads"]:
         assert load["floor"] * spec.devices == pytest.approx(load["roofline_bytes"], rel=0.02)
         counted = spec.rows > 1  # one row's product is written as a sum
@@ -80,50 +84,51 @@ def test_the_roofline_knows_the_program(spec: Spec):
             )
 
 
+@gpu_steps
 def test_a_step_on_gpus_is_one_graph(spec: Spec):
-    if spec.target not in GPUS:
-        pytest.skip("TPUs have no command buffers")
     step = facts(spec)
     assert (step["command_buffers"], step["outside"]) == (1, 0)
 
 
+@gpu_steps
 def test_no_kernel_takes_a_slice_of_the_upload(spec: Spec):
-    if spec.target not in GPUS:
-        pytest.skip("TPUs have no command buffers")
     assert facts(spec)["slices"] == 0  # each is recorded anew in every step
 
 
+@steps_that(lambda spec: spec.weights == "fp8" and spec.target in GPUS)
 def test_fp8_weights_are_multiplied_as_fp8(spec: Spec):
-    if spec.weights != "fp8" or spec.target not in GPUS:
-        pytest.skip("fp8 weights on GPUs that have units for them")
     layers = spec.layers or SHAPES[spec.model].n_layers
     # qkv, o, gate and up, down; the head. Experts are widened within their kernels.
     each = 2 if spec.model == MIXTURE else 4
     assert facts(spec)["fp8_products"] == each * layers + 1
 
 
+@steps_that(lambda spec: spec.model == MIXTURE)
 def test_all_blocks_of_a_mixture_are_two_kernels_a_layer(spec: Spec):
-    if spec.model != MIXTURE:
-        pytest.skip("a model with experts")
     kernels = facts(spec)["kernels"]
     assert (kernels["open_experts"], kernels["close_experts"]) == (spec.layers, spec.layers)
 
 
+@steps_that(lambda spec: spec.model == MIXTURE and not spec.decodes)
 def test_a_mixtures_temporaries_are_those_expected(spec: Spec):
-    if spec.model != MIXTURE or spec.decodes:
-        pytest.skip("mixed steps of a model with experts")
     buckets = Buckets((Bucket(spec.seqs, spec.seqs),), (Bucket(spec.rows, spec.seqs),))
     likely = likely_temp_bytes(SHAPES[spec.model].local(spec.devices), buckets)
     assert 0.3 * likely < facts(spec)["temporaries"] < likely
 
 
+@every_step
 def test_gates_are_written_in_the_activations_dtype(spec: Spec):
     assert not facts(spec)["wide_gates"]
 
 
+def sums_beside_products(spec: Spec) -> bool:
+    """Many rows, and as many devices as a host of the chip has."""
+    many = spec.devices >= 8 and not spec.decodes
+    return many and PallasKernels(chip=spec.target).sums_in_halves
+
+
+@steps_that(sums_beside_products)
 def test_sums_of_many_rows_run_beside_products_where_that_pays(spec: Spec):
-    if not PallasKernels(chip=spec.target).sums_in_halves or spec.devices < 8 or spec.decodes:
-        pytest.skip("few rows, fewer devices than a host has, or another chip")
     sums = facts(spec)["sums"]
     # The embedding's, two halves of attention's a layer, and two of the feed-forward's; that of
     # experts is one sum, and the last feed-forward, of the few rows that somebody wants, has one

@@ -309,6 +309,31 @@ CASES = {
             "num_experts_per_tok": 2,
         },
     ),
+    "lfm2": (
+        "Lfm2",
+        LONGER
+        | {
+            "without": ("rms_norm_eps",),
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "intermediate_size": 144,
+            "block_multiple_of": 16,
+            "block_ffn_dim_multiplier": 1.2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            **QWEN3_5,
+            "linear_num_key_heads": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": False,
+        },
+    ),
 }
 #: Cases whose experts are stored so.
 MXFP4 = ("gpt_oss_mxfp4",)
@@ -337,6 +362,8 @@ GREEDY = {
     "cohere2": (1, 20, 180),
     "qwen3_5": (1, 20, 200),
     "qwen3_5_moe": (1, 20, 200),
+    "qwen3_next": (1, 20, 200),
+    "lfm2": (1, 20, 180),
 }
 #: Tokens of a continuation: past every window of 8.
 COUNT = 16

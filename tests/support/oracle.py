@@ -43,8 +43,8 @@ def nothing_kept(config: ModelConfig, seqs: int) -> list[Any]:
     and empty seats.
     """
     seats: Any = None
-    if config.delta_net is not None:
-        seats = DeltaState.empty(config.delta_net.state_shapes(seqs))
+    if config.recurrent is not None:
+        seats = DeltaState.empty(config.recurrent.state_shapes(seqs))
     return config.by_layer(jnp.zeros(0), seats)
 
 

@@ -119,7 +119,7 @@ class PoolShares:
             seats=settings.max_seats,
             token_budget=settings.token_budget,
             context_length=context_length,
-            prefix_cache=settings.prefix_cache and model.delta_net is None,
+            prefix_cache=settings.prefix_cache and model.recurrent is None,
         )
 
     @property

@@ -206,12 +206,14 @@ class StateSizes:
 
     def _delta_state(self, config: ModelConfig, mesh: Mesh | None) -> Any:
         """What a recurrent layer keeps, as shapes; None where there are none."""
-        if config.delta_net is None:
+        if config.recurrent is None:
             return None
-        shapes = config.delta_net.state_shapes(self.seats, config.shards)
+        shapes = config.recurrent.state_shapes(self.seats, config.shards)
         specs = (_TAPS, _MEMORY, WHOLE)
         placed = zip(shapes, DeltaState.dtypes, specs, strict=True)
-        kept: list[Any] = [_shape_on(mesh, *one) for one in placed]
+        kept: list[Any] = [
+            shape and _shape_on(mesh, shape, dtype, spec) for shape, dtype, spec in placed
+        ]
         return DeltaState(*kept)
 
 

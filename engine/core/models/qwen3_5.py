@@ -1,5 +1,5 @@
-"""Qwen3.5 and 3.6, dense and mixtures: layers that keep a state of each seat between layers that
-attend.
+"""Qwen3.5 and 3.6, dense and mixtures, and Qwen3-Next: layers that keep a state of each seat
+between layers that attend.
 
 Three of four layers are gated delta nets (`jitney.kernels.delta_net`). In the others the query
 projection also makes a gate, and the output of attention is multiplied by its sigmoid. Norm weights
@@ -38,8 +38,8 @@ _HF = replace(
     expert_gate="mlp.experts.{e}.gate_proj",
     expert_up="mlp.experts.{e}.up_proj",
     expert_down="mlp.experts.{e}.down_proj",
-    ignored=(*HF.ignored,),
 )
+_HF_NEXT = replace(_HF, delta_qkvz="linear_attn.in_proj_qkvz", delta_rates="linear_attn.in_proj_ba")
 
 
 class _GatedAttention(Attention):
@@ -147,3 +147,12 @@ class Qwen35Mixture(Qwen35):
     """See `Llama`."""
 
     block = _ExpertsBlock
+
+
+class Qwen3Next(Qwen35Mixture):
+    """See `Llama`; matrices of the delta nets are stored fused."""
+
+    @classmethod
+    def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:
+        """See `Qwen35.dialect`."""
+        return _HF_NEXT

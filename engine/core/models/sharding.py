@@ -277,6 +277,8 @@ class Shares:
         if path[-1] == "sinks":
             return [_run(device % self.shards * own.n_heads, own.n_heads)]
         if self._is_recurrent(path) and ("qkv" in path or path[-1] in _OF_DELTA_NETS):
+            if self.config.short_conv is not None:
+                return self._of_short_conv(path, device)
             return self._of_delta_net(path, device)
         if "qkv" in path:
             return self._heads(device)
@@ -303,8 +305,16 @@ class Shares:
 
     def _is_recurrent(self, path: Path) -> bool:
         """Whether a weight is that of a recurrent layer's first half."""
-        own = self.config.delta_net
+        own = self.config.recurrent
         return own is not None and "attention" in path and path[1] in own.layers
+
+    def _of_short_conv(self, path: Path, device: int) -> list[slice]:
+        """The device's channels, and their gates."""
+        whole, own = self.config.short_conv, self.own.short_conv
+        assert whole is not None and own is not None
+        number, count = device % self.shards, own.channels
+        parts = range(1) if "taps" in path else range(3)
+        return [_run(part * whole.channels + number * count, count) for part in parts]
 
     def _of_delta_net(self, path: Path, device: int) -> list[slice]:
         """Channels of the device's heads, and its gates; or its value heads, once or twice."""

@@ -252,7 +252,7 @@ def _laid_out(parts: tuple[_Part, ...], shares: Shares) -> list[Packed]:
     """A part for each of this host's devices, all of one size, laid out there."""
     devices = [shares.mesh.devices.flat[number] for number in shares.own_numbers]
     read = [
-        jax.device_put(part.matrix.read(part.outputs, part.inputs), device)
+        jax.device_put(part.matrix.read(part.matrix.span(part.outputs), part.inputs), device)
         for part, device in zip(parts, devices, strict=True)
     ]
     work = parts[0].matrix.part(parts[0].size, parts[0].outputs.start)

@@ -160,8 +160,8 @@ def _largest(model: Model, tokens: Sequence[int], mesh: Mesh | None = None) -> l
 
     def read(state: Any, row: Array, meta: AttentionMeta) -> list[Array]:
         seat: Any = None
-        if config.delta_net is not None:
-            seat = DeltaState.empty(config.delta_net.state_shapes(1))
+        if config.recurrent is not None:
+            seat = DeltaState.empty(config.recurrent.state_shapes(1))
         empty = config.by_layer(jnp.zeros(shape, dtype), seat)
         _, kept = nnx.merge(graph, state)(row, empty, meta, kernels)
         return [_largest_by_head(kept[layer]) for layer in config.pool_layers]

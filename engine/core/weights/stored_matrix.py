@@ -94,11 +94,17 @@ class StoredMatrix:
     def part(
         self, size: tuple[int, int], first: int = 0
     ) -> Callable[[_Read, Array | None], Packed]:
-        """The function that lays out a part of so many outputs and inputs; see `Shares.on_each`.
-        first: its first output, of whole heads where these have an order.
+        """The function that lays out a part of so many outputs and inputs, of those read that
+        `span` names; see `Shares.on_each`. first: its first output.
         """
-        order = tuple(place - first for place in self.order[first : first + size[0]])
-        return _LayOut(self.lay_out, size, order)
+        span = self.span(slice(first, first + size[0]))
+        order = tuple(place - span.start for place in self.order[first : first + size[0]])
+        return _LayOut(self.lay_out, (span.stop - span.start, size[1]), order)
+
+    def span(self, outputs: slice) -> slice:
+        """The stored outputs among which those of a part are."""
+        places = self.order[outputs]
+        return slice(min(places), max(places) + 1) if places else outputs
 
     def read(self, outputs: slice, inputs: slice) -> tuple[Tensors, np.ndarray]:
         """(the tensors of a window around this part, int32 [2]: the part's first output and input

@@ -37,17 +37,18 @@ def complaint(line: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flag", _VLLM_FLAGS)
-def test_every_flag_leads_to_a_setting_that_exists_or_to_a_reason(flag: str):
-    match _VLLM_FLAGS[flag]:
-        case _Mapped() as mapped:
-            setting = settings()[mapped.setting]
-            assert (mapped.switch is not None) == (setting.kind is bool)
-            for ours in mapped.values.values():
-                assert not setting.choices or ours in setting.choices
-        case _Accepted(reason=reason) | _Refused(reason=reason):
-            named = [word.strip(",.:;()") for word in reason.split() if word.startswith("--")]
-            assert not set(named) - {setting.flag for setting in settings().values()}
+def test_every_flag_leads_to_a_setting_that_exists_or_to_a_reason():
+    flags = {setting.flag for setting in settings().values()}
+    for flag, meaning in _VLLM_FLAGS.items():
+        match meaning:
+            case _Mapped() as mapped:
+                setting = settings()[mapped.setting]
+                assert (mapped.switch is not None) == (setting.kind is bool), flag
+                for ours in mapped.values.values():
+                    assert not setting.choices or ours in setting.choices, flag
+            case _Accepted(reason=reason) | _Refused(reason=reason):
+                named = [word.strip(",.:;()") for word in reason.split() if word.startswith("--")]
+                assert not set(named) - flags, flag
 
 
 def test_a_command_line_of_vllms():

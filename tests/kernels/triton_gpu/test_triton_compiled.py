@@ -30,7 +30,9 @@ from jitney.kernels.triton_gpu.top_k_top_p import _SHIFTS
 SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
 DTYPES = {2: "bfloat16", 4: "float32"}
 #: The whole table with every pool and option takes minutes: `make test-compile` sets this.
-WHOLE = os.environ.get("JITNEY_TEST_COMPILE") == "1"
+whole_table = pytest.mark.skipif(
+    os.environ.get("JITNEY_TEST_COMPILE") != "1", reason="minutes of compiling: make test-compile"
+)
 
 
 def launches(
@@ -100,23 +102,26 @@ def test_the_usual_shapes(sm: int, dim: int, dtype: str, pool: str):
     check(launches(sm, dim, dtype, pool), sm)
 
 
-@pytest.mark.skipif(not WHOLE, reason="minutes of compiling: make test-compile")
-@pytest.mark.parametrize("options", [{}, {"window": 1024}, {"softcap": 30.0}], ids=str)
-@pytest.mark.parametrize("quantised", ["", "int8", "float8_e4m3fn"])
+@whole_table
 @pytest.mark.parametrize("sm,dim,itemsize", _ATTENTION)
-def test_the_whole_table(sm: int, dim: int, itemsize: int, quantised: str, options: dict[str, Any]):
-    if sm == 80 and quantised == "float8_e4m3fn":
-        pytest.skip("A100 has no fp8")
-    check(launches(sm, dim, DTYPES[itemsize], quantised or DTYPES[itemsize], **options), sm)
+def test_the_whole_table(sm: int, dim: int, itemsize: int):
+    dtype = DTYPES[itemsize]
+    options: tuple[dict[str, Any], ...] = ({}, {"window": 1024}, {"softcap": 30.0})
+    for pool in pools(sm, dtype):
+        for more in options:
+            check(launches(sm, dim, dtype, pool, **more), sm)
 
 
-@pytest.mark.skipif(not WHOLE, reason="minutes of compiling: make test-compile")
-@pytest.mark.parametrize(
-    "group,dim,page", [(1, 128, 16), (7, 128, 32), (3, 64, 128), (16, 96, 64), (32, 80, 16)]
-)
+def pools(sm: int, dtype: str) -> list[str]:
+    """What a card keeps keys and values of this dtype as: an A100 has no fp8."""
+    return [dtype, "int8"] if sm == 80 else [dtype, "int8", "float8_e4m3fn"]
+
+
+@whole_table
 @pytest.mark.parametrize("sm", SHARED)
-def test_odd_groups_and_pages(sm: int, group: int, dim: int, page: int):
-    check(launches(sm, dim, "bfloat16", "bfloat16", group=group, page=page), sm)
+def test_odd_groups_and_pages(sm: int):
+    for group, dim, page in ((1, 128, 16), (7, 128, 32), (3, 64, 128), (16, 96, 64), (32, 80, 16)):
+        check(launches(sm, dim, "bfloat16", "bfloat16", group=group, page=page), sm)
 
 
 @pytest.mark.parametrize("sm", SHARED)
@@ -184,14 +189,12 @@ def test_as_many_programs_are_resident_as_the_table_says(sm: int, dim: int, grou
     check_residency(sm, dim, group, pool)
 
 
-@pytest.mark.skipif(not WHOLE, reason="minutes of compiling: make test-compile")
-@pytest.mark.parametrize("pool", ["bfloat16", "int8", "float8_e4m3fn"])
-@pytest.mark.parametrize("group", [1, 4, 32])
+@whole_table
 @pytest.mark.parametrize("sm,dim", [key[:2] for key in _ATTENTION if key[2] == 2])
-def test_as_many_programs_are_resident_for_every_pool(sm: int, dim: int, group: int, pool: str):
-    if sm == 80 and pool == "float8_e4m3fn":
-        pytest.skip("A100 has no fp8")
-    check_residency(sm, dim, group, pool)
+def test_as_many_programs_are_resident_for_every_pool(sm: int, dim: int):
+    for pool in pools(sm, "bfloat16"):
+        for group in (1, 4, 32):
+            check_residency(sm, dim, group, pool)
 
 
 @pytest.mark.parametrize("sm,dim,pool", [(90, 128, "float8_e4m3fn"), (80, 64, "int8")])
@@ -233,7 +236,7 @@ def test_the_ptx_version_is_one_that_the_card_can_have(sm: int, version: str):
     assert f".version {version}\n" in done.stdout
 
 
-@pytest.mark.skipif(not WHOLE, reason="minutes of compiling: make test-compile")
+@whole_table
 @pytest.mark.parametrize("rows,seqs", [(1, 1), (64, 1), (2, 2), (2048, 1024)])
 def test_few_and_many_seats(rows: int, seqs: int):
     check(launches(90, 128, "bfloat16", "bfloat16", rows=rows, seqs=seqs), 90)
@@ -317,15 +320,14 @@ def test_int4_products_of_many_rows_stay_narrow_up_to_the_tile(sm: int, rows: in
         assert made.has_wgmma or sm != 90
 
 
-@pytest.mark.skipif(not WHOLE, reason="minutes of compiling: make test-compile")
-@pytest.mark.parametrize(
-    "dtype,rows",
-    [("bfloat16", 1), ("bfloat16", 17), ("bfloat16", 64), ("float16", 64), ("float32", 16)],
-)
+@whole_table
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("sm", SHARED)
-def test_every_narrow_product(sm: int, group: int, dtype: str, rows: int):
-    check(others(sm, dtype, group, rows), sm)
+def test_every_narrow_product(sm: int, group: int):
+    for rows in (1, 17, 64):
+        check(others(sm, "bfloat16", group, rows), sm)
+    check(others(sm, "float16", group, 64), sm)
+    check(others(sm, "float32", group, 16), sm)
 
 
 def with_experts(sm: int, block: int, weights: str, dtype: str = "bfloat16") -> list[Call]:
@@ -404,13 +406,13 @@ def test_weights_of_few_rows_are_on_their_way_in_what_a_multiprocessor_holds(sm:
         assert constants["BLOCK_M"] == 16 and resident * brought >= wanted
 
 
-@pytest.mark.skipif(not WHOLE, reason="minutes of compiling: make test-compile")
-@pytest.mark.parametrize("weights", ["bfloat16", "int8", "float8_e4m3fn", "float32"])
+@whole_table
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
 @pytest.mark.parametrize("sm", SHARED)
-def test_every_product_with_experts(sm: int, block: int, weights: str):
-    dtype = "float32" if weights == "float32" else "bfloat16"
-    check(with_experts(sm, block, weights, dtype), sm)
+def test_every_product_with_experts(sm: int, block: int):
+    for weights in ("bfloat16", "int8", "float8_e4m3fn"):
+        check(with_experts(sm, block, weights), sm)
+    check(with_experts(sm, block, "float32", "float32"), sm)
 
 
 def test_few_blocks_are_cut_into_as_many_programs_as_there_are_processors():

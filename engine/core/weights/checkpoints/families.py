@@ -21,6 +21,7 @@ from jitney.engine.core.weights.checkpoints.model_config import (
     ModelConfig,
     RopeConfig,
     RopeScaling,
+    ShortConvConfig,
 )
 from jitney.engine.core.weights.checkpoints.rope_config import (
     RopeReader,
@@ -186,12 +187,7 @@ def _qwen3_moe(values: JsonObject) -> ModelConfig:
     """
     fields, config = _read_qwen3(values, num_key_value_heads=4)
     window = _window(fields) if fields.flag("use_sliding_window") else 0
-    every = fields.integer("decoder_sparse_step", 1, MOST.layers, default=1)
-    if fields.get("mlp_only_layers") or every != 1:
-        raise ModelError(
-            "config.json: mlp_only_layers and decoder_sparse_step: layers without experts among "
-            "layers with them are not supported"
-        )
+    _check_all_have_experts(fields)
     count = "num_experts" if fields.get("num_local_experts") is None else "num_local_experts"
     inner = fields.integer("moe_intermediate_size", 1, MOST.width, default=768)
     experts = ExpertsConfig(
@@ -203,6 +199,15 @@ def _qwen3_moe(values: JsonObject) -> ModelConfig:
     return replace(config, intermediate_size=inner, windows=windows, experts=experts)
 
 
+def _check_all_have_experts(fields: Fields) -> None:
+    every = fields.integer("decoder_sparse_step", 1, MOST.layers, default=1)
+    if fields.get("mlp_only_layers") or every != 1:
+        raise ModelError(
+            "config.json: mlp_only_layers and decoder_sparse_step: layers without experts among "
+            "layers with them are not supported"
+        )
+
+
 def _qwen3_5(values: JsonObject) -> ModelConfig:
     fields, config = _read_decoder(
         values, max_position_embeddings=32768, head_dim=256, partial_rotary_factor=0.25
@@ -212,7 +217,7 @@ def _qwen3_5(values: JsonObject) -> ModelConfig:
         every = fields.integer("full_attention_interval", 1, MOST.layers, default=4)
         layers = frozenset(i for i in range(config.n_layers) if (i + 1) % every)
     else:
-        layers = _recurrent_layers(fields, kinds, config.n_layers)
+        layers = _recurrent_layers(fields, kinds, config.n_layers, "linear_attention")
     delta_net = DeltaNetConfig(
         layers,
         key_heads=fields.integer("linear_num_key_heads", 1, MOST.width, default=16),
@@ -231,12 +236,12 @@ def _qwen3_5(values: JsonObject) -> ModelConfig:
     )
 
 
-def _recurrent_layers(fields: Fields, kinds: Any, layers: int) -> frozenset[int]:
-    """Which layers `layer_types` calls linear_attention."""
-    known = ("full_attention", "linear_attention")
+def _recurrent_layers(fields: Fields, kinds: Any, layers: int, name: str) -> frozenset[int]:
+    """Which layers `layer_types` calls by that name."""
+    known = ("full_attention", name)
     if not isinstance(kinds, list) or len(kinds) != layers or any(k not in known for k in kinds):
-        fields.reject("layer_types", kinds, f"{layers} times full_attention or linear_attention")
-    return frozenset(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+        fields.reject("layer_types", kinds, f"{layers} times full_attention or {name}")
+    return frozenset(layer for layer, kind in enumerate(kinds) if kind == name)
 
 
 def _qwen3_5_moe(values: JsonObject) -> ModelConfig:
@@ -253,6 +258,65 @@ def _qwen3_5_moe(values: JsonObject) -> ModelConfig:
     )
     config = _qwen3_5(settings | {"intermediate_size": inner})
     return replace(config, experts=experts)
+
+
+def _qwen3_next(values: JsonObject) -> ModelConfig:
+    """Qwen3-Next: a mixture of Qwen3.5 with more experts, whose shares may stay as they are."""
+    settings = {"num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True}
+    settings |= dict(values)
+    fields = Fields(settings, "config.json")
+    _check_all_have_experts(fields)
+    config = _qwen3_5_moe(settings)
+    assert config.experts is not None
+    experts = replace(config.experts, renormalised=fields.flag("norm_topk_prob"))
+    return replace(config, experts=experts)
+
+
+def _lfm2(values: JsonObject) -> ModelConfig:
+    """LFM2; its first files call some keys tie_embedding and block_ff_dim."""
+    renamed = {
+        "rms_norm_eps": values.get("norm_eps", 1e-5),
+        "tie_word_embeddings": values.get("tie_embedding", values.get("tie_word_embeddings", True)),
+        "intermediate_size": values.get("block_ff_dim", values.get("intermediate_size", 12288)),
+    }
+    fields, config = _read_decoder(
+        dict(values) | renamed,
+        max_position_embeddings=128000,
+        num_key_value_heads=8,
+        rope_theta=1e6,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    if fields.flag("conv_bias"):
+        raise ModelError("config.json: conv_bias is not supported")
+    kinds, layers = fields.get("layer_types"), config.n_layers
+    if kinds is None:
+        attending = fields.get("full_attn_idxs", list(range(layers)))
+        if not isinstance(attending, list):
+            fields.reject("full_attn_idxs", attending, "numbers of layers")
+        kinds = ["full_attention" if layer in attending else "conv" for layer in range(layers)]
+    conv = ShortConvConfig(
+        _recurrent_layers(fields, kinds, layers, "conv"),
+        config.hidden_size,
+        fields.integer("conv_L_cache", 2, MOST.taps, default=3),
+    )
+    return replace(
+        config,
+        intermediate_size=_lfm2_inner(fields, config.intermediate_size),
+        qkv_bias=False,
+        qk_norm=True,
+        activation="silu",
+        short_conv=conv,
+    )
+
+
+def _lfm2_inner(fields: Fields, inner: int) -> int:
+    """Columns of the feed-forward, which are fewer than the file says unless it says otherwise."""
+    if not fields.flag("block_auto_adjust_ff_dim", True):
+        return inner
+    factor = fields.number("block_ffn_dim_multiplier", 1.0)
+    step = fields.integer("block_multiple_of", 1, MOST.width, default=256)
+    return -(-int(factor * int(2 * inner / 3)) // step) * step
 
 
 def _mixtral(values: JsonObject) -> ModelConfig:
@@ -773,6 +837,7 @@ _TINY_QWEN3_5: JsonDict = {
     "attention_gate": True,
     "delta_net": DeltaNetConfig(frozenset({0, 2}), 2, 4, 16, 16),
 }
+_TINY_QWEN3_5_MOE: JsonDict = _TINY_QWEN3_5 | {"experts": ExpertsConfig(8, 2, True, shared_size=64)}
 
 
 def _tiny_encoder(encoder: EncoderConfig) -> JsonDict:
@@ -790,11 +855,18 @@ FAMILIES: dict[str, Family] = {
         "qwen3_moe", _qwen3_moe, None, {"qk_norm": True, "experts": ExpertsConfig(8, 2, True)}
     ),
     "Qwen3_5ForCausalLM": Family("qwen3_5", _qwen3_5, None, _TINY_QWEN3_5),
-    "Qwen3_5MoeForCausalLM": Family(
-        "qwen3_5_moe",
-        _qwen3_5_moe,
+    "Qwen3_5MoeForCausalLM": Family("qwen3_5_moe", _qwen3_5_moe, None, _TINY_QWEN3_5_MOE),
+    "Qwen3NextForCausalLM": Family("qwen3_next", _qwen3_next, None, _TINY_QWEN3_5_MOE),
+    "Lfm2ForCausalLM": Family(
+        "lfm2",
+        _lfm2,
         None,
-        _TINY_QWEN3_5 | {"experts": ExpertsConfig(8, 2, True, shared_size=64)},
+        {
+            "n_layers": 3,
+            "windows": (0, 0, 0),
+            "qk_norm": True,
+            "short_conv": ShortConvConfig(frozenset({0, 2}), 64),
+        },
     ),
     "MixtralForCausalLM": Family("mixtral", _mixtral, None, {"experts": ExpertsConfig(4, 2, True)}),
     "Gemma2ForCausalLM": Family(

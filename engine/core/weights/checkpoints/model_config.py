@@ -149,6 +149,11 @@ class DeltaNetConfig:
         """C."""
         return 2 * self.key_heads * self.key_dim + self.values
 
+    @property
+    def outputs(self) -> int:
+        """Columns of a layer's opening matrix, and rows of its closing one."""
+        return self.channels + 2 * self.values
+
     def state_shapes(self, seats: int, shards: int = 1) -> tuple[tuple[int, ...], ...]:
         """Of the arrays that one layer keeps (`DeltaState`), over so many devices like this one."""
         return (
@@ -161,6 +166,13 @@ class DeltaNetConfig:
     def seat_bytes(self) -> int:
         """Bytes that one layer keeps of a seat."""
         return 4 * (self.taps * self.channels + self.key_dim * self.values + 1)
+
+    def uneven(self, shards: int) -> dict[str, tuple[int, int]]:
+        """What is divided over devices: names -> (size, parts)."""
+        sizes = {"value heads of recurrent layers": (self.value_heads, shards)}
+        if self.key_heads % shards and shards % self.key_heads:
+            sizes["key heads of recurrent layers"] = self.key_heads, shards
+        return sizes
 
     def local(self, shards: int) -> DeltaNetConfig:
         """One device's heads, of `shards`; devices beyond the key heads share them."""
@@ -179,6 +191,40 @@ class _CacheGroup:
     window: int
     #: Their numbers.
     layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvConfig:
+    """Layers that keep the last inputs of a convolution of each seat in place of pages."""
+
+    #: Which layers, by number.
+    layers: frozenset[int]
+    #: C: each is convolved by itself, and opened by two gates.
+    channels: int
+    #: W: inputs that the convolution of a channel sees, its own included.
+    taps: int = 3
+
+    @property
+    def outputs(self) -> int:
+        """Columns of a layer's opening matrix, and rows of its closing one."""
+        return 4 * self.channels
+
+    def state_shapes(self, seats: int, shards: int = 1) -> tuple[tuple[int, ...] | None, ...]:
+        """See `DeltaNetConfig.state_shapes`."""
+        return (seats, self.taps, shards * self.channels), None, (seats,)
+
+    @property
+    def seat_bytes(self) -> int:
+        """Bytes that one layer keeps of a seat."""
+        return 4 * (self.taps * self.channels + 1)
+
+    def uneven(self, shards: int) -> dict[str, tuple[int, int]]:
+        """See `DeltaNetConfig.uneven`."""
+        return {"channels of convolutions": (self.channels, shards)}
+
+    def local(self, shards: int) -> ShortConvConfig:
+        """One device's channels, of `shards`."""
+        return replace(self, channels=self.channels // shards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,8 +291,9 @@ class ModelConfig:
     activation: Activation = "silu"
     #: None: one feed-forward for every token.
     experts: ExpertsConfig | None = None
-    #: None: every layer attends.
+    #: Layers that do not attend, of one kind or the other; None: no such layers.
     delta_net: DeltaNetConfig | None = None
+    short_conv: ShortConvConfig | None = None
     #: What attention gives is multiplied by the sigmoid of a gate, as wide as the queries and
     #: beside them in their projection.
     attention_gate: bool = False
@@ -292,8 +339,13 @@ class ModelConfig:
         """Numbers of the layers that keep keys and values."""
         if self.encoder is not None:
             return ()
-        recurrent = () if self.delta_net is None else self.delta_net.layers
-        return tuple(layer for layer in range(self.n_layers) if layer not in recurrent)
+        others = () if self.recurrent is None else self.recurrent.layers
+        return tuple(layer for layer in range(self.n_layers) if layer not in others)
+
+    @property
+    def recurrent(self) -> DeltaNetConfig | ShortConvConfig | None:
+        """Of the layers that keep a state of each seat in place of pages."""
+        return self.delta_net or self.short_conv
 
     def by_layer[T](self, pool: T, state: T) -> list[T]:
         """What each layer keeps: a pool, or the state of a recurrent layer."""
@@ -308,9 +360,9 @@ class ModelConfig:
     @property
     def seat_bytes(self) -> int:
         """Bytes that recurrent layers keep of a seat."""
-        if self.delta_net is None:
+        if self.recurrent is None:
             return 0
-        return (self.n_layers - self.n_pools) * self.delta_net.seat_bytes
+        return (self.n_layers - self.n_pools) * self.recurrent.seat_bytes
 
     @property
     def output_size(self) -> int:
@@ -381,9 +433,8 @@ class ModelConfig:
         """
         experts = self.experts or ExpertsConfig(1, 1, renormalised=True)
         outputs = self.n_pools * (self.qkv_size + self.n_heads * self.head_dim)
-        if self.delta_net is not None:
-            of_layer = self.delta_net.channels + 2 * self.delta_net.values
-            outputs += (self.n_layers - self.n_pools) * of_layer
+        if self.recurrent is not None:
+            outputs += (self.n_layers - self.n_pools) * self.recurrent.outputs
         if self.experts is not None:  # the routers, and experts that all rows go through
             outputs += self.n_layers * (experts.n_experts + 3 * experts.shared_size)
         return StepCost(
@@ -442,12 +493,8 @@ class ModelConfig:
         }
         if self.n_kv_heads % shards and shards % self.n_kv_heads:
             sizes = {"key-value heads": (self.n_kv_heads, shards)}
-        delta_net = self.delta_net
-        if delta_net is not None:
-            sizes["value heads of recurrent layers"] = delta_net.value_heads, shards
-            if delta_net.key_heads % shards and shards % delta_net.key_heads:
-                sizes["key heads of recurrent layers"] = delta_net.key_heads, shards
-            delta_net = delta_net.local(shards)
+        if self.recurrent is not None:
+            sizes |= self.recurrent.uneven(shards)
         if self.experts is not None and self.experts.shared_size:
             sizes["columns of the shared expert"] = self.experts.shared_size, shards
         uneven = [f"{size} {name}" for name, (size, parts) in sizes.items() if size % parts]
@@ -462,7 +509,8 @@ class ModelConfig:
             experts = replace(experts, shared_size=experts.shared_size // shards)
         return replace(
             self,
-            delta_net=delta_net,
+            delta_net=self.delta_net and self.delta_net.local(shards),
+            short_conv=self.short_conv and self.short_conv.local(shards),
             n_heads=self.n_heads // shards,
             n_kv_heads=max(1, self.n_kv_heads // shards),
             intermediate_size=self.intermediate_size // inner_shards,

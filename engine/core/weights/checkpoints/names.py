@@ -16,6 +16,7 @@ from jitney.engine.core.weights.checkpoints.model_config import (
     DeltaNetConfig,
     ExpertsConfig,
     ModelConfig,
+    ShortConvConfig,
 )
 
 type FileFormat = Literal["hf", "gguf"]
@@ -110,10 +111,12 @@ class WeightMap:
             targets.append(Target(("lm_head", "kernel"), (head,), transpose=True))
         for layer in range(config.n_layers):
             targets += _layer_norms(config, names, layer)
-            if layer in config.pool_layers or config.delta_net is None:
+            if layer in config.pool_layers:
                 targets += _attention_matrices(config, names, layer)
-            else:
+            elif config.delta_net is not None:
                 targets += _delta_net_weights(config.hidden_size, config.delta_net, names, layer)
+            elif config.short_conv is not None:
+                targets += _short_conv_weights(config.hidden_size, config.short_conv, names, layer)
             if config.experts is None:
                 targets += _mlp_matrices(config, names, layer)
             else:
@@ -179,6 +182,10 @@ class Dialect:
     #: Queries, keys and values in one matrix, and gate and up; empty: they are apart.
     qkv: str = ""
     gate_up: str = ""
+    #: Of a delta net: queries, keys, values and gates in one matrix, and both rates in another, of
+    #: one key head after the other; empty: they are apart.
+    delta_qkvz: str = ""
+    delta_rates: str = ""
     #: Norms of what attention and MLP give; empty where there are none.
     attention_post_norm: str = ""
     mlp_post_norm: str = ""
@@ -359,11 +366,23 @@ def _delta_net_weights(
     size: int, own: DeltaNetConfig, names: Dialect, layer: int
 ) -> Iterator[Target]:
     """Those of a recurrent layer, but for the norms and the feed-forward; size: E."""
-    prefix = f"{names.layer.format(i=layer)}linear_attn."
+    of_layer = names.layer.format(i=layer)
+    prefix = f"{of_layer}linear_attn."
     path, heads = ("layers", layer, "attention"), own.value_heads
-    opening = [_Rows(f"{prefix}in_proj_qkv", own.channels), _Rows(f"{prefix}in_proj_z", own.values)]
+    if names.delta_qkvz:
+        shared = heads // own.key_heads
+        values = shared * own.value_dim
+        order = _gathered(own.key_heads, (own.key_dim, own.key_dim, values, values))
+        opening = [_Rows(of_layer + names.delta_qkvz, own.channels + own.values, 1, order)]
+        order = _gathered(own.key_heads, (shared, shared))
+        rates = [Piece(f"{of_layer}{names.delta_rates}.weight", (2 * heads, size), 1, order)]
+    else:
+        opening = [
+            _Rows(f"{prefix}in_proj_qkv", own.channels),
+            _Rows(f"{prefix}in_proj_z", own.values),
+        ]
+        rates = [Piece(f"{prefix}in_proj_{one}.weight", (heads, size)) for one in "ba"]
     yield from _linear((*path, "qkv"), size, False, opening)
-    rates = [Piece(f"{prefix}in_proj_{one}.weight", (heads, size)) for one in "ba"]
     yield Target((*path, "rates"), tuple(rates), transpose=True)
     taps = Piece(f"{prefix}conv1d.weight", (own.channels, 1, own.taps))
     yield Target((*path, "taps"), (taps,), transpose=True)
@@ -371,6 +390,27 @@ def _delta_net_weights(
     yield Target((*path, "rate_bias"), (Piece(f"{prefix}dt_bias", (heads,)),))
     yield Target((*path, "norm"), (Piece(f"{prefix}norm.weight", (own.value_dim,)),))
     yield from _linear((*path, "o"), own.values, False, [_Rows(f"{prefix}out_proj", size)])
+
+
+def _short_conv_weights(
+    size: int, own: ShortConvConfig, names: Dialect, layer: int
+) -> Iterator[Target]:
+    """As `_delta_net_weights`."""
+    prefix, path = f"{names.layer.format(i=layer)}conv.", ("layers", layer, "attention")
+    opening = [_Rows(f"{prefix}in_proj", 3 * own.channels)]
+    yield from _linear((*path, "qkv"), size, False, opening)
+    taps = Piece(f"{prefix}conv.weight", (own.channels, 1, own.taps))
+    yield Target((*path, "taps"), (taps,), transpose=True)
+    yield from _linear((*path, "o"), own.channels, False, [_Rows(f"{prefix}out_proj", size)])
+
+
+def _gathered(heads: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Which stored row stands where, so that each part's rows of all heads lie together; stored is
+    one head after the other, each with parts of these sizes.
+    """
+    rows = np.arange(heads * sum(sizes)).reshape(heads, -1)
+    parts = np.split(rows, np.cumsum(sizes)[:-1], axis=1)
+    return tuple(np.concatenate([part.ravel() for part in parts]).tolist())
 
 
 def _mlp_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iterator[Target]:

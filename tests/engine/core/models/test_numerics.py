@@ -214,8 +214,10 @@ DECODERS = tuple(name for name in ARCHITECTURES if tiny_config(name).encoder is 
 
 
 @pytest.mark.parametrize("architecture", DECODERS)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("float32_residual", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "float32_residual"),
+    [(jnp.float32, False), (jnp.bfloat16, False), (jnp.bfloat16, True)],
+)
 def test_dtype_in_is_dtype_out(architecture: str, dtype, float32_residual: bool):
     """Activations and weights keep the model's dtype at every layer; only logits, the weights of
     some norms, decays, and the residual stream where the kernel set says so, are always float32.

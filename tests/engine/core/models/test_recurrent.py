@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,8 @@ SMALL: dict[str, Any] = {
     "pages": 120,
     "context": 256,
 }
+#: Ends of names of matrices that adapters may change.
+MODULES = ("_proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz", ".w1", ".w2", ".w3")
 LENGTHS = (1, 3, 17, 40, 97, 33, 64, 52)
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 1, "max_tokens": 24, "ignore_eos": True}
 
@@ -64,7 +68,18 @@ def engine(family: str, **more: Any) -> LLM:
     return LLM(f"tiny-random:{family}", **settings)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.fixture(scope="module")
+def engines(programs_when_used: None) -> Callable[[str], LLM]:
+    """An engine of each family, with pages for every prompt."""
+    return cache(engine)
+
+
+@pytest.fixture(scope="module")
+def llm(engines: Callable[[str], LLM]) -> LLM:
+    return engines("qwen3_5")
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "lfm2"])
 def test_alone_in_a_crowd_and_after_preemption_answers_are_the_same(
     family: str, monkeypatch: pytest.MonkeyPatch
 ):
@@ -83,8 +98,7 @@ def test_alone_in_a_crowd_and_after_preemption_answers_are_the_same(
     assert len({tuple(tokens) for tokens, _ in alone}) == len(LENGTHS)
 
 
-def test_siblings_each_read_their_prompt():
-    llm = engine("qwen3_5")
+def test_siblings_each_read_their_prompt(llm: LLM):
     (prompt,) = [one for one in prompts() if len(one) == 40]
     first, *others = answers(llm, [prompt], n=3)
     assert first == answers(llm, [prompt])[0]
@@ -92,8 +106,9 @@ def test_siblings_each_read_their_prompt():
     assert not llm.info.sizes.prefix_cache
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
 def test_rows_that_are_computed_again_for_a_late_mask_change_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+    family: str, engines: Callable[[str], LLM], monkeypatch: pytest.MonkeyPatch
 ):
     """Sequences sit out until their masks are there, and then have their last row once more."""
     wanted = Grammar("json_schema", '{"type":"array","items":{"enum":["a","b",10]},"maxItems":6}')
@@ -103,23 +118,26 @@ def test_rows_that_are_computed_again_for_a_late_mask_change_nothing(
     found = []
     for patience in (60.0, 0.0):
         monkeypatch.setattr(matchers, "_STEP_S", patience)
-        found.append((answers(engine("qwen3_5"), prompts(), grammar=wanted), len(rows)))
+        found.append((answers(engines(family), prompts(), grammar=wanted), len(rows)))
     (patiently, none), (hastily, some) = found
     assert patiently == hastily and none == 0 and some > len(LENGTHS)
 
 
-@pytest.mark.parametrize("kernels", ["native", "reference"])
+@pytest.mark.parametrize(
+    ("family", "kernels"),
+    [("qwen3_5", "native"), ("qwen3_5", "reference"), ("lfm2", "reference")],
+)
 @pytest.mark.parametrize("rows", [4, 64], ids=["decode", "mixed"])
-def test_what_seats_keep_is_written_where_it_lies(kernels: str, rows: int):
-    config = tiny_config("qwen3_5")
+def test_what_seats_keep_is_written_where_it_lies(family: str, kernels: str, rows: int):
+    config = tiny_config(family)
     sizes = StateSizes(
         seats=6, n_pages=16, page_size=16, context_length=256, kv_dtype=jnp.dtype("float32")
     )
     model = abstract_model(config)
     step = lower_step(model, Bucket(rows, 4), True, select("cpu", kernels), sizes, None)
     text = step.compile().as_text()
-    assert config.delta_net is not None and text is not None
-    for shape in config.delta_net.state_shapes(6)[:2]:
+    assert config.recurrent is not None and text is not None
+    for shape in filter(None, config.recurrent.state_shapes(6)[:2]):
         written = ",".join(map(str, shape))
         assert f"f32[{written}]" in text
         assert not re.findall(rf"= f32\[{written}\]\S* copy\(", text)
@@ -134,9 +152,13 @@ def save(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -
     return str(folder)
 
 
-def test_adapters_change_what_a_merged_checkpoint_has(tmp_path: Path):
-    """Of recurrent layers, of gated attention and of the feed-forward."""
-    case = DATA["cases"]["qwen3_5"]
+@pytest.mark.parametrize(
+    ("family", "count"),
+    [("qwen3_5", 3 * 3 + 4 + 4 * 3), ("qwen3_next", 3 * 2 + 4), ("lfm2", 3 * 2 + 4 + 4 * 3)],
+)
+def test_adapters_change_what_a_merged_checkpoint_has(family: str, count: int, tmp_path: Path):
+    """Of recurrent layers, also fused ones, of gated attention and of a dense feed-forward."""
+    case = DATA["cases"][family]
     tensors = {
         name: SCRIPT.random_tensor(name, tuple(shape)) for name, shape in case["shapes"].items()
     }
@@ -144,13 +166,15 @@ def test_adapters_change_what_a_merged_checkpoint_has(tmp_path: Path):
     halves, merged = {}, dict(tensors)
     for name, matrix in tensors.items():
         module = name.removesuffix(".weight")
-        if module.endswith(("_proj", "in_proj_qkv", "in_proj_z")):
+        if "expert" in module:
+            continue
+        if module.endswith(MODULES):
             a = rng.normal(0, 0.1, (4, matrix.shape[1])).astype(np.float32)
             b = rng.normal(0, 0.1, (matrix.shape[0], 4)).astype(np.float32)
             halves[f"base_model.model.{module}.lora_A.weight"] = a
             halves[f"base_model.model.{module}.lora_B.weight"] = b
             merged[name] = matrix + 2 * b @ a
-    assert len(halves) == 2 * (3 * 3 + 4 + 4 * 3)
+    assert len(halves) == 2 * count
     (tmp_path / "adapter").mkdir()
     save_file(halves, tmp_path / "adapter" / "adapter_model.safetensors")
     told = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none"}

@@ -63,6 +63,8 @@ CASES = (
     ("gpt_oss", 4),
     ("qwen3_5", 2),
     ("qwen3_5_moe", 4),
+    ("qwen3_next", 4),
+    ("lfm2", 2),
 )
 
 
@@ -161,7 +163,7 @@ def jobs(folders: dict[str, str]) -> list[tuple[str, str, list[Any]]]:
     ]
     return found + [
         (f"program {n} {plain} {rows}", "program", [n, plain, [rows, 4]])
-        for n, plain, rows in ((1, True, 4), (2, True, 4), (2, False, 64))
+        for n, plain, rows in ((1, True, 4), (2, False, 64))
     ]
 
 
@@ -316,13 +318,6 @@ def test_factors_of_quantised_pools_split_with_their_heads(results: dict[str, np
 def test_one_device_sends_nothing(results: dict[str, np.ndarray]):
     reduces, gathers, *_ = results["program 1 True 4"]
     assert (reduces, gathers) == (0, 0)
-
-
-def test_a_greedy_step_sends_two_sums_a_layer_and_two_numbers_a_row(results: dict[str, np.ndarray]):
-    reduces, gathers, widest, pools, aliased, _ = results["program 2 True 4"]
-    assert reduces == 2 * 2 + 1  # and one for the embedding
-    assert gathers == 1 and widest == 2 * 2 * 4
-    assert aliased >= pools
 
 
 def test_a_sampling_step_leaves_the_logits_where_they_are(results: dict[str, np.ndarray]):

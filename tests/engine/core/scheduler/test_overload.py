@@ -52,15 +52,15 @@ def open_loop(load: float, seconds: float) -> list[Arrival]:
 
 @pytest.fixture(scope="module")
 def ten_times() -> CrowdRun:
-    """Ten times the capacity for two minutes, and everybody comes back when told to."""
-    return crowd(open_loop(10.0, 120.0), shape(), TABLE)
+    """Ten times the capacity for a minute, and every refused request returns when told to."""
+    return crowd(open_loop(10.0, 60.0), shape(), TABLE)
 
 
 def test_requests_that_return_when_told_to_are_taken(ten_times: CrowdRun):
     """In the crowd and behind it, though no place is reserved for any of them."""
-    assert ten_times.turned_away > 5000 and ten_times.returns >= ten_times.turned_away
+    assert ten_times.turned_away > 2000 and ten_times.returns >= ten_times.turned_away
     assert ten_times.share_taken >= 0.9
-    assert ten_times.returns_during > 200
+    assert ten_times.returns_during > 100
     assert ten_times.taken_during >= 0.8 * ten_times.returns_during
     assert len({round(wait, 3) for wait in ten_times.waits}) > 0.9 * len(ten_times.waits)
 
@@ -82,10 +82,10 @@ def test_at_default_bounds_a_first_token_comes_within_the_bound_and_the_seats_st
     limits = {name: getattr(settings, name) for name in _BOUNDS}
     arrivals = [
         msgspec.structs.replace(arrival, n_output=3 * arrival.n_output)
-        for arrival in open_loop(10 / 3, 240.0)
+        for arrival in open_loop(10 / 3, 120.0)
     ]
     run = crowd(arrivals, shape(**limits), TABLE)
-    assert run.turned_away > 1000
+    assert run.turned_away > 500
     assert 0.4 * settings.max_predicted_wait_s < run.first_token_s(0.99)
     assert run.first_token_s(0.99) < settings.max_predicted_wait_s
     last = max(record.end for record in run.served)
@@ -94,20 +94,20 @@ def test_at_default_bounds_a_first_token_comes_within_the_bound_and_the_seats_st
 
 @pytest.mark.parametrize("obeys", [0.5, 0.1])
 def test_most_give_up_and_those_who_do_not_are_taken(obeys: float):
-    run = crowd(open_loop(10.0, 90.0), shape(), TABLE, obeys=obeys)
+    run = crowd(open_loop(10.0, 45.0), shape(), TABLE, obeys=obeys)
     assert run.share_taken >= 0.8 and not run.refused_beside_free_seats
-    during = [record for record in run.served if record.end < 90.0]
-    assert len(during) > 0.85 * 90.0 * CAPACITY, "no seat stays empty for those who gave up"
+    during = [record for record in run.served if record.end < 45.0]
+    assert len(during) > 0.85 * 45.0 * CAPACITY, "no seat stays empty for those who gave up"
 
 
 @pytest.mark.parametrize("order", ["fair", "shortest", "priority"])
 def test_whatever_the_order(order: str):
-    assert crowd(open_loop(10.0, 40.0), shape(order=order), TABLE).share_taken >= 0.9
+    assert crowd(open_loop(10.0, 20.0), shape(order=order), TABLE).share_taken >= 0.9
 
 
 def test_a_bound_by_predicted_wait_keeps_it():
     limits = shape(max_waiting_requests=10_000, max_predicted_wait_s=10.0)
-    run = crowd(open_loop(10.0, 60.0), limits, TABLE)
+    run = crowd(open_loop(10.0, 30.0), limits, TABLE)
     assert run.share_taken >= 0.9 and run.first_token_s(0.99) < 11.0
 
 
@@ -115,7 +115,7 @@ def test_where_pages_are_short_free_seats_are_no_places():
     """Pages for two or three of eight: the wait is foreseen by who sits, and is kept."""
     limits = shape(max_waiting_requests=10_000, max_predicted_wait_s=20.0)
     short = replace(limits, pages=21)
-    run = crowd(open_loop(10.0, 60.0), short, TABLE)
+    run = crowd(open_loop(10.0, 30.0), short, TABLE)
     assert run.share_taken >= 0.8 and run.first_token_s(0.99) < 1.5 * 20.0
 
 
@@ -283,8 +283,8 @@ def test_an_engine_that_becomes_slower_does_not_drown_in_those_it_told(
 ):
     """From a third of the time on each step takes twice as long: requests return too soon."""
 
-    make_slower(monkeypatch, 20.0, 1.0)
-    run = crowd(open_loop(10.0, 60.0), shape(), TABLE)
+    make_slower(monkeypatch, 10.0, 1.0)
+    run = crowd(open_loop(10.0, 30.0), shape(), TABLE)
     assert run.share_taken > 0.5, "some come twice, none on and on"
     last = max(record.end for record in run.served)
     assert len(run.served) / last > 0.75 * CAPACITY / 2

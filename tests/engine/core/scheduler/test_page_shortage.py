@@ -116,9 +116,9 @@ def closed_loop(outputs: str, seats: int, known: bool) -> Outcome:
 @pytest.mark.parametrize("outputs", OUTPUTS)
 def test_more_seats_than_pages_serve_cost_little(outputs: str, known: bool):
     """Before, 32 seats made 87 % of the best seat count's tokens, with stalls of 9 to 16 s."""
-    runs = {seats: closed_loop(outputs, seats, known) for seats in (4, 6, 8, 10, 12, 16, 32)}
+    runs = {seats: closed_loop(outputs, seats, known) for seats in (8, 10, 16, 32)}
     best = max(run.tok_s for run in runs.values())
-    assert min(runs[seats].tok_s for seats in (10, 12, 16, 32)) > 0.94 * best
+    assert min(runs[seats].tok_s for seats in (10, 16, 32)) > 0.94 * best
     assert max(run.stall for run in runs.values()) < 2.0
     assert runs[32].preempted <= (5 if known else 90), "331 before"
     # The best that boarding by the prompt's pages alone made of this: 8 and 10 seats, stalls of 3.7

@@ -5,6 +5,7 @@ description.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +268,29 @@ def test_a_part_is_laid_out_as_in_the_whole(
     around = (whole.shape[0] + 16) / 64 * (whole.shape[1] + 64) / 128
     stored = sum(np.prod(field.stored.shape) * field.dtype.itemsize for field in matrix.fields)
     assert sum(array.nbytes for array in read) <= around * stored + 4
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_part_of_outputs_from_several_places_is_laid_out_in_their_order(
+    tmp_path: Path, name: str
+):
+    config, make, _ = FORMATS[name]
+    floats = write_quantised(tmp_path, config, make)
+    source = ModelSource.resolve(str(tmp_path))
+    stored = open_checkpoint(source, Llama.weight_map(source.config, "hf"))
+    matrix = stored.matrix("model.layers.1.mlp.down_proj.weight")
+    assert matrix is not None
+    # Four heads of 4 and 12 rows: rows 0 to 3 of each, then the others.
+    order = [
+        16 * head + row for rows in (range(4), range(4, 16)) for head in range(4) for row in rows
+    ]
+    matrix = replace(matrix, order=tuple(order))
+    whole = floats["model.layers.1.mlp.down_proj.weight"][order]
+    for outputs in (slice(8, 16), slice(16, 40)):
+        read, first = matrix.read(matrix.span(outputs), slice(0, 128))
+        work = matrix.part((outputs.stop - outputs.start, 128), outputs.start)
+        found = work((tuple(map(jnp.asarray, read)), jnp.asarray(first)), None)
+        np.testing.assert_array_equal(widened(found), whole[outputs].T)
 
 
 def test_floats_have_no_matrix(tmp_path: Path):

@@ -41,6 +41,7 @@ MIXTURE = BASE | {
     "num_key_value_heads": 2,
     "moe_intermediate_size": 24,
 }
+LFM2 = BASE | {"architectures": ["Lfm2ForCausalLM"], "num_key_value_heads": 2}
 GGUF = {
     "general.architecture": "qwen2",
     "qwen2.block_count": 2,
@@ -152,6 +153,27 @@ def test_what_a_qwen_file_leaves_out_is_as_in_its_configuration_class(name: str,
     assert ours.windows == tuple([every * (kind == "sliding_attention") for kind in kinds])
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"full_attn_idxs": [1], "tie_embedding": False, "block_ff_dim": 96},
+        {"layer_types": ["conv", "full_attention", "conv"], "tie_word_embeddings": False},
+    ],
+)
+def test_what_a_file_of_lfm2_leaves_out_is_as_in_its_configuration_class(given: dict):
+    """Also what its first files call otherwise."""
+    sizes = BASE | {"num_attention_heads": 8, "block_auto_adjust_ff_dim": False}
+    theirs = transformers.Lfm2Config(**sizes | given)
+    ours = read_hf_config(sizes | given | {"architectures": ["Lfm2ForCausalLM"]})
+    kinds = ["full_attention" if i in ours.pool_layers else "conv" for i in range(ours.n_layers)]
+    assert kinds == theirs.layer_types
+    assert ours.tie_embeddings == theirs.tie_word_embeddings
+    assert ours.intermediate_size == theirs.intermediate_size
+    assert (ours.n_kv_heads, ours.rms_eps) == (theirs.num_key_value_heads, theirs.norm_eps)
+    assert ours.short_conv is not None and ours.short_conv.taps == theirs.conv_L_cache
+
+
 def test_yarn_extends_the_context():
     config = read_hf_config(BASE | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
     assert config.context_length == 512
@@ -186,6 +208,8 @@ def test_yarn_extends_the_context():
         (MIXTURE | {"moe_intermediate_size": "wide"}, ["moe_intermediate_size"]),
         (MIXTURE | {"mlp_only_layers": [0]}, ["mlp_only_layers", "not supported"]),
         (MIXTURE | {"decoder_sparse_step": 2}, ["decoder_sparse_step", "not supported"]),
+        (LFM2 | {"conv_bias": True}, ["conv_bias", "not supported"]),
+        (LFM2 | {"layer_types": ["conv", "rnn", "conv"]}, ["layer_types", "or conv"]),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(change: dict, words: list[str]):
@@ -300,11 +324,11 @@ def test_tiny_configs_exist_for_all(architecture: str):
     config = tiny_config(name)
     assert config.architecture == architecture and config.vocab_size == 512
     assert (config.qkv_bias, config.qk_norm, any(config.windows)) == (
-        name in ("qwen2", "seed_oss", "glm4") or config.encoder is not None,
-        name in ("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "exaone4"),
-        name in ("mistral", "gemma2", "gemma3", "olmo3", "exaone4", "cohere2"),
+        name in ("qwen2", "seed_oss", "glm4", "gpt_oss") or config.encoder is not None,
+        name.startswith("qwen3") or name in ("gemma3", "exaone4", "lfm2"),
+        name in ("mistral", "gemma2", "gemma3", "olmo3", "exaone4", "cohere2", "gpt_oss"),
     )
-    assert (config.experts is not None) == (name in ("qwen3_moe", "qwen3_5_moe", "mixtral"))
+    assert (config.experts is not None) == name.endswith(("_moe", "_next", "mixtral", "gpt_oss"))
 
 
 def test_experts_are_read_from_files_of_old_and_new_transformers():

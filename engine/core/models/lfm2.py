@@ -1,0 +1,93 @@
+"""LFM2 and LFM2.5, dense: short gated convolutions between layers that attend.
+
+A convolution sees a row and the few before it. Its inputs are values times a gate, and what comes
+of it is multiplied with a second one; of each seat the last inputs are kept.
+
+Axes: T rows, E embed; C and W as in `ShortConvConfig`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from jitney.engine.core.models.attention import Attention
+from jitney.engine.core.models.layers import Linear, normal
+from jitney.engine.core.models.llama import Block, Llama
+from jitney.engine.core.models.rope import Rope
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
+from jitney.engine.core.weights.checkpoints.names import HF, Dialect, FileFormat
+from jitney.kernels.delta_net import DeltaState, short_conv
+from jitney.kernels.interface import AttentionMeta, Kernels
+
+_HF = replace(
+    HF,
+    norm="model.embedding_norm",
+    attention_norm="operator_norm",
+    mlp_norm="ffn_norm",
+    o="self_attn.out_proj",
+    q_norm="self_attn.q_layernorm",
+    k_norm="self_attn.k_layernorm",
+    gate="feed_forward.w1",
+    up="feed_forward.w3",
+    down="feed_forward.w2",
+)
+
+
+class _ShortConv(nnx.Module):
+    """qkv [E, 3 C] makes both gates and the values, taps [W, 1, C] convolve, o [C, E] closes."""
+
+    def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        own = config.short_conv
+        assert own is not None
+        size = config.hidden_size
+        self.qkv = Linear(size, 3 * own.channels, bias=False, dtype=dtype, rngs=rngs)
+        self.taps = nnx.Param(normal(rngs, (own.taps, 1, own.channels), 0.7, dtype))
+        is_split = config.shards > 1
+        self.o = Linear(own.channels, size, bias=False, dtype=dtype, rngs=rngs, summed=is_split)
+
+    def __call__(
+        self, x: Array, rope: Rope, kv: DeltaState, meta: AttentionMeta, kernels: Kernels
+    ) -> tuple[Array, DeltaState]:
+        """x [T, E] -> ([T, E], kv), which is what the layer keeps; it knows no positions."""
+        kernels = kernels.of_rows(meta.counts[2])
+        rows = self.qkv(x, kernels, adapted=meta.adapted)
+        taps = self.taps[...]
+        o, kv = short_conv(rows, taps.reshape(taps.shape[0], -1), kv, meta)
+        return self.o(o, kernels, adapted=meta.adapted), kv
+
+    def linears(self) -> tuple[Linear, ...]:
+        """See `Attention.linears`."""
+        return self.qkv, self.o
+
+    def pack(self, kernels: Kernels) -> None:
+        """See `Attention.pack`."""
+        self.qkv.pack(kernels)
+        self.o.pack(kernels)
+
+
+def _mixer(
+    config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs
+) -> _ShortConv | Attention:
+    """The first half of a layer."""
+    made: Any = Attention if layer in config.pool_layers else _ShortConv
+    return made(config, layer, dtype=dtype, rngs=rngs)
+
+
+class _Block(Block):
+    attention_class = staticmethod(_mixer)
+
+
+class Lfm2(Llama):
+    """See `Llama`."""
+
+    block = _Block
+
+    @classmethod
+    def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:
+        """The names of Hugging Face's folders; GGUF files of LFM2 are not read."""
+        return _HF
