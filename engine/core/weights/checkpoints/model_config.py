@@ -184,16 +184,6 @@ class DeltaNetConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class _CacheGroup:
-    """Layers that keep keys and values of the same positions, in pages of their own."""
-
-    #: Positions that each of them sees, the newest; 0: all.
-    window: int
-    #: Their numbers.
-    layers: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class ShortConvConfig:
     """Layers that keep the last inputs of a convolution of each seat in place of pages."""
 
@@ -225,6 +215,16 @@ class ShortConvConfig:
     def local(self, shards: int) -> ShortConvConfig:
         """One device's channels, of `shards`."""
         return replace(self, channels=self.channels // shards)
+
+
+@dataclass(frozen=True, slots=True)
+class _CacheGroup:
+    """Layers that keep keys and values of the same positions, in pages of their own."""
+
+    #: Positions that each of them sees, the newest; 0: all.
+    window: int
+    #: Their numbers.
+    layers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
