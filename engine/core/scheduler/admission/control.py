@@ -78,6 +78,12 @@ class _Bound(NamedTuple):
     #: Share of `most` that may be filled now.
     now: float = 1.0
 
+    def for_a_modest_tenant(self) -> _Bound:
+        """The bound for a tenant that others have left no room."""
+        if self.overflow == 1.0:
+            return self
+        return self._replace(most=self.overflow * self.most, now=1.0)
+
 
 @dataclass(slots=True)
 class _Verdict:
@@ -323,7 +329,7 @@ class AdmissionControl:
         refusal = _first_over(bounds)
         if refusal is None or not self._may_overflow(leader, work):
             return refusal
-        return _first_over([bound._replace(most=bound.overflow * bound.most) for bound in bounds])
+        return _first_over([bound.for_a_modest_tenant() for bound in bounds])
 
     def _may_overflow(self, leader: Sequence, work: _Work) -> bool:
         """Whether others have filled the queue, and the leader's tenant has not."""
