@@ -228,7 +228,7 @@ def test_a_dead_engine_ends_the_feed(client):
 
 
 def test_a_failing_sampler_ends_the_feed_and_is_logged(client, caplog):
-    client.records = lambda after: 1 / 0
+    client.history.records.since = lambda after: 1 / 0
     assert [name for name, _ in watch(Feed(client), 9)] == ["hello", "bye"]
     assert "division by zero" in caplog.text
 

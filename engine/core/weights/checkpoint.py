@@ -59,6 +59,21 @@ class _BlockGGUF(GGUFFile):
         return StoredMatrix((outputs, inputs), (rows,), lay_out, together=(1, block))
 
 
+def may_keep(source: ModelSource, schemes: frozenset[str]) -> bool:
+    """Whether a model's files may hold matrices in one of the schemes. No file of weights is
+    read.
+    """
+    if source.kind == "gguf":
+        return bool(schemes - {"mxfp4"})
+    if source.kind == "tiny":
+        return False
+    packing = read_packing(read_json(Path(source.path), "config.json"))
+    if packing is None:
+        return False
+    own = schemes & {"mxfp4"} if packing.method == "mxfp4" else schemes - {"mxfp4"}
+    return bool(own)
+
+
 def open_checkpoint(source: ModelSource, weights: WeightMap) -> Checkpoint:
     """The tensors of a folder or file; weights: what is wanted of it."""
     if source.kind == "gguf":

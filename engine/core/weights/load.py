@@ -27,7 +27,7 @@ from jitney.engine.core.models.registry import (
 )
 from jitney.engine.core.models.sharding import TENSOR, Shares, whole_shape
 from jitney.engine.core.weights import repack
-from jitney.engine.core.weights.checkpoint import Checkpoint, open_checkpoint
+from jitney.engine.core.weights.checkpoint import Checkpoint, may_keep, open_checkpoint
 from jitney.engine.core.weights.checkpoints.fetch import Progress, no_progress
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.names import Path, Piece, Target, WeightMap
@@ -115,11 +115,12 @@ def load_shapes(
 ) -> Model:
     """The model that `load_model` would make over so many devices, with shapes for arrays.
 
-    shards: devices of one engine. whole: the configuration of all devices. Where matrices stay as
-    stored, the first layer's are read, and the others are taken to be stored alike.
+    shards: devices of one engine. whole: the configuration of all devices. If matrices may stay as
+    stored, the first layer's are read, and the others are taken to be stored alike; else no file of
+    weights is needed.
     """
     model = abstract_model(whole.local(shards), dtype=dtype, weights=storage.scheme)
-    if source.kind != "tiny" and source.has_weights and storage.as_stored:
+    if source.has_weights and may_keep(source, storage.as_stored):
         weights = model_class(whole.architecture).weight_map(whole, source.kind)
         loader = _Loader(open_checkpoint(source, weights), storage, None)
         _store_alike(model, weights, loader, dtype)
