@@ -116,7 +116,7 @@ def test_doctor_runs_the_proof(capsys: pytest.CaptureFixture[str], monkeypatch: 
     monkeypatch.setattr(doctor, "_CHECKS", checks)
     assert doctor.run(["--json", "--model", "tiny-random"]) == 1
     told = json.loads(capsys.readouterr().out)
-    assert told["  attention"]["ok"] is False and "taken out" in told["  attention"]["value"]
+    assert told["  attention"]["ok"] is False and "not used" in told["  attention"]["value"]
     assert told["one token"]["ok"] is True
 
 
