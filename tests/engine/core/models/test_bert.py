@@ -264,7 +264,7 @@ def test_what_it_cannot_do_is_said():
     llm = tiny()
     with pytest.raises(RequestError, match=r"writes no text.*vectors of texts"):
         llm.generate([[1, 2]])
-    limits = llm.core.scheduler.request_limits
+    limits = llm.core.scheduler.factory.request_limits
     with pytest.raises(RequestError, match="maximum context length is 64 tokens") as caught:
         limits.check(wanted("own", [1] * 65, "cls"))
     assert caught.value.info.code == "context_length_exceeded"
