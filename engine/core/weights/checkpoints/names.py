@@ -203,7 +203,7 @@ class Dialect:
 
 
 #: Beginnings of names in the saved base model of a family, whose names lack the prefix `model.`.
-_BASE_NAMES = ("embed_tokens.", "layers.", "norm.")
+_BASE_NAMES = ("embed_tokens.", "embedding_norm.", "layers.", "norm.")
 #: Beginnings of names of the text model in models that also see or hear, and what they are alone.
 _WRAPPED_NAMES = {
     "language_model.lm_head.": "lm_head.",
