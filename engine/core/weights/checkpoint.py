@@ -65,8 +65,6 @@ def may_keep(source: ModelSource, schemes: frozenset[str]) -> bool:
     """
     if source.kind == "gguf":
         return bool(schemes - {"mxfp4"})
-    if source.kind == "tiny":
-        return False
     packing = read_packing(read_json(Path(source.path), "config.json"))
     if packing is None:
         return False

@@ -120,7 +120,7 @@ def load_shapes(
     weights is needed.
     """
     model = abstract_model(whole.local(shards), dtype=dtype, weights=storage.scheme)
-    if source.has_weights and may_keep(source, storage.as_stored):
+    if source.kind != "tiny" and source.has_weights and may_keep(source, storage.as_stored):
         weights = model_class(whole.architecture).weight_map(whole, source.kind)
         loader = _Loader(open_checkpoint(source, weights), storage, None)
         _store_alike(model, weights, loader, dtype)

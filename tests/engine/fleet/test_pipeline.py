@@ -148,14 +148,14 @@ def test_a_text_that_cannot_be_ranked_ends_the_ranking_of_the_others():
         return Said("x") if next(calls) else RequestError("no room", code="queue_full")
 
     class Slow(RankingModels):
-        async def answer(self, question):
-            if question.fields.get("prompt", "").endswith("slow"):
+        async def answer(self, request):
+            if request.fields.get("prompt", "").endswith("slow"):
                 self.models["judge"].open += 1
                 try:
                     await asyncio.sleep(3600)
                 finally:
                     self.models["judge"].open -= 1
-            return await super().answer(question)
+            return await super().answer(request)
 
     async def scene() -> None:
         models = Slow(judge=ScriptedModel(says, delay_s=0.01), big=always("done"))

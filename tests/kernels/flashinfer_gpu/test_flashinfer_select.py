@@ -103,7 +103,8 @@ def test_only_steps_with_prompts_call_it(monkeypatch: pytest.MonkeyPatch):
 
     def launched(rows: int) -> list[str]:
         shapes = ((4,), (5,), (4, 8), (rows,), (rows,), (3,))
-        meta = AttentionMeta(*(jnp.zeros(shape, jnp.int32) for shape in shapes))
+        arrays: list[Any] = [jnp.zeros(shape, jnp.int32) for shape in shapes]
+        meta = AttentionMeta(*arrays)
         q, kv = jnp.zeros((rows, 8, 128), "bfloat16"), jnp.zeros((9, 16, 4, 128), "bfloat16")
         found = record(
             90, lambda launch: TritonKernels(launch, prompts=prompts).attend(q, kv, meta, scale=1.0)

@@ -53,12 +53,9 @@ def launches(
 
     def use(launch):
         pages = 8192 // page
-        meta = AttentionMeta(
-            *(
-                jnp.zeros(shape, jnp.int32)
-                for shape in ((seqs,), (seqs + 1,), (seqs, pages), (rows,), (rows,), (3,))
-            )
-        )
+        shapes = ((seqs,), (seqs + 1,), (seqs, pages), (rows,), (rows,), (3,))
+        arrays: list[Any] = [jnp.zeros(shape, jnp.int32) for shape in shapes]
+        meta = AttentionMeta(*arrays)
         q, k = (jnp.zeros((rows, n, dim), dtype) for n in (8 * group, 8))
         kv = jnp.zeros((32, page, 16, dim), pool)
         scales = jnp.ones((16,)) if pool in ("int8", "float8_e4m3fn") else None

@@ -614,7 +614,7 @@ def test_a_core_that_dies_in_the_first_start_is_followed_by_another(
 )
 def test_a_first_start_that_cannot_succeed_is_given_up_with_its_reason(
     builder: str,
-    settings: dict[str, int],
+    settings: dict[str, Any],
     reason: str,
     restarts: int,
     tmp_path: Path,
