@@ -59,8 +59,9 @@ def make(case: Case, seed: int = 7) -> Batch:
         positions[cu_q[s] : cu_q[s + 1]] = at
         write_rows[cu_q[s] : cu_q[s + 1]] = table[s, at // case.page] * case.page + at % case.page
     totals = np.array([len(case.decode), len(lens), sum(counts)], np.int32)
-    arrays: list[Any] = [kv_lens, cu_q, table, write_rows, positions, totals]
-    meta = AttentionMeta(*map(jnp.asarray, arrays))
+    uploaded = (kv_lens, cu_q, table, write_rows, positions, totals)
+    arrays: list[Any] = [jnp.asarray(array) for array in uploaded]
+    meta = AttentionMeta(*arrays)
     q, k, v = (
         rng.standard_normal((rows, n, dim), np.float32).astype(case.dtype)
         for n in (n_heads, n_kv, n_kv)

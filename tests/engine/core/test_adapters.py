@@ -216,7 +216,7 @@ def test_the_canary_computes_with_the_adapter_too(named: tuple[str, ...]):
 
 
 def test_whoever_asks_for_an_adapter_that_is_not_there_is_told_which_are(llm: LLM):
-    with pytest.raises(RequestError, match="no adapter 'es'.*fr, de"):
+    with pytest.raises(RequestError, match=r"no adapter 'es'.*fr, de"):
         llm.generate([PROMPTS[0]], GREEDY, adapter="es")
     with pytest.raises(RequestError, match="1 prompts but 2 adapters"):
         llm.generate([PROMPTS[0]], GREEDY, adapter=["fr", "de"])
