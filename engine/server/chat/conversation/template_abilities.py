@@ -42,7 +42,7 @@ class TemplateAbilities:
     #: Two messages in a row of the user, or of the assistant.
     user_twice: bool = False
     assistant_twice: bool = False
-    #: A conversation that the assistant begins.
+    #: A conversation that the assistant begins, also with calls.
     assistant_first: bool = False
     #: An assistant's message without text.
     empty_assistant: bool = False
@@ -292,6 +292,8 @@ class _Prober:
             system=system,
             systems=system and abilities.systems,
             system_later=system and abilities.system_later,
+            # Some templates show only the text of a first message, beside the tools.
+            assistant_first=abilities.assistant_first and await shows(*answered, _USER_2),
             arguments=shape.form,
             shows_arguments=shape.has_arguments,
             results=shape.results,

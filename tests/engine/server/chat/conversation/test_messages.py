@@ -150,6 +150,7 @@ def _any_call(draw: st.DrawFn, id: str, value: str) -> Json:
 @given(talks())
 @settings(max_examples=120, deadline=None)
 @example(Talk("calls at the end", [user("a1q"), assistant("", call("1", '{"c": "v"}'))]))
+@example(Talk("begins with a call", [assistant("", call("1", '{"city": "v0q"}'))], (TOOL,)))
 def test_any_conversation_is_shown_whole_or_refused(name: str, talk: Talk):
     warnings: list[str] = []
     try:
