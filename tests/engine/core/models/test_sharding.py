@@ -68,6 +68,9 @@ CASES = (
 )
 
 
+# The program compiles for minutes where processors are busy.
+pytestmark = pytest.mark.timeout(600)
+
 #: What a job is told of dtype, scheme and pools.
 PLAIN, INT8 = ("float32", "plain", ""), ("float32", "int8", "")
 KEPT_AS = "float32", "auto", ""

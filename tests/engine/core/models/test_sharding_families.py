@@ -20,6 +20,9 @@ from places import SUPPORT
 
 from jitney.engine.core.weights.checkpoints.families import FAMILIES, tiny_config
 
+# The programs compile for minutes where processors are busy.
+pytestmark = pytest.mark.timeout(600)
+
 #: Decoders; an encoder is served on one device.
 NAMES = [family.name for family in FAMILIES.values() if tiny_config(family.name).encoder is None]
 #: Families whose rows are rounded to fp8, over so many devices.
@@ -41,7 +44,7 @@ def run(folder: Path, jobs: list[tuple[str, str, list[Any]]]) -> dict[str, np.nd
         env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=570,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
