@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 from fakes import VOCAB, FakeClock, code_of, ends_of, make_request, solo, tokens_of
 
@@ -72,6 +73,21 @@ def random_events(
     outputs += core.run_until_idle(20_000)
     core.check()
     return requests, outputs
+
+
+def steps_with_arrivals(
+    core: EngineCore, requests: list[EngineRequest], pause: random.Random
+) -> Iterator[list[SequenceOutput]]:
+    """The outputs of each step until all requests are answered. Each request comes at a random
+    step; after each step all is accounted for.
+    """
+    coming = list(requests)
+    while coming or core.has_work:
+        if coming and pause.random() < 0.4:
+            core.add(coming.pop(0))
+        outputs = core.step().outputs
+        core.check()
+        yield outputs
 
 
 def assert_solo_tokens(requests: list[EngineRequest], outputs: list[SequenceOutput]) -> None:

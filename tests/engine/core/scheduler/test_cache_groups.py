@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core_runs import assert_solo_tokens
+from core_runs import assert_solo_tokens, steps_with_arrivals
 from fakes import (
     FakeClock,
     FakeRunner,
@@ -121,13 +121,10 @@ def new_core(device: type[FakeRunner] = GroupsRunner, **settings: Any) -> Engine
 
 
 def run(core: EngineCore, requests: list[EngineRequest], pause: random.Random) -> list[Any]:
-    """Requests come at random steps, some leave; after each step all is accounted for."""
-    coming, outputs = list(requests), []
-    while coming or core.has_work:
-        if coming and pause.random() < 0.4:
-            core.add(coming.pop(0))
-        outputs += core.step().outputs
-        core.check()
+    """Cached prefixes are forgotten now and then."""
+    outputs = []
+    for new in steps_with_arrivals(core, requests, pause):
+        outputs += new
         if pause.random() < 0.02:
             core.scheduler.forget_prefixes()
     return outputs

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from core_runs import steps_with_arrivals
 from fakes import (
     EOS,
     FakeClock,
@@ -60,13 +61,10 @@ def solo(request: EngineRequest) -> list[int]:
 
 
 def run(core: EngineCore, requests: list[EngineRequest], pause: random.Random) -> list:
-    """Each request comes at a random step; after each step all is accounted for."""
-    coming, outputs = list(requests), []
-    while coming or core.has_work:
-        if coming and pause.random() < 0.4:
-            core.add(coming.pop(0))
-        outputs += core.step().outputs
-        core.check()
+    """No sequence holds more pages than its window needs."""
+    outputs = []
+    for new in steps_with_arrivals(core, requests, pause):
+        outputs += new
         for seq in core.scheduler.sequences.seats.decoding:
             if seq.scheduled - seq.sat_with > PAGE:  # from its first full page on
                 assert seq.n_pages <= core.scheduler.sequences.pages.most_each
