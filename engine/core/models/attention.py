@@ -19,7 +19,23 @@ from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.kernels.interface import AttentionMeta, Kernels, RotateAndWrite
 
 
-class Attention(nnx.Module):
+class Mixer(nnx.Module):
+    """The first half of a layer, in which rows of a sequence meet: qkv opens it, o closes it."""
+
+    qkv: Linear
+    o: Linear
+
+    def linears(self) -> tuple[Linear, ...]:
+        """Every matrix that may be quantised."""
+        return self.qkv, self.o
+
+    def pack(self, kernels: Kernels) -> None:
+        """Lay the matrices out as the kernel set multiplies them fastest."""
+        self.qkv.pack(kernels)
+        self.o.pack(kernels)
+
+
+class Attention(Mixer):
     """Query, key and value projections fused into qkv [E, (H + 2K) * D].
 
     kv_scales: float32 [2K], factors of an int8 or fp8 pool; None for pools of plain floats.
@@ -89,15 +105,6 @@ class Attention(nnx.Module):
             q, kv = self.write(heads, rope, kv, meta, partial(kernels.rotate_and_write, **factors))
             o = kernels.attend(rope.scaled(q), kv, meta, **options)
         return o.reshape(heads.shape[0], -1), kv
-
-    def linears(self) -> tuple[Linear, ...]:
-        """Every matrix that may be quantised."""
-        return self.qkv, self.o
-
-    def pack(self, kernels: Kernels) -> None:
-        """Lay the matrices out as the kernel set multiplies them fastest."""
-        self.qkv.pack(kernels)
-        self.o.pack(kernels)
 
     def projected(self, x: Array, kernels: Kernels, adapted: Array | None) -> Array:
         """x [T, E] -> queries, keys and values before they are parted into heads, [T, (H + 2K) *

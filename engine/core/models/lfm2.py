@@ -9,13 +9,12 @@ Axes: T rows, E embed; C and W as in `ShortConvConfig`.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from jitney.engine.core.models.attention import Attention
+from jitney.engine.core.models.attention import Mixer
 from jitney.engine.core.models.layers import Linear, normal
 from jitney.engine.core.models.llama import Block, Llama
 from jitney.engine.core.models.rope import Rope
@@ -38,7 +37,7 @@ _HF = replace(
 )
 
 
-class _ShortConv(nnx.Module):
+class _ShortConv(Mixer):
     """qkv [E, 3 C] makes both gates and the values, taps [W, 1, C] convolve, o [C, E] closes."""
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
@@ -60,26 +59,9 @@ class _ShortConv(nnx.Module):
         o, kv = short_conv(rows, taps.reshape(taps.shape[0], -1), kv, meta)
         return self.o(o, kernels, adapted=meta.adapted), kv
 
-    def linears(self) -> tuple[Linear, ...]:
-        """See `Attention.linears`."""
-        return self.qkv, self.o
-
-    def pack(self, kernels: Kernels) -> None:
-        """See `Attention.pack`."""
-        self.qkv.pack(kernels)
-        self.o.pack(kernels)
-
-
-def _mixer(
-    config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs
-) -> _ShortConv | Attention:
-    """The first half of a layer."""
-    made: Any = Attention if layer in config.pool_layers else _ShortConv
-    return made(config, layer, dtype=dtype, rngs=rngs)
-
 
 class _Block(Block):
-    attention_class = staticmethod(_mixer)
+    recurrent_class = _ShortConv
 
 
 class Lfm2(Llama):

@@ -19,7 +19,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from jitney.engine.core.models.attention import Attention
+from jitney.engine.core.models.attention import Attention, Mixer
 from jitney.engine.core.models.hidden import Hidden
 from jitney.engine.core.models.layers import MLP, Linear, NoNorm, RMSNorm, RowFacts, normal
 from jitney.engine.core.models.rope import Rope
@@ -35,13 +35,18 @@ _PAIRED = ("LlamaForCausalLM", "Ministral3ForCausalLM", "SmolLM3ForCausalLM")
 class Block(nnx.Module):
     """One layer: attention and MLP, each normed before and added after."""
 
-    #: What the halves are made of; a class, or a function that chooses one by the layer.
-    attention_class: Callable[..., Any] = Attention
+    #: The halves of a layer.
+    attention_class: type[Attention] = Attention
     mlp_class: type[MLP] = MLP
+    #: The first half of a layer that keeps a state of each seat in place of pages.
+    recurrent_class: Callable[..., Mixer] | None = None
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.attention_norm: RMSNorm | NoNorm = RMSNorm.of(config.hidden_size, config, dtype)
-        self.attention = self.attention_class(config, layer, dtype=dtype, rngs=rngs)
+        mixer: Any = self.attention_class
+        if config.recurrent is not None and layer in config.recurrent.layers:
+            mixer = self.recurrent_class
+        self.attention = mixer(config, layer, dtype=dtype, rngs=rngs)
         self.mlp_norm: RMSNorm | NoNorm = RMSNorm.of(config.hidden_size, config, dtype)
         self.mlp = self.mlp_class(config, dtype=dtype, rngs=rngs)
         self.residual_factor = config.residual_factor
@@ -68,7 +73,7 @@ class Block(nnx.Module):
         return x, o, kv
 
     def fed_forward(self, normed: Array, kernels: Kernels, rows: RowFacts) -> Array:
-        """What the second half adds to x: normed [T, E] -> [T, E]."""
+        """The sum that the second half adds to x: normed [T, E] -> [T, E]."""
         return self.mlp(normed, kernels, rows)
 
     def linears(self) -> tuple[Linear, ...]:

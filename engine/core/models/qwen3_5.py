@@ -11,7 +11,6 @@ Axes: T rows, E embed, H query heads, K KV heads, D head dim; of a delta net as 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from jitney.engine.core.models.attention import Attention
+from jitney.engine.core.models.attention import Attention, Mixer
 from jitney.engine.core.models.layers import Linear, normal
 from jitney.engine.core.models.llama import Block, Llama
 from jitney.engine.core.models.mixture import MixtureBlock
@@ -61,7 +60,7 @@ class _GatedAttention(Attention):
         return self.o(gated, kernels, adapted=meta.adapted), kv
 
 
-class _GatedDeltaNet(nnx.Module):
+class _GatedDeltaNet(Mixer):
     """A gated delta net: qkv [E, C + H V] makes what is convolved and the gates, o [H V, E] closes.
 
     rates [E, 2 H], which is never rounded to a scheme: how much of its value a row writes, and how
@@ -102,34 +101,22 @@ class _GatedDeltaNet(nnx.Module):
         o, kv = kernels.delta_net(rows, rates, weights, kv, meta, eps=self.eps)
         return self.o(o, kernels, adapted=meta.adapted), kv
 
-    def linears(self) -> tuple[Linear, ...]:
-        """See `Attention.linears`."""
-        return self.qkv, self.o
-
     def pack(self, kernels: Kernels) -> None:
-        """See `Attention.pack`; the rates get columns of zeros up to whole vectors."""
-        self.qkv.pack(kernels)
-        self.o.pack(kernels)
+        """See `Mixer.pack`; the rates get columns of zeros up to whole vectors."""
+        super().pack(kernels)
         if kernels.pack is not None:
             padded = jnp.pad(self.rates[...], ((0, 0), (0, -self.n_rates % _COLUMNS)))
             self.rates = nnx.Param(kernels.pack(padded))
 
 
-def _mixer(
-    config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs
-) -> _GatedDeltaNet | _GatedAttention:
-    """The first half of a layer."""
-    is_recurrent = config.delta_net is not None and layer in config.delta_net.layers
-    made: Any = _GatedDeltaNet if is_recurrent else _GatedAttention
-    return made(config, layer, dtype=dtype, rngs=rngs)
-
-
 class _DenseBlock(Block):
-    attention_class = staticmethod(_mixer)
+    attention_class = _GatedAttention
+    recurrent_class = _GatedDeltaNet
 
 
 class _ExpertsBlock(MixtureBlock):
-    attention_class = staticmethod(_mixer)
+    attention_class = _GatedAttention
+    recurrent_class = _GatedDeltaNet
 
 
 class Qwen35(Llama):
