@@ -248,7 +248,7 @@ class Member:
         self.take(pulse)
 
     def look_away(self) -> None:
-        """Nobody watches it from now on: what is known of it is old when somebody comes."""
+        """Forget the last figures: the page has no viewer, and they are stale when one comes."""
         self.gone, self.trouble = False, ""
         self.heard_at = self.heard = 0.0
         self.rates.clear()

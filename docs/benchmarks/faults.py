@@ -67,7 +67,7 @@ CLIENTS, SHARE = 240, 0.3
 
 @dataclass
 class Held:
-    """What the server holds when nobody is served."""
+    """Resources that the server holds while no request is open."""
 
     pages: int  # KV pages of running sequences
     seats: int  # that somebody sits in
@@ -99,7 +99,7 @@ class Row:
 
 @dataclass
 class Answer:
-    """What a stream brought."""
+    """The content of a stream."""
 
     text: str = ""
     pieces: int = 0
@@ -165,7 +165,7 @@ class Server:
         return found
 
     async def held(self) -> Held:
-        """What it holds once nobody is served any more."""
+        """The resources that it holds once no request is open."""
         for _ in range(200):
             gauges = await self.gauges()
             if not gauges["jitney_seats_busy"] and not gauges["jitney_requests_waiting"]:

@@ -1,4 +1,4 @@
-"""What went wrong in an engine of late: outages, refusals, full disks."""
+"""Recent incidents of an engine: outages, refusals, full disks."""
 
 from __future__ import annotations
 

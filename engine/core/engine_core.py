@@ -115,7 +115,7 @@ class _Failure:
 
 @dataclass(slots=True)
 class _Outcome:
-    """What a step brought: outputs, its record and its prompt chunks, or a failure."""
+    """The result of a step: outputs, its record and its prompt chunks, or a failure."""
 
     outputs: list[SequenceOutput]
     record: bytes = b""
@@ -360,7 +360,7 @@ class EngineCore:
         record: bytes = b"",
         chunks: list[PromptChunk] | None = None,
     ) -> StepReport:
-        """What has become known since the last report."""
+        """A report of everything since the last one."""
         intake, flight = self.intake, self._flight
         rejected, intake.rejected = intake.rejected, []
         answers: list[SeatMap | AdaptersSet] = [*self._reporter.take_answers()]

@@ -1,4 +1,4 @@
-"""What the core reports of its steps beside outputs: seats, events, prompt chunks."""
+"""Reports of steps beside their outputs: seats, events, prompt chunks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Reporter:
         return self._scheduler.predicted_wait_s
 
     def events(self, plan: Plan | None, started: float) -> list[SequenceEvent]:
-        """What happened to sequences since the last report: those that lost their seat other than
+        """Events of sequences since the last report: those that lost their seat other than
         for a plan, seats that a batch kept and that are free again, and what a plan brought that
         was begun at `started`.
         """

@@ -111,7 +111,7 @@ class PoolShares:
         settings: EngineSection,
         context_length: int,
     ) -> PoolShares:
-        """Of an engine with these settings."""
+        """The shares for an engine with these settings."""
         return cls(
             windows=tuple(group.window for group in model.cache_groups),
             page_bytes=page_bytes,
@@ -155,7 +155,7 @@ class PoolShares:
 
     @property
     def _spare_shares(self) -> tuple[float, ...]:
-        """Of the memory, for windows of cached prefixes; what to try, the best first."""
+        """Shares of the memory for windows of cached prefixes, to be tried in this order."""
         return (_SPARE_SHARE, 0.0) if self.prefix_cache else (0.0,)
 
     def _others(self, spare_bytes: float) -> tuple[int, ...]:
@@ -193,8 +193,9 @@ class PoolRoom:
         return self.devices[0].platform == "cpu"
 
     def pages(self, temp_bytes: int) -> tuple[int, ...]:
-        """Of each cache group (`PoolShares.fit`), as many on each device of each host; a CPU's
-        temporaries lie beside its pool's limit. ConfigError when not even two fit.
+        """The pages of each cache group (`PoolShares.fit`), equal on each device of each host. On a
+        CPU temporaries are not subtracted: the pool's limit is only a share of the free memory.
+        Raises ConfigError when not even two fit.
         """
         if self.settings.pages:
             return self.shares.counted(self._agreed("pages", self.settings.pages))

@@ -127,7 +127,7 @@ class DeviceState:
 
 @dataclass(frozen=True)
 class StateSizes:
-    """What the arrays of `DeviceState` are sized by."""
+    """The sizes of the arrays of `DeviceState`."""
 
     seats: int  #: M
     n_pages: int  #: of the pool, the trash page included
@@ -174,7 +174,7 @@ class StateSizes:
         )
 
     def page_bytes(self, config: ModelConfig, kernels: Kernels) -> tuple[int, ...]:
-        """Of a page of each cache group, in all its layers, on one device."""
+        """Bytes of a page of each cache group, in all its layers, on one device."""
         one = replace(self, n_pages=1)
         layer = math.prod(one.pool(config, kernels)) * jnp.dtype(self.kv_dtype).itemsize
         return tuple(len(group.layers) * layer for group in config.cache_groups)
@@ -205,7 +205,7 @@ class StateSizes:
         return _shape_on(mesh, (pages, page, rows * config.shards, width), self.kv_dtype, _POOL)
 
     def _delta_state(self, config: ModelConfig, mesh: Mesh | None) -> Any:
-        """What a recurrent layer keeps, as shapes; None where there are none."""
+        """The shapes of the state of a recurrent layer; None if the model has none."""
         if config.recurrent is None:
             return None
         shapes = config.recurrent.state_shapes(self.seats, config.shards)
@@ -233,7 +233,7 @@ def _shape_on(
 
 
 class StepOutput(NamedTuple):
-    """What a step brings to the host, beside the state that it replaces."""
+    """The results of a step for the host, beside the state that it replaces."""
 
     #: int32 [S] of an all-greedy step, else `Sampled`.
     sampled: Array | Sampled

@@ -372,7 +372,7 @@ class _Experts(MLP):
         return TENSOR.total(sums) if self.shards > 1 else sums
 
     def _of_shared(self, shared: MLP, x: Array, kernels: Kernels, rows: RowFacts) -> Array:
-        """What the expert that all rows go through gives, or its share: float32 [T, E]."""
+        """The output of the expert that all rows go through, or its share: float32 [T, E]."""
         if rows.count is not None:
             kernels = kernels.of_rows(rows.count)
         scores = kernels.matmul(x, self.router[...], jnp.float32)
@@ -380,7 +380,7 @@ class _Experts(MLP):
         return gate * shared(x, kernels, rows).astype(jnp.float32)
 
     def _answered(self, x: Array, kernels: Kernels, count: Array) -> Array:
-        """What this device's experts give [T, E], or their shares; count: see `_route`."""
+        """The output of this device's experts [T, E], or their shares; count: see `_route`."""
         of_router = kernels if count.ndim else kernels.of_rows(count)
         scores = of_router.matmul(x, self.router[...], jnp.float32)
         scores = scores[:, : self.experts.n_experts]
@@ -457,7 +457,7 @@ class _Experts(MLP):
             self.router = nnx.Param(kernels.pack(padded))
 
     def _answers(self, block: Array, expert: Array, kernels: Kernels) -> Array:
-        """What one expert makes of [B, E]: float32 [B, E]."""
+        """The output of one expert for [B, E]: float32 [B, E]."""
         opening, activation = self.gate_up.of(expert, kernels), self.gate_up.activation
         assert activation is not None
         if self.gate_up.bias is None:

@@ -24,7 +24,7 @@ from jitney.engine.core.weights.checkpoints.model_config import (
 
 
 class Rope(NamedTuple):
-    """What rows are rotated by; a pytree of arrays."""
+    """The rotation of rows; a pytree of arrays."""
 
     #: float32 [T, 1, D // 2] each.
     cos: Array
@@ -34,7 +34,7 @@ class Rope(NamedTuple):
 
     @classmethod
     def of_layers(cls, positions: Array, config: ModelConfig) -> list[Rope]:
-        """What each layer rotates by, of positions int32 [T]; once per step for layers that are
+        """The rotation of each layer at positions int32 [T]; made once per step for layers that are
         alike.
         """
         made = {rope: cls.at(positions, config, rope) for rope in dict.fromkeys(config.ropes)}
@@ -42,7 +42,7 @@ class Rope(NamedTuple):
 
     @classmethod
     def at(cls, positions: Array, config: ModelConfig, rope: RopeConfig | None) -> Rope:
-        """Of positions int32 [T].
+        """The rotation at positions int32 [T].
 
         The barrier keeps it once: XLA would rather fuse the sines into every rotation of every
         layer.

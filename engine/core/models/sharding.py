@@ -149,7 +149,7 @@ def _axis_of(path: Path, ndim: int, groups: int = 1) -> int | None:
 
 
 def _sharding_of(path: Path, ndim: int, mesh: Mesh, groups: int = 1) -> NamedSharding:
-    """Who holds what of a weight."""
+    """The split of a weight over the devices."""
     axis = _axis_of(path, ndim, groups)
     if axis is None:
         return NamedSharding(mesh, WHOLE)
@@ -218,7 +218,7 @@ def _run(first: int, count: int) -> slice:
 
 @dataclass(frozen=True)
 class Shares:
-    """Who holds what of a model's weights."""
+    """The split of a model's weights over the devices."""
 
     #: Of the whole model.
     config: ModelConfig

@@ -63,8 +63,8 @@ class _GroupPages:
         return [0] * first + self.pool.match(keys[first:])
 
     def board(self, keys: list[bytes], ends: set[int]) -> WindowPages:
-        """What a sequence holds that found this prefix. ends: pages behind which other prompts are
-        likely to differ from its own.
+        """The pages of a boarding sequence that found this prefix. ends: pages behind which other
+        prompts are likely to differ from its own.
         """
         page_size = self.pool.page_size
         first = self.first_seen(len(keys) * page_size)
@@ -296,7 +296,7 @@ class PageTables:
         self._scores.clear()
 
     def clear(self) -> None:
-        """Let nobody find any page again: what they contained is gone."""
+        """Let no prompt find any page: their contents are gone."""
         for group in self._groups:
             group.pool.clear()
 
