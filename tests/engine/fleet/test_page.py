@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from api_fakes import ByteTokenizer
+from api_fakes import ByteTokenizer, until
 from fleet_engines import FakeEngine, Served, engines, fleet_of, toml
 
 from jitney.dashboard import Dashboard
@@ -135,7 +135,8 @@ def test_a_fault_of_the_fleet_itself_is_counted_with_the_refusals(
         key = {"authorization": f"Bearer {USER}"}
         body = {"model": "m", "prompt": "Where to?"}
         assert http.post("/v1/completions", json=body, headers=key).status_code == 500
-    assert served.fleet.refusals.lately() == {"500": 1}
+    # It is counted after the answer has been sent.
+    until(lambda: served.fleet.refusals.lately() == {"500": 1})
 
 
 def test_refusals_of_the_last_minute_are_counted_by_status():
