@@ -1,7 +1,7 @@
 // The page of a fleet: one feed tells of all replicas (its fields are explained in dashboard/fleet.py), and the newest
 // frame is drawn, once per animation frame at most.
 
-import {$, count, legend, percent, reducedMotion, say, seconds, sum, table} from "./dom.js";
+import {$, count, legend, make, percent, reducedMotion, say, seconds, sum, table} from "./dom.js";
 import {watch} from "./feed.js";
 import {Replicas, noteOf, priceInWords, waitInWords} from "./replicas.js";
 import {Rollouts} from "./rollouts.js";
