@@ -80,7 +80,9 @@ def test_few_are_read_while_the_engine_takes_no_newcomers(
 def test_those_that_are_not_read_are_told_to_return_one_behind_the_other(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Five wait for 10 s: one is served every 2 s. Once nothing waits, the next crowd is told anew."""
+    """Five wait for 10 s: one is served every 2 s. Once nothing waits, the next crowd is told
+    anew.
+    """
     monkeypatch.setattr(service, "_MOST_READ", 2)
     client = FakeClient(seats=1, max_waiting_requests=5, max_predicted_wait_s=60.0)
     client.counters.predicted_wait, client.counters.waiting = 10.0, 5
