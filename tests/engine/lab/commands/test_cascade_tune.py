@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -66,7 +67,7 @@ def test_a_server_that_refused_a_connection_is_tried_again(
 ):
     send, refused = httpx.AsyncClient.send, iter([True])
 
-    async def not_at_once(client: httpx.AsyncClient, request: httpx.Request, **how: bool):
+    async def not_at_once(client: httpx.AsyncClient, request: httpx.Request, **how: Any):
         if next(refused, False):
             raise httpx.ConnectError("refused", request=request)
         return await send(client, request, **how)
