@@ -10,6 +10,7 @@ stated efficiencies, and each step pays a fixed overhead.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -220,7 +221,7 @@ class ModelCost:
         return self.config.step_cost(
             weight_bytes=self._shared_bytes,
             head_bytes=self.head_bytes,
-            kv_bytes=self.kv_bytes,
+            kv_bytes=self._read_kv_bytes,
             expert_bytes=_BYTES[self.weights],
         )
 
@@ -242,7 +243,15 @@ class ModelCost:
     @property
     def parameters(self) -> int:
         tables = 1 if self.config.tie_embeddings else 2
-        return self.layer_weights + tables * self.table_weights
+        return self.layer_weights + tables * self.table_weights + self.layer_input_weights
+
+    @property
+    def layer_input_weights(self) -> int:
+        """Numbers in the table of what each layer has of a token (`ModelConfig.layer_input_size`),
+        of which a step reads its rows' alone.
+        """
+        c = self.config
+        return c.vocab_size * c.n_layers * c.layer_input_size
 
     @cached_property
     def table_bytes(self) -> float:
@@ -264,6 +273,7 @@ class ModelCost:
         shared = self.step.shared_weights
         held = shared * self._shared_bytes + (self.layer_weights - shared) * _BYTES[self.weights]
         held += self.table_bytes
+        held += self.layer_input_weights * max(self._shared_bytes, _BYTES["bf16"])
         if not self.config.tie_embeddings:
             held += self.head_bytes
         return held
@@ -271,8 +281,20 @@ class ModelCost:
     @cached_property
     def kv_bytes(self) -> float:
         """Bytes of keys and values per position, all layers."""
+        return sum(self.config.kv_numbers) * _BYTES[self.kv]
+
+    @property
+    def _read_kv_bytes(self) -> float:
+        """The same as layers read them, of which several may read one layer's."""
+        return sum(width * count for (width, _), count in self.kv_reads.items()) * _BYTES[self.kv]
+
+    @cached_property
+    def kv_reads(self) -> Counter[tuple[int, int]]:
+        """How many layers read so many numbers of a position, of so many KV heads."""
         c = self.config
-        return c.n_pools * 2 * c.n_kv_heads * c.head_dim * _BYTES[self.kv]
+        return Counter(
+            (c.kv_width(layer), c.of_layer(layer).n_kv_heads) for layer in c.attending_layers
+        )
 
     def read_bytes(self, rows: int, work: StepWork) -> tuple[float, float]:
         """(weights read, KV read and written) in a step: see `StepCost`."""
@@ -385,15 +407,22 @@ class Roofline:
         self.cost.config.local(self.count)
 
     @property
-    def kv_split(self) -> int:
-        """Among how many chips the KV is divided."""
-        return min(self.count, self.cost.config.n_kv_heads)
+    def kv_split(self) -> float:
+        """Among how many chips the KV is divided; a mean where layers have different heads."""
+        reads = [(width * n, heads) for (width, heads), n in self.cost.kv_reads.items()]
+        own = sum(width / min(self.count, heads) for width, heads in reads)
+        return sum(width for width, _ in reads) / own
+
+    def _own_kv_width(self, layer: int) -> float:
+        """Numbers of a position's keys and values of a layer on one chip."""
+        config = self.cost.config
+        return config.kv_width(layer) / min(self.count, config.of_layer(layer).n_kv_heads)
 
     def page_bytes(self, page_size: int) -> tuple[float, ...]:
         """Of a page of each cache group, in all its layers, on one chip."""
-        config = self.cost.config
-        layer = self.cost.kv_bytes / config.n_pools / self.kv_split * page_size
-        return tuple([len(group.layers) * layer for group in config.cache_groups])
+        number = page_size * _BYTES[self.cost.kv]
+        groups = self.cost.config.cache_groups
+        return tuple([number * sum(map(self._own_kv_width, group.layers)) for group in groups])
 
     @property
     def seat_bytes(self) -> float:
