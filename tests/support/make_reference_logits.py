@@ -76,7 +76,7 @@ QWEN3_5 = {
     "linear_num_value_heads": 4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
 }
-#: Two head sizes, of which the larger rotates a quarter, and windows of 8 past which the prompts go.
+#: Two head sizes, of which the larger rotates a quarter; prompts go past the windows of 8.
 GEMMA4 = LONGER | {
     "num_hidden_layers": 6,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,

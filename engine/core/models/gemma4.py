@@ -17,6 +17,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
@@ -24,7 +25,7 @@ from jax.typing import DTypeLike
 from jitney.engine.core.models.attention import Attention
 from jitney.engine.core.models.gemma import Gemma
 from jitney.engine.core.models.hidden import Hidden
-from jitney.engine.core.models.layers import MLP, RMSNorm, RowFacts, normal, rounded
+from jitney.engine.core.models.layers import MLP, RMSNorm, RowFacts, normal, rounded, scaled
 from jitney.engine.core.models.llama import PostNormBlock, looked_up
 from jitney.engine.core.models.mixture import Experts
 from jitney.engine.core.models.rope import Rope
@@ -169,6 +170,7 @@ class _Block(PostNormBlock):
 
     attention_class = _Attention
     mlp_class = staticmethod(_feed_forward)
+    mlp: _FeedForward | _FeedForwardAndExperts
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         super().__init__(config, layer, dtype=dtype, rngs=rngs)
@@ -223,7 +225,7 @@ class _TokenInputs(nnx.Module):
         """tokens int32 [T], x [T, E] their embeddings -> [T, L, P]."""
         size, shape = self.config.layer_input_size, (len(tokens), self.config.n_layers, -1)
         own = looked_up(self.embed[...], tokens, self.config).reshape(shape)
-        own = own * jnp.asarray(size**0.5, own.dtype)
+        own = scaled(own, float(np.asarray(size**0.5, own.dtype)))
         made = kernels.matmul(x, self.projection[...], jnp.float32) * x.shape[-1] ** -0.5
         made = self.norm(rounded(made, x.dtype).reshape(shape), kernels)
         return rounded((made.astype(jnp.float32) + own) * 2**-0.5, x.dtype)

@@ -102,6 +102,38 @@ def _qwen3_5(
     return read_hf_config({"architectures": [f"{kind}ForCausalLM"], **sizes, **more})
 
 
+def _gemma4(
+    n_layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    inner: int,
+    **more: int | bool | list[str],
+) -> ModelConfig:
+    """more: keys of config.json; of the classes of Gemma 4 the one that has layer inputs, or a
+    larger context.
+    """
+    sizes: dict[str, object] = {
+        "num_hidden_layers": n_layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": inner,
+        "vocab_size": 262144,
+        "final_logit_softcapping": 30.0,
+    }
+    if "num_kv_shared_layers" not in more:
+        sizes |= {
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "sliding_window": 1024,
+            "max_position_embeddings": 262144,
+        }
+    return read_hf_config({"architectures": ["Gemma4ForCausalLM"], **sizes, **more})
+
+
+#: Every fifth layer of Gemma 4 E2B sees all; of the others every sixth, which is usual.
+_E2B_LAYERS = [*["sliding_attention"] * 4, "full_attention"] * 7
 #: Shapes by name, from the models' published config.json, so that planning needs no download.
 SHAPES = {
     "llama-3.2-1b": _llama(16, 2048, 32, 8, 64, 8192, 128256, 131072, tied=True),
@@ -117,6 +149,31 @@ SHAPES = {
     "gpt-oss-120b": _gpt_oss(36, 128),
     "qwen3.5-27b": _qwen3_5(64, 5120, 24, 4, 48, intermediate_size=17408),
     "qwen3.5-35b-a3b": _qwen3_5(40, 2048, 16, 2, 32, num_experts=256, num_experts_per_tok=8),
+    "gemma-4-e2b": _gemma4(
+        35,
+        1536,
+        8,
+        1,
+        6144,
+        num_kv_shared_layers=20,
+        use_double_wide_mlp=True,
+        layer_types=_E2B_LAYERS,
+    ),
+    "gemma-4-e4b": _gemma4(42, 2560, 8, 2, 10240, num_kv_shared_layers=18),
+    "gemma-4-12b": _gemma4(48, 3840, 16, 8, 15360, num_global_key_value_heads=1),
+    "gemma-4-26b-a4b": _gemma4(
+        30,
+        2816,
+        16,
+        8,
+        2112,
+        num_global_key_value_heads=2,
+        enable_moe_block=True,
+        num_experts=128,
+        top_k_experts=8,
+        moe_intermediate_size=704,
+    ),
+    "gemma-4-31b": _gemma4(60, 5376, 32, 16, 21504, num_global_key_value_heads=4),
     "mixtral-8x7b": replace(
         _llama(32, 4096, 32, 8, 128, 14336, 32000, 32768, "MixtralForCausalLM"),
         experts=ExpertsConfig(8, 2, renormalised=True),

@@ -928,16 +928,17 @@ _TINY_GEMMA4: JsonDict = {
     "windows": (32, 0, 32, 0),
     "ropes": (
         RopeConfig(100.0),
-        RopeConfig(scaling=RopeScaling("proportional", rotated_pairs=4)),
+        RopeConfig(scaling=RopeScaling("proportional", rotated_pairs=8)),
     )
     * 2,
     "activation": "gelu_tanh",
     "qk_norm": True,
     "query_scalar": 4.0,
-    "full_heads": FullHeads(1, 32),
+    "head_dim": 32,
+    "full_heads": FullHeads(1, 64),
     "n_kv_readers": 2,
     "reader_width": 2,
-    "layer_input_size": 16,
+    "layer_input_size": 32,
 }
 #: Keys that are values, too, and experts beside the feed-forward.
 _TINY_GEMMA4_EXPERTS: JsonDict = {
@@ -946,7 +947,8 @@ _TINY_GEMMA4_EXPERTS: JsonDict = {
     "activation": "gelu_tanh",
     "qk_norm": True,
     "query_scalar": 4.0,
-    "full_heads": FullHeads(1, 32, 1),
+    "head_dim": 32,
+    "full_heads": FullHeads(1, 64, 1),
     "experts": ExpertsConfig(8, 2, True, shared_size=64, shared_gate=False),
 }
 _TINY_GRANITE: JsonDict = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from jitney.engine.common.errors import ConfigError, ModelError
 from jitney.engine.common.requests import Pooling
@@ -435,11 +435,11 @@ class ModelConfig:
         """Of the layers that keep a state of each seat in place of pages."""
         return self.delta_net or self.short_conv
 
-    def by_layer[T](self, pool: Callable[[ModelConfig], T], state: T) -> list[T | None]:
+    def by_layer(self, pool: Callable[[ModelConfig], Any], state: Any) -> list[Any]:
         """What each layer keeps: a pool, made of its own configuration, the state of a recurrent
         layer, or nothing.
         """
-        kept: list[T | None] = [state if self.recurrent is not None else None] * self.n_layers
+        kept: list[Any] = [state if self.recurrent is not None else None] * self.n_layers
         for layer in self.pool_layers:
             kept[layer] = pool(self.of_layer(layer))
         return kept
