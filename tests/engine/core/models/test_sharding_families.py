@@ -81,19 +81,15 @@ def products(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_layer_of_any_family_sends_two_sums(results: dict[str, np.ndarray], name: str):
-    """And a third one of two numbers a row, where queries and keys are normed over all heads, or of
-    experts that are normed apart from what all rows go through; one, where both halves are added at
-    once.
+    """And a third one of two numbers a row, where queries and keys are normed over all heads; one,
+    where both halves are added at once.
     """
     reduces, gathers, widest, pools, aliased, scatters = results[name]
     config = tiny_config(name)
-    experts = config.experts
-    apart = experts is not None and bool(experts.shared_size) and not experts.shared_gate
-    sums = 3 if config.wide_qk_norm or apart else 2
+    sums = 3 if config.wide_qk_norm else 2
     if name == "cohere2":
         sums = 1
-    tables = 1 + (config.layer_input_size > 0)
-    assert reduces == sums * config.n_layers + tables
+    assert reduces == sums * config.n_layers + 1  # and one for the embedding
     assert gathers == 1 and widest == 2 * 2 * 4  # two numbers a row of each device
     assert scatters == 0
     assert aliased >= pools
