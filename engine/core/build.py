@@ -360,7 +360,7 @@ def _step_cost(setup: _Setup, model: Model) -> StepCost | None:
     if setup.is_encoder or setup.settings.data_parallel > 1:
         return None
     local = setup.local
-    kv_numbers = local.n_pools * 2 * local.n_kv_heads * local.head_dim * len(setup.devices)
+    kv_numbers = sum(map(local.kv_width, local.attending_layers)) * len(setup.devices)
     return describe_step(model, setup.source.config, kv_numbers * setup.kv_dtype.itemsize)
 
 
@@ -465,7 +465,7 @@ def _choose_kernels(setup: _Setup) -> KernelSet:
     settings = setup.settings
     config = setup.source.config
     heads = ServedHeads(
-        config.head_dim, setup.dtype.name, setup.kv_dtype.name, config.attention_sinks
+        config.largest_head, setup.dtype.name, setup.kv_dtype.name, config.attention_sinks
     )
     if setup.is_encoder:
         heads = None

@@ -445,7 +445,7 @@ def program(
         np.prod([int(n) for n in re.findall(r"\d+", shape)])
         for shape in re.findall(r"= \w+\[([\d,]*)\]\S* all-gather(?:-start)?\(", text)
     ]
-    pools = config.n_pools * 16 * 16 * 2 * config.n_kv_heads * config.head_dim * 4 // devices
+    pools = sum(config.kv_numbers) * 16 * 16 * 4 // devices
     pools += sizes.seats * config.local(devices).seat_bytes
     return np.array(
         [

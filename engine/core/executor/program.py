@@ -165,7 +165,9 @@ class StateSizes:
         return replace(self, n_pages=group_pages[0], window_pages=group_pages[1:])
 
     def pool(self, config: ModelConfig, kernels: Kernels, group: int = 0) -> tuple[int, ...]:
-        """Shape of one layer's pool on one device; config: of one device (`ModelConfig.local`)."""
+        """Shape of one layer's pool on one device; config: of the layer (`ModelConfig.of_layer`),
+        and of one device (`ModelConfig.local`).
+        """
         n_pages = self.group_pages[group]
         if kernels.pool_shape is None:
             return n_pages, self.page_size, 2 * config.n_kv_heads, config.head_dim
@@ -175,9 +177,11 @@ class StateSizes:
 
     def page_bytes(self, config: ModelConfig, kernels: Kernels) -> tuple[int, ...]:
         """Bytes of a page of each cache group, in all its layers, on one device."""
-        one = replace(self, n_pages=1)
-        layer = math.prod(one.pool(config, kernels)) * jnp.dtype(self.kv_dtype).itemsize
-        return tuple(len(group.layers) * layer for group in config.cache_groups)
+        one, size = replace(self, n_pages=1), jnp.dtype(self.kv_dtype).itemsize
+        return tuple(
+            size * sum(math.prod(one.pool(config.of_layer(i), kernels)) for i in group.layers)
+            for group in config.cache_groups
+        )
 
     def shapes(self, config: ModelConfig, kernels: Kernels, mesh: Mesh | None) -> DeviceState:
         """The state as shapes, placed on the mesh; of all engines on it. config: of one device."""
@@ -187,9 +191,9 @@ class StateSizes:
             state = self._delta_state(config, mesh)
             kept = [state] * config.n_layers
             for number, group in enumerate(config.cache_groups):
-                pool = self._placed_pool(config, kernels, mesh, number)
                 for layer in group.layers:
-                    kept[layer] = pool
+                    own = config.of_layer(layer)
+                    kept[layer] = self._placed_pool(own, kernels, mesh, number)
         return DeviceState(
             kv=kept,
             last_token=_shape_on(mesh, (self.seats,), jnp.int32, WHOLE),
@@ -199,7 +203,7 @@ class StateSizes:
     def _placed_pool(
         self, config: ModelConfig, kernels: Kernels, mesh: Mesh | None, group: int
     ) -> Any:
-        """The pool of a layer of this cache group, as a shape."""
+        """The pool of a layer of this cache group, as a shape; config: of the layer."""
         own = group if self.window_pages else 0
         pages, page, rows, width = self.pool(config, kernels, own)
         return _shape_on(mesh, (pages, page, rows * config.shards, width), self.kv_dtype, _POOL)
