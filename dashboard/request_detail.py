@@ -54,6 +54,7 @@ _SAME = (
     "message",
     "preemptions",
     "cached_tokens",
+    "accepted",
 )
 _TIMES = {
     "arrival": "arrival",

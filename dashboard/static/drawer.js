@@ -138,6 +138,7 @@ function facts(detail) {
     ["Output tokens", `${detail.n_output} of at most ${detail.max_tokens}`],
     ["Shared a step with", company(shared)],
     ["Padding in its steps", padding === null ? "–" : percent(padding, 1)],
+    ["Behind right drafts", detail.accepted],
     ["Preempted", detail.preemptions],
     ["Compiles it met", shared.compiles],
   ];

@@ -79,6 +79,7 @@ class Results:
         if is_open:
             seq.scheduled += 1
             seq.in_flight += 1
+            seq.accepted += 1
             plan.accepted += not chunk.recomputed
             self._sequences.seats.reorder()
         return True
@@ -183,6 +184,7 @@ class Results:
             if finish is not None:
                 self._sequences.close(seq, finish)
                 output.finish = finish
+                output.accepted = seq.accepted
                 output.stop_token = token if finish == "stop" else None
         self._sequences.outputs.append(output)
         if seq.matcher is not None and output.stop_token is None:

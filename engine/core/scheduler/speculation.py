@@ -72,7 +72,7 @@ class Speculation:
         """The drafts of each sequence that bring the most tokens a second; empty: none do."""
         best: dict[Sequence, int] = {}
         usual = self._step_times.decode(rows)
-        if not room or usual is None:
+        if not room or not usual:
             return best
         most = _PAYS * rows / usual
         for width in _WIDTHS:

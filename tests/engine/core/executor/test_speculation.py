@@ -75,7 +75,7 @@ def core_of(in_parts: bool, *, speculates: bool, pages: int = 64) -> EngineCore:
 
 
 def answers(core: EngineCore, names: list[str]) -> dict[tuple[str, int], Any]:
-    """By request and sequence: tokens and log-probabilities; the core is checked after each step."""
+    """By request and sequence: tokens and log-probabilities; the core is checked at each step."""
     for number, name in enumerate(names):
         prompt = [(31 * number + 7 * (at % 5)) % VOCAB for at in range(12 + 3 * number)]
         core.add(EngineRequest(id=name, prompt=prompt, sampling=PARAMS[name], arrival=0.0))
@@ -105,4 +105,3 @@ def test_answers_are_the_same(in_parts: bool, names: list[str]):
         np.testing.assert_allclose(scores, expected[key][1], atol=1e-4)
     totals = core.ledger.totals
     assert totals["accepted"] > 0
-    print(totals, core.ledger.steps)
