@@ -118,7 +118,7 @@ def compare_answers(model: str, count: int) -> None:
             model, max_seats=8, pages=48, context=128, dtype="bfloat16", speculative=speculative
         )
         started = time.perf_counter()
-        found.append(answers(llm, count, llm.core.runner.config.vocab_size))
+        found.append(answers(llm, count, llm.core.scheduler.factory.request_limits.vocab_size))
         seconds = time.perf_counter() - started
         totals = llm.core.ledger.totals
         rows = {kind: totals[kind] for kind in ("decode", "accepted", "rejected", "preempted")}

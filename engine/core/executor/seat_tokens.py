@@ -77,7 +77,7 @@ class SeatTokens:
         return None
 
 
-class Drafter(Protocol):
+class _Drafter(Protocol):
     """Guesses the next tokens of sequences; hashable, since programs are made for it."""
 
     def drafts(self, recent: Array, newest: Array, count: int) -> Array:
@@ -98,7 +98,7 @@ class PromptLookup:
     most: int = 3
 
     def drafts(self, recent: Array, newest: Array, count: int) -> Array:
-        """See `Drafter.drafts`. Text that repeats itself at a short distance is continued so."""
+        """See `_Drafter.drafts`. Text that repeats itself at a short distance is continued so."""
         size = recent.shape[1]
         behind = (newest[:, None] - jnp.arange(size)) % size
         positions = newest[:, None] - behind
@@ -121,7 +121,7 @@ class PromptLookup:
 class Drafting:
     """How tokens are drafted."""
 
-    drafter: Drafter
+    drafter: _Drafter
     count: int  #: K: drafts of a step at most
 
     def empty(self, seats: int, context: int, page_size: int) -> DraftedTokens:
@@ -139,8 +139,8 @@ class DraftedTokens(SeatTokens):
 
     accepted: Any  #: int32 [M]: drafts of the seat's last rows that were accepted
     drafts: Any  #: int32 [M, K]: those that its next rows may read; -1: none
-    recent: Any  #: int32 [M, N]: see `Drafter.drafts`
-    drafter: Drafter = field(metadata={"static": True})
+    recent: Any  #: int32 [M, N]: see `_Drafter.drafts`
+    drafter: _Drafter = field(metadata={"static": True})
     page_size: int = field(metadata={"static": True})
 
     def fill(self, inputs: Any) -> tuple[Any, DraftRows | None]:

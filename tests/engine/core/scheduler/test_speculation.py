@@ -6,7 +6,7 @@ import random
 
 import pytest
 from core_runs import CONTEXT, PAGE_SIZE, PAGES, assert_solo_tokens, random_events
-from fakes import FakeClock, FakeRunner, StepFailed, make_core, make_request
+from fakes import FakeClock, FakeRunner, StepFailed, device_of, make_core, make_request
 
 
 class DraftingRunner(FakeRunner):
@@ -75,7 +75,6 @@ def test_drafts_save_steps_and_none_stands_behind_the_last_position():
         )
         core.add(make_request("one", [1, 2, 3], max_tokens=50, ignore_eos=True))
         core.run_until_idle()
-        positions = core.runner.positions
-        assert positions.max() == 51  # the last token needs no row
+        assert device_of(core).positions.max() == 51  # the last token needs no row
         steps[drafts] = core.ledger.steps
     assert steps[3] < 0.75 * steps[0]
