@@ -115,7 +115,7 @@ def compare_answers(model: str, count: int) -> None:
     found: list[dict[tuple[str, int], list[int]]] = []
     for speculative in ("off", "ngram"):
         llm = LLM(
-            model, max_seats=8, pages=48, context=128, dtype="bfloat16", speculative=speculative
+            model, max_seats=8, pages=20, context=128, dtype="bfloat16", speculative=speculative
         )
         started = time.perf_counter()
         found.append(answers(llm, count, llm.core.scheduler.factory.request_limits.vocab_size))

@@ -331,7 +331,7 @@ def test_a_kernel_sets_own_cut_takes_the_searchs_place():
 
     def tokens(cut):
         step = jax.jit(Sampler(cut).sample)
-        return np.asarray(step(logits, rows, SeatState.empty(SEATS, VOCAB))[0].tokens)
+        return np.asarray(step(logits, rows, SeatState.empty(SEATS, VOCAB)).tokens)
 
     np.testing.assert_array_equal(tokens(threshold), tokens(None))
     narrow = tokens(
