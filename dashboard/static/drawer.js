@@ -138,12 +138,14 @@ function facts(detail) {
     ["Output tokens", `${detail.n_output} of at most ${detail.max_tokens}`],
     ["Shared a step with", company(shared)],
     ["Padding in its steps", padding === null ? "–" : percent(padding, 1)],
-    ["Behind right drafts", detail.accepted],
     ["Preempted", detail.preemptions],
     ["Compiles it met", shared.compiles],
   ];
   if (detail.adapter) {
     pairs.push(["Adapter", detail.adapter]);
+  }
+  if (detail.accepted) {
+    pairs.push(["Tokens drafted right", detail.accepted]);
   }
   const entries = pairs.map(([name, value]) =>
     make("div", {}, make("dt", {}, name), make("dd", {}, value)),

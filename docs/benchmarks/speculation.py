@@ -171,7 +171,7 @@ class _Server:
         for _ in range(600):
             time.sleep(0.5)
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/ready") as answer:
+                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/readyz") as answer:
                     if answer.status == 200:
                         return
             except OSError:
