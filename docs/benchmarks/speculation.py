@@ -168,7 +168,7 @@ class _Server:
         command = [sys.executable, "-c", _CLI, "serve", "--model", self.model]
         command += ["--port", str(self.port), "--no-measured-sizes", *self.flags]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        for _ in range(600):
+        for _ in range(2400):
             time.sleep(0.5)
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/readyz") as answer:
@@ -176,7 +176,12 @@ class _Server:
                         return
             except OSError:
                 continue
+        self.stop()
         raise RuntimeError("the server did not get ready")
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait()
 
     def stream(self, prompt: str, tokens: int) -> list[float]:
         """Times since the request was sent, of each piece of an answer."""
@@ -215,18 +220,18 @@ class _Server:
 
 def compare_speeds(model: str, rounds: int) -> None:
     """Print ratios of with speculation over without: medians over the rounds."""
-    plain = _Server(model, 18431)
-    drafted = _Server(model, 18432, ("--speculative", "ngram"))
     cases = {
         "repeats its prompt, 1 stream": (_REPEATING, 150, 1),
         "free text, 1 stream": (_FREE[:4], 150, 1),
         "free text, 32 streams": (_FREE * 6, 64, 32),
     }
+    servers = [_Server(model, 18431)]
     try:
+        servers.append(_Server(model, 18432, ("--speculative", "ngram")))
         for name, case in cases.items():
             pairs = []
             for _ in range(rounds + 1):
-                pairs.append([server.tokens_per_second(*case) for server in (plain, drafted)])
+                pairs.append([server.tokens_per_second(*case) for server in servers])
             ratios = np.median([np.divide(b, a) for a, b in pairs[1:]], axis=0)
             speeds = [median(pair[side][0] for pair in pairs[1:]) for side in (0, 1)]
             print(
@@ -234,9 +239,8 @@ def compare_speeds(model: str, rounds: int) -> None:
                 f"first token {ratios[1]:.2f} times, p99 between tokens {ratios[2]:.2f} times"
             )
     finally:
-        for server in (plain, drafted):
-            server.process.terminate()
-            server.process.wait()
+        for server in servers:
+            server.stop()
 
 
 if __name__ == "__main__":
