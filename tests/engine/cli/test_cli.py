@@ -272,26 +272,33 @@ def test_the_curl_line_of_an_encoder_asks_for_what_it_makes(pooling: str, route:
     assert words[1] == f"http://127.0.0.1:8000/v1/{route}" and field in json.loads(words[-1])
 
 
-def test_a_log_file_gets_one_line_when_a_stage_starts_and_one_when_it_ends(
-    caplog: pytest.LogCaptureFixture,
+def test_a_log_file_gets_lines_at_a_stage_s_start_and_end_and_every_few_seconds_between(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     caplog.set_level("INFO")
-    lines = _Lines()
-    for stage, done, detail in [
-        ("download", 0, "a model"),
-        ("download", 5, "a model"),
-        ("download", 9, ""),
-        ("download", 9, ""),
-        ("compile", 0, ""),
-        ("compile", 4, "x"),
-        ("compile", 9, ""),
+    lines, gib = _Lines(), 1 << 30
+    for second, stage, done, total, detail in [
+        (0, "download", 0, 0, "a model"),
+        (1, "weights", 0, 8 * gib, ""),
+        (3, "weights", gib, 8 * gib, ""),
+        (9, "weights", 4 * gib, 8 * gib, ""),
+        (12, "weights", 7 * gib, 8 * gib, ""),
+        (17, "weights", 8 * gib, 8 * gib, ""),
+        (18, "weights", 8 * gib, 8 * gib, ""),
+        (20, "compile", 0, 9, ""),
+        (26, "compile", 3, 9, "x"),
+        (27, "compile", 9, 9, ""),
     ]:
-        lines.progress(Progress(stage, done, 9, detail))
+        monkeypatch.setattr("time.monotonic", lambda second=second: float(second))
+        lines.progress(Progress(stage, done, total, detail))
     assert [record.message for record in caplog.records] == [
         "downloading a model",
-        "downloading: done",
+        "reading weights",
+        "reading weights: 4.0 of 8.0 GiB, 0.54 GB/s, 8 s left",
+        "reading weights: done (0.54 GB/s, 16.0 s)",
         "compiling",
-        "compiling: done",
+        "compiling: 3 of 9, 12 s left",
+        "compiling: done (7.0 s)",
     ]
 
 
