@@ -90,6 +90,10 @@ class RowSampler:
     #: `Sampled` without its tokens, of rows that ask for no log-probabilities.
     no_scores: tuple[Array, ...]
 
+    @property
+    def programs(self) -> tuple[jax.stages.Compiled, ...]:
+        return (self.likeliest, self.choose, self.shape, self.score, self.mask, self.count)
+
     def sample_masked(
         self,
         logits: Array,
