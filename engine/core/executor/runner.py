@@ -27,6 +27,7 @@ from jax.sharding import Mesh
 from jitney.engine.common.outputs import TokenLogprobs
 from jitney.engine.common.requests import Pooling
 from jitney.engine.core.executor.choices import Choices
+from jitney.engine.core.executor.compiler_messages import MEANINGLESS, left_out
 from jitney.engine.core.executor.inputs import MaskedRows
 from jitney.engine.core.executor.program import (
     DeviceState,
@@ -242,7 +243,8 @@ class Runner:
     ) -> None:
         """Compile those of these (bucket, greedy_only) that are missing, `threads` at a time."""
         report(0, len(kinds), "")
-        with _no_collection(), ThreadPoolExecutor(threads) as pool:
+        meaningless = MEANINGLESS.get(jax.default_backend())
+        with left_out(meaningless), _no_collection(), ThreadPoolExecutor(threads) as pool:
             compiling = {}
             for kind in kinds:
                 if kind not in self.executables:
