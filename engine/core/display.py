@@ -66,16 +66,18 @@ class _Pace:
             self.stage, self._began, self._done = progress.stage, now, progress.done
 
     def words(self, progress: Progress, now: float) -> str:
-        """Rate of bytes and seconds that remain, or that all took; empty before there is a rate."""
+        """Seconds so far; of bytes their rate, and the seconds that remain until all are done.
+        Empty before there is a rate.
+        """
         seconds, done = now - self._began, progress.done - self._done
         if seconds <= 0 or done <= 0:
             return ""
-        rate = ""
-        if progress.stage in Progress.IN_BYTES:
-            rate = f"{done / seconds / 1e9:.2f} GB/s, "
+        if progress.stage not in Progress.IN_BYTES:
+            return f"{seconds:.1f} s"
+        rate = f"{done / seconds / 1e9:.2f} GB/s"
         if progress.done >= progress.total:
-            return f"{rate}{seconds:.1f} s"
-        return f"{rate}{seconds * (progress.total - progress.done) / done:.0f} s left"
+            return f"{rate}, {seconds:.1f} s"
+        return f"{rate}, {seconds * (progress.total - progress.done) / done:.0f} s left"
 
 
 class _Lines:

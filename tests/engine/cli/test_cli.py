@@ -297,7 +297,7 @@ def test_a_log_file_gets_lines_at_a_stage_s_start_and_end_and_every_few_seconds_
         "reading weights: 4.0 of 8.0 GiB, 0.54 GB/s, 8 s left",
         "reading weights: done (0.54 GB/s, 16.0 s)",
         "compiling",
-        "compiling: 3 of 9, 12 s left",
+        "compiling: 3 of 9, 6.0 s",
         "compiling: done (7.0 s)",
     ]
 
@@ -468,3 +468,20 @@ def test_foreign_text_is_shown_and_not_obeyed(text: str, capsys: pytest.CaptureF
         assert not foreign & set(printed)
     for character in foreign:
         assert f"\\x{ord(character):02x}" in escaped
+
+
+def test_compiling_ahead_fills_the_cache_folder_and_says_each_step_s_memory(tmp_path: Path):
+    sizes = "--max-seats 1 --token-budget 16 --token-buckets 16 --pages 8 --kernels reference"
+    done = subprocess.run(
+        [sys.executable, "-m", "jitney", "compile", "tiny-random", *sizes.split()],
+        env=os.environ | {"JITNEY_CACHE": str(tmp_path), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    steps = [line.split()[0] for line in done.stdout.splitlines()]
+    assert {"decode-1", "mixed-16"} <= set(steps)
+    assert "of temporaries" in done.stdout and str(tmp_path / "xla") in done.stdout
+    assert list((tmp_path / "xla").glob("jit__run_model-*"))
+    assert main(["compile", "tiny-random", "--no-compilation-cache"]) == 2
