@@ -636,6 +636,10 @@ def _compile(setup: _Setup, runner: Runner, progress: _Report) -> None:
 
     with in_one_line("making the KV pool"):
         runner.compile(report, meet)
+    memory = runner.program_memory()
+    _log.info("compiled: %s", memory)
+    for line in memory.table():
+        _log.debug("%s", line)
 
 
 def _make_core(setup: _Setup, runner: Runner, alone: EngineCore | None) -> EngineCore:
@@ -957,7 +961,7 @@ def _describe(
 ) -> EngineInfo:
     """The description of a running engine for API, page and `doctor`."""
     identity = setup.source.identity(setup.config.model.adapter_folders)
-    ours = version("jitney")
+    ours, memory = version("jitney"), runner.program_memory()
     return EngineInfo(
         version=ours,
         config_digest=configuration_digest(setup.config, model=identity, version=ours),
@@ -974,6 +978,8 @@ def _describe(
             canary_every=setup.settings.canary_every,
             executables=len(runner.executables),
             compile_seconds=runner.compile_seconds,
+            step_bytes=memory.largest.total,
+            code_bytes=memory.code,
         ),
         sizes=_engine_sizes(setup, runner),
         queue=_queue_info(setup.settings),

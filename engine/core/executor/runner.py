@@ -27,6 +27,7 @@ from jax.sharding import Mesh
 from jitney.engine.common.outputs import TokenLogprobs
 from jitney.engine.common.requests import Pooling
 from jitney.engine.core.executor.choices import Choices
+from jitney.engine.core.executor.compiler_messages import MEANINGLESS, left_out
 from jitney.engine.core.executor.inputs import MaskedRows
 from jitney.engine.core.executor.program import (
     DeviceState,
@@ -35,6 +36,7 @@ from jitney.engine.core.executor.program import (
     StepCall,
     StepOutput,
 )
+from jitney.engine.core.executor.program_memory import ProgramsMemory, StepMemory
 from jitney.engine.core.executor.sampling import Sampled, SeatState
 from jitney.engine.core.executor.seat_tokens import DraftedTokens
 from jitney.engine.core.executor.step_parts import StepParts
@@ -244,7 +246,8 @@ class Runner:
     ) -> None:
         """Compile those of these (bucket, greedy_only) that are missing, `threads` at a time."""
         report(0, len(kinds), "")
-        with _no_collection(), ThreadPoolExecutor(threads) as pool:
+        meaningless = MEANINGLESS.get(jax.default_backend())
+        with left_out(meaningless), _no_collection(), ThreadPoolExecutor(threads) as pool:
             compiling = {}
             for kind in kinds:
                 if kind not in self.executables:
@@ -261,18 +264,22 @@ class Runner:
         return pool.submit(self.program.compile, self.lower(bucket, greedy_only)).result
 
     def largest_temp_bytes(self) -> int:
-        """Temporaries of the largest executable on each device, with the logits of two steps, for
-        sizing the pool; `compile` reuses that executable.
+        """Temporaries of the largest step on each device, with the logits of two steps, for sizing
+        the pool: of most rows, whose layers need most, or of most seats, whose sampler does.
+        `compile` reuses these executables.
         """
         started = time.perf_counter()
         largest = self.buckets.mixed[-1]
-        executable = self.program.compile(self.lower(largest, False))
-        self.executables[largest, False] = executable
+        kinds = [(largest, False), (self.buckets.decode[-1], False)]
+        self.compile_steps(kinds)
         self.compile_seconds += time.perf_counter() - started
         logits = 4 * largest.seats * self.shapes.seats.counts.shape[1]
-        memory = executable.memory_analysis()
-        assert memory is not None  # XLA of every platform that we compile for says it
-        return memory.temp_size_in_bytes + 2 * logits
+        steps = [StepMemory.of(_name_of(*kind), self.executables[kind]) for kind in kinds]
+        return max(step.temporaries for step in steps) + 2 * logits
+
+    def program_memory(self) -> ProgramsMemory:
+        """Memory of the compiled steps."""
+        return ProgramsMemory.of((_name_of(*kind), step) for kind, step in self.executables.items())
 
     def runs_greedy_only(self, bucket: Bucket, greedy_only: bool) -> bool:
         """Whether an all-greedy step of this bucket has an executable of its own.

@@ -92,6 +92,10 @@ class RowSampler:
     #: Of rows that read no drafts.
     no_drafts: DraftRows | None
 
+    @property
+    def programs(self) -> tuple[jax.stages.Compiled, ...]:
+        return (self.likeliest, self.choose, self.shape, self.score, self.mask, self.count)
+
     def sample_masked(
         self,
         logits: Array,

@@ -12,7 +12,7 @@ seats, E hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import partial
@@ -210,6 +210,12 @@ class _Tails:
     #: Of steps with prompts.
     heads: dict[int, jax.stages.Compiled]
 
+    @property
+    def programs(self) -> Iterator[jax.stages.Compiled]:
+        for sampler in self.samplers.values():
+            yield from sampler.programs
+        yield from self.heads.values()
+
     def rows(
         self, leaves: list[Array], rows: LogitRows | _LastRows, seats: np.ndarray
     ) -> LogitRows:
@@ -233,6 +239,10 @@ class _PlainStep:
     model: jax.stages.Compiled
     tails: _Tails
 
+    @property
+    def programs(self) -> tuple[jax.stages.Compiled, ...]:
+        return (self.model, *self.tails.programs)
+
     def __call__(
         self, leaves: list[Array], kv: list[Array], seat_tokens: SeatTokens, packed: np.ndarray
     ) -> tuple[list[Array], SeatTokens, StepOutput]:
@@ -253,6 +263,11 @@ class _SampledStep:
     tails: _Tails
     #: Of prompt rows; None of a step that has none.
     score: jax.stages.Compiled | None
+
+    @property
+    def programs(self) -> tuple[jax.stages.Compiled, ...]:
+        scores = () if self.score is None else (self.score,)
+        return (self.model, *self.tails.programs, *scores)
 
     def __call__(
         self,

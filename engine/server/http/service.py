@@ -247,7 +247,7 @@ class Service:
             code, message = "restarting", "the engine died and is being started again"
         progress = self.client.progress
         if progress is not None:
-            message += f": {progress.stage} {progress.done} of {progress.total}"
+            message += f": {progress.stage} {progress.so_far}"
         return RequestError(message, code=code)
 
     def unstarted(self) -> RequestError | None:

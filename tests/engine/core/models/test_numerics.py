@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -114,13 +115,17 @@ def write_folder(folder: Path, case: dict) -> Path:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_equal_transformers(name: str, tmp_path: Path):
+def test_logits_equal_transformers(
+    name: str, tmp_path: Path, record_property: Callable[[str, object], None]
+):
     source = ModelSource.resolve(str(write_folder(tmp_path, CASES[name])))
     context = CASES[name].get("context", source.config.context_length)
     model = load_model(source, replace(source.config, context_length=context), jnp.float32)
     tokens = SCRIPT.prompt()
-    logits = all_logits(model, tokens, len(tokens))
-    np.testing.assert_allclose(logits[DATA["rows"]], CASES[name]["logits"], atol=1e-4, rtol=0)
+    logits = all_logits(model, tokens, len(tokens))[DATA["rows"]]
+    np.testing.assert_allclose(logits, CASES[name]["logits"], atol=1e-4, rtol=0)
+    record_property("case", name)  # for docs/benchmarks/model_families.py
+    record_property("logits", np.abs(logits - np.array(CASES[name]["logits"])).max())
 
 
 #: Wrapper, `model_type` of its text_config and a case of it, and the names of its tensors.
