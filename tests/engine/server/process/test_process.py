@@ -435,7 +435,7 @@ def test_deadlines_end_requests_though_the_core_does_not(monkeypatch: pytest.Mon
     async def test() -> None:
         async with running() as client:
             await client.wait_ready()
-            deadline = time.monotonic() + 0.2
+            deadline = time.monotonic() + 2.0  # its first output comes long before
             stream = Outputs(client, request("a", PAUSE, tokens=1000, n=2, deadline=deadline))
             await anext(stream)
             os.kill(pid_of(client), signal.SIGSTOP)
@@ -717,7 +717,7 @@ def test_nothing_is_left_of_a_killed_parent(builder: str, tmp_path: Path):
         pid = int(parent.stdout.readline())
         assert not gone(pid) and list(tmp_path.iterdir())
         parent.kill()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not gone(pid):
         assert time.monotonic() < deadline, "the core outlived its parent"
         time.sleep(0.02)
