@@ -94,5 +94,5 @@ def test_an_error_that_can_be_told_is_left_to_who_reads_the_file_next(tmp_path: 
     source = model(tmp_path, lambda _: None)
     (tmp_path / "tokenizer.json").write_text("{")
     asyncio.run(equipment._try_tokenizer(source))
-    with pytest.raises(ModelError, match="the model.s tokenizer cannot be read"):
+    with pytest.raises(ModelError, match="tokenizer cannot be read"):
         Tokenizer.load(source)
