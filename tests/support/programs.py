@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 from jax.stages import Compiled, Lowered
 
 from jitney.engine.common.engine_info import EngineInfo
@@ -66,24 +65,20 @@ class SamplersWhenUsed(SamplerParts):
     """
 
     def start(self, pool: Executor, rows: int) -> Callable[[], RowSampler]:
-        return partial(self._sampler, rows)
-
-    def _sampler(self, rows: int) -> RowSampler:
-        if rows not in self._samplers:
-            programs: dict[str, Any] = {
-                name: partial(self._run, (name, rows, *self._kind), lower)
-                for name, lower in self._lowerings(rows).items()
-            }
-            nothing = self._program.sampler.no_scores(jnp.zeros(rows, jnp.int32))
-            self._samplers[rows] = RowSampler(no_scores=nothing, **programs)
-        return self._samplers[rows]
+        if rows not in self._made:
+            self._made[rows] = {name: Future() for name in self._lowerings(rows)}
+            for name, lower in self._lowerings(rows).items():
+                run: Any = partial(self._run, (name, rows, *self._kind), lower)
+                self._made[rows][name].set_result(run)
+        return partial(self._finish, rows)
 
     @property
     def _kind(self) -> tuple[Hashable, ...]:
         """All that the programs of so many rows depend on."""
+        state = jax.tree.leaves((self._state.seat_tokens, self._state.seats))
+        shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in state)
         hurried = jax.config.read("jax_disable_most_optimizations")
-        halves = self._program.kernels.sums_in_halves
-        return self._program.sampler, self._state.seats.counts.shape, halves, hurried
+        return self._program.sampler, shapes, self._program.kernels.sums_in_halves, hurried
 
     def _run(self, key: Hashable, lower: Callable[[], Lowered], *args: Any) -> Any:
         if key not in _SAMPLER_PROGRAMS:

@@ -1,7 +1,7 @@
 """The device side of a step: executables compiled ahead, donated state, late tokens.
 
 One executable per bucket and kind (all-greedy, or with the sampler); on a CPU made of programs that
-buckets share (`step_parts`). The next step reads sampled tokens from `last_token` by seat, so they
+buckets share (`step_parts`). The next step reads sampled tokens by seat (`seat_tokens`), so they
 never wait for the host.
 """
 
@@ -36,6 +36,7 @@ from jitney.engine.core.executor.program import (
     StepOutput,
 )
 from jitney.engine.core.executor.sampling import Sampled, SeatState
+from jitney.engine.core.executor.seat_tokens import DraftedTokens
 from jitney.engine.core.executor.step_parts import StepParts
 from jitney.engine.core.models.protocol import Model
 from jitney.engine.core.models.sharding import own_mesh
@@ -196,6 +197,8 @@ class Runner:
         self.compile_seconds = 0.0
         #: Installs a boarding sequence's sampling state.
         self._board: jax.stages.Compiled
+        #: The same of its tokens, in an engine that speculates.
+        self._board_tokens: jax.stages.Compiled
 
     def compile(
         self, report: _Report = _report_nothing, meet: Callable[[], None] = _meet_nobody
@@ -297,7 +300,13 @@ class Runner:
             donate_argnums=0,
             out_shardings=jax.tree.map(lambda column: column.sharding, seats),
         )
-        self._board = board.lower(seats, whole((), jnp.int32), *row).compile()
+        seat = whole((), jnp.int32)
+        self._board = board.lower(seats, seat, *row).compile()
+        tokens = self.own_shapes.seat_tokens
+        if isinstance(tokens, DraftedTokens):
+            row = whole(tokens.recent.shape[1:], jnp.int32)
+            board = jax.jit(DraftedTokens.board, donate_argnums=0)
+            self._board_tokens = board.lower(tokens, seat, row).compile()
 
     def _compile_pools(self) -> None:
         """The programs of vectors, if the engine makes any: one for each bucket with prompts."""
@@ -371,7 +380,7 @@ class Runner:
         if plan.masked:
             step.logits = logits
         _copy_sampled(output.sampled, logprobs=_wants_logprobs(plan))
-        _copy_to_host((output.broken, output.scores if step.scored else None))
+        _copy_to_host((output.broken, output.scores if step.scored else None, output.guessed))
         return step
 
     def choose(self, launched: LaunchedStep, rows: list[MaskedRow], masks: np.ndarray) -> None:
@@ -400,8 +409,8 @@ class Runner:
         if numbers is not None:
             logits = self.choices.picks[logits.shape[0], len(numbers)](logits, numbers)
         state, program = self.state, self.choices.programs[logits.shape[0]]
-        state.last_token, state.seats, sampled = program(
-            logits, state.last_token, state.seats, upload.heads, upload.masks
+        state.seat_tokens, state.seats, sampled = program(
+            logits, state.seat_tokens, state.seats, upload.heads, upload.masks
         )
         return sampled
 
@@ -412,6 +421,11 @@ class Runner:
             vocab = self.config.vocab_size
             row = SeatState.row(params, seq.tokens, seq.n_prompt, vocab, self.end_ids)
             self.board(seq.seat, row)
+        if isinstance(self.state.seat_tokens, DraftedTokens):
+            row = self.state.seat_tokens.row_of(seq.tokens)
+            self.state.seat_tokens = self._board_tokens(
+                self.state.seat_tokens, np.int32(seq.seat), row
+            )
 
     def board(self, seat: int, row: Iterable[np.ndarray]) -> None:
         """Give a seat its row of `SeatState`."""
@@ -424,12 +438,12 @@ class Runner:
         state, executable = self.state, self.executables[bucket, greedy_only]
         logits = None
         if greedy_only:
-            state.kv, state.last_token, output = executable(
-                self.leaves, state.kv, state.last_token, packed
+            state.kv, state.seat_tokens, output = executable(
+                self.leaves, state.kv, state.seat_tokens, packed
             )
         else:
-            state.kv, state.last_token, state.seats, output, logits = executable(
-                self.leaves, state.kv, state.last_token, state.seats, packed
+            state.kv, state.seat_tokens, state.seats, output, logits = executable(
+                self.leaves, state.kv, state.seat_tokens, state.seats, packed
             )
         return output, logits
 
@@ -495,8 +509,10 @@ class Runner:
 
     def fetch(self, launched: LaunchedStep) -> StepResult:
         """Wait for what a step brought."""
-        plan, (sampled, broken, scores, _) = launched.plan, launched.output
+        plan, (sampled, broken, scores, _, guessed) = launched.plan, launched.output
         result = _sampled(plan, sampled)
+        if guessed is not None:
+            result.guessed = np.asarray(guessed)[: plan.logit_rows].tolist()
         if launched.chosen is not None:
             _put_chosen(result, launched.chosen, launched.chosen_rows)
         if broken is not None:

@@ -155,9 +155,7 @@ class FavouringParams(SamplingParams, frozen=True, kw_only=True):
 class FavouringSampler(Sampler):
     """The sampler with that parameter's line."""
 
-    def sample(
-        self, logits: jax.Array, rows: SamplingRows, state: SeatState, *rest: Any
-    ) -> tuple[Any, SeatState]:
+    def sample(self, logits: jax.Array, rows: SamplingRows, state: SeatState, *rest: Any) -> Any:
         favoured = jnp.arange(logits.shape[-1]) == rows.params["favourite"][:, None]
         return super().sample(jnp.where(favoured, 1e9, logits), rows, state, *rest)
 
