@@ -172,6 +172,7 @@ class MadeUp:
     def matrix(self, name: str) -> StoredMatrix | None:
         return self.matrices.get(name)
 
+    @property
     def stored_bytes(self, target: Target) -> int:
         """Of a weight in the file."""
         total = 0

@@ -24,7 +24,7 @@ from jitney.engine.common.requests import EngineRequest
 from jitney.engine.core.executor.program import StateSizes
 from jitney.engine.core.executor.proving import served_by
 from jitney.engine.core.models.layers import Linear, RowFacts
-from jitney.engine.core.models.mixture import _Experts, _route, _Routes
+from jitney.engine.core.models.mixture import Experts, _route, _Routes
 from jitney.engine.core.models.quantization import Packed, quantise, widened
 from jitney.engine.core.models.registry import abstract_model, random_model
 from jitney.engine.core.scheduler.buckets import Buckets
@@ -129,7 +129,7 @@ def real(n_rows: int) -> RowFacts:
     return RowFacts(jnp.int32(n_rows))
 
 
-def naive(layer: _Experts, x: np.ndarray, n_experts: int) -> np.ndarray:
+def naive(layer: Experts, x: np.ndarray, n_experts: int) -> np.ndarray:
     """Row by row and expert by expert, in float64, with the weights as they are stored."""
 
     def matrices(packed: Packed) -> list[np.ndarray]:
@@ -167,7 +167,7 @@ def naive(layer: _Experts, x: np.ndarray, n_experts: int) -> np.ndarray:
 def test_a_layer_is_the_sum_of_its_rows_experts(family: str, scheme: str, packed: bool):
     config = tiny_config(family)
     assert config.experts is not None
-    layer = _Experts(config, dtype=jnp.float32, rngs=nnx.Rngs(3))
+    layer = Experts(config, dtype=jnp.float32, rngs=nnx.Rngs(3))
     for linear in (layer.gate_up, layer.down):
         linear.set_matrix(quantise(linear.kernel[...], scheme=scheme, dtype=jnp.float32))
     x = np.random.default_rng(5).standard_normal((40, config.hidden_size)).astype(np.float32)
@@ -186,7 +186,7 @@ def test_the_machines_own_kernels_give_the_same_layer_in_bfloat16(scheme: str):
     """Weights laid out in panels and multiplied where they lie, where this CPU has such."""
     config = tiny_config("mixtral")
     assert config.experts is not None
-    layer = _Experts(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(3))
+    layer = Experts(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(3))
     for linear in (layer.gate_up, layer.down):
         linear.set_matrix(quantise(linear.kernel[...], scheme=scheme, dtype=jnp.bfloat16))
     x = jax.random.normal(jax.random.key(1), (40, config.hidden_size), jnp.bfloat16)
@@ -290,10 +290,10 @@ def test_experts_of_which_half_is_in_four_bits_are_laid_out_for_one_after_the_ot
     np.testing.assert_array_equal(np.asarray(layer(x, kernels, real(40))), expected)
 
 
-def layer_of(family: str, scheme: str, dtype: str = "float32") -> tuple[_Experts, jax.Array]:
+def layer_of(family: str, scheme: str, dtype: str = "float32") -> tuple[Experts, jax.Array]:
     """A layer with weights in the scheme, and 40 rows."""
     config = tiny_config(family)
-    layer = _Experts(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(3))
+    layer = Experts(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(3))
     for linear in (layer.gate_up, layer.down):
         linear.set_matrix(quantise(linear.kernel[...], scheme=scheme, dtype=jnp.dtype(dtype)))
     return layer, jax.random.normal(jax.random.key(1), (40, config.hidden_size), dtype)
