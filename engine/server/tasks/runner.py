@@ -15,12 +15,13 @@ from jitney.engine.server.http.routing import RouteTable
 from jitney.engine.server.tasks import batch_rows, job_rows
 from jitney.engine.server.tasks.batch_work import BatchWork
 from jitney.engine.server.tasks.concurrency import ConcurrencyLimit
+from jitney.engine.server.tasks.database import StoreUnavailable
 from jitney.engine.server.tasks.execution import LineExecutor, Reply
 from jitney.engine.server.tasks.keeper import StoreKeeper
 from jitney.engine.server.tasks.lines import LineRequest
 from jitney.engine.server.tasks.records import Batch, Job, Task
 from jitney.engine.server.tasks.server_context import ServerContext
-from jitney.engine.server.tasks.store import StorageFull, StoreUnavailable, TaskStore
+from jitney.engine.server.tasks.store import StorageFull, TaskStore
 
 _log = logging.getLogger("jitney.api")
 

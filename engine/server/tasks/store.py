@@ -8,19 +8,17 @@ What was written is there after the process was killed; what was being computed 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Collection, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Collection
 from dataclasses import fields
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import orjson
 
-from jitney.engine.common.errors import ConfigError, RequestError
+from jitney.engine.common.errors import RequestError
 from jitney.engine.config import ServerSection
 from jitney.engine.server.http.errors import HttpError
+from jitney.engine.server.tasks.database import Database
 from jitney.engine.server.tasks.records import Batch, Job, StoredFile, Task
 
 type Record = StoredFile | Batch | Job
@@ -102,8 +100,6 @@ UPDATE batches SET answer_bytes = (
     SELECT COALESCE(SUM(LENGTH(answer)), 0) FROM lines WHERE batch_id = batches.id
 );
 """
-#: What each version of the tables adds to the one before.
-_VERSIONS = (_FIRST_TABLES, _JOBS, _ANSWER_BYTES)
 #: Bytes of a job, as SQL.
 _JOB_BYTES = "LENGTH(body) + COALESCE(LENGTH(answer), 0)"
 #: Bytes that are kept for an owner: of files, of answers of batches under way, and of jobs.
@@ -123,18 +119,6 @@ _FORGETTABLE = f"status IN ({_ENDED}) AND told_at IS NULL"
 _JSON = {"metadata", "times", "faults"}
 
 
-class StoreUnavailable(HttpError):
-    """The store cannot be read or written now: the disk is full, or what lies on it is damaged."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            503,
-            "files, batches and jobs cannot be read or written now; the server's log says why",
-            code="store_unavailable",
-            headers={"retry-after": "10"},
-        )
-
-
 class StorageFull(HttpError):
     """A key has as many files, or as many bytes of what is kept, as it may have."""
 
@@ -142,50 +126,13 @@ class StorageFull(HttpError):
         super().__init__(400, f"{reason}; delete some files", code="storage_full", param=param)
 
 
-class TaskStore:
-    """The tables, and what they have in common: each row belongs to an owner. Raises ConfigError
-    for a file that a newer version has written, and sqlite3.Error.
-    """
+class TaskStore(Database):
+    """The tables, and what they have in common: each row belongs to an owner."""
 
-    def __init__(self, path: Path):
-        self.db = sqlite3.connect(path, isolation_level=None)
-        try:
-            self.db.row_factory = sqlite3.Row
-            self.db.execute("PRAGMA journal_mode = WAL")
-            self.db.execute("PRAGMA synchronous = NORMAL")
-            self._make_tables(path)
-        except BaseException:
-            self.db.close()
-            raise
+    VERSIONS = (_FIRST_TABLES, _JOBS, _ANSWER_BYTES)
 
-    def _make_tables(self, path: Path) -> None:
-        [version] = self.db.execute("PRAGMA user_version").fetchone()
-        if version > len(_VERSIONS):
-            raise ConfigError(f"{path} was written by a newer version of Jitney")
-        for number, tables in enumerate(_VERSIONS[version:], version + 1):
-            self.db.executescript(f"BEGIN; {tables} PRAGMA user_version = {number}; COMMIT;")
-        if _columns_of(self.db) != _all_columns():
-            raise sqlite3.OperationalError("its tables are not those of its version")
-
-    def close(self) -> None:
-        self.db.close()
-
-    @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """All of it is written, or nothing."""
-        self.db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            self.db.execute("COMMIT")
-        except BaseException:
-            if self.db.in_transaction:  # after some errors, a full disk, nothing is left to undo
-                self.db.execute("ROLLBACK")
-            raise
-
-    def value(self, query: str, *values: Any) -> Any:
-        """The first column of a query's first row; None if there is no row."""
-        row = self.db.execute(query, values).fetchone()
-        return None if row is None else row[0]
+    def check(self) -> None:
+        self.unfinished()
 
     # Rows of any table.
 
@@ -334,20 +281,6 @@ class TaskStore:
         if missing > 0:
             self.check_bytes(owner, most_bytes, size)
         self.db.executemany("DELETE FROM jobs WHERE number = ?", forgotten)
-
-
-@cache
-def _all_columns() -> set[tuple[str, str]]:
-    with closing(sqlite3.connect(":memory:")) as db:
-        db.executescript("".join(_VERSIONS))
-        return _columns_of(db)
-
-
-def _columns_of(db: sqlite3.Connection) -> set[tuple[str, str]]:
-    """Tables and their columns."""
-    query = """SELECT tables.name, columns.name
-        FROM sqlite_master AS tables, pragma_table_info(tables.name) AS columns"""
-    return {(table, column) for table, column in db.execute(query)}
 
 
 def _names(kind: type[Record]) -> str:

@@ -22,10 +22,11 @@ from batch_process import serving_process
 
 from jitney.engine.common.ports import free_port
 from jitney.engine.config import ServerSection
-from jitney.engine.server.tasks import batch_rows, job_rows, keeper
+from jitney.engine.server.tasks import batch_rows, database, job_rows
+from jitney.engine.server.tasks.database import StoreUnavailable
 from jitney.engine.server.tasks.keeper import StoreKeeper
 from jitney.engine.server.tasks.records import Batch, Job, Line, StoredFile
-from jitney.engine.server.tasks.store import StoreUnavailable, TaskStore
+from jitney.engine.server.tasks.store import TaskStore
 
 CHATS = "/v1/chat/completions"
 CHAT = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
@@ -206,7 +207,7 @@ def test_a_damaged_store_that_cannot_be_moved_is_tried_again(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(keeper.tempfile, "mkdtemp", no_room)
+        patch.setattr(database.tempfile, "mkdtemp", no_room)
         with serving(folder) as http:
             assert http.post(CHATS, json=CHAT).status_code == 200
             assert all(unavailable(http.get(path)) for path in LISTS)

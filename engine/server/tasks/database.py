@@ -1,0 +1,280 @@
+"""A SQLite file of tables that grow by versions, and the one thread that reads and writes it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import sqlite3
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, Concatenate, Self
+
+from jitney.engine.common.errors import ConfigError
+from jitney.engine.config import make_private
+from jitney.engine.server.http.errors import HttpError
+
+_log = logging.getLogger("jitney.api")
+
+#: Seconds between two lines in the log about trouble with the disk.
+_SILENT_S = 60.0
+#: What the disk, or damage on it, raises. ValueError: what should be ours is no JSON, no text, or
+#: of another type.
+_TROUBLE = (sqlite3.Error, OSError, ValueError)
+#: The part of SQLite's error codes that says of which kind an error is.
+_PRIMARY = 0xFF
+
+
+class StoreUnavailable(HttpError):
+    """A store cannot be read or written now: the disk is full, or what lies on it is damaged.
+    contents: of the store, in words.
+    """
+
+    def __init__(self, contents: str = "files, batches and jobs") -> None:
+        super().__init__(
+            503,
+            f"{contents} cannot be read or written now; the server's log says why",
+            code="store_unavailable",
+            headers={"retry-after": "10"},
+        )
+
+
+class Database:
+    """The tables of one file. Every method blocks. Raises ConfigError for a file that a newer
+    version has written, and sqlite3.Error.
+    """
+
+    #: What each version of the tables adds to the one before, as SQL.
+    VERSIONS: ClassVar[tuple[str, ...]]
+
+    def __init__(self, path: Path):
+        self.db = sqlite3.connect(path, isolation_level=None)
+        try:
+            self.db.row_factory = sqlite3.Row
+            self.db.execute("PRAGMA journal_mode = WAL")
+            self.db.execute("PRAGMA synchronous = NORMAL")
+            self._make_tables(path)
+        except BaseException:
+            self.db.close()
+            raise
+
+    def _make_tables(self, path: Path) -> None:
+        [version] = self.db.execute("PRAGMA user_version").fetchone()
+        if version > len(self.VERSIONS):
+            raise ConfigError(f"{path} was written by a newer version of Jitney")
+        for number, tables in enumerate(self.VERSIONS[version:], version + 1):
+            self.db.executescript(f"BEGIN; {tables} PRAGMA user_version = {number}; COMMIT;")
+        if _columns_of(self.db) != _all_columns(self.VERSIONS):
+            raise sqlite3.OperationalError("its tables are not those of its version")
+
+    def check(self) -> None:
+        """Read what a start needs; raises what damage raises."""
+
+    def close(self) -> None:
+        self.db.close()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All of it is written, or nothing."""
+        self.db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self.db.execute("COMMIT")
+        except BaseException:
+            if self.db.in_transaction:  # after some errors, a full disk, nothing is left to undo
+                self.db.execute("ROLLBACK")
+            raise
+
+    def value(self, query: str, *values: Any) -> Any:
+        """The first column of a query's first row; None if there is no row."""
+        row = self.db.execute(query, values).fetchone()
+        return None if row is None else row[0]
+
+
+@cache
+def _all_columns(versions: tuple[str, ...]) -> set[tuple[str, str]]:
+    with closing(sqlite3.connect(":memory:")) as db:
+        db.executescript("".join(versions))
+        return _columns_of(db)
+
+
+def _columns_of(db: sqlite3.Connection) -> set[tuple[str, str]]:
+    """Tables and their columns."""
+    query = """SELECT tables.name, columns.name
+        FROM sqlite_master AS tables, pragma_table_info(tables.name) AS columns"""
+    return {(table, column) for table, column in db.execute(query)}
+
+
+class DatabaseKeeper[D: Database](ABC):
+    """A database in a folder of its own, reached from the event loop. Made by `open`.
+
+    Trouble with the disk is raised as StoreUnavailable, and logged once in a while. A database that
+    is damaged is set aside, and a new one begun.
+    """
+
+    #: Name of the file; names of folders beside it that a damaged one takes along.
+    DATABASE: ClassVar[str]
+    COMPANIONS: ClassVar[tuple[str, ...]] = ()
+    #: Its contents, for the log.
+    CONTENTS: ClassVar[str]
+
+    def __init__(self, folder: Path, lock: int | None = None):
+        """lock: a descriptor that holds the folder's; None: nothing is written to the folder."""
+        self.folder = folder
+        self._lock = lock
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.DATABASE)
+        #: Belongs to the thread; None before it is first asked for, and after damage.
+        self._database: D | None = None
+        #: time.monotonic() before which trouble is not logged again.
+        self._silent_until = 0.0
+
+    @classmethod
+    async def open(cls, folder: Path) -> Self:
+        """The folder, made if there is none. Raises ConfigError if it is not ours alone, another
+        server's at this time, or written by a newer version, and OSError.
+        """
+        keeper = cls(folder, await asyncio.to_thread(_claim, folder, cls.COMPANIONS))
+        try:
+            await keeper.do(lambda database: database.check())  # damage is set aside at once
+        except StoreUnavailable:
+            pass
+        except BaseException:
+            await keeper.close()
+            raise
+        return keeper
+
+    @abstractmethod
+    def open_database(self) -> D:
+        """The database, made if there is none. Blocks."""
+
+    async def do[**P, T](
+        self, function: Callable[Concatenate[D, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Run a function with the database on its thread. It is run to its end, even if its caller
+        is cancelled. Raises StoreUnavailable.
+        """
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._thread, self._run, lambda database: function(database, *args, **kwargs)
+        )
+
+    async def on_disk[**P, T](
+        self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Run what reads or writes a file on a thread. Raises StoreUnavailable."""
+        try:
+            return await asyncio.to_thread(function, *args, **kwargs)
+        except OSError as error:
+            raise self._trouble(error) from None
+
+    def _run[T](self, function: Callable[[D], T]) -> T:
+        """Call a function with the database, on its thread."""
+        try:
+            try:
+                return function(self._opened())
+            except _TROUBLE as error:
+                if not _is_damage(error):
+                    raise
+                self._begin_anew(error)
+                raise StoreUnavailable(self.CONTENTS) from None
+        except _TROUBLE as error:
+            raise self._trouble(error) from None
+
+    def _opened(self) -> D:
+        if self._database is None:
+            try:
+                self._database = self.open_database()
+            except _TROUBLE as error:
+                if not _is_damage(error, opening=True):
+                    raise
+                self._begin_anew(error)
+                self._database = self.open_database()
+        return self._database
+
+    def _begin_anew(self, error: Exception) -> None:
+        """Set the damaged database aside; a new one is made for the next that is asked."""
+        self._close()
+        aside = self.set_aside()
+        _log.error(
+            "THE STORE OF %s IS DAMAGED (%s): it lies in %s now, with its files, and a new one is "
+            "begun",
+            self.CONTENTS.upper(),
+            error,
+            aside,
+        )
+
+    def set_aside(self) -> Path:
+        """Move the database and its companions into a folder of their own, where an operator may
+        look at them. Blocks.
+        """
+        aside = Path(tempfile.mkdtemp(prefix="damaged-", dir=self.folder))
+        database = (self.DATABASE, f"{self.DATABASE}-wal", f"{self.DATABASE}-shm")
+        for name in (*database, *self.COMPANIONS):
+            if (self.folder / name).exists():
+                (self.folder / name).rename(aside / name)
+        for name in self.COMPANIONS:
+            make_private(self.folder / name)
+        return aside
+
+    def _close(self) -> None:
+        database, self._database = self._database, None
+        if database is not None:
+            with contextlib.suppress(sqlite3.Error):
+                database.close()
+
+    def _trouble(self, error: Exception) -> StoreUnavailable:
+        """The answer to an error of the disk, which is logged."""
+        now = time.monotonic()
+        if now >= self._silent_until:
+            self._silent_until = now + _SILENT_S
+            _log.warning("%s cannot be kept in %s: %s", self.CONTENTS, self.folder, error)
+        return StoreUnavailable(self.CONTENTS)
+
+    async def close(self) -> None:
+        """Let go of the folder, after what is being written."""
+        with contextlib.suppress(RuntimeError):
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
+        self._thread.shutdown(wait=False)
+        if self._lock is not None:
+            os.close(self._lock)
+
+
+def _claim(folder: Path, companions: Iterable[str]) -> int:
+    """A descriptor that holds the lock of a folder, which is made if there is none, with folders in
+    it; the system lets go of it with the process.
+    """
+    for path in (folder, *(folder / name for name in companions)):
+        reason = make_private(path)
+        if reason:
+            raise ConfigError(reason)
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise ConfigError(
+            f"{folder} is used by another server; give each its own data_dir"
+        ) from None
+    return lock
+
+
+def _is_damage(error: Exception, *, opening: bool = False) -> bool:
+    """Whether what lies on the disk is not what was written; else the disk is full, or the like.
+    opening: the database was being opened.
+    """
+    if not isinstance(error, sqlite3.DatabaseError):
+        return isinstance(error, ValueError)
+    code = getattr(error, "sqlite_errorcode", None)
+    if code is None:  # a text that is not UTF-8
+        return isinstance(error, sqlite3.OperationalError)
+    kinds = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+    # Tables that are there already, or cannot be read, under a version that says otherwise.
+    return code & _PRIMARY in kinds or (opening and code == sqlite3.SQLITE_ERROR)
