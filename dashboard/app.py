@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from jitney.dashboard.auth import FeedEndpoint, PageLine
 from jitney.dashboard.drawing import Drawings
 from jitney.dashboard.engine_routes import ENGINE_ROUTES
 from jitney.dashboard.feed import Feed
+from jitney.dashboard.incident_log import IncidentLog
 from jitney.dashboard.lab import Experiment, PolicyLab
 from jitney.dashboard.pulse import Pulses
 from jitney.dashboard.report import ReportData
@@ -54,6 +55,8 @@ _STATES = ("all", "open", "waiting", "prefill", "decode", "finished", "refused")
 #: Numbers of a query: beyond every limit, and most digits of one.
 _ANY = 2**62
 _MOST_DIGITS = 18
+#: Incidents of an answer.
+_MOST_INCIDENTS = 500
 #: Bytes of a piece of a report.
 _BLOCK = 1 << 16
 _EXPERIMENT_FORM = (
@@ -90,6 +93,7 @@ class Dashboard(PageRoutes):
         self.decode = decode
         self.slices = TimeSlices(_MOST_ANSWERS)
         self.drawings = Drawings()
+        self.incident_log = IncidentLog(client, settings.data_dir)
         self.lab = lab
         self.feed = Feed(
             client, hz=hz, needs_key=self.sessions.needed, shows_text=decode is not None
@@ -99,6 +103,11 @@ class Dashboard(PageRoutes):
         app = super().to_mount()
         app.state.feed = self.feed
         return app
+
+    @contextlib.asynccontextmanager
+    async def at_work(self) -> AsyncIterator[None]:
+        async with self.incident_log.at_work():
+            yield
 
     def lines(self) -> list[PageLine]:
         lines = self.page_lines()
@@ -120,6 +129,7 @@ class Dashboard(PageRoutes):
             "/trace": self.trace,
             "/requests": self.requests,
             "/request/{id}": self.request,
+            "/incidents": self.incidents,
             "/report": self.report,
             "/lab": self.experiment,
         }
@@ -223,6 +233,16 @@ class Dashboard(PageRoutes):
             "prompt": await run_in_threadpool(self.decode, prompt),
             "answer": await run_in_threadpool(self.decode, answer),
         }
+
+    async def incidents(self, request: Request) -> Response:
+        """Incidents of the last day, the newest first; `before`: an incident's id, for older ones.
+        They name no request, so users see all of them.
+        """
+        query = _Query(request)
+        limit = query.whole("limit", 100, 1, _MOST_INCIDENTS)
+        before = query.whole("before", _ANY, 1)
+        found = await self.incident_log.page(limit, before)
+        return to_json({"incidents": found, "more": len(found) == limit})
 
     async def report(self, request: Request) -> StreamingResponse:
         """The last minutes as a self-contained HTML file."""

@@ -27,6 +27,7 @@ ENGINE_ROUTES = (
     _EngineRoute("/trace", _GET, Role.ADMIN),
     _EngineRoute("/requests", _GET, Role.USER),
     _EngineRoute("/request/{id}", _GET, Role.USER),
+    _EngineRoute("/incidents", _GET, Role.USER),
     _EngineRoute("/report", _GET, Role.ADMIN),
     _EngineRoute("/lab", ("GET", "POST", "DELETE"), Role.ADMIN),
 )

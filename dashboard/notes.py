@@ -87,7 +87,8 @@ class Notes:
             return []
         self._proof_of = now.ready_at
         message = _KERNELS_OUT.format(", ".join(now.kernels_out))
-        return [_note(now.ready_at, "error", "kernels_out", message)]
+        hit = {"kernels": len(now.kernels_out)}
+        return [make_note(now.ready_at, "error", "kernels_out", message, hit)]
 
     def _renewed(self, now: Snapshot) -> list[Note]:
         """New notes of outages and refusals, each from its start on."""
@@ -101,7 +102,7 @@ class Notes:
         if now.disk_full_at <= self._full_at:
             return []
         self._full_at = now.disk_full_at
-        return [_note(self._full_at, "error", "disk_full", _DISK_FULL)]
+        return [make_note(self._full_at, "error", "disk_full", _DISK_FULL)]
 
     def _storms(self, now: Snapshot) -> list[Note]:
         """That many lost their seats within the window, unless a note said so a moment ago."""
@@ -113,19 +114,25 @@ class Notes:
         if growth < _many_preemptions(now) or now.t - self._storm_at < _QUIET_S:
             return []
         self._storm_at = now.t
-        return [_note(now.t, "warn", "preemption_storm", _STORM)]
+        hit = {"preempted": growth}
+        return [make_note(now.t, "warn", "preemption_storm", _STORM, hit)]
 
 
 def _many_preemptions(now: Snapshot) -> int:
     """How many in a window are worth a note."""
-    if now.seats is None:
-        return _FEW_PREEMPTIONS
-    return max(_FEW_PREEMPTIONS, len(now.seats.state) // 4)
+    return max(_FEW_PREEMPTIONS, now.n_seats // 4)
 
 
 def _compiles(now: Snapshot, records: np.ndarray) -> list[Note]:
     compiled = records[records["compiled"] > 0]
-    return [_note(now.t, "warn", "compile", _compile_message(record)) for record in compiled]
+    return [_compile_note(now.t, record) for record in compiled]
+
+
+def _compile_note(t: float, record: np.void) -> Note:
+    """All streams waited for the step."""
+    hit = {"rows": int(record["bucket_tokens"])}
+    seconds = float(record["device_s"] + record["launch_s"])
+    return make_note(t, "warn", "compile", _compile_message(record), hit, seconds)
 
 
 def _compile_message(record: np.void) -> str:
@@ -140,7 +147,10 @@ def _accidents(before: Snapshot | None, now: Snapshot) -> Iterator[Note]:
     for code, counter in _ACCIDENTS.items():
         more = counter(now) - (0 if before is None else counter(before))
         if more > 0:
-            yield _note(now.t, "error", code, _ACCIDENT_MESSAGES[code].format(more))
+            unit, message = _ACCIDENT_TEXTS[code]
+            yield make_note(
+                now.t, "error", code, message.format(more), {unit: int(more)} if unit else None
+            )
 
 
 #: How often each accident has happened.
@@ -149,11 +159,15 @@ _ACCIDENTS: dict[str, Callable[[Snapshot], int]] = {
     "canary": lambda snapshot: snapshot.metrics["canary"]["mismatched"],
     "dead": lambda snapshot: snapshot.state == "dead",
 }
-_ACCIDENT_MESSAGES = {
-    "nan": "logits were not finite in {} rows; their requests have ended",
-    "canary": "computed again with the reference kernels, so many answers came out otherwise: "
-    "{}. `jitney doctor` compares every kernel",
-    "dead": "the engine is dead and is not started again",
+#: The unit of each accident's count ("" for none), and its message.
+_ACCIDENT_TEXTS = {
+    "nan": ("rows", "logits were not finite in {} rows; their requests have ended"),
+    "canary": (
+        "answers",
+        "computed again with the reference kernels, so many answers came out otherwise: "
+        "{}. `jitney doctor` compares every kernel",
+    ),
+    "dead": ("", "the engine is dead and is not started again"),
 }
 
 
@@ -163,7 +177,9 @@ def _outage_note(outage: JsonDict) -> Note:
         f"{outage['cause']}. {_back(outage)} Requests that went on: {outage['n_resumed']}; that "
         f"ended with an error: {outage['n_lost']}"
     )
-    return _note(outage["began"], "error", "outage", message)
+    hit = {"resumed": outage["n_resumed"], "lost": outage["n_lost"]}
+    silence_s = None if outage["flowing"] is None else outage["flowing"] - outage["began"]
+    return make_note(outage["began"], "error", "outage", message, hit, silence_s)
 
 
 def _back(outage: JsonDict) -> str:
@@ -192,7 +208,7 @@ def _refusals_note(refusals: JsonDict) -> Note:
     message = f"{total} {requests} turned away{within}: {reasons}"
     if refusals["retry_s"] is not None:
         message += f"; the newest was told to come again in {refusals['retry_s']:.1f} s"
-    return _note(refusals["began"], "warn", "refusals", message)
+    return make_note(refusals["began"], "warn", "refusals", message, {"refused": total})
 
 
 def _why(name: str) -> str:
@@ -201,5 +217,20 @@ def _why(name: str) -> str:
     return f" ({reason})" if reason else ""
 
 
-def _note(t: float, level: str, code: str, message: str) -> Note:
-    return {"level": level, "code": code, "message": message, "t": round(t, 4)}
+def make_note(
+    t: float,
+    level: str,
+    code: str,
+    message: str,
+    hit: dict[str, int] | None = None,
+    silence_s: float | None = None,
+) -> Note:
+    """A note with rounded times. hit: names of units to counts; those of 0 are left out."""
+    return {
+        "level": level,
+        "code": code,
+        "message": message,
+        "t": round(t, 4),
+        "hit": {unit: n for unit, n in (hit or {}).items() if n},
+        "silence_s": None if silence_s is None else round(silence_s, 3),
+    }

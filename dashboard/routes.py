@@ -138,6 +138,11 @@ class PageRoutes:
     async def close(self) -> None:
         """Let go what the page watches."""
 
+    @asynccontextmanager
+    async def at_work(self) -> AsyncIterator[None]:
+        """The lifespan of the page that is mounted."""
+        yield
+
     def to_mount(self) -> Starlette:
         """The page for a path of its own. It checks for itself who may look (see `sign_in`), so
         what is in front must not ask for a bearer key, but check hosts and headers. To close
@@ -148,6 +153,7 @@ class PageRoutes:
             routes=[line.route for line in lines],
             middleware=self._middleware(lines),
             exception_handlers=_HANDLERS,
+            lifespan=lambda app: self.at_work(),
         )
         app.router.redirect_slashes = False
         return app

@@ -139,6 +139,8 @@ class Snapshot:
     #: See `History`.
     disk_full_at: float = -math.inf
     ready_at: float = 0.0
+    #: Of the engine, also where `seats` is not filled; for `Notes`.
+    n_seats: int = 0
 
     @classmethod
     def of(cls, client: EngineClient, records: np.ndarray, recent: Recent, now: float) -> Snapshot:
@@ -156,6 +158,7 @@ class Snapshot:
             outages=msgspec.to_builtins(list(history.incidents.outages)),
             refusals=msgspec.to_builtins(list(history.incidents.refusals)),
             disk_full_at=history.incidents.disk_full_at,
+            n_seats=len(history.seats),
         )
         if client.state in ("loading", "restarting"):
             snapshot.progress = msgspec.to_builtins(client.progress)

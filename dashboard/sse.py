@@ -173,12 +173,12 @@ class Note(TypedDict):
     place: what it tells of goes on.
     """
 
-    level: str  # "warn" or "error"
-    # "compile", "outage", "refusals", "nan", "canary", "dead", "kernels_out", "disk_full",
-    # "preemption_storm"
-    code: str
+    level: str  # "info", "warn" or "error"
+    code: str  # a key of `incident_log.KINDS`
     message: str
     t: float  # when it began
+    hit: dict[str, int]  # how many of what it concerned
+    silence_s: float | None  # seconds in which clients had no token; null: not known, or none
 
 
 def with_note(notes: Sequence[Note], note: Note, most: int) -> list[Note]:

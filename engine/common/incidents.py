@@ -1,4 +1,4 @@
-"""Recent incidents of an engine: outages, refusals, full disks."""
+"""Recent incidents of an engine: outages, refusals, full disks, its drain."""
 
 from __future__ import annotations
 
@@ -57,6 +57,8 @@ class Incidents:
         #: Both oldest first.
         self.outages: deque[_Outage] = deque(maxlen=_KEEP_OUTAGES)
         self.refusals: deque[_Refusals] = deque(maxlen=_KEEP_REFUSALS)
+        #: When the server was told to stop, and how many sequences were open; None: it was not.
+        self.drain: tuple[float, int] | None = None
         #: When a disk that the server writes to was last found full.
         self.disk_full_at = -math.inf
         # Streams that a lost core has stopped, until they go on or end.
@@ -112,6 +114,10 @@ class Incidents:
         refusals = self.refusals[-1]
         refusals.newest, refusals.retry_s = now, retry_s
         refusals.counts[name] = refusals.counts.get(name, 0) + 1
+
+    def drain_began(self, n_open: int) -> None:
+        """The server stops, once its open sequences have ended."""
+        self.drain = self.drain or (self._clock(), n_open)
 
     def disk_full(self) -> None:
         """A disk that the server writes to is full."""

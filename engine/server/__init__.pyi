@@ -79,5 +79,8 @@ from .process.client import EngineClient as EngineClient
 from .process.link import core_environ as core_environ
 from .process.process_client import ProcessClient as ProcessClient
 from .process.trace_recorder import Recorder as Recorder
+from .tasks.database import Database as Database
+from .tasks.database import DatabaseKeeper as DatabaseKeeper
+from .tasks.database import StoreUnavailable as StoreUnavailable
 from .tasks.offline import OfflineBatch as OfflineBatch
 from .tasks.service import InternalRequests as InternalRequests

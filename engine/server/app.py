@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import Receive, Scope, Send
 
 from jitney.engine.common.errors import RequestError
@@ -45,7 +45,8 @@ def create_app(
     tokenizer may be None while the model is being fetched; set `app.state.service.tokenizer` when
     it is there. `app.state.service.begin_drain()` refuses new requests, `await
     app.state.service.drained()` waits for the open ones. extra_routes stand behind the same keys
-    and limits. keys: the accepted ones; None: those of the settings.
+    and limits; lifespans of applications that they mount are run. keys: the accepted ones; None:
+    those of the settings.
     """
     service = Service(client, tokenizer, settings, model_name)
     service.openapi = document(tuple(routes))
@@ -54,7 +55,10 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with tasks.at_work():
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(tasks.at_work())
+            for mounted in _mounted_apps(extra_routes):
+                await stack.enter_async_context(mounted.router.lifespan_context(mounted))
             yield
         service.close()
 
@@ -62,6 +66,13 @@ def create_app(
     app = application(service, settings, table, all_routes, lifespan, keys)
     app.state.service = service
     return app
+
+
+def _mounted_apps(routes: Sequence[BaseRoute]) -> Iterator[Starlette]:
+    """Applications among routes: their lifespans are not run by those that mount them."""
+    for route in routes:
+        if isinstance(route, Mount) and isinstance(route.app, Starlette):
+            yield route.app
 
 
 class _GenerationEndpoint(Endpoint[Service]):

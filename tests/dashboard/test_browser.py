@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 from api_fakes import until
 from page_browser import (
@@ -25,6 +26,7 @@ from page_browser import (
 )
 
 from jitney.dashboard import Dashboard
+from jitney.dashboard.incident_log import KINDS
 from jitney.engine.common.engine_info import KernelProof, Seat
 from jitney.engine.common.errors import ErrorInfo
 from jitney.engine.common.messages import CanaryFinding, Progress, StepReport
@@ -387,6 +389,26 @@ def test_an_incident_stays_on_the_first_screen_until_it_was_seen(client, open_pa
         state(page, "live")
         holds_text(page, "notes", "40 requests were turned away")
         assert page.locator("#incidents").is_hidden()
+        page.goto("about:blank")
+    assert open_page.problems == []
+
+
+def test_incidents_are_read_after_a_restart_by_a_page_that_was_not_open(
+    client, open_page, tmp_path
+):
+    page, incidents = open_page.page, client.history.incidents
+    with endpoint(client, data_dir=tmp_path) as url:
+        incidents.outage_began("killed by SIGKILL", n_resumed=3, n_lost=1)
+        client.history.core_ready(client.info)
+        until(lambda: httpx.get(url + "/dashboard/incidents").json()["incidents"])
+    with endpoint(type(client)(), data_dir=tmp_path) as url:
+        page.goto(url + "/dashboard#incidents")
+        holds_text(page, "kept", "killed by SIGKILL")
+        holds_text(page, "kept", "3 resumed · 1 lost")
+        holds_text(page, "kept", KINDS["outage"])
+        line = page.locator("#kept li")
+        assert line.count() == 1 and line.locator("time").inner_text().count(":") == 2
+        assert page.locator("#notes").is_hidden() and page.locator("#older").is_hidden()
         page.goto("about:blank")
     assert open_page.problems == []
 

@@ -8,6 +8,7 @@ import contextlib
 import re
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,9 +79,11 @@ def served(app: Any, port: int = 0) -> Iterator[str]:
         assert not thread.is_alive()
 
 
-def endpoint(client: Any, port: int = 0) -> contextlib.AbstractContextManager[str]:
+def endpoint(
+    client: Any, port: int = 0, data_dir: Path | None = None
+) -> contextlib.AbstractContextManager[str]:
     """The whole HTTP side of a scripted engine."""
-    settings = ServerSettings().with_page("/dashboard")
+    settings = ServerSettings(data_dir=data_dir).with_page("/dashboard")
     routes = Dashboard(client, settings, lab=Lab(client, None)).mounted("/dashboard")
     return served(create_app(client, ByteTokenizer(), settings, "scripted", routes), port)  # type: ignore[arg-type]
 

@@ -250,6 +250,7 @@ class ProcessClient(CoreSupervisor):
         too.
         """
         self._draining = True
+        self.history.incidents.drain_began(self.history.n_open)
         if self.state != "dead":
             self._set_state("draining")
         if self._ready_link is not None:
