@@ -752,8 +752,8 @@ class ServerSection(Section):
     """
 
     data_dir: str = ""
-    """folder for clients' files, batches and jobs, private and used by one server only; empty:
-    data/ in $JITNEY_CACHE or ~/.cache/jitney
+    """folder for clients' files, batches and jobs, and for incidents, private and used by one
+    server only; empty: data/ in $JITNEY_CACHE or ~/.cache/jitney
     """
 
     file_limit: int = Field(default=200 << 20, ge=1024, le=1 << 40)
