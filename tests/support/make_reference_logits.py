@@ -76,6 +76,30 @@ QWEN3_5 = {
     "linear_num_value_heads": 4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
 }
+#: Latent attention and a mixture behind one dense layer.
+LATENT = {
+    "hidden_size": 64,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+    "kv_lora_rank": 48,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 20,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+}
+LATENT_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+}
 #: Name -> (transformers' prefix, settings beside SIZES, and those of SIZES that it goes without).
 CASES = {
     "llama2": (
@@ -334,6 +358,61 @@ CASES = {
             "norm_topk_prob": False,
         },
     ),
+    "qwen3_moe_dense": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        LATENT
+        | {
+            "q_lora_rank": None,
+            "n_shared_experts": 2,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": LATENT_YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        LATENT
+        | {
+            "q_lora_rank": 32,
+            "n_shared_experts": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        LATENT
+        | {
+            "without": ("first_k_dense_replace",),
+            "q_lora_rank": 32,
+            "qk_rope_head_dim": 8,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
+    "mistral4": (
+        "Mistral4",
+        LATENT
+        | {
+            "q_lora_rank": 32,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 0,
+            "rope_parameters": LATENT_YARN
+            | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
+        },
+    ),
 }
 #: Cases whose experts are stored so.
 MXFP4 = ("gpt_oss_mxfp4",)
@@ -364,6 +443,11 @@ GREEDY = {
     "qwen3_5_moe": (1, 20, 200),
     "qwen3_next": (1, 20, 200),
     "lfm2": (1, 20, 180),
+    "qwen3_moe_dense": (20,),
+    "deepseek_v2": (1, 20, 180),
+    "deepseek_v3": (20,),
+    "glm4_moe_lite": (1, 20, 180),
+    "mistral4": (1, 20, 180),
 }
 #: Tokens of a continuation: past every window of 8.
 COUNT = 16

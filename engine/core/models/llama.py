@@ -40,6 +40,8 @@ class Block(nnx.Module):
     mlp_class: type[MLP] = MLP
     #: The first half of a layer that keeps a state of each seat in place of pages.
     recurrent_class: Callable[..., Mixer] | None = None
+    #: The second half of a layer without experts among layers with them.
+    dense_class: type[MLP] = MLP
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.attention_norm: RMSNorm | NoNorm = RMSNorm.of(config.hidden_size, config, dtype)
@@ -48,7 +50,9 @@ class Block(nnx.Module):
             mixer = self.recurrent_class
         self.attention = mixer(config, layer, dtype=dtype, rngs=rngs)
         self.mlp_norm: RMSNorm | NoNorm = RMSNorm.of(config.hidden_size, config, dtype)
-        self.mlp = self.mlp_class(config, dtype=dtype, rngs=rngs)
+        is_dense = config.experts is not None and layer in config.experts.dense_layers
+        feed_forward = self.dense_class if is_dense else self.mlp_class
+        self.mlp = feed_forward(config, dtype=dtype, rngs=rngs)
         self.residual_factor = config.residual_factor
 
     def __call__(

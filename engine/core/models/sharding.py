@@ -287,7 +287,7 @@ class Shares:
         if "wide_k_norm" in path:
             return [self._keys(device)]
         if "gate_up" in path:
-            return self._gates(device, shared="shared" in path)
+            return self._gates(path, device)
         parts = own.shards
         if self.splits_inputs(path):
             parts = self.input_shards(path)
@@ -359,12 +359,14 @@ class Shares:
         dim = self.own.head_dim
         return _run(self._first_kv(device) * dim, self.own.n_kv_heads * dim)
 
-    def _gates(self, device: int, *, shared: bool) -> list[slice]:
+    def _gates(self, path: Path, device: int) -> list[slice]:
         """Columns of the fused gate and up projection; of a mixture, of every expert's, or of the
-        shared one's.
+        one that all rows go through.
         """
-        if shared and self.own.experts is not None and self.config.experts is not None:
-            count, size = self.own.experts.shared_size, self.config.experts.shared_size
+        experts = self.config.experts
+        if "shared" in path and experts is not None:
+            size = experts.columns_of_all(int(path[1]))
+            count = size // self.shards
             first = device % self.shards * count
             return [_run(first, count), _run(size + first, count)]
         own, whole = self.own.intermediate_size, self.config.intermediate_size

@@ -6,7 +6,7 @@ Jax-free.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -187,7 +187,6 @@ def _qwen3_moe(values: JsonObject) -> ModelConfig:
     """
     fields, config = _read_qwen3(values, num_key_value_heads=4)
     window = _window(fields) if fields.flag("use_sliding_window") else 0
-    _check_all_have_experts(fields)
     count = "num_experts" if fields.get("num_local_experts") is None else "num_local_experts"
     inner = fields.integer("moe_intermediate_size", 1, MOST.width, default=768)
     experts = ExpertsConfig(
@@ -195,17 +194,30 @@ def _qwen3_moe(values: JsonObject) -> ModelConfig:
         fields.integer("num_experts_per_tok", 1, MOST.experts, default=8),
         fields.flag("norm_topk_prob"),
     )
+    experts = _with_dense_layers(experts, fields, config.n_layers)
     windows = (window,) * config.n_layers
     return replace(config, intermediate_size=inner, windows=windows, experts=experts)
 
 
-def _check_all_have_experts(fields: Fields) -> None:
+def _with_dense_layers(experts: ExpertsConfig, fields: Fields, layers: int) -> ExpertsConfig:
+    """Qwen's layers without experts: those of `mlp_only_layers`, and all but each
+    `decoder_sparse_step`-th, counted from 1.
+    """
     every = fields.integer("decoder_sparse_step", 1, MOST.layers, default=1)
-    if fields.get("mlp_only_layers") or every != 1:
-        raise ModelError(
-            "config.json: mlp_only_layers and decoder_sparse_step: layers without experts among "
-            "layers with them are not supported"
-        )
+    named = fields.get("mlp_only_layers", [])
+    if not isinstance(named, list):
+        fields.reject("mlp_only_layers", named, "a list of numbers of layers")
+    dense = {layer for layer in range(layers) if layer in named or (layer + 1) % every}
+    return _dense_among(experts, fields, dense)
+
+
+def _dense_among(experts: ExpertsConfig, fields: Fields, dense: Iterable[int]) -> ExpertsConfig:
+    """With one feed-forward of `intermediate_size` in these layers."""
+    layers = frozenset(dense)
+    if not layers:
+        return experts
+    size = fields.integer("intermediate_size", 1, MOST.width)
+    return replace(experts, dense_layers=layers, dense_size=size)
 
 
 def _qwen3_5(values: JsonObject) -> ModelConfig:
@@ -265,11 +277,10 @@ def _qwen3_next(values: JsonObject) -> ModelConfig:
     settings = {"num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True}
     settings |= dict(values)
     fields = Fields(settings, "config.json")
-    _check_all_have_experts(fields)
     config = _qwen3_5_moe(settings)
     assert config.experts is not None
     experts = replace(config.experts, renormalised=fields.flag("norm_topk_prob"))
-    return replace(config, experts=experts)
+    return replace(config, experts=_with_dense_layers(experts, fields, config.n_layers))
 
 
 def _lfm2(values: JsonObject) -> ModelConfig:

@@ -87,14 +87,45 @@ class ExpertsConfig:
     engines: int = 1
     #: Experts of one group, where the configuration is one device's (`ModelConfig.local`); 0: all.
     held: int = 0
-    #: Columns of one more expert, which every token goes through by a gate of its own; 0: none.
+    #: Columns of one more expert, which every token goes through; 0: none.
     shared_size: int = 0
+    #: That expert has a gate of its own, the sigmoid of one more column of the router.
+    shared_gate: bool = True
+    #: What the router's numbers become before experts are chosen: shares of 1, or each for itself
+    #: a number from 0 to 1.
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    #: Experts are chosen by these plus a number of each expert's own, which no share has.
+    choice_bias: bool = False
+    #: Experts stand in so many equal clusters, and those of a token are of a few of them: those
+    #: whose best so many experts have the greatest sum.
+    clusters: int = 1
+    chosen_clusters: int = 1
+    cluster_best: int = 2
+    #: Factor of the shares, also of those that add up to 1.
+    share_factor: float = 1.0
+    #: Layers with one feed-forward for every token in place of a mixture, and its columns.
+    dense_layers: frozenset[int] = frozenset()
+    dense_size: int = 0
 
     def __post_init__(self) -> None:
         if self.n_chosen > self.n_experts:
             raise ModelError(
                 f"a token cannot go through {self.n_chosen} of {self.n_experts} experts"
             )
+        if self.n_experts % self.clusters or self.chosen_clusters > self.clusters:
+            raise ModelError(
+                f"{self.n_experts} experts cannot be chosen from {self.chosen_clusters} of "
+                f"{self.clusters} equal groups"
+            )
+        if self.n_chosen > self.chosen_clusters * (self.n_experts // self.clusters):
+            raise ModelError(
+                f"{self.chosen_clusters} of {self.clusters} groups hold fewer than the "
+                f"{self.n_chosen} experts that a token goes through"
+            )
+
+    def columns_of_all(self, layer: int) -> int:
+        """Columns of the feed-forward of a layer that every token goes through; 0: it has none."""
+        return self.dense_size if layer in self.dense_layers else self.shared_size
 
     @property
     def own(self) -> int:
@@ -435,12 +466,14 @@ class ModelConfig:
         outputs = self.n_pools * (self.qkv_size + self.n_heads * self.head_dim)
         if self.recurrent is not None:
             outputs += (self.n_layers - self.n_pools) * self.recurrent.outputs
-        if self.experts is not None:  # the routers, and experts that all rows go through
-            outputs += self.n_layers * (experts.n_experts + 3 * experts.shared_size)
+        mixtures = self.n_layers - len(experts.dense_layers)
+        if self.experts is not None:  # the routers, and what all rows go through
+            outputs += mixtures * experts.n_experts
+            outputs += 3 * sum(map(experts.columns_of_all, range(self.n_layers)))
         return StepCost(
             n_layers=self.n_layers,
             shared_weights=self.hidden_size * outputs,
-            expert_weights=self.n_layers * self.hidden_size * 3 * self.intermediate_size,
+            expert_weights=mixtures * self.hidden_size * 3 * self.intermediate_size,
             n_experts=experts.n_experts,
             n_chosen=experts.n_chosen,
             weight_bytes=weight_bytes,
@@ -495,8 +528,9 @@ class ModelConfig:
             sizes = {"key-value heads": (self.n_kv_heads, shards)}
         if self.recurrent is not None:
             sizes |= self.recurrent.uneven(shards)
-        if self.experts is not None and self.experts.shared_size:
+        if self.experts is not None:
             sizes["columns of the shared expert"] = self.experts.shared_size, shards
+            sizes["columns of layers without experts"] = self.experts.dense_size, shards
         uneven = [f"{size} {name}" for name, (size, parts) in sizes.items() if size % parts]
         if uneven:
             raise ConfigError(
@@ -506,7 +540,11 @@ class ModelConfig:
         if experts is not None and experts.all_groups > 1:
             experts = replace(experts, held=experts.n_experts // experts.all_groups)
         if experts is not None:
-            experts = replace(experts, shared_size=experts.shared_size // shards)
+            experts = replace(
+                experts,
+                shared_size=experts.shared_size // shards,
+                dense_size=experts.dense_size // shards,
+            )
         return replace(
             self,
             delta_net=self.delta_net and self.delta_net.local(shards),

@@ -117,7 +117,7 @@ class WeightMap:
                 targets += _delta_net_weights(config.hidden_size, config.delta_net, names, layer)
             elif config.short_conv is not None:
                 targets += _short_conv_weights(config.hidden_size, config.short_conv, names, layer)
-            if config.experts is None:
+            if config.experts is None or layer in config.experts.dense_layers:
                 targets += _mlp_matrices(config, names, layer)
             else:
                 targets += _expert_matrices(config, config.experts, names, layer)
@@ -196,6 +196,10 @@ class Dialect:
     expert_gate: str = ""
     expert_up: str = ""
     expert_down: str = ""
+    #: The expert that all rows go through; its gate is `{shared}_gate`.
+    shared: str = "mlp.shared_expert"
+    #: A tensor's whole name: what each expert is chosen by, beside its score.
+    choice_bias: str = "mlp.gate.e_score_correction_bias"
     #: What the stored weights of norms lack.
     norm_offset: float = 0.0
     #: Rotated rows of queries and keys are pairs (2j, 2j + 1), see `head_order`.
@@ -414,9 +418,14 @@ def _gathered(heads: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _mlp_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iterator[Target]:
-    """Those of its feed-forward."""
+    """Those of its feed-forward; of a layer without experts among layers with them its place is
+    that of an expert that all rows go through.
+    """
     size, inner = config.hidden_size, config.intermediate_size
-    prefix, path = names.layer.format(i=layer), ("layers", layer, "mlp")
+    prefix = names.layer.format(i=layer)
+    path: Path = ("layers", layer, "mlp")
+    if config.experts is not None:
+        inner, path = config.experts.dense_size, (*path, "shared")
     if names.gate_up:
         gate_up = [_Rows(prefix + names.gate_up, 2 * inner)]
     else:
@@ -432,9 +441,10 @@ def _expert_matrices(
     size, inner, n_experts = config.hidden_size, config.intermediate_size, experts.n_experts
     prefix, path = names.layer.format(i=layer), ("layers", layer, "mlp")
     router = [Piece(f"{prefix}{names.router}.weight", (n_experts, size))]
+    if experts.shared_size and experts.shared_gate:
+        router.append(Piece(f"{prefix}{names.shared}_gate.weight", (1, size)))
     if experts.shared_size:
-        router.append(Piece(f"{prefix}mlp.shared_expert_gate.weight", (1, size)))
-        shared, own = f"{prefix}mlp.shared_expert.", experts.shared_size
+        shared, own = f"{prefix}{names.shared}.", experts.shared_size
         both = [_Rows(f"{shared}{one}_proj", own) for one in ("gate", "up")]
         yield from _linear((*path, "shared", "gate_up"), size, False, both)
         closing = [_Rows(f"{shared}down_proj", size)]
@@ -443,6 +453,8 @@ def _expert_matrices(
     if config.mlp_bias:
         bias = Piece(f"{prefix}{names.router}.bias", (n_experts,))
         yield Target((*path, "router_bias"), (bias,))
+    if experts.choice_bias:
+        yield Target((*path, "choice_bias"), (Piece(prefix + names.choice_bias, (n_experts,)),))
     gate_up: list[_Rows] = []
     down: list[_Rows] = []
     for expert in range(n_experts):
