@@ -10,6 +10,7 @@ import numpy as np
 
 from jitney.kernels.delta_net import DeltaWeights
 from jitney.kernels.experts import ExpertBlocks, Stack
+from jitney.kernels.mamba import MambaWeights
 
 
 def attention(
@@ -105,6 +106,34 @@ def delta_net(
     return out
 
 
+def mamba(
+    x: np.ndarray, weights: MambaWeights, groups: int, dim: int, limits: tuple[float, float]
+) -> np.ndarray:
+    """A layer of Mamba-2 over one whole sequence, token by token and head by head, as in
+    `jitney.kernels.mamba`: x [L, C + H] -> what is read, [L, H, V].
+    """
+    taps = np.asarray(weights.taps).astype(np.float32)
+    log_decay, bias, skip = (np.asarray(one, np.float32) for one in weights[2:])
+    added = 0.0 if weights.taps_bias is None else np.asarray(weights.taps_bias).astype(np.float32)
+    heads, channels = len(skip), taps.shape[1]
+    values = channels - 2 * groups * dim
+    wide = x.astype(np.float32)
+    memory = np.zeros((heads, dim, values // heads), np.float32)
+    out = np.zeros((len(x), *memory.shape[::2]), np.float32)
+    for t in range(len(x)):
+        seen = range(min(len(taps), t + 1))
+        total = np.sum([wide[t - lag, :channels] * taps[-1 - lag] for lag in seen], axis=0)
+        total = _silu(total + added)
+        keys, queries = (part.reshape(groups, dim) for part in np.split(total[values:], 2))
+        for head, value in enumerate(total[:values].reshape(heads, -1)):
+            group = head * groups // heads
+            step = np.clip(np.log1p(np.exp(wide[t, channels + head] + bias[head])), *limits)
+            kept = np.exp(-np.exp(log_decay[head]) * step) * memory[head]
+            memory[head] = kept + np.outer(step * keys[group], value)
+            out[t, head] = queries[group] @ memory[head] + skip[head] * value
+    return out
+
+
 def _silu(x: np.ndarray) -> np.ndarray:
     return x / (1 + np.exp(-x))
 
@@ -166,8 +195,8 @@ def experts(
     out = np.zeros((len(rows), closing.kernel.shape[2]), np.float32)
     for place in np.flatnonzero(rows < len(x)):
         expert = owners[place // blocks.size]
-        gate, up = np.split(_with_expert(x[rows[place]], opening, expert), 2)
-        out[place] = _with_expert(_opened(gate, up, activation), closing, expert)
+        inner = _opened(_with_expert(x[rows[place]], opening, expert), activation)
+        out[place] = _with_expert(inner, closing, expert)
     return out
 
 
@@ -198,8 +227,13 @@ def mxfp4(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return (np.where(codes < 8, size, -size) * powers).astype(np.float32)
 
 
-def _opened(gate: np.ndarray, up: np.ndarray, activation: str) -> np.ndarray:
-    """silu(gate) * up, the same with gelu by its formula with tanh, or gpt-oss's."""
+def _opened(sums: np.ndarray, activation: str) -> np.ndarray:
+    """sums [2F] of gates and ups -> silu(gate) * up, the same with gelu by its formula with tanh,
+    or gpt-oss's; of ups alone [F] the square of what is positive.
+    """
+    if activation == "relu2":
+        return np.maximum(sums, 0) ** 2
+    gate, up = np.split(sums, 2)
     match activation:
         case "silu":
             return _silu(gate) * up

@@ -7,7 +7,8 @@ old one at that key, and reads at its query. Rows of
 a sequence are computed one after the other, always in the same order, so that the numbers do not
 depend on how a prompt was cut into chunks.
 
-Layers of short convolutions (`short_conv`) keep the inputs of theirs alike, and no memory.
+Layers of short convolutions (`short_conv`) keep the inputs of theirs alike, and no memory; those of
+`jitney.kernels.mamba` keep both.
 
 Axes: T rows, S sequences, M seats, G key heads, H value heads (H / G neighbours share a key head),
 D and V numbers of a key and of a value, C channels of the convolution (queries and keys of all key
@@ -70,9 +71,10 @@ class DeltaRows(NamedTuple):
     keys: jax.Array
     #: [T, H, V]
     values: jax.Array
-    #: [T, H]: what is left of the memory, and how much of the value is written.
+    #: [T, H]: what is left of the memory, and how much of the value is written; None: the value is
+    #: added as it is (`jitney.kernels.mamba`), and queries and keys are of any length.
     decay: jax.Array
-    beta: jax.Array
+    beta: jax.Array | None
 
 
 class DeltaSequences(NamedTuple):
@@ -157,8 +159,10 @@ def _passed(row: DeltaRows, memory: jax.Array, shared: int) -> tuple[jax.Array, 
     """
     queries, keys = (jnp.repeat(x, shared, axis=-2)[..., None] for x in (row.queries, row.keys))
     memory = memory * row.decay[..., None, None]
-    known = jnp.sum(memory * keys, axis=-2)
-    change = (row.values - known) * row.beta[..., None]
+    change = row.values
+    if row.beta is not None:
+        known = jnp.sum(memory * keys, axis=-2)
+        change = (change - known) * row.beta[..., None]
     memory = memory + keys * change[..., None, :]
     return jnp.sum(memory * queries, axis=-2), memory
 
@@ -178,7 +182,7 @@ def delta_net(
     channels = state.taps.shape[2]
     sequences = DeltaSequences.of(meta, state.lengths)
     mixed, gates = x[:, :channels], x[:, channels:].astype(jnp.float32)
-    convolved, taps = _convolved(mixed, weights.taps, state.taps, sequences)
+    convolved, taps = convolve(mixed, weights.taps, state.taps, sequences)
     rows = _rows_of(jax.nn.silu(convolved), rates, weights, (n_heads, dim, width), sequences)
     read, memory = recur(rows, state.memory, sequences, meta.counts[2])
     read *= jax.lax.rsqrt(jnp.mean(read * read, axis=-1, keepdims=True) + eps) * weights.norm
@@ -194,12 +198,12 @@ def short_conv(
     """
     sequences = DeltaSequences.of(meta, state.lengths)
     before, behind, values = jnp.split(x.astype(jnp.float32), 3, axis=1)
-    convolved, taps = _convolved(before * values, weights, state.taps, sequences)
+    convolved, taps = convolve(before * values, weights, state.taps, sequences)
     o = (behind * convolved).astype(x.dtype)
     return o, state._replace(taps=taps, lengths=sequences.lengths(state.lengths))
 
 
-def _convolved(
+def convolve(
     mixed: jax.Array, weights: jax.Array, taps: jax.Array, sequences: DeltaSequences
 ) -> tuple[jax.Array, jax.Array]:
     """mixed [T, C] -> (each channel's convolution, float32 [T, C]; taps [M, W, C] behind the

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from jitney.kernels.delta_net import DeltaState, DeltaWeights
+from jitney.kernels.delta_net import DeltaState, DeltaWeights, Recur
 from jitney.kernels.experts import ExpertBlocks, Stack
 from jitney.kernels.int4 import Int4, matmul_int4
 from jitney.kernels.mxfp4 import Mxfp4
@@ -399,6 +399,8 @@ class Kernels(Protocol):
     @property
     def delta_net(self) -> DeltaNet: ...
     @property
+    def recur(self) -> Recur: ...
+    @property
     def part_seconds(self) -> Callable[[], Mapping[str, float]] | None: ...
 
 
@@ -459,6 +461,7 @@ class KernelSet:
     project: _Project
     #: What recurrent layers compute in place of attention.
     delta_net: DeltaNet
+    recur: Recur
     #: None: [N, page, 2K, D].
     pool_shape: _PoolShape | None = None
     #: None: products with int4 weights are gated behind `matmul_int4`.

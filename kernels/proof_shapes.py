@@ -44,11 +44,17 @@ class DeltaShape:
     dim: int  # D
     width: int  # V
     taps: int  # W
+    corrects: bool = True  # it is a gated delta net; else of Mamba-2
 
     @property
     def channels(self) -> int:
         """C."""
         return 2 * self.key_heads * self.dim + self.heads * self.width
+
+    @property
+    def columns(self) -> int:
+        """Of the rows that come in: inputs of the convolution, then gates, or steps."""
+        return self.channels + self.heads * (self.width if self.corrects else 1)
 
     def state_shapes(self, seats: int) -> tuple[tuple[int, ...], ...]:
         """Of the arrays that a layer keeps of so many seats."""

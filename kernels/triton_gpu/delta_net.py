@@ -1,4 +1,4 @@
-"""Triton kernel of gated delta nets: the rows of each sequence through its memory, one after the
+"""Triton kernel of recurrent layers: the rows of each sequence through its memory, one after the
 other.
 
 Axes as in `jitney.kernels.delta_net`; D and V are padded to powers of two.
@@ -31,13 +31,14 @@ def pass_rows(
     M: tl.constexpr,
     DIMS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    CORRECTS: tl.constexpr,
 ):
     """queries and keys [T, G, D], values [T, H, V], decay and beta [T, H] through memory
     [M, H, D, V], in place, to read [T, H, V], all float32; program (sequence, value head, block of
     columns), which keeps its part of the memory in registers.
 
     ends [S + 1], seats and starts [S]: see `DeltaSequences`. DIMS, COLUMNS: D, and columns of a
-    block, padded.
+    block, padded. CORRECTS: beta is read, and values replace what is known at their keys.
     """
     sequence = tl.program_id(0)
     head = tl.program_id(1)
@@ -62,8 +63,9 @@ def pass_rows(
         query = tl.load(queries + of_group, mask=in_dims, other=0.0)
         value = tl.load(values + of_head, mask=in_columns, other=0.0)
         kept = kept * tl.load(decay + row * H + head)
-        known = tl.sum(kept * key[:, None], 0)
-        change = (value - known) * tl.load(beta + row * H + head)
-        kept = kept + key[:, None] * change[None, :]
+        if CORRECTS:
+            known = tl.sum(kept * key[:, None], 0)
+            value = (value - known) * tl.load(beta + row * H + head)
+        kept = kept + key[:, None] * value[None, :]
         tl.store(read + of_head, tl.sum(kept * query[:, None], 0), mask=in_columns)
     tl.store(cells, kept, mask=inside)

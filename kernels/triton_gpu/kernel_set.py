@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jitney.kernels import delta_net as plain_delta_net
 from jitney.kernels import reference
 from jitney.kernels.delta_net import DeltaRows, DeltaSequences, DeltaState, DeltaWeights
-from jitney.kernels.experts import ExpertBlocks, Stack
+from jitney.kernels.experts import ExpertBlocks, Stack, opened_size
 from jitney.kernels.int4 import Int4
 from jitney.kernels.interface import AttentionMeta, KernelError
 from jitney.kernels.scales import limit_of, scales_of
@@ -151,11 +151,9 @@ class TritonKernels:
         eps: float,
     ) -> tuple[jax.Array, DeltaState]:
         """See `jitney.kernels.interface.DeltaNet`; XLA convolves, norms and gates."""
-        return plain_delta_net.delta_net(
-            x, rates, weights, state, meta, eps=eps, recur=self._pass_rows
-        )
+        return plain_delta_net.delta_net(x, rates, weights, state, meta, eps=eps, recur=self.recur)
 
-    def _pass_rows(
+    def recur(
         self, rows: DeltaRows, memory: jax.Array, sequences: DeltaSequences, count: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """See `jitney.kernels.delta_net.Recur`; what is read in rows of padding is undefined."""
@@ -164,7 +162,8 @@ class TritonKernels:
         kept = jax.new_ref(memory)
         read = self.launch(
             delta_net.pass_rows,
-            *rows,
+            *rows[:-1],
+            rows.decay if rows.beta is None else rows.beta,  # unread then
             sequences.ends,
             sequences.seats,
             sequences.starts,
@@ -180,6 +179,7 @@ class TritonKernels:
             M=n_seats,
             DIMS=_power_of_two(dim),
             COLUMNS=columns,
+            CORRECTS=rows.beta is not None,
         )
         return read, jax.freeze(kept)
 
@@ -505,7 +505,8 @@ class TritonKernels:
         self, x: jax.Array, opening: Stack, closing: Stack, blocks: ExpertBlocks, activation: str
     ) -> jax.Array:
         """See `jitney.kernels.interface.ExpertProducts`; places of nobody's rows are undefined."""
-        n_places, inner = blocks.rows.shape[0], opening.kernel.shape[-1] // 2
+        n_places, columns = blocks.rows.shape[0], opening.kernel.shape[-1]
+        inner = opened_size(columns, activation)
         opened = self._with_experts(
             expert_products.open_experts,
             x,
@@ -513,8 +514,9 @@ class TritonKernels:
             blocks,
             out=jax.ShapeDtypeStruct((n_places, inner), x.dtype),
             n_rows=len(x),
-            matrices=2,
+            matrices=columns // inner,
             ACTIVATION=activation,
+            MATRICES=columns // inner,
         )
         return self._with_experts(
             expert_products.close_experts,

@@ -1,4 +1,4 @@
-"""Gated delta nets by their definition, in numpy, and made-up steps of them."""
+"""Gated delta nets and layers of Mamba-2 by their definition in numpy, and made-up steps."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ import numpy as np
 from jitney.kernels import definitions
 from jitney.kernels.delta_net import DeltaState, DeltaWeights
 from jitney.kernels.interface import AttentionMeta
+from jitney.kernels.mamba import MambaWeights, mamba
 
 #: Of the norm of what a head reads.
 EPS = 1e-5
+#: Of the steps of Mamba-2: some are clamped.
+LIMITS = (0.1, 2.0)
 
 
 class Sizes(NamedTuple):
-    """G, H, D, V, W and M of `jitney.kernels.delta_net`."""
+    """G, H, D, V, W and M of `jitney.kernels.delta_net`; whether it is one, or else of Mamba-2."""
 
     key_heads: int = 2
     heads: int = 4
@@ -26,13 +29,38 @@ class Sizes(NamedTuple):
     width: int = 32
     taps: int = 4
     seats: int = 5
+    corrects: bool = True
 
     @property
     def channels(self) -> int:
         return 2 * self.key_heads * self.dim + self.heads * self.width
 
 
-def draw_weights(sizes: Sizes, rng: np.random.Generator, dtype: Any = "float32") -> DeltaWeights:
+def of_mamba(recur: Any) -> Any:
+    """A layer of Mamba-2, called as a delta net is."""
+
+    def layer(x: Any, rates: Any, *others: Any, eps: float) -> Any:
+        read, state = mamba(x, *others, limits=LIMITS, recur=recur)
+        return read.reshape(len(x), -1), state
+
+    return layer
+
+
+def draw_weights(sizes: Sizes, rng: np.random.Generator, dtype: Any = "float32") -> Any:
+    heads = sizes.heads
+    weights = _draw(sizes, rng, dtype)
+    if sizes.corrects:
+        return weights
+    return MambaWeights(
+        weights.taps,
+        jnp.asarray(0.2 * rng.standard_normal(sizes.channels), dtype),
+        weights.log_decay,
+        weights.rate_bias,
+        jnp.asarray(rng.standard_normal(heads), jnp.float32),
+    )
+
+
+def _draw(sizes: Sizes, rng: np.random.Generator, dtype: Any) -> DeltaWeights:
     heads = sizes.heads
     return DeltaWeights(
         jnp.asarray(0.7 * rng.standard_normal((sizes.taps, sizes.channels)), dtype),
@@ -44,7 +72,7 @@ def draw_weights(sizes: Sizes, rng: np.random.Generator, dtype: Any = "float32")
 
 @dataclass
 class Text:
-    """The rows of one sequence: x [L, C + H V], rates [L, 2 H]."""
+    """The rows of one sequence: x [L, C + H V], or of Mamba-2 [L, C + H], rates [L, 2 H]."""
 
     seat: int
     x: np.ndarray
@@ -53,7 +81,7 @@ class Text:
 
     @classmethod
     def draw(cls, sizes: Sizes, rng: np.random.Generator, seat: int, length: int) -> Text:
-        columns = sizes.channels + sizes.heads * sizes.width
+        columns = sizes.channels + sizes.heads * (sizes.width if sizes.corrects else 1)
         x = rng.standard_normal((length, columns), np.float32)
         return cls(seat, x, rng.standard_normal((length, 2 * sizes.heads), np.float32))
 
@@ -110,13 +138,16 @@ def dirty_state(sizes: Sizes) -> DeltaState:
     return DeltaState(taps, memory, jnp.full(sizes.seats, values, jnp.int32))
 
 
-def definition(sizes: Sizes, weights: DeltaWeights, text: Text) -> np.ndarray:
+def definition(sizes: Sizes, weights: Any, text: Text) -> np.ndarray:
     """[L, H V] of one sequence."""
+    if not sizes.corrects:
+        read = definitions.mamba(text.x, weights, sizes.key_heads, sizes.dim, LIMITS)
+        return read.reshape(len(read), -1)
     return definitions.delta_net(text.x, text.rates, weights, sizes.key_heads, sizes.dim, EPS)
 
 
 def run(
-    kernel: Any, steps: list[Step], sizes: Sizes, weights: DeltaWeights, dtype: Any = "float32"
+    kernel: Any, steps: list[Step], sizes: Sizes, weights: Any, dtype: Any = "float32"
 ) -> tuple[list[np.ndarray], DeltaState]:
     """The rows of each step, and the state behind them."""
     compiled = jax.jit(kernel, static_argnames="eps", donate_argnums=3)

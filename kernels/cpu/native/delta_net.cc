@@ -1,4 +1,5 @@
-// A gated delta net over the rows of a step: convolution, memory and gated norm in one call.
+// A gated delta net over the rows of a step: convolution, memory and gated norm in one call. And the
+// memory alone (`recur`), for layers that convolve and norm in other ways.
 //
 // Rows of a sequence pass one after the other, and each sum has one order, so that a row's numbers
 // do not depend on how its prompt was cut, nor on who else is in the step. A task is a sequence and
@@ -32,31 +33,38 @@ inline float softplus(float x) {
 struct Block {
   const float *queries, *keys, *values;
   float* read;
-  const float *decay, *beta;
+  const float *decay, *beta;  // beta null: values are added as they are
   std::int64_t rows, dim, width;
+  std::int64_t key_step, value_step;  // from a row's numbers to the next row's
 };
 
 // The rows of a block through kCount vectors of columns of a memory [dim, width], from `column` on.
-template <int kCount>
+template <int kCount, bool kCorrects = true>
 void pass(const Block& of, float* memory, std::int64_t column) {
   float* const first = memory + column;
   for (std::int64_t row = 0; row < of.rows; ++row) {
-    const float *key = of.keys + row * of.dim, *query = of.queries + row * of.dim;
-    const Floats decay = splat(of.decay[row]), beta = splat(of.beta[row]);
+    const float *key = of.keys + row * of.key_step, *query = of.queries + row * of.key_step;
+    const float* value = of.values + row * of.value_step + column;
+    const Floats decay = splat(of.decay[row]);
     Floats even[kCount] = {}, odd[kCount] = {}, change[kCount];
-    for (std::int64_t d = 0; d < of.dim; d += 2) {
-      const float* cells = first + d * of.width;
-      const Floats one = splat(key[d]), other = splat(key[d + 1]);
+    if constexpr (kCorrects) {
+      for (std::int64_t d = 0; d < of.dim; d += 2) {
+        const float* cells = first + d * of.width;
+        const Floats one = splat(key[d]), other = splat(key[d + 1]);
+        repeat<kCount>([&](auto i) {
+          even[i] = multiply_add(one, load(cells + i * kLanes), even[i]);
+          odd[i] = multiply_add(other, load(cells + of.width + i * kLanes), odd[i]);
+        });
+      }
+      const Floats beta = splat(of.beta[row]);
       repeat<kCount>([&](auto i) {
-        even[i] = multiply_add(one, load(cells + i * kLanes), even[i]);
-        odd[i] = multiply_add(other, load(cells + of.width + i * kLanes), odd[i]);
+        const Floats known = (even[i] + odd[i]) * decay;
+        change[i] = (load(value + i * kLanes) - known) * beta;
+        even[i] = odd[i] = Floats{};
       });
+    } else {
+      repeat<kCount>([&](auto i) { change[i] = load(value + i * kLanes); });
     }
-    repeat<kCount>([&](auto i) {
-      const Floats known = (even[i] + odd[i]) * decay;
-      change[i] = (load(of.values + row * of.width + column + i * kLanes) - known) * beta;
-      even[i] = odd[i] = Floats{};
-    });
     for (std::int64_t d = 0; d < of.dim; d += 2) {
       float* cells = first + d * of.width;
       const Floats one = splat(key[d]), other = splat(key[d + 1]);
@@ -72,7 +80,7 @@ void pass(const Block& of, float* memory, std::int64_t column) {
       });
     }
     repeat<kCount>([&](auto i) {
-      store(even[i] + odd[i], of.read + row * of.width + column + i * kLanes);
+      store(even[i] + odd[i], of.read + row * of.value_step + column + i * kLanes);
     });
   }
 }
@@ -229,7 +237,8 @@ struct Step {
         normalise(queries + row * dim, 1.0f / std::sqrt(static_cast<float>(dim)));
         normalise(keys + row * dim, 1.0f);
       }
-      const Block block{queries, keys, nullptr, read, nullptr, nullptr, size, dim, width};
+      const Block block{queries, keys, nullptr, read,  nullptr, nullptr,
+                        size,    dim,  width,   dim,   width};
       for (std::int64_t head = group * shared; head < (group + 1) * shared; ++head) {
         run_head(block, sequence, begin, head, values, more);
       }
@@ -358,11 +367,107 @@ ffi::Error delta_net(ffi::ThreadPool pool, ffi::AnyBuffer x,
   return ffi::Error::Success();
 }
 
+// The memory of a step's rows alone: what a head of a sequence reads, one row after the other.
+struct Recurrence {
+  const float *queries, *keys, *values, *decay;
+  const std::int32_t *ends, *seats, *starts;
+  float *read, *memory;
+  std::int64_t groups, heads, dim, width, all_seats;
+
+  void run(std::int64_t sequence, std::int64_t head) const {
+    const std::int64_t count = ends[sequence + 1] - ends[sequence];
+    if (count <= 0 || seats[sequence] < 0 || seats[sequence] >= all_seats) {
+      return;
+    }
+    float* own = memory + (seats[sequence] * heads + head) * dim * width;
+    if (starts[sequence] == 0) {
+      std::memset(own, 0, dim * width * sizeof(float));
+    }
+    float* decays = Scratch::mine().of(kRowsOfBlock);
+    const std::int64_t group = head / (heads / groups);
+    for (std::int64_t begin = 0; begin < count; begin += kRowsOfBlock) {
+      const std::int64_t size = std::min(count - begin, kRowsOfBlock);
+      const std::int64_t first = ends[sequence] + begin;
+      const std::int64_t key = (first * groups + group) * dim;
+      const std::int64_t value = (first * heads + head) * width;
+      for (std::int64_t row = 0; row < size; ++row) {
+        decays[row] = decay[(first + row) * heads + head];
+      }
+      const Block block{queries + key, keys + key, values + value, read + value,
+                        decays,        nullptr,    size,           dim,
+                        width,         groups * dim, heads * width};
+      std::int64_t column = 0;
+      for (; column + kColumns * kLanes <= width; column += kColumns * kLanes) {
+        pass<kColumns, false>(block, own, column);
+      }
+      for (; column < width; column += kLanes) {
+        pass<1, false>(block, own, column);
+      }
+    }
+  }
+};
+
+// See `jitney.kernels.delta_net.Recur` without beta: queries and keys [T, G, D], values [T, H, V],
+// decay [T, H], sequences int32 and memory [M, H, D, V] -> what is read, [T, H, V], which is 0 in
+// rows of padding, and the same memory behind the step.
+ffi::Error recur(ffi::ThreadPool pool, ffi::Buffer<ffi::DataType::F32> queries,
+                 ffi::Buffer<ffi::DataType::F32> keys, ffi::Buffer<ffi::DataType::F32> values,
+                 ffi::Buffer<ffi::DataType::F32> decay, ffi::Buffer<ffi::DataType::S32> ends,
+                 ffi::Buffer<ffi::DataType::S32> seats, ffi::Buffer<ffi::DataType::S32> starts,
+                 ffi::Buffer<ffi::DataType::F32> before,
+                 ffi::Result<ffi::Buffer<ffi::DataType::F32>> read,
+                 ffi::Result<ffi::Buffer<ffi::DataType::F32>> memory) {
+  const Timed timed(Part::kDeltaNets);
+  const auto sizes = memory->dimensions(), of_keys = keys.dimensions();
+  const std::int64_t rows = values.dimensions()[0];
+  if (sizes.size() != 4 || of_keys.size() != 3 || values.dimensions().size() != 3 ||
+      of_keys[2] != sizes[2] || sizes[1] % of_keys[1] != 0 || of_keys[0] != rows ||
+      values.dimensions()[1] != sizes[1] || values.dimensions()[2] != sizes[3] ||
+      queries.element_count() != keys.element_count() ||
+      read->element_count() != values.element_count() ||
+      static_cast<std::int64_t>(decay.element_count()) != rows * sizes[1] ||
+      ends.element_count() != seats.element_count() + 1 ||
+      starts.element_count() != seats.element_count()) {
+    return refused("rows and memory of a recurrent layer have the same heads");
+  }
+  if (sizes[2] % 2 != 0 || sizes[3] % kLanes != 0) {
+    return refused("the heads of a recurrent layer are whole vectors");
+  }
+  if (before.untyped_data() != memory->untyped_data()) {
+    return refused("the memory of a recurrent layer is written where it lies");
+  }
+  const Recurrence own{queries.typed_data(), keys.typed_data(),   values.typed_data(),
+                       decay.typed_data(),   ends.typed_data(),   seats.typed_data(),
+                       starts.typed_data(),  read->typed_data(),  memory->typed_data(),
+                       of_keys[1],           sizes[1],            sizes[2],
+                       sizes[3],             sizes[0]};
+  const std::int64_t sequences = static_cast<std::int64_t>(seats.element_count());
+  const std::int64_t real = own.ends[sequences];
+  std::memset(own.read + real * own.heads * own.width, 0,
+              (rows - real) * own.heads * own.width * sizeof(float));
+  share(pool, sequences * own.heads, real,
+        [&](std::int64_t task) { own.run(task / own.heads, task % own.heads); });
+  return ffi::Error::Success();
+}
+
 }  // namespace delta
 }  // namespace
 }  // namespace jitney
 
 #pragma GCC visibility push(default)
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jitney_recur, jitney::delta::recur,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::DataType::F32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::DataType::F32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::DataType::F32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::DataType::F32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::DataType::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::DataType::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::DataType::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::DataType::F32>>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::DataType::F32>>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::DataType::F32>>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jitney_delta_net, jitney::delta::delta_net,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
