@@ -49,13 +49,14 @@ def likely_temp_bytes(model: ModelConfig, buckets: Buckets) -> int:
     (Qwen3-30B-A3B, 512 rows: H100 117 MiB, v7x over 8 devices 183).
     """
     rows = buckets.token_budget
-    if model.experts is None:
-        layer = rows * (10 * model.intermediate_size + 4 * model.hidden_size)
-    else:
+    dense = model.intermediate_size if model.experts is None else model.experts.dense_size
+    layer = rows * (10 * dense + 4 * model.hidden_size)
+    if model.experts is not None:
         rows *= model.experts.engines
         places = model.experts.block_rows(rows) * model.experts.most_blocks(rows)
-        layer = places * (6 * model.hidden_size + 2 * model.intermediate_size)
-        layer += rows * (12 * model.hidden_size + 16 * model.experts.n_experts)
+        mixture = places * (6 * model.hidden_size + 2 * model.intermediate_size)
+        mixture += rows * (12 * model.hidden_size + 16 * model.experts.n_experts)
+        layer = max(layer, mixture)
     logits = 4 * buckets.seats * model.vocab_size * 4
     return max(layer, logits) * 5 // 4
 

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from jitney.engine.core.models.attention import Attention, Mixer
 from jitney.engine.core.models.hidden import Hidden
-from jitney.engine.core.models.layers import MLP, Linear, NoNorm, RMSNorm, RowFacts, normal
+from jitney.engine.core.models.layers import MLP, Linear, NoMLP, NoNorm, RMSNorm, RowFacts, normal
 from jitney.engine.core.models.rope import Rope
 from jitney.engine.core.models.sharding import TENSOR
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
@@ -37,7 +37,7 @@ class Block(nnx.Module):
 
     #: The halves of a layer.
     attention_class: type[Attention] = Attention
-    mlp_class: type[MLP] = MLP
+    mlp_class: Callable[..., MLP | NoMLP] = MLP
     #: The first half of a layer that keeps a state of each seat in place of pages.
     recurrent_class: Callable[..., Mixer] | None = None
     #: The second half of a layer without experts among layers with them.
@@ -50,8 +50,11 @@ class Block(nnx.Module):
             mixer = self.recurrent_class
         self.attention = mixer(config, layer, dtype=dtype, rngs=rngs)
         self.mlp_norm: RMSNorm | NoNorm = RMSNorm.of(config.hidden_size, config, dtype)
-        is_dense = config.experts is not None and layer in config.experts.dense_layers
-        feed_forward = self.dense_class if is_dense else self.mlp_class
+        feed_forward = self.mlp_class
+        if layer in config.bare_layers:
+            self.mlp_norm, feed_forward = NoNorm(), NoMLP
+        elif config.experts is not None and layer in config.experts.dense_layers:
+            feed_forward = self.dense_class
         self.mlp = feed_forward(config, dtype=dtype, rngs=rngs)
         self.residual_factor = config.residual_factor
 

@@ -363,8 +363,8 @@ def _set_apart(w: Any, n_experts: int, pack: Callable[..., Any] | None, parts: i
 
 class _Experts(MLP):
     """A router [E, X], which is never rounded to a scheme, and of each expert gate and up fused
-    [E, 2F], and down [F, E]. Where all rows go through a shared expert, too, its gate, if it has
-    one, is the router's last column.
+    [E, 2F], or up alone, and down [F, E]. Where all rows go through a shared expert, too, its gate,
+    if it has one, is the router's last column.
 
     Of a model over several devices in groups (`ExpertsConfig.groups`) X experts are chosen from,
     and those of the device's group are here; what the groups' experts give is added up as what the
@@ -391,7 +391,8 @@ class _Experts(MLP):
         else:
             self.choice_bias = None
         matrices = partial(ExpertLinear, own, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
-        self.gate_up = matrices(size, 2 * inner, activation=config.activation)
+        columns = (1 + config.is_gated) * inner
+        self.gate_up = matrices(size, columns, activation=config.activation)
         is_split = config.shards * experts.engines > 1
         self.down = matrices(inner, size, summed=is_split, group_size=self.group_size)
         if experts.shared_size:
@@ -554,10 +555,18 @@ class _Dense(MLP):
         self.shared.pack(kernels)
 
 
-class MixtureBlock(Block):
-    """One layer: attention and experts, each normed before and added after."""
+def _feed_forward(config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> MLP:
+    """Experts, if the model has any; else an MLP."""
+    kind = MLP if config.experts is None else _Experts
+    return kind(config, dtype=dtype, rngs=rngs)
 
-    mlp_class = _Experts
+
+class MixtureBlock(Block):
+    """One layer: attention and experts, or an MLP in a model without, each normed before and added
+    after.
+    """
+
+    mlp_class = staticmethod(_feed_forward)
     dense_class = _Dense
 
 

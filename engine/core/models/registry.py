@@ -52,6 +52,8 @@ _MODELS: dict[str, str] = {
     "GraniteMoeHybridForCausalLM": "jitney.engine.core.models.granite:Granite",
     "Cohere2ForCausalLM": "jitney.engine.core.models.cohere:Cohere",
     "Lfm2ForCausalLM": "jitney.engine.core.models.lfm2:Lfm2",
+    "Lfm2MoeForCausalLM": "jitney.engine.core.models.lfm2:Lfm2",
+    "NemotronHForCausalLM": "jitney.engine.core.models.nemotron:NemotronH",
     "BertModel": "jitney.engine.core.models.bert:Bert",
     "BertForSequenceClassification": "jitney.engine.core.models.bert:Bert",
     "XLMRobertaModel": "jitney.engine.core.models.bert:Bert",

@@ -101,6 +101,55 @@ def _qwen3_5(
     return read_hf_config({"architectures": [f"{kind}ForCausalLM"], **sizes, **more})
 
 
+def _nemotron_3_nano() -> ModelConfig:
+    sizes = {
+        "hybrid_override_pattern": "MEMEM*E" + "MEMEM*E" * 4 + "MEMEMEM*E" + "ME" * 4,
+        "hidden_size": 2688,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "intermediate_size": 1856,
+        "mamba_num_heads": 64,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1856,
+        "moe_shared_expert_intermediate_size": 3712,
+        "vocab_size": 131072,
+        "max_position_embeddings": 262144,
+    }
+    return read_hf_config({"architectures": ["NemotronHForCausalLM"], **sizes})
+
+
+def _granite_4_h_small() -> ModelConfig:
+    attending = (5, 15, 25, 35)
+    sizes = {
+        "num_hidden_layers": 40,
+        "layer_types": ["attention" if layer in attending else "mamba" for layer in range(40)],
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 72,
+        "num_experts_per_tok": 10,
+        "intermediate_size": 768,
+        "shared_intermediate_size": 1536,
+        "mamba_d_state": 128,
+        "vocab_size": 100352,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+    }
+    return read_hf_config({"architectures": ["GraniteMoeHybridForCausalLM"], **sizes})
+
+
+def _lfm2_8b_a1b() -> ModelConfig:
+    sizes = {
+        "num_hidden_layers": 24,
+        "full_attn_idxs": [2, 6, 10, 14, 18, 21],
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "vocab_size": 65536,
+    }
+    return read_hf_config({"architectures": ["Lfm2MoeForCausalLM"], **sizes})
+
+
 #: Shapes by name, from the models' published config.json, so that planning needs no download.
 SHAPES = {
     "llama-3.2-1b": _llama(16, 2048, 32, 8, 64, 8192, 128256, 131072, tied=True),
@@ -116,6 +165,9 @@ SHAPES = {
     "gpt-oss-120b": _gpt_oss(36, 128),
     "qwen3.5-27b": _qwen3_5(64, 5120, 24, 4, 48, intermediate_size=17408),
     "qwen3.5-35b-a3b": _qwen3_5(40, 2048, 16, 2, 32, num_experts=256, num_experts_per_tok=8),
+    "nemotron-3-nano-30b-a3b": _nemotron_3_nano(),
+    "granite-4.0-h-small": _granite_4_h_small(),
+    "lfm2-8b-a1b": _lfm2_8b_a1b(),
     "mixtral-8x7b": replace(
         _llama(32, 4096, 32, 8, 128, 14336, 32000, 32768, "MixtralForCausalLM"),
         experts=ExpertsConfig(8, 2, renormalised=True),

@@ -6,7 +6,8 @@ Jax-free.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from jitney.engine.core.weights.checkpoints.model_config import (
     DeltaNetConfig,
     EncoderConfig,
     ExpertsConfig,
+    MambaConfig,
     ModelConfig,
     RopeConfig,
     RopeScaling,
@@ -52,8 +54,9 @@ _GPT_OSS_ROPE: JsonDict = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-#: Names of layers with attention in files of hybrid models.
+#: Names of layers with attention, and of layers of Mamba-2, in files of hybrid models.
 _ATTENTION = ("attention", "full_attention")
+_MAMBA = ("mamba", "linear_attention")
 #: Layers of the Gemmas of 27 billion weights -> their scores are divided by the root of E / H.
 _GEMMA2_27B, _GEMMA3_27B = 46, 62
 
@@ -321,6 +324,26 @@ def _lfm2(values: JsonObject) -> ModelConfig:
     )
 
 
+def _lfm2_moe(values: JsonObject) -> ModelConfig:
+    """LFM2's mixtures, whose first layers have no experts."""
+    settings = {"intermediate_size": 7168} | dict(values) | {"block_auto_adjust_ff_dim": False}
+    fields, config = Fields(settings, "config.json"), _lfm2(settings)
+    experts = ExpertsConfig(
+        fields.integer("num_experts", 1, MOST.experts, default=32),
+        fields.integer("num_experts_per_tok", 1, MOST.experts, default=4),
+        fields.flag("norm_topk_prob", True),
+        scoring="sigmoid",
+        choice_bias=fields.flag("use_expert_bias", True),
+        share_factor=fields.number("routed_scaling_factor", 1.0),
+    )
+    dense = fields.integer("num_dense_layers", 0, config.n_layers, default=2)
+    return replace(
+        config,
+        intermediate_size=fields.integer("moe_intermediate_size", 1, MOST.width, default=1792),
+        experts=_dense_among(experts, fields, range(dense)),
+    )
+
+
 def _lfm2_inner(fields: Fields, inner: int) -> int:
     """Columns of the feed-forward, which are fewer than the file says unless it says otherwise."""
     if not fields.flag("block_auto_adjust_ff_dim", True):
@@ -526,20 +549,171 @@ def _granite(values: JsonObject) -> ModelConfig:
 
 
 def _granite4(values: JsonObject) -> ModelConfig:
-    """Granite 4 without experts and without recurrent layers, such as granite-4.0-micro."""
+    """Granite 4: layers that attend between layers of Mamba-2; of a mixture all rows go through
+    `shared_mlp`, too, which is the only feed-forward of the others.
+    """
     fields = Fields(values, "config.json")
-    kinds = fields.get("layer_types", fields.get("layers_block_type"))
-    plain = isinstance(kinds, list) and all(kind in _ATTENTION for kind in kinds)
-    if not plain or fields.integer("num_local_experts", 0, MOST.experts, default=8):
-        raise ModelError(
-            "config.json: of GraniteMoeHybridForCausalLM only models whose layer_types are all "
-            "attention and whose num_local_experts is 0 are supported"
-        )
-    inner = fields.integer("shared_intermediate_size", 1, MOST.width, default=1024)
+    count = fields.integer("num_local_experts", 0, MOST.experts, default=8)
+    shared = fields.integer("shared_intermediate_size", 1, MOST.width, default=1024)
+    inner = fields.integer("intermediate_size", 1, MOST.width, default=11008) if count else shared
     config = _granite(dict(values) | {"intermediate_size": inner})
-    if fields.get("position_embedding_type") == "rope":
+    if fields.get("position_embedding_type") != "rope":
+        config = replace(config, ropes=(None,))
+    if count:
+        chosen = fields.integer("num_experts_per_tok", 1, MOST.experts, default=2)
+        experts = ExpertsConfig(count, chosen, True, shared_size=shared, shared_gate=False)
+        config = replace(config, experts=experts)
+    kinds = fields.get("layer_types", fields.get("layers_block_type"))
+    if kinds is None:
+        kinds = ["mamba"] * config.n_layers
+    _check_kinds(fields, "layer_types", kinds, (*_MAMBA, *_ATTENTION))
+    if len(kinds) != config.n_layers:
+        fields.reject("layer_types", kinds, f"{config.n_layers} kinds of layers")
+    layers = frozenset(layer for layer, kind in enumerate(kinds) if kind in _MAMBA)
+    if not layers:
         return config
-    return replace(config, ropes=(None,))
+    if fields.flag("mamba_proj_bias"):
+        raise ModelError("config.json: mamba_proj_bias is not supported")
+    heads = fields.integer("mamba_n_heads", 1, MOST.width, default=128)
+    size = fields.get("mamba_d_head", "auto")
+    expanded = fields.integer("mamba_expand", 1, MOST.width, default=2) * config.hidden_size
+    mamba = MambaConfig(
+        layers,
+        groups=fields.integer("mamba_n_groups", 1, MOST.width, default=1),
+        heads=heads,
+        head_dim=expanded // heads
+        if size == "auto"
+        else fields.integer("mamba_d_head", 1, MOST.width),
+        state_size=fields.integer("mamba_d_state", 1, MOST.width, default=256),
+        taps=fields.integer("mamba_d_conv", 2, MOST.taps, default=4),
+        conv_bias=fields.flag("mamba_conv_bias", True),
+        step_limits=_step_limits(fields),
+    )
+    return replace(config, mamba=mamba)
+
+
+def _check_kinds(fields: Fields, key: str, kinds: Any, known: Sequence[str]) -> None:
+    """Raise ModelError unless `kinds` is a list of known kinds, some of which attend."""
+    if not isinstance(kinds, list) or any(kind not in known for kind in kinds):
+        fields.reject(key, kinds, f"a list of {', '.join(known)}")
+    if not any(kind in _ATTENTION for kind in kinds):
+        raise ModelError(f"config.json: {key}: a model in which no layer attends is not supported")
+
+
+def _step_limits(fields: Fields) -> tuple[float, float]:
+    """`time_step_limit`, in which transformers writes infinity as a table."""
+    given = fields.get("time_step_limit", [0.0, math.inf])
+    limits = given
+    if isinstance(given, list):
+        limits = [math.inf if one == {"__float__": "Infinity"} else one for one in given]
+    sound = isinstance(limits, list) and len(limits) == 2
+    if not sound or not all(type(one) in (int, float) and one >= 0 for one in limits):
+        fields.reject("time_step_limit", given, "two numbers that are not negative")
+    return float(limits[0]), float(limits[1])
+
+
+def _nemotron_h(values: JsonObject) -> ModelConfig:
+    """Nemotron-H and Nemotron 3: each stored layer is a half of ours, one that mixes rows or a
+    feed-forward behind such a one; nothing is rotated.
+
+    Steps are clamped by `time_step_limit`; `time_step_min`, by which transformers 5.24 clamps those
+    of prompts and not those of tokens that follow, only says how weights were drawn.
+    """
+    kinds = _nemotron_kinds(Fields(values, "config.json"))
+    pairs, counted = _halves(kinds), dict(values)
+    counted |= {"num_hidden_layers": len(pairs), "hidden_act": "silu"}
+    counted["rms_norm_eps"] = values.get("layer_norm_epsilon", 1e-5)
+    fields, config = _read_decoder(
+        counted,
+        max_position_embeddings=4096,
+        num_key_value_heads=8,
+        head_dim=128,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    known = {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu"}
+    for key, name in known.items():
+        if fields.get(key, name) != name:
+            raise ModelError(f"config.json: {key} other than {name} is not supported")
+    for key in ("mlp_bias", "use_bias", "mamba_proj_bias", "attention_bias"):
+        if fields.flag(key):
+            raise ModelError(f"config.json: {key} is not supported")
+    if fields.get("moe_latent_size") is not None:
+        raise ModelError("config.json: moe_latent_size is not supported")
+    first = [kinds[one] for one, _ in pairs]
+    mamba = MambaConfig(
+        frozenset(layer for layer, kind in enumerate(first) if kind in _MAMBA),
+        groups=fields.integer("n_groups", 1, MOST.width, default=8),
+        heads=fields.integer("mamba_num_heads", 1, MOST.width, default=128),
+        head_dim=fields.integer("mamba_head_dim", 1, MOST.width, default=64),
+        state_size=fields.integer("ssm_state_size", 1, MOST.width, default=128),
+        taps=fields.integer("conv_kernel", 2, MOST.taps, default=4),
+        conv_bias=fields.flag("use_conv_bias", True),
+        step_limits=_step_limits(fields),
+    )
+    config = replace(
+        config,
+        ropes=(None,),
+        activation="relu2",
+        mamba=mamba if mamba.layers else None,
+        bare_layers=frozenset(layer for layer, (_, fed) in enumerate(pairs) if fed < 0),
+        stored_halves=pairs,
+    )
+    mixtures = frozenset(
+        layer for layer, (_, fed) in enumerate(pairs) if fed >= 0 and kinds[fed] == "moe"
+    )
+    return _nemotron_experts(fields, config, mixtures) if mixtures else config
+
+
+def _nemotron_kinds(fields: Fields) -> list[str]:
+    """The stored layers, by transformers' names or by a pattern of letters."""
+    kinds = fields.get("layers_block_type", fields.get("layer_types"))
+    pattern = fields.get("hybrid_override_pattern")
+    if kinds is None and isinstance(pattern, str):
+        letters = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+        kinds = [letters.get(letter, letter) for letter in pattern]
+    _check_kinds(fields, "layers_block_type", kinds, (*_MAMBA, *_ATTENTION, "mlp", "moe"))
+    return [*kinds]
+
+
+def _halves(kinds: list[str]) -> tuple[tuple[int, int], ...]:
+    """Numbers of the stored layers that each layer's halves are; -1: it has no feed-forward."""
+    pairs: list[tuple[int, int]] = []
+    for number, kind in enumerate(kinds):
+        if kind not in ("mlp", "moe"):
+            pairs.append((number, -1))
+        elif not pairs or pairs[-1][1] >= 0:
+            raise ModelError(
+                f"config.json: layer {number}, {kind}, is not behind one that attends or is "
+                "recurrent, which is not supported"
+            )
+        else:
+            pairs[-1] = pairs[-1][0], number
+    return tuple(pairs)
+
+
+def _nemotron_experts(fields: Fields, config: ModelConfig, mixtures: frozenset[int]) -> ModelConfig:
+    """With experts in some layers."""
+    own = fields.integer("moe_shared_expert_intermediate_size", 1, MOST.width, default=7688)
+    shared = fields.integer("n_shared_experts", 0, MOST.experts, default=1)
+    experts = ExpertsConfig(
+        fields.integer("n_routed_experts", 1, MOST.experts, default=8),
+        fields.integer("num_experts_per_tok", 1, MOST.experts, default=2),
+        fields.flag("norm_topk_prob", True),
+        scoring="sigmoid",
+        choice_bias=True,
+        clusters=fields.integer("n_group", 1, MOST.experts, default=1),
+        chosen_clusters=fields.integer("topk_group", 1, MOST.experts, default=1),
+        share_factor=fields.number("routed_scaling_factor", 1.0),
+        shared_size=own if shared else 0,
+        shared_gate=False,
+    )
+    dense = frozenset(range(config.n_layers)) - config.bare_layers - mixtures
+    return replace(
+        config,
+        intermediate_size=fields.integer("moe_intermediate_size", 1, MOST.width, default=7688),
+        experts=_dense_among(experts, fields, dense),
+    )
 
 
 def _gemma2(values: JsonObject) -> ModelConfig:
@@ -849,6 +1023,43 @@ _TINY_QWEN3_5: JsonDict = {
     "delta_net": DeltaNetConfig(frozenset({0, 2}), 2, 4, 16, 16),
 }
 _TINY_QWEN3_5_MOE: JsonDict = _TINY_QWEN3_5 | {"experts": ExpertsConfig(8, 2, True, shared_size=64)}
+_TINY_LFM2: JsonDict = {
+    "n_layers": 3,
+    "windows": (0, 0, 0),
+    "qk_norm": True,
+    "short_conv": ShortConvConfig(frozenset({0, 2}), 64),
+}
+_TINY_GRANITE_H: JsonDict = _TINY_GRANITE | {
+    "n_layers": 3,
+    "windows": (0, 0, 0),
+    "ropes": (None,),
+    "mamba": MambaConfig(frozenset({0, 2}), 1, 8, 16, 16),
+    "experts": ExpertsConfig(8, 2, True, shared_size=64, shared_gate=False),
+}
+#: A layer without a feed-forward, one with an MLP, and mixtures.
+_TINY_NEMOTRON_H: JsonDict = {
+    "n_layers": 4,
+    "windows": (0,) * 4,
+    "ropes": (None,),
+    "activation": "relu2",
+    "mamba": MambaConfig(frozenset({0, 2, 3}), 4, 8, 16, 16),
+    "experts": ExpertsConfig(
+        8,
+        2,
+        True,
+        scoring="sigmoid",
+        choice_bias=True,
+        clusters=4,
+        chosen_clusters=2,
+        share_factor=2.5,
+        shared_size=64,
+        shared_gate=False,
+        dense_layers=frozenset({2}),
+        dense_size=96,
+    ),
+    "bare_layers": frozenset({0}),
+    "stored_halves": ((0, -1), (1, 2), (3, 4), (5, 6)),
+}
 
 
 def _tiny_encoder(encoder: EncoderConfig) -> JsonDict:
@@ -868,15 +1079,22 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5ForCausalLM": Family("qwen3_5", _qwen3_5, None, _TINY_QWEN3_5),
     "Qwen3_5MoeForCausalLM": Family("qwen3_5_moe", _qwen3_5_moe, None, _TINY_QWEN3_5_MOE),
     "Qwen3NextForCausalLM": Family("qwen3_next", _qwen3_next, None, _TINY_QWEN3_5_MOE),
-    "Lfm2ForCausalLM": Family(
-        "lfm2",
-        _lfm2,
+    "Lfm2ForCausalLM": Family("lfm2", _lfm2, None, _TINY_LFM2),
+    "Lfm2MoeForCausalLM": Family(
+        "lfm2_moe",
+        _lfm2_moe,
         None,
-        {
-            "n_layers": 3,
-            "windows": (0, 0, 0),
-            "qk_norm": True,
-            "short_conv": ShortConvConfig(frozenset({0, 2}), 64),
+        _TINY_LFM2
+        | {
+            "experts": ExpertsConfig(
+                8,
+                2,
+                True,
+                scoring="sigmoid",
+                choice_bias=True,
+                dense_layers=frozenset({0}),
+                dense_size=96,
+            ),
         },
     ),
     "MixtralForCausalLM": Family("mixtral", _mixtral, None, {"experts": ExpertsConfig(4, 2, True)}),
@@ -921,7 +1139,8 @@ FAMILIES: dict[str, Family] = {
         "glm4", _glm4, _gguf_plain, {"qkv_bias": True, "ropes": (RopeConfig(dims=8),)}
     ),
     "GraniteForCausalLM": Family("granite", _granite, _gguf_granite, _TINY_GRANITE),
-    "GraniteMoeHybridForCausalLM": Family("granitehybrid", _granite4, None, _TINY_GRANITE),
+    "GraniteMoeHybridForCausalLM": Family("granitehybrid", _granite4, None, _TINY_GRANITE_H),
+    "NemotronHForCausalLM": Family("nemotron_h", _nemotron_h, None, _TINY_NEMOTRON_H),
     "Cohere2ForCausalLM": Family(
         "cohere2",
         _cohere2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -9,7 +10,10 @@ from jitney.engine.common.errors import ConfigError, ModelError
 from jitney.engine.common.requests import Pooling
 from jitney.engine.common.step_cost import StepCost
 
-type Activation = Literal["silu", "gelu_tanh", "clamped_silu", "gelu"]
+type Activation = Literal["silu", "gelu_tanh", "clamped_silu", "gelu", "relu2"]
+#: The parts of a weight of a recurrent layer, one behind the other: how many heads each has, which
+#: devices share out, and how many numbers of each head.
+type Parts = tuple[tuple[int, int], ...]
 #: Rows of an expert's block at least, as many as the units of GPUs, TPUs and AMX multiply at once;
 #: and at most, where each expert has many rows and is read once for every block.
 _LEAST_BLOCK, _LARGEST_BLOCK = 16, 128
@@ -198,6 +202,19 @@ class DeltaNetConfig:
         """Bytes that one layer keeps of a seat."""
         return 4 * (self.taps * self.channels + self.key_dim * self.values + 1)
 
+    def parts(self, name: str) -> Parts:
+        """The columns of the opening matrix (qkv) and of the weights beside the matrices."""
+        keys, values = (self.key_heads, self.key_dim), (self.value_heads, self.value_dim)
+        rates = self.value_heads, 1
+        match name:
+            case "qkv":
+                return keys, keys, values, values
+            case "taps":
+                return keys, keys, values
+            case "rates":
+                return rates, rates
+        return (rates,)
+
     def uneven(self, shards: int) -> dict[str, tuple[int, int]]:
         """What is divided over devices: names -> (size, parts)."""
         sizes = {"value heads of recurrent layers": (self.value_heads, shards)}
@@ -239,6 +256,10 @@ class ShortConvConfig:
         """Bytes that one layer keeps of a seat."""
         return 4 * (self.taps * self.channels + 1)
 
+    def parts(self, name: str) -> Parts:
+        """See `DeltaNetConfig.parts`."""
+        return ((self.channels, 1),) * (3 if name == "qkv" else 1)
+
     def uneven(self, shards: int) -> dict[str, tuple[int, int]]:
         """See `DeltaNetConfig.uneven`."""
         return {"channels of convolutions": (self.channels, shards)}
@@ -246,6 +267,95 @@ class ShortConvConfig:
     def local(self, shards: int) -> ShortConvConfig:
         """One device's channels, of `shards`."""
         return replace(self, channels=self.channels // shards)
+
+
+@dataclass(frozen=True, slots=True)
+class MambaConfig:
+    """Layers of Mamba-2 that keep a state of each seat in place of pages, see
+    `jitney.kernels.mamba`.
+    """
+
+    #: Which layers, by number.
+    layers: frozenset[int]
+    #: G and H: heads of a group share what writes and what reads their memory.
+    groups: int
+    heads: int
+    #: V and D: numbers of a head, and of the state of each of them.
+    head_dim: int
+    state_size: int
+    #: W: inputs that the convolution of a channel sees, its own included; whether it has a bias.
+    taps: int = 4
+    conv_bias: bool = True
+    #: Steps are clamped to these.
+    step_limits: tuple[float, float] = (0.0, math.inf)
+    #: Devices that share each group, of which they have some heads each (`local`).
+    sharers: int = 1
+
+    def __post_init__(self) -> None:
+        if self.heads % self.groups:
+            raise ModelError(
+                f"{self.heads} heads of a recurrent layer are not {self.groups} equal groups"
+            )
+
+    @property
+    def values(self) -> int:
+        """H V."""
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """C."""
+        return self.values + 2 * self.groups * self.state_size
+
+    @property
+    def outputs(self) -> int:
+        """Columns of a layer's opening matrix, and rows of its closing one."""
+        return self.channels + 2 * self.values + self.heads
+
+    def state_shapes(self, seats: int, shards: int = 1) -> tuple[tuple[int, ...], ...]:
+        """See `DeltaNetConfig.state_shapes`."""
+        return (
+            (seats, self.taps, shards * self.channels),
+            (seats, shards * self.heads, self.state_size, self.head_dim),
+            (seats,),
+        )
+
+    @property
+    def seat_bytes(self) -> int:
+        """Bytes that one layer keeps of a seat."""
+        return 4 * (self.taps * self.channels + self.state_size * self.values + 1)
+
+    def parts(self, name: str) -> Parts:
+        """See `DeltaNetConfig.parts`."""
+        group, values, steps = (
+            (self.groups, self.state_size),
+            (self.heads, self.head_dim),
+            (self.heads, 1),
+        )
+        match name:
+            case "qkv":
+                return values, values, group, group, steps
+            case "taps" | "taps_bias":
+                return values, group, group
+            case "value_norm":
+                return (values,)
+        return (steps,)
+
+    def uneven(self, shards: int) -> dict[str, tuple[int, int]]:
+        """See `DeltaNetConfig.uneven`; one group is shared by all devices."""
+        sizes = {"heads of recurrent layers": (self.heads, shards)}
+        if self.groups > 1:
+            sizes["groups of recurrent layers"] = self.groups, shards
+        return sizes
+
+    def local(self, shards: int) -> MambaConfig:
+        """One device's heads, of `shards`."""
+        return replace(
+            self,
+            groups=max(1, self.groups // shards),
+            heads=self.heads // shards,
+            sharers=shards if self.groups == 1 else 1,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +401,7 @@ class ModelConfig:
     n_heads: int
     n_kv_heads: int
     head_dim: int
-    #: Of a mixture: of each expert.
+    #: Columns of the feed-forward; of a mixture: of each expert.
     intermediate_size: int
     #: How many positions each layer sees, its own included; 0 is all of them.
     windows: tuple[int, ...]
@@ -322,9 +432,15 @@ class ModelConfig:
     activation: Activation = "silu"
     #: None: one feed-forward for every token.
     experts: ExpertsConfig | None = None
+    #: Layers that attend, or are recurrent, and have no feed-forward.
+    bare_layers: frozenset[int] = frozenset()
+    #: Of a file with a layer for each half: their numbers there, of each layer; empty: a layer is
+    #: one there, too.
+    stored_halves: tuple[tuple[int, int], ...] = ()
     #: Layers that do not attend, of one kind or the other; None: no such layers.
     delta_net: DeltaNetConfig | None = None
     short_conv: ShortConvConfig | None = None
+    mamba: MambaConfig | None = None
     #: What attention gives is multiplied by the sigmoid of a gate, as wide as the queries and
     #: beside them in their projection.
     attention_gate: bool = False
@@ -374,9 +490,9 @@ class ModelConfig:
         return tuple(layer for layer in range(self.n_layers) if layer not in others)
 
     @property
-    def recurrent(self) -> DeltaNetConfig | ShortConvConfig | None:
+    def recurrent(self) -> DeltaNetConfig | ShortConvConfig | MambaConfig | None:
         """Of the layers that keep a state of each seat in place of pages."""
-        return self.delta_net or self.short_conv
+        return self.delta_net or self.short_conv or self.mamba
 
     def by_layer[T](self, pool: T, state: T) -> list[T]:
         """What each layer keeps: a pool, or the state of a recurrent layer."""
@@ -446,6 +562,11 @@ class ModelConfig:
         return (queries + 2 * self.n_kv_heads) * self.head_dim
 
     @property
+    def is_gated(self) -> bool:
+        """Whether feed-forwards have gates: half of the outputs of what opens them."""
+        return self.activation != "relu2"
+
+    @property
     def vocab_share(self) -> int:
         """Rows of the embedding, and columns of the output head, that one device holds."""
         return self.vocab_size // self.shards
@@ -466,14 +587,15 @@ class ModelConfig:
         outputs = self.n_pools * (self.qkv_size + self.n_heads * self.head_dim)
         if self.recurrent is not None:
             outputs += (self.n_layers - self.n_pools) * self.recurrent.outputs
-        mixtures = self.n_layers - len(experts.dense_layers)
+        matrices, fed = 2 + self.is_gated, self.n_layers - len(self.bare_layers)
+        mixtures = fed - len(experts.dense_layers)
         if self.experts is not None:  # the routers, and what all rows go through
-            outputs += mixtures * experts.n_experts
-            outputs += 3 * sum(map(experts.columns_of_all, range(self.n_layers)))
+            outputs += mixtures * (experts.n_experts + matrices * experts.shared_size)
+            outputs += len(experts.dense_layers) * matrices * experts.dense_size
         return StepCost(
             n_layers=self.n_layers,
             shared_weights=self.hidden_size * outputs,
-            expert_weights=mixtures * self.hidden_size * 3 * self.intermediate_size,
+            expert_weights=mixtures * self.hidden_size * matrices * self.intermediate_size,
             n_experts=experts.n_experts,
             n_chosen=experts.n_chosen,
             weight_bytes=weight_bytes,
@@ -549,6 +671,7 @@ class ModelConfig:
             self,
             delta_net=self.delta_net and self.delta_net.local(shards),
             short_conv=self.short_conv and self.short_conv.local(shards),
+            mamba=self.mamba and self.mamba.local(shards),
             n_heads=self.n_heads // shards,
             n_kv_heads=max(1, self.n_kv_heads // shards),
             intermediate_size=self.intermediate_size // inner_shards,

@@ -15,6 +15,7 @@ from jitney.engine.common.errors import ModelError
 from jitney.engine.core.weights.checkpoints.model_config import (
     DeltaNetConfig,
     ExpertsConfig,
+    MambaConfig,
     ModelConfig,
     ShortConvConfig,
 )
@@ -117,6 +118,11 @@ class WeightMap:
                 targets += _delta_net_weights(config.hidden_size, config.delta_net, names, layer)
             elif config.short_conv is not None:
                 targets += _short_conv_weights(config.hidden_size, config.short_conv, names, layer)
+            elif config.mamba is not None:
+                prefix = names.prefix(config, layer) + names.mamba
+                targets += _mamba_weights(config.hidden_size, config.mamba, prefix, layer)
+            if layer in config.bare_layers:
+                continue
             if config.experts is None or layer in config.experts.dense_layers:
                 targets += _mlp_matrices(config, names, layer)
             else:
@@ -173,7 +179,7 @@ class Dialect:
     #: Of each query and key head, or of all at once, before they are rotated.
     q_norm: str
     k_norm: str
-    #: Of the MLP.
+    #: Of the MLP; without gates the first is empty.
     gate: str
     up: str
     down: str
@@ -186,6 +192,8 @@ class Dialect:
     #: one key head after the other; empty: they are apart.
     delta_qkvz: str = ""
     delta_rates: str = ""
+    #: What the names of a Mamba layer begin with.
+    mamba: str = "mamba."
     #: Norms of what attention and MLP give; empty where there are none.
     attention_post_norm: str = ""
     mlp_post_norm: str = ""
@@ -196,8 +204,11 @@ class Dialect:
     expert_gate: str = ""
     expert_up: str = ""
     expert_down: str = ""
-    #: The expert that all rows go through; its gate is `{shared}_gate`.
+    #: The expert that all rows go through; its gate is `{shared}_gate`. Its matrices, if they have
+    #: names of their own: gate and up in one, and the one behind.
     shared: str = "mlp.shared_expert"
+    shared_gate_up: str = ""
+    shared_down: str = ""
     #: A tensor's whole name: what each expert is chosen by, beside its score.
     choice_bias: str = "mlp.gate.e_score_correction_bias"
     #: What the stored weights of norms lack.
@@ -205,11 +216,17 @@ class Dialect:
     #: Rotated rows of queries and keys are pairs (2j, 2j + 1), see `head_order`.
     paired_rows: bool = False
 
+    def prefix(self, config: ModelConfig, layer: int, half: int = 0) -> str:
+        """What names of a layer begin with, of its first half (0) or its second (1)."""
+        number = config.stored_halves[layer][half] if config.stored_halves else layer
+        return self.layer.format(i=number)
+
 
 #: Beginnings of names in the saved base model of a family, whose names lack the prefix `model.`.
 _BASE_NAMES = ("embed_tokens.", "embedding_norm.", "layers.", "norm.")
 #: Beginnings of names of the text model in models that also see or hear, and what they are alone.
 _WRAPPED_NAMES = {
+    "backbone.": "model.",
     "language_model.lm_head.": "lm_head.",
     "language_model.model.": "model.",
     "model.language_model.": "model.",
@@ -318,10 +335,12 @@ def _layer_norms(config: ModelConfig, names: Dialect, layer: int) -> Iterator[Ta
     if config.wide_qk_norm:
         of_heads.append(("wide_q_norm", names.q_norm, config.n_heads))
         of_heads.append(("wide_k_norm", names.k_norm, config.n_kv_heads))
-    prefix = names.layer.format(i=layer)
+    prefix = names.prefix(config, layer)
     for part, name, length in norms:
-        if name:
-            yield _norm(("layers", layer, part, "weight"), prefix + name, length, names)
+        is_second = part.startswith("mlp")
+        if name and not (is_second and layer in config.bare_layers):
+            whole = names.prefix(config, layer, is_second) + name
+            yield _norm(("layers", layer, part, "weight"), whole, length, names)
     order = head_order(config, layer, paired=names.paired_rows)
     for part, name, heads in of_heads:
         path = ("layers", layer, "attention", part, "weight")
@@ -345,7 +364,7 @@ def _attention_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iter
     """The matrices of one layer's attention, and their biases."""
     size, dim = config.hidden_size, config.head_dim
     heads, kv_heads = config.n_heads, config.n_kv_heads
-    prefix = names.layer.format(i=layer)
+    prefix = names.prefix(config, layer)
     order = head_order(config, layer, paired=names.paired_rows)
     if names.qkv:
         qkv = [_Rows(prefix + names.qkv, config.qkv_size, heads + kv_heads, order)]
@@ -408,6 +427,22 @@ def _short_conv_weights(
     yield from _linear((*path, "o"), own.channels, False, [_Rows(f"{prefix}out_proj", size)])
 
 
+def _mamba_weights(size: int, own: MambaConfig, prefix: str, layer: int) -> Iterator[Target]:
+    """As `_delta_net_weights`; prefix: of the names of this layer's."""
+    path, heads = ("layers", layer, "attention"), own.heads
+    columns = own.channels + own.values + heads
+    yield from _linear((*path, "qkv"), size, False, [_Rows(f"{prefix}in_proj", columns)])
+    taps = Piece(f"{prefix}conv1d.weight", (own.channels, 1, own.taps))
+    yield Target((*path, "taps"), (taps,), transpose=True)
+    if own.conv_bias:
+        bias = Piece(f"{prefix}conv1d.bias", (own.channels,))
+        yield Target((*path, "taps_bias"), (bias,))
+    for name, stored in (("log_decay", "A_log"), ("rate_bias", "dt_bias"), ("skip", "D")):
+        yield Target((*path, name), (Piece(prefix + stored, (heads,)),))
+    yield Target((*path, "value_norm"), (Piece(f"{prefix}norm.weight", (own.values,)),))
+    yield from _linear((*path, "o"), own.values, False, [_Rows(f"{prefix}out_proj", size)])
+
+
 def _gathered(heads: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Which stored row stands where, so that each part's rows of all heads lie together; stored is
     one head after the other, each with parts of these sizes.
@@ -422,16 +457,20 @@ def _mlp_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iterator[T
     that of an expert that all rows go through.
     """
     size, inner = config.hidden_size, config.intermediate_size
-    prefix = names.layer.format(i=layer)
+    prefix = names.prefix(config, layer, 1)
     path: Path = ("layers", layer, "mlp")
     if config.experts is not None:
         inner, path = config.experts.dense_size, (*path, "shared")
-    if names.gate_up:
-        gate_up = [_Rows(prefix + names.gate_up, 2 * inner)]
-    else:
-        gate_up = [_Rows(prefix + name, inner) for name in (names.gate, names.up)]
+    gate_up = _opening(prefix, names.gate_up, (names.gate, names.up), inner)
     yield from _linear((*path, "gate_up"), size, config.mlp_bias, gate_up)
     yield from _linear((*path, "down"), inner, config.mlp_bias, [_Rows(prefix + names.down, size)])
+
+
+def _opening(prefix: str, fused: str, apart: tuple[str, str], inner: int) -> list[_Rows]:
+    """What opens a feed-forward of `inner` columns: gates and ups, or ups alone."""
+    if fused:
+        return [_Rows(prefix + fused, 2 * inner)]
+    return [_Rows(prefix + name, inner) for name in apart if name]
 
 
 def _expert_matrices(
@@ -439,15 +478,16 @@ def _expert_matrices(
 ) -> Iterator[Target]:
     """Those of a mixture: the router, and all experts' side by side."""
     size, inner, n_experts = config.hidden_size, config.intermediate_size, experts.n_experts
-    prefix, path = names.layer.format(i=layer), ("layers", layer, "mlp")
+    prefix, path = names.prefix(config, layer, 1), ("layers", layer, "mlp")
     router = [Piece(f"{prefix}{names.router}.weight", (n_experts, size))]
     if experts.shared_size and experts.shared_gate:
         router.append(Piece(f"{prefix}{names.shared}_gate.weight", (1, size)))
     if experts.shared_size:
-        shared, own = f"{prefix}{names.shared}.", experts.shared_size
-        both = [_Rows(f"{shared}{one}_proj", own) for one in ("gate", "up")]
-        yield from _linear((*path, "shared", "gate_up"), size, False, both)
-        closing = [_Rows(f"{shared}down_proj", size)]
+        shared, own = f"{names.shared}.", experts.shared_size
+        apart = f"{shared}gate_proj" if config.is_gated else "", f"{shared}up_proj"
+        opening = _opening(prefix, names.shared_gate_up, apart, own)
+        yield from _linear((*path, "shared", "gate_up"), size, False, opening)
+        closing = [_Rows(prefix + (names.shared_down or f"{shared}down_proj"), size)]
         yield from _linear((*path, "shared", "down"), own, False, closing)
     yield Target((*path, "router"), tuple(router), transpose=True)
     if config.mlp_bias:
@@ -458,8 +498,8 @@ def _expert_matrices(
     gate_up: list[_Rows] = []
     down: list[_Rows] = []
     for expert in range(n_experts):
-        gate_up.append(_Rows(prefix + names.expert_gate.format(e=expert), inner))
-        gate_up.append(_Rows(prefix + names.expert_up.format(e=expert), inner))
+        apart = names.expert_gate.format(e=expert), names.expert_up.format(e=expert)
+        gate_up += _opening(prefix, "", apart, inner)
         down.append(_Rows(prefix + names.expert_down.format(e=expert), size))
     yield from _linear((*path, "gate_up"), size, config.mlp_bias, gate_up)
     yield from _linear((*path, "down"), inner, config.mlp_bias, down)

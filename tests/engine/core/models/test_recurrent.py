@@ -45,7 +45,10 @@ SMALL: dict[str, Any] = {
     "context": 256,
 }
 #: Ends of names of matrices that adapters may change.
-MODULES = ("_proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz", ".w1", ".w2", ".w3")
+MODULES = (
+    *("_proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz", ".w1", ".w2", ".w3"),
+    *("shared_mlp.input_linear", "shared_mlp.output_linear"),
+)
 LENGTHS = (1, 3, 17, 40, 97, 33, 64, 52)
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 1, "max_tokens": 24, "ignore_eos": True}
 
@@ -79,7 +82,7 @@ def llm(engines: Callable[[str], LLM]) -> LLM:
     return engines("qwen3_5")
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "lfm2"])
+@pytest.mark.parametrize("family", [*FAMILIES, "lfm2", "granitehybrid", "nemotron_h"])
 def test_alone_in_a_crowd_and_after_preemption_answers_are_the_same(
     family: str, monkeypatch: pytest.MonkeyPatch
 ):
@@ -106,7 +109,7 @@ def test_siblings_each_read_their_prompt(llm: LLM):
     assert not llm.info.sizes.prefix_cache
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "nemotron_h"])
 def test_rows_that_are_computed_again_for_a_late_mask_change_nothing(
     family: str, engines: Callable[[str], LLM], monkeypatch: pytest.MonkeyPatch
 ):
@@ -125,7 +128,10 @@ def test_rows_that_are_computed_again_for_a_late_mask_change_nothing(
 
 @pytest.mark.parametrize(
     ("family", "kernels"),
-    [("qwen3_5", "native"), ("qwen3_5", "reference"), ("lfm2", "reference")],
+    [
+        *(("qwen3_5", "native"), ("qwen3_5", "reference"), ("lfm2", "reference")),
+        *(("nemotron_h", "native"), ("nemotron_h", "reference")),
+    ],
 )
 @pytest.mark.parametrize("rows", [4, 64], ids=["decode", "mixed"])
 def test_what_seats_keep_is_written_where_it_lies(family: str, kernels: str, rows: int):
@@ -154,7 +160,13 @@ def save(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -
 
 @pytest.mark.parametrize(
     ("family", "count"),
-    [("qwen3_5", 3 * 3 + 4 + 4 * 3), ("qwen3_next", 3 * 2 + 4), ("lfm2", 3 * 2 + 4 + 4 * 3)],
+    [
+        ("qwen3_5", 3 * 3 + 4 + 4 * 3),
+        ("qwen3_next", 3 * 2 + 4),
+        ("lfm2", 3 * 2 + 4 + 4 * 3),
+        ("lfm2_moe", 3 * 2 + 4 + 2 * 3),
+        ("nemotron_h", 4 * 2 + 4 + 2),
+    ],
 )
 def test_adapters_change_what_a_merged_checkpoint_has(family: str, count: int, tmp_path: Path):
     """Of recurrent layers, also fused ones, of gated attention and of a dense feed-forward."""

@@ -65,6 +65,9 @@ CASES = (
     ("qwen3_5_moe", 4),
     ("qwen3_next", 4),
     ("lfm2", 2),
+    ("lfm2_moe", 2),
+    ("granite4_h", 4),
+    ("nemotron_h", 2),
 )
 
 
@@ -84,7 +87,7 @@ PROVED = {
     "qwen3_moe of four engines": ("qwen3_moe", 1, 1, 4),
 }
 #: Of these, with whole experts on each group of devices: devices and groups.
-GROUPED = (("qwen3_moe", 4, 2), ("mixtral", 2, 2), ("gpt_oss", 4, 2))
+GROUPED = (("qwen3_moe", 4, 2), ("mixtral", 2, 2), ("gpt_oss", 4, 2), ("nemotron_h", 2, 2))
 #: Experts in MXFP4, kept as stored, by devices and groups.
 KEPT = ((1, 1), (2, 1), (4, 1), (4, 2), (2, 2))
 
