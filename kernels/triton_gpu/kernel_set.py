@@ -31,6 +31,7 @@ from jitney.kernels.triton_gpu import (
 from jitney.kernels.triton_gpu import experts as expert_products
 from jitney.kernels.triton_gpu.launch import Launch
 from jitney.kernels.triton_gpu.tiles import (
+    LATENT_HEADS,
     DecodeTiles,
     ProductTiles,
     PromptTiles,
@@ -47,8 +48,8 @@ _FEW_COLUMNS = 4096
 _FP8_SINCE = 89
 #: Columns of a memory that a program keeps in registers: 32 of a thread's, with 128 rows.
 _DELTA_COLUMNS = 32
-#: Query heads of a tile, at most, where all share one key head; inputs of a product, at least.
-_TILE_HEADS, _LEAST_INPUTS = 32, 16
+#: Inputs of a product, at least.
+_LEAST_INPUTS = 16
 #: Inputs that a program of the fp8 product multiplies at a time.
 _FP8_INPUTS = 64
 
@@ -263,7 +264,7 @@ class TritonKernels:
         rest = dim - value_dim if value_dim else 0
         constants = {
             "H": n_heads,
-            "K": _head_tiles(n_heads) if value_dim else kv.shape[2] // 2,
+            "K": _head_tiles(n_heads, q.dtype.itemsize) if value_dim else kv.shape[2] // 2,
             "D": value_dim or dim,
             "DP": _power_of_two(value_dim or dim),
             "SHARED": value_dim > 0,
@@ -297,9 +298,9 @@ class TritonKernels:
     def _tiles(
         self, q: jax.Array, kv: jax.Array, constants: dict[str, Any]
     ) -> tuple[DecodeTiles, PromptTiles]:
-        if constants["SHARED"]:
-            return latent_tiles(self.launch.sm, constants["DP"], q.dtype.itemsize)
         group = constants["H"] // constants["K"]
+        if constants["SHARED"]:
+            return latent_tiles(self.launch.sm, constants["DP"], q.dtype.itemsize, group)
         return self.tiles(
             self.launch.sm, constants["DP"], q.dtype.itemsize, group, kv.dtype.itemsize
         )
@@ -647,9 +648,9 @@ def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _head_tiles(n_heads: int) -> int:
+def _head_tiles(n_heads: int, itemsize: int) -> int:
     """How many tiles the query heads of one key head are divided into, evenly."""
-    most = min(n_heads, _TILE_HEADS)
+    most = min(n_heads, LATENT_HEADS[itemsize])
     return n_heads // max(size for size in range(1, most + 1) if n_heads % size == 0)
 
 
