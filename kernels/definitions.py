@@ -24,19 +24,23 @@ def attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: np.ndarray | None = None,
+    value_dim: int = 0,
 ) -> np.ndarray:
     """softmax(q k) v over the keys that each row sees, one sequence at a time: [T, H, D].
 
     q [T, H, D], kv [N, page, 2K, D], kv_lens [S], cu_q [S+1], page_table [S, P], sinks [H], scores
-    that join each row's softmax without a value. Rows of nobody are 0.
+    that join each row's softmax without a value. value_dim > 0: kv [N, page, K, D] of keys alone,
+    whose first numbers are their values, [T, H, value_dim]. Rows of nobody are 0.
     """
+    if value_dim:
+        kv = np.repeat(kv, 2, axis=2)
     out = np.zeros(q.shape, np.float32)
     for s in np.flatnonzero(np.diff(cu_q)):
         pages = page_table[s, : -(-kv_lens[s] // kv.shape[1])]
         cells = kv[pages].astype(np.float32).reshape(-1, *kv.shape[2:])[: kv_lens[s]]
         rows = slice(cu_q[s], cu_q[s + 1])
         out[rows] = _attend(q[rows].astype(np.float32), cells, scale, window, softcap, sinks)
-    return out
+    return out[..., :value_dim] if value_dim else out
 
 
 def _attend(

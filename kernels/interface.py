@@ -65,7 +65,7 @@ class _PagedAttention(Protocol):
         self,
         q: jax.Array,
         k: jax.Array,
-        v: jax.Array,
+        v: jax.Array | None,
         kv: jax.Array,
         meta: AttentionMeta,
         *,
@@ -74,6 +74,7 @@ class _PagedAttention(Protocol):
         softcap: float = 0.0,
         kv_scales: jax.Array | None = None,
         sinks: jax.Array | None = None,
+        value_dim: int = 0,
     ) -> tuple[jax.Array, jax.Array]:
         """q [T, H, D], k and v [T, K, D], kv [N, page, 2K, D] -> (o [T, H, D] in q's dtype, kv).
 
@@ -81,7 +82,9 @@ class _PagedAttention(Protocol):
         `window` positions up to its own. softcap > 0: scores are softcap * tanh(score / softcap).
         kv_scales float32 [2K] or []: factors of an int8 or fp8 pool (see `jitney.kernels.scales`),
         which raises ValueError without them. sinks float32 [H]: a score of each head that joins the
-        softmax of every row and weighs no value.
+        softmax of every row and weighs no value. value_dim > 0: the first so many numbers of a key
+        are its value, so the pool of plain floats has no other, [N, page, K, D]; v is None, and o
+        [T, H, value_dim].
         """
         ...
 
@@ -126,6 +129,7 @@ class _Attend(Protocol):
         softcap: float = 0.0,
         kv_scales: jax.Array | None = None,
         sinks: jax.Array | None = None,
+        value_dim: int = 0,
     ) -> jax.Array:
         """q [T, H, D], kv [N, page, 2K, D] -> o [T, H, D] in q's dtype."""
         ...
@@ -210,10 +214,16 @@ class _PoolShape(Protocol):
     """How a set wants the KV pool of one device to lie, where that is not [N, page, 2K, D]."""
 
     def __call__(
-        self, n_pages: int, page_size: int, n_kv_heads: int, head_dim: int, dtype: DTypeLike
+        self,
+        n_pages: int,
+        page_size: int,
+        n_kv_heads: int,
+        head_dim: int,
+        dtype: DTypeLike,
+        value_dim: int = 0,
     ) -> tuple[int, ...]:
-        """The pool's shape, [N, page, rows, width]: N, page size, K and D of one device, and the
-        pool's dtype.
+        """The pool's shape, [N, page, rows, width]: N, page size, K and D of one device, the
+        pool's dtype, and numbers of a key that are its value.
         """
         ...
 

@@ -80,6 +80,12 @@ class AttentionShapes:
     context: int  # tokens a sequence may have
     kv_dtype: str  # of the pool
     sinks: bool = False  # a head has a score that no key has
+    value_dim: int = 0  # numbers of a key that are its value; 0: it is one of its own
+
+    @property
+    def pool_rows(self) -> int:
+        """Rows of a position of the pool."""
+        return self.n_kv_heads * (1 if self.value_dim else 2)
 
 
 @dataclass(frozen=True)

@@ -360,7 +360,7 @@ def _step_cost(setup: _Setup, model: Model) -> StepCost | None:
     if setup.is_encoder or setup.settings.data_parallel > 1:
         return None
     local = setup.local
-    kv_numbers = local.n_pools * 2 * local.n_kv_heads * local.head_dim * len(setup.devices)
+    kv_numbers = local.n_pools * local.position_size * len(setup.devices)
     return describe_step(model, setup.source.config, kv_numbers * setup.kv_dtype.itemsize)
 
 

@@ -168,9 +168,14 @@ class StateSizes:
         """Shape of one layer's pool on one device; config: of one device (`ModelConfig.local`)."""
         n_pages = self.group_pages[group]
         if kernels.pool_shape is None:
-            return n_pages, self.page_size, 2 * config.n_kv_heads, config.head_dim
+            return n_pages, self.page_size, config.pool_rows, config.head_dim
         return kernels.pool_shape(
-            n_pages, self.page_size, config.n_kv_heads, config.head_dim, self.kv_dtype
+            n_pages,
+            self.page_size,
+            config.n_kv_heads,
+            config.head_dim,
+            self.kv_dtype,
+            config.value_dim,
         )
 
     def page_bytes(self, config: ModelConfig, kernels: Kernels) -> tuple[int, ...]:

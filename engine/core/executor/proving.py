@@ -125,6 +125,7 @@ def _attention_shapes(own: ModelConfig, sizes: StateSizes) -> AttentionShapes:
         softcap=own.attention_softcap,
         qk_norm=own.qk_norm,
         sinks=own.attention_sinks,
+        value_dim=own.value_dim,
         page_size=sizes.page_size,
         pages=sizes.builder().pages,
         context=sizes.context_length,

@@ -29,7 +29,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
+from jitney.engine.core.weights.checkpoints.model_config import LatentConfig, ModelConfig
 from jitney.engine.core.weights.checkpoints.names import Path
 
 
@@ -80,8 +80,10 @@ WHOLE = PartitionSpec()
 _OF_RECURRENT = ("rates", "taps", "taps_bias", "log_decay", "rate_bias", "skip", "value_norm")
 #: Modules and weights whose outputs are split (their last axis is outputs), and whose inputs are
 #: (the axis before it, of a matrix).
-_BY_OUTPUTS = ("qkv", "gate_up", "lm_head", "wide_q_norm", "wide_k_norm", *_OF_RECURRENT)
+_BY_OUTPUTS = ("qkv", "q_b", "gate_up", "lm_head", "wide_q_norm", "wide_k_norm", *_OF_RECURRENT)
 _BY_INPUTS = ("o", "down")
+#: Weights whose first axis runs along heads.
+_BY_HEADS = ("kv_scales", "sinks", "to_latent", "from_latent")
 
 
 def make_mesh(devices: Sequence[Any], engines: int = 1) -> Mesh:
@@ -132,7 +134,7 @@ def _axis_of(path: Path, ndim: int, groups: int = 1) -> int | None:
     """Which axis of a weight is split; None: every device has all of it. groups: with different
     experts, `ExpertsConfig.all_groups`.
     """
-    if path == ("embed",) or path[-1] in ("kv_scales", "sinks"):
+    if path == ("embed",) or not set(path).isdisjoint(_BY_HEADS):
         return 0
     if path[-2:] == ("adapters", "owners"):
         return None
@@ -278,6 +280,8 @@ class Shares:
             return [_run(device % self.shards * own.n_heads, own.n_heads)]
         if self._is_recurrent(path) and ("qkv" in path or path[-1] in _OF_RECURRENT):
             return self._of_recurrent("qkv" if "qkv" in path else str(path[-1]), device)
+        if "qkv" in path and self.config.latent is not None:
+            return self._beside_latent(self.config.latent, device)
         if "qkv" in path:
             return self._heads(device)
         if "wide_q_norm" in path:
@@ -333,6 +337,16 @@ class Shares:
             _run(first_key + keys.start, count),
             _run(first_value + keys.start, count),
         ]
+
+    def _beside_latent(self, latent: LatentConfig, device: int) -> list[slice]:
+        """Columns of the projection that opens latent attention: the queries of the device's heads,
+        or what all are products of, and the row that the pool keeps, which every device has.
+        """
+        kept = _run(self.config.qkv_size - self.config.head_dim, self.config.head_dim)
+        if latent.query_rank:
+            return [slice(0, kept.stop)]
+        count = self.own.n_heads * latent.query_dim
+        return [_run(device % self.shards * count, count), kept]
 
     def _queries(self, device: int) -> slice:
         """Columns of all query heads that are the device's."""

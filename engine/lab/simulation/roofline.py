@@ -259,6 +259,8 @@ class ModelCost:
                 raise ConfigError(f"unknown number format {name!r}; known: {', '.join(_BYTES)}")
         if self.weights == "mxfp4" and self.config.experts is None:
             raise ConfigError("weights mxfp4 are of experts, and this model has none")
+        if self.config.latent is not None and _BYTES[self.kv] < _BYTES["bf16"]:
+            raise ConfigError(f"KV {self.kv} is not for latent attention: leave it out")
 
     @property
     def narrow(self) -> list[str]:
@@ -324,7 +326,7 @@ class ModelCost:
     def kv_bytes(self) -> float:
         """Bytes of keys and values per position, all layers."""
         c = self.config
-        return c.n_pools * 2 * c.n_kv_heads * c.head_dim * _BYTES[self.kv]
+        return c.n_pools * c.position_size * _BYTES[self.kv]
 
     def read_bytes(self, rows: int, work: StepWork) -> tuple[float, float]:
         """(weights read, KV read and written) in a step: see `StepCost`."""

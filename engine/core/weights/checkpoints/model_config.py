@@ -153,6 +153,38 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Attention whose keys and values are products of one row a token, see
+    `jitney.engine.core.models.latent`; head_dim is then that of what the pool keeps.
+    """
+
+    #: R: numbers of a latent.
+    rank: int
+    #: N and P: numbers of a query that are not rotated, and that are.
+    plain_dim: int
+    rotated_dim: int
+    #: V: numbers of a head's value.
+    value_dim: int
+    #: C: numbers of the rows that queries are products of; 0: they are products of hidden rows.
+    query_rank: int = 0
+    #: Rows that are rotated are stored as pairs (2j, 2j + 1).
+    paired: bool = True
+
+    @property
+    def query_dim(self) -> int:
+        """Numbers of a query."""
+        return self.plain_dim + self.rotated_dim
+
+    def weights(self, hidden_size: int, heads: int) -> int:
+        """Numbers in all matrices of a layer's attention."""
+        queries = heads * self.query_dim
+        opening = hidden_size * (self.query_rank or queries) + self.query_rank * queries
+        absorbed = heads * self.rank * (self.plain_dim + self.value_dim)
+        kept = hidden_size * (self.rank + self.rotated_dim)
+        return opening + kept + absorbed + hidden_size * heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
 class DeltaNetConfig:
     """Layers that keep a state of each seat in place of pages, see `jitney.kernels.delta_net`."""
 
@@ -441,6 +473,8 @@ class ModelConfig:
     delta_net: DeltaNetConfig | None = None
     short_conv: ShortConvConfig | None = None
     mamba: MambaConfig | None = None
+    #: None: each token keeps keys and values of its own.
+    latent: LatentConfig | None = None
     #: What attention gives is multiplied by the sigmoid of a gate, as wide as the queries and
     #: beside them in their projection.
     attention_gate: bool = False
@@ -549,6 +583,26 @@ class ModelConfig:
         return self.ropes[layer % len(self.ropes)]
 
     @property
+    def rope_dim(self) -> int:
+        """Numbers of what is rotated: a head, or the part of one beside latents."""
+        return self.head_dim if self.latent is None else self.latent.rotated_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Numbers of a key in the pool that serve as its value; 0: it has one of its own."""
+        return 0 if self.latent is None else self.latent.rank
+
+    @property
+    def pool_rows(self) -> int:
+        """Rows of a position in a layer's pool: 2K, or K where keys serve as values."""
+        return self.n_kv_heads if self.value_dim else 2 * self.n_kv_heads
+
+    @property
+    def position_size(self) -> int:
+        """Numbers of a position in a layer's pool."""
+        return self.pool_rows * self.head_dim
+
+    @property
     def attention_scale(self) -> float:
         """Factor of attention scores."""
         return (self.query_scalar or self.head_dim) ** -0.5
@@ -556,8 +610,11 @@ class ModelConfig:
     @property
     def qkv_size(self) -> int:
         """Columns of the fused query, key and value projection, (H + 2K) * D; H * D more with
-        `attention_gate`.
+        `attention_gate`; of latent attention what stands for queries, and a row of the pool.
         """
+        if self.latent is not None:
+            queries = self.latent.query_rank or self.n_heads * self.latent.query_dim
+            return queries + self.head_dim
         queries = self.n_heads * (1 + self.attention_gate)
         return (queries + 2 * self.n_kv_heads) * self.head_dim
 
@@ -585,6 +642,11 @@ class ModelConfig:
         """
         experts = self.experts or ExpertsConfig(1, 1, renormalised=True)
         outputs = self.n_pools * (self.qkv_size + self.n_heads * self.head_dim)
+        width = self.n_heads * self.head_dim
+        latents = 0
+        if self.latent is not None:
+            outputs, width = 0, self.n_heads * (self.head_dim + self.value_dim) // 2
+            latents = self.n_pools * self.latent.weights(self.hidden_size, self.n_heads)
         if self.recurrent is not None:
             outputs += (self.n_layers - self.n_pools) * self.recurrent.outputs
         matrices, fed = 2 + self.is_gated, self.n_layers - len(self.bare_layers)
@@ -594,7 +656,7 @@ class ModelConfig:
             outputs += len(experts.dense_layers) * matrices * experts.dense_size
         return StepCost(
             n_layers=self.n_layers,
-            shared_weights=self.hidden_size * outputs,
+            shared_weights=latents + self.hidden_size * outputs,
             expert_weights=mixtures * self.hidden_size * matrices * self.intermediate_size,
             n_experts=experts.n_experts,
             n_chosen=experts.n_chosen,
@@ -602,7 +664,7 @@ class ModelConfig:
             expert_bytes=expert_bytes,
             head_weights=self.vocab_size * self.hidden_size,
             head_bytes=head_bytes,
-            attention_width=self.n_pools * self.n_heads * self.head_dim,
+            attention_width=self.n_pools * width,
             kv_bytes=kv_bytes,
         )
 

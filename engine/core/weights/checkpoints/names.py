@@ -15,6 +15,7 @@ from jitney.engine.common.errors import ModelError
 from jitney.engine.core.weights.checkpoints.model_config import (
     DeltaNetConfig,
     ExpertsConfig,
+    LatentConfig,
     MambaConfig,
     ModelConfig,
     ShortConvConfig,
@@ -39,12 +40,17 @@ class Piece:
     heads: int = 0
     #: Which stored row of each of these heads stands where; empty: as stored.
     head_order: tuple[int, ...] = ()
+    #: Stored rows of each head, of which head_order takes some; 0: it has all.
+    head_rows: int = 0
 
     @property
     def order(self) -> np.ndarray | None:
         """Which stored row stands where, [rows]; None: as stored."""
         if not self.head_order or not self.heads:
             return None
+        if self.head_rows:
+            starts = self.head_rows * np.arange(self.heads)[:, None]
+            return (starts + np.array(self.head_order)).ravel()
         order = np.arange(self.shape[0])
         size = len(self.head_order)
         for first in range(0, self.heads * size, size):
@@ -59,7 +65,7 @@ def head_order(config: ModelConfig, layer: int, *, paired: bool) -> tuple[int, .
     Hugging Face pairs (j, j + R/2) of the R rows that are rotated; paired: (2j, 2j + 1), as in
     llama.cpp's files of Llama. The others are pairs, too, whose angle is 0.
     """
-    dim, rope = config.head_dim, config.rope(layer)
+    dim, rope = config.rope_dim, config.rope(layer)
     rotated = dim if rope is None else rope.dims or dim
     if paired:
         first, second = range(0, rotated, 2), range(1, rotated, 2)
@@ -93,8 +99,9 @@ class WeightMap:
     """All weights of a model, and what they are made of."""
 
     targets: tuple[Target, ...]
-    #: Endings of tensors of the checkpoint that hold nothing we need.
+    #: Endings of tensors of the checkpoint that hold nothing we need, and the beginning of such.
     ignored: tuple[str, ...]
+    ignored_layer: str = ""
 
     @classmethod
     def of(cls, config: ModelConfig, names: Dialect) -> WeightMap:
@@ -112,7 +119,9 @@ class WeightMap:
             targets.append(Target(("lm_head", "kernel"), (head,), transpose=True))
         for layer in range(config.n_layers):
             targets += _layer_norms(config, names, layer)
-            if layer in config.pool_layers or config.recurrent is None:
+            if config.latent is not None:
+                targets += _latent_weights(config, config.latent, names, layer)
+            elif layer in config.pool_layers or config.recurrent is None:
                 targets += _attention_matrices(config, names, layer)
             elif config.delta_net is not None:
                 targets += _delta_net_weights(config.hidden_size, config.delta_net, names, layer)
@@ -127,12 +136,17 @@ class WeightMap:
                 targets += _mlp_matrices(config, names, layer)
             else:
                 targets += _expert_matrices(config, config.experts, names, layer)
-        return cls(tuple(targets), ignored)
+        behind = "" if names.reads_layers_behind else names.layer.format(i=config.n_layers)
+        return cls(tuple(targets), ignored, behind)
 
     @property
     def pieces(self) -> dict[str, Piece]:
         """By name."""
         return {piece.name: piece for target in self.targets for piece in target.pieces}
+
+    def _is_ignored(self, name: str) -> bool:
+        is_behind = self.ignored_layer and name.startswith(self.ignored_layer)
+        return bool(is_behind) or name.endswith(self.ignored)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise one ModelError naming all missing, unexpected and misshapen tensors of a
@@ -147,7 +161,7 @@ class WeightMap:
                 shape = f"{name} {list(shapes[name])} instead of {list(piece.shape)}"
                 faults["misshapen"].append(shape)
         for name in shapes:
-            if name not in pieces and not name.endswith(self.ignored):
+            if name not in pieces and not self._is_ignored(name):
                 faults["unexpected"].append(name)
         found = []
         for kind, names in faults.items():
@@ -215,6 +229,8 @@ class Dialect:
     norm_offset: float = 0.0
     #: Rotated rows of queries and keys are pairs (2j, 2j + 1), see `head_order`.
     paired_rows: bool = False
+    #: A layer behind the last one is a fault of the file, not one that predicts several tokens.
+    reads_layers_behind: bool = True
 
     def prefix(self, config: ModelConfig, layer: int, half: int = 0) -> str:
         """What names of a layer begin with, of its first half (0) or its second (1)."""
@@ -383,6 +399,37 @@ def _attention_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iter
     yield from _linear((*path, "o"), heads * dim, config.o_bias, [_Rows(prefix + names.o, size)])
     if config.attention_sinks:
         yield Target((*path, "sinks"), (Piece(prefix + names.sinks, (heads,)),))
+
+
+def _latent_weights(
+    config: ModelConfig, own: LatentConfig, names: Dialect, layer: int
+) -> Iterator[Target]:
+    """Those of latent attention; rows that are rotated are brought into pairs (j, j + P/2)."""
+    size, heads = config.hidden_size, config.n_heads
+    prefix = f"{names.layer.format(i=layer)}self_attn."
+    path = ("layers", layer, "attention")
+    turned = head_order(config, layer, paired=names.paired_rows) or range(own.rotated_dim)
+    queries = (*range(own.plain_dim), *(own.plain_dim + row for row in turned))
+    kept = (*range(own.rank), *(own.rank + row for row in turned))
+    opening = [_Rows(f"{prefix}kv_a_proj_with_mqa", own.rank + own.rotated_dim, 1, kept)]
+    if own.query_rank:
+        opening = [_Rows(f"{prefix}q_a_proj", own.query_rank), *opening]
+        rows = [_Rows(f"{prefix}q_b_proj", heads * own.query_dim, heads, queries)]
+        yield from _linear((*path, "q_b"), own.query_rank, False, rows)
+        yield _norm(
+            (*path, "query_norm", "weight"), f"{prefix}q_a_layernorm", own.query_rank, names
+        )
+    else:
+        opening = [_Rows(f"{prefix}q_proj", heads * own.query_dim, heads, queries), *opening]
+    yield from _linear((*path, "qkv"), size, False, opening)
+    yield _norm((*path, "latent_norm", "weight"), f"{prefix}kv_a_layernorm", own.rank, names)
+    of_head = own.plain_dim + own.value_dim
+    stored = f"{prefix}kv_b_proj.weight", (heads * of_head, own.rank), heads
+    keys, values = range(own.plain_dim), range(own.plain_dim, of_head)
+    yield Target((*path, "to_latent", "weight"), (Piece(*stored, tuple(keys), of_head),))
+    yield Target((*path, "from_latent", "weight"), (Piece(*stored, tuple(values), of_head),))
+    closing = [_Rows(f"{prefix}o_proj", size)]
+    yield from _linear((*path, "o"), heads * own.value_dim, False, closing)
 
 
 def _delta_net_weights(
