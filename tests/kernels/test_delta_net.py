@@ -21,7 +21,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
 }
 
 
-def sizes_of(name: str, *sizes: int) -> Sizes:
+def sizes_of(name: str, *sizes: Any) -> Sizes:
     return Sizes(*sizes)._replace(corrects="Mamba" not in name)
 
 

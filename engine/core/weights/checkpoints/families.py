@@ -708,7 +708,7 @@ def _granite4(values: JsonObject) -> ModelConfig:
     kinds = fields.get("layer_types", fields.get("layers_block_type"))
     if kinds is None:
         kinds = ["mamba"] * config.n_layers
-    _check_kinds(fields, "layer_types", kinds, (*_MAMBA, *_ATTENTION))
+    kinds = _checked_kinds(fields, "layer_types", kinds, (*_MAMBA, *_ATTENTION))
     if len(kinds) != config.n_layers:
         fields.reject("layer_types", kinds, f"{config.n_layers} kinds of layers")
     layers = frozenset(layer for layer, kind in enumerate(kinds) if kind in _MAMBA)
@@ -734,12 +734,13 @@ def _granite4(values: JsonObject) -> ModelConfig:
     return replace(config, mamba=mamba)
 
 
-def _check_kinds(fields: Fields, key: str, kinds: Any, known: Sequence[str]) -> None:
-    """Raise ModelError unless `kinds` is a list of known kinds, some of which attend."""
+def _checked_kinds(fields: Fields, key: str, kinds: Any, known: Sequence[str]) -> list[str]:
+    """The kinds of layers; ModelError unless it is a list of known ones, some of which attend."""
     if not isinstance(kinds, list) or any(kind not in known for kind in kinds):
         fields.reject(key, kinds, f"a list of {', '.join(known)}")
     if not any(kind in _ATTENTION for kind in kinds):
         raise ModelError(f"config.json: {key}: a model in which no layer attends is not supported")
+    return kinds
 
 
 def _step_limits(fields: Fields) -> tuple[float, float]:
@@ -814,8 +815,8 @@ def _nemotron_kinds(fields: Fields) -> list[str]:
     if kinds is None and isinstance(pattern, str):
         letters = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
         kinds = [letters.get(letter, letter) for letter in pattern]
-    _check_kinds(fields, "layers_block_type", kinds, (*_MAMBA, *_ATTENTION, "mlp", "moe"))
-    return [*kinds]
+    known = *_MAMBA, *_ATTENTION, "mlp", "moe"
+    return _checked_kinds(fields, "layers_block_type", kinds, known)
 
 
 def _halves(kinds: list[str]) -> tuple[tuple[int, int], ...]:

@@ -109,7 +109,7 @@ def test_siblings_each_read_their_prompt(llm: LLM):
     assert not llm.info.sizes.prefix_cache
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "nemotron_h"])
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
 def test_rows_that_are_computed_again_for_a_late_mask_change_nothing(
     family: str, engines: Callable[[str], LLM], monkeypatch: pytest.MonkeyPatch
 ):
