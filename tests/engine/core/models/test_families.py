@@ -31,7 +31,9 @@ from jitney.engine.core.weights.checkpoints.families import FAMILIES, Family, _r
 from jitney.engine.core.weights.checkpoints.hf_config import read_hf_config
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig, RopeConfig
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
+from jitney.engine.core.weights.describe import count_parameters
 from jitney.engine.core.weights.load import load_model
+from jitney.engine.lab.simulation.roofline import SHAPES, ModelCost
 
 pytestmark = pytest.mark.usefixtures("programs_when_used", "compiled_in_a_hurry")
 
@@ -90,10 +92,11 @@ def test_a_family_writes_what_transformers_writes(name: str, kernels: str, tmp_p
     llm.core.check()
 
 
-@pytest.mark.parametrize("family", ["olmo2", "granite", "cohere2"])
+@pytest.mark.parametrize("family", ["olmo2", "granite", "cohere2", "mistral4"])
 def test_sums_that_no_norm_reads_are_rounded_alike_in_every_bucket(family: str):
     """OLMo 2's products read the sums themselves, Granite's sums are multiplied, Cohere's norms
-    are XLA's; so are products of int4, and XLA may fuse both.
+    are XLA's, latent attention rotates products, and shared experts are added up; so are products
+    of int4, and XLA may fuse both.
     """
     settings: dict[str, Any] = SMALL | {"dtype": "bfloat16", "weights": "int4"}
     llm = LLM(f"tiny-random:{family}", **settings)
@@ -314,6 +317,19 @@ PUBLISHED = {
         999_885_952,
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("deepseek-v2-lite", 15.71), ("glm-4.7-flash", 29.94), ("mistral-small-4", 118.97)],
+)
+def test_models_with_latents_have_their_number_of_weights(name: str, billions: float):
+    """By name 16, 30 and 119 billion; of the first one's public index 31.41 GB in bfloat16."""
+    found = ModelCost(SHAPES[name]).parameters
+    assert abs(found / 1e9 - billions) < 0.01
+    model = abstract_model(SHAPES[name])
+    norms_and_biases = 1e-3
+    assert abs(count_parameters(model) / found - 1) < norms_and_biases
 
 
 @pytest.mark.parametrize("size", PUBLISHED)
