@@ -95,7 +95,7 @@ class _HeadMatrices(nnx.Module):
             self.weight = nnx.Param(jax.lax.map(kernels.pack, self._apart))
 
 
-class LatentAttention(Mixer):
+class _LatentAttention(Mixer):
     """qkv [E, C + R + P] makes the queries of all heads, or rows of which q_b [C, H (N + P)] makes
     them once they are normed, the latent, and the part of a key that is rotated; o [H V, E] closes.
     """
@@ -159,7 +159,7 @@ class LatentAttention(Mixer):
 
 
 class _Block(MixtureBlock):
-    attention_class = LatentAttention
+    attention_class = _LatentAttention
 
 
 class Latent(Llama):
