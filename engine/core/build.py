@@ -411,6 +411,7 @@ def _setup_on(
     engine = config.engine
     if source.config.encoder is not None:
         _check_encoder(config, source.config)
+    _check_pool_dtype(engine.kv_dtype, source.config)
     model = source.config.in_groups(engine.expert_parallel, engine.data_parallel)
     source = replace(source, config=model)
     mesh = None
@@ -458,6 +459,14 @@ def _check_encoder(config: Config, model: ModelConfig) -> None:
     if asked:
         raise ConfigError(
             f"{', '.join(asked)}: not for an encoder ({model.architecture}); leave it out"
+        )
+
+
+def _check_pool_dtype(kv_dtype: str, model: ModelConfig) -> None:
+    """Raise ConfigError for a narrow pool of keys that serve as values."""
+    if kv_dtype != "auto" and model.latent is not None:
+        raise ConfigError(
+            f"kv_dtype {kv_dtype}: the pool of latent attention has the model's dtype; leave it out"
         )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jitney.engine.core.models.attention import Mixer
-from jitney.engine.core.models.layers import Linear, RMSNorm, normal
+from jitney.engine.core.models.layers import Linear, RMSNorm, normal, rounded
 from jitney.engine.core.models.llama import Llama
 from jitney.engine.core.models.mixture import MixtureBlock
 from jitney.engine.core.models.rope import Rope
@@ -82,7 +83,8 @@ class _HeadMatrices(nnx.Module):
             ).astype(x.dtype)
 
         def product(at: tuple[Array, Array]) -> Array:
-            return kernels.matmul(at[0], OneOf(matrices, at[1]), x.dtype)
+            matrix: Any = OneOf(matrices, at[1])
+            return kernels.matmul(at[0], matrix, x.dtype)
 
         heads = jnp.arange(self.heads, dtype=jnp.int32)
         return jax.lax.map(product, (x.swapaxes(0, 1), heads)).swapaxes(0, 1)
@@ -93,7 +95,7 @@ class _HeadMatrices(nnx.Module):
             self.weight = nnx.Param(jax.lax.map(kernels.pack, self._apart))
 
 
-class LatentAttention(Mixer):
+class _LatentAttention(Mixer):
     """qkv [E, C + R + P] makes the queries of all heads, or rows of which q_b [C, H (N + P)] makes
     them once they are normed, the latent, and the part of a key that is rotated; o [H V, E] closes.
     """
@@ -126,20 +128,20 @@ class LatentAttention(Mixer):
         """x [T, E], kv [N, page, 1, R + P] -> ([T, E], kv)."""
         kernels = kernels.of_rows(meta.counts[2])
         own, n_rows = self.latent, x.shape[0]
-        rows = self.qkv(x, kernels, adapted=meta.adapted)
+        # Rounded once more before each rotation: see `NoNorm`.
+        rows = rounded(self.qkv(x, kernels, adapted=meta.adapted), x.dtype)
         end = rows.shape[1] - own.rank - own.rotated_dim
         queries, latents, turning = jnp.split(rows, [end, end + own.rank], axis=1)
         if self.q_b is not None and self.query_norm is not None:
             normed = self.query_norm(queries, kernels)
-            queries = self.q_b(normed, kernels, adapted=meta.adapted)
+            queries = rounded(self.q_b(normed, kernels, adapted=meta.adapted), x.dtype)
         heads = queries.reshape(n_rows, self.n_heads, own.query_dim)
         absorbed = self.to_latent(heads[..., : own.plain_dim], kernels)
         q = jnp.concatenate([absorbed, rope.rotate(heads[..., own.plain_dim :])], axis=-1)
+        q = rope.scaled(rounded(q, x.dtype))
         parts = [self.latent_norm(latents, kernels)[:, None], rope.rotate(turning[:, None])]
         k = jnp.concatenate(parts, axis=-1)
-        o, kv = kernels.paged_attention(
-            rope.scaled(q), k, None, kv, meta, scale=self.scale, value_dim=own.rank
-        )
+        o, kv = kernels.paged_attention(q, k, None, kv, meta, scale=self.scale, value_dim=own.rank)
         o = self.from_latent(o, kernels).reshape(n_rows, -1)
         return self.o(o, kernels, adapted=meta.adapted), kv
 
@@ -157,7 +159,7 @@ class LatentAttention(Mixer):
 
 
 class _Block(MixtureBlock):
-    attention_class = LatentAttention
+    attention_class = _LatentAttention
 
 
 class Latent(Llama):

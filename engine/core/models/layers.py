@@ -266,9 +266,12 @@ def scaled(x: Array, factor: float) -> Array:
 
 
 def rounded(x: Array, dtype: DTypeLike) -> Array:
-    """x in a dtype, with that dtype's rounding even where XLA computes on in a wider one."""
+    """x in a dtype, with that dtype's rounding even where XLA computes on in a wider one: of an x
+    that has the dtype already XLA would leave this rounding out, and the one before it.
+    """
     numbers = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(x, numbers.nexp, numbers.nmant).astype(dtype)
+    wide = x.astype(jnp.float32)
+    return jax.lax.reduce_precision(wide, numbers.nexp, numbers.nmant).astype(dtype)
 
 
 class RowFacts(NamedTuple):

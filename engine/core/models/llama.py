@@ -36,7 +36,7 @@ class Block(nnx.Module):
     """One layer: attention and MLP, each normed before and added after."""
 
     #: The halves of a layer.
-    attention_class: type[Attention] = Attention
+    attention_class: type[Mixer] = Attention
     mlp_class: Callable[..., MLP | NoMLP] = MLP
     #: The first half of a layer that keeps a state of each seat in place of pages.
     recurrent_class: Callable[..., Mixer] | None = None

@@ -25,7 +25,7 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from jitney.engine.core.models.layers import MLP, Linear, RowFacts, normal
+from jitney.engine.core.models.layers import MLP, Linear, RowFacts, normal, rounded
 from jitney.engine.core.models.llama import Block, Llama
 from jitney.engine.core.models.quantization import Packed
 from jitney.engine.core.models.sharding import DATA, TENSOR, experts_axes, laid_out_anew
@@ -415,7 +415,8 @@ class _Experts(MLP):
 
     def _of_shared(self, shared: MLP, x: Array, kernels: Kernels, rows: RowFacts) -> Array:
         """The output of the expert that all rows go through, or its share: float32 [T, E]."""
-        answers = shared(x, kernels, rows).astype(jnp.float32)
+        # Rounded once more: see `NoNorm`.
+        answers = rounded(shared(x, kernels, rows), x.dtype).astype(jnp.float32)
         if not self.experts.shared_gate:
             return answers
         if rows.count is not None:
@@ -436,7 +437,7 @@ class _Experts(MLP):
             sums = self._all_at_once(x, routes, kernels)
         else:
             sums = self._one_by_one(x, routes, kernels)
-        return sums.astype(x.dtype)
+        return rounded(sums, x.dtype)
 
     def _counts_of_all(self, n_rows: int, rows: RowFacts) -> Array:
         """int32 [engines]: rows of each engine that pad no step."""

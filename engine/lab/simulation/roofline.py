@@ -14,8 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from jitney.engine.common.errors import ConfigError, ModelError
+from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.step_cost import StepCost
 from jitney.engine.core import (
     Bucket,
@@ -150,6 +152,41 @@ def _lfm2_8b_a1b() -> ModelConfig:
     return read_hf_config({"architectures": ["Lfm2MoeForCausalLM"], **sizes})
 
 
+def _latent(kind: str, **sizes: Any) -> ModelConfig:
+    """sizes: where they differ from what transformers assumes."""
+    return read_hf_config({"architectures": [f"{kind}ForCausalLM"], **sizes})
+
+
+#: DeepSeek-V2-Lite's sizes.
+_V2_LITE: JsonDict = {
+    "vocab_size": 102400,
+    "hidden_size": 2048,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": None,
+    "max_position_embeddings": 163840,
+}
+#: GLM-4.7-Flash's.
+_GLM_FLASH: JsonDict = {
+    "vocab_size": 154880,
+    "hidden_size": 2048,
+    "num_hidden_layers": 47,
+    "num_attention_heads": 20,
+    "intermediate_size": 10240,
+}
+#: Mistral Small 4's.
+_MISTRAL_4: JsonDict = {
+    "vocab_size": 131072,
+    "hidden_size": 4096,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "intermediate_size": 12288,
+}
 #: Shapes by name, from the models' published config.json, so that planning needs no download.
 SHAPES = {
     "llama-3.2-1b": _llama(16, 2048, 32, 8, 64, 8192, 128256, 131072, tied=True),
@@ -168,6 +205,9 @@ SHAPES = {
     "nemotron-3-nano-30b-a3b": _nemotron_3_nano(),
     "granite-4.0-h-small": _granite_4_h_small(),
     "lfm2-8b-a1b": _lfm2_8b_a1b(),
+    "deepseek-v2-lite": _latent("DeepseekV2", **_V2_LITE),
+    "glm-4.7-flash": _latent("Glm4MoeLite", **_GLM_FLASH),
+    "mistral-small-4": _latent("Mistral4", **_MISTRAL_4),
     "mixtral-8x7b": replace(
         _llama(32, 4096, 32, 8, 128, 14336, 32000, 32768, "MixtralForCausalLM"),
         experts=ExpertsConfig(8, 2, renormalised=True),
@@ -260,7 +300,9 @@ class ModelCost:
         if self.weights == "mxfp4" and self.config.experts is None:
             raise ConfigError("weights mxfp4 are of experts, and this model has none")
         if self.config.latent is not None and _BYTES[self.kv] < _BYTES["bf16"]:
-            raise ConfigError(f"KV {self.kv} is not for latent attention: leave it out")
+            raise ConfigError(
+                f"KV {self.kv}: the pool of latent attention has the model's dtype; leave it out"
+            )
 
     @property
     def narrow(self) -> list[str]:

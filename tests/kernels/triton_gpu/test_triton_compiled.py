@@ -99,6 +99,25 @@ def test_the_usual_shapes(sm: int, dim: int, dtype: str, pool: str):
     check(launches(sm, dim, dtype, pool), sm)
 
 
+@pytest.mark.parametrize("sm,heads,dtype", [(90, 16, "bfloat16"), (80, 20, "bfloat16")])
+def test_latents_of_deepseek_and_glm(sm: int, heads: int, dtype: str):
+    """Decode spills nothing; prompts on Hopper little, for products of warp groups."""
+
+    def use(launch):
+        shapes = ((64,), (65,), (64, 512), (512,), (512,), (3,))
+        arrays: list[Any] = [jnp.zeros(shape, jnp.int32) for shape in shapes]
+        q, k = (jnp.zeros((512, n, 576), dtype) for n in (heads, 1))
+        kv = jnp.zeros((32, 16, 1, 576), dtype)
+        meta = AttentionMeta(*arrays)
+        TritonKernels(launch).paged_attention(q, k, None, kv, meta, scale=0.1, value_dim=512)
+
+    for call in record(sm, use):
+        made = compile_call(call, sm)
+        assert made.shared <= SHARED[sm]
+        on_hopper = (made.name, sm) == ("prompt_attention", 90)
+        assert made.spilled <= (32 if on_hopper else 0) and made.has_wgmma == on_hopper
+
+
 @whole_table
 @pytest.mark.parametrize("sm,dim,itemsize", _ATTENTION)
 def test_the_whole_table(sm: int, dim: int, itemsize: int):

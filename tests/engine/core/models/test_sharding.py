@@ -44,8 +44,8 @@ from jitney.kernels import definitions
 
 #: Biases, a tied head, a tied head with biases and windows, norms of query and key heads, and norms
 #: over all of them, fused matrices with heads in another order, norms behind halves, factors,
-#: halves side by side, and recurrent layers; 4 query and 2 KV heads, so that two of four devices
-#: share a KV head.
+#: halves side by side, recurrent layers, and latents that every device has; 4 query and 2 KV heads,
+#: so that two of four devices share a KV head.
 CASES = (
     ("llama2_biases", 4),
     ("llama3", 2),
@@ -68,6 +68,8 @@ CASES = (
     ("lfm2_moe", 2),
     ("granite4_h", 4),
     ("nemotron_h", 2),
+    ("deepseek_v2", 2),
+    ("mistral4", 4),
 )
 
 
@@ -87,7 +89,10 @@ PROVED = {
     "qwen3_moe of four engines": ("qwen3_moe", 1, 1, 4),
 }
 #: Of these, with whole experts on each group of devices: devices and groups.
-GROUPED = (("qwen3_moe", 4, 2), ("mixtral", 2, 2), ("gpt_oss", 4, 2), ("nemotron_h", 2, 2))
+GROUPED = (
+    *(("qwen3_moe", 4, 2), ("mixtral", 2, 2), ("gpt_oss", 4, 2)),
+    *(("nemotron_h", 2, 2), ("deepseek_v2", 2, 2)),
+)
 #: Experts in MXFP4, kept as stored, by devices and groups.
 KEPT = ((1, 1), (2, 1), (4, 1), (4, 2), (2, 2))
 
