@@ -251,7 +251,7 @@ def test_any_json_is_read_or_refused(key: str, value, architecture: str):
     try:
         read_hf_config(CASES[architecture]["config"] | {key: value})
     except ModelError as error:
-        assert "\n" not in str(error) and len(str(error)) < 1000
+        assert "\n" not in str(error) and len(str(error)) < 2000
 
 
 @settings(max_examples=200, deadline=None)
@@ -328,7 +328,9 @@ def test_tiny_configs_exist_for_all(architecture: str):
         name.startswith("qwen3") or name in ("gemma3", "exaone4", "lfm2"),
         name in ("mistral", "gemma2", "gemma3", "olmo3", "exaone4", "cohere2", "gpt_oss"),
     )
-    assert (config.experts is not None) == name.endswith(("_moe", "_next", "mixtral", "gpt_oss"))
+    mixtures = ("_moe", "_next", "mixtral", "gpt_oss")
+    has_experts = name.endswith(mixtures) or config.latent is not None
+    assert (config.experts is not None) == has_experts
 
 
 def test_experts_are_read_from_files_of_old_and_new_transformers():
