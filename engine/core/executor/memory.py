@@ -49,7 +49,8 @@ def likely_temp_bytes(model: ModelConfig, buckets: Buckets) -> int:
     (Qwen3-30B-A3B, 512 rows: H100 117 MiB, v7x over 8 devices 183).
     """
     rows = buckets.token_budget
-    dense = model.intermediate_size if model.experts is None else model.experts.dense_size
+    layers = map(model.of_layer, range(model.n_layers))
+    dense = max((own.intermediate_size for own in layers if own.experts is None), default=0)
     layer = rows * (10 * dense + 4 * model.hidden_size)
     if model.experts is not None:
         rows *= model.experts.engines
@@ -57,6 +58,7 @@ def likely_temp_bytes(model: ModelConfig, buckets: Buckets) -> int:
         mixture = places * (6 * model.hidden_size + 2 * model.intermediate_size)
         mixture += rows * (12 * model.hidden_size + 16 * model.experts.n_experts)
         layer = max(layer, mixture)
+    layer += rows * 6 * model.n_layers * model.layer_input_size
     logits = 4 * buckets.seats * model.vocab_size * 4
     return max(layer, logits) * 5 // 4
 

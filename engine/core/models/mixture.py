@@ -103,9 +103,12 @@ class _Routes(NamedTuple):
         return ExpertBlocks(self.rows, self.experts, self.count)
 
 
-def _chosen(numbers: Array, config: ExpertsConfig, bias: Array | None) -> tuple[Array, Array]:
-    """numbers float32 [T, X], the router's; bias float32 [X], see `ExpertsConfig.choice_bias` ->
-    (shares float32, experts int32) of each row [T, C], those first that are chosen first.
+def _chosen(
+    numbers: Array, config: ExpertsConfig, bias: Array | None, factors: Array | None
+) -> tuple[Array, Array]:
+    """numbers float32 [T, X], the router's; bias float32 [X], see `ExpertsConfig.choice_bias`;
+    factors [X], of the shares -> (shares float32, experts int32) of each row [T, C], those first
+    that are chosen first.
     """
     if config.scoring == "softmax":
         scores = jax.nn.softmax(numbers, axis=-1)
@@ -119,6 +122,8 @@ def _chosen(numbers: Array, config: ExpertsConfig, bias: Array | None) -> tuple[
         shares = jnp.take_along_axis(scores, chosen, axis=1)
     if config.renormalised:
         shares = shares / jnp.maximum(jnp.sum(shares, axis=-1, keepdims=True), _LEAST_SUM)
+    if factors is not None:
+        shares = shares * factors.astype(jnp.float32)[chosen]
     return shares * config.share_factor, chosen
 
 
@@ -139,13 +144,14 @@ def _route(
     n_rows: Array,
     first: Array | int = 0,
     bias: Array | None = None,
+    factors: Array | None = None,
 ) -> _Routes:
-    """numbers, bias: see `_chosen`. n_rows int32: rows from there on pad the step, and go through
-    no expert; an array [D]: so it is in each of D equal parts of the rows. first: of the experts
-    that are here, `config.own` of them; they are numbered from there on.
+    """numbers, bias, factors: see `_chosen`. n_rows int32: rows from there on pad the step, and go
+    through no expert; an array [D]: so it is in each of D equal parts of the rows. first: of the
+    experts that are here, `config.own` of them; they are numbered from there on.
     """
     n_padded, n_experts = numbers.shape[0], config.own
-    shares, chosen = _chosen(numbers, config, bias)
+    shares, chosen = _chosen(numbers, config, bias, factors)
     here = chosen - first
     mine = _real_rows(n_padded, n_rows) & (here >= 0) & (here < n_experts)
     at = jnp.clip(here, 0, n_experts - 1)
@@ -361,7 +367,7 @@ def _set_apart(w: Any, n_experts: int, pack: Callable[..., Any] | None, parts: i
     return jax.lax.map(partial(pack, parts=parts), apart)
 
 
-class _Experts(MLP):
+class Experts(MLP):
     """A router [E, X], which is never rounded to a scheme, and of each expert gate and up fused
     [E, 2F], or up alone, and down [F, E]. Where all rows go through a shared expert, too, its gate,
     if it has one, is the router's last column.
@@ -378,8 +384,10 @@ class _Experts(MLP):
         self.experts = experts
         self.shards = config.shards
         self.group_size = config.feed_forward_shards(config.shards)
-        columns = experts.n_experts + bool(experts.shared_size and experts.shared_gate)
+        columns = experts.router_columns
         self.router = nnx.Param(normal(rngs, (size, columns), 1.5 * size**-0.5, dtype))
+        #: [X], by which experts' shares are multiplied; or None.
+        self.share_factors: nnx.Param | None = None
         #: [X], or None.
         if config.mlp_bias:
             self.router_bias = nnx.Param(normal(rngs, (experts.n_experts,), 0.25, dtype))
@@ -403,15 +411,22 @@ class _Experts(MLP):
 
     def __call__(self, x: Array, kernels: Kernels, rows: RowFacts) -> Array:
         """x [T, E] -> [T, E]; rows of padding are 0."""
-        if self.experts.engines > 1:
-            counts = self._counts_of_all(x.shape[0], rows)
-            sums = DATA.own_sums(self._answered(DATA.rows_of_all(x), kernels, counts))
-        else:
-            count = jnp.int32(x.shape[0]) if rows.count is None else rows.count
-            sums = self._answered(x, kernels, count)
+        sums = self.routed(x, x, kernels, rows)
         if self.shared is not None:
             sums = (sums + self._of_shared(self.shared, x, kernels, rows)).astype(x.dtype)
         return TENSOR.total(sums) if self.shards > 1 else sums
+
+    def routed(self, x: Array, asking: Array, kernels: Kernels, rows: RowFacts) -> Array:
+        """The sums of the experts' outputs [T, E], or this device's share; x [T, E] is what experts
+        read, asking [T, E] what the router does.
+        """
+        if self.experts.engines == 1:
+            count = jnp.int32(x.shape[0]) if rows.count is None else rows.count
+            return self._answered(x, asking, kernels, count)
+        counts = self._counts_of_all(x.shape[0], rows)
+        everybodys = DATA.rows_of_all(x)
+        all_asking = everybodys if asking is x else DATA.rows_of_all(asking)
+        return DATA.own_sums(self._answered(everybodys, all_asking, kernels, counts))
 
     def _of_shared(self, shared: MLP, x: Array, kernels: Kernels, rows: RowFacts) -> Array:
         """The output of the expert that all rows go through, or its share: float32 [T, E]."""
@@ -424,15 +439,18 @@ class _Experts(MLP):
         scores = kernels.matmul(x, self.router[...], jnp.float32)
         return jax.nn.sigmoid(scores[:, self.experts.n_experts, None]) * answers
 
-    def _answered(self, x: Array, kernels: Kernels, count: Array) -> Array:
-        """The output of this device's experts [T, E], or their shares; count: see `_route`."""
+    def _answered(self, x: Array, asking: Array, kernels: Kernels, count: Array) -> Array:
+        """The output of this device's experts [T, E], or their shares; x, asking: see `routed`,
+        count: see `_route`.
+        """
         of_router = kernels if count.ndim else kernels.of_rows(count)
-        scores = of_router.matmul(x, self.router[...], jnp.float32)
+        scores = of_router.matmul(asking, self.router[...], jnp.float32)
         scores = scores[:, : self.experts.n_experts]
         if self.router_bias is not None:
             scores = scores + self.router_bias[...].astype(jnp.float32)
         bias = None if self.choice_bias is None else self.choice_bias[...]
-        routes = _route(scores, self.experts, count, self._first(), bias)
+        factors = None if self.share_factors is None else self.share_factors[...]
+        routes = _route(scores, self.experts, count, self._first(), bias, factors)
         if self._at_once(kernels):
             sums = self._all_at_once(x, routes, kernels)
         else:
@@ -539,9 +557,7 @@ class _Dense(MLP):
     """
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        assert config.experts is not None
-        alone = replace(config, intermediate_size=config.experts.dense_size)
-        self.shared = MLP(alone, dtype=dtype, rngs=rngs)
+        self.shared = MLP(config, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Array, kernels: Kernels, rows: RowFacts) -> Array:
         """x [T, E] -> [T, E]."""
@@ -558,7 +574,7 @@ class _Dense(MLP):
 
 def _feed_forward(config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> MLP:
     """Experts, if the model has any; else an MLP."""
-    kind = MLP if config.experts is None else _Experts
+    kind = MLP if config.experts is None else Experts
     return kind(config, dtype=dtype, rngs=rngs)
 
 

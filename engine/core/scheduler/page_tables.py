@@ -245,7 +245,7 @@ class PageTables:
             seq.pages.append(page)
         if self._windows:
             for seq in sequences:
-                self._extend(seq, seq.scheduled + 1)
+                self._extend(seq, len(seq.pages) * self.pool.page_size)
 
     def cover(self, seq: Sequence) -> None:
         """Take what the groups with a window lack for the rows that are scheduled."""

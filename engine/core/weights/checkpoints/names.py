@@ -65,7 +65,8 @@ def head_order(config: ModelConfig, layer: int, *, paired: bool) -> tuple[int, .
     Hugging Face pairs (j, j + R/2) of the R rows that are rotated; paired: (2j, 2j + 1), as in
     llama.cpp's files of Llama. The others are pairs, too, whose angle is 0.
     """
-    dim, rope = config.rope_dim, config.rope(layer)
+    own = config.of_layer(layer)
+    dim, rope = own.rope_dim, config.rope(layer)
     rotated = dim if rope is None else rope.dims or dim
     if paired:
         first, second = range(0, rotated, 2), range(1, rotated, 2)
@@ -121,7 +122,7 @@ class WeightMap:
             targets += _layer_norms(config, names, layer)
             if config.latent is not None:
                 targets += _latent_weights(config, config.latent, names, layer)
-            elif layer in config.pool_layers or config.recurrent is None:
+            elif layer in config.attending_layers:
                 targets += _attention_matrices(config, names, layer)
             elif config.delta_net is not None:
                 targets += _delta_net_weights(config.hidden_size, config.delta_net, names, layer)
@@ -239,7 +240,15 @@ class Dialect:
 
 
 #: Beginnings of names in the saved base model of a family, whose names lack the prefix `model.`.
-_BASE_NAMES = ("embed_tokens.", "embedding_norm.", "layers.", "norm.")
+_BASE_NAMES = (
+    "embed_tokens.",
+    "embed_tokens_per_layer.",
+    "embedding_norm.",
+    "layers.",
+    "norm.",
+    "per_layer_model_projection.",
+    "per_layer_projection_norm.",
+)
 #: Beginnings of names of the text model in models that also see or hear, and what they are alone.
 _WRAPPED_NAMES = {
     "backbone.": "model.",
@@ -257,6 +266,7 @@ _UNREAD = (
     "mtp.",
     "multi_modal_projector.",
     "vision_adapter.",
+    "vision_embedder.",
     "vision_projection.",
     "vision_tower.",
     "visual.",
@@ -338,7 +348,8 @@ def _norm(
 
 
 def _layer_norms(config: ModelConfig, names: Dialect, layer: int) -> Iterator[Target]:
-    size, dim = config.hidden_size, config.head_dim
+    own = config.of_layer(layer)
+    size, dim = config.hidden_size, own.head_dim
     norms = [
         ("attention_norm", names.attention_norm, size),
         ("attention_post_norm", names.attention_post_norm, size),
@@ -346,8 +357,10 @@ def _layer_norms(config: ModelConfig, names: Dialect, layer: int) -> Iterator[Ta
         ("mlp_post_norm", names.mlp_post_norm, size),
     ]
     of_heads: list[tuple[str, str, int]] = []
+    if config.qk_norm and layer in config.attending_layers:
+        of_heads.append(("q_norm", names.q_norm, 1))
     if config.qk_norm and layer in config.pool_layers:
-        of_heads += [("q_norm", names.q_norm, 1), ("k_norm", names.k_norm, 1)]
+        of_heads.append(("k_norm", names.k_norm, 1))
     if config.wide_qk_norm:
         of_heads.append(("wide_q_norm", names.q_norm, config.n_heads))
         of_heads.append(("wide_k_norm", names.k_norm, config.n_kv_heads))
@@ -378,8 +391,9 @@ class _Rows(NamedTuple):
 
 def _attention_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iterator[Target]:
     """The matrices of one layer's attention, and their biases."""
-    size, dim = config.hidden_size, config.head_dim
-    heads, kv_heads = config.n_heads, config.n_kv_heads
+    own = config.of_layer(layer)
+    size, dim = own.hidden_size, own.head_dim
+    heads, kv_heads = own.n_heads, own.n_kv_heads
     prefix = names.prefix(config, layer)
     order = head_order(config, layer, paired=names.paired_rows)
     if names.qkv:
@@ -389,11 +403,9 @@ def _attention_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iter
         if config.attention_gate:  # each head's gate stands behind its query
             order_of_pairs = (*order, *range(dim, 2 * dim)) if order else ()
             queries = _Rows(prefix + names.q, 2 * heads * dim, heads, order_of_pairs)
-        qkv = [
-            queries,
-            _Rows(prefix + names.k, kv_heads * dim, kv_heads, order),
-            _Rows(prefix + names.v, kv_heads * dim),
-        ]
+        keys = _Rows(prefix + names.k, kv_heads * dim, kv_heads, order)
+        values = _Rows(prefix + names.v, kv_heads * dim)
+        qkv = [queries, *(keys, values)[: own.kv_projections]]
     path = ("layers", layer, "attention")
     yield from _linear((*path, "qkv"), size, config.qkv_bias, qkv)
     yield from _linear((*path, "o"), heads * dim, config.o_bias, [_Rows(prefix + names.o, size)])
@@ -503,11 +515,11 @@ def _mlp_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iterator[T
     """Those of its feed-forward; of a layer without experts among layers with them its place is
     that of an expert that all rows go through.
     """
-    size, inner = config.hidden_size, config.intermediate_size
+    size, inner = config.hidden_size, config.of_layer(layer).intermediate_size
     prefix = names.prefix(config, layer, 1)
     path: Path = ("layers", layer, "mlp")
     if config.experts is not None:
-        inner, path = config.experts.dense_size, (*path, "shared")
+        path = (*path, "shared")
     gate_up = _opening(prefix, names.gate_up, (names.gate, names.up), inner)
     yield from _linear((*path, "gate_up"), size, config.mlp_bias, gate_up)
     yield from _linear((*path, "down"), inner, config.mlp_bias, [_Rows(prefix + names.down, size)])
@@ -527,7 +539,7 @@ def _expert_matrices(
     size, inner, n_experts = config.hidden_size, config.intermediate_size, experts.n_experts
     prefix, path = names.prefix(config, layer, 1), ("layers", layer, "mlp")
     router = [Piece(f"{prefix}{names.router}.weight", (n_experts, size))]
-    if experts.shared_size and experts.shared_gate:
+    if experts.router_columns > n_experts:
         router.append(Piece(f"{prefix}{names.shared}_gate.weight", (1, size)))
     if experts.shared_size:
         shared, own = f"{names.shared}.", experts.shared_size

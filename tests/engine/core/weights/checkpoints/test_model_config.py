@@ -83,7 +83,10 @@ def test_a_plain_llama():
     assert config.qkv_size == (4 + 2 * 4) * 12
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if "rope_parameters" in CASES[n]["config"]])
+@pytest.mark.parametrize(
+    "name",
+    [n for n in CASES if "rope_parameters" in CASES[n]["config"] and not n.startswith("gemma4")],
+)
 def test_old_and_new_spelling_of_rope_agree(name: str):
     new = CASES[name]["config"]
     rope = dict(new["rope_parameters"])
