@@ -50,12 +50,12 @@ class DeltaShape:
         """C."""
         return 2 * self.key_heads * self.dim + self.heads * self.width
 
-    def state_shapes(self, seats: int) -> tuple[tuple[int, ...], ...]:
-        """Of the arrays that a layer keeps of so many seats."""
+    def state_shapes(self, slots: int) -> tuple[tuple[int, ...], ...]:
+        """Of the arrays that a layer keeps in so many slots."""
         return (
-            (seats, self.taps, self.channels),
-            (seats, self.heads, self.dim, self.width),
-            (seats,),
+            (slots, self.taps, self.channels),
+            (slots, self.heads, self.dim, self.width),
+            (slots,),
         )
 
 

@@ -124,7 +124,7 @@ def _attention_shapes(own: ModelConfig, sizes: StateSizes) -> AttentionShapes:
         qk_norm=own.qk_norm,
         sinks=own.attention_sinks,
         page_size=sizes.page_size,
-        pages=sizes.builder().pages,
+        pages=sizes.builder(own).pages,
         context=sizes.context_length,
         kv_dtype=jnp.dtype(sizes.kv_dtype).name,
     )

@@ -25,7 +25,7 @@ from jitney.engine.core.models.registry import model_class
 from jitney.engine.core.models.sharding import TENSOR, Shares
 from jitney.engine.core.weights.checkpoint import open_checkpoint
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
-from jitney.kernels.delta_net import DeltaState
+from jitney.kernels.delta_net import DeltaState, StateSlots
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.scales import limit_of
 from jitney.kernels.select import select
@@ -159,10 +159,10 @@ def _largest(model: Model, tokens: Sequence[int], mesh: Mesh | None = None) -> l
     shape = (pages + 1, _PAGE, 2 * config.n_kv_heads, config.head_dim)
 
     def read(state: Any, row: Array, meta: AttentionMeta) -> list[Array]:
-        seat: Any = None
+        slot: Any = None
         if config.recurrent is not None:
-            seat = DeltaState.empty(config.recurrent.state_shapes(1))
-        empty = config.by_layer(jnp.zeros(shape, dtype), seat)
+            slot = DeltaState.empty(config.recurrent.state_shapes(1))
+        empty = config.by_layer(jnp.zeros(shape, dtype), slot)
         _, kept = nnx.merge(graph, state)(row, empty, meta, kernels)
         return [_largest_by_head(kept[layer]) for layer in config.pool_layers]
 
@@ -196,5 +196,5 @@ def _one_prompt(count: int, pages: int) -> AttentionMeta:
         write_rows=rows + _PAGE,
         positions=rows,
         counts=jnp.array([0, 1, count]),
-        seats=jnp.array([0, 1]),
+        state=StateSlots.in_place(jnp.array([0, 0])),
     )

@@ -119,7 +119,7 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetConfig:
-    """Layers that keep a state of each seat in place of pages, see `jitney.kernels.delta_net`."""
+    """Layers that keep a state in a slot in place of pages, see `jitney.kernels.delta_net`."""
 
     #: Which layers, by number.
     layers: frozenset[int]
@@ -154,17 +154,17 @@ class DeltaNetConfig:
         """Columns of a layer's opening matrix, and rows of its closing one."""
         return self.channels + 2 * self.values
 
-    def state_shapes(self, seats: int, shards: int = 1) -> tuple[tuple[int, ...], ...]:
+    def state_shapes(self, slots: int, shards: int = 1) -> tuple[tuple[int, ...], ...]:
         """Of the arrays that one layer keeps (`DeltaState`), over so many devices like this one."""
         return (
-            (seats, self.taps, shards * self.channels),
-            (seats, shards * self.value_heads, self.key_dim, self.value_dim),
-            (seats,),
+            (slots, self.taps, shards * self.channels),
+            (slots, shards * self.value_heads, self.key_dim, self.value_dim),
+            (slots,),
         )
 
     @property
-    def seat_bytes(self) -> int:
-        """Bytes that one layer keeps of a seat."""
+    def slot_bytes(self) -> int:
+        """Bytes that one layer keeps in a slot."""
         return 4 * (self.taps * self.channels + self.key_dim * self.values + 1)
 
     def uneven(self, shards: int) -> dict[str, tuple[int, int]]:
@@ -185,7 +185,7 @@ class DeltaNetConfig:
 
 @dataclass(frozen=True, slots=True)
 class ShortConvConfig:
-    """Layers that keep the last inputs of a convolution of each seat in place of pages."""
+    """Layers that keep the last inputs of a convolution in a slot in place of pages."""
 
     #: Which layers, by number.
     layers: frozenset[int]
@@ -199,13 +199,13 @@ class ShortConvConfig:
         """Columns of a layer's opening matrix, and rows of its closing one."""
         return 4 * self.channels
 
-    def state_shapes(self, seats: int, shards: int = 1) -> tuple[tuple[int, ...] | None, ...]:
+    def state_shapes(self, slots: int, shards: int = 1) -> tuple[tuple[int, ...] | None, ...]:
         """See `DeltaNetConfig.state_shapes`."""
-        return (seats, self.taps, shards * self.channels), None, (seats,)
+        return (slots, self.taps, shards * self.channels), None, (slots,)
 
     @property
-    def seat_bytes(self) -> int:
-        """Bytes that one layer keeps of a seat."""
+    def slot_bytes(self) -> int:
+        """Bytes that one layer keeps in a slot."""
         return 4 * (self.taps * self.channels + 1)
 
     def uneven(self, shards: int) -> dict[str, tuple[int, int]]:
@@ -344,7 +344,7 @@ class ModelConfig:
 
     @property
     def recurrent(self) -> DeltaNetConfig | ShortConvConfig | None:
-        """Of the layers that keep a state of each seat in place of pages."""
+        """Of the layers that keep a state in place of pages."""
         return self.delta_net or self.short_conv
 
     def by_layer[T](self, pool: T, state: T) -> list[T]:
@@ -358,11 +358,11 @@ class ModelConfig:
         return len(self.pool_layers)
 
     @property
-    def seat_bytes(self) -> int:
-        """Bytes that recurrent layers keep of a seat."""
+    def slot_bytes(self) -> int:
+        """Bytes that recurrent layers keep in a slot."""
         if self.recurrent is None:
             return 0
-        return (self.n_layers - self.n_pools) * self.recurrent.seat_bytes
+        return (self.n_layers - self.n_pools) * self.recurrent.slot_bytes
 
     @property
     def output_size(self) -> int:
@@ -449,6 +449,8 @@ class ModelConfig:
             head_bytes=head_bytes,
             attention_width=self.n_pools * self.n_heads * self.head_dim,
             kv_bytes=kv_bytes,
+            windows={group.window: len(group.layers) / self.n_pools for group in self.cache_groups},
+            state_bytes=self.slot_bytes,
         )
 
     def with_ends(self, *ids: int) -> ModelConfig:

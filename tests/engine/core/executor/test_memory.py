@@ -42,8 +42,8 @@ def test_the_pool_gets_what_weights_temporaries_and_the_reserve_leave():
     sizes: Any = None  # asked on CPUs only
     shares = PoolShares.of(tiny_config(), (100,), config.engine, 2048)
     room = PoolRoom(config.engine, sizes, [device], shares, 0, None)
-    assert room.pages(100) == (5,)
-    assert replace(room, seat_bytes=150).pages(100) == (4,)
+    assert room.pools(100).pages == (5,)
+    assert replace(room, slot_bytes=150).pages(100) == (4,)
     with pytest.raises(ConfigError, match="no memory left for KV pages"):
         room.pages(600)
 
