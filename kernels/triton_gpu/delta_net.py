@@ -6,7 +6,7 @@ Axes as in `jitney.kernels.delta_net`; D and V are padded to powers of two.
 
 from __future__ import annotations
 
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 # Kernels are compiled, not called: numbers become constexprs and tensors on the way.
 import triton
 import triton.language as tl

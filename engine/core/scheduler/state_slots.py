@@ -64,8 +64,9 @@ class StateTables:
         """
         found = self.pool.match(keys[-1:])
         own = self._allocate()
+        reads = found[0] if found else own
         self._n_seated += 1
-        seq.state = HeldSlots(own, *(found or [own]), own, branch=branch, saved=len(keys))
+        seq.state = HeldSlots(own, reads, own, branch=branch, saved=len(keys))
         if found:
             self._pass(seq, seq.state, found, len(keys) * self.pool.page_size)
 

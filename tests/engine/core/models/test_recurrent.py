@@ -126,9 +126,8 @@ def test_conversations_that_go_on_from_checkpoints_have_the_same_answers(family:
     assert warm == cold
     assert not any(none) and found == [0, 88, 0, 88, 48, 88, 48 + 88]
     llm = engine(family, share_outputs="on", token_budget=200, token_buckets=[200])
-    answered = llm.generate([prompts()[4]], SamplingParams(**(SAMPLED | {"max_tokens": 60})))
-    text = prompts()[4] + list(answered[0].outputs[0].token_ids)
-    longer = llm.generate([text], SamplingParams(**SAMPLED))
+    ((tokens, _),) = answers(llm, [prompts()[4]], max_tokens=60)
+    longer = llm.generate([prompts()[4] + list(tokens)], SamplingParams(**SAMPLED))
     assert longer[0].cached_tokens == 152
     assert llm.info.sizes.prefix_cache and llm.info.sizes.checkpoints > 0
 

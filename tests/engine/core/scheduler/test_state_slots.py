@@ -89,7 +89,13 @@ class BareRunner(StateRunner):
 
 
 def new_core(device: type[FakeRunner] = StateRunner, **more: Any) -> EngineCore:
-    settings = {"seats": SEATS, "pages": 60, "page_size": PAGE, "budget": 11, "context": 128}
+    settings: dict[str, Any] = {
+        "seats": SEATS,
+        "pages": 60,
+        "page_size": PAGE,
+        "budget": 11,
+        "context": 128,
+    }
     return make_core(**(settings | more), device=device)
 
 
