@@ -180,7 +180,7 @@ class Dashboard(PageRoutes):
         query = _Query(request)
         end = query.seconds("to", now)
         start = query.seconds("from", end - 60)
-        return Window.shown(self.client.history, start, end, now)
+        return Window.shown(self.client.history, start, end, now, self.client.info)
 
     async def requests(self, request: Request) -> StreamingResponse:
         """Sequences, the newest first, see `request_detail.listing`; to a user its own."""
@@ -194,6 +194,7 @@ class Dashboard(PageRoutes):
             limit,
             cursor,
             time.monotonic(),
+            search=request.query_params.get("search", ""),
             identity=Identity.of(request.scope),
         )
         return await self._answer(work)

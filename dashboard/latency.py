@@ -64,27 +64,23 @@ class Latencies:
         columns = self.samples()
         return {name: _histogram(_BOUNDS[name], column) for name, column in columns.items()}
 
-    def p95(self, bins: int) -> Generator[None, None, dict[str, list[float | None]]]:
-        """The 95th percentiles of wait, ttft and itl in each of so many equal parts. Work for
+    def percentiles(self, bins: int) -> Generator[None, None, dict[str, list[float | None]]]:
+        """Columns of `bins` values, seconds or None: wait_p50, wait_p95, ..., itl_p99. Work for
         `TimeSlices`.
         """
         edges = np.linspace(self.start, self.end, bins + 1)
         result: dict[str, list[float | None]] = {}
         for name, (t, values, weights) in self.samples().items():
+            columns = {point: [] for point in _PERCENTILES}
             cuts = np.searchsorted(t, edges, "right").tolist()
-            column = result[name] = []
-            for low, high in pairwise(cuts):
-                column.append(_p95_of(values[low:high], weights[low:high]))
-                if len(column) % _TOLD == 0 or high - low > _TOLD:
+            for place, (low, high) in enumerate(pairwise(cuts)):
+                points = _percentiles(values[low:high], weights[low:high]) or {}
+                for point, column in columns.items():
+                    column.append(points.get(point))
+                if place % _TOLD == 0 or high - low > _TOLD:
                     yield
+            result |= {f"{name}_{point}": column for point, column in columns.items()}
         return result
-
-
-def _p95_of(values: np.ndarray, weights: np.ndarray) -> float | None:
-    if not len(values):
-        return None
-    points = _percentiles(values, weights)
-    return None if points is None else points["p95"]
 
 
 def _gaps(decode_rows: np.ndarray, ready: np.ndarray) -> _Samples:

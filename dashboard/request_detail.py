@@ -43,6 +43,8 @@ def _row(request: RequestRecord) -> JsonDict:
 #: Columns of the table that are fields of the record, and the record's names for the times.
 _SAME = (
     "index",
+    "client_id",
+    "user",
     "state",
     "seat",
     "n_prompt",
@@ -74,12 +76,14 @@ def listing(
     cursor: int,
     now: float,
     *,
+    search: str = "",
     identity: Identity = EVERYBODY,
 ) -> _Work:
     """At most `limit` sequences that `identity` may see, the newest first, of those before number
-    `cursor`; next: the cursor to go on with, null at the end.
+    `cursor`; next: the cursor to go on with, null at the end. search: a part of the request's id,
+    x-request-id, user or error code, in any case.
     """
-    wanted = _Wanted(state, cursor, identity)
+    wanted = _Wanted(state, cursor, search.lower(), identity)
     shown: list[RequestRecord] = []
     for place, request in enumerate(history.newest()):
         if place % _LOOKS == 0:
@@ -100,12 +104,19 @@ class _Wanted(NamedTuple):
     state: str
     #: Those before this number.
     cursor: int
-    #: Whoever asks.
+    #: Lower case.
+    search: str
+    #: The person that asks.
     identity: Identity
 
     def includes(self, request: RequestRecord) -> bool:
         may_see = self.identity.may_see(request.tenant)
-        return may_see and request.number < self.cursor and _is_in(request, self.state)
+        is_in = request.number < self.cursor and _is_in(request, self.state)
+        return may_see and is_in and (not self.search or self._is_found(request))
+
+    def _is_found(self, request: RequestRecord) -> bool:
+        texts = (request.request_id, request.client_id, request.user, request.code)
+        return any(self.search in text.lower() for text in texts)
 
 
 def _rows(

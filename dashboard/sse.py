@@ -30,6 +30,7 @@ PAGE_STATES = ("free", "held", "shared", "cached")
 #: sequences sits there; the others are tokens; n_computed: positions whose KV is known.
 SEAT_NUMBERS = ("index", "n_prompt", "n_computed", "n_output", "max_tokens")
 #: One row of "events": what happened at t, in or before step `step` (`messages.SequenceEvent`).
+#: reason of "queued": the client's x-request-id.
 _EVENT_COLUMNS = (
     "t",
     "step",

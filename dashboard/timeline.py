@@ -12,11 +12,12 @@ import msgspec
 import numpy as np
 
 from jitney.dashboard.latency import Latencies
+from jitney.engine.common.engine_info import EngineInfo
 from jitney.engine.common.history import History
 from jitney.engine.common.records import ROW_KINDS, STEP_DTYPE
 from jitney.engine.common.request_record import RequestRecord, SeatStay, Stay
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.server import EVERYBODY, Identity
+from jitney.engine.server import EVERYBODY, DeviceUse, Identity
 
 _MAX_STAYS = 20_000
 #: Most step records in one answer.
@@ -29,7 +30,7 @@ _MAX_TRACED = 50_000
 #: two stops.
 _COPIED, _TOLD = 8192, 32
 #: Fields of a step record that a bin adds up.
-_SUMMED = ("boarded", "finished", "preempted", "compiled")
+_SUMMED = ("boarded", "finished", "preempted", "compiled", "cached_tokens")
 #: Fields of which a bin has the highest.
 _HIGHEST = ("waiting", "pages_used")
 _STAY_COLUMNS = (
@@ -151,15 +152,24 @@ class Window:
     history: History
     start: float
     end: float
+    #: Says what steps cost and what the device can do; None: bins do not tell the device's share.
+    info: EngineInfo | None = None
 
     @classmethod
-    def shown(cls, history: History, start: float, end: float, now: float) -> Window:
+    def shown(
+        cls,
+        history: History,
+        start: float,
+        end: float,
+        now: float,
+        info: EngineInfo | None = None,
+    ) -> Window:
         """The part of the wanted time that can be shown: within `History.keep_s`, at least a
         millisecond long.
         """
         end = min(end, now)
         start = max(start, now - History.keep_s)
-        return cls(history, min(start, end - 1e-3), end)
+        return cls(history, min(start, end - 1e-3), end, info)
 
     def timeline(self, bins: int, now: float, *, identity: Identity = EVERYBODY) -> Work:
         """All of it in `bins` equal parts (for a user none shorter than a second), with the stays
@@ -235,9 +245,25 @@ class Window:
         for name in _HIGHEST:
             columns[name] = parts.highest(records[name])
             yield
+        columns["floor_s"] = self._floor(parts, records)
+        columns["refused"] = yield from self._refused(bins, width)
         latencies = Latencies(self.history, records, ready, self.start, self.end)
-        percentiles = yield from latencies.p95(bins)
-        return columns | {f"{name}_p95": values for name, values in percentiles.items()}
+        return columns | (yield from latencies.percentiles(bins))
+
+    def _floor(self, parts: _Bins, records: np.ndarray) -> list[float] | None:
+        """Seconds that each bin's steps would take at the device's limit; None: not known."""
+        seconds = DeviceUse.least_seconds(self.info, records)
+        return None if seconds is None else parts.seconds(seconds)
+
+    def _refused(self, bins: int, width: float) -> Generator[None, None, list[int]]:
+        """Sequences that were refused in each bin."""
+        counts = [0] * bins
+        for place, record in enumerate(self.history.ended(self.start)):
+            if record.refused and record.end <= self.end:
+                counts[min(bins - 1, int((record.end - self.start) / width))] += 1
+            if place % _TOLD == 0:
+                yield
+        return counts
 
 
 def stay_columns(

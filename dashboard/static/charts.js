@@ -1,5 +1,5 @@
 // The Plotly charts. Each is drawn once a second at most, one an animation frame, and only where it can be seen. Plotly
-// is large, so it comes after the seats.
+// is large: it is fetched when the first chart comes into view.
 
 import {$, colour, isDark, table, watchVisible} from "./dom.js";
 
@@ -18,8 +18,6 @@ const CONFIG = {displayModeBar: false, responsive: true};
 const EVERY_MS = 1000;
 /** Milliseconds between two drawings of any charts: under 5 % of the frames hold one, however many can be seen. */
 const APART_MS = 350;
-/** Milliseconds after which Plotly is fetched though the page is never idle. */
-const LOAD_WITHIN_MS = 4000;
 /** Points of a line, however long the span. */
 const MOST_POINTS = 600;
 
@@ -43,13 +41,18 @@ const RATE = [
   ["prompt", (bin) => bin.rows.prefill, "prefill", "dot"],
 ];
 const LATENCY = [
-  ["wait for a seat", (bin) => bin.wait, "waiting", "dot"],
-  ["first token", (bin) => bin.ttft, "prefill"],
-  ["between tokens", (bin) => bin.itl, "decode", "dash"],
+  ["wait for a seat", (bin) => bin.wait?.p95 ?? null, "waiting", "dot"],
+  ["first token", (bin) => bin.ttft?.p95 ?? null, "prefill"],
+  ["between tokens", (bin) => bin.itl?.p95 ?? null, "decode", "dash"],
 ];
 const SEATED = [
   ["seats taken", (bin) => bin.busy, "decode"],
   ["waiting", (bin) => bin.waiting, "waiting", "dot"],
+];
+const PAGES = [["held", (bin) => bin.pages, "decode"]];
+const HITS = [
+  ["computed", (bin) => bin.rows.prefill, "prefill"],
+  ["found in the cache", (bin) => bin.cached_tokens, "good", "dash"],
 ];
 const STEP_MS = [
   ["mean", (bin) => (1000 * bin.step_s) / bin.steps, "decode"],
@@ -78,6 +81,8 @@ const CHARTS = {
     [...lines(moment, STEP_MS, (bin) => bin.steps), compiles(moment)],
     "ms",
   ],
+  "chart-pages": (moment) => [lines(moment, PAGES), "pages"],
+  "chart-hits": (moment) => [lines(moment, HITS), "tok/s"],
   "chart-ledger": (moment) => [moment.rowKinds.map((kind) => area(moment, kind)), "rows/s"],
   "chart-ttft": ({histograms}) =>
     distribution(histograms, [
@@ -94,8 +99,6 @@ export class Charts {
     this.lastAt = -Infinity;
     this.visible = watchVisible(Object.keys(CHARTS).map($));
     this.ready = null;
-    // Fetched before anybody scrolls to a chart, once the seats have been drawn.
-    requestIdleCallback(() => this.load(), {timeout: LOAD_WITHIN_MS});
     addEventListener("resize", () => {
       this.drawnAt = {};
     });
@@ -297,9 +300,9 @@ const COLUMNS = [
   ["Prompt", (bin) => bin.rows.prefill],
   ["Seats taken", (bin) => bin.busy],
   ["Waiting", (bin) => bin.waiting],
-  ["Wait p95, s", (bin) => bin.wait?.toFixed(3)],
-  ["First token p95, s", (bin) => bin.ttft?.toFixed(3)],
-  ["Between tokens p95, s", (bin) => bin.itl?.toFixed(4)],
+  ["Wait p95, s", (bin) => bin.wait?.p95.toFixed(3)],
+  ["First token p95, s", (bin) => bin.ttft?.p95.toFixed(3)],
+  ["Between tokens p95, s", (bin) => bin.itl?.p95.toFixed(4)],
   ["Steps", (bin) => bin.steps],
   ["Step, ms", (bin) => meanMs(bin.step_s, bin)],
   ["Longest, ms", (bin) => (1000 * bin.longest).toFixed(1)],

@@ -23,6 +23,20 @@ export function say(element, text) {
   }
 }
 
+/** Set an attribute, touching the document only where it changes. */
+export function mark(element, name, value) {
+  if (element.getAttribute(name) !== value) {
+    element.setAttribute(name, value);
+  }
+}
+
+/** Have the browser save a text as a file. */
+export function saveFile(name, type, text) {
+  const link = make("a", {href: URL.createObjectURL(new Blob([text], {type})), download: name});
+  link.click();
+  URL.revokeObjectURL(link.href);
+}
+
 /** A table of plain values. Rows stay the same elements, so that drawing it again moves neither focus nor scroll. */
 export function table(element, head, rows) {
   if (!element.tHead) {
@@ -132,15 +146,41 @@ export function pen(canvas) {
   return context;
 }
 
-/** Calls `then` when one of the elements gets another width: layout is read there, never while drawing. */
-export function onWidth(element, then) {
-  let known = 0;
-  new ResizeObserver(([entry]) => {
-    const width = Math.floor(entry.contentRect.width);
-    if (width && width !== known) {
-      then((known = width));
+/** Calls `then(width, height)` when the element gets another size: layout is read there, never while drawing. */
+export function onSize(element, then) {
+  let known = "";
+  new ResizeObserver(([{contentRect}]) => {
+    const [width, height] = [Math.floor(contentRect.width), Math.floor(contentRect.height)];
+    if (width && known !== `${width} ${height}`) {
+      known = `${width} ${height}`;
+      then(width, height);
     }
   }).observe(element);
+}
+
+/** As onSize, for another width alone. */
+export function onWidth(element, then) {
+  let known = 0;
+  onSize(element, (width) => {
+    if (width !== known) {
+      then((known = width));
+    }
+  });
+}
+
+/** Call an action by its key, where the key has no meaning of its own. */
+export function onKeys(actions) {
+  addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) {
+      return;
+    }
+    const action = actions[event.key];
+    if (!action || event.target.closest("input, textarea, select, button, summary, a, [role=button]")) {
+      return;
+    }
+    event.preventDefault();
+    action();
+  });
 }
 
 /** Keeps track of which elements are on the screen; `visible(element)` costs nothing. */

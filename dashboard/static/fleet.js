@@ -1,12 +1,11 @@
 // The page of a fleet: one feed tells of all replicas (its fields are explained in dashboard/fleet.py), and the newest
 // frame is drawn, once per animation frame at most.
 
-import {$, count, legend, percent, reducedMotion, say, seconds, sum, table} from "./dom.js";
+import {$, count, legend, make, percent, reducedMotion, say, seconds, sum, table} from "./dom.js";
 import {watch} from "./feed.js";
 import {Replicas, noteOf, priceInWords, waitInWords} from "./replicas.js";
 import {Rollouts} from "./rollouts.js";
 import {seatLegend} from "./seats.js";
-import {showTiles} from "./status.js";
 
 /** The version of the feed that this page reads. */
 const FEED_VERSION = 2;
@@ -147,6 +146,37 @@ function showSums(sums) {
     $("fleet-sub"),
     `One cell is one seat; its brightness is how far its sequence has come.${where}`,
   );
+}
+
+let tiles = null;
+
+/** The figures: of each its name, value, share (for a meter; undefined: it has none) and mark. */
+function showTiles(values) {
+  tiles ??= values.map(([name, , share]) => makeTile(name, share !== undefined));
+  values.forEach(([, value, share, mark], i) => setTile(tiles[i], value, share, mark));
+}
+
+function makeTile(name, metered) {
+  const value = make("span");
+  const told = make("dd", {}, value);
+  const tile = make("div", {class: "figure"}, make("dt", {}, name), told);
+  const meter = metered ? make("meter", {value: 0, "aria-label": name}) : null;
+  if (meter) {
+    told.append(meter);
+  }
+  $("figures").append(tile);
+  return {tile, value, meter};
+}
+
+function setTile({tile, value, meter}, text, share, mark) {
+  say(value, text);
+  if (meter && Number.isFinite(share)) {
+    meter.value = share;
+  }
+  const kind = `figure ${mark ?? ""}`.trim();
+  if (tile.className !== kind) {
+    tile.className = kind;
+  }
 }
 
 /** The tile of requests that were turned away. */

@@ -4,10 +4,17 @@ import {sum} from "./dom.js";
 import {KEPT_S} from "./stays.js";
 
 /** What a bin adds up, besides rows by kind. */
-const SUMS = ["steps", "step_s", "gap_s", "boarded", "preempted", "compiled"];
+const SUMS = ["steps", "step_s", "gap_s", "boarded", "preempted", "compiled", "refused", "cached_tokens"];
 const LATENCIES = ["wait", "ttft", "itl"];
+const POINTS = ["p50", "p95", "p99"];
 /** Seconds that the rates shown as figures look back. */
 const RATE_S = 3;
+
+/** The device's share of its limit, from the feed's `device`; null: not known. */
+export function limitOf(device) {
+  const shares = [device?.bandwidth, device?.operations].filter(Number.isFinite);
+  return shares.length ? Math.max(...shares) : null;
+}
 
 const zeros = (names) => Object.fromEntries(names.map((name) => [name, 0]));
 
@@ -43,8 +50,13 @@ export class History {
     }
     bin.waiting = Math.max(bin.waiting ?? 0, bins.waiting[i] ?? 0);
     bin.busy = Math.max(bin.busy ?? 0, bins.seats_busy[i] ?? 0);
+    bin.pages = bins.pages_used[i];
+    if (bins.floor_s) {
+      bin.limit = bins.floor_s[i] / (bins.step_s[i] - bins.gap_s[i]);
+    }
     for (const name of LATENCIES) {
-      bin[name] = bins[`${name}_p95`][i] ?? bin[name];
+      const points = POINTS.map((point) => [point, bins[`${name}_${point}`][i]]);
+      bin[name] = points[0][1] === null ? bin[name] : Object.fromEntries(points);
     }
   }
 
@@ -66,8 +78,10 @@ export class History {
     bin.longest = Math.max(bin.longest, metrics.longest_step_s ?? 0);
     bin.waiting = Math.max(bin.waiting ?? 0, metrics.waiting);
     bin.busy = Math.max(bin.busy ?? 0, busy);
+    bin.pages = metrics.pages_used;
+    bin.limit = limitOf(metrics.device);
     for (const name of LATENCIES) {
-      bin[name] = metrics.latency[name]?.p95 ?? null;
+      bin[name] = metrics.latency[name] ?? null;
     }
   }
 
@@ -81,6 +95,8 @@ export class History {
     bin.boarded += now.boarded - before.boarded;
     bin.preempted += now.preemptions - before.preemptions;
     bin.compiled += now.compiles - before.compiles;
+    bin.refused += sum(now.rejected) - sum(before.rejected);
+    bin.cached_tokens += now.cached_tokens - before.cached_tokens;
   }
 
   bin(t) {
@@ -97,9 +113,12 @@ export class History {
       rows: zeros(this.kinds),
       ...zeros(SUMS),
       longest: 0,
-      // What is only known where there were steps, sequences that boarded, or tokens.
+      // Null without steps, boarding sequences or tokens. limit: the device's share of its bandwidth or arithmetic,
+      // whichever is higher; wait, ttft, itl: {p50, p95, p99}, seconds.
       waiting: null,
       busy: null,
+      pages: null,
+      limit: null,
       wait: null,
       ttft: null,
       itl: null,
@@ -130,6 +149,11 @@ export class History {
     const now = Math.floor(t);
     const length = Math.max(10, Math.min(KEPT_S, Math.round(span)));
     return Array.from({length}, (_, i) => [i - length + 1, this.bins.get(now - length + i)]);
+  }
+
+  /** A sum over the newest `span` seconds before t; value(bin). */
+  total(value, t, span) {
+    return this.seconds(t, span).reduce((all, [, bin]) => all + (bin ? value(bin) : 0), 0);
   }
 
   /** Rows a second of one kind over the last seconds (live), or in the three seconds before t; null if not known. */

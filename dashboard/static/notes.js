@@ -4,7 +4,6 @@
 import {$, make, say} from "./dom.js";
 import {ago} from "./status.js";
 
-const SHOWN = 8;
 const SIGN = {info: "·", warn: "!", error: "▲"};
 /** Notes that stand at the top of the page anyway, for as long as they are true. */
 const ELSEWHERE = ["kernels_out", "dead"];
@@ -14,7 +13,7 @@ const MOST_SEEN = 200;
 const STORE = "jitney-seen";
 
 export function showNotes(element, notes, t) {
-  const newest = notes.slice(-SHOWN).reverse();
+  const newest = notes.toReversed();
   const key = JSON.stringify([newest, Math.floor(t)]);
   if (element.dataset.shows === key) {
     return;

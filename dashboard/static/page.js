@@ -1,6 +1,9 @@
 // Wires what is known to what is drawn. The newest frame wins: drawing happens once per animation frame at most.
 
+import {Band, figuresNow, figuresThen, pricePerHour} from "./band.js";
 import {Charts, chartTable} from "./charts.js";
+import {Chat, placeInWords} from "./chat.js";
+import {asCurl} from "./completion.js";
 import {$, count, legend, reducedMotion, say, sum} from "./dom.js";
 import {showDevice} from "./device.js";
 import {Drawer} from "./drawer.js";
@@ -8,30 +11,23 @@ import {setUpEngines} from "./engines.js";
 import {Lab} from "./lab.js";
 import {Incidents, showNotes} from "./notes.js";
 import {PageMap, pageLegend} from "./pages.js";
-import {drawQueue} from "./queue.js";
+import {QueueList} from "./queue.js";
 import {IDLE, WASTE, WHILE_READING} from "./raster.js";
 import {Requests} from "./requests.js";
 import {SeatGrid, goneMoment, momentOf, seatLegend, seatTable} from "./seats.js";
-import {
-  curlLine,
-  headline,
-  showCanary,
-  showFacts,
-  showFigures,
-  showState,
-  stateOf,
-  whyIdle,
-} from "./status.js";
+import {headline, showCanary, showFacts, showState, stateOf, whyIdle} from "./status.js";
 import {setUpBar, showBar} from "./timebar.js";
 import {Timeline, steer} from "./timeline.js";
-import {setUp} from "./tryit.js";
 import {View} from "./view.js";
+import {Views} from "./views.js";
 import {Watcher} from "./watcher.js";
 
 /** Milliseconds between two pictures for those who want little to move. */
 const STILL_MS = 950;
 /** Milliseconds that seats must be free while somebody waits until it is worth a word: each boarding takes a moment. */
 const IDLE_MS = 1000;
+/** Height of a seat's row, CSS pixels, where there are few seats. */
+const HIGHEST_ROW = 72;
 
 let watcher = null;
 let moment = null;
@@ -40,14 +36,37 @@ let shownAt = 0;
 let playedAt = 0;
 let standalone = false;
 let idleSince = null;
+let isFollowed = false;
+let pointed = null; // the moment of the band that the reader points at
 
 const view = new View(schedule);
+const views = new Views({
+  shown: (name) => {
+    if (name === "chat") {
+      chat.open();
+    }
+    schedule();
+  },
+  request: (id, index) => pick(id, index),
+  moment: (time) => view.scrub(time - view.origin),
+});
 const drawer = new Drawer($("drawer"), () => watcher.base, showStay);
+const band = new Band($("figures"), (t) => {
+  pointed = t;
+  schedule();
+});
+const chat = new Chat({
+  place: (id) => placeInWords(watcher.waiting, id, watcher.engine.frame?.t ?? 0, predictedWait()),
+  began: (id) => named(id, (request) => grid.mine.add(request)),
+  ended: (id) => named(id, (request) => grid.mine.delete(request)),
+  tell: (id) => named(id, (request) => pick(request, 0)),
+});
+const queue = new QueueList($("queue"), $("queue-text"), pick);
 const grid = new SeatGrid($("seats"), $("seat-read"), pick);
 const pages = new PageMap($("pages"), $("page-read"));
 const charts = new Charts();
 const incidents = new Incidents();
-const requests = new Requests($("requests"), () => watcher.base, pick);
+const requests = new Requests($("requests"), () => watcher.base, pick, (t) => view.clock(t));
 const lab = new Lab($("lab"), () => watcher.base);
 let timeline = null;
 
@@ -55,8 +74,19 @@ let timeline = null;
 function pick(request, index) {
   timeline.chosen = request;
   drawer.open(request, index);
+  views.note(`${encodeURIComponent(request)}/${index}`, "requests");
   schedule();
 }
+
+/** Call `then` with the engine's id of the request that the page sent under an x-request-id, if it is known. */
+function named(id, then) {
+  const request = watcher.waiting.names.get(id);
+  if (request) {
+    then(request);
+  }
+}
+
+const predictedWait = () => watcher.engine.frame?.metrics.predicted_wait_s ?? null;
 
 /** Go to where a sequence (as `request/{id}` tells of it) is on the timeline. */
 function showStay({arrival, finished}) {
@@ -66,7 +96,7 @@ function showStay({arrival, finished}) {
   } else {
     view.scrub(finished + 0.1 * (finished - arrival));
   }
-  $("timeline").scrollIntoView({block: "center"});
+  views.show("overview");
   $("timeline").focus({preventScroll: true});
 }
 
@@ -83,7 +113,9 @@ function start(base, alone) {
     view,
     onPick: pick,
     describe: (t, ago) => view.name(t, ago),
+    highest: HIGHEST_ROW,
   });
+  timeline.isMine = (request) => grid.mine.has(request);
   timeline.stays = watcher.stays;
   for (const name of ["report", "trace"]) {
     $(name).href = `${base}${name}`;
@@ -97,15 +129,18 @@ function start(base, alone) {
 function greet(hello) {
   view.origin = hello.unix_time - hello.t;
   const isAdmin = hello.role !== "user";
-  for (const name of ["lab", "report", "trace"]) {
+  for (const name of ["report", "trace"]) {
     $(name).hidden = !isAdmin;
   }
-  $("try").hidden = standalone || hello.needs_key || !hello.info;
+  views.offer("lab", isAdmin);
+  views.offer("chat", !standalone && Boolean(hello.info) && !hello.info.encoder);
   if (!hello.info) {
     return;
   }
   showFacts(hello.info);
-  say($("curl"), curlLine(hello.info.model, hello.needs_key));
+  chat.greet(hello);
+  const example = {model: hello.info.model, prompt: "Once upon a time", max_tokens: 64};
+  say($("curl"), asCurl(example, hello.needs_key, "v1/completions"));
 }
 
 function schedule() {
@@ -127,12 +162,25 @@ function frame(now) {
   if (!engine.frame) {
     return say($("headline"), headline(null));
   }
+  if (isFollowed) {
+    noteMoment();
+  } else {
+    isFollowed = true;
+    views.follow(); // a moment that the address names can be shown from now on
+  }
   if (reducedMotion.matches && view.mode === "live" && now - shownAt < STILL_MS) {
     return;
   }
   shownAt = now;
   show();
   requestAnimationFrame(() => charts.frame(chartMoment, document.hidden));
+}
+
+/** Have the address name the moment that is shown, so that it can be passed on. */
+function noteMoment() {
+  if (!drawer.dialog.open) {
+    views.note(view.mode === "paused" ? `at=${(view.t + view.origin).toFixed(1)}` : "");
+  }
 }
 
 function play(now) {
@@ -180,8 +228,7 @@ function waitingThen() {
 
 /** What the headline and the figures say of the moment shown. */
 function summary() {
-  const {engine, history} = watcher;
-  const then = past() ? view.t : null;
+  const {engine} = watcher;
   return {
     taken: taken(),
     held: counted("held"),
@@ -189,10 +236,17 @@ function summary() {
     waiting: waitingThen(),
     policy: engine.info?.policy,
     ago: view.ago,
-    output: history.rate("decode", then),
-    prompt: history.rate("prefill", then),
-    pages: engine.pages?.counts ?? null,
   };
+}
+
+/** The figures of the moment shown, or of that which the reader points at. */
+function showBand() {
+  const {engine, history} = watcher;
+  const {t, metrics} = engine.frame;
+  const then = pointed ?? (past() ? view.t : null);
+  const known = {history, allPages: engine.info?.pages};
+  const figures = then === null ? figuresNow({...known, metrics, t}) : figuresThen({...known, t: then});
+  band.show(figures, history, then ?? t, t);
 }
 
 /** Why seats are free while somebody waits, now. */
@@ -247,12 +301,18 @@ function show() {
   const now = summary();
   const untouched = state === "ready" && sum(metrics.steps) === 0 && now.taken === 0;
   say($("headline"), headline(engine.frame, now));
-  showFigures(now);
+  showBand();
   showWhy(now, performance.now());
   incidents.show(engine.notes, engine.hello.run, (t) => view.clock(t));
   $("empty").hidden = !untouched;
-  const wait = past() ? null : (metrics.predicted_wait_s ?? null);
-  drawQueue($("queue"), $("queue-text"), now.waiting ?? 0, wait);
+  queue.show(watcher.waiting, {
+    count: now.waiting ?? 0,
+    now: engine.frame.t,
+    predicted: predictedWait(),
+    mine: timeline.isMine,
+    live: !past(),
+  });
+  chat.frame();
   grid.show(moment);
   const seated = now.taken === null ? "no engine" : `${now.taken} of ${now.seats} taken`;
   $("seats").setAttribute("aria-label", `Seats: ${seated}`);
@@ -261,7 +321,11 @@ function show() {
   timeline.idleKind = idleKind;
   timeline.outages = engine.outages;
   timeline.incidents = engine.notes;
+  timeline.moment = moment;
   timeline.draw(engine.seatCount, engine.frame.t);
+  if (timeline.moving) {
+    schedule();
+  }
   showBar(view);
   showPages();
   showNotes($("notes"), engine.notes, engine.frame.t);
@@ -328,6 +392,7 @@ function restyle() {
     part.restyle();
   }
   lab.restyle();
+  band.restyle();
   charts.refresh();
   schedule();
 }
@@ -366,11 +431,12 @@ legend($("time-legend"), [
   ["unknown", "not known"],
 ]);
 setUpBar(view, step);
-setUp(
-  () => watcher.engine.info.model,
-  (id) => grid.mine.add(id),
-  (id) => grid.mine.delete(id),
-);
+$("price").value = pricePerHour() ?? "";
+$("price").addEventListener("change", ({target}) => {
+  pricePerHour(target.value);
+  schedule();
+});
 setInterval(updateState, 500);
 await setUpEngines($("engine"), start);
 steer($("timeline"), timeline, view);
+views.show(views.named[0]);

@@ -6,6 +6,8 @@ import {pixel} from "./dom.js";
 
 /** Pixels between two passengers of a seat. */
 const APART = 1;
+/** Share of a hue in what is painted. */
+const QUIET = 0.62;
 /** Seconds before the last painting that may still change: an end is heard of a little after it. */
 const UNSETTLED_S = 1.2;
 /** Kinds of idle seats: nobody waits; somebody waits, and prompts are read; somebody waits, and nothing is in the way. */
@@ -33,8 +35,9 @@ export class Raster {
   /** Colours of the current scheme. */
   readColours() {
     const hues = Array.from({length: HUES}, (_, i) => `hue-${i}`);
-    this.decode = hues.map((name) => pixel(name));
-    this.stripe = hues.map((name) => pixel(name, "stripe", 0.45));
+    // Quieter than the colours of states: they only tell one passenger from the next.
+    this.decode = hues.map((name) => pixel(name, "idle", QUIET));
+    this.stripe = hues.map((name) => pixel(name, "stripe", 0.45 * QUIET));
     this.idle = ["idle", "idle-read", "idle-waste"].map((name) => pixel(name));
     this.hatch = pixel("waiting", "idle-waste", 0.6);
     this.grid = pixel("idle-line");

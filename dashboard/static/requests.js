@@ -1,6 +1,6 @@
 // The newest requests as a table: sortable, and usable with the keyboard alone.
 
-import {$, make, say, seconds, watchVisible} from "./dom.js";
+import {$, make, saveFile, say, seconds, short, watchVisible} from "./dom.js";
 import {ask} from "./feed.js";
 
 const EVERY_MS = 1000;
@@ -13,12 +13,16 @@ const COLUMNS = [
     (row) => (row.index ? `${row.request} (${row.index})` : row.request),
   ],
   ["State", (row) => row.state, stateInWords],
+  ["Came", (row) => row.arrival, (row, clock) => clock(row.arrival)],
+  ["x-request-id", (row) => row.client_id, (row) => short(row.client_id, 18)],
+  ["User", (row) => row.user, (row) => short(row.user, 24)],
   ["Seat", (row) => row.seat, (row) => (row.seat < 0 ? "" : row.seat)],
   ["Prompt", (row) => row.n_prompt, (row) => row.n_prompt],
   ["Output", (row) => row.n_output, (row) => `${row.n_output} / ${row.max_tokens}`],
   ["Waited", (row) => row.queued_s, (row) => seconds(row.queued_s)],
   ["First token", (row) => row.ttft_s, (row) => seconds(row.ttft_s)],
   ["In all", (row) => row.e2e_s, (row) => seconds(row.e2e_s)],
+  ["tok/s", rateOf, (row) => rateOf(row)?.toFixed(1) ?? ""],
   ["Preempted", (row) => row.preemptions, (row) => row.preemptions || ""],
   ["End", (row) => row.finish, (row) => row.code || row.finish],
 ];
@@ -29,6 +33,11 @@ export function stateInWords({state, status, retry_s: retry}) {
     return state;
   }
   return `refused (${status})${retry ? `, retry in ${seconds(retry)}` : ""}`;
+}
+
+/** Tokens a second after the first; null: fewer than two, or still on board. */
+function rateOf({n_output: tokens, e2e_s: all, ttft_s: first}) {
+  return tokens > 1 && all > first ? (tokens - 1) / (all - first) : null;
 }
 
 const isUnknown = (value) => value === null || value === undefined;
@@ -45,11 +54,13 @@ function compare(a, b, sign) {
 }
 
 export class Requests {
-  constructor(element, base, onPick) {
+  /** clock(t): a moment as the time of day. */
+  constructor(element, base, onPick, clock) {
     Object.assign(this, {
       element,
       base,
       onPick,
+      clock,
       rows: null, // not asked yet
       sort: null,
       falling: false,
@@ -61,10 +72,13 @@ export class Requests {
     this.body = element.createTBody();
     this.body.addEventListener("keydown", (event) => this.key(event));
     this.body.addEventListener("click", (event) => this.open(event.target.closest("tr")));
-    $("request-state").addEventListener("change", () => {
+    const anew = () => {
       this.askedAt = 0;
       this.frame(false, true);
-    });
+    };
+    $("request-state").addEventListener("change", anew);
+    $("request-search").addEventListener("input", anew);
+    $("request-export").addEventListener("click", () => this.save());
     this.reset();
   }
 
@@ -101,11 +115,24 @@ export class Requests {
     this.refresh();
   }
 
+  get query() {
+    const search = $("request-search").value.trim();
+    return new URLSearchParams({state: $("request-state").value, limit: LIMIT, search});
+  }
+
+  /** The rows that are shown, as a table for a spreadsheet. */
+  save() {
+    const cell = (value) => `"${String(value ?? "").replaceAll('"', '""')}"`;
+    const head = COLUMNS.map(([name]) => cell(name));
+    const lines = this.sorted().map((row) => COLUMNS.map(([, value]) => cell(value(row))));
+    saveFile("jitney-requests.csv", "text/csv", [head, ...lines].map((line) => line.join(",")).join("\n"));
+  }
+
   async refresh() {
     const base = this.base();
     this.asked = true;
     try {
-      const listing = await ask(`${base}requests?state=${$("request-state").value}&limit=${LIMIT}`);
+      const listing = await ask(`${base}requests?${this.query}`);
       if (base === this.base()) {
         this.rows = listing.requests;
       }
@@ -158,7 +185,7 @@ export class Requests {
     if (line.dataset.state !== row.state) {
       line.dataset.state = row.state;
     }
-    COLUMNS.forEach(([, , text], i) => say(line.cells[i], String(text(row) ?? "")));
+    COLUMNS.forEach(([, , text], i) => say(line.cells[i], String(text(row, this.clock) ?? "")));
   }
 
   key(event) {

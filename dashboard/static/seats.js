@@ -49,7 +49,7 @@ export class SeatGrid {
   constructor(canvas, reading, onPick) {
     Object.assign(this, {canvas, reading, onPick});
     this.note = reading.textContent;
-    this.mine = new Set(); // requests to outline, without the engine's "-0" at the end
+    this.mine = new Set(); // requests to outline
     this.chosen = -1;
     this.moment = null;
     this.width = 0;
@@ -155,7 +155,7 @@ export class SeatGrid {
     if (seat === this.chosen || !this.mine.size) {
       return seat === this.chosen;
     }
-    return this.mine.has(this.moment.request(seat)?.replace(/-\d+$/, ""));
+    return this.mine.has(this.moment.request(seat));
   }
 
   drawWords(context, seat, x, y, ratio) {

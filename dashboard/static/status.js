@@ -197,54 +197,6 @@ function deadWhy(frame) {
   return `Error engine_dead: ${note?.message ?? "the core process is gone; the server's log says why."}`;
 }
 
-let tiles = null;
-
-/** The figures under the headline: {output, prompt, taken, seats, waiting, pages (counts or null), past}. */
-export function showFigures(now) {
-  const all = now.pages ? sum(now.pages) : 0;
-  const used = all ? now.pages.held + now.pages.shared : 0;
-  const figure = (value) => (value === null ? "–" : count(value));
-  const full = now.taken === now.seats ? "full" : "";
-  const seats = now.taken === null ? `– of ${now.seats}` : `${now.taken} of ${now.seats}`;
-  const values = [
-    ["Output tok/s", figure(now.output)],
-    ["Prompt tok/s", figure(now.prompt)],
-    ["Seats taken", seats, (now.taken ?? 0) / now.seats, full],
-    ["Waiting", figure(now.waiting), undefined, now.waiting ? "waits" : ""],
-    ["KV pages", percent(used, all), all ? used / all : 0],
-  ];
-  showTiles(values);
-}
-
-/** The figures: of each its name, value, share (for a meter; undefined: it has none) and mark. */
-export function showTiles(values) {
-  tiles ??= values.map(([name, , share]) => makeTile(name, share !== undefined));
-  values.forEach(([, value, share, mark], i) => setTile(tiles[i], value, share, mark));
-}
-
-function makeTile(name, metered) {
-  const value = make("span");
-  const told = make("dd", {}, value);
-  const tile = make("div", {class: "figure"}, make("dt", {}, name), told);
-  const meter = metered ? make("meter", {value: 0, "aria-label": name}) : null;
-  if (meter) {
-    told.append(meter);
-  }
-  $("figures").append(tile);
-  return {tile, value, meter};
-}
-
-function setTile({tile, value, meter}, text, share, mark) {
-  say(value, text);
-  if (meter && Number.isFinite(share)) {
-    meter.value = share;
-  }
-  const kind = `figure ${mark ?? ""}`.trim();
-  if (tile.className !== kind) {
-    tile.className = kind;
-  }
-}
-
 export function showFacts(info) {
   const narrow = [
     ["weights", info.weights],
@@ -253,19 +205,18 @@ export function showFacts(info) {
   const facts = [
     ["model", info.model],
     ["device", info.device],
-    ["kernels", info.kernels, "minor"],
-    ...narrow.map(([name, kept]) => [name, kept, "minor"]),
+    ["kernels", info.kernels],
+    ...narrow,
     ...samplingFact(info.sampling_defaults),
     ["policy", POLICY[info.policy] ?? info.policy],
-    ["order", info.order, "minor"],
+    ["order", info.order],
   ];
   $("facts").replaceChildren(
-    ...facts.map(([name, value, kind = ""]) =>
-      make("div", {class: kind}, make("dt", {}, name), make("dd", {}, value)),
-    ),
+    ...facts.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))),
     ...configFact(info.config_digest),
   );
   document.title = `Jitney: ${info.model}`;
+  say($("model"), info.model);
   const out = kernelsOut(info);
   $("kernels-out").hidden = !out;
   say($("kernels-out"), out);
@@ -313,17 +264,10 @@ function configFact(digest) {
   }
   const whole = make("span", {class: "whole", role: "tooltip", id: "config-digest"}, digest);
   const cut = make("code", {tabindex: 0, "aria-describedby": "config-digest"}, digest.slice(0, 12));
-  return [make("div", {class: "config minor"}, make("dt", {}, "config"), make("dd", {}, cut, whole))];
+  return [make("div", {class: "config"}, make("dt", {}, "config"), make("dd", {}, cut, whole))];
 }
 
 function samplingFact(defaults) {
   const values = Object.entries(defaults ?? {}).map(([name, value]) => `${name} ${value}`);
-  return values.length ? [["sampling", values.join(", "), "minor"]] : [];
-}
-
-export function curlLine(model, needsKey) {
-  const key = needsKey ? ' -H "authorization: Bearer $JITNEY_API_KEY"' : "";
-  const request = JSON.stringify({model, prompt: "Once upon a time", max_tokens: 64});
-  const body = request.replaceAll("'", "'\\''");
-  return `curl ${location.origin}/v1/completions -H 'content-type: application/json'${key} -d '${body}'`;
+  return values.length ? [["sampling", values.join(", ")]] : [];
 }

@@ -1,6 +1,6 @@
 // The bar that moves the whole page through the last ten minutes: pause, scrub, step, replay, back to now.
 
-import {$, say} from "./dom.js";
+import {$, onKeys, say} from "./dom.js";
 import {KEPT_S} from "./stays.js";
 import {ago} from "./status.js";
 
@@ -14,25 +14,12 @@ export function setUpBar(view, step) {
   $("pause").addEventListener("click", () => view.toggle());
   $("live").addEventListener("click", () => view.resume());
   $("replay").addEventListener("click", () => replay(view));
-  addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) {
-      return;
-    }
-    if (event.target.closest("input, textarea, select, button, summary, a, [role=button]")) {
-      return;
-    }
-    const action = {
-      " ": () => view.toggle(),
-      l: () => view.resume(),
-      r: () => replay(view),
-      ",": () => step(-1),
-      ".": () => step(1),
-    }[event.key];
-    if (!action) {
-      return;
-    }
-    event.preventDefault();
-    action();
+  onKeys({
+    " ": () => view.toggle(),
+    l: () => view.resume(),
+    r: () => replay(view),
+    ",": () => step(-1),
+    ".": () => step(1),
   });
 }
 

@@ -1,13 +1,19 @@
 // The heart of the page: who sat in which seat. Rows are seats, x is time, a change of colour is a change of passenger.
 
-import {$, colour, make, onWidth, pen, resize, seconds, short, table} from "./dom.js";
+import {GLYPH} from "./cells.js";
+import {$, colour, make, onSize, pen, reducedMotion, resize, seconds, short, table} from "./dom.js";
 import {Raster} from "./raster.js";
 import {outageInWords, restartInWords} from "./status.js";
 
 const GUTTER = 34;
 const AXIS = 20;
-const HIGH = 420;
 const HIGHEST_ROW = 18;
+/** Width of the cells at the right end, one a seat, that tell who sits there; they need rows of some height, and room. */
+const CELL = 104;
+const LEAST_ROW = 12;
+const LEAST_WIDTH = 640;
+/** Milliseconds in which a passenger is seen to board or to leave. */
+const MOVE_MS = 150;
 /** Stays in the table twin. */
 const IN_TABLE = 40;
 /** Size of a mark, in CSS pixels. */
@@ -21,10 +27,11 @@ function outageTitles(outage) {
 }
 
 export class Timeline {
-  /** describe(t): a moment as a short text. onPick(request, index): somebody wants to know more. view: a View, or null
-   *  for a picture that stands still. high: CSS pixels, as far as the height of a row can keep to it. */
-  constructor({canvas, reading, stays, view, onPick, describe, high = HIGH}) {
-    Object.assign(this, {canvas, reading, stays, view, onPick, describe, high});
+  /** describe(t): a moment as a short text. onPick(request, index): the reader wants to know more. view: a View, or null
+   *  for a picture that stands still. high: CSS pixels, as far as the height of a row can keep to it; null: as high as
+   *  the canvas's parent. highest: of a row. */
+  constructor({canvas, reading, stays, view, onPick, describe, high = null, highest = HIGHEST_ROW}) {
+    Object.assign(this, {canvas, reading, stays, view, onPick, describe, high, highest});
     this.raster = new Raster();
     this.note = [...reading.childNodes];
     this.seats = this.row = this.width = this.version = 0;
@@ -34,8 +41,13 @@ export class Timeline {
     this.outages = []; // see Engine.outages
     this.idleKind = null; // (second) => how idle seats of that second are painted, see Raster
     this.incidents = []; // notes of the feed: {t, level, code, message}
-    onWidth(canvas.parentElement, (width) => {
+    this.moment = null; // see seats.js; null: no cells at the right end
+    this.isMine = () => false; // (request) => whether it is this reader's own
+    this.moved = []; // by seat: {request, at: performance.now() when it changed}
+    const fills = high === null;
+    onSize(canvas.parentElement, (width, height) => {
       this.width = width;
+      this.high = fills ? height - AXIS : high;
       this.restyle();
     });
     canvas.addEventListener("pointermove", (event) => this.read(event.offsetX, event.offsetY));
@@ -62,32 +74,42 @@ export class Timeline {
     const span = this.view?.span ?? now;
     const ratio = devicePixelRatio || 1;
     const fits = Math.floor(this.high / seats);
-    const row = Math.round(Math.max(1, Math.min(HIGHEST_ROW, fits)) * ratio);
+    const row = Math.round(Math.max(1, Math.min(this.highest, fits)) * ratio);
     this.row = row / ratio;
+    const roomy = this.row >= LEAST_ROW && this.width >= LEAST_WIDTH;
+    this.cell = this.moment && roomy ? CELL : 0;
     Object.assign(this, {seats, now, right, span});
     if (resize(this.canvas, this.width, seats * this.row + AXIS)) {
       this.axis = "";
     }
     this.drawAxes();
-    this.raster.size(Math.round((this.width - GUTTER) * ratio), seats * row);
+    this.raster.size(Math.round(this.wide * ratio), seats * row);
     const {idleKind} = this;
     this.raster.paint(this.stays, {right, span, row, seats, now, idleKind, key: this.version});
     this.canvas.getContext("2d").putImageData(this.raster.image, Math.round(GUTTER * ratio), 0);
     this.outline();
     this.drawOutages();
     this.drawIncidents();
+    if (this.cell) {
+      this.drawCells();
+    }
+  }
+
+  /** CSS pixels of the time that is shown. */
+  get wide() {
+    return this.width - GUTTER - (this.cell ?? 0);
   }
 
   x(t) {
-    return GUTTER + (this.width - GUTTER) * (1 - (this.right - t) / this.span);
+    return GUTTER + this.wide * (1 - (this.right - t) / this.span);
   }
   time(x) {
-    return this.right - this.span * (1 - (x - GUTTER) / (this.width - GUTTER));
+    return this.right - this.span * (1 - (x - GUTTER) / this.wide);
   }
 
   drawAxes() {
     const live = !this.view || this.view.mode === "live";
-    const wanted = `${this.seats} ${this.span} ${this.row} ${live ? "live" : this.right}`;
+    const wanted = `${this.seats} ${this.span} ${this.row} ${this.wide} ${live ? "live" : this.right}`;
     if (wanted === this.axis) {
       return;
     }
@@ -108,7 +130,7 @@ export class Timeline {
   }
 
   drawTimes(context, y) {
-    const least = ((this.width < 500 ? 110 : 90) * this.span) / (this.width - GUTTER);
+    const least = ((this.width < 500 ? 110 : 90) * this.span) / this.wide;
     const step = TICKS.find((tick) => tick >= least) ?? 120;
     // Ticks stand at round numbers of seconds: before now while time moves on, of the clock while it stands.
     const past = this.view?.mode === "live" ? 0 : (this.right + this.origin) % step;
@@ -121,24 +143,23 @@ export class Timeline {
 
   /** How a label at x stays within the canvas. */
   alignmentAt(x) {
-    if (x > this.width - 30) {
+    if (x > GUTTER + this.wide - 30) {
       return "right";
     }
     return x < GUTTER + 30 ? "left" : "center";
   }
 
-  /** Frame the stays of the chosen request. */
+  /** Frame the stays of the chosen request, and those of the reader's own. */
   outline() {
-    if (!this.chosen) {
-      return;
-    }
     const context = pen(this.canvas);
-    context.strokeStyle = colour("ink");
     context.lineWidth = 2;
     this.stays.each(this.right - this.span, this.right, (i) => {
-      if (this.stays.request[i] !== this.chosen) {
+      const request = this.stays.request[i];
+      const isMine = this.isMine(request);
+      if (!request || (request !== this.chosen && !isMine)) {
         return;
       }
+      context.strokeStyle = colour(isMine ? "you" : "ink");
       const from = Math.max(GUTTER, this.x(this.stays.from[i]));
       const to = this.x(Math.min(this.right, this.stays.to[i]));
       context.strokeRect(
@@ -173,7 +194,7 @@ export class Timeline {
   /** Where an outage begins and ends on the canvas. */
   extent({began, ready}) {
     const left = Math.max(GUTTER, this.x(began));
-    return [left, Math.min(this.width, this.x(ready ?? this.now))];
+    return [left, Math.min(GUTTER + this.wide, this.x(ready ?? this.now))];
   }
 
   /** A mark over the time axis for each thing that a person should know of. */
@@ -182,7 +203,7 @@ export class Timeline {
     const y = this.seats * this.row;
     for (const note of this.incidents) {
       const x = this.x(note.t);
-      if (x < GUTTER || x > this.width) {
+      if (x < GUTTER || x > GUTTER + this.wide) {
         continue;
       }
       context.fillStyle = colour(note.level === "error" ? "bad" : "waiting");
@@ -192,6 +213,64 @@ export class Timeline {
       context.lineTo(x - MARK / 2, y);
       context.fill();
     }
+  }
+
+  /** A cell at the end of each row: who sits there, and how far its sequence has come. A passenger that boards slides in
+   *  from the right, one that leaves fades. */
+  drawCells() {
+    const context = pen(this.canvas);
+    const left = this.width - CELL + 8;
+    const now = performance.now();
+    this.moving = false;
+    for (let seat = 0; seat < this.seats; seat++) {
+      const top = seat * this.row;
+      context.clearRect(left - 8, top, CELL, this.row);
+      const request = this.moment.request(seat);
+      const move = this.moveOf(seat, request, now);
+      const state = this.moment.states[this.moment.state[seat]] ?? "free";
+      context.globalAlpha = move;
+      const x = left + (request ? (1 - move) * CELL : 0);
+      this.drawCell(context, {seat, state, request}, {x, y: top + 1, width: CELL - 8, height: this.row - 2});
+      context.globalAlpha = 1;
+    }
+    context.clearRect(left - 8, this.seats * this.row, CELL, AXIS);
+  }
+
+  /** How far a seat's newest change has come, from 0 to 1. */
+  moveOf(seat, request, now) {
+    const last = this.moved[seat];
+    if (!last || last.request !== request) {
+      this.moved[seat] = {request, at: last ? now : -Infinity};
+    }
+    const share = (now - this.moved[seat].at) / MOVE_MS;
+    if (share >= 1 || reducedMotion.matches || this.view?.mode !== "live") {
+      return 1;
+    }
+    this.moving = true;
+    return Math.max(0, share);
+  }
+
+  drawCell(context, {seat, state, request}, {x, y, width, height}) {
+    const seated = state === "decode" || state === "prefill";
+    const end = this.moment.end(seat);
+    const reached = this.moment.reached(seat);
+    context.fillStyle = colour(seated ? `${state}-soft` : state === "held" ? "held-soft" : "empty");
+    context.fillRect(x, y, width, height);
+    if (seated && end) {
+      context.fillStyle = colour(`${state}-mid`);
+      context.fillRect(x, y, Math.min(1, reached / end) * width, height);
+    }
+    if (request && this.isMine(request)) {
+      context.strokeStyle = colour("you");
+      context.lineWidth = 2;
+      context.strokeRect(x + 1, y + 1, width - 2, height - 2);
+    }
+    context.fillStyle = colour(seated ? "ink" : "faint");
+    context.font = `${Math.min(12, height)}px system-ui, sans-serif`;
+    context.textBaseline = "middle";
+    context.textAlign = "left";
+    const text = seated ? `${GLYPH[state]} ${reached}${end ? ` / ${end}` : ""}` : state;
+    context.fillText(text, x + 6, y + height / 2, width - 10);
   }
 
   /** What happened at a point of the canvas besides stays, in words; "" for nothing. */
@@ -212,7 +291,7 @@ export class Timeline {
   /** Place of the stay at a point of the canvas, or -1. */
   at(x, y) {
     const seat = Math.floor(y / this.row);
-    const t = this.time(x);
+    const t = Math.min(this.right, this.time(x));
     return x < GUTTER ? -1 : (this.stays.at(t).get(seat) ?? -1);
   }
 
@@ -318,7 +397,7 @@ function drag(canvas, timeline, view) {
       canvas.setPointerCapture(event.pointerId);
     }
     dragged.moved = true;
-    view.scrub(dragged.t - (distance * view.span) / (timeline.width - GUTTER));
+    view.scrub(dragged.t - (distance * view.span) / timeline.wide);
   });
   const noClick = (event) => {
     if (dragged?.moved) {
@@ -334,7 +413,7 @@ function zoomByWheel(canvas, timeline, view) {
       return;
     }
     event.preventDefault();
-    const share = (event.offsetX - GUTTER) / (timeline.width - GUTTER);
+    const share = (event.offsetX - GUTTER) / timeline.wide;
     view.zoom(Math.exp(event.deltaY / 300), share);
   };
   canvas.addEventListener("wheel", zoom, {passive: false});

@@ -4,6 +4,7 @@
 import {Engine} from "./engine.js";
 import {ask, watch} from "./feed.js";
 import {History} from "./history.js";
+import {Waiting} from "./queue.js";
 import {Recorder} from "./recorder.js";
 import {momentOf} from "./seats.js";
 import {KEPT_S, Stays} from "./stays.js";
@@ -39,6 +40,7 @@ export class Watcher {
   reset() {
     this.engine = new Engine();
     this.stays.clear();
+    this.waiting = new Waiting();
     this.history = null;
     this.recorder = null;
     this.pastLoads = 0; // how often the server's account of the past was taken; each may change the picture
@@ -95,8 +97,13 @@ export class Watcher {
     } else if (missed) {
       this.loadPast();
     } else {
-      named.forEach((event) => this.stays.apply(event));
+      named.forEach((event) => this.apply(event));
     }
+  }
+
+  apply(event) {
+    this.stays.apply(event);
+    this.waiting.apply(event);
   }
 
   on_note(note) {
@@ -133,7 +140,10 @@ export class Watcher {
     const now = this.engine.frame.t;
     const length = KEPT_S - SLACK_S;
     const path = `${this.base}timeline?from=${now - length}&to=${now}&bins=${length}`;
-    const account = await ask(path).catch(() => null);
+    const [account, queue] = await Promise.all([
+      ask(path).catch(() => null),
+      ask(`${this.base}requests?state=waiting&limit=1000`).catch(() => null),
+    ]);
     if (history !== this.history) {
       return;
     }
@@ -148,7 +158,8 @@ export class Watcher {
       history.fill(account, now);
     }
     this.pastLoads++;
-    early.forEach((event) => this.stays.apply(event));
+    this.waiting.load(queue?.requests ?? []);
+    early.forEach((event) => this.apply(event));
     this.on.change();
   }
 }

@@ -73,6 +73,8 @@ class RequestRecords:
             request_id=request.id,
             index=index,
             tenant=request.tenant,
+            user=request.user,
+            client_id=request.client_id,
             priority=request.priority,
             background=request.background,
             adapter=request.adapter,
@@ -334,7 +336,8 @@ class History(RequestRecords):
     def submit(self, request: EngineRequest) -> None:
         super().submit(request)
         for record in self._records[request.id]:
-            self._add_event("queued", record, self.records.last_step, request.arrival)
+            step = self.records.last_step
+            self._add_event("queued", record, step, request.arrival, reason=request.client_id)
 
     def take(self, report: StepReport) -> np.void | None:
         """Take in a report; returns its step record, renumbered, if it has one."""

@@ -78,6 +78,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     index: int = 0
     #: As in `EngineRequest`.
     tenant: str = ""
+    user: str = ""
+    client_id: str = ""
     priority: int = 0
     #: A line of a batch.
     background: bool = False
@@ -125,7 +127,15 @@ class RequestRecord(msgspec.Struct, kw_only=True):
         Without stays, chunks and tokens.
         """
         record = msgspec.structs.replace(
-            self, request_id="", tenant="", message="", stays=[], chunks=[], tokens=None
+            self,
+            request_id="",
+            tenant="",
+            user="",
+            client_id="",
+            message="",
+            stays=[],
+            chunks=[],
+            tokens=None,
         )
         if self.finished is None:
             record.finished = t

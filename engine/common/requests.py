@@ -311,6 +311,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     adapter: int = 0
     #: The body's `user`: the account of requests without a key in the fair order.
     user: str = ""
+    #: The x-request-id of the HTTP request, by which people find it; not unique.
+    client_id: str = ""
     #: A batch request: it boards only into seats that no other request wants, and gives way
     #: (`StepPlanner._plan_background`).
     background: bool = False

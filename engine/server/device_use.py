@@ -46,7 +46,8 @@ class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
         )
         if info is None or info.step_cost is None or seconds <= 0:
             return use
-        moved, operations = _work_of(steps, info.step_cost, info.sizes.padding_is_free)
+        work = _work_of(steps, info.step_cost, info.sizes.padding_is_free)
+        moved, operations = (float(np.sum(amounts)) for amounts in work)
         return msgspec.structs.replace(
             use,
             bytes_s=moved / seconds,
@@ -55,9 +56,24 @@ class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
             operations=_share(operations / seconds, use.ceiling_operations_s),
         )
 
+    @staticmethod
+    def least_seconds(info: EngineInfo | None, steps: np.ndarray) -> np.ndarray | None:
+        """float64[steps]: the time that each of these steps, `records.STEP_DTYPE`, would take at
+        the device's measured bandwidth or arithmetic, whichever is longer; None: not known.
+        """
+        if info is None or info.step_cost is None or info.ceiling is None:
+            return None
+        moved, operations = _work_of(steps, info.step_cost, info.sizes.padding_is_free)
+        seconds = moved / info.ceiling.bytes_s
+        if info.ceiling.operations_s is not None:
+            seconds = np.maximum(seconds, operations / info.ceiling.operations_s)
+        return seconds
 
-def _work_of(steps: np.ndarray, cost: StepCost, padding_is_free: bool) -> tuple[float, float]:
-    """(bytes, operations) of the programs of these steps, `records.STEP_DTYPE`."""
+
+def _work_of(
+    steps: np.ndarray, cost: StepCost, padding_is_free: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """(bytes, operations), float64[steps], of the programs of these steps, `records.STEP_DTYPE`."""
     rows = steps["bucket_tokens"].astype(np.float64)
     logit_rows = steps["bucket_seats"].astype(np.float64)
     if padding_is_free:
@@ -69,7 +85,7 @@ def _work_of(steps: np.ndarray, cost: StepCost, padding_is_free: bool) -> tuple[
     work = StepRows(*[count.astype(np.float64) for count in counts])
     weights, kv = cost.read_bytes(rows, work)
     layers, rest = cost.operations(rows, logit_rows, work)
-    return float(np.sum(weights + kv)), float(np.sum(layers + rest))
+    return np.asarray(weights + kv), np.asarray(layers + rest)
 
 
 def _share(value: float, most: float | None) -> float | None:

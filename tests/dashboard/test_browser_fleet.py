@@ -176,7 +176,10 @@ def test_from_the_fleet_to_one_replica_and_back(open_page):
         page.get_by_role("link", name="r1", exact=True).click()
         page.wait_for_url(f"{url}/r/r1/")
         says(page, "headline", "2 of 4 seats taken, 3 waiting, continuous")
-        assert page.locator("#try").is_hidden() and page.locator("#engine option").count() == 3
+        assert (
+            page.locator("#views a[href='#chat']").is_hidden()
+            and page.locator("#engine option").count() == 3
+        )
         page.select_option("#engine", "../r2/")
         page.wait_for_url(f"{url}/r/r2/")
         says(page, "headline", "Idle: all 6 seats free, continuous")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from page_browser import holds_text, press, says, state, table_is, visit
+from page_browser import holds_text, press, says, show, state, table_is, visit
 
 MARKUP = "<img src=x onerror=alert(1)>"
 FIGURES = {
@@ -32,6 +32,7 @@ def test_a_click_on_a_seat_tells_of_its_request(client, open_page):
     page = open_page.page
     with visit(page, client):
         says(page, "headline", "3 of 4 seats taken, 2 waiting, continuous")
+        show(page, "requests")
         page.locator("#seats").click(position={"x": 20, "y": 20})
         page.wait_for_selector("#drawer[open]")
         says(page, "drawer-name", "req-a")
@@ -46,6 +47,7 @@ def test_the_keyboard_is_enough(client, open_page):
     page = open_page.page
     with visit(page, client):
         says(page, "headline", "3 of 4 seats taken, 2 waiting, continuous")
+        press(page, "3")
         page.focus("#seats")
         press(page, "ArrowRight", "ArrowLeft", "ArrowRight", "ArrowRight", "ArrowRight")
         holds_text(page, "seat-read", MARKUP)
@@ -54,7 +56,6 @@ def test_the_keyboard_is_enough(client, open_page):
         says(page, "drawer-name", MARKUP)
         press(page, "Escape")
         page.wait_for_function("() => document.activeElement.id === 'seats'")
-        page.locator("#requests").scroll_into_view_if_needed()
         table_is(page, "requests", [[MARKUP], ["req-b (1)"], ["req-b"], ["req-a"]])
         page.locator("#requests .sort").first.focus()
         press(page, "Enter")
@@ -77,6 +78,7 @@ def test_the_keyboard_is_enough(client, open_page):
 def test_pause_scrub_step_and_replay(client, open_page):
     page = open_page.page
     with visit(page, client):
+        show(page, "requests")
         page.click("#seat-details summary")
         table_is(page, "seat-table", [["0", "decode", "req-a", "0", "8", "16"]])
         client.seat(
@@ -84,6 +86,7 @@ def test_pause_scrub_step_and_replay(client, open_page):
         )
         table_is(page, "seat-table", [["0", "decode", "later", "0", "2", "9"]])
         page.wait_for_timeout(700)
+        show(page, "overview")
         page.focus("#timeline")
         press(page, " ")
         state(page, "paused")
@@ -156,7 +159,7 @@ def test_the_policy_lab_compares(client, open_page):
 
     page.route("**/lab", answer)
     with visit(page, client):
-        page.locator("#lab").scroll_into_view_if_needed()
+        show(page, "lab")
         holds_text(page, "lab-note", "80 requests of the last 5.0 minutes")
         page.uncheck("[value=dynamic]")
         page.click("#lab summary")
@@ -192,9 +195,11 @@ def test_it_fits_narrow_and_wide_screens(client, open_page, scheme):
         says(page, "headline", "3 of 4 seats taken, 2 waiting, continuous")
         for width in (360, 768, 1440):
             page.set_viewport_size({"width": width, "height": 800})
-            page.wait_for_function(
-                "(width) => document.documentElement.scrollWidth === width", arg=width
-            )
+            for view in ("overview", "chat", "requests", "settings"):
+                show(page, view)
+                page.wait_for_function(
+                    "(width) => document.documentElement.scrollWidth === width", arg=width
+                )
         # Whoever cannot see a canvas has its name, and its numbers as a table.
         assert page.locator("canvas:not([aria-label])").count() == 0
         assert page.evaluate("matchMedia('(prefers-reduced-motion: reduce)').matches")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from page_browser import holds_text, state
+from page_browser import holds_text, says, show, state
 
 from jitney.engine.common.ports import free_port
 
@@ -68,26 +68,43 @@ def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
     pytest.fail("the engine did not start")
 
 
-def test_a_busload_rides_and_is_told_of(served_url, open_page):
+def test_a_chat_is_stopped_and_a_busload_rides(served_url, open_page):
     page = open_page.page
     page.goto(served_url + "/dashboard/")
     state(page, "live")
     page.wait_for_selector("#empty:not([hidden])")
+    show(page, "chat")
+    page.click("#talks summary")
+    page.fill("#talks input[min='1']", "200")
+    page.fill("#prompt", "Where to?")
+    page.keyboard.press("Enter")
+    says(page, "send", "Stop")
+    page.wait_for_function("() => document.querySelector('.assistant .text').textContent")
+    page.keyboard.press("Escape")
+    page.wait_for_function(
+        "() => document.querySelector('.assistant .sub').textContent.includes('stopped')"
+    )
+    holds_text(page, "headline", "Idle: all 4 seats free")
+    listing = httpx.get(served_url + "/dashboard/requests?search=chat-", trust_env=False).json()
+    (stopped,) = listing["requests"]
+    assert stopped["finish"] == "abort" and 0 < stopped["n_output"] < 200
     page.click("#crowd")
-    page.locator("#requests").scroll_into_view_if_needed()
+    show(page, "requests")
     page.wait_for_function("""() => {
         const rows = [...document.querySelectorAll("#requests tbody tr")];
-        return rows.length === 16 && rows.every((row) => row.dataset.state === "finished");
+        return rows.length === 17 && rows.every((row) => row.dataset.state === "finished");
     }""")
     listed = httpx.get(served_url + "/dashboard/requests", trust_env=False).json()["requests"]
     shown = page.evaluate("""() => [...document.querySelectorAll("#requests tbody tr")].map((row) =>
-        [row.cells[3].textContent, row.cells[4].textContent, row.cells[9].textContent])""")
+        [6, 7, 13].map((i) => row.cells[i].textContent))""")
     assert shown == [
         [str(row["n_prompt"]), f"{row['n_output']} / {row['max_tokens']}", row["finish"]]
         for row in listed
     ]
+    show(page, "overview")
     page.click("#time-details summary")
-    page.wait_for_function("() => document.querySelectorAll('#time-table tbody tr').length === 16")
+    page.wait_for_function("() => document.querySelectorAll('#time-table tbody tr').length === 17")
+    show(page, "requests")
     page.locator("#requests tbody tr").first.click()
     holds_text(page, "drawer", "It took ")
     page.wait_for_selector("#drawer .waterfall .bar.chunk")

@@ -100,6 +100,12 @@ def state(page, name: str) -> None:
     page.wait_for_selector(f"[data-state={name}]")
 
 
+def show(page, view: str) -> None:
+    """Go to a view by its link."""
+    page.click(f"#views a[href='#{view}']")
+    page.wait_for_selector(f"#view-{view}.shown")
+
+
 def says(page, id: str, text: str) -> None:
     """Wait until the element's text is just this."""
     page.wait_for_function(
@@ -130,7 +136,7 @@ def figures(page) -> dict[str, str]:
     return dict(
         zip(
             page.locator("#figures dt").all_inner_texts(),
-            page.locator("#figures dd").all_inner_texts(),
+            page.locator("#figures .value").all_inner_texts(),
             strict=True,
         )
     )

@@ -437,6 +437,7 @@ class RequestBuilder[B: GenerationBody]:
             tenant=context.tenant,
             cache_salt=body.cache_salt or "",
             user=body.user or "",
+            client_id=context.request_id,
             background=context.background,
             adapter=self.service.adapter_number(body.model),
             pooling=pooling,

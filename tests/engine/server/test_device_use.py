@@ -129,6 +129,18 @@ def test_only_the_last_seconds_count():
     assert DeviceUse.of(info(), ring(DECODE, MIXED), 110 + WINDOW_S).busy == 0
 
 
+def test_a_step_takes_at_least_what_bandwidth_and_arithmetic_allow():
+    steps = ring(DECODE, MIXED).since(-1)
+    one, other = (DeviceUse.of(info(), ring(step), 101.0) for step in (DECODE, MIXED))
+    expected = [
+        max(one.bandwidth, one.operations) * 0.01,
+        max(other.bandwidth, other.operations) * 0.03,
+    ]
+    least = DeviceUse.least_seconds(info(), steps)
+    assert least is not None and least.tolist() == pytest.approx(expected)
+    assert DeviceUse.least_seconds(info(ceiling=None), steps) is None
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_step_reads_all_weights_of_a_model_but_the_embedding_and_the_norms(tied: bool):
     config = replace(tiny_config(), tie_embeddings=tied)

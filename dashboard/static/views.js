@@ -1,0 +1,81 @@
+// The views of the page, of which one is shown at a time. The part of the address after "#" names it, and may go on
+// with what to show there: #overview, #overview/at=1764340000.5, #requests/ID, #requests/ID/1 (its second choice).
+
+import {$, onKeys} from "./dom.js";
+
+/** In the order of the keys 1, 2, 3, ... */
+const NAMES = ["overview", "chat", "requests", "memory", "performance", "incidents", "lab", "settings"];
+
+export class Views {
+  /** on.shown(name): a view is on the screen. on.request(id, index) and on.moment(seconds since 1970): the address
+   *  names one. */
+  constructor(on) {
+    this.on = on;
+    this.shown = "overview";
+    this.written = location.hash; // the address as this page left or followed it
+    this.offered = new Set(NAMES);
+    addEventListener("hashchange", () => this.follow());
+    onKeys(Object.fromEntries(NAMES.map((name, i) => [String(i + 1), () => this.go(name)])));
+  }
+
+  link(name) {
+    return document.querySelector(`#views a[href="#${name}"]`);
+  }
+
+  /** Whether there is something to see in a view. */
+  offer(name, offered) {
+    this.link(name).hidden = !offered;
+    offered ? this.offered.add(name) : this.offered.delete(name);
+    if (!offered && this.shown === name) {
+      this.show("overview");
+    }
+  }
+
+  go(name) {
+    if (this.offered.has(name)) {
+      location.hash = name;
+    }
+  }
+
+  /** Have the address name what is shown, without a step in the browser's history. rest: what to show in the view. */
+  note(rest = "", name = this.shown) {
+    const hash = rest ? `#${name}/${rest}` : `#${name}`;
+    const isPlain = hash === "#overview" && !location.hash;
+    const isAhead = location.hash !== this.written; // the reader goes elsewhere: that is followed in a moment
+    if (location.hash !== hash && !isPlain && !isAhead) {
+      history.replaceState(null, "", hash);
+      this.written = location.hash;
+    }
+  }
+
+  /** The parts of what the address names; the first is a view. */
+  get named() {
+    const [name, ...rest] = location.hash.slice(1).split("/").map(decodeURIComponent);
+    return [this.offered.has(name) ? name : "overview", ...rest];
+  }
+
+  /** Show what the address names. */
+  follow() {
+    this.written = location.hash;
+    const [name, ...rest] = this.named;
+    this.show(name);
+    if (name === "requests" && rest[0]) {
+      this.on.request(rest[0], Number(rest[1] ?? 0));
+    }
+    const moment = /^at=(\d+(\.\d+)?)$/.exec(rest[0] ?? "");
+    if (moment) {
+      this.on.moment(Number(moment[1]));
+    }
+  }
+
+  show(name) {
+    this.shown = name;
+    document.body.dataset.view = name;
+    for (const one of NAMES) {
+      $(`view-${one}`).classList.toggle("shown", one === name);
+      this.link(one).setAttribute("aria-current", one === name ? "page" : "false");
+    }
+    document.querySelector("main").scrollTop = 0;
+    this.on.shown(name);
+  }
+}
