@@ -171,7 +171,7 @@ def _pulse_of(client: EngineClient, run: str, now: float, *, with_levels: bool) 
         pages_used=counters.gauge("pages_used"),
         pages=pages,
         prompt_tokens=counters.rows["prefill"],
-        output_tokens=counters.rows["decode"],
+        output_tokens=counters.rows["decode"] + counters.rows["accepted"],
         useful_rows=_useful_rows(counters.rows),
         restarts=counters.engine_restarts,
         silent_s=int(client.last_step_age()),

@@ -144,7 +144,7 @@ def _figure_rows(bins: JsonObject, span: float) -> list[tuple[str, str]]:
     """Rows of the table for the work of `span` seconds."""
     rows = {kind: sum(values) for kind, values in bins["rows"].items()}
     return [
-        ("output tokens a second", f"{rows['decode'] / span:,.1f}"),
+        ("output tokens a second", f"{(rows['decode'] + rows['accepted']) / span:,.1f}"),
         ("prompt tokens a second", f"{rows['prefill'] / span:,.1f}"),
         ("rows that were padding", _share_cell(rows["padding"], sum(rows.values()))),
         ("steps, mean time", _step_cell(sum(bins["steps"]), sum(bins["step_s"]))),

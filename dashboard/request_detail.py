@@ -56,6 +56,7 @@ _SAME = (
     "message",
     "preemptions",
     "cached_tokens",
+    "accepted",
 )
 _TIMES = {
     "arrival": "arrival",

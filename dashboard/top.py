@@ -15,6 +15,7 @@ from rich.text import Text
 
 from jitney.dashboard.replica import ReplicaView, SeatView
 from jitney.dashboard.sse import Note, decode
+from jitney.engine.common.messages import Progress
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.row_kinds import ROW_KIND_TABLE
 from jitney.engine.common.terminal import console
@@ -296,7 +297,8 @@ def _loading(replica: ReplicaView) -> str:
     progress = replica.progress
     if not progress:
         return replica.state
-    return f"{progress['stage']} {progress['done']} of {progress['total']}"
+    stage, done, total = (progress[name] for name in ("stage", "done", "total"))
+    return f"{stage} {Progress(stage, done, total).so_far}"
 
 
 def _figures(replica: ReplicaView, rates: _Rates) -> Columns:

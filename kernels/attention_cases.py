@@ -113,6 +113,7 @@ CASES = {
         (4, 2, 128), (300,), ((100, 70),), rows=80, seqs=2, page=128, pages=4
     ),
     "head dim 256": AttentionCase((4, 2, 256), (300,), ((100, 40),), rows=48, seqs=2),
+    "head dim 512": AttentionCase((4, 1, 512), (300,), ((60, 40),), rows=48, seqs=2),
     "int8 pool": replace(_MIXED, pool="int8"),
     "int8 pool, one factor": replace(_DECODE, pool="int8", scales="pool"),
     "fp8 e4m3 pool": replace(_MIXED, pool="float8_e4m3fn"),

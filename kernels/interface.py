@@ -44,6 +44,9 @@ class AttentionMeta(NamedTuple):
     #: Where recurrent layers find the state of sequences and leave it; None where all layers keep
     #: pages.
     state: StateSlots | None = None
+    #: [T, P] numbers of the activations' dtype that the layer has of each row's token, beside the
+    #: row itself; None where layers have none of their own. Layers read it, no kernel does.
+    layer_inputs: jax.Array | None = None
     #: (page_table, write_rows) of each cache group but the first; empty: all layers share pages.
     #: No kernel reads it.
     other_groups: tuple[tuple[jax.Array, jax.Array], ...] = ()

@@ -123,10 +123,16 @@ class MetaBuilder:
 
 def attention_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
     """Decode steps of the least and the most seats, and the smallest steps with prompts, of few
-    seats and of all; for each window. Of each of these kinds some with the longest contexts.
+    seats and of all; for each kind of heads and each window. Of each of these kinds some with the
+    longest contexts.
 
     A set with `rotate_and_write` is asked for that and for `attend`, as models do.
     """
+    for own in shapes.by_heads:
+        yield from _errors_of_heads(kernels, own)
+
+
+def _errors_of_heads(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
     sizes = sorted({shapes.steps.decode[0], shapes.steps.decode[-1]})
     steps = [_decode_step(shapes, seats) for seats in sizes]
     steps += _long_steps(shapes)
@@ -151,19 +157,20 @@ def _errors_of(
     if not writes:
         yield from _rotation_errors(kernels, shapes, steps[-1])
 
-    def call_all(inputs: list[_StepArrays]) -> list[tuple[jax.Array, jax.Array | None]]:
+    def call_all(inputs: list[_StepArrays]) -> list[tuple[list[jax.Array], jax.Array | None]]:
         cases = itertools.product(shapes.attention.windows, inputs)
         return [_attend(kernels, shapes, given, window) for window, given in cases]
 
     results = jax.jit(call_all)([step.arrays for step in steps])
     cases = itertools.product(shapes.attention.windows, steps)
-    for (window, step), (o, kv) in zip(cases, results, strict=True):
+    for (window, step), (outputs, kv) in zip(cases, results, strict=True):
         pool = step.arrays.kv
         if writes:
             pool = _written(step, step.arrays.k, step.arrays.v)
         wanted = _definition(shapes, step, pool, window)
         query_heads = _query_heads(shapes, step)
-        yield distance(np.asarray(o)[: step.rows, query_heads], wanted[: step.rows])
+        for o in outputs:
+            yield distance(np.asarray(o)[: step.rows, query_heads], wanted[: step.rows])
         if writes:
             yield distance(_in_floats(np.asarray(kv), step), _in_floats(pool, step))
 
@@ -176,8 +183,8 @@ def _query_heads(shapes: ServedShapes, step: _AttentionStep) -> list[int]:
 
 def _attend(
     kernels: KernelSet, shapes: ServedShapes, given: _StepArrays, window: int
-) -> tuple[jax.Array, jax.Array | None]:
-    """(outputs, pool) of the kernel that models call; no pool of one that does not write."""
+) -> tuple[list[jax.Array], jax.Array | None]:
+    """(outputs of the kernels that models call, pool); no pool where none of them writes."""
     q, k, v, kv, meta, factors, sinks = given
     scale = shapes.attention.head_dim**-0.5
     options: dict[str, Any] = {"scale": scale, "window": window, **factors}
@@ -185,9 +192,12 @@ def _attend(
         options["softcap"] = shapes.attention.softcap
     if sinks is not None:
         options["sinks"] = sinks
-    if kernels.rotate_and_write is None:
-        return kernels.paged_attention(q, k, v, kv, meta, **options)
-    return kernels.attend(q, kv, meta, **options), None
+    if kernels.rotate_and_write is not None:
+        return [kernels.attend(q, kv, meta, **options)], None
+    o, kv = kernels.paged_attention(q, k, v, kv, meta, **options)
+    if not shapes.attention.read_again:
+        return [o], kv
+    return [o, kernels.attend(q, kv, meta, **options)], kv
 
 
 def _definition(

@@ -52,9 +52,9 @@ def _norm_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
     if kernels.float32_residual:
         x = x.astype(np.float32)
     sizes += [(shapes.steps.decode[-1], width) for width in shapes.norms.widths]
-    if shapes.attention.qk_norm:
-        n_heads, head_dim = shapes.attention.n_heads, shapes.attention.head_dim
-        sizes.append((shapes.steps.decode[-1] * n_heads, head_dim))
+    for heads in (shapes.attention, *shapes.other_attention):
+        if heads.qk_norm:
+            sizes.append((shapes.steps.decode[-1] * heads.n_heads, heads.head_dim))
     others: list[tuple[np.ndarray, np.ndarray]] = []
     for size in sizes:
         own_weight = _random_array(rng, size[1:], shapes.norms.dtype)

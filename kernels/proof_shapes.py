@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -74,6 +74,7 @@ class AttentionShapes:
     context: int  # tokens a sequence may have
     kv_dtype: str  # of the pool
     sinks: bool = False  # a head has a score that no key has
+    read_again: bool = False  # other layers attend to the same pool, and write nothing
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,13 @@ class ServedShapes:
     table: int  # rows of the embedding where it is the head too, else 0
     mixtures: tuple[MixtureShape, ...] = ()  # the different ones of the layers
     delta_net: DeltaShape | None = None  # of recurrent layers
+    other_attention: tuple[AttentionShapes, ...] = ()  # of layers with other heads
+
+    @property
+    def by_heads(self) -> tuple[ServedShapes, ...]:
+        """What is asked with each kind of heads."""
+        kinds = self.attention, *self.other_attention
+        return tuple(replace(self, attention=kind, other_attention=()) for kind in kinds)
 
 
 def distance(got: jax.Array | np.ndarray, want: np.ndarray) -> float:

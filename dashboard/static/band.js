@@ -37,7 +37,7 @@ const FIGURES = [
     name: "Output tok/s",
     curves: [
       [(bin) => bin.rows.prefill, "prefill"],
-      [(bin) => bin.rows.decode, "decode"],
+      [(bin) => bin.rows.decode + bin.rows.accepted, "decode"],
     ],
     pool: mean,
     words: ({output, prompt}) => [whole(output), `prompt ${whole(prompt)} tok/s`],
@@ -82,7 +82,7 @@ const FIGURES = [
   },
 ];
 
-const useful = (bin) => bin.rows.prefill + bin.rows.decode;
+const useful = (bin) => bin.rows.prefill + bin.rows.decode + bin.rows.accepted;
 const hitShare = (cached, read) => (cached + read ? cached / (cached + read) : null);
 
 /** The price of this engine for an hour, as the reader gave it; null: none. */

@@ -37,7 +37,7 @@ function plotly() {
 
 /** Lines of the charts over time: [name, value of a bin, colour, dash]. */
 const RATE = [
-  ["generated", (bin) => bin.rows.decode, "decode"],
+  ["generated", (bin) => bin.rows.decode + bin.rows.accepted, "decode"],
   ["prompt", (bin) => bin.rows.prefill, "prefill", "dot"],
 ];
 const LATENCY = [
@@ -296,7 +296,7 @@ function meanMs(seconds, bin) {
 
 /** Columns of the table twin before those of the row kinds: [heading, text of a bin]. */
 const COLUMNS = [
-  ["Generated", (bin) => bin.rows.decode],
+  ["Generated", (bin) => bin.rows.decode + bin.rows.accepted],
   ["Prompt", (bin) => bin.rows.prefill],
   ["Seats taken", (bin) => bin.busy],
   ["Waiting", (bin) => bin.waiting],

@@ -144,6 +144,9 @@ function facts(detail) {
   if (detail.adapter) {
     pairs.push(["Adapter", detail.adapter]);
   }
+  if (detail.accepted) {
+    pairs.push(["Tokens drafted right", detail.accepted]);
+  }
   const entries = pairs.map(([name, value]) =>
     make("div", {}, make("dt", {}, name), make("dd", {}, value)),
   );

@@ -5,6 +5,7 @@
     python docs/benchmarks/long_prompt.py short [--model smollm2-135m] [--longs 12] [--prompt 2300]
         [--json FILE]
     python docs/benchmarks/long_prompt.py simulated [--json FILE]
+    python docs/benchmarks/long_prompt.py frontier [--json FILE]
 
 streams: all streams generate alone first; then a request with a long prompt and one output token
 arrives. Printed: median and p99 of the time between two tokens of a stream in both phases, the
@@ -17,6 +18,10 @@ ones passing.
 
 simulated: the same two orders on the virtual clock, for loads of long, mixed and short prompts at
 0.8 of what the engine computes, with the steps of a CPU and of an H100 (by its published peaks).
+
+frontier: 150 long prompts at once and short ones of 20 tokens at 1.8 a second on the virtual clock,
+for each share of its speed that a step may lose to be brief. Printed: the short ones' first tokens,
+by their time alone, and when the last long prompt ends, by its end without short ones.
 """
 
 from __future__ import annotations
@@ -39,6 +44,7 @@ from jitney.engine.common.history import RequestRecords
 from jitney.engine.common.machine import cpu_name
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.common.trace import Arrival
+from jitney.engine.core.scheduler import prefill_budget
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.passing import Passing
@@ -47,7 +53,7 @@ from jitney.engine.lab.simulation.devices import DEVICES
 from jitney.engine.lab.simulation.drive import Offer, drive
 from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.roofline import SHAPES, ModelCost, Roofline
-from jitney.engine.lab.simulation.simulator import VirtualDevice
+from jitney.engine.lab.simulation.simulator import VirtualDevice, simulate
 from jitney.engine.lab.simulation.step_table import Curve, StepTable, StepTimes
 
 #: Tokens of a short prompt, and seconds below which a wait says nothing about a prediction.
@@ -288,11 +294,71 @@ def all_simulated() -> dict[str, Any]:
     return figures
 
 
+def zen5() -> tuple[EngineShape, StepTimes]:
+    """As `cpu`, with the steps of SmolLM2-135M on two cores of a Zen 5: 8.4 ms and 0.31 ms a row
+    for those with prompts.
+    """
+    decode_ms = {1: 8, 4: 9, 8: 10.5, 16: 13, 32: 17}
+    table = StepTable(
+        [Curve(rows, rows, ms / 1000) for rows, ms in decode_ms.items()]
+        + [
+            Curve(rows, 32, 0.0084, per_prompt=3.12e-4, per_pair=1e-8)
+            for rows in (64, 128, 256, 512)
+        ]
+    )
+    shape, _ = cpu()
+    return replace(shape, pages=16_385), table
+
+
+#: Speed that steps may lose, and short prompts in a second.
+LOSSES, SHORTS_S = (0.0, 0.02, 0.06, 0.08, 0.12, 0.3), 1.8
+
+
+def simulated_runs(
+    shape: EngineShape, table: StepTimes, arrivals: list[Arrival]
+) -> list[tuple[Arrival, float, float]]:
+    """(arrival, its first token, its end), virtual seconds."""
+    requests = simulate(sorted(arrivals, key=lambda each: each.at), shape, table).requests
+    by_time = sorted(requests, key=lambda each: each.number)
+    arrivals = sorted(arrivals, key=lambda each: each.at)
+    return [
+        (one, record.first_token or record.end, record.end)
+        for one, record in zip(arrivals, by_time, strict=True)
+    ]
+
+
+def frontier() -> dict[str, dict[str, float]]:
+    """By machine and loss."""
+    figures: dict[str, dict[str, float]] = {}
+    for machine, make, long in (("CPU", zen5, 2300), ("H100", h100, 16000)):
+        shape, table = make()
+        before = [Arrival(0.0, 40, 100)] * 40 + [Arrival(10.0 + n, long, 8) for n in range(3)]
+        before.append(Arrival(29.0, SHORT, 8))
+        longs = [Arrival(30.0, long, 16)] * 150
+        at = 32.0 + np.cumsum(np.random.default_rng(0).exponential(1 / SHORTS_S, 1000))
+        for loss in LOSSES:
+            prefill_budget._BRIEF_LOSS = loss
+            without = simulated_runs(shape, table, before + longs)
+            end = max(end for _, _, end in without)
+            alone = next(first - one.at for one, first, _ in without if one.at == 29.0)
+            shorts = [Arrival(each, SHORT, 8) for each in at.tolist() if each < 0.9 * end]
+            beside = simulated_runs(shape, table, before + longs + shorts)
+            waits = [first - one.at for one, first, _ in beside if one.at > 30.0]
+            last = max(end for one, _, end in beside if one.at == 30.0)
+            figures[f"{machine}, {loss:.0%}"] = {
+                "alone_ms": 1e3 * alone,
+                "short_p50_ms": 1e3 * float(np.median(waits)),
+                "short_p95_ms": 1e3 * float(np.percentile(waits, 95)),
+                "long_end": (last - 30.0) / (end - 30.0),
+            }
+    return figures
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", choices=("streams", "short", "simulated"))
+    parser.add_argument("part", choices=("streams", "short", "simulated", "frontier"))
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--longs", type=int, default=12)
@@ -325,6 +391,8 @@ def run(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """The figures of one part, by run."""
     if args.part == "simulated":
         return all_simulated()
+    if args.part == "frontier":
+        return frontier()
     llm = LLM(args.model, prefix_cache=False, prefill_share=args.prefill_share)
     if args.part == "streams":
         one = partial(measure, llm, args.streams, args.prompt or 4000, args.alone_steps)

@@ -85,6 +85,10 @@ _COMMANDS = Commands(
             "serve a model over HTTP (OpenAI-compatible), with in-flight batching",
         ),
         "fleet": ("", "serve several engines and compositions of models behind one endpoint"),
+        "compile": (
+            "engine.cli.compile:run",
+            "compile an engine's steps into the cache folder, and print their memory",
+        ),
         "generate": ("engine.cli.generate:run", "complete prompts offline and print the texts"),
         "batch": (
             "engine.cli.batch:run",

@@ -120,7 +120,8 @@ class Figures:
         """
         seen = _Scrapes(scrapes)
         rows = {kind: seen.grown("rows_total", kind=kind) for kind in ROW_KINDS}
-        computed, useful = sum(rows.values()), rows["prefill"] + rows["decode"]
+        generated = rows["decode"] + rows["accepted"]
+        computed, useful = sum(rows.values()), rows["prefill"] + generated
         step_s = seen.grown("step_seconds_sum")
         seats, pages = seen.gauge("seats"), seen.gauge("kv_pages")
         running = seen.gauge("requests_running")
@@ -145,7 +146,7 @@ class Figures:
             prompt_share=_share(rows["prefill"], useful),
             padding_share=_share(rows["padding"], computed) if costs_padding else _NAN,
             recomputed_share=_share(rows["recomputed"], computed),
-            output_tok_s=rows["decode"] / seconds,
+            output_tok_s=generated / seconds,
             prompt_tok_s=rows["prefill"] / seconds,
             prompt_tokens=seen.mean("prompt_tokens_per_request"),
             cached_share=_share(

@@ -108,6 +108,10 @@ class KernelsInfo(msgspec.Struct, frozen=True, kw_only=True):
     #: Programs compiled before serving, and the seconds of compilation.
     executables: int = 0
     compile_seconds: float = 0.0
+    #: On each device: what the largest step needs beside weights, pools and the state of seats, and
+    #: the code of all programs.
+    step_bytes: int = 0
+    code_bytes: int = 0
 
     @property
     def out(self) -> list[str]:

@@ -110,6 +110,7 @@ class RequestRecords:
                 if self.keep_tokens or not record.stays or record.stays[-1].first_token is None:
                     self._take_tokens(record, output, step, now)
             if output.finish is not None:
+                record.accepted = output.accepted
                 if output.error is not None:
                     record.message, record.retry_s = output.error.message, output.error.retry_after
                 self._end(record, output.finish, output.error_code, step, now)

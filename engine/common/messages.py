@@ -86,13 +86,24 @@ class Drain(msgspec.Struct, tag="drain", frozen=True):
 class Progress(msgspec.Struct, tag="progress", frozen=True):
     """Progress of the start."""
 
+    #: Stages that count bytes.
+    IN_BYTES: ClassVar = ("download", "weights")
+
     #: download | sizes | hosts | weights | proof | compile | warmup
     stage: str
-    #: In the stage's unit.
+    #: Bytes of a stage in `IN_BYTES`; else items.
     done: int
     total: int
-    #: Current item, such as a tensor's name.
+    #: Current item, such as a program's name.
     detail: str = ""
+
+    @property
+    def so_far(self) -> str:
+        """Done and total in words: "3 of 9", or "1.9 of 15.3 GiB"."""
+        if self.stage not in self.IN_BYTES:
+            return f"{self.done} of {self.total}"
+        scale, unit = (1 << 30, "GiB") if self.total >= 1 << 30 else (1 << 20, "MiB")
+        return f"{self.done / scale:.1f} of {self.total / scale:.1f} {unit}"
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):

@@ -25,10 +25,12 @@ STEP_DTYPE = np.dtype(
         # Rows by kind, which add up to bucket_tokens.
         ("prefill", "i4"),
         ("decode", "i4"),
+        ("accepted", "i4"),
         ("padding", "i4"),
         ("recomputed", "i4"),
         ("past_end", "i4"),
         ("cancelled", "i4"),
+        ("rejected", "i4"),
         # State at planning.
         ("seats_busy", "i4"),
         ("seats", "i4"),
@@ -74,7 +76,16 @@ def step_of(record: bytes) -> int:
 
 
 #: Kinds of computed rows.
-ROW_KINDS = ("prefill", "decode", "padding", "recomputed", "past_end", "cancelled")
+ROW_KINDS = (
+    "prefill",
+    "decode",
+    "accepted",
+    "padding",
+    "recomputed",
+    "past_end",
+    "cancelled",
+    "rejected",
+)
 #: Fields that add up over steps.
 _SUMMED = (
     "bucket_tokens",

@@ -54,6 +54,16 @@ ROW_KIND_TABLE: dict[str, RowKind] = {
             terminal="green",
         ),
         RowKind(
+            name="accepted",
+            label="right draft",
+            meaning="A row that read a drafted token, which the model chose.",
+            useful=True,
+            light="#117a43",
+            dark="#4fd08a",
+            pattern="",
+            terminal="bright_green",
+        ),
+        RowKind(
             name="padding",
             label="padding",
             meaning="An empty row: the step was as long as the compiled size above it.",
@@ -92,6 +102,16 @@ ROW_KIND_TABLE: dict[str, RowKind] = {
             dark="#eaf0f6",
             pattern="\\",
             terminal="red",
+        ),
+        RowKind(
+            name="rejected",
+            label="wrong draft",
+            meaning="A row that read a drafted token, which the model did not choose.",
+            useful=False,
+            light="#5b3fa0",
+            dark="#b9a3f0",
+            pattern="|",
+            terminal="bright_magenta",
         ),
     )
 }

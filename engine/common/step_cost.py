@@ -63,7 +63,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     attention_width: int
     #: Bytes of keys and values per position, all layers.
     kv_bytes: float
-    #: Of the layers with keys and values: window (0: none) -> their share.
+    #: Window (0: none) -> share of `kv_bytes` that layers with this window read.
     windows: dict[int, float] = {}
     #: Bytes of a sequence's recurrent state, all layers.
     state_bytes: float = 0.0
@@ -98,7 +98,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
         return layers + self.head_bytes + state, kv
 
     def _seen(self, work: StepRows) -> tuple[_Amount, _Amount]:
-        """(keys, pairs) that rows see, as a mean over layers."""
+        """(keys, pairs) that rows see, as a mean over the layers' keys and values."""
         keys, pairs = 0.0 * work.keys, 0.0 * work.pairs
         for window, share in (self.windows or {0: 1.0}).items():
             seen, seen_pairs = work.keys, work.pairs

@@ -325,6 +325,23 @@ class EngineSection(Section):
     prompt_logprobs); this many are computed whenever any are asked for
     """
 
+    speculative: Literal["off", "ngram"] = "off"
+    """check drafts of the next tokens in the rows that a step has free, where that is measured to
+    pay; no token of an answer changes; ngram: drafts what followed the same tokens before, in
+    prompt or answer; for one device, and models without recurrent layers
+    """
+
+    speculative_tokens: int = Field(default=7, ge=1, le=7)
+    """most drafts that a sequence checks in a step"""
+
+    prompt_lookup_max: int = Field(default=3, ge=1, le=8)
+    """with speculative ngram: most tokens at the end of the text by which an earlier place is
+    found
+    """
+
+    prompt_lookup_min: int = Field(default=1, ge=1, le=8)
+    """with speculative ngram: fewest such tokens"""
+
     embedding_pooling: Literal["auto", "off", "last", "mean"] = AUTO
     """how /v1/embeddings makes a vector: last: the last token's hidden state after the final norm;
     mean: the mean over all tokens, without the prefix cache; off: the route is refused; auto: as
@@ -453,6 +470,28 @@ class EngineSection(Section):
             if self.devices_here < self.tensor_parallel:
                 count += f" has on each of {self.n_hosts} hosts"
             raise ValueError(f"device {self.device} must name as many different chips as {count}")
+        return self
+
+    @model_validator(mode="after")
+    def _drafts_are_possible(self) -> EngineSection:
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min ({self.prompt_lookup_min}) must not exceed prompt_lookup_max "
+                f"({self.prompt_lookup_max})"
+            )
+        if self.speculative == "off":
+            return self
+        for name in ("tensor_parallel", "data_parallel", "n_hosts"):
+            if getattr(self, name) > 1:
+                raise ValueError(
+                    f"speculative {self.speculative} is for one device: leave it off with "
+                    f"{name} {getattr(self, name)}"
+                )
+        if self.max_seats == 1:
+            raise ValueError(
+                f"speculative {self.speculative} checks drafts in rows of seats that are free: "
+                "max_seats must be at least 2"
+            )
         return self
 
     @model_validator(mode="after")

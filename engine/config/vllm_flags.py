@@ -62,7 +62,15 @@ class _Refused:
     reason: str
 
 
-type _Meaning = _Mapped | _Accepted | _Refused
+@dataclass(frozen=True, slots=True)
+class _MappedObject:
+    """A flag whose value is a JSON object of settings of ours."""
+
+    #: vLLM's key -> the setting.
+    fields: Mapping[str, _Mapped]
+
+
+type _Meaning = _Mapped | _MappedObject | _Accepted | _Refused
 
 
 def _whole(text: str) -> str:
@@ -103,7 +111,14 @@ def _adapter(text: str) -> str:
 
 
 _TEXT_ONLY = _Refused("models here read text only")
-_NO_DRAFTS = _Refused("there is no speculative decoding")
+_DRAFTS = _MappedObject(
+    {
+        "method": _Mapped("speculative"),
+        "num_speculative_tokens": _Mapped("speculative_tokens"),
+        "prompt_lookup_max": _Mapped("prompt_lookup_max"),
+        "prompt_lookup_min": _Mapped("prompt_lookup_min"),
+    }
+)
 _BY_JAX = _Refused(
     "hosts are joined by jax: give --coordinator, --n-hosts and --host-id (docs/devices.md)"
 )
@@ -236,9 +251,13 @@ _VLLM_FLAGS: dict[str, _Meaning] = {
     "--max-lora-rank": _Refused("ranks are read from the adapters: leave it out"),
     # unsupported
     "--enable-prompt-adapter": _Refused("there are no prompt adapters"),
-    "--speculative-config": _NO_DRAFTS,
-    "--speculative-model": _NO_DRAFTS,
-    "--num-speculative-tokens": _NO_DRAFTS,
+    "--speculative-config": _DRAFTS,
+    "--speculative-model": _Refused(
+        "drafts are looked up in prompt and answer: use --speculative ngram"
+    ),
+    "--num-speculative-tokens": _Mapped("speculative_tokens"),
+    "--ngram-prompt-lookup-max": _Mapped("prompt_lookup_max"),
+    "--ngram-prompt-lookup-min": _Mapped("prompt_lookup_min"),
     "--limit-mm-per-prompt": _TEXT_ONLY,
     "--mm-processor-kwargs": _TEXT_ONLY,
     "--allowed-local-media-path": _TEXT_ONLY,
@@ -356,6 +375,26 @@ class _VllmFlag(argparse.Action):
                     ours = [self._ours(parser, mapped, option_string, word) for word in words]
                     value = ",".join(ours)
                 setattr(namespace, self.dest, value)
+            case _MappedObject(fields=fields):
+                for key, value in self._entries(parser, option_string, text).items():
+                    if key not in fields:
+                        parser.error(
+                            f"{option_string}: {key} is not supported; there are "
+                            f"{', '.join(fields)}"
+                        )
+                    name = f"{option_string} {key}"
+                    ours = self._ours(parser, fields[key], name, str(value))
+                    setattr(namespace, fields[key].setting, ours)
+
+    @staticmethod
+    def _entries(
+        parser: argparse.ArgumentParser, flag: str | None, text: str
+    ) -> dict[str, str | int]:
+        """The entries of a JSON object."""
+        try:
+            return msgspec.json.decode(text, type=dict[str, str | int])
+        except msgspec.MsgspecError:
+            parser.error(f"{flag} {text}: must be a JSON object of texts and whole numbers")
 
     def _ours(
         self, parser: argparse.ArgumentParser, mapped: _Mapped, flag: str | None, text: str
@@ -388,6 +427,9 @@ def _in_words(meaning: _Meaning) -> str:
             words += [f"`{theirs}` is `{ours}`" for theirs, ours in values.items()]
             words += [f"not `{theirs}`: {reason}" for theirs, reason in refused.items()]
             return "; ".join(words)
+        case _MappedObject(fields=fields):
+            words = [f"`{key}`: {_in_words(mapped)}" for key, mapped in fields.items()]
+            return "a JSON object; " + "; ".join(words)
         case _Accepted(reason=reason, values=values):
             words = ", ".join(f"`{value}`" for value in values)
             return f"accepted{' with ' + words if words else ''}: {reason}"

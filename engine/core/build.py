@@ -67,6 +67,7 @@ from jitney.engine.core.executor.memory import (
 from jitney.engine.core.executor.program import StateSizes
 from jitney.engine.core.executor.proving import proofs_of, proven, served_by
 from jitney.engine.core.executor.runner import Runner
+from jitney.engine.core.executor.seat_tokens import Drafting, PromptLookup
 from jitney.engine.core.executor.threads import use_processors
 from jitney.engine.core.models.protocol import Model
 from jitney.engine.core.models.sharding import make_mesh
@@ -120,6 +121,7 @@ _NOT_OF_ENCODERS = (
     "policy",
     "embedding_pooling",
     "canary_every",
+    "speculative",
     "tensor_parallel",
     "expert_parallel",
     "data_parallel",
@@ -218,7 +220,17 @@ class _Setup:
             kv_dtype=self.kv_dtype,
             logprobs=self.settings.max_logprobs,
             has_adapters=self.has_adapters,
+            drafting=self.drafting,
         )
+
+    @property
+    def drafting(self) -> Drafting | None:
+        """How tokens are drafted; None: none are."""
+        settings = self.settings
+        if settings.speculative == "off":
+            return None
+        lookup = PromptLookup(least=settings.prompt_lookup_min, most=settings.prompt_lookup_max)
+        return Drafting(lookup, settings.speculative_tokens)
 
 
 @dataclass(frozen=True)
@@ -357,7 +369,7 @@ def _step_cost(setup: _Setup, model: Model) -> StepCost | None:
     if setup.is_encoder or setup.settings.data_parallel > 1:
         return None
     local = setup.local
-    kv_numbers = local.n_pools * 2 * local.n_kv_heads * local.head_dim * len(setup.devices)
+    kv_numbers = sum(map(local.kv_width, local.attending_layers)) * len(setup.devices)
     return describe_step(model, setup.source.config, kv_numbers * setup.kv_dtype.itemsize)
 
 
@@ -408,6 +420,11 @@ def _setup_on(
     engine = config.engine
     if source.config.encoder is not None:
         _check_encoder(config, source.config)
+    if source.config.recurrent is not None and engine.speculative != "off":
+        raise ConfigError(
+            f"speculative {engine.speculative}: the recurrent layers of "
+            f"{source.config.architecture} cannot take back a wrong draft; leave it off"
+        )
     model = source.config.in_groups(engine.expert_parallel, engine.data_parallel)
     source = replace(source, config=model)
     mesh = None
@@ -462,7 +479,7 @@ def _choose_kernels(setup: _Setup) -> KernelSet:
     settings = setup.settings
     config = setup.source.config
     heads = ServedHeads(
-        config.head_dim, setup.dtype.name, setup.kv_dtype.name, config.attention_sinks
+        config.largest_head, setup.dtype.name, setup.kv_dtype.name, config.attention_sinks
     )
     if setup.is_encoder:
         heads = None
@@ -615,6 +632,10 @@ def _compile(setup: _Setup, runner: Runner, progress: _Report) -> None:
 
     with in_one_line("making the KV pool"):
         runner.compile(report, meet)
+    memory = runner.program_memory()
+    _log.info("compiled: %s", memory)
+    for line in memory.table():
+        _log.debug("%s", line)
 
 
 def _make_core(setup: _Setup, runner: Runner, alone: EngineCore | None) -> EngineCore:
@@ -644,6 +665,7 @@ def _make_scheduler(setup: _Setup, runner: Runner) -> Scheduler:
         context_length=setup.context,
         adapters=frozenset(setup.adapters.values()),
         embedding_pooling=setup.pooling,
+        max_drafts=setup.drafting.count if setup.drafting else 0,
         encoder=setup.is_encoder,
     )
     return Scheduler(
@@ -713,7 +735,7 @@ def _core_alone(setup: _Setup, model: Model, kernels: KernelSet) -> EngineCore:
     longest = min(setup.context, _CANARY_TOKENS)
     page_size = setup.settings.page_size
     n_pages = -(-longest // page_size) + 2  # the trash page, and one to grow into
-    sizes = replace(setup.sizes(n_pages), seats=1, context_length=longest)
+    sizes = replace(setup.sizes(n_pages), seats=1, context_length=longest, drafting=None)
     buckets = Buckets.of(max_seats=1, token_budget=_CANARY_ROWS, token_sizes=(_CANARY_ROWS,))
     end_ids = tuple(model.config.eos_ids)
     runner = Runner(
@@ -966,7 +988,7 @@ def _describe(
 ) -> EngineInfo:
     """The description of a running engine for API, page and `doctor`."""
     identity = setup.source.identity(setup.config.model.adapter_folders)
-    ours = version("jitney")
+    ours, memory = version("jitney"), runner.program_memory()
     return EngineInfo(
         version=ours,
         config_digest=configuration_digest(setup.config, model=identity, version=ours),
@@ -983,6 +1005,8 @@ def _describe(
             canary_every=setup.settings.canary_every,
             executables=len(runner.executables),
             compile_seconds=runner.compile_seconds,
+            step_bytes=memory.largest.total,
+            code_bytes=memory.code,
         ),
         sizes=_engine_sizes(setup, runner),
         queue=_queue_info(setup.settings),

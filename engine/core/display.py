@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from typing import TYPE_CHECKING, Protocol
 
 from jitney.engine.common.messages import Progress
@@ -26,9 +27,9 @@ _STAGES = {
     "compile": "compiling",
     "warmup": "warming up",
 }
-#: Stages that count bytes.
-_IN_BYTES = frozenset({"download", "weights"})
 _MIB = 1 << 20
+#: Seconds between two lines of a stage.
+_LINE_S = 5.0
 
 
 class Display(Protocol):
@@ -51,33 +52,70 @@ class _Formatter(logging.Formatter):
         return visible(super().format(record))
 
 
+class _Pace:
+    """The speed of a stage since its first report."""
+
+    def __init__(self) -> None:
+        self.stage = ""
+        self._began = 0.0
+        self._done = 0
+
+    def take(self, progress: Progress, now: float) -> None:
+        """Note a report. now: in seconds."""
+        if progress.stage != self.stage:
+            self.stage, self._began, self._done = progress.stage, now, progress.done
+
+    def words(self, progress: Progress, now: float) -> str:
+        """Seconds so far; of bytes their rate, and the seconds that remain until all are done.
+        Empty before there is a rate.
+        """
+        seconds, done = now - self._began, progress.done - self._done
+        if seconds <= 0 or done <= 0:
+            return ""
+        if progress.stage not in Progress.IN_BYTES:
+            return f"{seconds:.1f} s"
+        rate = f"{done / seconds / 1e9:.2f} GB/s"
+        if progress.done >= progress.total:
+            return f"{rate}, {seconds:.1f} s"
+        return f"{rate}, {seconds * (progress.total - progress.done) / done:.0f} s left"
+
+
 class _Lines:
-    """One log line at the start and one at the end of each stage."""
+    """A log line at the start and at the end of each stage, and every few seconds between them."""
 
     def __init__(self, level: str = "INFO") -> None:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(_Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
         logging.basicConfig(level=level, handlers=[handler])
         _quiet_libraries()
-        self._stage = ""
+        self._pace = _Pace()
         self._is_done = False
+        self._said_at = 0.0
 
     def progress(self, progress: Progress) -> None:
+        now = time.monotonic()
         is_done = bool(progress.total) and progress.done >= progress.total
-        is_same = progress.stage == self._stage
-        if is_same and (self._is_done or not is_done):
+        if progress.stage == self._pace.stage and (
+            self._is_done or not (is_done or now - self._said_at >= _LINE_S)
+        ):
             return
-        _log.info("%s", _line_of(progress, is_done))
-        self._stage = progress.stage
-        self._is_done = is_done
+        self._pace.take(progress, now)
+        words = self._pace.words(progress, now)
+        _log.info("%s", _line_of(progress, words, is_done=is_done))
+        self._is_done, self._said_at = is_done, now
 
     def close(self) -> None:
         pass
 
 
-def _line_of(progress: Progress, is_done: bool) -> str:
+def _line_of(progress: Progress, pace: str, *, is_done: bool) -> str:
+    """reading weights: 1.9 of 15.3 GiB, 1.52 GB/s, 9 s left"""
     name = _name_of(progress)
-    return f"{name}: done" if is_done else f"{name} {progress.detail}".rstrip()
+    if is_done:
+        return f"{name}: done{pace and f' ({pace})'}"
+    if not pace:
+        return f"{name} {progress.detail}".rstrip()
+    return f"{name}: {progress.so_far}, {pace}"
 
 
 def _name_of(progress: Progress) -> str:
@@ -85,7 +123,7 @@ def _name_of(progress: Progress) -> str:
 
 
 def _in_mib(progress: Progress) -> bool:
-    return progress.stage in _IN_BYTES and progress.total > _MIB
+    return progress.stage in Progress.IN_BYTES and progress.total > _MIB
 
 
 class _Bars:
@@ -112,15 +150,18 @@ class _Bars:
             console=shown,
         )
         self._tasks: dict[str, TaskID] = {}
+        self._pace = _Pace()
         self._bars.start()
 
     def progress(self, progress: Progress) -> None:
+        now = time.monotonic()
+        self._pace.take(progress, now)
         scale = _MIB if _in_mib(progress) else 1
         self._bars.update(
             self._task(progress),
             completed=progress.done // scale,
             total=progress.total // scale or None,
-            detail=progress.detail,
+            detail=progress.detail or self._pace.words(progress, now),
         )
 
     def _task(self, progress: Progress) -> TaskID:

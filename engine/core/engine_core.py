@@ -408,6 +408,8 @@ class EngineCore:
             recomputed=plan.recomputed,
             past_end=plan.past_end,
             cancelled=plan.cancelled,
+            accepted=plan.accepted,
+            rejected=plan.rejected,
             seats_busy=plan.occupancy.seats_busy,
             seats=self.scheduler.limits.max_seats,
             pages_used=plan.occupancy.pages_used,

@@ -31,7 +31,8 @@ class StepBlame:
 
     def accuse(self, plan: Plan) -> None:
         """Suspect all sequences of a failed step, the last to board first."""
-        members = [chunk.seq for chunk in plan.chunks if chunk.seq.finish is None]
+        open_ones = [chunk.seq for chunk in plan.chunks if chunk.seq.finish is None]
+        members = list(dict.fromkeys(open_ones))  # drafts have rows of their own
         members.sort(key=lambda seq: seq.sat_at)
         self._waiting = deque(reversed(members))
 

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jitney.engine.common import messages
 from jitney.engine.common.errors import ConfigError, ErrorInfo, RequestError
@@ -18,6 +18,9 @@ from jitney.engine.core.executor.fits import check_fits
 from jitney.engine.core.text.detokenizer import TextDelta, TextStream
 from jitney.engine.core.text.tokenizer import Tokenizer
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
+
+if TYPE_CHECKING:
+    from jitney.engine.core.executor.program_memory import ProgramsMemory
 
 _Prompt = str | Sequence[int]
 
@@ -202,6 +205,13 @@ class LLM:
                     sent = len(text)
         finally:
             self._abort([request.id])
+
+    def program_memory(self) -> ProgramsMemory:
+        """Memory of the compiled steps on each device."""
+        from jitney.engine.core.executor.runner import Runner
+
+        assert isinstance(self.core.runner, Runner)  # as `build_engine` makes it
+        return self.core.runner.program_memory()
 
     def close(self) -> None:
         """Free weights, pages and compiled programs."""

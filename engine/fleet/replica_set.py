@@ -5,6 +5,7 @@ that choosing one of thousands does not look at all of them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Literal
 
 from jitney.engine.fleet.replicas import Replica
@@ -12,6 +13,10 @@ from jitney.engine.fleet.routing import HashRing, LeastWait, PrefixIndex, Router
 
 #: Share of a replica's seats up to which the prefix router has no brake.
 _SPARE = 0.25
+
+#: Predicted wait beyond the shortest that a prompt takes to be where its prefix is, as a share of
+#: the mean seconds of a request: where its turn before was, and where only its hash names it.
+_WORTH_KNOWN, _WORTH_HASHED = 0.25, 0.05
 
 #: How the replica of a prefix was found: it had the prefix before (known), another one had it
 #: (moved), none had and the hash names it (hashed), or the hash names another one (spread).
@@ -110,20 +115,35 @@ class ReplicaSet:
     def _routed(self, prefixes: Sequence[bytes]) -> Iterator[str]:
         match self.router:
             case "prefix":
+                known = self._prefixes.replica_of(prefixes)
                 return self.ring.order(
                     prefixes[0],
                     self.loads,
                     total=self.total,
                     brake=self._brake,
                     spare=_SPARE * self.least_seats,
-                    known=self._prefixes.replica_of(prefixes),
+                    known=known,
                     seats=self.least_seats,
+                    gives_way=partial(self._gives_way, known),
                 )
             case "least-wait":
                 return self.waits.order()
             case "round-robin":
                 self._turn += 1
                 return round_robin(self.names, self._turn)
+
+    def _gives_way(self, known: str | None, name: str) -> bool:
+        """Whether a prompt would wait longer at a replica than its prefix there is worth. known:
+        the replica that had its turn before.
+        """
+        replica = self._by_name[name]
+        if name == known:
+            wait_s, worth = replica.predicted_wait, _WORTH_KNOWN
+        elif replica.load < _SPARE * self.least_seats:
+            return False
+        else:
+            wait_s, worth = replica.routing_wait(self.total / len(self.loads)), _WORTH_HASHED
+        return wait_s - self.waits.least_s > worth * replica.request_s
 
     def _full_last(self, names: Iterator[str]) -> Iterator[Replica]:
         full: list[Replica] = []

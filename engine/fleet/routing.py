@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from heapq import heapify, heappop, heappush
 from typing import ClassVar, Literal
@@ -30,6 +30,10 @@ _FIRST = 2
 def _position(text: bytes) -> int:
     """Position on the ring, 0 to 2**64 - 1; the same in every process."""
     return int.from_bytes(blake2b(text, digest_size=8).digest())
+
+
+def _never(name: str) -> bool:
+    return False
 
 
 class HashRing:
@@ -76,6 +80,7 @@ class HashRing:
         spare: float = 0.0,
         known: str | None = None,
         seats: float = 0.0,
+        gives_way: Callable[[str], bool] = _never,
     ) -> Iterator[str]:
         """Consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, 2016).
 
@@ -85,7 +90,8 @@ class HashRing:
         that computed this prefix last. It is tried before the ring, and has no brake while fewer
         than `seats` of its seats are taken: nothing waits there, and elsewhere the prefix would be
         computed again. A prompt of unknown prefix does not wait while some replica has a free seat:
-        replicas without one come last.
+        replicas without one come last. gives_way: whether a replica would have it wait longer than
+        its pages are worth; it comes last, too.
         """
         most = max(spare, _most_load(total, max(1, len(loads)), brake))
         if known is None and total < seats * len(loads):
@@ -95,7 +101,8 @@ class HashRing:
             load = loads.get(name)
             if load is None:
                 continue
-            if load < most or (name == known and load < seats):
+            fits = load < most or (name == known and load < seats)
+            if fits and not gives_way(name):
                 yield name
             else:
                 full.append(name)
@@ -177,6 +184,11 @@ class LeastWait:
     def drop(self, name: str) -> None:
         """Remove a replica."""
         self._waits.pop(name, None)
+
+    @property
+    def least_s(self) -> float:
+        """The shortest wait; 0 without replicas."""
+        return next((self._waits[name][1] for name in self._first(1)), 0.0)
 
     def order(self) -> Iterator[str]:
         """All names. Changes during the iteration are seen by the next caller."""

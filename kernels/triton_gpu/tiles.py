@@ -69,6 +69,9 @@ _ATTENTION: dict[tuple[int, int, int], tuple[DecodeTiles, PromptTiles]] = {
     (90, 64, 2): (DecodeTiles(64, 256, 32, 132 * 4, 4, 3), PromptTiles(128, 64, 8, 3)),
     (90, 128, 2): (DecodeTiles(64, 256, 32, 132 * 3, 4, 3), PromptTiles(128, 64, 8, 3)),
     (90, 256, 2): (DecodeTiles(32, 256, 32, 132 * 2, 4, 3), PromptTiles(64, 64, 8, 2)),
+    (80, 512, 2): (DecodeTiles(16, 256, 32, 108, 8, 2), PromptTiles(32, 32, 8, 1)),
+    (89, 512, 2): (DecodeTiles(16, 256, 32, 58, 8, 1), PromptTiles(32, 16, 8, 1)),
+    (90, 512, 2): (DecodeTiles(16, 256, 32, 132, 8, 2), PromptTiles(32, 32, 8, 1)),
     (80, 64, 4): (DecodeTiles(32, 256, 32, 108 * 3, 8, 2), PromptTiles(32, 16, 8, 1)),
     (80, 128, 4): (DecodeTiles(32, 256, 32, 108 * 2, 8, 2), PromptTiles(32, 32, 8, 1)),
     (80, 256, 4): (DecodeTiles(32, 256, 32, 108, 8, 2), PromptTiles(32, 16, 8, 1)),
@@ -78,6 +81,9 @@ _ATTENTION: dict[tuple[int, int, int], tuple[DecodeTiles, PromptTiles]] = {
     (90, 64, 4): (DecodeTiles(32, 256, 32, 132 * 3, 8, 2), PromptTiles(32, 16, 8, 1)),
     (90, 128, 4): (DecodeTiles(32, 256, 32, 132 * 3, 8, 2), PromptTiles(32, 32, 8, 1)),
     (90, 256, 4): (DecodeTiles(32, 256, 32, 132 * 2, 8, 2), PromptTiles(16, 16, 4, 1)),
+    (80, 512, 4): (DecodeTiles(16, 256, 32, 108, 8, 1), PromptTiles(16, 16, 8, 1)),
+    (89, 512, 4): (DecodeTiles(16, 256, 32, 58, 8, 1), PromptTiles(16, 16, 8, 1)),
+    (90, 512, 4): (DecodeTiles(16, 256, 32, 132, 8, 2), PromptTiles(16, 16, 8, 1)),
 }
 #: Decode, where more than 16 query heads share a key head: a tile has 32 rows then, and where its
 #: registers leave room for fewer programs, or spill, that is said here. Up to 16 query heads, and
@@ -152,10 +158,10 @@ def attention_tiles(
     sm: int, head_dim: int, itemsize: int, group: int, pool_itemsize: int
 ) -> tuple[DecodeTiles, PromptTiles]:
     """Tiles for head_dim padded to a power of two, activations of `itemsize` bytes, `group` query
-    heads to a key head and pools of `pool_itemsize` bytes; KernelError for a head dim above 256."""
-    if head_dim > 256:
+    heads to a key head and pools of `pool_itemsize` bytes; KernelError for a head dim above 512."""
+    if head_dim > 512:
         raise KernelError(
-            f"kernels triton take a head dim up to 256, not {head_dim}; choose kernels reference"
+            f"kernels triton take a head dim up to 512, not {head_dim}; choose kernels reference"
         )
     key = _generation(sm), max(head_dim, 64), itemsize
     decode, prompt = _ATTENTION[key]

@@ -181,7 +181,7 @@ def test_the_heads_of_a_device_find_their_keys_on_it(name: str):
         fused = np.repeat(np.arange(n_heads + 2 * n_kv), dim)[None]
         for device in range(shards):
             own = shares.own
-            held = shares.cut(("qkv", "kernel"), fused, device)[0, ::dim]
+            held = shares.cut(("layers", 0, "attention", "qkv", "kernel"), fused, device)[0, ::dim]
             queries, keys, values = np.split(held, [own.n_heads, own.n_heads + own.n_kv_heads])
             wanted = queries // (n_heads // n_kv)
             group = own.n_heads // own.n_kv_heads

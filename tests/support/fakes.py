@@ -24,7 +24,7 @@ from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.kv_pages import PagePool
 from jitney.engine.core.scheduler.limits import SchedulerLimits
-from jitney.engine.core.scheduler.plan import MaskedRow, Plan, StepResult, StepWork
+from jitney.engine.core.scheduler.plan import REJECTED, MaskedRow, Plan, StepResult, StepWork
 from jitney.engine.core.scheduler.scheduler import Scheduler
 from jitney.engine.core.scheduler.sequence import HeldSlots
 from jitney.engine.core.scheduler.state_slots import StateTables
@@ -86,7 +86,7 @@ class Rows:
     request_id: str
     seat: int
     start: int
-    tokens: list[int]  # -1: on the device
+    tokens: list[int]  # -1: on the device; -1 - n: the n-th draft there
     pages: list[int]
     #: Pages of the cache groups with a window beside the first.
     windows: list[list[int]]
@@ -95,6 +95,7 @@ class Rows:
     sample: bool
     score_start: int
     targets: list[int]  # the prompt tokens that the scored rows are scored against
+    draft: int = 0
 
 
 class StepFailed(Exception):
@@ -105,6 +106,8 @@ class FakeRunner:
     """Runs plans in order of launch. poisoned: request ids whose logits are not finite; spoiled:
     those some of whose rows, without logits, are not: (id, position)."""
 
+    #: Tokens that it drafts for each seat; two of three are right.
+    drafted = 0
     #: Positions that a row sees; 0: all before it.
     window = 0
     #: Pages of further cache groups, by window.
@@ -120,6 +123,7 @@ class FakeRunner:
         self.tokens = np.full(self.n_tokens, -1)
         self.positions = np.full(self.n_tokens, -1)
         self.last_token, self.seeds = [-1] * seats, [0] * seats
+        self.accepted, self.drafts = [0] * seats, [[0] * self.drafted] * seats
         self.poisoned: set[str] = set()
         self.spoiled: set[tuple[str, int]] = set()
         self.rows_run = 0
@@ -134,7 +138,7 @@ class FakeRunner:
         assert plan.work == StepWork.of(plan.chunks)
         assert plan.rows <= plan.bucket.tokens and len(plan.chunks) <= plan.bucket.seats
         assert sum(chunk.logit_rows for chunk in plan.chunks) <= plan.bucket.seats
-        seats = [chunk.seq.seat for chunk in plan.chunks]
+        seats = [chunk.seq.seat for chunk in plan.chunks if not chunk.draft]
         assert len(set(seats)) == len(seats) and min(seats) >= 0
         rows = []
         for chunk in plan.chunks:
@@ -145,13 +149,14 @@ class FakeRunner:
                     seq.request.id,
                     seq.seat,
                     chunk.start,
-                    known or [-1],
+                    known or [-1 - chunk.draft],
                     list(seq.pages),
                     [list(held.pages) for held in seq.windows],
                     deepcopy(seq.state),
                     chunk.sample,
                     chunk.score_start,
                     seq.tokens[chunk.score_start + 1 : chunk.score_start + 1 + chunk.scored],
+                    chunk.draft,
                 )
             )
             assert not chunk.scored or chunk.start <= chunk.score_start <= chunk.end - chunk.scored
@@ -167,17 +172,24 @@ class FakeRunner:
             self.positions.copy(),
         )  # no row may need what another sequence writes in this step
         for chunk in rows:
-            chunk.tokens = [
-                self.last_token[chunk.seat] if token < 0 else token for token in chunk.tokens
-            ]
+            chunk.start += self.accepted[chunk.seat] if chunk.tokens[0] < 0 else 0
+            known = [self.last_token[chunk.seat], *self.drafts[chunk.seat]]
+            chunk.tokens = [known[-1 - token] if token < 0 else token for token in chunk.tokens]
         self._write(rows)
         tokens: list[int] = []
         entries: list[TokenLogprobs] = []
         scores: list[TokenLogprobs] = []
         broken: list[bool] = []
+        guessed: list[bool] = []
+        drafts: dict[int, list[int]] = {}
         self._histories = []
+        history: list[int] = []
+        token = accepted = 0
         for chunk in rows:
-            history = self._read(chunk, *before) + chunk.tokens
+            accepted = not chunk.draft or (accepted and chunk.tokens == [token])
+            if not chunk.draft:
+                history = self._read(chunk, *before)
+            history = history + chunk.tokens
             poisoned = chunk.request_id in self.poisoned
             broken.append(
                 any(
@@ -189,8 +201,15 @@ class FakeRunner:
                 scores.append(score(history[:i], target))
             if chunk.sample:
                 token = next_token(history[-self.window :], self.seeds[chunk.seat])
-                self.last_token[chunk.seat] = token
-                tokens.append(-1 if poisoned else token)
+                if accepted:
+                    self.last_token[chunk.seat] = token
+                    self.accepted[chunk.seat] = chunk.draft
+                    drafts[chunk.seat] = self._guess([*history, token], self.seeds[chunk.seat])
+                    tokens.append(-1 if poisoned else token)
+                else:
+                    tokens.append(REJECTED)
+                expected = [*self.drafts[chunk.seat], -1][chunk.draft]
+                guessed.append(bool(accepted) and expected == token)
                 entries.append(score(history, token))
                 self._histories.append(history)
         result = StepResult(
@@ -198,10 +217,22 @@ class FakeRunner:
             None if plan.greedy_only else entries,
             scores or None,
             broken if any(broken) else None,
+            guessed=guessed if self.drafted else None,
         )
+        for seat, own in drafts.items():
+            self.drafts[seat] = own
         self._launched.append(result)
         self.rows_run += plan.bucket.tokens
         return result
+
+    def _guess(self, history: list[int], seed: int) -> list[int]:
+        """Drafts of what follows."""
+        guesses: list[int] = []
+        for _ in range(self.drafted):
+            token = next_token([*history, *guesses][-self.window :], seed)
+            wrong = zlib.crc32(np.asarray([len(history), token], np.int32).tobytes()) % 3 == 0
+            guesses.append((token + wrong) % VOCAB)
+        return guesses
 
     def choose(self, launched: StepResult, rows: list[MaskedRow], masks: np.ndarray) -> None:
         assert launched is self._launched[-1], "tokens are chosen behind the newest step"

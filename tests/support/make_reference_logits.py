@@ -76,6 +76,24 @@ QWEN3_5 = {
     "linear_num_value_heads": 4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
 }
+#: Two head sizes, of which the larger rotates a quarter; prompts go past the windows of 8.
+GEMMA4 = LONGER | {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 8,
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": False,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": 5000.0,
+            "partial_rotary_factor": 0.25,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
 #: Name -> (transformers' prefix, settings beside SIZES, and those of SIZES that it goes without).
 CASES = {
     "llama2": (
@@ -203,6 +221,35 @@ CASES = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
             },
         },
+    ),
+    # As E2B: the last layers read the keys and values of earlier ones.
+    "gemma4": (
+        "Gemma4Text",
+        GEMMA4
+        | {
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": 96,
+        },
+    ),
+    # As 26B-A4B: keys serve as values, and there are experts beside the feed-forward.
+    "gemma4_experts": (
+        "Gemma4Text",
+        GEMMA4
+        | {
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 48,
+        },
+    ),
+    "gemma4_unified": (
+        "Gemma4UnifiedText",
+        GEMMA4 | {"attention_k_eq_v": True, "tie_word_embeddings": True},
     ),
     "olmo2": ("Olmo2", {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}),
     "olmo2_biases": ("Olmo2", {"num_key_value_heads": 4, "attention_bias": True}),
@@ -338,7 +385,13 @@ CASES = {
 #: Cases whose experts are stored so.
 MXFP4 = ("gpt_oss_mxfp4",)
 #: Prefix of a configuration's class -> that of its model's, where they differ.
-MODELS = {"Gemma3Text": "Gemma3", "Qwen3_5Text": "Qwen3_5", "Qwen3_5MoeText": "Qwen3_5Moe"}
+MODELS = {
+    "Gemma3Text": "Gemma3",
+    "Gemma4Text": "Gemma4",
+    "Gemma4UnifiedText": "Gemma4Unified",
+    "Qwen3_5Text": "Qwen3_5",
+    "Qwen3_5MoeText": "Qwen3_5Moe",
+}
 #: Contexts with which some are served: transformers takes the frequencies of a text's length.
 CONTEXTS = {"llama_dynamic": 48, "phi3_short": 64}
 #: Cases with greedy continuations, and lengths of the prompts that are continued: past windows of
@@ -348,6 +401,9 @@ GREEDY = {
     "gpt_oss_mxfp4": (1, 40, 125, 300),
     "gemma2": (5, 20, 48),
     "gemma3": (5, 20, 48),
+    "gemma4": (1, 20, 180),
+    "gemma4_experts": (1, 20, 180),
+    "gemma4_unified": (20,),
     "olmo2": (5, 20, 48),
     "ministral3": (1, 20, 180),
     "phi3": (40, 180),
@@ -368,7 +424,13 @@ GREEDY = {
 #: Tokens of a continuation: past every window of 8.
 COUNT = 16
 #: Spread of the embeddings of some: Gemma scales them up, and would repeat a token for ever.
-SPREADS = {"gemma2": 0.2, "gemma3": 0.15}
+SPREADS = {
+    "gemma2": 0.2,
+    "gemma3": 0.15,
+    "gemma4": 0.15,
+    "gemma4_experts": 0.15,
+    "gemma4_unified": 0.15,
+}
 
 
 def random_tensor(name: str, shape: tuple[int, ...], spread: float = 1.0) -> np.ndarray:
@@ -378,7 +440,7 @@ def random_tensor(name: str, shape: tuple[int, ...], spread: float = 1.0) -> np.
         return np.random.default_rng(zlib.crc32(name.encode())).integers(0, 256, shape, np.uint8)
     if name.endswith("_scales"):  # magnitudes of experts' weights up to 1.5, or 6 of gates
         return (124 + 2 * ("gate" in name) + np.clip(drawn, -2, 0)).astype(np.uint8)
-    if "norm" in name:
+    if "norm" in name or name.endswith(("_scalar", "_scale", ".scale")):
         drawn = 1.0 + 0.2 * drawn
     elif name.endswith((".bias", "_proj_bias")):
         drawn = 0.3 * drawn

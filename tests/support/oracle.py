@@ -45,7 +45,7 @@ def nothing_kept(config: ModelConfig, seqs: int) -> list[Any]:
     seats: Any = None
     if config.recurrent is not None:
         seats = DeltaState.empty(config.recurrent.state_shapes(seqs))
-    return config.by_layer(jnp.zeros(0), seats)
+    return config.by_layer(lambda _: jnp.zeros(0), seats)
 
 
 @jax.jit

@@ -121,13 +121,13 @@ def logits(
     layout = sizes.builder(model.config).layout(Bucket(ROWS, len(tokens)), True)
     kv = sizes.shapes(model.config, kernels, mesh).allocate(model.config)
 
-    def step(leaves: Any, kv: Any, last_token: Any, packed: Any) -> jax.Array:
-        inputs = layout.split(packed)
-        logits_of, _, _ = program.forward(leaves, kv, last_token, inputs)
+    def step(leaves: Any, kv: Any, seat_tokens: Any, packed: Any) -> jax.Array:
+        inputs, _ = seat_tokens.fill(layout.split(packed))
+        logits_of, _, _ = program.forward(leaves, kv, inputs)
         found = logits_of(inputs.logit_rows)
         return TENSOR.side_by_side(found) if mesh is not None else found
 
-    args = leaves, kv.kv, kv.last_token, one_prompt(layout, tokens)
+    args = leaves, kv.kv, kv.seat_tokens, one_prompt(layout, tokens)
     if mesh is not None:
         of_arrays = jax.tree.map(lambda leaf: leaf.sharding.spec, (leaves, kv.kv))
         specs = *of_arrays, WHOLE, WHOLE
@@ -177,13 +177,13 @@ def joined_logits(
     uploads = [one_prompt(layout, tokens[:count]) for count in counts]
     kv = sizes.shapes(model.config, program.kernels, mesh).allocate(model.config)
 
-    def step(leaves: Any, kv: Any, last_token: Any, packed: Any) -> jax.Array:
-        inputs = layout.split(packed)
-        logits_of, _, _ = program.forward(leaves, kv, last_token, inputs)
+    def step(leaves: Any, kv: Any, seat_tokens: Any, packed: Any) -> jax.Array:
+        inputs, _ = seat_tokens.fill(layout.split(packed))
+        logits_of, _, _ = program.forward(leaves, kv, inputs)
         return TENSOR.side_by_side(logits_of(inputs.logit_rows))
 
-    args = leaves, kv.kv, kv.last_token, np.concatenate(uploads)
-    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, (leaves, kv.kv, kv.last_token))
+    args = leaves, kv.kv, kv.seat_tokens, np.concatenate(uploads)
+    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, (leaves, kv.kv, kv.seat_tokens))
     of_each = of_each_engine(mesh, WHOLE)
     step = jax.shard_map(
         step, mesh=mesh, in_specs=(*specs, of_each), out_specs=of_each, check_vma=False
@@ -445,7 +445,7 @@ def program(
         np.prod([int(n) for n in re.findall(r"\d+", shape)])
         for shape in re.findall(r"= \w+\[([\d,]*)\]\S* all-gather(?:-start)?\(", text)
     ]
-    pools = config.n_pools * 16 * 16 * 2 * config.n_kv_heads * config.head_dim * 4 // devices
+    pools = sum(config.kv_numbers) * 16 * 16 * 4 // devices
     pools += sizes.seats * config.local(devices).slot_bytes
     return np.array(
         [

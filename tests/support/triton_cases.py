@@ -408,9 +408,7 @@ def sampled_tokens() -> dict[str, Any]:
     )
     logits = rng.standard_normal((n, vocab), np.float32) * 2
     found = [
-        np.asarray(
-            jax.jit(Sampler(search).sample)(logits, rows, SeatState.empty(4, vocab))[0].tokens
-        )
+        np.asarray(jax.jit(Sampler(search).sample)(logits, rows, SeatState.empty(4, vocab)).tokens)
         for search in (KERNELS.threshold, None)
     ]
     return {"other": int((found[0] != found[1]).sum()), "distinct": len(set(found[1].tolist()))}

@@ -107,11 +107,12 @@ def state_of(draw: np.random.Generator) -> SeatState:
 
 
 def sampler(mesh: Mesh | None) -> Any:
-    """`Sampler.sample`, compiled for these devices."""
+    """`Sampler.sample` and what is counted behind it, compiled for these devices."""
     vocabulary = Vocabulary() if mesh is None else SplitVocabulary(mesh.size)
 
     def step(logits: Any, rows: SamplingRows, state: SeatState, allowed: Any) -> Any:
-        return Sampler(None, WIDTH, vocabulary).sample(logits, rows, state, allowed)
+        sampled = Sampler(None, WIDTH, vocabulary).sample(logits, rows, state, allowed)
+        return sampled, state.count_tokens(rows, sampled.tokens)
 
     if mesh is None:
         return jax.jit(step)

@@ -94,6 +94,4 @@ def _check_pool(config: Config, own: ModelConfig, context: int) -> None:
 def _least_page_bytes(config: Config, own: ModelConfig) -> tuple[int, ...]:
     """The fewest bytes of a page of each cache group in all its layers, on one device."""
     number = _KV_BYTES.get(config.engine.kv_dtype) or _DTYPE_BYTES.get(config.model.dtype, 2)
-    width = 2 * own.n_kv_heads * own.head_dim
-    layer = width * number * config.engine.page_size
-    return tuple(len(group.layers) * layer for group in own.cache_groups)
+    return tuple(width * number * config.engine.page_size for width in own.kv_numbers)

@@ -203,12 +203,12 @@ class LockstepRunner(_RunnerWithOthers):
     def _own_state(self) -> Iterator[None]:
         """What seats keep is this engine's alone inside: its part of the arrays of all."""
         state, mesh = self.state, self._own_mesh
-        both = state.last_token, state.seats
-        state.last_token, state.seats = jax.tree.map(lambda array: _own_part(array, mesh), both)
+        both = state.seat_tokens, state.seats
+        state.seat_tokens, state.seats = jax.tree.map(lambda array: _own_part(array, mesh), both)
         yield
-        both = state.last_token, state.seats
-        shapes = self.shapes.last_token, self.shapes.seats
-        state.last_token, state.seats = jax.tree.map(_of_all, both, shapes)
+        both = state.seat_tokens, state.seats
+        shapes = self.shapes.seat_tokens, self.shapes.seats
+        state.seat_tokens, state.seats = jax.tree.map(_of_all, both, shapes)
 
 
 def _pieces(array: Array) -> list[Array]:

@@ -137,7 +137,7 @@ class _Field(NamedTuple):
 
 #: All fields of a step's upload. An executable takes those whose part it has (`UploadLayout`).
 _FIELDS = (
-    # Token ids; -1: read last_token of token_seats on the device.
+    # Token ids; -1: the last token of token_seats on the device; -1 - n: its n-th draft.
     _Field("tokens", ("T",), "rows"),
     # The seat that each row belongs to.
     _Field("token_seats", ("T",), "rows"),
@@ -150,7 +150,7 @@ _FIELDS = (
     _Field("counts", ("3",), "rows"),
     # The token row that each logit row reads.
     _Field("logit_rows", ("S",), "rows"),
-    # The seat whose last_token a logit row sets; M: none.
+    # The seat whose last token a logit row sets; M: none.
     _Field("seats", ("S",), "rows", padding=attrgetter("seats")),
     # Each seat's adapter, from 1; 0: none. Nothing where the engine has no adapters.
     _Field("seat_adapters", ("A",), "rows"),
@@ -564,7 +564,9 @@ class BatchBuilder:
         token_seats, positions, write_rows = rows.token_seats, rows.positions, rows.write_rows
         for number, chunk in enumerate(chunks):
             seat, start = chunk.seq.seat, chunk.start
-            if start < len(chunk.seq.tokens):  # the device may have chosen another one, see sit_out
+            if chunk.draft:
+                rows.tokens[number] = -1 - chunk.draft
+            elif start < len(chunk.seq.tokens):  # the device may have chosen another, see sit_out
                 rows.tokens[number] = chunk.seq.tokens[start]
             token_seats.append(seat)
             positions.append(start)

@@ -53,12 +53,14 @@ def likely_temp_bytes(model: ModelConfig, buckets: Buckets) -> int:
     """
     rows = buckets.token_budget
     if model.experts is None:
-        layer = rows * (10 * model.intermediate_size + 4 * model.hidden_size)
+        inner = model.of_layer(model.n_layers - 1).intermediate_size
+        layer = rows * (10 * inner + 4 * model.hidden_size)
     else:
         rows *= model.experts.engines
         places = model.experts.block_rows(rows) * model.experts.most_blocks(rows)
         layer = places * (6 * model.hidden_size + 2 * model.intermediate_size)
         layer += rows * (12 * model.hidden_size + 16 * model.experts.n_experts)
+    layer += rows * 6 * model.n_layers * model.layer_input_size
     logits = 4 * buckets.seats * model.vocab_size * 4
     return max(layer, logits) * 5 // 4
 

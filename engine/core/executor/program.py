@@ -1,7 +1,6 @@
 """The step as a pure function, and how it is lowered, for one device or several.
 
-embed -> layers (write KV page, attend) -> rows that need logits -> sample -> last_token of each
-seat.
+embed -> layers (write KV page, attend) -> rows that need logits -> sample -> tokens of each seat.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from jitney.engine.core.executor.sampling import (
     score_rows_at_once,
     unpack_masks,
 )
+from jitney.engine.core.executor.seat_tokens import Drafting, DraftRows, SeatTokens
 from jitney.engine.core.executor.vocabulary import SplitVocabulary, Vocabulary
 from jitney.engine.core.models.hidden import Hidden
 from jitney.engine.core.models.protocol import Model
@@ -91,7 +91,7 @@ class DeviceState:
 
     #: What each layer keeps: a pool, or a `DeltaState`; nothing of an encoder.
     kv: list[Any]
-    last_token: Shaped  #: int32 [M]
+    seat_tokens: SeatTokens  #: what the next rows of seats read
     seats: SeatState  #: what the sampler knows of each
 
     def allocate(self, config: ModelConfig) -> DeviceState:
@@ -113,15 +113,16 @@ class DeviceState:
         seats = SeatState.empty(self._own_seats(), config.output_size)
         return DeviceState(
             kv=jax.tree.map(zeros, self.kv),
-            last_token=zeros(self.last_token),
+            seat_tokens=jax.tree.map(zeros, self.seat_tokens),
             seats=jax.tree.map(place, seats, self.seats),
         )
 
     def _own_seats(self) -> int:
         """Seats of one engine."""
-        if self.last_token.sharding is None:
-            return self.last_token.shape[0]
-        return self.last_token.sharding.shard_shape(self.last_token.shape)[0]
+        last = self.seat_tokens.last
+        if last.sharding is None:
+            return last.shape[0]
+        return last.sharding.shard_shape(last.shape)[0]
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,8 @@ class StateSizes:
     #: Pages of each cache group but the first; empty: all layers share page tables.
     window_pages: tuple[int, ...] = ()
     checkpoints: int = 0  #: slots of recurrent layers' state beside one for each seat
+    #: None: no tokens are drafted.
+    drafting: Drafting | None = None
 
     @property
     def pages_per_seat(self) -> int:
@@ -169,7 +172,9 @@ class StateSizes:
         )
 
     def pool(self, config: ModelConfig, kernels: Kernels, group: int = 0) -> tuple[int, ...]:
-        """Shape of one layer's pool on one device; config: of one device (`ModelConfig.local`)."""
+        """Shape of one layer's pool on one device; config: of the layer (`ModelConfig.of_layer`),
+        and of one device (`ModelConfig.local`).
+        """
         n_pages = self.group_pages[group]
         if kernels.pool_shape is None:
             return n_pages, self.page_size, 2 * config.n_kv_heads, config.head_dim
@@ -179,31 +184,38 @@ class StateSizes:
 
     def page_bytes(self, config: ModelConfig, kernels: Kernels) -> tuple[int, ...]:
         """Bytes of a page of each cache group, in all its layers, on one device."""
-        one = replace(self, n_pages=1)
-        layer = math.prod(one.pool(config, kernels)) * jnp.dtype(self.kv_dtype).itemsize
-        return tuple(len(group.layers) * layer for group in config.cache_groups)
+        one, size = replace(self, n_pages=1), jnp.dtype(self.kv_dtype).itemsize
+        return tuple(
+            size * sum(math.prod(one.pool(config.of_layer(i), kernels)) for i in group.layers)
+            for group in config.cache_groups
+        )
 
     def shapes(self, config: ModelConfig, kernels: Kernels, mesh: Mesh | None) -> DeviceState:
         """The state as shapes, placed on the mesh; of all engines on it. config: of one device."""
-        small = jax.eval_shape(partial(SeatState.empty, self.seats, config.output_size))
+        small = jax.eval_shape(
+            lambda: (self._no_tokens(), SeatState.empty(self.seats, config.output_size))
+        )
+        seat_tokens, seats = jax.tree.map(lambda x: _shape_on(mesh, x.shape, x.dtype, WHOLE), small)
         kept: list[Any] = []
         if config.encoder is None:
             state = self._delta_state(config, mesh)
             kept = [state] * config.n_layers
             for number, group in enumerate(config.cache_groups):
-                pool = self._placed_pool(config, kernels, mesh, number)
                 for layer in group.layers:
-                    kept[layer] = pool
-        return DeviceState(
-            kv=kept,
-            last_token=_shape_on(mesh, (self.seats,), jnp.int32, WHOLE),
-            seats=jax.tree.map(lambda x: _shape_on(mesh, x.shape, x.dtype, WHOLE), small),
-        )
+                    own = config.of_layer(layer)
+                    kept[layer] = self._placed_pool(own, kernels, mesh, number)
+        return DeviceState(kv=kept, seat_tokens=seat_tokens, seats=seats)
+
+    def _no_tokens(self) -> SeatTokens:
+        """Of seats nobody sits in."""
+        if self.drafting is None:
+            return SeatTokens(jnp.zeros(self.seats, jnp.int32))
+        return self.drafting.empty(self.seats, self.context_length, self.page_size)
 
     def _placed_pool(
         self, config: ModelConfig, kernels: Kernels, mesh: Mesh | None, group: int
     ) -> Any:
-        """The pool of a layer of this cache group, as a shape."""
+        """The pool of a layer of this cache group, as a shape; config: of the layer."""
         own = group if self.window_pages else 0
         pages, page, rows, width = self.pool(config, kernels, own)
         return _shape_on(mesh, (pages, page, rows * config.shards, width), self.kv_dtype, _POOL)
@@ -248,6 +260,8 @@ class StepOutput(NamedTuple):
     #: Of all rows, for `Program.pool`, if the engine makes vectors; None of steps without prompt
     #: rows.
     hidden: Hidden | None = None
+    #: See `Taken.guessed`.
+    guessed: Array | None = None
 
 
 def _meta_of(inputs: Any, engines: int) -> AttentionMeta:
@@ -291,11 +305,12 @@ def _adapted(inputs: Any) -> Array | None:
     return inputs.seat_adapters[inputs.token_seats]
 
 
-def _sampling_rows(layout: UploadLayout, inputs: Any) -> SamplingRows:
+def _sampling_rows(layout: UploadLayout, inputs: Any, drafts: DraftRows | None) -> SamplingRows:
     return SamplingRows(
         params=layout.sampling.columns(inputs.sampling),
         position=inputs.positions[inputs.logit_rows],
         seats=inputs.seats,
+        drafts=drafts,
     )
 
 
@@ -338,14 +353,13 @@ class Program:
         return nnx.merge(self.graph, jax.tree.unflatten(self.treedef, leaves))
 
     def forward(
-        self, leaves: list[Array], kv: list[Array], last_token: Array, inputs: Any
+        self, leaves: list[Array], kv: list[Array], inputs: Any
     ) -> tuple[_LogitsOf, Hidden, list[Array]]:
-        """-> (from row numbers int32 [R] to their logits, float32 [R, V], this device's columns of
-        them if split; all rows behind the last attention; kv)."""
+        """inputs: with all tokens, see `SeatTokens.fill`. -> (from row numbers int32 [R] to their
+        logits, float32 [R, V], this device's columns of them if split; all rows behind the last
+        attention; kv)."""
         model = self.model(leaves)
-        sampled_last = jnp.maximum(last_token[inputs.token_seats], 0)
-        tokens = jnp.where(inputs.tokens >= 0, inputs.tokens, sampled_last)
-        hidden, kv = model(tokens, kv, _meta_of(inputs, self.engines), self.kernels)
+        hidden, kv = model(inputs.tokens, kv, _meta_of(inputs, self.engines), self.kernels)
 
         def logits_of(rows: Array) -> Array:
             return model.logits(hidden[rows], self.kernels)
@@ -357,54 +371,60 @@ class Program:
         layout: UploadLayout,
         leaves: list[Array],
         kv: list[Array],
-        last_token: Array,
+        seat_tokens: SeatTokens,
         packed: Array,
-    ) -> tuple[list[Array], Array, StepOutput]:
+    ) -> tuple[list[Array], SeatTokens, StepOutput]:
         """The all-greedy step: no sampler in it."""
-        inputs = layout.split(packed)
-        logits_of, hidden, kv = self.forward(leaves, kv, last_token, inputs)
+        inputs, drafts = seat_tokens.fill(layout.split(packed))
+        logits_of, hidden, kv = self.forward(leaves, kv, inputs)
         logits = logits_of(inputs.logit_rows)
-        tokens = self.vocabulary.greedy(logits)
-        last_token = last_token.at[inputs.seats].set(tokens, mode="drop")
-        if layout.bucket.decode_only:
-            return kv, last_token, StepOutput(tokens)
-        broken = hidden.broken_sequences(inputs.cu_q)
-        return kv, last_token, StepOutput(tokens, broken, hidden=self._left(hidden))
+        positions = inputs.positions[inputs.logit_rows]
+        chosen = self.vocabulary.greedy(logits)
+        seat_tokens, tokens, guessed = seat_tokens.take(inputs.seats, positions, drafts, chosen)
+        output = StepOutput(tokens, guessed=guessed)
+        if not layout.bucket.decode_only:
+            broken = hidden.broken_sequences(inputs.cu_q)
+            output = output._replace(broken=broken, hidden=self._left(hidden))
+        return kv, seat_tokens, output
 
     def encode(
         self,
         layout: UploadLayout,
         leaves: list[Array],
         kv: list[Array],
-        last_token: Array,
+        seat_tokens: SeatTokens,
         packed: Array,
-    ) -> tuple[list[Array], Array, StepOutput]:
+    ) -> tuple[list[Array], SeatTokens, StepOutput]:
         """The step of an encoder: nobody's token."""
-        inputs = layout.split(packed)
-        _, hidden, kv = self.forward(leaves, kv, last_token, inputs)
+        inputs, _ = seat_tokens.fill(layout.split(packed))
+        _, hidden, kv = self.forward(leaves, kv, inputs)
         tokens = jnp.zeros((layout.bucket.seats,), jnp.int32)
         broken = hidden.broken_sequences(inputs.cu_q)
-        return kv, last_token, StepOutput(tokens, broken, hidden=hidden)
+        return kv, seat_tokens, StepOutput(tokens, broken, hidden=hidden)
 
     def full(
         self,
         layout: UploadLayout,
         leaves: list[Array],
         kv: list[Array],
-        last_token: Array,
+        seat_tokens: SeatTokens,
         seats: SeatState,
         packed: Array,
-    ) -> tuple[list[Array], Array, SeatState, StepOutput, Array]:
+    ) -> tuple[list[Array], SeatTokens, SeatState, StepOutput, Array]:
         """The step with every sampling option; it leaves logits float32 [S, V] for `choose`. Split,
         each device samples from its columns, and all choose alike.
         """
-        inputs = layout.split(packed)
-        logits_of, hidden, kv = self.forward(leaves, kv, last_token, inputs)
-        rows = _sampling_rows(layout, inputs)
+        inputs, drafts = seat_tokens.fill(layout.split(packed))
+        logits_of, hidden, kv = self.forward(leaves, kv, inputs)
+        rows = _sampling_rows(layout, inputs, drafts)
         logits = logits_of(inputs.logit_rows)
-        sampled, seats = self.sampler.sample(logits, rows, seats)
-        last_token = last_token.at[inputs.seats].set(sampled.tokens, mode="drop")
-        output = StepOutput(sampled)
+        sampled = self.sampler.sample(logits, rows, seats)
+        seat_tokens, tokens, guessed = seat_tokens.take(
+            rows.seats, rows.position, drafts, sampled.tokens
+        )
+        sampled = sampled._replace(tokens=tokens)
+        seats = seats.count_tokens(rows, tokens)
+        output = StepOutput(sampled, guessed=guessed)
         if layout.scores:
             block = score_rows_at_once(layout.bucket.tokens, logits.shape[-1])
             count = inputs.score_count[0]
@@ -414,8 +434,8 @@ class Program:
                 logits_of, inputs.score_rows, inputs.score_tokens, count, block
             )
             broken = hidden.broken_sequences(inputs.cu_q)
-            output = StepOutput(sampled, broken, scores, self._left(hidden))
-        return kv, last_token, seats, output, logits
+            output = StepOutput(sampled, broken, scores, self._left(hidden), guessed)
+        return kv, seat_tokens, seats, output, logits
 
     @property
     def sampler(self) -> Sampler:
@@ -467,18 +487,24 @@ class Program:
         return jax.jit(pool).lower(*args)
 
     def choose(
-        self, logits: Array, last_token: Array, seats: SeatState, heads: Array, masks: Array
-    ) -> tuple[Array, SeatState, Sampled]:
+        self,
+        logits: Array,
+        seat_tokens: SeatTokens,
+        seats: SeatState,
+        heads: Array,
+        masks: Array,
+    ) -> tuple[SeatTokens, SeatState, Sampled]:
         """The tokens of rows under masks, behind a step: logits float32 [R, V], `MaskedRows`."""
         positions, owners, params = MaskedHeads.of(heads)
         rows = SamplingRows(params, positions, owners)
         allowed = unpack_masks(masks, seats.counts.shape[1])
-        chosen, seats = self.sampler.sample(logits, rows, seats, allowed)
+        chosen = self.sampler.sample(logits, rows, seats, allowed)
+        seats = seats.count_tokens(rows, chosen.tokens)
         # A row that is not finite may be so where the mask hides it.
         finite = jnp.isfinite(self.vocabulary.largest(logits)[:, 0])
         tokens = jnp.where(finite, chosen.tokens, -1)
-        last_token = last_token.at[owners].set(tokens, mode="drop")
-        return last_token, seats, chosen._replace(tokens=tokens)
+        seat_tokens = seat_tokens.take(owners, positions, None, tokens).seat_tokens
+        return seat_tokens, seats, chosen._replace(tokens=tokens)
 
     def lower(
         self, layout: UploadLayout, leaves: Sequence[Shaped], state: DeviceState
@@ -489,11 +515,11 @@ class Program:
         kept = jax.tree.map(lambda x: x.sharding.spec, state.kv) if self.split else None
         if layout.greedy_only:
             step = partial(self.encode if self.encoder else self.greedy_only, layout)
-            args = leaves, state.kv, state.last_token, packed
+            args = leaves, state.kv, state.seat_tokens, packed
             results = kept, WHOLE, WHOLE
         else:
             step = partial(self.full, layout)
-            args = leaves, state.kv, state.last_token, state.seats, packed
+            args = leaves, state.kv, state.seat_tokens, state.seats, packed
             results = kept, WHOLE, WHOLE, WHOLE, _COLUMNS
         if self.split:
             step = self._on_every_device(step, args, results)
@@ -509,7 +535,7 @@ class Program:
         vocab = state.seats.counts.shape[1]
         args = (
             _shape_on(self.mesh, (rows, vocab), jnp.float32, _COLUMNS),
-            state.last_token,
+            state.seat_tokens,
             state.seats,
             self.whole((rows, MaskedHeads.words()), jnp.int32),
             self.whole((rows, mask_words(vocab)), jnp.int32),

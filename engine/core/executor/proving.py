@@ -85,8 +85,10 @@ def served_by(
     if own.tie_embeddings:
         table = own.vocab_share
     activations = jnp.dtype(dtype).name
+    attention, *other_attention = _attention_shapes(own, sizes)
     return ServedShapes(
-        attention=_attention_shapes(own, sizes),
+        attention=attention,
+        other_attention=tuple(other_attention),
         norms=_norm_shapes(own, activations),
         steps=StepShapes(
             decode=tuple(bucket.seats for bucket in buckets.decode),
@@ -114,20 +116,27 @@ def _norm_shapes(own: ModelConfig, activations: str) -> NormShapes:
     return NormShapes(own.rms_eps, dtype, widths)
 
 
-def _attention_shapes(own: ModelConfig, sizes: StateSizes) -> AttentionShapes:
-    return AttentionShapes(
-        n_heads=own.n_heads,
-        n_kv_heads=own.n_kv_heads,
-        head_dim=own.head_dim,
-        windows=tuple(sorted(set(own.windows))),
-        softcap=own.attention_softcap,
-        qk_norm=own.qk_norm,
-        sinks=own.attention_sinks,
-        page_size=sizes.page_size,
-        pages=sizes.builder(own).pages,
-        context=sizes.context_length,
-        kv_dtype=jnp.dtype(sizes.kv_dtype).name,
-    )
+def _attention_shapes(own: ModelConfig, sizes: StateSizes) -> Iterator[AttentionShapes]:
+    """Of each kind of heads."""
+    windows: dict[tuple[int, int], set[int]] = {}
+    for layer, window in enumerate(own.windows):
+        heads = own.of_layer(layer)
+        windows.setdefault((heads.n_kv_heads, heads.head_dim), set()).add(window)
+    for (n_kv_heads, head_dim), seen in windows.items():
+        yield AttentionShapes(
+            n_heads=own.n_heads,
+            n_kv_heads=n_kv_heads,
+            head_dim=head_dim,
+            windows=tuple(sorted(seen)),
+            softcap=own.attention_softcap,
+            qk_norm=own.qk_norm,
+            sinks=own.attention_sinks,
+            page_size=sizes.page_size,
+            pages=sizes.builder(own).pages,
+            context=sizes.context_length,
+            kv_dtype=jnp.dtype(sizes.kv_dtype).name,
+            read_again=own.n_kv_readers > 0,
+        )
 
 
 def _delta_shape(own: ModelConfig) -> DeltaShape | None:

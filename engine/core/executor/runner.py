@@ -1,7 +1,7 @@
 """The device side of a step: executables compiled ahead, donated state, late tokens.
 
 One executable per bucket and kind (all-greedy, or with the sampler); on a CPU made of programs that
-buckets share (`step_parts`). The next step reads sampled tokens from `last_token` by seat, so they
+buckets share (`step_parts`). The next step reads sampled tokens by seat (`seat_tokens`), so they
 never wait for the host.
 """
 
@@ -27,6 +27,7 @@ from jax.sharding import Mesh
 from jitney.engine.common.outputs import TokenLogprobs
 from jitney.engine.common.requests import Pooling
 from jitney.engine.core.executor.choices import Choices
+from jitney.engine.core.executor.compiler_messages import MEANINGLESS, left_out
 from jitney.engine.core.executor.inputs import MaskedRows
 from jitney.engine.core.executor.program import (
     DeviceState,
@@ -35,7 +36,9 @@ from jitney.engine.core.executor.program import (
     StepCall,
     StepOutput,
 )
+from jitney.engine.core.executor.program_memory import ProgramsMemory, StepMemory
 from jitney.engine.core.executor.sampling import Sampled, SeatState
+from jitney.engine.core.executor.seat_tokens import DraftedTokens
 from jitney.engine.core.executor.step_parts import StepParts
 from jitney.engine.core.models.protocol import Model
 from jitney.engine.core.models.sharding import own_mesh
@@ -198,6 +201,8 @@ class Runner:
         self.compile_seconds = 0.0
         #: Installs a boarding sequence's sampling state.
         self._board: jax.stages.Compiled
+        #: The same of its tokens, in an engine that speculates.
+        self._board_tokens: jax.stages.Compiled
 
     def compile(
         self, report: _Report = _report_nothing, meet: Callable[[], None] = _meet_nobody
@@ -243,7 +248,8 @@ class Runner:
     ) -> None:
         """Compile those of these (bucket, greedy_only) that are missing, `threads` at a time."""
         report(0, len(kinds), "")
-        with _no_collection(), ThreadPoolExecutor(threads) as pool:
+        meaningless = MEANINGLESS.get(jax.default_backend())
+        with left_out(meaningless), _no_collection(), ThreadPoolExecutor(threads) as pool:
             compiling = {}
             for kind in kinds:
                 if kind not in self.executables:
@@ -260,18 +266,22 @@ class Runner:
         return pool.submit(self.program.compile, self.lower(bucket, greedy_only)).result
 
     def largest_temp_bytes(self) -> int:
-        """Temporaries of the largest executable on each device, with the logits of two steps, for
-        sizing the pool; `compile` reuses that executable.
+        """Temporaries of the largest step on each device, with the logits of two steps, for sizing
+        the pool: of most rows, whose layers need most, or of most seats, whose sampler does.
+        `compile` reuses these executables.
         """
         started = time.perf_counter()
         largest = self.buckets.mixed[-1]
-        executable = self.program.compile(self.lower(largest, False))
-        self.executables[largest, False] = executable
+        kinds = [(largest, False), (self.buckets.decode[-1], False)]
+        self.compile_steps(kinds)
         self.compile_seconds += time.perf_counter() - started
         logits = 4 * largest.seats * self.shapes.seats.counts.shape[1]
-        memory = executable.memory_analysis()
-        assert memory is not None  # XLA of every platform that we compile for says it
-        return memory.temp_size_in_bytes + 2 * logits
+        steps = [StepMemory.of(_name_of(*kind), self.executables[kind]) for kind in kinds]
+        return max(step.temporaries for step in steps) + 2 * logits
+
+    def program_memory(self) -> ProgramsMemory:
+        """Memory of the compiled steps."""
+        return ProgramsMemory.of((_name_of(*kind), step) for kind, step in self.executables.items())
 
     def runs_greedy_only(self, bucket: Bucket, greedy_only: bool) -> bool:
         """Whether an all-greedy step of this bucket has an executable of its own.
@@ -299,7 +309,13 @@ class Runner:
             donate_argnums=0,
             out_shardings=jax.tree.map(lambda column: column.sharding, seats),
         )
-        self._board = board.lower(seats, whole((), jnp.int32), *row).compile()
+        seat = whole((), jnp.int32)
+        self._board = board.lower(seats, seat, *row).compile()
+        tokens = self.own_shapes.seat_tokens
+        if isinstance(tokens, DraftedTokens):
+            row = whole(tokens.recent.shape[1:], jnp.int32)
+            board = jax.jit(DraftedTokens.board, donate_argnums=0)
+            self._board_tokens = board.lower(tokens, seat, row).compile()
 
     def _compile_pools(self) -> None:
         """The programs of vectors, if the engine makes any: one for each bucket with prompts."""
@@ -373,7 +389,7 @@ class Runner:
         if plan.masked:
             step.logits = logits
         _copy_sampled(output.sampled, logprobs=_wants_logprobs(plan))
-        _copy_to_host((output.broken, output.scores if step.scored else None))
+        _copy_to_host((output.broken, output.scores if step.scored else None, output.guessed))
         return step
 
     def choose(self, launched: LaunchedStep, rows: list[MaskedRow], masks: np.ndarray) -> None:
@@ -402,8 +418,8 @@ class Runner:
         if numbers is not None:
             logits = self.choices.picks[logits.shape[0], len(numbers)](logits, numbers)
         state, program = self.state, self.choices.programs[logits.shape[0]]
-        state.last_token, state.seats, sampled = program(
-            logits, state.last_token, state.seats, upload.heads, upload.masks
+        state.seat_tokens, state.seats, sampled = program(
+            logits, state.seat_tokens, state.seats, upload.heads, upload.masks
         )
         return sampled
 
@@ -414,6 +430,11 @@ class Runner:
             vocab = self.config.vocab_size
             row = SeatState.row(params, seq.tokens, seq.n_prompt, vocab, self.end_ids)
             self.board(seq.seat, row)
+        if isinstance(self.state.seat_tokens, DraftedTokens):
+            row = self.state.seat_tokens.row_of(seq.tokens)
+            self.state.seat_tokens = self._board_tokens(
+                self.state.seat_tokens, np.int32(seq.seat), row
+            )
 
     def board(self, seat: int, row: Iterable[np.ndarray]) -> None:
         """Give a seat its row of `SeatState`."""
@@ -426,12 +447,12 @@ class Runner:
         state, executable = self.state, self.executables[bucket, greedy_only]
         logits = None
         if greedy_only:
-            state.kv, state.last_token, output = executable(
-                self.leaves, state.kv, state.last_token, packed
+            state.kv, state.seat_tokens, output = executable(
+                self.leaves, state.kv, state.seat_tokens, packed
             )
         else:
-            state.kv, state.last_token, state.seats, output, logits = executable(
-                self.leaves, state.kv, state.last_token, state.seats, packed
+            state.kv, state.seat_tokens, state.seats, output, logits = executable(
+                self.leaves, state.kv, state.seat_tokens, state.seats, packed
             )
         return output, logits
 
@@ -497,8 +518,10 @@ class Runner:
 
     def fetch(self, launched: LaunchedStep) -> StepResult:
         """Wait for what a step brought."""
-        plan, (sampled, broken, scores, _) = launched.plan, launched.output
+        plan, (sampled, broken, scores, _, guessed) = launched.plan, launched.output
         result = _sampled(plan, sampled)
+        if guessed is not None:
+            result.guessed = np.asarray(guessed)[: plan.logit_rows].tolist()
         if launched.chosen is not None:
             _put_chosen(result, launched.chosen, launched.chosen_rows)
         if broken is not None:

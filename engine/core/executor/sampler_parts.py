@@ -28,6 +28,7 @@ from jitney.engine.core.executor.sampling import (
     SeatState,
     unpack_masks,
 )
+from jitney.engine.core.executor.seat_tokens import DraftRows, SeatTokens, Taken
 from jitney.engine.core.executor.vocabulary import Vocabulary
 from jitney.engine.core.scheduler.plan import mask_words
 
@@ -38,24 +39,23 @@ class LogitRows(NamedTuple):
     logits: Any  #: float32 [S, V]
     positions: Any  #: int32 [S]: of the rows
     seats: Any  #: int32 [S]; M: none
+    drafts: DraftRows | None = None  #: what they read of drafts; None: the engine makes none
+
+    def take(self, seat_tokens: SeatTokens, tokens: Array) -> Taken:
+        """These rows sampled these tokens, int32 [S]."""
+        return seat_tokens.take(self.seats, self.positions, self.drafts, tokens)
 
     def asking(self, sampling: Array) -> SamplingRows:
         """These rows with their parameters, int32 [S, W] as uploaded."""
-        return SamplingRows(SAMPLING.columns(sampling), self.positions, self.seats)
+        return SamplingRows(SAMPLING.columns(sampling), self.positions, self.seats, self.drafts)
 
 
-def _choose_likeliest(last_token: Array, rows: LogitRows) -> tuple[Array, Array]:
-    """-> (last_token, tokens int32 [S])."""
-    tokens = Vocabulary().greedy(rows.logits)
-    return last_token.at[rows.seats].set(tokens, mode="drop"), tokens
+def _choose_likeliest(seat_tokens: SeatTokens, rows: LogitRows) -> Taken:
+    return rows.take(seat_tokens, Vocabulary().greedy(rows.logits))
 
 
-def _choose(
-    sampler: Sampler, last_token: Array, rows: LogitRows, sampling: Array
-) -> tuple[Array, Array]:
-    """-> (last_token, tokens int32 [S])."""
-    tokens = sampler.choose_tokens(rows.logits, rows.asking(sampling))
-    return last_token.at[rows.seats].set(tokens, mode="drop"), tokens
+def _choose(sampler: Sampler, seat_tokens: SeatTokens, rows: LogitRows, sampling: Array) -> Taken:
+    return rows.take(seat_tokens, sampler.choose_tokens(rows.logits, rows.asking(sampling)))
 
 
 def _shape(rows: LogitRows, seats: SeatState, sampling: Array) -> Array:
@@ -89,28 +89,35 @@ class RowSampler:
     count: jax.stages.Compiled
     #: `Sampled` without its tokens, of rows that ask for no log-probabilities.
     no_scores: tuple[Array, ...]
+    #: Of rows that read no drafts.
+    no_drafts: DraftRows | None
+
+    @property
+    def programs(self) -> tuple[jax.stages.Compiled, ...]:
+        return (self.likeliest, self.choose, self.shape, self.score, self.mask, self.count)
 
     def sample_masked(
         self,
         logits: Array,
-        last_token: Array,
+        seat_tokens: SeatTokens,
         seats: SeatState,
         heads: np.ndarray,
         masks: np.ndarray,
-    ) -> tuple[Array, SeatState, Sampled]:
+    ) -> tuple[SeatTokens, SeatState, Sampled]:
         """See `Program.choose`."""
         own = MaskedHeads.of(heads)
-        rows = LogitRows(self.mask(logits, masks), own.positions, own.seats)
-        return self.sample(last_token, seats, rows, heads[:, 2:], logits)
+        rows = LogitRows(self.mask(logits, masks), own.positions, own.seats, self.no_drafts)
+        taken, seats, sampled = self.sample(seat_tokens, seats, rows, heads[:, 2:], logits)
+        return taken.seat_tokens, seats, sampled
 
     def sample(
         self,
-        last_token: Array,
+        seat_tokens: SeatTokens,
         seats: SeatState,
         rows: LogitRows,
         sampling: np.ndarray,
         unmasked: Array | None = None,
-    ) -> tuple[Array, SeatState, Sampled]:
+    ) -> tuple[Taken, SeatState, Sampled]:
         """One token for each row, and the seats' state after it; see `sampling.Sampler`.
 
         sampling: int32 [S, W]. unmasked: logits for log-probabilities, if not the rows'.
@@ -122,15 +129,16 @@ class RowSampler:
         if wanted & (PENALISED | BIASED):
             rows = rows._replace(logits=self.shape(rows, seats, sampling))
         if params["temperature"].any():
-            last_token, tokens = self.choose(last_token, rows, sampling)
+            taken = self.choose(seat_tokens, rows, sampling)
         else:
-            last_token, tokens = self.likeliest(last_token, rows)
+            taken = self.likeliest(seat_tokens, rows)
+        tokens = taken.tokens
         if wanted & PENALISED:
             seats = self.count(seats, rows.seats, parts, tokens)
         scores = self.no_scores
         if wanted & SCORED:
             scores = self.score(own_logits, tokens)
-        return last_token, seats, Sampled(tokens, *scores)
+        return taken, seats, Sampled(tokens, *scores)
 
 
 class SamplerParts:
@@ -156,7 +164,8 @@ class SamplerParts:
         if rows not in self._samplers:
             programs = {name: made.result() for name, made in self._made[rows].items()}
             nothing = self._program.sampler.no_scores(jnp.zeros(rows, jnp.int32))
-            self._samplers[rows] = RowSampler(no_scores=nothing, **programs)
+            no_drafts = self._state.seat_tokens.no_drafts(rows)
+            self._samplers[rows] = RowSampler(no_scores=nothing, no_drafts=no_drafts, **programs)
         return self._samplers[rows]
 
     def _lower(self, rows: int) -> dict[str, jax.stages.Lowered]:
@@ -164,7 +173,8 @@ class SamplerParts:
         state, sampler = self._state, self._program.sampler
         vocab = state.seats.counts.shape[1]
         logits, tokens = _floats(rows, vocab), _words(rows)
-        given = LogitRows(logits, tokens, tokens)
+        drafts = jax.eval_shape(partial(state.seat_tokens.no_drafts, rows))
+        given = LogitRows(logits, tokens, tokens, drafts)
         sampling = _words(rows, SAMPLING.words)
         masks = _words(rows, mask_words(vocab))
         choose = partial(_choose, sampler)
@@ -174,8 +184,8 @@ class SamplerParts:
             return jax.jit(part, donate_argnums=0).lower(*args)
 
         return {
-            "likeliest": replacing(_choose_likeliest, state.last_token, given),
-            "choose": replacing(choose, state.last_token, given, sampling),
+            "likeliest": replacing(_choose_likeliest, state.seat_tokens, given),
+            "choose": replacing(choose, state.seat_tokens, given, sampling),
             "shape": jax.jit(_shape).lower(given, state.seats, sampling),
             "score": jax.jit(sampler.score_tokens).lower(logits, tokens),
             "mask": jax.jit(_mask).lower(logits, masks),

@@ -20,6 +20,7 @@ from jax.lax import bitcast_convert_type
 
 from jitney.engine.common.requests import REQUEST_MOST, SamplingParams
 from jitney.engine.core.executor.inputs import BIASED, PENALISED, SCORED
+from jitney.engine.core.executor.seat_tokens import DraftRows
 from jitney.engine.core.executor.vocabulary import Vocabulary
 from jitney.kernels.interface import Threshold
 
@@ -86,7 +87,9 @@ class SeatState(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Result of one step, per logit row. token -1: the row's logits are not finite."""
+    """Result of one step, per logit row. token -1: the row's logits are not finite; REJECTED: its
+    draft is wrong.
+    """
 
     tokens: Array  # int32 [S]
     logprobs: Array  # float32 [S] of `tokens` under the model's own distribution
@@ -127,6 +130,8 @@ class SamplingRows(NamedTuple):
     position: Array
     #: int32 [S]; M: none.
     seats: Array
+    #: What they read of drafts; None: the engine makes none.
+    drafts: DraftRows | None = None
 
     def need(self, part: int) -> Array:
         """bool [S]: rows that need this part of the sampler."""
@@ -141,7 +146,10 @@ def unpack_masks(masks: Array, vocab: int) -> Array:
 
 def _penalise(logits: Array, rows: SamplingRows, seat_counts: Array) -> Array:
     """Repetition (arXiv 1909.05858), presence, frequency. seat_counts: int32 [M, V]."""
-    counts = jnp.where(rows.need(PENALISED)[:, None], seat_counts[rows.seats], 0)
+    counts = seat_counts[rows.seats]
+    if rows.drafts is not None:
+        counts = rows.drafts.count(counts)
+    counts = jnp.where(rows.need(PENALISED)[:, None], counts, 0)
     in_output = (counts & (_IN_PROMPT - 1)).astype(jnp.float32)
     factor = jnp.where(counts != 0, rows.params["repetition_penalty"][:, None], 1.0)
     logits = jnp.where(logits > 0, logits / factor, logits * factor)
@@ -259,8 +267,10 @@ class Sampler:
 
     def sample(
         self, logits: Array, rows: SamplingRows, state: SeatState, allowed: Array | None = None
-    ) -> tuple[Sampled, SeatState]:
-        """One token for each row. allowed: bool [S, V], what each may choose; None: all."""
+    ) -> Sampled:
+        """One token for each row, by what was counted before. allowed: bool [S, V], what each may
+        choose; None: all.
+        """
         if allowed is not None:
             allowed = self.vocabulary.columns(allowed)
         choose = partial(self.choose_tokens, rows=rows, allowed=allowed)
@@ -276,7 +286,7 @@ class Sampler:
             lambda: self.score_tokens(logits, tokens),
             lambda: self.no_scores(tokens),
         )
-        return Sampled(tokens, *scores), state.count_tokens(rows, tokens)
+        return Sampled(tokens, *scores)
 
     def choose_tokens(
         self, logits: Array, rows: SamplingRows, allowed: Array | None = None

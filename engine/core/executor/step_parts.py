@@ -12,7 +12,7 @@ seats, E hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from jitney.engine.core.executor.inputs import UploadLayout
 from jitney.engine.core.executor.program import DeviceState, Program, Shaped, StepCall, StepOutput
 from jitney.engine.core.executor.sampler_parts import LogitRows, RowSampler, SamplerParts
 from jitney.engine.core.executor.sampling import RowScores, SeatState, score_rows_at_once
+from jitney.engine.core.executor.seat_tokens import DraftRows, SeatTokens
 from jitney.engine.core.models.hidden import Hidden
 from jitney.engine.core.scheduler.buckets import Bucket
 
@@ -40,6 +41,7 @@ class _LastRows(NamedTuple):
     hidden: Hidden  #: M rows
     positions: Any  #: int32 [M]
     seats: Any  #: int32 [M]; M: none
+    drafts: DraftRows | None  #: see `LogitRows`
 
 
 class _ModelOutput(NamedTuple):
@@ -113,7 +115,7 @@ class StepParts:
         layout, state = self._layout_of(bucket, True), self._state
         model = jax.jit(partial(_run_model, self._program, layout), donate_argnums=1)
         upload = self._program.whole((layout.size,), jnp.int32)
-        lowered = model.lower(self._leaves, state.kv, state.last_token, upload)
+        lowered = model.lower(self._leaves, state.kv, state.seat_tokens, upload)
         self._models[bucket] = self._submit(pool, lowered)
         if not bucket.decode_only:
             _, output = lowered.out_info
@@ -148,22 +150,23 @@ def _run_model(
     layout: UploadLayout,
     leaves: list[Array],
     kv: list[Array],
-    last_token: Array,
+    seat_tokens: SeatTokens,
     packed: Array,
 ) -> tuple[list[Array], _ModelOutput]:
     """layout: of the step without a sampler, whose upload every step's begins with."""
-    inputs = layout.split(packed)
-    logits_of, hidden, kv = program.forward(leaves, kv, last_token, inputs)
+    inputs, drafts = seat_tokens.fill(layout.split(packed))
+    logits_of, hidden, kv = program.forward(leaves, kv, inputs)
     at = inputs.logit_rows
     positions = inputs.positions[at]
     if layout.bucket.decode_only:
-        return kv, _ModelOutput(LogitRows(logits_of(at), positions, inputs.seats))
-    seats = len(last_token)
+        return kv, _ModelOutput(LogitRows(logits_of(at), positions, inputs.seats, drafts))
+    seats = len(seat_tokens.last)
     absent = seats - layout.bucket.seats
     rows = _LastRows(
         jax.tree.map(partial(_padded, absent=absent), hidden[at]),
         _padded(positions, absent),
         jnp.pad(inputs.seats, (0, absent), constant_values=seats),
+        jax.tree.map(partial(_padded, absent=absent), drafts),
     )
     return kv, _ModelOutput(rows, hidden, hidden.broken_sequences(inputs.cu_q))
 
@@ -175,9 +178,9 @@ def _padded(rows: Array, absent: int) -> Array:
 
 def _run_head(program: Program, size: int, leaves: list[Array], rows: _LastRows) -> LogitRows:
     """The first `size` rows with their logits."""
-    hidden, positions, seats = (field[:size] for field in rows)
-    logits = program.model(leaves).logits(hidden, program.kernels)
-    return LogitRows(logits, positions, seats)
+    first = jax.tree.map(lambda array: array[:size], rows)
+    logits = program.model(leaves).logits(first.hidden, program.kernels)
+    return LogitRows(logits, first.positions, first.seats, first.drafts)
 
 
 def _score(
@@ -207,6 +210,12 @@ class _Tails:
     #: Of steps with prompts.
     heads: dict[int, jax.stages.Compiled]
 
+    @property
+    def programs(self) -> Iterator[jax.stages.Compiled]:
+        for sampler in self.samplers.values():
+            yield from sampler.programs
+        yield from self.heads.values()
+
     def rows(
         self, leaves: list[Array], rows: LogitRows | _LastRows, seats: np.ndarray
     ) -> LogitRows:
@@ -230,13 +239,18 @@ class _PlainStep:
     model: jax.stages.Compiled
     tails: _Tails
 
+    @property
+    def programs(self) -> tuple[jax.stages.Compiled, ...]:
+        return (self.model, *self.tails.programs)
+
     def __call__(
-        self, leaves: list[Array], kv: list[Array], last_token: Array, packed: np.ndarray
-    ) -> tuple[list[Array], Array, StepOutput]:
-        kv, output = self.model(leaves, kv, last_token, packed)
+        self, leaves: list[Array], kv: list[Array], seat_tokens: SeatTokens, packed: np.ndarray
+    ) -> tuple[list[Array], SeatTokens, StepOutput]:
+        kv, output = self.model(leaves, kv, seat_tokens, packed)
         rows = self.tails.rows(leaves, output.rows, packed[self.layout.slices["seats"]])
-        last_token, tokens = self.tails.sampler(rows).likeliest(last_token, rows)
-        return kv, last_token, StepOutput(tokens, output.broken, hidden=output.hidden)
+        seat_tokens, tokens, guessed = self.tails.sampler(rows).likeliest(seat_tokens, rows)
+        result = StepOutput(tokens, output.broken, hidden=output.hidden, guessed=guessed)
+        return kv, seat_tokens, result
 
 
 @dataclass(frozen=True)
@@ -250,23 +264,28 @@ class _SampledStep:
     #: Of prompt rows; None of a step that has none.
     score: jax.stages.Compiled | None
 
+    @property
+    def programs(self) -> tuple[jax.stages.Compiled, ...]:
+        scores = () if self.score is None else (self.score,)
+        return (self.model, *self.tails.programs, *scores)
+
     def __call__(
         self,
         leaves: list[Array],
         kv: list[Array],
-        last_token: Array,
+        seat_tokens: SeatTokens,
         seats: SeatState,
         packed: np.ndarray,
-    ) -> tuple[list[Array], Array, SeatState, StepOutput, Array]:
+    ) -> tuple[list[Array], SeatTokens, SeatState, StepOutput, Array]:
         own = self.layout.slices["sampling"]
         sampling = packed[own].reshape(self.layout.shapes["sampling"])
-        kv, output = self.model(leaves, kv, last_token, packed[: own.start])
+        kv, output = self.model(leaves, kv, seat_tokens, packed[: own.start])
         rows = self.tails.rows(leaves, output.rows, packed[self.layout.slices["seats"]])
         asked = _first(sampling, len(rows.seats))
-        last_token, seats, sampled = self.tails.sampler(rows).sample(last_token, seats, rows, asked)
+        taken, seats, sampled = self.tails.sampler(rows).sample(seat_tokens, seats, rows, asked)
         scores = self._scores(leaves, output.hidden, packed)
-        result = StepOutput(sampled, output.broken, scores, output.hidden)
-        return kv, last_token, seats, result, rows.logits
+        result = StepOutput(sampled, output.broken, scores, output.hidden, taken.guessed)
+        return kv, taken.seat_tokens, seats, result, rows.logits
 
     def _scores(self, leaves: list[Array], hidden: Any, packed: np.ndarray) -> RowScores | None:
         """Of the scored prompt rows; None where there are none."""

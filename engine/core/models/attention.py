@@ -42,11 +42,13 @@ class Attention(Mixer):
     """
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        config, window = config.of_layer(layer), config.windows[layer]
         self.n_heads = config.n_heads
         self.n_kv_heads = config.n_kv_heads
         self.head_dim = config.head_dim
+        self.keeps_kv = config.kv_projections > 0
         self.scale = config.attention_scale
-        self.window = config.windows[layer]
+        self.window = window
         self.softcap = config.attention_softcap
         self.qkv = Linear(
             config.hidden_size, config.qkv_size, bias=config.qkv_bias, dtype=dtype, rngs=rngs
@@ -60,7 +62,7 @@ class Attention(Mixer):
             summed=config.shards > 1,
         )
         self.q_norm = self._head_norm(config, dtype)
-        self.k_norm = self._head_norm(config, dtype)
+        self.k_norm = self._head_norm(config, dtype) if self.keeps_kv else None
         #: [H]: a score of each head that joins every softmax without a value.
         if config.attention_sinks:
             self.sinks = nnx.Param(normal(rngs, (config.n_heads,), 1.0, dtype))
@@ -89,15 +91,7 @@ class Attention(Mixer):
         """heads [T, H + 2K, D] of queries, keys and values -> (what the queries read [T, H * D],
         kv).
         """
-        factors = self._pool_factors()
-        options: dict[str, Any] = {
-            "scale": self.scale,
-            "window": self.window,
-            "softcap": self.softcap,
-            **factors,
-        }
-        if self.sinks is not None:
-            options["sinks"] = self.sinks[...].astype(jnp.float32)
+        factors, options = self._pool_factors(), self.options()
         if kernels.rotate_and_write is None:
             q, k, v = self.rotated(heads, rope, kernels)
             o, kv = kernels.paged_attention(rope.scaled(q), k, v, kv, meta, **options)
@@ -105,6 +99,18 @@ class Attention(Mixer):
             q, kv = self.write(heads, rope, kv, meta, partial(kernels.rotate_and_write, **factors))
             o = kernels.attend(rope.scaled(q), kv, meta, **options)
         return o.reshape(heads.shape[0], -1), kv
+
+    def options(self) -> dict[str, Any]:
+        """What a kernel is told of the layer (`jitney.kernels.interface.Kernels.attend`)."""
+        options: dict[str, Any] = {
+            "scale": self.scale,
+            "window": self.window,
+            "softcap": self.softcap,
+            **self._pool_factors(),
+        }
+        if self.sinks is not None:
+            options["sinks"] = self.sinks[...].astype(jnp.float32)
+        return options
 
     def projected(self, x: Array, kernels: Kernels, adapted: Array | None) -> Array:
         """x [T, E] -> queries, keys and values before they are parted into heads, [T, (H + 2K) *

@@ -10,9 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jitney.engine.core.models.hidden import Hidden
+from jitney.engine.core.models.layers import scaled
 from jitney.engine.core.models.llama import Llama, PostNormBlock
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.names import GGUF, HF, Dialect, FileFormat
@@ -43,7 +45,7 @@ class Gemma(Llama):
     def embedded(self, tokens: Array) -> Array:
         """tokens int32 [T] -> [T, E]; the scale is rounded to the dtype, as it was in training."""
         x = super().embedded(tokens)
-        return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
+        return scaled(x, float(np.asarray(self.config.hidden_size**0.5, x.dtype)))
 
     def logits(self, hidden: Hidden, kernels: Kernels) -> Array:
         """R rows -> float32 [R, V]; see `Llama.logits`."""

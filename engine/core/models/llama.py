@@ -37,7 +37,7 @@ class Block(nnx.Module):
 
     #: The halves of a layer.
     attention_class: type[Attention] = Attention
-    mlp_class: type[MLP] = MLP
+    mlp_class: Callable[..., MLP] = MLP
     #: The first half of a layer that keeps a state of each seat in place of pages.
     recurrent_class: Callable[..., Mixer] | None = None
 
@@ -48,7 +48,7 @@ class Block(nnx.Module):
             mixer = self.recurrent_class
         self.attention = mixer(config, layer, dtype=dtype, rngs=rngs)
         self.mlp_norm: RMSNorm | NoNorm = RMSNorm.of(config.hidden_size, config, dtype)
-        self.mlp = self.mlp_class(config, dtype=dtype, rngs=rngs)
+        self.mlp = self.mlp_class(config.of_layer(layer), dtype=dtype, rngs=rngs)
         self.residual_factor = config.residual_factor
 
     def __call__(
@@ -131,22 +131,30 @@ class Llama(nnx.Module):
     def __call__(
         self, tokens: Array, kv: list[Array], meta: AttentionMeta, kernels: Kernels
     ) -> tuple[Hidden, list[Array]]:
-        """tokens int32 [T], kv L times [N, page, 2K, D] -> (rows behind the last attention, kv)."""
+        """tokens int32 [T], kv L times [N, page, 2K, D], None of layers that keep nothing -> (rows
+        behind the last attention, kv).
+        """
         x = self.embedded(tokens)
+        metas = self.layer_metas(tokens, x, meta, kernels)
         added = jnp.zeros_like(x)
         if kernels.float32_residual:
             x = x.astype(jnp.float32)
-        pools = []
+        pools = list(kv)
         ropes = Rope.of_layers(meta.positions, self.config)
-        metas = [meta.of_group(number) for number in self.config.layer_groups]
-        for block, rope, pool, own in zip(self.layers, ropes, kv, metas, strict=True):
+        sources = self.config.kv_sources
+        for block, rope, source, own in zip(self.layers, ropes, sources, metas, strict=True):
             graph, weights = nnx.split(block)
             is_last = block is self.layers[-1]
-            x, added, pool = _run_block(
-                graph, weights, x, added, rope, pool, own, kernels, attend_only=is_last
+            x, added, pools[source] = _run_block(
+                graph, weights, x, added, rope, pools[source], own, kernels, attend_only=is_last
             )
-            pools.append(pool)
         return Hidden(x + added, meta.adapted), pools
+
+    def layer_metas(
+        self, tokens: Array, x: Array, meta: AttentionMeta, kernels: Kernels
+    ) -> list[AttentionMeta]:
+        """The metadata for each layer; tokens int32 [T], x [T, E] their embeddings."""
+        return [meta.of_group(number) for number in self.config.layer_groups]
 
     def logits(self, hidden: Hidden, kernels: Kernels) -> Array:
         """Last feed-forward, final norm and output head of the selected rows only: R of them ->
@@ -170,9 +178,7 @@ class Llama(nnx.Module):
 
     def embedded(self, tokens: Array) -> Array:
         """tokens int32 [T] -> [T, E]."""
-        if self.config.shards > 1:
-            return _lookup(self.embed[...], tokens)
-        return jnp.take(self.embed[...], tokens, axis=0, mode="clip")
+        return looked_up(self.embed[...], tokens, self.config)
 
     def linears(self) -> Iterator[Linear]:
         """Every matrix that may be quantised; a tied head is the embedding, which is not."""
@@ -192,7 +198,9 @@ class Llama(nnx.Module):
 
     def set_kv_scales(self, scales: list[Array]) -> None:
         """Give each layer that has a quantised pool its factors, float32 [2K]."""
-        for layer, own in zip(self.config.pool_layers, scales, strict=True):
+        by_source = dict(zip(self.config.pool_layers, scales, strict=True))
+        for layer in self.config.attending_layers:
+            own = by_source[self.config.kv_sources[layer]]
             self.layers[layer].attention.kv_scales = nnx.data(nnx.Param(own))
 
     @property
@@ -242,6 +250,13 @@ def _run_block(
     block = nnx.merge(graph, weights)
     run = block.attended if attend_only else block
     return run(x, added, rope, kv, meta, kernels)
+
+
+def looked_up(table: Array, tokens: Array, config: ModelConfig) -> Array:
+    """Rows of a table with one of each token, tokens int32 [T] -> [T, C]; config: of one device."""
+    if config.shards > 1:
+        return _lookup(table, tokens)
+    return jnp.take(table, tokens, axis=0, mode="clip")
 
 
 def _lookup(table: Array, tokens: Array) -> Array:

@@ -101,15 +101,24 @@ class _Routes(NamedTuple):
         return ExpertBlocks(self.rows, self.experts, self.count)
 
 
-def _route(scores: Array, config: ExpertsConfig, n_rows: Array, first: Array | int = 0) -> _Routes:
+def _route(
+    scores: Array,
+    config: ExpertsConfig,
+    n_rows: Array,
+    first: Array | int = 0,
+    factors: Array | None = None,
+) -> _Routes:
     """scores float32 [T, X], the router's. n_rows int32: rows from there on pad the step, and go
     through no expert; an array [D]: so it is in each of D equal parts of the rows. first: of the
-    experts that are here, `config.own` of them; they are numbered from there on.
+    experts that are here, `config.own` of them; they are numbered from there on. factors [X]: of
+    the shares.
     """
     n_padded, n_experts = scores.shape[0], config.own
     shares, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), config.n_chosen)
     if config.renormalised:
         shares = shares / jnp.sum(shares, axis=-1, keepdims=True)
+    if factors is not None:
+        shares = shares * factors.astype(jnp.float32)[chosen]
     here = chosen - first
     mine = _real_rows(n_padded, n_rows) & (here >= 0) & (here < n_experts)
     at = jnp.clip(here, 0, n_experts - 1)
@@ -325,10 +334,10 @@ def _set_apart(w: Any, n_experts: int, pack: Callable[..., Any] | None, parts: i
     return jax.lax.map(partial(pack, parts=parts), apart)
 
 
-class _Experts(MLP):
+class Experts(MLP):
     """A router [E, X], which is never rounded to a scheme, and of each expert gate and up fused
     [E, 2F], and down [F, E]. Where all rows go through a shared expert, too, its gate is the
-    router's last column.
+    router's last column, unless it has none.
 
     Of a model over several devices in groups (`ExpertsConfig.groups`) X experts are chosen from,
     and those of the device's group are here; what the groups' experts give is added up as what the
@@ -342,8 +351,10 @@ class _Experts(MLP):
         self.experts = experts
         self.shards = config.shards
         self.group_size = config.feed_forward_shards(config.shards)
-        columns = experts.n_experts + bool(experts.shared_size)
+        columns = experts.router_columns
         self.router = nnx.Param(normal(rngs, (size, columns), 1.5 * size**-0.5, dtype))
+        #: [X], by which experts' shares are multiplied; or None.
+        self.share_factors: nnx.Param | None = None
         #: [X], or None.
         if config.mlp_bias:
             self.router_bias = nnx.Param(normal(rngs, (experts.n_experts,), 0.25, dtype))
@@ -361,15 +372,22 @@ class _Experts(MLP):
 
     def __call__(self, x: Array, kernels: Kernels, rows: RowFacts) -> Array:
         """x [T, E] -> [T, E]; rows of padding are 0."""
-        if self.experts.engines > 1:
-            counts = self._counts_of_all(x.shape[0], rows)
-            sums = DATA.own_sums(self._answered(DATA.rows_of_all(x), kernels, counts))
-        else:
-            count = jnp.int32(x.shape[0]) if rows.count is None else rows.count
-            sums = self._answered(x, kernels, count)
+        sums = self.routed(x, x, kernels, rows)
         if self.shared is not None:
             sums = (sums + self._of_shared(self.shared, x, kernels, rows)).astype(x.dtype)
         return TENSOR.total(sums) if self.shards > 1 else sums
+
+    def routed(self, x: Array, asking: Array, kernels: Kernels, rows: RowFacts) -> Array:
+        """The sums of the experts' outputs [T, E], or this device's share; x [T, E] is what experts
+        read, asking [T, E] what the router does.
+        """
+        if self.experts.engines == 1:
+            count = jnp.int32(x.shape[0]) if rows.count is None else rows.count
+            return self._answered(x, asking, kernels, count)
+        counts = self._counts_of_all(x.shape[0], rows)
+        everybodys = DATA.rows_of_all(x)
+        all_asking = everybodys if asking is x else DATA.rows_of_all(asking)
+        return DATA.own_sums(self._answered(everybodys, all_asking, kernels, counts))
 
     def _of_shared(self, shared: MLP, x: Array, kernels: Kernels, rows: RowFacts) -> Array:
         """The output of the expert that all rows go through, or its share: float32 [T, E]."""
@@ -379,14 +397,17 @@ class _Experts(MLP):
         gate = jax.nn.sigmoid(scores[:, self.experts.n_experts, None])
         return gate * shared(x, kernels, rows).astype(jnp.float32)
 
-    def _answered(self, x: Array, kernels: Kernels, count: Array) -> Array:
-        """The output of this device's experts [T, E], or their shares; count: see `_route`."""
+    def _answered(self, x: Array, asking: Array, kernels: Kernels, count: Array) -> Array:
+        """The output of this device's experts [T, E], or their shares; x, asking: see `routed`,
+        count: see `_route`.
+        """
         of_router = kernels if count.ndim else kernels.of_rows(count)
-        scores = of_router.matmul(x, self.router[...], jnp.float32)
+        scores = of_router.matmul(asking, self.router[...], jnp.float32)
         scores = scores[:, : self.experts.n_experts]
         if self.router_bias is not None:
             scores = scores + self.router_bias[...].astype(jnp.float32)
-        routes = _route(scores, self.experts, count, self._first())
+        factors = None if self.share_factors is None else self.share_factors[...]
+        routes = _route(scores, self.experts, count, self._first(), factors)
         if self._at_once(kernels):
             sums = self._all_at_once(x, routes, kernels)
         else:
@@ -490,7 +511,7 @@ def _weighed(answers: Array, routes: _Routes) -> Array:
 class MixtureBlock(Block):
     """One layer: attention and experts, each normed before and added after."""
 
-    mlp_class = _Experts
+    mlp_class = Experts
 
 
 class Mixture(Llama):

@@ -45,8 +45,8 @@ class Model(Protocol):
     def __call__(
         self, tokens: Array, kv: list[Array], meta: AttentionMeta, kernels: Kernels
     ) -> tuple[Hidden, list[Array]]:
-        """tokens int32 [T], kv L times [N, page, 2K, D] -> (rows behind the last attention, the
-        pools with the step's keys and values).
+        """tokens int32 [T], kv L times [N, page, 2K, D], None of layers that keep nothing -> (rows
+        behind the last attention, the pools with the step's keys and values).
         """
         ...
 

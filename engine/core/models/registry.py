@@ -40,6 +40,8 @@ _MODELS: dict[str, str] = {
     "GptOssForCausalLM": "jitney.engine.core.models.mixture:Mixture",
     "Gemma2ForCausalLM": "jitney.engine.core.models.gemma:Gemma",
     "Gemma3ForCausalLM": "jitney.engine.core.models.gemma:Gemma",
+    "Gemma4ForCausalLM": "jitney.engine.core.models.gemma4:Gemma4",
+    "Gemma4UnifiedForCausalLM": "jitney.engine.core.models.gemma4:Gemma4",
     "Olmo2ForCausalLM": "jitney.engine.core.models.olmo:Olmo",
     "Olmo3ForCausalLM": "jitney.engine.core.models.olmo:Olmo",
     "Exaone4ForCausalLM": "jitney.engine.core.models.olmo:Exaone",
@@ -91,8 +93,8 @@ def random_model(
             linear.set_matrix(quantise(linear.packed.kernel, scheme=weights, dtype=dtype))
     if kv in KV_TYPES and config.n_pools:
         factor = _RANDOM_KV / limit_of(KV_TYPES[kv])
-        scales = jnp.full((2 * config.n_kv_heads,), factor, jnp.float32)
-        model.set_kv_scales([scales] * config.n_pools)
+        heads = [config.of_layer(layer).n_kv_heads for layer in config.pool_layers]
+        model.set_kv_scales([jnp.full((2 * count,), factor, jnp.float32) for count in heads])
     return model
 
 

@@ -37,12 +37,18 @@ class Rope(NamedTuple):
         """The rotation of each layer at positions int32 [T]; made once per step for layers that are
         alike.
         """
-        made = {rope: cls.at(positions, config, rope) for rope in dict.fromkeys(config.ropes)}
-        return [made[config.rope(layer)] for layer in range(config.n_layers)]
+        kinds = []
+        made: dict[tuple[RopeConfig | None, int], Rope] = {}
+        for layer in range(config.n_layers):
+            own = config.of_layer(layer)
+            kinds.append((config.rope(layer), own.head_dim))
+            if kinds[-1] not in made:
+                made[kinds[-1]] = cls.at(positions, own, config.rope(layer))
+        return [made[kind] for kind in kinds]
 
     @classmethod
     def at(cls, positions: Array, config: ModelConfig, rope: RopeConfig | None) -> Rope:
-        """The rotation at positions int32 [T].
+        """The rotation at positions int32 [T]; config: of the layer.
 
         The barrier keeps it once: XLA would rather fuse the sines into every rotation of every
         layer.
@@ -101,6 +107,9 @@ def _inverse_frequencies(rope: RopeConfig, config: ModelConfig) -> tuple[Array, 
             return plain / scaling.factor, 1.0
         case "dynamic":
             return _plain_frequencies(_dynamic_theta(rope, scaling, config), dims), 1.0
+        case "proportional":
+            rotated = jnp.arange(dims // 2) < scaling.rotated_pairs
+            return jnp.where(rotated, plain / scaling.factor, 0.0), 1.0
         case "factors":
             return plain / jnp.asarray(scaling.factors, jnp.float32), 1.0
         case "longrope":

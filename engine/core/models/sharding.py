@@ -132,7 +132,7 @@ def _axis_of(path: Path, ndim: int, groups: int = 1) -> int | None:
     """Which axis of a weight is split; None: every device has all of it. groups: with different
     experts, `ExpertsConfig.all_groups`.
     """
-    if path == ("embed",) or path[-1] in ("kv_scales", "sinks"):
+    if path[-1] in ("embed", "kv_scales", "sinks"):
         return 0
     if path[-2:] == ("adapters", "owners"):
         return None
@@ -273,7 +273,8 @@ class Shares:
         """
         own = self.own
         if path[-1] == "kv_scales":
-            return [_run(2 * self._first_kv(device), 2 * own.n_kv_heads)]
+            heads = self._of_layer(own, path).n_kv_heads
+            return [_run(2 * self._first_kv(path, device), 2 * heads)]
         if path[-1] == "sinks":
             return [_run(device % self.shards * own.n_heads, own.n_heads)]
         if self._is_recurrent(path) and ("qkv" in path or path[-1] in _OF_DELTA_NETS):
@@ -281,13 +282,13 @@ class Shares:
                 return self._of_short_conv(path, device)
             return self._of_delta_net(path, device)
         if "qkv" in path:
-            return self._heads(device)
+            return self._heads(path, device)
         if "wide_q_norm" in path:
-            return [self._queries(device)]
+            return [self._queries(path, device)]
         if "wide_k_norm" in path:
-            return [self._keys(device)]
+            return [self._keys(path, device)]
         if "gate_up" in path:
-            return self._gates(device, shared="shared" in path)
+            return self._gates(path, device)
         parts = own.shards
         if self.splits_inputs(path):
             parts = self.input_shards(path)
@@ -299,9 +300,15 @@ class Shares:
             )
         return [_run(number * size // parts, size // parts)]
 
-    def _first_kv(self, device: int) -> int:
+    @staticmethod
+    def _of_layer(config: ModelConfig, path: Path) -> ModelConfig:
+        """The configuration of the layer that a weight is of."""
+        return config.of_layer(int(path[1]))
+
+    def _first_kv(self, path: Path, device: int) -> int:
         """The device's first KV head; devices beyond the KV heads share them."""
-        return device % self.shards * self.config.n_kv_heads // self.shards
+        heads = self._of_layer(self.config, path).n_kv_heads
+        return device % self.shards * heads // self.shards
 
     def _is_recurrent(self, path: Path) -> bool:
         """Whether a weight is that of a recurrent layer's first half."""
@@ -334,40 +341,40 @@ class Shares:
             return [*ranges, values]
         return [*ranges, values, _run(whole.channels + number * own.values, own.values)]
 
-    def _heads(self, device: int) -> list[slice]:
+    def _heads(self, path: Path, device: int) -> list[slice]:
         """Columns of the fused query, key and value projection."""
-        whole, keys = self.config, self._keys(device)
+        whole, keys = self._of_layer(self.config, path), self._keys(path, device)
         count = keys.stop - keys.start
         # A query's gate stands behind it.
         gated = 1 + whole.attention_gate
-        queries = self._queries(device)
-        first_key = gated * whole.n_heads * whole.head_dim
-        first_value = first_key + whole.n_kv_heads * whole.head_dim
+        queries = self._queries(path, device)
+        first, size = gated * whole.n_heads * whole.head_dim, whole.n_kv_heads * whole.head_dim
+        projected = range(whole.kv_projections)
         return [
             slice(gated * queries.start, gated * queries.stop),
-            _run(first_key + keys.start, count),
-            _run(first_value + keys.start, count),
+            *(_run(first + number * size + keys.start, count) for number in projected),
         ]
 
-    def _queries(self, device: int) -> slice:
+    def _queries(self, path: Path, device: int) -> slice:
         """Columns of all query heads that are the device's."""
-        count = self.own.n_heads * self.own.head_dim
+        count = self.own.n_heads * self._of_layer(self.own, path).head_dim
         return _run(device % self.shards * count, count)
 
-    def _keys(self, device: int) -> slice:
+    def _keys(self, path: Path, device: int) -> slice:
         """The same of all key heads, or of all value heads."""
-        dim = self.own.head_dim
-        return _run(self._first_kv(device) * dim, self.own.n_kv_heads * dim)
+        own = self._of_layer(self.own, path)
+        return _run(self._first_kv(path, device) * own.head_dim, own.n_kv_heads * own.head_dim)
 
-    def _gates(self, device: int, *, shared: bool) -> list[slice]:
+    def _gates(self, path: Path, device: int) -> list[slice]:
         """Columns of the fused gate and up projection; of a mixture, of every expert's, or of the
         shared one's.
         """
-        if shared and self.own.experts is not None and self.config.experts is not None:
+        if "shared" in path and self.own.experts is not None and self.config.experts is not None:
             count, size = self.own.experts.shared_size, self.config.experts.shared_size
             first = device % self.shards * count
             return [_run(first, count), _run(size + first, count)]
-        own, whole = self.own.intermediate_size, self.config.intermediate_size
+        own = self._of_layer(self.own, path).intermediate_size
+        whole = self._of_layer(self.config, path).intermediate_size
         n_experts = 1
         if self.own.experts is not None:
             n_experts = self.own.experts.own

@@ -54,8 +54,8 @@ class DecodeRows:
                 self._seats.reorder()
                 continue
             rows.append(seq)
-            # Its pages are full: those of the prompt, and one for as many tokens since.
-            if start % page_size == 0 and start == len(seq.pages) * page_size:
+            # Its pages may be full: those of the prompt, and one for as many tokens since.
+            if start + seq.drafting + seq.lookahead >= len(seq.pages) * page_size:
                 needy.append(seq)
         for seq in done:
             self._sequences.leave_early(seq)

@@ -22,7 +22,8 @@ class SchedulerLimits:
     max_predicted_wait_s: 0 for none. background_seats: of the background, while live
     requests come; 0: a quarter of all. max_logprobs: alternatives that are computed for each token.
     embedding_pooling: what vectors of prompts are made of (off, or a `Pooling`). adapters: numbers
-    of those that a request may choose from. encoder: prompts are computed whole, in one step each,
+    of those that a request may choose from. max_drafts: drafts that a sequence checks in a step; 0:
+    none are made. encoder: prompts are computed whole, in one step each,
     and keep no pages.
     """
 
@@ -42,6 +43,7 @@ class SchedulerLimits:
     max_logprobs: int = REQUEST_MOST.logprobs
     embedding_pooling: str = "off"
     adapters: frozenset[int] = frozenset()
+    max_drafts: int = 0
     encoder: bool = False
 
     @classmethod
@@ -52,6 +54,7 @@ class SchedulerLimits:
         context_length: int,
         adapters: frozenset[int] = frozenset(),
         embedding_pooling: str = "off",
+        max_drafts: int = 0,
         encoder: bool = False,
     ) -> SchedulerLimits:
         """The limits that the configuration and the model set."""
@@ -60,6 +63,7 @@ class SchedulerLimits:
             context_length=context_length,
             adapters=adapters,
             embedding_pooling=embedding_pooling,
+            max_drafts=max_drafts,
             encoder=encoder,
             **values,
         )
@@ -105,5 +109,6 @@ _SETTINGS = {field.name for field in fields(SchedulerLimits)} - {
     "context_length",
     "adapters",
     "embedding_pooling",
+    "max_drafts",
     "encoder",
 }

@@ -265,7 +265,7 @@ class PageTables:
             seq.pages.append(page)
         if self._windows:
             for seq in sequences:
-                self._extend(seq, seq.scheduled + 1)
+                self._extend(seq, len(seq.pages) * self.pool.page_size)
         if self.state is not None:
             for seq in sequences:
                 self.state.turn(seq)

@@ -20,11 +20,14 @@ if TYPE_CHECKING:
 #: times a row's time with 49,152 tokens), and more with more tokens.
 _SCORED_ROW = 3
 
+#: In the place of a sampled token: the row read a draft that the row before did not sample.
+REJECTED = -2
+
 
 class StepWork(NamedTuple):
     """The rows of one step and what they attend to."""
 
-    #: Decode rows, one for each sequence that decodes.
+    #: Decode rows: one for each sequence that decodes, and one for each draft.
     decode: int = 0
     #: Prompt rows.
     prompt: int = 0
@@ -74,6 +77,9 @@ class Chunk(msgspec.Struct, gc=False):
     score_start: int = 0
     #: Its token does not count; see `Scheduler.sit_out`.
     sits_out: bool = False
+    #: Which draft its row reads, from 1 (`engine.core.scheduler.speculation`); 0: none. The row's
+    #: position may be later than it says, by the drafts that the step before accepts.
+    draft: int = 0
 
     @property
     def end(self) -> int:
@@ -206,6 +212,37 @@ class Draft:
         self.tokens_left -= len(sequences)
         self.rows_left -= len(sequences)
 
+    def add_drafts(self, widths: dict[Sequence, int]) -> None:
+        """Behind the rows of these sequences, so many rows that read drafts."""
+        chunks: list[Chunk] = []
+        for row in self.chunks:
+            chunks.append(row)
+            seq = row.seq
+            width = widths.get(seq, 0)
+            for number in range(1, width + 1):
+                start = row.start + number
+                recomputed = 1 if start < seq.computed_high else 0
+                chunks.append(
+                    Chunk(
+                        seq,
+                        start,
+                        1,
+                        decode=True,
+                        sample=True,
+                        recomputed=recomputed,
+                        draft=number,
+                    )
+                )
+                self.keys += start + 1
+                self.longest = max(self.longest, start + 1)
+            seq.drafting += width
+        drafts = len(chunks) - len(self.chunks)
+        self.chunks = chunks
+        self.n_decode += drafts
+        self.rows += drafts
+        self.tokens_left -= drafts
+        self.rows_left -= drafts
+
     def add_chunk(self, seq: Sequence, most: int) -> bool:
         """At most `most` of the next known tokens, as the step can take them; the last one's logits
         are sampled. -> whether all are scheduled now.
@@ -323,6 +360,9 @@ class Plan:
     past_end: int = 0
     #: Rows of sequences that were ended from outside.
     cancelled: int = 0
+    #: Rows that read right drafts, and wrong ones.
+    accepted: int = 0
+    rejected: int = 0
     #: Sequences that ended since the commit before.
     finished: int = 0
 
@@ -359,7 +399,7 @@ class Plan:
 class StepResult:
     """What a step brought, in plan order."""
 
-    #: The sampled ids, one for each logit row; -1 where the logits were not finite.
+    #: The sampled ids, one for each logit row; -1 where the logits were not finite, or REJECTED.
     tokens: list[int]
     #: Likewise; None if no sequence asked.
     logprobs: list[TokenLogprobs] | None = None
@@ -371,3 +411,5 @@ class StepResult:
     #: Of each chunk, float32 [E]: the sum of its rows' hidden states, or one row's; by classify the
     #: logits of its text. None where the plan did not ask.
     pooled: np.ndarray | None = None
+    #: Of each logit row, whether its token's successor was drafted right; None without speculation.
+    guessed: list[bool] | None = None

@@ -144,7 +144,7 @@ class StepPlanner:
             self._plan_passing(prompts, rows_first, draft, now)
             prompts = [seq for seq in prompts if seq not in draft.passed]
         if self._is_brief(prompts, now):
-            brief = self._prefill_budget.brief(draft.n_decode)
+            brief = self._prefill_budget.brief(draft.n_decode, _first_row(prompts))
             draft.tokens_left = min(draft.tokens_left, brief)
         self._plan_prefill(prompts, draft)
         self._plan_boarding(self._sequences.live, self._boarding.allowed(now), draft, now)

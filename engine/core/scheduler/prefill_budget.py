@@ -27,7 +27,7 @@ _BACKGROUND_SLOWER = 2.0
 #: rows all the same.
 _PATIENCE = 4
 #: Rows a second that brief steps may lose, of those of full ones.
-_BRIEF_LOSS = 0.06
+_BRIEF_LOSS = 0.08
 #: Share AUTO: the least that prompts get, and how many different shares there are.
 _LEAST_SHARE, _LEVELS = 0.25, 16
 
@@ -105,13 +105,13 @@ class PrefillBudget:
             return rows  # as nearly always: no need to ask about other steps
         return self._most_in_time(rows, decoding, start, limit)
 
-    def brief(self, decoding: int) -> int:
+    def brief(self, decoding: int, start: int = 0) -> int:
         """Prompt rows of the shortest step beside so many decoding sequences in which long prompts
         lose no more than _BRIEF_LOSS of their speed: a request that comes meanwhile waits for its
-        end. All that a step can have, before any was measured.
+        end. All that a step can have, before any was measured. start: position of the first row.
 
         What a step takes whatever its prompt rows is lost once more with each step that a prompt is
-        cut into. A bucket that was not seen looks as fast as the nearest one, so it is tried.
+        cut into; far into a long prompt the rows take longer, so fewer of them lose as little.
         """
         times, buckets = self.step_times, self.step_times.buckets
         fullest, kept = buckets.mixed[-1], 1 - _BRIEF_LOSS
@@ -119,13 +119,15 @@ class PrefillBudget:
         full = times.mixed(fullest)
         if full is None:
             return most
+        attending = times.per_pair * (start + most / 2)
+        full += most * attending
         if buckets.padding_is_free:
             fixed = (times.decode(decoding) if decoding else None) or times.least
             share = min(1.0, fixed / full) or 1.0
             return math.ceil(most * kept * share / (1 - kept * (1 - share)))
         for bucket in buckets.mixed_for(decoding + 1):
             rows, seconds = bucket.tokens - decoding, times.mixed(bucket)
-            if seconds and rows * full >= kept * most * seconds:
+            if seconds and rows * full >= kept * most * (seconds + rows * attending):
                 return rows
         return most
 

@@ -10,7 +10,7 @@ import numpy as np
 from jitney.engine.common.errors import ErrorInfo
 from jitney.engine.common.outputs import FinishReason, PromptLogprobs, SequenceOutput, TokenLogprobs
 from jitney.engine.core.scheduler.open_sequences import OpenSequences
-from jitney.engine.core.scheduler.plan import Chunk, Plan, StepResult
+from jitney.engine.core.scheduler.plan import REJECTED, Chunk, Plan, StepResult
 from jitney.engine.core.scheduler.queues import WaitingQueue
 from jitney.engine.core.scheduler.sequence import Matcher, Replay, Sequence
 
@@ -47,6 +47,8 @@ class Results:
         fresh = 0
         for row, chunk in enumerate(plan.chunks[: plan.n_decode]):
             seq = chunk.seq
+            if chunk.draft and not self._accept(plan, chunk, result.tokens[row]):
+                continue
             if seq.finish is not None:
                 self._count_dropped(plan, chunk)
                 if result.tokens[row] < 0:
@@ -62,7 +64,25 @@ class Results:
                 self._append(seq, result, row, now)
             except Exception:
                 self._drop(seq)
-        plan.decode += fresh
+        plan.decode += fresh - plan.accepted
+
+    def _accept(self, plan: Plan, chunk: Chunk, token: int) -> bool:
+        """Take in a row that read a draft -> whether its token counts. Not if the sequence has lost
+        its seat meanwhile: the token is sampled again later, and is the same.
+        """
+        seq = chunk.seq
+        seq.drafting -= 1
+        is_open = seq.finish is None
+        if token == REJECTED or (is_open and seq not in self._sequences.seats.decoding):
+            plan.rejected += 1
+            return False
+        if is_open:
+            seq.scheduled += 1
+            seq.in_flight += 1
+            seq.accepted += 1
+            plan.accepted += not chunk.recomputed
+            self._sequences.seats.reorder()
+        return True
 
     def _commit_prompt(
         self,
@@ -164,6 +184,7 @@ class Results:
             if finish is not None:
                 self._sequences.close(seq, finish)
                 output.finish = finish
+                output.accepted = seq.accepted
                 output.stop_token = token if finish == "stop" else None
         self._sequences.outputs.append(output)
         if seq.matcher is not None and output.stop_token is None:

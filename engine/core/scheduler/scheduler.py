@@ -42,6 +42,7 @@ from jitney.engine.core.scheduler.row_limit import RowLimit
 from jitney.engine.core.scheduler.seats import Seats
 from jitney.engine.core.scheduler.sequence import Matcher, Sequence
 from jitney.engine.core.scheduler.sequence_factory import SequenceFactory
+from jitney.engine.core.scheduler.speculation import Speculation
 from jitney.engine.core.scheduler.state_slots import StateTables
 from jitney.engine.core.scheduler.step_times import StepTimeEstimate
 
@@ -109,6 +110,11 @@ class Scheduler:
         self._planner = StepPlanner(
             limits, buckets, sequences, budget, passing, preemption, self.boarding
         )
+        self._speculation: Speculation | None = None
+        if limits.max_drafts:
+            self._speculation = Speculation(
+                limits.max_drafts, limits.max_seats, sequences, self.step_times
+            )
         self._results = Results(sequences)
         self._suspects = StepBlame()
         # Rows that a step has at most, never fewer than all seats need.
@@ -225,7 +231,12 @@ class Scheduler:
         self._admission.predicted_wait.pass_step()
         self._row_limit.pass_time(now)
         draft = Draft(self._row_limit.rows, self.limits.max_seats)
-        self._planner.fill(draft, self.steps, now, self._suspects.first)
+        if self._speculation is not None:
+            self._speculation.look_ahead()
+        suspect = self._suspects.first
+        self._planner.fill(draft, self.steps, now, suspect)
+        if self._speculation is not None and suspect is None:
+            self._speculation.widen(draft)
         if not draft.chunks:
             self._planner.dropped += draft.dropped
             return None
@@ -283,6 +294,8 @@ class Scheduler:
         Returns all outputs since the last call, those of aborts and deadlines included.
         """
         self._results.commit(plan, result, now)
+        if self._speculation is not None:
+            self._speculation.learn(plan, result)
         self._judge(plan, now)
         plan.finished, self.sequences.finished = self.sequences.finished, 0
         return self.take_outputs()

@@ -148,6 +148,15 @@ class Sequence:
     #: Sampled tokens that launched steps will bring: 0 or 1 between steps, up to 2 while a step is
     #: launched before the one before is read.
     in_flight: int = 0
+    #: Drafts that launched steps check (`engine.core.scheduler.speculation`): the next row may be
+    #: so many positions behind `scheduled`.
+    drafting: int = 0
+    #: Drafts that the next step may check; of decoding sequences, written before each plan.
+    lookahead: int = 0
+    #: Drafts that were right and were checked.
+    accepted: int = 0
+    #: The share of its recent tokens that were drafted right.
+    right_drafts: float = 0.0
     #: Highest `scheduled` that a preemption undid; rows below it are recomputed ones.
     computed_high: int = 0
     #: Prompt tokens whose KV was found in pages.
@@ -253,7 +262,7 @@ class Sequence:
 
     def forget_launched(self) -> None:
         """What launched steps would have brought does not come."""
-        self.in_flight = 0
+        self.in_flight = self.drafting = 0
         if self.replay is not None and self.replay.stale:
             self.replay = None
         # The rows that count as computed before are those of the tokens that are known.

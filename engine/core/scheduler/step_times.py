@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from statistics import median
@@ -179,20 +180,26 @@ class StepTimeEstimate:
         """Typical time of a mixed bucket with so many rows, 0: all of them, without what its prompt
         rows attend to; None before any mixed step.
 
-        A bucket that was not seen goes by the nearest one, in proportion to the rows: too long for
-        a larger bucket, too short for a smaller one, until the first step of its own.
+        A bucket that was not seen takes its share of the next larger one that was, by its rows, and
+        no less than the next smaller one: too short, so that it is tried, until the first step of
+        its own. Beyond all that were seen it takes as many times as long as it has rows.
         """
         self._take_in()
-        near = bucket if bucket in self._seen else self._nearest(bucket)
-        if near is None:
-            return None
-        full = self._base(near) * bucket.tokens / near.tokens
-        return self._with_rows(full, bucket, rows or bucket.tokens)
+        full = self._base(bucket) if bucket in self._seen else self._of_neighbours(bucket.tokens)
+        return None if full is None else self._with_rows(full, bucket, rows or bucket.tokens)
 
-    def _nearest(self, bucket: Bucket) -> Bucket | None:
-        """Of the mixed buckets that were seen the one that has the most similar number of rows."""
-        seen = [other for other in self.buckets.mixed if other in self._seen]
-        return min(seen, key=lambda other: abs(other.tokens - bucket.tokens), default=None)
+    def _of_neighbours(self, tokens: int) -> float | None:
+        """Seconds of a full step of so many rows, whose bucket was not seen; None before any mixed
+        step.
+        """
+        seen = [bucket for bucket in self.buckets.mixed if bucket in self._seen]
+        if not seen:
+            return None
+        above = bisect_left(seen, tokens, key=lambda bucket: bucket.tokens)
+        if above == len(seen):
+            return self._base(seen[-1]) * tokens / seen[-1].tokens
+        least = self._base(seen[above - 1]) if above else 0.0
+        return max(least, self._base(seen[above]) * tokens / seen[above].tokens)
 
     def decode(self, sequences: int) -> float | None:
         """Typical time of a step in which so many sequences decode and nothing else; None before

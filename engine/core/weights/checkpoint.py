@@ -33,6 +33,11 @@ class Checkpoint(Protocol):
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]: ...
 
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all tensors in the file or folder."""
+        ...
+
     def sliced(self, name: str) -> Sliceable:
         """A tensor as floats."""
         ...

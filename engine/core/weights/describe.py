@@ -34,8 +34,8 @@ def describe_weights(model: Model, source: ModelSource | None = None) -> str:
 
 
 def describe_step(model: Model, config: ModelConfig, kv_bytes: float) -> StepCost:
-    """The cost of a decoder's steps on all devices. config: of the whole model. kv_bytes: of a
-    position's keys and values, all layers.
+    """The cost of a decoder's steps on all devices. config: of the whole model. kv_bytes: see
+    `ModelConfig.step_cost`.
     """
     linears = list(model.linears())
     of_experts = _stored_bytes(one for one in linears if isinstance(one, ExpertLinear))

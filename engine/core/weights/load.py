@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -80,9 +81,10 @@ def load_model(
 ) -> Model:
     """Load the model to the default device, or split over a mesh; unquantised weights in `dtype`.
 
-    progress("weights", tensors done, tensors in all, "") is called after each tensor. Raises
-    ModelError naming every missing, unexpected and misshapen tensor, and ConfigError where the
-    scheme does not fit. The host holds one stored weight at a time; a device its share of it.
+    progress("weights", bytes of the files done, all of them, "") is called before the first and
+    after each tensor. Raises ModelError naming every missing, unexpected and misshapen tensor, and
+    ConfigError where the scheme does not fit. The host holds one stored weight at a time; a device
+    its share of it.
     """
     shares = None if mesh is None else Shares(config, mesh)
     own = config if shares is None else shares.own
@@ -99,15 +101,42 @@ def load_model(
     loader = _Loader(checkpoint, storage, shares)
     dtypes = _declared_dtypes(own, dtype)
     arrays: _Arrays = {}
-    for done, target in enumerate(weights.targets, 1):
+    report = _ByteReport(weights, checkpoint, progress)
+    for target in weights.targets:
         placed = loader.arrays(target, dtypes[target.path])
         # Copies and rounding go on by themselves, and would keep one weight while the next is read.
         jax.block_until_ready(placed)
         arrays |= placed
-        progress("weights", done, len(weights.targets), "")
+        report.add(target)
     model = _assemble(own, dtype, arrays)
     _log.info("weights: %s", describe_weights(model))
     return model
+
+
+class _ByteReport:
+    """Reports how much of a checkpoint is loaded. Bytes of a tensor are taken to be its share of
+    the numbers of all.
+    """
+
+    def __init__(self, weights: WeightMap, checkpoint: Checkpoint, progress: Progress):
+        self._shapes = checkpoint.shapes
+        self._numbers = sum(map(self._count, weights.targets))
+        self._total = checkpoint.stored_bytes
+        self._done = 0
+        self._progress = progress
+        self._report()
+
+    def add(self, target: Target) -> None:
+        """Count a loaded weight."""
+        self._done += self._count(target)
+        self._report()
+
+    def _report(self) -> None:
+        done = self._total * self._done // self._numbers
+        self._progress("weights", done, self._total, "")
+
+    def _count(self, target: Target) -> int:
+        return sum(math.prod(self._shapes[piece.name]) for piece in target.pieces)
 
 
 def load_shapes(

@@ -24,6 +24,7 @@ from jitney.engine.core.models.quantization import KV_TYPES
 from jitney.engine.core.models.registry import model_class
 from jitney.engine.core.models.sharding import TENSOR, Shares
 from jitney.engine.core.weights.checkpoint import open_checkpoint
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.kernels.delta_net import DeltaState, StateSlots
 from jitney.kernels.interface import AttentionMeta
@@ -105,7 +106,8 @@ def _placed(scales: _Layers, source: ModelSource, mesh: Mesh | None) -> _Layers:
     if mesh is None:
         return scales
     place = Shares(source.config, mesh).place
-    return [place(("attention", "kv_scales"), layer) for layer in scales]
+    numbered = zip(source.config.pool_layers, scales, strict=True)
+    return [place(("layers", layer, "attention", "kv_scales"), own) for layer, own in numbered]
 
 
 def _calibrate_on_text(
@@ -133,7 +135,8 @@ def _stored_limits(source: ModelSource) -> _Layers | None:
     limits = [checkpoint.kv_limits(layer) for layer in config.pool_layers]
     if None in limits:
         return None
-    return [jnp.tile(jnp.array(limit), config.n_kv_heads) for limit in limits]
+    heads = [config.of_layer(layer).n_kv_heads for layer in config.pool_layers]
+    return [jnp.tile(jnp.array(most), count) for most, count in zip(limits, heads, strict=True)]
 
 
 def _calibrate(
@@ -156,13 +159,15 @@ def _largest(model: Model, tokens: Sequence[int], mesh: Mesh | None = None) -> l
     config, dtype, kernels = model.config, model.dtype, select("", "reference")
     count = min(len(tokens), _MOST_TOKENS, config.context_length)
     pages = -(-count // _PAGE)
-    shape = (pages + 1, _PAGE, 2 * config.n_kv_heads, config.head_dim)
+
+    def empty_pool(own: ModelConfig) -> Any:
+        return jnp.zeros((pages + 1, _PAGE, 2 * own.n_kv_heads, own.head_dim), dtype)
 
     def read(state: Any, row: Array, meta: AttentionMeta) -> list[Array]:
         slot: Any = None
         if config.recurrent is not None:
             slot = DeltaState.empty(config.recurrent.state_shapes(1))
-        empty = config.by_layer(jnp.zeros(shape, dtype), slot)
+        empty = config.by_layer(empty_pool, slot)
         _, kept = nnx.merge(graph, state)(row, empty, meta, kernels)
         return [_largest_by_head(kept[layer]) for layer in config.pool_layers]
 

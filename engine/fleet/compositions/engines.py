@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -106,6 +106,17 @@ class EngineAddress:
     key: str = field(default="", repr=False)
 
 
+class _UnwatchedModel(ReplicatedModel):
+    """A model whose engines nothing polls: one that could not be reached is tried again with the
+    next attempt.
+    """
+
+    def order(self, request: ProxiedRequest) -> Iterator[Replica]:
+        for replica in self.replicas:
+            replica.became("ready")
+        return super().order(request)
+
+
 @asynccontextmanager
 async def engines_at(addresses: Mapping[str, EngineAddress]) -> AsyncIterator[FleetEngines]:
     """Models that are each served at one address, by the names that requests call them."""
@@ -113,7 +124,7 @@ async def engines_at(addresses: Mapping[str, EngineAddress]) -> AsyncIterator[Fl
         metrics = FleetMetrics(dict)
         yield FleetEngines(
             {
-                name: ReplicatedModel(
+                name: _UnwatchedModel(
                     name,
                     ReplicasSection(urls=(each.url,), upstream_model=each.model),
                     client,

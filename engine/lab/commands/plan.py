@@ -262,7 +262,7 @@ def assumptions_of(roofline: Roofline) -> Iterator[str]:
         yield (
             f"tensor parallel: two ring all-reduces a layer over {device.link / 1e9:g} GB/s "
             f"one way, {1e6 * assumed.hop_s:g} us each, not overlapped"
-            f"{norms if roofline.hops > 2 else ''}; KV divided over {roofline.kv_split}"
+            f"{norms if roofline.hops > 2 else ''}; KV divided over {roofline.kv_split:.3g}"
         )
 
 

@@ -68,7 +68,8 @@ _SCALING = (
     ),
     Flag.number(
         "--fill",
-        "open requests over seats above which replicas are started; 1: only by the wait",
+        "seats that the traffic needs over those there are, above which replicas are started; 1: "
+        "only by the wait",
         _RULE.fill,
     ),
     Flag.number("--calm-s", "seconds of calm before a replica is let go", _RULE.calm_s),

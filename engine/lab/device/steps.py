@@ -95,7 +95,7 @@ class StepBench:
         model = wanted.make()
         model.pack(kernels)
         held = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
-        row_bytes = config.n_pools * 2 * config.n_kv_heads * config.head_dim * wanted.itemsize
+        row_bytes = sum(config.kv_numbers) * wanted.itemsize
         pages = _pages_for(job, buckets, row_bytes, held)
         sizes = StateSizes(buckets.seats, pages, job.page_size, context, wanted.dtype)
         runner = Runner(model, buckets, kernels, sizes, end_ids=(), greedy_only_mixed=True)

@@ -29,7 +29,7 @@ from jitney.engine.lab.simulation.fleet_replica import (
     SimulatedState,
     fleet_request,
 )
-from jitney.engine.lab.simulation.fleet_scaling import Scaler, ScalingRule
+from jitney.engine.lab.simulation.fleet_scaling import Scaler, ScalingRule, SeatDemand
 from jitney.engine.lab.simulation.simulator import no_collection
 from jitney.engine.lab.simulation.step_table import StepTimes
 
@@ -217,6 +217,9 @@ class _Simulation:
         self._now = arrivals[0].at
         self._known = ReplicaSet(router=plan.router)
         self._scaler = Scaler(plan.scaling) if plan.scaling else None
+        self._demand = SeatDemand()
+        # Requests that came and that ended since the last decision to scale.
+        self._came = self._ended = 0
         self._rng = np.random.default_rng(plan.seed)
         self._run = FleetRun(arrivals, [None] * len(arrivals))
         #: When requests whose core or machine was lost had their first token.
@@ -270,6 +273,7 @@ class _Simulation:
 
     def _route(self, request: EngineRequest, now: float) -> None:
         """Give a request to the first replica that takes it."""
+        self._came += 1
         prefixes = _prefixes_of(self._run.arrivals[int(request.id)])
         for known in itertools.islice(self._known.order(prefixes), _TRIES):
             replica = self._replicas[known.name]
@@ -315,6 +319,7 @@ class _Simulation:
         """Write down the requests that have ended."""
         for record in replica.take_ended():
             number = int(record.request_id)
+            self._ended += 1
             record.number = number
             record.n_output = max(1, self._run.arrivals[number].n_output)
             record.first_token = self._first_tokens.pop(record.request_id, record.first_token)
@@ -392,7 +397,10 @@ class _Simulation:
         waiting = sum(max(0, replica.n_open - self._seats) for replica in ready)
         self._run.moments.append(_Moment(now, len(ready), starting, n_open, waiting))
         waits = [replica.known.predicted_wait for replica in ready]
-        fill = fmean(replica.n_open / self._seats for replica in ready) if ready else 0.0
+        self._demand.observe(self._came, self._ended)
+        self._came = self._ended = 0
+        in_use = [min(1.0, replica.n_open / self._seats) for replica in ready]
+        fill = self._demand.of(fmean(in_use)) if ready else 0.0
         change = scaler.change(now, len(ready), starting, waits, fill)
         for _ in range(change):
             self._start(now)

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 
 from jitney.engine.common.errors import ConfigError
 
+#: What counts of requests keep of themselves from one decision to the next.
+_FADE = 0.5
+
 
 @dataclass(frozen=True, slots=True)
 class ScalingRule:
@@ -18,7 +21,7 @@ class ScalingRule:
 
     #: Replicas are started when the 90th percentile of their predicted waits is above this.
     target_wait_s: float = 1.0
-    #: Open requests over seats that the fleet is sized for; 1 and more: only the wait counts.
+    #: Seats in use over seats that the fleet is sized for; 1 and more: only the wait counts.
     fill: float = 0.75
     #: Between two decisions.
     every_s: float = 10.0
@@ -35,7 +38,7 @@ class ScalingRule:
 
     def wanted(self, ready: int, waits: Sequence[float], fill: float) -> int:
         """Replicas that the present load asks for. waits: predicted, one for each ready replica;
-        fill: open requests over their seats.
+        fill: seats that the traffic needs over their seats.
         """
         if not ready:
             return self.least
@@ -45,6 +48,27 @@ class ScalingRule:
         elif self.fill >= 1.0:
             sized = min(sized, ready)
         return max(self.least, min(self.most, sized))
+
+
+@dataclass(slots=True)
+class SeatDemand:
+    """Seats that the traffic takes where none has to wait, by Little's law: those in use, times
+    the requests that came for each that ended. What waits is not counted: it is served once
+    replicas that start now are ready, and would be counted again at each decision until then.
+    """
+
+    #: Fading counts of requests that came and that ended.
+    _came: float = 0.0
+    _ended: float = 0.0
+
+    def observe(self, came: int, ended: int) -> None:
+        """So many requests came and ended since the last decision."""
+        self._came = _FADE * self._came + came
+        self._ended = _FADE * self._ended + ended
+
+    def of(self, in_use: float) -> float:
+        """in_use: seats in use, or their share of all; the demand in the same unit."""
+        return in_use * self._came / self._ended if self._ended else in_use
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ stated efficiencies, and each step pays a fixed overhead.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -101,6 +102,38 @@ def _qwen3_5(
     return read_hf_config({"architectures": [f"{kind}ForCausalLM"], **sizes, **more})
 
 
+def _gemma4(
+    n_layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    inner: int,
+    **more: int | bool | list[str],
+) -> ModelConfig:
+    """more: keys of config.json; of the classes of Gemma 4 the one that has layer inputs, or a
+    larger context.
+    """
+    sizes: dict[str, object] = {
+        "num_hidden_layers": n_layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": inner,
+        "vocab_size": 262144,
+        "final_logit_softcapping": 30.0,
+    }
+    if "num_kv_shared_layers" not in more:
+        sizes |= {
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "sliding_window": 1024,
+            "max_position_embeddings": 262144,
+        }
+    return read_hf_config({"architectures": ["Gemma4ForCausalLM"], **sizes, **more})
+
+
+#: Every fifth layer of Gemma 4 E2B sees all; of the others every sixth, which is usual.
+_E2B_LAYERS = [*["sliding_attention"] * 4, "full_attention"] * 7
 #: Shapes by name, from the models' published config.json, so that planning needs no download.
 SHAPES = {
     "llama-3.2-1b": _llama(16, 2048, 32, 8, 64, 8192, 128256, 131072, tied=True),
@@ -116,6 +149,31 @@ SHAPES = {
     "gpt-oss-120b": _gpt_oss(36, 128),
     "qwen3.5-27b": _qwen3_5(64, 5120, 24, 4, 48, intermediate_size=17408),
     "qwen3.5-35b-a3b": _qwen3_5(40, 2048, 16, 2, 32, num_experts=256, num_experts_per_tok=8),
+    "gemma-4-e2b": _gemma4(
+        35,
+        1536,
+        8,
+        1,
+        6144,
+        num_kv_shared_layers=20,
+        use_double_wide_mlp=True,
+        layer_types=_E2B_LAYERS,
+    ),
+    "gemma-4-e4b": _gemma4(42, 2560, 8, 2, 10240, num_kv_shared_layers=18),
+    "gemma-4-12b": _gemma4(48, 3840, 16, 8, 15360, num_global_key_value_heads=1),
+    "gemma-4-26b-a4b": _gemma4(
+        30,
+        2816,
+        16,
+        8,
+        2112,
+        num_global_key_value_heads=2,
+        enable_moe_block=True,
+        num_experts=128,
+        top_k_experts=8,
+        moe_intermediate_size=704,
+    ),
+    "gemma-4-31b": _gemma4(60, 5376, 32, 16, 21504, num_global_key_value_heads=4),
     "mixtral-8x7b": replace(
         _llama(32, 4096, 32, 8, 128, 14336, 32000, 32768, "MixtralForCausalLM"),
         experts=ExpertsConfig(8, 2, renormalised=True),
@@ -220,7 +278,7 @@ class ModelCost:
         return self.config.step_cost(
             weight_bytes=self._shared_bytes,
             head_bytes=self.head_bytes,
-            kv_bytes=self.kv_bytes,
+            kv_bytes=self._read_kv_bytes,
             expert_bytes=_BYTES[self.weights],
         )
 
@@ -242,7 +300,15 @@ class ModelCost:
     @property
     def parameters(self) -> int:
         tables = 1 if self.config.tie_embeddings else 2
-        return self.layer_weights + tables * self.table_weights
+        return self.layer_weights + tables * self.table_weights + self.layer_input_weights
+
+    @property
+    def layer_input_weights(self) -> int:
+        """Numbers in the table of what each layer has of a token (`ModelConfig.layer_input_size`),
+        of which a step reads its rows' alone.
+        """
+        c = self.config
+        return c.vocab_size * c.n_layers * c.layer_input_size
 
     @cached_property
     def table_bytes(self) -> float:
@@ -264,6 +330,7 @@ class ModelCost:
         shared = self.step.shared_weights
         held = shared * self._shared_bytes + (self.layer_weights - shared) * _BYTES[self.weights]
         held += self.table_bytes
+        held += self.layer_input_weights * max(self._shared_bytes, _BYTES["bf16"])
         if not self.config.tie_embeddings:
             held += self.head_bytes
         return held
@@ -271,8 +338,20 @@ class ModelCost:
     @cached_property
     def kv_bytes(self) -> float:
         """Bytes of keys and values per position, all layers."""
+        return sum(self.config.kv_numbers) * _BYTES[self.kv]
+
+    @property
+    def _read_kv_bytes(self) -> float:
+        """The same as layers read them, of which several may read one layer's."""
+        return sum(width * count for (width, _), count in self.kv_reads.items()) * _BYTES[self.kv]
+
+    @cached_property
+    def kv_reads(self) -> Counter[tuple[int, int]]:
+        """How many layers read so many numbers of a position, of so many KV heads."""
         c = self.config
-        return c.n_pools * 2 * c.n_kv_heads * c.head_dim * _BYTES[self.kv]
+        return Counter(
+            (c.kv_width(layer), c.of_layer(layer).n_kv_heads) for layer in c.attending_layers
+        )
 
     def read_bytes(self, rows: int, work: StepWork) -> tuple[float, float]:
         """(weights and state, KV read and written) in a step: see `StepCost`."""
@@ -387,15 +466,22 @@ class Roofline:
         self.cost.config.local(self.count)
 
     @property
-    def kv_split(self) -> int:
-        """Among how many chips the KV is divided."""
-        return min(self.count, self.cost.config.n_kv_heads)
+    def kv_split(self) -> float:
+        """Among how many chips the KV is divided; a mean where layers have different heads."""
+        reads = [(width * n, heads) for (width, heads), n in self.cost.kv_reads.items()]
+        own = sum(width / min(self.count, heads) for width, heads in reads)
+        return sum(width for width, _ in reads) / own
+
+    def _own_kv_width(self, layer: int) -> float:
+        """Numbers of a position's keys and values of a layer on one chip."""
+        config = self.cost.config
+        return config.kv_width(layer) / min(self.count, config.of_layer(layer).n_kv_heads)
 
     def page_bytes(self, page_size: int) -> tuple[float, ...]:
         """Of a page of each cache group, in all its layers, on one chip."""
-        config = self.cost.config
-        layer = self.cost.kv_bytes / config.n_pools / self.kv_split * page_size
-        return tuple([len(group.layers) * layer for group in config.cache_groups])
+        number = page_size * _BYTES[self.cost.kv]
+        groups = self.cost.config.cache_groups
+        return tuple([number * sum(map(self._own_kv_width, group.layers)) for group in groups])
 
     @property
     def slot_bytes(self) -> float:

@@ -27,7 +27,7 @@ _FIRST_RETRY_S, _LONGEST_RETRY_S, _FADE = 1.0, 3600.0, 0.9
 
 
 @dataclass(slots=True)
-class _RetryTimes:
+class RetryTimes:
     """Spreads the retry times of refused requests: one after the other, not all the same."""
 
     #: Clock seconds: all before is given away.
@@ -49,8 +49,8 @@ class _Usage:
     tokens: float
     at: float
     #: Retry times of requests refused for their sequences, and for their tokens.
-    for_sequences: _RetryTimes
-    for_tokens: _RetryTimes
+    for_sequences: RetryTimes
+    for_tokens: RetryTimes
     #: Sequences under way.
     open: int = 0
     #: Seconds between two ends of sequences while none more may be open; when the last one was.
@@ -262,7 +262,7 @@ class Quotas:
         now, full = self.clock(), float(self.tokens_per_minute)
         usage = self._usage.get(key)
         if usage is None:
-            usage = self._usage[key] = _Usage(full, now, _RetryTimes(), _RetryTimes())
+            usage = self._usage[key] = _Usage(full, now, RetryTimes(), RetryTimes())
         usage.tokens = min(full, usage.tokens + (now - usage.at) * full / _MINUTE_S)
         usage.at = now
         return usage

@@ -60,6 +60,9 @@ _SHOWN = (
     "sampling_defaults",
     "embedding_pooling",
     "adapters",
+    "weight_bytes",
+    "step_bytes",
+    "code_bytes",
 )
 
 

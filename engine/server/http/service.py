@@ -23,7 +23,7 @@ from jitney.engine.server.http.errors import ErrorReply, HttpError, retry_after_
 from jitney.engine.server.http.metrics import ServerMetrics
 from jitney.engine.server.http.model_cards import ModelCard
 from jitney.engine.server.http.open_requests import OpenRequests
-from jitney.engine.server.http.quotas import Quotas
+from jitney.engine.server.http.quotas import Quotas, RetryTimes
 from jitney.engine.server.http.settings import ServerSettings
 from jitney.engine.server.http.slices import TimeSlices
 from jitney.engine.server.process.client import EngineClient
@@ -74,6 +74,8 @@ class Service:
             server.responses_kept, server.responses_bytes, server.responses_ttl_s
         )
         self._open = OpenRequests()
+        # Of requests that were refused unread.
+        self._returns = RetryTimes()
         self._drain_begun = asyncio.Event()
         #: Texts of the model: limits, tokens, prompts, grammars.
         self.text = ModelText(self.ready, settings)
@@ -176,13 +178,24 @@ class Service:
         if info is not None and not context.background:
             most = self._most_open(info)
             if self._open.are_too_many(context.tenant, most):
-                wait = max(_LEAST_RETRY_S, self.client.counters.predicted_wait)
+                wait = self._retry_in(most)
                 raise RequestError(
                     f"{most} requests are open or being read already; retry in {wait:.1f} s",
                     code="queue_full",
                     retry_after=wait,
                 )
         return self._open.one(context.tenant)
+
+    def _retry_in(self, most: int) -> float:
+        """Seconds after which a request that was not read may come again: one behind the other, as
+        fast as those that wait are served. most: that may be open.
+        """
+        counters = self.client.counters
+        if counters.predicted_wait <= 0:  # those that were told to have returned, or do not
+            self._returns.until = 0.0
+        wait = max(_LEAST_RETRY_S, counters.predicted_wait)
+        each = wait / (counters.waiting or most)
+        return self._returns.next(self.quotas.clock(), wait, each)
 
     def _most_open(self, info: EngineInfo) -> int:
         """The most generation requests that may be open, those that are being read included. A few
@@ -234,7 +247,7 @@ class Service:
             code, message = "restarting", "the engine died and is being started again"
         progress = self.client.progress
         if progress is not None:
-            message += f": {progress.stage} {progress.done} of {progress.total}"
+            message += f": {progress.stage} {progress.so_far}"
         return RequestError(message, code=code)
 
     def unstarted(self) -> RequestError | None:

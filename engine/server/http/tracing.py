@@ -161,6 +161,7 @@ _RECORDED = {
     "cached_tokens": "cached_tokens",
     "output_tokens": "n_output",
     "preemptions": "preemptions",
+    "accepted_drafts": "accepted",
     "finish": "finish",
 }
 

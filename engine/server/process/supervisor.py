@@ -265,7 +265,7 @@ class CoreSupervisor:
             return ""
         if self.progress is None:
             return " at the beginning of its start"
-        return f" after {self.progress.stage} {self.progress.done} of {self.progress.total}"
+        return f" after {self.progress.stage} {self.progress.so_far}"
 
     async def _watch(self, link: CoreLink) -> None:
         """Kill a core that has been silent for too long.

@@ -272,26 +272,33 @@ def test_the_curl_line_of_an_encoder_asks_for_what_it_makes(pooling: str, route:
     assert words[1] == f"http://127.0.0.1:8000/v1/{route}" and field in json.loads(words[-1])
 
 
-def test_a_log_file_gets_one_line_when_a_stage_starts_and_one_when_it_ends(
-    caplog: pytest.LogCaptureFixture,
+def test_a_log_file_gets_lines_at_a_stage_s_start_and_end_and_every_few_seconds_between(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     caplog.set_level("INFO")
-    lines = _Lines()
-    for stage, done, detail in [
-        ("download", 0, "a model"),
-        ("download", 5, "a model"),
-        ("download", 9, ""),
-        ("download", 9, ""),
-        ("compile", 0, ""),
-        ("compile", 4, "x"),
-        ("compile", 9, ""),
+    lines, gib = _Lines(), 1 << 30
+    for second, stage, done, total, detail in [
+        (0, "download", 0, 0, "a model"),
+        (1, "weights", 0, 8 * gib, ""),
+        (3, "weights", gib, 8 * gib, ""),
+        (9, "weights", 4 * gib, 8 * gib, ""),
+        (12, "weights", 7 * gib, 8 * gib, ""),
+        (17, "weights", 8 * gib, 8 * gib, ""),
+        (18, "weights", 8 * gib, 8 * gib, ""),
+        (20, "compile", 0, 9, ""),
+        (26, "compile", 3, 9, "x"),
+        (27, "compile", 9, 9, ""),
     ]:
-        lines.progress(Progress(stage, done, 9, detail))
+        monkeypatch.setattr("time.monotonic", lambda second=second: float(second))
+        lines.progress(Progress(stage, done, total, detail))
     assert [record.message for record in caplog.records] == [
         "downloading a model",
-        "downloading: done",
+        "reading weights",
+        "reading weights: 4.0 of 8.0 GiB, 0.54 GB/s, 8 s left",
+        "reading weights: done (0.54 GB/s, 16.0 s)",
         "compiling",
-        "compiling: done",
+        "compiling: 3 of 9, 6.0 s",
+        "compiling: done (7.0 s)",
     ]
 
 
@@ -461,3 +468,20 @@ def test_foreign_text_is_shown_and_not_obeyed(text: str, capsys: pytest.CaptureF
         assert not foreign & set(printed)
     for character in foreign:
         assert f"\\x{ord(character):02x}" in escaped
+
+
+def test_compiling_ahead_fills_the_cache_folder_and_says_each_step_s_memory(tmp_path: Path):
+    sizes = "--max-seats 1 --token-budget 16 --token-buckets 16 --pages 8 --kernels reference"
+    done = subprocess.run(
+        [sys.executable, "-m", "jitney", "compile", "tiny-random", *sizes.split()],
+        env=os.environ | {"JITNEY_CACHE": str(tmp_path), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    steps = [line.split()[0] for line in done.stdout.splitlines()]
+    assert {"decode-1", "mixed-16"} <= set(steps)
+    assert "of temporaries" in done.stdout and str(tmp_path / "xla") in done.stdout
+    assert list((tmp_path / "xla").glob("jit__run_model-*"))
+    assert main(["compile", "tiny-random", "--no-compilation-cache"]) == 2

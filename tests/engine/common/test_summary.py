@@ -128,10 +128,12 @@ def test_steps_tell_rows_padding_and_pages():
     assert figures["rows"] == {
         "prefill": 3,
         "decode": 6,
+        "accepted": 0,
         "padding": 3,
         "recomputed": 0,
         "past_end": 0,
         "cancelled": 0,
+        "rejected": 0,
     }
     assert figures["padding_share"] == 0.25 and figures["steps"] == 2 and figures["preempted"] == 2
     assert figures["kv_use"] == pytest.approx((0.1 * 0.3 + 0.3 * 0.1) / 0.4)

@@ -51,6 +51,16 @@ def test_every_flag_leads_to_a_setting_that_exists_or_to_a_reason():
                 assert not set(named) - flags, flag
 
 
+def test_drafts_are_configured_by_an_object(capsys: pytest.CaptureFixture[str]):
+    asked = '{"method":"ngram","num_speculative_tokens":5,"prompt_lookup_max":4}'
+    engine = parsed(f"--speculative-config {asked}").engine
+    assert (engine.speculative, engine.speculative_tokens) == ("ngram", 5)
+    assert (engine.prompt_lookup_max, engine.prompt_lookup_min) == (4, 1)
+    line = '--speculative-config {"draft_tensor_parallel_size":1}'
+    assert "draft_tensor_parallel_size is not supported" in complaint(line, capsys)
+    assert "must be a JSON object" in complaint("--speculative-config ngram", capsys)
+
+
 def test_a_command_line_of_vllms():
     config = parsed(
         "acme/model --max-model-len 8k --max-num-seqs 8 --max-num-batched-tokens=1K "

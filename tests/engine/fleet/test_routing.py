@@ -234,6 +234,36 @@ def _change(replica: Replica, chance: random.Random) -> None:
             replica.refused(60.0)
 
 
+def test_a_prompt_does_not_wait_longer_than_its_pages_are_worth():
+    """Requests take 4 s: a turn may wait 1 s for its pages, one that only hashes there 0.2."""
+    replicas = [Replica(name, seats=64, running=32.0, wait_s=0.0, request_s=4.0) for name in "abc"]
+    kept = ReplicaSet(replicas)
+    for replica in replicas:
+        replica.became("ready")
+
+    def first(prefix: bytes) -> str:
+        return next(kept.order([prefix])).name
+
+    def report(name: str, wait_s: float) -> None:
+        replica = next(each for each in replicas if each.name == name)
+        replica.wait_s = wait_s
+        replica.changed()
+
+    home = first(b"new")
+    kept.sent([b"turn"], home)
+    report(home, 0.15)
+    assert first(b"new") == first(b"turn") == home
+    next(each for each in replicas if each.name == home).begin()
+    assert first(b"turn") == home, "it has a seat"
+    report(home, 0.9)
+    assert first(b"new") != home and first(b"turn") == home
+    report(home, 1.1)
+    assert first(b"turn") != home
+    for each in "abc":
+        report(each, 1.1)
+    assert first(b"turn") == home, "elsewhere it would wait as long"
+
+
 METRICS = """# TYPE jitney_seats gauge
 jitney_seats 4.0
 jitney_requests_running 4.0

@@ -73,7 +73,9 @@ def launches(
 
 def check(calls: list[Call], sm: int) -> None:
     """No call takes more shared memory than there is; unless it computes in float32, it does not
-    spill, and prompt blocks use wgmma on Hopper."""
+    spill, and prompt blocks use wgmma on Hopper, but for heads above 256: with its 64 rows they
+    would spill.
+    """
     for call in calls:
         made = compile_call(call, sm)
         assert made.shared <= SHARED[sm], (
@@ -82,12 +84,14 @@ def check(calls: list[Call], sm: int) -> None:
         if call.types[0] == "*fp32" and made.name.endswith("attention"):
             continue
         assert made.spilled == 0, f"{made.name} on sm_{sm} spills {made.spilled} bytes"
-        assert made.has_wgmma or (made.name, sm) != ("prompt_attention", 90)
+        small = dict(call.constants).get("D", 0) <= 256
+        assert made.has_wgmma or (made.name, sm, small) != ("prompt_attention", 90, True)
 
 
 SAMPLE = [
     (90, 128, "bfloat16", "bfloat16"),
     (90, 64, "bfloat16", "float8_e4m3fn"),
+    (90, 512, "bfloat16", "bfloat16"),
     (89, 128, "bfloat16", "bfloat16"),
     (80, 128, "bfloat16", "int8"),
     (89, 64, "float32", "float32"),
@@ -429,5 +433,5 @@ def test_fp8_pools_need_a_gpu_that_has_fp8():
 
 
 def test_a_head_dim_beyond_the_table_is_refused():
-    with pytest.raises(KernelError, match="head dim up to 256, not 512; choose kernels reference"):
-        launches(90, 512, "bfloat16", "bfloat16")
+    with pytest.raises(KernelError, match="head dim up to 512, not 1024; choose kernels reference"):
+        launches(90, 1024, "bfloat16", "bfloat16")

@@ -107,11 +107,14 @@ class ReturnTimes:
         self._busy_until = -math.inf
         # Clock seconds at which refused requests should return, by their digests, latest last.
         self._due: OrderedDict[bytes, float] = OrderedDict()
+        # The request that was looked up last, and its digest: one that is refused is entered next.
+        self._last: tuple[EngineRequest | None, bytes] = None, b""
 
     def clear(self) -> None:
         """A request found free seats: the others have returned and were served, or do not come."""
         self._busy_until = -math.inf
         self._due.clear()
+        self._last = None, b""
 
     def expects_any(self, now: float) -> bool:
         """Whether refused requests should still return."""
@@ -121,7 +124,7 @@ class ReturnTimes:
         """Whether a request was refused before, and returns no earlier than it was told to."""
         if not self._due:
             return False
-        return self._due.get(_digest_of(request), math.inf) <= now + _EARLY_S
+        return self._due.get(self._digest(request), math.inf) <= now + _EARLY_S
 
     def next(self, request: EngineRequest, now: float, free_in: float, work_s: float) -> float:
         """Seconds after which a refused request should return.
@@ -135,12 +138,18 @@ class ReturnTimes:
         self._busy_until = now + wait + _SPARSE * work_s
         jitter = self._random.uniform(0.0, min(_JITTER_S, _JITTER_SHARE * wait))
         wait = max(SHORTEST_RETRY, wait + jitter)
-        digest = _digest_of(request)
+        digest = self._digest(request)
         self._due[digest] = now + wait
         self._due.move_to_end(digest)
         if len(self._due) > _MOST_RECOGNISED:
             self._due.popitem(last=False)
         return wait
+
+    def _digest(self, request: EngineRequest) -> bytes:
+        """Of the request, computed once while it is judged."""
+        if self._last[0] is not request:
+            self._last = request, _digest_of(request)
+        return self._last[1]
 
 
 def _digest_of(request: EngineRequest) -> bytes:

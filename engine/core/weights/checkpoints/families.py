@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from jitney.engine.common.errors import ModelError
@@ -18,6 +19,7 @@ from jitney.engine.core.weights.checkpoints.model_config import (
     DeltaNetConfig,
     EncoderConfig,
     ExpertsConfig,
+    FullHeads,
     ModelConfig,
     RopeConfig,
     RopeScaling,
@@ -51,6 +53,25 @@ _GPT_OSS_ROPE: JsonDict = {
     "factor": 32.0,
     "truncate": False,
     "original_max_position_embeddings": 4096,
+}
+#: What Gemma 4's files may leave out.
+_GEMMA4: JsonDict = {
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "sliding_window": 512,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+_GEMMA4_ROPE: JsonDict = {
+    "full_attention": {
+        "rope_type": "proportional",
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 0.25,
+    },
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
 }
 #: Names of layers with attention in files of hybrid models.
 _ATTENTION = ("attention", "full_attention")
@@ -550,6 +571,101 @@ def _gemma3(values: JsonObject) -> ModelConfig:
     return replace(config, qk_norm=True, ropes=_ropes_by_window(config, local))
 
 
+def _gemma4(values: JsonObject) -> ModelConfig:
+    """Gemma 4: layers that see all have heads of their own, which may serve as keys and values; the
+    last layers may read the keys and values of others, and layers have numbers of a token of their
+    own.
+    """
+    settings = _GEMMA4 | dict(values)
+    if settings.get("rope_parameters") is None:
+        settings["rope_parameters"] = _GEMMA4_ROPE
+    fields, config = _read_decoder(settings, partial(hf_local_rope, theta=10000.0))
+    if fields.get("use_bidirectional_attention") not in (None, "vision"):
+        raise ModelError("config.json: use_bidirectional_attention is not supported for text")
+    layers = config.n_layers
+    # The last layer sees all, whatever `layer_types` says: so transformers has it.
+    config = replace(config, windows=(*_windows(fields, layers, every=6)[:-1], 0))
+    heads = _gemma4_full_heads(fields, config)
+    local = config.rope(0)
+    full = hf_full_rope(fields, config.context_length, heads.head_dim)
+    shared = fields.integer("num_kv_shared_layers", 0, layers - 1, default=0)
+    return replace(
+        config,
+        full_heads=heads,
+        ropes=tuple(local if window else full for window in config.windows),
+        o_bias=config.qkv_bias,
+        qk_norm=True,
+        query_scalar=1.0,
+        logit_softcap=_softcap(fields, "final_logit_softcapping"),
+        n_kv_readers=shared,
+        reader_width=1 + fields.flag("use_double_wide_mlp"),
+        layer_input_size=_gemma4_layer_inputs(fields, config),
+        experts=_gemma4_experts(fields, config),
+        intermediate_size=_gemma4_inner(fields, config),
+    )
+
+
+def _gemma4_unified(values: JsonObject) -> ModelConfig:
+    """Gemma 4 12B, whose class has no experts and no layer inputs."""
+    defaults = {"max_position_embeddings": 262144, "sliding_window": 1024}
+    missing = {"hidden_size_per_layer_input": 0, "enable_moe_block": False}
+    return _gemma4(defaults | dict(values) | missing)
+
+
+def _gemma4_layer_inputs(fields: Fields, config: ModelConfig) -> int:
+    """Numbers of a token that each layer has of its own."""
+    own = fields.integer("hidden_size_per_layer_input", 0, MOST.width, default=256)
+    rows = fields.integer("vocab_size_per_layer_input", 1, MOST.vocab, default=config.vocab_size)
+    if own and rows != config.vocab_size:
+        fields.reject("vocab_size_per_layer_input", rows, f"vocab_size ({config.vocab_size})")
+    return own
+
+
+def _gemma4_full_heads(fields: Fields, config: ModelConfig) -> FullHeads:
+    """Heads of the layers that see all. transformers 5.24 writes what is different of each layer in
+    a table by its number, published files have keys of their own.
+    """
+    as_values, heads = fields.flag("attention_k_eq_v"), config.n_kv_heads
+    if fields.get("per_layer_config") is None:
+        if as_values:
+            heads = fields.integer("num_global_key_value_heads", 1, config.n_heads, default=heads)
+        dim = fields.integer("global_head_dim", 2, MOST.width, default=512)
+        return FullHeads(heads, dim, 2 - as_values)
+    tables = Fields(fields.table("per_layer_config"), "config.json: per_layer_config")
+    found = set()
+    for layer, window in enumerate(config.windows):
+        own = Fields(tables.table(str(layer)), f"{tables.where}: {layer}")
+        dim = own.integer("head_dim", 2, MOST.width, default=config.head_dim)
+        count = own.integer("num_key_value_heads", 1, config.n_heads, default=heads)
+        if window and (dim, count) != (config.head_dim, heads):
+            tables.reject(str(layer), own.values, "left out: the layer has a window")
+        if not window:
+            found.add(FullHeads(count, dim, 2 - as_values))
+    if len(found) > 1:
+        raise ModelError(f"{tables.where}: layers that see all have different heads")
+    return found.pop()
+
+
+def _gemma4_experts(fields: Fields, config: ModelConfig) -> ExpertsConfig | None:
+    """Experts beside the feed-forward that all rows go through; None: there are none."""
+    if not fields.flag("enable_moe_block"):
+        return None
+    return ExpertsConfig(
+        fields.integer("num_experts", 1, MOST.experts),
+        fields.integer("top_k_experts", 1, MOST.experts),
+        renormalised=True,
+        shared_size=config.intermediate_size,
+        shared_gate=False,
+    )
+
+
+def _gemma4_inner(fields: Fields, config: ModelConfig) -> int:
+    """Columns of the feed-forward, or of each expert."""
+    if not fields.flag("enable_moe_block"):
+        return config.intermediate_size
+    return fields.integer("moe_intermediate_size", 1, MOST.width)
+
+
 def _ropes_by_window(
     config: ModelConfig, local: RopeConfig | None
 ) -> tuple[RopeConfig | None, ...]:
@@ -806,6 +922,35 @@ _TINY_GEMMA3: JsonDict = _TINY_GEMMA | {
     "qk_norm": True,
     "ropes": (RopeConfig(100.0), RopeConfig()),
 }
+#: Of the last two layers each reads the keys and values of one before them.
+_TINY_GEMMA4: JsonDict = {
+    "n_layers": 4,
+    "windows": (32, 0, 32, 0),
+    "ropes": (
+        RopeConfig(100.0),
+        RopeConfig(scaling=RopeScaling("proportional", rotated_pairs=8)),
+    )
+    * 2,
+    "activation": "gelu_tanh",
+    "qk_norm": True,
+    "query_scalar": 4.0,
+    "head_dim": 32,
+    "full_heads": FullHeads(1, 64),
+    "n_kv_readers": 2,
+    "reader_width": 2,
+    "layer_input_size": 32,
+}
+#: Keys that are values, too, and experts beside the feed-forward.
+_TINY_GEMMA4_EXPERTS: JsonDict = {
+    "windows": (32, 0),
+    "ropes": _TINY_GEMMA4["ropes"][:2],
+    "activation": "gelu_tanh",
+    "qk_norm": True,
+    "query_scalar": 4.0,
+    "head_dim": 32,
+    "full_heads": FullHeads(1, 64, 1),
+    "experts": ExpertsConfig(8, 2, True, shared_size=64, shared_gate=False),
+}
 _TINY_GRANITE: JsonDict = {
     "embed_factor": 3.0,
     "residual_factor": 0.7,
@@ -881,6 +1026,10 @@ FAMILIES: dict[str, Family] = {
         _gguf_gemma3,
         _TINY_GEMMA3,
     ),
+    "Gemma4ForCausalLM": Family("gemma4", _gemma4, None, _TINY_GEMMA4),
+    "Gemma4UnifiedForCausalLM": Family(
+        "gemma4_unified", _gemma4_unified, None, _TINY_GEMMA4_EXPERTS
+    ),
     "GptOssForCausalLM": Family("gpt_oss", _gpt_oss, None, _TINY_GPT_OSS),
     "Olmo2ForCausalLM": Family("olmo2", _olmo2, _gguf_olmo, {"wide_qk_norm": True}),
     "Olmo3ForCausalLM": Family(
@@ -943,6 +1092,8 @@ FAMILIES: dict[str, Family] = {
 #: Each with the `model_type` of its text_config -> class name of the text model.
 WRAPPERS: dict[str, dict[str, str]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
+    "Gemma4UnifiedForConditionalGeneration": {"gemma4_unified_text": "Gemma4UnifiedForCausalLM"},
     "Mistral3ForConditionalGeneration": {
         "mistral": "MistralForCausalLM",
         "ministral3": "Ministral3ForCausalLM",

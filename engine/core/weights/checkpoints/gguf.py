@@ -95,6 +95,11 @@ class GGUFFile:
     def shapes(self) -> dict[str, Shape]:
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.size for tensor in self.tensors.values())
+
     def read(self, name: str) -> np.ndarray:
         """One tensor, decoded: float32 of its row-major shape."""
         shape = self.tensors[name].shape

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from jitney.engine.common.errors import ConfigError, ModelError
 from jitney.engine.common.requests import Pooling
@@ -29,10 +31,11 @@ class RopeScaling:
     linear: divided by `factor`. dynamic: of a larger theta in a longer context. llama3: low ones
     divided, high ones kept (Llama 3.1). yarn: blended by rotations per context (arXiv 2309.00071).
     factors: frequency j divided by factors[j]. longrope: the same, and in a context longer than the
-    original one by long_factors[j] (arXiv 2402.13753).
+    original one by long_factors[j] (arXiv 2402.13753). proportional: the first pairs of a head have
+    the frequencies that they have where all are rotated, the others none (Gemma 4).
     """
 
-    kind: Literal["linear", "dynamic", "llama3", "yarn", "factors", "longrope"]
+    kind: Literal["linear", "dynamic", "llama3", "yarn", "factors", "longrope", "proportional"]
     #: What frequencies are divided by.
     factor: float = 1.0
     #: All but linear and factors: tokens of the context that the model was trained with first.
@@ -50,6 +53,8 @@ class RopeScaling:
     #: factors and longrope: a number for each rotated pair; GGUF's `rope_freqs.weight`.
     factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    #: proportional: pairs that are rotated.
+    rotated_pairs: int = 0
 
     @property
     def extended_context(self) -> int:
@@ -87,8 +92,10 @@ class ExpertsConfig:
     engines: int = 1
     #: Experts of one group, where the configuration is one device's (`ModelConfig.local`); 0: all.
     held: int = 0
-    #: Columns of one more expert, which every token goes through by a gate of its own; 0: none.
+    #: Columns of one more expert, which every token goes through; 0: none.
     shared_size: int = 0
+    #: The shared expert has a gate of its own, a column of the router.
+    shared_gate: bool = True
 
     def __post_init__(self) -> None:
         if self.n_chosen > self.n_experts:
@@ -100,6 +107,11 @@ class ExpertsConfig:
     def own(self) -> int:
         """Experts whose weights, or a share of them, the model has."""
         return self.held or self.n_experts
+
+    @property
+    def router_columns(self) -> int:
+        """Numbers that the router makes of a row."""
+        return self.n_experts + (self.shared_size > 0 and self.shared_gate)
 
     @property
     def all_groups(self) -> int:
@@ -218,6 +230,19 @@ class ShortConvConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class FullHeads:
+    """Key and value heads of the layers that see all positions, where those have others than layers
+    with a window.
+    """
+
+    #: K and D.
+    n_kv_heads: int
+    head_dim: int
+    #: See `ModelConfig.kv_projections`.
+    kv_projections: int = 2
+
+
+@dataclass(frozen=True, slots=True)
 class _CacheGroup:
     """Layers that keep keys and values of the same positions, in pages of their own."""
 
@@ -297,6 +322,19 @@ class ModelConfig:
     #: What attention gives is multiplied by the sigmoid of a gate, as wide as the queries and
     #: beside them in their projection.
     attention_gate: bool = False
+    #: Heads that a layer projects for each KV head: its key and its value; one that becomes both;
+    #: or none, where the layer reads the keys and values of another.
+    kv_projections: int = 2
+    #: Heads of layers that see all positions; None: they are like the others.
+    full_heads: FullHeads | None = None
+    #: The last so many layers keep no keys and values: each reads those of the last layer before
+    #: them that sees as many positions.
+    n_kv_readers: int = 0
+    #: Times as many columns of feed-forward as the other layers have these have.
+    reader_width: int = 1
+    #: P: numbers of a token that each layer has of its own, beside those that it is told by the
+    #: layer before; 0: none.
+    layer_input_size: int = 0
     #: None: a decoder.
     encoder: EncoderConfig | None = None
     #: Attention scores are divided by its root; None: by that of head_dim.
@@ -323,6 +361,12 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ModelError(f"head_dim must be even for rotary positions, found {self.head_dim}")
+        first_reader = self.n_layers - self.n_kv_readers
+        if not set(self.windows[first_reader:]) <= set(self.windows[:first_reader]):
+            raise ModelError(
+                f"the last {self.n_kv_readers} of {self.n_layers} layers read keys and values of "
+                "earlier ones, and one of them finds none that sees as many positions"
+            )
         if len(self.ropes) not in (1, self.n_layers):
             raise ModelError(f"{len(self.ropes)} rotary positions for {self.n_layers} layers")
         for token in (self.bos_id, *self.eos_ids):
@@ -334,23 +378,82 @@ class ModelConfig:
                 f"special token id {token} lies outside the vocabulary of {self.vocab_size}"
             )
 
+    def of_layer(self, layer: int) -> ModelConfig:
+        """The configuration with the heads and the feed-forward of one layer."""
+        own = self
+        if self.full_heads is not None and not self.windows[layer]:
+            heads = self.full_heads
+            own = replace(
+                own,
+                full_heads=None,
+                n_kv_heads=heads.n_kv_heads,
+                head_dim=heads.head_dim,
+                kv_projections=heads.kv_projections,
+            )
+        if layer >= self.n_layers - self.n_kv_readers:
+            inner = self.reader_width * self.intermediate_size
+            own = replace(own, kv_projections=0, intermediate_size=inner)
+        return own
+
+    @property
+    def attending_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that attend."""
+        others = () if self.recurrent is None else self.recurrent.layers
+        return tuple(layer for layer in range(self.n_layers) if layer not in others)
+
     @property
     def pool_layers(self) -> tuple[int, ...]:
         """Numbers of the layers that keep keys and values."""
         if self.encoder is not None:
             return ()
-        others = () if self.recurrent is None else self.recurrent.layers
-        return tuple(layer for layer in range(self.n_layers) if layer not in others)
+        first_reader = self.n_layers - self.n_kv_readers
+        return tuple(layer for layer in self.attending_layers if layer < first_reader)
+
+    @property
+    def kv_sources(self) -> tuple[int, ...]:
+        """Of each layer the one whose keys and values it reads, most often itself."""
+        first_reader = self.n_layers - self.n_kv_readers
+        last = {self.windows[layer]: layer for layer in range(first_reader)}
+        return *range(first_reader), *(last[window] for window in self.windows[first_reader:])
+
+    @property
+    def kv_numbers(self) -> tuple[int, ...]:
+        """Numbers of a position's keys and values in all layers of each cache group."""
+        return tuple(sum(map(self.kv_width, group.layers)) for group in self.cache_groups)
+
+    def kv_width(self, layer: int) -> int:
+        """Numbers of a position's keys and values that a layer reads, 2 K D."""
+        own = self.of_layer(layer)
+        return 2 * own.n_kv_heads * own.head_dim
+
+    @property
+    def _read_shares(self) -> dict[int, float]:
+        """Of the keys and values of a position, as all layers read them: window -> the share that
+        layers with this window read.
+        """
+        read = Counter[int]()
+        for layer in self.attending_layers:
+            read[self.windows[layer]] += self.kv_width(layer)
+        return {window: numbers / read.total() for window, numbers in read.items()}
+
+    @property
+    def largest_head(self) -> int:
+        """The most numbers of a head of any layer."""
+        return max(self.of_layer(layer).head_dim for layer in range(self.n_layers))
 
     @property
     def recurrent(self) -> DeltaNetConfig | ShortConvConfig | None:
         """Of the layers that keep a state in place of pages."""
         return self.delta_net or self.short_conv
 
-    def by_layer[T](self, pool: T, state: T) -> list[T]:
-        """What each layer keeps: a pool, or the state of a recurrent layer."""
-        pools = self.pool_layers
-        return [pool if layer in pools else state for layer in range(self.n_layers)]
+    def by_layer(self, pool: Callable[[ModelConfig], Any], state: Any) -> list[Any]:
+        """What each layer keeps: a pool, made of its own configuration, the state of a recurrent
+        layer, or nothing.
+        """
+        kept: list[Any] = [state if self.recurrent is not None else None] * self.n_layers
+        for layer in self.pool_layers:
+            kept[layer] = pool(self.of_layer(layer))
+        return kept
 
     @property
     def n_pools(self) -> int:
@@ -390,7 +493,7 @@ class ModelConfig:
         for number, group in enumerate(self.cache_groups):
             for layer in group.layers:
                 numbers[layer] = number
-        return tuple(numbers)
+        return tuple(numbers[source] for source in self.kv_sources)
 
     @property
     def window(self) -> int:
@@ -408,11 +511,11 @@ class ModelConfig:
 
     @property
     def qkv_size(self) -> int:
-        """Columns of the fused query, key and value projection, (H + 2K) * D; H * D more with
-        `attention_gate`.
+        """Columns of the fused query, key and value projection, (H + 2K) * D, or fewer, see
+        `kv_projections`; H * D more with `attention_gate`.
         """
         queries = self.n_heads * (1 + self.attention_gate)
-        return (queries + 2 * self.n_kv_heads) * self.head_dim
+        return (queries + self.kv_projections * self.n_kv_heads) * self.head_dim
 
     @property
     def vocab_share(self) -> int:
@@ -429,27 +532,30 @@ class ModelConfig:
     ) -> StepCost:
         """The cost of a decoder's steps. weight_bytes: of one number of the layers' matrices, but
         for experts, if these have others; head_bytes: of the output head; kv_bytes: of a position's
-        keys and values, all layers.
+        keys and values, as all layers read them.
         """
         experts = self.experts or ExpertsConfig(1, 1, renormalised=True)
-        outputs = self.n_pools * (self.qkv_size + self.n_heads * self.head_dim)
+        layers = [self.of_layer(layer) for layer in range(self.n_layers)]
+        attending = [layers[layer] for layer in self.attending_layers]
+        outputs = sum(own.qkv_size + own.n_heads * own.head_dim for own in attending)
+        outputs += self.n_layers * 3 * self.layer_input_size
         if self.recurrent is not None:
-            outputs += (self.n_layers - self.n_pools) * self.recurrent.outputs
+            outputs += (self.n_layers - len(attending)) * self.recurrent.outputs
         if self.experts is not None:  # the routers, and experts that all rows go through
             outputs += self.n_layers * (experts.n_experts + 3 * experts.shared_size)
         return StepCost(
             n_layers=self.n_layers,
             shared_weights=self.hidden_size * outputs,
-            expert_weights=self.n_layers * self.hidden_size * 3 * self.intermediate_size,
+            expert_weights=self.hidden_size * 3 * sum(own.intermediate_size for own in layers),
             n_experts=experts.n_experts,
             n_chosen=experts.n_chosen,
             weight_bytes=weight_bytes,
             expert_bytes=expert_bytes,
             head_weights=self.vocab_size * self.hidden_size,
             head_bytes=head_bytes,
-            attention_width=self.n_pools * self.n_heads * self.head_dim,
+            attention_width=sum(own.n_heads * own.head_dim for own in attending),
             kv_bytes=kv_bytes,
-            windows={group.window: len(group.layers) / self.n_pools for group in self.cache_groups},
+            windows=self._read_shares,
             state_bytes=self.slot_bytes,
         )
 
@@ -493,8 +599,10 @@ class ModelConfig:
             "feed-forward columns": (self.intermediate_size, inner_shards),
             "vocabulary entries": (self.vocab_size, shards),
         }
-        if self.n_kv_heads % shards and shards % self.n_kv_heads:
-            sizes = {"key-value heads": (self.n_kv_heads, shards)}
+        heads = self.full_heads
+        for kv_heads in (self.n_kv_heads, *([] if heads is None else [heads.n_kv_heads])):
+            if kv_heads % shards and shards % kv_heads:
+                sizes = {"key-value heads": (kv_heads, shards)}
         if self.recurrent is not None:
             sizes |= self.recurrent.uneven(shards)
         if self.experts is not None and self.experts.shared_size:
@@ -515,6 +623,7 @@ class ModelConfig:
             short_conv=self.short_conv and self.short_conv.local(shards),
             n_heads=self.n_heads // shards,
             n_kv_heads=max(1, self.n_kv_heads // shards),
+            full_heads=heads and replace(heads, n_kv_heads=max(1, heads.n_kv_heads // shards)),
             intermediate_size=self.intermediate_size // inner_shards,
             experts=experts,
             shards=shards,

@@ -58,7 +58,7 @@ def head_order(config: ModelConfig, layer: int, *, paired: bool) -> tuple[int, .
     Hugging Face pairs (j, j + R/2) of the R rows that are rotated; paired: (2j, 2j + 1), as in
     llama.cpp's files of Llama. The others are pairs, too, whose angle is 0.
     """
-    dim, rope = config.head_dim, config.rope(layer)
+    dim, rope = config.of_layer(layer).head_dim, config.rope(layer)
     rotated = dim if rope is None else rope.dims or dim
     if paired:
         first, second = range(0, rotated, 2), range(1, rotated, 2)
@@ -111,7 +111,7 @@ class WeightMap:
             targets.append(Target(("lm_head", "kernel"), (head,), transpose=True))
         for layer in range(config.n_layers):
             targets += _layer_norms(config, names, layer)
-            if layer in config.pool_layers or config.recurrent is None:
+            if layer in config.attending_layers:
                 targets += _attention_matrices(config, names, layer)
             elif config.delta_net is not None:
                 targets += _delta_net_weights(config.hidden_size, config.delta_net, names, layer)
@@ -196,6 +196,9 @@ class Dialect:
     expert_gate: str = ""
     expert_up: str = ""
     expert_down: str = ""
+    #: Of an expert that all rows go through: what its matrices' names begin with, and its gate.
+    shared_expert: str = "mlp.shared_expert."
+    shared_gate: str = "mlp.shared_expert_gate"
     #: What the stored weights of norms lack.
     norm_offset: float = 0.0
     #: Rotated rows of queries and keys are pairs (2j, 2j + 1), see `head_order`.
@@ -203,7 +206,15 @@ class Dialect:
 
 
 #: Beginnings of names in the saved base model of a family, whose names lack the prefix `model.`.
-_BASE_NAMES = ("embed_tokens.", "embedding_norm.", "layers.", "norm.")
+_BASE_NAMES = (
+    "embed_tokens.",
+    "embed_tokens_per_layer.",
+    "embedding_norm.",
+    "layers.",
+    "norm.",
+    "per_layer_model_projection.",
+    "per_layer_projection_norm.",
+)
 #: Beginnings of names of the text model in models that also see or hear, and what they are alone.
 _WRAPPED_NAMES = {
     "language_model.lm_head.": "lm_head.",
@@ -220,6 +231,7 @@ _UNREAD = (
     "mtp.",
     "multi_modal_projector.",
     "vision_adapter.",
+    "vision_embedder.",
     "vision_projection.",
     "vision_tower.",
     "visual.",
@@ -301,7 +313,8 @@ def _norm(
 
 
 def _layer_norms(config: ModelConfig, names: Dialect, layer: int) -> Iterator[Target]:
-    size, dim = config.hidden_size, config.head_dim
+    own = config.of_layer(layer)
+    size, dim = config.hidden_size, own.head_dim
     norms = [
         ("attention_norm", names.attention_norm, size),
         ("attention_post_norm", names.attention_post_norm, size),
@@ -309,8 +322,10 @@ def _layer_norms(config: ModelConfig, names: Dialect, layer: int) -> Iterator[Ta
         ("mlp_post_norm", names.mlp_post_norm, size),
     ]
     of_heads: list[tuple[str, str, int]] = []
+    if config.qk_norm and layer in config.attending_layers:
+        of_heads.append(("q_norm", names.q_norm, 1))
     if config.qk_norm and layer in config.pool_layers:
-        of_heads += [("q_norm", names.q_norm, 1), ("k_norm", names.k_norm, 1)]
+        of_heads.append(("k_norm", names.k_norm, 1))
     if config.wide_qk_norm:
         of_heads.append(("wide_q_norm", names.q_norm, config.n_heads))
         of_heads.append(("wide_k_norm", names.k_norm, config.n_kv_heads))
@@ -339,8 +354,9 @@ class _Rows(NamedTuple):
 
 def _attention_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iterator[Target]:
     """The matrices of one layer's attention, and their biases."""
-    size, dim = config.hidden_size, config.head_dim
-    heads, kv_heads = config.n_heads, config.n_kv_heads
+    own = config.of_layer(layer)
+    size, dim = own.hidden_size, own.head_dim
+    heads, kv_heads = own.n_heads, own.n_kv_heads
     prefix = names.layer.format(i=layer)
     order = head_order(config, layer, paired=names.paired_rows)
     if names.qkv:
@@ -350,11 +366,9 @@ def _attention_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iter
         if config.attention_gate:  # each head's gate stands behind its query
             order_of_pairs = (*order, *range(dim, 2 * dim)) if order else ()
             queries = _Rows(prefix + names.q, 2 * heads * dim, heads, order_of_pairs)
-        qkv = [
-            queries,
-            _Rows(prefix + names.k, kv_heads * dim, kv_heads, order),
-            _Rows(prefix + names.v, kv_heads * dim),
-        ]
+        keys = _Rows(prefix + names.k, kv_heads * dim, kv_heads, order)
+        values = _Rows(prefix + names.v, kv_heads * dim)
+        qkv = [queries, *(keys, values)[: own.kv_projections]]
     path = ("layers", layer, "attention")
     yield from _linear((*path, "qkv"), size, config.qkv_bias, qkv)
     yield from _linear((*path, "o"), heads * dim, config.o_bias, [_Rows(prefix + names.o, size)])
@@ -415,7 +429,7 @@ def _gathered(heads: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 def _mlp_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iterator[Target]:
     """Those of its feed-forward."""
-    size, inner = config.hidden_size, config.intermediate_size
+    size, inner = config.hidden_size, config.of_layer(layer).intermediate_size
     prefix, path = names.layer.format(i=layer), ("layers", layer, "mlp")
     if names.gate_up:
         gate_up = [_Rows(prefix + names.gate_up, 2 * inner)]
@@ -432,9 +446,10 @@ def _expert_matrices(
     size, inner, n_experts = config.hidden_size, config.intermediate_size, experts.n_experts
     prefix, path = names.layer.format(i=layer), ("layers", layer, "mlp")
     router = [Piece(f"{prefix}{names.router}.weight", (n_experts, size))]
+    if experts.router_columns > n_experts:
+        router.append(Piece(f"{prefix}{names.shared_gate}.weight", (1, size)))
     if experts.shared_size:
-        router.append(Piece(f"{prefix}mlp.shared_expert_gate.weight", (1, size)))
-        shared, own = f"{prefix}mlp.shared_expert.", experts.shared_size
+        shared, own = prefix + names.shared_expert, experts.shared_size
         both = [_Rows(f"{shared}{one}_proj", own) for one in ("gate", "up")]
         yield from _linear((*path, "shared", "gate_up"), size, False, both)
         closing = [_Rows(f"{shared}down_proj", size)]

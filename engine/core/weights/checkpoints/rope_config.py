@@ -61,7 +61,12 @@ def _read_rope(settings: JsonObject, fields: Fields, context: int, head_dim: int
     key = "original_max_position_embeddings"
     original = rope.integer(key, 1, MOST.context, default=context)
     original = fields.integer(key, 1, MOST.context, default=original)
-    dims = _rotated(rope.number("partial_rotary_factor", 1.0), head_dim)
+    share = rope.number("partial_rotary_factor", 1.0)
+    if rope.get("rope_type") == "proportional":
+        pairs = _rotated(share, head_dim) // 2
+        scaling = RopeScaling("proportional", rope.number("factor", 1.0), rotated_pairs=pairs)
+        return RopeConfig(rope.number("rope_theta", 10000.0), scaling)
+    dims = _rotated(share, head_dim)
     config = RopeConfig(
         rope.number("rope_theta", 10000.0),
         _hf_scaling(rope, original, context, dims),
@@ -106,7 +111,7 @@ def _hf_scaling(rope: Fields, original: int, context: int, dims: int) -> RopeSca
             return _hf_longrope(rope, original, context, dims)
     raise ModelError(
         f"config.json: rope scaling {str(kind)[:40]!r} is not supported; "
-        "known: default, linear, dynamic, llama3, yarn, longrope"
+        "known: default, linear, dynamic, llama3, yarn, longrope, proportional"
     )
 
 

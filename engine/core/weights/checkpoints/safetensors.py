@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -52,6 +54,8 @@ class SafetensorsFolder:
     shards: tuple[str, ...] = ()
     #: Endings of tensors that nobody reads, which may be of any type.
     unread: tuple[str, ...] = ()
+    #: Bytes of the tensors that are read.
+    stored_bytes: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         for name in self.shards or _shard_names(Path(self.folder)):
@@ -75,6 +79,9 @@ class SafetensorsFolder:
         self.shapes[name] = tuple(piece.get_shape())
         self.kinds[name] = piece.get_dtype()
         self._check_kind(shard, name)
+        if not name.endswith(self.unread):
+            bits = int(re.sub(r"^\D+(\d+).*", r"\1", self.kinds[name]))
+            self.stored_bytes += math.prod(self.shapes[name]) * bits // 8
 
     def _check_kind(self, shard: str, name: str) -> None:
         """ModelError unless it is one that is read."""

@@ -51,9 +51,11 @@ def runner() -> Runner:
     """One with an executable of every kind, sized first as on a device."""
     made = make_runner(greedy_only_mixed=True)
     assert made.largest_temp_bytes() > 0
-    first = made.executables[MIXED, False]
+    first = dict(made.executables)
+    assert set(first) == {(MIXED, False), (DECODE, False)}
     made.compile()
-    assert made.executables[MIXED, False] is first, "the largest step was compiled twice"
+    for kind, step in first.items():
+        assert made.executables[kind] is step, "a largest step was compiled twice"
     return made
 
 
@@ -77,6 +79,19 @@ def test_every_kind_has_one_executable(runner: Runner):
         (MIXED, False),
     }
     assert runner.compiles == 0
+
+
+def test_the_memory_of_all_steps_is_told_and_the_pool_has_counted_the_largest(runner: Runner):
+    memory = runner.program_memory()
+    assert [step.name for step in memory.steps] == [
+        f"{bucket}{'' if greedy_only else ' sampling'}"
+        for bucket, greedy_only in runner.executables
+    ]
+    assert 0 < memory.largest.temporaries <= runner.largest_temp_bytes()
+    vocab = runner.config.vocab_size
+    sampled = next(step for step in memory.steps if step.name == f"{MIXED} sampling")
+    assert sampled.outputs >= 4 * MIXED.seats * vocab  # its logits are left for masks
+    assert len(list(memory.table())) == 1 + len(memory.steps)
 
 
 def test_mixed_steps_are_plain_only_where_that_is_asked_for(runner: Runner):
@@ -155,9 +170,7 @@ class FavouringParams(SamplingParams, frozen=True, kw_only=True):
 class FavouringSampler(Sampler):
     """The sampler with that parameter's line."""
 
-    def sample(
-        self, logits: jax.Array, rows: SamplingRows, state: SeatState, *rest: Any
-    ) -> tuple[Any, SeatState]:
+    def sample(self, logits: jax.Array, rows: SamplingRows, state: SeatState, *rest: Any) -> Any:
         favoured = jnp.arange(logits.shape[-1]) == rows.params["favourite"][:, None]
         return super().sample(jnp.where(favoured, 1e9, logits), rows, state, *rest)
 

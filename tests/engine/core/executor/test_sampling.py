@@ -15,6 +15,7 @@ from jitney.engine.common.requests import REQUEST_MOST, SamplingParams
 from jitney.engine.core.executor.inputs import SAMPLING
 from jitney.engine.core.executor.sampling import (
     _IN_PROMPT,
+    Sampled,
     Sampler,
     SamplingRows,
     SeatState,
@@ -27,7 +28,13 @@ pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
 VOCAB = 600
 SEATS = 4
-run = jax.jit(Sampler().sample)
+
+
+@jax.jit
+def run(logits: jax.Array, rows: SamplingRows, state: SeatState) -> tuple[Sampled, SeatState]:
+    """A step's tokens, and what is counted behind it."""
+    sampled = Sampler().sample(logits, rows, state)
+    return sampled, state.count_tokens(rows, sampled.tokens)
 
 
 def rows_of(
@@ -230,7 +237,7 @@ def test_logprobs_of_sampled_rows_are_exact():
 def test_as_many_alternatives_as_the_engine_is_told_to_compute():
     logits = np.random.default_rng(2).normal(size=(2, VOCAB)).astype(np.float32)
     rows = rows_of([SamplingParams(temperature=0.0, logprobs=5)] * 2, [SEATS, 1])
-    sampled, _ = jax.jit(Sampler(width=37).sample)(
+    sampled = jax.jit(Sampler(width=37).sample)(
         jnp.asarray(logits), rows, SeatState.empty(SEATS, VOCAB)
     )
     order = np.argsort(-log_softmax(logits), axis=1)[:, :37]
@@ -324,7 +331,7 @@ def test_a_kernel_sets_own_cut_takes_the_searchs_place():
 
     def tokens(cut):
         step = jax.jit(Sampler(cut).sample)
-        return np.asarray(step(logits, rows, SeatState.empty(SEATS, VOCAB))[0].tokens)
+        return np.asarray(step(logits, rows, SeatState.empty(SEATS, VOCAB)).tokens)
 
     np.testing.assert_array_equal(tokens(threshold), tokens(None))
     narrow = tokens(

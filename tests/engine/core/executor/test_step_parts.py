@@ -137,7 +137,7 @@ def test_rows_are_chosen_under_masks_alike(rows: int):
             upload.masks[place] = masks[place]
             own.board(seat, SeatState.row(asked[seat], [3, 4, 5, 4], 2, VOCAB, ()))
         sampled = own.run_choice(jnp.asarray(logits), numbers, upload)
-        found.append(jax.tree.map(np.asarray, (sampled, own.state.last_token, own.state.seats)))
+        found.append(jax.tree.map(np.asarray, (sampled, own.state.seat_tokens, own.state.seats)))
     (mine, *state), (theirs, *their_state) = found
     np.testing.assert_array_equal(mine.tokens, theirs.tokens)
     jax.tree.map(np.testing.assert_array_equal, state, their_state)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,9 @@ REFERENCE = ("gemma3", "olmo2", "phi3", "cohere2")
     ("name", "kernels"),
     [*((name, "auto") for name in SCRIPT.GREEDY), *((name, "reference") for name in REFERENCE)],
 )
-def test_a_family_writes_what_transformers_writes(name: str, kernels: str, tmp_path: Path):
+def test_a_family_writes_what_transformers_writes(
+    name: str, kernels: str, tmp_path: Path, record_property: Callable[[str, object], None]
+):
     """Greedy tokens and their log-probabilities in float32: prompts in chunks of 16 rows, past
     windows of 8 over pages of 8, one by one and together.
     """
@@ -88,6 +91,10 @@ def test_a_family_writes_what_transformers_writes(name: str, kernels: str, tmp_p
         found = [[own.logprob for own in output.logprobs or []] for output in outputs]
         np.testing.assert_allclose(found, logprobs, atol=1e-3)
     llm.core.check()
+    record_property("case", name)  # for docs/benchmarks/model_families.py
+    record_property("kernels", llm.info.kernels.label)
+    record_property("greedy", sum(map(len, wanted)))
+    record_property("logprobs", np.abs(np.array(found) - np.array(logprobs)).max())
 
 
 @pytest.mark.parametrize("family", ["olmo2", "granite", "cohere2"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,10 +31,14 @@ pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 CASES = DATA["cases"]
 
 
-def dense_attend(q, k, v, kv, meta, *, scale, window=0, softcap=0.0, sinks=None):
-    """Attention over the rows of this step alone, masked by sequence, position and window; pages
-    untouched.
-    """
+def dense_attention(q, k, v, kv, meta, **options):
+    """Attention over the rows of this step alone; their keys and values stand for the pool."""
+    return dense_attend(q, (k, v), meta, **options), (k, v)
+
+
+def dense_attend(q, kv, meta, *, scale, window=0, softcap=0.0, sinks=None):
+    """Attention over the rows of this step, masked by sequence, position and window."""
+    k, v = kv
     rows = jnp.arange(q.shape[0])
     sequence = jnp.searchsorted(meta.cu_q[1:], rows, side="right")
     age = meta.positions[:, None] - meta.positions[None, :]
@@ -52,10 +57,15 @@ def dense_attend(q, k, v, kv, meta, *, scale, window=0, softcap=0.0, sinks=None)
         shape = (*scores.shape[:2], 1)
         column = jnp.broadcast_to(sinks[:, None, None], shape)
         weights = jax.nn.softmax(jnp.concatenate([scores, column], -1), axis=-1)[..., :-1]
-    return jnp.einsum("hqk,khd->qhd", weights, v.astype(jnp.float32)).astype(q.dtype), kv
+    return jnp.einsum("hqk,khd->qhd", weights, v.astype(jnp.float32)).astype(q.dtype)
 
 
-DENSE = replace(select("cpu", "reference"), name="dense", paged_attention=dense_attend)
+DENSE = replace(
+    select("cpu", "reference"),
+    name="dense",
+    paged_attention=dense_attention,
+    attend=dense_attend,
+)
 
 
 def prompts_meta(*lengths: int) -> AttentionMeta:
@@ -106,17 +116,28 @@ def write_folder(folder: Path, case: dict) -> Path:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_equal_transformers(name: str, tmp_path: Path):
+def test_logits_equal_transformers(
+    name: str, tmp_path: Path, record_property: Callable[[str, object], None]
+):
     source = ModelSource.resolve(str(write_folder(tmp_path, CASES[name])))
     context = CASES[name].get("context", source.config.context_length)
     model = load_model(source, replace(source.config, context_length=context), jnp.float32)
     tokens = SCRIPT.prompt()
-    logits = all_logits(model, tokens, len(tokens))
-    np.testing.assert_allclose(logits[DATA["rows"]], CASES[name]["logits"], atol=1e-4, rtol=0)
+    logits = all_logits(model, tokens, len(tokens))[DATA["rows"]]
+    np.testing.assert_allclose(logits, CASES[name]["logits"], atol=1e-4, rtol=0)
+    record_property("case", name)  # for docs/benchmarks/model_families.py
+    record_property("logits", np.abs(logits - np.array(CASES[name]["logits"])).max())
 
 
 #: Wrapper, `model_type` of its text_config and a case of it, and the names of its tensors.
 WRAPPED = {
+    "Gemma4ForConditionalGeneration": ("gemma4_text", "gemma4", "model.language_model.", "lm_head"),
+    "Gemma4UnifiedForConditionalGeneration": (
+        "gemma4_unified_text",
+        "gemma4_unified",
+        "model.language_model.",
+        "lm_head",
+    ),
     "Gemma3ForConditionalGeneration": ("gemma3_text", "gemma3", "model.language_model.", "lm_head"),
     "Mistral3ForConditionalGeneration": (
         "mistral",
@@ -228,7 +249,7 @@ def test_dtype_in_is_dtype_out(architecture: str, dtype, float32_residual: bool)
 
     def attend(q, k, v, kv, meta, **options):
         seen.extend([q.dtype, k.dtype, v.dtype])
-        return dense_attend(q, k, v, kv, meta, **options)
+        return dense_attention(q, k, v, kv, meta, **options)
 
     kernels = replace(DENSE, paged_attention=attend, float32_residual=float32_residual)
     hidden, _ = model(jnp.arange(8), nothing_kept(model.config, 1), prompts_meta(8), kernels)

@@ -65,6 +65,8 @@ CASES = (
     ("qwen3_5_moe", 4),
     ("qwen3_next", 4),
     ("lfm2", 2),
+    ("gemma4", 2),
+    ("gemma4_experts", 4),
 )
 
 
@@ -78,6 +80,7 @@ KEPT_AS = "float32", "auto", ""
 #: that share experts.
 PROVED = {
     "llama": ("llama", 4, 1),
+    "gemma4": ("gemma4", 2, 1),
     "qwen3_moe": ("qwen3_moe", 4, 2),
     "mixtral": ("mixtral", 2, 2),
     "mixtral of two engines": ("mixtral", 2, 1, 2),
@@ -96,6 +99,7 @@ JOINED: dict[str, tuple[Any, ...]] = {
     "two engines of four": ("qwen3_moe", 2, 4, [48, 0]),
     "four engines": ("mixtral", 4, 2, [3, 48, 0, 31]),
     "two engines with biases": ("gpt_oss", 2, 2, [48, 9]),
+    "two engines beside a feed-forward": ("gemma4_experts", 2, 2, [9, 48]),
     "two engines in groups": ("mixtral", 2, 2, [9, 48], "plain", "", 2),
 }
 #: Compared with one engine alone.
@@ -107,7 +111,10 @@ JOINED_ROUNDED: dict[str, tuple[Any, ...]] = {
 def write_folder(folder: Path, case: dict[str, Any]) -> str:
     folder.mkdir()
     save_file(
-        {name: SCRIPT.random_tensor(name, tuple(shape)) for name, shape in case["shapes"].items()},
+        {
+            name: SCRIPT.random_tensor(name, tuple(shape), case.get("embed_spread", 1.0))
+            for name, shape in case["shapes"].items()
+        },
         folder / "model.safetensors",
     )
     (folder / "config.json").write_text(json.dumps(case["config"]))

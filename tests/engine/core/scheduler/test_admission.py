@@ -50,11 +50,13 @@ def test_a_disturbed_step_does_not_change_the_pace():
     assert step_times.mixed(Bucket(64, 16)) == 0.2, "what is long ago is forgotten"
 
 
-def test_a_bucket_that_was_not_seen_is_judged_by_its_neighbour():
+def test_a_bucket_that_was_not_seen_is_judged_by_its_neighbours():
+    """By the rows of the next larger one, but no shorter than a smaller one."""
     step_times = step_times_of(m64=0.1, m256=0.6)
-    assert step_times.mixed(Bucket(32, 16)) == pytest.approx(0.05) and step_times.mixed(
-        Bucket(128, 16)
-    ) == pytest.approx(0.2)
+    assert step_times.mixed(Bucket(32, 16)) == pytest.approx(0.05)
+    assert step_times.mixed(Bucket(128, 16)) == pytest.approx(0.3)
+    assert step_times_of(m64=0.1, m256=0.15).mixed(Bucket(128, 16)) == pytest.approx(0.1)
+    assert step_times_of(m64=0.1).mixed(Bucket(128, 16)) == pytest.approx(0.2)
     assert StepTimeEstimate(BUCKETS).mixed(Bucket(64, 16)) is None
 
 

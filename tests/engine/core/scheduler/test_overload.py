@@ -20,6 +20,7 @@ from jitney.engine.common.requests import EngineRequest, RequestGroup
 from jitney.engine.common.trace import Arrival
 from jitney.engine.config.schema import EngineSection
 from jitney.engine.core.engine_core import EngineCore
+from jitney.engine.core.scheduler.admission import control
 from jitney.engine.core.scheduler.admission.control import LONGEST_RETRY, ReturnTimes
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.limits import SchedulerLimits
@@ -256,6 +257,24 @@ def test_free_seats_end_the_time_that_was_told():
     [(code, again)] = codes(core, [make_request("late", [1], max_tokens=200)])
     assert code == "queue_full" and again is not None
     assert again < 2 * (told[0] or 0.0) < (told[-1] or 0.0)
+
+
+def test_a_request_that_a_crowd_refuses_has_its_digest_computed_once(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    counted: list[str] = []
+    digest_of = control._digest_of
+
+    def counting(request: EngineRequest) -> bytes:
+        counted.append(request.id)
+        return digest_of(request)
+
+    monkeypatch.setattr(control, "_digest_of", counting)
+    core = crowded_core(FakeClock(), max_requests=4, max_tokens=10**9)
+    core.scheduler.add(make_request("four", [1], n=4, max_tokens=200))
+    for number in range(3):
+        codes(core, [make_request(f"r{number}", [number], max_tokens=200)])
+    assert counted == ["r0", "r1", "r2"]
 
 
 def test_a_refused_request_is_told_no_more_than_the_longest_time():

@@ -185,11 +185,16 @@ def test_stored_dtypes_are_read_and_cast(tmp_path: Path):
     assert_same(load(half), load(write_folder(tmp_path / "f32", state)), rtol=1e-3, atol=1e-3)
 
 
-def test_progress_counts_tensors(tmp_path: Path):
-    source = ModelSource.resolve(str(write_folder(tmp_path, tensors())))
+def test_progress_counts_the_bytes_of_the_file(tmp_path: Path):
+    state = tensors()
+    source = ModelSource.resolve(str(write_folder(tmp_path, state)))
     seen = []
     load_model(source, source.config, jnp.float32, lambda *news: seen.append(news))
-    assert seen == [("weights", done, 15, "") for done in range(1, 16)]
+    total = sum(tensor.nbytes for tensor in state.values())
+    assert {(stage, all_bytes) for stage, _, all_bytes, _ in seen} == {("weights", total)}
+    done = [done for _, done, _, _ in seen]
+    assert len(done) == 16 and (done[0], done[-1]) == (0, total)
+    assert done == sorted(set(done))
 
 
 def test_a_tied_model_may_carry_its_head(tmp_path: Path):

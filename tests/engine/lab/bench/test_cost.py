@@ -35,11 +35,12 @@ def test_a_step_is_paid_for_row_by_row():
     assert "money" not in lines.as_json()["idle"]
 
 
+_ROWS = st.lists(st.integers(0, 4096), min_size=len(ROW_KINDS), max_size=len(ROW_KINDS)).filter(any)
+
+
 @given(
     st.lists(
-        st.tuples(
-            st.floats(0, 30), st.lists(st.integers(0, 4096), min_size=6, max_size=6).filter(any)
-        ),
+        st.tuples(st.floats(0, 30), _ROWS),
         min_size=1,
         max_size=20,
     )

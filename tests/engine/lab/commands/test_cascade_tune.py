@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from api_fakes import FakeClient, Script, make_app, served
 
@@ -55,6 +57,26 @@ def test_its_report_says_which_threshold_and_why(
     (tried,) = report["measures"]
     assert tried["thresholds"][0]["agreement"] == 0.75
     assert report["small"]["tokens"] < report["large"]["tokens"] * 2
+
+
+def test_a_server_that_refused_a_connection_is_tried_again(
+    servers: tuple[str, str],
+    requests_file: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    send, refused = httpx.AsyncClient.send, iter([True])
+
+    async def not_at_once(client: httpx.AsyncClient, request: httpx.Request, **how: Any):
+        if next(refused, False):
+            raise httpx.ConnectError("refused", request=request)
+        return await send(client, request, **how)
+
+    monkeypatch.setattr(httpx.AsyncClient, "send", not_at_once)
+    words = ["cascade", "tune", str(requests_file), "--small", servers[0], "--large", servers[1]]
+    main([*words, "--cost", "tokens", "--json", "-"])
+    report = json.loads(capsys.readouterr().out)
+    assert (report["requests"], report["refused"]) == (4, [])
 
 
 def test_a_server_that_is_not_there_is_one_line(

@@ -187,6 +187,22 @@ def test_a_lull_does_not_cost_a_start():
     assert scaler.change(60.0, 10, 3, [5.0] * 10, 0.9) == 5  # three are on their way
 
 
+def test_replicas_that_start_count_for_those_that_wait():
+    """The traffic grows fourfold at once and starts take long: what waits meanwhile asks for no
+    more replicas than the traffic does in the end.
+    """
+    lengths = Fixed(64), Fixed(256)
+    calm = Day((1.0,), *lengths).sample(3.0, 30, 1)
+    busy = Day((1.0,), *lengths).sample(12.0, 300, 2)
+    later = [msgspec.structs.replace(one, at=10.0 + one.at) for one in busy]
+    rule = ScalingRule(least=2, every_s=3.0, calm_s=1000.0)
+    plan = fleet(2, engine=engine(seats=4), scaling=rule, start_s=20.0)
+    run = plan.simulate([*calm, *later])
+    check(run, 330)
+    assert run.first_tokens() and max(run.first_tokens()) > 5, "they did wait"
+    assert max(moment.ready + moment.starting for moment in run.moments) < 20
+
+
 def test_a_day_has_the_rate_of_each_hour():
     day = Day((2.0, 0.0, 10.0), Fixed(10), Fixed(5), hour_s=100.0)
     at = [arrival.at for arrival in day.whole(1)]

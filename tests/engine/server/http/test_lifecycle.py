@@ -367,6 +367,9 @@ def test_models_version_and_slots():
         "sampling_defaults",
         "embedding_pooling",
         "adapters",
+        "weight_bytes",
+        "step_bytes",
+        "code_bytes",
         "kernel_proofs",
     ]
     assert shown["embedding_pooling"] == "mean"

@@ -77,6 +77,31 @@ def test_few_are_read_while_the_engine_takes_no_newcomers(
         reading.enter_context(server.generating(Context("r", background=True)))
 
 
+def test_those_that_are_not_read_are_told_to_return_one_behind_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Five wait for 10 s: one is served every 2 s. Once nothing waits, the next crowd is told
+    anew.
+    """
+    monkeypatch.setattr(service, "_MOST_READ", 2)
+    client = FakeClient(seats=1, max_waiting_requests=5, max_predicted_wait_s=60.0)
+    client.counters.predicted_wait, client.counters.waiting = 10.0, 5
+    server = make_app(client).state.service
+    server.quotas.clock = lambda: 100.0
+
+    def told() -> float:
+        with pytest.raises(RequestError) as refused:
+            server.generating(Context("r"))
+        return refused.value.info.retry_after or 0.0
+
+    with ExitStack() as reading:
+        for _ in range(2):
+            reading.enter_context(server.generating(Context("r")))
+        assert [told() for _ in range(4)] == pytest.approx([10.0, 12.0, 14.0, 16.0])
+        client.counters.predicted_wait = 0.0
+        assert told() == pytest.approx(1.0)
+
+
 def test_a_flood_of_one_tenant_keeps_no_other_out():
     requests = OpenRequests()
     with ExitStack() as flood:

@@ -1,0 +1,247 @@
+"""Engines with and without speculation beside each other: the same answers, their speed, and what a
+step costs with more rows.
+
+    python docs/benchmarks/speculation.py equality [--requests 10000] [--model tiny-random]
+    python docs/benchmarks/speculation.py speed [--model smollm2-135m] [--rounds 3]
+    python docs/benchmarks/speculation.py rows [--model smollm2-135m]
+
+equality: random requests (greedy, sampled, penalties, log-probabilities, n, biases, few pages,
+aborts) to both engines in this process; every token is compared. speed: both behind HTTP on this
+machine, in turns, greedy streams: texts that repeat their prompt, alone; free text, alone and 32 at
+a time. rows: decode steps of 1, 2, 4 and 8 rows.
+
+Speeds move with the machine: only ratios of one run say something.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from statistics import median
+
+import numpy as np
+
+from jitney.engine import LLM
+from jitney.engine.common.machine import cpu_name
+from jitney.engine.common.requests import EngineRequest, SamplingParams
+
+_CLI = "import sys; from jitney.engine.cli import main; sys.exit(main(sys.argv[1:]))"
+_FACTS = (
+    "The harbour opened in 1871 and has four piers. The longest pier, of 312 metres, carries "
+    "a tram to the lighthouse. Grain leaves from the second pier, timber from the third, and the "
+    "ferry to Marren calls at the fourth twice a day. In winter the ice is broken by two tugs, the "
+    "Hedda and the Brage, which were built in 1958 at the yard behind the customs house. "
+)
+_REPEATING = [
+    f"Copy this text exactly, and change nothing else but '{old}' to '{new}':\n\n{_FACTS}"
+    for old, new in (("1871", "1872"), ("Hedda", "Helga"), ("twice", "thrice"), ("ice", "frost"))
+]
+_FREE = [
+    f"Write a short story about {subject}."
+    for subject in ("a lighthouse", "two brothers", "a lost map", "the last train", "rain", "bees")
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=("equality", "speed", "rows"))
+    parser.add_argument("--model", default="")
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    print(cpu_name())
+    if args.what == "equality":
+        compare_answers(args.model or "tiny-random", args.requests)
+    elif args.what == "speed":
+        compare_speeds(args.model or "smollm2-135m", args.rounds)
+    else:
+        measure_rows(args.model or "smollm2-135m")
+
+
+def random_request(rng: random.Random, number: int, vocab: int) -> EngineRequest:
+    """Few different tokens, so that texts repeat themselves."""
+    few = rng.sample(range(10, vocab - 10), 6)
+    prompt = [rng.choice(few) for _ in range(rng.randint(1, 40))]
+    chance = rng.random()
+    params = SamplingParams(
+        temperature=rng.choice((0.0, 0.0, 0.5, 1.0)),
+        seed=number,
+        n=rng.choice((1, 1, 1, 2)),
+        max_tokens=rng.randint(1, 60),
+        min_tokens=rng.choice((0, 0, 5)),
+        top_k=rng.choice((0, 0, 5)),
+        top_p=rng.choice((1.0, 0.9)),
+        repetition_penalty=1.2 if chance < 0.1 else 1.0,
+        frequency_penalty=0.1 if 0.1 < chance < 0.2 else 0.0,
+        logprobs=2 if 0.2 < chance < 0.3 else None,
+        stop_token_ids=(few[0],) if rng.random() < 0.3 else (),
+        logit_bias={token: 100.0 for token in few} if rng.random() < 0.8 else {},
+        ignore_eos=rng.random() < 0.5,
+    )
+    return EngineRequest(id=str(number), prompt=prompt, sampling=params, arrival=time.monotonic())
+
+
+def answers(llm: LLM, count: int, vocab: int) -> dict[tuple[str, int], list[int]]:
+    """By request and sequence; up to so many are open as were drawn, and some are aborted late."""
+    rng, core = random.Random(1), llm.core
+    found: dict[tuple[str, int], list[int]] = {}
+    started = open_now = 0
+    room = 1
+    while started < count or core.has_work:
+        while started < count and open_now < room:
+            request = random_request(rng, started, vocab)
+            core.add(request)
+            open_now += request.sampling.n
+            started += 1
+            room = rng.choice((1, 2, 4, 12))
+        if started % 50 == 7:
+            core.abort(str(started - 1))
+        for output in core.step().outputs:
+            found.setdefault((output.request_id, output.index), []).extend(output.tokens)
+            open_now -= output.finish is not None
+    core.check()
+    return found
+
+
+def compare_answers(model: str, count: int) -> None:
+    """Print how many sequences differ; an aborted one may have come further in one engine."""
+    found: list[dict[tuple[str, int], list[int]]] = []
+    for speculative in ("off", "ngram"):
+        llm = LLM(
+            model, max_seats=8, pages=20, context=128, dtype="bfloat16", speculative=speculative
+        )
+        started = time.perf_counter()
+        found.append(answers(llm, count, llm.core.scheduler.factory.request_limits.vocab_size))
+        seconds = time.perf_counter() - started
+        totals = llm.core.ledger.totals
+        rows = {kind: totals[kind] for kind in ("decode", "accepted", "rejected", "preempted")}
+        print(f"{speculative}: {seconds:.0f} s, {llm.core.ledger.steps} steps, {rows}")
+        llm.close()
+    plain, drafted = found
+    apart = [
+        key
+        for key in plain
+        if any(a != b for a, b in zip(plain[key], drafted.get(key, []), strict=False))
+    ]
+    shorter = [key for key in plain if len(plain[key]) != len(drafted.get(key, []))]
+    tokens = sum(map(len, plain.values()))
+    print(
+        f"{len(plain)} sequences, {tokens} tokens: {len(apart)} differ in a token; "
+        f"{len(shorter)} in length ({count // 50} requests were aborted)"
+    )
+
+
+def measure_rows(model: str) -> None:
+    """Print the median milliseconds of decode steps by their rows; a draft's is like any other."""
+    llm = LLM(model, max_seats=8, seat_buckets=[1, 2, 4, 8])
+    core = llm.core
+    usual = 0.0
+    for rows in (1, 2, 4, 8):
+        params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True, n=rows)
+        core.add(EngineRequest(id=f"{rows}", prompt=[5] * 200, sampling=params, arrival=0.0))
+        first = core.ledger.steps
+        core.run_until_idle()
+        records = core.ledger.since(first)
+        seconds = float(np.median(records[records["bucket_tokens"] == rows]["device_s"]))
+        usual = usual or seconds
+        print(f"{rows} rows: {1e3 * seconds:.2f} ms, {seconds / usual:.2f} times")
+    llm.close()
+
+
+@dataclass
+class _Server:
+    """`jitney serve` with or without speculation."""
+
+    model: str
+    port: int
+    flags: tuple[str, ...] = ()
+    process: subprocess.Popen[bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        command = [sys.executable, "-c", _CLI, "serve", "--model", self.model]
+        command += ["--port", str(self.port), "--no-measured-sizes", *self.flags]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        for _ in range(2400):
+            time.sleep(0.5)
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/readyz") as answer:
+                    if answer.status == 200:
+                        return
+            except OSError:
+                continue
+        self.stop()
+        raise RuntimeError("the server did not get ready")
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait()
+
+    def stream(self, prompt: str, tokens: int) -> list[float]:
+        """Times since the request was sent, of each piece of an answer."""
+        body = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": prompt}],
+            "temperature": 0,
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/chat/completions",
+            json.dumps(body).encode(),
+            {"content-type": "application/json"},
+        )
+        began, times = time.perf_counter(), []
+        with urllib.request.urlopen(request) as answer:
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    times.append(time.perf_counter() - began)
+        return times
+
+    def tokens_per_second(
+        self, prompts: list[str], tokens: int, streams: int
+    ) -> tuple[float, float, float]:
+        """(tokens a second of all, median seconds to the first, 99th percentile between two)."""
+        began = time.perf_counter()
+        with ThreadPoolExecutor(streams) as pool:
+            answers = list(pool.map(lambda prompt: self.stream(prompt, tokens), prompts))
+        seconds = time.perf_counter() - began
+        first = median(times[0] for times in answers)
+        gaps = np.concatenate([np.diff(times) for times in answers])
+        return len(prompts) * tokens / seconds, first, float(np.quantile(gaps, 0.99))
+
+
+def compare_speeds(model: str, rounds: int) -> None:
+    """Print ratios of with speculation over without: medians over the rounds."""
+    cases = {
+        "repeats its prompt, 1 stream": (_REPEATING, 150, 1),
+        "free text, 1 stream": (_FREE[:4], 150, 1),
+        "free text, 32 streams": (_FREE * 6, 64, 32),
+    }
+    servers = [_Server(model, 18431)]
+    try:
+        servers.append(_Server(model, 18432, ("--speculative", "ngram")))
+        for name, case in cases.items():
+            pairs = []
+            for _ in range(rounds + 1):
+                pairs.append([server.tokens_per_second(*case) for server in servers])
+            ratios = np.median([np.divide(b, a) for a, b in pairs[1:]], axis=0)
+            speeds = [median(pair[side][0] for pair in pairs[1:]) for side in (0, 1)]
+            print(
+                f"{name}: {speeds[0]:.1f} -> {speeds[1]:.1f} tokens/s, {ratios[0]:.2f} times; "
+                f"first token {ratios[1]:.2f} times, p99 between tokens {ratios[2]:.2f} times"
+            )
+    finally:
+        for server in servers:
+            server.stop()
+
+
+if __name__ == "__main__":
+    main()

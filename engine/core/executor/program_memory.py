@@ -1,0 +1,92 @@
+"""Memory of compiled steps, as XLA's analysis of each program has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """Bytes of a step on each device, beside weights, pools and the state of seats; of a step in
+    parts the most of any part.
+    """
+
+    #: Such as "mixed-512 sampling".
+    name: str
+    temporaries: int
+    #: Results that are not written over what the step was given.
+    outputs: int
+
+    @classmethod
+    def of(cls, name: str, step: Any) -> StepMemory:
+        """The memory of what runs a step."""
+        found = [_analysed(program) for program in _programs_of(step)]
+        return cls(
+            name,
+            temporaries=max(memory.temp_size_in_bytes for memory in found),
+            outputs=max(
+                memory.output_size_in_bytes - memory.alias_size_in_bytes for memory in found
+            ),
+        )
+
+    @property
+    def total(self) -> int:
+        return self.temporaries + self.outputs
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramsMemory:
+    """Memory of all compiled steps of an engine, on each device."""
+
+    steps: tuple[StepMemory, ...]
+    #: Machine code of all programs; 0 where XLA does not say it, as of CPUs.
+    code: int
+
+    @classmethod
+    def of(cls, named: Iterable[tuple[str, Any]]) -> ProgramsMemory:
+        """named: each step's name and what runs it."""
+        named = list(named)
+        programs = {id(program): program for _, step in named for program in _programs_of(step)}
+        code = sum(_analysed(one).generated_code_size_in_bytes for one in programs.values())
+        return cls(tuple([StepMemory.of(name, step) for name, step in named]), code)
+
+    @property
+    def largest(self) -> StepMemory:
+        """The step that needs most."""
+        return max(self.steps, key=lambda step: step.total)
+
+    def __str__(self) -> str:
+        largest = self.largest
+        code = f"; code of all {self.code / _MIB:.1f} MiB" if self.code else ""
+        return (
+            f"{len(self.steps)} steps; the largest ({largest.name}) needs "
+            f"{largest.temporaries / _MIB:.1f} MiB of temporaries and {largest.outputs / _MIB:.1f} "
+            f"MiB of results{code}"
+        )
+
+    def table(self) -> Iterator[str]:
+        """A line for each step, the largest first."""
+        width = max(len(step.name) for step in self.steps)
+        yield f"{'step':<{width}}  temporaries, MiB  results, MiB"
+        for step in sorted(self.steps, key=lambda step: -step.total):
+            yield (
+                f"{step.name:<{width}}  {step.temporaries / _MIB:>16.1f}  "
+                f"{step.outputs / _MIB:>12.1f}"
+            )
+
+
+def _programs_of(step: Any) -> Iterable[jax.stages.Compiled]:
+    """The programs that run a step: itself, or its parts."""
+    return (step,) if isinstance(step, jax.stages.Compiled) else step.programs
+
+
+def _analysed(program: jax.stages.Compiled) -> Any:
+    memory = program.memory_analysis()
+    assert memory is not None  # XLA of every platform that we compile for says it
+    return memory

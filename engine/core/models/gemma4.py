@@ -1,0 +1,320 @@
+"""Gemma 4 (text): what differs from Llama's layers.
+
+As in Gemma 3 both halves of a layer are normed before and after, and embeddings are scaled. Layers
+that see all positions have larger heads, whose keys may serve as values before they are normed and
+rotated; values are normed, too. The last layers may read the keys and values of earlier ones. Each
+layer may have numbers of a token of its own, which a gate of the row opens (E2B, E4B), and experts
+beside its feed-forward (26B-A4B). Behind it all the row is multiplied by a number of the layer.
+
+Axes: T tokens, E embed, P numbers of a token that a layer has of its own, L layers, H query heads,
+K KV heads, D head dim, X experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from jitney.engine.core.models.attention import Attention
+from jitney.engine.core.models.gemma import Gemma
+from jitney.engine.core.models.hidden import Hidden
+from jitney.engine.core.models.layers import MLP, RMSNorm, RowFacts, normal, rounded, scaled
+from jitney.engine.core.models.llama import PostNormBlock, looked_up
+from jitney.engine.core.models.mixture import Experts
+from jitney.engine.core.models.rope import Rope
+from jitney.engine.core.models.sharding import TENSOR
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
+from jitney.engine.core.weights.checkpoints.names import (
+    HF,
+    Dialect,
+    FileFormat,
+    Piece,
+    Target,
+    WeightMap,
+)
+from jitney.kernels.interface import AttentionMeta, Kernels
+
+_HF = replace(
+    HF,
+    attention_post_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_post_norm="post_feedforward_layernorm",
+    router="router.proj",
+    expert_gate="experts.{e}.gate_proj",
+    expert_up="experts.{e}.up_proj",
+    expert_down="experts.{e}.down_proj",
+    shared_expert="mlp.",
+)
+#: Norms of a layer with experts, and the tensors of their weights.
+_EXPERT_NORMS = {
+    "shared_post_norm": "post_feedforward_layernorm_1.weight",
+    "experts_norm": "pre_feedforward_layernorm_2.weight",
+    "experts_post_norm": "post_feedforward_layernorm_2.weight",
+    "router_norm": "router.scale",
+}
+#: Tensors that published files have of layers that read other layers' keys and values.
+_UNREAD_OF_READERS = ("k_proj", "v_proj", "k_norm", "v_norm")
+
+
+class _Attention(Attention):
+    """Attention over values that are normed, or over the pages of another layer."""
+
+    def attended(
+        self, heads: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
+    ) -> tuple[Array, Array]:
+        """heads [T, H + 2K, D], without the last K where keys serve as values, and H of them where
+        the layer reads another's pages; the rest is as in `Attention.attended`.
+        """
+        if not self.keeps_kv:
+            assert self.q_norm is not None
+            q = rope.rotate(self.q_norm(heads, kernels))
+            o = kernels.attend(rope.scaled(q), kv, meta, **self.options())
+            return o.reshape(heads.shape[0], -1), kv
+        assert self.k_norm is not None
+        own = self.n_heads + self.n_kv_heads
+        weight = jnp.ones((self.head_dim,), heads.dtype)
+        values = kernels.rms_norm(heads[:, -self.n_kv_heads :], weight, self.k_norm.eps)
+        heads = jnp.concatenate([heads[:, :own], values], axis=1)
+        return super().attended(heads, rope, kv, meta, kernels)
+
+
+class _FeedForward(MLP):
+    """See `MLP`."""
+
+    def of_sums(self, x: Array, normed: Array, kernels: Kernels, rows: RowFacts) -> Array:
+        """x [T, E], and normed -> [T, E]."""
+        return self(normed, kernels, rows)
+
+
+class _FeedForwardAndExperts(Experts):
+    """A feed-forward, here the shared expert, and experts, which read rows in norms of their own,
+    as the router does; what both give is normed before it is added.
+
+    share_factors [X]: what an expert's share is multiplied by.
+    """
+
+    shared_post_norm: RMSNorm
+    experts_norm: RMSNorm
+    experts_post_norm: RMSNorm
+    router_norm: RMSNorm
+
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        super().__init__(config, dtype=dtype, rngs=rngs)
+        for name in _EXPERT_NORMS:
+            setattr(self, name, RMSNorm.of(config.hidden_size, config, dtype))
+        assert config.experts is not None
+        self.share_factors = nnx.data(nnx.Param(jnp.ones((config.experts.n_experts,), dtype)))
+
+    def of_sums(self, x: Array, normed: Array, kernels: Kernels, rows: RowFacts) -> Array:
+        """x [T, E], and normed for the feed-forward -> [T, E]."""
+        assert self.shared is not None
+        dtype = normed.dtype
+        reading, asking = (
+            rounded(norm(x, kernels), dtype) for norm in (self.experts_norm, self.router_norm)
+        )
+        asking = rounded(asking.astype(jnp.float32) * x.shape[-1] ** -0.5, dtype)
+        sums = [
+            self.shared(normed, kernels, rows),
+            self.routed(reading, asking, kernels, rows),
+        ]
+        if self.shards > 1:
+            sums = [TENSOR.total(own) for own in sums]
+        shared = self.shared_post_norm(sums[0], kernels)
+        routed = self.experts_post_norm(sums[1], kernels)
+        return rounded(shared.astype(jnp.float32) + routed, dtype)
+
+
+def _feed_forward(
+    config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs
+) -> _FeedForward | _FeedForwardAndExperts:
+    kind = _FeedForward if config.experts is None else _FeedForwardAndExperts
+    return kind(config, dtype=dtype, rngs=rngs)
+
+
+class _LayerInputs(nnx.Module):
+    """Numbers of a token, opened by a gate of its row: gate [E, P], out [P, E], which are never
+    rounded to a scheme.
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        size, inner = config.hidden_size, config.layer_input_size
+        self.gate = nnx.Param(normal(rngs, (size, inner), 1.5 * size**-0.5, dtype))
+        self.out = nnx.Param(normal(rngs, (inner, size), 1.5 * inner**-0.5, dtype))
+        self.norm = RMSNorm.of(size, config, dtype)
+
+    def __call__(self, x: Array, inputs: Array, kernels: Kernels) -> Array:
+        """x [T, E], inputs [T, P] -> what is added to x, [T, E]."""
+        gates = jax.nn.gelu(kernels.matmul(x, self.gate[...], jnp.float32), approximate=True)
+        opened = rounded(gates * inputs.astype(jnp.float32), x.dtype)
+        return self.norm(kernels.matmul(opened, self.out[...], x.dtype), kernels)
+
+    def pack(self, kernels: Kernels) -> None:
+        """See `Block.pack`."""
+        if kernels.pack is not None:
+            self.gate = nnx.Param(kernels.pack(self.gate[...]))
+            self.out = nnx.Param(kernels.pack(self.out[...]))
+
+
+class _Block(PostNormBlock):
+    """One layer. The last one is not parted, as rows are still multiplied behind its second half.
+
+    factor [1]: of the layer's rows.
+    """
+
+    attention_class = _Attention
+    mlp_class = staticmethod(_feed_forward)
+    mlp: _FeedForward | _FeedForwardAndExperts
+
+    def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        super().__init__(config, layer, dtype=dtype, rngs=rngs)
+        self.factor = nnx.Param(jnp.ones((1,), dtype))
+        if config.layer_input_size:
+            self.layer_inputs = _LayerInputs(config, dtype=dtype, rngs=rngs)
+        else:
+            self.layer_inputs = None
+
+    def __call__(
+        self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
+    ) -> tuple[Array, Array, Array]:
+        """See `Block`."""
+        return self.attended(x, added, rope, kv, meta, kernels)
+
+    def attended(
+        self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
+    ) -> tuple[Array, Array, Array]:
+        """The whole layer: as `__call__`."""
+        x, o, kv = super().attended(x, added, rope, kv, meta, kernels)
+        x, normed = self.mlp_norm.of_sum(x, o, kernels)
+        answers = self.mlp.of_sums(x, normed, kernels, RowFacts.of(meta))
+        added = self.mlp_post_norm(answers, kernels)
+        if self.layer_inputs is not None and meta.layer_inputs is not None:
+            x = rounded(x + added, x.dtype)
+            own = kernels.of_rows(meta.counts[2])
+            added = self.layer_inputs(rounded(x, added.dtype), meta.layer_inputs, own)
+        factor = self.factor[...].astype(jnp.float32)
+        x = rounded(x.astype(jnp.float32) * factor, x.dtype)
+        return x, rounded(added.astype(jnp.float32) * factor, added.dtype), kv
+
+    def pack(self, kernels: Kernels) -> None:
+        """See `Block.pack`."""
+        super().pack(kernels)
+        if self.layer_inputs is not None:
+            self.layer_inputs.pack(kernels)
+
+
+class _TokenInputs(nnx.Module):
+    """The numbers that layers have of a token: a table embed [V, L * P], and projection [E, L * P],
+    which makes as many of the token's embedding, and is never rounded to a scheme.
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.config = config
+        size, width = config.hidden_size, config.n_layers * config.layer_input_size
+        self.embed = nnx.Param(normal(rngs, (config.vocab_share, width), 1.0, dtype))
+        self.projection = nnx.Param(normal(rngs, (size, width), 1.5, dtype))
+        self.norm = RMSNorm.of(config.layer_input_size, config, dtype)
+
+    def __call__(self, tokens: Array, x: Array, kernels: Kernels) -> Array:
+        """tokens int32 [T], x [T, E] their embeddings -> [T, L, P]."""
+        size, shape = self.config.layer_input_size, (len(tokens), self.config.n_layers, -1)
+        own = looked_up(self.embed[...], tokens, self.config).reshape(shape)
+        own = scaled(own, float(np.asarray(size**0.5, own.dtype)))
+        made = kernels.matmul(x, self.projection[...], jnp.float32) * x.shape[-1] ** -0.5
+        made = self.norm(rounded(made, x.dtype).reshape(shape), kernels)
+        return rounded((made.astype(jnp.float32) + own) * 2**-0.5, x.dtype)
+
+    def pack(self, kernels: Kernels) -> None:
+        """See `Block.pack`."""
+        if kernels.pack is not None:
+            self.projection = nnx.Param(kernels.pack(self.projection[...]))
+
+
+class Gemma4(Gemma):
+    """See `Llama`."""
+
+    block = _Block
+
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        super().__init__(config, dtype=dtype, rngs=rngs)
+        if config.layer_input_size:
+            self.token_inputs = _TokenInputs(config, dtype=dtype, rngs=rngs)
+        else:
+            self.token_inputs = None
+
+    def layer_metas(
+        self, tokens: Array, x: Array, meta: AttentionMeta, kernels: Kernels
+    ) -> list[AttentionMeta]:
+        """See `Llama.layer_metas`; each layer is told its numbers of the tokens."""
+        metas = super().layer_metas(tokens, x, meta, kernels)
+        if self.token_inputs is None:
+            return metas
+        inputs = self.token_inputs(tokens, x, kernels.of_rows(meta.counts[2]))
+        return [own._replace(layer_inputs=inputs[:, at]) for at, own in enumerate(metas)]
+
+    def normed(self, hidden: Hidden, kernels: Kernels) -> Array:
+        """See `Llama.normed`; the last layer is done."""
+        return self.norm(hidden.states, kernels).astype(self.dtype)
+
+    def pack(self, kernels: Kernels) -> None:
+        """See `Llama.pack`."""
+        super().pack(kernels)
+        if self.token_inputs is not None:
+            self.token_inputs.pack(kernels)
+
+    @classmethod
+    def weight_map(cls, config: ModelConfig, file_format: FileFormat) -> WeightMap:
+        """See `Llama.weight_map`."""
+        weights = super().weight_map(config, file_format)
+        readers = range(config.n_layers - config.n_kv_readers, config.n_layers)
+        unread = [
+            f"{_HF.layer.format(i=layer)}self_attn.{name}.weight"
+            for layer in readers
+            for name in _UNREAD_OF_READERS
+        ]
+        return replace(
+            weights,
+            targets=(*weights.targets, *_own_weights(config)),
+            ignored=(*weights.ignored, *unread),
+        )
+
+    @classmethod
+    def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:
+        """The names of Hugging Face's folders; GGUF files of Gemma 4 are not read."""
+        return _HF
+
+
+def _own_weights(config: ModelConfig) -> Iterator[Target]:
+    """Weights that no other family has."""
+    size, inner = config.hidden_size, config.layer_input_size
+    width = config.n_layers * inner
+    if inner:
+        table = Piece("model.embed_tokens_per_layer.weight", (config.vocab_size, width))
+        yield Target(("token_inputs", "embed"), (table,))
+        making = Piece("model.per_layer_model_projection.weight", (width, size))
+        yield Target(("token_inputs", "projection"), (making,), transpose=True)
+        norm = Piece("model.per_layer_projection_norm.weight", (inner,))
+        yield Target(("token_inputs", "norm", "weight"), (norm,))
+    for layer in range(config.n_layers):
+        path, prefix = ("layers", layer), _HF.layer.format(i=layer)
+        yield Target((*path, "factor"), (Piece(f"{prefix}layer_scalar", (1,)),))
+        if inner:
+            path = (*path, "layer_inputs")
+            gate = Piece(f"{prefix}per_layer_input_gate.weight", (inner, size))
+            yield Target((*path, "gate"), (gate,), transpose=True)
+            out = Piece(f"{prefix}per_layer_projection.weight", (size, inner))
+            yield Target((*path, "out"), (out,), transpose=True)
+            norm = Piece(f"{prefix}post_per_layer_input_norm.weight", (size,))
+            yield Target((*path, "norm", "weight"), (norm,))
+        if config.experts is not None:
+            path = ("layers", layer, "mlp")
+            for name, stored in _EXPERT_NORMS.items():
+                yield Target((*path, name, "weight"), (Piece(prefix + stored, (size,)),))
+            factors = Piece(f"{prefix}router.per_expert_scale", (config.experts.n_experts,))
+            yield Target((*path, "share_factors"), (factors,))

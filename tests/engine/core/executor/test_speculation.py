@@ -1,0 +1,107 @@
+"""Speculation changes no token: answers with and without it, drafts, and pages where few are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jitney.engine.common.records import Ledger
+from jitney.engine.common.requests import EngineRequest, SamplingParams
+from jitney.engine.core.engine_core import EngineCore
+from jitney.engine.core.executor.program import StateSizes
+from jitney.engine.core.executor.runner import Runner
+from jitney.engine.core.executor.seat_tokens import Drafting, PromptLookup
+from jitney.engine.core.models.registry import random_model
+from jitney.engine.core.scheduler.buckets import Buckets
+from jitney.engine.core.scheduler.kv_pages import PagePool
+from jitney.engine.core.scheduler.limits import SchedulerLimits
+from jitney.engine.core.scheduler.scheduler import Scheduler
+from jitney.engine.core.weights.checkpoints.families import tiny_config
+from jitney.kernels.select import select
+
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
+SEATS, VOCAB = 8, 512
+BUCKETS = Buckets.of(max_seats=SEATS, token_budget=32, seat_sizes=(8,), token_sizes=(32,))
+SIZES = StateSizes(
+    seats=SEATS, n_pages=64, page_size=16, context_length=128, kv_dtype=jnp.dtype("float32")
+)
+DRAFTING = Drafting(PromptLookup(), 7)
+#: A random model does not repeat itself; with few tokens it must.
+FEW = {token: 100.0 for token in (3, 9, 11, 40)}
+PARAMS = {
+    "greedy": SamplingParams(temperature=0.0, logit_bias=FEW, max_tokens=60),
+    "drawn": SamplingParams(temperature=0.3, seed=1, logit_bias=FEW, max_tokens=50),
+    "cut": SamplingParams(temperature=0.5, seed=2, top_k=3, logit_bias=FEW, max_tokens=40),
+    "penalised": SamplingParams(
+        temperature=0.0, frequency_penalty=0.02, logit_bias=FEW, max_tokens=60
+    ),
+    "banned": SamplingParams(
+        temperature=0.2, seed=7, logit_bias=FEW, stop_token_ids=(40,), min_tokens=20, max_tokens=90
+    ),
+    "scored": SamplingParams(temperature=0.0, logprobs=3, logit_bias=FEW, max_tokens=40),
+    "two": SamplingParams(temperature=0.4, seed=5, n=2, logit_bias=FEW, max_tokens=30),
+}
+
+
+@cache
+def runner(in_parts: bool, drafting: Drafting | None) -> Runner:
+    made = Runner(
+        random_model(tiny_config()),
+        BUCKETS,
+        select("cpu", "reference"),
+        replace(SIZES, drafting=drafting),
+        end_ids=(),
+        greedy_only_mixed=in_parts,
+        in_parts=in_parts,
+    )
+    made.compile()
+    return made
+
+
+def core_of(in_parts: bool, *, speculates: bool, pages: int = 64) -> EngineCore:
+    drafting = DRAFTING if speculates else None
+    own = runner(in_parts, drafting)
+    own.state = own.shapes.allocate(own.config)
+    own.builder = own._sizes.builder(own.config)
+    limits = SchedulerLimits(SEATS, SIZES.context_length, max_drafts=7 if speculates else 0)
+    scheduler = Scheduler(limits, BUCKETS, PagePool(pages, 16), vocab_size=VOCAB)
+    return EngineCore(scheduler, own, Ledger())
+
+
+def answers(core: EngineCore, names: list[str]) -> dict[tuple[str, int], Any]:
+    """By request and sequence: tokens and log-probabilities; the core is checked at each step."""
+    for number, name in enumerate(names):
+        prompt = [(31 * number + 7 * (at % 5)) % VOCAB for at in range(12 + 3 * number)]
+        core.add(EngineRequest(id=name, prompt=prompt, sampling=PARAMS[name], arrival=0.0))
+    found: dict[tuple[str, int], Any] = {}
+    while core.has_work:
+        for output in core.step().outputs:
+            assert output.error is None
+            tokens, scores = found.setdefault((output.request_id, output.index), ([], []))
+            tokens += output.tokens
+            scores += [entry.logprob for entry in output.logprobs or []]
+        core.check()
+    return found
+
+
+@pytest.mark.parametrize(
+    "names", [["greedy"], ["drawn"], list(PARAMS)], ids=["one", "drawn", "all"]
+)
+@pytest.mark.parametrize("in_parts", [True, False])
+def test_answers_are_the_same(in_parts: bool, names: list[str]):
+    core = core_of(in_parts, speculates=True)
+    found = answers(core, names)
+    expected = answers(core_of(in_parts, speculates=False), names)
+    assert {key: tokens for key, (tokens, _) in found.items()} == {
+        key: tokens for key, (tokens, _) in expected.items()
+    }
+    for key, (_, scores) in found.items():
+        np.testing.assert_allclose(scores, expected[key][1], atol=1e-4)
+    totals = core.ledger.totals
+    assert totals["accepted"] > 0

@@ -1,0 +1,80 @@
+"""Drafts on a fake device: every sequence gets the tokens of a solo run, and no page is lost."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from core_runs import CONTEXT, PAGE_SIZE, PAGES, assert_solo_tokens, random_events
+from fakes import FakeClock, FakeRunner, StepFailed, device_of, make_core, make_request
+
+
+class DraftingRunner(FakeRunner):
+    """Two of three of its drafts are right."""
+
+    drafted = 3
+
+
+@pytest.mark.usefixtures("rash")
+@pytest.mark.parametrize(("order", "seed"), [("fcfs", 1), ("fair", 2)])
+def test_random_events_lose_nothing(order: str, seed: int):
+    """Submit, abort, step, against a pool too small for all who sit, so that sequences with drafts
+    in flight are preempted.
+    """
+    clock = FakeClock(tick=0.001)
+    core = make_core(
+        seats=6,
+        pages=PAGES,
+        page_size=PAGE_SIZE,
+        budget=13,
+        context=CONTEXT,
+        order=order,
+        clock=clock,
+        device=DraftingRunner,
+        max_drafts=3,
+    )
+    requests, outputs = random_events(core, clock, random.Random(seed), 4000)
+    assert core.scheduler.pool.used == 0
+    assert_solo_tokens(requests, outputs)
+    totals = core.ledger.totals
+    assert totals["accepted"] > 100 and totals["rejected"] > 100 and totals["preempted"] > 10
+
+
+def test_a_failed_step_with_drafts_costs_nobody_a_token():
+    clock = FakeClock(tick=0.001)
+    core = make_core(
+        seats=6, context=64, page_size=8, clock=clock, device=DraftingRunner, max_drafts=3
+    )
+    request = make_request("one", [1, 2, 3], max_tokens=40, ignore_eos=True)
+    core.add(request)
+    outputs = []
+    while core.ledger.totals["accepted"] < 5:
+        outputs += core.step().outputs
+    launch = core.runner.launch
+
+    def fail_once(batch: object) -> None:
+        core.runner.launch = launch
+        raise StepFailed
+
+    core.runner.launch = fail_once
+    outputs += core.run_until_idle()
+    core.check()
+    assert_solo_tokens([request], outputs)
+
+
+def test_drafts_save_steps_and_none_stands_behind_the_last_position():
+    steps = {}
+    for drafts in (0, 3):
+        core = make_core(
+            seats=4,
+            context=64,
+            page_size=8,
+            clock=FakeClock(tick=0.001),
+            device=DraftingRunner,
+            max_drafts=drafts,
+        )
+        core.add(make_request("one", [1, 2, 3], max_tokens=50, ignore_eos=True))
+        core.run_until_idle()
+        assert device_of(core).positions.max() == 51  # the last token needs no row
+        steps[drafts] = core.ledger.steps
+    assert steps[3] < 0.75 * steps[0]
