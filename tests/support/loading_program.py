@@ -172,7 +172,12 @@ class MadeUp:
     def matrix(self, name: str) -> StoredMatrix | None:
         return self.matrices.get(name)
 
-    def stored_bytes(self, target: Target) -> int:
+    @property
+    def stored_bytes(self) -> int:
+        """Of all weights in the file."""
+        return sum(map(self.bytes_of, self.targets))
+
+    def bytes_of(self, target: Target) -> int:
         """Of a weight in the file."""
         total = 0
         for piece in target.pieces:
@@ -267,7 +272,7 @@ def sizes(scheme: str, devices: int, stored: str = "") -> np.ndarray:
     checkpoint = MadeUp(config, stored)
     state = loaded(checkpoint, config, scheme, devices)
     count = checkpoint.count
-    weights = [checkpoint.stored_bytes(target) for target in checkpoint.targets]
+    weights = [checkpoint.bytes_of(target) for target in checkpoint.targets]
     kept = max(on_devices().values())
     del state
     return np.array(
@@ -296,7 +301,7 @@ def half_a_host(stored: str) -> np.ndarray:
         with mock.patch.object(Shares, "join", lambda self, path, pieces: list(pieces)):
             halves = load._in_shares(target.path, matrices, half)
         read += checkpoint.count.read - before
-        total += checkpoint.stored_bytes(target)
+        total += checkpoint.bytes_of(target)
         for path, pieces in halves.items():
             for shard, piece in zip(whole[path].addressable_shards[:2], pieces, strict=True):
                 wrong += np.asarray(shard.data).tobytes() != np.asarray(piece).tobytes()

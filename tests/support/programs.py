@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from concurrent.futures import Executor, Future
+from functools import partial
 from typing import Any
 from unittest import mock
+
+import jax
+from jax.stages import Compiled, Lowered
 
 from jitney.engine.common.engine_info import EngineInfo
 from jitney.engine.core.build import build_engine
 from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.executor.choices import Choices
 from jitney.engine.core.executor.runner import Runner
+from jitney.engine.core.executor.sampler_parts import RowSampler, SamplerParts
 from jitney.engine.core.scheduler.buckets import Bucket
 
 
@@ -53,9 +59,41 @@ class _Awaited(dict[Any, Any]):
         return self.found(key)
 
 
+class SamplersWhenUsed(SamplerParts):
+    """The same programs, each compiled when a row first asks for it, and once for all engines of a
+    process whose samplers have the same shapes.
+    """
+
+    def start(self, pool: Executor, rows: int) -> Callable[[], RowSampler]:
+        if rows not in self._made:
+            self._made[rows] = {name: Future() for name in self._lowerings(rows)}
+            for name, lower in self._lowerings(rows).items():
+                run: Any = partial(self._run, (name, rows, *self._kind), lower)
+                self._made[rows][name].set_result(run)
+        return partial(self._finish, rows)
+
+    @property
+    def _kind(self) -> tuple[Hashable, ...]:
+        """All that the programs of so many rows depend on."""
+        state = jax.tree.leaves((self._state.seat_tokens, self._state.seats))
+        shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in state)
+        hurried = jax.config.read("jax_disable_most_optimizations")
+        return self._program.sampler, shapes, self._program.kernels.sums_in_halves, hurried
+
+    def _run(self, key: Hashable, lower: Callable[[], Lowered], *args: Any) -> Any:
+        if key not in _SAMPLER_PROGRAMS:
+            _SAMPLER_PROGRAMS[key] = self._program.compile(lower())
+        return _SAMPLER_PROGRAMS[key](*args)
+
+
+_SAMPLER_PROGRAMS: dict[Hashable, Compiled] = {}
+
+
 def await_use(runner: Runner, _report: object) -> None:
     """In place of compiling all programs of a runner."""
     runner.executables = ProgramsWhenUsed(runner)
+    if runner._parts is not None:
+        runner._parts.samplers = SamplersWhenUsed(runner.program, runner.shapes)
     runner.choices = ChoicesWhenUsed(runner.choices.sizes[-1])
 
 

@@ -219,13 +219,14 @@ def one_prompt(layout: Any, tokens: list[int]) -> np.ndarray:
     return packed
 
 
-def served(family: str, devices: int) -> dict[str, np.ndarray]:
+def served(family: str, devices: int, ahead: bool = False) -> dict[str, np.ndarray]:
     """What one engine of a family's tiny random model with 8 query heads answers.
 
-    text: see `generated`. tokens: six prompts, greedily, by chance, and held to a grammar, int
-    [18, 12]. compiles: since it started.
+    ahead: all programs are compiled before the first request. text: see `generated`. tokens: six
+    prompts, greedily, by chance, and held to a grammar, int [18, 12]. compiles: since it started.
     """
     kept: list[LLM] = []
+    when_used = mock.patch.object(Runner, "_compile_steps", await_use)
 
     def load(config: Config) -> LLM:
         kept.append(load_llm(config))
@@ -234,6 +235,7 @@ def served(family: str, devices: int) -> dict[str, np.ndarray]:
     with (
         mock.patch.object(generate, "load_llm", load),
         mock.patch.object(LLM, "close"),
+        contextlib.nullcontext() if ahead else when_used,
         many_heads(),
     ):
         text = generated(family, devices)

@@ -155,8 +155,8 @@ class SamplerParts:
         """Begin to compile the sampler of so many rows. -> what waits for it, and returns it."""
         if rows not in self._made:
             self._made[rows] = {
-                name: pool.submit(self._program.compile, lowered)
-                for name, lowered in self._lower(rows).items()
+                name: pool.submit(self._program.compile, lower())
+                for name, lower in self._lowerings(rows).items()
             }
         return partial(self._finish, rows)
 
@@ -168,8 +168,8 @@ class SamplerParts:
             self._samplers[rows] = RowSampler(no_scores=nothing, no_drafts=no_drafts, **programs)
         return self._samplers[rows]
 
-    def _lower(self, rows: int) -> dict[str, jax.stages.Lowered]:
-        """By the names that `RowSampler` has for them."""
+    def _lowerings(self, rows: int) -> dict[str, Callable[[], jax.stages.Lowered]]:
+        """By the names that `RowSampler` has for them, functions that trace and lower."""
         state, sampler = self._state, self._program.sampler
         vocab = state.seats.counts.shape[1]
         logits, tokens = _floats(rows, vocab), _words(rows)
@@ -179,16 +179,16 @@ class SamplerParts:
         masks = _words(rows, mask_words(vocab))
         choose = partial(_choose, sampler)
 
-        def replacing(part: Callable[..., Any], *args: Any) -> jax.stages.Lowered:
+        def replacing(part: Callable[..., Any], *args: Any) -> Callable[[], jax.stages.Lowered]:
             """Of a part whose first argument becomes its first result."""
-            return jax.jit(part, donate_argnums=0).lower(*args)
+            return partial(jax.jit(part, donate_argnums=0).lower, *args)
 
         return {
             "likeliest": replacing(_choose_likeliest, state.seat_tokens, given),
             "choose": replacing(choose, state.seat_tokens, given, sampling),
-            "shape": jax.jit(_shape).lower(given, state.seats, sampling),
-            "score": jax.jit(sampler.score_tokens).lower(logits, tokens),
-            "mask": jax.jit(_mask).lower(logits, masks),
+            "shape": partial(jax.jit(_shape).lower, given, state.seats, sampling),
+            "score": partial(jax.jit(sampler.score_tokens).lower, logits, tokens),
+            "mask": partial(jax.jit(_mask).lower, logits, masks),
             "count": replacing(_count, state.seats, tokens, tokens, tokens),
         }
 

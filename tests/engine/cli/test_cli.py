@@ -10,7 +10,6 @@ import shlex
 import socket
 import subprocess
 import sys
-import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
@@ -49,10 +48,8 @@ def jitney(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_help_comes_at_once_and_lists_every_command():
-    began = time.monotonic()
+def test_help_lists_every_command():
     done = jitney("--help")
-    assert time.monotonic() - began < 10  # it takes 0.1 s; the margin is for a busy machine
     assert done.returncode == 0
     assert all(f"  {name} " in done.stdout for name in _COMMANDS.table)
 
@@ -180,9 +177,7 @@ def test_every_setting_is_in_the_help(
 def test_a_port_in_use_is_one_line_before_anything_loads(capsys: pytest.CaptureFixture[str]):
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
-        began = time.monotonic()
         assert main(["serve", "no-such-model", "--port", str(port)]) == 2
-        assert time.monotonic() - began < 10
     assert capsys.readouterr().err == (
         f"jitney: port {port} on 127.0.0.1 is in use by another program; choose another with "
         "--port\n"
@@ -196,7 +191,8 @@ def test_a_port_can_be_taken_again_at_once():
         first.listen(1)
         with socket.create_connection(("127.0.0.1", port)), first.accept()[0]:
             pass
-    listen("127.0.0.1", port).close()
+    with listen("127.0.0.1", port) as again:
+        assert again.getsockname()[1] == port
 
 
 def test_keys_come_from_a_file_that_is_ours_alone(tmp_path: Path):

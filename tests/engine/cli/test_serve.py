@@ -561,9 +561,8 @@ def test_a_second_signal_ends_it_at_once(cache: Path):
             os.kill(serving.core(), signal.SIGSTOP)
             serving.process.send_signal(signal.SIGINT)
             serving.wait_for(lambda: serving.status("/readyz") == 503)
-            began = time.monotonic()
+            # Within the 20 s of `end`; the drain would take 30.
             assert serving.end(signal.SIGINT) == 128 + signal.SIGINT
-            assert time.monotonic() - began < 4
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=str)

@@ -14,6 +14,7 @@ import pytest
 from grammars import tokenizer_json
 
 from jitney.engine.common.errors import ModelError
+from jitney.engine.core.text.tokenizer import Tokenizer
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.server import equipment
 
@@ -66,7 +67,9 @@ def model(folder: Path, change: Callable[[dict[str, Any]], None]) -> ModelSource
 
 
 def test_a_good_tokenizer_is_used(tmp_path: Path):
-    asyncio.run(equipment._try_tokenizer(model(tmp_path, lambda _: None)))
+    source = model(tmp_path, lambda _: None)
+    asyncio.run(equipment._try_tokenizer(source))
+    assert Tokenizer.load(source).encode("a")
 
 
 @pytest.mark.parametrize(
@@ -75,7 +78,7 @@ def test_a_good_tokenizer_is_used(tmp_path: Path):
 def test_one_that_takes_too_much_or_breaks_the_library_is_an_error_of_its_file(
     tmp_path: Path, change: Callable[[dict[str, Any]], None], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(equipment, "_TRIAL_CPU_S", 3)
+    monkeypatch.setattr(equipment, "_TRIAL_CPU_S", 2)
     monkeypatch.setattr(equipment, "_TRIAL_GIB", 1)
     with pytest.raises(ModelError, match=str(tmp_path / "tokenizer.json")):
         asyncio.run(equipment._try_tokenizer(model(tmp_path, change)))
@@ -91,3 +94,5 @@ def test_an_error_that_can_be_told_is_left_to_who_reads_the_file_next(tmp_path: 
     source = model(tmp_path, lambda _: None)
     (tmp_path / "tokenizer.json").write_text("{")
     asyncio.run(equipment._try_tokenizer(source))
+    with pytest.raises(ModelError, match="tokenizer cannot be read"):
+        Tokenizer.load(source)

@@ -45,7 +45,7 @@ from jitney.engine.core.scheduler.sequence_factory import _sibling_seed
         (False, "dynamic", "shortest", 8),
     ],
 )
-def test_10000_random_events_lose_nothing(retain: bool, policy: str, order: str, seed: int):
+def test_3000_random_events_lose_nothing(retain: bool, policy: str, order: str, seed: int):
     """Submit, abort, step, against a pool too small for all who sit, so that the scheduler also
     preempts.
     """
@@ -66,7 +66,7 @@ def test_10000_random_events_lose_nothing(retain: bool, policy: str, order: str,
         target_itl_ms=2.0,
         clock=clock,
     )
-    requests, outputs = random_events(core, clock, rng, 10_000)
+    requests, outputs = random_events(core, clock, rng, 3_000)
     assert core.scheduler.pool.used == 0 and not any(
         seat.state != "free" for seat in core.seat_map().seats
     )
@@ -75,11 +75,11 @@ def test_10000_random_events_lose_nothing(retain: bool, policy: str, order: str,
     finishes = {end.finish for end in ends_of(outputs).values()}
     assert finishes == {"stop", "length", "abort", "deadline", "error"}
     assert (
-        records["preempted"].sum() > 50
-        and records["past_end"].sum() > 50
-        and records["cancelled"].sum() > 10
+        records["preempted"].sum() > 15
+        and records["past_end"].sum() > 15
+        and records["cancelled"].sum() > 2
     )
-    assert records["recomputed"].sum() > 100 and (records["cached_tokens"].sum() > 100) == (
+    assert records["recomputed"].sum() > 30 and (records["cached_tokens"].sum() > 30) == (
         retain or policy == "continuous"
     )  # siblings of one batch compute their prompt each
     assert core.ledger.closes() and records["bucket_tokens"].sum() == device_of(core).rows_run

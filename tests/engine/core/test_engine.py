@@ -518,10 +518,10 @@ def kernels_of(level_name: str, monkeypatch: pytest.MonkeyPatch) -> str:
 KERNELS = ["reference", *(level.name for level in build._LEVELS)]
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kernels", KERNELS[1:])
 def test_the_first_question_is_answered_rightly(smollm2, kernels, monkeypatch):
-    """Greedy, with and without the model's own penalty, and as whoever says nothing of sampling is
-    answered: in float32 the best two first tokens are 0.1 apart.
+    """By native kernels: greedy, with and without the model's own penalty, and as whoever says
+    nothing of sampling is answered. In float32 the best two first tokens are 0.1 apart.
     """
     engine = when_used(
         "smollm2-135m",
@@ -530,10 +530,10 @@ def test_the_first_question_is_answered_rightly(smollm2, kernels, monkeypatch):
         **EIGHT_SEATS,
     )
     asked = engine.chat_ids([{"role": "user", "content": "What is the capital of France?"}])
-    own = msgspec.structs.replace(engine.default_params(), max_tokens=24)
+    own = msgspec.structs.replace(engine.default_params(), max_tokens=16)
     params = [
         msgspec.structs.replace(own, temperature=0.0),
-        SamplingParams(temperature=0.0, max_tokens=24),
+        SamplingParams(temperature=0.0, max_tokens=16),
         *(msgspec.structs.replace(own, seed=seed) for seed in range(6)),
     ]
     for answer in engine.generate([asked] * len(params), params):

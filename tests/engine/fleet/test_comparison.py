@@ -240,14 +240,14 @@ def rollout(seed: int, requests: int, slower: float) -> tuple[Rollout, set[str]]
 
 
 def test_an_equal_candidate_with_a_tenth_of_the_load_is_no_other():
-    """100 rollouts of engines that are alike, 20 looks each: at most 5 may say anything."""
+    """30 rollouts of engines that are alike, 20 looks each: at most 2 may say anything."""
     decided = 0
-    for seed in range(100):
+    for seed in range(30):
         found, verdicts = rollout(seed, 2000, slower=1.0)
         decided += found.decision is not None or verdicts > {"no difference seen yet"}
         stable, candidate = (found.comparison.level(arm, "tokens_per_s") for arm in ARMS)
         assert stable is not None and candidate is not None and candidate > 1.5 * stable
-    assert decided <= 5
+    assert decided <= 2
 
 
 def test_a_slower_candidate_with_a_tenth_of_the_load_is_rolled_back():
@@ -255,13 +255,13 @@ def test_a_slower_candidate_with_a_tenth_of_the_load_is_rolled_back():
     5,000 requests, 500 of them its own.
     """
     states = []
-    for seed in range(20):
+    for seed in range(10):
         found, verdicts = rollout(seed, 5000, slower=1.3)
         assert "better" not in verdicts
         stable, candidate = (found.comparison.level(arm, "tokens_per_s") for arm in ARMS)
         assert stable is not None and candidate is not None and candidate > stable
         states.append(found.state)
-    assert states.count("rolled_back") >= 18
+    assert states.count("rolled_back") >= 9
 
 
 def test_arms_that_never_had_equally_much_to_do_are_not_compared():

@@ -79,7 +79,8 @@ def test_all_are_asked_at_once():
 
     plain = models.answer
     models.answer = together  # type: ignore[method-assign]
-    run(asyncio.wait_for(ensemble(models).answer(chat("e")), 30))
+    answer = run(asyncio.wait_for(ensemble(models).answer(chat("e")), 30))
+    assert [entry["stage"] for entry in answer.usage["stages"]] == ["a", "b", "c"]
 
 
 def test_one_that_fails_is_left_out_and_said():

@@ -412,6 +412,7 @@ def test_a_client_that_leaves_ends_the_work(tmp_path: Path):
         ):
             until(lambda: bool(client.open), 30)
         until(lambda: bool(client.aborts) and not client.open, 30)
+        assert client.aborts == [(client.requests[0].id, None, "abort")]
         (replica,) = served.replicas().values()
         until(lambda: replica.open == 0 and not served.fleet._open._count, 30)
 

@@ -150,7 +150,7 @@ def test_engines_accept_the_keys_that_the_fleet_has_now(tmp_path: Path):
 
                 assert await status("root") == 401
                 engines.accept(("root",))
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(120):
                     while await status("root") != 200:
                         await asyncio.sleep(0.01)
                 assert (await status("boss"), await status(process.replica.key)) == (401, 200)

@@ -197,6 +197,8 @@ def test_who_left_while_others_were_waited_for_may_come_again(meeting: Meeting):
         wait_for(lambda: (2, 3, "waiting for host 2") in meeting.reports)
     one, two = meeting.other(1, 3), meeting.other(2, 3)
     hosts = [future.result(LIMIT_S) for future in (first, one, two)]
+    assert isinstance(hosts[0], Leader) and hosts[0].n_hosts == 3
+    assert isinstance(hosts[1], Worker) and isinstance(hosts[2], Worker)
     part(hosts)
 
 

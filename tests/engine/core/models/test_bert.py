@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from encoder_folders import REFERENCE, SCRIPT, tensors_of, write_encoder
 from flax import nnx
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jitney.engine import LLM, SamplingParams
@@ -235,6 +235,7 @@ def meta_of(lengths: list[int], rows: int) -> AttentionMeta:
     return AttentionMeta(none, jnp.array(ends), none, none, jnp.array(positions), counts)
 
 
+@settings(max_examples=25)
 @given(st.lists(st.integers(0, 150), min_size=6, max_size=6), st.integers(1, 3))
 def test_attention_is_of_each_text_to_all_of_itself(lengths: list[int], group: int):
     """Any lengths, absent texts among them; rows that pad the step stay finite. All steps have the

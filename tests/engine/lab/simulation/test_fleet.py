@@ -55,15 +55,15 @@ def took(run: FleetRun) -> list[float]:
 
 @pytest.mark.parametrize("router", ["round-robin", "least-wait", "prefix"])
 def test_everybody_is_served_and_the_same_each_time(router: str):
-    traffic = DAY.sample(40.0, 300, 1)
+    traffic = DAY.sample(40.0, 100, 1)
     run = fleet(router=router).simulate(traffic)
-    check(run, 300)
+    check(run, 100)
     assert run.refused_share == 0 and run.figures()["output_tok_s"] > 0
     assert fleet(router=router).simulate(traffic).figures() == run.figures()
 
 
 def test_one_replica_is_the_scheduler_itself():
-    arrivals = DAY.sample(10.0, 300, 2)
+    arrivals = DAY.sample(10.0, 150, 2)
     run = fleet(replicas=1).simulate(arrivals)
     alone = simulate(arrivals, engine(), H100)
     assert [request.end for request in run.served] == [request.end for request in alone.requests]
@@ -102,12 +102,12 @@ def test_prefixes_find_their_pages_again(case: str):
     """An odd number of conversations or of replicas: else the same ones would meet by turns too."""
     replicas, pages, live = _MEMORIES[case]
     talks = replace(CHAT, live=live)
-    arrivals = talks.requests(600, Uniform(8, 80), Uniform(16, 160), Poisson(8.0 * replicas), 4)
+    arrivals = talks.requests(300, Uniform(8, 80), Uniform(16, 160), Poisson(8.0 * replicas), 4)
     found = {}
     for router in ("round-robin", "prefix"):
         plan = fleet(replicas, engine=engine(pages=pages), router=router, prefix_cache=True)
         run = plan.simulate(arrivals)
-        check(run, 600)
+        check(run, 300)
         found[router] = run.hit_rate
     assert found["prefix"] > 1.7 * found["round-robin"] > 0
 

@@ -78,9 +78,9 @@ def test_a_drain_ends_it_at_once_and_waits_for_people():
         while len(client.open) < 2:
             await asyncio.sleep(0)
         app.state.service.begin_drain()
-        refused = await asyncio.wait_for(line, 10)
+        refused = await asyncio.wait_for(line, 60)
         assert not person.done()
-        await asyncio.wait_for(app.state.service.drained(), 10)
+        await asyncio.wait_for(app.state.service.drained(), 60)
         assert not client.open
         return refused, await person
 

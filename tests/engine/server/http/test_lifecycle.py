@@ -236,7 +236,7 @@ def test_a_tokeniser_that_takes_too_long_is_not_waited_for():
 
 
 def test_an_error_after_the_headers_is_an_event():
-    script = Script(error=ErrorInfo("queue_full", "full"), first_delay_s=0.1)
+    script = Script(error=ErrorInfo("queue_full", "full"), first_delay_s=0.5)
     reply = run(
         call(
             make_app(FakeClient(script), header_wait_s=0.02),

@@ -39,7 +39,7 @@ def test_a_request_too_many_is_refused_before_it_is_rendered(monkeypatch: pytest
         waiting = [asyncio.create_task(call(app, path, CHAT)) for _ in range(6)]
         while rendering < 6:
             await asyncio.sleep(0)
-        refused = await asyncio.wait_for(call(app, path, CHAT), 5)
+        refused = await asyncio.wait_for(call(app, path, CHAT), 60)
         assert (refused.status, refused.error["code"]) == (429, "queue_full")
         assert refused.headers["retry-after"] == "8" and rendering == 6
         assert refused.headers["retry-after-ms"] == "7500"

@@ -32,13 +32,7 @@ async def repeat(service: Service, request: Request) -> Response:
     return JSONResponse([request.path_params["name"], service.model_name, body.decode()])
 
 
-async def wait(service: Service, request: Request) -> Response:
-    await asyncio.sleep(3600)
-    return Response()
-
-
 MADE_UP = HttpRoute("/v1/made-up/{name}", ("POST",), repeat, "repeat a body", body_limit=20)
-WAITING = HttpRoute("/v1/wait", ("POST",), wait, "wait", generates=True)
 
 
 def app_with(*routes: HttpRoute, **settings):
@@ -91,16 +85,24 @@ def test_lines_that_share_a_path_each_take_their_method():
 
 def test_a_line_that_generates_counts_against_its_key_and_ends_with_its_client():
     async def crowd():
-        app = app_with(WAITING, key_max_concurrent=1)
-        first = asyncio.create_task(call(app, "/v1/wait", b"1", headers=KEY, leave_after=0.2))
-        await asyncio.sleep(0.05)
+        begun = asyncio.Event()
+
+        async def wait(service: Service, request: Request) -> Response:
+            begun.set()
+            await asyncio.sleep(3600)
+            return Response()
+
+        waiting = HttpRoute("/v1/wait", ("POST",), wait, "wait", generates=True)
+        app = app_with(waiting, key_max_concurrent=1)
+        first = asyncio.create_task(call(app, "/v1/wait", b"1", headers=KEY, leave_after=1.0))
+        await begun.wait()
         service = app.state.service
         second = await call(app, "/v1/wait", b"1", headers=KEY)
         drained = asyncio.create_task(service.drained())
         await asyncio.sleep(0)
         assert not drained.done(), "a drain waits for it"
         await first
-        await asyncio.wait_for(drained, 1)
+        await asyncio.wait_for(drained, 30)
         return second
 
     second = run(crowd())

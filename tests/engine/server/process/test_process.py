@@ -84,7 +84,7 @@ def test_a_host_that_is_gone_is_not_missed_once_nothing_is_left_to_do(
     assert client.failure == "host 1 was told to end"
 
 
-async def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+async def wait_for(condition: Callable[[], bool], seconds: float = 120.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.01)
@@ -104,7 +104,8 @@ async def running(
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
     async def limited() -> None:
-        async with asyncio.timeout(30):
+        # A core starts in a second, and in ten where processors are busy; some tests start five.
+        async with asyncio.timeout(200):
             await test()
 
     asyncio.run(limited())
@@ -435,7 +436,7 @@ def test_deadlines_end_requests_though_the_core_does_not(monkeypatch: pytest.Mon
     async def test() -> None:
         async with running() as client:
             await client.wait_ready()
-            deadline = time.monotonic() + 0.2
+            deadline = time.monotonic() + 2.0  # its first output comes long before
             stream = Outputs(client, request("a", PAUSE, tokens=1000, n=2, deadline=deadline))
             await anext(stream)
             os.kill(pid_of(client), signal.SIGSTOP)
@@ -717,7 +718,7 @@ def test_nothing_is_left_of_a_killed_parent(builder: str, tmp_path: Path):
         pid = int(parent.stdout.readline())
         assert not gone(pid) and list(tmp_path.iterdir())
         parent.kill()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not gone(pid):
         assert time.monotonic() < deadline, "the core outlived its parent"
         time.sleep(0.02)

@@ -32,7 +32,6 @@ LLAMA3 = [
 ]
 LLAMA2 = ["<unk>", "<s>", "</s>"]
 GEMMA = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
-DEEPSEEK = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"]
 HARMONY = [
     "<|startoftext|>",
     "<|endoftext|>",
