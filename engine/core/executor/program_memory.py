@@ -58,8 +58,9 @@ class ProgramsMemory:
 
     @property
     def largest(self) -> StepMemory:
-        """The step that needs most."""
-        return max(self.steps, key=lambda step: step.total)
+        """The step that needs most; of no bytes where none is compiled."""
+        nothing = StepMemory("none", temporaries=0, outputs=0)
+        return max(self.steps, key=lambda step: step.total, default=nothing)
 
     def __str__(self) -> str:
         largest = self.largest
