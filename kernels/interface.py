@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from jitney.kernels.delta_net import DeltaState, DeltaWeights, Recur
+from jitney.kernels.delta_net import DeltaState, DeltaWeights, Recur, StateSlots
 from jitney.kernels.experts import ExpertBlocks, Stack
 from jitney.kernels.int4 import Int4, matmul_int4
 from jitney.kernels.mxfp4 import Mxfp4
@@ -41,9 +41,9 @@ class AttentionMeta(NamedTuple):
     #: [engines] counts[2] of each engine that shares this one's experts; None where none does.
     #: Layers read it, too.
     row_counts: jax.Array | None = None
-    #: [S] the seat of each sequence; behind the last seat: of nobody's. What layers keep of seats
-    #: is found by it; None where they keep pages only.
-    seats: jax.Array | None = None
+    #: Where recurrent layers find the state of sequences and leave it; None where all layers keep
+    #: pages.
+    state: StateSlots | None = None
     #: [T, P] numbers of the activations' dtype that the layer has of each row's token, beside the
     #: row itself; None where layers have none of their own. Layers read it, no kernel does.
     layer_inputs: jax.Array | None = None

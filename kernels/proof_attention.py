@@ -118,7 +118,6 @@ class MetaBuilder:
             write_rows=jnp.asarray(self.write_rows),
             positions=jnp.asarray(self.positions),
             counts=jnp.array([n_decode, self.count, self.rows], jnp.int32),
-            seats=jnp.arange(len(self.kv_lens), dtype=jnp.int32),
         )
 
 

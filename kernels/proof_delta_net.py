@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jitney.kernels import definitions
-from jitney.kernels.delta_net import DeltaState, DeltaWeights
+from jitney.kernels.delta_net import DeltaState, DeltaWeights, StateSlots
 from jitney.kernels.interface import AttentionMeta, KernelSet
 from jitney.kernels.mamba import MambaWeights, mamba
 from jitney.kernels.proof_shapes import DeltaShape, ServedShapes, distance
@@ -25,7 +25,7 @@ _LIMITS = (0.1, 2.0)
 
 def delta_net_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
     """A step in which sequences begin, of the smallest mixed bucket, then one in which they decode,
-    of the largest; in seats that hold others' numbers. None without recurrent layers.
+    of the largest; in slots that hold others' numbers. None without recurrent layers.
     """
     own = shapes.delta_net
     if own is None:
@@ -119,12 +119,12 @@ def _put_together(
 
 
 def _meta_of(starts: list[int], counts: list[int], rows: int, seqs: int) -> AttentionMeta:
-    """Of sequences in the seats of their numbers."""
+    """Of sequences in the slots of their numbers."""
     absent = seqs - len(counts)
     ends = np.concatenate([[0], np.cumsum(counts)])
     at = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
     positions = np.pad(np.concatenate(at), (0, rows - ends[-1]))
-    seats = np.pad(np.arange(len(counts)), (0, absent), constant_values=1 << 30)
+    slots = np.pad(np.arange(len(counts)), (0, absent), constant_values=len(counts))
     none = jnp.zeros(0, jnp.int32)
     return AttentionMeta(
         kv_lens=none,
@@ -133,5 +133,5 @@ def _meta_of(starts: list[int], counts: list[int], rows: int, seqs: int) -> Atte
         write_rows=none,
         positions=jnp.asarray(positions, jnp.int32),
         counts=jnp.array([0, len(counts), ends[-1]], jnp.int32),
-        seats=jnp.asarray(seats, jnp.int32),
+        state=StateSlots.in_place(jnp.asarray(slots, jnp.int32)),
     )

@@ -56,12 +56,12 @@ class DeltaShape:
         """Of the rows that come in: inputs of the convolution, then gates, or steps."""
         return self.channels + self.heads * (self.width if self.corrects else 1)
 
-    def state_shapes(self, seats: int) -> tuple[tuple[int, ...], ...]:
-        """Of the arrays that a layer keeps of so many seats."""
+    def state_shapes(self, slots: int) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the arrays that a layer keeps in so many slots."""
         return (
-            (seats, self.taps, self.channels),
-            (seats, self.heads, self.dim, self.width),
-            (seats,),
+            (slots, self.taps, self.channels),
+            (slots, self.heads, self.dim, self.width),
+            (slots,),
         )
 
 

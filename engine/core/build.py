@@ -59,6 +59,7 @@ from jitney.engine.core.executor.memory import (
     GIB,
     PoolRoom,
     PoolShares,
+    PoolSizes,
     claim_memory,
     in_one_line,
     likely_temp_bytes,
@@ -74,13 +75,14 @@ from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.kv_pages import NoPages, PagePool
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.scheduler import Scheduler
+from jitney.engine.core.scheduler.state_slots import StateTables
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.sampling_defaults import sampling_defaults
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.describe import count_parameters, describe_step, describe_weights
 from jitney.engine.core.weights.load import WeightStorage, load_model, load_shapes
 from jitney.engine.core.weights.quantising import choose_kv_dtype, load_kv_scales
-from jitney.kernels.interface import KernelError, KernelSet
+from jitney.kernels.interface import KernelError, Kernels, KernelSet
 from jitney.kernels.proof import without
 from jitney.kernels.proof_shapes import ServedShapes
 from jitney.kernels.select import ServedHeads, reference, reference_of, select, with_product_rows
@@ -178,11 +180,6 @@ class _Setup:
     @property
     def is_encoder(self) -> bool:
         return self.source.config.encoder is not None
-
-    @property
-    def retains_prefixes(self) -> bool:
-        """Whether there is a prefix cache: none without the state of recurrent layers."""
-        return self.settings.prefix_cache and self.source.config.recurrent is None
 
     @property
     def has_adapters(self) -> bool:
@@ -589,12 +586,12 @@ def _make_runner(setup: _Setup, model: Model, kernels: KernelSet) -> Runner:
     )
     make_runner = _runner_class(setup)
 
-    def make(group_pages: tuple[int, ...]) -> Runner:
+    def make(pools: PoolSizes) -> Runner:
         return make_runner(
             model,
             buckets,
             kernels,
-            setup.sizes().with_pages(group_pages),
+            setup.sizes().with_pools(pools),
             end_ids=tuple(setup.source.config.eos_ids),
             mesh=setup.mesh,
             greedy_only_mixed=setup.runs_in_parts or setup.device.platform in ("gpu", "cuda"),
@@ -603,22 +600,21 @@ def _make_runner(setup: _Setup, model: Model, kernels: KernelSet) -> Runner:
         )
 
     if setup.is_encoder:
-        return make((NoPages().n_pages,))
+        return make(PoolSizes((NoPages().n_pages,)))
     return _sized_runner(
         setup.settings,
         setup.sizes(),
         setup.own_devices,
-        shares=PoolShares.of(
-            setup.local,
-            setup.sizes().page_bytes(setup.local, kernels),
-            setup.settings,
-            setup.context,
-        ),
-        seat_bytes=setup.settings.max_seats * setup.local.seat_bytes,
+        shares=_pool_shares(setup, kernels),
         temp_bytes=likely_temp_bytes(setup.local, buckets),
         make=make,
         hosts=setup.hosts,
     )
+
+
+def _pool_shares(setup: _Setup, kernels: Kernels) -> PoolShares:
+    page_bytes = setup.sizes().page_bytes(setup.local, kernels)
+    return PoolShares.of(setup.local, page_bytes, setup.settings, setup.context)
 
 
 def _runner_class(setup: _Setup) -> type[Runner]:
@@ -684,14 +680,15 @@ def _make_scheduler(setup: _Setup, runner: Runner) -> Scheduler:
     return Scheduler(
         limits,
         runner.buckets,
-        _make_pool(setup, runner.group_pages[0]),
+        _make_pool(setup, runner, runner.group_pages[0]),
         eos_ids=model.eos_ids,
         vocab_size=model.vocab_size,
         window=model.window,
         windows={
-            window: _make_pool(setup, pages)
+            window: _make_pool(setup, runner, pages)
             for window, pages in _window_pages(setup, runner).items()
         },
+        state=_make_state(setup, runner),
     )
 
 
@@ -704,15 +701,34 @@ def _window_pages(setup: _Setup, runner: Runner) -> dict[int, int]:
     return dict(zip(windows, runner.group_pages[1:], strict=False))
 
 
-def _make_pool(setup: _Setup, n_pages: int) -> PagePool:
+def _retains_prefixes(setup: _Setup, runner: Runner) -> bool:
+    """Whether there is a prefix cache: recurrent layers need slots for checkpoints."""
+    recurrent = setup.source.config.recurrent is not None
+    return setup.settings.prefix_cache and (not recurrent or runner.checkpoints > 0)
+
+
+def _make_pool(setup: _Setup, runner: Runner, n_pages: int) -> PagePool:
     if setup.is_encoder:
         return NoPages()
     return PagePool(
         n_pages,
         setup.settings.page_size,
-        retain=setup.retains_prefixes,
+        retain=_retains_prefixes(setup, runner),
         share_outputs=_shares_outputs(setup.settings),
-        shares=setup.source.config.recurrent is None,
+        shares=setup.source.config.recurrent is None or runner.checkpoints > 0,
+    )
+
+
+def _make_state(setup: _Setup, runner: Runner) -> StateTables | None:
+    """The slots of recurrent layers; None if there are none."""
+    settings = setup.settings
+    if setup.source.config.recurrent is None:
+        return None
+    shares = _pool_shares(setup, runner.program.kernels)
+    return StateTables(
+        PagePool(settings.max_seats + runner.checkpoints + 1, settings.page_size),
+        settings.max_seats,
+        shares.checkpoint_tokens // settings.page_size,
     )
 
 
@@ -752,6 +768,7 @@ def _core_alone(setup: _Setup, model: Model, kernels: KernelSet) -> EngineCore:
         PagePool(n_pages, page_size, retain=False),
         eos_ids=end_ids,
         vocab_size=model.config.vocab_size,
+        state=StateTables.without_checkpoints(1, page_size) if model.config.recurrent else None,
     )
     return EngineCore(scheduler, runner, Ledger())
 
@@ -886,38 +903,48 @@ def _sized_runner(
     *,
     shares: PoolShares,
     temp_bytes: int,
-    make: Callable[[tuple[int, ...]], Runner],
+    make: Callable[[PoolSizes], Runner],
     hosts: Hosts | None = None,
-    seat_bytes: int = 0,
 ) -> Runner:
     """A runner with as many KV pages as configured, or as fit in the free memory; logs the number.
 
     devices: of this host. shares: of the memory on one device. temp_bytes: what the temporaries of
-    the largest step should take. make: from the pages of each cache group to a runner. hosts: the
-    others, whose pools are as large. seat_bytes: what recurrent layers keep of all seats, on one
-    device.
+    the largest step should take. make: from sizes of pools to a runner. hosts: the others, whose
+    pools are as large.
     """
-    room = PoolRoom(settings, sizes, devices, shares, seat_bytes, hosts)
-    runner = make(room.pages(temp_bytes))
+    room = PoolRoom(settings, sizes, devices, shares, hosts)
+    runner = make(pools := room.pools(temp_bytes))
     if not (room.on_cpu or settings.pages or settings.memory_gib):
         # A step's temporaries are known only after compiling it for a pool of the likely size.
-        fit = room.pages(runner.largest_temp_bytes())
-        if not _ENOUGH * fit[0] <= runner.group_pages[0] <= fit[0]:
-            runner = make(fit)
-    _log_pool(runner.group_pages, sizes, shares, len(devices))
-    if seat_bytes:
-        _log.info(
-            "recurrent layers keep %.2f GiB on each device, %.3g MiB a seat; there is no prefix "
-            "cache with them",
-            seat_bytes / GIB,
-            seat_bytes / sizes.seats / (1 << 20),
-        )
+        fit = room.pools(runner.largest_temp_bytes())
+        if not _ENOUGH * fit.pages[0] <= pools.pages[0] <= fit.pages[0]:
+            runner = make(pools := fit)
+    _log_pool(pools, sizes, shares, len(devices))
+    if shares.slot_bytes:
+        _log_state(pools, shares)
     return runner
 
 
-def _log_pool(
-    group_pages: tuple[int, ...], sizes: StateSizes, shares: PoolShares, n_devices: int
-) -> None:
+def _log_state(pools: PoolSizes, shares: PoolShares) -> None:
+    _log.info(
+        "recurrent layers keep %.2f GiB on each device, %.3g MiB for each of %d seats and %d "
+        "checkpoints; long prompts have one every %d tokens",
+        shares.state_bytes(pools.checkpoints) / GIB,
+        shares.slot_bytes / (1 << 20),
+        shares.seats,
+        pools.checkpoints,
+        shares.checkpoint_tokens,
+    )
+    if shares.prefix_cache and not pools.checkpoints:
+        _log.warning(
+            "there is no prefix cache: no checkpoint of %.3g MiB fits beside the seats; give more "
+            "memory or pages, or fewer seats (max_seats)",
+            shares.slot_bytes / (1 << 20),
+        )
+
+
+def _log_pool(pools: PoolSizes, sizes: StateSizes, shares: PoolShares, n_devices: int) -> None:
+    group_pages = pools.pages
     n_pages = group_pages[0]
     tokens = (n_pages - 1) * sizes.page_size
     devices = ""
@@ -929,7 +956,7 @@ def _log_pool(
         n_pages - 1,
         sizes.page_size,
         tokens,
-        shares.bytes_of(group_pages) / GIB,
+        shares.bytes_of(pools) / GIB,
         devices,
         tokens / sizes.context_length,
         sizes.context_length,
@@ -1028,8 +1055,9 @@ def _engine_sizes(setup: _Setup, runner: Runner) -> EngineSizes:
         seats=settings.max_seats,
         pages=runner.group_pages[0] - 1,
         window_pages={window: pages - 1 for window, pages in _window_pages(setup, runner).items()},
+        checkpoints=runner.checkpoints,
         page_size=settings.page_size,
-        prefix_cache=setup.retains_prefixes,
+        prefix_cache=_retains_prefixes(setup, runner),
         token_budget=buckets.token_budget,
         seat_buckets=tuple([bucket.seats for bucket in buckets.decode]),
         token_buckets=tuple([bucket.tokens for bucket in buckets.mixed]),

@@ -42,7 +42,7 @@ def delta_net(
     )
     # The state is written where it lies.
     target = library.load().target("delta_net")
-    call = jax.ffi.ffi_call(target, shapes, input_output_aliases={10: 1, 11: 2})
+    call = jax.ffi.ffi_call(target, shapes, input_output_aliases={12: 1, 13: 2})
     taps, *others = weights
     o, kept, memory = call(
         x, rates, taps, *others, *sequences, state.taps, state.memory, eps=np.float32(eps)
@@ -66,7 +66,7 @@ def recur(
     )
     # The memory is written where it lies.
     target = library.load().target("recur")
-    call = jax.ffi.ffi_call(target, shapes, input_output_aliases={7: 1})
-    where = sequences.ends, sequences.seats, sequences.starts
+    call = jax.ffi.ffi_call(target, shapes, input_output_aliases={9: 1})
+    where = sequences[:-1]
     read, memory = call(*rows[:-1], *where, memory)
     return read, memory

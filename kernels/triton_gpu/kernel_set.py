@@ -171,7 +171,7 @@ class TritonKernels:
         self, rows: DeltaRows, memory: jax.Array, sequences: DeltaSequences, count: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """See `jitney.kernels.delta_net.Recur`; what is read in rows of padding is undefined."""
-        n_seats, n_heads, dim, width = memory.shape
+        n_slots, n_heads, dim, width = memory.shape
         columns = min(_power_of_two(width), _DELTA_COLUMNS)
         kept = jax.new_ref(memory)
         read = self.launch(
@@ -179,18 +179,21 @@ class TritonKernels:
             *rows[:-1],
             rows.decay if rows.beta is None else rows.beta,  # unread then
             sequences.ends,
-            sequences.seats,
+            sequences.stops,
+            sequences.reads,
+            sequences.writes,
             sequences.starts,
             kept,
             out=jax.ShapeDtypeStruct(rows.values.shape, jnp.float32),
-            grid=(len(sequences.seats), n_heads, -(-width // columns)),
+            grid=(len(sequences.starts), n_heads, -(-width // columns)),
             warps=4,
             stages=1,
             G=rows.keys.shape[1],
             H=n_heads,
             D=dim,
             V=width,
-            M=n_seats,
+            K=sequences.stops.shape[1],
+            M=n_slots,
             DIMS=_power_of_two(dim),
             COLUMNS=columns,
             CORRECTS=rows.beta is not None,

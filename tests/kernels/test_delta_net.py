@@ -34,6 +34,14 @@ def test_rows_in_chunks_are_the_recurrence(name: str, sizes: tuple[int, ...]):
     assert found["error"] < 1e-3 and found["untouched"]
 
 
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("sizes", [Sizes(), Sizes(2, 2, 16, 80, 3)])
+def test_rows_behind_a_checkpoint_are_the_recurrence(name: str, sizes: Sizes):
+    """Slots that only some sequences read, and a prompt of three pieces."""
+    found = delta_nets.from_checkpoints(KERNELS[name], sizes)
+    assert found["error"] < 1e-3 and found["untouched"]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["native", "native of Mamba"])
 def test_native_numbers_do_not_depend_on_the_cut_nor_on_the_others(name: str, dtype: str):
@@ -45,14 +53,18 @@ def test_native_numbers_do_not_depend_on_the_cut_nor_on_the_others(name: str, dt
 
     def rows(*counts: int, beside: bool = False) -> tuple[np.ndarray, np.ndarray]:
         text.done = other.done = 0
+        text.slot = 2
         steps, spans = [], []
         for count in counts:
             parts = [(other, 1), (text, count)] if beside else [(text, count)]
-            steps.append(Step(parts, 80, 3))
+            # A longer chunk is also cut inside the step, and goes on in another slot.
+            saves, to = [(text, 13, 0)], [(text, 5 - text.slot)]
+            changed: Any = {"saves": saves, "to": to} if beside and count > 20 else {}
+            steps.append(Step(parts, 80, 3, **changed))
             spans.append(slice(len(parts) - 1, len(parts) - 1 + count))
         outputs, state = delta_nets.run(KERNELS[name], steps, sizes, weights, dtype)
         own = [rows[span] for rows, span in zip(outputs, spans, strict=True)]
-        return np.concatenate(own), np.asarray(state.memory)[2]
+        return np.concatenate(own), np.asarray(state.memory)[text.slot]
 
     whole, memory = rows(70)
     for counts in ((1, 69), (33, 5, 32), (2, 1, 1, 1, 65)):

@@ -135,7 +135,7 @@ def _attention_shapes(own: ModelConfig, sizes: StateSizes) -> Iterator[Attention
             sinks=own.attention_sinks,
             value_dim=own.value_dim,
             page_size=sizes.page_size,
-            pages=sizes.builder().pages,
+            pages=sizes.builder(own).pages,
             context=sizes.context_length,
             kv_dtype=jnp.dtype(sizes.kv_dtype).name,
             read_again=own.n_kv_readers > 0,

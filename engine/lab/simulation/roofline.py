@@ -19,7 +19,7 @@ from typing import Any
 
 from jitney.engine.common.errors import ConfigError, ModelError
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.common.step_cost import StepCost
+from jitney.engine.common.step_cost import StepCost, StepRows
 from jitney.engine.core import (
     Bucket,
     ExpertsConfig,
@@ -452,14 +452,18 @@ class ModelCost:
         )
 
     def read_bytes(self, rows: int, work: StepWork) -> tuple[float, float]:
-        """(weights read, KV read and written) in a step: see `StepCost`."""
-        weights, kv = self.step.read_bytes(rows, work.keys, work.pairs)
+        """(weights and state, KV read and written) in a step: see `StepCost`."""
+        weights, kv = self.step.read_bytes(rows, _rows_of(work))
         return float(weights), float(kv)
 
     def operations(self, rows: int, logit_rows: int, work: StepWork) -> tuple[float, float]:
         """(in the layers' products, in output head and attention) of a step: see `StepCost`."""
-        layers, rest = self.step.operations(rows, logit_rows, work.keys + work.pairs)
+        layers, rest = self.step.operations(rows, logit_rows, _rows_of(work))
         return float(layers), float(rest)
+
+
+def _rows_of(work: StepWork) -> StepRows:
+    return StepRows(work.decode, work.prompt, work.keys, work.pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -515,11 +519,9 @@ class Roofline:
         )
 
     def memory_seconds(self, bucket: Bucket, work: StepWork) -> float:
-        """Time to read weights and KV once, and to read and write what recurrent layers keep of
-        who decodes.
-        """
+        """Time to read weights, KV and recurrent state once."""
         weights, kv = self.cost.read_bytes(bucket.tokens, work)
-        per_chip = weights / self.count + kv / self.kv_split + 2 * work.decode * self.seat_bytes
+        per_chip = weights / self.count + kv / self.kv_split
         return per_chip / (self.device.bandwidth * self.assumed.bandwidth)
 
     def compute_seconds(self, bucket: Bucket, work: StepWork) -> float:
@@ -580,9 +582,9 @@ class Roofline:
         return tuple([number * sum(map(self._own_kv_width, group.layers)) for group in groups])
 
     @property
-    def seat_bytes(self) -> float:
-        """Bytes that recurrent layers keep of a seat on one chip."""
-        return self.cost.config.seat_bytes / self.count
+    def slot_bytes(self) -> float:
+        """Bytes of a slot of recurrent layers' state on one chip."""
+        return self.cost.config.slot_bytes / self.count
 
     @property
     def kv_room(self) -> float:

@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("triton")
 from triton_recorder import Call, compile_call, record
 
-from jitney.kernels.delta_net import DeltaState, DeltaWeights
+from jitney.kernels.delta_net import DeltaState, DeltaWeights, StateSlots
 from jitney.kernels.experts import ExpertBlocks, Stack
 from jitney.kernels.int4 import Int4
 from jitney.kernels.interface import AttentionMeta, KernelError
@@ -155,8 +155,10 @@ def test_a_recurrent_layer_keeps_its_memory_in_registers(sm: int):
         )
         none = jnp.zeros(0, jnp.int32)
         rows = jnp.zeros(512, jnp.int32)
+        slots = jnp.zeros((8, 3), jnp.int32)
+        state_slots = StateSlots(jnp.arange(8), slots[:, :2], slots)
         meta = AttentionMeta(
-            none, jnp.arange(9), none, none, rows, jnp.array([8, 8, 8]), seats=jnp.arange(8)
+            none, jnp.arange(9), none, none, rows, jnp.array([8, 8, 8]), state=state_slots
         )
         x = jnp.zeros((512, 8192 + 4096), "bfloat16")
         net = TritonKernels(launch).delta_net

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -191,7 +192,7 @@ class LatentConfig:
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetConfig:
-    """Layers that keep a state of each seat in place of pages, see `jitney.kernels.delta_net`."""
+    """Layers that keep a state in a slot in place of pages, see `jitney.kernels.delta_net`."""
 
     #: Which layers, by number.
     layers: frozenset[int]
@@ -226,17 +227,17 @@ class DeltaNetConfig:
         """Columns of a layer's opening matrix, and rows of its closing one."""
         return self.channels + 2 * self.values
 
-    def state_shapes(self, seats: int, shards: int = 1) -> tuple[tuple[int, ...], ...]:
+    def state_shapes(self, slots: int, shards: int = 1) -> tuple[tuple[int, ...], ...]:
         """Of the arrays that one layer keeps (`DeltaState`), over so many devices like this one."""
         return (
-            (seats, self.taps, shards * self.channels),
-            (seats, shards * self.value_heads, self.key_dim, self.value_dim),
-            (seats,),
+            (slots, self.taps, shards * self.channels),
+            (slots, shards * self.value_heads, self.key_dim, self.value_dim),
+            (slots,),
         )
 
     @property
-    def seat_bytes(self) -> int:
-        """Bytes that one layer keeps of a seat."""
+    def slot_bytes(self) -> int:
+        """Bytes that one layer keeps in a slot."""
         return 4 * (self.taps * self.channels + self.key_dim * self.values + 1)
 
     def parts(self, name: str) -> Parts:
@@ -270,7 +271,7 @@ class DeltaNetConfig:
 
 @dataclass(frozen=True, slots=True)
 class ShortConvConfig:
-    """Layers that keep the last inputs of a convolution of each seat in place of pages."""
+    """Layers that keep the last inputs of a convolution in a slot in place of pages."""
 
     #: Which layers, by number.
     layers: frozenset[int]
@@ -284,13 +285,13 @@ class ShortConvConfig:
         """Columns of a layer's opening matrix, and rows of its closing one."""
         return 4 * self.channels
 
-    def state_shapes(self, seats: int, shards: int = 1) -> tuple[tuple[int, ...] | None, ...]:
+    def state_shapes(self, slots: int, shards: int = 1) -> tuple[tuple[int, ...] | None, ...]:
         """See `DeltaNetConfig.state_shapes`."""
-        return (seats, self.taps, shards * self.channels), None, (seats,)
+        return (slots, self.taps, shards * self.channels), None, (slots,)
 
     @property
-    def seat_bytes(self) -> int:
-        """Bytes that one layer keeps of a seat."""
+    def slot_bytes(self) -> int:
+        """Bytes that one layer keeps in a slot."""
         return 4 * (self.taps * self.channels + 1)
 
     def parts(self, name: str) -> Parts:
@@ -602,13 +603,23 @@ class ModelConfig:
         return self.of_layer(layer).position_size
 
     @property
+    def _read_shares(self) -> dict[int, float]:
+        """Of the keys and values of a position, as all layers read them: window -> the share that
+        layers with this window read.
+        """
+        read = Counter[int]()
+        for layer in self.attending_layers:
+            read[self.windows[layer]] += self.kv_width(layer)
+        return {window: numbers / read.total() for window, numbers in read.items()}
+
+    @property
     def largest_head(self) -> int:
         """The most numbers of a head of any layer."""
         return max(self.of_layer(layer).head_dim for layer in range(self.n_layers))
 
     @property
     def recurrent(self) -> DeltaNetConfig | ShortConvConfig | MambaConfig | None:
-        """Of the layers that keep a state of each seat in place of pages."""
+        """The layers that keep a state in place of pages."""
         return self.delta_net or self.short_conv or self.mamba
 
     def by_layer(self, pool: Callable[[ModelConfig], Any], state: Any) -> list[Any]:
@@ -626,11 +637,11 @@ class ModelConfig:
         return len(self.pool_layers)
 
     @property
-    def seat_bytes(self) -> int:
-        """Bytes that recurrent layers keep of a seat."""
+    def slot_bytes(self) -> int:
+        """Bytes that recurrent layers keep in a slot."""
         if self.recurrent is None:
             return 0
-        return (self.n_layers - self.n_pools) * self.recurrent.seat_bytes
+        return (self.n_layers - self.n_pools) * self.recurrent.slot_bytes
 
     @property
     def output_size(self) -> int:
@@ -761,6 +772,8 @@ class ModelConfig:
             head_bytes=head_bytes,
             attention_width=width,
             kv_bytes=kv_bytes,
+            windows=self._read_shares,
+            state_bytes=self.slot_bytes,
         )
 
     def with_ends(self, *ids: int) -> ModelConfig:

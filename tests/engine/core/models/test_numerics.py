@@ -23,6 +23,7 @@ from jitney.engine.core.weights.checkpoints.families import FAMILIES, tiny_confi
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.load import load_model
+from jitney.kernels.delta_net import StateSlots
 from jitney.kernels.interface import AttentionMeta, KernelSet
 from jitney.kernels.select import select
 
@@ -80,7 +81,7 @@ def prompts_meta(*lengths: int) -> AttentionMeta:
         write_rows=jnp.zeros(lens.sum(), jnp.int32),
         positions=jnp.concatenate([jnp.arange(n, dtype=jnp.int32) for n in lens]),
         counts=jnp.array([0, len(lens), lens.sum()], jnp.int32),
-        seats=jnp.arange(len(lens), dtype=jnp.int32),
+        state=StateSlots.in_place(jnp.arange(len(lens), dtype=jnp.int32)),
     )
 
 

@@ -30,7 +30,7 @@ from jitney.engine.cli import doctor
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.config.layers import load_config
 from jitney.engine.core.build import _sized_runner
-from jitney.engine.core.executor.memory import PoolShares, likely_temp_bytes
+from jitney.engine.core.executor.memory import PoolShares, PoolSizes, likely_temp_bytes
 from jitney.engine.core.executor.program import StateSizes
 from jitney.engine.core.executor.vocabulary import Vocabulary, _first_best
 from jitney.engine.core.models.llama import _lookup
@@ -695,8 +695,8 @@ def test_the_pool_takes_what_the_fullest_device_leaves(temporaries: str, made: i
     ]
     runners: list[Sized] = []
 
-    def make_runner(group_pages: tuple[int, ...]) -> Sized:
-        runners.append(Sized(group_pages=group_pages, temporaries=needed))
+    def make_runner(pools: PoolSizes) -> Sized:
+        runners.append(Sized(group_pages=pools.pages, temporaries=needed))
         return runners[-1]
 
     page_bytes = 4096
