@@ -248,6 +248,8 @@ class AdaptersSet(msgspec.Struct, tag="adapters_set", frozen=True, omit_defaults
     added: list[str] = []
     removed: list[str] = []
     replaced: list[str] = []
+    #: Names of those with changed files that are served with the old ones until the next start.
+    needs_restart: list[str] = []
 
 
 class Fatal(msgspec.Struct, tag="fatal", frozen=True):

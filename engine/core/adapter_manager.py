@@ -56,6 +56,8 @@ class _Change:
     #: Those that are not loaded yet.
     new: list[AdapterColumns]
     config_digest: str
+    #: Names of adapters that a fixed engine would have to read again.
+    needs_restart: list[str] = field(default_factory=list[str])
 
     def answer(self, before: Mapping[str, LoadedAdapter]) -> AdaptersSet:
         names = {adapter.name for adapter in self.adapters}
@@ -67,6 +69,7 @@ class _Change:
             added=[name for name in new if name not in before],
             removed=[name for name in before if name not in names],
             replaced=[name for name in new if name in before],
+            needs_restart=self.needs_restart,
         )
 
 
@@ -86,7 +89,8 @@ class AdapterManager:
     """Changes the adapters of an engine.
 
     loaded: the adapters that the models already have. digest_of: maps adapters (name -> folder) to
-    the configuration's digest.
+    the configuration's digest. fixed: the engine keeps the adapters of its start, and changes are
+    only named; several hosts would have to exchange their weights between the same two steps.
     """
 
     def __init__(
@@ -95,10 +99,13 @@ class AdapterManager:
         loaded: Iterable[LoadedAdapter],
         models: Sequence[ServedModel],
         digest_of: Callable[[Mapping[str, str]], str],
+        *,
+        fixed: bool = False,
     ):
         self._bank = bank
         self._models = models
         self._digest_of = digest_of
+        self._fixed = fixed
         #: Name -> served adapter.
         self._served = {adapter.name: adapter for adapter in loaded}
         self._next_number = 1 + max((one.number for one in self._served.values()), default=0)
@@ -193,6 +200,8 @@ class AdapterManager:
 
     def _read(self, message: SetAdapters, served: dict[str, LoadedAdapter], number: int) -> _Change:
         """Read adapters, on the thread. number: of the first new one. Raises ModelError."""
+        if self._fixed:
+            return self._compared(message, served)
         adapters: list[LoadedAdapter] = []
         new: list[AdapterColumns] = []
         for name, folder in message.folders.items():
@@ -205,6 +214,17 @@ class AdapterManager:
             adapters.append(columns.adapter)
         self._bank.check_room(adapters)
         return _Change(message.ticket, adapters, new, self._digest_of(message.folders))
+
+    def _compared(self, message: SetAdapters, served: dict[str, LoadedAdapter]) -> _Change:
+        """No change, but the names of adapters whose files or folders are others than at the start,
+        or which are not served.
+        """
+        others = [
+            name
+            for name, folder in message.folders.items()
+            if name not in served or served[name].stamp != stamp_of(folder)
+        ]
+        return _Change(message.ticket, list(served.values()), [], "", needs_restart=others)
 
     def _take_change(self, ticket: int, reading: Future[_Change]) -> None:
         """Serve the new list from now on; an error changes nothing."""

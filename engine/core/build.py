@@ -319,7 +319,7 @@ def _build(
     info = _describe(setup, model, kernels, runner, proofs, defaults)
     info = msgspec.structs.replace(info, step_cost=_step_cost(setup, model), ceiling=ceiling)
     manager = None
-    if adapters is not None and hosts is None:
+    if adapters is not None:
         manager = _manage_adapters(setup, adapters, runner, kernels, alone)
     return _Built(setup, runner, alone, manager, info)
 
@@ -362,7 +362,7 @@ def _manage_adapters(
         return configuration_digest(setup.config, model=identity, version=version("jitney"))
 
     bank, loaded = adapters
-    return AdapterManager(bank, loaded, models, digest_of)
+    return AdapterManager(bank, loaded, models, digest_of, fixed=setup.hosts is not None)
 
 
 def _step_cost(setup: _Setup, model: Model) -> StepCost | None:
