@@ -123,7 +123,7 @@ def _reread(
     for catch_up in before_rereading:
         catch_up()
     before, fresh = at_start.config, args.load_layers().config
-    if before.engine.n_hosts > 1:  # adapters cannot change, but changed files are named
+    if before.engine.data_parallel > 1:  # adapters cannot change, but changed files are named
         changed = at_a_start_only(values(before), values(fresh))
         return FreshSettings(fresh.server, changed, take_adapters=partial(take_adapters, before))
     changed = at_a_start_only(values(before), values(fresh), "adapters")

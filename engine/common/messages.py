@@ -252,6 +252,13 @@ class AdaptersSet(msgspec.Struct, tag="adapters_set", frozen=True, omit_defaults
     needs_restart: list[str] = []
 
 
+class AdaptersFollowed(msgspec.Struct, tag="adapters_followed", frozen=True):
+    """A following host serves these adapters from now on, and after its next start."""
+
+    #: Name -> folder.
+    folders: dict[str, str]
+
+
 class Fatal(msgspec.Struct, tag="fatal", frozen=True):
     """The core cannot start or continue; its process exits after this."""
 
@@ -303,6 +310,7 @@ type FromCore = (
     | SeatMap
     | Done
     | AdaptersSet
+    | AdaptersFollowed
     | DrainState
     | Fatal
     | PeerLeft

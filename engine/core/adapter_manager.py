@@ -19,12 +19,19 @@ from jitney.engine.common.errors import ErrorInfo, JitneyError
 from jitney.engine.common.messages import AdaptersSet, SetAdapters
 from jitney.engine.common.outputs import FinishReason
 from jitney.engine.common.requests import EngineRequest
+from jitney.engine.core.distributed.messages import (
+    AdapterMessage,
+    DropAdapter,
+    InstallAdapter,
+    UseAdapter,
+)
 from jitney.engine.core.weights.checkpoints.adapter import stamp_of
 from jitney.engine.core.weights.checkpoints.names import Path
 
 if TYPE_CHECKING:
     from jax import Array
 
+    from jitney.engine.core.distributed.adapters import LeaderAdapters
     from jitney.engine.core.weights.adapters import AdapterBank, AdapterColumns, LoadedAdapter
     from jitney.kernels.interface import Kernels
 
@@ -89,8 +96,8 @@ class AdapterManager:
     """Changes the adapters of an engine.
 
     loaded: the adapters that the models already have. digest_of: maps adapters (name -> folder) to
-    the configuration's digest. fixed: the engine keeps the adapters of its start, and changes are
-    only named; several hosts would have to exchange their weights between the same two steps.
+    the configuration's digest. others: the other hosts of the engine, if any. fixed: the engine
+    keeps the adapters of its start, and changes are only named.
     """
 
     def __init__(
@@ -100,11 +107,13 @@ class AdapterManager:
         models: Sequence[ServedModel],
         digest_of: Callable[[Mapping[str, str]], str],
         *,
+        others: LeaderAdapters | None = None,
         fixed: bool = False,
     ):
         self._bank = bank
         self._models = models
         self._digest_of = digest_of
+        self._others = others
         self._fixed = fixed
         #: Name -> served adapter.
         self._served = {adapter.name: adapter for adapter in loaded}
@@ -213,6 +222,9 @@ class AdapterManager:
             new.append(columns)
             adapters.append(columns.adapter)
         self._bank.check_room(adapters)
+        if self._others is not None:
+            numbers = {adapter.name: adapter.number for adapter in adapters}
+            self._others.read(numbers, message.folders, [one.adapter.name for one in new])
         return _Change(message.ticket, adapters, new, self._digest_of(message.folders))
 
     def _compared(self, message: SetAdapters, served: dict[str, LoadedAdapter]) -> _Change:
@@ -250,16 +262,18 @@ class AdapterManager:
         removed = self._installed & self._retired.keys()
         if not removed:
             return
-        for number in removed - open_adapters():
+        for number in sorted(removed - open_adapters()):
+            self._tell_others(DropAdapter(number))
             self._bank.free(number)
             self._installed.discard(number)
 
     def _begin_installing(self) -> None:
         """Install the oldest new adapter if it has room; each list fits, so each gets its turn."""
         while self._coming and self._is_needless(self._coming[0].adapter):
-            del self._coming[0]
+            self._tell_others(DropAdapter(self._coming.pop(0).adapter.number))
         if self._coming and self._bank.has_room(self._coming[0].adapter):
             layouts = [model.layout for model in self._models]
+            self._tell_others(InstallAdapter(self._coming[0].adapter.number))
             self._installing = self._thread.submit(self._bank.install, self._coming[0], layouts)
 
     def _is_needless(self, adapter: LoadedAdapter) -> bool:
@@ -270,11 +284,16 @@ class AdapterManager:
     def _install(self, arrays: list[dict[Path, Array]]) -> None:
         """Use the copied adapter in steps from now on."""
         self._installing = None
+        self._tell_others(UseAdapter())
         for model, own in zip(self._models, arrays, strict=True):
             model.weights.exchange(own)
         adapter = self._coming.pop(0).adapter
         self._installed.add(adapter.number)
         _log.info("adapter %s is loaded", adapter.name)
+
+    def _tell_others(self, message: AdapterMessage) -> None:
+        if self._others is not None:
+            self._others.tell(message)
 
     def _released(self) -> list[_HeldRequest]:
         if not self._held:

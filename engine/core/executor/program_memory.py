@@ -58,8 +58,9 @@ class ProgramsMemory:
 
     @property
     def largest(self) -> StepMemory:
-        """The step that needs most."""
-        return max(self.steps, key=lambda step: step.total)
+        """The step that needs most; one of no bytes if none is compiled yet."""
+        none = StepMemory("none", temporaries=0, outputs=0)
+        return max(self.steps, key=lambda step: step.total, default=none)
 
     def __str__(self) -> str:
         largest = self.largest
@@ -72,7 +73,7 @@ class ProgramsMemory:
 
     def table(self) -> Iterator[str]:
         """A line for each step, the largest first."""
-        width = max((len(step.name) for step in self.steps), default=0)
+        width = max([len("step"), *[len(step.name) for step in self.steps]])
         yield f"{'step':<{width}}  temporaries, MiB  results, MiB"
         for step in sorted(self.steps, key=lambda step: -step.total):
             yield (

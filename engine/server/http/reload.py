@@ -40,7 +40,7 @@ class AdapterNews(ResponseModel):
     added: list[str] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)
-    #: Their files changed, which an engine over several hosts reads at its next start.
+    #: Their files changed, which an engine that shares experts reads at its next start.
     needs_restart: list[str] = field(default_factory=list)
 
 
