@@ -89,6 +89,7 @@ from jitney.kernels.select import ServedHeads, reference, reference_of, select, 
 
 if TYPE_CHECKING:
     from jitney.engine.core.adapter_manager import AdapterManager
+    from jitney.engine.core.distributed.adapters import LeaderAdapters
     from jitney.engine.core.distributed.link import Hosts, Worker
     from jitney.engine.core.executor.hosts import Follower
     from jitney.engine.core.weights.adapters import AdapterBank, LoadedAdapter
@@ -243,6 +244,8 @@ class _Built:
     alone: EngineCore | None
     adapters: AdapterManager | None
     info: EngineInfo
+    #: Columns of the adapters; None if there are none and no room for any.
+    bank: AdapterBank | None
 
 
 def build_engine(
@@ -281,10 +284,15 @@ def build_follower(
     config: Config, source: ModelSource, progress: _Report, hosts: Worker
 ) -> tuple[Follower, EngineInfo]:
     """Build a follower's core, as `build_engine` builds the first host's."""
+    from jitney.engine.core.distributed.adapters import WorkerAdapters
     from jitney.engine.core.executor.hosts import Follower
 
-    built = _build(config, source, progress, hosts)
-    return Follower(built.runner), built.info
+    built = _build(config, source, progress, hosts, hosts.adapters)
+    adapters = None
+    if built.bank is not None:
+        folders = config.model.adapter_folders
+        adapters = WorkerAdapters(built.bank, built.runner, folders, source.identity, hosts.send)
+    return Follower(built.runner, adapters), built.info
 
 
 def _build(
@@ -316,9 +324,10 @@ def _build(
     info = _describe(setup, model, kernels, runner, proofs, defaults)
     info = msgspec.structs.replace(info, step_cost=_step_cost(setup, model), ceiling=ceiling)
     manager = None
-    if adapters is not None and hosts is None:
+    follows = hosts is not None and hosts.host_id > 0 and config.engine.data_parallel == 1
+    if adapters is not None and not follows:
         manager = _manage_adapters(setup, adapters, runner, kernels, alone)
-    return _Built(setup, runner, alone, manager, info)
+    return _Built(setup, runner, alone, manager, info, None if adapters is None else adapters[0])
 
 
 def _load_adapters(setup: _Setup, model: Model) -> tuple[AdapterBank, list[LoadedAdapter]] | None:
@@ -359,7 +368,25 @@ def _manage_adapters(
         return configuration_digest(setup.config, model=identity, version=version("jitney"))
 
     bank, loaded = adapters
-    return AdapterManager(bank, loaded, models, digest_of)
+    return AdapterManager(
+        bank,
+        loaded,
+        models,
+        digest_of,
+        others=_others_with_adapters(setup),
+        fixed=setup.settings.data_parallel > 1,
+    )
+
+
+def _others_with_adapters(setup: _Setup) -> LeaderAdapters | None:
+    """The hosts that change their adapters with this one; None if there are none."""
+    if setup.hosts is None or setup.settings.data_parallel > 1:
+        return None
+    from jitney.engine.core.distributed.adapters import LeaderAdapters
+    from jitney.engine.core.distributed.link import Leader
+
+    assert isinstance(setup.hosts, Leader)  # a worker has no manager
+    return LeaderAdapters(setup.hosts, setup.source.identity)
 
 
 def _step_cost(setup: _Setup, model: Model) -> StepCost | None:
