@@ -53,7 +53,7 @@ class AttentionCase:
         return replace(self, dtype=dtype, pool=pool)
 
     def shapes(self) -> ServedShapes:
-        """What attention is asked for; nothing else is."""
+        """The shapes of attention alone."""
         n_heads, n_kv_heads, head_dim = self.heads
         attention = AttentionShapes(
             n_heads=n_heads,

@@ -1,4 +1,4 @@
-"""What kernels compute by definition, in numpy: nothing here is compiled, so nothing is compiled
+"""Definitions of all kernels in numpy: nothing here is compiled, so nothing is compiled
 wrongly.
 
 Axes as in `jitney.kernels.interface`. Everything is float32, whatever the dtype of the inputs.
@@ -192,7 +192,7 @@ def matmul_fp8(x: np.ndarray, w: np.ndarray, scale: np.ndarray) -> np.ndarray:
 def experts(
     x: np.ndarray, opening: Stack, closing: Stack, blocks: ExpertBlocks, activation: str
 ) -> np.ndarray:
-    """What the expert of each place of the blocks makes of the row that stands there, [N * B, E]; 0
+    """Each block row through the expert of its block, [N * B, E]; 0
     where none does. x [T, E], opening [X, E, 2F], closing [X, F, E].
     """
     rows, owners = np.asarray(blocks.rows), np.asarray(blocks.experts)

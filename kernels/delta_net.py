@@ -57,7 +57,7 @@ class StateSlots(NamedTuple):
 
 
 class DeltaState(NamedTuple):
-    """What a layer keeps in each slot, in place of pages; a pytree of arrays."""
+    """State of a recurrent layer in slots, in place of pages; a pytree of arrays."""
 
     #: Of the arrays.
     dtypes = ("float32", "float32", "int32")
@@ -71,14 +71,14 @@ class DeltaState(NamedTuple):
 
     @classmethod
     def empty(cls, shapes: Iterable[tuple[int, ...] | None]) -> DeltaState:
-        """Of slots that no sequence has."""
+        """The state of slots that no sequence has."""
         pairs = zip(shapes, cls.dtypes, strict=True)
         arrays: list[Any] = [shape and jnp.zeros(shape, dtype) for shape, dtype in pairs]
         return cls(*arrays)
 
 
 class DeltaWeights(NamedTuple):
-    """What a layer's rows are mixed by; a pytree of arrays."""
+    """Weights that mix a layer's rows; a pytree of arrays."""
 
     #: [W, C]: of the convolution, the oldest tap first.
     taps: jax.Array
@@ -120,7 +120,7 @@ class DeltaSequences(NamedTuple):
 
     @classmethod
     def of(cls, meta: AttentionMeta, lengths: jax.Array) -> DeltaSequences:
-        """Of a step; lengths: `DeltaState.lengths`. A sequence whose token did not count
+        """The sequences of a step; lengths: `DeltaState.lengths`. One whose token did not count
         (`Scheduler.sit_out`) has its last row computed a second time.
         """
         slots, ends = meta.state, meta.cu_q

@@ -1,4 +1,4 @@
-"""What a kernel set is: the one signature of each kernel for all platforms, stated once.
+"""The interface of a kernel set: the signature of each kernel for all platforms, stated once.
 
 Axes: T token rows, S sequences in the step, P pages per sequence, H query heads, K KV heads, D head
 dim, N pages in the pool. Page 0 of every pool is the trash page: padding reads it and nothing else
@@ -24,7 +24,7 @@ from jitney.kernels.w8a8 import Fp8, Int8
 
 
 class AttentionMeta(NamedTuple):
-    """Who attends to what in one step (all int32, sliced inside jit from the one packed upload).
+    """Indices of one step's attention (all int32, sliced inside jit from the one packed upload).
 
     Sequences with one query row (decode) come first. Rows past counts[1] are padding.
     """
@@ -318,7 +318,7 @@ class Mxfp4Products:
 
 
 class ExpertProducts(Protocol):
-    """What the experts of a mixture make of the rows that go through them, all blocks at once; axes
+    """The experts of a mixture on the rows that chose them, all blocks at once; axes
     and arguments as in `jitney.kernels.experts`.
     """
 
@@ -362,7 +362,7 @@ class DeltaNet(Protocol):
 
 
 class Kernels(Protocol):
-    """What a model's step takes from a kernel set; a static argument of the jitted step, so
+    """The kernels that a model's step takes; a static argument of the jitted step, so
     hashable.
     """
 
@@ -431,7 +431,7 @@ class OneOf:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the one."""
+        """Shape of one of the matrices."""
         return self.matrices.shape[1:]
 
     @property

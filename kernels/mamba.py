@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class MambaWeights(NamedTuple):
-    """What a layer's rows are mixed by; a pytree of arrays."""
+    """Weights that mix a layer's rows; a pytree of arrays."""
 
     #: [W, C]: of the convolution, the oldest tap first.
     taps: jax.Array

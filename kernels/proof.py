@@ -61,7 +61,7 @@ _CHECKS = {"attention": attention_errors, **CHECKS, "recurrent layers": delta_ne
 
 @dataclass(frozen=True)
 class Proof:
-    """What came of one kernel."""
+    """The result of one kernel's proof."""
 
     kernel: str  # a key of _FIELDS
     error: float  # the largest one seen; infinite where it could not run

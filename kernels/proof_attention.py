@@ -33,7 +33,7 @@ _SPREADS = 8
 
 
 class _StepArrays(NamedTuple):
-    """What a kernel is given of a step."""
+    """Arrays of a step that a kernel is given."""
 
     q: Any  # [T, H, D]
     k: Any  # [T, K, D]
@@ -110,7 +110,7 @@ class MetaBuilder:
         self.cu_q[self.count :] = self.rows
 
     def meta(self, n_decode: int) -> AttentionMeta:
-        """Of the sequences so far, of which the first `n_decode` decode."""
+        """Indices of the sequences so far, of which the first `n_decode` decode."""
         return AttentionMeta(
             kv_lens=jnp.asarray(self.kv_lens),
             cu_q=jnp.asarray(self.cu_q),
@@ -141,7 +141,7 @@ def _errors_of_heads(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float
 
 
 def case_errors(kernels: KernelSet, case: AttentionCase) -> Iterator[float]:
-    """Of one made-up batch, in the dtypes that it names."""
+    """Errors of one made-up batch, in the dtypes that it names."""
     shapes = case.shapes()
     seqs = case.seqs or len(case.lens)
     rows = case.rows or sum(case.counts)
@@ -152,7 +152,7 @@ def case_errors(kernels: KernelSet, case: AttentionCase) -> Iterator[float]:
 def _errors_of(
     kernels: KernelSet, shapes: ServedShapes, steps: list[_AttentionStep]
 ) -> Iterator[float]:
-    """Of all steps for each window; of the last one where a kernel rotates and writes."""
+    """Errors of all steps for each window; of the last one where a kernel rotates and writes."""
     writes = _writes(kernels, shapes)
     if not writes:
         yield from _rotation_errors(kernels, shapes, steps[-1])
@@ -210,7 +210,7 @@ def _attend(
 def _definition(
     shapes: ServedShapes, step: _AttentionStep, pool: np.ndarray, window: int
 ) -> np.ndarray:
-    """What the step's rows ought to be over this pool: [T, ., D], compared heads."""
+    """The step's rows by definition over this pool: [T, ., D], compared heads."""
     meta = step.arrays.meta
     if len(step.key_heads) < shapes.attention.n_kv_heads:
         rows = [row for head in step.key_heads for row in (2 * head, 2 * head + 1)]
@@ -233,7 +233,7 @@ def _definition(
 def _rotation_errors(
     kernels: KernelSet, shapes: ServedShapes, step: _AttentionStep
 ) -> Iterator[float]:
-    """Of the kernel that norms, rotates and writes, in a step with prompts."""
+    """Errors of the kernel that norms, rotates and writes, in a step with prompts."""
     assert kernels.rotate_and_write is not None
     given = step.arrays
     q, k = given.q, given.k
@@ -336,7 +336,7 @@ def _long_steps(shapes: ServedShapes) -> list[_AttentionStep]:
 
 
 def _long_pages(shapes: ServedShapes) -> int:
-    """Of a pool of long steps: trash, those that contexts share, and two of each context's own."""
+    """Pages of a pool for long steps: trash, shared ones, and two of each context's own."""
     return 1 + _shared_pages(shapes) + 2 * _LONG
 
 
@@ -426,7 +426,7 @@ def _random_step(
 
 
 def _random_sinks(rng: np.random.Generator, shapes: ServedShapes) -> np.ndarray | None:
-    """Of every second head more than all its keys together, of the others less than one of them;
+    """Sinks: every second head's above all its keys together, the others' below one of them;
     each of its own.
     """
     if not shapes.attention.sinks:

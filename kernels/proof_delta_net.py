@@ -119,7 +119,7 @@ def _put_together(
 
 
 def _meta_of(starts: list[int], counts: list[int], rows: int, seqs: int) -> AttentionMeta:
-    """Of sequences in the slots of their numbers."""
+    """Indices of sequences in the slots of their numbers."""
     absent = seqs - len(counts)
     ends = np.concatenate([[0], np.cumsum(counts)])
     at = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]

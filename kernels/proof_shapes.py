@@ -1,4 +1,4 @@
-"""What an engine will ask of its kernels: the shapes in which they are proved."""
+"""The shapes in which an engine's kernels are proved."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class DeltaShape:
 
     @property
     def columns(self) -> int:
-        """Of the rows that come in: inputs of the convolution, then gates, or steps."""
+        """Numbers of the rows that come in: inputs of the convolution, then gates, or steps."""
         return self.channels + self.heads * (self.width if self.corrects else 1)
 
     def state_shapes(self, slots: int) -> tuple[tuple[int, ...], ...]:
@@ -67,7 +67,7 @@ class DeltaShape:
 
 @dataclass(frozen=True)
 class AttentionShapes:
-    """What layers attend with, and the pool that they attend to."""
+    """Shapes of the layers' attention, and of the pool that they attend to."""
 
     n_heads: int  # H
     n_kv_heads: int  # K
@@ -125,7 +125,7 @@ class StepShapes:
 
 @dataclass(frozen=True)
 class ServedShapes:
-    """What an engine will ask of its kernels, on one device."""
+    """Shapes that an engine's kernels compute on one device."""
 
     attention: AttentionShapes
     norms: NormShapes
@@ -141,7 +141,7 @@ class ServedShapes:
 
     @property
     def by_heads(self) -> tuple[ServedShapes, ...]:
-        """What is asked with each kind of heads."""
+        """The shapes of each kind of heads."""
         kinds = self.attention, *self.other_attention
         return tuple(replace(self, attention=kind, other_attention=()) for kind in kinds)
 

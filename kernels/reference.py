@@ -34,7 +34,7 @@ _HIDDEN = -1e30
 
 
 class _Scoring(NamedTuple):
-    """What a call asks of every score."""
+    """Operations of a call on every score."""
 
     scale: float
     window: int  # positions that a row sees, its own included; 0: all

@@ -177,7 +177,7 @@ def _at(at: _Index, count: jax.Ref) -> jax.Array:
 
 
 class _Fixed(NamedTuple):
-    """What is fixed when the kernel is compiled."""
+    """Constants of a compiled kernel."""
 
     #: What the products become.
     combine: Callable[..., jax.Array]
@@ -250,7 +250,7 @@ def _multiple(number: _Index, size: int) -> _Index:
 
 
 def _small_floats(codes: jax.Array) -> jax.Array:
-    """What the lowest four bits of int32 are in e2m1, float32: exponent and fraction moved to their
+    """The lowest four bits of int32, read as e2m1, in float32: exponent and fraction moved to their
     places, but for 0 and 0.5.
     """
     size = codes & 7

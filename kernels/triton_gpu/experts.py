@@ -112,7 +112,7 @@ def _add_mxfp4(
 
 @triton.jit
 def _opened(gate, up, ACTIVATION: tl.constexpr):
-    """What the activation makes of gates and ups: gates times the logistic function of something,
+    """The activation of gates and ups: gates times the logistic function of something,
     times ups; or of gates alone, the square of what is positive.
     """
     if ACTIVATION == "relu2":
@@ -259,8 +259,8 @@ def close_experts(
     BIASED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What `open_experts` wrote, x [N * BLOCK_M, I], times the same experts [X, I, O] -> y float32
-    [N * BLOCK_M, O]. Rows of nobody are neither read nor written. Programs as there.
+    """The output of `open_experts`, x [N * BLOCK_M, I], times the same experts [X, I, O] -> y
+    float32 [N * BLOCK_M, O]. Rows of padding are neither read nor written. Programs as there.
     """
     TILES: tl.constexpr = (SIZE_OUT + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0) // TILES

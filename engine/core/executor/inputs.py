@@ -44,7 +44,7 @@ class _SeatField(NamedTuple):
 
 
 class _SamplingUpload:
-    """What the sampler reads of each seat: the uploaded parameters of `params`, the `parts` of the
+    """Sampling inputs of each seat: the uploaded parameters of `params`, the `parts` of the
     sampler that it needs, and the sequence's seed.
     """
 

@@ -95,7 +95,7 @@ class DeviceState:
     seats: SeatState  #: what the sampler knows of each
 
     def allocate(self, config: ModelConfig) -> DeviceState:
-        """Of shapes: the state of seats nobody sits in, each array where its shape says."""
+        """Allocate the state of empty seats from shapes, each array where its shape says."""
 
         def zeros(shape: Shaped) -> Array:
             return jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
@@ -212,7 +212,7 @@ class StateSizes:
         return DeviceState(kv=kept, seat_tokens=seat_tokens, seats=seats)
 
     def _no_tokens(self) -> SeatTokens:
-        """Of seats nobody sits in."""
+        """Tokens of empty seats."""
         if self.drafting is None:
             return SeatTokens(jnp.zeros(self.seats, jnp.int32))
         return self.drafting.empty(self.seats, self.context_length, self.page_size)
@@ -444,7 +444,7 @@ class Program:
 
     @property
     def sampler(self) -> Sampler:
-        """Of its steps."""
+        """The sampler of its steps."""
         return Sampler(self.kernels.threshold, self.logprobs, self.vocabulary)
 
     def _left(self, hidden: Hidden) -> Hidden | None:

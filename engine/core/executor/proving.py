@@ -50,7 +50,7 @@ def proven(
 
 
 def proofs_of(kernels: KernelSet, served: ServedShapes) -> list[KernelProof]:
-    """What is found of each kernel, and nothing done about it."""
+    """Prove each kernel, without changing the set."""
     return [_shown(proof) for proof in prove(kernels, served)]
 
 
@@ -80,7 +80,7 @@ def _shown(proof: Proof) -> KernelProof:
 def served_by(
     model: Model, own: ModelConfig, sizes: StateSizes, buckets: Buckets, dtype: DTypeLike
 ) -> ServedShapes:
-    """What an engine asks of its kernels. model: over all devices; own: of one device."""
+    """Shapes that an engine's kernels compute. model: over all devices; own: of one device."""
     table = 0
     if own.tie_embeddings:
         table = own.vocab_share
@@ -119,7 +119,7 @@ def _norm_shapes(own: ModelConfig, activations: str) -> NormShapes:
 
 
 def _attention_shapes(own: ModelConfig, sizes: StateSizes) -> Iterator[AttentionShapes]:
-    """Of each kind of heads."""
+    """Attention shapes of each kind of heads."""
     windows: dict[tuple[int, int], set[int]] = {}
     for layer, window in enumerate(own.windows):
         heads = own.of_layer(layer)

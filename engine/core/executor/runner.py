@@ -549,7 +549,7 @@ def _name_of(bucket: Bucket, greedy_only: bool) -> str:
 
 
 def _sampled(plan: Plan, sampled: Array | Sampled) -> StepResult:
-    """What `StepOutput.sampled` says of the plan's logit rows."""
+    """Results of the plan's logit rows from `StepOutput.sampled`."""
     rows = plan.logit_rows
     if not isinstance(sampled, Sampled):
         return StepResult(tokens=np.asarray(sampled)[:rows].tolist())

@@ -275,7 +275,7 @@ def rounded(x: Array, dtype: DTypeLike) -> Array:
 
 
 class RowFacts(NamedTuple):
-    """What a feed-forward is told of its rows; a pytree of arrays."""
+    """Facts of a feed-forward's rows; a pytree of arrays."""
 
     #: int32: rows from there on pad the step; None: none does.
     count: Array | None = None
@@ -286,7 +286,7 @@ class RowFacts(NamedTuple):
 
     @classmethod
     def of(cls, meta: AttentionMeta) -> RowFacts:
-        """Of all rows of a step."""
+        """The facts of all rows of a step."""
         return cls(meta.counts[2], meta.adapted, meta.row_counts)
 
 

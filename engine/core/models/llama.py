@@ -213,7 +213,7 @@ class Llama(nnx.Module):
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the activations, and of weights that are not quantised."""
+        """The dtype of activations, and of weights that are not quantised."""
         return self.embed[...].dtype
 
     def hidden_dtype(self, kernels: Kernels) -> np.dtype:

@@ -99,7 +99,7 @@ class _Routes(NamedTuple):
 
     @property
     def blocks(self) -> ExpertBlocks:
-        """What a kernel asks for."""
+        """The blocks as a kernel takes them."""
         return ExpertBlocks(self.rows, self.experts, self.count)
 
 

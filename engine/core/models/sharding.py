@@ -126,7 +126,7 @@ def experts_axes(mesh: Mesh) -> Any:
 
 
 def _is_of_experts(path: Path) -> bool:
-    """Of a weight of a mixture: whether it is an expert's, and not that of all rows."""
+    """True for a mixture's weight that belongs to one expert, not to all rows."""
     return ("gate_up" in path or "down" in path) and "shared" not in path
 
 

@@ -338,7 +338,7 @@ class PageTables:
 
     @property
     def _pools(self) -> list[PagePool]:
-        """Of all cache groups, and of recurrent layers."""
+        """Pools of all cache groups, and of recurrent layers."""
         pools = [group.pool for group in self._groups]
         return pools if self.state is None else [*pools, self.state.pool]
 
@@ -360,7 +360,7 @@ class PageTables:
             seq.scored = len(found) - 1
 
     def claims(self, seated: list[Sequence], unseated: Iterable[Sequence]) -> dict[str, bool]:
-        """What must hold, and whether it does; raises RuntimeError where the pool itself is not
+        """Invariants, and whether each holds; raises RuntimeError where the pool itself is not
         accounted for.
         """
         for number, group in enumerate(self._groups):

@@ -409,7 +409,7 @@ def _check_windows(
 
 
 def _request_limits(limits: SchedulerLimits, pool: PagePool, vocab_size: int) -> RequestLimits:
-    """What one request may ask of this engine."""
+    """Limits of one request on this engine."""
     return RequestLimits(
         vocab_size=vocab_size,
         context_length=limits.context_length,

@@ -52,7 +52,7 @@ class OwnPages(NamedTuple):
 
     @classmethod
     def of(cls, n_prompt: int, number: int, index: int) -> OwnPages:
-        """Of the index-th sequence of a request, by the request's number."""
+        """Pages of the index-th sequence of a request, by the request's number."""
         return cls(n_prompt, struct.pack("<qi", number, index))
 
 
@@ -261,7 +261,7 @@ class Sequence:
         return self.seat >= 0
 
     def forget_launched(self) -> None:
-        """What launched steps would have brought does not come."""
+        """Forget launched steps, whose results do not come."""
         self.in_flight = self.drafting = 0
         if self.replay is not None and self.replay.stale:
             self.replay = None

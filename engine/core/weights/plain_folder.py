@@ -42,7 +42,7 @@ _BY_BLOCKS = Along(1, 1, Mxfp4.block)
 
 
 class _Part(NamedTuple):
-    """What an expert's matrix or bias is of a tensor of all experts."""
+    """An expert's matrix or bias as a part of a tensor of all experts."""
 
     stored: str  # its name
     expert: int

@@ -70,7 +70,7 @@ than the water it pushes aside. In short, rho_ice = 917 kg/m^3 < rho_water = 100
 
 
 def choose_kv_dtype(name: str, dtype: np.dtype, device: Any) -> np.dtype:
-    """Of the KV pools; ConfigError for fp8 on an NVIDIA GPU that does not know it."""
+    """The dtype of the KV pools; ConfigError for fp8 on an NVIDIA GPU that does not know it."""
     if name == "auto":
         return dtype
     if name == "fp8":

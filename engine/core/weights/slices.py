@@ -14,7 +14,7 @@ type _Index = tuple[slice, ...] | EllipsisType
 
 
 class Sliceable(Protocol):
-    """What numpy arrays can do, and tensors that still lie in their file."""
+    """The operations shared by numpy arrays and tensors that still lie in their file."""
 
     @property
     def shape(self) -> Shape: ...

@@ -382,7 +382,7 @@ class ModelCost:
 
     @property
     def _shared_bytes(self) -> float:
-        """Of one number of matrices that are no expert's."""
+        """Bytes of one weight of matrices that are no expert's."""
         return _BYTES["bf16" if self.weights == "mxfp4" else self.weights]
 
     @cached_property
@@ -576,7 +576,7 @@ class Roofline:
         return config.kv_width(layer) / min(self.count, config.of_layer(layer).n_kv_heads)
 
     def page_bytes(self, page_size: int) -> tuple[float, ...]:
-        """Of a page of each cache group, in all its layers, on one chip."""
+        """Bytes of a page of each cache group, in all its layers, on one chip."""
         number = page_size * _BYTES[self.cost.kv]
         groups = self.cost.config.cache_groups
         return tuple([number * sum(map(self._own_kv_width, group.layers)) for group in groups])

@@ -196,7 +196,7 @@ def _qwen3(values: JsonObject) -> ModelConfig:
 
 
 def _read_qwen3(values: JsonObject, **defaults: Any) -> tuple[Fields, ModelConfig]:
-    """What Qwen3's dense models and its mixtures share; see `_read_decoder`."""
+    """Fields that Qwen3's dense models and mixtures share; see `_read_decoder`."""
     fields, config = _qwen(values, **defaults)
     return fields, replace(config, o_bias=config.qkv_bias, qk_norm=True)
 
@@ -1002,7 +1002,7 @@ def _ropes_by_window(
 
 
 def _gemma(values: JsonObject, every: int) -> ModelConfig:
-    """What the Gemmas share; every: without `layer_types`, each so manieth layer sees all."""
+    """Fields that the Gemmas share; every: without `layer_types`, one layer in `every` sees all."""
     fields, config = _read_decoder(
         values,
         hf_full_rope,
@@ -1058,7 +1058,7 @@ def _xlm_roberta(values: JsonObject) -> ModelConfig:
 
 
 def _scoring(read: Callable[[JsonObject], ModelConfig]) -> Callable[[JsonObject], ModelConfig]:
-    """Of a model with a head that scores pairs, and is otherwise as `read` says."""
+    """Reader of a model with a head that scores pairs, and otherwise as `read` says."""
 
     def read_scoring(values: JsonObject) -> ModelConfig:
         config = read(values)
@@ -1076,7 +1076,7 @@ def _scoring(read: Callable[[JsonObject], ModelConfig]) -> Callable[[JsonObject]
 
 
 def _encoder(fields: Fields, encoder: EncoderConfig) -> ModelConfig:
-    """What the encoders share."""
+    """Fields that the encoders share."""
     for key in ("is_decoder", "add_cross_attention"):
         if fields.flag(key):
             raise ModelError(f"config.json: an encoder with {key} is not supported")
@@ -1126,7 +1126,7 @@ def _gguf_gemma3(fields: Fields, config: ModelConfig) -> ModelConfig:
 
 
 def _gguf_gemma(fields: Fields, config: ModelConfig, *, every: int, largest: int) -> ModelConfig:
-    """What GGUF files of Gemma leave to the program that reads them, as llama.cpp has it."""
+    """Fields that GGUF files of Gemma leave out, with llama.cpp's values."""
     window = fields.integer("attention.sliding_window", 1, MOST.context)
     scalar = config.head_dim
     if config.n_layers == largest:

@@ -1,4 +1,4 @@
-"""What a model is: plain data, whatever file it was read from; jax-free."""
+"""The configuration of a model as plain data, from any file format; jax-free."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ class DeltaNetConfig:
         return self.channels + 2 * self.values
 
     def state_shapes(self, slots: int, shards: int = 1) -> tuple[tuple[int, ...], ...]:
-        """Of the arrays that one layer keeps (`DeltaState`), over so many devices like this one."""
+        """Shapes of the arrays that one layer keeps (`DeltaState`), over `shards` such devices."""
         return (
             (slots, self.taps, shards * self.channels),
             (slots, shards * self.value_heads, self.key_dim, self.value_dim),
@@ -254,7 +254,7 @@ class DeltaNetConfig:
         return (rates,)
 
     def uneven(self, shards: int) -> dict[str, tuple[int, int]]:
-        """What is divided over devices: names -> (size, parts)."""
+        """Sizes that are divided over devices: names -> (size, parts)."""
         sizes = {"value heads of recurrent layers": (self.value_heads, shards)}
         if self.key_heads % shards and shards % self.key_heads:
             sizes["key heads of recurrent layers"] = self.key_heads, shards
@@ -421,7 +421,7 @@ class _CacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class EncoderConfig:
-    """What an encoder has beside its layers; each text is computed in one step, and nothing is
+    """Parts of an encoder beside its layers; each text is computed in one step, and nothing is
     kept.
     """
 
@@ -588,7 +588,7 @@ class ModelConfig:
 
     @property
     def kv_sources(self) -> tuple[int, ...]:
-        """Of each layer the one whose keys and values it reads, most often itself."""
+        """For each layer the one whose keys and values it reads, most often itself."""
         first_reader = self.n_layers - self.n_kv_readers
         last = {self.windows[layer]: layer for layer in range(first_reader)}
         return *range(first_reader), *(last[window] for window in self.windows[first_reader:])
@@ -604,8 +604,8 @@ class ModelConfig:
 
     @property
     def _read_shares(self) -> dict[int, float]:
-        """Of the keys and values of a position, as all layers read them: window -> the share that
-        layers with this window read.
+        """Shares of the keys and values of a position, as all layers read them: window -> the share
+        that layers with this window read.
         """
         read = Counter[int]()
         for layer in self.attending_layers:
@@ -623,7 +623,7 @@ class ModelConfig:
         return self.delta_net or self.short_conv or self.mamba
 
     def by_layer(self, pool: Callable[[ModelConfig], Any], state: Any) -> list[Any]:
-        """What each layer keeps: a pool, made of its own configuration, the state of a recurrent
+        """State of each layer: a pool, made of its own configuration, the state of a recurrent
         layer, or nothing.
         """
         kept: list[Any] = [state if self.recurrent is not None else None] * self.n_layers
@@ -664,7 +664,7 @@ class ModelConfig:
 
     @property
     def layer_groups(self) -> tuple[int, ...]:
-        """Of each layer the number of its cache group; 0 of layers without keys and values."""
+        """For each layer the number of its cache group; 0 for layers without keys and values."""
         numbers = [0] * self.n_layers
         for number, group in enumerate(self.cache_groups):
             for layer in group.layers:
@@ -804,7 +804,7 @@ class ModelConfig:
         return shards // self.experts.groups
 
     def local(self, shards: int) -> ModelConfig:
-        """What one of `shards` devices computes: its share of heads, feed-forward and vocabulary.
+        """The part of one of `shards` devices: its share of heads, feed-forward and vocabulary.
 
         Devices beyond the KV heads share them. Raises ConfigError naming what cannot be divided.
         """

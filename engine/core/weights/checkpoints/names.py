@@ -234,7 +234,7 @@ class Dialect:
     reads_layers_behind: bool = True
 
     def prefix(self, config: ModelConfig, layer: int, half: int = 0) -> str:
-        """What names of a layer begin with, of its first half (0) or its second (1)."""
+        """The beginning of names of a layer's first half (0) or its second (1)."""
         number = config.stored_halves[layer][half] if config.stored_halves else layer
         return self.layer.format(i=number)
 
@@ -526,7 +526,7 @@ def _mlp_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iterator[T
 
 
 def _opening(prefix: str, fused: str, apart: tuple[str, str], inner: int) -> list[_Rows]:
-    """What opens a feed-forward of `inner` columns: gates and ups, or ups alone."""
+    """Rows that open a feed-forward of `inner` columns: gates and ups, or ups alone."""
     if fused:
         return [_Rows(prefix + fused, 2 * inner)]
     return [_Rows(prefix + name, inner) for name in apart if name]

@@ -174,7 +174,7 @@ def _hf_temperature(rope: Fields, factor: float) -> float:
 
 
 def score_factor(fields: Fields, scaling: RopeScaling | None) -> float:
-    """What YaRN's `mscale_all_dim` multiplies scores by, in models that scale these, too."""
+    """The factor of scores by YaRN's `mscale_all_dim`, in models that scale these, too."""
     settings = Fields(_hf_settings(fields), _WHERE)
     if scaling is None or not settings.get("mscale_all_dim"):
         return 1.0
