@@ -52,7 +52,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "mxfp4 product": ("mxfp4",),
     "experts": ("experts", "takes_one_of"),
     "sampling cut": ("threshold",),
-    "recurrent layers": ("delta_net",),
+    "recurrent layers": ("delta_net", "recur"),
 }
 
 
@@ -61,7 +61,7 @@ _CHECKS = {"attention": attention_errors, **CHECKS, "recurrent layers": delta_ne
 
 @dataclass(frozen=True)
 class Proof:
-    """What came of one kernel."""
+    """The result of one kernel's proof."""
 
     kernel: str  # a key of _FIELDS
     error: float  # the largest one seen; infinite where it could not run

@@ -15,6 +15,7 @@ import numpy as np
 
 from jitney.kernels import definitions
 from jitney.kernels.expert_cases import ExpertCase, random_mxfp4
+from jitney.kernels.experts import UNGATED
 from jitney.kernels.int4 import Int4, matmul_int4
 from jitney.kernels.interface import ExpertProducts, KernelSet, OneOf
 from jitney.kernels.mxfp4 import Mxfp4
@@ -212,8 +213,8 @@ def _in_mxfp4(kernels: KernelSet, matrix: Matrix) -> _Product:
 
 
 def _errors_of(kernels: KernelSet, matrices: list[Matrix], shapes: ServedShapes) -> Iterator[float]:
-    """Of the products with all these matrices at every row count; where the set leaves out rows
-    that pad a step, also with a third of the rows being such.
+    """Errors of the products with all these matrices at every row count; where the set leaves out
+    rows that pad a step, also with a third of the rows being such.
 
     One program: a program for each matrix takes as long to compile as this one of five of them.
     """
@@ -296,7 +297,7 @@ def _int4_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
 
 
 def _gated_int4(x: jax.Array, weights: Int4) -> jax.Array:
-    """What a gated product should be, float32."""
+    """A gated product by definition, float32."""
     gates, ups = jnp.split(matmul_int4(x, weights), 2, axis=1)
     return jax.nn.silu(gates) * ups
 
@@ -308,7 +309,7 @@ def _errors_of_int4(
     weights: Int4,
     shapes: ServedShapes,
 ) -> Iterator[float]:
-    """Of a product of x [., I] at every row count."""
+    """Errors of a product of x [., I] at every row count."""
 
     def call_all(rows: list[jax.Array], weights: Int4) -> list[jax.Array]:
         return [multiply(x, weights) for x in rows]
@@ -342,7 +343,7 @@ def _mxfp4_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
 def _at_once_errors(
     experts: ExpertProducts, shapes: ServedShapes, mixtures: list[MixtureShape]
 ) -> Iterator[float]:
-    """Of all blocks at once."""
+    """Errors of all blocks at once."""
     for mixture, block in itertools.product(mixtures, shapes.steps.blocks):
         case = ExpertCase(
             size=shapes.hidden_size,
@@ -361,8 +362,8 @@ def _at_once_errors(
 def _one_by_one_errors(
     kernels: KernelSet, shapes: ServedShapes, matrices: list[Matrix]
 ) -> Iterator[float]:
-    """Of the first and the last expert's matrices, each multiplied where it lies among all; where
-    the set leaves out rows that pad a block, the first one's with blocks of which a third are such.
+    """Errors of the first and the last expert's matrices, each multiplied where it lies among all;
+    where the set leaves out rows that pad a block, a third of the first one's blocks are such.
     """
     if not matrices:
         return
@@ -407,11 +408,12 @@ def _number(w: Any, number: int) -> Any:
 
 
 def _matrices_of(mixture: MixtureShape, shapes: ServedShapes) -> tuple[Matrix, Matrix]:
-    """What opens an expert, and what closes it."""
+    """The matrices that open and close an expert."""
     opening, closing = mixture.schemes
     gated = mixture.activation == "silu" and opening in ("plain", "int8")
+    columns = mixture.inner if mixture.activation in UNGATED else 2 * mixture.inner
     return (
-        Matrix(shapes.hidden_size, 2 * mixture.inner, opening, gated),
+        Matrix(shapes.hidden_size, columns, opening, gated),
         Matrix(mixture.inner, shapes.hidden_size, closing),
     )
 
@@ -468,7 +470,7 @@ def _repeated(x: np.ndarray, rows: int) -> np.ndarray:
 
 
 def _distances(found: Sequence[jax.Array], wanted: np.ndarray) -> Iterator[float]:
-    """Of what came of each row count from what should come of the different rows."""
+    """Distances of each row count's result from the definition's."""
     for got in found:
         yield distance(got, _repeated(wanted, len(got)))
 

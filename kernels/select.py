@@ -21,7 +21,7 @@ _FP8_SINCE = 89
 
 
 class ServedHeads(NamedTuple):
-    """What attention will be asked for, as far as kernels are chosen by it."""
+    """Attention's heads, as far as kernels are chosen by them."""
 
     head_dim: int
     dtype: str  # of activations
@@ -56,6 +56,7 @@ def reference() -> KernelSet:
         gated=plain.gated,
         project=plain.project,
         delta_net=delta_net.delta_net,
+        recur=delta_net.recur,
     )
 
 
@@ -110,6 +111,7 @@ def _native() -> KernelSet:
         rms_norm=norms.rms_norm,
         norm_sum=norms.norm_sum,
         delta_net=delta_net.delta_net,
+        recur=delta_net.recur,
         pack=products.pack,
         int8=products.INT8,
         mxfp4=products.MXFP4,
@@ -181,6 +183,7 @@ def _set_of(kernels: TritonKernels, sm: int) -> KernelSet:
         fp8=products,
         experts=kernels.experts,
         delta_net=kernels.delta_net,
+        recur=kernels.recur,
     )
 
 
@@ -211,8 +214,8 @@ def _flashinfer_for(sm: int, processors: int) -> KernelSet:
 
 
 def compute_capability(kernels: str = "triton") -> int:
-    """Of the first device that jax sees, as 90 for 9.0; KernelError, which names the kernels that
-    ask, if that is no NVIDIA GPU from sm_80 on.
+    """Compute capability of jax's first device, as 90 for 9.0; KernelError, which names `kernels`,
+    if that is no NVIDIA GPU from sm_80 on.
     """
     device = jax.devices()[0]
     text = str(getattr(device, "compute_capability", ""))
@@ -239,8 +242,8 @@ def _pallas() -> KernelSet:
 
 @cache
 def _pallas_set(chip: str) -> KernelSet:
-    """What `_pallas` chooses on a chip (v5e, v6e, v7x; "": any), also on a machine that has no TPU;
-    always the same object.
+    """The kernel set that `_pallas` chooses on a chip (v5e, v6e, v7x; "": any), also on a machine
+    without a TPU; always the same object.
     """
     from jitney.kernels import reference as plain
     from jitney.kernels.pallas_tpu.experts import experts

@@ -27,6 +27,7 @@ _HANDLERS = (
     "panels",
     "product",
     "project",
+    "recur",
     "rms_norm",
     "rotate_and_write",
 )
@@ -154,7 +155,7 @@ def _register(path: Path, level: str, leaves_amx: bool = False) -> _Library:
 
 
 def _clock_of(code: ctypes.CDLL) -> Callable[[], dict[str, float]]:
-    """What reads the times of a library's parts."""
+    """A function that reads the times of a library's parts."""
     first = ctypes.c_char.in_dll(code, "jitney_part_names")
     names = ctypes.string_at(ctypes.addressof(first)).decode().split(",")
     read = code.jitney_part_times

@@ -50,7 +50,7 @@ def proven(
 
 
 def proofs_of(kernels: KernelSet, served: ServedShapes) -> list[KernelProof]:
-    """What is found of each kernel, and nothing done about it."""
+    """Prove each kernel, without changing the set."""
     return [_shown(proof) for proof in prove(kernels, served)]
 
 
@@ -80,7 +80,7 @@ def _shown(proof: Proof) -> KernelProof:
 def served_by(
     model: Model, own: ModelConfig, sizes: StateSizes, buckets: Buckets, dtype: DTypeLike
 ) -> ServedShapes:
-    """What an engine asks of its kernels. model: over all devices; own: of one device."""
+    """Shapes that an engine's kernels compute. model: over all devices; own: of one device."""
     table = 0
     if own.tie_embeddings:
         table = own.vocab_share
@@ -113,11 +113,13 @@ def _norm_shapes(own: ModelConfig, activations: str) -> NormShapes:
     widths: tuple[int, ...] = ()
     if own.wide_qk_norm and own.shards == 1:  # no kernel norms what is split over devices
         widths = (own.n_heads * own.head_dim, own.n_kv_heads * own.head_dim)
+    if own.mamba is not None:
+        widths = (*widths, own.mamba.values // own.mamba.groups)
     return NormShapes(own.rms_eps, dtype, widths)
 
 
 def _attention_shapes(own: ModelConfig, sizes: StateSizes) -> Iterator[AttentionShapes]:
-    """Of each kind of heads."""
+    """Attention shapes of each kind of heads."""
     windows: dict[tuple[int, int], set[int]] = {}
     for layer, window in enumerate(own.windows):
         heads = own.of_layer(layer)
@@ -131,8 +133,9 @@ def _attention_shapes(own: ModelConfig, sizes: StateSizes) -> Iterator[Attention
             softcap=own.attention_softcap,
             qk_norm=own.qk_norm,
             sinks=own.attention_sinks,
+            value_dim=own.value_dim,
             page_size=sizes.page_size,
-            pages=sizes.builder().pages,
+            pages=sizes.builder(own).pages,
             context=sizes.context_length,
             kv_dtype=jnp.dtype(sizes.kv_dtype).name,
             read_again=own.n_kv_readers > 0,
@@ -140,7 +143,10 @@ def _attention_shapes(own: ModelConfig, sizes: StateSizes) -> Iterator[Attention
 
 
 def _delta_shape(own: ModelConfig) -> DeltaShape | None:
-    net = own.delta_net
+    net, mamba = own.delta_net, own.mamba
+    if mamba is not None:
+        sizes = mamba.groups, mamba.heads, mamba.state_size, mamba.head_dim, mamba.taps
+        return DeltaShape(*sizes, corrects=False)
     if net is None:
         return None
     return DeltaShape(net.key_heads, net.value_heads, net.key_dim, net.value_dim, net.taps)

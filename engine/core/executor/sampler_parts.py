@@ -34,7 +34,7 @@ from jitney.engine.core.scheduler.plan import mask_words
 
 
 class LogitRows(NamedTuple):
-    """What the model leaves for the sampler; float32 and int32 arrays, or their shapes."""
+    """Inputs of the sampler from the model; float32 and int32 arrays, or their shapes."""
 
     logits: Any  #: float32 [S, V]
     positions: Any  #: int32 [S]: of the rows
@@ -180,7 +180,7 @@ class SamplerParts:
         choose = partial(_choose, sampler)
 
         def replacing(part: Callable[..., Any], *args: Any) -> Callable[[], jax.stages.Lowered]:
-            """Of a part whose first argument becomes its first result."""
+            """Lower a part whose first argument becomes its first result."""
             return partial(jax.jit(part, donate_argnums=0).lower, *args)
 
         return {

@@ -56,6 +56,7 @@ _SHOWN = (
     "kv_dtype",
     "pages",
     "window_pages",
+    "checkpoints",
     "sampling_defaults",
     "embedding_pooling",
     "adapters",
@@ -189,7 +190,8 @@ ROUTES = (
         "/version",
         _GET,
         _show_version,
-        "version, device, kernels, number formats and pages",
+        "version, device, kernels, number formats, pages, and bytes of weights, largest step and "
+        "programs",
         answer=Version,
     ),
     HttpRoute(
