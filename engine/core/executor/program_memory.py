@@ -58,8 +58,8 @@ class ProgramsMemory:
 
     @property
     def largest(self) -> StepMemory:
-        """The step that needs most."""
-        return max(self.steps, key=lambda step: step.total)
+        """The step that needs most; where none is compiled, one that needs nothing."""
+        return max(self.steps, key=lambda step: step.total, default=StepMemory("none", 0, 0))
 
     def __str__(self) -> str:
         largest = self.largest
@@ -72,7 +72,7 @@ class ProgramsMemory:
 
     def table(self) -> Iterator[str]:
         """A line for each step, the largest first."""
-        width = max(len(step.name) for step in self.steps)
+        width = max((len(step.name) for step in self.steps), default=0)
         yield f"{'step':<{width}}  temporaries, MiB  results, MiB"
         for step in sorted(self.steps, key=lambda step: -step.total):
             yield (
