@@ -1,4 +1,4 @@
-"""What stands around the page's routes: headers on every answer, who may use which, and the feed's
+"""Middleware of the page's routes: headers on every answer, access by role, and the feed's
 stream.
 """
 

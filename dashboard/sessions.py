@@ -1,4 +1,4 @@
-"""Who looks when API keys are set: a browser shows a key once and then carries a random session id
+"""Sessions of browsers when API keys are set: a browser shows a key once, then a random session id
 in a cookie.
 """
 

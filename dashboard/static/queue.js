@@ -81,7 +81,8 @@ export class QueueList {
   show(waiting, {count, now, predicted, mine, live}) {
     const newcomer = live && predicted ? `; a new request should wait ${seconds(predicted)}` : "";
     say(this.text, (count ? `${count.toLocaleString("en")} waiting` : "nobody waits") + newcomer);
-    const fits = live ? Math.max(1, Math.floor(this.high / LINE)) : 0;
+    // The core counts those that it has admitted: no more are listed, though more may be on their way to it.
+    const fits = live ? Math.min(count, Math.max(1, Math.floor(this.high / LINE))) : 0;
     const shown = [...waiting.since.values()].slice(0, fits);
     while (this.list.children.length > shown.length) {
       this.list.lastChild.remove();

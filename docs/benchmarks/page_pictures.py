@@ -26,6 +26,7 @@ def main() -> None:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=args.chromium, args=_ARGUMENTS)
         page = browser.new_page(viewport={"width": 1440, "height": 900})
+        page.set_default_timeout(120_000)
         page.goto(args.url + "/dashboard/")
         page.wait_for_selector("[data-state=live]")
         for view in _VIEWS:

@@ -152,7 +152,7 @@ class ProxiedRequest:
 
     @property
     def background(self) -> bool:
-        """It is a line of a batch, which gives way to other requests."""
+        """True for a line of a batch, which gives way to other requests."""
         return BackgroundRequests.MARK in self.headers
 
     @property

@@ -141,7 +141,7 @@ def up_to(most_rows: int) -> _Products:
 
 
 def _operands(w: jax.Array | OneOf) -> tuple[jax.Array, ...]:
-    """What stands for weights in a call: they themselves; many, and which of them behind all
+    """Arguments that stand for weights in a call: the weights; of many, which one behind all
     others.
     """
     return (w.matrices, w.number) if isinstance(w, OneOf) else (w,)

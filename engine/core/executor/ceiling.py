@@ -1,4 +1,4 @@
-"""What a device can do at most, measured: how fast it reads memory, and how fast it multiplies. It
+"""The measured limits of a device: how fast it reads memory, and how fast it multiplies. It
 is kept in the cache folder, so that later starts need not measure.
 
 Both go through the kernel set that serves: XLA's own products on a CPU reach a fifth of it.
@@ -39,7 +39,7 @@ _TURNS = 4
 
 
 def measure_ceiling(kernels: KernelSet, dtype: DTypeLike, n_devices: int = 1) -> DeviceCeiling:
-    """Of so many devices like jax's first one. dtype: of what is multiplied."""
+    """Measure `n_devices` devices like jax's first one. dtype: of the products."""
     on_cpu = jax.default_backend() == "cpu"
     bandwidth = _streaming(kernels, dtype) if on_cpu else _copying()
     rows, side = _PRODUCT[on_cpu]
@@ -111,7 +111,7 @@ def _streaming(kernels: KernelSet, dtype: DTypeLike) -> float:
 def _product_seconds(
     kernels: KernelSet, dtype: DTypeLike, rows: int, shape: tuple[int, int]
 ) -> float:
-    """Of rows times a matrix [I, O], laid out as the kernels multiply it fastest."""
+    """Seconds of rows times a matrix [I, O], laid out as the kernels multiply it fastest."""
     weights = jnp.ones(shape, dtype)
     if kernels.pack is not None:
         weights = kernels.pack(weights)
@@ -121,7 +121,7 @@ def _product_seconds(
 
 
 def _least_seconds(step: Callable[[Any], Any], x: Any) -> float:
-    """Of x = step(x)."""
+    """The shortest time of x = step(x), s."""
     x = jax.block_until_ready(step(x))
     least = np.inf
     for _ in range(_TURNS):

@@ -35,7 +35,7 @@ from jitney.engine.core.scheduler.plan import Plan
 
 
 class _RunnerWithOthers(Runner):
-    """Of a host whose steps others take part in."""
+    """The runner of a host whose steps other hosts take part in."""
 
     def restore(self, error: Exception) -> None:
         """Whether a step failed on all hosts alike nobody knows, so all start anew."""
@@ -50,7 +50,7 @@ class _RunnerWithOthers(Runner):
 
 
 class LeaderRunner(_RunnerWithOthers):
-    """Of the first host. `lead` comes after `compile`, and before the first step."""
+    """The first host's runner. `lead` is called after `compile`, and before the first step."""
 
     _hosts: Leader | None = None
 
@@ -123,7 +123,7 @@ class Follower:
 
 
 def _size_of(plan: Plan) -> StepSize:
-    """What an engine says of its next step."""
+    """The size of an engine's next step."""
     bucket = plan.bucket
     return StepSize(bucket.tokens, bucket.seats, bucket.decode_only, plan.greedy_only)
 
@@ -139,7 +139,7 @@ def _bucket_of(size: StepSize, buckets: Buckets) -> Bucket:
 
 
 class LockstepRunner(_RunnerWithOthers):
-    """Of one of the engines. `join` comes after `compile`, and before the first step.
+    """The runner of one of the engines. `join` is called after `compile`, before the first step.
 
     Compiling, warming up and the steps themselves are the same on all of them, in the same order.
     """
@@ -201,7 +201,7 @@ class LockstepRunner(_RunnerWithOthers):
 
     @contextlib.contextmanager
     def _own_state(self) -> Iterator[None]:
-        """What seats keep is this engine's alone inside: its part of the arrays of all."""
+        """Inside, the seats' state is this engine's part of the arrays of all engines."""
         state, mesh = self.state, self._own_mesh
         both = state.seat_tokens, state.seats
         state.seat_tokens, state.seats = jax.tree.map(lambda array: _own_part(array, mesh), both)
@@ -232,5 +232,5 @@ def _of_all(own: Array, shape: jax.ShapeDtypeStruct) -> Array:
 
 
 def _own_values(array: Array) -> Array:
-    """What this engine has of a result that all its devices know."""
+    """This engine's copy of a result that all its devices hold."""
     return array.addressable_data(0)

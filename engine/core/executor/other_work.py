@@ -29,7 +29,7 @@ class OtherWork:
         self._since = self._now()
 
     def share(self) -> float:
-        """Of these processors' time until now, what was neither idle nor this process's: 0 to 1."""
+        """Share of these processors' time until now that other processes used, from 0 to 1."""
         whole, busy, own = (
             now - before for now, before in zip(self._now(), self._since, strict=True)
         )

@@ -36,7 +36,7 @@ _MOST_BLOCKS = 16
 
 
 class SeatState(NamedTuple):
-    """What sampling keeps per seat on the device; donated to every step that touches it."""
+    """Sampling state per seat on the device; donated to every step that changes it."""
 
     # int32 [M, V]: IN_PROMPT bit and output count; maintained for penalised seats only
     counts: Array

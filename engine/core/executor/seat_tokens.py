@@ -1,5 +1,5 @@
-"""What the next rows of each seat read: the token sampled last and, with speculation, drafts of the
-tokens behind it.
+"""Input tokens of each seat's next rows: the token sampled last and, with speculation, drafts of
+the tokens behind it.
 
 A draft is read by a row of its own, whose position is one more. It is accepted if and only if it is
 the token that the row before it samples anyway; so speculation changes no token, at any
@@ -43,7 +43,7 @@ class DraftRows(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What seats have after their tokens were sampled, and what the host is told."""
+    """The seats' tokens after sampling, and what the host is told of them."""
 
     seat_tokens: SeatTokens
     tokens: Array  #: int32 [S]; REJECTED of rows whose draft was

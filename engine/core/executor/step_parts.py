@@ -45,7 +45,7 @@ class _LastRows(NamedTuple):
 
 
 class _ModelOutput(NamedTuple):
-    """What the model's program brings, beside the pools that it replaces."""
+    """Results of the model's program, beside the pools that it replaces."""
 
     rows: LogitRows | _LastRows  #: of a decode step with their logits
     hidden: Hidden | None = None  #: of all rows; None of a decode step
@@ -93,7 +93,7 @@ class StepParts:
         return lambda: _SampledStep(layout, model.result(), tails(), score.result())
 
     def _start_tails(self, pool: Executor, bucket: Bucket) -> Callable[[], _Tails]:
-        """What runs behind the model's program of a bucket."""
+        """Compile the programs that run behind a bucket's model program."""
         sizes: Sequence[int] = self._sizes
         heads = self._heads
         if bucket.decode_only:
@@ -141,7 +141,7 @@ class StepParts:
 
 
 def _shapes_of(outputs: Any) -> Any:
-    """Of what a program leaves for another one."""
+    """Shapes of one program's outputs that another one reads."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), outputs)
 
 
@@ -191,7 +191,7 @@ def _score(
     hidden: Hidden,
     packed: Array,
 ) -> RowScores:
-    """Of the scored prompt rows; layout: of the step with a sampler."""
+    """Log-probabilities of the scored prompt rows; layout: of the step with a sampler."""
     inputs, model = layout.split(packed), program.model(leaves)
     return program.sampler.score_prompt(
         lambda rows: model.logits(hidden[rows], program.kernels),
@@ -204,7 +204,7 @@ def _score(
 
 @dataclass(frozen=True)
 class _Tails:
-    """What runs behind the model's program of a bucket, by R, ascending."""
+    """Programs that run behind a bucket's model program, by R, ascending."""
 
     samplers: dict[int, RowSampler]
     #: Of steps with prompts.
@@ -288,7 +288,7 @@ class _SampledStep:
         return kv, taken.seat_tokens, seats, result, rows.logits
 
     def _scores(self, leaves: list[Array], hidden: Any, packed: np.ndarray) -> RowScores | None:
-        """Of the scored prompt rows; None where there are none."""
+        """Log-probabilities of the scored prompt rows; None where there are none."""
         if self.score is None or not packed[self.layout.slices["score_count"]][0]:
             return None
         return self.score(leaves, hidden, packed)

@@ -65,7 +65,7 @@ def use_processors(wanted: int) -> None:
 
 
 def processors_here(wanted: int) -> _Processors:
-    """What `use_processors` would choose now. Raises ConfigError."""
+    """The processors that `use_processors` would choose now. Raises ConfigError."""
     return _choose_processors(own_processors(), wanted)
 
 
@@ -143,7 +143,7 @@ def _groups(root: Path) -> Iterator[Path]:
 
 
 def _quota_of(folder: Path) -> float | None:
-    """What one group allows; None where it sets no limit or cannot be read."""
+    """Processors that one control group allows; None where it sets no limit or cannot be read."""
     try:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text().split()

@@ -1,4 +1,4 @@
-"""What the sampler asks of the columns of logits, held by one device or shared by several.
+"""Operations of the sampler on the columns of logits, held by one device or shared by several.
 
 Shared logits stay where they are, and a few numbers a row travel. All devices choose the token that
 one alone would: running sums are of the same lanes of 128 tokens in the same order. Inside a step's
@@ -259,7 +259,7 @@ def _first_best(best: Array, token: Array, columns: int) -> Array:
 
 
 def _lane_places(columns: int, devices: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of each lane of the whole vocabulary, the device that has its beginning and its place among
+    """For each lane of the whole vocabulary, the device that has its beginning and its place among
     that device's lanes; int32."""
     lanes = -(-columns * devices // _LANES)
     owners = np.arange(lanes) * _LANES // columns

@@ -20,7 +20,7 @@ from jitney.kernels.interface import Kernels
 
 
 class Adapters(nnx.Module):
-    """What every adapter of an engine adds to the products of one matrix: x a b, for its own
+    """All adapters of an engine for one matrix. Each adds x a b to its products, for its own
     columns of a and rows of b.
 
     a [I, C], b [C, O], the latter with the adapter's scale in it. owners: int32 [C], for each

@@ -101,7 +101,7 @@ class Attention(Mixer):
         return o.reshape(heads.shape[0], -1), kv
 
     def options(self) -> dict[str, Any]:
-        """What a kernel is told of the layer (`jitney.kernels.interface.Kernels.attend`)."""
+        """Keyword arguments of `jitney.kernels.interface.Kernels.attend` for the layer."""
         options: dict[str, Any] = {
             "scale": self.scale,
             "window": self.window,

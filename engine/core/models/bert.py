@@ -318,7 +318,7 @@ class Bert(nnx.Module):
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the activations and the weights."""
+        """The dtype of activations and weights."""
         return self.embed[...].dtype
 
     def hidden_dtype(self, kernels: Kernels) -> np.dtype:

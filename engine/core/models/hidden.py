@@ -1,4 +1,4 @@
-"""What a step knows of its rows when the last layer has attended."""
+"""The rows of a step behind the last layer's attention."""
 
 from __future__ import annotations
 

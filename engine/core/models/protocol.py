@@ -1,4 +1,4 @@
-"""What a model is for the rest of the engine.
+"""The interface of a model to the rest of the engine.
 
 Loading, sharding, the proof of kernels, calibration and the step see no more of a model than this.
 Most families are a few overrides of `jitney.engine.core.models.llama.Llama`; one that is not shall
@@ -51,7 +51,7 @@ class Model(Protocol):
         ...
 
     def logits(self, hidden: Hidden, kernels: Kernels) -> Array:
-        """Of R rows float32 [R, V], of the device's own share of the vocabulary."""
+        """Logits of R rows, float32 [R, V], of the device's own share of the vocabulary."""
         ...
 
     def normed(self, hidden: Hidden, kernels: Kernels) -> Array:
@@ -72,7 +72,7 @@ class Model(Protocol):
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the activations, and of weights that are not quantised."""
+        """The dtype of activations, and of weights that are not quantised."""
         ...
 
     def hidden_dtype(self, kernels: Kernels) -> np.dtype:

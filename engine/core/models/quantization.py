@@ -120,7 +120,7 @@ class Packed(NamedTuple):
 
 
 def _low_product(x: Array, packed: Packed) -> Array:
-    """What `lows` add to a product that took nibbles as n - 8: the sum of x over each group times
+    """Adds `lows` to a product that took nibbles as n - 8: the sum of x over each group times
     (low + 8 * scale).
 
     Two products: XLA reads float16 within each, but would write out the sum of the two arrays in

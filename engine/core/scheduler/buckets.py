@@ -118,7 +118,7 @@ class Buckets:
 
     @cached_property
     def _mixed_seats(self) -> list[int]:
-        """Of the mixed buckets, ascending as they are."""
+        """Seats of the mixed buckets, in their ascending order."""
         return [bucket.seats for bucket in self.mixed]
 
     def all(self) -> tuple[Bucket, ...]:
@@ -178,7 +178,7 @@ def powers_of_two(low: int, high: int) -> tuple[int, ...]:
 
 
 def _default_rows(max_seats: int, token_budget: int, on_device: bool) -> tuple[int, ...]:
-    """Of the mixed buckets."""
+    """Rows of the mixed buckets."""
     lowest = min(max(2 * max_seats, token_budget // 8), token_budget)
     few = [rows for rows in _DEVICE_PROMPT_ROWS if rows < lowest] if on_device else []
     return (*few, *powers_of_two(lowest, token_budget))

@@ -93,7 +93,7 @@ class FairQueue(WaitingQueue):
         return _head_of(self._first())
 
     def shortest(self, most: int) -> Sequence | None:
-        """Of the tenant served least, or of all if that tenant has none so short."""
+        """The shortest of the tenant served least, or of all if that tenant has none so short."""
         first = self._first()
         own = first.queue.shortest(most) if first else None
         return own or super().shortest(most)
@@ -122,7 +122,7 @@ class FairQueue(WaitingQueue):
         return most > share >= 1
 
     def _share(self, seats: int, newcomers: int = 0) -> float:
-        """Of the seats, for each tenant with open sequences."""
+        """Seats for each tenant with open sequences."""
         accounts = self._accounts.values()
         present = sum(1 for account in accounts if account.seated or account.queue.waiting)
         return seats / max(1, present + newcomers)

@@ -1,4 +1,4 @@
-"""What the scheduler is held to, out of the configuration."""
+"""The scheduler's limits, from the configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jitney.engine.config import AUTO, EngineSection, Share
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """What the scheduler is held to; the defaults are the plainest engine, without any of the
+    """Limits of the scheduler; the defaults are the plainest engine, without any of the
     optional limits.
 
     context_length: tokens of one sequence, prompt included. policy, order: names in

@@ -1,4 +1,4 @@
-"""What the scheduler decides for one step: counts and references, no device, no arrays."""
+"""The plan of one step: counts and references, no device, no arrays."""
 
 from __future__ import annotations
 
@@ -397,7 +397,7 @@ class Plan:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step brought, in plan order."""
+    """Results of a step, in plan order."""
 
     #: The sampled ids, one for each logit row; -1 where the logits were not finite, or REJECTED.
     tokens: list[int]

@@ -25,7 +25,7 @@ _TOKEN_S, _LONGEST_S = 0.1, 60.0
 
 
 class Situation(NamedTuple):
-    """What a policy may look at, between two steps. now, arrivals (of all that wait): seconds of
+    """The state that a policy sees between two steps. now, arrivals (of all that wait): seconds of
     the scheduler's clock.
 
     busy_seats: seats with a sequence in them, or held by a batch. more_to_come: whether a request

@@ -44,7 +44,7 @@ class Preemption:
         return preempted
 
     def for_live(self, now: float) -> list[Sequence]:
-        """Of the background: as many as live sequences lack seats, and the first of these
+        """Background sequences to preempt: as many as live ones lack seats, and the first of these
         pages.
         """
         head = self._queue.head()

@@ -39,7 +39,7 @@ class _PageScores(NamedTuple):
 
 
 class PromptScores:
-    """What is known of pages that were scored; the longest unused are forgotten once there are
+    """Scores of pages; the longest unused are forgotten once there are
     `most_bytes`.
     """
 

@@ -1,4 +1,4 @@
-"""What a finished step means for its sequences: tokens appended, ends detected, rows counted."""
+"""Commit of a finished step: tokens appended, ends detected, rows counted."""
 
 from __future__ import annotations
 

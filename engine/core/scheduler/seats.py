@@ -125,7 +125,7 @@ class Seats:
         return seats
 
     def claims(self) -> dict[str, bool]:
-        """What must hold, and whether it does."""
+        """Invariants, and whether each holds."""
         taken = self.taken
         numbers = [seq.seat for seq in taken]
         return {

@@ -310,7 +310,7 @@ class _Part(NamedTuple):
 
 
 def _parts_of(path: Path, matrices: list[StoredMatrix], shares: Shares, device: int) -> list[_Part]:
-    """What a device holds of matrices one behind the other, in its own order."""
+    """A device's parts of matrices that lie one behind the other, in its own order."""
     shape = sum([matrix.shape[0] for matrix in matrices]), matrices[0].shape[1]
     _, places = shares.places(path, shape, device, transposed=True)
     found = []

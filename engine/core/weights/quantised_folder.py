@@ -297,7 +297,7 @@ def _is_in_order(index: np.ndarray, groups: int) -> bool:
 
 
 def _block_size(size: int, count: int) -> int:
-    """Of `count` blocks along an axis, a power of two; the last one may be cut short."""
+    """Size of `count` blocks along an axis, a power of two; the last one may be cut short."""
     block = -(-size // count)
     return 1 << (block - 1).bit_length()
 

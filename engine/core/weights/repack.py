@@ -188,5 +188,5 @@ def _with_lows(part: Packed) -> Packed:
 
 
 def _describe(part: Packed) -> tuple[object, ...]:
-    """What two matrices must share to lie side by side."""
+    """Properties that two matrices must share to lie side by side."""
     return tuple(None if array is None else (array.dtype, array.shape[:-1]) for array in part)

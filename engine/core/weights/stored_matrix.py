@@ -49,7 +49,7 @@ class Field:
     inputs: Along | None
 
     def read(self, outputs: slice, inputs: slice) -> np.ndarray:
-        """What belongs to a part of the matrix, with one axis at least."""
+        """Read a part of the matrix, with one axis at least."""
         if self.outputs is None and self.inputs is None:
             return np.atleast_1d(self.stored[...])
         index = [slice(0, size) for size in self.stored.shape]
@@ -77,7 +77,7 @@ class StoredMatrix:
     order: tuple[int, ...] = ()
 
     def described(self) -> Packed:
-        """What `packed` would give, as shapes."""
+        """The result of `packed`, as shapes."""
         shapes = [jax.ShapeDtypeStruct(one.stored.shape, one.dtype) for one in self.fields]
         return jax.eval_shape(self.lay_out, *shapes)
 
@@ -179,7 +179,7 @@ def _group_of(packed: Packed) -> int:
 
 
 def _window(part: slice, size: int, together: int) -> slice:
-    """What is read of `size` numbers, of which `together` are never parted, to have this part."""
+    """The range to read of `size` numbers, `together` of which are never parted, for this part."""
     count = part.stop - part.start
     first = part.start // together * together
     if count % together or first != part.start:

@@ -189,7 +189,8 @@ ROUTES = (
         "/version",
         _GET,
         _show_version,
-        "version, device, kernels, number formats and pages",
+        "version, device, kernels, number formats, pages, and bytes of weights, largest step and "
+        "programs",
         answer=Version,
     ),
     HttpRoute(

@@ -178,7 +178,7 @@ class BatchWork:
 
 
 def _error_lines(lines: list[AnsweredLine], status: str) -> Iterable[bytes]:
-    """What the error file has of these lines. status: of the batch, at its end."""
+    """Lines of the error file. status: of the batch, at its end."""
     for line in lines:
         if line.outcome is LineOutcome.FAILED:
             yield line.answer

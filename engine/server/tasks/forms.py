@@ -176,7 +176,7 @@ class JobBody(BaseModel):
 
 
 class JobResponse(ResponseModel):
-    """What the route answered, as HTTP would have."""
+    """The route's answer, as over HTTP."""
 
     status_code: int
     request_id: str

@@ -1,4 +1,4 @@
-"""What the store keeps: files, batches with their lines, and jobs. Times are seconds since 1970."""
+"""Records of the store: files, batches with their lines, and jobs. Times are seconds since 1970."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Task:
         }
 
     def event_data(self) -> JsonDict:
-        """What a webhook is told of its end."""
+        """The data of the webhook that tells of its end."""
         return {"id": self.id}
 
 

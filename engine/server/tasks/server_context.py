@@ -1,4 +1,4 @@
-"""What batches and jobs need of the server whose routes answer their requests: that of an engine
+"""The server whose routes answer the requests of batches and jobs: that of an engine
 (`engine.server.http.service`) or of a fleet (`engine.fleet.fleet`).
 """
 

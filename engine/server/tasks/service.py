@@ -36,7 +36,7 @@ _MOST_UPLOADS, _MOST_OF_CLIENT = 32, 8
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """What there is once the folder is open."""
+    """The parts that exist once the folder is open."""
 
     keeper: StoreKeeper
     runner: TaskRunner

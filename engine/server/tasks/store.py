@@ -310,7 +310,7 @@ class TaskStore:
         return True
 
     def forget_ended(self, kind: type[Task], owner: str, keep: int) -> None:
-        """Of an owner's tasks that are over, and told, keep the newest."""
+        """Keep the newest of an owner's tasks that are over and whose webhooks were sent."""
         query = f"""DELETE FROM {kind.TABLE} WHERE number IN (
             SELECT number FROM {kind.TABLE}
             WHERE owner = ? AND {_FORGETTABLE}

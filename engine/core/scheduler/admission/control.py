@@ -146,7 +146,7 @@ class ReturnTimes:
         return wait
 
     def _digest(self, request: EngineRequest) -> bytes:
-        """Of the request, computed once while it is judged."""
+        """The request's digest, computed once while it is judged."""
         if self._last[0] is not request:
             self._last = request, _digest_of(request)
         return self._last[1]

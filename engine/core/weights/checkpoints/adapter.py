@@ -27,7 +27,7 @@ _LARGEST_RANK = 1 << 16
 
 
 class _AdapterConfig(msgspec.Struct):
-    """What is read of adapter_config.json."""
+    """The fields of adapter_config.json that are read."""
 
     #: Columns of A, and rows of B.
     r: int

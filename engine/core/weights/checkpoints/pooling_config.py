@@ -68,7 +68,7 @@ def folder_dimensions(folder: Path) -> tuple[int, ...] | None:
 
 
 def _stated(folder: Path, known: Mapping[str, Pooling]) -> Pooling | None:
-    """What the files of a folder say, one of `known`'s values by its names."""
+    """The pooling that a folder's files name, one of `known`'s values."""
     modules: dict[str, JsonObject] = {}
     for module in read_json_list(folder, _MODULES, missing_ok=True):
         if not isinstance(module, dict):

@@ -106,7 +106,7 @@ class SafetensorsFolder:
 
 
 class _ShardIndex(msgspec.Struct):
-    """What is read of model.safetensors.index.json."""
+    """The fields of model.safetensors.index.json that are read."""
 
     #: Name of a tensor -> file that holds it.
     weight_map: dict[str, str]

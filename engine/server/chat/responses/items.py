@@ -104,7 +104,7 @@ class CustomCallItem(_Item):
 
 
 class CallOutputItem(_Item):
-    """What a function or a custom tool gave."""
+    """The output of a function or a custom tool."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: _CallId
@@ -129,7 +129,7 @@ class _Thought(Part):
 
 
 class ReasoningItem(_Item):
-    """What the model thought. Only `content` is read again."""
+    """The model's reasoning. Only `content` is read again."""
 
     type: Literal["reasoning"]
     content: list[_Thought] | None = None
