@@ -31,6 +31,7 @@ class AttentionCase:
     pool: str = "float32"  # dtype of the pool
     scales: str = "head"  # or "pool"; for a quantised pool
     spare: int = 4  # pages that nobody owns, the trash page one of them
+    value_dim: int = 0  # numbers of a key that are its value; 0: it is one of its own
 
     @property
     def lens(self) -> list[int]:
@@ -62,6 +63,7 @@ class AttentionCase:
             softcap=self.softcap,
             qk_norm=False,
             sinks=self.sinks,
+            value_dim=self.value_dim,
             page_size=self.page,
             pages=self.pages,
             context=self.pages * self.page,
@@ -118,6 +120,14 @@ CASES = {
     "int8 pool, one factor": replace(_DECODE, pool="int8", scales="pool"),
     "fp8 e4m3 pool": replace(_MIXED, pool="float8_e4m3fn"),
     "fp8 e5m2 pool": replace(_DECODE, pool="float8_e5m2"),
+    "latents in decode": replace(_DECODE, heads=(8, 1, 80), value_dim=64),
+    "latents in mixed": replace(_MIXED, heads=(8, 1, 80), value_dim=64),
+    "latents of 512": AttentionCase(
+        (20, 1, 576), (300,), ((100, 40),), rows=48, seqs=2, value_dim=512
+    ),
+    "latents of 256, heads in tiles": AttentionCase(
+        (64, 1, 320), (77,), ((90, 20),), rows=24, seqs=2, value_dim=256
+    ),
     "float16": replace(_MIXED, dtype="float16", pool="float16"),
     "float16 over int8": replace(_DECODE, dtype="float16", pool="int8"),
 }

@@ -10,6 +10,7 @@ import numpy as np
 
 from jitney.kernels.delta_net import DeltaWeights
 from jitney.kernels.experts import ExpertBlocks, Stack
+from jitney.kernels.mamba import MambaWeights
 
 
 def attention(
@@ -23,19 +24,23 @@ def attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: np.ndarray | None = None,
+    value_dim: int = 0,
 ) -> np.ndarray:
     """softmax(q k) v over the keys that each row sees, one sequence at a time: [T, H, D].
 
     q [T, H, D], kv [N, page, 2K, D], kv_lens [S], cu_q [S+1], page_table [S, P], sinks [H], scores
-    that join each row's softmax without a value. Rows of nobody are 0.
+    that join each row's softmax without a value. value_dim > 0: kv [N, page, K, D] of keys alone,
+    whose first numbers are their values, [T, H, value_dim]. Rows of nobody are 0.
     """
+    if value_dim:
+        kv = np.repeat(kv, 2, axis=2)
     out = np.zeros(q.shape, np.float32)
     for s in np.flatnonzero(np.diff(cu_q)):
         pages = page_table[s, : -(-kv_lens[s] // kv.shape[1])]
         cells = kv[pages].astype(np.float32).reshape(-1, *kv.shape[2:])[: kv_lens[s]]
         rows = slice(cu_q[s], cu_q[s + 1])
         out[rows] = _attend(q[rows].astype(np.float32), cells, scale, window, softcap, sinks)
-    return out
+    return out[..., :value_dim] if value_dim else out
 
 
 def _attend(
@@ -105,6 +110,34 @@ def delta_net(
     return out
 
 
+def mamba(
+    x: np.ndarray, weights: MambaWeights, groups: int, dim: int, limits: tuple[float, float]
+) -> np.ndarray:
+    """A layer of Mamba-2 over one whole sequence, token by token and head by head, as in
+    `jitney.kernels.mamba`: x [L, C + H] -> what is read, [L, H, V].
+    """
+    taps = np.asarray(weights.taps).astype(np.float32)
+    log_decay, bias, skip = (np.asarray(one, np.float32) for one in weights[2:])
+    added = 0.0 if weights.taps_bias is None else np.asarray(weights.taps_bias).astype(np.float32)
+    heads, channels = len(skip), taps.shape[1]
+    values = channels - 2 * groups * dim
+    wide = x.astype(np.float32)
+    memory = np.zeros((heads, dim, values // heads), np.float32)
+    out = np.zeros((len(x), *memory.shape[::2]), np.float32)
+    for t in range(len(x)):
+        seen = range(min(len(taps), t + 1))
+        total = np.sum([wide[t - lag, :channels] * taps[-1 - lag] for lag in seen], axis=0)
+        total = _silu(total + added)
+        keys, queries = (part.reshape(groups, dim) for part in np.split(total[values:], 2))
+        for head, value in enumerate(total[:values].reshape(heads, -1)):
+            group = head * groups // heads
+            step = np.clip(np.log1p(np.exp(wide[t, channels + head] + bias[head])), *limits)
+            kept = np.exp(-np.exp(log_decay[head]) * step) * memory[head]
+            memory[head] = kept + np.outer(step * keys[group], value)
+            out[t, head] = queries[group] @ memory[head] + skip[head] * value
+    return out
+
+
 def _silu(x: np.ndarray) -> np.ndarray:
     return x / (1 + np.exp(-x))
 
@@ -166,8 +199,8 @@ def experts(
     out = np.zeros((len(rows), closing.kernel.shape[2]), np.float32)
     for place in np.flatnonzero(rows < len(x)):
         expert = owners[place // blocks.size]
-        gate, up = np.split(_with_expert(x[rows[place]], opening, expert), 2)
-        out[place] = _with_expert(_opened(gate, up, activation), closing, expert)
+        inner = _opened(_with_expert(x[rows[place]], opening, expert), activation)
+        out[place] = _with_expert(inner, closing, expert)
     return out
 
 
@@ -198,8 +231,13 @@ def mxfp4(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return (np.where(codes < 8, size, -size) * powers).astype(np.float32)
 
 
-def _opened(gate: np.ndarray, up: np.ndarray, activation: str) -> np.ndarray:
-    """silu(gate) * up, the same with gelu by its formula with tanh, or gpt-oss's."""
+def _opened(sums: np.ndarray, activation: str) -> np.ndarray:
+    """sums [2F] of gates and ups -> silu(gate) * up, the same with gelu by its formula with tanh,
+    or gpt-oss's; of ups alone [F] the square of what is positive.
+    """
+    if activation == "relu2":
+        return np.maximum(sums, 0) ** 2
+    gate, up = np.split(sums, 2)
     match activation:
         case "silu":
             return _silu(gate) * up

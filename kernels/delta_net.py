@@ -1,5 +1,5 @@
 """Gated delta nets (Yang et al. 2024, arXiv 2412.06464) over the rows of a step: what a layer keeps
-of each seat, and what it computes in plain jax.numpy.
+of each sequence, and what it computes in plain jax.numpy.
 
 Instead of keys and values a layer keeps a matrix for each head, its memory. A row decays the
 memory, reads the old value at its key, adds beta times the difference between the new value and the
@@ -7,11 +7,15 @@ old one at that key, and reads at its query. Rows of
 a sequence are computed one after the other, always in the same order, so that the numbers do not
 depend on how a prompt was cut into chunks.
 
-Layers of short convolutions (`short_conv`) keep the inputs of theirs alike, and no memory.
+Layers of short convolutions (`short_conv`) keep the inputs of theirs alike, and no memory; those of
+`jitney.kernels.mamba` keep both.
 
-Axes: T rows, S sequences, M seats, G key heads, H value heads (H / G neighbours share a key head),
-D and V numbers of a key and of a value, C channels of the convolution (queries and keys of all key
-heads, then values: 2 G D + H V), W its taps.
+A sequence's state is in a slot. A step reads it in one and leaves it in another, or in the same; so
+a slot that is not written again is a checkpoint (`StateSlots`).
+
+Axes: T rows, S sequences, K pieces of a sequence's rows, M slots, G key heads, H value heads (H / G
+neighbours share a key head), D and V numbers of a key and of a value, C channels of the convolution
+(queries and keys of all key heads, then values: 2 G D + H V), W its taps.
 """
 
 from __future__ import annotations
@@ -29,8 +33,31 @@ if TYPE_CHECKING:
 _NORM_EPS = 1e-6
 
 
+#: No slot: behind all there are.
+_NO_SLOT = 1 << 30
+
+
+class StateSlots(NamedTuple):
+    """The slots that a step's sequences read and write; int32 arrays.
+
+    A sequence's rows are K pieces, some of them empty. The first one goes on from the state in
+    `reads`, each other one from that behind the piece before; behind each piece the state is left
+    in a slot of its own. No slot that one sequence writes is another's in the same step, but where
+    both only read it.
+    """
+
+    reads: jax.Array  #: [S]
+    cuts: jax.Array  #: [S, K - 1] rows before the end of each piece but the last, ascending
+    writes: jax.Array  #: [S, K]; those of empty pieces are not read
+
+    @classmethod
+    def in_place(cls, slots: jax.Array) -> StateSlots:
+        """Each sequence reads and writes one slot, [S]."""
+        return cls(slots, jnp.zeros((len(slots), 0), jnp.int32), slots[:, None])
+
+
 class DeltaState(NamedTuple):
-    """What a layer keeps of each seat, in place of pages; a pytree of arrays."""
+    """What a layer keeps in each slot, in place of pages; a pytree of arrays."""
 
     #: Of the arrays.
     dtypes = ("float32", "float32", "int32")
@@ -44,7 +71,7 @@ class DeltaState(NamedTuple):
 
     @classmethod
     def empty(cls, shapes: Iterable[tuple[int, ...] | None]) -> DeltaState:
-        """Of seats nobody sits in."""
+        """Of slots that no sequence has."""
         pairs = zip(shapes, cls.dtypes, strict=True)
         arrays: list[Any] = [shape and jnp.zeros(shape, dtype) for shape, dtype in pairs]
         return cls(*arrays)
@@ -70,21 +97,25 @@ class DeltaRows(NamedTuple):
     keys: jax.Array
     #: [T, H, V]
     values: jax.Array
-    #: [T, H]: what is left of the memory, and how much of the value is written.
+    #: [T, H]: what is left of the memory, and how much of the value is written; None: the value is
+    #: added as it is (`jitney.kernels.mamba`), and queries and keys are of any length.
     decay: jax.Array
-    beta: jax.Array
+    beta: jax.Array | None
 
 
 class DeltaSequences(NamedTuple):
-    """Where the rows and the memory of a step's sequences lie; int32 arrays."""
+    """Where the rows and the state of a step's sequences lie; int32 arrays."""
 
     #: [S + 1]: the first row of each sequence, and the end of the last one.
     ends: jax.Array
-    #: [S]: the seat of each; M: of nobody's.
-    seats: jax.Array
-    #: [S]: the position of its first row. At 0 its seat is empty, whatever it holds.
+    #: [S, K]: rows of a sequence up to the end of each piece.
+    stops: jax.Array
+    #: [S, K]: the slots that a piece reads, and writes; behind the last slot: not written.
+    reads: jax.Array
+    writes: jax.Array
+    #: [S]: the position of its first row. At 0 its state is empty, whatever is in the slot.
     starts: jax.Array
-    #: [S] 1: its only row is in the memory already, and is to be read again; else 0.
+    #: [S] 1: its only row is in the state already, and is to be read again; else 0.
     again: jax.Array
 
     @classmethod
@@ -92,25 +123,47 @@ class DeltaSequences(NamedTuple):
         """Of a step; lengths: `DeltaState.lengths`. A sequence whose token did not count
         (`Scheduler.sit_out`) has its last row computed a second time.
         """
-        assert meta.seats is not None
-        starts = meta.positions.at[meta.cu_q[:-1]].get(mode="clip")
-        known = lengths.at[meta.seats].get(mode="clip")
-        again = (starts > 0) & (starts < known)
-        return cls(meta.cu_q, meta.seats, starts, again.astype(jnp.int32))
-
-    @property
-    def counts(self) -> jax.Array:
-        """Rows of each."""
-        return jnp.diff(self.ends)
+        slots, ends = meta.state, meta.cu_q
+        assert slots is not None
+        counts = jnp.diff(ends)[:, None]
+        stops = jnp.concatenate([slots.cuts, counts], axis=1)
+        has_rows = jnp.diff(stops, axis=1, prepend=0) > 0
+        reads = [slots.reads]
+        for piece in range(stops.shape[1] - 1):
+            reads.append(jnp.where(has_rows[:, piece], slots.writes[:, piece], reads[-1]))
+        starts = meta.positions.at[ends[:-1]].get(mode="clip")
+        known = lengths.at[slots.reads].get(mode="clip")
+        return cls(
+            ends=ends,
+            stops=stops,
+            reads=jnp.stack(reads, axis=1),
+            writes=jnp.where(has_rows, slots.writes, _NO_SLOT),
+            starts=starts,
+            again=((starts > 0) & (starts < known)).astype(jnp.int32),
+        )
 
     def lengths(self, before: jax.Array) -> jax.Array:
         """`DeltaState.lengths` behind the step."""
-        return before.at[self.seats].set(self.starts + self.counts, mode="drop")
+        return before.at[self.writes].set(self.starts[:, None] + self.stops, mode="drop")
 
     def owners(self, n_rows: int) -> jax.Array:
         """The sequence of each row, int32 [T]; of padding some sequence."""
         found = jnp.searchsorted(self.ends[1:], jnp.arange(n_rows), side="right")
-        return jnp.minimum(found, len(self.seats) - 1)
+        return jnp.minimum(found, len(self.starts) - 1)
+
+    def slots_of_rows(self, n_rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(the slot that each row reads, the slot that it writes, whether its state is empty), [T].
+
+        A piece goes from the slot that it reads to the one that it writes, and on in that.
+        """
+        owners = self.owners(n_rows)
+        within = jnp.arange(n_rows) - self.ends[owners]
+        stops = self.stops[owners]
+        piece = jnp.sum(within[:, None] >= stops[:, :-1], axis=1)
+        begins = jnp.pad(stops, ((0, 0), (1, 0)))[jnp.arange(n_rows), piece]
+        writes = self.writes[owners, piece]
+        reads = jnp.where(within == begins, self.reads[owners, piece], writes)
+        return reads, writes, (within == 0) & (self.starts[owners] == 0)
 
 
 #: From a step's rows to what each head reads, float32 [T, H, V], and the memory behind the step.
@@ -125,27 +178,23 @@ def recur(
     """See `Recur`: memory [M, H, D, V], count int32: rows from there on pad the step."""
     n_rows, n_heads = rows.decay.shape
     shared = n_heads // rows.keys.shape[1]
-    if n_rows == len(sequences.seats):  # a decode-only bucket: row s is sequence s
-        before = memory.at[sequences.seats].get(mode="clip")
+    if sequences.stops.shape == (n_rows, 1):  # a decode-only bucket: row s is sequence s
+        before = memory.at[sequences.reads[:, 0]].get(mode="clip")
         before = jnp.where((sequences.starts > 0)[:, None, None, None], before, 0)
         read, after = _passed(rows, before, shared)
-        return read, memory.at[sequences.seats].set(after, mode="drop")
-    owners = sequences.owners(n_rows)
-    seats = sequences.seats[owners]
-    is_first = jnp.arange(n_rows) == sequences.ends[owners]
-    empty = is_first & (sequences.starts[owners] == 0)
+        return read, memory.at[sequences.writes[:, 0]].set(after, mode="drop")
+    reads, writes, empty = sequences.slots_of_rows(n_rows)
     keep_apart = jax.lax.optimization_barrier
 
     def add(number: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         read, memory = carry
         row = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), rows)
-        seat = seats[number]
         # Without the barriers XLA fuses what is read with what is written, and copies the memory of
-        # all seats for each row.
-        before = keep_apart(jax.lax.dynamic_index_in_dim(memory, seat, keepdims=False))
+        # all slots for each row.
+        before = keep_apart(jax.lax.dynamic_index_in_dim(memory, reads[number], keepdims=False))
         own, after = keep_apart(_passed(row, jnp.where(empty[number], 0, before), shared))
         read = jax.lax.dynamic_update_index_in_dim(read, own, number, 0)
-        return read, jax.lax.dynamic_update_index_in_dim(memory, after, seat, 0)
+        return read, jax.lax.dynamic_update_index_in_dim(memory, after, writes[number], 0)
 
     read = jnp.zeros(rows.values.shape, jnp.float32)
     return jax.lax.fori_loop(0, count, add, (read, memory))
@@ -157,8 +206,10 @@ def _passed(row: DeltaRows, memory: jax.Array, shared: int) -> tuple[jax.Array, 
     """
     queries, keys = (jnp.repeat(x, shared, axis=-2)[..., None] for x in (row.queries, row.keys))
     memory = memory * row.decay[..., None, None]
-    known = jnp.sum(memory * keys, axis=-2)
-    change = (row.values - known) * row.beta[..., None]
+    change = row.values
+    if row.beta is not None:
+        known = jnp.sum(memory * keys, axis=-2)
+        change = (change - known) * row.beta[..., None]
     memory = memory + keys * change[..., None, :]
     return jnp.sum(memory * queries, axis=-2), memory
 
@@ -178,7 +229,7 @@ def delta_net(
     channels = state.taps.shape[2]
     sequences = DeltaSequences.of(meta, state.lengths)
     mixed, gates = x[:, :channels], x[:, channels:].astype(jnp.float32)
-    convolved, taps = _convolved(mixed, weights.taps, state.taps, sequences)
+    convolved, taps = convolve(mixed, weights.taps, state.taps, sequences)
     rows = _rows_of(jax.nn.silu(convolved), rates, weights, (n_heads, dim, width), sequences)
     read, memory = recur(rows, state.memory, sequences, meta.counts[2])
     read *= jax.lax.rsqrt(jnp.mean(read * read, axis=-1, keepdims=True) + eps) * weights.norm
@@ -194,12 +245,12 @@ def short_conv(
     """
     sequences = DeltaSequences.of(meta, state.lengths)
     before, behind, values = jnp.split(x.astype(jnp.float32), 3, axis=1)
-    convolved, taps = _convolved(before * values, weights, state.taps, sequences)
+    convolved, taps = convolve(before * values, weights, state.taps, sequences)
     o = (behind * convolved).astype(x.dtype)
     return o, state._replace(taps=taps, lengths=sequences.lengths(state.lengths))
 
 
-def _convolved(
+def convolve(
     mixed: jax.Array, weights: jax.Array, taps: jax.Array, sequences: DeltaSequences
 ) -> tuple[jax.Array, jax.Array]:
     """mixed [T, C] -> (each channel's convolution, float32 [T, C]; taps [M, W, C] behind the
@@ -213,7 +264,8 @@ def _convolved(
     def earlier(back: jax.Array, owners: jax.Array) -> jax.Array:
         """So many tokens before a sequence's first row, at least one; zeros before its start."""
         at = n_taps - back - sequences.again[owners]
-        kept = taps.at[sequences.seats[owners], jnp.clip(at, 0, n_taps - 1)].get(mode="clip")
+        slots = sequences.reads[owners, 0]
+        kept = taps.at[slots, jnp.clip(at, 0, n_taps - 1)].get(mode="clip")
         return jnp.where((sequences.starts[owners] >= back)[..., None], kept, 0)
 
     total = mixed.astype(jnp.float32) * wide[-1]
@@ -222,14 +274,14 @@ def _convolved(
         back = jnp.maximum(lag - within, 1)
         row = jnp.where((within >= lag)[:, None], here, earlier(back, owners))
         total += row.astype(jnp.float32) * wide[-1 - lag]
-    # The last W rows of each sequence, those of steps before among them.
-    all_of_them = jnp.arange(len(sequences.seats))
-    back = sequences.counts[:, None] - n_taps + jnp.arange(n_taps)  # from the first row on
-    new = mixed.at[sequences.ends[:-1, None] + back].get(mode="clip")
-    old = earlier(jnp.maximum(-back, 1), jnp.broadcast_to(all_of_them[:, None], back.shape))
+    # The last W rows up to the end of each piece, those of steps before among them.
+    back = sequences.stops[..., None] - n_taps + jnp.arange(n_taps)  # from the first row on
+    new = mixed.at[sequences.ends[:-1, None, None] + back].get(mode="clip")
+    every = jnp.arange(len(sequences.starts))[:, None, None]
+    old = earlier(jnp.maximum(-back, 1), jnp.broadcast_to(every, back.shape))
     last = jnp.where((back >= 0)[..., None], new, old).astype(taps.dtype)
     total, last = jax.lax.optimization_barrier((total, last))  # read before it is written in place
-    return total, taps.at[sequences.seats].set(last, mode="drop")
+    return total, taps.at[sequences.writes].set(last, mode="drop")
 
 
 def _rows_of(

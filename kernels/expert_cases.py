@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jitney.kernels import definitions
-from jitney.kernels.experts import ExpertBlocks, Stack
+from jitney.kernels.experts import UNGATED, ExpertBlocks, Stack
 from jitney.kernels.interface import ExpertProducts
 from jitney.kernels.proof_shapes import distance
 
@@ -73,6 +73,8 @@ CASES = {
         biased=True,
     ),
     "biases, clamped": ExpertCase(activation="clamped_silu", biased=True),
+    "without gates": ExpertCase(activation="relu2", size=96, inner=80),
+    "fp8, without gates": ExpertCase(activation="relu2", schemes=("fp8", "fp8"), size=128),
     "nobody": ExpertCase(empty=True),
 }
 
@@ -96,7 +98,8 @@ def _make_inputs(case: ExpertCase) -> _ExpertInputs:
     """The arrays, in numpy."""
     rng = np.random.default_rng(case.size + case.inner + case.rows)
     x = _uniform(rng, (case.rows, case.size), case.dtype)
-    opening = _stack(rng, case, case.schemes[0], (case.size, 2 * case.inner))
+    columns = case.inner if case.activation in UNGATED else 2 * case.inner
+    opening = _stack(rng, case, case.schemes[0], (case.size, columns))
     closing = _stack(rng, case, case.schemes[1], (case.inner, case.size))
     return _ExpertInputs(x, opening, closing, _blocks(rng, case))
 

@@ -71,13 +71,26 @@ ACTIVATIONS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 }
 
 
+#: What becomes of the outputs of what opens a feed-forward without gates.
+UNGATED: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "relu2": lambda ups: jnp.square(jax.nn.relu(ups)),
+}
+
+
+def opened_size(columns: int, activation: str) -> int:
+    """F, of so many outputs of what opens a feed-forward: half of them are gates, if it has any."""
+    return columns if activation in UNGATED else columns // 2
+
+
 def gate(y: jax.Array, dtype: DTypeLike, activation: str = "silu") -> jax.Array:
     """Gates and what they gate, the halves of [T, 2F] -> what the activation makes of them, [T, F]
-    in `dtype`.
+    in `dtype`; of an activation without gates y is [T, F].
 
     Parted before they are widened: XLA for TPUs would write all of them as float32, and then part
     that.
     """
+    if activation in UNGATED:
+        return UNGATED[activation](y.astype(jnp.float32)).astype(dtype)
     gates, ups = (half.astype(jnp.float32) for half in jnp.split(y, 2, axis=-1))
     return ACTIVATIONS[activation](gates, ups).astype(dtype)
 

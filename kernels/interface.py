@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from jitney.kernels.delta_net import DeltaState, DeltaWeights
+from jitney.kernels.delta_net import DeltaState, DeltaWeights, Recur, StateSlots
 from jitney.kernels.experts import ExpertBlocks, Stack
 from jitney.kernels.int4 import Int4, matmul_int4
 from jitney.kernels.mxfp4 import Mxfp4
@@ -41,9 +41,9 @@ class AttentionMeta(NamedTuple):
     #: [engines] counts[2] of each engine that shares this one's experts; None where none does.
     #: Layers read it, too.
     row_counts: jax.Array | None = None
-    #: [S] the seat of each sequence; behind the last seat: of nobody's. What layers keep of seats
-    #: is found by it; None where they keep pages only.
-    seats: jax.Array | None = None
+    #: Where recurrent layers find the state of sequences and leave it; None where all layers keep
+    #: pages.
+    state: StateSlots | None = None
     #: [T, P] numbers of the activations' dtype that the layer has of each row's token, beside the
     #: row itself; None where layers have none of their own. Layers read it, no kernel does.
     layer_inputs: jax.Array | None = None
@@ -68,7 +68,7 @@ class _PagedAttention(Protocol):
         self,
         q: jax.Array,
         k: jax.Array,
-        v: jax.Array,
+        v: jax.Array | None,
         kv: jax.Array,
         meta: AttentionMeta,
         *,
@@ -77,6 +77,7 @@ class _PagedAttention(Protocol):
         softcap: float = 0.0,
         kv_scales: jax.Array | None = None,
         sinks: jax.Array | None = None,
+        value_dim: int = 0,
     ) -> tuple[jax.Array, jax.Array]:
         """q [T, H, D], k and v [T, K, D], kv [N, page, 2K, D] -> (o [T, H, D] in q's dtype, kv).
 
@@ -84,7 +85,9 @@ class _PagedAttention(Protocol):
         `window` positions up to its own. softcap > 0: scores are softcap * tanh(score / softcap).
         kv_scales float32 [2K] or []: factors of an int8 or fp8 pool (see `jitney.kernels.scales`),
         which raises ValueError without them. sinks float32 [H]: a score of each head that joins the
-        softmax of every row and weighs no value.
+        softmax of every row and weighs no value. value_dim > 0: the first so many numbers of a key
+        are its value, so the pool of plain floats has no other, [N, page, K, D]; v is None, and o
+        [T, H, value_dim].
         """
         ...
 
@@ -129,6 +132,7 @@ class _Attend(Protocol):
         softcap: float = 0.0,
         kv_scales: jax.Array | None = None,
         sinks: jax.Array | None = None,
+        value_dim: int = 0,
     ) -> jax.Array:
         """q [T, H, D], kv [N, page, 2K, D] -> o [T, H, D] in q's dtype."""
         ...
@@ -213,10 +217,16 @@ class _PoolShape(Protocol):
     """How a set wants the KV pool of one device to lie, where that is not [N, page, 2K, D]."""
 
     def __call__(
-        self, n_pages: int, page_size: int, n_kv_heads: int, head_dim: int, dtype: DTypeLike
+        self,
+        n_pages: int,
+        page_size: int,
+        n_kv_heads: int,
+        head_dim: int,
+        dtype: DTypeLike,
+        value_dim: int = 0,
     ) -> tuple[int, ...]:
-        """The pool's shape, [N, page, rows, width]: N, page size, K and D of one device, and the
-        pool's dtype.
+        """The pool's shape, [N, page, rows, width]: N, page size, K and D of one device, the
+        pool's dtype, and numbers of a key that are its value.
         """
         ...
 
@@ -402,6 +412,8 @@ class Kernels(Protocol):
     @property
     def delta_net(self) -> DeltaNet: ...
     @property
+    def recur(self) -> Recur: ...
+    @property
     def part_seconds(self) -> Callable[[], Mapping[str, float]] | None: ...
 
 
@@ -462,6 +474,7 @@ class KernelSet:
     project: _Project
     #: What recurrent layers compute in place of attention.
     delta_net: DeltaNet
+    recur: Recur
     #: None: [N, page, 2K, D].
     pool_shape: _PoolShape | None = None
     #: None: products with int4 weights are gated behind `matmul_int4`.

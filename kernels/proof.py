@@ -52,7 +52,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "mxfp4 product": ("mxfp4",),
     "experts": ("experts", "takes_one_of"),
     "sampling cut": ("threshold",),
-    "recurrent layers": ("delta_net",),
+    "recurrent layers": ("delta_net", "recur"),
 }
 
 

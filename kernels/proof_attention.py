@@ -37,8 +37,8 @@ class _StepArrays(NamedTuple):
 
     q: Any  # [T, H, D]
     k: Any  # [T, K, D]
-    v: Any  # [T, K, D]
-    kv: Any  # the pool before the step, [N, page, 2K, D]
+    v: Any  # [T, K, D], or None where keys serve as values
+    kv: Any  # the pool before the step, [N, page, 2K, D], or [N, page, K, D]
     meta: AttentionMeta
     factors: dict[str, Any]  # kv_scales float32 [2K] of a pool of 8 bits, else empty
     sinks: Any  # float32 [H], or None
@@ -118,7 +118,6 @@ class MetaBuilder:
             write_rows=jnp.asarray(self.write_rows),
             positions=jnp.asarray(self.positions),
             counts=jnp.array([n_decode, self.count, self.rows], jnp.int32),
-            seats=jnp.arange(len(self.kv_lens), dtype=jnp.int32),
         )
 
 
@@ -154,7 +153,7 @@ def _errors_of(
     kernels: KernelSet, shapes: ServedShapes, steps: list[_AttentionStep]
 ) -> Iterator[float]:
     """Of all steps for each window; of the last one where a kernel rotates and writes."""
-    writes = kernels.rotate_and_write is None
+    writes = _writes(kernels, shapes)
     if not writes:
         yield from _rotation_errors(kernels, shapes, steps[-1])
 
@@ -176,6 +175,11 @@ def _errors_of(
             yield distance(_in_floats(np.asarray(kv), step), _in_floats(pool, step))
 
 
+def _writes(kernels: KernelSet, shapes: ServedShapes) -> bool:
+    """Whether models leave writing to attention."""
+    return kernels.rotate_and_write is None or shapes.attention.value_dim > 0
+
+
 def _query_heads(shapes: ServedShapes, step: _AttentionStep) -> list[int]:
     """The query heads of the key heads that are compared."""
     group = shapes.attention.n_heads // shapes.attention.n_kv_heads
@@ -193,7 +197,9 @@ def _attend(
         options["softcap"] = shapes.attention.softcap
     if sinks is not None:
         options["sinks"] = sinks
-    if kernels.rotate_and_write is not None:
+    if shapes.attention.value_dim:
+        options["value_dim"] = shapes.attention.value_dim
+    if not _writes(kernels, shapes):
         return [kernels.attend(q, kv, meta, **options)], None
     o, kv = kernels.paged_attention(q, k, v, kv, meta, **options)
     if not shapes.attention.read_again:
@@ -220,6 +226,7 @@ def _definition(
         window=window,
         softcap=shapes.attention.softcap,
         sinks=None if sinks is None else sinks[heads],
+        value_dim=shapes.attention.value_dim,
     )
 
 
@@ -250,12 +257,12 @@ def _rotation_errors(
     yield distance(_in_floats(np.asarray(got_kv), step), _in_floats(pool, step))
 
 
-def _written(step: _AttentionStep, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """The step's pool with k and v [T, K, D] in it."""
+def _written(step: _AttentionStep, k: np.ndarray, v: np.ndarray | None) -> np.ndarray:
+    """The step's pool with k and v [T, K, D] in it, or k alone."""
     given = step.arrays
     kv = given.kv.copy()
     rows = kv.reshape(-1, *kv.shape[2:])
-    new = np.stack([k, v], axis=2).reshape(len(k), -1, k.shape[2])
+    new = k if v is None else np.stack([k, v], axis=2).reshape(len(k), -1, k.shape[2])
     new = new[: step.rows].astype(np.float32)
     if given.factors:
         new = np.clip(new / given.factors["kv_scales"][:, None], -step.limit, step.limit)
@@ -411,6 +418,8 @@ def _random_step(
     q = rng.standard_normal((rows, heads.n_heads, heads.head_dim), np.float32).astype(dtype)
     new_shape = (2, rows, heads.n_kv_heads, heads.head_dim)
     k, v = rng.standard_normal(new_shape, np.float32).astype(dtype)
+    if heads.value_dim:
+        v = None
     meta = sequences.meta(n_decode)
     arrays = _StepArrays(q, k, v, pool.kv, meta, pool.factors, _random_sinks(rng, shapes))
     return _AttentionStep(arrays, sequences.rows, pool.limit, key_heads)
@@ -428,7 +437,7 @@ def _random_sinks(rng: np.random.Generator, shapes: ServedShapes) -> np.ndarray 
 
 
 def _random_pool(rng: np.random.Generator, shapes: ServedShapes, n_pages: int) -> _RandomPool:
-    n_rows = 2 * shapes.attention.n_kv_heads
+    n_rows = shapes.attention.pool_rows
     page_shape = shapes.attention.page_size, n_rows, shapes.attention.head_dim
     kv = np.empty((n_pages, *page_shape), jnp.dtype(shapes.attention.kv_dtype))
     factors: dict[str, np.ndarray] = {}

@@ -1,26 +1,31 @@
-"""Proof of gated delta nets: two steps of made-up sequences, compared with their definition."""
+"""Proof of recurrent layers: two steps of made-up sequences, compared with their definition."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jitney.kernels import definitions
-from jitney.kernels.delta_net import DeltaState, DeltaWeights
+from jitney.kernels.delta_net import DeltaState, DeltaWeights, StateSlots
 from jitney.kernels.interface import AttentionMeta, KernelSet
+from jitney.kernels.mamba import MambaWeights, mamba
 from jitney.kernels.proof_shapes import DeltaShape, ServedShapes, distance
 
 #: Sequences of a step, and rows of the longest one in a step with prompts: more take the same way.
 _SEQUENCES, _PROMPT_ROWS = 3, 40
 _EPS = 1e-6
+#: Of the steps of Mamba-2: some are clamped.
+_LIMITS = (0.1, 2.0)
 
 
 def delta_net_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
     """A step in which sequences begin, of the smallest mixed bucket, then one in which they decode,
-    of the largest; in seats that hold others' numbers. None without recurrent layers.
+    of the largest; in slots that hold others' numbers. None without recurrent layers.
     """
     own = shapes.delta_net
     if own is None:
@@ -29,7 +34,7 @@ def delta_net_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float
     rows, seqs = shapes.steps.prompts[0]
     count = min(_SEQUENCES, seqs, rows, shapes.steps.decode[-1])
     lengths = [min(_PROMPT_ROWS, rows - count + 1), *[1] * (count - 1)]
-    weights = _random_weights(rng, own, shapes.dtype)
+    weights, call, define = _layer_of(kernels, own, rng, shapes.dtype)
     texts = [_random_text(rng, own, length + 1, shapes.dtype) for length in lengths]
     starts = [0] * count
     state = jax.tree.map(lambda array: array + 3, DeltaState.empty(own.state_shapes(count)))
@@ -42,15 +47,45 @@ def delta_net_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float
             for part in range(2)
         )
         meta = _meta_of(starts, counts, n_rows, n_seqs)
-        call = jax.jit(kernels.delta_net, static_argnames="eps", donate_argnums=3)
-        got, state = call(jnp.asarray(x), rates, weights, state, meta, eps=_EPS)
+        step = jax.jit(call, donate_argnums=3)
+        got, state = step(jnp.asarray(x), rates, weights, state, meta)
         first = 0
         for number, own_count in enumerate(counts):
-            wanted = definitions.delta_net(*texts[number], weights, own.key_heads, own.dim, _EPS)
+            wanted = define(*texts[number])
             start = starts[number]
             yield distance(got[first : first + own_count], wanted[start : start + own_count])
             first += own_count
             starts[number] += own_count
+
+
+def _layer_of(
+    kernels: KernelSet, own: DeltaShape, rng: np.random.Generator, dtype: str
+) -> tuple[Any, Callable[..., Any], Callable[..., np.ndarray]]:
+    """(weights, the layer as the set computes it, and by its definition)."""
+    weights = _random_weights(rng, own, dtype)
+    if own.corrects:
+
+        def define(x: np.ndarray, rates: np.ndarray) -> np.ndarray:
+            return definitions.delta_net(x, rates, weights, own.key_heads, own.dim, _EPS)
+
+        return weights, partial(kernels.delta_net, eps=_EPS), define
+    of_mamba = MambaWeights(
+        weights.taps,
+        jnp.asarray(0.2 * rng.standard_normal(own.channels), dtype),
+        weights.log_decay,
+        weights.rate_bias,
+        jnp.asarray(rng.standard_normal(own.heads), jnp.float32),
+    )
+
+    def call(x: jax.Array, rates: jax.Array, own: MambaWeights, *others: Any) -> Any:
+        read, state = mamba(x, own, *others, limits=_LIMITS, recur=kernels.recur)
+        return read.reshape(len(x), -1), state
+
+    def define_mamba(x: np.ndarray, rates: np.ndarray) -> np.ndarray:
+        read = definitions.mamba(x, of_mamba, own.key_heads, own.dim, _LIMITS)
+        return read.reshape(len(x), -1)
+
+    return of_mamba, call, define_mamba
 
 
 def _random_weights(rng: np.random.Generator, own: DeltaShape, dtype: str) -> DeltaWeights:
@@ -66,9 +101,8 @@ def _random_weights(rng: np.random.Generator, own: DeltaShape, dtype: str) -> De
 def _random_text(
     rng: np.random.Generator, own: DeltaShape, length: int, dtype: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """x [L, C + H V] and rates [L, 2 H]."""
-    columns = own.channels + own.heads * own.width
-    x = rng.standard_normal((length, columns), np.float32).astype(jnp.dtype(dtype))
+    """x [L, C + H V], or of Mamba-2 [L, C + H], and rates [L, 2 H]."""
+    x = rng.standard_normal((length, own.columns), np.float32).astype(jnp.dtype(dtype))
     return x, rng.standard_normal((length, 2 * own.heads), np.float32)
 
 
@@ -85,12 +119,12 @@ def _put_together(
 
 
 def _meta_of(starts: list[int], counts: list[int], rows: int, seqs: int) -> AttentionMeta:
-    """Of sequences in the seats of their numbers."""
+    """Of sequences in the slots of their numbers."""
     absent = seqs - len(counts)
     ends = np.concatenate([[0], np.cumsum(counts)])
     at = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
     positions = np.pad(np.concatenate(at), (0, rows - ends[-1]))
-    seats = np.pad(np.arange(len(counts)), (0, absent), constant_values=1 << 30)
+    slots = np.pad(np.arange(len(counts)), (0, absent), constant_values=len(counts))
     none = jnp.zeros(0, jnp.int32)
     return AttentionMeta(
         kv_lens=none,
@@ -99,5 +133,5 @@ def _meta_of(starts: list[int], counts: list[int], rows: int, seqs: int) -> Atte
         write_rows=none,
         positions=jnp.asarray(positions, jnp.int32),
         counts=jnp.array([0, len(counts), ends[-1]], jnp.int32),
-        seats=jnp.asarray(seats, jnp.int32),
+        state=StateSlots.in_place(jnp.asarray(slots, jnp.int32)),
     )

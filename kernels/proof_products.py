@@ -15,6 +15,7 @@ import numpy as np
 
 from jitney.kernels import definitions
 from jitney.kernels.expert_cases import ExpertCase, random_mxfp4
+from jitney.kernels.experts import UNGATED
 from jitney.kernels.int4 import Int4, matmul_int4
 from jitney.kernels.interface import ExpertProducts, KernelSet, OneOf
 from jitney.kernels.mxfp4 import Mxfp4
@@ -410,8 +411,9 @@ def _matrices_of(mixture: MixtureShape, shapes: ServedShapes) -> tuple[Matrix, M
     """What opens an expert, and what closes it."""
     opening, closing = mixture.schemes
     gated = mixture.activation == "silu" and opening in ("plain", "int8")
+    columns = mixture.inner if mixture.activation in UNGATED else 2 * mixture.inner
     return (
-        Matrix(shapes.hidden_size, 2 * mixture.inner, opening, gated),
+        Matrix(shapes.hidden_size, columns, opening, gated),
         Matrix(mixture.inner, shapes.hidden_size, closing),
     )
 

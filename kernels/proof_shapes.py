@@ -44,18 +44,24 @@ class DeltaShape:
     dim: int  # D
     width: int  # V
     taps: int  # W
+    corrects: bool = True  # it is a gated delta net; else of Mamba-2
 
     @property
     def channels(self) -> int:
         """C."""
         return 2 * self.key_heads * self.dim + self.heads * self.width
 
-    def state_shapes(self, seats: int) -> tuple[tuple[int, ...], ...]:
-        """Of the arrays that a layer keeps of so many seats."""
+    @property
+    def columns(self) -> int:
+        """Of the rows that come in: inputs of the convolution, then gates, or steps."""
+        return self.channels + self.heads * (self.width if self.corrects else 1)
+
+    def state_shapes(self, slots: int) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the arrays that a layer keeps in so many slots."""
         return (
-            (seats, self.taps, self.channels),
-            (seats, self.heads, self.dim, self.width),
-            (seats,),
+            (slots, self.taps, self.channels),
+            (slots, self.heads, self.dim, self.width),
+            (slots,),
         )
 
 
@@ -74,7 +80,13 @@ class AttentionShapes:
     context: int  # tokens a sequence may have
     kv_dtype: str  # of the pool
     sinks: bool = False  # a head has a score that no key has
+    value_dim: int = 0  # numbers of a key that are its value; 0: it is one of its own
     read_again: bool = False  # other layers attend to the same pool, and write nothing
+
+    @property
+    def pool_rows(self) -> int:
+        """Rows of a position of the pool."""
+        return self.n_kv_heads * (1 if self.value_dim else 2)
 
 
 @dataclass(frozen=True)

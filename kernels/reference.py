@@ -42,6 +42,16 @@ class _Scoring(NamedTuple):
     keys: jax.Array | None  # float32 [H]: factor of each head's stored keys; None: 1
     values: jax.Array | None  # and of its values
     sinks: jax.Array | None  # float32 [H]: a score of each head without a value; None: none
+    value_dim: int = 0  # numbers of a key that are its value; 0: it stands beside the key
+
+    @property
+    def planes(self) -> int:
+        """Rows of the pool for each key head."""
+        return 1 if self.value_dim else 2
+
+    def size_out(self, dim: int) -> int:
+        """Numbers of a head's value, of keys of `dim`."""
+        return self.value_dim or dim
 
 
 class _Carry(NamedTuple):
@@ -55,7 +65,7 @@ class _Carry(NamedTuple):
 def paged_attention(
     q: jax.Array,
     k: jax.Array,
-    v: jax.Array,
+    v: jax.Array | None,
     kv: jax.Array,
     meta: AttentionMeta,
     *,
@@ -64,6 +74,7 @@ def paged_attention(
     softcap: float = 0.0,
     kv_scales: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    value_dim: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """See `jitney.kernels.interface.Kernels.paged_attention`; any floating dtype, sums in
     float32.
@@ -78,6 +89,7 @@ def paged_attention(
         softcap=softcap,
         kv_scales=kv_scales,
         sinks=sinks,
+        value_dim=value_dim,
     )
     return o, kv
 
@@ -92,10 +104,11 @@ def attend(
     softcap: float = 0.0,
     kv_scales: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    value_dim: int = 0,
 ) -> jax.Array:
     """See `jitney.kernels.interface.Kernels.attend`."""
     keys, values = _head_factors(kv, kv_scales, q.shape[1])
-    how = _Scoring(scale, window, softcap, keys, values, sinks)
+    how = _Scoring(scale, window, softcap, keys, values, sinks, value_dim)
     n_rows, n_seqs = q.shape[0], meta.kv_lens.shape[0]
     if n_rows == n_seqs:  # a decode-only bucket: row s is sequence s
         return _attend_decode(q, kv, meta.page_table, meta.kv_lens, how)
@@ -229,16 +242,22 @@ def _head_factors(
 
 
 def write_kv(
-    kv: jax.Array, k: jax.Array, v: jax.Array, rows: jax.Array, kv_scales: jax.Array | None = None
+    kv: jax.Array,
+    k: jax.Array,
+    v: jax.Array | None,
+    rows: jax.Array,
+    kv_scales: jax.Array | None = None,
 ) -> jax.Array:
     """Put k and v [T, K, D] at flat rows [T] of the pool [N, page, 2K, D], in place when it is
-    donated.
+    donated; v None: of a pool of keys, [N, page, K, D].
 
     A value that is not finite is stored as 0: a masked key still meets its value as 0 * v, and 0 *
     NaN would carry one request's NaN to the next owner of the page. The request itself ends by its
     own logits.
     """
-    pairs = jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[2])  # [T, 2K, D]
+    pairs = k
+    if v is not None:
+        pairs = jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[2])  # [T, 2K, D]
     new = as_stored(pairs, kv, scales_of(kv, kv_scales))
     flat = kv.reshape(-1, *kv.shape[2:])
     return flat.at[rows].set(new, mode="drop", unique_indices=True).reshape(kv.shape)
@@ -266,7 +285,8 @@ def _attend_decode(
         done = _attend_group(queries, kv, tables, lens, how)
         return jax.lax.dynamic_update_slice_in_dim(o, done, first, 0)
 
-    return jax.lax.fori_loop(0, n_seqs // _DECODE_GROUP, group, jnp.zeros_like(q))
+    empty = jnp.zeros((*q.shape[:2], how.size_out(q.shape[2])), q.dtype)
+    return jax.lax.fori_loop(0, n_seqs // _DECODE_GROUP, group, empty)
 
 
 def _attend_group(
@@ -274,14 +294,14 @@ def _attend_group(
 ) -> jax.Array:
     """`_attend_decode` for sequences that take the same number of rounds; same shapes.
 
-    The queries are spread over a row of the pool ([H, W], W = 2K * D, zero outside their own key
-    head), so that scores and values are one product per sequence over the pages as they lie: six
-    times the arithmetic, but no transposed copy of the keys. 25 ms against 38 ms for 30 layers of
-    32 rows with 160 keys (2 Zen 5 cores, bfloat16).
+    The queries are spread over a row of the pool ([H, W], W = 2K * D, or K * D where keys are all
+    that is kept, zero outside their own key head), so that scores and values are one product per
+    sequence over the pages as they lie: six times the arithmetic, but no transposed copy of the
+    keys. 25 ms against 38 ms for 30 layers of 32 rows with 160 keys (2 Zen 5 cores, bfloat16).
     """
-    n_seqs, n_heads, dim = q.shape
-    n_kv = kv.shape[2] // 2
-    wide = _spread_queries(q, n_kv)  # [S, H, W]
+    n_seqs, _, dim = q.shape
+    n_kv = kv.shape[2] // how.planes
+    wide = _spread_queries(q, n_kv, how.planes)  # [S, H, W]
     pages = _chunk_pages(kv, page_table, _DECODE_KEYS)
     n_keys = pages * kv.shape[1]  # C
     first_seen = jnp.zeros_like(kv_lens)
@@ -300,42 +320,41 @@ def _attend_group(
     present = kv_lens > 0
     start = jnp.min(jnp.where(present, first_seen, jnp.max(first_seen))) // n_keys
     stop = _rounds(jnp.max(kv_lens), n_keys)
-    shape = n_seqs, n_heads, 2 * n_kv * dim
-    o = _online_softmax(chunk, start, stop, shape, how.sinks)
-    o = _gather_values(o, n_kv, dim)
+    o = _online_softmax(chunk, start, stop, wide.shape, how.sinks)
+    o = _gather_values(o, n_kv, dim, how)
     if how.values is not None:
         o *= how.values[:, None]
     return o.astype(q.dtype)
 
 
-def _spread_queries(q: jax.Array, n_kv: int) -> jax.Array:
-    """q [S, H, D] -> [S, H, 2K * D]: each query in the columns of its key head, zero elsewhere.
+def _spread_queries(q: jax.Array, n_kv: int, planes: int) -> jax.Array:
+    """q [S, H, D] -> [S, H, W]: each query in the columns of its key head, zero elsewhere.
 
     Slices are copied: a product with a 0/1 mask costs XLA:CPU five times as much in index
     arithmetic.
     """
     n_seqs, n_heads, dim = q.shape
     group = n_heads // n_kv
-    wide = jnp.zeros((n_seqs, n_heads, 2 * n_kv * dim), q.dtype)
+    wide = jnp.zeros((n_seqs, n_heads, planes * n_kv * dim), q.dtype)
     for h in range(n_kv):
         wide = jax.lax.dynamic_update_slice(
-            wide, q[:, h * group : (h + 1) * group], (0, h * group, 2 * h * dim)
+            wide, q[:, h * group : (h + 1) * group], (0, h * group, planes * h * dim)
         )
     return wide
 
 
-def _gather_values(o: jax.Array, n_kv: int, dim: int) -> jax.Array:
-    """o [S, H, 2K * D] -> [S, H, D]: each query head's own value columns."""
+def _gather_values(o: jax.Array, n_kv: int, dim: int, how: _Scoring) -> jax.Array:
+    """o [S, H, W] -> [S, H, V]: each query head's own value columns."""
     group = o.shape[1] // n_kv
     own = []
     for h in range(n_kv):
-        column = (2 * h + 1) * dim
-        own.append(o[:, h * group : (h + 1) * group, column : column + dim])
+        column = (how.planes * (h + 1) - 1) * dim
+        own.append(o[:, h * group : (h + 1) * group, column : column + how.size_out(dim)])
     return jnp.concatenate(own, axis=1)
 
 
 def _attend_prefill(q: jax.Array, kv: jax.Array, meta: AttentionMeta, how: _Scoring) -> jax.Array:
-    """The rows of prompt chunks: q [T, H, D] -> [T, H, D]; rows of decoding sequences and padding
+    """The rows of prompt chunks: q [T, H, D] -> [T, H, V]; rows of decoding sequences and padding
     are undefined.
 
     Each sequence's rows are cut into blocks; a block's tail past its sequence is overwritten by the
@@ -357,7 +376,8 @@ def _attend_prefill(q: jax.Array, kv: jax.Array, meta: AttentionMeta, how: _Scor
         done = _attend_block(rows, kv, meta.page_table[seq], first, meta.kv_lens[seq], how)
         return jax.lax.dynamic_update_slice_in_dim(o, done, row, 0)
 
-    return jax.lax.fori_loop(0, last_block[-1], block, jnp.zeros_like(q))[:n_rows]
+    empty = jnp.zeros((*q.shape[:2], how.size_out(q.shape[2])), q.dtype)
+    return jax.lax.fori_loop(0, last_block[-1], block, empty)[:n_rows]
 
 
 def _attend_block(
@@ -369,10 +389,11 @@ def _attend_block(
     how: _Scoring,
 ) -> jax.Array:
     """B consecutive rows of one sequence, the first at position `first`: q [B, H, D], pages_of [P]
-    -> [B, H, D]. The G heads of a key head are rows of one product: M = G * B.
+    -> [B, H, V]. The G heads of a key head are rows of one product: M = G * B.
     """
     n_rows, n_heads, dim = q.shape
-    n_kv = kv.shape[2] // 2
+    n_kv = kv.shape[2] // how.planes
+    size_out = how.size_out(dim)
     group = n_heads // n_kv
     tall = _by_key_head(q, n_kv)  # [K, M, D]
     pages = _chunk_pages(kv, pages_of[None], _PREFILL_KEYS)
@@ -383,9 +404,9 @@ def _attend_block(
 
     def chunk(i: jax.Array, carry: _Carry) -> _Carry:
         ids = jax.lax.dynamic_slice_in_dim(pages_of, i * pages, pages, axis=0)
-        rows = _read_pages(kv, ids).reshape(n_keys, n_kv, 2, dim).astype(q.dtype)
+        rows = _read_pages(kv, ids).reshape(n_keys, n_kv, how.planes, dim).astype(q.dtype)
         keys = rows[:, :, 0].transpose(1, 0, 2)  # [K, C, D]
-        values = rows[:, :, 1].transpose(1, 0, 2)  # [K, C, D]
+        values = rows[:, :, -1, :size_out].transpose(1, 0, 2)  # [K, C, V]
         scores = _product("kmd,kcd->kmc", tall, keys)
         key_position = i * n_keys + jnp.arange(n_keys)
         seen = (key_position <= position) & (key_position < kv_len)
@@ -398,12 +419,12 @@ def _attend_block(
 
     start = jnp.maximum(first - how.window + 1, 0) // n_keys if how.window else 0
     stop = _rounds(jnp.minimum(first + n_rows, kv_len), n_keys)
-    shape = n_kv, group * n_rows, dim
+    shape = n_kv, group * n_rows, size_out
     o = _online_softmax(chunk, start, stop, shape, _per_row(how.sinks, n_kv, n_rows))
     if value_factors is not None:
         o *= value_factors[:, :, None]
-    by_row = o.reshape(n_kv, group, n_rows, dim).transpose(2, 0, 1, 3)
-    return by_row.reshape(n_rows, n_heads, dim).astype(q.dtype)
+    by_row = o.reshape(n_kv, group, n_rows, size_out).transpose(2, 0, 1, 3)
+    return by_row.reshape(n_rows, n_heads, size_out).astype(q.dtype)
 
 
 def _by_key_head(q: jax.Array, n_kv: int) -> jax.Array:

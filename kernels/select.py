@@ -56,6 +56,7 @@ def reference() -> KernelSet:
         gated=plain.gated,
         project=plain.project,
         delta_net=delta_net.delta_net,
+        recur=delta_net.recur,
     )
 
 
@@ -110,6 +111,7 @@ def _native() -> KernelSet:
         rms_norm=norms.rms_norm,
         norm_sum=norms.norm_sum,
         delta_net=delta_net.delta_net,
+        recur=delta_net.recur,
         pack=products.pack,
         int8=products.INT8,
         mxfp4=products.MXFP4,
@@ -181,6 +183,7 @@ def _set_of(kernels: TritonKernels, sm: int) -> KernelSet:
         fp8=products,
         experts=kernels.experts,
         delta_net=kernels.delta_net,
+        recur=kernels.recur,
     )
 
 

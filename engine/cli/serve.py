@@ -123,8 +123,9 @@ def _reread(
     for catch_up in before_rereading:
         catch_up()
     before, fresh = at_start.config, args.load_layers().config
-    if before.engine.n_hosts > 1:  # adapters cannot change: each host reads its own files
-        return FreshSettings(fresh.server, at_a_start_only(values(before), values(fresh)))
+    if before.engine.data_parallel > 1:  # adapters cannot change, but changed files are named
+        changed = at_a_start_only(values(before), values(fresh))
+        return FreshSettings(fresh.server, changed, take_adapters=partial(take_adapters, before))
     changed = at_a_start_only(values(before), values(fresh), "adapters")
     return FreshSettings(fresh.server, changed, take_adapters=partial(take_adapters, fresh))
 
@@ -318,7 +319,7 @@ class _Server:
             return AdapterNews()
         check_adapter_names(config, self.app.state.service.model_names)
         done = await self.client.set_adapters(adapters)
-        return AdapterNews(added=done.added, removed=done.removed, replaced=done.replaced)
+        return AdapterNews(done.added, done.removed, done.replaced, done.needs_restart)
 
     async def _watch_disks(self) -> None:
         """Watch the free space of folders that the server writes to; never returns."""

@@ -129,6 +129,8 @@ class EngineSizes(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int
     #: Pages of the layers with a window, by window, where they have pages of their own.
     window_pages: dict[int, int] = {}
+    #: Checkpoints of recurrent layers' state that there is room for.
+    checkpoints: int = 0
     #: Whether prompts that start alike share pages.
     prefix_cache: bool
     #: Most rows of a step.

@@ -248,6 +248,15 @@ class AdaptersSet(msgspec.Struct, tag="adapters_set", frozen=True, omit_defaults
     added: list[str] = []
     removed: list[str] = []
     replaced: list[str] = []
+    #: Names of those with changed files that are served with the old ones until the next start.
+    needs_restart: list[str] = []
+
+
+class AdaptersFollowed(msgspec.Struct, tag="adapters_followed", frozen=True):
+    """A following host serves these adapters from now on, and after its next start."""
+
+    #: Name -> folder.
+    folders: dict[str, str]
 
 
 class Fatal(msgspec.Struct, tag="fatal", frozen=True):
@@ -301,6 +310,7 @@ type FromCore = (
     | SeatMap
     | Done
     | AdaptersSet
+    | AdaptersFollowed
     | DrainState
     | Fatal
     | PeerLeft

@@ -5,7 +5,7 @@ Plain numbers, sent once by the core, or computed by the simulator from a model'
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -27,11 +27,22 @@ class DeviceCeiling(msgspec.Struct, frozen=True, kw_only=True):
     operations_s: float | None = None
 
 
+class StepRows(NamedTuple):
+    """The rows of a step, or of each of some, and what they attend to; see `StepWork`."""
+
+    decode: _Amount = 0
+    prompt: _Amount = 0
+    keys: _Amount = 0
+    pairs: _Amount = 0
+
+
 class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes and operations of a decoder's step: weights and KV are read once, KV of its rows is
-    written.
+    written; the state of recurrent layers is read and written once for each decode row, and for one
+    prompt.
 
-    Norms are left out; attention counts the whole context even in models with a window.
+    Norms are left out. A row sees no more positions than its layer's window has; with sums over a
+    step's rows alone, a short context beside long ones counts as part of their window.
     """
 
     n_layers: int
@@ -52,6 +63,10 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     attention_width: int
     #: Bytes of keys and values per position, all layers.
     kv_bytes: float
+    #: Window (0: none) -> share of `kv_bytes` that layers with this window read.
+    windows: dict[int, float] = {}
+    #: Bytes of a sequence's recurrent state, all layers.
+    state_bytes: float = 0.0
 
     @property
     def layer_weights(self) -> int:
@@ -71,17 +86,30 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
         missed = (1 - self.n_chosen / self.n_experts) ** rows
         return self.n_experts * (1 - missed) * self.expert_weights
 
-    def read_bytes(self, rows: _Amount, keys: _Amount, pairs: _Amount) -> tuple[_Amount, _Amount]:
-        """(bytes of weights read, bytes of KV read and written), without the embedding's few rows.
-
-        keys, pairs: see `scheduler.plan.StepWork`.
+    def read_bytes(self, rows: _Amount, work: StepRows) -> tuple[_Amount, _Amount]:
+        """(bytes of weights read and of state read and written, bytes of KV read and written),
+        without the embedding's few rows. rows: those computed, padding included.
         """
         of_expert = self.weight_bytes if self.expert_bytes is None else self.expert_bytes
         layers = self.shared_weights * self.weight_bytes + self._read_experts(rows) * of_expert
-        return layers + self.head_bytes, (keys + pairs / _QUERY_BLOCK + rows) * self.kv_bytes
+        state = 2 * (work.decode + (work.prompt > 0)) * self.state_bytes
+        keys, pairs = self._seen(work)
+        kv = (keys + pairs / _QUERY_BLOCK + rows) * self.kv_bytes
+        return layers + self.head_bytes + state, kv
+
+    def _seen(self, work: StepRows) -> tuple[_Amount, _Amount]:
+        """(keys, pairs) that rows see, as a mean over the layers' keys and values."""
+        keys, pairs = 0.0 * work.keys, 0.0 * work.pairs
+        for window, share in (self.windows or {0: 1.0}).items():
+            seen, seen_pairs = work.keys, work.pairs
+            if window:
+                seen = _least(seen, window * work.decode)
+                seen_pairs = _least(seen_pairs, window * work.prompt)
+            keys, pairs = keys + share * seen, pairs + share * seen_pairs
+        return keys, pairs
 
     def operations(
-        self, rows: _Amount, logit_rows: _Amount, attended: _Amount
+        self, rows: _Amount, logit_rows: _Amount, work: StepRows
     ) -> tuple[_Amount, _Amount]:
         """(operations of the layers' products, of output head and attention): two per weight and
         row, four per number of each query-key pair.
@@ -92,5 +120,11 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
         others = (others + abs(others)) / 2  # 0 if there are fewer rows than logits
         last = self.n_chosen * self.expert_weights / self.n_layers
         layers = self.row_weights * rows - last * others
-        attention = 4.0 * self.attention_width * attended
+        keys, pairs = self._seen(work)
+        attention = 4.0 * self.attention_width * (keys + pairs)
         return 2.0 * layers, 2.0 * self.head_weights * logit_rows + attention
+
+
+def _least(one: _Amount, other: _Amount) -> _Amount:
+    """The lesser, of numbers or of arrays."""
+    return (one + other - abs(one - other)) / 2

@@ -21,6 +21,7 @@ from .executor.ceiling import measure_ceiling as measure_ceiling
 from .executor.fits import check_fits as check_fits
 from .executor.hosts import Follower as Follower
 from .executor.memory import PoolShares as PoolShares
+from .executor.memory import PoolSizes as PoolSizes
 from .executor.memory import available_host_bytes as available_host_bytes
 from .executor.memory import claim_memory as claim_memory
 from .executor.other_work import OtherWork as OtherWork
@@ -74,6 +75,7 @@ from .scheduler.plan import StepWork as StepWork
 from .scheduler.policies import POLICIES as POLICIES
 from .scheduler.scheduler import Scheduler as Scheduler
 from .scheduler.sequence import Sequence as Sequence
+from .scheduler.state_slots import StateTables as StateTables
 from .text.detokenizer import TextDelta as TextDelta
 from .text.detokenizer import TextStream as TextStream
 from .text.detokenizer import TokenBytes as TokenBytes

@@ -19,12 +19,19 @@ from jitney.engine.common.errors import ErrorInfo, JitneyError
 from jitney.engine.common.messages import AdaptersSet, SetAdapters
 from jitney.engine.common.outputs import FinishReason
 from jitney.engine.common.requests import EngineRequest
+from jitney.engine.core.distributed.messages import (
+    AdapterMessage,
+    DropAdapter,
+    InstallAdapter,
+    UseAdapter,
+)
 from jitney.engine.core.weights.checkpoints.adapter import stamp_of
 from jitney.engine.core.weights.checkpoints.names import Path
 
 if TYPE_CHECKING:
     from jax import Array
 
+    from jitney.engine.core.distributed.adapters import LeaderAdapters
     from jitney.engine.core.weights.adapters import AdapterBank, AdapterColumns, LoadedAdapter
     from jitney.kernels.interface import Kernels
 
@@ -56,6 +63,8 @@ class _Change:
     #: Those that are not loaded yet.
     new: list[AdapterColumns]
     config_digest: str
+    #: Names of adapters that a fixed engine would have to read again.
+    needs_restart: list[str] = field(default_factory=list[str])
 
     def answer(self, before: Mapping[str, LoadedAdapter]) -> AdaptersSet:
         names = {adapter.name for adapter in self.adapters}
@@ -67,6 +76,7 @@ class _Change:
             added=[name for name in new if name not in before],
             removed=[name for name in before if name not in names],
             replaced=[name for name in new if name in before],
+            needs_restart=self.needs_restart,
         )
 
 
@@ -86,7 +96,8 @@ class AdapterManager:
     """Changes the adapters of an engine.
 
     loaded: the adapters that the models already have. digest_of: maps adapters (name -> folder) to
-    the configuration's digest.
+    the configuration's digest. others: the other hosts of the engine, if any. fixed: the engine
+    keeps the adapters of its start, and changes are only named.
     """
 
     def __init__(
@@ -95,10 +106,15 @@ class AdapterManager:
         loaded: Iterable[LoadedAdapter],
         models: Sequence[ServedModel],
         digest_of: Callable[[Mapping[str, str]], str],
+        *,
+        others: LeaderAdapters | None = None,
+        fixed: bool = False,
     ):
         self._bank = bank
         self._models = models
         self._digest_of = digest_of
+        self._others = others
+        self._fixed = fixed
         #: Name -> served adapter.
         self._served = {adapter.name: adapter for adapter in loaded}
         self._next_number = 1 + max((one.number for one in self._served.values()), default=0)
@@ -193,6 +209,8 @@ class AdapterManager:
 
     def _read(self, message: SetAdapters, served: dict[str, LoadedAdapter], number: int) -> _Change:
         """Read adapters, on the thread. number: of the first new one. Raises ModelError."""
+        if self._fixed:
+            return self._compared(message, served)
         adapters: list[LoadedAdapter] = []
         new: list[AdapterColumns] = []
         for name, folder in message.folders.items():
@@ -204,7 +222,21 @@ class AdapterManager:
             new.append(columns)
             adapters.append(columns.adapter)
         self._bank.check_room(adapters)
+        if self._others is not None:
+            numbers = {adapter.name: adapter.number for adapter in adapters}
+            self._others.read(numbers, message.folders, [one.adapter.name for one in new])
         return _Change(message.ticket, adapters, new, self._digest_of(message.folders))
+
+    def _compared(self, message: SetAdapters, served: dict[str, LoadedAdapter]) -> _Change:
+        """No change, but the names of adapters whose files or folders are others than at the start,
+        or which are not served.
+        """
+        others = [
+            name
+            for name, folder in message.folders.items()
+            if name not in served or served[name].stamp != stamp_of(folder)
+        ]
+        return _Change(message.ticket, list(served.values()), [], "", needs_restart=others)
 
     def _take_change(self, ticket: int, reading: Future[_Change]) -> None:
         """Serve the new list from now on; an error changes nothing."""
@@ -230,16 +262,18 @@ class AdapterManager:
         removed = self._installed & self._retired.keys()
         if not removed:
             return
-        for number in removed - open_adapters():
+        for number in sorted(removed - open_adapters()):
+            self._tell_others(DropAdapter(number))
             self._bank.free(number)
             self._installed.discard(number)
 
     def _begin_installing(self) -> None:
         """Install the oldest new adapter if it has room; each list fits, so each gets its turn."""
         while self._coming and self._is_needless(self._coming[0].adapter):
-            del self._coming[0]
+            self._tell_others(DropAdapter(self._coming.pop(0).adapter.number))
         if self._coming and self._bank.has_room(self._coming[0].adapter):
             layouts = [model.layout for model in self._models]
+            self._tell_others(InstallAdapter(self._coming[0].adapter.number))
             self._installing = self._thread.submit(self._bank.install, self._coming[0], layouts)
 
     def _is_needless(self, adapter: LoadedAdapter) -> bool:
@@ -250,11 +284,16 @@ class AdapterManager:
     def _install(self, arrays: list[dict[Path, Array]]) -> None:
         """Use the copied adapter in steps from now on."""
         self._installing = None
+        self._tell_others(UseAdapter())
         for model, own in zip(self._models, arrays, strict=True):
             model.weights.exchange(own)
         adapter = self._coming.pop(0).adapter
         self._installed.add(adapter.number)
         _log.info("adapter %s is loaded", adapter.name)
+
+    def _tell_others(self, message: AdapterMessage) -> None:
+        if self._others is not None:
+            self._others.tell(message)
 
     def _released(self) -> list[_HeldRequest]:
         if not self._held:

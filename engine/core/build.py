@@ -59,6 +59,7 @@ from jitney.engine.core.executor.memory import (
     GIB,
     PoolRoom,
     PoolShares,
+    PoolSizes,
     claim_memory,
     in_one_line,
     likely_temp_bytes,
@@ -74,19 +75,21 @@ from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.kv_pages import NoPages, PagePool
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.scheduler import Scheduler
+from jitney.engine.core.scheduler.state_slots import StateTables
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.sampling_defaults import sampling_defaults
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.describe import count_parameters, describe_step, describe_weights
 from jitney.engine.core.weights.load import WeightStorage, load_model, load_shapes
 from jitney.engine.core.weights.quantising import choose_kv_dtype, load_kv_scales
-from jitney.kernels.interface import KernelError, KernelSet
+from jitney.kernels.interface import KernelError, Kernels, KernelSet
 from jitney.kernels.proof import without
 from jitney.kernels.proof_shapes import ServedShapes
 from jitney.kernels.select import ServedHeads, reference, reference_of, select, with_product_rows
 
 if TYPE_CHECKING:
     from jitney.engine.core.adapter_manager import AdapterManager
+    from jitney.engine.core.distributed.adapters import LeaderAdapters
     from jitney.engine.core.distributed.link import Hosts, Worker
     from jitney.engine.core.executor.hosts import Follower
     from jitney.engine.core.weights.adapters import AdapterBank, LoadedAdapter
@@ -180,11 +183,6 @@ class _Setup:
         return self.source.config.encoder is not None
 
     @property
-    def retains_prefixes(self) -> bool:
-        """Whether there is a prefix cache: none without the state of recurrent layers."""
-        return self.settings.prefix_cache and self.source.config.recurrent is None
-
-    @property
     def has_adapters(self) -> bool:
         """Whether there are adapters, or room for some."""
         return bool(self.config.model.adapters or self.config.model.adapter_room)
@@ -246,6 +244,8 @@ class _Built:
     alone: EngineCore | None
     adapters: AdapterManager | None
     info: EngineInfo
+    #: Columns of the adapters; None if there are none and no room for any.
+    bank: AdapterBank | None
 
 
 def build_engine(
@@ -284,10 +284,15 @@ def build_follower(
     config: Config, source: ModelSource, progress: _Report, hosts: Worker
 ) -> tuple[Follower, EngineInfo]:
     """Build a follower's core, as `build_engine` builds the first host's."""
+    from jitney.engine.core.distributed.adapters import WorkerAdapters
     from jitney.engine.core.executor.hosts import Follower
 
-    built = _build(config, source, progress, hosts)
-    return Follower(built.runner), built.info
+    built = _build(config, source, progress, hosts, hosts.adapters)
+    adapters = None
+    if built.bank is not None:
+        folders = config.model.adapter_folders
+        adapters = WorkerAdapters(built.bank, built.runner, folders, source.identity, hosts.send)
+    return Follower(built.runner, adapters), built.info
 
 
 def _build(
@@ -319,9 +324,10 @@ def _build(
     info = _describe(setup, model, kernels, runner, proofs, defaults)
     info = msgspec.structs.replace(info, step_cost=_step_cost(setup, model), ceiling=ceiling)
     manager = None
-    if adapters is not None and hosts is None:
+    follows = hosts is not None and hosts.host_id > 0 and config.engine.data_parallel == 1
+    if adapters is not None and not follows:
         manager = _manage_adapters(setup, adapters, runner, kernels, alone)
-    return _Built(setup, runner, alone, manager, info)
+    return _Built(setup, runner, alone, manager, info, None if adapters is None else adapters[0])
 
 
 def _load_adapters(setup: _Setup, model: Model) -> tuple[AdapterBank, list[LoadedAdapter]] | None:
@@ -362,7 +368,25 @@ def _manage_adapters(
         return configuration_digest(setup.config, model=identity, version=version("jitney"))
 
     bank, loaded = adapters
-    return AdapterManager(bank, loaded, models, digest_of)
+    return AdapterManager(
+        bank,
+        loaded,
+        models,
+        digest_of,
+        others=_others_with_adapters(setup),
+        fixed=setup.settings.data_parallel > 1,
+    )
+
+
+def _others_with_adapters(setup: _Setup) -> LeaderAdapters | None:
+    """The hosts that change their adapters with this one; None if there are none."""
+    if setup.hosts is None or setup.settings.data_parallel > 1:
+        return None
+    from jitney.engine.core.distributed.adapters import LeaderAdapters
+    from jitney.engine.core.distributed.link import Leader
+
+    assert isinstance(setup.hosts, Leader)  # a worker has no manager
+    return LeaderAdapters(setup.hosts, setup.source.identity)
 
 
 def _step_cost(setup: _Setup, model: Model) -> StepCost | None:
@@ -423,6 +447,7 @@ def _setup_on(
     engine = config.engine
     if source.config.encoder is not None:
         _check_encoder(config, source.config)
+    _check_pool_dtype(engine.kv_dtype, source.config)
     if source.config.recurrent is not None and engine.speculative != "off":
         raise ConfigError(
             f"speculative {engine.speculative}: the recurrent layers of "
@@ -475,6 +500,14 @@ def _check_encoder(config: Config, model: ModelConfig) -> None:
     if asked:
         raise ConfigError(
             f"{', '.join(asked)}: not for an encoder ({model.architecture}); leave it out"
+        )
+
+
+def _check_pool_dtype(kv_dtype: str, model: ModelConfig) -> None:
+    """Raise ConfigError for a narrow pool of keys that serve as values."""
+    if kv_dtype != "auto" and model.latent is not None:
+        raise ConfigError(
+            f"kv_dtype {kv_dtype}: the pool of latent attention has the model's dtype; leave it out"
         )
 
 
@@ -580,12 +613,12 @@ def _make_runner(setup: _Setup, model: Model, kernels: KernelSet) -> Runner:
     )
     make_runner = _runner_class(setup)
 
-    def make(group_pages: tuple[int, ...]) -> Runner:
+    def make(pools: PoolSizes) -> Runner:
         return make_runner(
             model,
             buckets,
             kernels,
-            setup.sizes().with_pages(group_pages),
+            setup.sizes().with_pools(pools),
             end_ids=tuple(setup.source.config.eos_ids),
             mesh=setup.mesh,
             greedy_only_mixed=setup.runs_in_parts or setup.device.platform in ("gpu", "cuda"),
@@ -594,22 +627,21 @@ def _make_runner(setup: _Setup, model: Model, kernels: KernelSet) -> Runner:
         )
 
     if setup.is_encoder:
-        return make((NoPages().n_pages,))
+        return make(PoolSizes((NoPages().n_pages,)))
     return _sized_runner(
         setup.settings,
         setup.sizes(),
         setup.own_devices,
-        shares=PoolShares.of(
-            setup.local,
-            setup.sizes().page_bytes(setup.local, kernels),
-            setup.settings,
-            setup.context,
-        ),
-        seat_bytes=setup.settings.max_seats * setup.local.seat_bytes,
+        shares=_pool_shares(setup, kernels),
         temp_bytes=likely_temp_bytes(setup.local, buckets),
         make=make,
         hosts=setup.hosts,
     )
+
+
+def _pool_shares(setup: _Setup, kernels: Kernels) -> PoolShares:
+    page_bytes = setup.sizes().page_bytes(setup.local, kernels)
+    return PoolShares.of(setup.local, page_bytes, setup.settings, setup.context)
 
 
 def _runner_class(setup: _Setup) -> type[Runner]:
@@ -675,14 +707,15 @@ def _make_scheduler(setup: _Setup, runner: Runner) -> Scheduler:
     return Scheduler(
         limits,
         runner.buckets,
-        _make_pool(setup, runner.group_pages[0]),
+        _make_pool(setup, runner, runner.group_pages[0]),
         eos_ids=model.eos_ids,
         vocab_size=model.vocab_size,
         window=model.window,
         windows={
-            window: _make_pool(setup, pages)
+            window: _make_pool(setup, runner, pages)
             for window, pages in _window_pages(setup, runner).items()
         },
+        state=_make_state(setup, runner),
     )
 
 
@@ -695,15 +728,34 @@ def _window_pages(setup: _Setup, runner: Runner) -> dict[int, int]:
     return dict(zip(windows, runner.group_pages[1:], strict=False))
 
 
-def _make_pool(setup: _Setup, n_pages: int) -> PagePool:
+def _retains_prefixes(setup: _Setup, runner: Runner) -> bool:
+    """Whether there is a prefix cache: recurrent layers need slots for checkpoints."""
+    recurrent = setup.source.config.recurrent is not None
+    return setup.settings.prefix_cache and (not recurrent or runner.checkpoints > 0)
+
+
+def _make_pool(setup: _Setup, runner: Runner, n_pages: int) -> PagePool:
     if setup.is_encoder:
         return NoPages()
     return PagePool(
         n_pages,
         setup.settings.page_size,
-        retain=setup.retains_prefixes,
+        retain=_retains_prefixes(setup, runner),
         share_outputs=_shares_outputs(setup.settings),
-        shares=setup.source.config.recurrent is None,
+        shares=setup.source.config.recurrent is None or runner.checkpoints > 0,
+    )
+
+
+def _make_state(setup: _Setup, runner: Runner) -> StateTables | None:
+    """The slots of recurrent layers; None if there are none."""
+    settings = setup.settings
+    if setup.source.config.recurrent is None:
+        return None
+    shares = _pool_shares(setup, runner.program.kernels)
+    return StateTables(
+        PagePool(settings.max_seats + runner.checkpoints + 1, settings.page_size),
+        settings.max_seats,
+        shares.checkpoint_tokens // settings.page_size,
     )
 
 
@@ -743,6 +795,7 @@ def _core_alone(setup: _Setup, model: Model, kernels: KernelSet) -> EngineCore:
         PagePool(n_pages, page_size, retain=False),
         eos_ids=end_ids,
         vocab_size=model.config.vocab_size,
+        state=StateTables.without_checkpoints(1, page_size) if model.config.recurrent else None,
     )
     return EngineCore(scheduler, runner, Ledger())
 
@@ -877,38 +930,48 @@ def _sized_runner(
     *,
     shares: PoolShares,
     temp_bytes: int,
-    make: Callable[[tuple[int, ...]], Runner],
+    make: Callable[[PoolSizes], Runner],
     hosts: Hosts | None = None,
-    seat_bytes: int = 0,
 ) -> Runner:
     """A runner with as many KV pages as configured, or as fit in the free memory; logs the number.
 
     devices: of this host. shares: of the memory on one device. temp_bytes: what the temporaries of
-    the largest step should take. make: from the pages of each cache group to a runner. hosts: the
-    others, whose pools are as large. seat_bytes: what recurrent layers keep of all seats, on one
-    device.
+    the largest step should take. make: from sizes of pools to a runner. hosts: the others, whose
+    pools are as large.
     """
-    room = PoolRoom(settings, sizes, devices, shares, seat_bytes, hosts)
-    runner = make(room.pages(temp_bytes))
+    room = PoolRoom(settings, sizes, devices, shares, hosts)
+    runner = make(pools := room.pools(temp_bytes))
     if not (room.on_cpu or settings.pages or settings.memory_gib):
         # A step's temporaries are known only after compiling it for a pool of the likely size.
-        fit = room.pages(runner.largest_temp_bytes())
-        if not _ENOUGH * fit[0] <= runner.group_pages[0] <= fit[0]:
-            runner = make(fit)
-    _log_pool(runner.group_pages, sizes, shares, len(devices))
-    if seat_bytes:
-        _log.info(
-            "recurrent layers keep %.2f GiB on each device, %.3g MiB a seat; there is no prefix "
-            "cache with them",
-            seat_bytes / GIB,
-            seat_bytes / sizes.seats / (1 << 20),
-        )
+        fit = room.pools(runner.largest_temp_bytes())
+        if not _ENOUGH * fit.pages[0] <= pools.pages[0] <= fit.pages[0]:
+            runner = make(pools := fit)
+    _log_pool(pools, sizes, shares, len(devices))
+    if shares.slot_bytes:
+        _log_state(pools, shares)
     return runner
 
 
-def _log_pool(
-    group_pages: tuple[int, ...], sizes: StateSizes, shares: PoolShares, n_devices: int
-) -> None:
+def _log_state(pools: PoolSizes, shares: PoolShares) -> None:
+    _log.info(
+        "recurrent layers keep %.2f GiB on each device, %.3g MiB for each of %d seats and %d "
+        "checkpoints; long prompts have one every %d tokens",
+        shares.state_bytes(pools.checkpoints) / GIB,
+        shares.slot_bytes / (1 << 20),
+        shares.seats,
+        pools.checkpoints,
+        shares.checkpoint_tokens,
+    )
+    if shares.prefix_cache and not pools.checkpoints:
+        _log.warning(
+            "there is no prefix cache: no checkpoint of %.3g MiB fits beside the seats; give more "
+            "memory or pages, or fewer seats (max_seats)",
+            shares.slot_bytes / (1 << 20),
+        )
+
+
+def _log_pool(pools: PoolSizes, sizes: StateSizes, shares: PoolShares, n_devices: int) -> None:
+    group_pages = pools.pages
     n_pages = group_pages[0]
     tokens = (n_pages - 1) * sizes.page_size
     devices = ""
@@ -920,7 +983,7 @@ def _log_pool(
         n_pages - 1,
         sizes.page_size,
         tokens,
-        shares.bytes_of(group_pages) / GIB,
+        shares.bytes_of(pools) / GIB,
         devices,
         tokens / sizes.context_length,
         sizes.context_length,
@@ -1019,8 +1082,9 @@ def _engine_sizes(setup: _Setup, runner: Runner) -> EngineSizes:
         seats=settings.max_seats,
         pages=runner.group_pages[0] - 1,
         window_pages={window: pages - 1 for window, pages in _window_pages(setup, runner).items()},
+        checkpoints=runner.checkpoints,
         page_size=settings.page_size,
-        prefix_cache=setup.retains_prefixes,
+        prefix_cache=_retains_prefixes(setup, runner),
         token_budget=buckets.token_budget,
         seat_buckets=tuple([bucket.seats for bucket in buckets.decode]),
         token_buckets=tuple([bucket.tokens for bucket in buckets.mixed]),

@@ -266,6 +266,7 @@ class _Serving:
             added=sorted(adapters.keys() - before.keys()),
             removed=sorted(before.keys() - adapters.keys()),
             replaced=news.replaced,
+            needs_restart=news.needs_restart,
         )
 
     async def _take_engine_key(self, key: str) -> FileNews:

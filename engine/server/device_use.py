@@ -11,7 +11,7 @@ import numpy as np
 
 from jitney.engine.common.engine_info import EngineInfo
 from jitney.engine.common.records import RecordRing
-from jitney.engine.common.step_cost import StepCost
+from jitney.engine.common.step_cost import StepCost, StepRows
 
 #: Seconds that are looked back.
 WINDOW_S = 15.0
@@ -80,9 +80,11 @@ def _work_of(
         rows -= steps["padding"]
         # Each row with logits is of a sequence in a seat: at most so many.
         logit_rows = np.minimum(rows, steps["seats_busy"])
-    keys, pairs = steps["keys"].astype(np.float64), steps["pairs"].astype(np.float64)
-    weights, kv = cost.read_bytes(rows, keys, pairs)
-    layers, rest = cost.operations(rows, logit_rows, keys + pairs)
+    prompt = steps["prefill"] + steps["recomputed"]
+    counts = steps["decode"], prompt, steps["keys"], steps["pairs"]
+    work = StepRows(*[count.astype(np.float64) for count in counts])
+    weights, kv = cost.read_bytes(rows, work)
+    layers, rest = cost.operations(rows, logit_rows, work)
     return np.asarray(weights + kv), np.asarray(layers + rest)
 
 

@@ -22,7 +22,7 @@ _DTYPES = (jnp.bfloat16, jnp.float32)
 def paged_attention(
     q: jax.Array,
     k: jax.Array,
-    v: jax.Array,
+    v: jax.Array | None,
     kv: jax.Array,
     meta: AttentionMeta,
     *,
@@ -31,6 +31,7 @@ def paged_attention(
     softcap: float = 0.0,
     kv_scales: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    value_dim: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """See `jitney.kernels.interface.Kernels.paged_attention`."""
     kv = reference.write_kv(kv, k, v, meta.write_rows, kv_scales)
@@ -43,6 +44,7 @@ def paged_attention(
         softcap=softcap,
         kv_scales=kv_scales,
         sinks=sinks,
+        value_dim=value_dim,
     )
     return o, kv
 
@@ -100,14 +102,15 @@ def attend(
     softcap: float = 0.0,
     kv_scales: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    value_dim: int = 0,
 ) -> jax.Array:
     """See `jitney.kernels.interface.Kernels.attend`; padding rows are zero.
 
-    q and pool of one dtype, bfloat16 or float32, and D a multiple of 16; the rest is the
-    reference's.
+    q and pool of one dtype, bfloat16 or float32, and D and value_dim multiples of 16; the rest is
+    the reference's.
     """
     plain = q.dtype == kv.dtype and q.dtype in _DTYPES
-    if not plain or q.shape[2] % _LANES:
+    if not plain or q.shape[2] % _LANES or value_dim % _LANES:
         return reference.attend(
             q,
             kv,
@@ -117,9 +120,11 @@ def attend(
             softcap=softcap,
             kv_scales=kv_scales,
             sinks=sinks,
+            value_dim=value_dim,
         )
     target = library.load().target("attention")
-    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(q.shape, q.dtype))
+    shape = (*q.shape[:2], value_dim or q.shape[2])
+    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(shape, q.dtype))
     return call(
         q,
         kv,
@@ -131,4 +136,5 @@ def attend(
         scale=np.float32(scale),
         softcap=np.float32(softcap),
         window=np.int64(window),
+        value_dim=np.int64(value_dim),
     )

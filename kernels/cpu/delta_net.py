@@ -1,4 +1,4 @@
-"""Gated delta nets for CPUs: what `native/delta_net.cc` serves, and what is the reference's."""
+"""Recurrent layers for CPUs: what `native/delta_net.cc` serves, and what is the reference's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from jitney.kernels import delta_net as plain
 from jitney.kernels.cpu import library
-from jitney.kernels.delta_net import DeltaSequences, DeltaState, DeltaWeights
+from jitney.kernels.delta_net import DeltaRows, DeltaSequences, DeltaState, DeltaWeights
 from jitney.kernels.interface import AttentionMeta
 
 #: Numbers of a vector; a head is whole ones.
@@ -42,9 +42,31 @@ def delta_net(
     )
     # The state is written where it lies.
     target = library.load().target("delta_net")
-    call = jax.ffi.ffi_call(target, shapes, input_output_aliases={10: 1, 11: 2})
+    call = jax.ffi.ffi_call(target, shapes, input_output_aliases={12: 1, 13: 2})
     taps, *others = weights
     o, kept, memory = call(
         x, rates, taps, *others, *sequences, state.taps, state.memory, eps=np.float32(eps)
     )
     return o, DeltaState(kept, memory, sequences.lengths(state.lengths))
+
+
+def recur(
+    rows: DeltaRows, memory: jax.Array, sequences: DeltaSequences, count: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """See `jitney.kernels.delta_net.Recur`; what is read in rows of padding is 0.
+
+    Rows without beta, D even and V a multiple of 16; the rest is the reference's.
+    """
+    _, _, dim, width = memory.shape
+    if rows.beta is not None or dim % 2 or width % _LANES:
+        return plain.recur(rows, memory, sequences, count)
+    shapes = (
+        jax.ShapeDtypeStruct(rows.values.shape, jnp.float32),
+        jax.ShapeDtypeStruct(memory.shape, memory.dtype),
+    )
+    # The memory is written where it lies.
+    target = library.load().target("recur")
+    call = jax.ffi.ffi_call(target, shapes, input_output_aliases={9: 1})
+    where = sequences[:-1]
+    read, memory = call(*rows[:-1], *where, memory)
+    return read, memory

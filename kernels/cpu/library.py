@@ -27,6 +27,7 @@ _HANDLERS = (
     "panels",
     "product",
     "project",
+    "recur",
     "rms_norm",
     "rotate_and_write",
 )

@@ -30,7 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
-from jitney.kernels.experts import ACTIVATIONS, ExpertBlocks, Stack
+from jitney.kernels.experts import ACTIVATIONS, UNGATED, ExpertBlocks, Stack, opened_size
 from jitney.kernels.mxfp4 import Mxfp4, powers
 from jitney.kernels.pallas_tpu.interpreting import Interpret
 
@@ -58,10 +58,17 @@ def experts(
     """See `jitney.kernels.interface.ExpertProducts`."""
     # A row of zeros for nobody: filling in zeros behind the gather would be another pass.
     rows = jnp.pad(x, ((0, 1), (0, 0))).at[blocks.rows].get(mode="promise_in_bounds")
-    inner = opening.kernel.shape[-1] // 2
+    columns = opening.kernel.shape[-1]
+    inner = opened_size(columns, activation)
     open_gates = partial(_open, activation)
     opened = _call(
-        "open_experts", open_gates, rows, opening, blocks, (inner, 2, x.dtype), interpret
+        "open_experts",
+        open_gates,
+        rows,
+        opening,
+        blocks,
+        (inner, columns // inner, x.dtype),
+        interpret,
     )
     out = closing.kernel.shape[-1], 1, jnp.float32
     return _call("close_experts", _close, opened, closing, blocks, out, interpret)
@@ -263,7 +270,9 @@ def _product(rows: jax.Array, weights: jax.Array, turned: bool) -> jax.Array:
 
 
 def _open(activation: str, gates: jax.Array, *ups: jax.Array) -> jax.Array:
-    """Gates and ups, which may be one array."""
+    """Gates and ups, which may be one array; or ups alone."""
+    if activation in UNGATED:
+        return UNGATED[activation](gates)
     if not ups:
         return ACTIVATIONS[activation](*jnp.split(gates, 2, axis=1))
     return ACTIVATIONS[activation](gates, *ups)

@@ -107,17 +107,23 @@ class PallasKernels:
         return self.chip in _SUMS_IN_HALVES
 
     def pool_shape(
-        self, n_pages: int, page_size: int, n_kv_heads: int, head_dim: int, dtype: DTypeLike
+        self,
+        n_pages: int,
+        page_size: int,
+        n_kv_heads: int,
+        head_dim: int,
+        dtype: DTypeLike,
+        value_dim: int = 0,
     ) -> tuple[int, int, int, int]:
         """See `jitney.kernels.interface.Kernels.pool_shape`: [N, page, R, W]."""
-        layout = PoolLayout.of(n_kv_heads, head_dim, jnp.dtype(dtype).itemsize)
+        layout = PoolLayout.of(n_kv_heads, head_dim, jnp.dtype(dtype).itemsize, value_dim)
         return n_pages, page_size, layout.rows, layout.width
 
     def paged_attention(
         self,
         q: jax.Array,
         k: jax.Array,
-        v: jax.Array,
+        v: jax.Array | None,
         kv: jax.Array,
         meta: AttentionMeta,
         *,
@@ -126,6 +132,7 @@ class PallasKernels:
         softcap: float = 0.0,
         kv_scales: jax.Array | None = None,
         sinks: jax.Array | None = None,
+        value_dim: int = 0,
     ) -> tuple[jax.Array, jax.Array]:
         """See `jitney.kernels.interface.Kernels.paged_attention`; sums in float32, rows of padding
         are finite.
@@ -135,15 +142,17 @@ class PallasKernels:
         cannot do.
         """
         n_rows, n_kv, dim = k.shape
-        layout = PoolLayout.of(n_kv, dim, kv.dtype.itemsize)
-        plain: Any = jax.ShapeDtypeStruct((*kv.shape[:2], 2 * n_kv, dim), kv.dtype)
+        layout = PoolLayout.of(n_kv, dim, kv.dtype.itemsize, value_dim)
+        plain: Any = jax.ShapeDtypeStruct((*kv.shape[:2], layout.planes * n_kv, dim), kv.dtype)
         own_layout = kv.shape[2:] == (layout.rows, layout.width)
         if not own_layout and kv.shape != plain.shape:
             raise ValueError(
                 f"a pool of {kv.shape} holds no {n_kv} heads of {dim}; make it as pool_shape says"
             )
         scales = scales_of(plain, kv_scales)
-        pairs = jnp.stack([k, v], axis=2).reshape(n_rows, 2 * n_kv, dim)
+        pairs = k
+        if v is not None:
+            pairs = jnp.stack([k, v], axis=2).reshape(n_rows, 2 * n_kv, dim)
         new = layout.new_rows(as_stored(pairs, plain, scales))
         pool = kv if own_layout else layout.pool(kv)
         fixed = self._constants(q, pool, meta, layout, scale, window, softcap)
@@ -162,9 +171,11 @@ class PallasKernels:
         softcap: float = 0.0,
         kv_scales: jax.Array | None = None,
         sinks: jax.Array | None = None,
+        value_dim: int = 0,
     ) -> jax.Array:
         """See `jitney.kernels.interface.Kernels.attend`; kv of that shape, [N, page, 2K, D]."""
-        layout = PoolLayout.of(kv.shape[2] // 2, kv.shape[3], kv.dtype.itemsize)
+        n_kv = kv.shape[2] // (1 if value_dim else 2)
+        layout = PoolLayout.of(n_kv, kv.shape[3], kv.dtype.itemsize, value_dim)
         scales = scales_of(kv, kv_scales)
         own_layout = kv.shape[2:] == (layout.rows, layout.width)
         pool = kv if own_layout else layout.pool(kv)

@@ -27,37 +27,44 @@ class PoolLayout:
     dim: int  # D
     rows: int  # R
     width: int  # W
+    value_dim: int = 0  # numbers of a key that are its value; 0: it is one of its own
 
     @classmethod
-    def of(cls, heads: int, dim: int, itemsize: int) -> PoolLayout:
+    def of(cls, heads: int, dim: int, itemsize: int, value_dim: int = 0) -> PoolLayout:
         """The layout for K key heads of dimension D in numbers of `itemsize` bytes."""
-        packed = 2 * dim <= cls.LANES
+        packed = value_dim > 0 or 2 * dim <= cls.LANES
         width = -(-dim // cls.LANES) * cls.LANES
         rows = heads if packed else 2 * heads
-        return cls(heads, dim, _whole_tiles(rows, 4 // itemsize), width)
+        return cls(heads, dim, _whole_tiles(rows, 4 // itemsize), width, value_dim)
 
     @property
     def packed(self) -> bool:
-        """Whether key and value of a head share a row, [k | v | zeros]. Otherwise row 2h is key
-        head h and row 2h + 1 its value, each padded with zeros.
+        """Whether key and value of a head share a row, [k | v | zeros], or [k | zeros] where the
+        value is part of the key. Otherwise row 2h is key head h and row 2h + 1 its value, each
+        padded with zeros.
         """
-        return 2 * self.dim <= self.width
+        return self.value_dim > 0 or 2 * self.dim <= self.width
+
+    @property
+    def planes(self) -> int:
+        """Rows for each key head in the interface's layout."""
+        return 1 if self.value_dim else 2
 
     def new_rows(self, new: jax.Array) -> jax.Array:
-        """new [T, 2K, D] -> [T, R, W]."""
+        """new [T, 2K, D], or of keys alone [T, K, D] -> [T, R, W]."""
         return self.pool(new[None])[0]
 
     def pool(self, kv: jax.Array) -> jax.Array:
         """kv [N, page, 2K, D] -> [N, page, R, W]."""
         if self.packed:
-            kv = kv.reshape(*kv.shape[:2], self.heads, 2 * self.dim)
+            kv = kv.reshape(*kv.shape[:2], self.heads, self.planes * self.dim)
         return self.fill(kv)
 
     def plain(self, pool: jax.Array) -> jax.Array:
         """pool [N, page, R, W] -> [N, page, 2K, D]."""
         if self.packed:
-            pairs = pool[:, :, : self.heads, : 2 * self.dim]
-            return pairs.reshape(*pool.shape[:2], 2 * self.heads, self.dim)
+            pairs = pool[:, :, : self.heads, : self.planes * self.dim]
+            return pairs.reshape(*pool.shape[:2], self.planes * self.heads, self.dim)
         return pool[:, :, : 2 * self.heads, : self.dim]
 
     def queries(self, q: jax.Array) -> jax.Array:
@@ -66,6 +73,8 @@ class PoolLayout:
 
     def values(self, o: jax.Array) -> jax.Array:
         """The values' part of weighted sums of rows: [T, H, W] -> [T, H, D]."""
+        if self.value_dim:
+            return o[:, :, : self.value_dim]
         first = self.dim if self.packed else 0
         return o[:, :, first : first + self.dim]
 

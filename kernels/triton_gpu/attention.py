@@ -5,6 +5,11 @@ Flash-Decoding (Dao et al., 2023). Axes as in `jitney.kernels.interface`; G = H 
 share a key head and are packed into the rows of one tile, whatever G is; D is padded to a power of
 two inside the tile.
 
+SHARED: a key's first D numbers are its value, and REST more of it stand behind them, which only
+scores read: a tile of keys is read once for both products. There is one key head then, and K counts
+the tiles that its query heads are divided into. CELL: numbers of a position of the pool; STEP: from
+one key head's to the next one's.
+
 A sequence's result never depends on its neighbours: where its keys are split follows from its own
 length alone.
 """
@@ -45,8 +50,7 @@ def _first_key(length, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _weigh(
-    queries,
-    key,
+    scores,
     at,
     high,
     position,
@@ -56,12 +60,12 @@ def _weigh(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
-    """Weights [M, BLOCK_N] of the keys of positions `at`, the rows' new tops [M], and the factors
-    [M] that bring what was summed before to these.
+    """Weights [M, BLOCK_N] of the keys of positions `at` whose products with the queries are
+    `scores`, the rows' new tops [M], and the factors [M] that bring what was summed before to
+    these.
     """
-    scores = tl.dot(queries, tl.trans(key), input_precision=PRECISION) * (k_scale * SCALE)
+    scores = scores * (k_scale * SCALE)
     if SOFTCAP > 0:
         scores = SOFTCAP - 2.0 * SOFTCAP / (
             tl.exp2(scores * (2.0 * _LOG2E / SOFTCAP)) + 1.0
@@ -87,8 +91,8 @@ def _places_of(
     at,
     high,
     head,
-    K: tl.constexpr,
-    D: tl.constexpr,
+    CELL: tl.constexpr,
+    STEP: tl.constexpr,
     PAGE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
@@ -97,7 +101,7 @@ def _places_of(
         page = tl.load(table + at // PAGE, mask=at < high, other=0).to(tl.int64)
     else:
         page = tl.load(table + at // PAGE).to(tl.int64)
-    return (page * PAGE + at % PAGE) * (2 * K * D) + 2 * head * D
+    return (page * PAGE + at % PAGE) * CELL + head * STEP
 
 
 @triton.jit
@@ -132,6 +136,7 @@ def _sweep(
     top,
     total,
     queries,
+    rest,
     position,
     kv,
     table,
@@ -140,7 +145,11 @@ def _sweep(
     high,
     k_scale,
     dims,
-    K: tl.constexpr,
+    CELL: tl.constexpr,
+    STEP: tl.constexpr,
+    SHARED: tl.constexpr,
+    REST: tl.constexpr,
+    RP: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
     PAGE: tl.constexpr,
@@ -155,7 +164,8 @@ def _sweep(
     """Add the keys [low, high) of one sequence and key head to the running softmax (acc, odd, top,
     total) of a tile.
 
-    queries [M, DP], position [M], table points at the sequence's pages. MASKED: a row may not see
+    queries [M, DP] and their other numbers rest [M, RP], if there are any; position [M], table
+    points at the sequence's pages. MASKED: a row may not see
     all of these keys, or high is no multiple of BLOCK_N. PAIRED: the pool's numbers are a byte
     each, acc has the sums of even dims and odd those of the others, [M, DP // 2] each; else acc has
     all of them, [M, DP], and odd is returned as it came.
@@ -163,15 +173,22 @@ def _sweep(
     keys = low + tl.arange(0, BLOCK_N)
     for start in range(low, high, BLOCK_N):
         at = start - low + keys
-        places = _places_of(table, at, high, head, K, D, PAGE, MASKED)
+        places = _places_of(table, at, high, head, CELL, STEP, PAGE, MASKED)
         cells = kv + places[:, None] + dims[None, :]
         inside = (dims < D)[None, :]
         if MASKED:
             inside = (at < high)[:, None] & inside
         key = tl.load(cells, mask=inside, other=0.0).to(queries.dtype)
+        scores = tl.dot(queries, tl.trans(key), input_precision=PRECISION)
+        if REST > 0:
+            more = tl.arange(0, RP)
+            known = (more < REST)[None, :]
+            if MASKED:
+                known = (at < high)[:, None] & known
+            behind = tl.load(kv + places[:, None] + D + more[None, :], mask=known, other=0.0)
+            scores += tl.dot(rest, tl.trans(behind.to(rest.dtype)), input_precision=PRECISION)
         weights, top, keep = _weigh(
-            queries,
-            key,
+            scores,
             at,
             high,
             position,
@@ -181,9 +198,10 @@ def _sweep(
             WINDOW,
             SOFTCAP,
             MASKED,
-            PRECISION,
         )
-        if PAIRED:
+        if SHARED:
+            value = key
+        elif PAIRED:
             value, other = _load_pairs(kv, places, at < high, queries.dtype, D, DP)
         else:
             value = tl.load(cells + D, mask=inside, other=0.0).to(queries.dtype)
@@ -204,6 +222,28 @@ def _load_scales(kv_scales, head, SCALED: tl.constexpr):
         k_scale = tl.load(kv_scales + 2 * head)
         v_scale = tl.load(kv_scales + 2 * head + 1)
     return k_scale, v_scale
+
+
+@triton.jit
+def _load_queries(
+    q,
+    rows,
+    known,
+    dims,
+    D: tl.constexpr,
+    REST: tl.constexpr,
+    RP: tl.constexpr,
+):
+    """Query heads [M, DP], and their REST numbers behind [M, RP]: `rows` of q, where known."""
+    starts = q + rows[:, None] * (D + REST)
+    inside = known[:, None] & (dims < D)[None, :]
+    queries = tl.load(starts + dims[None, :], mask=inside, other=0.0)
+    rest = queries
+    if REST > 0:
+        more = tl.arange(0, RP)
+        inside = known[:, None] & (more < REST)[None, :]
+        rest = tl.load(starts + D + more[None, :], mask=inside, other=0.0)
+    return queries, rest
 
 
 @triton.jit
@@ -237,6 +277,11 @@ def decode_attention(
     K: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
+    SHARED: tl.constexpr,
+    REST: tl.constexpr,
+    RP: tl.constexpr,
+    CELL: tl.constexpr,
+    STEP: tl.constexpr,
     PAGE: tl.constexpr,
     P: tl.constexpr,
     SEATS: tl.constexpr,
@@ -286,9 +331,7 @@ def decode_attention(
         high = tl.minimum(low + span, length)
         heads = head * G + rows
         inside = (rows < G)[:, None] & (dims < D)[None, :]
-        queries = tl.load(
-            q + (seq * H + heads)[:, None] * D + dims[None, :], mask=inside, other=0.0
-        )
+        queries, rest = _load_queries(q, seq * H + heads, rows < G, dims, D, REST, RP)
         k_scale, v_scale = _load_scales(kv_scales, head, SCALED)
         position = tl.zeros((BLOCK_M,), tl.int32) + (length - 1)
         top, total = _unseen(sinks, heads, rows < G, split == 0, BLOCK_M, SINKS)
@@ -299,6 +342,7 @@ def decode_attention(
             top,
             total,
             queries,
+            rest,
             position,
             kv,
             page_table + seq * P,
@@ -307,7 +351,11 @@ def decode_attention(
             high,
             k_scale,
             dims,
-            K,
+            CELL,
+            STEP,
+            SHARED,
+            REST,
+            RP,
             D,
             DP,
             PAGE,
@@ -413,6 +461,11 @@ def prompt_attention(
     K: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
+    SHARED: tl.constexpr,
+    REST: tl.constexpr,
+    RP: tl.constexpr,
+    CELL: tl.constexpr,
+    STEP: tl.constexpr,
     PAGE: tl.constexpr,
     P: tl.constexpr,
     SEATS: tl.constexpr,
@@ -458,9 +511,10 @@ def prompt_attention(
     n_rows = tl.load(cu_q + seq + 1) - row_start
     length = tl.load(kv_lens + seq)
     token = skip + rows // G
-    inside = ((token < n_rows) & (rows < BLOCK_T * G))[:, None] & (dims < D)[None, :]
+    known = (token < n_rows) & (rows < BLOCK_T * G)
+    inside = known[:, None] & (dims < D)[None, :]
     cells = ((row_start + token) * H + heads)[:, None] * D + dims[None, :]
-    queries = tl.load(q + cells, mask=inside, other=0.0)
+    queries, rest = _load_queries(q, (row_start + token) * H + heads, known, dims, D, REST, RP)
     before = length - n_rows  # keys of the sequence that earlier steps wrote
     position = before + token
     k_scale, v_scale = _load_scales(kv_scales, head, SCALED)
@@ -478,6 +532,7 @@ def prompt_attention(
             top,
             total,
             queries,
+            rest,
             position,
             kv,
             table,
@@ -486,7 +541,11 @@ def prompt_attention(
             whole,
             k_scale,
             dims,
-            K,
+            CELL,
+            STEP,
+            SHARED,
+            REST,
+            RP,
             D,
             DP,
             PAGE,
@@ -504,6 +563,7 @@ def prompt_attention(
         top,
         total,
         queries,
+        rest,
         position,
         kv,
         table,
@@ -512,7 +572,11 @@ def prompt_attention(
         high,
         k_scale,
         dims,
-        K,
+        CELL,
+        STEP,
+        SHARED,
+        REST,
+        RP,
         D,
         DP,
         PAGE,

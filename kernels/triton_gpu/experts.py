@@ -113,8 +113,11 @@ def _add_mxfp4(
 @triton.jit
 def _opened(gate, up, ACTIVATION: tl.constexpr):
     """What the activation makes of gates and ups: gates times the logistic function of something,
-    times ups.
+    times ups; or of gates alone, the square of what is positive.
     """
+    if ACTIVATION == "relu2":
+        positive = tl.maximum(gate, 0.0)
+        return positive * positive
     bent = gate
     if ACTIVATION == "gelu_tanh":
         bent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
@@ -145,10 +148,12 @@ def open_experts(
     SCALED: tl.constexpr,
     BIASED: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    MATRICES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Rows of x [T, I] times gates and ups of their experts [X, I, 2F] -> what the activation makes
-    of them, y [N * BLOCK_M, F] in x's dtype. SIZE_OUT: F. Rows of nobody are not written.
+    of them, y [N * BLOCK_M, F] in x's dtype. SIZE_OUT: F. MATRICES 1: of ups alone, [X, I, F],
+    which stand for the gates here. Rows of nobody are not written.
 
     Program (block of rows, block of outputs): those of a block are neighbours, and so are the
     blocks of an expert, whose weights the second finds in the cache.
@@ -168,8 +173,8 @@ def open_experts(
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if MXFP4:
-        codes = weights + expert * (SIZE_IN // 2 * 2 * SIZE_OUT)
-        powers = scales + expert * (SIZE_IN // 32 * 2 * SIZE_OUT)
+        codes = weights + expert * (SIZE_IN // 2 * MATRICES * SIZE_OUT)
+        powers = scales + expert * (SIZE_IN // 32 * MATRICES * SIZE_OUT)
         for first in range(0, SIZE_IN, BLOCK_K):
             gate = _add_mxfp4(
                 gate,
@@ -180,48 +185,54 @@ def open_experts(
                 outs,
                 real,
                 inside,
-                2 * SIZE_OUT,
+                MATRICES * SIZE_OUT,
                 SIZE_IN,
                 BLOCK_N,
                 BLOCK_K,
                 PRECISION,
             )
-            up = _add_mxfp4(
-                up,
-                lines,
-                codes,
-                powers,
-                first,
-                SIZE_OUT + outs,
-                real,
-                inside,
-                2 * SIZE_OUT,
-                SIZE_IN,
-                BLOCK_N,
-                BLOCK_K,
-                PRECISION,
-            )
+            if MATRICES == 2:
+                up = _add_mxfp4(
+                    up,
+                    lines,
+                    codes,
+                    powers,
+                    first,
+                    SIZE_OUT + outs,
+                    real,
+                    inside,
+                    MATRICES * SIZE_OUT,
+                    SIZE_IN,
+                    BLOCK_N,
+                    BLOCK_K,
+                    PRECISION,
+                )
     else:
-        columns = weights + expert * (SIZE_IN * 2 * SIZE_OUT) + outs
+        columns = weights + expert * (SIZE_IN * MATRICES * SIZE_OUT) + outs
         for first in range(0, SIZE_IN, BLOCK_K):
             inputs = first + inner
             given = _rows_of(lines, inputs, real, SIZE_IN, BLOCK_K)
-            cells = columns[None, :] + inputs[:, None] * (2 * SIZE_OUT)
+            cells = columns[None, :] + inputs[:, None] * (MATRICES * SIZE_OUT)
             gates = _weights_of(
                 cells, inputs, outs, given.dtype, SIZE_IN, SIZE_OUT, BLOCK_N, BLOCK_K
             )
-            cells += SIZE_OUT
-            ups = _weights_of(cells, inputs, outs, given.dtype, SIZE_IN, SIZE_OUT, BLOCK_N, BLOCK_K)
             gate = tl.dot(given, gates, gate, input_precision=PRECISION)
-            up = tl.dot(given, ups, up, input_precision=PRECISION)
+            if MATRICES == 2:
+                cells += SIZE_OUT
+                ups = _weights_of(
+                    cells, inputs, outs, given.dtype, SIZE_IN, SIZE_OUT, BLOCK_N, BLOCK_K
+                )
+                up = tl.dot(given, ups, up, input_precision=PRECISION)
     if SCALED:
-        factors = scales + expert * (2 * SIZE_OUT) + outs
+        factors = scales + expert * (MATRICES * SIZE_OUT) + outs
         gate *= tl.load(factors, mask=inside, other=0.0)[None, :]
-        up *= tl.load(factors + SIZE_OUT, mask=inside, other=0.0)[None, :]
+        if MATRICES == 2:
+            up *= tl.load(factors + SIZE_OUT, mask=inside, other=0.0)[None, :]
     if BIASED:
-        added = biases + expert * (2 * SIZE_OUT) + outs
+        added = biases + expert * (MATRICES * SIZE_OUT) + outs
         gate += tl.load(added, mask=inside, other=0.0).to(tl.float32)[None, :]
-        up += tl.load(added + SIZE_OUT, mask=inside, other=0.0).to(tl.float32)[None, :]
+        if MATRICES == 2:
+            up += tl.load(added + SIZE_OUT, mask=inside, other=0.0).to(tl.float32)[None, :]
     opened = _opened(gate, up, ACTIVATION)
     cells = y + places.to(tl.int64)[:, None] * SIZE_OUT + outs[None, :]
     tl.store(cells, opened.to(y.dtype.element_ty), mask=real[:, None] & inside[None, :])

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jitney.kernels import delta_net as plain_delta_net
 from jitney.kernels import reference
 from jitney.kernels.delta_net import DeltaRows, DeltaSequences, DeltaState, DeltaWeights
-from jitney.kernels.experts import ExpertBlocks, Stack
+from jitney.kernels.experts import ExpertBlocks, Stack, opened_size
 from jitney.kernels.int4 import Int4
 from jitney.kernels.interface import AttentionMeta, KernelError
 from jitney.kernels.scales import limit_of, scales_of
@@ -30,7 +30,14 @@ from jitney.kernels.triton_gpu import (
 )
 from jitney.kernels.triton_gpu import experts as expert_products
 from jitney.kernels.triton_gpu.launch import Launch
-from jitney.kernels.triton_gpu.tiles import DecodeTiles, ProductTiles, PromptTiles, attention_tiles
+from jitney.kernels.triton_gpu.tiles import (
+    LATENT_HEADS,
+    DecodeTiles,
+    ProductTiles,
+    PromptTiles,
+    attention_tiles,
+    latent_tiles,
+)
 
 _FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 #: Elements that places of 32 bits reach, and programs along the second axis of a launch.
@@ -41,6 +48,8 @@ _FEW_COLUMNS = 4096
 _FP8_SINCE = 89
 #: Columns of a memory that a program keeps in registers: 32 of a thread's, with 128 rows.
 _DELTA_COLUMNS = 32
+#: Inputs of a product, at least.
+_LEAST_INPUTS = 16
 #: Inputs that a program of the fp8 product multiplies at a time.
 _FP8_INPUTS = 64
 
@@ -81,7 +90,7 @@ class TritonKernels:
         self,
         q: jax.Array,
         k: jax.Array,
-        v: jax.Array,
+        v: jax.Array | None,
         kv: jax.Array,
         meta: AttentionMeta,
         *,
@@ -90,11 +99,15 @@ class TritonKernels:
         softcap: float = 0.0,
         kv_scales: jax.Array | None = None,
         sinks: jax.Array | None = None,
+        value_dim: int = 0,
     ) -> tuple[jax.Array, jax.Array]:
         """See `jitney.kernels.interface.Kernels.paged_attention`; sums in float32, rows of padding
         are zero.
         """
-        kv = self.write(k, v, kv, meta, kv_scales=kv_scales)
+        if v is None:
+            kv = reference.write_kv(kv, k, None, meta.write_rows)
+        else:
+            kv = self.write(k, v, kv, meta, kv_scales=kv_scales)
         o = self.attend(
             q,
             kv,
@@ -104,6 +117,7 @@ class TritonKernels:
             softcap=softcap,
             kv_scales=kv_scales,
             sinks=sinks,
+            value_dim=value_dim,
         )
         return o, kv
 
@@ -151,35 +165,38 @@ class TritonKernels:
         eps: float,
     ) -> tuple[jax.Array, DeltaState]:
         """See `jitney.kernels.interface.DeltaNet`; XLA convolves, norms and gates."""
-        return plain_delta_net.delta_net(
-            x, rates, weights, state, meta, eps=eps, recur=self._pass_rows
-        )
+        return plain_delta_net.delta_net(x, rates, weights, state, meta, eps=eps, recur=self.recur)
 
-    def _pass_rows(
+    def recur(
         self, rows: DeltaRows, memory: jax.Array, sequences: DeltaSequences, count: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """See `jitney.kernels.delta_net.Recur`; what is read in rows of padding is undefined."""
-        n_seats, n_heads, dim, width = memory.shape
+        n_slots, n_heads, dim, width = memory.shape
         columns = min(_power_of_two(width), _DELTA_COLUMNS)
         kept = jax.new_ref(memory)
         read = self.launch(
             delta_net.pass_rows,
-            *rows,
+            *rows[:-1],
+            rows.decay if rows.beta is None else rows.beta,  # unread then
             sequences.ends,
-            sequences.seats,
+            sequences.stops,
+            sequences.reads,
+            sequences.writes,
             sequences.starts,
             kept,
             out=jax.ShapeDtypeStruct(rows.values.shape, jnp.float32),
-            grid=(len(sequences.seats), n_heads, -(-width // columns)),
+            grid=(len(sequences.starts), n_heads, -(-width // columns)),
             warps=4,
             stages=1,
             G=rows.keys.shape[1],
             H=n_heads,
             D=dim,
             V=width,
-            M=n_seats,
+            K=sequences.stops.shape[1],
+            M=n_slots,
             DIMS=_power_of_two(dim),
             COLUMNS=columns,
+            CORRECTS=rows.beta is not None,
         )
         return read, jax.freeze(kept)
 
@@ -237,19 +254,27 @@ class TritonKernels:
         softcap: float = 0.0,
         kv_scales: jax.Array | None = None,
         sinks: jax.Array | None = None,
+        value_dim: int = 0,
     ) -> jax.Array:
         """See `jitney.kernels.interface.Kernels.attend`. A bucket with as many rows as sequences is
-        one of decode only. Other kernels for prompts are not asked where heads have sinks.
+        one of decode only. Other kernels for prompts are not asked where heads have sinks, nor
+        where keys serve as values, which takes one key head.
         """
         _check_rows(q)
         scales, limit = self.pool_scales(kv, kv_scales)
         n_rows, n_heads, dim = q.shape
         n_seqs, pages = meta.page_table.shape
+        rest = dim - value_dim if value_dim else 0
         constants = {
             "H": n_heads,
-            "K": kv.shape[2] // 2,
-            "D": dim,
-            "DP": _power_of_two(dim),
+            "K": _head_tiles(n_heads, q.dtype.itemsize) if value_dim else kv.shape[2] // 2,
+            "D": value_dim or dim,
+            "DP": _power_of_two(value_dim or dim),
+            "SHARED": value_dim > 0,
+            "REST": rest,
+            "RP": max(_LEAST_INPUTS, _power_of_two(rest)) if rest else 0,
+            "CELL": kv.shape[2] * dim,
+            "STEP": 0 if value_dim else 2 * dim,
             "PAGE": kv.shape[1],
             "P": pages,
             "SEATS": _power_of_two(n_seqs),
@@ -262,8 +287,9 @@ class TritonKernels:
         }
         o = None
         factors = scales, scales if sinks is None else sinks  # unread then
-        if n_rows != n_seqs and self.prompts is not None and sinks is None:
-            o = self.prompts(q, kv, meta, scale=scale, window=window, softcap=softcap)
+        others = self.prompts if sinks is None and not value_dim else None
+        if n_rows != n_seqs and others is not None:
+            o = others(q, kv, meta, scale=scale, window=window, softcap=softcap)
         elif n_rows != n_seqs:
             o = self._prompts(q, kv, meta, factors, constants)
         return self._decode(q, kv, meta, factors, constants, o)
@@ -276,6 +302,8 @@ class TritonKernels:
         self, q: jax.Array, kv: jax.Array, constants: dict[str, Any]
     ) -> tuple[DecodeTiles, PromptTiles]:
         group = constants["H"] // constants["K"]
+        if constants["SHARED"]:
+            return latent_tiles(self.launch.sm, constants["DP"], q.dtype.itemsize, group)
         return self.tiles(
             self.launch.sm, constants["DP"], q.dtype.itemsize, group, kv.dtype.itemsize
         )
@@ -311,7 +339,7 @@ class TritonKernels:
             meta.cu_q,
             meta.counts,
             *factors,
-            out=_like(q),
+            out=_output_of(q, constants),
             grid=(n_kv, blocks),
             warps=tiles.warps,
             stages=tiles.stages,
@@ -364,7 +392,7 @@ class TritonKernels:
             **constants,
         )
         if o is None:
-            o, *parts = decode(out=(_like(q), part_o, part_stats))
+            o, *parts = decode(out=(_output_of(q, constants), part_o, part_stats))
             whole = jax.new_ref(o)
         else:
             whole = jax.new_ref(o)
@@ -505,7 +533,8 @@ class TritonKernels:
         self, x: jax.Array, opening: Stack, closing: Stack, blocks: ExpertBlocks, activation: str
     ) -> jax.Array:
         """See `jitney.kernels.interface.ExpertProducts`; places of nobody's rows are undefined."""
-        n_places, inner = blocks.rows.shape[0], opening.kernel.shape[-1] // 2
+        n_places, columns = blocks.rows.shape[0], opening.kernel.shape[-1]
+        inner = opened_size(columns, activation)
         opened = self._with_experts(
             expert_products.open_experts,
             x,
@@ -513,8 +542,9 @@ class TritonKernels:
             blocks,
             out=jax.ShapeDtypeStruct((n_places, inner), x.dtype),
             n_rows=len(x),
-            matrices=2,
+            matrices=columns // inner,
             ACTIVATION=activation,
+            MATRICES=columns // inner,
         )
         return self._with_experts(
             expert_products.close_experts,
@@ -623,5 +653,12 @@ def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+def _head_tiles(n_heads: int, itemsize: int) -> int:
+    """How many tiles the query heads of one key head are divided into, evenly."""
+    most = min(n_heads, LATENT_HEADS[itemsize])
+    return n_heads // max(size for size in range(1, most + 1) if n_heads % size == 0)
+
+
+def _output_of(q: jax.Array, constants: dict[str, Any]) -> jax.ShapeDtypeStruct:
+    """The output of attention for queries [T, H, .]."""
+    return jax.ShapeDtypeStruct((*q.shape[:2], constants["D"]), q.dtype)

@@ -102,6 +102,21 @@ _WIDE_BYTE_POOLS: dict[tuple[int, int, int], DecodeTiles] = {
     (89, 64, 2): DecodeTiles(32, 256, 32, 58 * 3, 4, 3),
     (90, 64, 2): DecodeTiles(32, 256, 32, 132 * 3, 4, 3),
 }
+#: (generation, bytes per activation) -> tiles where keys serve as values: up to 512 numbers of a
+#: key that do, and 64 that do not. Prompts on sm_90 spill up to 32 bytes a thread for products of
+#: warp groups.
+_LATENT: dict[tuple[int, int], tuple[DecodeTiles, PromptTiles]] = {
+    (80, 2): (DecodeTiles(32, 256, 32, 108, 8, 2), PromptTiles(32, 32, 8, 2)),
+    (89, 2): (DecodeTiles(16, 256, 32, 58, 8, 2), PromptTiles(32, 16, 8, 1)),
+    (90, 2): (DecodeTiles(32, 256, 32, 132, 8, 2), PromptTiles(64, 16, 8, 2)),
+    (80, 4): (DecodeTiles(16, 256, 32, 108, 8, 1), PromptTiles(16, 16, 8, 1)),
+    (89, 4): (DecodeTiles(16, 256, 32, 58, 8, 1), PromptTiles(16, 16, 8, 1)),
+    (90, 4): (DecodeTiles(16, 256, 32, 132, 8, 1), PromptTiles(16, 16, 8, 1)),
+}
+#: Query heads that share a tile of latents at most, by bytes per activation; and keys of a decode
+#: tile on sm_90 with up to 16 of them.
+LATENT_HEADS = {2: 32, 4: 16}
+_FEW_HEADS, _KEYS_OF_FEW = 16, 64
 #: Rows that a narrow product takes with the tiles of a few, by bytes per activation: up to there it
 #: is bound by reading weights. float32 takes three times the registers, and has no other tiles.
 _FEW_ROWS = {2: 64, 4: 16}
@@ -169,6 +184,23 @@ def attention_tiles(
         decode = _WIDE.get(key, decode)
         if pool_itemsize == 1:
             decode = _WIDE_BYTE_POOLS.get(key, decode)
+    return decode, prompt
+
+
+def latent_tiles(
+    sm: int, value_dim: int, itemsize: int, group: int
+) -> tuple[DecodeTiles, PromptTiles]:
+    """Tiles where keys serve as values of value_dim numbers, padded to a power of two, of `group`
+    query heads; KernelError for more than 512.
+    """
+    if value_dim > 512:
+        raise KernelError(
+            f"kernels triton take latents up to 512, not {value_dim}; choose kernels reference"
+        )
+    generation = _generation(sm)
+    decode, prompt = _LATENT[generation, itemsize]
+    if (generation, itemsize) == (90, 2) and group <= _FEW_HEADS:
+        decode = replace(decode, block_n=_KEYS_OF_FEW)
     return decode, prompt
 
 

@@ -1,4 +1,4 @@
-"""Gated delta nets of every kernel set against their recurrence in numpy."""
+"""Recurrent layers of every kernel set against their recurrence in numpy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import delta_nets
 import numpy as np
 import pytest
-from delta_nets import Sizes, Step, Text
+from delta_nets import Sizes, Step, Text, of_mamba
 
 from jitney.kernels import delta_net as plain
 from jitney.kernels.cpu import delta_net as native
@@ -16,21 +16,36 @@ from jitney.kernels.cpu import delta_net as native
 KERNELS: dict[str, Callable[..., Any]] = {
     "reference": plain.delta_net,
     "native": native.delta_net,
+    "reference of Mamba": of_mamba(plain.recur),
+    "native of Mamba": of_mamba(native.recur),
 }
+
+
+def sizes_of(name: str, *sizes: Any) -> Sizes:
+    return Sizes(*sizes)._replace(corrects="Mamba" not in name)
 
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize(
-    "sizes", [Sizes(), Sizes(1, 4, 32, 16, 2), Sizes(2, 2, 16, 80, 3), Sizes(1, 2, 128, 128)]
+    "sizes", [(), (1, 4, 32, 16, 2), (2, 2, 16, 80, 3), (1, 2, 128, 128)], ids=str
 )
-def test_rows_in_chunks_are_the_recurrence(name: str, sizes: Sizes):
-    found = delta_nets.in_pieces(KERNELS[name], sizes)
+def test_rows_in_chunks_are_the_recurrence(name: str, sizes: tuple[int, ...]):
+    found = delta_nets.in_pieces(KERNELS[name], sizes_of(name, *sizes))
+    assert found["error"] < 1e-3 and found["untouched"]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("sizes", [(), (2, 2, 16, 80, 3)], ids=str)
+def test_rows_behind_a_checkpoint_are_the_recurrence(name: str, sizes: tuple[int, ...]):
+    """Slots that only some sequences read, and a prompt of three pieces."""
+    found = delta_nets.from_checkpoints(KERNELS[name], sizes_of(name, *sizes))
     assert found["error"] < 1e-3 and found["untouched"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_native_numbers_do_not_depend_on_the_cut_nor_on_the_others(dtype: str):
-    sizes = Sizes(2, 4, 32, 32)
+@pytest.mark.parametrize("name", ["native", "native of Mamba"])
+def test_native_numbers_do_not_depend_on_the_cut_nor_on_the_others(name: str, dtype: str):
+    sizes = sizes_of(name, 2, 4, 32, 32)
     rng = np.random.default_rng(5)
     weights = delta_nets.draw_weights(sizes, rng, dtype)
     text = Text.draw(sizes, rng, 2, 70)
@@ -38,14 +53,18 @@ def test_native_numbers_do_not_depend_on_the_cut_nor_on_the_others(dtype: str):
 
     def rows(*counts: int, beside: bool = False) -> tuple[np.ndarray, np.ndarray]:
         text.done = other.done = 0
+        text.slot = 2
         steps, spans = [], []
         for count in counts:
             parts = [(other, 1), (text, count)] if beside else [(text, count)]
-            steps.append(Step(parts, 80, 3))
+            # A longer chunk is also cut inside the step, and goes on in another slot.
+            saves, to = [(text, 13, 0)], [(text, 5 - text.slot)]
+            changed: Any = {"saves": saves, "to": to} if beside and count > 20 else {}
+            steps.append(Step(parts, 80, 3, **changed))
             spans.append(slice(len(parts) - 1, len(parts) - 1 + count))
-        outputs, state = delta_nets.run(native.delta_net, steps, sizes, weights, dtype)
+        outputs, state = delta_nets.run(KERNELS[name], steps, sizes, weights, dtype)
         own = [rows[span] for rows, span in zip(outputs, spans, strict=True)]
-        return np.concatenate(own), np.asarray(state.memory)[2]
+        return np.concatenate(own), np.asarray(state.memory)[text.slot]
 
     whole, memory = rows(70)
     for counts in ((1, 69), (33, 5, 32), (2, 1, 1, 1, 65)):
@@ -59,7 +78,7 @@ def test_native_numbers_do_not_depend_on_the_cut_nor_on_the_others(dtype: str):
 @pytest.mark.parametrize("rows", [3, 8], ids=["decode", "mixed"])
 def test_a_row_that_is_computed_again_changes_nothing(name: str, rows: int):
     """As where a mask came late (`Scheduler.sit_out`): the token before is in the state already."""
-    sizes = Sizes()
+    sizes = sizes_of(name)
     rng = np.random.default_rng(9)
     weights = delta_nets.draw_weights(sizes, rng)
     texts = [Text.draw(sizes, rng, seat, 12) for seat in (1, 4)]

@@ -17,6 +17,7 @@ from ragged import Case, attention, make
 
 from jitney.kernels import definitions, delta_net, proof, reference, w8a8
 from jitney.kernels import experts as plain_experts
+from jitney.kernels.delta_net import StateSlots
 from jitney.kernels.experts import gate
 from jitney.kernels.interface import (
     Fp8Products,
@@ -698,15 +699,15 @@ def test_the_definition_of_attention_is_that_of_the_tests(window: int, softcap: 
     assert np.abs(got[: batch.n_rows] - attention(batch, batch.kv)).max() < 1e-5
 
 
-@pytest.mark.parametrize("wrong", ["", "start", "seat", "state"])
+@pytest.mark.parametrize("wrong", ["", "start", "slot", "state"])
 def test_recurrent_layers_that_are_wrong_are_found(wrong: str):
     served = serving(delta_net=DeltaShape(2, 4, 16, 32, 4))
 
     def broken(x, rates, weights, state, meta, *, eps):
         if wrong == "start":
             meta = meta._replace(positions=jnp.zeros_like(meta.positions))
-        if wrong == "seat":
-            meta = meta._replace(seats=meta.seats[::-1])
+        if wrong == "slot":
+            meta = meta._replace(state=StateSlots.in_place(meta.state.reads[::-1]))
         o, after = delta_net.delta_net(x, rates, weights, state, meta, eps=eps)
         return o, after._replace(taps=state.taps) if wrong == "state" else after
 

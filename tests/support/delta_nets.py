@@ -1,4 +1,4 @@
-"""Gated delta nets by their definition, in numpy, and made-up steps of them."""
+"""Gated delta nets and layers of Mamba-2 by their definition in numpy, and made-up steps."""
 
 from __future__ import annotations
 
@@ -10,29 +10,57 @@ import jax.numpy as jnp
 import numpy as np
 
 from jitney.kernels import definitions
-from jitney.kernels.delta_net import DeltaState, DeltaWeights
+from jitney.kernels.delta_net import DeltaState, DeltaWeights, StateSlots
 from jitney.kernels.interface import AttentionMeta
+from jitney.kernels.mamba import MambaWeights, mamba
 
 #: Of the norm of what a head reads.
 EPS = 1e-5
+#: Of the steps of Mamba-2: some are clamped.
+LIMITS = (0.1, 2.0)
 
 
 class Sizes(NamedTuple):
-    """G, H, D, V, W and M of `jitney.kernels.delta_net`."""
+    """G, H, D, V, W and M of `jitney.kernels.delta_net`; whether it is one, or else of Mamba-2."""
 
     key_heads: int = 2
     heads: int = 4
     dim: int = 16
     width: int = 32
     taps: int = 4
-    seats: int = 5
+    slots: int = 5
+    corrects: bool = True
 
     @property
     def channels(self) -> int:
         return 2 * self.key_heads * self.dim + self.heads * self.width
 
 
-def draw_weights(sizes: Sizes, rng: np.random.Generator, dtype: Any = "float32") -> DeltaWeights:
+def of_mamba(recur: Any) -> Any:
+    """A layer of Mamba-2, called as a delta net is."""
+
+    def layer(x: Any, rates: Any, *others: Any, eps: float) -> Any:
+        read, state = mamba(x, *others, limits=LIMITS, recur=recur)
+        return read.reshape(len(x), -1), state
+
+    return layer
+
+
+def draw_weights(sizes: Sizes, rng: np.random.Generator, dtype: Any = "float32") -> Any:
+    heads = sizes.heads
+    weights = _draw(sizes, rng, dtype)
+    if sizes.corrects:
+        return weights
+    return MambaWeights(
+        weights.taps,
+        jnp.asarray(0.2 * rng.standard_normal(sizes.channels), dtype),
+        weights.log_decay,
+        weights.rate_bias,
+        jnp.asarray(rng.standard_normal(heads), jnp.float32),
+    )
+
+
+def _draw(sizes: Sizes, rng: np.random.Generator, dtype: Any) -> DeltaWeights:
     heads = sizes.heads
     return DeltaWeights(
         jnp.asarray(0.7 * rng.standard_normal((sizes.taps, sizes.channels)), dtype),
@@ -42,31 +70,39 @@ def draw_weights(sizes: Sizes, rng: np.random.Generator, dtype: Any = "float32")
     )
 
 
-@dataclass
+@dataclass(eq=False)
 class Text:
-    """The rows of one sequence: x [L, C + H V], rates [L, 2 H]."""
+    """The rows of one sequence, whose state is in a slot: x [L, C + H V], or of Mamba-2 [L, C + H],
+    rates [L, 2 H].
+    """
 
-    seat: int
+    slot: int
     x: np.ndarray
     rates: np.ndarray
     done: int = 0
 
     @classmethod
-    def draw(cls, sizes: Sizes, rng: np.random.Generator, seat: int, length: int) -> Text:
-        columns = sizes.channels + sizes.heads * sizes.width
+    def draw(cls, sizes: Sizes, rng: np.random.Generator, slot: int, length: int) -> Text:
+        columns = sizes.channels + sizes.heads * (sizes.width if sizes.corrects else 1)
         x = rng.standard_normal((length, columns), np.float32)
-        return cls(seat, x, rng.standard_normal((length, 2 * sizes.heads), np.float32))
+        return cls(slot, x, rng.standard_normal((length, 2 * sizes.heads), np.float32))
 
 
 @dataclass
 class Step:
-    """The next rows of some texts: (text, how many), and rows and sequences of the bucket."""
+    """The next rows of some texts: (text, how many), and rows and sequences of the bucket.
+
+    saves: of some texts, (after how many of these rows, the slot where the state is left then);
+    at two positions at most. to: the slot that a text goes on in.
+    """
 
     parts: list[tuple[Text, int]]
     rows: int
     seqs: int
     #: The last row of each text that was computed is computed again.
     again: bool = False
+    saves: list[tuple[Text, int, int]] = field(default_factory=list[tuple[Text, int, int]])
+    to: list[tuple[Text, int]] = field(default_factory=list[tuple[Text, int]])
     x: Any = field(init=False)
     rates: Any = field(init=False)
     meta: AttentionMeta = field(init=False)
@@ -88,7 +124,6 @@ class Step:
             text.done = start + count
             ends.append(ends[-1] + count)
         padded = [*ends, *[ends[-1]] * (self.seqs + 1 - len(ends))]
-        seats = [text.seat for text, _ in self.parts]
         none = jnp.zeros(0, jnp.int32)
         self.x, self.rates = x, rates
         self.meta = AttentionMeta(
@@ -97,26 +132,41 @@ class Step:
             none,
             none,
             jnp.array(positions),
-            jnp.array([0, len(seats), ends[-1]], jnp.int32),
-            seats=jnp.array([*seats, *[1 << 30] * (self.seqs - len(seats))], jnp.int32),
+            jnp.array([0, len(self.parts), ends[-1]], jnp.int32),
+            state=self._state(),
         )
+
+    def _state(self) -> StateSlots:
+        most = 0 if self.rows == self.seqs else 2
+        reads, cuts, writes = (np.zeros((self.seqs, n), np.int32) for n in (1, most, most + 1))
+        for number, (text, _) in enumerate(self.parts):
+            reads[number] = text.slot
+            saves = [(rows, slot) for other, rows, slot in self.saves if other is text]
+            for place, (rows, slot) in enumerate(saves, most - len(saves)):
+                cuts[number, place], writes[number, place] = rows, slot
+            text.slot = dict(self.to).get(text, text.slot)
+            writes[number, most] = text.slot
+        return StateSlots(jnp.array(reads[:, 0]), jnp.array(cuts), jnp.array(writes))
 
 
 def dirty_state(sizes: Sizes) -> DeltaState:
-    """What others left in the seats: nothing that the next may read."""
+    """What others left in the slots: nothing that the next may read."""
     values = sizes.heads * sizes.width
-    memory = jnp.full((sizes.seats, sizes.heads, sizes.dim, sizes.width), jnp.nan)
-    taps = jnp.full((sizes.seats, sizes.taps, sizes.channels), jnp.nan)
-    return DeltaState(taps, memory, jnp.full(sizes.seats, values, jnp.int32))
+    memory = jnp.full((sizes.slots, sizes.heads, sizes.dim, sizes.width), jnp.nan)
+    taps = jnp.full((sizes.slots, sizes.taps, sizes.channels), jnp.nan)
+    return DeltaState(taps, memory, jnp.full(sizes.slots, values, jnp.int32))
 
 
-def definition(sizes: Sizes, weights: DeltaWeights, text: Text) -> np.ndarray:
+def definition(sizes: Sizes, weights: Any, text: Text) -> np.ndarray:
     """[L, H V] of one sequence."""
+    if not sizes.corrects:
+        read = definitions.mamba(text.x, weights, sizes.key_heads, sizes.dim, LIMITS)
+        return read.reshape(len(read), -1)
     return definitions.delta_net(text.x, text.rates, weights, sizes.key_heads, sizes.dim, EPS)
 
 
 def run(
-    kernel: Any, steps: list[Step], sizes: Sizes, weights: DeltaWeights, dtype: Any = "float32"
+    kernel: Any, steps: list[Step], sizes: Sizes, weights: Any, dtype: Any = "float32"
 ) -> tuple[list[np.ndarray], DeltaState]:
     """The rows of each step, and the state behind them."""
     compiled = jax.jit(kernel, static_argnames="eps", donate_argnums=3)
@@ -129,8 +179,8 @@ def run(
 
 
 def in_pieces(kernel: Any, sizes: Sizes) -> dict[str, Any]:
-    """Prompts in odd pieces beside sequences that decode, in seats that hold others' numbers: the
-    greatest distance from the definition, and whether the other seats hold what they held.
+    """Prompts in odd pieces beside sequences that decode, in slots that hold others' numbers: the
+    greatest distance from the definition, and whether the other slots hold what they held.
     """
     rng = np.random.default_rng(3)
     weights = draw_weights(sizes, rng)
@@ -157,3 +207,47 @@ def in_pieces(kernel: Any, sizes: Sizes) -> dict[str, Any]:
     memory = np.asarray(state.memory)
     same = lengths == [45, 6, 3] and bool(np.isnan(memory[[2, 4]]).all())
     return {"error": error, "untouched": same}
+
+
+def from_checkpoints(kernel: Any, sizes: Sizes) -> dict[str, Any]:
+    """A prompt whose state is saved twice in a step, and sequences that go on from there: the
+    greatest distance of any row from the definition.
+    """
+    sizes = sizes._replace(slots=9)
+    rng = np.random.default_rng(4)
+    weights = draw_weights(sizes, rng)
+    first = Text.draw(sizes, rng, 3, 60)
+    other, second, third = (Text.draw(sizes, rng, slot, 60) for slot in (8, 5, 0))
+    for text, shared in ((second, 2), (third, 37)):
+        text.x[:shared], text.rates[:shared] = first.x[:shared], first.rates[:shared]
+    steps = [
+        Step([(other, 1), (first, 40)], 64, 4, saves=[(first, 2, 5), (first, 37, 0)]),
+        Step([(first, 1), (other, 1)], 4, 4, to=[(first, 1)]),
+    ]
+    second.done, third.done = 2, 37
+    # Both read what is read later, too, and leave it as it is.
+    steps.append(Step([(second, 9), (third, 1)], 16, 4, to=[(second, 2), (third, 4)]))
+    second.slot, third.slot, second.done, third.done = 5, 0, 2, 37
+    again = [(second, 6), (third, 7), (first, 2)]
+    saves = [(third, 5, 6), (first, 1, 3)]
+    steps.append(Step(again, 16, 4, saves=saves, to=[(second, 5), (third, 7)]))
+    steps.append(Step([(text, 1) for text, _ in again], 4, 4))
+    outputs, state = run(kernel, steps, sizes, weights)
+    spans = [
+        (0, [(other, 0, 1), (first, 0, 40)]),
+        (1, [(first, 40, 1), (other, 1, 1)]),
+        (2, [(second, 2, 9), (third, 37, 1)]),
+        (3, [(second, 2, 6), (third, 37, 7), (first, 41, 2)]),
+        (4, [(second, 8, 1), (third, 44, 1), (first, 43, 1)]),
+    ]
+    error = 0.0
+    for step, parts in spans:
+        row = 0
+        for text, start, count in parts:
+            wanted = definition(sizes, weights, text)[start : start + count]
+            error = max(error, float(np.abs(outputs[step][row : row + count] - wanted).max()))
+            row += count
+    return {
+        "error": error,
+        "untouched": np.asarray(state.lengths)[[0, 6, 3]].tolist() == [37, 42, 42],
+    }

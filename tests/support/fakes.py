@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -25,6 +26,8 @@ from jitney.engine.core.scheduler.kv_pages import PagePool
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.plan import REJECTED, MaskedRow, Plan, StepResult, StepWork
 from jitney.engine.core.scheduler.scheduler import Scheduler
+from jitney.engine.core.scheduler.sequence import HeldSlots
+from jitney.engine.core.scheduler.state_slots import StateTables
 
 VOCAB, EOS = 40, 0
 
@@ -87,6 +90,8 @@ class Rows:
     pages: list[int]
     #: Pages of the cache groups with a window beside the first.
     windows: list[list[int]]
+    #: Slots of recurrent layers; None: there are none.
+    slots: HeldSlots | None
     sample: bool
     score_start: int
     targets: list[int]  # the prompt tokens that the scored rows are scored against
@@ -107,6 +112,10 @@ class FakeRunner:
     window = 0
     #: Pages of further cache groups, by window.
     windows: Mapping[int, int] = MappingProxyType({})
+    #: Slots of recurrent layers' state beside one for each seat, and pages from checkpoint to
+    #: checkpoint; None: no layer is recurrent.
+    checkpoints: int | None = None
+    every = 0
 
     def __init__(self, n_pages: int, page_size: int, seats: int):
         self.page_size, self.compiles = page_size, 0
@@ -143,6 +152,7 @@ class FakeRunner:
                     known or [-1 - chunk.draft],
                     list(seq.pages),
                     [list(held.pages) for held in seq.windows],
+                    deepcopy(seq.state),
                     chunk.sample,
                     chunk.score_start,
                     seq.tokens[chunk.score_start + 1 : chunk.score_start + 1 + chunk.scored],
@@ -304,15 +314,21 @@ def make_core(
     """
     clock = clock or FakeClock()
     held_to = SchedulerLimits(seats, context, max_requests, max_tokens, **limits)
+    state = None
+    if device.checkpoints is not None:
+        slots = seats + device.checkpoints * retain
+        state = StateTables(PagePool(slots + 1, page_size), seats, device.every)
+    shares = state is None or retain
     scheduler = Scheduler(
         held_to,
         Buckets.of(max_seats=seats, token_budget=budget, token_sizes=token_sizes),
-        PagePool(pages, page_size, retain=retain, share_outputs=share_outputs),
+        PagePool(pages, page_size, retain=retain, share_outputs=share_outputs, shares=shares),
         clock,
         eos,
         VOCAB,
         device.window,
         {window: PagePool(n, page_size, retain=retain) for window, n in device.windows.items()},
+        state,
     )
     return EngineCore(scheduler, device(pages, page_size, seats), Ledger(), clock)
 

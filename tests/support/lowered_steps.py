@@ -40,7 +40,7 @@ def lower_step(
         state = nnx.from_flat_state(placed)
     leaves, treedef = jax.tree.flatten(state)
     program = Program(graph, treedef, kernels, mesh, sizes.logprobs)
-    layout = sizes.builder().layout(bucket, plain)
+    layout = sizes.builder(model.config).layout(bucket, plain)
     return program.lower(layout, leaves, sizes.shapes(model.config, kernels, mesh))
 
 

@@ -17,7 +17,7 @@ import zlib
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 OUTPUT = Path(__file__).parents[1] / "data" / "reference_logits.json"
 #: Rows whose logits are stored: the first two, around a window of 8, and the end.
@@ -75,6 +75,30 @@ QWEN3_5 = {
     "linear_value_head_dim": 32,
     "linear_num_value_heads": 4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+}
+#: Latent attention and a mixture behind one dense layer.
+LATENT = {
+    "hidden_size": 64,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+    "kv_lora_rank": 48,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 20,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+}
+LATENT_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
 }
 #: Two head sizes, of which the larger rotates a quarter; prompts go past the windows of 8.
 GEMMA4 = LONGER | {
@@ -369,6 +393,83 @@ CASES = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
         },
     ),
+    # As published in fp8: matrices of both kinds of layers and of experts in blocks of 128 x 128.
+    "qwen3_5_fp8": (
+        "Qwen3_5MoeText",
+        {
+            **QWEN3_5,
+            "without": ("intermediate_size",),
+            "hidden_size": 256,
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "head_dim": 64,
+            "linear_key_head_dim": 32,
+            "linear_num_key_heads": 2,
+            "moe_intermediate_size": 128,
+            "shared_expert_intermediate_size": 128,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    # The second layer attends, the last two have experts; the router knows them by a correction.
+    "lfm2_moe": (
+        "Lfm2Moe",
+        LONGER
+        | {
+            "without": ("rms_norm_eps",),
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "num_dense_layers": 2,
+            "moe_intermediate_size": 24,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
+    "granite4_h": (
+        "GraniteMoeHybrid",
+        LONGER
+        | GRANITE
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention"] + ["linear_attention"] * 2,
+            "intermediate_size": 24,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 40,
+            "mamba_n_heads": 8,
+            "mamba_d_state": 16,
+            "mamba_d_head": 16,
+            "mamba_chunk_size": 16,
+            "time_step_limit": [0.2, 2.0],
+        },
+    ),
+    # Layers of each kind, one of them behind another that mixes rows.
+    "nemotron_h": (
+        "NemotronH",
+        LONGER
+        | {
+            "without": ("rms_norm_eps", "num_hidden_layers"),
+            "hybrid_override_pattern": "MEM*EM-ME",
+            "head_dim": 16,
+            "layer_norm_epsilon": 1e-5,
+            "ssm_state_size": 16,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "chunk_size": 16,
+            # A floor that transformers gives to prompts alone, not as it goes on.
+            "time_step_min": 1e-9,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 40,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
     "qwen3_next": (
         "Qwen3Next",
         {
@@ -381,9 +482,71 @@ CASES = {
             "norm_topk_prob": False,
         },
     ),
+    "qwen3_moe_dense": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        LATENT
+        | {
+            "q_lora_rank": None,
+            "n_shared_experts": 2,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": LATENT_YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        LATENT
+        | {
+            "q_lora_rank": 32,
+            "n_shared_experts": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        LATENT
+        | {
+            "without": ("first_k_dense_replace",),
+            "q_lora_rank": 32,
+            "qk_rope_head_dim": 8,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
+    "mistral4": (
+        "Mistral4",
+        LATENT
+        | {
+            "q_lora_rank": 32,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 0,
+            "rope_parameters": LATENT_YARN
+            | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
+        },
+    ),
 }
 #: Cases whose experts are stored so.
 MXFP4 = ("gpt_oss_mxfp4",)
+#: Cases whose matrices are stored in fp8 with scales of blocks, and those that are not.
+FP8 = ("qwen3_5_fp8",)
+FP8_SETTINGS = {
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head", "in_proj_a", "in_proj_b", "gate", "shared_expert_gate"],
+}
 #: Prefix of a configuration's class -> that of its model's, where they differ.
 MODELS = {
     "Gemma3Text": "Gemma3",
@@ -420,6 +583,14 @@ GREEDY = {
     "qwen3_5_moe": (1, 20, 200),
     "qwen3_next": (1, 20, 200),
     "lfm2": (1, 20, 180),
+    "lfm2_moe": (1, 20, 180),
+    "granite4_h": (1, 20, 180),
+    "nemotron_h": (1, 20, 180),
+    "qwen3_moe_dense": (20,),
+    "deepseek_v2": (1, 20, 180),
+    "deepseek_v3": (20,),
+    "glm4_moe_lite": (1, 20, 180),
+    "mistral4": (1, 20, 180),
 }
 #: Tokens of a continuation: past every window of 8.
 COUNT = 16
@@ -440,6 +611,8 @@ def random_tensor(name: str, shape: tuple[int, ...], spread: float = 1.0) -> np.
         return np.random.default_rng(zlib.crc32(name.encode())).integers(0, 256, shape, np.uint8)
     if name.endswith("_scales"):  # magnitudes of experts' weights up to 1.5, or 6 of gates
         return (124 + 2 * ("gate" in name) + np.clip(drawn, -2, 0)).astype(np.uint8)
+    if name.endswith("_scale_inv"):  # of numbers up to 448
+        return ((1.0 + 0.5 * np.tanh(drawn)) / 64).astype(np.float32)
     if "norm" in name or name.endswith(("_scalar", "_scale", ".scale")):
         drawn = 1.0 + 0.2 * drawn
     elif name.endswith((".bias", "_proj_bias")):
@@ -493,6 +666,29 @@ def in_mxfp4(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     return found
 
 
+def in_fp8(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The tensors of a file whose matrices are in fp8, with their scales."""
+    kept = tuple(f"{name}.weight" for name in FP8_SETTINGS["modules_to_not_convert"])
+    scales = {
+        f"{key}_scale_inv": tuple(-(-size // 128) for size in shape)
+        for key, shape in shapes.items()
+        if len(shape) == 2 and not key.endswith(("embed_tokens.weight", *kept))
+    }
+    return dict(shapes) | scales
+
+
+def save(state: dict[str, np.ndarray], file: Path) -> None:
+    """Tensors in float32, but for those with scales of blocks, which become fp8 times 64."""
+    import torch
+    from safetensors.torch import save_file as save_torch
+
+    tensors = {key: torch.from_numpy(tensor) for key, tensor in state.items()}
+    for key in state:
+        if f"{key}_scale_inv" in state:
+            tensors[key] = (64 * tensors[key]).to(torch.float8_e4m3fn)
+    save_torch(tensors, file, {"format": "pt"})
+
+
 def reference(name: str, prefix: str, settings: dict) -> dict:
     """config.json as transformers writes it, tensor shapes, and float32 logits of ROWS."""
     import torch
@@ -515,8 +711,15 @@ def reference(name: str, prefix: str, settings: dict) -> dict:
             config.quantization_config = {"quant_method": "mxfp4"}
             config.save_pretrained(folder)
             options["quantization_config"] = transformers.Mxfp4Config(dequantize=True)
+        if name in FP8:
+            shapes = in_fp8(shapes)
+            config.quantization_config = FP8_SETTINGS
+            config.save_pretrained(folder)
+            options["quantization_config"] = transformers.FineGrainedFP8Config(
+                dequantize=True, modules_to_not_convert=FP8_SETTINGS["modules_to_not_convert"]
+            )
         state = {key: random_tensor(key, shape, spread) for key, shape in shapes.items()}
-        save_file(state, file, {"format": "pt"})
+        save(state, file)
         model = type(model).from_pretrained(folder, dtype=torch.float32, **options).eval()
     with torch.no_grad():
         logits = model(torch.from_numpy(prompt())[None]).logits[0, ROWS].numpy()
@@ -531,6 +734,8 @@ def reference(name: str, prefix: str, settings: dict) -> dict:
     }
     if name in MXFP4:
         case["config"]["quantization_config"] = {"quant_method": "mxfp4"}
+    if name in FP8:
+        case["config"]["quantization_config"] = FP8_SETTINGS
     if spread != 1.0:
         case["embed_spread"] = spread
     if name in GREEDY:

@@ -14,7 +14,7 @@ from jitney.engine.core.models.layers import RowFacts
 from jitney.engine.core.models.llama import Llama
 from jitney.engine.core.models.protocol import Model
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
-from jitney.kernels.delta_net import DeltaState
+from jitney.kernels.delta_net import DeltaState, StateSlots
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.select import select
 
@@ -55,8 +55,8 @@ def _whole_hidden(model: Model, tokens: jax.Array) -> Hidden:
     none = jnp.zeros(0, jnp.int32)
     counts = jnp.array([0, 1, tokens.shape[0]], jnp.int32)
     ends = jnp.array([0, tokens.shape[0]], jnp.int32)
-    seats = jnp.zeros(1, jnp.int32)
-    meta = AttentionMeta(none, ends, none, none, positions, counts, seats=seats)
+    state = StateSlots.in_place(jnp.zeros(1, jnp.int32))
+    meta = AttentionMeta(none, ends, none, none, positions, counts, state=state)
     hidden, _ = model(tokens, nothing_kept(model.config, 1), meta, DENSE)
     return hidden
 

@@ -66,8 +66,11 @@ def make(case: Case, seed: int = 7) -> Batch:
         rng.standard_normal((rows, n, dim), np.float32).astype(case.dtype)
         for n in (n_heads, n_kv, n_kv)
     )
-    kv = rng.standard_normal((case.n_pages, case.page, 2 * n_kv, dim), np.float32)
+    planes = 1 if case.value_dim else 2
+    kv = rng.standard_normal((case.n_pages, case.page, planes * n_kv, dim), np.float32)
     options: dict[str, Any] = {"scale": dim**-0.5, "window": case.window, "softcap": case.softcap}
+    if case.value_dim:
+        options["value_dim"] = case.value_dim
     if case.sinks:  # of every second head more than all keys together, else less than one
         own = 6 + rng.random(n_heads, np.float32)
         options["sinks"] = np.where(np.arange(n_heads) % 2, own, own - 9).astype(np.float32)
@@ -83,7 +86,7 @@ def make(case: Case, seed: int = 7) -> Batch:
     return Batch(
         q,
         k,
-        v,
+        None if case.value_dim else v,
         np.asarray(jnp.asarray(kv).astype(case.pool)),
         meta,
         sum(counts),
@@ -106,9 +109,10 @@ def exact(new: np.ndarray, pool: str, scales: np.ndarray, which: int, n_kv: int)
 def written(batch: Batch) -> np.ndarray:
     """The pool after the step's keys and values were put into it."""
     kv, limit = batch.kv.reshape(-1, *batch.kv.shape[2:]).copy(), QUANTISED.get(batch.kv.dtype.name)
-    new = np.stack([batch.k, batch.v], 2).reshape(len(batch.k), -1, batch.k.shape[2])[
-        : batch.n_rows
-    ]
+    new = batch.k
+    if batch.v is not None:
+        new = np.stack([batch.k, batch.v], 2).reshape(len(batch.k), -1, batch.k.shape[2])
+    new = new[: batch.n_rows]
     if limit:
         factors = np.broadcast_to(batch.options["kv_scales"], (kv.shape[1],))[:, None]
         new = np.clip(new.astype(np.float32) / factors, -limit, limit)
@@ -122,6 +126,9 @@ def attention(batch: Batch, kv: np.ndarray) -> np.ndarray:
     -> [rows, H, D].
     """
     options = batch.options
+    size_out = options.get("value_dim", 0)
+    if size_out:  # keys, and the same as values
+        kv = np.repeat(kv, 2, axis=2)
     wide = kv.astype(np.float64)
     if "kv_scales" in options:
         wide *= np.broadcast_to(options["kv_scales"], (kv.shape[2],)).astype(np.float64)[:, None]
@@ -143,7 +150,7 @@ def attention(batch: Batch, kv: np.ndarray) -> np.ndarray:
                 p = np.hstack([p, np.exp(options["sinks"][h] - top)])
             p = p / p.sum(1, keepdims=True)
             out[rows, h] = p[:, :length] @ cells[:, 2 * (h // group) + 1]
-    return out
+    return out[..., :size_out] if size_out else out
 
 
 def visible(length: int, count: int, window: int) -> np.ndarray:

@@ -8,6 +8,8 @@ import importlib.util
 import json
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 from places import DATA as FOLDER
 from places import SUPPORT
 
@@ -25,3 +27,12 @@ def load_script() -> Any:
 
 
 SCRIPT = load_script()
+
+
+def as_stored(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """With those that have scales of blocks in fp8, times 64, as the script saves them."""
+    in_fp8 = {name for name in tensors if f"{name}_scale_inv" in tensors}
+    return {
+        name: (64 * tensor).astype(ml_dtypes.float8_e4m3fn) if name in in_fp8 else tensor
+        for name, tensor in tensors.items()
+    }

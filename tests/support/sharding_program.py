@@ -118,7 +118,7 @@ def logits(
         context_length=ROWS,
         kv_dtype=jnp.dtype(kv_dtype or dtype),
     )
-    layout = sizes.builder().layout(Bucket(ROWS, len(tokens)), True)
+    layout = sizes.builder(model.config).layout(Bucket(ROWS, len(tokens)), True)
     kv = sizes.shapes(model.config, kernels, mesh).allocate(model.config)
 
     def step(leaves: Any, kv: Any, seat_tokens: Any, packed: Any) -> jax.Array:
@@ -173,7 +173,7 @@ def joined_logits(
         kv_dtype=jnp.dtype(kv_dtype or "float32"),
     )
     bucket = Bucket(ROWS, len(tokens))
-    layout = sizes.builder().layout(bucket, True)
+    layout = sizes.builder(model.config).layout(bucket, True)
     uploads = [one_prompt(layout, tokens[:count]) for count in counts]
     kv = sizes.shapes(model.config, program.kernels, mesh).allocate(model.config)
 
@@ -448,7 +448,7 @@ def program(
         for shape in re.findall(r"= \w+\[([\d,]*)\]\S* all-gather(?:-start)?\(", text)
     ]
     pools = sum(config.kv_numbers) * 16 * 16 * 4 // devices
-    pools += sizes.seats * config.local(devices).seat_bytes
+    pools += sizes.seats * config.local(devices).slot_bytes
     return np.array(
         [
             len(re.findall(r" all-reduce(?:-start)?\(", text)),

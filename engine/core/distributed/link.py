@@ -225,7 +225,7 @@ class _Peer:
 
 
 class Leader:
-    """Host 0. Its methods are called by one thread."""
+    """Host 0. Values are agreed on by one thread at a time; any may send."""
 
     host_id = 0
 
@@ -244,9 +244,17 @@ class Leader:
 
     @classmethod
     def gather(
-        cls, coordinator: str, n_hosts: int, own: Hello, report: _Report, lost: Lost
+        cls,
+        coordinator: str,
+        n_hosts: int,
+        own: Hello,
+        report: _Report,
+        lost: Lost,
+        adapters: dict[str, int] | None = None,
     ) -> Leader:
-        """Wait for the other hosts. Raises ConfigError if one does not join in time."""
+        """Wait for the other hosts. adapters: see `Welcome`. Raises ConfigError if one does not
+        join in time.
+        """
         gathering = _Gathering(n_hosts, own, report)
         address = HostAddress.read(coordinator)
         with address.listen() as listener:
@@ -257,7 +265,7 @@ class Leader:
                 raise
         port = free_port(address.host)
         for connection in gathering.connections.values():
-            connection.send(Welcome(port))
+            connection.send(Welcome(port, adapters or {}))
         return cls(gathering.connections, str(address._replace(port=port)), lost)
 
     def send(self, message: messages.Message) -> None:
@@ -275,13 +283,21 @@ class Leader:
 
     def same(self, what: str, value: str) -> None:
         """See `Hosts`."""
-        for worker in self._workers:
-            proposal = self._proposal(worker, what)
-            if proposal != value:
-                reason = f"{worker.name} has other {what} than host 0: {proposal}, not {value}"
-                self.send(Refused(reason))
-                raise ConfigError(reason)
+        reasons = [self._refusal(worker, what, value) for worker in self._workers]
+        for reason in filter(None, reasons):
+            self.send(Refused(reason))
+            raise ConfigError(reason)
         self.send(Accept(what, value))
+
+    def _refusal(self, worker: _Peer, what: str, value: str) -> str:
+        """Why a worker's value is not the same, or ""."""
+        message = worker.receive()
+        if isinstance(message, Refused):
+            return f"{worker.name}: {message.reason}"
+        proposal = self._checked(worker, message, what)
+        if proposal == value:
+            return ""
+        return f"{worker.name} has other {what} than host 0: {proposal}, not {value}"
 
     def step_barrier(self) -> StepBarrier:
         """See `Hosts`."""
@@ -295,7 +311,11 @@ class Leader:
         return own
 
     def _proposal(self, worker: _Peer, what: str) -> int | str:
-        message = worker.receive()
+        return self._checked(worker, worker.receive(), what)
+
+    @staticmethod
+    def _checked(worker: _Peer, message: messages.Message | None, what: str) -> int | str:
+        """The value that a worker proposed. Raises ConnectionError for anything else."""
         if not isinstance(message, Propose) or message.what != what:
             raise ConnectionError(f"{worker.name} sent {message} instead of its {what}")
         return message.value
@@ -323,10 +343,20 @@ class Leader:
 class Worker:
     """A host that runs the steps of host 0, or shares experts with it."""
 
-    def __init__(self, connection: Connection, own: Hello, n_hosts: int, address: str, lost: Lost):
+    def __init__(
+        self,
+        connection: Connection,
+        own: Hello,
+        n_hosts: int,
+        address: str,
+        lost: Lost,
+        adapters: dict[str, int] | None = None,
+    ):
         self.host_id = own.host_id
         self.n_hosts = n_hosts
         self.jax_address = address
+        #: See `Welcome`.
+        self.adapters = adapters or {}
         self._ending = _Ending(lost)
         #: Host 0 plans for this one.
         self._follows = True
@@ -355,8 +385,12 @@ class Worker:
                 time.sleep(_RETRY_S)
                 continue
             jax_address = str(address._replace(port=welcome.jax_port))
-            return cls(connection, own, n_hosts, jax_address, lost)
+            return cls(connection, own, n_hosts, jax_address, lost, welcome.adapters)
         raise ConfigError(f"host 0 at {coordinator} could not be reached within {_JOIN_S:g} s")
+
+    def send(self, message: messages.Message) -> None:
+        """Send a message to host 0; the reading thread notices its loss."""
+        _send(self._leader, message)
 
     def next(self, timeout_s: float) -> messages.Message | None:
         """The next message of host 0; None after `timeout_s`."""

@@ -44,6 +44,8 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     """All hosts have joined. jax_port: of the jax distributed service on the leader."""
 
     jax_port: int
+    #: Numbers of adapters by name, as host 0's earlier core had them; empty: from 1, in order.
+    adapters: dict[str, int] = {}
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
@@ -156,8 +158,43 @@ class Stragglers(msgspec.Struct, tag="stragglers", frozen=True):
     hosts: list[int] | None = None
 
 
+class ReadAdapters(msgspec.Struct, tag="read_adapters", frozen=True):
+    """Read adapters that are to be served; answered by `Propose` or `Refused`, and then again."""
+
+    #: Name -> number of all adapters, in the list's order.
+    numbers: dict[str, int]
+    #: Name -> folder of those that are new or whose files changed.
+    folders: dict[str, str]
+
+
+class InstallAdapter(msgspec.Struct, tag="install_adapter", frozen=True):
+    """Copy an adapter that was read to the device."""
+
+    number: int
+
+
+class UseAdapter(msgspec.Struct, tag="use_adapter", frozen=True):
+    """Use the adapter that was copied last, from the next step on."""
+
+
+class DropAdapter(msgspec.Struct, tag="drop_adapter", frozen=True):
+    """No request asks for this adapter any more: its columns are free."""
+
+    number: int
+
+
+type AdapterMessage = ReadAdapters | InstallAdapter | UseAdapter | DropAdapter
 type Command = Step | Board | Choose
 type BarrierMessage = ProposeStep | AskForStep | RunStep | Stragglers | DrainState
 type Message = (
-    Command | BarrierMessage | Hello | Welcome | Refused | Propose | Accept | Heartbeat | Leave
+    Command
+    | AdapterMessage
+    | BarrierMessage
+    | Hello
+    | Welcome
+    | Refused
+    | Propose
+    | Accept
+    | Heartbeat
+    | Leave
 )

@@ -65,25 +65,25 @@ def _check_pool(config: Config, own: ModelConfig, context: int) -> None:
     own = replace(own, context_length=context)
     shares = PoolShares.of(own, _least_page_bytes(config, own), engine, context)
     page_bytes = shares.whole_page_bytes
-    kept_gib = engine.max_seats * own.seat_bytes / GIB  # of recurrent layers
+    kept_gib = shares.state_bytes() / GIB
     whole = engine.max_seats * -(-context // engine.page_size) + 1
     if engine.pages:
         name, fit = f"pages {engine.pages}", shares.counted(engine.pages)
         enough = f"pages {engine.max_seats + 1}"
     elif engine.memory_gib:
         name = f"memory_gib {engine.memory_gib:g}"
-        fit = shares.fit((engine.memory_gib - kept_gib) * GIB, whole)
+        fit = shares.fit(engine.memory_gib * GIB, whole)
         enough = f"memory_gib {(engine.max_seats + 1) * page_bytes / GIB + kept_gib:.3g}"
     else:
         return
-    if fit[0] <= engine.max_seats:
+    if fit.pages[0] <= engine.max_seats:
         raise ConfigError(
             f"{name}: less than a page for each of {engine.max_seats} seats, as one page is the "
             f"engine's own: give at least {enough}, or fewer seats (max_seats); {whole} pages hold "
             f"a whole context of {context} tokens for each"
         )
     free = available_host_bytes()
-    takes = shares.bytes_of(fit) / GIB + kept_gib
+    takes = (shares.bytes_of(fit) + shares.state_bytes(fit.checkpoints)) / GIB
     if not runs_on_device(engine.platform) and takes * GIB > free:
         raise ConfigError(
             f"{name}: such a pool takes {takes:.1f} GiB, and this machine has "

@@ -22,8 +22,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jitney.engine.common.errors import EngineDead, RequestError
 from jitney.engine.core.distributed import messages
+from jitney.engine.core.distributed.adapters import WorkerAdapters
 from jitney.engine.core.distributed.link import Leader
-from jitney.engine.core.distributed.messages import Board, Choose, PackedArray, Step, StepSize
+from jitney.engine.core.distributed.messages import (
+    Accept,
+    Board,
+    Choose,
+    DropAdapter,
+    InstallAdapter,
+    PackedArray,
+    ReadAdapters,
+    Refused,
+    Step,
+    StepSize,
+    UseAdapter,
+)
 from jitney.engine.core.distributed.step_barrier import StepBarrier
 from jitney.engine.core.executor.inputs import MaskedRows
 from jitney.engine.core.executor.program import StepOutput
@@ -85,8 +98,10 @@ class LeaderRunner(_RunnerWithOthers):
 class Follower:
     """One of the other hosts, while it serves."""
 
-    def __init__(self, runner: Runner):
+    def __init__(self, runner: Runner, adapters: WorkerAdapters | None = None):
         self._runner = runner
+        #: None where there are none, nor room for any.
+        self.adapters = adapters
         #: Logits of the step that was run last, if it leaves any.
         self._logits: Array | None = None
         #: What it brings; nobody reads it, but it says when the step is done.
@@ -101,6 +116,15 @@ class Follower:
                 self._runner.board(seat, [column.unpacked() for column in row])
             case Choose():
                 self._choose(message)
+            case (
+                ReadAdapters()
+                | InstallAdapter()
+                | UseAdapter()
+                | DropAdapter()
+                | Accept()
+                | Refused()
+            ) if self.adapters is not None:
+                self.adapters.take(message)
             case _:
                 raise ConnectionError(f"host 0 said {message} where a step was expected")
 

@@ -5,7 +5,8 @@ sampler read both by name.
 
 Axes: T token rows and S sequences (also logit rows) of the bucket, P pages per sequence, W words of
 a seat's sampling parameters, M seats, A seats with adapters (M or 0), G cache groups with page
-tables of their own, beside the first.
+tables of their own, beside the first, R sequences with a recurrent state (S or 0), C checkpoints
+within a sequence's rows.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from jitney.engine.common.requests import SamplingParams, Uploaded
 from jitney.engine.core.scheduler.buckets import Bucket
 from jitney.engine.core.scheduler.plan import Chunk, MaskedRow, Plan, mask_words
 from jitney.engine.core.scheduler.sequence import Sequence
+from jitney.engine.core.scheduler.state_slots import MOST_SAVES
 
 #: Optional parts of the sampler, as bits of the parameter `parts`.
 PENALISED, BIASED, SCORED = 1, 2, 4
@@ -152,6 +154,10 @@ _FIELDS = (
     _Field("seats", ("S",), "rows", padding=attrgetter("seats")),
     # Each seat's adapter, from 1; 0: none. Nothing where the engine has no adapters.
     _Field("seat_adapters", ("A",), "rows"),
+    # See `jitney.kernels.delta_net.StateSlots`; nothing where no layer is recurrent.
+    _Field("state_reads", ("R",), "rows"),
+    _Field("state_cuts", ("R", "C"), "rows"),
+    _Field("state_writes", ("R", "C + 1"), "rows"),
     # `write_rows` of the other cache groups; the builder pads them.
     _Field("window_rows", ("G", "T"), "rows"),
     _Field("page_table", ("S", "P"), "pages"),
@@ -179,11 +185,20 @@ class UploadLayout:
     without a sampler (greedy_only) is a prefix of the other's.
 
     pages: P. adapted: seats whose adapters are uploaded; 0: the engine has no adapters. groups: G.
+    recurrent: sequences have a state beside their pages.
     """
 
     def __init__(
-        self, bucket: Bucket, pages: int, greedy_only: bool, adapted: int = 0, groups: int = 0
+        self,
+        bucket: Bucket,
+        pages: int,
+        greedy_only: bool,
+        adapted: int = 0,
+        groups: int = 0,
+        *,
+        recurrent: bool = False,
     ):
+        saves = 0 if bucket.decode_only else MOST_SAVES
         self.bucket = bucket
         self.greedy_only = greedy_only
         self.sampling = SAMPLING
@@ -197,6 +212,9 @@ class UploadLayout:
             "W": self.sampling.words,
             "A": adapted,
             "G": groups,
+            "R": bucket.seats if recurrent else 0,
+            "C": saves,
+            "C + 1": saves + 1,
         }
 
     @property
@@ -261,6 +279,9 @@ class _StepRows(msgspec.Struct):
     logit_rows: list[int] = []
     seats: list[int] = []
     seat_adapters: list[int] = []
+    state_reads: list[int] = []
+    state_cuts: list[int] = []
+    state_writes: list[int] = []
     score_rows: list[int] = []
     score_tokens: list[int] = []
 
@@ -412,9 +433,13 @@ class BatchBuilder:
         pool_rows: int,
         has_adapters: bool = False,
         window_rows: Iterable[int] = (),
+        recurrent: bool = False,
     ):
-        """window_rows: as pool_rows, of the pools of the other cache groups."""
+        """window_rows: as pool_rows, of the pools of the other cache groups. recurrent: sequences
+        have a state beside their pages (`Sequence.state`).
+        """
         self.seats = seats
+        self.recurrent = recurrent
         self.pages = pages_per_seat
         self.page_size = page_size
         self.pool_rows = pool_rows
@@ -435,7 +460,9 @@ class BatchBuilder:
         key = bucket, greedy_only
         if key not in self._layouts:
             adapted, groups = len(self._adapters), len(self._windows)
-            self._layouts[key] = UploadLayout(bucket, self.pages, greedy_only, adapted, groups)
+            self._layouts[key] = UploadLayout(
+                bucket, self.pages, greedy_only, adapted, groups, recurrent=self.recurrent
+            )
         return self._layouts[key]
 
     def empty(self, bucket: Bucket, greedy_only: bool) -> np.ndarray:
@@ -462,6 +489,8 @@ class BatchBuilder:
         rows = self._gather(plan)
         for number, tables in enumerate(self._windows):
             self._add_window_rows(rows, plan, number, tables)
+        if self.recurrent:
+            self._add_slots(rows, plan)
         upload.pack(rows)
         if not greedy_only:
             upload.pack_sampling([self._sampling[seat] for seat in rows.seats])
@@ -595,6 +624,23 @@ class BatchBuilder:
             self._add_rows_of_pages(own, chunk, pages)
         rows.window_rows += own
         rows.window_rows += [tables.pool_rows] * (plan.bucket.tokens - len(own))
+
+    def _add_slots(self, rows: _StepRows, plan: Plan) -> None:
+        """Where the state of each sequence is read and written; the arrays lack the pool's slot 0,
+        which nobody has.
+        """
+        room = 0 if plan.bucket.decode_only else MOST_SAVES
+        for chunk in plan.chunks:
+            held = chunk.seq.state
+            assert held is not None
+            saves = held.saves if chunk.count > 1 else []
+            none = [0] * (room - len(saves))
+            rows.state_reads.append(held.reads - 1)
+            rows.state_cuts += none
+            rows.state_cuts += [end * self.page_size - chunk.start for end, _ in saves]
+            rows.state_writes += none
+            rows.state_writes += [slot - 1 for _, slot in saves]
+            rows.state_writes.append(held.writes - 1)
 
 
 def _add_scored(rows: _StepRows, chunk: Chunk, first: int) -> None:

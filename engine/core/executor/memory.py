@@ -9,7 +9,7 @@ from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.config import EngineSection
@@ -35,6 +35,9 @@ _UNKNOWN = 4 * GIB
 #: Of the memory for keys and values, the most that a group of layers with a window gets for cached
 #: prefixes.
 _SPARE_SHARE = 0.125
+#: Least tokens between the checkpoints of a long prompt's recurrent state, and the most that
+#: checkpoints take of the memory beside the slots of seats.
+_CHECKPOINT_TOKENS, _CHECKPOINT_SHARE = 2048, 0.25
 #: On a device, left free for fragments and for the runtime's own growth.
 _DEVICE_RESERVE = 0.04
 
@@ -49,14 +52,15 @@ def likely_temp_bytes(model: ModelConfig, buckets: Buckets) -> int:
     (Qwen3-30B-A3B, 512 rows: H100 117 MiB, v7x over 8 devices 183).
     """
     rows = buckets.token_budget
-    if model.experts is None:
-        inner = model.of_layer(model.n_layers - 1).intermediate_size
-        layer = rows * (10 * inner + 4 * model.hidden_size)
-    else:
+    layers = map(model.of_layer, range(model.n_layers))
+    dense = max((own.intermediate_size for own in layers if own.experts is None), default=0)
+    layer = rows * (10 * dense + 4 * model.hidden_size)
+    if model.experts is not None:
         rows *= model.experts.engines
         places = model.experts.block_rows(rows) * model.experts.most_blocks(rows)
-        layer = places * (6 * model.hidden_size + 2 * model.intermediate_size)
-        layer += rows * (12 * model.hidden_size + 16 * model.experts.n_experts)
+        mixture = places * (6 * model.hidden_size + 2 * model.intermediate_size)
+        mixture += rows * (12 * model.hidden_size + 16 * model.experts.n_experts)
+        layer = max(layer, mixture)
     layer += rows * 6 * model.n_layers * model.layer_input_size
     logits = 4 * buckets.seats * model.vocab_size * 4
     return max(layer, logits) * 5 // 4
@@ -86,14 +90,28 @@ def in_one_line(what: str) -> Iterator[None]:
         ) from error
 
 
+class PoolSizes(NamedTuple):
+    """Sizes of the pools of what layers keep."""
+
+    #: Of each cache group, the trash page included; of one pool where all layers share it.
+    pages: tuple[int, ...]
+    #: Slots of recurrent layers' state, beside one for each seat.
+    checkpoints: int = 0
+
+
 @dataclass(frozen=True)
 class PoolShares:
-    """How the memory for keys and values is divided between a model's cache groups.
+    """How the memory for what layers keep is divided between a model's cache groups, and its
+    recurrent layers.
 
     The first group gets what is left beside the others, which get the pages that they need with
     all seats taken, and with a prefix cache as much again for windows of cached prefixes, up to an
     eighth of the memory. Where a group would have as many pages as the first one, windows save
     nothing: all layers share one page table.
+
+    Recurrent layers have a slot for each seat. With a prefix cache they have as many again as all
+    pages' tokens need checkpoints (`checkpoint_tokens`), and two for each seat, up to a quarter of
+    what is then left.
     """
 
     #: Of each group: positions that its layers see, 0 for all; and bytes of a page in all of them.
@@ -104,6 +122,8 @@ class PoolShares:
     token_budget: int
     context_length: int
     prefix_cache: bool = False
+    #: Of a slot of recurrent layers' state; 0: there are none.
+    slot_bytes: float = 0
 
     @classmethod
     def of(
@@ -121,7 +141,8 @@ class PoolShares:
             seats=settings.max_seats,
             token_budget=settings.token_budget,
             context_length=context_length,
-            prefix_cache=settings.prefix_cache and model.recurrent is None,
+            prefix_cache=settings.prefix_cache,
+            slot_bytes=model.slot_bytes,
         )
 
     @property
@@ -129,31 +150,54 @@ class PoolShares:
         """Bytes of a page in all layers."""
         return sum(self.page_bytes)
 
-    def bytes_of(self, group_pages: tuple[int, ...]) -> float:
+    def bytes_of(self, pools: PoolSizes) -> float:
         """Bytes of pools of so many pages; of one number: pages in all layers."""
-        if len(group_pages) == 1:
-            return group_pages[0] * self.whole_page_bytes
-        return math.sumprod(group_pages, self.page_bytes)
+        if len(pools.pages) == 1:
+            return pools.pages[0] * self.whole_page_bytes
+        return math.sumprod(pools.pages, self.page_bytes)
 
-    def fit(self, limit_bytes: float, useful: int = sys.maxsize) -> tuple[int, ...]:
-        """Pages of each group that fit, the trash page included; of one pool where all layers
-        share it. useful: pages with which every seat holds a whole context.
+    def state_bytes(self, checkpoints: int = 0) -> float:
+        """Bytes of recurrent layers' slots: of all seats, and so many beside."""
+        return (self.seats + checkpoints) * self.slot_bytes
+
+    @property
+    def checkpoint_tokens(self) -> int:
+        """Tokens between the checkpoints of a long prompt: no fewer than those whose keys and
+        values take as much memory as a checkpoint.
         """
+        equal = int(self.slot_bytes / self.whole_page_bytes * self.page_size)
+        return -(-max(_CHECKPOINT_TOKENS, equal) // self.page_size) * self.page_size
+
+    def fit(self, limit_bytes: float, useful: int = sys.maxsize) -> PoolSizes:
+        """The pools that fit. useful: pages with which every seat holds a whole context."""
+        limit_bytes -= self.state_bytes()
+        pages = int(min(limit_bytes // self.whole_page_bytes, useful))
+        checkpoints = self._checkpoints(pages, _CHECKPOINT_SHARE * limit_bytes)
+        limit_bytes -= checkpoints * self.slot_bytes
         for spare_share in self._spare_shares:
             others = self._others(spare_share * limit_bytes)
             left = limit_bytes - math.sumprod(others, self.page_bytes[1:])
             first = min(int(left // self.page_bytes[0]), useful)
             if max(others, default=first) < first:
-                return first, *others
-        return (min(int(limit_bytes // self.whole_page_bytes), useful),)
+                return PoolSizes((first, *others), checkpoints)
+        return PoolSizes((min(int(limit_bytes // self.whole_page_bytes), useful),), checkpoints)
 
-    def counted(self, pages: int) -> tuple[int, ...]:
+    def counted(self, pages: int) -> PoolSizes:
         """As `fit`, where the first group has so many."""
+        others_share = _CHECKPOINT_SHARE / (1 - _CHECKPOINT_SHARE)
+        checkpoints = self._checkpoints(pages, others_share * pages * self.whole_page_bytes)
         for spare_share in self._spare_shares:
             others = self._others(spare_share * pages * self.page_bytes[0])
             if max(others, default=pages) < pages:
-                return pages, *others
-        return (pages,)
+                return PoolSizes((pages, *others), checkpoints)
+        return PoolSizes((pages,), checkpoints)
+
+    def _checkpoints(self, pages: int, most_bytes: float) -> int:
+        """Slots for checkpoints beside so many pages. most_bytes: all that they may take."""
+        if not self.slot_bytes or not self.prefix_cache:
+            return 0
+        useful = 2 * self.seats + pages * self.page_size // self.checkpoint_tokens
+        return max(0, min(useful, int(most_bytes // self.slot_bytes)))
 
     @property
     def _spare_shares(self) -> tuple[float, ...]:
@@ -184,9 +228,8 @@ class PoolRoom:
     sizes: StateSizes
     #: jax's, of this host.
     devices: Sequence[Any]
-    #: Of the pages, on one device; and what recurrent layers keep of all seats there.
+    #: Of the memory on one device.
     shares: PoolShares
-    seat_bytes: int
     #: The others, whose pools are as large; None if there are none.
     hosts: Hosts | None
 
@@ -194,8 +237,8 @@ class PoolRoom:
     def on_cpu(self) -> bool:
         return self.devices[0].platform == "cpu"
 
-    def pages(self, temp_bytes: int) -> tuple[int, ...]:
-        """The pages of each cache group (`PoolShares.fit`), equal on each device of each host. On a
+    def pools(self, temp_bytes: int) -> PoolSizes:
+        """The pools (`PoolShares.fit`), equal on each device of each host. On a
         CPU temporaries are not subtracted: the pool's limit is only a share of the free memory.
         Raises ConfigError when not even two fit.
         """
@@ -207,9 +250,10 @@ class PoolRoom:
             useful = self.sizes.seats * self.sizes.pages_per_seat + 1
         limit = self._agreed("bytes for KV pages", self._limit(temp_bytes))
         fit = self.shares.fit(limit, useful)
-        if fit[0] < 2:
+        if fit.pages[0] < 2:
+            left = max(0, limit - self.shares.state_bytes()) / GIB
             raise ConfigError(
-                f"no memory left for KV pages ({max(limit, 0) / GIB:.2g} GiB, and a page takes "
+                f"no memory left for KV pages ({left:.2g} GiB, and a page takes "
                 f"{self.shares.whole_page_bytes / GIB:.2g}): use a smaller model, fewer seats or "
                 "more memory"
             )
@@ -220,12 +264,11 @@ class PoolRoom:
         return own if self.hosts is None else self.hosts.least(what, own)
 
     def _limit(self, temp_bytes: int) -> int:
-        """Bytes that the pool may take on each device, beside what recurrent layers keep."""
+        """Bytes that the pools may take on each device."""
         if self.settings.memory_gib:
-            return int(self.settings.memory_gib * GIB) - self.seat_bytes
+            return int(self.settings.memory_gib * GIB)
         share = self.settings.memory_share
-        free = min([_free_bytes(device, temp_bytes, share) for device in self.devices])
-        return free - self.seat_bytes
+        return min([_free_bytes(device, temp_bytes, share) for device in self.devices])
 
 
 def _free_bytes(device: Any, temp_bytes: int, share: float = 0.0) -> int:

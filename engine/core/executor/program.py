@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 
 from jitney.engine.common.requests import REQUEST_MOST, Pooling
 from jitney.engine.core.executor.inputs import BatchBuilder, MaskedHeads, UploadLayout
+from jitney.engine.core.executor.memory import PoolSizes
 from jitney.engine.core.executor.sampling import (
     RowScores,
     Sampled,
@@ -39,7 +40,7 @@ from jitney.engine.core.scheduler.buckets import Bucket
 from jitney.engine.core.scheduler.plan import mask_words
 from jitney.engine.core.weights.checkpoints.files import Shape
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
-from jitney.kernels.delta_net import DeltaState
+from jitney.kernels.delta_net import DeltaState, StateSlots
 from jitney.kernels.interface import AttentionMeta, Kernels
 
 #: Pools [N, page, 2K, D]: each device has the rows of its own KV heads.
@@ -49,8 +50,6 @@ _TAPS = PartitionSpec(None, None, TENSOR.name)
 _MEMORY = PartitionSpec(None, TENSOR.name, None, None)
 #: Logits [S, V]: each device has the columns that it computed.
 _COLUMNS = PartitionSpec(None, TENSOR.name)
-#: The seat of no sequence: behind all there are.
-_NOBODY = 1 << 30
 #: Page table rows are padded to a multiple of this, so that kernels that read chunks of pages never
 #: run off them.
 _PAGE_CHUNK = 16
@@ -139,6 +138,7 @@ class StateSizes:
     has_adapters: bool = False  #: steps are told each seat's adapter
     #: Pages of each cache group but the first; empty: all layers share page tables.
     window_pages: tuple[int, ...] = ()
+    checkpoints: int = 0  #: slots of recurrent layers' state beside one for each seat
     #: None: no tokens are drafted.
     drafting: Drafting | None = None
 
@@ -147,8 +147,8 @@ class StateSizes:
         """Pages of a sequence of the whole context."""
         return -(-self.context_length // self.page_size)
 
-    def builder(self) -> BatchBuilder:
-        """Packs the uploads of an engine of this size."""
+    def builder(self, config: ModelConfig) -> BatchBuilder:
+        """Packs the uploads of an engine of this size and model."""
         return BatchBuilder(
             seats=self.seats,
             pages_per_seat=-(-self.pages_per_seat // _PAGE_CHUNK) * _PAGE_CHUNK,
@@ -156,6 +156,7 @@ class StateSizes:
             pool_rows=self.n_pages * self.page_size,
             has_adapters=self.has_adapters,
             window_rows=[pages * self.page_size for pages in self.window_pages],
+            recurrent=config.recurrent is not None,
         )
 
     @property
@@ -163,9 +164,12 @@ class StateSizes:
         """Pages of each cache group that has page tables of its own, the trash page included."""
         return self.n_pages, *self.window_pages
 
-    def with_pages(self, group_pages: tuple[int, ...]) -> StateSizes:
-        """The same sizes with so many pages of each cache group."""
-        return replace(self, n_pages=group_pages[0], window_pages=group_pages[1:])
+    def with_pools(self, pools: PoolSizes) -> StateSizes:
+        """The same sizes with pools of these."""
+        first, *others = pools.pages
+        return replace(
+            self, n_pages=first, window_pages=tuple(others), checkpoints=pools.checkpoints
+        )
 
     def pool(self, config: ModelConfig, kernels: Kernels, group: int = 0) -> tuple[int, ...]:
         """Shape of one layer's pool on one device; config: of the layer (`ModelConfig.of_layer`),
@@ -173,9 +177,14 @@ class StateSizes:
         """
         n_pages = self.group_pages[group]
         if kernels.pool_shape is None:
-            return n_pages, self.page_size, 2 * config.n_kv_heads, config.head_dim
+            return n_pages, self.page_size, config.pool_rows, config.head_dim
         return kernels.pool_shape(
-            n_pages, self.page_size, config.n_kv_heads, config.head_dim, self.kv_dtype
+            n_pages,
+            self.page_size,
+            config.n_kv_heads,
+            config.head_dim,
+            self.kv_dtype,
+            config.value_dim,
         )
 
     def page_bytes(self, config: ModelConfig, kernels: Kernels) -> tuple[int, ...]:
@@ -220,7 +229,7 @@ class StateSizes:
         """The shapes of the state of a recurrent layer; None if the model has none."""
         if config.recurrent is None:
             return None
-        shapes = config.recurrent.state_shapes(self.seats, config.shards)
+        shapes = config.recurrent.state_shapes(self.seats + self.checkpoints, config.shards)
         specs = (_TAPS, _MEMORY, WHOLE)
         placed = zip(shapes, DeltaState.dtypes, specs, strict=True)
         kept: list[Any] = [
@@ -269,8 +278,6 @@ def _meta_of(inputs: Any, engines: int) -> AttentionMeta:
     row_counts = None
     if engines > 1:
         row_counts = DATA.rows_of_all(inputs.counts[2:])
-    first_rows = jnp.minimum(inputs.cu_q[:-1], inputs.token_seats.shape[0] - 1)
-    present = inputs.cu_q[1:] > inputs.cu_q[:-1]
     return AttentionMeta(
         kv_lens=jnp.maximum(inputs.kv_lens, 0),
         cu_q=jnp.maximum(inputs.cu_q, 0),
@@ -280,12 +287,20 @@ def _meta_of(inputs: Any, engines: int) -> AttentionMeta:
         counts=jnp.maximum(inputs.counts, 0),
         adapted=_adapted(inputs),
         row_counts=row_counts,
-        seats=jnp.where(present, inputs.token_seats[first_rows], _NOBODY),
+        state=_state_slots(inputs),
         other_groups=tuple(
             (jnp.maximum(table, 0), jnp.maximum(rows, 0))
             for table, rows in zip(inputs.window_tables, inputs.window_rows, strict=True)
         ),
     )
+
+
+def _state_slots(inputs: Any) -> StateSlots | None:
+    """None where no layer is recurrent."""
+    if not inputs.state_reads.size:
+        return None
+    slots = inputs.state_reads, inputs.state_cuts, inputs.state_writes
+    return StateSlots(*[jnp.maximum(array, 0) for array in slots])
 
 
 def _adapted(inputs: Any) -> Array | None:

@@ -72,7 +72,7 @@ class ProgramsMemory:
 
     def table(self) -> Iterator[str]:
         """A line for each step, the largest first."""
-        width = max((len(step.name) for step in self.steps), default=0)
+        width = max([len("step"), *[len(step.name) for step in self.steps]])
         yield f"{'step':<{width}}  temporaries, MiB  results, MiB"
         for step in sorted(self.steps, key=lambda step: -step.total):
             yield (

@@ -113,6 +113,8 @@ def _norm_shapes(own: ModelConfig, activations: str) -> NormShapes:
     widths: tuple[int, ...] = ()
     if own.wide_qk_norm and own.shards == 1:  # no kernel norms what is split over devices
         widths = (own.n_heads * own.head_dim, own.n_kv_heads * own.head_dim)
+    if own.mamba is not None:
+        widths = (*widths, own.mamba.values // own.mamba.groups)
     return NormShapes(own.rms_eps, dtype, widths)
 
 
@@ -131,8 +133,9 @@ def _attention_shapes(own: ModelConfig, sizes: StateSizes) -> Iterator[Attention
             softcap=own.attention_softcap,
             qk_norm=own.qk_norm,
             sinks=own.attention_sinks,
+            value_dim=own.value_dim,
             page_size=sizes.page_size,
-            pages=sizes.builder().pages,
+            pages=sizes.builder(own).pages,
             context=sizes.context_length,
             kv_dtype=jnp.dtype(sizes.kv_dtype).name,
             read_again=own.n_kv_readers > 0,
@@ -140,7 +143,10 @@ def _attention_shapes(own: ModelConfig, sizes: StateSizes) -> Iterator[Attention
 
 
 def _delta_shape(own: ModelConfig) -> DeltaShape | None:
-    net = own.delta_net
+    net, mamba = own.delta_net, own.mamba
+    if mamba is not None:
+        sizes = mamba.groups, mamba.heads, mamba.state_size, mamba.head_dim, mamba.taps
+        return DeltaShape(*sizes, corrects=False)
     if net is None:
         return None
     return DeltaShape(net.key_heads, net.value_heads, net.key_dim, net.value_dim, net.taps)

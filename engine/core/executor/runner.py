@@ -171,8 +171,10 @@ class Runner:
         self.greedy_only_mixed = greedy_only_mixed
         #: Of each cache group with page tables of its own.
         self.group_pages = sizes.group_pages
+        #: Slots of recurrent layers' state, beside one for each seat.
+        self.checkpoints = sizes.checkpoints
         self._sizes = sizes
-        self.builder = sizes.builder()
+        self.builder = sizes.builder(model.config)
         self.shapes = sizes.shapes(model.config, kernels, mesh)
         own = own_mesh(mesh)
         #: What runs beside the step, and the state that it has: on the devices of this engine,
@@ -485,7 +487,7 @@ class Runner:
     def _start_over(self) -> None:
         """The state as it was at the start, and a step without a row."""
         self.state = self.shapes.allocate(self.config)
-        self.builder = self._sizes.builder()
+        self.builder = self._sizes.builder(self.config)
         buckets = self.buckets.mixed if self.program.encoder else self.buckets.decode
         self._run_empty(buckets[0], True)
 

@@ -50,7 +50,7 @@ _HF = replace(
     expert_gate="experts.{e}.gate_proj",
     expert_up="experts.{e}.up_proj",
     expert_down="experts.{e}.down_proj",
-    shared_expert="mlp.",
+    shared="mlp",
 )
 #: Norms of a layer with experts, and the tensors of their weights.
 _EXPERT_NORMS = {

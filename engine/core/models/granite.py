@@ -1,5 +1,5 @@
-"""Granite 3 and 4 without experts and recurrent layers: Llama's layers with four factors, of the
-embeddings, of what a layer adds, of attention scores and of logits.
+"""Granite 3 and 4: Llama's layers with four factors, of the embeddings, of what a layer adds, of
+attention scores and of logits; in Granite 4 there may be layers of Mamba-2, and mixtures.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from jax import Array
 
 from jitney.engine.core.models.hidden import Hidden
 from jitney.engine.core.models.layers import RowFacts, scaled
-from jitney.engine.core.models.llama import Block, Llama
+from jitney.engine.core.models.llama import Llama
+from jitney.engine.core.models.mamba import Mamba
+from jitney.engine.core.models.mixture import MixtureBlock
 from jitney.engine.core.models.rope import Rope
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.names import GGUF, HF, Dialect, FileFormat
@@ -20,12 +22,20 @@ _HYBRID = replace(
     HF,
     gate_up="shared_mlp.input_linear",
     down="shared_mlp.output_linear",
+    router="block_sparse_moe.router.layer",
+    expert_gate="block_sparse_moe.experts.{e}.gate_proj",
+    expert_up="block_sparse_moe.experts.{e}.up_proj",
+    expert_down="block_sparse_moe.experts.{e}.down_proj",
+    shared_gate_up="shared_mlp.input_linear",
+    shared_down="shared_mlp.output_linear",
 )
 _GGUF = replace(GGUF, paired_rows=True)
 
 
-class _GraniteBlock(Block):
-    """One layer: what attention and MLP give is multiplied before it is added."""
+class _GraniteBlock(MixtureBlock):
+    """One layer: what both halves give is multiplied before it is added."""
+
+    recurrent_class = Mamba
 
     def attended(
         self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels

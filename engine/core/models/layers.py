@@ -117,7 +117,7 @@ class Linear(nnx.Module):
 
     def gated(self, x: Array, kernels: Kernels, adapted: Array | None = None) -> Array:
         """x [T, I] -> gates, the first half of the outputs, and ups behind the activation, [T, O //
-        2] in x's dtype.
+        2] in x's dtype; of an activation without gates all outputs behind it.
         """
         assert self.activation is not None
         if self.bias is None and self.adapters is None:
@@ -266,9 +266,12 @@ def scaled(x: Array, factor: float) -> Array:
 
 
 def rounded(x: Array, dtype: DTypeLike) -> Array:
-    """x in a dtype, with that dtype's rounding even where XLA computes on in a wider one."""
+    """x in a dtype, with that dtype's rounding even where XLA computes on in a wider one: of an x
+    that has the dtype already XLA would leave this rounding out, and the one before it.
+    """
     numbers = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(x, numbers.nexp, numbers.nmant).astype(dtype)
+    wide = x.astype(jnp.float32)
+    return jax.lax.reduce_precision(wide, numbers.nexp, numbers.nmant).astype(dtype)
 
 
 class RowFacts(NamedTuple):
@@ -288,12 +291,15 @@ class RowFacts(NamedTuple):
 
 
 class MLP(nnx.Module):
-    """down(activation(gate) * up), gate and up fused into one product [E, 2F]."""
+    """down(activation(gate) * up), gate and up fused into one product [E, 2F]; without gates (see
+    `ModelConfig.is_gated`) down(activation(up)).
+    """
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         size, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        columns = (1 + config.is_gated) * inner
         self.gate_up = Linear(
-            size, 2 * inner, bias=bias, dtype=dtype, rngs=rngs, activation=config.activation
+            size, columns, bias=bias, dtype=dtype, rngs=rngs, activation=config.activation
         )
         self.down = Linear(inner, size, bias=bias, dtype=dtype, rngs=rngs, summed=config.shards > 1)
 
@@ -312,3 +318,21 @@ class MLP(nnx.Module):
         """Lay the matrices out as the kernel set multiplies them fastest."""
         self.gate_up.pack(kernels)
         self.down.pack(kernels)
+
+
+class NoMLP(nnx.Module):
+    """In an MLP's place, where a layer has none."""
+
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        """The arguments are those of `MLP`."""
+
+    def __call__(self, x: Array, kernels: Kernels, rows: RowFacts) -> Array:
+        """x [T, E] -> zeros like it."""
+        return jnp.zeros_like(x)
+
+    def linears(self) -> tuple[Linear, ...]:
+        """None."""
+        return ()
+
+    def pack(self, kernels: Kernels) -> None:
+        """See `MLP.pack`."""

@@ -1,4 +1,4 @@
-"""LFM2 and LFM2.5, dense: short gated convolutions between layers that attend.
+"""LFM2 and LFM2.5, dense and mixtures: short gated convolutions between layers that attend.
 
 A convolution sees a row and the few before it. Its inputs are values times a gate, and what comes
 of it is multiplied with a second one; of each seat the last inputs are kept.
@@ -16,7 +16,8 @@ from jax.typing import DTypeLike
 
 from jitney.engine.core.models.attention import Mixer
 from jitney.engine.core.models.layers import Linear, normal
-from jitney.engine.core.models.llama import Block, Llama
+from jitney.engine.core.models.llama import Llama
+from jitney.engine.core.models.mixture import MixtureBlock
 from jitney.engine.core.models.rope import Rope
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.names import HF, Dialect, FileFormat
@@ -34,6 +35,11 @@ _HF = replace(
     gate="feed_forward.w1",
     up="feed_forward.w3",
     down="feed_forward.w2",
+    router="feed_forward.gate",
+    choice_bias="feed_forward.expert_bias",
+    expert_gate="feed_forward.experts.{e}.w1",
+    expert_up="feed_forward.experts.{e}.w3",
+    expert_down="feed_forward.experts.{e}.w2",
 )
 
 
@@ -60,7 +66,7 @@ class _ShortConv(Mixer):
         return self.o(o, kernels, adapted=meta.adapted), kv
 
 
-class _Block(Block):
+class _Block(MixtureBlock):
     recurrent_class = _ShortConv
 
 

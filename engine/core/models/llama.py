@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from jitney.engine.core.models.attention import Attention, Mixer
 from jitney.engine.core.models.hidden import Hidden
-from jitney.engine.core.models.layers import MLP, Linear, NoNorm, RMSNorm, RowFacts, normal
+from jitney.engine.core.models.layers import MLP, Linear, NoMLP, NoNorm, RMSNorm, RowFacts, normal
 from jitney.engine.core.models.rope import Rope
 from jitney.engine.core.models.sharding import TENSOR
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
@@ -36,10 +36,12 @@ class Block(nnx.Module):
     """One layer: attention and MLP, each normed before and added after."""
 
     #: The halves of a layer.
-    attention_class: type[Attention] = Attention
-    mlp_class: Callable[..., MLP] = MLP
+    attention_class: type[Mixer] = Attention
+    mlp_class: Callable[..., MLP | NoMLP] = MLP
     #: The first half of a layer that keeps a state of each seat in place of pages.
     recurrent_class: Callable[..., Mixer] | None = None
+    #: The second half of a layer without experts among layers with them.
+    dense_class: type[MLP] = MLP
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.attention_norm: RMSNorm | NoNorm = RMSNorm.of(config.hidden_size, config, dtype)
@@ -48,7 +50,13 @@ class Block(nnx.Module):
             mixer = self.recurrent_class
         self.attention = mixer(config, layer, dtype=dtype, rngs=rngs)
         self.mlp_norm: RMSNorm | NoNorm = RMSNorm.of(config.hidden_size, config, dtype)
-        self.mlp = self.mlp_class(config.of_layer(layer), dtype=dtype, rngs=rngs)
+        own = config.of_layer(layer)
+        feed_forward = self.mlp_class
+        if layer in config.bare_layers:
+            self.mlp_norm, feed_forward = NoNorm(), NoMLP
+        elif config.experts is not None and own.experts is None:
+            feed_forward = self.dense_class
+        self.mlp = feed_forward(own, dtype=dtype, rngs=rngs)
         self.residual_factor = config.residual_factor
 
     def __call__(

@@ -25,7 +25,7 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from jitney.engine.core.models.layers import MLP, Linear, RowFacts, normal
+from jitney.engine.core.models.layers import MLP, Linear, RowFacts, normal, rounded
 from jitney.engine.core.models.llama import Block, Llama
 from jitney.engine.core.models.quantization import Packed
 from jitney.engine.core.models.sharding import DATA, TENSOR, experts_axes, laid_out_anew
@@ -41,6 +41,8 @@ from jitney.kernels.mxfp4 import Mxfp4
 
 #: A router's columns are a multiple of this, as those of products with kernels of their own.
 _COLUMNS = 16
+#: What shares are divided by, at least: those of sigmoids may all be 0.
+_LEAST_SUM = 1e-20
 #: Up to so many rows of a step are counted by a product of [T, T].
 _MOST_ROWS_COUNTED = 1024
 _QWEN = replace(
@@ -84,8 +86,8 @@ class _Routes(NamedTuple):
     experts: Array
     #: int32: blocks that hold rows, the first ones.
     count: Array
-    #: int32 [T, C]: where each row stands in the blocks of its experts, that of the greatest share
-    #: first; N * B: nowhere.
+    #: int32 [T, C]: where each row stands in the blocks of its experts, the one chosen first
+    #: before the others; N * B: nowhere.
     places: Array
     #: float32 [T, C]: how much of these experts' answers it gets.
     shares: Array
@@ -101,33 +103,64 @@ class _Routes(NamedTuple):
         return ExpertBlocks(self.rows, self.experts, self.count)
 
 
+def _chosen(
+    numbers: Array, config: ExpertsConfig, bias: Array | None, factors: Array | None
+) -> tuple[Array, Array]:
+    """numbers float32 [T, X], the router's; bias float32 [X], see `ExpertsConfig.choice_bias`;
+    factors [X], of the shares -> (shares float32, experts int32) of each row [T, C], those first
+    that are chosen first.
+    """
+    if config.scoring == "softmax":
+        scores = jax.nn.softmax(numbers, axis=-1)
+    else:
+        scores = jax.nn.sigmoid(numbers)
+    choice = scores if bias is None else scores + bias
+    if config.clusters > 1:
+        choice = _of_best_clusters(choice, config)
+    shares, chosen = jax.lax.top_k(choice, config.n_chosen)
+    if choice is not scores:
+        shares = jnp.take_along_axis(scores, chosen, axis=1)
+    if config.renormalised:
+        shares = shares / jnp.maximum(jnp.sum(shares, axis=-1, keepdims=True), _LEAST_SUM)
+    if factors is not None:
+        shares = shares * factors.astype(jnp.float32)[chosen]
+    return shares * config.share_factor, chosen
+
+
+def _of_best_clusters(choice: Array, config: ExpertsConfig) -> Array:
+    """choice [T, X], -inf where an expert's cluster is not among the row's best ones: the groups of
+    DeepSeek-V2 and V3 (arXiv 2405.04434, 2412.19437).
+    """
+    clusters = choice.reshape(len(choice), config.clusters, -1)
+    best, _ = jax.lax.top_k(clusters, min(config.cluster_best, clusters.shape[2]))
+    _, chosen = jax.lax.top_k(jnp.sum(best, axis=2), config.chosen_clusters)
+    is_chosen = jnp.any(chosen[:, :, None] == jnp.arange(config.clusters), axis=1)
+    return jnp.where(is_chosen[:, :, None], clusters, -jnp.inf).reshape(choice.shape)
+
+
 def _route(
-    scores: Array,
+    numbers: Array,
     config: ExpertsConfig,
     n_rows: Array,
     first: Array | int = 0,
+    bias: Array | None = None,
     factors: Array | None = None,
 ) -> _Routes:
-    """scores float32 [T, X], the router's. n_rows int32: rows from there on pad the step, and go
+    """numbers, bias, factors: see `_chosen`. n_rows int32: rows from there on pad the step, and go
     through no expert; an array [D]: so it is in each of D equal parts of the rows. first: of the
-    experts that are here, `config.own` of them; they are numbered from there on. factors [X]: of
-    the shares.
+    experts that are here, `config.own` of them; they are numbered from there on.
     """
-    n_padded, n_experts = scores.shape[0], config.own
-    shares, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), config.n_chosen)
-    if config.renormalised:
-        shares = shares / jnp.sum(shares, axis=-1, keepdims=True)
-    if factors is not None:
-        shares = shares * factors.astype(jnp.float32)[chosen]
+    n_padded, n_experts = numbers.shape[0], config.own
+    shares, chosen = _chosen(numbers, config, bias, factors)
     here = chosen - first
     mine = _real_rows(n_padded, n_rows) & (here >= 0) & (here < n_experts)
     at = jnp.clip(here, 0, n_experts - 1)
-    numbers = jnp.arange(n_experts)
-    goes = jnp.any((here[:, :, None] == numbers) & mine[:, :, None], axis=1)
+    experts = jnp.arange(n_experts)
+    goes = jnp.any((here[:, :, None] == experts) & mine[:, :, None], axis=1)
     block = config.block_rows(n_padded)
     sizes = jnp.sum(goes, axis=0, dtype=jnp.int32)
     blocks = -(-sizes // block)
-    ends = jnp.sum(jnp.where(numbers[:, None] >= numbers, blocks, 0), axis=1)
+    ends = jnp.sum(jnp.where(experts[:, None] >= experts, blocks, 0), axis=1)
     within = jnp.take_along_axis(_rows_before(goes), at, axis=1)
     most = config.most_blocks(n_padded)
     nowhere = most * block
@@ -336,8 +369,8 @@ def _set_apart(w: Any, n_experts: int, pack: Callable[..., Any] | None, parts: i
 
 class Experts(MLP):
     """A router [E, X], which is never rounded to a scheme, and of each expert gate and up fused
-    [E, 2F], and down [F, E]. Where all rows go through a shared expert, too, its gate is the
-    router's last column, unless it has none.
+    [E, 2F], or up alone, and down [F, E]. Where all rows go through a shared expert, too, its gate,
+    if it has one, is the router's last column.
 
     Of a model over several devices in groups (`ExpertsConfig.groups`) X experts are chosen from,
     and those of the device's group are here; what the groups' experts give is added up as what the
@@ -360,8 +393,14 @@ class Experts(MLP):
             self.router_bias = nnx.Param(normal(rngs, (experts.n_experts,), 0.25, dtype))
         else:
             self.router_bias = None
+        #: float32 [X], or None.
+        if experts.choice_bias:
+            self.choice_bias = nnx.Param(normal(rngs, (experts.n_experts,), 0.1, jnp.float32))
+        else:
+            self.choice_bias = None
         matrices = partial(ExpertLinear, own, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
-        self.gate_up = matrices(size, 2 * inner, activation=config.activation)
+        columns = (1 + config.is_gated) * inner
+        self.gate_up = matrices(size, columns, activation=config.activation)
         is_split = config.shards * experts.engines > 1
         self.down = matrices(inner, size, summed=is_split, group_size=self.group_size)
         if experts.shared_size:
@@ -391,11 +430,14 @@ class Experts(MLP):
 
     def _of_shared(self, shared: MLP, x: Array, kernels: Kernels, rows: RowFacts) -> Array:
         """The output of the expert that all rows go through, or its share: float32 [T, E]."""
+        # Rounded once more: see `NoNorm`.
+        answers = rounded(shared(x, kernels, rows), x.dtype).astype(jnp.float32)
+        if not self.experts.shared_gate:
+            return answers
         if rows.count is not None:
             kernels = kernels.of_rows(rows.count)
         scores = kernels.matmul(x, self.router[...], jnp.float32)
-        gate = jax.nn.sigmoid(scores[:, self.experts.n_experts, None])
-        return gate * shared(x, kernels, rows).astype(jnp.float32)
+        return jax.nn.sigmoid(scores[:, self.experts.n_experts, None]) * answers
 
     def _answered(self, x: Array, asking: Array, kernels: Kernels, count: Array) -> Array:
         """The output of this device's experts [T, E], or their shares; x, asking: see `routed`,
@@ -406,13 +448,14 @@ class Experts(MLP):
         scores = scores[:, : self.experts.n_experts]
         if self.router_bias is not None:
             scores = scores + self.router_bias[...].astype(jnp.float32)
+        bias = None if self.choice_bias is None else self.choice_bias[...]
         factors = None if self.share_factors is None else self.share_factors[...]
-        routes = _route(scores, self.experts, count, self._first(), factors)
+        routes = _route(scores, self.experts, count, self._first(), bias, factors)
         if self._at_once(kernels):
             sums = self._all_at_once(x, routes, kernels)
         else:
             sums = self._one_by_one(x, routes, kernels)
-        return sums.astype(x.dtype)
+        return rounded(sums, x.dtype)
 
     def _counts_of_all(self, n_rows: int, rows: RowFacts) -> Array:
         """int32 [engines]: rows of each engine that pad no step."""
@@ -492,7 +535,7 @@ class Experts(MLP):
 def _weighed(answers: Array, routes: _Routes) -> Array:
     """answers float32 [N * B, E] -> [T, E]: each row's own, by their shares; 0 of rows of padding.
 
-    Added from the greatest share on, one after the other: the order is the row's own.
+    Added from the first choice on, one after the other: the order is the row's own.
     """
     n_rows, n_chosen = routes.places.shape
     # Choice by choice, so that what is added lies in one piece. What rows of padding find, or who
@@ -508,10 +551,40 @@ def _weighed(answers: Array, routes: _Routes) -> Array:
     return sums
 
 
-class MixtureBlock(Block):
-    """One layer: attention and experts, each normed before and added after."""
+class _Dense(MLP):
+    """The feed-forward of a layer without experts among layers with them: what all rows go through,
+    which is split over devices as a mixture's shared expert is.
+    """
 
-    mlp_class = Experts
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.shared = MLP(config, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Array, kernels: Kernels, rows: RowFacts) -> Array:
+        """x [T, E] -> [T, E]."""
+        return self.shared(x, kernels, rows)
+
+    def linears(self) -> tuple[Linear, ...]:
+        """See `MLP.linears`."""
+        return self.shared.linears()
+
+    def pack(self, kernels: Kernels) -> None:
+        """See `MLP.pack`."""
+        self.shared.pack(kernels)
+
+
+def _feed_forward(config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> MLP:
+    """Experts, if the model has any; else an MLP."""
+    kind = MLP if config.experts is None else Experts
+    return kind(config, dtype=dtype, rngs=rngs)
+
+
+class MixtureBlock(Block):
+    """One layer: attention and experts, or an MLP in a model without, each normed before and added
+    after.
+    """
+
+    mlp_class = staticmethod(_feed_forward)
+    dense_class = _Dense
 
 
 class Mixture(Llama):

@@ -54,7 +54,7 @@ class Rope(NamedTuple):
         layer.
         """
         wide = positions.astype(jnp.float32)[:, None, None]
-        half = config.head_dim // 2
+        half = config.rope_dim // 2
         if rope is None:
             shape = (*wide.shape[:2], half)
             return cls(jnp.ones(shape), jnp.zeros(shape))
@@ -96,7 +96,7 @@ def _query_factor(positions: Array, rope: RopeConfig) -> Array | None:
 
 def _inverse_frequencies(rope: RopeConfig, config: ModelConfig) -> tuple[Array, float]:
     """(radians per position of each rotated pair, float32 [R // 2]; factor on cos and sin)."""
-    dims = rope.dims or config.head_dim
+    dims = rope.dims or config.rope_dim
     plain = _plain_frequencies(rope.theta, dims)
     scaling = rope.scaling
     if scaling is None:
@@ -128,7 +128,7 @@ def _plain_frequencies(theta: float, dims: int) -> Array:
 
 def _dynamic_theta(rope: RopeConfig, scaling: RopeScaling, config: ModelConfig) -> float:
     """Theta of a text as long as the context, "NTK-aware"; shorter contexts keep their own."""
-    dims = rope.dims or config.head_dim
+    dims = rope.dims or config.rope_dim
     times = max(config.context_length / scaling.original_context, 1.0)
     stretch = scaling.factor * times - (scaling.factor - 1.0)
     return rope.theta * stretch ** (dims / (dims - 2))

@@ -29,7 +29,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
+from jitney.engine.core.weights.checkpoints.model_config import LatentConfig, ModelConfig
 from jitney.engine.core.weights.checkpoints.names import Path
 
 
@@ -77,11 +77,13 @@ class _Axis:
 TENSOR, DATA = _Axis("tensor"), _Axis("data")
 WHOLE = PartitionSpec()
 #: Weights of recurrent layers beside their matrices, of each head or channel.
-_OF_DELTA_NETS = ("rates", "taps", "log_decay", "rate_bias")
+_OF_RECURRENT = ("rates", "taps", "taps_bias", "log_decay", "rate_bias", "skip", "value_norm")
 #: Modules and weights whose outputs are split (their last axis is outputs), and whose inputs are
 #: (the axis before it, of a matrix).
-_BY_OUTPUTS = ("qkv", "gate_up", "lm_head", "wide_q_norm", "wide_k_norm", *_OF_DELTA_NETS)
+_BY_OUTPUTS = ("qkv", "q_b", "gate_up", "lm_head", "wide_q_norm", "wide_k_norm", *_OF_RECURRENT)
 _BY_INPUTS = ("o", "down")
+#: Weights whose first axis runs along heads.
+_BY_HEADS = ("kv_scales", "sinks", "to_latent", "from_latent")
 
 
 def make_mesh(devices: Sequence[Any], engines: int = 1) -> Mesh:
@@ -132,7 +134,7 @@ def _axis_of(path: Path, ndim: int, groups: int = 1) -> int | None:
     """Which axis of a weight is split; None: every device has all of it. groups: with different
     experts, `ExpertsConfig.all_groups`.
     """
-    if path[-1] in ("embed", "kv_scales", "sinks"):
+    if path[-1] == "embed" or not set(path).isdisjoint(_BY_HEADS):
         return 0
     if path[-2:] == ("adapters", "owners"):
         return None
@@ -277,10 +279,10 @@ class Shares:
             return [_run(2 * self._first_kv(path, device), 2 * heads)]
         if path[-1] == "sinks":
             return [_run(device % self.shards * own.n_heads, own.n_heads)]
-        if self._is_recurrent(path) and ("qkv" in path or path[-1] in _OF_DELTA_NETS):
-            if self.config.short_conv is not None:
-                return self._of_short_conv(path, device)
-            return self._of_delta_net(path, device)
+        if self._is_recurrent(path) and ("qkv" in path or path[-1] in _OF_RECURRENT):
+            return self._of_recurrent("qkv" if "qkv" in path else str(path[-1]), device)
+        if "qkv" in path and self.config.latent is not None:
+            return self._beside_latent(self.config.latent, device)
         if "qkv" in path:
             return self._heads(path, device)
         if "wide_q_norm" in path:
@@ -315,31 +317,18 @@ class Shares:
         own = self.config.recurrent
         return own is not None and "attention" in path and path[1] in own.layers
 
-    def _of_short_conv(self, path: Path, device: int) -> list[slice]:
-        """The device's channels, and their gates."""
-        whole, own = self.config.short_conv, self.own.short_conv
-        assert whole is not None and own is not None
-        number, count = device % self.shards, own.channels
-        parts = range(1) if "taps" in path else range(3)
-        return [_run(part * whole.channels + number * count, count) for part in parts]
-
-    def _of_delta_net(self, path: Path, device: int) -> list[slice]:
-        """Channels of the device's heads, and its gates; or its value heads, once or twice."""
-        whole, own = self.config.delta_net, self.own.delta_net
-        assert whole is not None and own is not None
-        number, count = device % self.shards, own.value_heads
-        if path[-1] in ("log_decay", "rate_bias"):
-            return [_run(number * count, count)]
-        if "rates" in path:
-            return [_run(first + number * count, count) for first in (0, whole.value_heads)]
-        dim, keys = own.key_dim, own.key_heads * own.key_dim
-        first_key = number * whole.key_heads // self.shards * dim
-        all_keys = whole.key_heads * dim
-        ranges = [_run(first_key, keys), _run(all_keys + first_key, keys)]
-        values = _run(2 * all_keys + number * own.values, own.values)
-        if "taps" in path:
-            return [*ranges, values]
-        return [*ranges, values, _run(whole.channels + number * own.values, own.values)]
+    def _of_recurrent(self, name: str, device: int) -> list[slice]:
+        """The device's heads in each part of a weight of that name; devices beyond the heads of a
+        part share them.
+        """
+        assert self.config.recurrent is not None
+        number, ranges, begin = device % self.shards, [], 0
+        for heads, width in self.config.recurrent.parts(name):
+            own = number * heads // self.shards
+            count = max(1, heads // self.shards)
+            ranges.append(_run(begin + own * width, count * width))
+            begin += heads * width
+        return ranges
 
     def _heads(self, path: Path, device: int) -> list[slice]:
         """Columns of the fused query, key and value projection."""
@@ -355,6 +344,16 @@ class Shares:
             *(_run(first + number * size + keys.start, count) for number in projected),
         ]
 
+    def _beside_latent(self, latent: LatentConfig, device: int) -> list[slice]:
+        """Columns of the projection that opens latent attention: the queries of the device's heads,
+        or what all are products of, and the row that the pool keeps, which every device has.
+        """
+        kept = _run(self.config.qkv_size - self.config.head_dim, self.config.head_dim)
+        if latent.query_rank:
+            return [slice(0, kept.stop)]
+        count = self.own.n_heads * latent.query_dim
+        return [_run(device % self.shards * count, count), kept]
+
     def _queries(self, path: Path, device: int) -> slice:
         """Columns of all query heads that are the device's."""
         count = self.own.n_heads * self._of_layer(self.own, path).head_dim
@@ -366,21 +365,23 @@ class Shares:
         return _run(self._first_kv(path, device) * own.head_dim, own.n_kv_heads * own.head_dim)
 
     def _gates(self, path: Path, device: int) -> list[slice]:
-        """Columns of the fused gate and up projection; of a mixture, of every expert's, or of the
-        shared one's.
+        """Columns of what opens a feed-forward, gates and ups or ups alone; of a mixture, of every
+        expert's, or of the one that all rows go through.
         """
-        if "shared" in path and self.own.experts is not None and self.config.experts is not None:
-            count, size = self.own.experts.shared_size, self.config.experts.shared_size
+        matrices, whole_layer = 1 + self.config.is_gated, self._of_layer(self.config, path)
+        if "shared" in path:
+            mixture = whole_layer.experts
+            size = whole_layer.intermediate_size if mixture is None else mixture.shared_size
+            count = size // self.shards
             first = device % self.shards * count
-            return [_run(first, count), _run(size + first, count)]
-        own = self._of_layer(self.own, path).intermediate_size
-        whole = self._of_layer(self.config, path).intermediate_size
+            return [_run(matrix * size + first, count) for matrix in range(matrices)]
+        own, whole = self._of_layer(self.own, path).intermediate_size, whole_layer.intermediate_size
         n_experts = 1
         if self.own.experts is not None:
             n_experts = self.own.experts.own
         group, number = divmod(device, self.group_size)
-        matrices = range(2 * group * n_experts, 2 * (group + 1) * n_experts)
-        return [_run(matrix * whole + number * own, own) for matrix in matrices]
+        everyone = range(matrices * group * n_experts, matrices * (group + 1) * n_experts)
+        return [_run(matrix * whole + number * own, own) for matrix in everyone]
 
     def _answers(self, size: int, device: int) -> slice:
         """Columns of the products that close a feed-forward, of `size` over all experts: those of

@@ -69,6 +69,16 @@ class PagePool:
         # What `states` returns, written as it changes: it is asked for often.
         self._states = bytearray(n_pages)
 
+    def renewed(self) -> PagePool:
+        """A pool of the same size and rules, all of whose pages are free."""
+        return PagePool(
+            self.n_pages,
+            self.page_size,
+            retain=self.retain,
+            share_outputs=self.share_outputs,
+            shares=self.shares,
+        )
+
     @property
     def capacity(self) -> int:
         """Pages that can be held at once: all but the trash page."""

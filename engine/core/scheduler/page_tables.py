@@ -1,6 +1,6 @@
 """The pages that sequences hold: taken at boarding and by decode rows, in groups of layers with a
-window by each chunk; given back behind a window and at the end. The scheduler knows no other way to
-a page.
+window by each chunk; given back behind a window and at the end; and beside them the slots of
+recurrent layers. The scheduler knows no other way to a page or a slot.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from jitney.engine.core.scheduler.kv_pages import PagePool
 from jitney.engine.core.scheduler.page_keys import keys_of
 from jitney.engine.core.scheduler.prompt_scores import PromptScores
 from jitney.engine.core.scheduler.sequence import Sequence, WindowPages
+from jitney.engine.core.scheduler.state_slots import StateTables
 
 
 def pages_per_window(window: int, page_size: int) -> int:
@@ -138,19 +139,25 @@ _NO_WINDOWS: Mapping[int, PagePool] = MappingProxyType({})
 
 class PageTables:
     """Fills `Sequence.pages` and `Sequence.windows` from the pools of a model's cache groups, and
-    shares pages between prompts that start alike.
+    `Sequence.state` by its recurrent layers'; shares them between prompts that start alike.
 
     pool, window: of the first group, which policies and predictions reason about; 0: its layers see
     all positions. windows: the pools of the other groups by window. These take pages as rows are
-    planned and have enough of them (`least_window_pages`).
+    planned and have enough of them (`least_window_pages`). state: of recurrent layers; None: none.
     """
 
     def __init__(
-        self, pool: PagePool, window: int = 0, windows: Mapping[int, PagePool] = _NO_WINDOWS
+        self,
+        pool: PagePool,
+        window: int = 0,
+        windows: Mapping[int, PagePool] = _NO_WINDOWS,
+        state: StateTables | None = None,
     ):
-        self.pool = pool
+        self.pool, self.window, self.windows, self.state = pool, window, windows, state
         #: Some layers have a window.
         self.has_window = window > 0 or len(windows) > 0
+        #: Chunks of prompts take what they need as they are planned (`cover`).
+        self.covers_chunks = self.has_window or state is not None
         #: Pages that a decoding sequence holds at most.
         self.most_each = pages_per_window(window, pool.page_size) if window else sys.maxsize
         #: Pages that the sequences in seats hold together if each gets as long as it may, by
@@ -179,13 +186,17 @@ class PageTables:
         return keys_of(seq, page_size, (len(seq.tokens) - 1) // page_size)
 
     def _servable(self, keys: list[bytes]) -> int:
-        """Pages of the longest prefix that all groups can serve."""
+        """Pages of the longest prefix that all groups can serve, and behind which there is a state
+        of recurrent layers.
+        """
         length = len(keys)
         while True:
             before = length
             for group in self._groups:
                 length = group.servable(keys, length)
-            if length == before or not self.has_window:
+            if self.state is not None:
+                length = self.state.servable(keys, length)
+            if length == before or not self.covers_chunks:
                 return length
 
     def most_of(self, seq: Sequence) -> int:
@@ -217,11 +228,11 @@ class PageTables:
             keys = keys[: seq.scored // pool.page_size]
         if seq.request.pooling == "mean":
             keys = []  # every row is part of the vector, from the first on
-        ends = set[int]()
-        if self.has_window:
-            ends = {seq.n_prompt // pool.page_size, self._first.servable(keys, len(keys))}
+        branch, ends = 0, set[int]()
+        if self.covers_chunks:
+            branch = self._first.servable(keys, len(keys))
             keys = keys[: self._servable(keys)]
-            ends.add(len(keys))
+            ends = {seq.n_prompt // pool.page_size, branch, len(keys)}
         shared = self._first.match(keys)
         fresh = pool.pages_for(len(seq.tokens)) - len(shared)
         if fresh + n_seated > pool.available or not lasts(fresh):
@@ -231,12 +242,21 @@ class PageTables:
         seq.published = seq.shared = len(shared)
         seq.dropped = self._first.first_seen(len(shared) * pool.page_size)
         seq.windows = tuple([group.board(keys, ends) for group in self._windows])
+        if self.state is not None:
+            self.state.board(seq, keys, branch)
         seq.scheduled = start = len(shared) * pool.page_size
         seq.most_pages = self.most_of(seq)
         self.most_held[seq.background] += seq.most_pages
         found = max(0, min(start, seq.n_prompt) - seq.computed_high)
         seq.cached_tokens += found
         return found
+
+    def skip(self, seq: Sequence, start: int) -> None:
+        """Take the rows before `start` of a boarding sequence as computed, though it found none."""
+        seq.scheduled = start
+        for group, held in zip(self._windows, seq.windows, strict=True):
+            held.dropped = held.published = group.first_seen(start)
+            held.pages = [0] * held.dropped
 
     def grow(self, sequences: list[Sequence]) -> None:
         """One more page of each group for each; in the first group there must be as many."""
@@ -246,10 +266,22 @@ class PageTables:
         if self._windows:
             for seq in sequences:
                 self._extend(seq, len(seq.pages) * self.pool.page_size)
+        if self.state is not None:
+            for seq in sequences:
+                self.state.turn(seq)
 
-    def cover(self, seq: Sequence) -> None:
-        """Take what the groups with a window lack for the rows that are scheduled."""
+    def cover(self, seq: Sequence, start: int) -> None:
+        """Take what the groups with a window lack for the rows [start, scheduled), and slots for
+        checkpoints within these.
+        """
         self._extend(seq, seq.scheduled)
+        if self.state is not None:
+            self.state.cover(seq, start)
+
+    def settle(self) -> None:
+        """The steps planned so far are launched, see `StateTables.settle`."""
+        if self.state is not None:
+            self.state.settle()
 
     def _extend(self, seq: Sequence, positions: int) -> None:
         for group, held in zip(self._windows, seq.windows, strict=True):
@@ -267,13 +299,17 @@ class PageTables:
         self._first.publish(seq, seq)
         for group, held in zip(self._windows, seq.windows, strict=True):
             group.publish(seq, held)
+        if self.state is not None:
+            self.state.publish(seq)
 
     def give_back(self, seq: Sequence, *, ended: bool) -> None:
-        """All pages of a sequence that leaves its seat. ended: it does not come back."""
+        """All pages and slots of a sequence that leaves its seat. ended: it does not come back."""
         for group, held in self._held(seq):
             if group.pool.retain:
                 group.publish(seq, held, ended=ended)
             group.pool.release(held.pages)
+        if self.state is not None:
+            self.state.give_back(seq)
         self.most_held[seq.background] -= seq.most_pages
         seq.pages = []
         seq.windows = ()
@@ -285,8 +321,8 @@ class PageTables:
         By name, because the sequence may no longer hold the pages: it was preempted, aborted, past
         its deadline, or its last token was in flight when it left its seat.
         """
-        for group in self._groups:
-            group.pool.withdraw(seq.keys)
+        for pool in self._pools:
+            pool.withdraw(seq.keys)
         self._scores.drop(seq.keys)
         seq.shares = False
 
@@ -296,9 +332,15 @@ class PageTables:
         self._scores.clear()
 
     def clear(self) -> None:
-        """Let no prompt find any page: their contents are gone."""
-        for group in self._groups:
-            group.pool.clear()
+        """Let no prompt find any page or checkpoint: their contents are gone."""
+        for pool in self._pools:
+            pool.clear()
+
+    @property
+    def _pools(self) -> list[PagePool]:
+        """Of all cache groups, and of recurrent layers."""
+        pools = [group.pool for group in self._groups]
+        return pools if self.state is None else [*pools, self.state.pool]
 
     def keep_scores(self, seq: Sequence, new: int) -> None:
         """The last `new` of a prompt's log-probabilities have come: later prompts find them."""
@@ -327,9 +369,10 @@ class PageTables:
         for seq in seated:
             most[seq.background] += seq.most_pages
         tables = [held for seq in seated for held in (seq, *seq.windows)]
-        return {
+        of_state = {} if self.state is None else self.state.claims(seated)
+        return of_state | {
             "only seated sequences hold pages": not any(
-                seq.pages or seq.windows or seq.seated for seq in unseated
+                seq.pages or seq.windows or seq.state or seq.seated for seq in unseated
             ),
             "pages that may be held are counted": most == self.most_held,
             "pages behind the window are the trash page, and no others": all(

@@ -71,6 +71,7 @@ class StepPlanner:
             if seq.seated and self._pages.drop_behind(seq):
                 draft.dropped.append(seq)
         self._moved = []
+        self._pages.settle()
         if self._sequences.live.n_open:
             self._live_at = now
         if alone is not None:
@@ -260,9 +261,10 @@ class StepPlanner:
 
     def _add_chunk(self, seq: Sequence, draft: Draft, most: int) -> None:
         """At most `most` of the next known tokens of a sequence, as the step can take them."""
+        start = seq.scheduled
         is_whole = draft.add_chunk(seq, most)
-        if self._pages.has_window:
-            self._pages.cover(seq)
+        if self._pages.covers_chunks:
+            self._pages.cover(seq, start)
             self._moved.append(seq)
         if is_whole:
             self._seats.start_decoding(seq)

@@ -43,6 +43,7 @@ from jitney.engine.core.scheduler.seats import Seats
 from jitney.engine.core.scheduler.sequence import Matcher, Sequence
 from jitney.engine.core.scheduler.sequence_factory import SequenceFactory
 from jitney.engine.core.scheduler.speculation import Speculation
+from jitney.engine.core.scheduler.state_slots import StateTables
 from jitney.engine.core.scheduler.step_times import StepTimeEstimate
 
 _log = logging.getLogger("jitney.core")
@@ -67,11 +68,13 @@ class Scheduler:
         vocab_size: int = 2**31 - 1,
         window: int = 0,
         windows: Mapping[int, PagePool] = _NO_WINDOWS,
-        tables: Callable[[PagePool, int, Mapping[int, PagePool]], PageTables] = PageTables,
+        state: StateTables | None = None,
+        tables: Callable[..., PageTables] = PageTables,
     ):
         """clock: seconds, for admission; plan and commit are told the time. eos_ids end a sequence.
         pool, window: of the model's first cache group, 0 if its layers see all positions; windows:
-        pools of the others by window. tables: from these to what sequences take pages from.
+        pools of the others by window; state: the slots of recurrent layers, if there are any.
+        tables: from these four to what sequences take pages and slots from.
         """
         _check_buckets(buckets, limits.max_seats)
         _check_windows(windows, limits, buckets)
@@ -87,7 +90,7 @@ class Scheduler:
         seats = Seats(limits.max_seats, holds=policy.holds)
         #: Every open sequence, in its one place.
         self.sequences = sequences = OpenSequences(
-            seats, tables(pool, window, windows), order.queue
+            seats, tables(pool, window, windows, state), order.queue
         )
         self.factory = SequenceFactory(
             pool=pool,
@@ -117,6 +120,19 @@ class Scheduler:
         # Rows that a step has at most, never fewer than all seats need.
         self._row_limit = RowLimit([bucket.tokens for bucket in buckets.mixed_for(buckets.seats)])
         self._arrivals = 0
+
+    def renewed(self, limits: SchedulerLimits, clock: Callable[[], float]) -> Scheduler:
+        """A scheduler for the same runner, without a request; its sequences end by length."""
+        pages = self.sequences.pages
+        return Scheduler(
+            limits,
+            self.buckets,
+            self.pool.renewed(),
+            clock,
+            window=pages.window,
+            windows={window: pool.renewed() for window, pool in pages.windows.items()},
+            state=pages.state and pages.state.renewed(),
+        )
 
     @property
     def has_open(self) -> bool:

@@ -84,6 +84,36 @@ class WindowPages:
     branches: list[tuple[int, int]]
 
 
+@dataclass(slots=True)
+class HeldSlots:
+    """The slots of a seated sequence's recurrent state; numbers from 1, 0: none."""
+
+    #: What is its alone, and what the next step with a row of it reads and writes.
+    own: int
+    reads: int
+    writes: int
+    #: Pages behind which other prompts, too, are likely to differ from its own.
+    branch: int
+    #: Pages before the last checkpoint of its prefix.
+    saved: int
+    #: (pages, slot) of checkpoints within the rows of the next step.
+    saves: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    #: Slots that are held until the rows from position `at` on are launched.
+    passing: list[int] = field(default_factory=list[int])
+    at: int = 0
+    #: The state behind the last full page, while it decodes, and how many pages that are.
+    kept: int = 0
+    kept_pages: int = 0
+
+    def slots(self) -> list[int]:
+        """Every slot that it holds, one for each reference."""
+        return [self.own, self.kept, *self.passing]
+
+    def written(self) -> set[int]:
+        """Slots that the next step writes."""
+        return {self.own, self.writes, *[slot for _, slot in self.saves]}
+
+
 def _no_pages() -> list[int]:
     return []
 
@@ -111,6 +141,8 @@ class Sequence:
     pages: list[int] = field(default_factory=_no_pages)
     #: Those of the other groups, while it is seated.
     windows: tuple[WindowPages, ...] = ()
+    #: Of a model with recurrent layers, while it is seated.
+    state: HeldSlots | None = None
     #: Positions whose KV is computed once all launched steps are done.
     scheduled: int = 0
     #: Sampled tokens that launched steps will bring: 0 or 1 between steps, up to 2 while a step is

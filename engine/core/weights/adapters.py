@@ -206,7 +206,7 @@ def load_adapters(
 def _can_change(target: Target, config: ModelConfig) -> bool:
     """Whether adapters may change a weight: matrices of layers, but not of experts or the head."""
     if config.experts is not None and "mlp" in target.path:
-        return False
+        return target.path[1] in config.experts.dense_layers
     return target.path[-1] == "kernel" and target.path[0] == "layers"
 
 

@@ -1,5 +1,5 @@
-"""Hugging Face folders of floats, and of experts that one tensor holds: Qwen3.5's, and gpt-oss's in
-floats or in MXFP4.
+"""Hugging Face folders of floats, and of experts that one tensor holds: Qwen3.5's, Granite 4's, and
+gpt-oss's in floats or in MXFP4.
 
 The matrices of an expert go by the names and shapes that they would have by themselves,
 `experts.3.down_proj.weight` [O, I]; gates and ups, which one matrix has, are two.
@@ -25,6 +25,9 @@ from jitney.kernels.mxfp4 import Mxfp4
 #: Names of tensors of all experts, in three pieces: before an expert's number, the matrix, and
 #: what is stored of it, "" for floats.
 _STACK = re.compile(r"(.+\.experts\.)(gate_up_proj|down_proj)(|_bias|_blocks|_scales)")
+#: The same of Granite 4, whose matrices go by the names of others.
+_GRANITE_STACK = re.compile(r"(.+\.block_sparse_moe\.)(input|output)_linear\.weight")
+_GRANITE_MATRICES = {"input": "gate_up_proj", "output": "down_proj"}
 #: By that: how many axes the tensor has, and which of an expert's runs along its outputs. Floats
 #: are [X, O, I], or, where experts have biases, [X, I, O], as `_TURNED`.
 _TURNED = "_turned"
@@ -99,10 +102,14 @@ class PlainFolder(SafetensorsFolder):
         self.parts: dict[str, _Part] = {}
         for name, shape in self.stored.items():
             found = _STACK.fullmatch(name)
-            if found is None:
-                self.shapes[name] = shape
-            else:
+            granite = _GRANITE_STACK.fullmatch(name)
+            if found is not None:
                 self._take_apart(name, shape, *found.groups())
+            elif granite is not None:
+                prefix, matrix = granite.groups()
+                self._take_apart(name, shape, f"{prefix}experts.", _GRANITE_MATRICES[matrix], "")
+            else:
+                self.shapes[name] = shape
 
     def _check_kind(self, shard: str, name: str) -> None:
         """Bytes are read of MXFP4 alone."""

@@ -26,7 +26,7 @@ from jitney.engine.core.models.sharding import TENSOR, Shares
 from jitney.engine.core.weights.checkpoint import open_checkpoint
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
-from jitney.kernels.delta_net import DeltaState
+from jitney.kernels.delta_net import DeltaState, StateSlots
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.scales import limit_of
 from jitney.kernels.select import select
@@ -164,10 +164,10 @@ def _largest(model: Model, tokens: Sequence[int], mesh: Mesh | None = None) -> l
         return jnp.zeros((pages + 1, _PAGE, 2 * own.n_kv_heads, own.head_dim), dtype)
 
     def read(state: Any, row: Array, meta: AttentionMeta) -> list[Array]:
-        seat: Any = None
+        slot: Any = None
         if config.recurrent is not None:
-            seat = DeltaState.empty(config.recurrent.state_shapes(1))
-        empty = config.by_layer(empty_pool, seat)
+            slot = DeltaState.empty(config.recurrent.state_shapes(1))
+        empty = config.by_layer(empty_pool, slot)
         _, kept = nnx.merge(graph, state)(row, empty, meta, kernels)
         return [_largest_by_head(kept[layer]) for layer in config.pool_layers]
 
@@ -201,5 +201,5 @@ def _one_prompt(count: int, pages: int) -> AttentionMeta:
         write_rows=rows + _PAGE,
         positions=rows,
         counts=jnp.array([0, 1, count]),
-        seats=jnp.array([0, 1]),
+        state=StateSlots.in_place(jnp.array([0, 0])),
     )

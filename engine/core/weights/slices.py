@@ -65,13 +65,13 @@ class DecodedTensor:
 
 
 class Reordered:
-    """A tensor with its rows in another order."""
+    """A tensor with its rows, or some of them, in another order."""
 
     def __init__(self, stored: Sliceable, order: np.ndarray):
-        """order: the stored row that stands at each place, [rows]."""
+        """order: the stored row that stands at each place, [rows], or some of the rows."""
         self._stored = stored
         self._order = order
-        self.shape = stored.shape
+        self.shape = (len(order), *stored.shape[1:])
         self.ndim = stored.ndim
 
     def __getitem__(self, index: _Index) -> np.ndarray:

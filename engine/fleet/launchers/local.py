@@ -333,14 +333,15 @@ class LocalEngines:
         news: list[AdapterNews] = []
         for arm in self.replicas.keys() & fresh.models.keys():
             section = fresh.models[arm]
-            if not isinstance(section, ReplicasSection) or section.n_hosts > 1:
+            if not isinstance(section, ReplicasSection):
                 continue
             if arm not in {*fresh.adapters.values(), *self._adapted}:
                 continue
             for process in self.processes(arm):
                 before = process.adapters
                 try:
-                    news.append(await process.set_adapters(adapters_environ(section)))
+                    new = before if process.place is not None else adapters_environ(section)
+                    news.append(await process.set_adapters(new))
                 except JitneyError:
                     for other, old in done:
                         with suppress(JitneyError):
@@ -352,6 +353,7 @@ class LocalEngines:
             added=sorted({name for each in news for name in each.added}),
             removed=sorted({name for each in news for name in each.removed}),
             replaced=sorted({name for each in news for name in each.replaced}),
+            needs_restart=sorted({name for each in news for name in each.needs_restart}),
         )
 
     def kill(self) -> None:

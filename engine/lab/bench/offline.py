@@ -20,7 +20,7 @@ from jitney.engine.common.records import Ledger
 from jitney.engine.common.request_record import RequestRecord
 from jitney.engine.common.requests import EngineRequest, JsonDict
 from jitney.engine.common.trace import Arrival
-from jitney.engine.core import EngineCore, PagePool, Scheduler
+from jitney.engine.core import EngineCore
 from jitney.engine.lab.bench.cost import Bill
 from jitney.engine.lab.bench.load import Watch, ignore_progress
 from jitney.engine.lab.bench.text import arrival_ids
@@ -93,13 +93,18 @@ class OfflineBench:
         self._core, self._encode, self._sleep = core, encode, sleep
         self.clock = core.clock
         self.limits = core.scheduler.limits
-        pool = core.scheduler.pool
+        pages = core.scheduler.sequences.pages
+        state = pages.state
         self.shape = EngineShape(
             self.limits,
             core.scheduler.buckets,
-            pool.n_pages,
-            pool.page_size,
+            pages.pool.n_pages,
+            pages.pool.page_size,
             plans_late=core.plans_late,
+            window=pages.window,
+            windows={window: pool.n_pages for window, pool in pages.windows.items()},
+            checkpoints=None if state is None else state.spare,
+            checkpoint_pages=0 if state is None else state.every,
         )
 
     def requests(self, arrivals: Sequence[Arrival], seed: int = 0) -> list[PromptedArrival]:
@@ -194,13 +199,7 @@ class OfflineBench:
         """A core as the engine's own, with other limits and a queue that all requests fit in."""
         own = self._core.scheduler
         changed = replace(own.limits, max_waiting_requests=requests + 1, **_NO_REFUSALS, **limits)
-        pool = PagePool(
-            own.pool.n_pages,
-            own.pool.page_size,
-            retain=own.pool.retain,
-            share_outputs=own.pool.share_outputs,
-        )
-        scheduler = Scheduler(changed, own.buckets, pool, self.clock)
+        scheduler = own.renewed(changed, self.clock)
         late = self._core.plans_late
         return EngineCore(
             scheduler, self._core.runner, Ledger(capacity=1), self.clock, plans_late=late

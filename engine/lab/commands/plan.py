@@ -201,6 +201,11 @@ def _answers(roofline: Roofline, load: Load, sizing: Sizing) -> Iterator[str]:
     )
     for window, pages in memory.window_pages.items():
         yield f"memory: of it {pages:,} pages of layers with a window of {window:,} tokens"
+    if memory.slot_bytes:
+        yield (
+            f"memory: {memory.slot_bytes / 1e6:,.1f} MB of recurrent state for each seat, and for "
+            f"{memory.checkpoints:,} checkpoints of the prefix cache"
+        )
     if chosen is None:
         step, ttft = 1e3 * sizing.curve[0].step_s, 1e3 * sizing.curve[0].ttft_s
         yield (

@@ -129,10 +129,12 @@ class SimulateArguments(TrafficArguments):
         shape = EngineShape.of(
             settings,
             context_length=context,
-            pages=settings.pages or _pages_for(table, settings, context),
+            pages=settings.pages or settings.max_seats * -(-context // settings.page_size) + 1,
             on_device=isinstance(table, Roofline),
             padding_is_free=isinstance(table, StepTable) and table.padding_is_free,
         )
+        if isinstance(table, Roofline):
+            shape = _as_fits(shape, table, settings, context)
         return shape.open_to_all(vars(self))
 
     def simulate(
@@ -159,28 +161,26 @@ def _n_tokens(arrival: Arrival) -> int:
     return arrival.n_prompt + max(1, arrival.n_output)
 
 
-def _pages_for(table: StepTimes, settings: EngineSection, context: int) -> int:
-    """Pages, the trash page included, when no setting says how many."""
-    from jitney.engine.lab.simulation.roofline import Roofline
-
-    wanted = settings.max_seats * -(-context // settings.page_size) + 1
-    if isinstance(table, Roofline):
-        return min(_pages_that_fit(table, settings, context), wanted)
-    return wanted
-
-
-def _pages_that_fit(roofline: Roofline, settings: EngineSection, context: int) -> int:
+def _as_fits(
+    shape: EngineShape, roofline: Roofline, settings: EngineSection, context: int
+) -> EngineShape:
+    """The engine with the pools of its model that fit the device, or with as many pages as the
+    settings say.
+    """
     from jitney.engine.core import PoolShares
 
     model = replace(roofline.cost.config, context_length=context)
     shares = PoolShares.of(model, roofline.page_bytes(settings.page_size), settings, context)
-    pages = shares.fit(roofline.kv_room - settings.max_seats * roofline.seat_bytes)[0]
-    if pages < 2:
+    shares = replace(shares, slot_bytes=roofline.slot_bytes)
+    pools = shares.fit(roofline.kv_room, shape.pages)
+    if settings.pages:
+        pools = shares.counted(settings.pages)
+    if pools.pages[0] < 2:
         chips = f"{roofline.count} x {roofline.device.name}"
         raise ConfigError(
             f"the model does not fit {chips}: use more chips (--count) or smaller --weights"
         )
-    return pages
+    return shape.with_model(model, shares, pools)
 
 
 def _arrays_in(file: str) -> list[np.ndarray]:

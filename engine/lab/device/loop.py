@@ -25,6 +25,7 @@ from jitney.engine.core import (
     PagePool,
     Scheduler,
     SchedulerLimits,
+    StateTables,
     StepWork,
 )
 from jitney.engine.lab.bench.offline import OfflineBench, PromptedArrival
@@ -89,7 +90,11 @@ def make_traffic(
     bench.runner.warm_up()
     pool = PagePool(bench.positions // job.page_size + 1, job.page_size, retain=False)
     limits = SchedulerLimits(max_seats=buckets.seats, context_length=context)
-    scheduler = Scheduler(limits, buckets, pool, eos_ids=(), vocab_size=job.config.vocab_size)
+    state = None
+    if job.config.recurrent is not None:
+        state = StateTables.without_checkpoints(buckets.seats, job.page_size)
+        pool.shares = False
+    scheduler = Scheduler(limits, buckets, pool, vocab_size=job.config.vocab_size, state=state)
     return OfflineBench(EngineCore(scheduler, bench.runner, Ledger()), lambda text: []), bench
 
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, fields, replace
 
 import msgspec
 
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.config import EngineSection
-from jitney.engine.core import Buckets, SchedulerLimits
+from jitney.engine.core import (
+    Buckets,
+    ModelConfig,
+    PagePool,
+    PageTables,
+    PoolShares,
+    PoolSizes,
+    Scheduler,
+    SchedulerLimits,
+    StateTables,
+)
 
 #: Limits by which a server refuses requests -> the value with which it refuses none.
 _NO_CAPS = {
@@ -31,6 +41,13 @@ class EngineShape:
     page_size: int = 16
     #: As `EngineCore.plans_late`.
     plans_late: bool = False
+    #: Positions that the first cache group sees, 0: all; and by window the pages of the others.
+    window: int = 0
+    windows: Mapping[int, int] = field(default_factory=dict[int, int])
+    #: Slots of recurrent layers' state beside one for each seat; None: no layer is recurrent.
+    checkpoints: int | None = None
+    #: Pages between the checkpoints of a long prompt.
+    checkpoint_pages: int = 0
 
     @classmethod
     def of(
@@ -64,6 +81,50 @@ class EngineShape:
             on_device=on_device,
         )
 
+    def with_model(self, model: ModelConfig, shares: PoolShares, pools: PoolSizes) -> EngineShape:
+        """The same engine with the cache groups and the recurrent layers of a model, whose pools
+        are of these sizes.
+        """
+        windows = [group.window for group in model.cache_groups]
+        return replace(
+            self,
+            pages=pools.pages[0],
+            window=windows[0],
+            windows=dict(zip(windows[1:], pools.pages[1:], strict=False)),
+            checkpoints=None if model.recurrent is None else pools.checkpoints,
+            checkpoint_pages=shares.checkpoint_tokens // self.page_size,
+        )
+
+    def new_scheduler(
+        self,
+        clock: Callable[[], float],
+        *,
+        retain: bool,
+        tables: Callable[..., PageTables] = PageTables,
+    ) -> Scheduler:
+        """A scheduler of this shape. retain: prompts find the pages of earlier ones that begin
+        alike.
+        """
+
+        def pool(pages: int) -> PagePool:
+            return PagePool(pages, self.page_size, retain=retain)
+
+        state = None
+        if self.checkpoints is not None:
+            seats = self.limits.max_seats
+            slots = seats + self.checkpoints * retain + 1
+            state = StateTables(pool(slots), seats, self.checkpoint_pages)
+        return Scheduler(
+            self.limits,
+            self.buckets,
+            pool(self.pages),
+            clock,
+            window=self.window,
+            windows={window: pool(pages) for window, pages in self.windows.items()},
+            state=state,
+            tables=tables,
+        )
+
     def under(self, policy: str, static_timeout_ms: float | None = None) -> EngineShape:
         """The same engine under another policy; static_timeout_ms: None leaves it as it is."""
         timeout_ms = self.limits.static_timeout_ms
@@ -83,6 +144,8 @@ class EngineShape:
             "limits": msgspec.to_builtins(self.limits),
             "pages": self.pages,
             "page_size": self.page_size,
+            "windows": dict(self.windows),
+            "checkpoints": self.checkpoints,
             "buckets": [str(bucket) for bucket in self.buckets.all()],
         }
 

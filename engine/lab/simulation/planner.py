@@ -17,7 +17,7 @@ from typing import ClassVar
 import numpy as np
 
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.core import Bucket, PoolShares, StepWork, powers_of_two
+from jitney.engine.core import Bucket, PoolShares, PoolSizes, StepWork, powers_of_two
 from jitney.engine.lab.simulation.roofline import Roofline
 
 #: Seats beyond which nothing is looked at.
@@ -86,6 +86,10 @@ class _Memory:
     positions: int
     #: Pages of the layers with a window, by window, where they have pages of their own.
     window_pages: dict[int, int]
+    #: Bytes of a sequence's recurrent state on one chip, and checkpoints of it beside those of
+    #: seats.
+    slot_bytes: float
+    checkpoints: int
     #: Sequences of the mean context.
     seats_mean: int
     #: Sequences of the whole length, which can never be preempted.
@@ -194,7 +198,7 @@ def _fit(roofline: Roofline, load: Load) -> _Memory:
     """Pages and seats beside the weights."""
     cost, page = roofline.cost, load.page_size
 
-    def fit(seats: int) -> tuple[int, ...]:
+    def fit(seats: int) -> PoolSizes:
         shares = PoolShares(
             windows=tuple(group.window for group in cost.config.cache_groups),
             page_bytes=roofline.page_bytes(page),
@@ -202,17 +206,19 @@ def _fit(roofline: Roofline, load: Load) -> _Memory:
             seats=seats,
             token_budget=load.token_budget,
             context_length=load.longest,
+            prefix_cache=cost.config.recurrent is not None,
+            slot_bytes=roofline.slot_bytes,
         )
-        return shares.fit(roofline.kv_room - seats * roofline.seat_bytes)
+        return shares.fit(roofline.kv_room)
 
     def seats_of(length: float) -> int:
         """The most that fit with so many positions each."""
         each = math.ceil(length / page)
         most = max(0, int(roofline.kv_room / min(roofline.page_bytes(page)))) // each
-        return bisect_right(range(1, most + 1), 0, key=lambda n: n * each >= fit(n)[0])
+        return bisect_right(range(1, most + 1), 0, key=lambda n: n * each >= fit(n).pages[0])
 
     seats_mean, seats_full = seats_of(load.mean_context), seats_of(load.longest)
-    first, *others = fit(seats_mean)
+    (first, *others), checkpoints = fit(seats_mean)
     pages = first - 1
     if seats_full < 1:
         raise ConfigError(_no_room(roofline, load))
@@ -226,6 +232,8 @@ def _fit(roofline: Roofline, load: Load) -> _Memory:
             group.window: own - 1
             for group, own in zip(cost.config.cache_groups[1:], others, strict=False)
         },
+        slot_bytes=roofline.slot_bytes,
+        checkpoints=checkpoints,
         seats_mean=seats_mean,
         seats_full=seats_full,
     )

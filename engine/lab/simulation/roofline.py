@@ -15,9 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from jitney.engine.common.errors import ConfigError, ModelError
-from jitney.engine.common.step_cost import StepCost
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.common.step_cost import StepCost, StepRows
 from jitney.engine.core import (
     Bucket,
     ExpertsConfig,
@@ -102,6 +104,92 @@ def _qwen3_5(
     return read_hf_config({"architectures": [f"{kind}ForCausalLM"], **sizes, **more})
 
 
+def _nemotron_3_nano() -> ModelConfig:
+    sizes = {
+        "hybrid_override_pattern": "MEMEM*E" + "MEMEM*E" * 4 + "MEMEMEM*E" + "ME" * 4,
+        "hidden_size": 2688,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "intermediate_size": 1856,
+        "mamba_num_heads": 64,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1856,
+        "moe_shared_expert_intermediate_size": 3712,
+        "vocab_size": 131072,
+        "max_position_embeddings": 262144,
+    }
+    return read_hf_config({"architectures": ["NemotronHForCausalLM"], **sizes})
+
+
+def _granite_4_h_small() -> ModelConfig:
+    attending = (5, 15, 25, 35)
+    sizes = {
+        "num_hidden_layers": 40,
+        "layer_types": ["attention" if layer in attending else "mamba" for layer in range(40)],
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 72,
+        "num_experts_per_tok": 10,
+        "intermediate_size": 768,
+        "shared_intermediate_size": 1536,
+        "mamba_d_state": 128,
+        "vocab_size": 100352,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+    }
+    return read_hf_config({"architectures": ["GraniteMoeHybridForCausalLM"], **sizes})
+
+
+def _lfm2_8b_a1b() -> ModelConfig:
+    sizes = {
+        "num_hidden_layers": 24,
+        "full_attn_idxs": [2, 6, 10, 14, 18, 21],
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "vocab_size": 65536,
+    }
+    return read_hf_config({"architectures": ["Lfm2MoeForCausalLM"], **sizes})
+
+
+def _latent(kind: str, **sizes: Any) -> ModelConfig:
+    """sizes: where they differ from what transformers assumes."""
+    return read_hf_config({"architectures": [f"{kind}ForCausalLM"], **sizes})
+
+
+#: DeepSeek-V2-Lite's sizes.
+_V2_LITE: JsonDict = {
+    "vocab_size": 102400,
+    "hidden_size": 2048,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": None,
+    "max_position_embeddings": 163840,
+}
+#: GLM-4.7-Flash's.
+_GLM_FLASH: JsonDict = {
+    "vocab_size": 154880,
+    "hidden_size": 2048,
+    "num_hidden_layers": 47,
+    "num_attention_heads": 20,
+    "intermediate_size": 10240,
+}
+#: Mistral Small 4's.
+_MISTRAL_4: JsonDict = {
+    "vocab_size": 131072,
+    "hidden_size": 4096,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "intermediate_size": 12288,
+}
+
+
 def _gemma4(
     n_layers: int,
     hidden: int,
@@ -149,6 +237,12 @@ SHAPES = {
     "gpt-oss-120b": _gpt_oss(36, 128),
     "qwen3.5-27b": _qwen3_5(64, 5120, 24, 4, 48, intermediate_size=17408),
     "qwen3.5-35b-a3b": _qwen3_5(40, 2048, 16, 2, 32, num_experts=256, num_experts_per_tok=8),
+    "nemotron-3-nano-30b-a3b": _nemotron_3_nano(),
+    "granite-4.0-h-small": _granite_4_h_small(),
+    "lfm2-8b-a1b": _lfm2_8b_a1b(),
+    "deepseek-v2-lite": _latent("DeepseekV2", **_V2_LITE),
+    "glm-4.7-flash": _latent("Glm4MoeLite", **_GLM_FLASH),
+    "mistral-small-4": _latent("Mistral4", **_MISTRAL_4),
     "gemma-4-e2b": _gemma4(
         35,
         1536,
@@ -265,6 +359,10 @@ class ModelCost:
                 raise ConfigError(f"unknown number format {name!r}; known: {', '.join(_BYTES)}")
         if self.weights == "mxfp4" and self.config.experts is None:
             raise ConfigError("weights mxfp4 are of experts, and this model has none")
+        if self.config.latent is not None and _BYTES[self.kv] < _BYTES["bf16"]:
+            raise ConfigError(
+                f"KV {self.kv}: the pool of latent attention has the model's dtype; leave it out"
+            )
 
     @property
     def narrow(self) -> list[str]:
@@ -354,14 +452,18 @@ class ModelCost:
         )
 
     def read_bytes(self, rows: int, work: StepWork) -> tuple[float, float]:
-        """(weights read, KV read and written) in a step: see `StepCost`."""
-        weights, kv = self.step.read_bytes(rows, work.keys, work.pairs)
+        """(weights and state, KV read and written) in a step: see `StepCost`."""
+        weights, kv = self.step.read_bytes(rows, _rows_of(work))
         return float(weights), float(kv)
 
     def operations(self, rows: int, logit_rows: int, work: StepWork) -> tuple[float, float]:
         """(in the layers' products, in output head and attention) of a step: see `StepCost`."""
-        layers, rest = self.step.operations(rows, logit_rows, work.keys + work.pairs)
+        layers, rest = self.step.operations(rows, logit_rows, _rows_of(work))
         return float(layers), float(rest)
+
+
+def _rows_of(work: StepWork) -> StepRows:
+    return StepRows(work.decode, work.prompt, work.keys, work.pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,11 +519,9 @@ class Roofline:
         )
 
     def memory_seconds(self, bucket: Bucket, work: StepWork) -> float:
-        """Time to read weights and KV once, and to read and write what recurrent layers keep of
-        who decodes.
-        """
+        """Time to read weights, KV and recurrent state once."""
         weights, kv = self.cost.read_bytes(bucket.tokens, work)
-        per_chip = weights / self.count + kv / self.kv_split + 2 * work.decode * self.seat_bytes
+        per_chip = weights / self.count + kv / self.kv_split
         return per_chip / (self.device.bandwidth * self.assumed.bandwidth)
 
     def compute_seconds(self, bucket: Bucket, work: StepWork) -> float:
@@ -482,9 +582,9 @@ class Roofline:
         return tuple([number * sum(map(self._own_kv_width, group.layers)) for group in groups])
 
     @property
-    def seat_bytes(self) -> float:
-        """Bytes that recurrent layers keep of a seat on one chip."""
-        return self.cost.config.seat_bytes / self.count
+    def slot_bytes(self) -> float:
+        """Bytes of a slot of recurrent layers' state on one chip."""
+        return self.cost.config.slot_bytes / self.count
 
     @property
     def kv_room(self) -> float:

@@ -33,8 +33,8 @@ from jitney.engine.core import (
     PagePool,
     PageTables,
     Plan,
-    Scheduler,
     Sequence,
+    StateTables,
     StepResult,
 )
 from jitney.engine.lab.simulation.drive import Offer, drive
@@ -53,9 +53,14 @@ class _RecordedHits(PageTables):
     """
 
     def __init__(
-        self, pool: PagePool, window: int, windows: Mapping[int, PagePool], hits: Mapping[str, int]
+        self,
+        pool: PagePool,
+        window: int,
+        windows: Mapping[int, PagePool],
+        state: StateTables | None,
+        hits: Mapping[str, int],
     ):
-        super().__init__(pool, window, windows)
+        super().__init__(pool, window, windows, state)
         self.hits = hits
 
     def take(self, seq: Sequence, n_seated: int, lasts: Callable[[int], bool]) -> int | None:
@@ -66,7 +71,7 @@ class _RecordedHits(PageTables):
         hit = min(self.hits.get(seq.request.id, 0), seq.n_prompt - 1)
         start = hit - hit % self.pool.page_size
         if start > seq.scheduled:
-            seq.scheduled = start
+            self.skip(seq, start)
             saved = max(0, start - seq.computed_high)
             seq.cached_tokens += saved
             found += saved
@@ -113,9 +118,8 @@ class VirtualDevice:
         """A core of this shape on it. hits: prompt tokens that requests find cached, by id; retain:
         prompts find the pages of earlier ones that begin alike.
         """
-        pool = PagePool(shape.pages, shape.page_size, retain=retain)
         tables = partial(_RecordedHits, hits=hits) if hits else PageTables
-        scheduler = Scheduler(shape.limits, shape.buckets, pool, self.clock, tables=tables)
+        scheduler = shape.new_scheduler(self.clock, retain=retain, tables=tables)
         late = shape.plans_late
         return EngineCore(scheduler, self, Ledger(), self.clock, plans_late=late)
 

@@ -40,6 +40,8 @@ class AdapterNews(ResponseModel):
     added: list[str] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)
+    #: Their files changed, which an engine that shares experts reads at its next start.
+    needs_restart: list[str] = field(default_factory=list)
 
 
 class ReloadAnswer(ResponseModel, kw_only=True):

@@ -152,7 +152,7 @@ class Reloader:
             engine_key=engine_key,
             adapters=adapters,
             settings=settings,
-            needs_restart=fresh.needs_restart,
+            needs_restart=_needs_restart(fresh, adapters),
         )
         _log.info("read again: %s", _in_words(answer))
         return answer
@@ -280,6 +280,14 @@ def _webhook_secret(server: ServerSection) -> str:
     return read_key_file(server.webhook_secret_file, _WEBHOOK_SECRET)
 
 
+def _needs_restart(fresh: FreshSettings, adapters: AdapterNews) -> list[str]:
+    """Names of the settings that count at the next start; `adapters` also if only files changed."""
+    names = {*fresh.needs_restart}
+    if adapters.needs_restart:
+        names.add("adapters")
+    return sorted(names)
+
+
 def _in_words(answer: ReloadAnswer) -> str:
     """One line for the log."""
     keys = answer.keys
@@ -293,7 +301,7 @@ def _in_words(answer: ReloadAnswer) -> str:
         words.append(f"engine key: {answer.engine_key}")
     for change, names in asdict(answer.adapters).items():
         if names:
-            words.append(f"adapters {change}: {', '.join(names)}")
+            words.append(f"adapters {change.replace('_', ' ')}: {', '.join(names)}")
     if answer.settings:
         words.append(f"from now on: {', '.join(answer.settings)}")
     if answer.needs_restart:

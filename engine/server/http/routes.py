@@ -56,6 +56,7 @@ _SHOWN = (
     "kv_dtype",
     "pages",
     "window_pages",
+    "checkpoints",
     "sampling_defaults",
     "embedding_pooling",
     "adapters",

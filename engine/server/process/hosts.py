@@ -24,14 +24,19 @@ type _Report = Callable[[messages.Progress], None]
 
 @contextlib.contextmanager
 def met(
-    config: Config, source: ModelSource, report: _Report, address: str
+    config: Config,
+    source: ModelSource,
+    report: _Report,
+    address: str,
+    adapters: dict[str, int] | None = None,
 ) -> Iterator[Leader | Worker]:
     """Meet the other hosts of the engine, and notify them when this one ends. address: of the
-    parent's socket. Raises ConfigError if they do not come, or refuse this one.
+    parent's socket. adapters: numbers by name; host 0's hold for all. Raises ConfigError if they do
+    not come, or refuse this one.
 
     An error inside may follow from the loss of a host, which is then the reason given.
     """
-    hosts = _meet(config, source, report, _ender(address))
+    hosts = _meet(config, source, report, _ender(address), adapters)
     name = f"host {hosts.host_id}"
     try:
         yield hosts
@@ -45,14 +50,22 @@ def met(
     hosts.leave(f"{name} was told to end", failed=False)
 
 
-def _meet(config: Config, source: ModelSource, report: _Report, lost: Lost) -> Leader | Worker:
+def _meet(
+    config: Config,
+    source: ModelSource,
+    report: _Report,
+    lost: Lost,
+    adapters: dict[str, int] | None,
+) -> Leader | Worker:
     def arrived(done: int, total: int, detail: str) -> None:
         report(messages.Progress("hosts", done, total, detail))
 
     engine = config.engine
     hello = Hello(engine.host_id, _versions(), _digest(config, source))
-    meet = Worker.join if engine.host_id else Leader.gather
-    return meet(engine.coordinator, engine.n_hosts, hello, arrived, lost)
+    where = engine.coordinator, engine.n_hosts
+    if engine.host_id:
+        return Worker.join(*where, hello, arrived, lost)
+    return Leader.gather(*where, hello, arrived, lost, adapters)
 
 
 def _versions() -> str:

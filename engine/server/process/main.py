@@ -171,7 +171,7 @@ def _build_and_serve(start: Start, inbox: zmq.Socket, outbox: zmq.Socket) -> Non
         # Only engines on several hosts load what hosts need.
         from jitney.engine.server.process.hosts import met
 
-        with met(config, source, report, start.from_core) as hosts:
+        with met(config, source, report, start.from_core, start.adapters) as hosts:
             _serve_together(start, config, source, hosts, inbox, outbox)
         return
     core, info = _builder(start.builder)(config, source, report, **_numbered(start))
@@ -220,10 +220,15 @@ def _serve_together(
 
     in_lockstep = config.engine.data_parallel > 1
     if isinstance(hosts, Leader) or in_lockstep:
-        core, info = _builder(start.builder)(config, source, report, hosts)
+        build = _builder(start.builder)
+        core, info = build(config, source, report, hosts, **_numbered(start))
         _start_serving(core, info, inbox, outbox, core if in_lockstep else None)
         return
     follower, info = _builder(_FOLLOWER)(config, source, report, hosts)
+    if follower.adapters is not None:
+        follower.adapters.on_accepted = lambda folders: outbox.send(
+            messages.encode(messages.AdaptersFollowed(folders))
+        )
     outbox.send(messages.encode(messages.Ready(info)))
     _start_ticking(start.from_core)
     _freeze()

@@ -338,7 +338,8 @@ class ProcessClient(CoreSupervisor):
         await self._answering_link().ask(messages.ResetPrefixCache, _SEAT_MAP_S)
 
     async def set_adapters(self, adapters: tuple[str, ...]) -> messages.AdaptersSet:
-        """Serve these adapters from now on, NAME=FOLDER each; also after the core has died. Raises
+        """Serve these adapters from now on, NAME=FOLDER each; also after the core has died. An
+        engine that shares experts keeps its own and names those whose files changed. Raises
         RequestError, naming the adapter, if one cannot be loaded; nothing changes then.
         """
         model = self.config.model.model_copy(update={"adapters": adapters})
@@ -348,8 +349,10 @@ class ProcessClient(CoreSupervisor):
         )
         if done.error is not None:
             raise RequestError.from_info(done.error)
+        if self.config.engine.data_parallel > 1:
+            return done
         assert self.info is not None  # a core has answered
-        self.config = self.config.model_copy(update={"model": model})
+        self._keep_adapters(adapters)
         self.info = replace(
             self.info,
             config_digest=done.config_digest,

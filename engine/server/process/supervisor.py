@@ -293,6 +293,11 @@ class CoreSupervisor:
             _log.exception("lost track of the engine process")
             link.kill()
 
+    def _keep_adapters(self, adapters: tuple[str, ...]) -> None:
+        """Start the next core with these adapters, NAME=FOLDER each."""
+        model = self.config.model.model_copy(update={"adapters": adapters})
+        self.config = self.config.model_copy(update={"model": model})
+
     def _take(self, link: CoreLink, message: messages.FromCore) -> None:
         self._alive_at = time.monotonic()
         self._watchdog.heard(awaits_others=isinstance(message, messages.WaitingFor))
@@ -320,6 +325,8 @@ class CoreSupervisor:
                 link.awaits = hosts
             case messages.SeatMap() | messages.Done() | messages.AdaptersSet():
                 link.answer(message)
+            case messages.AdaptersFollowed(folders=folders):
+                self._keep_adapters(tuple(f"{name}={each}" for name, each in folders.items()))
             case messages.Fatal(error=error):
                 link.fatal = link.fatal or error  # the first one is the cause of the others
             case messages.DrainState(drained=drained):

@@ -30,17 +30,19 @@ constexpr float kLog2E = 1.44269504f;
 // One call.
 struct Call {
   const void* q;              // [T, H, D]
-  const void* kv;             // [N, page, 2K, D]
+  const void* kv;             // [N, page, 2K, D], or [N, page, K, D] without values
   const std::int32_t* lens;   // [S] tokens of each sequence
   const std::int32_t* cu_q;   // [S + 1] first row of each sequence
   const std::int32_t* table;  // [S, P] pages
   const float* sinks;         // [H] scores that no key has, or none
-  void* o;                    // [T, H, D]
+  void* o;                    // [T, H, V]
   Index decoding;             // sequences with one row, which come first
   Index present;              // sequences in all
   Index heads;                // H
   Index kv_heads;             // K
   Index size;                 // D
+  Index value_size;           // V
+  bool keys_alone;            // a key's first numbers are its value
   Index page;                 // positions of a page
   Index table_width;          // P
   Index window;               // positions that a row sees, its own included; 0: all
@@ -50,7 +52,11 @@ struct Call {
   // Of what stands among the scores, in powers of 2: `cap` has scaled them already.
   float factor() const { return softcap > 0 ? kLog2E : scale * kLog2E; }
   Index group() const { return heads / kv_heads; }
-  Index width() const { return 2 * kv_heads * size; }  // elements of a position of the pool
+  Index planes() const { return keys_alone ? 1 : 2; }
+  Index width() const { return planes() * kv_heads * size; }  // elements of a position of the pool
+  // Where in a position those of a key head and of its value begin.
+  Index key_at(Index head) const { return planes() * head * size; }
+  Index value_at(Index head) const { return (planes() * (head + 1) - 1) * size; }
   Index block() const { return std::max<Index>(4, kBlockRows / group()); }  // prompt rows of a task
   Index blocks_of(Index sequence) const {
     return parts(cu_q[sequence + 1] - cu_q[sequence], block());
@@ -177,7 +183,7 @@ struct Decoding {
     const Index words = call.size / per_word, stride = call.width() / per_word;
     const Index asked = padded(kSpan * call.width() * sizeof(Number) / call.heads, kLine);
     for (Index head = 0; head < call.heads; ++head) {
-      const auto* key = reinterpret_cast<const Key*>(keys + 2 * (head / call.group()) * call.size);
+      const auto* key = reinterpret_cast<const Key*>(keys + call.key_at(head / call.group()));
       for (Index j = 0; j < kSpan; j += kDots) {
         const Query* query = queries + head * words;
         float* to = scores + head * kSpan + j;
@@ -196,20 +202,21 @@ struct Decoding {
     }
   }
 
-  // sums [H, D] (+)= weights [H, kSpan] times the values of `count` positions.
+  // sums [H, V] (+)= weights [H, kSpan] times the values of `count` positions.
   static void sum_values(const Call& call, const float* weights, const Number* keys, float* sums,
                          Index count, bool add) {
-    const Index vectors = vectors_for(1, call.size / kLanes), columns = vectors * kLanes;
+    const Index size = call.value_size;
+    const Index vectors = vectors_for(1, size / kLanes), columns = vectors * kLanes;
     Index heads = std::min(rows_for(vectors), call.group());
     while (call.group() % heads != 0) {
       --heads;
     }
     const auto multiply = tile_for<Values, 0>(heads, vectors);
     for (Index head = 0; head < call.heads; head += heads) {
-      const Number* values = keys + (2 * (head / call.group()) + 1) * call.size;
-      for (Index column = 0; column < call.size; column += columns) {
+      const Number* values = keys + call.value_at(head / call.group());
+      for (Index column = 0; column < size; column += columns) {
         multiply(weights + head * kSpan, kSpan, values + column, call.width(),
-                 sums + head * call.size + column, call.size, count, add, {});
+                 sums + head * size + column, size, count, add, {});
       }
     }
   }
@@ -220,16 +227,16 @@ template <class Number>
 struct RowMemory {
   Index rows;      // R
   float* queries;  // [H, D], where they are widened
-  float* sums;     // [R, D]
+  float* sums;     // [R, V]
   float* scores;   // [R, kSpan]
   State* states;   // [R]
-  Number* copy;    // [kSpan, 2K * D], where a span may lie in several pages
+  Number* copy;    // kSpan positions, where a span may lie in several pages
 
   RowMemory(const Call& call, bool scattered) : rows(padded(call.heads, kSoftened)) {
-    const Index heads = call.heads, size = call.size;
+    const Index heads = call.heads, size = call.value_size;
     const Index copied = scattered ? kSpan * call.width() * Index{sizeof(Number)} / 4 : 0;
-    queries = Scratch::mine().of(heads * size + rows * (size + kSpan + 2) + copied);
-    sums = queries + heads * size;
+    queries = Scratch::mine().of(heads * call.size + rows * (size + kSpan + 2) + copied);
+    sums = queries + heads * call.size;
     scores = sums + rows * size;
     states = reinterpret_cast<State*>(scores + rows * kSpan);
     copy = reinterpret_cast<Number*>(states + rows);
@@ -258,8 +265,8 @@ template <class Number, class Keys>
 void decode_row(const Call& call, Index row, const std::int32_t* pages, Index first, Index n_keys) {
   using How = Decoding<Number, Keys>;
   using Query = typename How::Query;
-  const Index size = call.size;
-  const Index row_size = call.heads * size;
+  const Index size = call.value_size;
+  const Index row_size = call.heads * call.size;
   const bool scattered = call.page % kSpan != 0;
   const RowMemory<Number> memory(call, scattered);
   const Number* q = static_cast<const Number*>(call.q) + row * row_size;
@@ -300,7 +307,7 @@ void decode_row(const Call& call, Index row, const std::int32_t* pages, Index fi
     }
     How::sum_values(call, memory.scores, keys, memory.sums, count, start > begin);
   }
-  Number* o = static_cast<Number*>(call.o) + row * row_size;
+  Number* o = static_cast<Number*>(call.o) + row * call.heads * size;
   for (Index head = 0; head < call.heads; ++head) {
     copy_row(memory.sums + head * size, o + head * size, size, 1.0f / memory.states[head].sum);
   }
@@ -324,11 +331,11 @@ struct Prompting {
   static_assert(sizeof(Element) == 4);
 
   // Keys of `count` positions, turned, [D / kNumbers, kKeys], and their values, [kKeys /
-  // kNumbers, D].
+  // kNumbers, V].
   static void read(const Call& call, Index head, const std::int32_t* pages, Index start,
                    Index count, float* keys, float* values) {
     const Index elements = call.size / kNumbers, whole = padded(count, kLanes);
-    const Index key = 2 * head * call.size, value = key + call.size;
+    const Index key = call.key_at(head), value = call.value_at(head), size = call.value_size;
     const Number* rows[kKeys];
     find_positions(call, pages, start, count, whole, rows);
     for (Index j = 0; j < whole; j += kLanes) {
@@ -346,12 +353,12 @@ struct Prompting {
       const Number* here = rows[j] + value;
       if constexpr (kPaired<Kind>) {
         const Number* next = rows[j + 1] + value;
-        for (Index i = 0; i < call.size; i += kLanes) {
+        for (Index i = 0; i < size; i += kLanes) {
           const Ints low = (as_ints(load(here + i)) >> 16) & 0xFFFF;
-          store(as_floats(low | as_ints(load(next + i))), values + j / 2 * call.size + i);
+          store(as_floats(low | as_ints(load(next + i))), values + j / 2 * size + i);
         }
       } else {
-        copy_row(here, values + j * call.size, call.size);
+        copy_row(here, values + j * size, size);
       }
     }
   }
@@ -401,23 +408,23 @@ template <class Kind>
 struct BlockMemory {
   Index tall;      // rows of a tile of sums
   float* queries;  // [R, D]
-  float* sums;     // [R, D]
+  float* sums;     // [R, V]
   float* scores;   // [R, kKeys]
   float* keys;     // [D, kKeys]
-  float* values;   // [kKeys, D]
+  float* values;   // [kKeys, V]
   State* states;   // [R]
 
   explicit BlockMemory(const Call& call) {
-    const Index size = call.size;
-    tall = rows_for(vectors_for(1, size / kLanes));
+    const Index size = call.size, value_size = call.value_size, both = size + value_size;
+    tall = rows_for(vectors_for(1, value_size / kLanes));
     const Index whole = padded(call.block() * call.group(), tall);
     const Index rows = padded(whole, kScoreRows) + kMostRows;
-    queries = Scratch::mine().of(rows * (2 * size + kKeys + 2) + 2 * kKeys * size);
+    queries = Scratch::mine().of(rows * (both + kKeys + 2) + kKeys * both);
     sums = queries + rows * size;
-    scores = sums + rows * size;
+    scores = sums + rows * value_size;
     keys = scores + rows * kKeys;
     values = keys + kKeys * size;
-    states = reinterpret_cast<State*>(values + kKeys * size);
+    states = reinterpret_cast<State*>(values + kKeys * value_size);
     std::fill(states, states + rows, State{kHidden, 0.0f});
   }
 };
@@ -448,15 +455,14 @@ template <class Number, class Kind>
 void prompt_block(const Call& call, const Piece& piece) {
   using How = Prompting<Number, Kind>;
   const Index group = call.group();
-  const Index size = call.size;
+  const Index size = call.size, value_size = call.value_size;
   const Index elements = size / How::kNumbers;
   const Index rows = piece.count * group;
   const BlockMemory<Kind> memory(call);
   RegistersOf<Kind> registers;
-  const Index at = (piece.row * call.heads + piece.head * group) * size;
-  const Index stride = call.heads * size;
+  const Index at = piece.row * call.heads + piece.head * group;  // the first row's first head
   for (Index t = 0; t < piece.count; ++t) {
-    const Number* q = static_cast<const Number*>(call.q) + at + t * stride;
+    const Number* q = static_cast<const Number*>(call.q) + (at + t * call.heads) * size;
     if constexpr (kPaired<Kind>) {
       std::memcpy(memory.queries + t * group * elements, q, group * size * sizeof(Number));
     } else {
@@ -483,16 +489,17 @@ void prompt_block(const Call& call, const Piece& piece) {
     hide_unseen(call, piece, start, seen, count, memory.scores);
     for (Index r = 0; r < rows; r += kSoftened) {
       soften<typename How::Weight, kKeys>(memory.scores + r * kKeys, count, memory.states + r,
-                                           memory.sums + r * size, size, call.factor(),
-                                           start == first);
+                                           memory.sums + r * value_size, value_size,
+                                           call.factor(), start == first);
     }
     const Index weighed = (seen + How::kNumbers - 1) / How::kNumbers;
-    How::multiply(memory.scores, kKeys, memory.values, size, memory.sums, size, rows, memory.tall,
-                  size, weighed, start > first, registers);
+    How::multiply(memory.scores, kKeys, memory.values, value_size, memory.sums, value_size, rows,
+                  memory.tall, value_size, weighed, start > first, registers);
   }
-  Number* o = static_cast<Number*>(call.o) + at;
+  Number* o = static_cast<Number*>(call.o);
   for (Index r = 0; r < rows; ++r) {
-    copy_row(memory.sums + r * size, o + r / group * stride + r % group * size, size,
+    const Index place = at + r / group * call.heads + r % group;
+    copy_row(memory.sums + r * value_size, o + place * value_size, value_size,
              1.0f / memory.states[r].sum);
   }
 }
@@ -545,7 +552,7 @@ struct Mixed {
 template <class Number, class Keys, class Kind>
 void run(ffi::ThreadPool& pool, const Call& call, Index rows, Index all_rows) {
   const Watch watch;
-  const Index row_size = call.heads * call.size;
+  const Index row_size = call.heads * call.value_size;
   Number* o = static_cast<Number*>(call.o);
   std::memset(o + rows * row_size, 0,
               (all_rows - rows) * row_size * sizeof(Number));  // padding rows
@@ -570,19 +577,22 @@ void run(ffi::ThreadPool& pool, const Call& call, Index rows, Index all_rows) {
 }
 
 // q [T, H, D], kv [N, page, 2K, D] of one dtype, kv_lens [S], cu_q [S + 1], table [S, P], counts
-// [3], and sinks [H] where heads have some -> o [T, H, D].
+// [3], and sinks [H] where heads have some -> o [T, H, D]. value_dim > 0: kv [N, page, K, D] of
+// keys, whose first so many numbers are their values -> o [T, H, value_dim].
 ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer kv,
                      ffi::Buffer<ffi::S32> kv_lens, ffi::Buffer<ffi::S32> cu_q,
                      ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> counts,
                      ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> o, float scale, float softcap,
-                     std::int64_t window) {
+                     std::int64_t window, std::int64_t value_dim) {
   const auto qs = q.dimensions(), ks = kv.dimensions(), ts = table.dimensions(),
              os = o->dimensions();
   if (qs.size() != 3 || ks.size() != 4 || ts.size() != 2 || os.size() != 3 || qs[2] != ks[3] ||
-      os[0] != qs[0] || os[1] != qs[1] || os[2] != qs[2]) {
+      os[0] != qs[0] || os[1] != qs[1] || os[2] != (value_dim > 0 ? value_dim : qs[2])) {
     return refused("attention takes q [T, H, D] and a pool [N, page, 2K, D]");
   }
-  if (qs[2] % 16 != 0 || ks[2] < 2 || ks[2] % 2 != 0 || qs[1] % (ks[2] / 2) != 0) {
+  const Index planes = value_dim > 0 ? 1 : 2;
+  if (qs[2] % 16 != 0 || os[2] % 16 != 0 || os[2] > qs[2] || ks[2] < planes ||
+      ks[2] % planes != 0 || qs[1] % (ks[2] / planes) != 0) {
     return refused("a head is whole vectors of 16, and key heads divide the query heads");
   }
   const Index seqs = ts[0];
@@ -610,8 +620,10 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer kv,
   call.decoding = count[0];
   call.present = count[1];
   call.heads = qs[1];
-  call.kv_heads = ks[2] / 2;
+  call.kv_heads = ks[2] / planes;
   call.size = qs[2];
+  call.value_size = os[2];
+  call.keys_alone = value_dim > 0;
   call.page = ks[1];
   call.table_width = ts[1];
   call.window = window;
@@ -654,5 +666,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jitney_attention, jitney::attention,
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Attr<float>("scale")
                                   .Attr<float>("softcap")
-                                  .Attr<std::int64_t>("window"));
+                                  .Attr<std::int64_t>("window")
+                                  .Attr<std::int64_t>("value_dim"));
 #pragma GCC visibility pop

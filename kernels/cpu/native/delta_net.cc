@@ -1,4 +1,5 @@
-// A gated delta net over the rows of a step: convolution, memory and gated norm in one call.
+// A gated delta net over the rows of a step: convolution, memory and gated norm in one call. And the
+// memory alone (`recur`), for layers that convolve and norm in other ways.
 //
 // Rows of a sequence pass one after the other, and each sum has one order, so that a row's numbers
 // do not depend on how its prompt was cut, nor on who else is in the step. A task is a sequence and
@@ -32,31 +33,38 @@ inline float softplus(float x) {
 struct Block {
   const float *queries, *keys, *values;
   float* read;
-  const float *decay, *beta;
+  const float *decay, *beta;  // beta null: values are added as they are
   std::int64_t rows, dim, width;
+  std::int64_t key_step, value_step;  // from a row's numbers to the next row's
 };
 
 // The rows of a block through kCount vectors of columns of a memory [dim, width], from `column` on.
-template <int kCount>
+template <int kCount, bool kCorrects = true>
 void pass(const Block& of, float* memory, std::int64_t column) {
   float* const first = memory + column;
   for (std::int64_t row = 0; row < of.rows; ++row) {
-    const float *key = of.keys + row * of.dim, *query = of.queries + row * of.dim;
-    const Floats decay = splat(of.decay[row]), beta = splat(of.beta[row]);
+    const float *key = of.keys + row * of.key_step, *query = of.queries + row * of.key_step;
+    const float* value = of.values + row * of.value_step + column;
+    const Floats decay = splat(of.decay[row]);
     Floats even[kCount] = {}, odd[kCount] = {}, change[kCount];
-    for (std::int64_t d = 0; d < of.dim; d += 2) {
-      const float* cells = first + d * of.width;
-      const Floats one = splat(key[d]), other = splat(key[d + 1]);
+    if constexpr (kCorrects) {
+      for (std::int64_t d = 0; d < of.dim; d += 2) {
+        const float* cells = first + d * of.width;
+        const Floats one = splat(key[d]), other = splat(key[d + 1]);
+        repeat<kCount>([&](auto i) {
+          even[i] = multiply_add(one, load(cells + i * kLanes), even[i]);
+          odd[i] = multiply_add(other, load(cells + of.width + i * kLanes), odd[i]);
+        });
+      }
+      const Floats beta = splat(of.beta[row]);
       repeat<kCount>([&](auto i) {
-        even[i] = multiply_add(one, load(cells + i * kLanes), even[i]);
-        odd[i] = multiply_add(other, load(cells + of.width + i * kLanes), odd[i]);
+        const Floats known = (even[i] + odd[i]) * decay;
+        change[i] = (load(value + i * kLanes) - known) * beta;
+        even[i] = odd[i] = Floats{};
       });
+    } else {
+      repeat<kCount>([&](auto i) { change[i] = load(value + i * kLanes); });
     }
-    repeat<kCount>([&](auto i) {
-      const Floats known = (even[i] + odd[i]) * decay;
-      change[i] = (load(of.values + row * of.width + column + i * kLanes) - known) * beta;
-      even[i] = odd[i] = Floats{};
-    });
     for (std::int64_t d = 0; d < of.dim; d += 2) {
       float* cells = first + d * of.width;
       const Floats one = splat(key[d]), other = splat(key[d + 1]);
@@ -72,7 +80,7 @@ void pass(const Block& of, float* memory, std::int64_t column) {
       });
     }
     repeat<kCount>([&](auto i) {
-      store(even[i] + odd[i], of.read + row * of.width + column + i * kLanes);
+      store(even[i] + odd[i], of.read + row * of.value_step + column + i * kLanes);
     });
   }
 }
@@ -82,11 +90,12 @@ struct Step {
   const Number* x;        // [rows, channels + heads * width]: what is convolved, then gates
   const Number* weights;  // [taps, channels]
   const float *rates, *log_decay, *rate_bias, *norm;
-  const std::int32_t *ends, *seats, *starts, *again;
-  float* kept;    // [seats, taps, channels]
-  float* memory;  // [seats, heads, dim, width]
+  const std::int32_t *ends, *starts, *again;
+  const std::int32_t *stops, *reads, *writes;  // [sequences, pieces]
+  float* kept;    // [slots, taps, channels]
+  float* memory;  // [slots, heads, dim, width]
   Number* out;    // [rows, heads * width]
-  std::int64_t rows, sequences, all_seats, key_heads, heads, dim, width, channels, taps;
+  std::int64_t rows, sequences, pieces, slots, key_heads, heads, dim, width, channels, taps;
   float eps;
 
   std::int64_t row_size() const { return channels + heads * width; }
@@ -98,7 +107,7 @@ struct Step {
       return nullptr;
     }
     const std::int64_t at = taps - back - again[sequence];
-    return kept + (seats[sequence] * taps + at) * channels + channel;
+    return kept + (reads[sequence * pieces] * taps + at) * channels + channel;
   }
 
   // silu of the convolution of some channels in a row of a sequence.
@@ -141,10 +150,10 @@ struct Step {
     }
   }
 
-  // The last inputs of some channels, for the next step.
-  void keep(std::int64_t sequence, std::int64_t count, std::int64_t channel,
+  // The last inputs of some channels before row `count` of a sequence, in a slot.
+  void keep(std::int64_t sequence, std::int64_t slot, std::int64_t count, std::int64_t channel,
             std::int64_t size) const {
-    float* to = kept + seats[sequence] * taps * channels + channel;
+    float* to = kept + slot * taps * channels + channel;
     for (std::int64_t tap = 0; tap < taps; ++tap, to += channels) {
       const std::int64_t row = count - taps + tap;
       if (row >= 0) {
@@ -173,14 +182,25 @@ struct Step {
     }
   }
 
-  // A block of rows through the memory of a value head. values, read [rows, width]; more [2, rows]
-  // is room.
-  void run_head(Block block, std::int64_t sequence, std::int64_t begin, std::int64_t head,
-                float* values, float* more) const {
-    float* own = memory + (seats[sequence] * heads + head) * dim * width;
+  // The memory that a piece of a sequence's rows passes through, of the value heads from `head` on,
+  // in the slot that it writes: what was in the one that it reads.
+  void open(std::int64_t sequence, std::int64_t piece, std::int64_t head, std::int64_t shared,
+            std::int64_t begin) const {
+    const std::int64_t at = sequence * pieces + piece, size = dim * width;
+    float* own = memory + (writes[at] * heads + head) * size;
+    const float* before = memory + (reads[at] * heads + head) * size;
     if (begin == 0 && starts[sequence] == 0) {
-      std::memset(own, 0, dim * width * sizeof(float));
+      std::memset(own, 0, shared * size * sizeof(float));
+    } else if (own != before) {
+      std::memcpy(own, before, shared * size * sizeof(float));
     }
+  }
+
+  // A block of rows through the memory of a value head in a slot. values, read [rows, width]; more
+  // [2, rows] is room.
+  void run_head(Block block, std::int64_t sequence, std::int64_t slot, std::int64_t begin,
+                std::int64_t head, float* values, float* more) const {
+    float* own = memory + (slot * heads + head) * dim * width;
     float *decay = more, *beta = more + kRowsOfBlock;
     for (std::int64_t row = 0; row < block.rows; ++row) {
       const std::int64_t channel = channels - (heads - head) * width;
@@ -210,33 +230,51 @@ struct Step {
     }
   }
 
-  void run(std::int64_t sequence, std::int64_t group) const {
-    const std::int64_t count = ends[sequence + 1] - ends[sequence], shared = heads / key_heads;
-    if (count <= 0 || seats[sequence] < 0 || seats[sequence] >= all_seats) {
-      return;
-    }
+  // Rows [begin, stop) of a sequence through the memory of a key head's value heads in a slot.
+  void pass_rows(std::int64_t sequence, std::int64_t group, std::int64_t slot, std::int64_t begin,
+                 std::int64_t stop) const {
+    const std::int64_t shared = heads / key_heads;
     float* queries = Scratch::mine().of(kRowsOfBlock * (2 * dim + 2 * width + 2));
     float* keys = queries + kRowsOfBlock * dim;
     float* values = keys + kRowsOfBlock * dim;
     float* read = values + kRowsOfBlock * width;
     float* more = read + kRowsOfBlock * width;
-    const std::int64_t of_query = group * dim, of_key = (key_heads + group) * dim;
-    for (std::int64_t begin = 0; begin < count; begin += kRowsOfBlock) {
-      const std::int64_t size = std::min(count - begin, kRowsOfBlock);
+    for (; begin < stop; begin += kRowsOfBlock) {
+      const std::int64_t size = std::min(stop - begin, kRowsOfBlock);
       for (std::int64_t row = 0; row < size; ++row) {
-        convolve(sequence, begin + row, of_query, dim, queries + row * dim);
-        convolve(sequence, begin + row, of_key, dim, keys + row * dim);
+        convolve(sequence, begin + row, group * dim, dim, queries + row * dim);
+        convolve(sequence, begin + row, (key_heads + group) * dim, dim, keys + row * dim);
         normalise(queries + row * dim, 1.0f / std::sqrt(static_cast<float>(dim)));
         normalise(keys + row * dim, 1.0f);
       }
-      const Block block{queries, keys, nullptr, read, nullptr, nullptr, size, dim, width};
+      const Block block{queries, keys, nullptr, read,  nullptr, nullptr,
+                        size,    dim,  width,   dim,   width};
       for (std::int64_t head = group * shared; head < (group + 1) * shared; ++head) {
-        run_head(block, sequence, begin, head, values, more);
+        run_head(block, sequence, slot, begin, head, values, more);
       }
     }
-    keep(sequence, count, of_query, dim);
-    keep(sequence, count, of_key, dim);
-    keep(sequence, count, (2 * key_heads * dim) + group * shared * width, shared * width);
+  }
+
+  void run(std::int64_t sequence, std::int64_t group) const {
+    const std::int64_t shared = heads / key_heads;
+    const std::int32_t *stop = stops + sequence * pieces, *slot = writes + sequence * pieces;
+    std::int64_t begin = 0;
+    for (std::int64_t piece = 0; piece < pieces; ++piece) {
+      if (slot[piece] >= 0 && slot[piece] < slots) {
+        open(sequence, piece, group * shared, shared, begin);
+        pass_rows(sequence, group, slot[piece], begin, stop[piece]);
+      }
+      begin = stop[piece];
+    }
+    // The slot that is read may be among them: every row has been convolved.
+    for (std::int64_t piece = 0; piece < pieces; ++piece) {
+      if (slot[piece] >= 0 && slot[piece] < slots) {
+        keep(sequence, slot[piece], stop[piece], group * dim, dim);
+        keep(sequence, slot[piece], stop[piece], (key_heads + group) * dim, dim);
+        keep(sequence, slot[piece], stop[piece], 2 * key_heads * dim + group * shared * width,
+             shared * width);
+      }
+    }
   }
 };
 
@@ -244,7 +282,7 @@ struct Step {
 struct Buffers {
   const ffi::AnyBuffer &x, &weights;
   const ffi::Buffer<ffi::DataType::F32> &rates, &log_decay, &rate_bias, &norm;
-  const ffi::Buffer<ffi::DataType::S32> &ends, &seats, &starts, &again;
+  const ffi::Buffer<ffi::DataType::S32> &ends, &stops, &reads, &writes, &starts, &again;
   ffi::AnyBuffer& out;
   ffi::Buffer<ffi::DataType::F32> &kept, &memory;
 };
@@ -260,15 +298,18 @@ void run(ffi::ThreadPool& pool, const Buffers& of, float eps) {
   step.rate_bias = of.rate_bias.typed_data();
   step.norm = of.norm.typed_data();
   step.ends = of.ends.typed_data();
-  step.seats = of.seats.typed_data();
+  step.stops = of.stops.typed_data();
+  step.reads = of.reads.typed_data();
+  step.writes = of.writes.typed_data();
   step.starts = of.starts.typed_data();
   step.again = of.again.typed_data();
   step.kept = of.kept.typed_data();
   step.memory = of.memory.typed_data();
   step.out = static_cast<Number*>(of.out.untyped_data());
   step.rows = of.x.dimensions()[0];
-  step.sequences = of.seats.dimensions()[0];
-  step.all_seats = memory[0];
+  step.sequences = of.starts.dimensions()[0];
+  step.pieces = of.stops.dimensions()[1];
+  step.slots = memory[0];
   step.heads = memory[1];
   step.dim = memory[2];
   step.width = memory[3];
@@ -307,14 +348,19 @@ const char* wrong_shapes(const Buffers& of) {
   const auto count = [](const auto& buffer) {
     return static_cast<std::int64_t>(buffer.element_count());
   };
-  const std::int64_t sequences = count(of.seats);
+  const std::int64_t sequences = count(of.starts);
   if (count(of.rates) != x[0] * 2 * heads || count(of.log_decay) != heads ||
       count(of.rate_bias) != heads || count(of.norm) != memory[3]) {
     return "each head of a delta net has two rates in a row, a decay and a bias";
   }
-  if (count(of.ends) != sequences + 1 || count(of.starts) != sequences ||
-      count(of.again) != sequences || count(of.out) != x[0] * values) {
-    return "each sequence of a delta net has a first row, a seat and a start";
+  if (count(of.ends) != sequences + 1 || count(of.again) != sequences ||
+      count(of.out) != x[0] * values) {
+    return "each sequence of a delta net has a first row and a start";
+  }
+  if (of.stops.dimensions().size() != 2 || count(of.stops) < sequences ||
+      static_cast<std::int64_t>(of.stops.dimensions()[0]) != sequences ||
+      count(of.reads) != count(of.stops) || count(of.writes) != count(of.stops)) {
+    return "each piece of a delta net's rows has an end, and two slots";
   }
   return nullptr;
 }
@@ -327,16 +373,17 @@ ffi::Error delta_net(ffi::ThreadPool pool, ffi::AnyBuffer x,
                      ffi::Buffer<ffi::DataType::F32> log_decay,
                      ffi::Buffer<ffi::DataType::F32> rate_bias,
                      ffi::Buffer<ffi::DataType::F32> norm, ffi::Buffer<ffi::DataType::S32> ends,
-                     ffi::Buffer<ffi::DataType::S32> seats, ffi::Buffer<ffi::DataType::S32> starts,
-                     ffi::Buffer<ffi::DataType::S32> again,
+                     ffi::Buffer<ffi::DataType::S32> stops, ffi::Buffer<ffi::DataType::S32> reads,
+                     ffi::Buffer<ffi::DataType::S32> writes,
+                     ffi::Buffer<ffi::DataType::S32> starts, ffi::Buffer<ffi::DataType::S32> again,
                      ffi::Buffer<ffi::DataType::F32> kept_before,
                      ffi::Buffer<ffi::DataType::F32> memory_before,
                      ffi::Result<ffi::AnyBuffer> out,
                      ffi::Result<ffi::Buffer<ffi::DataType::F32>> kept,
                      ffi::Result<ffi::Buffer<ffi::DataType::F32>> memory, float eps) {
   const Timed timed(Part::kDeltaNets);
-  const Buffers of{x,    weights, rates,  log_decay, rate_bias, norm,   ends,
-                   seats, starts,  again, *out,      *kept,     *memory};
+  const Buffers of{x,     weights, rates,  log_decay, rate_bias, norm,  ends,   stops,
+                   reads, writes,  starts, again,     *out,      *kept, *memory};
   if (const char* why = wrong_shapes(of)) {
     return refused(why);
   }
@@ -358,11 +405,126 @@ ffi::Error delta_net(ffi::ThreadPool pool, ffi::AnyBuffer x,
   return ffi::Error::Success();
 }
 
+// The memory of a step's rows alone: what a head of a sequence reads, one row after the other.
+struct Recurrence {
+  const float *queries, *keys, *values, *decay;
+  const std::int32_t *ends, *starts;
+  const std::int32_t *stops, *reads, *writes;  // [sequences, pieces]
+  float *read, *memory;
+  std::int64_t groups, heads, dim, width, slots, pieces;
+
+  void run(std::int64_t sequence, std::int64_t head) const {
+    const std::int64_t size = dim * width;
+    std::int64_t begin = 0;
+    for (std::int64_t at = sequence * pieces; at < (sequence + 1) * pieces; ++at) {
+      if (writes[at] >= 0 && writes[at] < slots) {
+        float* own = memory + (writes[at] * heads + head) * size;
+        const float* before = memory + (reads[at] * heads + head) * size;
+        if (begin == 0 && starts[sequence] == 0) {
+          std::memset(own, 0, size * sizeof(float));
+        } else if (own != before) {
+          std::memcpy(own, before, size * sizeof(float));
+        }
+        pass_rows(sequence, head, own, begin, stops[at]);
+      }
+      begin = stops[at];
+    }
+  }
+
+  // Rows [begin, stop) of a sequence through the memory of a head.
+  void pass_rows(std::int64_t sequence, std::int64_t head, float* own, std::int64_t begin,
+                 std::int64_t stop) const {
+    float* decays = Scratch::mine().of(kRowsOfBlock);
+    const std::int64_t group = head / (heads / groups);
+    for (; begin < stop; begin += kRowsOfBlock) {
+      const std::int64_t size = std::min(stop - begin, kRowsOfBlock);
+      const std::int64_t first = ends[sequence] + begin;
+      const std::int64_t key = (first * groups + group) * dim;
+      const std::int64_t value = (first * heads + head) * width;
+      for (std::int64_t row = 0; row < size; ++row) {
+        decays[row] = decay[(first + row) * heads + head];
+      }
+      const Block block{queries + key, keys + key, values + value, read + value,
+                        decays,        nullptr,    size,           dim,
+                        width,         groups * dim, heads * width};
+      std::int64_t column = 0;
+      for (; column + kColumns * kLanes <= width; column += kColumns * kLanes) {
+        pass<kColumns, false>(block, own, column);
+      }
+      for (; column < width; column += kLanes) {
+        pass<1, false>(block, own, column);
+      }
+    }
+  }
+};
+
+// See `jitney.kernels.delta_net.Recur` without beta: queries and keys [T, G, D], values [T, H, V],
+// decay [T, H], sequences int32 and memory [M, H, D, V] -> what is read, [T, H, V], which is 0 in
+// rows of padding, and the same memory behind the step.
+ffi::Error recur(ffi::ThreadPool pool, ffi::Buffer<ffi::DataType::F32> queries,
+                 ffi::Buffer<ffi::DataType::F32> keys, ffi::Buffer<ffi::DataType::F32> values,
+                 ffi::Buffer<ffi::DataType::F32> decay, ffi::Buffer<ffi::DataType::S32> ends,
+                 ffi::Buffer<ffi::DataType::S32> stops, ffi::Buffer<ffi::DataType::S32> reads,
+                 ffi::Buffer<ffi::DataType::S32> writes, ffi::Buffer<ffi::DataType::S32> starts,
+                 ffi::Buffer<ffi::DataType::F32> before,
+                 ffi::Result<ffi::Buffer<ffi::DataType::F32>> read,
+                 ffi::Result<ffi::Buffer<ffi::DataType::F32>> memory) {
+  const Timed timed(Part::kDeltaNets);
+  const auto sizes = memory->dimensions(), of_keys = keys.dimensions();
+  const std::int64_t rows = values.dimensions()[0];
+  if (sizes.size() != 4 || of_keys.size() != 3 || values.dimensions().size() != 3 ||
+      of_keys[2] != sizes[2] || sizes[1] % of_keys[1] != 0 || of_keys[0] != rows ||
+      values.dimensions()[1] != sizes[1] || values.dimensions()[2] != sizes[3] ||
+      queries.element_count() != keys.element_count() ||
+      read->element_count() != values.element_count() ||
+      static_cast<std::int64_t>(decay.element_count()) != rows * sizes[1] ||
+      ends.element_count() != starts.element_count() + 1 || stops.dimensions().size() != 2 ||
+      static_cast<std::size_t>(stops.dimensions()[0]) != starts.element_count() ||
+      reads.element_count() != stops.element_count() ||
+      writes.element_count() != stops.element_count()) {
+    return refused("rows and memory of a recurrent layer have the same heads");
+  }
+  if (sizes[2] % 2 != 0 || sizes[3] % kLanes != 0) {
+    return refused("the heads of a recurrent layer are whole vectors");
+  }
+  if (before.untyped_data() != memory->untyped_data()) {
+    return refused("the memory of a recurrent layer is written where it lies");
+  }
+  const Recurrence own{queries.typed_data(), keys.typed_data(),   values.typed_data(),
+                       decay.typed_data(),   ends.typed_data(),   starts.typed_data(),
+                       stops.typed_data(),   reads.typed_data(),  writes.typed_data(),
+                       read->typed_data(),   memory->typed_data(), of_keys[1],
+                       sizes[1],             sizes[2],            sizes[3],
+                       sizes[0],             stops.dimensions()[1]};
+  const std::int64_t sequences = static_cast<std::int64_t>(starts.element_count());
+  const std::int64_t real = own.ends[sequences];
+  std::memset(own.read + real * own.heads * own.width, 0,
+              (rows - real) * own.heads * own.width * sizeof(float));
+  share(pool, sequences * own.heads, real,
+        [&](std::int64_t task) { own.run(task / own.heads, task % own.heads); });
+  return ffi::Error::Success();
+}
+
 }  // namespace delta
 }  // namespace
 }  // namespace jitney
 
 #pragma GCC visibility push(default)
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jitney_recur, jitney::delta::recur,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::DataType::F32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::DataType::F32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::DataType::F32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::DataType::F32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::DataType::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::DataType::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::DataType::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::DataType::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::DataType::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::DataType::F32>>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::DataType::F32>>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::DataType::F32>>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jitney_delta_net, jitney::delta::delta_net,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
@@ -372,6 +534,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jitney_delta_net, jitney::delta::delta_net,
                                   .Arg<xla::ffi::Buffer<xla::ffi::DataType::F32>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::DataType::F32>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::DataType::F32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::DataType::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::DataType::S32>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::DataType::S32>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::DataType::S32>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::DataType::S32>>()

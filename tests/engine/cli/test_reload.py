@@ -382,6 +382,19 @@ def test_what_counts_at_the_next_start_only_is_named(running: Running):
     assert running.reload().json()["needs_restart"] == ["max_seats"]
 
 
+def test_an_adapter_whose_files_changed_needs_a_restart_of_several_hosts(running: Running):
+    async def changed() -> AdapterNews:
+        return AdapterNews(needs_restart=["french"])
+
+    reload = running.host.reload
+    reload.read = lambda: FreshSettings(running.config.server, [], take_adapters=changed)
+    answer = running.reload().json()
+    assert (answer["needs_restart"], answer["adapters"]["needs_restart"]) == (
+        ["adapters"],
+        ["french"],
+    )
+
+
 async def never(config: Config) -> AdapterNews:
     raise AssertionError(config)
 

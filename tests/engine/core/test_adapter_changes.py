@@ -187,6 +187,25 @@ def test_other_files_under_a_name_are_another_adapter(
     assert serving.set({"own": folder}).replaced == []
 
 
+def test_engines_that_share_experts_name_changed_files_and_serve_on(
+    tmp_path: Path, home: Path, expected: dict[str, list[list[int]]]
+):
+    folder = tmp_path / "own"
+    shutil.copytree(home / "fr", folder)
+    serving = Serving(engine({"own": folder, "de": home / "de"}))
+    assert serving.llm.core.intake.adapters is not None
+    serving.llm.core.intake.adapters._fixed = True
+    folders = {"own": folder, "de": home / "de"}
+    assert serving.set(folders).needs_restart == []
+    shutil.rmtree(folder)
+    shutil.copytree(home / "es", folder)
+    answer = serving.set(folders)
+    assert (answer.needs_restart, answer.replaced, answer.error) == (["own"], [], None)
+    serving.add("own", answer.adapters["own"], 3)
+    serving.finish()
+    assert serving.tokens("own") == expected["fr"][3]
+
+
 def test_a_request_that_waits_for_its_adapter_can_be_given_up(home: Path):
     serving = Serving(engine({"fr": home / "fr"}))
     serving.add("open", 1, 0)

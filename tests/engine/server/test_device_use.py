@@ -14,7 +14,7 @@ from engine_infos import engine_info
 from flax import nnx
 
 from jitney.engine.common.records import STEP_DTYPE, RecordRing
-from jitney.engine.common.step_cost import DeviceCeiling, StepCost
+from jitney.engine.common.step_cost import DeviceCeiling, StepCost, StepRows
 from jitney.engine.core.models.llama import Llama
 from jitney.engine.core.weights.checkpoints.families import tiny_config
 from jitney.engine.core.weights.describe import describe_step
@@ -87,11 +87,21 @@ def test_padding_counts_where_it_is_computed():
 
 def test_a_mixture_reads_the_experts_that_its_rows_choose():
     cost = msgspec.structs.replace(COST, n_experts=8, n_chosen=2)
-    one, many = (cost.read_bytes(rows, 0, 0)[0] for rows in (1, 4096))
+    one, many = (cost.read_bytes(rows, StepRows())[0] for rows in (1, 4096))
     assert one == pytest.approx((100 + 2 * 60) * 2 + 80)
     assert many == pytest.approx((100 + 8 * 60) * 2 + 80)
-    layers, _ = cost.operations(10, 10, 0)
+    layers, _ = cost.operations(10, 10, StepRows())
     assert layers == 2 * (100 + 2 * 60) * 10
+
+
+def test_windows_bound_what_rows_see_and_a_state_is_read_and_written():
+    cost = msgspec.structs.replace(COST, windows={0: 0.5, 4: 0.5}, state_bytes=1000.0)
+    work = StepRows(decode=3, prompt=2, keys=50, pairs=20)
+    weights, kv = cost.read_bytes(5, work)
+    assert weights == (100 + 60) * 2 + 80 + 2 * (3 + 1) * 1000
+    keys, pairs = (50 + 3 * 4) / 2, (20 + 2 * 4) / 2
+    assert kv == (keys + pairs / 128 + 5) * 16
+    assert cost.operations(5, 5, work)[1] == 2 * 40 * 5 + 4 * 8 * (keys + pairs)
 
 
 @pytest.mark.parametrize(
@@ -139,5 +149,5 @@ def test_a_step_reads_all_weights_of_a_model_but_the_embedding_and_the_norms(tie
     if not tied:
         matrices -= config.vocab_size * config.hidden_size * 4  # rows of the embedding alone
     cost = describe_step(model, config, kv_bytes=0.0)
-    weights, _ = cost.read_bytes(1, 0, 0)
+    weights, _ = cost.read_bytes(1, StepRows())
     assert weights == pytest.approx(matrices)

@@ -45,6 +45,9 @@ CASES = {
         (3, 3, 128), (65,), ((70, 64),), page=64, pages=4
     ),
     "a group of sixteen, a head of 96": Case((16, 1, 96), (150,), ((40, 30),), rows=32, seqs=4),
+    "keys of 112 whose first 80 are values": Case(
+        (6, 1, 112), (5, 300), ((170, 40),), rows=64, seqs=4, value_dim=80
+    ),
 }
 
 

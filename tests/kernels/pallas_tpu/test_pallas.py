@@ -52,6 +52,7 @@ CASES = {
         (4, 2, 256), (200,), ((100, 40),), rows=48, seqs=2, page=128, pages=2
     ),
     "fp8 e4m3 pool": replace(MIXED, heads=(8, 2, 128), pool="float8_e4m3fn"),
+    "values in keys": replace(MIXED, heads=(8, 1, 144), value_dim=112),
 }
 
 

@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("triton")
 from triton_recorder import Call, compile_call, record
 
-from jitney.kernels.delta_net import DeltaState, DeltaWeights
+from jitney.kernels.delta_net import DeltaState, DeltaWeights, StateSlots
 from jitney.kernels.experts import ExpertBlocks, Stack
 from jitney.kernels.int4 import Int4
 from jitney.kernels.interface import AttentionMeta, KernelError
@@ -103,6 +103,25 @@ def test_the_usual_shapes(sm: int, dim: int, dtype: str, pool: str):
     check(launches(sm, dim, dtype, pool), sm)
 
 
+@pytest.mark.parametrize("sm,heads,dtype", [(90, 16, "bfloat16"), (80, 20, "bfloat16")])
+def test_latents_of_deepseek_and_glm(sm: int, heads: int, dtype: str):
+    """Decode spills nothing; prompts on Hopper little, for products of warp groups."""
+
+    def use(launch):
+        shapes = ((64,), (65,), (64, 512), (512,), (512,), (3,))
+        arrays: list[Any] = [jnp.zeros(shape, jnp.int32) for shape in shapes]
+        q, k = (jnp.zeros((512, n, 576), dtype) for n in (heads, 1))
+        kv = jnp.zeros((32, 16, 1, 576), dtype)
+        meta = AttentionMeta(*arrays)
+        TritonKernels(launch).paged_attention(q, k, None, kv, meta, scale=0.1, value_dim=512)
+
+    for call in record(sm, use):
+        made = compile_call(call, sm)
+        assert made.shared <= SHARED[sm]
+        on_hopper = (made.name, sm) == ("prompt_attention", 90)
+        assert made.spilled <= (32 if on_hopper else 0) and made.has_wgmma == on_hopper
+
+
 @whole_table
 @pytest.mark.parametrize("sm,dim,itemsize", _ATTENTION)
 def test_the_whole_table(sm: int, dim: int, itemsize: int):
@@ -136,8 +155,10 @@ def test_a_recurrent_layer_keeps_its_memory_in_registers(sm: int):
         )
         none = jnp.zeros(0, jnp.int32)
         rows = jnp.zeros(512, jnp.int32)
+        slots = jnp.zeros((8, 3), jnp.int32)
+        state_slots = StateSlots(jnp.arange(8), slots[:, :2], slots)
         meta = AttentionMeta(
-            none, jnp.arange(9), none, none, rows, jnp.array([8, 8, 8]), seats=jnp.arange(8)
+            none, jnp.arange(9), none, none, rows, jnp.array([8, 8, 8]), state=state_slots
         )
         x = jnp.zeros((512, 8192 + 4096), "bfloat16")
         net = TritonKernels(launch).delta_net

@@ -6,7 +6,8 @@ Jax-free.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,6 +21,8 @@ from jitney.engine.core.weights.checkpoints.model_config import (
     EncoderConfig,
     ExpertsConfig,
     FullHeads,
+    LatentConfig,
+    MambaConfig,
     ModelConfig,
     RopeConfig,
     RopeScaling,
@@ -30,7 +33,9 @@ from jitney.engine.core.weights.checkpoints.rope_config import (
     extended_context,
     hf_full_rope,
     hf_local_rope,
+    hf_part_rope,
     hf_rope,
+    score_factor,
 )
 
 #: transformers' names of activations -> ours.
@@ -54,6 +59,16 @@ _GPT_OSS_ROPE: JsonDict = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
+#: Mistral Small 4's rotary positions where its file does not say.
+_MISTRAL4_ROPE: JsonDict = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 128.0,
+    "original_max_position_embeddings": 8192,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 #: What Gemma 4's files may leave out.
 _GEMMA4: JsonDict = {
     "max_position_embeddings": 131072,
@@ -73,8 +88,9 @@ _GEMMA4_ROPE: JsonDict = {
     },
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
 }
-#: Names of layers with attention in files of hybrid models.
+#: Names of layers with attention, and of layers of Mamba-2, in files of hybrid models.
 _ATTENTION = ("attention", "full_attention")
+_MAMBA = ("mamba", "linear_attention")
 #: Layers of the Gemmas of 27 billion weights -> their scores are divided by the root of E / H.
 _GEMMA2_27B, _GEMMA3_27B = 46, 62
 
@@ -208,7 +224,6 @@ def _qwen3_moe(values: JsonObject) -> ModelConfig:
     """
     fields, config = _read_qwen3(values, num_key_value_heads=4)
     window = _window(fields) if fields.flag("use_sliding_window") else 0
-    _check_all_have_experts(fields)
     count = "num_experts" if fields.get("num_local_experts") is None else "num_local_experts"
     inner = fields.integer("moe_intermediate_size", 1, MOST.width, default=768)
     experts = ExpertsConfig(
@@ -216,17 +231,30 @@ def _qwen3_moe(values: JsonObject) -> ModelConfig:
         fields.integer("num_experts_per_tok", 1, MOST.experts, default=8),
         fields.flag("norm_topk_prob"),
     )
+    experts = _with_dense_layers(experts, fields, config.n_layers)
     windows = (window,) * config.n_layers
     return replace(config, intermediate_size=inner, windows=windows, experts=experts)
 
 
-def _check_all_have_experts(fields: Fields) -> None:
+def _with_dense_layers(experts: ExpertsConfig, fields: Fields, layers: int) -> ExpertsConfig:
+    """Qwen's layers without experts: those of `mlp_only_layers`, and all but each
+    `decoder_sparse_step`-th, counted from 1.
+    """
     every = fields.integer("decoder_sparse_step", 1, MOST.layers, default=1)
-    if fields.get("mlp_only_layers") or every != 1:
-        raise ModelError(
-            "config.json: mlp_only_layers and decoder_sparse_step: layers without experts among "
-            "layers with them are not supported"
-        )
+    named = fields.get("mlp_only_layers", [])
+    if not isinstance(named, list):
+        fields.reject("mlp_only_layers", named, "a list of numbers of layers")
+    dense = {layer for layer in range(layers) if layer in named or (layer + 1) % every}
+    return _dense_among(experts, fields, dense)
+
+
+def _dense_among(experts: ExpertsConfig, fields: Fields, dense: Iterable[int]) -> ExpertsConfig:
+    """With one feed-forward of `intermediate_size` in these layers."""
+    layers = frozenset(dense)
+    if not layers:
+        return experts
+    size = fields.integer("intermediate_size", 1, MOST.width)
+    return replace(experts, dense_layers=layers, dense_size=size)
 
 
 def _qwen3_5(values: JsonObject) -> ModelConfig:
@@ -286,11 +314,139 @@ def _qwen3_next(values: JsonObject) -> ModelConfig:
     settings = {"num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True}
     settings |= dict(values)
     fields = Fields(settings, "config.json")
-    _check_all_have_experts(fields)
     config = _qwen3_5_moe(settings)
     assert config.experts is not None
     experts = replace(config.experts, renormalised=fields.flag("norm_topk_prob"))
+    return replace(config, experts=_with_dense_layers(experts, fields, config.n_layers))
+
+
+def _read_latent(values: JsonObject, **defaults: Any) -> tuple[Fields, ModelConfig]:
+    """Latent attention, and the mixture that goes with it, but for how experts are chosen."""
+    shared: JsonDict = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_experts_per_tok": 8}
+    settings = shared | {"moe_intermediate_size": 2048} | defaults | dict(values)
+    fields = Fields(settings, "config.json")
+    if fields.flag("attention_bias") or fields.flag("mlp_bias"):
+        raise ModelError("config.json: biases of models with latent attention are not supported")
+    query_rank = 0
+    if fields.get("q_lora_rank") is not None:
+        query_rank = fields.integer("q_lora_rank", 1, MOST.width)
+    latent = LatentConfig(
+        rank=fields.integer("kv_lora_rank", 2, MOST.width),
+        plain_dim=fields.integer("qk_nope_head_dim", 1, MOST.width, default=128),
+        rotated_dim=fields.integer("qk_rope_head_dim", 2, MOST.width),
+        value_dim=fields.integer("v_head_dim", 1, MOST.width, default=128),
+        query_rank=query_rank,
+        paired=fields.flag("rope_interleave", True),
+    )
+    one_head = {"head_dim": latent.rotated_dim, "num_key_value_heads": 1}
+    _, config = _read_decoder(settings | one_head, hf_part_rope)
+    rope = config.rope(0)
+    assert rope is not None
+    factor = score_factor(fields, rope.scaling)
+    inner = fields.integer("moe_intermediate_size", 1, MOST.width)
+    experts = ExpertsConfig(
+        fields.integer("n_routed_experts", 1, MOST.experts, default=64),
+        fields.integer("num_experts_per_tok", 1, MOST.experts),
+        fields.flag("norm_topk_prob", True),
+        shared_size=inner * fields.integer("n_shared_experts", 0, MOST.experts, default=1),
+        shared_gate=False,
+        clusters=fields.integer("n_group", 1, MOST.experts, default=1),
+        chosen_clusters=fields.integer("topk_group", 1, MOST.experts, default=1),
+        share_factor=fields.number("routed_scaling_factor", 1.0),
+    )
+    dense = range(fields.integer("first_k_dense_replace", 0, MOST.layers, default=0))
+    return fields, replace(
+        config,
+        head_dim=latent.rank + latent.rotated_dim,
+        query_scalar=latent.query_dim / factor**2,
+        latent=latent,
+        intermediate_size=inner,
+        experts=_dense_among(experts, fields, dense),
+    )
+
+
+def _deepseek_v2(values: JsonObject) -> ModelConfig:
+    """DeepSeek-V2 and V2-Lite: of groups of experts the best one of each counts."""
+    fields, config = _read_latent(
+        values,
+        max_position_embeddings=2048,
+        n_shared_experts=2,
+        moe_intermediate_size=1407,
+        q_lora_rank=1536,
+    )
+    assert config.experts is not None
+    experts = replace(config.experts, renormalised=False, cluster_best=1)
+    method = fields.get("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        fields.reject("topk_method", method, "greedy or group_limited_greedy")
+    if method == "greedy":
+        experts = replace(experts, clusters=1, chosen_clusters=1)
     return replace(config, experts=experts)
+
+
+def _deepseek_v3(values: JsonObject) -> ModelConfig:
+    _, config = _read_latent(
+        values,
+        max_position_embeddings=4096,
+        q_lora_rank=1536,
+        n_routed_experts=256,
+        n_group=8,
+        topk_group=4,
+        first_k_dense_replace=3,
+        routed_scaling_factor=2.5,
+    )
+    return _with_sigmoids(config)
+
+
+def _with_sigmoids(config: ModelConfig) -> ModelConfig:
+    """With experts that are chosen as DeepSeek-V3's: each by itself, and by a bias of its own."""
+    assert config.experts is not None
+    experts = replace(config.experts, scoring="sigmoid", choice_bias=True)
+    return replace(config, experts=experts)
+
+
+def _glm4_moe_lite(values: JsonObject) -> ModelConfig:
+    fields, config = _read_latent(
+        values,
+        max_position_embeddings=202752,
+        rms_norm_eps=1e-5,
+        q_lora_rank=768,
+        qk_nope_head_dim=192,
+        v_head_dim=256,
+        num_experts_per_tok=4,
+        moe_intermediate_size=1536,
+        routed_scaling_factor=1.8,
+    )
+    kinds, layers = fields.get("mlp_layer_types"), config.n_layers
+    if kinds is None:
+        dense = range(fields.integer("first_k_dense_replace", 0, layers, default=1))
+        kinds = ["dense" if layer in dense else "sparse" for layer in range(layers)]
+    known = ("dense", "sparse")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(k not in known for k in kinds):
+        fields.reject("mlp_layer_types", kinds, f"{layers} times dense or sparse")
+    assert config.experts is not None
+    dense = [layer for layer, kind in enumerate(kinds) if kind == "dense"]
+    experts = replace(config.experts, dense_layers=frozenset(), dense_size=0)
+    config = replace(config, experts=_dense_among(experts, fields, dense))
+    return _with_sigmoids(config)
+
+
+def _mistral4(values: JsonObject) -> ModelConfig:
+    """Mistral Small 4; without rotary settings it has YaRN's of 128 times 8,192 tokens."""
+    defaults: JsonDict = {}
+    if values.get("rope_parameters") is None and values.get("rope_scaling") is None:
+        defaults["rope_parameters"] = _MISTRAL4_ROPE
+    _, config = _read_latent(
+        values,
+        max_position_embeddings=1048576,
+        q_lora_rank=1024,
+        kv_lora_rank=256,
+        qk_nope_head_dim=64,
+        n_routed_experts=128,
+        num_experts_per_tok=4,
+        **defaults,
+    )
+    return config
 
 
 def _lfm2(values: JsonObject) -> ModelConfig:
@@ -328,6 +484,26 @@ def _lfm2(values: JsonObject) -> ModelConfig:
         qk_norm=True,
         activation="silu",
         short_conv=conv,
+    )
+
+
+def _lfm2_moe(values: JsonObject) -> ModelConfig:
+    """LFM2's mixtures, whose first layers have no experts."""
+    settings = {"intermediate_size": 7168} | dict(values) | {"block_auto_adjust_ff_dim": False}
+    fields, config = Fields(settings, "config.json"), _lfm2(settings)
+    experts = ExpertsConfig(
+        fields.integer("num_experts", 1, MOST.experts, default=32),
+        fields.integer("num_experts_per_tok", 1, MOST.experts, default=4),
+        fields.flag("norm_topk_prob", True),
+        scoring="sigmoid",
+        choice_bias=fields.flag("use_expert_bias", True),
+        share_factor=fields.number("routed_scaling_factor", 1.0),
+    )
+    dense = fields.integer("num_dense_layers", 0, config.n_layers, default=2)
+    return replace(
+        config,
+        intermediate_size=fields.integer("moe_intermediate_size", 1, MOST.width, default=1792),
+        experts=_dense_among(experts, fields, range(dense)),
     )
 
 
@@ -536,20 +712,172 @@ def _granite(values: JsonObject) -> ModelConfig:
 
 
 def _granite4(values: JsonObject) -> ModelConfig:
-    """Granite 4 without experts and without recurrent layers, such as granite-4.0-micro."""
+    """Granite 4: layers that attend between layers of Mamba-2; of a mixture all rows go through
+    `shared_mlp`, too, which is the only feed-forward of the others.
+    """
     fields = Fields(values, "config.json")
-    kinds = fields.get("layer_types", fields.get("layers_block_type"))
-    plain = isinstance(kinds, list) and all(kind in _ATTENTION for kind in kinds)
-    if not plain or fields.integer("num_local_experts", 0, MOST.experts, default=8):
-        raise ModelError(
-            "config.json: of GraniteMoeHybridForCausalLM only models whose layer_types are all "
-            "attention and whose num_local_experts is 0 are supported"
-        )
-    inner = fields.integer("shared_intermediate_size", 1, MOST.width, default=1024)
+    count = fields.integer("num_local_experts", 0, MOST.experts, default=8)
+    shared = fields.integer("shared_intermediate_size", 1, MOST.width, default=1024)
+    inner = fields.integer("intermediate_size", 1, MOST.width, default=11008) if count else shared
     config = _granite(dict(values) | {"intermediate_size": inner})
-    if fields.get("position_embedding_type") == "rope":
+    if fields.get("position_embedding_type") != "rope":
+        config = replace(config, ropes=(None,))
+    if count:
+        chosen = fields.integer("num_experts_per_tok", 1, MOST.experts, default=2)
+        experts = ExpertsConfig(count, chosen, True, shared_size=shared, shared_gate=False)
+        config = replace(config, experts=experts)
+    kinds = fields.get("layer_types", fields.get("layers_block_type"))
+    if kinds is None:
+        kinds = ["mamba"] * config.n_layers
+    kinds = _checked_kinds(fields, "layer_types", kinds, (*_MAMBA, *_ATTENTION))
+    if len(kinds) != config.n_layers:
+        fields.reject("layer_types", kinds, f"{config.n_layers} kinds of layers")
+    layers = frozenset(layer for layer, kind in enumerate(kinds) if kind in _MAMBA)
+    if not layers:
         return config
-    return replace(config, ropes=(None,))
+    if fields.flag("mamba_proj_bias"):
+        raise ModelError("config.json: mamba_proj_bias is not supported")
+    heads = fields.integer("mamba_n_heads", 1, MOST.width, default=128)
+    size = fields.get("mamba_d_head", "auto")
+    expanded = fields.integer("mamba_expand", 1, MOST.width, default=2) * config.hidden_size
+    mamba = MambaConfig(
+        layers,
+        groups=fields.integer("mamba_n_groups", 1, MOST.width, default=1),
+        heads=heads,
+        head_dim=expanded // heads
+        if size == "auto"
+        else fields.integer("mamba_d_head", 1, MOST.width),
+        state_size=fields.integer("mamba_d_state", 1, MOST.width, default=256),
+        taps=fields.integer("mamba_d_conv", 2, MOST.taps, default=4),
+        conv_bias=fields.flag("mamba_conv_bias", True),
+        step_limits=_step_limits(fields),
+    )
+    return replace(config, mamba=mamba)
+
+
+def _checked_kinds(fields: Fields, key: str, kinds: Any, known: Sequence[str]) -> list[str]:
+    """The kinds of layers; ModelError unless it is a list of known ones, some of which attend."""
+    if not isinstance(kinds, list) or any(kind not in known for kind in kinds):
+        fields.reject(key, kinds, f"a list of {', '.join(known)}")
+    if not any(kind in _ATTENTION for kind in kinds):
+        raise ModelError(f"config.json: {key}: a model in which no layer attends is not supported")
+    return kinds
+
+
+def _step_limits(fields: Fields) -> tuple[float, float]:
+    """`time_step_limit`, in which transformers writes infinity as a table."""
+    given = fields.get("time_step_limit", [0.0, math.inf])
+    limits = given
+    if isinstance(given, list):
+        limits = [math.inf if one == {"__float__": "Infinity"} else one for one in given]
+    sound = isinstance(limits, list) and len(limits) == 2
+    if not sound or not all(type(one) in (int, float) and one >= 0 for one in limits):
+        fields.reject("time_step_limit", given, "two numbers that are not negative")
+    return float(limits[0]), float(limits[1])
+
+
+def _nemotron_h(values: JsonObject) -> ModelConfig:
+    """Nemotron-H and Nemotron 3: each stored layer is a half of ours, one that mixes rows or a
+    feed-forward behind such a one; nothing is rotated.
+
+    Steps are clamped by `time_step_limit`; `time_step_min`, by which transformers 5.24 clamps those
+    of prompts and not those of tokens that follow, only says how weights were drawn.
+    """
+    kinds = _nemotron_kinds(Fields(values, "config.json"))
+    pairs, counted = _halves(kinds), dict(values)
+    counted |= {"num_hidden_layers": len(pairs), "hidden_act": "silu"}
+    counted["rms_norm_eps"] = values.get("layer_norm_epsilon", 1e-5)
+    fields, config = _read_decoder(
+        counted,
+        max_position_embeddings=4096,
+        num_key_value_heads=8,
+        head_dim=128,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    known = {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu"}
+    for key, name in known.items():
+        if fields.get(key, name) != name:
+            raise ModelError(f"config.json: {key} other than {name} is not supported")
+    for key in ("mlp_bias", "use_bias", "mamba_proj_bias", "attention_bias"):
+        if fields.flag(key):
+            raise ModelError(f"config.json: {key} is not supported")
+    if fields.get("moe_latent_size") is not None:
+        raise ModelError("config.json: moe_latent_size is not supported")
+    first = [kinds[one] for one, _ in pairs]
+    mamba = MambaConfig(
+        frozenset(layer for layer, kind in enumerate(first) if kind in _MAMBA),
+        groups=fields.integer("n_groups", 1, MOST.width, default=8),
+        heads=fields.integer("mamba_num_heads", 1, MOST.width, default=128),
+        head_dim=fields.integer("mamba_head_dim", 1, MOST.width, default=64),
+        state_size=fields.integer("ssm_state_size", 1, MOST.width, default=128),
+        taps=fields.integer("conv_kernel", 2, MOST.taps, default=4),
+        conv_bias=fields.flag("use_conv_bias", True),
+        step_limits=_step_limits(fields),
+    )
+    config = replace(
+        config,
+        ropes=(None,),
+        activation="relu2",
+        mamba=mamba if mamba.layers else None,
+        bare_layers=frozenset(layer for layer, (_, fed) in enumerate(pairs) if fed < 0),
+        stored_halves=pairs,
+    )
+    mixtures = frozenset(
+        layer for layer, (_, fed) in enumerate(pairs) if fed >= 0 and kinds[fed] == "moe"
+    )
+    return _nemotron_experts(fields, config, mixtures) if mixtures else config
+
+
+def _nemotron_kinds(fields: Fields) -> list[str]:
+    """The stored layers, by transformers' names or by a pattern of letters."""
+    kinds = fields.get("layers_block_type", fields.get("layer_types"))
+    pattern = fields.get("hybrid_override_pattern")
+    if kinds is None and isinstance(pattern, str):
+        letters = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+        kinds = [letters.get(letter, letter) for letter in pattern]
+    known = *_MAMBA, *_ATTENTION, "mlp", "moe"
+    return _checked_kinds(fields, "layers_block_type", kinds, known)
+
+
+def _halves(kinds: list[str]) -> tuple[tuple[int, int], ...]:
+    """Numbers of the stored layers that each layer's halves are; -1: it has no feed-forward."""
+    pairs: list[tuple[int, int]] = []
+    for number, kind in enumerate(kinds):
+        if kind not in ("mlp", "moe"):
+            pairs.append((number, -1))
+        elif not pairs or pairs[-1][1] >= 0:
+            raise ModelError(
+                f"config.json: layer {number}, {kind}, is not behind one that attends or is "
+                "recurrent, which is not supported"
+            )
+        else:
+            pairs[-1] = pairs[-1][0], number
+    return tuple(pairs)
+
+
+def _nemotron_experts(fields: Fields, config: ModelConfig, mixtures: frozenset[int]) -> ModelConfig:
+    """With experts in some layers."""
+    own = fields.integer("moe_shared_expert_intermediate_size", 1, MOST.width, default=7688)
+    shared = fields.integer("n_shared_experts", 0, MOST.experts, default=1)
+    experts = ExpertsConfig(
+        fields.integer("n_routed_experts", 1, MOST.experts, default=8),
+        fields.integer("num_experts_per_tok", 1, MOST.experts, default=2),
+        fields.flag("norm_topk_prob", True),
+        scoring="sigmoid",
+        choice_bias=True,
+        clusters=fields.integer("n_group", 1, MOST.experts, default=1),
+        chosen_clusters=fields.integer("topk_group", 1, MOST.experts, default=1),
+        share_factor=fields.number("routed_scaling_factor", 1.0),
+        shared_size=own if shared else 0,
+        shared_gate=False,
+    )
+    dense = frozenset(range(config.n_layers)) - config.bare_layers - mixtures
+    return replace(
+        config,
+        intermediate_size=fields.integer("moe_intermediate_size", 1, MOST.width, default=7688),
+        experts=_dense_among(experts, fields, dense),
+    )
 
 
 def _gemma2(values: JsonObject) -> ModelConfig:
@@ -983,6 +1311,73 @@ _TINY_QWEN3_5: JsonDict = {
     "delta_net": DeltaNetConfig(frozenset({0, 2}), 2, 4, 16, 16),
 }
 _TINY_QWEN3_5_MOE: JsonDict = _TINY_QWEN3_5 | {"experts": ExpertsConfig(8, 2, True, shared_size=64)}
+_TINY_LFM2: JsonDict = {
+    "n_layers": 3,
+    "windows": (0, 0, 0),
+    "qk_norm": True,
+    "short_conv": ShortConvConfig(frozenset({0, 2}), 64),
+}
+_TINY_GRANITE_H: JsonDict = _TINY_GRANITE | {
+    "n_layers": 3,
+    "windows": (0, 0, 0),
+    "ropes": (None,),
+    "mamba": MambaConfig(frozenset({0, 2}), 1, 8, 16, 16),
+    "experts": ExpertsConfig(8, 2, True, shared_size=64, shared_gate=False),
+}
+#: A layer without a feed-forward, one with an MLP, and mixtures.
+_TINY_NEMOTRON_H: JsonDict = {
+    "n_layers": 4,
+    "windows": (0,) * 4,
+    "ropes": (None,),
+    "activation": "relu2",
+    "mamba": MambaConfig(frozenset({0, 2, 3}), 4, 8, 16, 16),
+    "experts": ExpertsConfig(
+        8,
+        2,
+        True,
+        scoring="sigmoid",
+        choice_bias=True,
+        clusters=4,
+        chosen_clusters=2,
+        share_factor=2.5,
+        shared_size=64,
+        shared_gate=False,
+        dense_layers=frozenset({2}),
+        dense_size=96,
+    ),
+    "bare_layers": frozenset({0}),
+    "stored_halves": ((0, -1), (1, 2), (3, 4), (5, 6)),
+}
+
+
+#: Clusters of experts, and a dense layer before them.
+_TINY_LATENT: JsonDict = {
+    "n_kv_heads": 1,
+    "head_dim": 64,
+    "query_scalar": 40.0,
+    "latent": LatentConfig(48, 24, 16, 32, query_rank=32),
+    "experts": ExpertsConfig(
+        8,
+        2,
+        True,
+        shared_size=64,
+        shared_gate=False,
+        scoring="sigmoid",
+        choice_bias=True,
+        clusters=4,
+        chosen_clusters=2,
+        share_factor=1.5,
+        dense_layers=frozenset({0}),
+        dense_size=192,
+    ),
+}
+#: Queries of hidden rows, and shares of all experts.
+_TINY_DEEPSEEK_V2: JsonDict = _TINY_LATENT | {
+    "latent": LatentConfig(48, 24, 16, 32),
+    "experts": replace(
+        _TINY_LATENT["experts"], scoring="softmax", choice_bias=False, renormalised=False
+    ),
+}
 
 
 def _tiny_encoder(encoder: EncoderConfig) -> JsonDict:
@@ -1002,15 +1397,22 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5ForCausalLM": Family("qwen3_5", _qwen3_5, None, _TINY_QWEN3_5),
     "Qwen3_5MoeForCausalLM": Family("qwen3_5_moe", _qwen3_5_moe, None, _TINY_QWEN3_5_MOE),
     "Qwen3NextForCausalLM": Family("qwen3_next", _qwen3_next, None, _TINY_QWEN3_5_MOE),
-    "Lfm2ForCausalLM": Family(
-        "lfm2",
-        _lfm2,
+    "Lfm2ForCausalLM": Family("lfm2", _lfm2, None, _TINY_LFM2),
+    "Lfm2MoeForCausalLM": Family(
+        "lfm2_moe",
+        _lfm2_moe,
         None,
-        {
-            "n_layers": 3,
-            "windows": (0, 0, 0),
-            "qk_norm": True,
-            "short_conv": ShortConvConfig(frozenset({0, 2}), 64),
+        _TINY_LFM2
+        | {
+            "experts": ExpertsConfig(
+                8,
+                2,
+                True,
+                scoring="sigmoid",
+                choice_bias=True,
+                dense_layers=frozenset({0}),
+                dense_size=96,
+            ),
         },
     ),
     "MixtralForCausalLM": Family("mixtral", _mixtral, None, {"experts": ExpertsConfig(4, 2, True)}),
@@ -1059,7 +1461,8 @@ FAMILIES: dict[str, Family] = {
         "glm4", _glm4, _gguf_plain, {"qkv_bias": True, "ropes": (RopeConfig(dims=8),)}
     ),
     "GraniteForCausalLM": Family("granite", _granite, _gguf_granite, _TINY_GRANITE),
-    "GraniteMoeHybridForCausalLM": Family("granitehybrid", _granite4, None, _TINY_GRANITE),
+    "GraniteMoeHybridForCausalLM": Family("granitehybrid", _granite4, None, _TINY_GRANITE_H),
+    "NemotronHForCausalLM": Family("nemotron_h", _nemotron_h, None, _TINY_NEMOTRON_H),
     "Cohere2ForCausalLM": Family(
         "cohere2",
         _cohere2,
@@ -1070,6 +1473,15 @@ FAMILIES: dict[str, Family] = {
             "centred_norms": True,
             "logit_factor": 0.5,
         },
+    ),
+    "DeepseekV2ForCausalLM": Family("deepseek_v2", _deepseek_v2, None, _TINY_DEEPSEEK_V2),
+    "DeepseekV3ForCausalLM": Family("deepseek_v3", _deepseek_v3, None, _TINY_LATENT),
+    "Glm4MoeLiteForCausalLM": Family("glm4_moe_lite", _glm4_moe_lite, None, _TINY_LATENT),
+    "Mistral4ForCausalLM": Family(
+        "mistral4",
+        _mistral4,
+        None,
+        _TINY_LATENT | {"ropes": (RopeConfig(query_beta=0.5, query_context=64),)},
     ),
     "BertModel": Family("bert", _bert, None, _tiny_encoder(EncoderConfig("cls", 2))),
     "BertForSequenceClassification": Family(
@@ -1097,6 +1509,7 @@ WRAPPERS: dict[str, dict[str, str]] = {
     "Mistral3ForConditionalGeneration": {
         "mistral": "MistralForCausalLM",
         "ministral3": "Ministral3ForCausalLM",
+        "mistral4": "Mistral4ForCausalLM",
     },
     "Cohere2VisionForConditionalGeneration": {"cohere2": "Cohere2ForCausalLM"},
     "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},

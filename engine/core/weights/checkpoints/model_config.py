@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -10,7 +12,10 @@ from jitney.engine.common.errors import ConfigError, ModelError
 from jitney.engine.common.requests import Pooling
 from jitney.engine.common.step_cost import StepCost
 
-type Activation = Literal["silu", "gelu_tanh", "clamped_silu", "gelu"]
+type Activation = Literal["silu", "gelu_tanh", "clamped_silu", "gelu", "relu2"]
+#: The parts of a weight of a recurrent layer, one behind the other: how many heads each has, which
+#: devices share out, and how many numbers of each head.
+type Parts = tuple[tuple[int, int], ...]
 #: Rows of an expert's block at least, as many as the units of GPUs, TPUs and AMX multiply at once;
 #: and at most, where each expert has many rows and is read once for every block.
 _LEAST_BLOCK, _LARGEST_BLOCK = 16, 128
@@ -93,13 +98,38 @@ class ExpertsConfig:
     held: int = 0
     #: Columns of one more expert, which every token goes through; 0: none.
     shared_size: int = 0
-    #: The shared expert has a gate of its own, a column of the router.
+    #: That expert has a gate of its own, the sigmoid of one more column of the router.
     shared_gate: bool = True
+    #: What the router's numbers become before experts are chosen: shares of 1, or each for itself
+    #: a number from 0 to 1.
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    #: Experts are chosen by these plus a number of each expert's own, which no share has.
+    choice_bias: bool = False
+    #: Experts stand in so many equal clusters, and those of a token are of a few of them: those
+    #: whose best so many experts have the greatest sum.
+    clusters: int = 1
+    chosen_clusters: int = 1
+    cluster_best: int = 2
+    #: Factor of the shares, also of those that add up to 1.
+    share_factor: float = 1.0
+    #: Layers with one feed-forward for every token in place of a mixture, and its columns.
+    dense_layers: frozenset[int] = frozenset()
+    dense_size: int = 0
 
     def __post_init__(self) -> None:
         if self.n_chosen > self.n_experts:
             raise ModelError(
                 f"a token cannot go through {self.n_chosen} of {self.n_experts} experts"
+            )
+        if self.n_experts % self.clusters or self.chosen_clusters > self.clusters:
+            raise ModelError(
+                f"{self.n_experts} experts cannot be chosen from {self.chosen_clusters} of "
+                f"{self.clusters} equal groups"
+            )
+        if self.n_chosen > self.chosen_clusters * (self.n_experts // self.clusters):
+            raise ModelError(
+                f"{self.chosen_clusters} of {self.clusters} groups hold fewer than the "
+                f"{self.n_chosen} experts that a token goes through"
             )
 
     @property
@@ -129,8 +159,40 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Attention whose keys and values are products of one row a token, see
+    `jitney.engine.core.models.latent`; head_dim is then that of what the pool keeps.
+    """
+
+    #: R: numbers of a latent.
+    rank: int
+    #: N and P: numbers of a query that are not rotated, and that are.
+    plain_dim: int
+    rotated_dim: int
+    #: V: numbers of a head's value.
+    value_dim: int
+    #: C: numbers of the rows that queries are products of; 0: they are products of hidden rows.
+    query_rank: int = 0
+    #: Rows that are rotated are stored as pairs (2j, 2j + 1).
+    paired: bool = True
+
+    @property
+    def query_dim(self) -> int:
+        """Numbers of a query."""
+        return self.plain_dim + self.rotated_dim
+
+    def weights(self, hidden_size: int, heads: int) -> int:
+        """Numbers in all matrices of a layer's attention."""
+        queries = heads * self.query_dim
+        opening = hidden_size * (self.query_rank or queries) + self.query_rank * queries
+        absorbed = heads * self.rank * (self.plain_dim + self.value_dim)
+        kept = hidden_size * (self.rank + self.rotated_dim)
+        return opening + kept + absorbed + hidden_size * heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
 class DeltaNetConfig:
-    """Layers that keep a state of each seat in place of pages, see `jitney.kernels.delta_net`."""
+    """Layers that keep a state in a slot in place of pages, see `jitney.kernels.delta_net`."""
 
     #: Which layers, by number.
     layers: frozenset[int]
@@ -165,18 +227,31 @@ class DeltaNetConfig:
         """Columns of a layer's opening matrix, and rows of its closing one."""
         return self.channels + 2 * self.values
 
-    def state_shapes(self, seats: int, shards: int = 1) -> tuple[tuple[int, ...], ...]:
+    def state_shapes(self, slots: int, shards: int = 1) -> tuple[tuple[int, ...], ...]:
         """Of the arrays that one layer keeps (`DeltaState`), over so many devices like this one."""
         return (
-            (seats, self.taps, shards * self.channels),
-            (seats, shards * self.value_heads, self.key_dim, self.value_dim),
-            (seats,),
+            (slots, self.taps, shards * self.channels),
+            (slots, shards * self.value_heads, self.key_dim, self.value_dim),
+            (slots,),
         )
 
     @property
-    def seat_bytes(self) -> int:
-        """Bytes that one layer keeps of a seat."""
+    def slot_bytes(self) -> int:
+        """Bytes that one layer keeps in a slot."""
         return 4 * (self.taps * self.channels + self.key_dim * self.values + 1)
+
+    def parts(self, name: str) -> Parts:
+        """The columns of the opening matrix (qkv) and of the weights beside the matrices."""
+        keys, values = (self.key_heads, self.key_dim), (self.value_heads, self.value_dim)
+        rates = self.value_heads, 1
+        match name:
+            case "qkv":
+                return keys, keys, values, values
+            case "taps":
+                return keys, keys, values
+            case "rates":
+                return rates, rates
+        return (rates,)
 
     def uneven(self, shards: int) -> dict[str, tuple[int, int]]:
         """What is divided over devices: names -> (size, parts)."""
@@ -196,7 +271,7 @@ class DeltaNetConfig:
 
 @dataclass(frozen=True, slots=True)
 class ShortConvConfig:
-    """Layers that keep the last inputs of a convolution of each seat in place of pages."""
+    """Layers that keep the last inputs of a convolution in a slot in place of pages."""
 
     #: Which layers, by number.
     layers: frozenset[int]
@@ -210,14 +285,18 @@ class ShortConvConfig:
         """Columns of a layer's opening matrix, and rows of its closing one."""
         return 4 * self.channels
 
-    def state_shapes(self, seats: int, shards: int = 1) -> tuple[tuple[int, ...] | None, ...]:
+    def state_shapes(self, slots: int, shards: int = 1) -> tuple[tuple[int, ...] | None, ...]:
         """See `DeltaNetConfig.state_shapes`."""
-        return (seats, self.taps, shards * self.channels), None, (seats,)
+        return (slots, self.taps, shards * self.channels), None, (slots,)
 
     @property
-    def seat_bytes(self) -> int:
-        """Bytes that one layer keeps of a seat."""
+    def slot_bytes(self) -> int:
+        """Bytes that one layer keeps in a slot."""
         return 4 * (self.taps * self.channels + 1)
+
+    def parts(self, name: str) -> Parts:
+        """See `DeltaNetConfig.parts`."""
+        return ((self.channels, 1),) * (3 if name == "qkv" else 1)
 
     def uneven(self, shards: int) -> dict[str, tuple[int, int]]:
         """See `DeltaNetConfig.uneven`."""
@@ -226,6 +305,95 @@ class ShortConvConfig:
     def local(self, shards: int) -> ShortConvConfig:
         """One device's channels, of `shards`."""
         return replace(self, channels=self.channels // shards)
+
+
+@dataclass(frozen=True, slots=True)
+class MambaConfig:
+    """Layers of Mamba-2 that keep a state of each seat in place of pages, see
+    `jitney.kernels.mamba`.
+    """
+
+    #: Which layers, by number.
+    layers: frozenset[int]
+    #: G and H: heads of a group share what writes and what reads their memory.
+    groups: int
+    heads: int
+    #: V and D: numbers of a head, and of the state of each of them.
+    head_dim: int
+    state_size: int
+    #: W: inputs that the convolution of a channel sees, its own included; whether it has a bias.
+    taps: int = 4
+    conv_bias: bool = True
+    #: Steps are clamped to these.
+    step_limits: tuple[float, float] = (0.0, math.inf)
+    #: Devices that share each group, of which they have some heads each (`local`).
+    sharers: int = 1
+
+    def __post_init__(self) -> None:
+        if self.heads % self.groups:
+            raise ModelError(
+                f"{self.heads} heads of a recurrent layer are not {self.groups} equal groups"
+            )
+
+    @property
+    def values(self) -> int:
+        """H V."""
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """C."""
+        return self.values + 2 * self.groups * self.state_size
+
+    @property
+    def outputs(self) -> int:
+        """Columns of a layer's opening matrix, and rows of its closing one."""
+        return self.channels + 2 * self.values + self.heads
+
+    def state_shapes(self, seats: int, shards: int = 1) -> tuple[tuple[int, ...], ...]:
+        """See `DeltaNetConfig.state_shapes`."""
+        return (
+            (seats, self.taps, shards * self.channels),
+            (seats, shards * self.heads, self.state_size, self.head_dim),
+            (seats,),
+        )
+
+    @property
+    def seat_bytes(self) -> int:
+        """Bytes that one layer keeps of a seat."""
+        return 4 * (self.taps * self.channels + self.state_size * self.values + 1)
+
+    def parts(self, name: str) -> Parts:
+        """See `DeltaNetConfig.parts`."""
+        group, values, steps = (
+            (self.groups, self.state_size),
+            (self.heads, self.head_dim),
+            (self.heads, 1),
+        )
+        match name:
+            case "qkv":
+                return values, values, group, group, steps
+            case "taps" | "taps_bias":
+                return values, group, group
+            case "value_norm":
+                return (values,)
+        return (steps,)
+
+    def uneven(self, shards: int) -> dict[str, tuple[int, int]]:
+        """See `DeltaNetConfig.uneven`; one group is shared by all devices."""
+        sizes = {"heads of recurrent layers": (self.heads, shards)}
+        if self.groups > 1:
+            sizes["groups of recurrent layers"] = self.groups, shards
+        return sizes
+
+    def local(self, shards: int) -> MambaConfig:
+        """One device's heads, of `shards`."""
+        return replace(
+            self,
+            groups=max(1, self.groups // shards),
+            heads=self.heads // shards,
+            sharers=shards if self.groups == 1 else 1,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +452,7 @@ class ModelConfig:
     n_heads: int
     n_kv_heads: int
     head_dim: int
-    #: Of a mixture: of each expert.
+    #: Columns of the feed-forward; of a mixture: of each expert.
     intermediate_size: int
     #: How many positions each layer sees, its own included; 0 is all of them.
     windows: tuple[int, ...]
@@ -315,9 +483,17 @@ class ModelConfig:
     activation: Activation = "silu"
     #: None: one feed-forward for every token.
     experts: ExpertsConfig | None = None
+    #: Layers that attend, or are recurrent, and have no feed-forward.
+    bare_layers: frozenset[int] = frozenset()
+    #: Of a file with a layer for each half: their numbers there, of each layer; empty: a layer is
+    #: one there, too.
+    stored_halves: tuple[tuple[int, int], ...] = ()
     #: Layers that do not attend, of one kind or the other; None: no such layers.
     delta_net: DeltaNetConfig | None = None
     short_conv: ShortConvConfig | None = None
+    mamba: MambaConfig | None = None
+    #: None: each token keeps keys and values of its own.
+    latent: LatentConfig | None = None
     #: What attention gives is multiplied by the sigmoid of a gate, as wide as the queries and
     #: beside them in their projection.
     attention_gate: bool = False
@@ -392,6 +568,8 @@ class ModelConfig:
         if layer >= self.n_layers - self.n_kv_readers:
             inner = self.reader_width * self.intermediate_size
             own = replace(own, kv_projections=0, intermediate_size=inner)
+        if self.experts is not None and layer in self.experts.dense_layers:
+            own = replace(own, experts=None, intermediate_size=self.experts.dense_size)
         return own
 
     @property
@@ -421,9 +599,18 @@ class ModelConfig:
         return tuple(sum(map(self.kv_width, group.layers)) for group in self.cache_groups)
 
     def kv_width(self, layer: int) -> int:
-        """Numbers of a position's keys and values that a layer reads, 2 K D."""
-        own = self.of_layer(layer)
-        return 2 * own.n_kv_heads * own.head_dim
+        """Numbers of a position's keys and values that a layer reads."""
+        return self.of_layer(layer).position_size
+
+    @property
+    def _read_shares(self) -> dict[int, float]:
+        """Of the keys and values of a position, as all layers read them: window -> the share that
+        layers with this window read.
+        """
+        read = Counter[int]()
+        for layer in self.attending_layers:
+            read[self.windows[layer]] += self.kv_width(layer)
+        return {window: numbers / read.total() for window, numbers in read.items()}
 
     @property
     def largest_head(self) -> int:
@@ -431,9 +618,9 @@ class ModelConfig:
         return max(self.of_layer(layer).head_dim for layer in range(self.n_layers))
 
     @property
-    def recurrent(self) -> DeltaNetConfig | ShortConvConfig | None:
-        """Of the layers that keep a state of each seat in place of pages."""
-        return self.delta_net or self.short_conv
+    def recurrent(self) -> DeltaNetConfig | ShortConvConfig | MambaConfig | None:
+        """The layers that keep a state in place of pages."""
+        return self.delta_net or self.short_conv or self.mamba
 
     def by_layer(self, pool: Callable[[ModelConfig], Any], state: Any) -> list[Any]:
         """What each layer keeps: a pool, made of its own configuration, the state of a recurrent
@@ -450,11 +637,11 @@ class ModelConfig:
         return len(self.pool_layers)
 
     @property
-    def seat_bytes(self) -> int:
-        """Bytes that recurrent layers keep of a seat."""
+    def slot_bytes(self) -> int:
+        """Bytes that recurrent layers keep in a slot."""
         if self.recurrent is None:
             return 0
-        return (self.n_layers - self.n_pools) * self.recurrent.seat_bytes
+        return (self.n_layers - self.n_pools) * self.recurrent.slot_bytes
 
     @property
     def output_size(self) -> int:
@@ -494,6 +681,26 @@ class ModelConfig:
         return self.ropes[layer % len(self.ropes)]
 
     @property
+    def rope_dim(self) -> int:
+        """Numbers of what is rotated: a head, or the part of one beside latents."""
+        return self.head_dim if self.latent is None else self.latent.rotated_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Numbers of a key in the pool that serve as its value; 0: it has one of its own."""
+        return 0 if self.latent is None else self.latent.rank
+
+    @property
+    def pool_rows(self) -> int:
+        """Rows of a position in a layer's pool: 2K, or K where keys serve as values."""
+        return self.n_kv_heads if self.value_dim else 2 * self.n_kv_heads
+
+    @property
+    def position_size(self) -> int:
+        """Numbers of a position in a layer's pool."""
+        return self.pool_rows * self.head_dim
+
+    @property
     def attention_scale(self) -> float:
         """Factor of attention scores."""
         return (self.query_scalar or self.head_dim) ** -0.5
@@ -501,10 +708,19 @@ class ModelConfig:
     @property
     def qkv_size(self) -> int:
         """Columns of the fused query, key and value projection, (H + 2K) * D, or fewer, see
-        `kv_projections`; H * D more with `attention_gate`.
+        `kv_projections`; H * D more with `attention_gate`; of latent attention what stands for
+        queries, and a row of the pool.
         """
+        if self.latent is not None:
+            queries = self.latent.query_rank or self.n_heads * self.latent.query_dim
+            return queries + self.head_dim
         queries = self.n_heads * (1 + self.attention_gate)
         return (queries + self.kv_projections * self.n_kv_heads) * self.head_dim
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether feed-forwards have gates: half of the outputs of what opens them."""
+        return self.activation != "relu2"
 
     @property
     def vocab_share(self) -> int:
@@ -527,23 +743,37 @@ class ModelConfig:
         layers = [self.of_layer(layer) for layer in range(self.n_layers)]
         attending = [layers[layer] for layer in self.attending_layers]
         outputs = sum(own.qkv_size + own.n_heads * own.head_dim for own in attending)
+        width = sum(own.n_heads * own.head_dim for own in attending)
+        latents = 0
+        if self.latent is not None:
+            outputs, width = 0, self.n_heads * (self.head_dim + self.value_dim) // 2
+            width *= len(attending)
+            latents = len(attending) * self.latent.weights(self.hidden_size, self.n_heads)
         outputs += self.n_layers * 3 * self.layer_input_size
         if self.recurrent is not None:
-            outputs += (self.n_layers - len(attending)) * self.recurrent.outputs
-        if self.experts is not None:  # the routers, and experts that all rows go through
-            outputs += self.n_layers * (experts.n_experts + 3 * experts.shared_size)
+            outputs += len(self.recurrent.layers) * self.recurrent.outputs
+        matrices = 2 + self.is_gated
+        fed = [own for layer, own in enumerate(layers) if layer not in self.bare_layers]
+        dense = [own.intermediate_size for own in fed if own.experts is None]
+        inner = dense
+        if self.experts is not None:  # the routers, and what all rows go through
+            inner = [own.intermediate_size for own in fed if own.experts is not None]
+            outputs += len(inner) * (experts.n_experts + matrices * experts.shared_size)
+            outputs += matrices * sum(dense)
         return StepCost(
             n_layers=self.n_layers,
-            shared_weights=self.hidden_size * outputs,
-            expert_weights=self.hidden_size * 3 * sum(own.intermediate_size for own in layers),
+            shared_weights=latents + self.hidden_size * outputs,
+            expert_weights=self.hidden_size * matrices * sum(inner),
             n_experts=experts.n_experts,
             n_chosen=experts.n_chosen,
             weight_bytes=weight_bytes,
             expert_bytes=expert_bytes,
             head_weights=self.vocab_size * self.hidden_size,
             head_bytes=head_bytes,
-            attention_width=sum(own.n_heads * own.head_dim for own in attending),
+            attention_width=width,
             kv_bytes=kv_bytes,
+            windows=self._read_shares,
+            state_bytes=self.slot_bytes,
         )
 
     def with_ends(self, *ids: int) -> ModelConfig:
@@ -592,8 +822,9 @@ class ModelConfig:
                 sizes = {"key-value heads": (kv_heads, shards)}
         if self.recurrent is not None:
             sizes |= self.recurrent.uneven(shards)
-        if self.experts is not None and self.experts.shared_size:
+        if self.experts is not None:
             sizes["columns of the shared expert"] = self.experts.shared_size, shards
+            sizes["columns of layers without experts"] = self.experts.dense_size, shards
         uneven = [f"{size} {name}" for name, (size, parts) in sizes.items() if size % parts]
         if uneven:
             raise ConfigError(
@@ -603,11 +834,16 @@ class ModelConfig:
         if experts is not None and experts.all_groups > 1:
             experts = replace(experts, held=experts.n_experts // experts.all_groups)
         if experts is not None:
-            experts = replace(experts, shared_size=experts.shared_size // shards)
+            experts = replace(
+                experts,
+                shared_size=experts.shared_size // shards,
+                dense_size=experts.dense_size // shards,
+            )
         return replace(
             self,
             delta_net=self.delta_net and self.delta_net.local(shards),
             short_conv=self.short_conv and self.short_conv.local(shards),
+            mamba=self.mamba and self.mamba.local(shards),
             n_heads=self.n_heads // shards,
             n_kv_heads=max(1, self.n_kv_heads // shards),
             full_heads=heads and replace(heads, n_kv_heads=max(1, heads.n_kv_heads // shards)),

@@ -15,6 +15,8 @@ from jitney.engine.common.errors import ModelError
 from jitney.engine.core.weights.checkpoints.model_config import (
     DeltaNetConfig,
     ExpertsConfig,
+    LatentConfig,
+    MambaConfig,
     ModelConfig,
     ShortConvConfig,
 )
@@ -38,12 +40,17 @@ class Piece:
     heads: int = 0
     #: Which stored row of each of these heads stands where; empty: as stored.
     head_order: tuple[int, ...] = ()
+    #: Stored rows of each head, of which head_order takes some; 0: it has all.
+    head_rows: int = 0
 
     @property
     def order(self) -> np.ndarray | None:
         """Which stored row stands where, [rows]; None: as stored."""
         if not self.head_order or not self.heads:
             return None
+        if self.head_rows:
+            starts = self.head_rows * np.arange(self.heads)[:, None]
+            return (starts + np.array(self.head_order)).ravel()
         order = np.arange(self.shape[0])
         size = len(self.head_order)
         for first in range(0, self.heads * size, size):
@@ -58,7 +65,8 @@ def head_order(config: ModelConfig, layer: int, *, paired: bool) -> tuple[int, .
     Hugging Face pairs (j, j + R/2) of the R rows that are rotated; paired: (2j, 2j + 1), as in
     llama.cpp's files of Llama. The others are pairs, too, whose angle is 0.
     """
-    dim, rope = config.of_layer(layer).head_dim, config.rope(layer)
+    own = config.of_layer(layer)
+    dim, rope = own.rope_dim, config.rope(layer)
     rotated = dim if rope is None else rope.dims or dim
     if paired:
         first, second = range(0, rotated, 2), range(1, rotated, 2)
@@ -92,8 +100,9 @@ class WeightMap:
     """All weights of a model, and what they are made of."""
 
     targets: tuple[Target, ...]
-    #: Endings of tensors of the checkpoint that hold nothing we need.
+    #: Endings of tensors of the checkpoint that hold nothing we need, and the beginning of such.
     ignored: tuple[str, ...]
+    ignored_layer: str = ""
 
     @classmethod
     def of(cls, config: ModelConfig, names: Dialect) -> WeightMap:
@@ -111,22 +120,34 @@ class WeightMap:
             targets.append(Target(("lm_head", "kernel"), (head,), transpose=True))
         for layer in range(config.n_layers):
             targets += _layer_norms(config, names, layer)
-            if layer in config.attending_layers:
+            if config.latent is not None:
+                targets += _latent_weights(config, config.latent, names, layer)
+            elif layer in config.attending_layers:
                 targets += _attention_matrices(config, names, layer)
             elif config.delta_net is not None:
                 targets += _delta_net_weights(config.hidden_size, config.delta_net, names, layer)
             elif config.short_conv is not None:
                 targets += _short_conv_weights(config.hidden_size, config.short_conv, names, layer)
-            if config.experts is None:
+            elif config.mamba is not None:
+                prefix = names.prefix(config, layer) + names.mamba
+                targets += _mamba_weights(config.hidden_size, config.mamba, prefix, layer)
+            if layer in config.bare_layers:
+                continue
+            if config.experts is None or layer in config.experts.dense_layers:
                 targets += _mlp_matrices(config, names, layer)
             else:
                 targets += _expert_matrices(config, config.experts, names, layer)
-        return cls(tuple(targets), ignored)
+        behind = "" if names.reads_layers_behind else names.layer.format(i=config.n_layers)
+        return cls(tuple(targets), ignored, behind)
 
     @property
     def pieces(self) -> dict[str, Piece]:
         """By name."""
         return {piece.name: piece for target in self.targets for piece in target.pieces}
+
+    def _is_ignored(self, name: str) -> bool:
+        is_behind = self.ignored_layer and name.startswith(self.ignored_layer)
+        return bool(is_behind) or name.endswith(self.ignored)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise one ModelError naming all missing, unexpected and misshapen tensors of a
@@ -141,7 +162,7 @@ class WeightMap:
                 shape = f"{name} {list(shapes[name])} instead of {list(piece.shape)}"
                 faults["misshapen"].append(shape)
         for name in shapes:
-            if name not in pieces and not name.endswith(self.ignored):
+            if name not in pieces and not self._is_ignored(name):
                 faults["unexpected"].append(name)
         found = []
         for kind, names in faults.items():
@@ -173,7 +194,7 @@ class Dialect:
     #: Of each query and key head, or of all at once, before they are rotated.
     q_norm: str
     k_norm: str
-    #: Of the MLP.
+    #: Of the MLP; without gates the first is empty.
     gate: str
     up: str
     down: str
@@ -186,6 +207,8 @@ class Dialect:
     #: one key head after the other; empty: they are apart.
     delta_qkvz: str = ""
     delta_rates: str = ""
+    #: What the names of a Mamba layer begin with.
+    mamba: str = "mamba."
     #: Norms of what attention and MLP give; empty where there are none.
     attention_post_norm: str = ""
     mlp_post_norm: str = ""
@@ -196,13 +219,24 @@ class Dialect:
     expert_gate: str = ""
     expert_up: str = ""
     expert_down: str = ""
-    #: Of an expert that all rows go through: what its matrices' names begin with, and its gate.
-    shared_expert: str = "mlp.shared_expert."
-    shared_gate: str = "mlp.shared_expert_gate"
+    #: The expert that all rows go through; its gate is `{shared}_gate`. Its matrices, if they have
+    #: names of their own: gate and up in one, and the one behind.
+    shared: str = "mlp.shared_expert"
+    shared_gate_up: str = ""
+    shared_down: str = ""
+    #: A tensor's whole name: what each expert is chosen by, beside its score.
+    choice_bias: str = "mlp.gate.e_score_correction_bias"
     #: What the stored weights of norms lack.
     norm_offset: float = 0.0
     #: Rotated rows of queries and keys are pairs (2j, 2j + 1), see `head_order`.
     paired_rows: bool = False
+    #: A layer behind the last one is a fault of the file, not one that predicts several tokens.
+    reads_layers_behind: bool = True
+
+    def prefix(self, config: ModelConfig, layer: int, half: int = 0) -> str:
+        """What names of a layer begin with, of its first half (0) or its second (1)."""
+        number = config.stored_halves[layer][half] if config.stored_halves else layer
+        return self.layer.format(i=number)
 
 
 #: Beginnings of names in the saved base model of a family, whose names lack the prefix `model.`.
@@ -217,6 +251,7 @@ _BASE_NAMES = (
 )
 #: Beginnings of names of the text model in models that also see or hear, and what they are alone.
 _WRAPPED_NAMES = {
+    "backbone.": "model.",
     "language_model.lm_head.": "lm_head.",
     "language_model.model.": "model.",
     "model.language_model.": "model.",
@@ -329,10 +364,12 @@ def _layer_norms(config: ModelConfig, names: Dialect, layer: int) -> Iterator[Ta
     if config.wide_qk_norm:
         of_heads.append(("wide_q_norm", names.q_norm, config.n_heads))
         of_heads.append(("wide_k_norm", names.k_norm, config.n_kv_heads))
-    prefix = names.layer.format(i=layer)
+    prefix = names.prefix(config, layer)
     for part, name, length in norms:
-        if name:
-            yield _norm(("layers", layer, part, "weight"), prefix + name, length, names)
+        is_second = part.startswith("mlp")
+        if name and not (is_second and layer in config.bare_layers):
+            whole = names.prefix(config, layer, is_second) + name
+            yield _norm(("layers", layer, part, "weight"), whole, length, names)
     order = head_order(config, layer, paired=names.paired_rows)
     for part, name, heads in of_heads:
         path = ("layers", layer, "attention", part, "weight")
@@ -357,7 +394,7 @@ def _attention_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iter
     own = config.of_layer(layer)
     size, dim = own.hidden_size, own.head_dim
     heads, kv_heads = own.n_heads, own.n_kv_heads
-    prefix = names.layer.format(i=layer)
+    prefix = names.prefix(config, layer)
     order = head_order(config, layer, paired=names.paired_rows)
     if names.qkv:
         qkv = [_Rows(prefix + names.qkv, config.qkv_size, heads + kv_heads, order)]
@@ -374,6 +411,37 @@ def _attention_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iter
     yield from _linear((*path, "o"), heads * dim, config.o_bias, [_Rows(prefix + names.o, size)])
     if config.attention_sinks:
         yield Target((*path, "sinks"), (Piece(prefix + names.sinks, (heads,)),))
+
+
+def _latent_weights(
+    config: ModelConfig, own: LatentConfig, names: Dialect, layer: int
+) -> Iterator[Target]:
+    """Those of latent attention; rows that are rotated are brought into pairs (j, j + P/2)."""
+    size, heads = config.hidden_size, config.n_heads
+    prefix = f"{names.layer.format(i=layer)}self_attn."
+    path = ("layers", layer, "attention")
+    turned = head_order(config, layer, paired=names.paired_rows) or range(own.rotated_dim)
+    queries = (*range(own.plain_dim), *(own.plain_dim + row for row in turned))
+    kept = (*range(own.rank), *(own.rank + row for row in turned))
+    opening = [_Rows(f"{prefix}kv_a_proj_with_mqa", own.rank + own.rotated_dim, 1, kept)]
+    if own.query_rank:
+        opening = [_Rows(f"{prefix}q_a_proj", own.query_rank), *opening]
+        rows = [_Rows(f"{prefix}q_b_proj", heads * own.query_dim, heads, queries)]
+        yield from _linear((*path, "q_b"), own.query_rank, False, rows)
+        yield _norm(
+            (*path, "query_norm", "weight"), f"{prefix}q_a_layernorm", own.query_rank, names
+        )
+    else:
+        opening = [_Rows(f"{prefix}q_proj", heads * own.query_dim, heads, queries), *opening]
+    yield from _linear((*path, "qkv"), size, False, opening)
+    yield _norm((*path, "latent_norm", "weight"), f"{prefix}kv_a_layernorm", own.rank, names)
+    of_head = own.plain_dim + own.value_dim
+    stored = f"{prefix}kv_b_proj.weight", (heads * of_head, own.rank), heads
+    keys, values = range(own.plain_dim), range(own.plain_dim, of_head)
+    yield Target((*path, "to_latent", "weight"), (Piece(*stored, tuple(keys), of_head),))
+    yield Target((*path, "from_latent", "weight"), (Piece(*stored, tuple(values), of_head),))
+    closing = [_Rows(f"{prefix}o_proj", size)]
+    yield from _linear((*path, "o"), heads * own.value_dim, False, closing)
 
 
 def _delta_net_weights(
@@ -418,6 +486,22 @@ def _short_conv_weights(
     yield from _linear((*path, "o"), own.channels, False, [_Rows(f"{prefix}out_proj", size)])
 
 
+def _mamba_weights(size: int, own: MambaConfig, prefix: str, layer: int) -> Iterator[Target]:
+    """As `_delta_net_weights`; prefix: of the names of this layer's."""
+    path, heads = ("layers", layer, "attention"), own.heads
+    columns = own.channels + own.values + heads
+    yield from _linear((*path, "qkv"), size, False, [_Rows(f"{prefix}in_proj", columns)])
+    taps = Piece(f"{prefix}conv1d.weight", (own.channels, 1, own.taps))
+    yield Target((*path, "taps"), (taps,), transpose=True)
+    if own.conv_bias:
+        bias = Piece(f"{prefix}conv1d.bias", (own.channels,))
+        yield Target((*path, "taps_bias"), (bias,))
+    for name, stored in (("log_decay", "A_log"), ("rate_bias", "dt_bias"), ("skip", "D")):
+        yield Target((*path, name), (Piece(prefix + stored, (heads,)),))
+    yield Target((*path, "value_norm"), (Piece(f"{prefix}norm.weight", (own.values,)),))
+    yield from _linear((*path, "o"), own.values, False, [_Rows(f"{prefix}out_proj", size)])
+
+
 def _gathered(heads: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Which stored row stands where, so that each part's rows of all heads lie together; stored is
     one head after the other, each with parts of these sizes.
@@ -428,15 +512,24 @@ def _gathered(heads: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _mlp_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iterator[Target]:
-    """Those of its feed-forward."""
+    """Those of its feed-forward; of a layer without experts among layers with them its place is
+    that of an expert that all rows go through.
+    """
     size, inner = config.hidden_size, config.of_layer(layer).intermediate_size
-    prefix, path = names.layer.format(i=layer), ("layers", layer, "mlp")
-    if names.gate_up:
-        gate_up = [_Rows(prefix + names.gate_up, 2 * inner)]
-    else:
-        gate_up = [_Rows(prefix + name, inner) for name in (names.gate, names.up)]
+    prefix = names.prefix(config, layer, 1)
+    path: Path = ("layers", layer, "mlp")
+    if config.experts is not None:
+        path = (*path, "shared")
+    gate_up = _opening(prefix, names.gate_up, (names.gate, names.up), inner)
     yield from _linear((*path, "gate_up"), size, config.mlp_bias, gate_up)
     yield from _linear((*path, "down"), inner, config.mlp_bias, [_Rows(prefix + names.down, size)])
+
+
+def _opening(prefix: str, fused: str, apart: tuple[str, str], inner: int) -> list[_Rows]:
+    """What opens a feed-forward of `inner` columns: gates and ups, or ups alone."""
+    if fused:
+        return [_Rows(prefix + fused, 2 * inner)]
+    return [_Rows(prefix + name, inner) for name in apart if name]
 
 
 def _expert_matrices(
@@ -444,25 +537,28 @@ def _expert_matrices(
 ) -> Iterator[Target]:
     """Those of a mixture: the router, and all experts' side by side."""
     size, inner, n_experts = config.hidden_size, config.intermediate_size, experts.n_experts
-    prefix, path = names.layer.format(i=layer), ("layers", layer, "mlp")
+    prefix, path = names.prefix(config, layer, 1), ("layers", layer, "mlp")
     router = [Piece(f"{prefix}{names.router}.weight", (n_experts, size))]
     if experts.router_columns > n_experts:
-        router.append(Piece(f"{prefix}{names.shared_gate}.weight", (1, size)))
+        router.append(Piece(f"{prefix}{names.shared}_gate.weight", (1, size)))
     if experts.shared_size:
-        shared, own = prefix + names.shared_expert, experts.shared_size
-        both = [_Rows(f"{shared}{one}_proj", own) for one in ("gate", "up")]
-        yield from _linear((*path, "shared", "gate_up"), size, False, both)
-        closing = [_Rows(f"{shared}down_proj", size)]
+        shared, own = f"{names.shared}.", experts.shared_size
+        apart = f"{shared}gate_proj" if config.is_gated else "", f"{shared}up_proj"
+        opening = _opening(prefix, names.shared_gate_up, apart, own)
+        yield from _linear((*path, "shared", "gate_up"), size, False, opening)
+        closing = [_Rows(prefix + (names.shared_down or f"{shared}down_proj"), size)]
         yield from _linear((*path, "shared", "down"), own, False, closing)
     yield Target((*path, "router"), tuple(router), transpose=True)
     if config.mlp_bias:
         bias = Piece(f"{prefix}{names.router}.bias", (n_experts,))
         yield Target((*path, "router_bias"), (bias,))
+    if experts.choice_bias:
+        yield Target((*path, "choice_bias"), (Piece(prefix + names.choice_bias, (n_experts,)),))
     gate_up: list[_Rows] = []
     down: list[_Rows] = []
     for expert in range(n_experts):
-        gate_up.append(_Rows(prefix + names.expert_gate.format(e=expert), inner))
-        gate_up.append(_Rows(prefix + names.expert_up.format(e=expert), inner))
+        apart = names.expert_gate.format(e=expert), names.expert_up.format(e=expert)
+        gate_up += _opening(prefix, "", apart, inner)
         down.append(_Rows(prefix + names.expert_down.format(e=expert), size))
     yield from _linear((*path, "gate_up"), size, config.mlp_bias, gate_up)
     yield from _linear((*path, "down"), inner, config.mlp_bias, down)

@@ -27,6 +27,14 @@ def hf_rope(fields: Fields, context: int, head_dim: int) -> RopeConfig:
     return _read_rope(settings, fields, context, head_dim)
 
 
+def hf_part_rope(fields: Fields, context: int, head_dim: int) -> RopeConfig:
+    """The rotation of the part of a head that is rotated whole, which is given for the head; what
+    share of a head it is says nothing more.
+    """
+    settings = dict(_hf_settings(fields)) | {"partial_rotary_factor": 1.0}
+    return _read_rope(settings, fields, context, head_dim)
+
+
 def hf_full_rope(fields: Fields, context: int, head_dim: int) -> RopeConfig:
     """The rotation of layers that see all, where `rope_parameters` may have a table for each kind;
     older keys are of these layers.
@@ -163,6 +171,14 @@ def _hf_temperature(rope: Fields, factor: float) -> float:
         return _yarn_temperature(factor, 1.0)
     over = _yarn_temperature(factor, rope.number("mscale"))
     return over / _yarn_temperature(factor, rope.number("mscale_all_dim"))
+
+
+def score_factor(fields: Fields, scaling: RopeScaling | None) -> float:
+    """What YaRN's `mscale_all_dim` multiplies scores by, in models that scale these, too."""
+    settings = Fields(_hf_settings(fields), _WHERE)
+    if scaling is None or not settings.get("mscale_all_dim"):
+        return 1.0
+    return _yarn_temperature(scaling.factor, settings.number("mscale_all_dim")) ** 2
 
 
 def _yarn_temperature(factor: float, scale: float) -> float:

@@ -41,11 +41,12 @@ def test_the_pool_gets_what_weights_temporaries_and_the_reserve_leave():
     config = load_config(flags={"model": "tiny-random"})
     sizes: Any = None  # asked on CPUs only
     shares = PoolShares.of(tiny_config(), (100,), config.engine, 2048)
-    room = PoolRoom(config.engine, sizes, [device], shares, 0, None)
-    assert room.pages(100) == (5,)
-    assert replace(room, seat_bytes=150).pages(100) == (4,)
+    room = PoolRoom(config.engine, sizes, [device], shares, None)
+    assert room.pools(100).pages == (5,)
+    recurrent = replace(shares, prefix_cache=False, seats=3, slot_bytes=50)
+    assert replace(room, shares=recurrent).pools(100).pages == (4,)
     with pytest.raises(ConfigError, match="no memory left for KV pages"):
-        room.pages(600)
+        room.pools(600)
 
 
 def test_a_device_that_does_not_say_needs_a_size():

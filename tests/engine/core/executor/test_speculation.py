@@ -68,7 +68,7 @@ def core_of(in_parts: bool, *, speculates: bool, pages: int = 64) -> EngineCore:
     drafting = DRAFTING if speculates else None
     own = runner(in_parts, drafting)
     own.state = own.shapes.allocate(own.config)
-    own.builder = own._sizes.builder()
+    own.builder = own._sizes.builder(own.config)
     limits = SchedulerLimits(SEATS, SIZES.context_length, max_drafts=7 if speculates else 0)
     scheduler = Scheduler(limits, BUCKETS, PagePool(pages, 16), vocab_size=VOCAB)
     return EngineCore(scheduler, own, Ledger())

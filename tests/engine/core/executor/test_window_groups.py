@@ -12,7 +12,7 @@ from fakes import watch
 from oracle import oracle_logprobs, prompt
 
 from jitney.engine import LLM, SamplingParams
-from jitney.engine.core.executor.memory import PoolShares
+from jitney.engine.core.executor.memory import PoolShares, PoolSizes
 from jitney.engine.core.scheduler.page_demand import PageDemand
 from jitney.engine.core.weights.checkpoints import families
 from jitney.engine.core.weights.checkpoints.model_config import RopeConfig
@@ -57,7 +57,7 @@ def new_llm(
     """groups: False: all layers share the pages of the first group."""
     with monkeypatch.context() as patch:
         if not groups:
-            patch.setattr(PoolShares, "counted", lambda self, pages: (pages,))
+            patch.setattr(PoolShares, "counted", lambda self, pages: PoolSizes((pages,)))
         return LLM(f"tiny-random:{family}", **(SETTINGS | settings))
 
 

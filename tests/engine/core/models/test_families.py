@@ -32,7 +32,9 @@ from jitney.engine.core.weights.checkpoints.families import FAMILIES, Family, _r
 from jitney.engine.core.weights.checkpoints.hf_config import read_hf_config
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig, RopeConfig
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
+from jitney.engine.core.weights.describe import count_parameters
 from jitney.engine.core.weights.load import load_model
+from jitney.engine.lab.simulation.roofline import SHAPES, ModelCost
 
 pytestmark = pytest.mark.usefixtures("programs_when_used", "compiled_in_a_hurry")
 
@@ -321,6 +323,19 @@ PUBLISHED = {
         999_885_952,
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("deepseek-v2-lite", 15.71), ("glm-4.7-flash", 29.94), ("mistral-small-4", 118.97)],
+)
+def test_models_with_latents_have_their_number_of_weights(name: str, billions: float):
+    """By name 16, 30 and 119 billion; of the first one's public index 31.41 GB in bfloat16."""
+    found = ModelCost(SHAPES[name]).parameters
+    assert abs(found / 1e9 - billions) < 0.01
+    model = abstract_model(SHAPES[name])
+    norms_and_biases = 1e-3
+    assert abs(count_parameters(model) / found - 1) < norms_and_biases
 
 
 @pytest.mark.parametrize("size", PUBLISHED)

@@ -378,7 +378,13 @@ def test_the_canary_judges_a_mixture_in_float32_alone():
 #: What they are published with: all weights, and those that a token meets.
 @pytest.mark.parametrize(
     ("name", "all_weights", "met"),
-    [("qwen3-30b-a3b", 30.53e9, 3.35e9), ("mixtral-8x7b", 46.70e9, 12.9e9)],
+    [
+        ("qwen3-30b-a3b", 30.53e9, 3.35e9),
+        ("mixtral-8x7b", 46.70e9, 12.9e9),
+        ("nemotron-3-nano-30b-a3b", 31.58e9, 3.58e9),
+        ("granite-4.0-h-small", 32.2e9, 9.21e9),
+        ("lfm2-8b-a1b", 8.34e9, 1.69e9),
+    ],
 )
 def test_published_mixtures_have_their_number_of_weights(name: str, all_weights: float, met: float):
     config = SHAPES[name]

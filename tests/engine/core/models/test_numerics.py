@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from oracle import nothing_kept
-from reference_logits import DATA, SCRIPT
+from reference_logits import DATA, SCRIPT, as_stored
+from safetensors import flax
 from safetensors.numpy import save_file
 
 from jitney.engine.core.models.protocol import Model
@@ -22,6 +23,7 @@ from jitney.engine.core.weights.checkpoints.families import FAMILIES, tiny_confi
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.load import load_model
+from jitney.kernels.delta_net import StateSlots
 from jitney.kernels.interface import AttentionMeta, KernelSet
 from jitney.kernels.select import select
 
@@ -35,9 +37,11 @@ def dense_attention(q, k, v, kv, meta, **options):
     return dense_attend(q, (k, v), meta, **options), (k, v)
 
 
-def dense_attend(q, kv, meta, *, scale, window=0, softcap=0.0, sinks=None):
+def dense_attend(q, kv, meta, *, scale, window=0, softcap=0.0, sinks=None, value_dim=0):
     """Attention over the rows of this step, masked by sequence, position and window."""
     k, v = kv
+    if value_dim:
+        v = k[..., :value_dim]
     rows = jnp.arange(q.shape[0])
     sequence = jnp.searchsorted(meta.cu_q[1:], rows, side="right")
     age = meta.positions[:, None] - meta.positions[None, :]
@@ -77,7 +81,7 @@ def prompts_meta(*lengths: int) -> AttentionMeta:
         write_rows=jnp.zeros(lens.sum(), jnp.int32),
         positions=jnp.concatenate([jnp.arange(n, dtype=jnp.int32) for n in lens]),
         counts=jnp.array([0, len(lens), lens.sum()], jnp.int32),
-        seats=jnp.arange(len(lens), dtype=jnp.int32),
+        state=StateSlots.in_place(jnp.arange(len(lens), dtype=jnp.int32)),
     )
 
 
@@ -109,7 +113,8 @@ def write_folder(folder: Path, case: dict) -> Path:
     assert total == pytest.approx(case["weights_sum"], rel=1e-9), (
         "numpy draws other weights than the script did"
     )
-    save_file(tensors, folder / "model.safetensors")
+    # That of numpy does not know fp8.
+    flax.save_file(as_stored(tensors), folder / "model.safetensors")  # pyright: ignore[reportArgumentType]
     (folder / "config.json").write_text(json.dumps(case["config"]))
     return folder
 

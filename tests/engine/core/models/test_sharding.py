@@ -30,7 +30,7 @@ from jitney.engine.cli import doctor
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.config.layers import load_config
 from jitney.engine.core.build import _sized_runner
-from jitney.engine.core.executor.memory import PoolShares, likely_temp_bytes
+from jitney.engine.core.executor.memory import PoolShares, PoolSizes, likely_temp_bytes
 from jitney.engine.core.executor.program import StateSizes
 from jitney.engine.core.executor.vocabulary import Vocabulary, _first_best
 from jitney.engine.core.models.llama import _lookup
@@ -43,8 +43,9 @@ from jitney.engine.core.weights.load import _most_elsewhere
 from jitney.kernels import definitions
 
 #: Biases, a tied head with biases and windows, norms of query and key heads, and norms over all of
-#: them, fused matrices with heads in another order, norms behind halves, halves side by side, and
-#: recurrent layers; 4 query and 2 KV heads, so that two of four devices share a KV head.
+#: them, fused matrices with heads in another order, norms behind halves, halves side by side,
+#: recurrent layers, and latents that every device has; 4 query and 2 KV heads, so that two of four
+#: devices share a KV head.
 CASES = (
     ("llama2_biases", 4),
     ("qwen2", 4),
@@ -59,6 +60,11 @@ CASES = (
     ("qwen3_5_moe", 4),
     ("qwen3_next", 4),
     ("lfm2", 2),
+    ("lfm2_moe", 2),
+    ("granite4_h", 4),
+    ("nemotron_h", 2),
+    ("deepseek_v2", 2),
+    ("mistral4", 4),
     ("gemma4", 2),
     ("gemma4_experts", 4),
 )
@@ -78,6 +84,8 @@ PROVED = {
     "qwen3_moe": ("qwen3_moe", 4, 2),
     "mixtral of two engines": ("mixtral", 2, 1, 2),
 }
+#: Of these, with whole experts on each of two groups of devices; one has a layer without experts.
+GROUPED = (("qwen3_moe", 4), ("deepseek_v2", 2))
 #: Experts in MXFP4, kept as stored, by devices and groups.
 KEPT = ((4, 1), (4, 2), (2, 2))
 
@@ -119,7 +127,10 @@ def jobs(folders: dict[str, str]) -> list[tuple[str, str, list[Any]]]:
     found: list[tuple[str, str, list[Any]]] = [
         (f"{case} {n}", "logits", [folders[case], n, prompt]) for case, n in CASES
     ]
-    found.append(("in groups", "logits", [folders["qwen3_moe"], 4, prompt, *PLAIN, 2]))
+    found += [
+        (f"{case} in groups", "logits", [folders[case], n, prompt, *PLAIN, 2])
+        for case, n in GROUPED
+    ]
     found += [
         (
             f"MXFP4 {n} in {groups}",
@@ -202,9 +213,13 @@ def test_kernels_are_proved_in_one_devices_shapes_with_and_without_weights(
     assert without == loaded and "Matrix(" in loaded
 
 
-def test_groups_of_devices_with_whole_experts_give_the_same_logits(results: dict[str, np.ndarray]):
-    expected = np.array(DATA["cases"]["qwen3_moe"]["logits"])
-    np.testing.assert_allclose(results["in groups"][DATA["rows"]], expected, atol=1e-4, rtol=0)
+@pytest.mark.parametrize("case", [case for case, _ in GROUPED])
+def test_groups_of_devices_with_whole_experts_give_the_same_logits(
+    results: dict[str, np.ndarray], case: str
+):
+    expected = np.array(DATA["cases"][case]["logits"])
+    found = results[f"{case} in groups"][DATA["rows"]]
+    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(("count", "groups"), KEPT)
@@ -680,8 +695,8 @@ def test_the_pool_takes_what_the_fullest_device_leaves(temporaries: str, made: i
     ]
     runners: list[Sized] = []
 
-    def make_runner(group_pages: tuple[int, ...]) -> Sized:
-        runners.append(Sized(group_pages=group_pages, temporaries=needed))
+    def make_runner(pools: PoolSizes) -> Sized:
+        runners.append(Sized(group_pages=pools.pages, temporaries=needed))
         return runners[-1]
 
     page_bytes = 4096

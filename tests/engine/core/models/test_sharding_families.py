@@ -88,15 +88,19 @@ def products(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_layer_of_any_model_sends_two_sums(results: dict[str, np.ndarray], name: str):
-    """And a third one of two numbers a row, where queries and keys are normed over all heads; one,
-    where both halves are added at once.
+    """And a third one of two numbers a row, where queries and keys are normed over all heads, or
+    of one, where a group of recurrent heads is split; one, where both halves are added at once, or
+    there is only one.
     """
     reduces, gathers, widest, pools, aliased, scatters = results[name]
     config = tiny_config(name)
     sums = 3 if config.wide_qk_norm else 2
     if name == "cohere2":
         sums = 1
-    assert reduces == sums * config.n_layers + 1  # and one for the embedding
+    wanted = sums * config.n_layers + 1 - len(config.bare_layers)  # one for the embedding
+    if config.mamba is not None and config.mamba.groups == 1:
+        wanted += len(config.mamba.layers)
+    assert reduces == wanted
     assert gathers == 1 and widest == 2 * 2 * 4  # two numbers a row of each device
     assert scatters == 0
     assert aliased >= pools

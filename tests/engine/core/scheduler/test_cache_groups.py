@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -282,21 +283,35 @@ def shares(**changes: Any) -> PoolShares:
 
 def test_memory_goes_to_windows_first_and_the_rest_to_the_layers_that_see_all():
     needed = 3 * (16 // PAGE + 2) + 3 + 1
-    assert shares().fit(60 * 100) == ((6000 - 50 * needed) // 10, needed)
-    assert shares(prefix_cache=True).fit(60 * 100)[1] == needed + 6000 // 8 // 50
-    assert shares(prefix_cache=True).fit(60 * 1000)[1] == needed + 3 * 6
-    assert shares().fit(60 * 100, useful=40) == (40, needed)
+    assert shares().fit(60 * 100).pages == ((6000 - 50 * needed) // 10, needed)
+    assert shares(prefix_cache=True).fit(60 * 100).pages[1] == needed + 6000 // 8 // 50
+    assert shares(prefix_cache=True).fit(60 * 1000).pages[1] == needed + 3 * 6
+    assert shares().fit(60 * 100, useful=40).pages == (40, needed)
     # Where windows would need as many pages as there are, all layers share them.
-    assert shares().fit(60 * 20) == (20,)
-    assert shares().counted(40) == (40, needed) and shares().counted(needed) == (needed,)
-    assert shares(windows=(0,), page_bytes=(60,)).fit(6000) == (100,)
+    assert shares().fit(60 * 20).pages == (20,)
+    assert shares().counted(40).pages == (40, needed) and shares().counted(needed).pages == (
+        needed,
+    )
+    assert shares(windows=(0,), page_bytes=(60,)).fit(6000).pages == (100,)
+
+
+def test_checkpoints_take_a_quarter_of_what_seats_leave_and_no_more_than_is_of_use():
+    own = shares(windows=(0,), page_bytes=(60,), slot_bytes=100.0, prefix_cache=True)
+    assert own.checkpoint_tokens == 2048
+    assert own.fit(300 + 1000) == ((800 // 60,), 2)
+    # Two for each seat, and one for every 512 pages.
+    assert own.fit(10**6)[1] == 6 + (10**6 - 300) // 60 // 512
+    assert own.fit(10**6, useful=40) == ((40,), 6) and own.counted(40) == ((40,), 6)
+    # A checkpoint as large as the keys and values of 3,200 tokens.
+    assert replace(own, slot_bytes=800 * 60.0).checkpoint_tokens == 3200
+    assert replace(own, prefix_cache=False).fit(300 + 1000) == ((1000 // 60,), 0)
 
 
 @given(st.integers(600, 20_000), st.integers(1, 30), st.booleans())
 def test_windows_never_leave_fewer_pages_nor_take_more_bytes(limit: int, seats: int, cache: bool):
     own = shares(seats=seats, prefix_cache=cache)
     fit = own.fit(limit)
-    assert fit[0] >= limit // 60
+    assert fit.pages[0] >= limit // 60
     assert own.bytes_of(fit) <= limit
 
 

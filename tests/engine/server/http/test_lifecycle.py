@@ -363,6 +363,7 @@ def test_models_version_and_slots():
         "kv_dtype",
         "pages",
         "window_pages",
+        "checkpoints",
         "sampling_defaults",
         "embedding_pooling",
         "adapters",

@@ -83,7 +83,10 @@ def test_a_plain_llama():
     assert config.qkv_size == (4 + 2 * 4) * 12
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [n for n in CASES if "rope_parameters" in CASES[n]["config"] and not n.startswith("gemma4")],
+)
 def test_old_and_new_spelling_of_rope_agree(name: str):
     new = CASES[name]["config"]
     rope = dict(new["rope_parameters"])
@@ -206,8 +209,8 @@ def test_yarn_extends_the_context():
         (MIXTURE | {"num_experts": 4, "num_experts_per_tok": 5}, ["5 of 4 experts"]),
         (MIXTURE | {"num_experts": 0}, ["num_experts", "integer"]),
         (MIXTURE | {"moe_intermediate_size": "wide"}, ["moe_intermediate_size"]),
-        (MIXTURE | {"mlp_only_layers": [0]}, ["mlp_only_layers", "not supported"]),
-        (MIXTURE | {"decoder_sparse_step": 2}, ["decoder_sparse_step", "not supported"]),
+        (MIXTURE | {"mlp_only_layers": 0}, ["mlp_only_layers", "list"]),
+        (MIXTURE | {"decoder_sparse_step": 0}, ["decoder_sparse_step", "integer"]),
         (LFM2 | {"conv_bias": True}, ["conv_bias", "not supported"]),
         (LFM2 | {"layer_types": ["conv", "rnn", "conv"]}, ["layer_types", "or conv"]),
     ],
@@ -251,7 +254,7 @@ def test_any_json_is_read_or_refused(key: str, value, architecture: str):
     try:
         read_hf_config(CASES[architecture]["config"] | {key: value})
     except ModelError as error:
-        assert "\n" not in str(error) and len(str(error)) < 1000
+        assert "\n" not in str(error) and len(str(error)) < 2000
 
 
 @settings(max_examples=200, deadline=None)
@@ -325,10 +328,13 @@ def test_tiny_configs_exist_for_all(architecture: str):
     assert config.architecture == architecture and config.vocab_size == 512
     assert (config.qkv_bias, config.qk_norm, any(config.windows)) == (
         name in ("qwen2", "seed_oss", "glm4", "gpt_oss") or config.encoder is not None,
-        name.startswith("qwen3") or name in ("gemma3", "exaone4", "lfm2"),
+        name.startswith("qwen3") or name in ("gemma3", "exaone4", "lfm2", "lfm2_moe"),
         name in ("mistral", "gemma2", "gemma3", "olmo3", "exaone4", "cohere2", "gpt_oss"),
     )
-    assert (config.experts is not None) == name.endswith(("_moe", "_next", "mixtral", "gpt_oss"))
+    own = "mixtral", "gpt_oss", "granitehybrid", "nemotron_h", "deepseek", "mistral4", "glm4_moe"
+    assert (config.experts is not None) == (
+        name.endswith(("_moe", "_next")) or name.startswith(own)
+    )
 
 
 def test_experts_are_read_from_files_of_old_and_new_transformers():

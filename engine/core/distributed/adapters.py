@@ -1,0 +1,149 @@
+"""Adapters that change on all hosts of an engine. Imports no jax.
+
+Host 0 reads its files and decides; the workers read their own, and all compare what they have read
+before any takes it. From then on weights are exchanged between the same two steps everywhere, since
+these messages and the steps come over one connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Protocol
+
+from jitney.engine.common.errors import JitneyError
+from jitney.engine.core.distributed.messages import (
+    Accept,
+    AdapterMessage,
+    DropAdapter,
+    InstallAdapter,
+    Message,
+    Propose,
+    ReadAdapters,
+    Refused,
+    UseAdapter,
+)
+
+if TYPE_CHECKING:
+    from jax import Array
+
+    from jitney.engine.core.weights.adapters import AdapterBank, AdapterColumns
+    from jitney.engine.core.weights.checkpoints.names import Path
+
+#: The value that hosts agree on: the content of the model's files and of its adapters'.
+_WHAT = "files of adapters"
+
+type _Identity = Callable[[Mapping[str, str]], str]
+
+
+class _Hosts(Protocol):
+    """Host 0's connections to the workers."""
+
+    def send(self, message: Message) -> None: ...
+
+    def same(self, what: str, value: str) -> None: ...
+
+
+class LeaderAdapters:
+    """Host 0's side. identity_of: maps adapters (name -> folder) to a digest of their content."""
+
+    def __init__(self, hosts: _Hosts, identity_of: _Identity):
+        self._hosts = hosts
+        self._identity_of = identity_of
+
+    def read(
+        self, numbers: Mapping[str, int], folders: Mapping[str, str], new: Iterable[str]
+    ) -> None:
+        """Have the workers read the new ones of these adapters, which this host has read. Blocks.
+        Raises ConfigError, naming the host, if one cannot or has other files.
+        """
+        own = self._identity_of(folders)
+        self._hosts.send(ReadAdapters(dict(numbers), {name: folders[name] for name in new}))
+        self._hosts.same(_WHAT, own)
+
+    def tell(self, message: AdapterMessage) -> None:
+        self._hosts.send(message)
+
+
+class _Weights(Protocol):
+    def exchange(self, arrays: Mapping[Path, Array]) -> None: ...
+
+
+class WorkerAdapters:
+    """A worker's side: reads its own files, and exchanges weights when host 0 does.
+
+    folders: those of the start, by adapter. send: sends a message to host 0.
+    """
+
+    def __init__(
+        self,
+        bank: AdapterBank,
+        weights: _Weights,
+        folders: Mapping[str, str],
+        identity_of: _Identity,
+        send: Callable[[Message], None],
+    ):
+        self._bank = bank
+        self._weights = weights
+        self._folders = dict(folders)
+        self._identity_of = identity_of
+        self._send = send
+        #: Adapters that are read but not in use, by number.
+        self._coming: dict[int, AdapterColumns] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
+        self._reading: Future[list[AdapterColumns]] | None = None
+        #: The folders that count if host 0 accepts.
+        self._next_folders: dict[str, str] = {}
+        self._installing: Future[list[dict[Path, Array]]] | None = None
+        #: Called with the adapters' folders once a change is accepted.
+        self.on_accepted: Callable[[dict[str, str]], None] | None = None
+
+    def take(self, message: AdapterMessage | Accept | Refused) -> None:
+        """Do what host 0 says, between two steps. Raises the device's error if weights cannot be
+        copied to it.
+        """
+        match message:
+            case ReadAdapters():
+                self._next_folders = {
+                    name: message.folders.get(name) or self._folders[name]
+                    for name in message.numbers
+                }
+                self._reading = self._thread.submit(self._read, message, self._next_folders)
+            case Accept():
+                self._accept()
+            case Refused():
+                self._reading = None
+            case InstallAdapter(number=number):
+                columns = self._coming.pop(number)
+                self._installing = self._thread.submit(self._bank.install, columns, [None])
+            case UseAdapter():
+                assert self._installing is not None  # host 0 has told it before
+                (arrays,) = self._installing.result()
+                self._installing = None
+                self._weights.exchange(arrays)
+            case DropAdapter(number=number):
+                self._coming.pop(number, None)
+                self._bank.free(number)
+
+    def _read(self, message: ReadAdapters, folders: dict[str, str]) -> list[AdapterColumns]:
+        """Read adapters, on the thread, and answer host 0; empty if they cannot be read."""
+        columns: list[AdapterColumns] = []
+        try:
+            for name, folder in message.folders.items():
+                columns.append(self._bank.read(name, folder, message.numbers[name]))
+            answer = Propose(_WHAT, self._identity_of(folders))
+        except JitneyError as error:
+            answer = Refused(str(error))
+        except Exception as error:  # the present adapters are served on
+            answer = Refused(f"{type(error).__name__}: {error}")
+        self._send(answer)
+        return columns
+
+    def _accept(self) -> None:
+        assert self._reading is not None  # host 0 accepts what it was told
+        for columns in self._reading.result():
+            self._coming[columns.adapter.number] = columns
+        self._reading = None
+        self._folders = self._next_folders
+        if self.on_accepted is not None:
+            self.on_accepted(self._folders)

@@ -1,0 +1,53 @@
+"""Nemotron-H and Nemotron 3: layers of Mamba-2 between some that attend, and feed-forwards without
+gates, which bend with the square of what is positive; few or all are mixtures.
+
+Each half of a layer is one in the files, and a layer may have no second half
+(`ModelConfig.stored_halves`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jitney.engine.core.models.llama import Llama
+from jitney.engine.core.models.mamba import Mamba
+from jitney.engine.core.models.mixture import MixtureBlock
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
+from jitney.engine.core.weights.checkpoints.names import HF, Dialect, FileFormat
+
+_HF = replace(
+    HF,
+    embed="model.embeddings",
+    norm="model.norm_f",
+    attention_norm="norm",
+    mlp_norm="norm",
+    q="mixer.q_proj",
+    k="mixer.k_proj",
+    v="mixer.v_proj",
+    o="mixer.o_proj",
+    gate="",
+    up="mixer.up_proj",
+    down="mixer.down_proj",
+    mamba="mixer.",
+    router="mixer.gate",
+    choice_bias="mixer.gate.e_score_correction_bias",
+    expert_gate="",
+    expert_up="mixer.experts.{e}.up_proj",
+    expert_down="mixer.experts.{e}.down_proj",
+    shared="mixer.shared_experts",
+)
+
+
+class _Block(MixtureBlock):
+    recurrent_class = Mamba
+
+
+class NemotronH(Llama):
+    """See `Llama`."""
+
+    block = _Block
+
+    @classmethod
+    def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:
+        """The names of Hugging Face's folders; GGUF files of Nemotron are not read."""
+        return _HF
