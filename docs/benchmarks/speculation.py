@@ -167,7 +167,8 @@ class _Server:
     def __post_init__(self) -> None:
         command = [sys.executable, "-c", _CLI, "serve", "--model", self.model]
         command += ["--port", str(self.port), "--no-measured-sizes", *self.flags]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        # A pipe that is not read would fill and stop the server.
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         for _ in range(2400):
             time.sleep(0.5)
             try:
@@ -236,7 +237,8 @@ def compare_speeds(model: str, rounds: int) -> None:
             speeds = [median(pair[side][0] for pair in pairs[1:]) for side in (0, 1)]
             print(
                 f"{name}: {speeds[0]:.1f} -> {speeds[1]:.1f} tokens/s, {ratios[0]:.2f} times; "
-                f"first token {ratios[1]:.2f} times, p99 between tokens {ratios[2]:.2f} times"
+                f"first token {ratios[1]:.2f} times, p99 between tokens {ratios[2]:.2f} times",
+                flush=True,
             )
     finally:
         for server in servers:

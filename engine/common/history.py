@@ -103,14 +103,14 @@ class RequestRecords:
             if record.finished is not None:
                 continue
             if output.tokens:
-                # Every token of every sequence comes here: most of them need this line alone.
+                # Every token of every sequence comes here: most of them need these lines alone.
                 record.n_output += len(output.tokens)
+                record.accepted += output.accepted
                 if keep_times and record.token_times is not None:
                     record.token_times += [now] * len(output.tokens)
                 if self.keep_tokens or not record.stays or record.stays[-1].first_token is None:
                     self._take_tokens(record, output, step, now)
             if output.finish is not None:
-                record.accepted = output.accepted
                 if output.error is not None:
                     record.message, record.retry_s = output.error.message, output.error.retry_after
                 self._end(record, output.finish, output.error_code, step, now)

@@ -97,7 +97,7 @@ class SequenceOutput(msgspec.Struct, omit_defaults=True):
     error: ErrorInfo | None = None
     #: Prompt tokens whose KV came from the prefix cache.
     cached_tokens: int = 0
-    #: With the model's own end: output tokens of the sequence that followed right drafts.
+    #: New tokens that followed right drafts.
     accepted: int = 0
     #: Seconds until boarding, once known.
     queued_s: float | None = None

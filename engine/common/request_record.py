@@ -93,7 +93,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     cached_tokens: int = 0
     #: Number of preemptions.
     preemptions: int = 0
-    #: Output tokens that followed right drafts, once it has ended by itself.
+    #: Output tokens so far that followed right drafts.
     accepted: int = 0
     #: Time of first boarding; None: never, or unknown.
     boarded: float | None = None

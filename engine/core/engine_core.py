@@ -317,9 +317,8 @@ class EngineCore:
         """Go on after a step that failed, and without the one launched behind it."""
         plan, error = failure.plan, failure.error
         self._flight = self._ready = None
-        _log.error(
-            "step %d failed with %d sequences", plan.number, len(plan.chunks), exc_info=error
-        )
+        sequences = len({chunk.seq for chunk in plan.chunks})
+        _log.error("step %d failed with %d sequences", plan.number, sequences, exc_info=error)
         self.runner.restore(error)
         out_of_memory = isinstance(error, MemoryError) or _OUT_OF_MEMORY in str(error)
         self.scheduler.step_failed(plan, self.clock(), out_of_memory=out_of_memory)

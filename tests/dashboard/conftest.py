@@ -18,13 +18,13 @@ from page_browser import ARGUMENTS, CHROMIUM, watched
 from jitney.engine.common.engine_info import Seat
 from jitney.engine.common.messages import PromptChunk, SeatMap, SequenceEvent, StepReport
 from jitney.engine.common.outputs import SequenceOutput
-from jitney.engine.common.records import STEP_DTYPE
+from jitney.engine.common.records import ROW_KINDS, STEP_DTYPE
 from jitney.engine.common.requests import EngineRequest, SamplingParams
 
 #: A request id that would be seen at once if it were taken for markup.
 MARKUP = "<img src=x onerror=alert(1)>"
 #: Rows of every scripted step; they close.
-ROWS = {"prefill": 20, "decode": 3, "padding": 6, "recomputed": 1, "past_end": 1, "cancelled": 1}
+ROWS = dict.fromkeys(ROW_KINDS, 1) | {"prefill": 20, "decode": 2, "padding": 5}
 
 
 class StageClient(FakeClient):

@@ -61,7 +61,7 @@ class Results:
             if chunk.sits_out:
                 continue
             try:
-                self._append(seq, result, row, now)
+                self._append(chunk, result, row, now)
             except Exception:
                 self._drop(seq)
         plan.decode += fresh - plan.accepted
@@ -79,7 +79,6 @@ class Results:
         if is_open:
             seq.scheduled += 1
             seq.in_flight += 1
-            seq.accepted += 1
             plan.accepted += not chunk.recomputed
             self._sequences.seats.reorder()
         return True
@@ -113,7 +112,7 @@ class Results:
             if chunk.scored:
                 self._score(seq, chunk, entries)
             if chunk.sample and not ended and not chunk.sits_out:
-                self._append(seq, result, row, now)
+                self._append(chunk, result, row, now)
             if chunk.pools and not ended:
                 self._pool(chunk, result, number, now)
         except Exception:
@@ -158,9 +157,9 @@ class Results:
         seq.prompt_logprobs += [_trimmed(entry, most) for entry in entries]
         self._pages.keep_scores(seq, chunk.scored)
 
-    def _append(self, seq: Sequence, result: StepResult, row: int, now: float) -> None:
+    def _append(self, chunk: Chunk, result: StepResult, row: int, now: float) -> None:
         """One new token: append it, see whether it ends the sequence, emit both."""
-        token = result.tokens[row]
+        seq, token = chunk.seq, result.tokens[row]
         seq.in_flight -= 1
         if seq.replay is not None:
             self._take_again(seq, seq.replay, token, now)
@@ -172,6 +171,8 @@ class Results:
             return
         tokens = seq.tokens
         output = SequenceOutput(seq.request_id, seq.index, [token])
+        if chunk.draft:
+            output.accepted = 1
         if seq.logprobs is not None:
             output.logprobs = [_trimmed(_logprobs_of(result)[row], seq.logprobs)]
         tokens.append(token)
@@ -184,7 +185,6 @@ class Results:
             if finish is not None:
                 self._sequences.close(seq, finish)
                 output.finish = finish
-                output.accepted = seq.accepted
                 output.stop_token = token if finish == "stop" else None
         self._sequences.outputs.append(output)
         if seq.matcher is not None and output.stop_token is None:

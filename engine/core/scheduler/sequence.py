@@ -153,8 +153,6 @@ class Sequence:
     drafting: int = 0
     #: Drafts that the next step may check; of decoding sequences, written before each plan.
     lookahead: int = 0
-    #: Drafts that were right and were checked.
-    accepted: int = 0
     #: The share of its recent tokens that were drafted right.
     right_drafts: float = 0.0
     #: Highest `scheduled` that a preemption undid; rows below it are recomputed ones.

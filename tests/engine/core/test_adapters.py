@@ -232,3 +232,19 @@ def test_an_adapter_of_another_model_is_refused_by_name(tmp_path: Path):
     folder = write_adapter(tmp_path / "deep", deep, 1)
     with pytest.raises(ModelError, match=r"^adapter deep changes model\.layers\.\d+\.mlp"):
         engine((f"deep={folder}",))
+
+
+def test_drafts_change_no_answer(named: tuple[str, ...]):
+    """Texts of a few tokens, which repeat themselves, of three models in one step."""
+    few = {token: 100.0 for token in (3, 9, 11, 40)}
+    params = SamplingParams(temperature=0.3, seed=7, logit_bias=few, max_tokens=80, ignore_eos=True)
+    found = []
+    for speculative in ("off", "ngram"):
+        # Steps of one size, so that drafts always pay.
+        llm = engine(named, seat_buckets=[8], speculative=speculative)
+        outputs = llm.generate(PROMPTS[:3], params, adapter=list(NAMES))
+        found.append([output.outputs[0].token_ids for output in outputs])
+        llm.core.check()
+        assert (llm.core.ledger.totals["accepted"] > 20) == (speculative == "ngram")
+    plain, drafted = found
+    assert drafted == plain

@@ -124,6 +124,34 @@ def test_preempted_sequences_and_siblings_answer_the_same(monkeypatch: pytest.Mo
         assert [one.token_ids for one in ours] == [one.token_ids for one in theirs]
 
 
+@pytest.mark.parametrize("family", ["gemma3", "mistral"])
+def test_drafts_change_no_answer(monkeypatch: pytest.MonkeyPatch, family: str):
+    """Texts of a few tokens, which repeat themselves, longer than the windows. In
+    mistral every layer has a window.
+    """
+    prompts = [prompt(number, 20 + 15 * number) for number in range(3)]
+    few = {token: 100.0 for token in (3, 9, 11, 40)}
+    params = SamplingParams(
+        temperature=0.3, seed=7, logit_bias=few, max_tokens=60, ignore_eos=True, logprobs=0
+    )
+    # Steps of one size, so that drafts always pay.
+    sizes: dict[str, Any] = {"max_seats": 8, "seat_buckets": [8]}
+    expected = answers(new_llm(monkeypatch, family, **sizes), prompts, params)
+    pages = {"gemma3": 80, "mistral": 28}[family]
+    drafting = new_llm(monkeypatch, family, **sizes, pages=pages, speculative="ngram")
+    monkeypatch.setattr(PageDemand, "lasts", lambda *_: True)
+    plans = watch(drafting.core)
+    got = answers(drafting, prompts, params)
+    for (ids, scores), (own_ids, own_scores) in zip(expected, got, strict=True):
+        assert own_ids == ids
+        np.testing.assert_allclose(
+            [entry.logprob for entry in own_scores], [entry.logprob for entry in scores], atol=1e-4
+        )
+    totals = drafting.core.ledger.totals
+    assert totals["accepted"] > 20
+    assert any(plan.dropped and any(chunk.draft for chunk in plan.chunks) for plan in plans)
+
+
 def test_narrow_keys_and_values(monkeypatch: pytest.MonkeyPatch):
     own = new_llm(monkeypatch, kv_dtype="int8")
     shared = new_llm(monkeypatch, groups=False, kv_dtype="int8")

@@ -107,9 +107,16 @@ class RoomyRunner(GroupsRunner):
     windows = MappingProxyType({window: 3 * pages for window, pages in LEAST.items()})
 
 
+class DraftingRunner(GroupsRunner):
+    """Two of three of its drafts are right."""
+
+    drafted = 3
+
+
 def new_core(device: type[FakeRunner] = GroupsRunner, **settings: Any) -> EngineCore:
     return make_core(
         **{
+            "max_drafts": device.drafted,
             "seats": SEATS,
             "pages": 40,
             "page_size": PAGE,
@@ -147,7 +154,7 @@ def run(core: EngineCore, requests: list[EngineRequest], pause: random.Random) -
     st.integers(17, 50),
     st.booleans(),
     st.booleans(),
-    st.sampled_from([GroupsRunner, RoomyRunner]),
+    st.sampled_from([GroupsRunner, RoomyRunner, DraftingRunner]),
     st.integers(0, 99),
 )
 def test_nobodys_tokens_change(
@@ -158,8 +165,8 @@ def test_nobodys_tokens_change(
     device: type[FakeRunner],
     seed: int,
 ):
-    """Prompts that start alike, siblings, background, few pages, preemption, requests that leave:
-    the tokens are those of a request alone.
+    """Prompts that start alike, siblings, background, few pages, preemption, drafts, requests that
+    leave: the tokens are those of a request alone.
     """
     core = new_core(device, pages=pages, retain=retain, clock=FakeClock(tick=0.01))
     requests = [

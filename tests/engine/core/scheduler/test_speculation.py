@@ -8,6 +8,8 @@ import pytest
 from core_runs import CONTEXT, PAGE_SIZE, PAGES, assert_solo_tokens, random_events
 from fakes import FakeClock, FakeRunner, StepFailed, device_of, make_core, make_request
 
+from jitney.engine.common.history import RequestRecords
+
 
 class DraftingRunner(FakeRunner):
     """Two of three of its drafts are right."""
@@ -40,7 +42,25 @@ def test_random_events_lose_nothing(order: str, seed: int):
     assert totals["accepted"] > 100 and totals["rejected"] > 100 and totals["preempted"] > 10
 
 
-def test_a_failed_step_with_drafts_costs_nobody_a_token():
+def test_right_drafts_of_an_aborted_request_are_counted():
+    core = make_core(
+        context=64, page_size=8, clock=FakeClock(tick=0.001), device=DraftingRunner, max_drafts=3
+    )
+    records = RequestRecords()
+    request = make_request("one", [1, 2, 3], max_tokens=50, ignore_eos=True)
+    records.submit(request)
+    core.add(request)
+    while core.ledger.totals["accepted"] < 5:
+        records.apply(core.step(), 0, 0.0)
+    core.abort("one")
+    for report in (core.step(), core.step()):
+        records.apply(report, 0, 0.0)
+    [record] = records.oldest()
+    assert record.finish == "abort"
+    assert record.accepted == core.ledger.totals["accepted"]
+
+
+def test_a_failed_step_with_drafts_costs_nobody_a_token(caplog: pytest.LogCaptureFixture):
     clock = FakeClock(tick=0.001)
     core = make_core(
         seats=6, context=64, page_size=8, clock=clock, device=DraftingRunner, max_drafts=3
@@ -60,6 +80,7 @@ def test_a_failed_step_with_drafts_costs_nobody_a_token():
     outputs += core.run_until_idle()
     core.check()
     assert_solo_tokens([request], outputs)
+    assert "failed with 1 sequences" in caplog.text
 
 
 def test_drafts_save_steps_and_none_stands_behind_the_last_position():

@@ -46,6 +46,12 @@ class WindowedRunner(FakeRunner):
     window = WINDOW
 
 
+class DraftingRunner(WindowedRunner):
+    """Two of three of its drafts are right."""
+
+    drafted = 3
+
+
 def windowed_core(**options: Any) -> EngineCore:
     return make_core(page_size=PAGE, eos=(), device=WindowedRunner, **options)
 
@@ -81,10 +87,13 @@ def run(core: EngineCore, requests: list[EngineRequest], pause: random.Random) -
     st.integers(8, 24),
     st.booleans(),
     st.booleans(),
+    st.sampled_from([WindowedRunner, DraftingRunner]),
     st.integers(0, 99),
 )
-def test_tokens_are_those_of_a_solo_run(shapes, pages: int, retain: bool, rash: bool, seed: int):
-    """Prompts that start alike, siblings, few pages, preemption."""
+def test_tokens_are_those_of_a_solo_run(
+    shapes, pages: int, retain: bool, rash: bool, device: type[FakeRunner], seed: int
+):
+    """Prompts that start alike, siblings, few pages, preemption, drafts."""
     core = make_core(
         seats=3,
         pages=pages,
@@ -92,7 +101,8 @@ def test_tokens_are_those_of_a_solo_run(shapes, pages: int, retain: bool, rash: 
         budget=11,
         context=64,
         retain=retain,
-        device=WindowedRunner,
+        device=device,
+        max_drafts=device.drafted,
         clock=FakeClock(tick=0.01),
     )
     longest = core.scheduler.factory.request_limits.longest
