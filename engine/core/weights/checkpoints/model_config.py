@@ -591,7 +591,8 @@ class ModelConfig:
         """For each layer the one whose keys and values it reads, most often itself."""
         first_reader = self.n_layers - self.n_kv_readers
         last = {self.windows[layer]: layer for layer in range(first_reader)}
-        return *range(first_reader), *(last[window] for window in self.windows[first_reader:])
+        readers = self.windows[first_reader : self.n_layers]
+        return *range(first_reader), *(last[window] for window in readers)
 
     @property
     def kv_numbers(self) -> tuple[int, ...]:

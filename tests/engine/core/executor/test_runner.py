@@ -129,7 +129,7 @@ def test_bytes_of_a_devices_pages():
     """
     assert SIZES.page_bytes(tiny_config(), KERNELS) == (2 * 16 * 2 * 2 * 16 * 4,)
     assert SIZES.page_bytes(tiny_config().local(2), KERNELS) == (2 * 16 * 2 * 1 * 16 * 4,)
-    wide = replace(KERNELS, pool_shape=lambda n, page, heads, dim, dtype: (n, page, 8, 128))
+    wide = replace(KERNELS, pool_shape=lambda n, page, *_: (n, page, 8, 128))
     assert SIZES.page_bytes(tiny_config(), wide) == (2 * 16 * 8 * 128 * 4,)
     assert SIZES.shapes(tiny_config(), wide, None).kv[0].shape == (16, 16, 8, 128)
 

@@ -96,7 +96,7 @@ def test_a_family_writes_what_transformers_writes(
     record_property("case", name)  # for docs/benchmarks/model_families.py
     record_property("kernels", llm.info.kernels.label)
     record_property("greedy", sum(map(len, wanted)))
-    record_property("logprobs", np.abs(np.array(found) - np.array(logprobs)).max())
+    record_property("logprobs", float(np.abs(np.array(found) - np.array(logprobs)).max()))
 
 
 @pytest.mark.parametrize("family", ["olmo2", "granite", "cohere2"])

@@ -130,7 +130,7 @@ def test_logits_equal_transformers(
     logits = all_logits(model, tokens, len(tokens))[DATA["rows"]]
     np.testing.assert_allclose(logits, CASES[name]["logits"], atol=1e-4, rtol=0)
     record_property("case", name)  # for docs/benchmarks/model_families.py
-    record_property("logits", np.abs(logits - np.array(CASES[name]["logits"])).max())
+    record_property("logits", float(np.abs(logits - np.array(CASES[name]["logits"])).max()))
 
 
 #: Wrapper, `model_type` of its text_config and a case of it, and the names of its tensors.
