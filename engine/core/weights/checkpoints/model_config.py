@@ -350,17 +350,17 @@ class MambaConfig:
         """Columns of a layer's opening matrix, and rows of its closing one."""
         return self.channels + 2 * self.values + self.heads
 
-    def state_shapes(self, seats: int, shards: int = 1) -> tuple[tuple[int, ...], ...]:
+    def state_shapes(self, slots: int, shards: int = 1) -> tuple[tuple[int, ...], ...]:
         """See `DeltaNetConfig.state_shapes`."""
         return (
-            (seats, self.taps, shards * self.channels),
-            (seats, shards * self.heads, self.state_size, self.head_dim),
-            (seats,),
+            (slots, self.taps, shards * self.channels),
+            (slots, shards * self.heads, self.state_size, self.head_dim),
+            (slots,),
         )
 
     @property
-    def seat_bytes(self) -> int:
-        """Bytes that one layer keeps of a seat."""
+    def slot_bytes(self) -> int:
+        """Bytes that one layer keeps in a slot."""
         return 4 * (self.taps * self.channels + self.state_size * self.values + 1)
 
     def parts(self, name: str) -> Parts:
