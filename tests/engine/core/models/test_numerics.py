@@ -246,13 +246,14 @@ DECODERS = tuple(name for name in ARCHITECTURES if tiny_config(name).encoder is 
 )
 def test_dtype_in_is_dtype_out(architecture: str, dtype, float32_residual: bool):
     """Activations and weights keep the model's dtype at every layer; only logits, the weights of
-    some norms, decays, and the residual stream where the kernel set says so, are always float32.
+    some norms, decays, biases of a router's choice, and the residual stream where the kernel set
+    says so, are always float32.
     """
     model = random_model(tiny_config(architecture), dtype=dtype)
     seen = []
 
     def attend(q, k, v, kv, meta, **options):
-        seen.extend([q.dtype, k.dtype, v.dtype])
+        seen.extend([x.dtype for x in (q, k, v) if x is not None])  # latents are keys and values
         return dense_attention(q, k, v, kv, meta, **options)
 
     kernels = replace(DENSE, paged_attention=attend, float32_residual=float32_residual)
@@ -263,7 +264,7 @@ def test_dtype_in_is_dtype_out(architecture: str, dtype, float32_residual: bool)
     assert set(seen) == {jnp.dtype(dtype)}
     for path, leaf in nnx.to_flat_state(nnx.state(model)):
         wide = model.config.float32_norms and "norm" in str(path)
-        wide |= path[-1] in ("log_decay", "rate_bias")
+        wide |= path[-1] in ("log_decay", "rate_bias", "skip", "choice_bias")
         assert leaf.dtype == (jnp.float32 if wide else dtype), path
 
 
