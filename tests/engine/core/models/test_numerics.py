@@ -257,14 +257,20 @@ def test_dtype_in_is_dtype_out(architecture: str, dtype, float32_residual: bool)
         return dense_attention(q, k, v, kv, meta, **options)
 
     kernels = replace(DENSE, paged_attention=attend, float32_residual=float32_residual)
-    hidden, _ = model(jnp.arange(8), nothing_kept(model.config, 1), prompts_meta(8), kernels)
-    assert hidden.states.dtype == (jnp.float32 if float32_residual else dtype)
-    assert model.normed(hidden, kernels).dtype == dtype
-    assert model.logits(hidden, kernels).dtype == jnp.float32
+
+    @jax.eval_shape
+    def shapes():
+        hidden, _ = model(jnp.arange(8), nothing_kept(model.config, 1), prompts_meta(8), kernels)
+        return hidden.states, model.normed(hidden, kernels), model.logits(hidden, kernels)
+
+    states, normed, logits = shapes
+    assert states.dtype == (jnp.float32 if float32_residual else dtype)
+    assert normed.dtype == dtype
+    assert logits.dtype == jnp.float32
     assert set(seen) == {jnp.dtype(dtype)}
     for path, leaf in nnx.to_flat_state(nnx.state(model)):
         wide = model.config.float32_norms and "norm" in str(path)
-        wide |= path[-1] in ("log_decay", "rate_bias", "skip", "choice_bias")
+        wide |= path[-1] in ("log_decay", "rate_bias", "skip", "choice_bias", "value_norm")
         assert leaf.dtype == (jnp.float32 if wide else dtype), path
 
 
