@@ -21,7 +21,7 @@ from flax import nnx
 
 from jitney.engine.common.machine import cpu_name
 from jitney.engine.core.models.layers import MLP, RowFacts
-from jitney.engine.core.models.mixture import _Experts
+from jitney.engine.core.models.mixture import Experts
 from jitney.engine.core.models.quantization import Packed, quantise
 from jitney.engine.lab.simulation.roofline import SHAPES
 from jitney.kernels.select import select
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--scheme", choices=Packed.schemes, default="plain")
     parser.add_argument("--kernels", default="auto")
     args = parser.parse_args()
-    runs = [make(layer, args.scheme, args.kernels) for layer in (_Experts, MLP)]
+    runs = [make(layer, args.scheme, args.kernels) for layer in (Experts, MLP)]
     print(f"{jax.devices()[0].device_kind}, {cpu_name()}, {args.scheme}, {args.kernels} kernels")
     print("| rows | experts, ms | the wide one, ms | ratio |")
     print("|---|---|---|---|")
