@@ -86,14 +86,24 @@ const useful = (bin) => bin.rows.prefill + bin.rows.decode + bin.rows.accepted;
 const hitShare = (cached, read) => (cached + read ? cached / (cached + read) : null);
 
 /** The price of this engine for an hour, as the reader gave it; null: none. */
-export function pricePerHour(given) {
+let price = storedPrice();
+export const pricePerHour = () => price;
+
+/** Keep a price, in this browser if it keeps anything. */
+export function setPricePerHour(given) {
+  price = Number(given) || null;
   try {
-    if (given !== undefined) {
-      localStorage.setItem(STORE, given);
-    }
+    localStorage.setItem(STORE, given);
+  } catch {
+    // it is kept as long as the page is open
+  }
+}
+
+function storedPrice() {
+  try {
     return Number(localStorage.getItem(STORE)) || null;
   } catch {
-    return null; // the browser keeps nothing
+    return null;
   }
 }
 
@@ -133,13 +143,14 @@ export class Band {
   show(now, history, t, newest) {
     this.now = newest;
     const drawn = performance.now() - this.drawnAt < EVERY_MS && this.marked === t;
+    const bins = drawn ? [] : history.seconds(newest, KEPT_S).map(([, bin]) => bin);
     for (const tile of this.tiles) {
       const [value, details, kind = ""] = tile.figure.words(now);
       say(tile.value, value);
       say(tile.details, details);
       mark(tile.box, "class", `figure ${kind}`.trim());
       if (!drawn && tile.width) {
-        this.draw(tile, history, t);
+        this.draw(tile, bins, t);
         mark(tile.canvas, "aria-label", `${tile.figure.name}, ten minutes: ${value}, ${details}`);
       }
     }
@@ -149,8 +160,7 @@ export class Band {
     }
   }
 
-  draw({figure, canvas, width}, history, t) {
-    const bins = history.seconds(this.now, KEPT_S).map(([, bin]) => bin);
+  draw({figure, canvas, width}, bins, t) {
     const lines = figure.curves.map(([value]) => pooled(bins, value, figure.pool, width >> 1));
     const most = Math.max(1e-9, ...lines.flat().filter(known));
     resize(canvas, width, HIGH);
@@ -202,7 +212,6 @@ function stroke(context, line, {width, most, ink, isMain}) {
 export function figuresNow({metrics, history, t, allPages}) {
   const cached = history.total((bin) => bin.cached_tokens, t, MINUTE_S);
   const read = history.total((bin) => bin.rows.prefill, t, MINUTE_S);
-  const perHour = pricePerHour();
   const rate = history.total(useful, t, MINUTE_S) / MINUTE_S;
   return {
     ...metrics.latency,
@@ -216,7 +225,7 @@ export function figuresNow({metrics, history, t, allPages}) {
     limit: limitOf(metrics.device),
     busy: metrics.device?.busy ?? null,
     refused: history.total((bin) => bin.refused, t, MINUTE_S),
-    price: perHour && rate ? ((perHour / 3600) * 1e6) / rate : null,
+    price: price && rate ? ((price / 3600) * 1e6) / rate : null,
   };
 }
 

@@ -1,5 +1,7 @@
 // One streamed chat completion of this engine, and the same call for a terminal and for Python.
 
+import {blocks} from "./feed.js";
+
 const PATH = "v1/chat/completions";
 
 /** The chunks of a streamed chat completion; throws Error with the server's own words. id: the request's name, by which
@@ -18,28 +20,15 @@ export async function* stream(body, {id, key, signal}) {
   if (!reply.ok) {
     throw new Error((await reply.json()).error.message);
   }
-  for await (const chunk of chunks(reply.body)) {
+  for await (const block of blocks(reply.body)) {
+    if (!block.startsWith("data: {")) {
+      continue; // the mark at the end
+    }
+    const chunk = JSON.parse(block.slice(6));
     if (chunk.error) {
       throw new Error(chunk.error.message);
     }
     yield chunk;
-  }
-}
-
-async function* chunks(body) {
-  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
-  for (let text = ""; ;) {
-    const {done, value} = await reader.read();
-    if (done) {
-      return;
-    }
-    const events = (text + value).split("\n\n");
-    text = events.pop();
-    for (const event of events) {
-      if (event.startsWith("data: {")) {
-        yield JSON.parse(event.slice(6));
-      }
-    }
   }
 }
 

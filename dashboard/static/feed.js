@@ -52,19 +52,24 @@ async function connect(base, on, signal, seen) {
 }
 
 async function* events(body) {
+  for await (const block of blocks(body)) {
+    if (!block.startsWith(":")) {
+      yield parse(block);
+    }
+  }
+}
+
+/** The texts of a stream of server-sent events. */
+export async function* blocks(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   for (let text = ""; ;) {
     const {done, value} = await reader.read();
     if (done) {
       return;
     }
-    const blocks = (text + value).split("\n\n");
-    text = blocks.pop();
-    for (const block of blocks) {
-      if (!block.startsWith(":")) {
-        yield parse(block);
-      }
-    }
+    const whole = (text + value).split("\n\n");
+    text = whole.pop();
+    yield* whole;
   }
 }
 

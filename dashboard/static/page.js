@@ -1,6 +1,6 @@
 // Wires what is known to what is drawn. The newest frame wins: drawing happens once per animation frame at most.
 
-import {Band, figuresNow, figuresThen, pricePerHour} from "./band.js";
+import {Band, figuresNow, figuresThen, pricePerHour, setPricePerHour} from "./band.js";
 import {Charts, chartTable} from "./charts.js";
 import {Chat, placeInWords} from "./chat.js";
 import {asCurl} from "./completion.js";
@@ -436,7 +436,7 @@ legend($("time-legend"), [
 setUpBar(view, step);
 $("price").value = pricePerHour() ?? "";
 $("price").addEventListener("change", ({target}) => {
-  pricePerHour(target.value);
+  setPricePerHour(target.value);
   schedule();
 });
 setInterval(updateState, 500);

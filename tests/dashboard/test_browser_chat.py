@@ -116,8 +116,11 @@ def test_a_link_leads_to_a_request_and_to_a_moment(client, open_page):
         says(page, "drawer-name", "req-b (choice 1)")
         assert page.locator("#view-requests.shown").count() == 1
         page.keyboard.press("Escape")
+        page.wait_for_selector("#drawer:not([open])", state="attached")
         page.keyboard.press("1")
+        page.wait_for_selector("#view-overview.shown")
         page.keyboard.press(" ")
+        state(page, "paused")
         page.wait_for_function("() => location.hash.startsWith('#overview/at=')")
         link = page.url
         page.goto("about:blank")

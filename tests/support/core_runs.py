@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from fakes import VOCAB, FakeClock, code_of, ends_of, make_request, solo, tokens_of
 
@@ -88,6 +88,37 @@ def steps_with_arrivals(
         outputs = core.step().outputs
         core.check()
         yield outputs
+
+
+def alike_requests(
+    shapes: Iterable[tuple[int, int, int, int, str]],
+) -> list[EngineRequest]:
+    """A request for each (prompt tokens, output tokens, head, n, kind); those with the same head,
+    but 0, have prompts that start alike. kind: "background", "leaves" (it has a deadline), or "".
+    """
+    return [
+        make_request(
+            f"r{number}",
+            ([head] * n_prompt + [number])[-n_prompt:] if head else [number] * n_prompt,
+            max_tokens=n_output,
+            n=n,
+            background=kind == "background",
+            deadline=0.6 if kind == "leaves" else None,
+        )
+        for number, (n_prompt, n_output, head, n, kind) in enumerate(shapes)
+    ]
+
+
+def forgetful_run(
+    core: EngineCore, requests: list[EngineRequest], pause: random.Random
+) -> list[SequenceOutput]:
+    """All outputs of `steps_with_arrivals`; cached prefixes are forgotten now and then."""
+    outputs: list[SequenceOutput] = []
+    for new in steps_with_arrivals(core, requests, pause):
+        outputs += new
+        if pause.random() < 0.02:
+            core.scheduler.forget_prefixes()
+    return outputs
 
 
 def assert_solo_tokens(requests: list[EngineRequest], outputs: list[SequenceOutput]) -> None:

@@ -35,6 +35,14 @@ class Mixer(nnx.Module):
         self.o.pack(kernels)
 
 
+def random_decays(rngs: nnx.Rngs, heads: int) -> tuple[nnx.Param, nnx.Param]:
+    """`log_decay` and `rate_bias` of a random model's recurrent layer, float32 [H] each: a few
+    tokens of memory, or a few hundred.
+    """
+    log_decay = nnx.Param(normal(rngs, (heads,), 1.5, jnp.float32) - 3.0)
+    return log_decay, nnx.Param(normal(rngs, (heads,), 1.0, jnp.float32))
+
+
 class Attention(Mixer):
     """Query, key and value projections fused into qkv [E, (H + 2K) * D].
 

@@ -12,7 +12,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from jitney.engine.core.models.attention import Mixer
+from jitney.engine.core.models.attention import Mixer, random_decays
 from jitney.engine.core.models.layers import Linear, normal
 from jitney.engine.core.models.rope import Rope
 from jitney.engine.core.models.sharding import TENSOR
@@ -47,9 +47,7 @@ class Mamba(Mixer):
             self.taps_bias = nnx.Param(normal(rngs, (own.channels,), 0.25, dtype))
         else:
             self.taps_bias = None
-        # Of random models: a few tokens of memory, or a few hundred.
-        self.log_decay = nnx.Param(normal(rngs, (heads,), 1.5, jnp.float32) - 3.0)
-        self.rate_bias = nnx.Param(normal(rngs, (heads,), 1.0, jnp.float32))
+        self.log_decay, self.rate_bias = random_decays(rngs, heads)
         self.skip = nnx.Param(normal(rngs, (heads,), 1.0, jnp.float32))
         self.value_norm = nnx.Param(jnp.ones((own.values,), jnp.float32))
         is_split = config.shards > 1

@@ -18,7 +18,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from jitney.engine.core.models.attention import Attention, Mixer
+from jitney.engine.core.models.attention import Attention, Mixer, random_decays
 from jitney.engine.core.models.layers import Linear, normal
 from jitney.engine.core.models.llama import Block, Llama
 from jitney.engine.core.models.mixture import MixtureBlock
@@ -77,9 +77,7 @@ class _GatedDeltaNet(Mixer):
         self.qkv = Linear(size, columns, bias=False, dtype=dtype, rngs=rngs)
         self.rates = nnx.Param(normal(rngs, (size, 2 * heads), 1.5 * size**-0.5, dtype))
         self.taps = nnx.Param(normal(rngs, (own.taps, 1, own.channels), 0.7, dtype))
-        # Of random models: a few tokens of memory, or a few hundred.
-        self.log_decay = nnx.Param(normal(rngs, (heads,), 1.5, jnp.float32) - 3.0)
-        self.rate_bias = nnx.Param(normal(rngs, (heads,), 1.0, jnp.float32))
+        self.log_decay, self.rate_bias = random_decays(rngs, heads)
         self.norm = nnx.Param(jnp.ones((own.value_dim,), jnp.float32))
         is_split = config.shards > 1
         self.o = Linear(own.values, size, bias=False, dtype=dtype, rngs=rngs, summed=is_split)

@@ -85,6 +85,16 @@ void pass(const Block& of, float* memory, std::int64_t column) {
   }
 }
 
+// The memory that a piece of rows goes on in: what is in the slot that it reads, or nothing where a
+// sequence begins.
+inline void carry(float* own, const float* before, std::int64_t size, bool begins) {
+  if (begins) {
+    std::memset(own, 0, size * sizeof(float));
+  } else if (own != before) {
+    std::memcpy(own, before, size * sizeof(float));
+  }
+}
+
 template <class Number>
 struct Step {
   const Number* x;        // [rows, channels + heads * width]: what is convolved, then gates
@@ -187,13 +197,8 @@ struct Step {
   void open(std::int64_t sequence, std::int64_t piece, std::int64_t head, std::int64_t shared,
             std::int64_t begin) const {
     const std::int64_t at = sequence * pieces + piece, size = dim * width;
-    float* own = memory + (writes[at] * heads + head) * size;
-    const float* before = memory + (reads[at] * heads + head) * size;
-    if (begin == 0 && starts[sequence] == 0) {
-      std::memset(own, 0, shared * size * sizeof(float));
-    } else if (own != before) {
-      std::memcpy(own, before, shared * size * sizeof(float));
-    }
+    carry(memory + (writes[at] * heads + head) * size, memory + (reads[at] * heads + head) * size,
+          shared * size, begin == 0 && starts[sequence] == 0);
   }
 
   // A block of rows through the memory of a value head in a slot. values, read [rows, width]; more
@@ -419,12 +424,8 @@ struct Recurrence {
     for (std::int64_t at = sequence * pieces; at < (sequence + 1) * pieces; ++at) {
       if (writes[at] >= 0 && writes[at] < slots) {
         float* own = memory + (writes[at] * heads + head) * size;
-        const float* before = memory + (reads[at] * heads + head) * size;
-        if (begin == 0 && starts[sequence] == 0) {
-          std::memset(own, 0, size * sizeof(float));
-        } else if (own != before) {
-          std::memcpy(own, before, size * sizeof(float));
-        }
+        carry(own, memory + (reads[at] * heads + head) * size, size,
+              begin == 0 && starts[sequence] == 0);
         pass_rows(sequence, head, own, begin, stops[at]);
       }
       begin = stops[at];

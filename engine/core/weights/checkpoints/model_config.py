@@ -235,11 +235,6 @@ class DeltaNetConfig:
             (slots,),
         )
 
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes that one layer keeps in a slot."""
-        return 4 * (self.taps * self.channels + self.key_dim * self.values + 1)
-
     def parts(self, name: str) -> Parts:
         """The columns of the opening matrix (qkv) and of the weights beside the matrices."""
         keys, values = (self.key_heads, self.key_dim), (self.value_heads, self.value_dim)
@@ -288,11 +283,6 @@ class ShortConvConfig:
     def state_shapes(self, slots: int, shards: int = 1) -> tuple[tuple[int, ...] | None, ...]:
         """See `DeltaNetConfig.state_shapes`."""
         return (slots, self.taps, shards * self.channels), None, (slots,)
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes that one layer keeps in a slot."""
-        return 4 * (self.taps * self.channels + 1)
 
     def parts(self, name: str) -> Parts:
         """See `DeltaNetConfig.parts`."""
@@ -357,11 +347,6 @@ class MambaConfig:
             (slots, shards * self.heads, self.state_size, self.head_dim),
             (slots,),
         )
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes that one layer keeps in a slot."""
-        return 4 * (self.taps * self.channels + self.state_size * self.values + 1)
 
     def parts(self, name: str) -> Parts:
         """See `DeltaNetConfig.parts`."""
@@ -642,7 +627,9 @@ class ModelConfig:
         """Bytes that recurrent layers keep in a slot."""
         if self.recurrent is None:
             return 0
-        return (self.n_layers - self.n_pools) * self.recurrent.slot_bytes
+        shapes = self.recurrent.state_shapes(1)
+        numbers = sum(math.prod(shape) for shape in shapes if shape is not None)
+        return 4 * numbers * (self.n_layers - self.n_pools)
 
     @property
     def output_size(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core_runs import assert_solo_tokens, steps_with_arrivals
+from core_runs import alike_requests, assert_solo_tokens, forgetful_run
 from fakes import (
     FakeClock,
     FakeRunner,
@@ -27,7 +27,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.common.requests import EngineRequest
 from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.executor.inputs import BatchBuilder
 from jitney.engine.core.executor.memory import PoolShares
@@ -128,16 +127,6 @@ def new_core(device: type[FakeRunner] = GroupsRunner, **settings: Any) -> Engine
     )
 
 
-def run(core: EngineCore, requests: list[EngineRequest], pause: random.Random) -> list[Any]:
-    """Cached prefixes are forgotten now and then."""
-    outputs = []
-    for new in steps_with_arrivals(core, requests, pause):
-        outputs += new
-        if pause.random() < 0.02:
-            core.scheduler.forget_prefixes()
-    return outputs
-
-
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     st.lists(
@@ -169,21 +158,11 @@ def test_nobodys_tokens_change(
     leave: the tokens are those of a request alone.
     """
     core = new_core(device, pages=pages, retain=retain, clock=FakeClock(tick=0.01))
-    requests = [
-        make_request(
-            f"r{number}",
-            ([head] * n_prompt + [number])[-n_prompt:] if head else [number] * n_prompt,
-            max_tokens=n_output,
-            n=n,
-            background=kind == "background",
-            deadline=0.6 if kind == "leaves" else None,
-        )
-        for number, (n_prompt, n_output, head, n, kind) in enumerate(shapes)
-    ]
+    requests = alike_requests(shapes)
     with pytest.MonkeyPatch.context() as patch:
         if rash:
             patch.setattr(PageDemand, "lasts", lambda *_: True)
-        outputs = run(core, requests, random.Random(seed))
+        outputs = forgetful_run(core, requests, random.Random(seed))
     assert_solo_tokens(requests, outputs)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core_runs import assert_solo_tokens, steps_with_arrivals
+from core_runs import alike_requests, assert_solo_tokens, forgetful_run
 from fakes import FakeClock, FakeRunner, Rows, StepFailed, make_core, make_request, watch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -140,25 +140,11 @@ def test_nobodys_tokens_change(
     )
     assert isinstance(core.runner, StateRunner)
     core.runner.fails = seed
-    requests = [
-        make_request(
-            f"r{number}",
-            ([head] * n_prompt + [number])[-n_prompt:] if head else [number] * n_prompt,
-            max_tokens=n_output,
-            n=n,
-            background=kind == "background",
-            deadline=0.6 if kind == "leaves" else None,
-        )
-        for number, (n_prompt, n_output, head, n, kind) in enumerate(shapes)
-    ]
-    outputs, pause = [], random.Random(seed)
+    requests = alike_requests(shapes)
     with pytest.MonkeyPatch.context() as patch:
         if rash:
             patch.setattr(PageDemand, "lasts", lambda *_: True)
-        for new in steps_with_arrivals(core, requests, pause):
-            outputs += new
-            if pause.random() < 0.02:
-                core.scheduler.forget_prefixes()
+        outputs = forgetful_run(core, requests, random.Random(seed))
     assert_solo_tokens(requests, outputs)
 
 
