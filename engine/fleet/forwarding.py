@@ -2,7 +2,8 @@
 
 - A replica is full (429, 503): the next one is tried; if all are full, the client gets the refusal
   with the shortest Retry-After.
-- A replica is lost before the client had a byte of its answer: the next one answers.
+- A replica is lost before the client had a byte of its answer: the next one answers, as soon as
+  one has room: what one engine had taken is not refused by another.
 - A replica is lost within a stream: another one resumes it if its stream is the same
   (`engine.fleet.resume`); else the stream ends with the API's error.
 """
@@ -210,7 +211,7 @@ class Exchange:
 
     async def _begin(self) -> ProxiedAnswer:
         while True:
-            found = await self._open_any()
+            found = await self._open_any_or_wait()
             if isinstance(found, _Refusal):
                 return found.answer
             if found.is_stream:
@@ -291,6 +292,8 @@ class Exchange:
                 pause = min(found.retry_s, _LONGEST_PAUSE_S)
                 problem = RequestError("the engine died, and all others are full", code="busy")
             except RequestError as error:
+                if self._is_given_up:
+                    raise
                 problem, pause = error, _RETRY_S
             if time.monotonic() + pause > until:
                 raise problem
@@ -307,6 +310,28 @@ class Exchange:
         if self._touched:
             self.candidates.attempted(attempt.replica, "resumed")
         return attempt
+
+    async def _open_any_or_wait(self) -> _Attempt | _Refusal:
+        """As `_open_any`, but a request that a replica was lost with waits for another one. Raises
+        RequestError.
+        """
+        try:
+            found = await self._open_any()
+        except RequestError:
+            if not self._lost or self._is_given_up:
+                raise
+        else:
+            if isinstance(found, _Attempt) or found.final or not self._lost:
+                return found
+        async for _ in self._wait_for_replica():
+            pass
+        assert self._attempt is not None  # it was waited for
+        return self._attempt
+
+    @property
+    def _is_given_up(self) -> bool:
+        """A request that kills engines must not kill all of them."""
+        return len(self._lost) >= self.retries.attempts
 
     async def _open_any(self) -> _Attempt | _Refusal:
         """The first replica that takes the request, else the refusal with the shortest wait. Raises
@@ -397,12 +422,10 @@ class Exchange:
         return refusal
 
     def _count_loss(self, replica: Replica) -> None:
-        """Raises RequestError if this is one too many: a request that kills engines must not kill
-        all of them.
-        """
+        """Raises RequestError if this is one too many."""
         self.candidates.attempted(replica, "died")
         self._lost.append(replica)
-        if len(self._lost) >= self.retries.attempts:
+        if self._is_given_up:
             raise RequestError(
                 f"{len(self._lost)} times an engine went away while it had this request, which is "
                 "not tried again",

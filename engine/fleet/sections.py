@@ -67,8 +67,8 @@ class FleetSection(Section):
         default=60.0,
         ge=0,
         description=(
-            "seconds that a stream whose replica died waits for a place at another one while all "
-            "are full"
+            "seconds that a request whose replica died waits for a place at another one while all "
+            "are full or away"
         ),
     )
     state_dir: str = Field(

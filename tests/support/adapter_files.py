@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from llamas import mlp_of
 from safetensors.numpy import load_file, save_file
 
 from jitney.engine.core.models.llama import Llama
@@ -70,8 +71,8 @@ def merged(model: Llama, folder: Path, scale: float = 2.0) -> Llama:
         for linear, names in (
             (block.attention.qkv, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
             (block.attention.o, ("self_attn.o_proj",)),
-            (block.mlp.gate_up, ("mlp.gate_proj", "mlp.up_proj")),
-            (block.mlp.down, ("mlp.down_proj",)),
+            (mlp_of(block).gate_up, ("mlp.gate_proj", "mlp.up_proj")),
+            (mlp_of(block).down, ("mlp.down_proj",)),
         ):
             shapes = shapes_of(model.config)
             changes = [_change(tensors, layer, name, shapes[name]) for name in names]

@@ -45,7 +45,8 @@ async def _texts(http: httpx.AsyncClient) -> list[str]:
     answers = await asyncio.gather(
         *(http.post("/v1/chat/completions", json=body, timeout=120) for body in asked)
     )
-    assert [answer.text for answer in answers if answer.status_code != 200] == []
+    refused = [answer.text for answer in answers if answer.status_code != 200]
+    assert not refused, refused
     return [
         said(answer.text) if body["stream"] else answer.json()["choices"][0]["message"]["content"]
         for body, answer in zip(asked, answers, strict=True)

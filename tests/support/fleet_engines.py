@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +54,8 @@ class FakeEngine:
     url: str = ""
     #: It breaks off every answer of a generation route after so many parts; None: none.
     dies_after: int | None = None
+    #: How many of the next answers.
+    deaths: float = math.inf
     #: Headers of the requests that generate.
     heads: list[dict[str, str]] = field(default_factory=list)
 
@@ -79,12 +82,13 @@ class FakeEngine:
         self._inner = make_app(self.client, **self.settings)
 
     def _breaking(self, send: Any) -> Any:
-        parts = 0
+        parts, dies = 0, bool(self.deaths)
+        self.deaths -= dies
 
         async def counted(message: dict[str, Any]) -> None:
             nonlocal parts
             if message["type"] == "http.response.body":
-                if self.dies_after is not None and parts >= self.dies_after:
+                if dies and self.dies_after is not None and parts >= self.dies_after:
                     raise _Killed
                 parts += 1
             await send(message)

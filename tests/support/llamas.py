@@ -14,7 +14,8 @@ from gguf_files import close, open_writer
 from jax.typing import DTypeLike
 from safetensors.flax import save_file
 
-from jitney.engine.core.models.llama import Llama
+from jitney.engine.core.models.layers import MLP
+from jitney.engine.core.models.llama import Block, Llama
 from jitney.engine.core.models.protocol import Model
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.load import WeightStorage, load_model
@@ -51,6 +52,11 @@ NORMS = ("input_layernorm", "post_attention_layernorm")
 def as_llama(model: Model) -> Llama:
     assert isinstance(model, Llama)
     return model
+
+
+def mlp_of(block: Block) -> MLP:
+    assert isinstance(block.mlp, MLP)
+    return block.mlp
 
 
 def tensors(biases: bool = False, lm_head: bool = True) -> dict[str, np.ndarray]:

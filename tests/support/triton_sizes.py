@@ -244,6 +244,7 @@ def meets_experts(n_experts: int, columns: int, blocks: int) -> bool:
         BLOCK_M=block,
         BLOCK_N=columns,
         BLOCK_K=32,
+        MATRICES=2,
         SCALED=False,
         MXFP4=False,
         BIASED=False,

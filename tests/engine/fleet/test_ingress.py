@@ -399,6 +399,36 @@ def test_a_request_that_ends_engines_does_not_end_them_all(tmp_path: Path):
         assert sum(len(fake.heads) for fake in fakes) == 3
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_one_engine_had_taken_waits_for_a_place(tmp_path: Path, stream: bool):
+    client = FakeClient(Script(delay_s=0.001))
+    client.scripts = [client.script, full(0.1), full(0.1)]
+    with (
+        engines(FakeEngine(client, dies_after=0, deaths=1)) as fakes,
+        fleet_of(tmp_path, toml([fakes[0].url])) as served,
+    ):
+        ready(served, fakes)
+        with served.http() as http:
+            answer = http.post("/v1/chat/completions", json=CHAT | {"stream": stream})
+        assert answer.status_code == 200
+        assert TEXT in (said(answer.text) if stream else answer.text)
+        assert len(fakes[0].heads) == 4
+
+
+def test_a_request_that_waits_does_not_end_more_engines(tmp_path: Path):
+    client = FakeClient(Script(delay_s=0.001))
+    client.scripts = [client.script, full(0.1)]
+    with (
+        engines(FakeEngine(client, dies_after=0)) as fakes,
+        fleet_of(tmp_path, toml([fakes[0].url])) as served,
+    ):
+        ready(served, fakes)
+        with served.http() as http:
+            answer = http.post("/v1/chat/completions", json=CHAT)
+        assert answer.json()["error"]["code"] == "request_failed"
+        assert len(fakes[0].heads) == 4, "three that it died with, one that it refused"
+
+
 def test_a_client_that_leaves_ends_the_work(tmp_path: Path):
     with (
         engines(FakeEngine(FakeClient(Script(hang=True)))) as fakes,

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from int4_weights import quantise_int4
-from llamas import as_llama
+from llamas import as_llama, mlp_of
 
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.requests import SamplingParams
@@ -233,7 +233,7 @@ def test_the_native_kernels_serve_quantised_models_too():
     only_weights = logits(model, "int8")
     assert 1e-3 < nearness(rounded, only_weights) < 3 * BOUNDS["int8"]
     model.pack(native)
-    assert model.layers[0].mlp.down.kernel[...].ndim == 4
+    assert mlp_of(model.layers[0]).down.kernel[...].ndim == 4
     np.testing.assert_allclose(logits(model, "int8", native), rounded, atol=2e-3)
 
 

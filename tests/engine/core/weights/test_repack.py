@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from gguf_files import close
-from llamas import CONFIG, FLOATS, MATRICES, E, F, H, K, L, as_llama, assert_same, tensors
+from llamas import CONFIG, FLOATS, MATRICES, E, F, H, K, L, as_llama, assert_same, mlp_of, tensors
 from safetensors.flax import save_file
 
 from jitney.engine.common.errors import ModelError
@@ -230,7 +230,7 @@ def test_folders_stay_as_they_are_number_for_number(tmp_path: Path, name: str):
             "down": floats[f"model.layers.{layer}.mlp.down_proj.weight"].T,
         }
         for block in blocks:
-            for part, linear in (("qkv", block.attention.qkv), ("down", block.mlp.down)):
+            for part, linear in (("qkv", block.attention.qkv), ("down", mlp_of(block).down)):
                 np.testing.assert_array_equal(
                     widened(linear.packed), wanted[part], err_msg=f"{layer} {part}"
                 )
@@ -627,7 +627,7 @@ def test_floats_made_of_4_bits_say_so(tmp_path: Path, dtype: Any, said: str):
     )
     stored = _BlockGGUF(path).sliced("blk.1.ffn_gate.weight")[...].T
     np.testing.assert_array_equal(
-        model.layers[1].mlp.gate_up.packed.kernel[:, :F], stored.astype(dtype)
+        mlp_of(model.layers[1]).gate_up.packed.kernel[:, :F], stored.astype(dtype)
     )
     assert describe_weights(load(path), source).startswith("int4")
 
@@ -657,7 +657,7 @@ def test_a_mixed_gguf_falls_back_matrix_by_matrix(tmp_path: Path):
         "int4",
     ] * L + ["plain"]
     plain = _BlockGGUF(path).sliced("blk.1.ffn_gate.weight")[...]
-    np.testing.assert_array_equal(model.layers[1].mlp.gate_up.packed.kernel[:, :F], plain.T)
+    np.testing.assert_array_equal(mlp_of(model.layers[1]).gate_up.packed.kernel[:, :F], plain.T)
 
 
 def test_a_mixed_model_computes_what_its_floats_do(tmp_path: Path):
