@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jitney.engine.common.errors import RequestError
@@ -37,8 +38,8 @@ _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 #: computed, while there is nothing else to do.
 _COMPILING_S = 0.002
 #: An engine that plans late counts on so much of the least that a step like the one that runs took
-#: of late, less the most that planning, packing and launching took in so many steps, seconds before
-#: the first of them; shorter waits than the last figure are not worth it.
+#: of late, less the median that planning, packing and launching took in so many steps, seconds
+#: before the first of them; shorter waits than the last figure are not worth it.
 _SURE, _LAUNCHES, _FIRST_LAUNCH_S, _SHORTEST_S = 0.95, 15, 0.002, 0.001
 
 
@@ -209,7 +210,7 @@ class EngineCore:
         if soonest is None or not self.scheduler.has_place:
             return 0.0
         began = flight.launched if self._ready is None else max(flight.launched, self._ready)
-        left = began + _SURE * soonest - max(self._launches_s) - self.clock()
+        left = began + _SURE * soonest - median(self._launches_s) - self.clock()
         return left if left >= _SHORTEST_S else 0.0
 
     def add(self, request: EngineRequest) -> None:
