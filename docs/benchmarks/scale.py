@@ -14,7 +14,6 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 
@@ -53,10 +52,8 @@ PROMPT, OUTPUT = (
 TARGETS = Targets(ttft_s=1.0, stream_tok_s=30.0)
 #: A core dies once a week; a chip is lost once in 50,000 hours.
 FAILURES = Failures(core_mtbf_s=168 * 3600.0, machine_mtbf_s=50_000 * 3600.0)
-HOW = FleetAssumptions(failures=FAILURES, most_requests=4096)
+HOW = FleetAssumptions(failures=FAILURES)
 SIZES = (10, 40)
-#: Requests of a fleet and turns of a chat for each replica: those of some 15 seconds.
-REQUESTS, TURNS = 500, 1000
 CHAT_SIZES = (2, 8)
 ROUTERS: tuple[RouterName, ...] = ("round-robin", "least-wait", "prefix")
 CHOICES = (10, 100, 1000, 10_000)
@@ -75,7 +72,6 @@ def engine_of(sizing: FleetSizing) -> EngineShape:
     return EngineShape(limits, buckets, sizing.pages)
 
 
-@cache
 def sized(kind: ReplicaKind) -> FleetSizing:
     return FleetSizing.of(kind, day(100.0), TARGETS, HOW)
 
@@ -93,8 +89,7 @@ def fleets(requests: int) -> Iterator[list[str]]:
         sizing = sized(kind)
         for size in SIZES:
             for router in ("least-wait", "prefix"):
-                count = min(requests, REQUESTS * size)
-                yield fleet_row(kind, sizing, size, count, router)
+                yield fleet_row(kind, sizing, size, requests, router)
 
 
 def fleet_row(
@@ -145,7 +140,7 @@ def chat(size: int, rate: float, requests: int) -> list[Arrival]:
     talks = Conversations(n_shared=256, turns=Uniform(2, 8), live=round(10 * rate) | 1)
     messages = parse_lengths("lognormal:mean=60,sigma=0.8,min=8,max=1000", "--prompt")
     answers = parse_lengths("lognormal:mean=150,sigma=0.8,max=1000", "--output")
-    count = min(requests, TURNS * size)
+    count = min(requests, 2000 * size)
     return talks.requests(count, messages, answers, Poisson(rate), 1)
 
 
@@ -229,7 +224,7 @@ RULES = (
 def scaling() -> Iterator[list[str]]:
     """Traffic that grows threefold in 100 seconds, stays for 50, and falls again."""
     sizing = FleetSizing.of(
-        H100, day(100.0), TARGETS, replace(HOW, most_seats=4, most_requests=500)
+        H100, day(100.0), TARGETS, replace(HOW, most_seats=4, most_requests=2000)
     )
     up, down = np.linspace(2, 6, 11).tolist(), np.linspace(6, 2, 6).tolist()
     shares = [2.0] * 4 + up + [6.0] * 5 + down + [2.0] * 6

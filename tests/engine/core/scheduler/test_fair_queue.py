@@ -476,7 +476,7 @@ def long_steps_core() -> EngineCore:
     times, decode = core.scheduler.step_times, core.scheduler.buckets.decode
     times.observe(decode[0], 0.01)
     times.observe(decode[-1], 0.02)
-    core.scheduler.observe = lambda *_: None
+    core.scheduler.observe = lambda plan, seconds, gap=0.0: None
     return core
 
 
