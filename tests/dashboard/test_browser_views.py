@@ -1,5 +1,5 @@
 """The views of tenants, work, memory, performance and settings in a real browser, at a server with
-files, batches and jobs.
+files, batches and jobs; and those of a fleet.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ import time
 import httpx
 import pytest
 from api_fakes import Script, until
-from page_browser import endpoint, faults, holds_text, press, show, state, table_is, watched
+from page_browser import endpoint, faults, holds_text, press, served, show, state, table_is, watched
+from page_replicas import FakeReplica, engines_app, urls_of
 
+from jitney.dashboard.fleet import Endpoint, FleetView
+from jitney.dashboard.fleet_page import FleetPage
+from jitney.dashboard.remote import RemoteEngine
 from jitney.engine.common.engine_info import KernelProof
 from jitney.engine.common.messages import SequenceEvent, StepReport
 from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.requests import EngineRequest, SamplingParams
-from jitney.engine.server.http.settings import digest_key
+from jitney.engine.server.http.settings import ServerSettings, digest_key
 
 #: Whether the search over all replicas lists so many.
 ROWS_ARE = "(n) => document.querySelectorAll('#request-table tbody tr').length === n"
@@ -171,3 +175,44 @@ def test_nothing_keeps_anybody_from_using_the_lists(client, chromium, scheme, tm
         page.goto("about:blank")
     seen.context.close()
     assert seen.problems == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_request_and_a_tenant_are_found_at_any_replica(chromium, scheme):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    clients = {"r1": FakeReplica(4), "r2": FakeReplica(4)}
+    clients["r1"].take_seat(0, n_prompt=8, n_output=5, max_tokens=30)
+    crowd(clients["r2"])
+    seen = watched(chromium, color_scheme=scheme, bypass_csp=True)
+    page = seen.page
+    with served(engines_app(clients)) as base:
+        engines = {name: RemoteEngine(one) for name, one in urls_of(clients, base).items()}
+        engines["gone"] = RemoteEngine("http://127.0.0.1:1")
+        told = Endpoint(choices={"known": 12, "spread": 3})
+        fleet = FleetView(engines, endpoint=lambda: told)
+        with served(FleetPage(fleet, ServerSettings()).by_itself()) as url:
+            page.goto(url)
+            state(page, "live")
+            holds_text(page, "routing", "12 to the engine that has their beginning; 3 with a new")
+            show(page, "requests")
+            page.wait_for_function(ROWS_ARE, arg=5)
+            holds_text(page, "request-sub", "Without an answer: gone.")
+            page.fill("#request-search", digest_key("ben"))
+            page.wait_for_function(ROWS_ARE, arg=1)
+            found = page.locator("#request-table tbody tr").inner_text()
+            assert found.startswith(f"{digest_key('ben')[:3]}-2") and "r2" in found
+            show(page, "tenants")
+            holds_text(page, "tenant-table", f"key {digest_key('ann')[:8]}")
+            assert page.locator("#views a[href='#work']").is_hidden()
+            for width in (390, 1440):
+                page.set_viewport_size({"width": width, "height": 900})
+                for view in ("requests", "tenants", "fleet"):
+                    show(page, view)
+                    assert page.evaluate("document.documentElement.scrollWidth") == width
+                    assert (view, faults(axe.run(page))) == (view, {})
+            show(page, "requests")
+            page.locator("#request-table a").click()
+            page.wait_for_selector("#drawer[open] .verdict")
+            page.goto("about:blank")
+    seen.context.close()
+    assert [one for one in seen.problems if "ERR_CONN" not in one] == []

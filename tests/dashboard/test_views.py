@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 import time
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from api_fakes import run
 from engine_infos import engine_info
 
+from jitney.dashboard.fleet_answers import search_requests, tenants_of_all
+from jitney.dashboard.fleet_member import Member
 from jitney.dashboard.memory import memory
 from jitney.dashboard.programs import programs
 from jitney.dashboard.tenants import label_of, tenants
@@ -205,3 +210,54 @@ def test_accounts_have_short_names():
     assert label_of("0123456789abcdef" * 4) == "key 01234567"
     assert label_of("user ann") == "user ann"
     assert label_of("user ") == label_of("") == "no key"
+
+
+def test_answers_of_replicas_are_one(history, clock):
+    """Two replicas with the same history; a third does not answer."""
+    tenant = "a" * 64
+    ride(history, clock, "a", seat=0, times=(1010, 1020, 1030, 1130), n_prompt=16, n_output=5,
+         tenant=tenant)  # fmt: skip
+    answers = {
+        "tenants": drained(tenants(history, clock.now, EVERYBODY)),
+        "requests": {"t": 1130.0, "requests": [{"request": "a", "arrival": 1010.0}]},
+    }
+    members = [_Replica(name, answers) for name in ("r1", "r2")] + [_Replica("gone", {})]
+
+    async def session():
+        merged = await tenants_of_all(members, EVERYBODY)
+        others = await tenants_of_all(members, Identity(Role.USER, "b" * 64))
+        return merged, others, await search_requests(members, "all", "a")
+
+    merged, others, requests = run(session())
+    (row,) = merged["tenants"]
+    assert (row["requests"], row["output_tokens"], row["seat_s"]) == (2, 10, 220)
+    assert row["share"] == 1 and row["wait_s"] == {"p50": 10, "p95": 10}
+    assert others["tenants"] == [] and merged["missing"] == ["gone"]
+    assert [(row["replica"], row["age_s"]) for row in requests["requests"]] == [
+        ("r1", 120.0),
+        ("r2", 120.0),
+    ]
+
+
+class _Replica(Member):
+    """One that answers from memory."""
+
+    def __init__(self, name: str, answers):
+        self.name = name
+        self.engine: Any = SimpleNamespace(
+            answer=lambda method, path, query: _Answer(answers.get(path))
+        )
+
+
+class _Answer(SimpleNamespace):
+    def __init__(self, value):
+        super().__init__(value=value, status_code=200 if value is not None else 502)
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *error):
+        return None
+
+    async def aiter_bytes(self):
+        yield msgspec.json.encode(self.value)
