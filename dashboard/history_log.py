@@ -30,6 +30,7 @@ _ENCODED = 16
 #: Columns of bins by how several bins become one: added up; the highest (null: nothing is known);
 #: the mean over their steps.
 _SUMS = (
+    "seconds",
     "steps",
     "step_s",
     "gap_s",
@@ -274,7 +275,8 @@ class HistoryLog(DiskLog[HistoryTables]):
         columns = yield from window.binned(1)
         values = {name: column[0] for name, column in columns.items() if isinstance(column, list)}
         values |= {_ROWS + kind: column[0] for kind, column in columns["rows"].items()}
-        self._bins.append(dict.fromkeys(_COLUMNS) | values | {"t": window.start + offset})
+        values |= {"t": window.start + offset, "seconds": columns["width"]}
+        self._bins.append(dict.fromkeys(_COLUMNS) | values)
 
     def _make_rows(self, offset: float) -> Generator[None, None, None]:
         """Make the rows of requests that ended."""
@@ -335,8 +337,9 @@ class HistoryLog(DiskLog[HistoryTables]):
 
     async def bins(self, start: float, end: float, parts: int) -> JsonDict:
         """The history between two times, monotonic, in at most `parts` equal parts, none shorter
-        than a bin: columns as `Window.binned` has them, of the parts that are known. Raises
-        HttpError 404 where no history is kept, and 503 while the disk fails.
+        than a bin: columns as `Window.binned` has them, of the parts that are known, and the
+        `seconds` of each that are. Raises HttpError 404 where no history is kept, and 503 while the
+        disk fails.
         """
         offset = time.time() - time.monotonic()
         start = max(start, time.monotonic() - 3600 * self.hours)

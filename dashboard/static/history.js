@@ -46,7 +46,7 @@ export class History {
   }
 
   hoursBin(bins, i) {
-    const each = (column) => (column[i] ?? 0) / bins.width;
+    const each = (column) => (column[i] ?? 0) / bins.seconds[i];
     const bin = this.emptyBin();
     for (const kind of this.kinds) {
       bin.rows[kind] = bins.rows[kind] ? each(bins.rows[kind]) : 0;
