@@ -116,7 +116,7 @@ _decode = msgspec.msgpack.Decoder(RequestRecord).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class KeptRequest(NamedTuple):
+class _KeptRequest(NamedTuple):
     """A request that ended, as it was kept."""
 
     #: Larger for those that ended later, also over restarts.
@@ -126,7 +126,7 @@ class KeptRequest(NamedTuple):
     #: Name of its adapter; empty: none.
     adapter: str
 
-    def by_clock(self, offset: float) -> KeptRequest:
+    def by_clock(self, offset: float) -> _KeptRequest:
         """With the times of another clock. offset: of the time since 1970 from it."""
         return self._replace(record=_shifted(self.record, -offset))
 
@@ -175,7 +175,7 @@ class HistoryTables(Database):
         values = {"start": start, "end": end, "width": width, "half": _BIN_S / 2}
         return [dict(row) for row in self.db.execute(_MERGED, values)]
 
-    def find(self, search: Search) -> list[KeptRequest]:
+    def find(self, search: Search) -> list[_KeptRequest]:
         """The newest of those that a search finds, newest first. Raises ValueError for what was
         not written here.
         """
@@ -187,7 +187,7 @@ class HistoryTables(Database):
         del values["identity"], values["words"]
         return [_kept(row) for row in self.db.execute(_FIND, values)]
 
-    def named(self, name: str, place: int) -> KeptRequest | None:
+    def named(self, name: str, place: int) -> _KeptRequest | None:
         """One sequence of a request."""
         query = """SELECT number, t, adapter, shift, record FROM requests
             WHERE name = ? AND place = ? ORDER BY number DESC LIMIT 1"""
@@ -195,9 +195,9 @@ class HistoryTables(Database):
         return None if row is None else _kept(row)
 
 
-def _kept(row: Any) -> KeptRequest:
+def _kept(row: Any) -> _KeptRequest:
     record = _shifted(_decode(row["record"]), row["shift"])
-    return KeptRequest(row["number"], record, row["adapter"])
+    return _KeptRequest(row["number"], record, row["adapter"])
 
 
 def _shifted(record: RequestRecord, by: float) -> RequestRecord:
@@ -315,7 +315,7 @@ class HistoryLog(DiskLog[HistoryTables]):
 
     async def older(
         self, limit: int, before: int, refused: bool | None, words: str, identity: Identity
-    ) -> tuple[list[KeptRequest], int | None]:
+    ) -> tuple[list[_KeptRequest], int | None]:
         """Requests that the engine's own history has let go of, newest first, see `Search`; and the
         number to go on from, None at the end. Their times are those of the monotonic clock.
         """
@@ -330,7 +330,7 @@ class HistoryLog(DiskLog[HistoryTables]):
         ]
         return shown, found[limit - 1].number if len(found) > limit else None
 
-    async def named(self, name: str, place: int) -> KeptRequest | None:
+    async def named(self, name: str, place: int) -> _KeptRequest | None:
         """One sequence of a request, with times of the monotonic clock."""
         kept = await self.ask(HistoryTables.named, name, place)
         return None if kept is None else kept.by_clock(time.time() - time.monotonic())

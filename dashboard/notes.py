@@ -133,7 +133,7 @@ class Notes:
         if out and ready_at > self._proof_of:
             self._proof_of = ready_at
             message = _KERNELS_OUT.format(", ".join(out))
-            yield make_note(ready_at, "error", "kernels_out", message, {"kernels": len(out)})
+            yield _make_note(ready_at, "error", "kernels_out", message, {"kernels": len(out)})
 
     def _renewed(self) -> list[Note]:
         """New notes of outages, refusals and trouble, each from its start on."""
@@ -150,7 +150,7 @@ class Notes:
             more = self._accidents[code] - before
             if more > 0:
                 hit = {accident.unit: more} if accident.unit else None
-                yield make_note(now, "error", code, accident.message.format(more), hit)
+                yield _make_note(now, "error", code, accident.message.format(more), hit)
 
     def _compiles(self) -> Iterator[Note]:
         """Programs compiled by steps while serving. All streams of the step waited for it."""
@@ -168,7 +168,7 @@ class Notes:
                 f"rows and took {seconds:.1f} s"
             )
             hit = {"streams": int(record["seats_busy"]), "rows": int(record["bucket_tokens"])}
-            yield make_note(float(ready[place]), "warn", "compile", message, hit, seconds)
+            yield _make_note(float(ready[place]), "warn", "compile", message, hit, seconds)
 
     def _storms(self, now: float) -> Iterator[Note]:
         """That many lost their seats within the window, unless a note said so a moment ago."""
@@ -180,18 +180,18 @@ class Notes:
         many = max(_FEW_PREEMPTIONS, len(self.client.history.seats) // 4)
         if growth >= many and now - self._storm_at >= _QUIET_S:
             self._storm_at = now
-            yield make_note(now, "warn", "preemption_storm", _STORM, {"preempted": growth})
+            yield _make_note(now, "warn", "preemption_storm", _STORM, {"preempted": growth})
 
     def _sleep(self, now: float) -> Iterator[Note]:
         """The engine fell asleep, or was woken."""
         asleep, began = self.client.state == "sleeping", self._asleep_at
         if asleep and began is None:
             self._asleep_at = now
-            yield make_note(now, "info", "sleep", "the engine was sent to sleep")
+            yield _make_note(now, "info", "sleep", "the engine was sent to sleep")
         elif not asleep and began is not None:
             self._asleep_at = None
             message = f"the engine slept for {now - began:.0f} s"
-            yield make_note(began, "info", "sleep", message, silence_s=now - began)
+            yield _make_note(began, "info", "sleep", message, silence_s=now - began)
 
     def _drain(self) -> Iterator[Note]:
         """The server was told to stop."""
@@ -200,7 +200,7 @@ class Notes:
             self._told_drain = True
             t, n_open = drain
             message = f"the server was told to stop; open sequences: {n_open}"
-            yield make_note(t, "info", "drain", message, {"open": n_open})
+            yield _make_note(t, "info", "drain", message, {"open": n_open})
 
 
 class _Accident(NamedTuple):
@@ -243,7 +243,7 @@ def _outage_note(outage: JsonDict) -> Note:
     )
     hit = {"resumed": outage["n_resumed"], "lost": outage["n_lost"]}
     silence_s = None if outage["flowing"] is None else outage["flowing"] - outage["began"]
-    return make_note(outage["began"], "error", "outage", message, hit, silence_s)
+    return _make_note(outage["began"], "error", "outage", message, hit, silence_s)
 
 
 def _back(outage: JsonDict) -> str:
@@ -272,7 +272,7 @@ def _refusals_note(refusals: JsonDict) -> Note:
     message = f"{total} {requests} turned away{within}: {reasons}"
     if refusals["retry_s"] is not None:
         message += f"; the newest was told to come again in {refusals['retry_s']:.1f} s"
-    return make_note(refusals["began"], "warn", "refusals", message, {"refused": total})
+    return _make_note(refusals["began"], "warn", "refusals", message, {"refused": total})
 
 
 def _trouble_note(trouble: JsonDict) -> Note:
@@ -280,7 +280,7 @@ def _trouble_note(trouble: JsonDict) -> Note:
     text, count = TROUBLES[trouble["code"]], trouble["count"]
     message = text.message.format(count=count, cause=trouble["cause"])
     hit = {text.unit: count} if text.unit else None
-    return make_note(trouble["began"], text.level, trouble["code"], message, hit)
+    return _make_note(trouble["began"], text.level, trouble["code"], message, hit)
 
 
 def _why(name: str) -> str:
@@ -289,7 +289,7 @@ def _why(name: str) -> str:
     return f" ({reason})" if reason else ""
 
 
-def make_note(
+def _make_note(
     t: float,
     level: str,
     code: str,

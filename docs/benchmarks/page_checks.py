@@ -43,9 +43,12 @@ def read():
 for _ in range(int(sys.argv[2])): threading.Thread(target=read, daemon=True).start()
 sys.stdin.read()
 """
-#: The page's figures by their names: value and details.
-_FIGURES = """() => Object.fromEntries([...document.querySelectorAll("#figures .figure")].map((box) =>
-    [box.querySelector("dt").textContent, box.querySelector(".value").textContent]))"""
+#: The page's figures by their names.
+_FIGURES = """() => {
+    const text = (box, part) => box.querySelector(part).textContent;
+    const boxes = [...document.querySelectorAll("#figures .figure")];
+    return Object.fromEntries(boxes.map((box) => [text(box, "dt"), text(box, ".value")]));
+}"""
 
 
 def first_paint(chromium: Browser, url: str) -> Page:
@@ -106,7 +109,7 @@ def compare(page: Page, server: Server, clients: Clients, seconds: float) -> Non
         "Waiting": (mean("Waiting"), gauge("jitney_requests_waiting"), "/metrics"),
         "KV pages": (
             mean("KV pages"),
-            100 * gauge("jitney_pages_used") / gauge("jitney_pages"),
+            100 * gauge("jitney_kv_pages_used") / gauge("jitney_kv_pages"),
             "/metrics",
         ),
         "First token": (shown[-1]["First token"], float(np.median(first or [np.nan])), "clients"),
