@@ -20,9 +20,11 @@ from jitney.dashboard.auth import FeedEndpoint, PageLine
 from jitney.dashboard.drawing import Drawings
 from jitney.dashboard.engine_routes import ENGINE_ROUTES
 from jitney.dashboard.feed import Feed
+from jitney.dashboard.history_log import HistoryLog
 from jitney.dashboard.incident_log import IncidentLog
 from jitney.dashboard.lab import Experiment, PolicyLab
 from jitney.dashboard.memory import memory
+from jitney.dashboard.notes import Notes
 from jitney.dashboard.programs import programs
 from jitney.dashboard.pulse import Pulses
 from jitney.dashboard.report import ReportData
@@ -35,7 +37,7 @@ from jitney.dashboard.work import WorkList, adapters
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.history import History
 from jitney.engine.common.request_record import RequestRecord
-from jitney.engine.common.requests import REQUEST_MOST
+from jitney.engine.common.requests import REQUEST_MOST, JsonDict
 from jitney.engine.server import (
     ApiKeys,
     EngineClient,
@@ -44,6 +46,7 @@ from jitney.engine.server import (
     LongJson,
     ServerSettings,
     Service,
+    StoreUnavailable,
     StreamingResponse,
     TimeSlices,
     in_pieces,
@@ -57,6 +60,8 @@ _HZ = 10.0
 _MAX_BINS = 600
 #: Of requests that are listed.
 _STATES = ("all", "open", "waiting", "prefill", "decode", "finished", "refused")
+#: Those that ended requests have, and whether they were refused then; None: either.
+_KEPT_STATES = {"all": None, "finished": False, "refused": True}
 #: Numbers of a query: beyond every limit, and most digits of one.
 _ANY = 2**62
 _MOST_DIGITS = 18
@@ -102,10 +107,18 @@ class Dashboard(PageRoutes):
         self.work = WorkList(lambda: service().internal_requests if service is not None else None)
         self.slices = TimeSlices(_MOST_ANSWERS)
         self.drawings = Drawings()
-        self.incident_log = IncidentLog(client, settings.data_dir)
+        self.notes = Notes(client)
+        self.incident_log = IncidentLog(self.notes, settings.data_dir)
+        hours = settings.server.history_hours
+        self.history_log = HistoryLog(client, settings.data_dir, hours)
         self.lab = lab
         self.feed = Feed(
-            client, hz=hz, needs_key=self.sessions.needed, shows_text=decode is not None
+            client,
+            hz=hz,
+            needs_key=self.sessions.needed,
+            shows_text=decode is not None,
+            history_h=hours,
+            notes=self.notes,
         )
 
     def to_mount(self) -> Starlette:
@@ -115,7 +128,10 @@ class Dashboard(PageRoutes):
 
     @contextlib.asynccontextmanager
     async def at_work(self) -> AsyncIterator[None]:
-        async with self.incident_log.at_work():
+        async with contextlib.AsyncExitStack() as stack:
+            if self.history_log.hours:
+                await stack.enter_async_context(self.history_log.at_work())
+            await stack.enter_async_context(self.incident_log.at_work())
             yield
 
     def lines(self) -> list[PageLine]:
@@ -135,6 +151,7 @@ class Dashboard(PageRoutes):
             "/slots": self.seats,
             "/frames": self.step_records,
             "/timeline": self.timeline,
+            "/history": self.history,
             "/trace": self.trace,
             "/requests": self.requests,
             "/request/{id}": self.request,
@@ -187,6 +204,15 @@ class Dashboard(PageRoutes):
         window = self._window(request, now)
         return await self._answer(window.timeline(bins, now, identity=Identity.of(request.scope)))
 
+    async def history(self, request: Request) -> Response:
+        """The engine over hours, coarsely, see `HistoryLog.bins`. 404 where no history is kept."""
+        now = time.monotonic()
+        query = _Query(request)
+        bins = query.whole("bins", 300, 1, _MAX_BINS)
+        end = min(now, query.seconds("to", now))
+        start = query.seconds("from", end - 3600)
+        return to_json({"now": now, "bins": await self.history_log.bins(start, end, bins)})
+
     async def trace(self, request: Request) -> StreamingResponse:
         """The same time as a Chrome trace, to be saved as a file."""
         now = time.monotonic()
@@ -209,36 +235,60 @@ class Dashboard(PageRoutes):
         return Window.shown(self.client.history, start, end, now, self.client.info)
 
     async def requests(self, request: Request) -> StreamingResponse:
-        """Sequences, the newest first, see `request_detail.listing`; to a user its own."""
+        """Sequences, the newest first, see `request_detail.listing`; to a user its own. The history
+        of hours goes on where the engine's own ends; its cursors are negative.
+        """
         query = _Query(request)
         state = query.word("state", _STATES)
         limit = query.whole("limit", 100, 1, 1000)
-        cursor = query.whole("cursor", 2**53, 0)
+        cursor = query.whole("cursor", 2**53)
+        search = request.query_params.get("search", "")
+        identity = Identity.of(request.scope)
         work = request_detail.listing(
             self.client.history,
             state,
             limit,
-            cursor,
+            max(0, cursor),
             time.monotonic(),
-            search=request.query_params.get("search", ""),
-            identity=Identity.of(request.scope),
+            search=search,
+            identity=identity,
         )
-        return await self._answer(work)
+        listing = await self.slices.result(work)
+        room = limit - len(listing["requests"])
+        if listing["next"] is None and room and state in _KEPT_STATES and self.history_log.is_kept:
+            before = -cursor if cursor < 0 else _ANY
+            with contextlib.suppress(StoreUnavailable):
+                kept, older = await self.history_log.older(
+                    room, before, _KEPT_STATES[state], search.lower(), identity
+                )
+                records = [one.record for one in kept]
+                listing["requests"] += await self.slices.result(request_detail.rows_of(records))
+                listing["next"] = None if older is None else -older
+        return StreamingResponse(self.slices.blocks(in_pieces(_with_long_lists(listing))), _JSON)
 
-    async def request(self, request: Request) -> StreamingResponse:
+    async def request(self, request: Request) -> Response | StreamingResponse:
         """One sequence in full, see `request_detail.detail`. 404 when it is not known, or not any
         more, or is somebody else's.
         """
         identity = Identity.of(request.scope)
         index = _Query(request).whole("index", 0, 0, REQUEST_MOST.n)
         record = self.client.history.find(request.path_params["id"], index)
-        if record is None or not identity.may_see(record.tenant):
-            raise HttpError(404, "no such request, or it ended too long ago", code="not_found")
+        if record is None:
+            return to_json(await self._kept_request(request.path_params["id"], index, identity))
+        if not identity.may_see(record.tenant):
+            raise _no_request()
         work = request_detail.detail(self.client.history, record, time.monotonic())
         detail = await self.slices.result(work)
         text = await self._text(record) if identity.is_admin else None
         value = _with_long_lists(detail | {"text": text})
         return StreamingResponse(self.slices.blocks(in_pieces(value)), _JSON)
+
+    async def _kept_request(self, id: str, index: int, identity: Identity) -> JsonDict:
+        """A sequence that the history of hours alone knows. Raises HttpError 404 and 503."""
+        kept = await self.history_log.named(id, index) if self.history_log.is_kept else None
+        if kept is None or not identity.may_see(kept.record.tenant):
+            raise _no_request()
+        return request_detail.kept_detail(kept.record, kept.adapter) | {"text": None}
 
     async def _text(self, record: RequestRecord) -> dict[str, str] | None:
         """Prompt and answer, if they may be shown."""
@@ -311,7 +361,7 @@ class Dashboard(PageRoutes):
         minutes = _Query(request).seconds("minutes", 1.0)
         History.check_minutes(minutes)
         now, wall = time.monotonic(), time.time()
-        work = ReportData.collect(self.client, minutes, self.feed.notes, now, wall)
+        work = ReportData.collect(self.client, minutes, self.notes.kept, now, wall)
         page = await self.drawings.draw(await self.slices.result(work))
         headers = {"content-type": "text/html; charset=utf-8"}
         return StreamingResponse(self.slices.blocks(_blocks_of(page)), headers)
@@ -329,6 +379,10 @@ class Dashboard(PageRoutes):
         if request.method == "DELETE":
             await self.lab.stop()
         return to_json(self.lab.status())
+
+
+def _no_request() -> HttpError:
+    return HttpError(404, "no such request, or it ended too long ago", code="not_found")
 
 
 def _blocks_of(page: bytes) -> Generator[bytes, None, None]:

@@ -48,8 +48,8 @@ _RECENT_S, _HISTOGRAM_S, _RENEW_S = 30.0, 60.0, 1.0
 class Feed:
     """The live feed of one engine; lives on one asyncio loop.
 
-    hz: frames a second while there is a viewer. needs_key, shows_text: for the page, see
-    `sse.FeedStart`.
+    hz: frames a second while there is a viewer. needs_key, shows_text, history_h: for the page, see
+    `sse.FeedStart`. notes: of the engine; None: the feed looks for its own.
     """
 
     def __init__(
@@ -59,6 +59,8 @@ class Feed:
         hz: float = 10.0,
         needs_key: bool = False,
         shows_text: bool = False,
+        history_h: float = 0.0,
+        notes: Notes | None = None,
         max_viewers: int = Viewer.most,
     ):
         self.client = client
@@ -66,10 +68,13 @@ class Feed:
         self.hz = hz
         self._needs_key = needs_key
         self._shows_text = shows_text
+        self._history_h = history_h
         self._max_viewers = max_viewers
         self._viewers: set[Viewer] = set()
         self._sampling: asyncio.Task[None] | None = None
-        self._notes = Notes()
+        self._notes = notes or Notes(client)
+        #: Notes that were sent.
+        self._n_notes = 0
         #: Frames sent since the start.
         self._n_frames = 0
         #: The newest snapshot that was sent, and its key frame once somebody needs it, by who.
@@ -77,11 +82,6 @@ class Feed:
         self._key_frames: dict[Identity, bytes] = {}
         #: The newest frames: id, and all events that were sent with it to administrators.
         self._recent: deque[tuple[str, list[bytes]]] = deque(maxlen=_KEPT_FRAMES)
-
-    @property
-    def notes(self) -> list[Note]:
-        """The newest notes that were sent, oldest first."""
-        return list(self._notes.kept)
 
     @property
     def sampling(self) -> bool:
@@ -157,6 +157,7 @@ class Feed:
             needs_key=self._needs_key,
             shows_text=self._shows_text and identity.is_admin,
             role=identity.role.name.lower(),
+            history_h=self._history_h,
             t=time.monotonic(),
             unix_time=time.time(),
         )
@@ -177,9 +178,9 @@ class Feed:
         for viewer in self._viewers:
             viewer.put(self._hello(viewer.identity))
 
-    def send(self, now: Snapshot, records: np.ndarray, *, with_key_frame: bool) -> None:
+    def send(self, now: Snapshot, *, with_key_frame: bool) -> None:
         """Send a snapshot: what happened, notes, and a key frame or what changed; nothing if
-        nothing did. records: the steps since the snapshot before.
+        nothing did.
         """
         before = self._last
         changes = None
@@ -188,8 +189,11 @@ class Feed:
             silent = now.n_events == before.n_events and _is_quiet(changes)
             if silent and now.t - before.t < _HEARTBEAT_S:
                 return
-        frame = _Frame(self._happened(before), self._notes.compare(now, records), changes)
-        now.notes = self.notes
+        self._notes.look(now.t)
+        new_notes = [] if before is None else self._notes.since(self._n_notes)
+        self._n_notes = self._notes.n
+        frame = _Frame(self._happened(before), new_notes, changes)
+        now.notes = list(self._notes.kept)
         self._n_frames += 1
         self._last = now
         self._key_frames.clear()
@@ -293,7 +297,7 @@ class _Sampler:
         now = time.monotonic()
         with_key_frame = now - self._sent_key_frame >= _KEY_FRAME_S
         self._renew_latencies(now, with_key_frame)
-        self.feed.send(self._snapshot(records, now), records, with_key_frame=with_key_frame)
+        self.feed.send(self._snapshot(records, now), with_key_frame=with_key_frame)
 
     def _renew_latencies(self, now: float, with_key_frame: bool) -> None:
         history = self.client.history

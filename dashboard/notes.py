@@ -1,15 +1,18 @@
-"""Things that a person should know of, found by comparing a snapshot with those before it."""
+"""Things that a person should know of, found by looking at an engine now and then."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
-from jitney.dashboard.snapshot import Snapshot
 from jitney.dashboard.sse import Note, with_note
 from jitney.engine.common.requests import JsonDict
+from jitney.engine.server import EngineClient
 
 #: Preemptions are counted over so many seconds.
 _WINDOW_S = 5.0
@@ -17,8 +20,8 @@ _WINDOW_S = 5.0
 _QUIET_S = 30.0
 #: Preemptions within the window that are worth a note, on a few seats.
 _FEW_PREEMPTIONS = 4
-#: Notes that are kept.
-_KEPT = 20
+#: Notes that are kept for the page, and for those that ask for news.
+_KEPT, _NEWS = 20, 400
 _STORM = (
     "sequences lose their seats for lack of KV pages: fewer seats, shorter contexts or more pages "
     "would compute less twice"
@@ -37,137 +40,198 @@ _WHY = {
     "draining": "the server stops",
     "sleeping": "the engine sleeps",
     "engine_dead": "the engine is dead",
+    "store_unavailable": "files, batches and jobs cannot be stored",
 }
-_DISK_FULL = (
-    "a disk that files, batches, jobs or the record of traffic are written to is full; the log "
-    "names it, and other answers go on"
-)
+
+
+class _TroubleText(NamedTuple):
+    """How trouble of one kind (`incidents._Trouble`) is told."""
+
+    level: str
+    #: With its count and its cause.
+    message: str
+    #: What is counted; "": nothing.
+    unit: str = ""
+
+
+#: By the kind of incident.
+TROUBLES = {
+    "disk_full": _TroubleText(
+        "error",
+        "a disk that files, batches, jobs or the record of traffic are written to is full "
+        "({cause}); other answers go on",
+    ),
+    "store": _TroubleText(
+        "error",
+        "reads and writes of a store that failed: {count}; the newest: {cause}. Answers go on",
+        "failures",
+    ),
+    "webhook": _TroubleText(
+        "warn",
+        "messages about ended batches and jobs that were not accepted: {count}; the newest: "
+        "{cause}. Each is sent again up to seven times within ten hours",
+        "messages",
+    ),
+}
 
 
 class Notes:
-    """Finds notes, and keeps the newest, oldest first (`kept`)."""
+    """Finds notes of one engine for all that show or keep them. Each note is found once, whoever
+    has it look. `kept`: the newest, oldest first.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, client: EngineClient) -> None:
+        self.client = client
         self.kept: list[Note] = []
-        self._before: Snapshot | None = None
-        #: (t, total) of the preemptions of the snapshots within the window.
+        #: Notes found so far, renewed ones included.
+        self.n = 0
+        self._news: deque[Note] = deque(maxlen=_NEWS)
+        #: The newest step that was looked at.
+        self._last_step = client.history.records.last_step
+        #: (t, total) of the preemptions at the looks within the window.
         self._preemptions: deque[tuple[float, int]] = deque()
         #: When the last note of a storm of them was written.
         self._storm_at = -np.inf
         #: When the engine got ready whose proof was told of.
         self._proof_of = -np.inf
-        #: What was told of outages and refusals, by code and beginning.
+        #: What was told of outages, refusals and trouble, by code and beginning.
         self._told: dict[tuple[str, float], Note] = {}
-        #: When the disk got full that was told of.
-        self._full_at = -np.inf
+        #: How often each accident has happened.
+        self._accidents = dict.fromkeys(_ACCIDENTS, 0)
+        #: When the engine was first seen asleep, monotonic; the drain was noted.
+        self._asleep_at: float | None = None
+        self._told_drain = False
 
-    def compare(self, now: Snapshot, records: np.ndarray) -> list[Note]:
-        """New notes, and those that are renewed. records: the steps since the snapshot before. The
-        first snapshot tells of what happened before anybody looked.
+    def since(self, number: int) -> list[Note]:
+        """Notes found after the first `number`, as far back as they are known."""
+        forgotten = self.n - len(self._news)
+        return list(islice(self._news, max(0, number - forgotten), None))
+
+    def look(self, now: float) -> None:
+        """Find new notes, and those that are renewed; the first look finds what happened before
+        it. now: time.monotonic().
         """
-        before, self._before = self._before, now
-        new = [
-            *self._kernels_out(now),
-            *self._renewed(now),
-            *self._full_disk(now),
-            *_accidents(before, now),
-        ]
-        if before is not None:
-            new += _compiles(now, records)
-        new += self._storms(now)
-        for note in new:
+        for note in (
+            *self._kernels_out(),
+            *self._renewed(),
+            *self._new_accidents(now),
+            *self._compiles(),
+            *self._storms(now),
+            *self._sleep(now),
+            *self._drain(),
+        ):
             self.kept = with_note(self.kept, note, _KEPT)
-        return new
+            self._news.append(note)
+            self.n += 1
 
-    def _kernels_out(self, now: Snapshot) -> list[Note]:
+    def _kernels_out(self) -> Iterator[Note]:
         """Kernels that an engine's proof left out, once per engine, at the time when it got ready:
         the first viewer may come much later.
         """
-        if not now.kernels_out or now.ready_at <= self._proof_of:
-            return []
-        self._proof_of = now.ready_at
-        message = _KERNELS_OUT.format(", ".join(now.kernels_out))
-        hit = {"kernels": len(now.kernels_out)}
-        return [make_note(now.ready_at, "error", "kernels_out", message, hit)]
+        info, ready_at = self.client.info, self.client.history.ready_at
+        out = info.kernels.out if info is not None else []
+        if out and ready_at > self._proof_of:
+            self._proof_of = ready_at
+            message = _KERNELS_OUT.format(", ".join(out))
+            yield _make_note(ready_at, "error", "kernels_out", message, {"kernels": len(out)})
 
-    def _renewed(self, now: Snapshot) -> list[Note]:
-        """New notes of outages and refusals, each from its start on."""
-        notes = [_outage_note(outage) for outage in now.outages]
-        notes += [_refusals_note(refusals) for refusals in now.refusals]
+    def _renewed(self) -> list[Note]:
+        """New notes of outages, refusals and trouble, each from its start on."""
+        incidents = self.client.history.incidents
+        notes = [_outage_note(msgspec.structs.asdict(one)) for one in incidents.outages]
+        notes += [_refusals_note(msgspec.structs.asdict(one)) for one in incidents.refusals]
+        notes += [_trouble_note(msgspec.structs.asdict(one)) for one in incidents.troubles]
         told, self._told = self._told, {(note["code"], note["t"]): note for note in notes}
         return [note for what, note in self._told.items() if told.get(what) != note]
 
-    def _full_disk(self, now: Snapshot) -> list[Note]:
-        """That a disk got full, once for each time."""
-        if now.disk_full_at <= self._full_at:
-            return []
-        self._full_at = now.disk_full_at
-        return [make_note(self._full_at, "error", "disk_full", _DISK_FULL)]
+    def _new_accidents(self, now: float) -> Iterator[Note]:
+        for code, accident in _ACCIDENTS.items():
+            before, self._accidents[code] = self._accidents[code], accident.counted(self.client)
+            more = self._accidents[code] - before
+            if more > 0:
+                hit = {accident.unit: more} if accident.unit else None
+                yield _make_note(now, "error", code, accident.message.format(more), hit)
 
-    def _storms(self, now: Snapshot) -> list[Note]:
+    def _compiles(self) -> Iterator[Note]:
+        """Programs compiled by steps while serving. All streams of the step waited for it."""
+        records, ready = self.client.history.records.steps(
+            self._last_step, self.client.history.records.last_step
+        )
+        if not len(records):
+            return
+        self._last_step = int(records[-1]["step"])
+        for place in np.flatnonzero(records["compiled"]):
+            record = records[place]
+            seconds = float(record["device_s"] + record["launch_s"])
+            message = (
+                f"step {record['step']} had to compile a program for {record['bucket_tokens']} "
+                f"rows and took {seconds:.1f} s"
+            )
+            hit = {"streams": int(record["seats_busy"]), "rows": int(record["bucket_tokens"])}
+            yield _make_note(float(ready[place]), "warn", "compile", message, hit, seconds)
+
+    def _storms(self, now: float) -> Iterator[Note]:
         """That many lost their seats within the window, unless a note said so a moment ago."""
         recent = self._preemptions
-        recent.append((now.t, now.metrics["preemptions"]))
-        while recent[0][0] < now.t - _WINDOW_S:
+        recent.append((now, self.client.counters.preemptions))
+        while recent[0][0] < now - _WINDOW_S:
             recent.popleft()
         growth = recent[-1][1] - recent[0][1]
-        if growth < _many_preemptions(now) or now.t - self._storm_at < _QUIET_S:
-            return []
-        self._storm_at = now.t
-        hit = {"preempted": growth}
-        return [make_note(now.t, "warn", "preemption_storm", _STORM, hit)]
+        many = max(_FEW_PREEMPTIONS, len(self.client.history.seats) // 4)
+        if growth >= many and now - self._storm_at >= _QUIET_S:
+            self._storm_at = now
+            yield _make_note(now, "warn", "preemption_storm", _STORM, {"preempted": growth})
+
+    def _sleep(self, now: float) -> Iterator[Note]:
+        """The engine fell asleep, or was woken."""
+        asleep, began = self.client.state == "sleeping", self._asleep_at
+        if asleep and began is None:
+            self._asleep_at = now
+            yield _make_note(now, "info", "sleep", "the engine was sent to sleep")
+        elif not asleep and began is not None:
+            self._asleep_at = None
+            message = f"the engine slept for {now - began:.0f} s"
+            yield _make_note(began, "info", "sleep", message, silence_s=now - began)
+
+    def _drain(self) -> Iterator[Note]:
+        """The server was told to stop."""
+        drain = self.client.history.incidents.drain
+        if drain is not None and not self._told_drain:
+            self._told_drain = True
+            t, n_open = drain
+            message = f"the server was told to stop; open sequences: {n_open}"
+            yield _make_note(t, "info", "drain", message, {"open": n_open})
 
 
-def _many_preemptions(now: Snapshot) -> int:
-    """How many in a window are worth a note."""
-    return max(_FEW_PREEMPTIONS, now.n_seats // 4)
+class _Accident(NamedTuple):
+    """Something that is counted, and should not happen."""
+
+    counted: Callable[[EngineClient], int]
+    #: Of the count; "": none.
+    unit: str
+    #: With how many there are more.
+    message: str
 
 
-def _compiles(now: Snapshot, records: np.ndarray) -> list[Note]:
-    compiled = records[records["compiled"] > 0]
-    return [_compile_note(now.t, record) for record in compiled]
+def _is_dead(client: EngineClient) -> bool:
+    """The end of the core is no accident when the server was told to stop."""
+    return client.state == "dead" and client.history.incidents.drain is None
 
 
-def _compile_note(t: float, record: np.void) -> Note:
-    """All streams waited for the step."""
-    hit = {"rows": int(record["bucket_tokens"])}
-    seconds = float(record["device_s"] + record["launch_s"])
-    return make_note(t, "warn", "compile", _compile_message(record), hit, seconds)
-
-
-def _compile_message(record: np.void) -> str:
-    seconds = record["device_s"] + record["launch_s"]
-    return (
-        f"step {record['step']} had to compile a program for {record['bucket_tokens']} rows "
-        f"and took {seconds:.1f} s"
-    )
-
-
-def _accidents(before: Snapshot | None, now: Snapshot) -> Iterator[Note]:
-    for code, counter in _ACCIDENTS.items():
-        more = counter(now) - (0 if before is None else counter(before))
-        if more > 0:
-            unit, message = _ACCIDENT_TEXTS[code]
-            yield make_note(
-                now.t, "error", code, message.format(more), {unit: int(more)} if unit else None
-            )
-
-
-#: How often each accident has happened.
-_ACCIDENTS: dict[str, Callable[[Snapshot], int]] = {
-    "nan": lambda snapshot: snapshot.metrics["nan_rows"],
-    "canary": lambda snapshot: snapshot.metrics["canary"]["mismatched"],
-    "dead": lambda snapshot: snapshot.state == "dead",
-}
-#: The unit of each accident's count ("" for none), and its message.
-_ACCIDENT_TEXTS = {
-    "nan": ("rows", "logits were not finite in {} rows; their requests have ended"),
-    "canary": (
+#: By their codes.
+_ACCIDENTS = {
+    "nan": _Accident(
+        lambda client: client.counters.nan_rows,
+        "rows",
+        "logits were not finite in {} rows; their requests have ended",
+    ),
+    "canary": _Accident(
+        lambda client: client.counters.canary_mismatched,
         "answers",
         "computed again with the reference kernels, so many answers came out otherwise: "
         "{}. `jitney doctor` compares every kernel",
     ),
-    "dead": ("", "the engine is dead and is not started again"),
+    "dead": _Accident(_is_dead, "", "the engine is dead and is not started again"),
 }
 
 
@@ -179,7 +243,7 @@ def _outage_note(outage: JsonDict) -> Note:
     )
     hit = {"resumed": outage["n_resumed"], "lost": outage["n_lost"]}
     silence_s = None if outage["flowing"] is None else outage["flowing"] - outage["began"]
-    return make_note(outage["began"], "error", "outage", message, hit, silence_s)
+    return _make_note(outage["began"], "error", "outage", message, hit, silence_s)
 
 
 def _back(outage: JsonDict) -> str:
@@ -208,7 +272,15 @@ def _refusals_note(refusals: JsonDict) -> Note:
     message = f"{total} {requests} turned away{within}: {reasons}"
     if refusals["retry_s"] is not None:
         message += f"; the newest was told to come again in {refusals['retry_s']:.1f} s"
-    return make_note(refusals["began"], "warn", "refusals", message, {"refused": total})
+    return _make_note(refusals["began"], "warn", "refusals", message, {"refused": total})
+
+
+def _trouble_note(trouble: JsonDict) -> Note:
+    """Trouble since it began."""
+    text, count = TROUBLES[trouble["code"]], trouble["count"]
+    message = text.message.format(count=count, cause=trouble["cause"])
+    hit = {text.unit: count} if text.unit else None
+    return _make_note(trouble["began"], text.level, trouble["code"], message, hit)
 
 
 def _why(name: str) -> str:
@@ -217,7 +289,7 @@ def _why(name: str) -> str:
     return f" ({reason})" if reason else ""
 
 
-def make_note(
+def _make_note(
     t: float,
     level: str,
     code: str,

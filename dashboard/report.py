@@ -217,7 +217,7 @@ def _chart_sections(shown: JsonObject) -> Iterator[PageSection]:
 
 
 class _ChartBins:
-    """The columns of `Window._binned`, as charts show them."""
+    """The columns of `Window.binned`, as charts show them."""
 
     def __init__(self, shown: JsonObject):
         bins = shown["bins"]

@@ -4,12 +4,14 @@ yields is work for `TimeSlices`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator, Iterable, Iterator
 from typing import NamedTuple, SupportsFloat
 
 import numpy as np
 
 from jitney.engine.common.history import History
+from jitney.engine.common.records import RecordRing
 from jitney.engine.common.request_record import ComputedChunk, RequestRecord, Stay
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.server import EVERYBODY, Identity, status_of
@@ -93,7 +95,7 @@ def listing(
             shown.append(request)
         if len(shown) > limit:
             break
-    rows = yield from _rows(shown[:limit])
+    rows = yield from rows_of(shown[:limit])
     more = len(shown) > limit
     return {"t": _t(now), "requests": rows, "next": shown[limit - 1].number if more else None}
 
@@ -121,9 +123,10 @@ class _Wanted(NamedTuple):
         return any(self.search in text.lower() for text in texts)
 
 
-def _rows(
+def rows_of(
     requests: Iterable[RequestRecord],
 ) -> Generator[None, None, list[JsonDict]]:
+    """Rows of the table. Work for `TimeSlices`."""
     rows = []
     for request in requests:
         rows.append(_row(request))
@@ -160,6 +163,34 @@ def detail(history: History, request: RequestRecord, now: float) -> _Work:
         "shared": steps.shared(),
         "causes": steps.causes(),
     }
+
+
+def kept_detail(request: RequestRecord, adapter: str) -> JsonDict:
+    """As `detail`, of an ended request whose steps are not kept any more: its causes are its
+    phases. adapter: its name.
+    """
+    steps = Steps(History(records=RecordRing(1)), request, request.end)
+    return _row(request) | {
+        "adapter": adapter,
+        "phases": _phases(request, request.end),
+        "chunks": [],
+        "cadence": steps.cadence(),
+        "shared": steps.shared(),
+        "causes": _causes_by_phase(request),
+    }
+
+
+def _causes_by_phase(request: RequestRecord) -> list[JsonDict]:
+    """See `Steps.causes`: what came after a preemption, until it decoded again, is its cost."""
+    seconds: Counter[str] = Counter()
+    for place, phase in enumerate(_phases(request, request.end)):
+        kind = phase["kind"]
+        is_again = (place > 0 and kind == "queue") or (
+            "preemption" in seconds and kind == "prefill"
+        )
+        seconds["preemption" if is_again else kind] += phase["to"] - phase["from"]
+    found = [_cause(code, value, request) for code, value in seconds.items() if value > _LEAST_S]
+    return sorted(found, key=lambda cause: -cause["seconds"])
 
 
 def _phases(request: RequestRecord, now: float) -> list[JsonDict]:

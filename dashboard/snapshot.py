@@ -5,7 +5,6 @@ of the feed, and two of them a delta (`jitney.dashboard.sse` explains both).
 from __future__ import annotations
 
 import base64
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -146,16 +145,6 @@ class Snapshot:
     histograms: JsonDict | None = None
     notes: list[Note] = field(default_factory=list)
     outages: list[JsonDict] = field(default_factory=list)
-    #: Times in which requests were refused, oldest first (`incidents._Refusals`); for `Notes`.
-    refusals: list[JsonDict] = field(default_factory=list)
-    #: Kernels that the proof at start took out, and when the engine that found them wrong got
-    #: ready; for `Notes`.
-    kernels_out: list[str] = field(default_factory=list)
-    #: See `History`.
-    disk_full_at: float = -math.inf
-    ready_at: float = 0.0
-    #: Of the engine, also where `seats` is not filled; for `Notes`.
-    n_seats: int = 0
 
     @classmethod
     def of(cls, client: EngineClient, records: np.ndarray, recent: Recent, now: float) -> Snapshot:
@@ -171,14 +160,9 @@ class Snapshot:
             metrics=_metrics(client, records, recent),
             n_events=history.events.n,
             outages=msgspec.to_builtins(list(history.incidents.outages)),
-            refusals=msgspec.to_builtins(list(history.incidents.refusals)),
-            disk_full_at=history.incidents.disk_full_at,
-            n_seats=len(history.seats),
         )
         if client.state in ("loading", "restarting"):
             snapshot.progress = msgspec.to_builtins(client.progress)
-        if client.info is not None:
-            snapshot.kernels_out, snapshot.ready_at = client.info.kernels.out, history.ready_at
         return snapshot
 
     def key_frame(self, page_size: int, view: View | None = None) -> KeyFrame:

@@ -58,6 +58,7 @@ class FeedStart(TypedDict):
     needs_key: bool  # requests need an API key
     shows_text: bool  # prompts and answers are shown
     role: str  # "admin", or "user": of others' requests only that they sit somewhere is shown
+    history_h: float  # hours that /history goes back; 0: there is none
     seat_states: tuple[str, ...]  # SEAT_STATES
     page_states: tuple[str, ...]  # PAGE_STATES
     seat_numbers: tuple[str, ...]  # SEAT_NUMBERS
@@ -220,6 +221,7 @@ def hello(
     needs_key: bool,
     shows_text: bool,
     role: str,
+    history_h: float,
     t: float,
     unix_time: float,
 ) -> bytes:
@@ -234,6 +236,7 @@ def hello(
         "needs_key": needs_key,
         "shows_text": shows_text,
         "role": role,
+        "history_h": history_h,
         "seat_states": SEAT_STATES,
         "page_states": PAGE_STATES,
         "seat_numbers": SEAT_NUMBERS,

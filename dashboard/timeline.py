@@ -188,7 +188,7 @@ class Window:
             "to": round(self.end, 4),
             "kept_from": round(history.kept_from, 4),
             "seats": len(history.seats),
-            "bins": (yield from self._binned(bins)),
+            "bins": (yield from self.binned(bins)),
             "stays": columns,
             "stays_left_out": left_out,
             "outages": msgspec.to_builtins(list(history.incidents.outages)),
@@ -222,7 +222,7 @@ class Window:
         """The steps' records, and when each was done."""
         return (yield from _copied(self.history, *self.history.records.span(self.start, self.end)))
 
-    def _binned(self, bins: int) -> Work:
+    def binned(self, bins: int) -> Work:
         """Steps by the time they were done: sums, and the highest or mean of what is not a sum
         (null without steps).
         """

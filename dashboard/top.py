@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
+import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table
 from rich.text import Text
 
 from jitney.dashboard.replica import ReplicaView, SeatView
@@ -22,7 +24,7 @@ from jitney.engine.common.terminal import console
 from jitney.engine.config import KEY_FLAG, Command, Flag, FlagGroup, short
 
 if TYPE_CHECKING:
-    from rich.live import Live
+    from jitney.dashboard.terminal_screen import Screen
 
 _DEFAULT_URL = "http://127.0.0.1:8000"
 #: Seconds between two drawings.
@@ -31,8 +33,10 @@ _DRAW_S = 0.25
 _RETRY_S = 2.0
 #: Seconds that --once waits until rates are known.
 _RATES_S = 1.2
-#: Seconds that rates look back.
-_WINDOW_S = 3.0
+#: Seconds between two questions for a listing.
+_ASK_S = 2.0
+#: Seconds that rates look back, and that hits of the prefix cache and refusals are counted.
+_WINDOW_S, _MINUTE_S = 3.0, 60.0
 _LEVELS = "▁▂▃▄▅▆▇█"
 #: Glyph and style of a seat; a decoding one shows how far it has come instead.
 _SEATS = {"free": ("·", "bright_black"), "prefill": ("»", "bold yellow"), "held": ("×", "red")}
@@ -89,43 +93,222 @@ async def _until_known(watched: _Watched) -> None:
 
 
 async def _watch(url: str, key: str) -> None:
-    """Pictures for ever; an engine that goes away is waited for. Raises Unreachable if it was never
-    there.
+    """Pictures until "q" is pressed; an engine that goes away is waited for. Raises Unreachable if
+    it was never there.
     """
-    from rich.live import Live
+    from jitney.dashboard.terminal_screen import Screen, reading_keys
 
     watched = _Watched(url, key)
-    live = Live(auto_refresh=False, screen=sys.stdout.isatty(), console=console())
     try:
-        while True:
-            trouble = await _draw_feed(watched, live)
-            live.update(watched.picture(trouble), refresh=True)
-            await asyncio.sleep(_RETRY_S)
+        with Screen(console()) as screen:
+            viewer = _Viewer(watched, screen)
+            with reading_keys(viewer.press):
+                await viewer.run()
     finally:
-        live.stop()
         await watched.engine.close()
 
 
-async def _draw_feed(watched: _Watched, live: Live) -> str:
-    """Until the feed ends; why it did. Raises Unreachable if it never began."""
-    from jitney.dashboard.remote import Unreachable
+class _Viewer:
+    """The views of an engine on a terminal, and the keys that go to them."""
 
-    try:
-        await _draw_frames(watched, live)
-    except Unreachable as error:
-        if watched.replica.hello is None:
-            raise
-        return str(error)
-    return "the feed ended; connecting again"
+    def __init__(self, watched: _Watched, screen: Screen):
+        self._watched = watched
+        self._screen = screen
+        self._view = _VIEWS["1"]
+        #: The newest answer of the view, None before the first; why pictures may be old.
+        self._listing: JsonDict | None = None
+        self._trouble = ""
+        self._switched = asyncio.Event()
+        self._left = asyncio.Event()
+
+    def press(self, keys: str) -> None:
+        """Take in pressed keys."""
+        for key in keys.lower():
+            if key == "q":
+                self._left.set()
+            elif key in _VIEWS:
+                self._view, self._listing = _VIEWS[key], None
+                self._switched.set()
+                self._draw()
+
+    async def run(self) -> None:
+        """Until "q" is pressed. Raises Unreachable if there was never an engine."""
+        works = self._follow(), self._ask(), self._left.wait()
+        tasks = [asyncio.ensure_future(work) for work in works]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _follow(self) -> None:
+        """Take in the feed for ever. Raises Unreachable if it never began."""
+        from jitney.dashboard.remote import Unreachable
+
+        while True:
+            try:
+                await self._draw_frames()
+                self._trouble = "the feed ended; connecting again"
+            except Unreachable as error:
+                if self._watched.replica.hello is None:
+                    raise
+                self._trouble = str(error)
+            self._draw()
+            await asyncio.sleep(_RETRY_S)
+
+    async def _draw_frames(self) -> None:
+        drawn = 0.0
+        async for now in self._watched.frames():
+            if now - drawn >= _DRAW_S:
+                drawn, self._trouble = now, ""
+                self._draw()
+
+    async def _ask(self) -> None:
+        """Renew the listing of the view now and then, for ever."""
+        while True:
+            view = self._view
+            if view.path:
+                listing = await self._watched.ask(view.path)
+                if view is self._view:
+                    self._listing = listing
+                    self._draw()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_ASK_S):
+                    await self._switched.wait()
+            self._switched.clear()
+
+    def _draw(self) -> None:
+        if self._watched.replica.hello is None:
+            return
+        if self._view.path:
+            picture = _listed(self._view, self._listing, self._trouble)
+        else:
+            picture = self._watched.picture(self._trouble)
+        self._screen.show(picture, _help(self._view))
 
 
-async def _draw_frames(watched: _Watched, live: Live) -> None:
-    drawn = 0.0
-    async for now in watched.frames():
-        live.start()
-        if now - drawn >= _DRAW_S:
-            drawn = now
-            live.update(watched.picture(), refresh=True)
+class _View(NamedTuple):
+    """What a key shows."""
+
+    name: str
+    #: Question to the engine's page, and the field of its answer with the rows; empty: the
+    #: overview, of the feed.
+    path: str = ""
+    field: str = ""
+    #: Heading, and text of a row.
+    columns: tuple[tuple[str, Callable[[JsonDict], str]], ...] = ()
+
+
+def _cell(name: str) -> Callable[[JsonDict], str]:
+    """The text of a field; empty where it is null or not there."""
+
+    def text(row: JsonDict) -> str:
+        value = row.get(name)
+        return "" if value is None else str(value)
+
+    return text
+
+
+def _time(name: str) -> Callable[[JsonDict], str]:
+    """Seconds of a field, as people read them."""
+    return lambda row: _UNKNOWN if row.get(name) is None else _seconds(row[name])
+
+
+def _seat(row: JsonDict) -> str:
+    return "" if row["seat"] < 0 else str(row["seat"])
+
+
+def _clock(row: JsonDict) -> str:
+    """The time of day of a row's `t`, seconds since 1970."""
+    return time.strftime("%d %b %H:%M:%S", time.localtime(row["t"]))
+
+
+def _hit(row: JsonDict) -> str:
+    concerned = [f"{n} {unit}" for unit, n in row["hit"].items()]
+    if row["silence_s"] is not None:
+        concerned.append(f"no tokens for {_seconds(row['silence_s'])}")
+    return ", ".join(concerned)
+
+
+#: By the keys that show them.
+_VIEWS = {
+    "1": _View("overview"),
+    "2": _View(
+        "requests",
+        "requests?limit=100",
+        "requests",
+        (
+            ("request", _cell("request")),
+            ("state", _cell("state")),
+            ("user", _cell("user")),
+            ("seat", _seat),
+            ("prompt", _cell("n_prompt")),
+            ("output", lambda row: f"{row['n_output']} / {row['max_tokens']}"),
+            ("waited", _time("queued_s")),
+            ("first token", _time("ttft_s")),
+            ("in all", _time("e2e_s")),
+            ("end", lambda row: row["code"] or row["finish"]),
+        ),
+    ),
+    "3": _View(
+        "incidents",
+        "incidents?limit=50",
+        "incidents",
+        (
+            ("when", _clock),
+            ("kind", _cell("code")),
+            ("what", _cell("message")),
+            ("concerned", _hit),
+            ("what to change", _cell("advice")),
+        ),
+    ),
+    "4": _View(
+        "tenants",
+        "tenants",
+        "tenants",
+        (
+            ("tenant", _cell("name")),
+            ("seats", _cell("seats")),
+            ("waiting", _cell("waiting")),
+            ("requests", _cell("requests")),
+            ("refused", _cell("refused")),
+            ("prompt tokens", _cell("prompt_tokens")),
+            ("output tokens", _cell("output_tokens")),
+            ("share of seats", lambda row: _percent(row.get("share"))),
+            ("wait p95", lambda row: _p95(row.get("wait_s"))),
+        ),
+    ),
+}
+
+
+def _help(shown: _View) -> Text:
+    """The keys, that of the view that is shown in bold."""
+    text = Text(no_wrap=True)
+    for key, view in _VIEWS.items():
+        text.append(f" {key} {view.name} ", "reverse" if view is shown else _DIM)
+    return text.append("  q quits", _DIM)
+
+
+def _listed(view: _View, listing: JsonDict | None, trouble: str) -> Group:
+    """Rows of a listing. trouble: why the picture may be old."""
+    parts: list[RenderableType] = [Text(f"Jitney {view.name}", "bold")]
+    trouble = trouble or (listing or {}).get("trouble", "")
+    if trouble:
+        parts.append(Text(trouble, "bold red"))
+    rows = (listing or {}).get(view.field)
+    if rows:
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        for heading, _ in view.columns:
+            table.add_column(Text(heading, _DIM))
+        for row in rows:
+            table.add_row(*(Text(text(row)) for _, text in view.columns))
+        parts.append(table)
+    elif not trouble:
+        parts.append(Text("asking the engine" if rows is None else "there are none", _DIM))
+    return Group(*parts)
 
 
 class _Watched:
@@ -137,15 +320,30 @@ class _Watched:
         self.engine = RemoteEngine(url, key)
         self.replica = ReplicaView()
         self.rates = _Rates()
+        self.minute = _Rates(_MINUTE_S)
 
     def picture(self, trouble: str = "") -> Group:
-        return _picture(self.replica, self.rates, self.engine.url, trouble)
+        return _picture(self.replica, self.rates, self.engine.url, trouble, self.minute)
+
+    async def ask(self, path: str) -> JsonDict:
+        """An answer of the page; `trouble` tells why there is none."""
+        from jitney.dashboard.remote import Unreachable
+
+        name, _, query = path.partition("?")
+        try:
+            async with self.engine.answer("GET", name, query=query) as answer:
+                if answer.status_code != 200:
+                    return {"trouble": f"{name}: the page answers {answer.status_code}"}
+                return msgspec.json.decode(await answer.aread())
+        except (Unreachable, msgspec.MsgspecError) as error:
+            return {"trouble": str(error)}
 
     async def frames(self) -> AsyncIterator[float]:
         """Keep `replica` and `rates` up to date; yields the time (loop seconds) of each frame."""
         async for event in self.engine.feed():
             if self._is_frame(event):
                 self.rates.add(self.replica)
+                self.minute.add(self.replica)
                 yield asyncio.get_running_loop().time()
 
     def _is_frame(self, event: bytes) -> bool:
@@ -158,7 +356,8 @@ class _Watched:
 class _Rates:
     """Differences of the totals over the last seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, window_s: float = _WINDOW_S) -> None:
+        self._window_s = window_s
         #: Time and totals of the frames within the window, the oldest first.
         self._frames: deque[tuple[float, JsonDict]] = deque()
 
@@ -168,7 +367,7 @@ class _Rates:
         if frames and replica.t < frames[-1][0]:
             frames.clear()
         frames.append((replica.t, replica.metrics))
-        while replica.t - frames[0][0] > _WINDOW_S:
+        while replica.t - frames[0][0] > self._window_s:
             frames.popleft()
 
     def rows(self) -> dict[str, int]:
@@ -177,6 +376,21 @@ class _Rates:
             return {}
         first, last = self._ends()
         return {kind: count - first["rows"][kind] for kind, count in last["rows"].items()}
+
+    def refused(self) -> int:
+        """Sequences that were refused within the window."""
+        if not self._frames:
+            return 0
+        first, last = (sum(totals.get("rejected", {}).values()) for totals in self._ends())
+        return last - first
+
+    def prefix_hits(self) -> float | None:
+        """Share of the prompt tokens that were found in the prefix cache; None without any."""
+        if not self._frames:
+            return None
+        first, last = (totals.get("cached_tokens", 0) for totals in self._ends())
+        cached, read = last - first, self.rows()["prefill"]
+        return cached / (cached + read) if cached + read else None
 
     def per_second(self, kind: str) -> float | None:
         """Rows of a kind a second; None before there are two frames."""
@@ -228,21 +442,19 @@ def _seat_cell(seat: SeatView) -> tuple[str, str]:
     return _LEVELS[level], "green"
 
 
-def _picture(replica: ReplicaView, rates: _Rates, url: str, trouble: str = "") -> Group:
-    """All of it. trouble: why the picture may be old."""
+def _picture(
+    replica: ReplicaView, rates: _Rates, url: str, trouble: str = "", minute: _Rates | None = None
+) -> Group:
+    """All of it. trouble: why the picture may be old; minute: `rates` over a minute."""
     parts: list[RenderableType] = [_title(replica, url), Text(_headline(replica), "bold")]
     if trouble:
         parts.append(Text(trouble, "bold red"))
     if replica.seats is not None:
-        parts += _running(replica, rates, replica.seats)
+        figures = _figures(replica, rates, minute or rates)
+        ledger = _ledger(rates.rows())
+        parts += [figures, Text(), _SeatGrid(replica.seats), _legend(), Text(), ledger]
     parts += map(_note, replica.notes[-_MAX_NOTES:])
     return Group(*parts)
-
-
-def _running(replica: ReplicaView, rates: _Rates, seats: list[SeatView]) -> list[RenderableType]:
-    """Lines for a running engine."""
-    ledger = _ledger(rates.rows())
-    return [_figures(replica, rates), Text(), _SeatGrid(seats), _legend(), Text(), ledger]
 
 
 def _note(note: Note) -> Text:
@@ -301,8 +513,8 @@ def _loading(replica: ReplicaView) -> str:
     return f"{stage} {Progress(stage, done, total).so_far}"
 
 
-def _figures(replica: ReplicaView, rates: _Rates) -> Columns:
-    figures = _rates(rates) | _latencies(replica)
+def _figures(replica: ReplicaView, rates: _Rates, minute: _Rates) -> Columns:
+    figures = _rates(rates) | _latencies(replica) | _shares(replica, minute)
     tiles = [Text.assemble((name, _DIM), "\n", (value, "bold")) for name, value in figures.items()]
     return Columns(tiles, padding=(0, 3))
 
@@ -317,19 +529,35 @@ def _rates(rates: _Rates) -> dict[str, str]:
 
 def _latencies(replica: ReplicaView) -> dict[str, str]:
     latency = replica.metrics.get("latency") or {}
+    predicted = replica.metrics.get("predicted_wait_s", 0.0)
+    return {
+        "estimated wait": _seconds(predicted) if predicted else "none",
+        "wait p95": _p95(latency.get("wait")),
+        "first token p50 / p95 / p99": _points(latency.get("ttft")),
+        "between tokens p50 / p95 / p99": _points(latency.get("itl")),
+    }
+
+
+def _shares(replica: ReplicaView, minute: _Rates) -> dict[str, str]:
+    device = replica.metrics.get("device") or {}
+    shares = [device[name] for name in ("bandwidth", "operations") if device.get(name) is not None]
     return {
         "pages used": _pages_used(replica.counts),
-        "wait p95": _p95(latency.get("wait")),
-        "first token p95": _p95(latency.get("ttft")),
-        "between tokens p95": _p95(latency.get("itl")),
+        "prefix hits": _percent(minute.prefix_hits()),
+        "device of its limit": _percent(max(shares, default=None)),
+        "refused in a minute": str(minute.refused()),
         "preempted": str(replica.metrics.get("preemptions", 0)),
     }
+
+
+def _percent(share: float | None) -> str:
+    return _UNKNOWN if share is None else f"{share:.0%}"
 
 
 def _pages_used(counts: dict[str, int]) -> str:
     pages = sum(counts.values())
     used = counts.get("held", 0) + counts.get("shared", 0)
-    return f"{used / pages:.0%}" if pages else _UNKNOWN
+    return _percent(used / pages if pages else None)
 
 
 def _legend() -> Text:
@@ -359,8 +587,17 @@ def _number(value: float | None, digits: int = 0) -> str:
 
 
 def _p95(summary: dict[str, float] | None) -> str:
-    """The 95th percentile of times in seconds, as people read it."""
+    """The 95th percentile of times in seconds."""
+    return _seconds(summary["p95"]) if summary else _UNKNOWN
+
+
+def _points(summary: dict[str, float] | None) -> str:
+    """The percentiles of times in seconds."""
     if not summary:
         return _UNKNOWN
-    seconds = summary["p95"]
+    return " / ".join(_seconds(summary[name]) for name in ("p50", "p95", "p99") if name in summary)
+
+
+def _seconds(seconds: float) -> str:
+    """Seconds as people read them."""
     return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"

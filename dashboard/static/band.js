@@ -1,9 +1,11 @@
-// The band over the seats: what an operator asks first, each figure with its last ten minutes as a line.
+// The band over the seats: what an operator asks first, each figure with its last minutes or hours as a line.
 
 import {colour, count, make, mark, onWidth, pen, percent, resize, say, seconds} from "./dom.js";
 import {limitOf} from "./history.js";
 import {KEPT_S} from "./stays.js";
 
+/** Seconds of the past in words. */
+const inWords = (reach) => (reach > KEPT_S ? `${count(reach / 3600)} hours` : "ten minutes");
 /** Height of a chart in CSS pixels. */
 const HIGH = 38;
 const EVERY_MS = 1000;
@@ -108,10 +110,11 @@ function storedPrice() {
 }
 
 export class Band {
-  /** element: a dl. onPoint(t): the reader points at a moment of the ten minutes; null: at none. */
+  /** element: a dl. onPoint(t): the reader points at a moment of what is shown; null: at none. */
   constructor(element, onPoint) {
     this.drawnAt = -Infinity;
     this.now = 0;
+    this.reach = KEPT_S;
     this.tiles = FIGURES.map((figure) => this.tile(element, figure, onPoint));
   }
 
@@ -128,7 +131,7 @@ export class Band {
       this.drawnAt = -Infinity;
     });
     canvas.addEventListener("pointermove", ({offsetX}) =>
-      onPoint(this.now - KEPT_S * (1 - offsetX / tile.width)),
+      onPoint(this.now - this.reach * (1 - offsetX / tile.width)),
     );
     canvas.addEventListener("pointerleave", () => onPoint(null));
     return tile;
@@ -139,11 +142,13 @@ export class Band {
   }
 
   /** now: {ttft, itl (percentiles or null), output, prompt (tok/s), waiting, predicted (seconds), pages, allPages, hits,
-   *  limit, busy (shares), refused, price}. t: the moment they are of; newest: the newest second known. */
-  show(now, history, t, newest) {
+   *  limit, busy (shares), refused, price}. t: the moment they are of; newest: the newest second known; reach: seconds
+   *  that the lines go back. */
+  show(now, history, {t, newest, reach}) {
+    const drawn = performance.now() - this.drawnAt < EVERY_MS && this.marked === t && this.reach === reach;
     this.now = newest;
-    const drawn = performance.now() - this.drawnAt < EVERY_MS && this.marked === t;
-    const bins = drawn ? [] : history.seconds(newest, KEPT_S).map(([, bin]) => bin);
+    this.reach = reach;
+    const bins = drawn ? [] : history.series(newest, reach);
     for (const tile of this.tiles) {
       const [value, details, kind = ""] = tile.figure.words(now);
       say(tile.value, value);
@@ -151,7 +156,7 @@ export class Band {
       mark(tile.box, "class", `figure ${kind}`.trim());
       if (!drawn && tile.width) {
         this.draw(tile, bins, t);
-        mark(tile.canvas, "aria-label", `${tile.figure.name}, ten minutes: ${value}, ${details}`);
+        mark(tile.canvas, "aria-label", `${tile.figure.name}, ${inWords(reach)}: ${value}, ${details}`);
       }
     }
     if (!drawn) {
@@ -172,7 +177,7 @@ export class Band {
     });
     if (t < this.now) {
       context.fillStyle = colour("ink");
-      context.fillRect(Math.round(width * (1 - (this.now - t) / KEPT_S)), 0, 1, HIGH);
+      context.fillRect(Math.round(width * (1 - (this.now - t) / this.reach)), 0, 1, HIGH);
     }
   }
 }
@@ -229,9 +234,9 @@ export function figuresNow({metrics, history, t, allPages}) {
   };
 }
 
-/** The figures of a moment of the ten minutes, of its bin. */
+/** The figures of a moment of the past, of its bin. */
 export function figuresThen({history, t, allPages}) {
-  const bin = history.bins.get(Math.floor(t));
+  const bin = history.at(t);
   return {
     ttft: bin?.ttft,
     itl: bin?.itl,

@@ -1,4 +1,5 @@
 // Ten minutes in bins of one second: filled from the server's own account at first, from the feed's totals afterwards.
+// Behind them hours in coarser bins, as the server kept them.
 
 import {sum} from "./dom.js";
 import {KEPT_S} from "./stays.js";
@@ -9,12 +10,23 @@ const LATENCIES = ["wait", "ttft", "itl"];
 const POINTS = ["p50", "p95", "p99"];
 /** Seconds that the rates shown as figures look back. */
 const RATE_S = 3;
+/** Points of a curve over hours. */
+const POINTS_OF_HOURS = 300;
 
 /** The device's share of its limit, from the feed's `device`; null: not known. */
 export function limitOf(device) {
   const shares = [device?.bandwidth, device?.operations].filter(Number.isFinite);
   return shares.length ? Math.max(...shares) : null;
 }
+
+/** Percentiles of a latency in a column's place i; null: there are none. */
+function pointsAt(bins, name, i) {
+  const points = POINTS.map((point) => [point, bins[`${name}_${point}`][i]]);
+  return points[0][1] === null ? null : Object.fromEntries(points);
+}
+
+/** The device's share of its limit in a column's place i; null: not known. */
+const limitAt = (bins, i) => (bins.floor_s?.[i] ? bins.floor_s[i] / (bins.step_s[i] - bins.gap_s[i]) : null);
 
 const zeros = (names) => Object.fromEntries(names.map((name) => [name, 0]));
 
@@ -24,6 +36,46 @@ export class History {
     this.bins = new Map();
     this.recent = []; // {t, metrics} of the last RATE_S seconds
     this.since = -Infinity; // totals are taken from here on
+    this.hours = null; // {width, bins: Map(place -> bin)}: what came before the ten minutes
+  }
+
+  /** Take in the server's account of hours, `history`. Its bins tell what was in a second of theirs. */
+  fillHours({bins}) {
+    const {width, t} = bins;
+    this.hours = {width, bins: new Map(t.map((start, i) => [Math.round(start / width), this.hoursBin(bins, i)]))};
+  }
+
+  hoursBin(bins, i) {
+    const each = (column) => (column[i] ?? 0) / bins.seconds[i];
+    const bin = this.emptyBin();
+    for (const kind of this.kinds) {
+      bin.rows[kind] = bins.rows[kind] ? each(bins.rows[kind]) : 0;
+    }
+    for (const name of SUMS) {
+      bin[name] = each(bins[name]);
+    }
+    Object.assign(bin, {waiting: bins.waiting[i], busy: bins.seats_busy[i], pages: bins.pages_used[i]});
+    bin.longest = bins.longest_step_s[i] ?? 0;
+    bin.limit = limitAt(bins, i);
+    for (const name of LATENCIES) {
+      bin[name] = pointsAt(bins, name, i);
+    }
+    return bin;
+  }
+
+  /** What is known of a moment: its second, or a second like those of its coarser bin. */
+  at(t) {
+    return this.bins.get(Math.floor(t)) ?? this.hours?.bins.get(Math.floor(t / this.hours.width));
+  }
+
+  /** The bins of the `reach` seconds before t, oldest first, undefined where nothing is known: each second of ten
+   *  minutes, or some of longer times. */
+  series(t, reach) {
+    if (reach <= KEPT_S) {
+      return this.seconds(t, reach).map(([, bin]) => bin);
+    }
+    const each = reach / POINTS_OF_HOURS;
+    return Array.from({length: POINTS_OF_HOURS}, (_, i) => this.at(t - reach + (i + 0.5) * each));
   }
 
   /** Add the server's bins of about one second up to time `now`, at which the feed's differences begin. */
@@ -51,12 +103,9 @@ export class History {
     bin.waiting = Math.max(bin.waiting ?? 0, bins.waiting[i] ?? 0);
     bin.busy = Math.max(bin.busy ?? 0, bins.seats_busy[i] ?? 0);
     bin.pages = bins.pages_used[i];
-    if (bins.floor_s) {
-      bin.limit = bins.floor_s[i] / (bins.step_s[i] - bins.gap_s[i]);
-    }
+    bin.limit = limitAt(bins, i) ?? bin.limit;
     for (const name of LATENCIES) {
-      const points = POINTS.map((point) => [point, bins[`${name}_${point}`][i]]);
-      bin[name] = points[0][1] === null ? bin[name] : Object.fromEntries(points);
+      bin[name] = pointsAt(bins, name, i) ?? bin[name];
     }
   }
 
@@ -155,6 +204,10 @@ export class History {
 
   /** A sum over the newest `span` seconds before t; value(bin). */
   total(value, t, span) {
+    if (!this.bins.has(Math.floor(t) - 1) && this.hours) {
+      const bin = this.at(t);
+      return bin ? span * value(bin) : 0;
+    }
     return this.seconds(t, span).reduce((all, [, bin]) => all + (bin ? value(bin) : 0), 0);
   }
 
@@ -172,7 +225,7 @@ export class History {
   }
 
   rateBefore(kind, second) {
-    const bins = [1, 2, 3].map((ago) => this.bins.get(second - ago)).filter(Boolean);
+    const bins = [1, 2, 3].map((ago) => this.at(second - ago)).filter(Boolean);
     if (!bins.length) {
       return null;
     }

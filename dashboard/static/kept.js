@@ -80,6 +80,12 @@ export class KeptIncidents {
   }
 }
 
+/** The time, which leads to the figures of that moment. */
+function when(t) {
+  const time = make("time", {datetime: new Date(1000 * t).toISOString()}, timeOf(t));
+  return make("a", {href: `#overview/at=${t.toFixed(1)}`, title: "Show the figures of that moment"}, time);
+}
+
 function incidentLine({t, code, level, message, hit, silence_s: silence, advice}) {
   const concerned = Object.entries(hit).map(([unit, n]) => `${count(n)} ${unit}`);
   if (silence !== null) {
@@ -88,7 +94,7 @@ function incidentLine({t, code, level, message, hit, silence_s: silence, advice}
   return make(
     "li",
     {class: `note ${level}`},
-    make("div", {}, make("time", {datetime: new Date(1000 * t).toISOString()}, timeOf(t)), " ", make("b", {}, code.replaceAll("_", " "))),
+    make("div", {}, when(t), " ", make("b", {}, code.replaceAll("_", " "))),
     make("div", {}, message),
     make("div", {class: "faint"}, [...concerned, advice].filter(Boolean).join(" · ")),
   );

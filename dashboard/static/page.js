@@ -21,7 +21,7 @@ import {SeatGrid, goneMoment, momentOf, seatLegend, seatTable} from "./seats.js"
 import {Settings} from "./settings.js";
 import {headline, showCanary, showFacts, showState, stateOf, whyIdle} from "./status.js";
 import {Tenants} from "./tenants.js";
-import {setUpBar, showBar} from "./timebar.js";
+import {offerHours, setUpBar, showBar} from "./timebar.js";
 import {Timeline, steer} from "./timeline.js";
 import {View} from "./view.js";
 import {Views} from "./views.js";
@@ -54,7 +54,7 @@ const views = new Views({
     schedule();
   },
   request: (id, index) => pick(id, index),
-  moment: (time) => view.scrub(time - view.origin),
+  moment: (time) => view.seek(time - view.origin),
 });
 const drawer = new Drawer($("drawer"), () => watcher.base, showStay);
 const band = new Band($("figures"), (t) => {
@@ -143,6 +143,7 @@ function start(base, alone) {
 
 function greet(hello) {
   view.origin = hello.unix_time - hello.t;
+  offerHours(view, hello.history_h ?? 0);
   const isAdmin = hello.role !== "user";
   for (const name of ["report", "trace"]) {
     $(name).hidden = !isAdmin;
@@ -230,6 +231,9 @@ const counted = (name) =>
 /** Seats taken now. While somebody waits, a seat that was left a moment ago is as good as taken: the step's own count
  *  tells better how full the engine is. null: there is no engine. */
 function taken() {
+  if (view.isOld) {
+    return Math.round(watcher.history.at(view.t)?.busy ?? NaN);
+  }
   if (moment.gone) {
     return null;
   }
@@ -243,7 +247,7 @@ function waitingThen() {
   if (!past()) {
     return watcher.engine.frame.metrics.waiting;
   }
-  return moment.waiting ?? watcher.history.bins.get(Math.floor(view.t))?.waiting ?? null;
+  return moment.waiting ?? watcher.history.at(view.t)?.waiting ?? null;
 }
 
 /** What the headline and the figures say of the moment shown. */
@@ -251,7 +255,7 @@ function summary() {
   const {engine} = watcher;
   return {
     taken: taken(),
-    held: counted("held"),
+    held: view.isOld ? 0 : counted("held"),
     seats: engine.seatCount,
     waiting: waitingThen(),
     policy: engine.info?.policy,
@@ -266,7 +270,8 @@ function showBand() {
   const then = pointed ?? (past() ? view.t : null);
   const known = {history, allPages: engine.info?.pages};
   const figures = then === null ? figuresNow({...known, metrics, t}) : figuresThen({...known, t: then});
-  band.show(figures, history, then ?? t, t);
+  watcher.loadHours(view.reach);
+  band.show(figures, history, {t: then ?? t, newest: t, reach: view.reach});
 }
 
 /** Why seats are free while somebody waits, now. */
@@ -311,7 +316,7 @@ function shownMoment() {
   if (!past() || !recorder) {
     return momentOf(engine);
   }
-  return engine.goneAt(view.t) ? goneMoment(engine) : recorder.moment(view.t, stays);
+  return engine.goneAt(view.t) || view.isOld ? goneMoment(engine) : recorder.moment(view.t, stays);
 }
 
 function show() {

@@ -55,6 +55,12 @@ export function headline(frame, now) {
 }
 
 function seatsInWords({taken, held, seats, waiting}) {
+  if (taken === null) {
+    return "No engine served";
+  }
+  if (Number.isNaN(taken)) {
+    return "No step was computed, or it is not known";
+  }
   if (!taken && !waiting) {
     return `Idle: all ${seats} seats free`;
   }
@@ -77,7 +83,10 @@ export function ago(value) {
   if (value < 60) {
     return `${value.toFixed(1)} s ago`;
   }
-  return `${Math.floor(value / 60)} min ${Math.floor(value % 60)} s ago`;
+  if (value < 3600) {
+    return `${Math.floor(value / 60)} min ${Math.floor(value % 60)} s ago`;
+  }
+  return `${Math.floor(value / 3600)} h ${Math.floor((value % 3600) / 60)} min ago`;
 }
 
 function loading(progress) {

@@ -1,15 +1,16 @@
-// The bar that moves the whole page through the last ten minutes: pause, scrub, step, replay, back to now.
+// The bar that moves the whole page through the past: pause, scrub, step, replay, back to now; and how much of the past.
 
-import {$, onKeys, say} from "./dom.js";
-import {KEPT_S} from "./stays.js";
+import {$, make, onKeys, say} from "./dom.js";
 import {ago} from "./status.js";
+import {KEPT_S} from "./stays.js";
+import {REACHES} from "./view.js";
 
 const SPEEDS = [1, 4, 16];
 
 /** step(by): show the snapshot before (-1) or after (1) the one on the screen. */
 export function setUpBar(view, step) {
   const slider = $("scrub");
-  slider.min = -KEPT_S;
+  $("reach").addEventListener("change", ({target}) => view.lookBack(Number(target.value)));
   slider.addEventListener("input", () => view.scrub(view.now + Number(slider.value)));
   $("pause").addEventListener("click", () => view.toggle());
   $("live").addEventListener("click", () => view.resume());
@@ -23,6 +24,20 @@ export function setUpBar(view, step) {
   });
 }
 
+const inWords = (reach) => (reach < 3600 ? `${reach / 60} min` : `${reach / 3600} h`);
+
+/** Offer what a server's history of so many hours has. */
+export function offerHours(view, hours) {
+  view.most = Math.max(KEPT_S, 3600 * hours);
+  const reaches = REACHES.filter((reach) => reach <= view.most);
+  if (view.most > reaches.at(-1)) {
+    reaches.push(view.most);
+  }
+  $("reach").replaceChildren(...reaches.map((reach) => make("option", {value: reach}, inWords(reach))));
+  $("reach").hidden = reaches.length < 2;
+  view.lookBack(view.reach);
+}
+
 /** Each press plays faster, then at the plain speed again. */
 function replay(view) {
   const at = view.mode === "replay" ? SPEEDS.indexOf(view.speed) : -1;
@@ -32,6 +47,13 @@ function replay(view) {
 export function showBar(view) {
   const live = view.mode === "live";
   const slider = $("scrub");
+  const {reach} = view;
+  if (Number(slider.min) !== -reach) {
+    slider.min = -reach;
+    slider.step = reach > KEPT_S ? reach / 3600 : 0.1;
+    slider.setAttribute("aria-label", `Moment shown, up to ${inWords(reach)} back`);
+    $("reach").value = reach;
+  }
   if (document.activeElement !== slider || live) {
     slider.value = -view.ago;
   }

@@ -1,13 +1,19 @@
-// Which moment the page shows: now, a moment of the last ten minutes that stands still, or one that is played again.
+// Which moment the page shows: now, a moment of the past that stands still, or one that is played again. The last ten
+// minutes are known by the second; of the hours before them figures are known.
 
 import {KEPT_S} from "./stays.js";
 
 const SHORTEST = 2;
+const HOUR_S = 3600;
+/** How far back a reader may look, seconds, as far as the server's history goes. */
+export const REACHES = [KEPT_S, HOUR_S, 6 * HOUR_S, 24 * HOUR_S, 168 * HOUR_S];
 
 export class View {
   constructor(onChange) {
     this.mode = "live"; // live | paused | replay
     this.span = 60; // seconds that the timeline shows
+    this.reach = KEPT_S; // seconds that the band shows and the reader may go back
+    this.most = KEPT_S; // and the most that they may be
     this.speed = 1;
     this.now = 0; // the engine's clock at the newest frame
     this.at = 0; // the moment shown, unless live
@@ -20,6 +26,24 @@ export class View {
   }
   get ago() {
     return Math.max(0, this.now - this.t);
+  }
+
+  /** Whether the moment lies before what is known by the second. */
+  get isOld() {
+    return this.ago > KEPT_S;
+  }
+
+  /** Look so far back, at most as far as there is a history. */
+  lookBack(reach) {
+    this.reach = Math.min(reach, this.most);
+    this.go(this.t, this.mode);
+  }
+
+  /** Stand at time t, and look back as far as that needs. */
+  seek(t) {
+    const ago = this.now - t;
+    this.lookBack(Math.max(this.reach, REACHES.find((reach) => reach >= ago) ?? this.most));
+    this.scrub(t);
   }
 
   /** A moment as the time of day; fine: to a tenth of a second. */
@@ -38,12 +62,10 @@ export class View {
     return ago ? `${+ago.toFixed(1)} s ago` : "now";
   }
 
-  /** The engine's clock has moved on. What fell out of the ten minutes cannot be shown any more. */
+  /** The engine's clock has moved on. What fell out of the reach cannot be shown any more. */
   tick(now) {
     this.now = now;
-    if (this.at < now - KEPT_S) {
-      this.at = now - KEPT_S;
-    }
+    this.at = Math.max(this.at, now - this.reach);
   }
 
   /** Play on by `seconds` of real time; a replay that has caught up is live. */
@@ -85,7 +107,7 @@ export class View {
   }
 
   go(t, mode) {
-    this.at = Math.max(this.now - KEPT_S, Math.min(this.now, t));
+    this.at = Math.max(this.now - this.reach, Math.min(this.now, t));
     this.mode = mode;
     this.onChange();
   }

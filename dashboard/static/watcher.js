@@ -13,6 +13,9 @@ import {KEPT_S, Stays} from "./stays.js";
 const FEED_VERSION = 4;
 /** Seconds that may pass until the server answers: it keeps no more than KEPT_S. */
 const SLACK_S = 10;
+/** Bins of the account of hours, and milliseconds after which it is asked for again. */
+const BINS_OF_HOURS = 600;
+const HOURS_MS = 20_000;
 
 export class Watcher {
   /** base: the path before the engine's own. on.greet(hello), on.change(), on.trouble(text). */
@@ -45,6 +48,7 @@ export class Watcher {
     this.recorder = null;
     this.pastLoads = 0; // how often the server's account of the past was taken; each may change the picture
     this.nextEvent = null; // the number of the event that comes next; null: not known
+    this.asked = {reach: 0, at: -Infinity}; // what account of hours was asked for
     this.early = null; // events that came while the account of the past was on its way
   }
 
@@ -128,6 +132,23 @@ export class Watcher {
       this.stays.settle(engine.frame.t, (seat) => engine.seats.state[seat] === decode);
     }
     this.on.change();
+  }
+
+  /** Ask for the account of the `reach` seconds before now, if it is due. */
+  async loadHours(reach) {
+    const {history, asked} = this;
+    const now = performance.now();
+    if (reach <= KEPT_S || (asked.reach === reach && now - asked.at < HOURS_MS)) {
+      return;
+    }
+    this.asked = {reach, at: now};
+    const {t} = this.engine.frame;
+    const path = `${this.base}history?from=${t - reach}&to=${t}&bins=${BINS_OF_HOURS}`;
+    const account = await ask(path).catch(() => null); // without an answer what is known stays
+    if (account && history === this.history) {
+      history.fillHours(account);
+      this.on.change();
+    }
   }
 
   /** The ten minutes before now from the server's own account; live events go on from there. */

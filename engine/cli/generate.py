@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from jitney.engine.common.errors import ConfigError, ErrorInfo, RequestError
-from jitney.engine.common.requests import SamplingParams
+from jitney.engine.common.requests import JsonDict, SamplingParams
 from jitney.engine.common.terminal import visible_on_terminal
 from jitney.engine.config import NOTHING, Arguments, Command, Config, Flag, FlagGroup
 from jitney.engine.core import load_llm
@@ -52,13 +52,20 @@ class SamplingArguments(Arguments):
         if self.adapter and self.adapter not in config.model.adapter_folders:
             raise ConfigError(f"--adapter: give --adapters {self.adapter}=FOLDER too")
 
+    def explicit_sampling(self) -> JsonDict:
+        """The flags that were given, and --max-tokens, as fields of a request."""
+        fields = self._explicit((*_MODEL_DEFAULTED, "seed", "max_tokens"))
+        return fields | ({"stop": self.stop} if self.stop else {})
+
+    def _explicit(self, names: Iterable[str]) -> JsonDict:
+        flags = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in flags.items() if value is not None}
+
     def sampling(self, *, n: int = 1, defaults: Mapping[str, float] = NOTHING) -> SamplingParams:
         """The parameters of the flags; defaults: the model's. Raises ConfigError naming the flag
         that is out of range.
         """
-        flags = {name: getattr(self, name) for name in _MODEL_DEFAULTED}
-        explicit = {name: value for name, value in flags.items() if value is not None}
-        fields = SamplingParams.fields_with(defaults, explicit)
+        fields = SamplingParams.fields_with(defaults, self._explicit(_MODEL_DEFAULTED))
         params = SamplingParams(
             n=n, max_tokens=self.max_tokens, seed=self.seed, stop=tuple(self.stop), **fields
         )

@@ -6,6 +6,7 @@ page and metrics: the same, with events, incidents and step records, bounded in 
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_right
 from collections import Counter, deque
@@ -287,6 +288,11 @@ class History(RequestRecords):
         if len(self._ended) >= _KEEP_REQUESTS:
             kept_from = max(kept_from, _end_of(self._ended[0]))
         return kept_from
+
+    @property
+    def oldest_end(self) -> float:
+        """When the first of the ended requests that are kept ended; infinity: none is kept."""
+        return _end_of(self._ended[0]) if self._ended else math.inf
 
     @property
     def n_waiting(self) -> int:

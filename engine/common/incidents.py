@@ -1,16 +1,15 @@
-"""Recent incidents of an engine: outages, refusals, full disks, its drain."""
+"""Recent incidents of an engine: outages, refusals, trouble with disks and webhooks, its drain."""
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable
 
 import msgspec
 
-#: Outages that are kept, and crowds of refusals; seconds without a refusal after which a crowd is
-#: over; refusals whose tenants are kept.
-_KEEP_OUTAGES, _KEEP_REFUSALS, _CALM_S, _KEEP_REFUSED = 64, 20, 30.0, 16384
+#: Outages that are kept, and crowds of refusals and of trouble; seconds without another after which
+#: a crowd is over; refusals whose tenants are kept.
+_KEEP_OUTAGES, _KEEP_CROWDS, _CALM_S, _KEEP_REFUSED = 64, 20, 30.0, 16384
 
 #: A sequence: its request's id, and its index.
 type _Stream = tuple[str, int]
@@ -49,20 +48,31 @@ class _Refusals(msgspec.Struct):
     retry_s: float | None = None
 
 
+class _Trouble(msgspec.Struct):
+    """A time in which something beside the engine failed. Times as those of the history's clock."""
+
+    #: A kind of incident, see `dashboard.notes.TROUBLES`.
+    code: str
+    #: When it first failed, and last; how often; why, the last time.
+    began: float
+    newest: float
+    count: int = 0
+    cause: str = ""
+
+
 class Incidents:
     """The newest incidents. clock: seconds."""
 
     def __init__(self, clock: Callable[[], float]):
         self._clock = clock
-        #: Both oldest first.
+        #: All oldest first.
         self.outages: deque[_Outage] = deque(maxlen=_KEEP_OUTAGES)
-        self.refusals: deque[_Refusals] = deque(maxlen=_KEEP_REFUSALS)
+        self.refusals: deque[_Refusals] = deque(maxlen=_KEEP_CROWDS)
+        self.troubles: deque[_Trouble] = deque(maxlen=_KEEP_CROWDS)
         #: (when, tenant) of the newest refusals.
         self.refused_tenants: deque[tuple[float, str]] = deque(maxlen=_KEEP_REFUSED)
         #: When the server was told to stop, and how many sequences were open; None: it was not.
         self.drain: tuple[float, int] | None = None
-        #: When a disk that the server writes to was last found full.
-        self.disk_full_at = -math.inf
         # Streams that a lost core has stopped, until they go on or end.
         self._stopped: set[_Stream] = set()
 
@@ -126,4 +136,14 @@ class Incidents:
 
     def disk_full(self) -> None:
         """A disk that the server writes to is full."""
-        self.disk_full_at = self._clock()
+        self.trouble("disk_full", "the log names it")
+
+    def trouble(self, code: str, cause: str) -> None:
+        """Something failed. code: of `_Trouble`; cause: in words."""
+        now = self._clock()
+        newest = next((one for one in reversed(self.troubles) if one.code == code), None)
+        if newest is None or now - newest.newest > _CALM_S:
+            newest = _Trouble(code, now, now)
+            self.troubles.append(newest)
+        newest.newest, newest.cause = now, cause
+        newest.count += 1

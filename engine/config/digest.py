@@ -51,6 +51,7 @@ _LEFT_OUT = frozenset(
         "served_model_name",
         # storage for clients, and webhooks
         "data_dir",
+        "history_hours",
         "file_limit",
         "key_files",
         "key_file_bytes",

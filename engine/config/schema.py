@@ -752,8 +752,13 @@ class ServerSection(Section):
     """
 
     data_dir: str = ""
-    """folder for clients' files, batches and jobs, and for incidents, private and used by one
-    server only; empty: data/ in $JITNEY_CACHE or ~/.cache/jitney
+    """folder for clients' files, batches and jobs, and for incidents and the history, private and
+    used by one server only; empty: data/ in $JITNEY_CACHE or ~/.cache/jitney
+    """
+
+    history_hours: float = Field(default=24.0, ge=0, le=168)
+    """hours that the page looks back, in data_dir: figures, and ended requests (ids, `user` and
+    times, no text; at most 50,000, some 40 MB); 0: ten minutes, in memory
     """
 
     file_limit: int = Field(default=200 << 20, ge=1024, le=1 << 40)

@@ -260,6 +260,9 @@ class Fleet:
         """See `ServerContext`."""
         return self.quotas.max_concurrent
 
+    def trouble(self, code: str, cause: str) -> None:
+        """See `ServerContext.trouble`. A fleet has no list of incidents: its log says it."""
+
     def check_background(self) -> None:
         """See `ServerContext`: an engine that has no background refuses each line."""
 

@@ -25,8 +25,8 @@ from page_browser import (
     watched,
 )
 
-from jitney.dashboard import Dashboard
-from jitney.dashboard.incident_log import KINDS
+from jitney.dashboard import Dashboard, history_log
+from jitney.dashboard.incident_log import KINDS, IncidentTable
 from jitney.engine.common.engine_info import KernelProof, Seat
 from jitney.engine.common.errors import ErrorInfo
 from jitney.engine.common.messages import CanaryFinding, Progress, StepReport
@@ -409,6 +409,43 @@ def test_incidents_are_read_after_a_restart_by_a_page_that_was_not_open(
         line = page.locator("#kept li")
         assert line.count() == 1 and line.locator("time").inner_text().count(":") == 2
         assert page.locator("#notes").is_hidden() and page.locator("#older").is_hidden()
+        page.goto("about:blank")
+    assert open_page.problems == []
+
+
+def test_an_hour_ago_is_looked_up_from_its_incident(client, open_page, tmp_path):
+    page, then = open_page.page, time.time() - 3660
+    for folder in ("history", "incidents"):
+        (tmp_path / folder).mkdir(mode=0o700)
+    known = {
+        "seconds": 10,
+        "steps": 40,
+        "seats_busy": 3,
+        "waiting": 5,
+        "rows_decode": 1200,
+        "ttft_p50": 0.25,
+    }
+    bins = [
+        dict.fromkeys(history_log._COLUMNS) | known | {"t": then + 10 * place}
+        for place in range(-6, 6)
+    ]
+    tables = history_log.HistoryTables(tmp_path / "history/history.sqlite3")
+    tables.put(bins, [], 0.0)
+    tables.close()
+    incident = {"code": "outage", "level": "error", "message": "killed by SIGKILL", "t": then}
+    table = IncidentTable(tmp_path / "incidents/incidents.sqlite3")
+    table.put([incident | {"name": "one", "hit": "{}", "silence_s": 2.5}], then)
+    table.close()
+    with endpoint(client, data_dir=tmp_path) as url:
+        page.goto(url + "/dashboard#incidents")
+        page.locator("#kept a").click()
+        holds_text(page, "headline", "3 of 4 seats taken, 5 waiting")
+        holds_text(page, "headline", "1 h 1 min ago")
+        holds_text(page, "figures", "250 ms")
+        holds_text(page, "figures", "120")
+        assert page.locator("#reach").input_value() == "21600"
+        page.locator("#reach").select_option("600")
+        holds_text(page, "headline", "10 min")
         page.goto("about:blank")
     assert open_page.problems == []
 

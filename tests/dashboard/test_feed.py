@@ -470,7 +470,8 @@ def test_a_full_disk_is_told_of_each_time_that_it_gets_full(client):
     async def session() -> list[dict[str, Any]]:
         with feed.viewer() as viewer:
             (_, (_, key_frame)) = await take(viewer, 2)
-            client.history.incidents.disk_full_at += 1.0
+            client.history.incidents.troubles[0].newest -= 60.0
+            client.history.incidents.disk_full()
             return [*key_frame["notes"], await asyncio.wait_for(next_note(viewer), 30)]
 
     notes = asyncio.run(session())

@@ -313,7 +313,7 @@ def test_a_bin_holds_its_own_steps_only():
     watched = random_run(4)
     history, end = watched.history, watched.clock()
     records, ready = history.records.between(0, end)
-    shown = at_once(timeline.Window(history, 0.0, end)._binned(10))
+    shown = at_once(timeline.Window(history, 0.0, end).binned(10))
     for number in range(10):
         low, high = number * end / 10, (number + 1) * end / 10
         inside = records[(ready > low) & (ready <= high)]

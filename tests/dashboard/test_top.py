@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from api_fakes import ByteTokenizer, FakeClient, served
 from engine_infos import changed
+from pseudo_terminal import PseudoTerminal
 from rich.console import Console
 
 from jitney.dashboard import Dashboard, top
@@ -212,3 +213,33 @@ def test_full_and_loading_are_said_in_words():
 def test_watching_goes_on_until_the_engine_was_never_there():
     with pytest.raises(Unreachable):
         asyncio.run(top._watch("127.0.0.1:1", ""))
+
+
+def test_keys_show_views_and_only_what_changed_is_written():
+    client = busy_client()
+    client.history.incidents.refused(429, "\x1b[31mfull", None)
+    with served(app_of(client)) as (url, _), PseudoTerminal.running("top", url) as terminal:
+        terminal.until("2 of 8 seats taken")
+        terminal.press("2")
+        terminal.until("writer")
+        terminal.press("3")
+        terminal.until("1 request was turned away")
+        terminal.press("1")
+        terminal.until("2 of 8 seats taken")
+        shown = len(terminal.shown)
+        client.counters.waiting = 4
+        terminal.until("2 of 8 seats taken, 4 waiting")
+        assert "first token" not in terminal.shown[shown:], "lines that stay are not written again"
+        terminal.press("q")
+        assert terminal.ended() == 0
+    assert "\\x1b[31mfull" in terminal.shown and "\x1b[31mfull" not in terminal.shown
+
+
+def test_an_answer_that_is_refused_is_said():
+    watched = top._Watched("127.0.0.1:1", "")
+    assert "does not answer" in asyncio.run(watched.ask("tenants"))["trouble"]
+    view = top._VIEWS["4"]
+    row = {"name": "key 1a2b", "seats": 3, "share": 0.5, "wait_s": {"p95": 0.25}}
+    printed = shown(top._listed(view, {"tenants": [row]}, ""))
+    assert "key 1a2b" in printed and "50%" in printed and "250 ms" in printed
+    assert "there are none" in shown(top._listed(view, {"tenants": []}, ""))

@@ -221,6 +221,10 @@ class Service:
         """See `ServerContext`."""
         return self.quotas.max_concurrent
 
+    def trouble(self, code: str, cause: str) -> None:
+        """See `ServerContext.trouble`: an incident on the page."""
+        self.client.history.incidents.trouble(code, cause)
+
     def check_background(self) -> None:
         """Raise RequestError where background work is not possible: static batches cannot be
         preempted.

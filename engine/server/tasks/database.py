@@ -117,6 +117,10 @@ def _columns_of(db: sqlite3.Connection) -> set[tuple[str, str]]:
     return {(table, column) for table, column in db.execute(query)}
 
 
+def _pass(trouble: str) -> None:
+    """Trouble is in the log anyway."""
+
+
 class DatabaseKeeper[D: Database](ABC):
     """A database in a folder of its own, reached from the event loop. Made by `open`.
 
@@ -130,10 +134,17 @@ class DatabaseKeeper[D: Database](ABC):
     #: Its contents, for the log.
     CONTENTS: ClassVar[str]
 
-    def __init__(self, folder: Path, lock: int | None = None):
-        """lock: a descriptor that holds the folder's; None: nothing is written to the folder."""
+    def __init__(
+        self, folder: Path, lock: int | None = None, on_trouble: Callable[[str], None] = _pass
+    ):
+        """lock: a descriptor that holds the folder's; None: nothing is written to the folder.
+        on_trouble: called on the event loop with what trouble there was, in words.
+        """
         self.folder = folder
         self._lock = lock
+        self._on_trouble = on_trouble
+        #: What it was not called with yet; the thread adds to it.
+        self._untold: list[str] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.DATABASE)
         #: Belongs to the thread; None before it is first asked for, and after damage.
         self._database: D | None = None
@@ -141,11 +152,12 @@ class DatabaseKeeper[D: Database](ABC):
         self._silent_until = 0.0
 
     @classmethod
-    async def open(cls, folder: Path) -> Self:
+    async def open(cls, folder: Path, on_trouble: Callable[[str], None] = _pass) -> Self:
         """The folder, made if there is none. Raises ConfigError if it is not ours alone, another
         server's at this time, or written by a newer version, and OSError.
         """
-        keeper = cls(folder, await asyncio.to_thread(_claim, folder, cls.COMPANIONS))
+        lock = await asyncio.to_thread(_claim, folder, cls.COMPANIONS)
+        keeper = cls(folder, lock, on_trouble)
         try:
             await keeper.do(lambda database: database.check())  # damage is set aside at once
         except StoreUnavailable:
@@ -166,9 +178,13 @@ class DatabaseKeeper[D: Database](ABC):
         is cancelled. Raises StoreUnavailable.
         """
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._thread, self._run, lambda database: function(database, *args, **kwargs)
-        )
+        try:
+            return await loop.run_in_executor(
+                self._thread, self._run, lambda database: function(database, *args, **kwargs)
+            )
+        finally:
+            while self._untold:
+                self._on_trouble(self._untold.pop(0))
 
     async def on_disk[**P, T](
         self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
@@ -207,6 +223,7 @@ class DatabaseKeeper[D: Database](ABC):
         """Set the damaged database aside; a new one is made for the next that is asked."""
         self._close()
         aside = self.set_aside()
+        self._untold.append(f"{self.CONTENTS} were damaged; a new store is begun")
         _log.error(
             "THE STORE OF %s IS DAMAGED (%s): it lies in %s now, with its files, and a new one is "
             "begun",
@@ -239,6 +256,9 @@ class DatabaseKeeper[D: Database](ABC):
 
     def _trouble(self, error: Exception) -> StoreUnavailable:
         """The answer to an error of the disk, which is logged."""
+        # Without the path that an OSError names: whoever may look at the page reads it.
+        reason = getattr(error, "strerror", None) or error
+        self._untold.append(f"{self.CONTENTS} cannot be kept ({reason})")
         now = time.monotonic()
         if now >= self._silent_until:
             self._silent_until = now + _SILENT_S

@@ -50,6 +50,10 @@ class ServerContext(Protocol):
         """The reason why no request can be answered now, or None."""
         ...
 
+    def trouble(self, code: str, cause: str) -> None:
+        """Note that something beside the engine failed; `code`: "store" or "webhook"."""
+        ...
+
     def check_background(self) -> None:
         """Raise RequestError where nothing may run in the background."""
         ...

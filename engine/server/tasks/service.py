@@ -9,6 +9,7 @@ import logging
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -180,13 +181,23 @@ class InternalRequests:
                 folder = self._context.settings.data_dir
                 if folder is None or self._stopped:
                     raise _unavailable("this server keeps no files")
-                keeper = await _open_folder(folder)
+                keeper = await self._open_folder(folder)
                 try:
                     self._open = await self._begun(keeper)
                 except BaseException:
                     await keeper.close()
                     raise
             return self._open
+
+    async def _open_folder(self, folder: Path) -> StoreKeeper:
+        try:
+            return await StoreKeeper.open(folder, partial(self._context.trouble, "store"))
+        except ConfigError as error:
+            _log.warning("files cannot be kept: %s", error)
+            raise _unavailable("files cannot be kept now; the server's log says why") from None
+        except OSError as error:
+            _log.warning("files cannot be kept in %s: %s", folder, error)
+            raise StoreUnavailable from None
 
     async def _begun(self, keeper: StoreKeeper) -> _Open:
         """Continue the tasks of the folder."""
@@ -198,17 +209,6 @@ class InternalRequests:
         runner = TaskRunner(self._context, self._table, keeper, webhooks.wake)
         await runner.start()
         return _Open(keeper, runner, asyncio.create_task(webhooks.run()))
-
-
-async def _open_folder(folder: Path) -> StoreKeeper:
-    try:
-        return await StoreKeeper.open(folder)
-    except ConfigError as error:
-        _log.warning("files cannot be kept: %s", error)
-        raise _unavailable("files cannot be kept now; the server's log says why") from None
-    except OSError as error:
-        _log.warning("files cannot be kept in %s: %s", folder, error)
-        raise StoreUnavailable from None
 
 
 def _unavailable(message: str) -> HttpError:

@@ -202,6 +202,7 @@ class Webhooks:
         if problem and task.attempts < len(_PAUSES_S):
             again_at = time.time() + _PAUSES_S[task.attempts] * random.uniform(1.0, 1.1)
         if problem:
+            self._context.trouble("webhook", problem)
             _log.warning(
                 "the end of %s could not be told (%s); %s",
                 message.id,

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 
@@ -22,7 +21,6 @@ from jitney.engine.cli.serve import _curl_line
 from jitney.engine.common.engine_info import ModelInfo
 from jitney.engine.common.errors import ConfigError, RequestError
 from jitney.engine.common.messages import Progress
-from jitney.engine.common.requests import SamplingParams
 from jitney.engine.config.layers import load_config
 from jitney.engine.config.schema import Config, ServerSection
 from jitney.engine.core.display import _Lines
@@ -305,17 +303,14 @@ def test_a_chat_remembers_and_starts_over(
         def __init__(self) -> None:
             self.heard: list[list[dict[str, str]]] = []
 
-        def chat_ids(self, messages):
-            return messages  # a parrot reads no tokens
-
-        def stream(self, messages, params, adapter):
+        def answer(self, messages):
             self.heard.append([dict(message) for message in messages])
             yield from ("you said ", messages[-1]["content"])
 
     typed = iter(["one", "two", "/new", "three", ""])
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
     parrot = Parrot()
-    _converse(_Conversation(cast(Any, parrot), SamplingParams(), "be brief"))
+    _converse(_Conversation(parrot.answer, "be brief"))
     assert capsys.readouterr().out == "you said one\nyou said two\nyou said three\n"
     assert [[m["content"] for m in heard] for heard in parrot.heard] == [
         ["be brief", "one"],
@@ -331,10 +326,8 @@ def test_what_is_meant_for_the_chat_program_is_not_sent_to_the_model(
         def __init__(self) -> None:
             self.heard: list[list[str]] = []
 
-        def chat_ids(self, messages):
-            return [message["content"] for message in messages]
-
-        def stream(self, said, params, adapter):
+        def answer(self, messages):
+            said = [message["content"] for message in messages]
             if "too long" in said:
                 raise RequestError("no room", code="context_length_exceeded")
             self.heard.append(said)
@@ -345,7 +338,7 @@ def test_what_is_meant_for_the_chat_program_is_not_sent_to_the_model(
     )
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
     model = Model()
-    _converse(_Conversation(cast(Any, model), SamplingParams()))
+    _converse(_Conversation(model.answer))
     assert model.heard == [["one"], ["one", "aha", "two"], ["/etc is a folder"]]
     assert next(typed) == "x"  # nothing is read after /exit
     told = capsys.readouterr().err

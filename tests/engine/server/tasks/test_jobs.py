@@ -309,6 +309,8 @@ def test_every_end_is_taken_once_by_a_receiver_that_often_fails(
             until(lambda: len(hooks.taken) == MANY, 200)
         assert len({message.key for message in hooks.taken}) == MANY, "none is taken twice"
         assert len(hooks.came) >= MANY * 1.4, "every third came again"
+        [trouble] = engine.history.incidents.troubles
+        assert trouble.code == "webhook" and trouble.count == len(hooks.came) - MANY
         told = {json.loads(message.body)["data"]["id"] for message in hooks.taken}
         assert told == set(ids)
         last = hooks.taken[-1]

@@ -175,8 +175,10 @@ def test_a_store_that_breaks_while_it_serves_is_begun_anew(tmp_path: Path):
     """What is under way finds that it is not known any more."""
     folder = tmp_path / "data"
 
+    troubles: list[str] = []
+
     async def run() -> None:
-        kept = await StoreKeeper.open(folder)
+        kept = await StoreKeeper.open(folder, troubles.append)
         for number in range(40):
             await kept.do(add, number, 200_000)
         await kept.do(lambda store: store.db.execute("PRAGMA wal_checkpoint(TRUNCATE)").close())
@@ -193,6 +195,7 @@ def test_a_store_that_breaks_while_it_serves_is_begun_anew(tmp_path: Path):
         await kept.close()
 
     asyncio.run(run())
+    assert troubles == ["files, batches and jobs were damaged; a new store is begun"]
     [aside] = folder.glob("damaged-*")
     assert (aside / DATABASE).stat().st_size > 40 * 200_000
 

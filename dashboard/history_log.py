@@ -1,0 +1,362 @@
+"""The history of hours: what an engine did in bins of ten seconds, and the records of requests that
+ended, kept on the disk over restarts. No prompt and no answer is kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from jitney.dashboard.disk_log import DiskLog, LogKeeper
+from jitney.dashboard.timeline import Window
+from jitney.engine.common.request_record import RequestRecord
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.server import Database, EngineClient, Identity, StoreUnavailable, TimeSlices
+
+#: Seconds of a bin, and between a bin's end and the look that writes it: its last step is heard of
+#: a little later.
+_BIN_S, _SLACK_S = 10.0, 1.0
+#: Requests that are kept, and that are written at a look: of more, the newest.
+_MOST_REQUESTS, _MOST_OF_LOOK = 50_000, 2000
+#: Bins that wait for a disk that fails.
+_MOST_UNWRITTEN = 360
+#: Requests that are encoded between two stops.
+_ENCODED = 16
+#: Columns of bins by how several bins become one: added up; the highest (null: nothing is known);
+#: the mean over their steps.
+_SUMS = (
+    "seconds",
+    "steps",
+    "step_s",
+    "gap_s",
+    "floor_s",
+    "boarded",
+    "finished",
+    "preempted",
+    "compiled",
+    "cached_tokens",
+    "refused",
+    "rows_prefill",
+    "rows_decode",
+    "rows_accepted",
+    "rows_padding",
+    "rows_recomputed",
+    "rows_past_end",
+    "rows_cancelled",
+    "rows_rejected",
+)
+_HIGHEST = (
+    "longest_step_s",
+    "waiting",
+    "pages_used",
+    "wait_p50",
+    "wait_p95",
+    "wait_p99",
+    "ttft_p50",
+    "ttft_p95",
+    "ttft_p99",
+    "itl_p50",
+    "itl_p95",
+    "itl_p99",
+)
+_MEAN = "seats_busy"
+_COLUMNS = (*_SUMS, *_HIGHEST, _MEAN)
+_ROWS = "rows_"
+#: t: begin of a bin, and end of a request, seconds since 1970. words: what a search looks at, lower
+#: case. shift: what turns a record's times into seconds since 1970.
+_TABLES = f"""
+CREATE TABLE bins (t REAL PRIMARY KEY, {", ".join(f"{name} REAL" for name in _COLUMNS)});
+CREATE TABLE requests (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    t REAL NOT NULL,
+    name TEXT NOT NULL,
+    place INTEGER NOT NULL,
+    tenant TEXT NOT NULL,
+    refused INTEGER NOT NULL,
+    words TEXT NOT NULL,
+    adapter TEXT NOT NULL,
+    shift REAL NOT NULL,
+    record BLOB NOT NULL
+);
+CREATE INDEX requests_by_name ON requests (name, place);
+CREATE INDEX requests_by_time ON requests (t);
+"""
+_PUT_BIN = f"""
+INSERT OR REPLACE INTO bins (t, {", ".join(_COLUMNS)})
+VALUES (:t, {", ".join(f":{name}" for name in _COLUMNS)})
+"""
+_PUT_REQUEST = """
+INSERT INTO requests (t, name, place, tenant, refused, words, adapter, shift, record)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
+"""
+_FORGET_MOST = "DELETE FROM requests WHERE number <= (SELECT MAX(number) FROM requests) - ?"
+#: Bins in equal parts of a time; SQLite adds them up without the interpreter.
+_MERGED = f"""
+SELECT CAST((t + :half - :start) / :width AS INTEGER) AS place,
+    {", ".join(f"SUM({name}) AS {name}" for name in _SUMS)},
+    {", ".join(f"MAX({name}) AS {name}" for name in _HIGHEST)},
+    SUM({_MEAN} * steps) / NULLIF(SUM(steps), 0) AS {_MEAN}
+FROM bins WHERE t + :half >= :start AND t + :half < :end GROUP BY place ORDER BY place
+"""
+_FIND = """
+SELECT number, t, adapter, shift, record FROM requests
+WHERE number < :before AND t < :until AND (:refused IS NULL OR refused = :refused)
+    AND (:tenant IS NULL OR tenant = :tenant) AND (:search = '' OR INSTR(words, :search))
+ORDER BY number DESC LIMIT :limit
+"""
+#: A request's values, in the order of `_PUT_REQUEST`.
+type _Row = tuple[Any, ...]
+
+_decode = msgspec.msgpack.Decoder(RequestRecord).decode
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class _KeptRequest(NamedTuple):
+    """A request that ended, as it was kept."""
+
+    #: Larger for those that ended later, also over restarts.
+    number: int
+    #: Its times are seconds since 1970, but see `by_clock`.
+    record: RequestRecord
+    #: Name of its adapter; empty: none.
+    adapter: str
+
+    def by_clock(self, offset: float) -> _KeptRequest:
+        """With the times of another clock. offset: of the time since 1970 from it."""
+        return self._replace(record=_shifted(self.record, -offset))
+
+
+class Search(NamedTuple):
+    """Which kept requests are looked for."""
+
+    #: At most so many, of those with a number below `before` that ended before `until`, seconds
+    #: since 1970.
+    limit: int
+    before: int
+    until: float
+    #: Only those that were refused, or that were not; None: all.
+    refused: bool | None
+    #: A part of the request's id, x-request-id, user or error code, lower case.
+    words: str
+    #: The person that asks.
+    identity: Identity
+
+
+class HistoryTables(Database):
+    """Bins and requests."""
+
+    VERSIONS = (_TABLES,)
+
+    def check(self) -> None:
+        self.value("SELECT MAX(t) FROM bins")
+        self.value("SELECT MAX(record) FROM requests WHERE number = 0")
+
+    def put(self, bins: Sequence[JsonDict], requests: Sequence[_Row], oldest: float) -> None:
+        """Add bins (`_COLUMNS` and t) and requests; forget what is older than `oldest`, seconds
+        since 1970, or too much.
+        """
+        with self.transaction():
+            self.db.executemany(_PUT_BIN, bins)
+            self.db.executemany(_PUT_REQUEST, requests)
+            for table in ("bins", "requests"):
+                self.db.execute(f"DELETE FROM {table} WHERE t < ?", (oldest,))
+            self.db.execute(_FORGET_MOST, (_MOST_REQUESTS,))
+
+    def merged(self, start: float, end: float, parts: int) -> list[dict[str, Any]]:
+        """The bins between two times, seconds since 1970, in `parts` equal parts: `_COLUMNS` and
+        the place of each part that is known, in order.
+        """
+        width = (end - start) / parts
+        values = {"start": start, "end": end, "width": width, "half": _BIN_S / 2}
+        return [dict(row) for row in self.db.execute(_MERGED, values)]
+
+    def find(self, search: Search) -> list[_KeptRequest]:
+        """The newest of those that a search finds, newest first. Raises ValueError for what was
+        not written here.
+        """
+        identity = search.identity
+        values = search._asdict() | {
+            "search": search.words,
+            "tenant": None if identity.is_admin else identity.tenant,
+        }
+        del values["identity"], values["words"]
+        return [_kept(row) for row in self.db.execute(_FIND, values)]
+
+    def named(self, name: str, place: int) -> _KeptRequest | None:
+        """One sequence of a request."""
+        query = """SELECT number, t, adapter, shift, record FROM requests
+            WHERE name = ? AND place = ? ORDER BY number DESC LIMIT 1"""
+        row = self.db.execute(query, (name, place)).fetchone()
+        return None if row is None else _kept(row)
+
+
+def _kept(row: Any) -> _KeptRequest:
+    record = _shifted(_decode(row["record"]), row["shift"])
+    return _KeptRequest(row["number"], record, row["adapter"])
+
+
+def _shifted(record: RequestRecord, by: float) -> RequestRecord:
+    """The record with later times."""
+
+    def later(t: float | None) -> float | None:
+        return None if t is None else t + by
+
+    stays = [
+        msgspec.structs.replace(
+            stay, start=stay.start + by, first_token=later(stay.first_token), end=later(stay.end)
+        )
+        for stay in record.stays
+    ]
+    return msgspec.structs.replace(
+        record,
+        arrival=record.arrival + by,
+        boarded=later(record.boarded),
+        first_token=later(record.first_token),
+        finished=later(record.finished),
+        stays=stays,
+    )
+
+
+class _Keeper(LogKeeper[HistoryTables]):
+    DATABASE = "history.sqlite3"
+    CONTENTS = "history"
+    TABLES = HistoryTables
+
+
+class HistoryLog(DiskLog[HistoryTables]):
+    """Keeps the history of hours. hours: how long; 0: none is kept."""
+
+    FOLDER = "history"
+    PAUSE_S = _BIN_S
+    KEEPER = _Keeper
+
+    def __init__(self, client: EngineClient, data_dir: Path | None, hours: float):
+        super().__init__(client, data_dir)
+        self.hours = hours
+        self._slices = TimeSlices()
+        #: To where bins are made, monotonic.
+        self._made_to = time.monotonic()
+        #: What was not written yet; `_ended`, whose rows are to be made, is filled by the engine's
+        #: history.
+        self._bins: deque[JsonDict] = deque(maxlen=_MOST_UNWRITTEN)
+        self._rows: deque[_Row] = deque(maxlen=_MOST_OF_LOOK)
+        self._ended: deque[RequestRecord] = deque(maxlen=_MOST_OF_LOOK)
+        if hours:
+            client.history.listeners.append(self._ended.append)
+
+    async def look(self, keeper: LogKeeper[HistoryTables]) -> None:
+        wall = time.time()
+        offset = wall - time.monotonic()
+        await self._slices.result(self._make_bin(offset))
+        await self._slices.result(self._make_rows(offset))
+        bins, rows = list(self._bins), list(self._rows)
+        self._bins.clear()
+        self._rows.clear()
+        try:
+            # Written to its end, even if this look is cancelled.
+            await keeper.do(HistoryTables.put, bins, rows, wall - 3600 * self.hours)
+        except StoreUnavailable:
+            self._bins.extend(bins)
+            self._rows.extend(rows)
+            raise
+
+    def _make_bin(self, offset: float) -> Generator[None, None, None]:
+        """Add what happened since the look before."""
+        start, end = self._made_to, time.monotonic() - _SLACK_S
+        if end <= start:
+            return
+        self._made_to = end
+        window = Window.shown(self.client.history, start, end, end, self.client.info)
+        columns = yield from window.binned(1)
+        values = {name: column[0] for name, column in columns.items() if isinstance(column, list)}
+        values |= {_ROWS + kind: column[0] for kind, column in columns["rows"].items()}
+        values |= {"t": window.start + offset, "seconds": columns["width"]}
+        self._bins.append(dict.fromkeys(_COLUMNS) | values)
+
+    def _make_rows(self, offset: float) -> Generator[None, None, None]:
+        """Make the rows of requests that ended."""
+        while self._ended:
+            for _ in range(min(_ENCODED, len(self._ended))):
+                self._rows.append(self._row(self._ended.popleft(), offset))
+            yield
+
+    def _row(self, record: RequestRecord, offset: float) -> _Row:
+        lean = msgspec.structs.replace(
+            record,
+            client_id=_text(record.client_id),
+            user=_text(record.user),
+            message=_text(record.message),
+            chunks=[],
+            tokens=None,
+            token_times=None,
+        )
+        words = "\n".join((lean.request_id, lean.client_id, lean.user, lean.code))
+        return (
+            (lean.finished or 0.0) + offset,
+            lean.request_id,
+            lean.index,
+            lean.tenant,
+            lean.refused,
+            words.lower(),
+            self.client.history.adapter_of(lean),
+            offset,
+            _encode(lean),
+        )
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether there is a history of hours now."""
+        return bool(self.hours) and self.is_at_work
+
+    async def older(
+        self, limit: int, before: int, refused: bool | None, words: str, identity: Identity
+    ) -> tuple[list[_KeptRequest], int | None]:
+        """Requests that the engine's own history has let go of, newest first, see `Search`; and the
+        number to go on from, None at the end. Their times are those of the monotonic clock.
+        """
+        history, offset = self.client.history, time.time() - time.monotonic()
+        until = history.oldest_end + offset
+        search = Search(limit + 1, before, until, refused, words, identity)
+        found = await self.ask(HistoryTables.find, search)
+        shown = [
+            one.by_clock(offset)
+            for one in found[:limit]
+            if history.find(one.record.request_id, one.record.index) is None
+        ]
+        return shown, found[limit - 1].number if len(found) > limit else None
+
+    async def named(self, name: str, place: int) -> _KeptRequest | None:
+        """One sequence of a request, with times of the monotonic clock."""
+        kept = await self.ask(HistoryTables.named, name, place)
+        return None if kept is None else kept.by_clock(time.time() - time.monotonic())
+
+    async def bins(self, start: float, end: float, parts: int) -> JsonDict:
+        """The history between two times, monotonic, in at most `parts` equal parts, none shorter
+        than a bin: columns as `Window.binned` has them, of the parts that are known, and the
+        `seconds` of each that are. Raises HttpError 404 where no history is kept, and 503 while the
+        disk fails.
+        """
+        offset = time.time() - time.monotonic()
+        start = max(start, time.monotonic() - 3600 * self.hours)
+        end = max(end, start + _BIN_S)
+        parts = max(1, min(parts, int((end - start) / _BIN_S)))
+        found = await self.ask(HistoryTables.merged, start + offset, end + offset, parts)
+        width = (end - start) / parts
+        columns = {name: [part[name] for part in found] for name in (*_SUMS, *_HIGHEST, _MEAN)}
+        kinds = [name for name in columns if name.startswith(_ROWS)]
+        return {
+            "t": [round(start + width * part["place"], 3) for part in found],
+            "width": round(width, 6),
+            "rows": {name.removeprefix(_ROWS): columns.pop(name) for name in kinds},
+            **columns,
+        }
+
+
+def _text(words: str) -> str:
+    """Words without surrogates, which are no UTF-8."""
+    return words.encode(errors="replace").decode()

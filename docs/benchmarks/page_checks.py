@@ -1,0 +1,231 @@
+"""What the page shows and costs under load, beside /metrics and the clients' own measurements.
+
+    python docs/benchmarks/page_checks.py [--model smollm2-135m] [--clients 132] [--seconds 30]
+
+Starts `jitney serve` and so many clients, more than seats. Measured: the first paint with live
+figures and the bytes until then; figures of the page beside /metrics and clients over the same
+seconds; CPU time of the server with five viewers and without; how soon 39 refusals are told of; and
+whether a page that is opened an hour later (the store's times are moved back by an hour) shows when
+the core was killed. Run it on a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import numpy as np
+import psutil
+from batch import Server
+from page_server import Clients, browser, core_of, page_server, wait_live
+from playwright.sync_api import Browser, Page
+
+_SEATS, _VIEWERS, _REFUSED = 24, 5, 39
+_WARM_UP_S, _EVERY_S = 40.0, 0.5
+_HOUR_S = 3600.0
+_WIDE = {"width": 1440, "height": 900}
+_WATCH = """
+import socket, sys, threading
+def read():
+    s = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+    s.sendall(b"GET /dashboard/feed HTTP/1.1\\r\\nhost: localhost\\r\\n\\r\\n")
+    while s.recv(1 << 16): pass
+for _ in range(int(sys.argv[2])): threading.Thread(target=read, daemon=True).start()
+sys.stdin.read()
+"""
+#: The page's figures by their names.
+_FIGURES = """() => {
+    const text = (box, part) => box.querySelector(part).textContent;
+    const boxes = [...document.querySelectorAll("#figures .figure")];
+    return Object.fromEntries(boxes.map((box) => [text(box, "dt"), text(box, ".value")]));
+}"""
+
+
+def first_paint(chromium: Browser, url: str) -> Page:
+    """Open the page; prints how long it took to show live figures, and the bytes until then."""
+    page = chromium.new_page(viewport=_WIDE)  # type: ignore[arg-type]
+    page.set_default_timeout(60_000)
+    session = page.context.new_cdp_session(page)
+    sizes: list[float] = []
+    session.on("Network.dataReceived", lambda event: sizes.append(event["encodedDataLength"]))
+    session.send("Network.enable")
+    began = time.monotonic()
+    page.goto(url + "/dashboard/", wait_until="commit")
+    wait_live(page)
+    seconds = time.monotonic() - began
+    print(f"first paint with live figures: {seconds:.2f} s, {sum(sizes) / 1000:.0f} kB")
+    return page
+
+
+def metrics(url: str) -> dict[str, float]:
+    """Samples of /metrics, by name with labels."""
+    text = httpx.get(url + "/metrics", trust_env=False).text
+    lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
+    return {name: float(value) for name, _, value in lines}
+
+
+def number(text: str) -> float:
+    """A figure of the page in the unit of seconds, tokens, or a share of 100."""
+    found = re.match(r"([\d.,]+)\s*(µs|ms|s|min)?", text.replace("\xa0", " "))
+    if found is None:
+        return float("nan")
+    scale = {"µs": 1e-6, "ms": 1e-3, "min": 60.0}.get(found[2] or "", 1.0)
+    return float(found[1].replace(",", "")) * scale
+
+
+def compare(page: Page, server: Server, clients: Clients, seconds: float) -> None:
+    """Print figures of the page beside /metrics or the clients, over the same seconds."""
+    before, began = metrics(server.url), time.monotonic()
+    shown: list[dict[str, float]] = []
+    gauges: list[dict[str, float]] = []
+    while time.monotonic() - began < seconds:
+        figures = page.evaluate(_FIGURES)
+        shown.append({name: number(value) for name, value in figures.items()})
+        gauges.append(metrics(server.url))
+        time.sleep(_EVERY_S)
+    after, ended = metrics(server.url), time.monotonic()
+    rows = [f'jitney_rows_total{{kind="{kind}"}}' for kind in ("decode", "accepted")]
+    rate = sum(after.get(row, 0) - before.get(row, 0) for row in rows) / (ended - began)
+    first = [value for t, value in clients.first_tokens if began < t <= ended]
+
+    def mean(name: str) -> float:
+        return float(np.nanmean([one[name] for one in shown]))
+
+    def gauge(name: str) -> float:
+        return float(np.mean([one[name] for one in gauges]))
+
+    table = {
+        "Output tok/s": (mean("Output tok/s"), rate, "/metrics"),
+        "Waiting": (mean("Waiting"), gauge("jitney_requests_waiting"), "/metrics"),
+        "KV pages": (
+            mean("KV pages"),
+            100 * gauge("jitney_kv_pages_used") / gauge("jitney_kv_pages"),
+            "/metrics",
+        ),
+        "First token": (shown[-1]["First token"], float(np.median(first or [np.nan])), "clients"),
+    }
+    for name, (ours, theirs, whose) in table.items():
+        apart = 100 * (ours / theirs - 1) if theirs else 0.0
+        print(f"{name}: page {ours:.3g}, {whose} {theirs:.3g}: {apart:+.1f} %")
+
+
+@contextlib.contextmanager
+def viewers(url: str, count: int) -> Iterator[None]:
+    command = [sys.executable, "-c", _WATCH, url.rpartition(":")[2], str(count)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as watching:
+        time.sleep(2.0)
+        yield
+        assert watching.stdin is not None
+        watching.stdin.close()
+
+
+def cpu_share(server: Server, seconds: float) -> float:
+    """CPU seconds a second of the server's own process."""
+    process = psutil.Process(server.process.pid)
+    before = process.cpu_times()
+    time.sleep(seconds)
+    after = process.cpu_times()
+    return (after.user + after.system - before.user - before.system) / seconds
+
+
+def cost_of_viewers(server: Server, seconds: float) -> None:
+    """Print what viewers cost, beside the same seconds before and after without any."""
+    alone = cpu_share(server, seconds)
+    with viewers(server.url, _VIEWERS):
+        watched = cpu_share(server, seconds)
+    alone = (alone + cpu_share(server, seconds)) / 2
+    print(
+        f"{_VIEWERS} viewers: {100 * (watched - alone):+.1f} % of a core "
+        f"({100 * alone:.1f} % alone)"
+    )
+
+
+def refusals(page: Page, server: Server) -> None:
+    """Print how soon the page tells of requests that were refused."""
+
+    def ask() -> int:
+        body = {"prompt": "One", "max_tokens": 8}
+        url = server.url + "/v1/completions"
+        return httpx.post(url, json=body, timeout=300, trust_env=False).status_code
+
+    with ThreadPoolExecutor(_REFUSED) as pool:
+        asked = [pool.submit(ask) for _ in range(_REFUSED)]
+        page.wait_for_function("() => /turned away/.test(document.body.textContent)")
+        began = time.monotonic()
+        refused = sum(one.result() == 429 for one in asked)
+        page.wait_for_function(
+            """(least) => Number(/(\\d+) requests? w\\w+ turned away/.exec(
+                document.body.textContent)?.[1] ?? 0) >= least""",
+            arg=refused,
+        )
+        print(f"{refused} refusals on the page: {time.monotonic() - began:.2f} s after the first")
+
+
+def an_hour_passes(folder: Path) -> None:
+    """Move what the server kept back by an hour."""
+    for name in ("incidents", "history"):
+        with contextlib.closing(sqlite3.connect(folder / f"data/{name}/{name}.sqlite3")) as store:
+            tables = ("incidents",) if name == "incidents" else ("bins", "requests")
+            for table in tables:
+                # In two moves: times are unique.
+                store.execute(f"UPDATE {table} SET t = -t - ?", (-_HOUR_S,))
+                store.execute(f"UPDATE {table} SET t = -t")
+            store.commit()
+
+
+def look_back(chromium: Browser, server: Server) -> None:
+    """Print what a page that is opened an hour later tells of the killed core."""
+    page = chromium.new_page(viewport=_WIDE)  # type: ignore[arg-type]
+    page.goto(server.url + "/dashboard/#incidents")
+    line = page.locator("#kept li", has_text="outage").first
+    print("an hour later:", " | ".join(line.inner_text().splitlines()))
+    line.locator("a").click()
+    page.wait_for_function(
+        "() => / h .* ago/.test(document.getElementById('headline').textContent)"
+    )
+    page.wait_for_timeout(2000)
+    print("an hour later:", page.locator("#headline").inner_text())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--port", type=int, default=8199)
+    parser.add_argument("--clients", type=int, default=132)
+    parser.add_argument("--seconds", type=float, default=30.0)
+    args = parser.parse_args()
+    waiting = max(1, args.clients - _SEATS)
+    flags = ("--max-seats", str(_SEATS), "--max-waiting-requests", str(waiting))
+    flags += ("--max-predicted-wait-s", "0")
+    with tempfile.TemporaryDirectory() as name, browser() as chromium:
+        folder = Path(name)
+        with page_server(args.model, args.port, folder, *flags) as server:
+            clients = Clients(server.url)
+            with clients.asking(args.clients):
+                time.sleep(_WARM_UP_S)
+                page = first_paint(chromium, server.url)
+                compare(page, server, clients, args.seconds)
+                refusals(page, server)
+                page.close()
+                cost_of_viewers(server, args.seconds / 2)
+                core_of(server).kill()
+                time.sleep(_WARM_UP_S)
+        an_hour_passes(folder)
+        with page_server(args.model, args.port, folder, *flags) as server:
+            look_back(chromium, server)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""The history of hours: what is kept of figures and requests, over restarts and damage."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from api_fakes import ByteTokenizer, FakeClient, http_client, served, until
+from fakes import make_request
+
+from jitney.dashboard import Dashboard, history_log
+from jitney.dashboard.history_log import HistoryLog, HistoryTables, Search
+from jitney.engine.common.history import History
+from jitney.engine.common.messages import SequenceEvent, StepReport
+from jitney.engine.common.outputs import SequenceOutput
+from jitney.engine.common.records import ROW_KINDS
+from jitney.engine.config import ServerSection
+from jitney.engine.server import EVERYBODY, Identity, Role, create_app
+from jitney.engine.server.http.settings import ServerSettings
+
+
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HistoryLog, "PAUSE_S", 0.05)
+    monkeypatch.setattr(history_log, "_SLACK_S", 0.2)
+
+
+@contextmanager
+def serving(client: Any, folder: Path, hours: float = 24.0) -> Iterator[httpx.Client]:
+    """A server whose page nobody opens."""
+    server = ServerSection(history_hours=hours)
+    settings = ServerSettings(data_dir=folder, server=server)
+    routes = Dashboard(client, settings).mounted("/dashboard")
+    app = create_app(client, ByteTokenizer(), settings, "m", routes)  # type: ignore[arg-type]
+    with served(app) as (url, _), http_client(url) as http:
+        yield http
+
+
+def bins(http: httpx.Client, seconds: float = 3600) -> dict[str, Any]:
+    now = time.monotonic()
+    query = {"from": now - seconds, "to": now, "bins": 60}
+    return http.get("/dashboard/history", params=query).json()["bins"]
+
+
+def requests(http: httpx.Client, **query: Any) -> dict[str, Any]:
+    return http.get("/dashboard/requests", params=query).json()
+
+
+def ask(client: Any, name: str, *, waited: float = 1.0, **fields: Any) -> None:
+    """A request that boarded after `waited` seconds, preempted once, has ended now."""
+    now = time.monotonic()
+    request = make_request(name, [1] * 7, arrival=now - 4.0)
+    client.history.submit(msgspec.structs.replace(request, **fields))
+
+    def event(kind: str, ago: float) -> None:
+        what = SequenceEvent(kind, name, 0, 2, client.history.records.last_step, now - ago, 7, 0)  # type: ignore[arg-type]
+        client.history.take(StepReport([], events=[what]))
+
+    event("seated", 4.0 - waited)
+    client.history.take(StepReport([SequenceOutput(request_id=name, index=0, tokens=[5])]))
+    end = SequenceOutput(request_id=name, index=0, tokens=[6], finish="length")
+    client.history.take(StepReport([end]))
+
+
+def test_hours_and_requests_are_there_after_a_restart(client, tmp_path: Path):
+    """As columns that the page adds to its own, and as the story of one request by its phases."""
+    before, after = type(client)(), type(client)()
+    with serving(before, tmp_path) as http:
+        until(lambda: bins(http)["steps"] == [0])
+        before.step(started=time.monotonic(), seats_busy=3, waiting=5, pages_used=7)
+        until(lambda: sum(bins(http)["steps"]) == 1)
+        ask(before, "req-old", user="Ada", tenant="a key")
+        live = http.get("/dashboard/request/req-old").json()
+    with serving(after, tmp_path) as http:
+        until(lambda: "steps" in bins(http))
+        kept = bins(http)
+        ask(after, "req-new")
+        [new, old] = requests(http)["requests"]
+        found = requests(http, search="ADA")["requests"]
+        assert requests(http, search="nobody")["requests"] == []
+        first = requests(http, limit=1)
+        assert [row["request"] for row in first["requests"]] == ["req-new"]
+        second = requests(http, limit=1, cursor=first["next"] or -(2**53))["requests"]
+        story = http.get("/dashboard/request/req-old").json()
+        assert http.get("/dashboard/request/req-old", params={"index": 1}).status_code == 404
+    assert sum(kept["steps"]) == 1 and max(kept["waiting"]) == 5 and max(kept["pages_used"]) == 7
+    assert max(kept["seats_busy"]) == 3 and sum(kept["rows"]["prefill"]) > 0
+    assert set(kept["rows"]) == set(ROW_KINDS), "a new kind needs a column, in a new version"
+    assert new["request"] == "req-new" and old["user"] == "Ada" and [old] == found == second
+    for name in ("arrival", "seated", "finished", "queued_s", "n_prompt", "n_output", "finish"):
+        assert story[name] == pytest.approx(live[name], abs=0.05)
+    seconds = {cause["code"]: cause["seconds"] for cause in story["causes"]}
+    assert sum(seconds.values()) == pytest.approx(story["e2e_s"], abs=1e-3)
+    assert seconds["queue"] == pytest.approx(story["queued_s"], abs=1e-3)
+
+
+def full(tables: HistoryTables, count: int, now: float) -> None:
+    """Requests as a server writes them: one a second, each tenth of another key and refused."""
+    client = FakeClient()
+    log = HistoryLog(client, None, 24.0)  # type: ignore[arg-type]
+    history = History()
+    for number in range(count):
+        history.submit(make_request(f"req-{number:06d}", [1, 2, 3], arrival=float(number)))
+        record = history.find(f"req-{number:06d}", 0)
+        assert record is not None
+        record.finished, record.tenant = float(number), "b" if number % 10 == 0 else "a"
+        if number % 10 == 0:
+            record.finish, record.code = "error", "queue_full"
+        log._ended.append(record)
+        if number % 1000 == 999:
+            for _ in log._make_rows(now - count):
+                pass
+            tables.put([], list(log._rows), now - 86400)
+            log._rows.clear()
+
+
+def test_one_of_many_is_found_at_once_and_a_user_finds_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(history_log, "_MOST_REQUESTS", 9_000)
+    tables, now = HistoryTables(tmp_path / "db"), 1e9
+    full(tables, 10_000, now)
+
+    def find(words: str, identity: Identity, **changes: Any) -> list[str]:
+        search = Search(500, 2**62, 1e10, None, words, identity)._replace(**changes)
+        return [one.record.request_id for one in tables.find(search)]
+
+    began = time.perf_counter()
+    assert find("req-004321", EVERYBODY) == ["req-004321"]
+    assert time.perf_counter() - began < 1.0
+    assert find("req-000500", EVERYBODY) == [], "the oldest have made room"
+    user = Identity(Role.USER, "b")
+    assert find("req-00999", user) == ["req-009990"]
+    assert find("req-00998", EVERYBODY, refused=True) == ["req-009980"]
+    assert len(find("", user, refused=False)) == 0
+    assert find("", EVERYBODY, limit=2, before=9_000) == ["req-008998", "req-008997"]
+    tables.put([], [], now - 500)
+    assert len(find("", EVERYBODY)) == 500 == len(find("", EVERYBODY, limit=9999))
+    tables.close()
+
+
+def test_a_damaged_history_costs_the_history_alone(client, tmp_path: Path):
+    path = tmp_path / "history/history.sqlite3"
+    path.parent.mkdir(mode=0o700)
+    path.write_bytes(b"no database at all" * 1000)
+    with serving(client, tmp_path) as http:
+        until(lambda: bins(http)["steps"] == [0])
+        notes = http.get("/dashboard/incidents").json()["incidents"]
+    assert [(note["code"], note["hit"]) for note in notes] == [("store", {"failures": 1})]
+    assert "history were damaged" in notes[0]["message"]
+    assert list(path.parent.glob("damaged-*"))
+
+
+def test_without_hours_there_is_no_file(client, tmp_path: Path):
+    with serving(client, tmp_path, hours=0.0) as http:
+        assert http.get("/dashboard/history").status_code == 404
+        assert requests(http, search="long ago")["requests"] == []
+    assert not (tmp_path / "history").exists()
