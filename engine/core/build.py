@@ -696,7 +696,6 @@ def _make_core(setup: _Setup, runner: Runner, alone: EngineCore | None) -> Engin
 
 def _make_scheduler(setup: _Setup, runner: Runner) -> Scheduler:
     settings, model = setup.settings, setup.source.config
-    _log_shared_pages(setup, runner)
     limits = SchedulerLimits.of(
         settings,
         context_length=setup.context,
@@ -720,24 +719,12 @@ def _make_scheduler(setup: _Setup, runner: Runner) -> Scheduler:
     )
 
 
-def _log_shared_pages(setup: _Setup, runner: Runner) -> None:
-    """Say where layers with windows have no pages of their own (docs/decisions, 0119)."""
-    windows = [group.window for group in setup.source.config.cache_groups[1:]]
-    if windows and len(runner.group_pages) == 1:
-        _log.info(
-            "layers with windows of %s tokens keep all positions: in a pool of %d pages those that "
-            "%d seats need would save nothing; fewer seats (max_seats) or more pages would",
-            ", ".join(map(str, windows)),
-            runner.group_pages[0] - 1,
-            setup.settings.max_seats,
-        )
-
-
 def _window_pages(setup: _Setup, runner: Runner) -> dict[int, int]:
     """By window the pages, the trash page included, of each cache group that has its own beside
     the first.
     """
-    windows = [group.window for group in setup.source.config.cache_groups[1:]]
+    groups = setup.source.config.cache_groups[1:]
+    windows = [group.window for group in groups]
     return dict(zip(windows, runner.group_pages[1:], strict=False))
 
 
