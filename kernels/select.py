@@ -131,7 +131,13 @@ def with_product_rows(kernels: KernelSet, rows: int) -> KernelSet:
     from jitney.kernels.cpu import products
 
     chosen = products.up_to(rows)
-    return replace(kernels, matmul=chosen.matmul, gated=chosen.gated, project=chosen.project)
+    return replace(
+        kernels,
+        matmul=chosen.matmul,
+        gated=chosen.gated,
+        project=chosen.project,
+        matmul_int4=chosen.matmul_int4,
+    )
 
 
 def _triton() -> KernelSet:

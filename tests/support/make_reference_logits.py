@@ -445,6 +445,20 @@ CASES = {
             "time_step_limit": [0.2, 2.0],
         },
     ),
+    # Layers that see all are the first and the last.
+    "muse_glimmer": (
+        "MuseGlimmerText",
+        LONGER
+        | {
+            "num_hidden_layers": 5,
+            "head_dim": 24,
+            "sliding_window": 8,
+            "rms_norm_eps": 1e-2,
+            "post_norm_eps": 1e-3,
+            "output_multiplier": 0.5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
     # Layers of each kind, one of them behind another that mixes rows.
     "nemotron_h": (
         "NemotronH",
@@ -552,8 +566,18 @@ MODELS = {
     "Gemma3Text": "Gemma3",
     "Gemma4Text": "Gemma4",
     "Gemma4UnifiedText": "Gemma4Unified",
+    "MuseGlimmerText": "MuseGlimmer",
     "Qwen3_5Text": "Qwen3_5",
     "Qwen3_5MoeText": "Qwen3_5Moe",
+}
+#: The towers of models without a class for their text alone.
+TOWERS = {
+    "MuseGlimmerText": {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+    }
 }
 #: Contexts with which some are served: transformers takes the frequencies of a text's length.
 CONTEXTS = {"llama_dynamic": 48, "phi3_short": 64}
@@ -586,6 +610,7 @@ GREEDY = {
     "lfm2_moe": (1, 20, 180),
     "granite4_h": (1, 20, 180),
     "nemotron_h": (1, 20, 180),
+    "muse_glimmer": (1, 20, 180),
     "qwen3_moe_dense": (20,),
     "deepseek_v2": (1, 20, 180),
     "deepseek_v3": (20,),
@@ -689,6 +714,19 @@ def save(state: dict[str, np.ndarray], file: Path) -> None:
     save_torch(tensors, file, {"format": "pt"})
 
 
+def whole_model(prefix: str, config):
+    """The model of a text configuration, with its tower if there is no class without."""
+    import transformers
+
+    name = MODELS.get(prefix, prefix)
+    if prefix not in TOWERS:
+        return getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    config = getattr(transformers, f"{name}Config")(
+        text_config=config.to_dict(), vision_config=TOWERS[prefix], attn_implementation="eager"
+    )
+    return getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+
+
 def reference(name: str, prefix: str, settings: dict) -> dict:
     """config.json as transformers writes it, tensor shapes, and float32 logits of ROWS."""
     import torch
@@ -698,13 +736,18 @@ def reference(name: str, prefix: str, settings: dict) -> dict:
     wanted = {key: value for key, value in (SIZES | settings).items() if key not in left_out}
     config = getattr(transformers, f"{prefix}Config")(**wanted, attn_implementation="eager")
     architecture = f"{MODELS.get(prefix, prefix)}ForCausalLM"
-    model = getattr(transformers, architecture)(config).eval()
+    model = whole_model(prefix, config)
+    text = "model." if prefix not in TOWERS else "model.language_model."
     spread = SPREADS.get(name, 1.0)
     # By the names of the file: in memory experts are one tensor.
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         file = Path(folder) / "model.safetensors"
-        shapes = {key: tensor.shape for key, tensor in load_file(file).items()}
+        shapes = {
+            key.replace(text, "model.", 1): tensor.shape
+            for key, tensor in load_file(file).items()
+            if key.startswith((text, "lm_head."))
+        }
         options = {"attn_implementation": "eager"}
         if name in MXFP4:
             shapes = in_mxfp4(shapes)
@@ -719,7 +762,7 @@ def reference(name: str, prefix: str, settings: dict) -> dict:
                 dequantize=True, modules_to_not_convert=FP8_SETTINGS["modules_to_not_convert"]
             )
         state = {key: random_tensor(key, shape, spread) for key, shape in shapes.items()}
-        save(state, file)
+        save({key.replace("model.", text, 1): tensor for key, tensor in state.items()}, file)
         model = type(model).from_pretrained(folder, dtype=torch.float32, **options).eval()
     with torch.no_grad():
         logits = model(torch.from_numpy(prompt())[None]).logits[0, ROWS].numpy()

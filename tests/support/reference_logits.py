@@ -6,12 +6,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 from places import DATA as FOLDER
 from places import SUPPORT
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 DATA = json.loads((FOLDER / "reference_logits.json").read_text())
 
@@ -36,3 +40,20 @@ def as_stored(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         name: (64 * tensor).astype(ml_dtypes.float8_e4m3fn) if name in in_fp8 else tensor
         for name, tensor in tensors.items()
     }
+
+
+def weights_of(case: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The tensors of a case, drawn as the script draws them."""
+    spread = case.get("embed_spread", 1.0)
+    shapes = case["shapes"].items()
+    return {name: SCRIPT.random_tensor(name, tuple(shape), spread) for name, shape in shapes}
+
+
+def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> str:
+    """A new model folder of these tensors; token i is the word t<i>."""
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    words = {f"t{i}": i for i in range(SCRIPT.SIZES["vocab_size"])}
+    Tokenizer(WordLevel(words, unk_token="t0")).save(str(folder / "tokenizer.json"))
+    return str(folder)

@@ -8,12 +8,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from jitney.engine.core.models.layers import Linear, RMSNorm, normal
+from jitney.engine.core.models.layers import Linear, RMSNorm, UnitNorm, normal
 from jitney.engine.core.models.rope import Rope
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.kernels.interface import AttentionMeta, Kernels, RotateAndWrite
@@ -69,8 +70,8 @@ class Attention(Mixer):
             rngs=rngs,
             summed=config.shards > 1,
         )
-        self.q_norm = self._head_norm(config, dtype)
-        self.k_norm = self._head_norm(config, dtype) if self.keeps_kv else None
+        self.q_norm = self.head_norm(config, dtype)
+        self.k_norm = self.head_norm(config, dtype) if self.keeps_kv else None
         #: [H]: a score of each head that joins every softmax without a value.
         if config.attention_sinks:
             self.sinks = nnx.Param(normal(rngs, (config.n_heads,), 1.0, dtype))
@@ -79,7 +80,8 @@ class Attention(Mixer):
         self.kv_scales: nnx.Param | None = None
 
     @staticmethod
-    def _head_norm(config: ModelConfig, dtype: DTypeLike) -> RMSNorm | None:
+    def head_norm(config: ModelConfig, dtype: DTypeLike) -> RMSNorm | UnitNorm | None:
+        """The norm of each query and key head, if they are normed."""
         if not config.qk_norm:
             return None
         return RMSNorm.of(config.head_dim, config, dtype)
@@ -155,3 +157,33 @@ class Attention(Mixer):
             return rotate_and_write(heads, rope.turns, kv, meta)
         norms = self.q_norm.weight[...], self.k_norm.weight[...]
         return rotate_and_write(heads, rope.turns, kv, meta, norms=norms, eps=self.q_norm.eps)
+
+
+class GatedAttention(Attention):
+    """Attention whose projection also makes a gate for each query head, behind its query or behind
+    all queries (`ModelConfig.gates_apart`).
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        super().__init__(config, layer, dtype=dtype, rngs=rngs)
+        self.gates_apart = config.gates_apart
+
+    def __call__(
+        self, x: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
+    ) -> tuple[Array, Array]:
+        """See `Attention.__call__`."""
+        kernels = kernels.of_rows(meta.counts[2])
+        n_rows, split = x.shape[0], 2 * self.n_heads * self.head_dim
+        rows = self.projected(x, kernels, meta.adapted)
+        if self.gates_apart:
+            queries, gates = jnp.split(rows[:, :split], 2, axis=1)
+            queries = queries.reshape(n_rows, self.n_heads, self.head_dim)
+        else:
+            pairs = rows[:, :split].reshape(n_rows, self.n_heads, 2, self.head_dim)
+            queries, gates = pairs[:, :, 0], pairs[:, :, 1].reshape(n_rows, -1)
+        others = rows[:, split:].reshape(n_rows, -1, self.head_dim)
+        heads = jnp.concatenate([queries, others], axis=1)
+        o, kv = self.attended(heads, rope, kv, meta, kernels)
+        opened = jax.nn.sigmoid(gates.astype(jnp.float32))
+        gated = (o.astype(jnp.float32) * opened).astype(x.dtype)
+        return self.o(gated, kernels, adapted=meta.adapted), kv

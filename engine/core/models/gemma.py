@@ -31,7 +31,8 @@ _HF = replace(
 _GGUF = replace(GGUF, attention_post_norm="post_attention_norm", mlp_post_norm="post_ffw_norm")
 
 
-def _capped(logits: Array, cap: float) -> Array:
+def capped(logits: Array, cap: float) -> Array:
+    """Logits bent to stay within `cap`; 0: they are not."""
     if not cap:
         return logits
     return cap * jnp.tanh(logits / cap)
@@ -49,7 +50,7 @@ class Gemma(Llama):
 
     def logits(self, hidden: Hidden, kernels: Kernels) -> Array:
         """R rows -> float32 [R, V]; see `Llama.logits`."""
-        return _capped(super().logits(hidden, kernels), self.config.logit_softcap)
+        return capped(super().logits(hidden, kernels), self.config.logit_softcap)
 
     @classmethod
     def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:

@@ -25,7 +25,15 @@ from jax.typing import DTypeLike
 from jitney.engine.core.models.attention import Attention
 from jitney.engine.core.models.gemma import Gemma
 from jitney.engine.core.models.hidden import Hidden
-from jitney.engine.core.models.layers import MLP, RMSNorm, RowFacts, normal, rounded, scaled
+from jitney.engine.core.models.layers import (
+    MLP,
+    RMSNorm,
+    RowFacts,
+    UnitNorm,
+    normal,
+    rounded,
+    scaled,
+)
 from jitney.engine.core.models.llama import PostNormBlock, looked_up
 from jitney.engine.core.models.mixture import Experts
 from jitney.engine.core.models.rope import Rope
@@ -79,8 +87,8 @@ class _Attention(Attention):
             return o.reshape(heads.shape[0], -1), kv
         assert self.k_norm is not None
         own = self.n_heads + self.n_kv_heads
-        weight = jnp.ones((self.head_dim,), heads.dtype)
-        values = kernels.rms_norm(heads[:, -self.n_kv_heads :], weight, self.k_norm.eps)
+        norm = UnitNorm(self.head_dim, self.k_norm.eps)
+        values = norm(heads[:, -self.n_kv_heads :], kernels)
         heads = jnp.concatenate([heads[:, :own], values], axis=1)
         return super().attended(heads, rope, kv, meta, kernels)
 

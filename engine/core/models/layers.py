@@ -228,6 +228,23 @@ class RMSNorm(nnx.Module):
         return kernels.norm_sum(x, added, self.weight[...], self.eps)
 
 
+class UnitNorm(nnx.Module):
+    """x / rms(x) of the last E numbers, without weights of its own."""
+
+    def __init__(self, size: int, eps: float):
+        self.size = size
+        self.eps = eps
+
+    @property
+    def weight(self) -> Array:
+        """Ones, float32 [E], for kernels that multiply by weights."""
+        return jnp.ones((self.size,), jnp.float32)
+
+    def __call__(self, x: Array, kernels: Kernels) -> Array:
+        """x [..., E] -> [..., E] in x's dtype."""
+        return kernels.rms_norm(x, self.weight, self.eps)
+
+
 class _LayerNorm(RMSNorm):
     """weight [E]; (x - mean(x)) / sqrt(variance(x) + eps) * weight."""
 

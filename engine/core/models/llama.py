@@ -99,8 +99,9 @@ class PostNormBlock(Block):
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         super().__init__(config, layer, dtype=dtype, rngs=rngs)
-        self.attention_post_norm = RMSNorm.of(config.hidden_size, config, dtype)
-        self.mlp_post_norm = RMSNorm.of(config.hidden_size, config, dtype)
+        behind = replace(config, rms_eps=config.post_norm_eps or config.rms_eps)
+        self.attention_post_norm = RMSNorm.of(config.hidden_size, behind, dtype)
+        self.mlp_post_norm = RMSNorm.of(config.hidden_size, behind, dtype)
 
     def attended(
         self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from jitney.engine.core.models.attention import Attention, Mixer, random_decays
+from jitney.engine.core.models.attention import GatedAttention, Mixer, random_decays
 from jitney.engine.core.models.layers import Linear, normal
 from jitney.engine.core.models.llama import Block, Llama
 from jitney.engine.core.models.mixture import MixtureBlock
@@ -39,25 +38,6 @@ _HF = replace(
     expert_down="mlp.experts.{e}.down_proj",
 )
 _HF_NEXT = replace(_HF, delta_qkvz="linear_attn.in_proj_qkvz", delta_rates="linear_attn.in_proj_ba")
-
-
-class _GatedAttention(Attention):
-    """Attention whose projection makes for each query head its query, then its gate."""
-
-    def __call__(
-        self, x: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
-    ) -> tuple[Array, Array]:
-        """See `Attention.__call__`."""
-        kernels = kernels.of_rows(meta.counts[2])
-        n_rows, split = x.shape[0], 2 * self.n_heads * self.head_dim
-        rows = self.projected(x, kernels, meta.adapted)
-        pairs = rows[:, :split].reshape(n_rows, self.n_heads, 2, self.head_dim)
-        others = rows[:, split:].reshape(n_rows, -1, self.head_dim)
-        heads = jnp.concatenate([pairs[:, :, 0], others], axis=1)
-        o, kv = self.attended(heads, rope, kv, meta, kernels)
-        gates = pairs[:, :, 1].reshape(n_rows, -1).astype(jnp.float32)
-        gated = (o.astype(jnp.float32) * jax.nn.sigmoid(gates)).astype(x.dtype)
-        return self.o(gated, kernels, adapted=meta.adapted), kv
 
 
 class _GatedDeltaNet(Mixer):
@@ -108,12 +88,12 @@ class _GatedDeltaNet(Mixer):
 
 
 class _DenseBlock(Block):
-    attention_class = _GatedAttention
+    attention_class = GatedAttention
     recurrent_class = _GatedDeltaNet
 
 
 class _ExpertsBlock(MixtureBlock):
-    attention_class = _GatedAttention
+    attention_class = GatedAttention
     recurrent_class = _GatedDeltaNet
 
 

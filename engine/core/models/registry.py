@@ -55,6 +55,7 @@ _MODELS: dict[str, str] = {
     "Cohere2ForCausalLM": "jitney.engine.core.models.cohere:Cohere",
     "Lfm2ForCausalLM": "jitney.engine.core.models.lfm2:Lfm2",
     "Lfm2MoeForCausalLM": "jitney.engine.core.models.lfm2:Lfm2",
+    "MuseGlimmerForCausalLM": "jitney.engine.core.models.muse:Muse",
     "NemotronHForCausalLM": "jitney.engine.core.models.nemotron:NemotronH",
     "DeepseekV2ForCausalLM": "jitney.engine.core.models.latent:Latent",
     "DeepseekV3ForCausalLM": "jitney.engine.core.models.latent:Latent",

@@ -334,15 +334,14 @@ class Shares:
         """Columns of the fused query, key and value projection."""
         whole, keys = self._of_layer(self.config, path), self._keys(path, device)
         count = keys.stop - keys.start
-        # A query's gate stands behind it.
         gated = 1 + whole.attention_gate
-        queries = self._queries(path, device)
-        first, size = gated * whole.n_heads * whole.head_dim, whole.n_kv_heads * whole.head_dim
-        projected = range(whole.kv_projections)
-        return [
-            slice(gated * queries.start, gated * queries.stop),
-            *(_run(first + number * size + keys.start, count) for number in projected),
-        ]
+        own, all_queries = self._queries(path, device), whole.n_heads * whole.head_dim
+        queries = [slice(gated * own.start, gated * own.stop)]
+        if whole.gates_apart:
+            queries = [own, slice(all_queries + own.start, all_queries + own.stop)]
+        first, size = gated * all_queries, whole.n_kv_heads * whole.head_dim
+        starts = (first + number * size + keys.start for number in range(whole.kv_projections))
+        return [*queries, *(_run(start, count) for start in starts)]
 
     def _beside_latent(self, latent: LatentConfig, device: int) -> list[slice]:
         """Columns of the projection that opens latent attention: the queries of the device's heads,

@@ -698,6 +698,52 @@ def _ropes_without_full(config: ModelConfig) -> tuple[RopeConfig | None, ...]:
     return tuple(config.rope(0) if window else None for window in config.windows)
 
 
+def _muse_glimmer(values: JsonObject) -> ModelConfig:
+    """Muse-Glimmer: layers without a theta of their own do not rotate; each fourth one, counted
+    back from the last, sees all and is such a one unless the file says otherwise.
+    """
+    fields, config = _read_decoder(
+        values,
+        max_position_embeddings=131072,
+        num_key_value_heads=2,
+        head_dim=128,
+        sliding_window=2048,
+        rms_norm_eps=1e-5,
+        bos_token_id=200000,
+        eos_token_id=200001,
+    )
+    if config.qkv_bias:
+        raise ModelError("config.json: attention_bias is not supported")
+    layers = range(config.n_layers)
+    sees_all = [(config.n_layers - 1 - layer) % 4 == 0 for layer in layers]
+    rope, window = config.rope(0), _window(fields)
+    assert rope is not None
+    thetas = fields.get("layer_rope_theta")
+    if thetas is None:
+        thetas = [0 if whole else rope.theta for whole in sees_all]
+    known = 0, rope.theta
+    if (
+        not isinstance(thetas, list)
+        or len(thetas) != len(layers)
+        or any(theta not in known for theta in thetas)
+    ):
+        fields.reject("layer_rope_theta", thetas, f"{len(layers)} times 0 or {rope.theta:g}")
+    usual = tuple(0 if whole else window for whole in sees_all)
+    return replace(
+        config,
+        windows=_windows_by_type(fields, config.n_layers) or usual,
+        ropes=tuple(rope if theta else None for theta in thetas),
+        qk_norm=True,
+        float32_norms=True,
+        post_norm_eps=fields.number("post_norm_eps", 1e-8),
+        attention_gate=True,
+        gates_apart=True,
+        query_scalar=config.head_dim / fields.number("qk_scale_factor", 3.87) ** 2,
+        logit_factor=fields.number("output_multiplier", 256**0.5 / 6656**0.5),
+        logit_softcap=fields.number("final_logit_softcapping", 20.0),
+    )
+
+
 def _granite(values: JsonObject) -> ModelConfig:
     fields, config = _read_decoder(values, max_position_embeddings=2048)
     return replace(
@@ -1462,6 +1508,22 @@ FAMILIES: dict[str, Family] = {
     ),
     "GraniteForCausalLM": Family("granite", _granite, _gguf_granite, _TINY_GRANITE),
     "GraniteMoeHybridForCausalLM": Family("granitehybrid", _granite4, None, _TINY_GRANITE_H),
+    "MuseGlimmerForCausalLM": Family(
+        "muse_glimmer",
+        _muse_glimmer,
+        None,
+        {
+            "windows": (32, 0),
+            "ropes": (RopeConfig(), None),
+            "qk_norm": True,
+            "float32_norms": True,
+            "post_norm_eps": 1e-8,
+            "attention_gate": True,
+            "gates_apart": True,
+            "query_scalar": 1.0,
+            "logit_softcap": 10.0,
+        },
+    ),
     "NemotronHForCausalLM": Family("nemotron_h", _nemotron_h, None, _TINY_NEMOTRON_H),
     "Cohere2ForCausalLM": Family(
         "cohere2",
@@ -1512,6 +1574,7 @@ WRAPPERS: dict[str, dict[str, str]] = {
         "mistral4": "Mistral4ForCausalLM",
     },
     "Cohere2VisionForConditionalGeneration": {"cohere2": "Cohere2ForCausalLM"},
+    "MuseGlimmerForConditionalGeneration": {"muse_glimmer_text": "MuseGlimmerForCausalLM"},
     "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
     "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
     "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": "Qwen3ForCausalLM"},

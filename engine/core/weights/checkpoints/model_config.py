@@ -447,6 +447,8 @@ class ModelConfig:
     ropes: tuple[RopeConfig | None, ...] = (RopeConfig(),)
     #: Added to the mean square in every norm, of an encoder's to the variance.
     rms_eps: float = 1e-6
+    #: The same of norms of what a layer's halves add; None: `rms_eps`.
+    post_norm_eps: float | None = None
     #: Norms take the mean away.
     centred_norms: bool = False
     #: The weights of the norms stay in float32, whatever the dtype of the others.
@@ -482,6 +484,8 @@ class ModelConfig:
     #: What attention gives is multiplied by the sigmoid of a gate, as wide as the queries and
     #: beside them in their projection.
     attention_gate: bool = False
+    #: The gates of all heads stand behind all queries; else each stands behind its own.
+    gates_apart: bool = False
     #: Heads that a layer projects for each KV head: its key and its value; one that becomes both;
     #: or none, where the layer reads the keys and values of another.
     kv_projections: int = 2

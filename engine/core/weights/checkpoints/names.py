@@ -191,7 +191,8 @@ class Dialect:
     k: str
     v: str
     o: str
-    #: Of each query and key head, or of all at once, before they are rotated.
+    #: Of each query and key head, or of all at once, before they are rotated; empty where such
+    #: norms have no weights.
     q_norm: str
     k_norm: str
     #: Of the MLP; without gates the first is empty.
@@ -203,6 +204,8 @@ class Dialect:
     #: Queries, keys and values in one matrix, and gate and up; empty: they are apart.
     qkv: str = ""
     gate_up: str = ""
+    #: Gates of what attention gives, where `ModelConfig.gates_apart`.
+    attention_gate: str = ""
     #: Of a delta net: queries, keys, values and gates in one matrix, and both rates in another, of
     #: one key head after the other; empty: they are apart.
     delta_qkvz: str = ""
@@ -359,9 +362,9 @@ def _layer_norms(config: ModelConfig, names: Dialect, layer: int) -> Iterator[Ta
         ("mlp_post_norm", names.mlp_post_norm, size),
     ]
     of_heads: list[tuple[str, str, int]] = []
-    if config.qk_norm and layer in config.attending_layers:
+    if config.qk_norm and names.q_norm and layer in config.attending_layers:
         of_heads.append(("q_norm", names.q_norm, 1))
-    if config.qk_norm and layer in config.pool_layers:
+    if config.qk_norm and names.k_norm and layer in config.pool_layers:
         of_heads.append(("k_norm", names.k_norm, 1))
     if config.wide_qk_norm:
         of_heads.append(("wide_q_norm", names.q_norm, config.n_heads))
@@ -401,13 +404,15 @@ def _attention_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iter
     if names.qkv:
         qkv = [_Rows(prefix + names.qkv, config.qkv_size, heads + kv_heads, order)]
     else:
-        queries = _Rows(prefix + names.q, heads * dim, heads, order)
-        if config.attention_gate:  # each head's gate stands behind its query
+        queries = [_Rows(prefix + names.q, heads * dim, heads, order)]
+        if config.gates_apart:
+            queries.append(_Rows(prefix + names.attention_gate, heads * dim))
+        elif config.attention_gate:  # each head's gate stands behind its query
             order_of_pairs = (*order, *range(dim, 2 * dim)) if order else ()
-            queries = _Rows(prefix + names.q, 2 * heads * dim, heads, order_of_pairs)
+            queries = [_Rows(prefix + names.q, 2 * heads * dim, heads, order_of_pairs)]
         keys = _Rows(prefix + names.k, kv_heads * dim, kv_heads, order)
         values = _Rows(prefix + names.v, kv_heads * dim)
-        qkv = [queries, *(keys, values)[: own.kv_projections]]
+        qkv = [*queries, *(keys, values)[: own.kv_projections]]
     path = ("layers", layer, "attention")
     yield from _linear((*path, "qkv"), size, config.qkv_bias, qkv)
     yield from _linear((*path, "o"), heads * dim, config.o_bias, [_Rows(prefix + names.o, size)])

@@ -1,6 +1,6 @@
-"""Gemma 4 through the engine: heads of two sizes, keys and values that several layers read, and
-numbers of a token that each layer has; in bfloat16 answers are the same to the bit, however rows
-share steps. What it computes is compared with transformers in `test_families`.
+"""Gemma 4's shapes: heads of two sizes, keys and values that several layers read, and numbers of a
+token that each layer has. What it computes is compared with transformers in `test_families`, alone
+and in a crowd in `test_features`.
 """
 
 from __future__ import annotations
@@ -8,58 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from jitney.engine import LLM, SamplingParams
 from jitney.engine.common.errors import ModelError
 from jitney.engine.core.executor.program import StateSizes
-from jitney.engine.core.scheduler.page_demand import PageDemand
 from jitney.engine.core.weights.checkpoints.families import tiny_config
 from jitney.engine.core.weights.checkpoints.hf_config import read_hf_config
 from jitney.engine.lab.simulation.roofline import SHAPES, ModelCost
 from jitney.kernels.select import select
-
-pytestmark = pytest.mark.usefixtures("programs_when_used")
-
-SMALL: dict[str, Any] = {
-    "dtype": "bfloat16",
-    "max_seats": 4,
-    "seat_buckets": [1, 4],
-    "token_budget": 16,
-    "token_buckets": [16],
-    "page_size": 8,
-    "pages": 22,
-    "context": 160,
-}
-
-
-def answers(llm: LLM, prompts: list[list[int]]) -> list[Any]:
-    """Tokens and log-probabilities of each prompt's answer."""
-    params = SamplingParams(temperature=1.0, seed=1, max_tokens=20, ignore_eos=True, logprobs=1)
-    outputs = [request.outputs[0] for request in llm.generate(prompts, params)]
-    return [(one.token_ids, [own.logprob for own in one.logprobs or ()]) for one in outputs]
-
-
-@pytest.mark.parametrize("family", ["gemma4", "gemma4_unified"])
-def test_alone_in_a_crowd_preempted_and_from_cached_pages_answers_are_the_same(
-    family: str, monkeypatch: pytest.MonkeyPatch
-):
-    """Pages for fewer sequences than there are seats, prompts of up to seven chunks, past windows
-    of 32; then each alone, with its prompt's pages still there.
-    """
-    monkeypatch.setattr(PageDemand, "lasts", lambda *_: True)
-    llm = LLM(f"tiny-random:{family}", **SMALL)
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(4, 250, length).tolist() for length in (1, 17, 40, 97, 52)]
-    together = answers(llm, prompts)
-    totals = llm.core.ledger.totals
-    assert totals["preempted"] > 0
-    alone = [answers(llm, [prompt])[0] for prompt in prompts for _ in range(2)]
-    assert llm.core.ledger.totals["cached_tokens"] > 0
-    assert alone[::2] == together and alone[1::2] == together
-    assert len({tuple(tokens) for tokens, _ in together}) == len(prompts)
-    llm.core.check()
 
 
 def test_layers_have_pools_of_their_own_shapes_and_readers_have_none():

@@ -143,6 +143,12 @@ WRAPPED = {
         "lm_head",
     ),
     "Gemma3ForConditionalGeneration": ("gemma3_text", "gemma3", "model.language_model.", "lm_head"),
+    "MuseGlimmerForConditionalGeneration": (
+        "muse_glimmer_text",
+        "muse_glimmer",
+        "model.language_model.",
+        "lm_head",
+    ),
     "Mistral3ForConditionalGeneration": (
         "mistral",
         "mistral_full",

@@ -4,7 +4,6 @@ a seat away, the answers are the same, to the bit.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from functools import cache
@@ -15,10 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from lowered_steps import lower_step
-from reference_logits import DATA, SCRIPT
-from safetensors.numpy import save_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
+from reference_logits import DATA, SCRIPT, weights_of, write_folder
 
 from jitney.engine import LLM, SamplingParams
 from jitney.engine.common.requests import Grammar
@@ -44,11 +40,6 @@ SMALL: dict[str, Any] = {
     "pages": 120,
     "context": 256,
 }
-#: Ends of names of matrices that adapters may change.
-MODULES = (
-    *("_proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz", ".w1", ".w2", ".w3"),
-    *("shared_mlp.input_linear", "shared_mlp.output_linear"),
-)
 LENGTHS = (1, 3, 17, 40, 97, 33, 64, 52)
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 1, "max_tokens": 24, "ignore_eos": True}
 
@@ -82,7 +73,7 @@ def llm(engines: Callable[[str], LLM]) -> LLM:
     return engines("qwen3_5")
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "lfm2", "granitehybrid", "nemotron_h"])
+@pytest.mark.parametrize("family", [*FAMILIES, "lfm2", "nemotron_h"])
 def test_alone_in_a_crowd_and_after_preemption_answers_are_the_same(
     family: str, monkeypatch: pytest.MonkeyPatch
 ):
@@ -175,65 +166,6 @@ def test_what_seats_keep_is_written_where_it_lies(family: str, kernels: str, row
         assert not re.findall(rf"= f32\[{written}\]\S* copy\(", text)
 
 
-def save(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> str:
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
-    words = {f"t{i}": i for i in range(96)}
-    Tokenizer(WordLevel(words, unk_token="t0")).save(str(folder / "tokenizer.json"))
-    return str(folder)
-
-
-@pytest.mark.parametrize(
-    ("family", "count"),
-    [
-        ("qwen3_5", 3 * 3 + 4 + 4 * 3),
-        ("qwen3_next", 3 * 2 + 4),
-        ("lfm2", 3 * 2 + 4 + 4 * 3),
-        ("lfm2_moe", 3 * 2 + 4 + 2 * 3),
-        ("nemotron_h", 4 * 2 + 4 + 2),
-    ],
-)
-def test_adapters_change_what_a_merged_checkpoint_has(family: str, count: int, tmp_path: Path):
-    """Of recurrent layers, also fused ones, of gated attention and of a dense feed-forward."""
-    case = DATA["cases"][family]
-    tensors = {
-        name: SCRIPT.random_tensor(name, tuple(shape)) for name, shape in case["shapes"].items()
-    }
-    rng = np.random.default_rng(2)
-    halves, merged = {}, dict(tensors)
-    for name, matrix in tensors.items():
-        module = name.removesuffix(".weight")
-        if "expert" in module:
-            continue
-        if module.endswith(MODULES):
-            a = rng.normal(0, 0.1, (4, matrix.shape[1])).astype(np.float32)
-            b = rng.normal(0, 0.1, (matrix.shape[0], 4)).astype(np.float32)
-            halves[f"base_model.model.{module}.lora_A.weight"] = a
-            halves[f"base_model.model.{module}.lora_B.weight"] = b
-            merged[name] = matrix + 2 * b @ a
-    assert len(halves) == 2 * count
-    (tmp_path / "adapter").mkdir()
-    save_file(halves, tmp_path / "adapter" / "adapter_model.safetensors")
-    told = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none"}
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(told))
-    settings: dict[str, Any] = SMALL | {"dtype": "float32"}
-    plain = save(tmp_path / "plain", case["config"], tensors)
-    changed = save(tmp_path / "merged", case["config"], merged)
-    prompt = SCRIPT.prompt(20).tolist()
-    llm = LLM(plain, **settings, adapters=[f"one={tmp_path / 'adapter'}"])
-    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1)
-    (adapted,) = llm.generate([prompt], params, adapter="one")
-    (wanted,) = LLM(changed, **settings).generate([prompt], params)
-    one, other = adapted.outputs[0], wanted.outputs[0]
-    assert one.token_ids == other.token_ids
-    found, expected = (
-        [entry.logprob for entry in output.logprobs or ()] for output in (one, other)
-    )
-    np.testing.assert_allclose(found, expected, atol=1e-4)
-    assert llm.generate([prompt], params)[0].outputs[0].token_ids != one.token_ids
-
-
 def in_one_tensor(tensors: dict[str, np.ndarray], base: str, *parts: str) -> np.ndarray:
     """[X, O, I] of all experts of a layer."""
     experts = []
@@ -246,10 +178,8 @@ def in_one_tensor(tensors: dict[str, np.ndarray], base: str, *parts: str) -> np.
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_wrapper_with_experts_in_one_tensor_is_the_same_model(family: str, tmp_path: Path):
     case = DATA["cases"][family]
-    tensors = {
-        name: SCRIPT.random_tensor(name, tuple(shape)) for name, shape in case["shapes"].items()
-    }
-    plain = save(tmp_path / "plain", case["config"], tensors)
+    tensors = weights_of(case)
+    plain = write_folder(tmp_path / "plain", case["config"], tensors)
     inner = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     for layer in range(4):
         base = f"model.layers.{layer}.mlp.experts"
@@ -264,7 +194,7 @@ def test_a_wrapper_with_experts_in_one_tensor_is_the_same_model(family: str, tmp
     (inner_kind,) = case["config"]["architectures"]
     wrapper = inner_kind.replace("ForCausalLM", "ForConditionalGeneration")
     config = {"architectures": [wrapper], "text_config": case["config"]}
-    wrapped = save(tmp_path / "wrapped", config, renamed)
+    wrapped = write_folder(tmp_path / "wrapped", config, renamed)
     assert ModelSource.resolve(wrapped).config == ModelSource.resolve(plain).config
     prompt = SCRIPT.prompt(20).tolist()
     settings: dict[str, Any] = SMALL | {"dtype": "float32"}

@@ -67,6 +67,7 @@ CASES = (
     ("mistral4", 4),
     ("gemma4", 2),
     ("gemma4_experts", 4),
+    ("muse_glimmer", 4),
 )
 
 

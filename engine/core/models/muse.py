@@ -1,0 +1,83 @@
+"""Muse-Glimmer (text): Llama's layers between norms before and behind both halves, and gated
+attention.
+
+Embeddings, queries and keys are normed without weights, scores and logits multiplied by numbers of
+the model, logits bent to stay within a cap. Each fourth layer sees all and does not rotate. Weights
+of the layers' norms are stored as w and applied as 1 + w, those of the last norm as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from jitney.engine.core.models.attention import GatedAttention
+from jitney.engine.core.models.gemma import capped
+from jitney.engine.core.models.hidden import Hidden
+from jitney.engine.core.models.layers import UnitNorm, rounded
+from jitney.engine.core.models.llama import Llama, PostNormBlock
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
+from jitney.engine.core.weights.checkpoints.names import HF, Dialect, FileFormat, WeightMap
+from jitney.kernels.interface import Kernels
+
+_HF = replace(
+    HF,
+    attention_gate="self_attn.gate_proj",
+    q_norm="",
+    k_norm="",
+    attention_post_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_post_norm="post_feedforward_layernorm",
+    norm_offset=1.0,
+)
+
+
+class _Attention(GatedAttention):
+    """Attention whose gates have a matrix of their own."""
+
+    @staticmethod
+    def head_norm(config: ModelConfig, dtype: DTypeLike) -> UnitNorm:
+        """See `Attention.head_norm`."""
+        return UnitNorm(config.head_dim, config.rms_eps)
+
+
+class _Block(PostNormBlock):
+    attention_class = _Attention
+
+
+class Muse(Llama):
+    """See `Llama`."""
+
+    block = _Block
+
+    def embedded(self, tokens: Array) -> Array:
+        """See `Llama.embedded`; each row is normed."""
+        x = super().embedded(tokens)
+        wide = x.astype(jnp.float32)
+        squares = jnp.mean(wide * wide, axis=-1, keepdims=True)
+        return rounded(wide * jax.lax.rsqrt(squares + self.config.rms_eps), x.dtype)
+
+    def logits(self, hidden: Hidden, kernels: Kernels) -> Array:
+        """See `Llama.logits`."""
+        logits = super().logits(hidden, kernels) * self.config.logit_factor
+        return capped(logits, self.config.logit_softcap)
+
+    @classmethod
+    def weight_map(cls, config: ModelConfig, file_format: FileFormat) -> WeightMap:
+        """See `Llama.weight_map`."""
+        weights = super().weight_map(config, file_format)
+        last = ("norm", "weight")
+        targets = [
+            replace(target, offset=0.0) if target.path == last else target
+            for target in weights.targets
+        ]
+        return replace(weights, targets=tuple(targets))
+
+    @classmethod
+    def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:
+        """The names of Hugging Face's folders; GGUF files of Muse-Glimmer are not read."""
+        return _HF
