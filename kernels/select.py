@@ -131,13 +131,7 @@ def with_product_rows(kernels: KernelSet, rows: int) -> KernelSet:
     from jitney.kernels.cpu import products
 
     chosen = products.up_to(rows)
-    return replace(
-        kernels,
-        matmul=chosen.matmul,
-        gated=chosen.gated,
-        project=chosen.project,
-        matmul_int4=chosen.matmul_int4,
-    )
+    return replace(kernels, matmul=chosen.matmul, gated=chosen.gated, project=chosen.project)
 
 
 def _triton() -> KernelSet:

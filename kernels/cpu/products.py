@@ -28,7 +28,6 @@ from jax.typing import DTypeLike
 from jitney.kernels import reference
 from jitney.kernels.cpu import library
 from jitney.kernels.experts import gate
-from jitney.kernels.int4 import Int4
 from jitney.kernels.interface import Int8Products, Mxfp4Products, OneOf
 from jitney.kernels.mxfp4 import Mxfp4, matmul_mxfp4
 from jitney.kernels.w8a8 import Int8
@@ -110,12 +109,6 @@ class _Products:
         if w.ndim == 4:
             return _call_panels(x, w, jnp.bfloat16, count, gated=True)
         return gate(self.matmul(x, w, count=count), x.dtype)
-
-    def matmul_int4(self, x: jax.Array, weights: Int4, dtype: DTypeLike = jnp.float32) -> jax.Array:
-        """See `jitney.kernels.int4.matmul_int4`; once written out, weights are multiplied as any
-        others: XLA's own product would add up few rows in another order than many.
-        """
-        return self.matmul(x, pack(weights.unpacked().astype(x.dtype)), dtype)
 
     def project(self, x: jax.Array, table: jax.Array) -> jax.Array:
         """x [T, E] times the transpose of table [V, E] -> float32 [T, V]."""
