@@ -26,7 +26,7 @@ from jitney.engine.fleet.resume import events
 from jitney.engine.lab.backlog import QueueGrowth
 from jitney.engine.lab.bench.client import Answer, EndpointClient, RemoteEndpoint
 from jitney.engine.lab.bench.cost import CostLine
-from jitney.engine.lab.bench.load import _record_of, _Sender, run_load
+from jitney.engine.lab.bench.load import Sender, _record_of, run_load
 from jitney.engine.lab.bench.online import OnlineBench, _Ruler, _ServerMetrics
 from jitney.engine.lab.simulation.workload import WORKLOADS
 
@@ -197,10 +197,10 @@ def test_chat_and_completions_are_asked_alike():
 
 
 def test_the_client_says_when_it_is_the_bottleneck():
-    assert _Sender(cpu_share=0.3, lag_s=[0.001] * 100, late_s=[0.0] * 100).trouble == ""
-    assert "97% of a CPU" in _Sender(cpu_share=0.97).trouble
-    assert "event loop woke up 200 ms late" in _Sender(lag_s=[0.2] * 10).trouble
-    assert "requests left 80 ms late" in _Sender(late_s=[0.08] * 10).trouble
+    assert Sender(cpu_share=0.3, lag_s=[0.001] * 100, late_s=[0.0] * 100).trouble == ""
+    assert "97% of a CPU" in Sender(cpu_share=0.97).trouble
+    assert "event loop woke up 200 ms late" in Sender(lag_s=[0.2] * 10).trouble
+    assert "requests left 80 ms late" in Sender(late_s=[0.08] * 10).trouble
 
     async def blocking(number: int) -> Answer:
         time.sleep(0.08)  # on purpose: it holds up the event loop
