@@ -26,6 +26,8 @@ _BY = "jitney serve"
 _PACKAGES = ("httpx", "starlette", "uvicorn", "zmq", "prometheus_client", "tokenizers")
 #: Requests for each stream.
 _TURNS = 2
+#: Context that the trial requests of a bench need: its prose, a token a letter.
+_TRIAL_TOKENS = 512
 #: Load clients: one is near a core's limit at some thousand tokens a second.
 _CLIENTS = 4
 
@@ -55,10 +57,18 @@ def _serve_rows(job: PartJob, row: Row) -> Iterator[Row]:
 def _server_of(job: PartJob, folder: str) -> Peer:
     sizes = job.sizes
     seats = max(sizes.served)
+    budget = max(2 * seats, sizes.token_budget)
+    # Few programs: the steps that these streams need.
     words = (
         *("--load-format", "dummy", "--max-seats", str(seats)),
-        *("--token-budget", str(max(2 * seats, sizes.token_budget))),
-        *("--context", str(sum(sizes.batch) + 4 * job.page_size)),
+        *("--seat-buckets", ",".join(map(str, sizes.served))),
+        *(
+            "--token-budget",
+            str(budget),
+            "--token-buckets",
+            f"{max(2 * seats, budget // 4)},{budget}",
+        ),
+        *("--context", str(max(_TRIAL_TOKENS, sum(sizes.batch) + 4 * job.page_size))),
         *("--page-size", str(job.page_size), "--platform", job.platform),
     )
     return Peer.ours(folder, job.kernels, job.dtype, more=words)
