@@ -569,12 +569,12 @@ def test_a_second_call_goes_on_where_the_first_one_stopped(tmp_path: Path):
     found = DevicePlan(only=("steps", "loop")).measure(ResultFiles(tmp_path), quiet, second)
     assert second.parts == [PartJob.ABOUT, "steps"]  # what failed by itself would fail again
     measured = {(r.part, r.case): r.seconds for r in found.rows if r.part == "steps"}
-    assert measured == {("steps", "first"): 3.0, ("steps", "second"): 2.0}
+    assert measured == {("steps", "first"): 4.0, ("steps", "second"): 2.0}
     report = json.loads((tmp_path / "device_a_card_80gb_llama-3.1-8b.json").read_text())
     assert report["calls"] == 2 and set(report["finished"]) == {"smoke", "floors", "steps", "loop"}
     third = Device()
     merged = DevicePlan(only=("graphs",)).measure(ResultFiles(tmp_path), quiet, third)
-    assert {r.part for r in merged.rows} == {"steps", "loop", "graphs"}
+    assert {r.part for r in merged.rows} == {"smoke", "steps", "loop", "graphs"}
 
 
 @pytest.mark.parametrize("again", [True, False], ids=["again", "another program"])
