@@ -47,7 +47,6 @@ from typing import Any
 
 import httpx
 import numpy as np
-from token_source import STEP_S
 
 from jitney.engine import server
 from jitney.engine.cli import main as jitney
@@ -60,6 +59,10 @@ from jitney.engine.lab.bench.load import LoadResult, run_load
 from jitney.engine.lab.bench.peers import OUTPUTS, PROMPTS
 from jitney.engine.lab.simulation.workload import Closed, synthesise
 from jitney.engine.server.process.supervisor import CoreSupervisor
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from token_source import STEP_S
 
 _START_S, _STOP_S, _REPORT_S = 600.0, 30.0, 10.0
 #: Without a device: seconds until all streams flow, and one more for every hundred; and of a count.
