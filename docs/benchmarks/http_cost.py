@@ -37,7 +37,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -125,7 +125,7 @@ class Sampler:
     def __init__(self, file: Path):
         self._file = file
         self._last = time.thread_time()
-        self._spent: Counter[str] = Counter()
+        self._spent: defaultdict[str, float] = defaultdict(float)
         #: Processor time of the main thread at each report of a step.
         self._steps: list[float] = []
         signal.signal(signal.SIGPROF, self._sample)
@@ -222,7 +222,8 @@ def read_streams(
     selector: selectors.BaseSelector, seconds: float
 ) -> tuple[int, dict[int, list[float]]]:
     """(tokens of all streams, by stream when its parts came) while so many seconds pass."""
-    tokens, times = 0, {fd: [] for fd in selector.get_map()}
+    tokens = 0
+    times: dict[int, list[float]] = {key.fd: [] for key in selector.get_map().values()}
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         for key, _ in selector.select(0.1):
