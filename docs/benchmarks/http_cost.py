@@ -2,6 +2,7 @@
 the machine that is.
 
     python docs/benchmarks/http_cost.py [--streams 32] [--tokens-per-s 764] [--json FILE]
+    python docs/benchmarks/http_cost.py --step-ms 12 [--trees BEFORE AFTER] [--streams 1 32 256]
 
 Starts `jitney serve`, drives it as `jitney bench peers` does, and reads the user and system time of
 the process that answers HTTP and of the core's beside it, before and after. Other work on the
@@ -15,8 +16,12 @@ the part gets the processor time since the last sample. 384 requests give 600 sa
 part of a quarter to 2 % of the whole.
 
 parse: what the core and the clients send; detokenise: tokens to text; frame: JSON and events; send:
-HTTP and the system's `send`; streams: the tasks that wait for tokens and hand them on; poll: asking
-the system which sockets are ready; loop: the rest of the event loop.
+HTTP and the system's `send`; streams: what hands tokens on to the answers that wait for them; poll:
+asking the system which sockets are ready; loop: the rest of the event loop.
+
+With `--step-ms` no model computes: the core hands a token to every stream each so many ms, and a
+client of a few lines reads the streams and the gaps between their events. `--trees` are checkouts
+(`git worktree add`) in folders called jitney that are measured in turn, twice.
 """
 
 from __future__ import annotations
@@ -25,33 +30,50 @@ import argparse
 import asyncio
 import json
 import os
+import selectors
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import httpx
+import numpy as np
 
+from jitney.engine import server
 from jitney.engine.cli import main as jitney
 from jitney.engine.common.machine import cpu_name
 from jitney.engine.common.ports import free_port
+from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.trace import Arrival
 from jitney.engine.lab.bench.client import Answer, EndpointClient, RemoteEndpoint
 from jitney.engine.lab.bench.load import LoadResult, run_load
 from jitney.engine.lab.bench.peers import OUTPUTS, PROMPTS
 from jitney.engine.lab.simulation.workload import Closed, synthesise
+from jitney.engine.server.process.supervisor import CoreSupervisor
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from token_source import STEP_S
 
 _START_S, _STOP_S, _REPORT_S = 600.0, 30.0, 10.0
+#: Without a device: seconds until all streams flow, and one more for every hundred; and of a count.
+_FLOW_S, _WINDOW_S = 1.0, 5.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 #: Processor time between two samples; the kernel looks once a tick.
 _SAMPLE_S = 0.001
 _SAMPLED = "--sampled"
+#: Seconds of the main thread between two reports of the core, in a step that is quicker than nine
+#: of ten: other work on the machine makes the others longer.
+_QUICK = "quick step"
 #: The part of the program that a function belongs to, by a piece of its file's path and of its
 #: name; the first that fits. What stands in none of them belongs to whoever called it.
 PARTS = {
@@ -71,6 +93,7 @@ PARTS = {
         "engine/server/http/jsonio.py",
     ),
     "send": (
+        "engine/server/http/streaming.py",
         "/h11/",
         "/uvicorn/",
         "/starlette/",
@@ -102,7 +125,9 @@ class Sampler:
     def __init__(self, file: Path):
         self._file = file
         self._last = time.thread_time()
-        self._spent: Counter[str] = Counter()
+        self._spent: defaultdict[str, float] = defaultdict(float)
+        #: Processor time of the main thread at each report of a step.
+        self._steps: list[float] = []
         signal.signal(signal.SIGPROF, self._sample)
         signal.signal(signal.SIGUSR2, self._report)
         signal.setitimer(signal.ITIMER_PROF, _SAMPLE_S, _SAMPLE_S)
@@ -112,11 +137,17 @@ class Sampler:
         self._spent[part_of(frame)] += now - self._last
         self._last = now
 
+    def step_comes(self) -> None:
+        self._steps.append(time.thread_time())
+
     def _report(self, _: int, __: FrameType | None) -> None:
         beside = self._file.with_suffix(".new")
-        beside.write_text(json.dumps(self._spent))
+        steps = np.diff(self._steps)
+        quick = {_QUICK: float(np.quantile(steps, 0.1))} if len(steps) else {}
+        beside.write_text(json.dumps(self._spent | quick))
         beside.replace(self._file)
         self._spent.clear()
+        self._steps.clear()
 
 
 def sampled(pid: int, file: Path) -> dict[str, float]:
@@ -130,11 +161,13 @@ def sampled(pid: int, file: Path) -> dict[str, float]:
 
 
 @contextmanager
-def served(words: Sequence[str], port: int, file: Path) -> Iterator[int]:
+def served(
+    words: Sequence[str], port: int, file: Path, environment: Mapping[str, str] = {}
+) -> Iterator[int]:
     """The process that answers HTTP, once it does: `jitney WORDS`, sampled into a file."""
     command = [sys.executable, __file__, _SAMPLED, str(file), *words, "--port", str(port)]
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | environment)
         try:
             _wait(process, f"http://127.0.0.1:{port}/health")
             yield process.pid
@@ -170,6 +203,85 @@ def children_of(pid: int) -> list[int]:
 def costs(pid: int) -> tuple[float, float]:
     """Seconds of the API process, and of what it started."""
     return spent_s(pid), sum(spent_s(child) for child in children_of(pid))
+
+
+def open_streams(port: int, streams: int) -> list[socket.socket]:
+    """Begin so many streams that end with their connections."""
+    body = {"prompt": [97], "max_tokens": 4000, "stream": True, "ignore_eos": True}
+    text = json.dumps({"model": "tiny-random", **body}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(text)}\r\n"
+    connections: list[socket.socket] = []
+    for _ in range(streams):
+        connection = socket.create_connection(("127.0.0.1", port))
+        connection.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + text)
+        connections.append(connection)
+    return connections
+
+
+def read_streams(
+    selector: selectors.BaseSelector, seconds: float
+) -> tuple[int, dict[int, list[float]]]:
+    """(tokens of all streams, by stream when its parts came) while so many seconds pass."""
+    tokens = 0
+    times: dict[int, list[float]] = {key.fd: [] for key in selector.get_map().values()}
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        for key, _ in selector.select(0.1):
+            connection = key.fileobj
+            assert isinstance(connection, socket.socket)
+            part = connection.recv(1 << 16)
+            if not part or b'"error"' in part:
+                raise SystemExit(f"a stream ended: {part.decode(errors='replace')}")
+            tokens += part.count(b'"text":"') if b'"text":""' not in part else 0
+            times[key.fd].append(time.monotonic())
+    return tokens, times
+
+
+def token_cost(port: int, pid: int, file: Path, streams: int) -> JsonDict:
+    """Figures of so many streams, once all of them flow."""
+    connections = open_streams(port, streams)
+    with selectors.DefaultSelector() as selector:
+        for connection in connections:
+            selector.register(connection, selectors.EVENT_READ)
+        read_streams(selector, _FLOW_S + streams / 100)
+        sampled(pid, file)
+        before, own = costs(pid), time.process_time()
+        tokens, times = read_streams(selector, _WINDOW_S)
+        own = time.process_time() - own
+        api_s, core_s = (now - then for now, then in zip(costs(pid), before, strict=True))
+        parts = sampled(pid, file)
+        quick = parts.pop(_QUICK)
+        for connection in connections:
+            connection.close()
+    gaps = np.concatenate([np.diff(each) for each in times.values()])
+    p50, p90, p99 = (1e3 * np.quantile(gaps, (0.5, 0.9, 0.99))).round(1).tolist()
+    return {
+        "streams": streams,
+        "output_tok_s": round(tokens / _WINDOW_S),
+        "tokens_an_event": round(tokens / sum(map(len, times.values())), 2),
+        "api_us_per_token": round(1e6 * api_s / tokens, 1),
+        "quick_step_us_per_token": round(1e6 * quick / streams, 1),
+        "parts_us_per_token": {name: round(1e6 * s / tokens, 1) for name, s in parts.items()},
+        "core_us_per_token": round(1e6 * core_s / tokens, 1),
+        "client_us_per_token": round(1e6 * own / tokens, 1),
+        "gap_ms_p50_p90_p99": [p50, p90, p99],
+    }
+
+
+def without_device(trees: Sequence[Path], crowds: Sequence[int], step_ms: float) -> JsonDict:
+    """The cost of a token in each tree by streams, in turn, twice."""
+    found: dict[str, list[JsonDict]] = {str(tree): [] for tree in trees}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "parts.json"
+        for tree in [*trees, *trees]:
+            port = free_port()
+            environment = {"PYTHONPATH": str(tree.parent), STEP_S: str(1e-3 * step_ms)}
+            with served(["serve", "tiny-random"], port, file, environment) as pid:
+                for streams in crowds:
+                    cost = token_cost(port, pid, file, streams)
+                    found[str(tree)].append(cost)
+                    print(tree, json.dumps(cost), flush=True)
+    return {"machine": cpu_name(), "step_ms": step_ms, "trees": found}
 
 
 async def drive(url: str, arrivals: list[Arrival], streams: int) -> LoadResult:
@@ -217,19 +329,40 @@ def report(
 
 def main() -> None:
     if sys.argv[1:2] == [_SAMPLED]:
-        Sampler(Path(sys.argv[2]))
+        if STEP_S in os.environ:
+            source = str(Path(__file__).parent)
+            os.environ["PYTHONPATH"] += os.pathsep + source
+            server.ProcessClient = partial(server.ProcessClient, builder="token_source:build")
+            sampler = Sampler(Path(sys.argv[2]))
+            take = CoreSupervisor._take
+
+            def take_and_tell(self: CoreSupervisor, link: Any, message: Any) -> None:
+                sampler.step_comes()
+                take(self, link, message)
+
+            CoreSupervisor._take = take_and_tell
+        else:
+            Sampler(Path(sys.argv[2]))
         sys.exit(jitney(sys.argv[3:]))
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--weights", default="", help="such as int8; default: the checkpoint's")
-    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--streams", type=int, nargs="+", default=[32])
+    parser.add_argument("--step-ms", type=float, help="no model: so many ms a step")
+    parser.add_argument("--trees", type=Path, nargs="+", default=[Path(__file__).parents[2]])
     parser.add_argument("--requests", type=int, default=384)
     parser.add_argument("--tokens-per-s", type=float, nargs="*", default=[])
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.step_ms:
+        text = json.dumps(without_device(args.trees, args.streams, args.step_ms), indent=1)
+        if args.json:
+            args.json.write_text(text + "\n")
+        return
+    [streams] = args.streams
     arrivals = synthesise(args.requests, PROMPTS, OUTPUTS, Closed(), 0)
     port = args.port or free_port()
     url = f"http://127.0.0.1:{port}"
@@ -239,10 +372,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "parts.json"
         with served(words, port, file) as pid:
-            asyncio.run(drive(url, arrivals[: args.streams], args.streams))
+            asyncio.run(drive(url, arrivals[:streams], streams))
             before = costs(pid)
             sampled(pid, file)
-            load = asyncio.run(drive(url, arrivals, args.streams))
+            load = asyncio.run(drive(url, arrivals, streams))
             parts = sampled(pid, file)
             api_s, core_s = (now - then for now, then in zip(costs(pid), before, strict=True))
     found = report(load, api_s, core_s, parts, args.tokens_per_s)

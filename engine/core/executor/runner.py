@@ -40,6 +40,7 @@ from jitney.engine.core.executor.program_memory import ProgramsMemory, StepMemor
 from jitney.engine.core.executor.sampling import Sampled, SeatState
 from jitney.engine.core.executor.seat_tokens import DraftedTokens
 from jitney.engine.core.executor.step_parts import StepParts
+from jitney.engine.core.executor.threads import own_processors
 from jitney.engine.core.models.protocol import Model
 from jitney.engine.core.models.sharding import own_mesh
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
@@ -50,8 +51,9 @@ from jitney.kernels.interface import Kernels
 
 _Report = Callable[[int, int, str], None]
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-#: Threads that compile: XLA does it outside the interpreter lock.
-_COMPILERS = 2
+#: Threads that compile, at least and at most: XLA does it outside the interpreter lock, and needs
+#: memory for each.
+_COMPILERS, _MOST_COMPILERS = 2, 16
 
 
 class _Compilations:
@@ -244,9 +246,12 @@ class Runner:
         self,
         kinds: list[tuple[Bucket, bool]],
         report: _Report = _report_nothing,
-        threads: int = _COMPILERS,
+        threads: int = 0,
     ) -> None:
-        """Compile those of these (bucket, greedy_only) that are missing, `threads` at a time."""
+        """Compile those of these (bucket, greedy_only) that are missing, `threads` at a time; 0: by
+        the processors.
+        """
+        threads = threads or min(_MOST_COMPILERS, max(_COMPILERS, len(own_processors())))
         report(0, len(kinds), "")
         meaningless = MEANINGLESS.get(jax.default_backend())
         with left_out(meaningless), _no_collection(), ThreadPoolExecutor(threads) as pool:

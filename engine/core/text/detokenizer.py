@@ -85,6 +85,8 @@ class TextStream:
         stop_token: the end token that the core reported, the last of `token_ids`; it is part of the
         text only with `include_stop_str_in_output`.
         """
+        if len(token_ids) == 1 and not (final or self._finders or stop_token is not None):
+            return self._push_one(token_ids[0])
         delta = TextDelta("", 0)
         pieces: list[str] = []
         shown = len(token_ids)
@@ -101,6 +103,14 @@ class TextStream:
         if final and delta.stop is None:
             pieces.append(self._flush(delta))
         delta.text = "".join(pieces)
+        return delta
+
+    def _push_one(self, token: int) -> TextDelta:
+        """The same of a token in the middle, without stop strings: nearly all come so."""
+        text = self._utf8.decode(self._bytes(token))
+        delta = TextDelta(text, 1, [self._decoded])
+        self._decoded += len(text)
+        self._tokens += 1
         return delta
 
     def _flush(self, delta: TextDelta) -> str:

@@ -35,7 +35,7 @@ type Watch = Callable[[int, int], None]
 
 
 @dataclass(slots=True)
-class _Sender:
+class Sender:
     """Whether the client kept up."""
 
     #: Of one CPU, over the run.
@@ -81,7 +81,7 @@ class LoadResult:
     #: From the first intended arrival to the last end.
     seconds: float
     #: Whether the client kept up.
-    sender: _Sender
+    sender: Sender
 
     def figures(self, **options: Any) -> JsonDict:
         """As `summary.summarise`, without what only the server knows; options: its slo and
@@ -101,14 +101,15 @@ async def run_load(
     concurrency: int = 0,
     closed: bool = False,
     watch: Watch = ignore_progress,
+    started: float | None = None,
 ) -> LoadResult:
     """Send every arrival at its time and wait for all answers.
 
     concurrency: most requests open at a time, 0: any number. closed: a request comes when one of
     those ends, so that its time counts from then; else a request that waits for one of the
-    `concurrency` to end waits on its own time.
+    `concurrency` to end waits on its own time. started: time.monotonic() of the start; None: now.
     """
-    sender = _Sender()
+    sender = Sender()
     slots = asyncio.Semaphore(concurrency or len(arrivals))
     requests: list[RequestRecord | None] = [None] * len(arrivals)
     answers: list[Answer | None] = [None] * len(arrivals)
@@ -125,7 +126,9 @@ async def run_load(
         requests[number] = _record_of(number, arrivals[number], intended, answer)
         watch(next(ended), len(arrivals))
 
-    started = time.monotonic()
+    if started is None:
+        started = time.monotonic()
+    await asyncio.sleep(started - time.monotonic())
     async with _watched(sender), asyncio.TaskGroup() as group:
         for number, arrival in enumerate(arrivals):
             due = started + arrival.at
@@ -163,7 +166,7 @@ def _first_token(answer: Answer) -> float | None:
 
 
 @asynccontextmanager
-async def _watched(sender: _Sender) -> AsyncIterator[None]:
+async def _watched(sender: Sender) -> AsyncIterator[None]:
     """Measure this process's share of a CPU and its event loop's lag while the block runs."""
 
     async def measure_lag() -> None:

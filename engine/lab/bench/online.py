@@ -18,6 +18,7 @@ from jitney.engine.common.trace import Arrival
 from jitney.engine.lab.bench.client import Answer, EndpointClient, RemoteEndpoint
 from jitney.engine.lab.bench.cost import Bill
 from jitney.engine.lab.bench.load import LoadResult, Watch, ignore_progress, run_load
+from jitney.engine.lab.bench.load_clients import run_shared_load
 from jitney.engine.lab.bench.text import arrival_prose, prose
 
 #: Words of the texts by which the endpoint's tokens are learnt: at first few, then as many as the
@@ -98,11 +99,13 @@ class OnlineBench:
     """Measures traffic at an endpoint.
 
     Its methods raise ConfigError or JitneyError if the endpoint does not answer at all. warmup:
-    short requests sent before anything is timed; chosen anew for each measurement.
+    short requests sent before anything is timed; chosen anew for each measurement. clients:
+    processes that send.
     """
 
     endpoint: RemoteEndpoint
     warmup: int = 0
+    clients: int = 1
 
     async def measure(
         self,
@@ -131,9 +134,20 @@ class OnlineBench:
 
             await self._warm_up(client, ruler, arrivals[: self.warmup], concurrency, salt)
             before = await _ServerMetrics.read(client)
-            load = await run_load(
-                send, arrivals, concurrency=concurrency, closed=closed, watch=watch
-            )
+            if self.clients > 1:
+                load = await run_shared_load(
+                    client.endpoint,
+                    arrivals,
+                    texts,
+                    self.clients,
+                    concurrency=concurrency,
+                    closed=closed,
+                    watch=watch,
+                )
+            else:
+                load = await run_load(
+                    send, arrivals, concurrency=concurrency, closed=closed, watch=watch
+                )
             run = OnlineRun(client.endpoint, load, about=await EngineAbout.read(client))
             after = None if before is None else await _ServerMetrics.read(client)
             if before is not None and after is not None:

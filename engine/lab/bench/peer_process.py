@@ -71,12 +71,14 @@ class Peer(NamedTuple):
     settings: str
 
     @classmethod
-    def ours(cls, model: str, kernels: str, dtype: str, weights: str = "") -> Peer:
+    def ours(
+        cls, model: str, kernels: str, dtype: str, weights: str = "", more: Sequence[str] = ()
+    ) -> Peer:
         """This engine, as `jitney serve` starts it; weights: how they are kept, "" for the
-        default.
+        default. more: further flags.
         """
         program = "import sys; from jitney.engine.cli import main; sys.exit(main())"
-        words = ("serve", model, "--dtype", dtype, "--no-prefix-cache", "--kernels", kernels)
+        words = ("serve", model, "--dtype", dtype, "--no-prefix-cache", "--kernels", kernels, *more)
         name = f"Jitney, {kernels} kernels"
         if weights:
             words = (*words, "--weights", weights)

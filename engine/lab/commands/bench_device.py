@@ -46,7 +46,8 @@ _FLAGS = (
     Flag.of("--platform", "where to run", "auto", choices=("auto", "cpu", "cuda", "tpu")),
     Flag.of(
         "--only",
-        f"parts to run, in this order; those with times measure floors first. {_PARTS_HELP}",
+        "parts to run, in the order given; a smoke first, and floors before those with times. "
+        f"{_PARTS_HELP}",
         "",
         metavar="A,B",
     ),

@@ -42,11 +42,11 @@ def bench_serve(arguments: Sequence[str]) -> int:
     """Send the traffic and print the figures; exit status 1 if no request was served."""
     args = _COMMAND.parse_as(EndpointArguments, arguments)
     args.check_writable("json", "html", "trace_to")
-    args.check_numbers(rate=0.001, concurrency=0, warmup=0, timeout_s=0.001)
+    args.check_numbers(rate=0.001, concurrency=0, warmup=0, clients=1, timeout_s=0.001)
     args.slo()
     rate = _rate_from(args)
     arrivals = args.draw(rate)
-    bench = OnlineBench(args.endpoint(), args.warmup)
+    bench = OnlineBench(args.endpoint(), args.warmup, args.clients)
     with progress() as watch:
         measured = bench.measure(
             arrivals,
@@ -56,6 +56,7 @@ def bench_serve(arguments: Sequence[str]) -> int:
         )
         run = asyncio.run(measured)
     traffic = args.describe(arrivals, rate) | {"concurrency": args.concurrency}
+    traffic |= {"clients": args.clients}
     report = _make_report(args, run, arrivals, traffic)
     if args.trace_to:
         write_recording(args.trace_to, run.load.requests, run.load.started)
@@ -72,6 +73,7 @@ _LOAD = (
         0,
     ),
     Flag.whole("--warmup", "short requests sent before anything is timed", 8),
+    Flag.whole("--clients", "processes that send, where one is the bottleneck", 1),
 )
 _TRACE_TO = Flag.of(
     "--trace-to", "write what was sent and measured, for jitney simulate --trace", metavar="FILE"
@@ -212,6 +214,7 @@ def _summary(report: JsonObject) -> Iterator[str]:
     if report["cached_prompt_tokens"]:
         cached = report["cached_prompt_tokens"]
         yield f"{cached:,} prompt tokens were found in the server's prefix cache"
-    yield f"this client used {client['cpu_share']:.0%} of a core"
+    who = "this client" if report["traffic"]["clients"] == 1 else "the busiest client"
+    yield f"{who} used {client['cpu_share']:.0%} of a core"
     if client["trouble"]:
         yield client["trouble"]

@@ -86,6 +86,19 @@ def config_fields(shape: ModelConfig) -> JsonDict:
     }
 
 
+def hf_config(shape: ModelConfig, dtype: str) -> JsonDict:
+    """The content of a model's config.json."""
+    fields = config_fields(shape)
+    return fields | {
+        "model_type": fields["architectures"][0].removesuffix("ForCausalLM").lower(),
+        "rms_norm_eps": shape.rms_eps,
+        "torch_dtype": dtype,
+        "hidden_act": "silu",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
 def _make_model(job: PartJob) -> Any:
     torch, fields = _module("torch"), config_fields(job.config)
     make = getattr(_module("transformers"), fields["architectures"][0])

@@ -225,6 +225,7 @@ class Sizes:
     prefill: tuple[int, ...]  # rows of steps of one prompt
     streams: int  # of the closed loop, and of the batch that the goal is about
     crowds: tuple[int, ...]  # streams of the other batches
+    served: tuple[int, ...]  # streams over HTTP
     requests: int  # of the closed loop, in all
     loop: tuple[int, int]  # its (prompt, output) tokens at most
     batch: tuple[int, int]  # (prompt, output) tokens of each request of the batch
@@ -272,6 +273,7 @@ _LARGE = Sizes(
     prefill=(4096, 512, 1024, 2048, 8192),
     streams=64,
     crowds=(1, 8, 32, 128, 256),
+    served=(1, 32, 256),
     requests=256,
     loop=(512, 256),
     batch=(256, 256),
@@ -297,6 +299,7 @@ _SMALL = Sizes(
     prefill=(16,),
     streams=4,
     crowds=(1,),
+    served=(1, 4),
     requests=6,
     loop=(16, 8),
     batch=(8, 8),

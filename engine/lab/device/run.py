@@ -28,6 +28,7 @@ from jitney.engine.lab.device.worker import PartMessage
 #: In the order of what matters most: right answers, the limits, the goals, then the peers that one
 #: goal names.
 PARTS = {
+    "smoke": "compiler, one kernel and one graph, in seconds: whether anything below can run",
     "check": "tokens of the engine and every kernel case, compared before anything is timed",
     "floors": "copy bandwidth, product rate, launches",
     "attention": "decode, prompt and mixed attention",
@@ -35,6 +36,8 @@ PARTS = {
     "quantised": "decode steps with weights in fp8, int8 and int4",
     "prefill": "steps of one prompt, 512 to 8,192 rows",
     "loop": "the engine in a closed loop, its host gap, and the batch that peers are given",
+    "serve": "jitney serve on random weights: until it is ready, then streams over HTTP",
+    "kernels-of-a-step": "each kernel of a decode step, by the profiler",
     "graphs": "decode steps again, without CUDA graphs",
     "cublas": "decode steps again, in bf16 and fp8, products by cuBLASLt alone",
     "transformers": "transformers' continuous batching on the same batches of requests",
@@ -51,7 +54,13 @@ _ENVIRONMENT = {
     "graphs": {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="},
     # XLA's own products in Triton; our kernels are called whatever this says.
     "cublas": {"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false"},
+    # In a graph the profiler may see the graph alone.
+    "kernels-of-a-step": {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="},
 }
+#: Parts about NVIDIA's GPUs alone.
+_OF_NVIDIA = ("graphs", "cublas")
+#: Parts without floors.
+_WITHOUT_FLOORS = {"smoke", "check", "serve", "kernels-of-a-step"}
 #: Seconds of one part, its process ended then: by these and `DevicePlan.TOTAL_S` a lease of half an
 #: hour holds the whole, and a call of ten minutes at least one part.
 _PART_S = 300.0
@@ -118,9 +127,13 @@ class DevicePlan:
         return measuring.results
 
     def parts(self) -> Iterator[str]:
-        """The parts in order; floors are measured for all that have one."""
-        needed = {"floors"} if set(self.only) - {"check"} else set()
-        return (part for part in PARTS if not self.only or part in needed or part in self.only)
+        """The parts in order, that of `only` if it is given; first the smoke, and the floors that
+        others are compared with.
+        """
+        first = ["smoke"]
+        if set(self.only) - _WITHOUT_FLOORS:
+            first.append("floors")
+        return iter(dict.fromkeys([*first, *self.only] if self.only else PARTS))
 
 
 @dataclass(slots=True)
@@ -259,7 +272,7 @@ class _Measuring:
         results = self.results
         assert results.about is not None  # else nothing is measured
         platform = results.about.platform
-        if part in _ENVIRONMENT and platform not in ("gpu", "cuda"):
+        if part in _OF_NVIDIA and platform not in ("gpu", "cuda"):
             why = f"not run: it is about NVIDIA's GPUs, this is {platform}"
             yield _note(part, "all", why)
             return

@@ -12,9 +12,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from jitney.engine.common.requests import JsonDict
-from jitney.engine.core import ModelConfig
-from jitney.engine.lab.device.peers import config_fields, second_batch, where_installed
+from jitney.engine.lab.device.peers import hf_config, second_batch, where_installed
 from jitney.engine.lab.device.rows import PartJob, Row, Tasks
 
 _BY = "vLLM"
@@ -44,7 +42,7 @@ def _make_engine(job: PartJob) -> Any:
     """At its own defaults, but for room for every stream and no cache of prefixes."""
     sizes = job.sizes
     folder = tempfile.mkdtemp(prefix="jitney-vllm-")
-    Path(folder, "config.json").write_text(json.dumps(_config_of(job.config, job.dtype)))
+    Path(folder, "config.json").write_text(json.dumps(hf_config(job.config, job.dtype)))
     return importlib.import_module("vllm").LLM(
         model=folder,
         load_format="dummy",
@@ -55,19 +53,6 @@ def _make_engine(job: PartJob) -> Any:
         enable_prefix_caching=False,
         disable_log_stats=True,
     )
-
-
-def _config_of(shape: ModelConfig, dtype: str) -> JsonDict:
-    """The model's config.json."""
-    fields = config_fields(shape)
-    return fields | {
-        "model_type": fields["architectures"][0].removesuffix("ForCausalLM").lower(),
-        "rms_norm_eps": shape.rms_eps,
-        "torch_dtype": dtype,
-        "hidden_act": "silu",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
 
 
 #: Part -> what yields its tasks.

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
     from jitney.kernels.interface import KernelSet
 
-#: Part -> the module whose `TASKS` have it. Those of the peers are not given kernels.
+#: Part -> the module whose `TASKS` have it. Those in which jax does not start get no kernels.
 _OURS = {
+    "smoke": "smoke",
     "check": "check",
     "steps": "steps",
     "graphs": "steps",
@@ -40,8 +41,9 @@ _OURS = {
     "prefill": "steps",
     "quantised": "steps",
     "flashinfer": "prompt_peers",
+    "kernels-of-a-step": "step_kernels",
 }
-_PEERS = {"transformers": "peers", "vllm": "vllm_peer"}
+_PEERS = {"serve": "serving", "transformers": "peers", "vllm": "vllm_peer"}
 _PACKAGES = (
     "jitney",
     "jax",

@@ -17,7 +17,7 @@ from jitney.engine.common.outputs import (
 from jitney.engine.common.requests import EngineRequest, SamplingParams
 from jitney.engine.core import TextDelta, TextStream, TokenBytes
 from jitney.engine.server.chat.conversation.custom_inputs import CustomInputs
-from jitney.engine.server.chat.conversation.events import AssistantEvent, ToolCallStart
+from jitney.engine.server.chat.conversation.events import AssistantEvent, ToolCallStart, joined
 from jitney.engine.server.chat.conversation.thoughts import AssistantParser
 from jitney.engine.server.chat.generation_request import EncodedPrompt, GenerationRequest
 from jitney.engine.server.http.slices import Work
@@ -204,6 +204,8 @@ class Choice:
     finish: FinishReason | None = None
     #: The stop string that ended it, if one did.
     stop_string: str | None = None
+    #: It has made a delta.
+    is_shown: bool = False
     #: The first chunk has been sent; written by the format.
     started: bool = False
     #: time.monotonic() of its newest token; 0 before the first.
@@ -255,33 +257,36 @@ class Choice:
         string).
         """
         events: list[AssistantEvent] = []
-        text = TextDelta("", 0)
-        for part in _parts(output, one_by_one=self.parser is not None):
+        text = ""
+        parts = [output] if self.parser is None else _one_by_one(output)
+        for part in parts:
             more = self.stream.push(
                 part.tokens, final=part.finish is not None, stop_token=part.stop_token
             )
             self._count(part, more)
-            text.text += more.text
+            text += more.text
             self.finish = "stop" if more.stopped else part.finish
             self.stop_string = more.stop
-            events += self._parsed(more.text, part.tokens[: more.tokens])
+            if self.parser is not None:
+                events += self._parsed(self.parser, more.text, part.tokens[: more.tokens])
             if self.finish is not None:
                 break
-        new = text.text if self.parser is None else events
+        new = text if self.parser is None else events
         if not new and self.finish is None:
             return None
-        delta = ChoiceDelta(self.unsent, text.text, events, self.ending)
+        delta = ChoiceDelta(self.unsent, text, events, self.ending)
         self.unsent = self.unsent.cleared()
+        self.is_shown = True
         return delta
 
-    def _parsed(self, text: str, tokens: list[int]) -> list[AssistantEvent]:
+    def _parsed(
+        self, parser: AssistantParser, text: str, tokens: list[int]
+    ) -> list[AssistantEvent]:
         """The events of new text. A call beyond the limit is left out and ends the choice."""
-        if self.parser is None:
-            return []
-        events = self.parser.push(text, tokens)
+        events = parser.push(text, tokens)
         if self.finish is not None:
             is_cut = self.finish != "stop" or self.stop_string is not None
-            events += self.parser.finish(is_cut=is_cut)
+            events += parser.finish(is_cut=is_cut)
         if self.inputs is not None:
             events = self.inputs.texts(events, is_end=self.finish is not None)
         for place, event in enumerate(events):
@@ -297,7 +302,9 @@ class Choice:
         self.n_tokens += text.tokens
         self.unsent.ids += output.tokens[: text.tokens]
         self.unsent.offsets += text.offsets
-        for entry in (output.logprobs or [])[: text.tokens]:
+        if output.logprobs is None:
+            return
+        for entry in output.logprobs[: text.tokens]:
             self.cumulative += entry.logprob
             if self.unsent.scores is not None:
                 self.unsent.scores.append(entry)
@@ -307,9 +314,22 @@ class Choice:
 type Deltas = list[tuple[Choice, ChoiceDelta]]
 
 
-def _parts(output: SequenceOutput, *, one_by_one: bool) -> Iterator[SequenceOutput]:
+def merged(deltas: Deltas) -> Deltas:
+    """One delta for each choice: a stream that is behind sends what it owes in one event."""
+    by_choice: dict[int, tuple[Choice, ChoiceDelta]] = {}
+    for choice, delta in deltas:
+        if choice.index in by_choice:
+            by_choice[choice.index][1].extend(delta)
+        else:
+            by_choice[choice.index] = choice, delta
+    for _, delta in by_choice.values():
+        delta.events = joined(delta.events)
+    return list(by_choice.values())
+
+
+def _one_by_one(output: SequenceOutput) -> Iterator[SequenceOutput]:
     """An output as several with one token each, so that whose text is what is known exactly."""
-    if not one_by_one or len(output.tokens) < 2:
+    if len(output.tokens) < 2:
         yield output
         return
     last = len(output.tokens) - 1

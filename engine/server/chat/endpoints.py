@@ -7,13 +7,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.core import TokenBytes
-from jitney.engine.server.chat.choices import Deltas
+from jitney.engine.server.chat.choices import Deltas, merged
 from jitney.engine.server.chat.formats import Format
 from jitney.engine.server.chat.generation import Generation
 from jitney.engine.server.chat.generation_request import GenerationRequest
@@ -62,11 +63,12 @@ class GenerationAnswer:
         async with Generation(self.service, self.request, context) as generation:
             format = self.format(generation, tokenizer)
             if self.request.stream:
-                await self._stream(generation, format, context.request_id, StreamingWriter(send))
+                writer = StreamingWriter.of(scope, send)
+                await self._stream(generation, format, context.request_id, writer)
             else:
+                add = partial(_add, format)
                 while not generation.done:
-                    for choice, delta in await generation.deltas(None):
-                        format.add(choice, delta)
+                    add(await generation.deltas(None, add))
                 blocks = self.service.slices.blocks(format.whole())
                 await StreamingResponse(blocks, {"content-type": "application/json"}).send(send)
 
@@ -84,8 +86,9 @@ class GenerationAnswer:
             if opening:
                 await parts.write(opening)
             await self._send_frames(format, deltas, parts)
+            write = None if parts.direct is None else partial(_write, format, parts)
             while not generation.done:
-                deltas = await generation.deltas(settings.comment_s)
+                deltas = await generation.deltas(settings.comment_s, write)
                 await self._send_frames(format, deltas, parts)
             await self._send_pieces(format.tail(), parts)
         except Exception as error:
@@ -108,6 +111,21 @@ class GenerationAnswer:
 def _frames(format: Format, deltas: Deltas) -> Pieces:
     for choice, delta in deltas:
         yield from format.chunks(choice, delta)
+
+
+def _write(format: Format, parts: StreamingWriter, deltas: Deltas) -> bool:
+    """Send the frames of these deltas, unless that has to wait for the client."""
+    if not parts.takes_now:
+        return False
+    parts.write_now(_frames(format, merged(deltas) if len(deltas) > 1 else deltas))
+    return True
+
+
+def _add(format: Format, deltas: Deltas) -> bool:
+    """Add deltas to a plain answer."""
+    for choice, delta in deltas:
+        format.add(choice, delta)
+    return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,8 @@ gone), leaving it ends every sequence that is still open.
 
 from __future__ import annotations
 
-import asyncio
-import math
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +18,7 @@ from jitney.engine.common.errors import ErrorInfo, RequestError
 from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.server.chat.choices import Choice, ChoiceDelta, Deltas, PromptEcho
 from jitney.engine.server.chat.generation_request import GenerationRequest
+from jitney.engine.server.chat.mailbox import Mailbox
 from jitney.engine.server.http.context import Context
 from jitney.engine.server.http.service import Service
 
@@ -82,7 +82,7 @@ class Generation:
         #: Lasts as long as the sequences count against the key.
         self._charged = ExitStack()
         #: Deltas that have not been taken.
-        self._news: _Mailbox[tuple[Choice, ChoiceDelta]] = _Mailbox()
+        self._news: Mailbox[tuple[Choice, ChoiceDelta]] = Mailbox(service.slices)
         #: Engine requests that were submitted.
         self._n_submitted = 0
 
@@ -165,11 +165,16 @@ class Generation:
         """Output tokens so far."""
         return sum(choice.n_tokens for choice in self.choices)
 
-    async def deltas(self, wait_s: float | None) -> Deltas:
+    async def deltas(
+        self, wait_s: float | None, reader: Callable[[Deltas], bool] | None = None
+    ) -> Deltas:
         """The deltas since the last call, at least one; empty if `wait_s` seconds bring
         none. What came before a failure is still shown.
+
+        reader: called meanwhile with deltas that are not the first or last of their choice, see
+        `Mailbox.take`.
         """
-        deltas = await self._news.take(wait_s)
+        deltas = await self._news.take(wait_s, reader)
         for echo in self.echoes:
             if echo.logprobs is not None:
                 await self._slices.result(echo.take_scores())
@@ -196,9 +201,12 @@ class Generation:
             self._metrics.finished.labels(output.finish).inc()
             raise _bad_end(output.error, output.finish)
         self._take_prompt_facts(number, output)
+        is_first = not choice.is_shown
         delta = self._accept(choice, output)
         if delta is not None:
-            self._news.put((choice, delta))
+            # The first may be long: it repeats the prompt if that is asked for.
+            ends_wait = is_first or choice.finish is not None or output.prompt_logprobs is not None
+            self._news.put((choice, delta), ends_wait=ends_wait)
         if choice.finish is not None:
             self._submit_next()
 
@@ -285,95 +293,6 @@ class Generation:
     def _still_open(self, prompt: int) -> int:
         """Sequences of a prompt that have not ended."""
         return sum(each.prompt == prompt and each.finish is None for each in self.choices)
-
-
-class _Mailbox[T]:
-    """Queues items for one consumer, which takes all of them at once.
-
-    A stream takes once for each token, and usually waits for less than its limit. So a wait sets no
-    timer of its own: one timer is set for the end of a wait, and if it fires during a later wait it
-    is set once more, for the end of that one.
-    """
-
-    def __init__(self) -> None:
-        self._items: list[T] = []
-        #: Raised by `take` once the items before it are taken.
-        self._failure: Exception | None = None
-        #: Set when there is an item or the wait is over; None while no consumer waits.
-        self._taker: asyncio.Future[None] | None = None
-        #: The time of the loop's clock at which the present wait ends.
-        self._due = math.inf
-        self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._items and self._failure is None
-
-    def put(self, item: T) -> None:
-        self._items.append(item)
-        self._wake()
-
-    def fail(self, error: Exception) -> None:
-        """The first one counts."""
-        self._failure = self._failure or error
-        self._wake()
-
-    @property
-    def has_failed(self) -> bool:
-        return self._failure is not None
-
-    async def take(self, wait_s: float | None) -> list[T]:
-        """The items since the last call, at least one; empty if `wait_s` seconds (None: as
-        long as it takes) bring none. Raises the failure.
-        """
-        if self.is_empty:
-            await self._arrival(wait_s)
-        if self._failure is not None and not self._items:
-            raise self._failure
-        items, self._items = self._items, []
-        return items
-
-    def close(self) -> None:
-        """Hold nothing any more: a failure holds frames, and those may hold us."""
-        self._items = []
-        self._failure = None
-        self._stop_timer()
-
-    async def _arrival(self, wait_s: float | None) -> None:
-        loop = asyncio.get_running_loop()
-        self._taker = loop.create_future()
-        self._due = math.inf if wait_s is None else loop.time() + wait_s
-        if self._timer is not None and self._timer.when() > self._due:
-            self._stop_timer()
-        if self._timer is None:
-            self._set_timer(loop)
-        try:
-            await self._taker
-        finally:
-            self._taker = None
-
-    def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._due < math.inf:
-            self._timer = loop.call_at(self._due, self._look, loop)
-
-    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        """The wait that the timer was set for is over, or was long ago."""
-        self._timer = None
-        if self._taker is None:
-            return
-        if loop.time() < self._due:
-            self._set_timer(loop)
-        else:
-            self._wake()
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _wake(self) -> None:
-        if self._taker is not None and not self._taker.done():
-            self._taker.set_result(None)
 
 
 def _cut(vector: bytes, dimensions: int | None) -> bytes:

@@ -20,6 +20,13 @@ class HttpConnection(h11.Connection):
 
     #: The answer that is being sent is a stream of events.
     sends_events = False
+    #: Its body is framed in chunks (RFC 9112, 7.1).
+    sends_chunks = False
+
+    @staticmethod
+    def chunk(data: bytes) -> bytes:
+        """A part of a body framed in chunks, as `send` frames it; `data` must not be empty."""
+        return b"%x\r\n%b\r\n" % (len(data), data)
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         event = super().next_event()
@@ -37,6 +44,7 @@ class HttpConnection(h11.Connection):
         response = super()._clean_up_response_headers_for_sending(response)
         headers = dict(response.headers)
         self.sends_events = headers.get(b"content-type", b"").startswith(b"text/event-stream")
+        self.sends_chunks = headers.get(b"transfer-encoding") == b"chunked"
         is_kept = self._cstate.keep_alive and _CONNECTION not in headers
         if self.their_http_version != _OLD or not is_kept:
             return response

@@ -30,6 +30,7 @@ from jitney.engine.server.http.errors import ErrorReply, HttpError
 from jitney.engine.server.http.http_connection import HttpConnection
 from jitney.engine.server.http.middleware import HeaderLimits
 from jitney.engine.server.http.settings import ServerSettings
+from jitney.engine.server.http.streaming import StreamingWriter
 
 #: Bytes and seconds for the rest of a request that was answered before all of it came; they are
 #: read and discarded. A close with unread bytes resets the connection, and a client that writes
@@ -236,7 +237,20 @@ class _BoundedProtocol(H11Protocol):
             self.all_open.closed(self.handshake)
             self.handshake = None
         self.all_open.opened(self)
+        self.app_state = {**self.app_state, StreamingWriter.DIRECT: self}
         self._watch_head()
+
+    @property
+    def takes_chunk(self) -> bool:
+        """See `DirectWriter`."""
+        cycle = self.cycle
+        if cycle is None or cycle.disconnected or self.flow.write_paused:
+            return False
+        return self._http.sends_chunks and self._http.our_state is h11.SEND_BODY
+
+    def write_chunk(self, data: bytes) -> None:
+        """See `DirectWriter`."""
+        self._outbound.write(self._http.chunk(data))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -244,6 +258,8 @@ class _BoundedProtocol(H11Protocol):
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
         self._outbound.let_go()
+        # Both hold us, as a `DirectWriter`.
+        self.app_state, self.scope = {}, None  # type: ignore[assignment]
         self.cycle = None  # type: ignore[assignment]  # which calls us when its answer is complete
 
     def data_received(self, data: bytes) -> None:

@@ -10,7 +10,8 @@ import asyncio
 import heapq
 import itertools
 import time
-from collections.abc import AsyncGenerator, Generator, Iterator
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 
 from jitney.engine.common.errors import RequestError
 
@@ -52,6 +53,30 @@ class TimeSlices:
         #: (slices had so far, order of arrival, the task's future).
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._order = itertools.count()
+        #: Short work that waits for one of the next turns; a turn is called for it.
+        self._short: deque[Callable[[], object]] = deque()
+        self._calls_short = False
+
+    def soon(self, work: Callable[[], object]) -> None:
+        """Call `work`, which is short, in one of the next turns; a turn takes what a slice holds.
+        So all streams write after a step without a task that wakes for each.
+        """
+        self._short.append(work)
+        if not self._calls_short:
+            self._calls_short = True
+            asyncio.get_running_loop().call_soon(self._do_short)
+
+    def _do_short(self) -> None:
+        ends = time.perf_counter() + _SLICE_S
+        try:
+            while self._short:
+                self._short.popleft()()
+                if time.perf_counter() >= ends:
+                    break
+        finally:
+            self._calls_short = bool(self._short)
+            if self._short:
+                asyncio.get_running_loop().call_soon(self._do_short)
 
     async def result[T](self, work: Work[T]) -> T:
         """Run `work` to its end; what it returns. Raises RequestError busy if too much is under

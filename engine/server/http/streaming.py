@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol, Self
 
 from starlette.types import Receive, Scope, Send
 
 from jitney.engine.server.http.disconnect import until_disconnect
 
 
+class DirectWriter(Protocol):
+    """A connection that takes parts of the response under way without a task that sends them."""
+
+    @property
+    def takes_chunk(self) -> bool:
+        """Whether a part can be written now: the response has begun, its length is open, and the
+        client reads.
+        """
+        ...
+
+    def write_chunk(self, data: bytes) -> None:
+        """Write a part, which must not be empty; only where `takes_chunk`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class StreamingWriter:
     """Sends a streamed response with status 200."""
 
+    #: In the state of a scope: the connection as `DirectWriter`.
+    DIRECT: ClassVar[str] = "jitney_direct"
     #: Headers of an answer that is a stream of server-sent events: no cache keeps it, and no proxy
     #: waits for more of it.
     EVENT_STREAM: ClassVar[dict[str, str]] = {
@@ -29,6 +46,24 @@ class StreamingWriter:
     }
 
     send: Send
+    #: None: every part is sent by a task.
+    direct: DirectWriter | None = None
+
+    @classmethod
+    def of(cls, scope: Scope, send: Send) -> Self:
+        """The writer of the response to a request."""
+        return cls(send, scope.get("state", {}).get(cls.DIRECT))
+
+    @property
+    def takes_now(self) -> bool:
+        """Whether a part can be written without waiting for the client."""
+        return self.direct is not None and self.direct.takes_chunk
+
+    def write_now(self, parts: Iterable[bytes]) -> None:
+        """Write parts of the body at once; only where `takes_now`."""
+        body = b"".join(parts)
+        if body and self.direct is not None:
+            self.direct.write_chunk(body)
 
     async def begin(self, headers: Mapping[str, str]) -> None:
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]

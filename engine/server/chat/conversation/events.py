@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pydantic_core import from_json
 
@@ -60,6 +60,21 @@ def arguments_object(text: str) -> JsonDict:
 
 
 type AssistantEvent = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallArguments
+
+
+def joined(events: Iterable[AssistantEvent]) -> list[AssistantEvent]:
+    """The events with texts that follow each other in one."""
+    result: list[AssistantEvent] = []
+    for event in events:
+        before = result[-1] if result else None
+        match before, event:
+            case (ContentDelta(), ContentDelta()) | (ReasoningDelta(), ReasoningDelta()):
+                result[-1] = replace(before, text=before.text + event.text)
+            case (ToolCallArguments(), ToolCallArguments()) if before.index == event.index:
+                result[-1] = replace(before, text=before.text + event.text)
+            case _:
+                result.append(event)
+    return result
 
 
 @dataclass(slots=True)

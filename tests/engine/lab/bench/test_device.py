@@ -28,6 +28,7 @@ import pytest
 
 from jitney.engine.common.errors import ConfigError, JitneyError
 from jitney.engine.config.schema import compilation_cache_dir
+from jitney.engine.core import ModelSource, Tokenizer
 from jitney.engine.core.executor.autotuning import RESULTS
 from jitney.engine.core.weights.checkpoints.families import tiny_config
 from jitney.engine.lab.commands.bench_device import bench_device
@@ -46,6 +47,8 @@ from jitney.engine.lab.device.run import (
     _run_apart,
 )
 from jitney.engine.lab.device.saved import ResultFiles, _Choices
+from jitney.engine.lab.device.serving import _write_model
+from jitney.engine.lab.device.steps import _at_random
 from jitney.engine.lab.device.worker import PartMessage, _lines_of, _rows_of
 from jitney.kernels import experts
 from jitney.kernels.interface import KernelSet
@@ -196,7 +199,8 @@ def quiet(news: str) -> None:
 def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[DeviceResults, Path]:
     """The rehearsal: everything at the tiny shape, with the CPU's own kernels."""
     folder = tmp_path_factory.mktemp("out")
-    plan = DevicePlan(shape="tiny", platform="cpu", dtype="float32", seconds=300.0)
+    parts = tuple(part for part in PARTS if part != "serve")  # which starts two servers
+    plan = DevicePlan(shape="tiny", platform="cpu", dtype="float32", seconds=300.0, only=parts)
     with pytest.MonkeyPatch.context() as patch:
         # Nobody reads these times: programs of few repeats are compiled and run sooner.
         patch.setattr(timing, "_MOST_UNROLLED", 2)
@@ -206,7 +210,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[DeviceResults, Path
 
 def test_every_part_yields_figures_or_says_why_not(found: tuple[DeviceResults, Path]):
     rows = found[0].rows
-    assert {r.part for r in rows} == set(PARTS) - {"floors"}
+    assert {r.part for r in rows} == set(PARTS) - {"floors", "serve"}
     assert not [r for r in rows if "failed" in r.note or "WRONG" in r.note]
     silent = {r.part for r in rows if r.seconds is None}
     assert all(r.note for r in rows if r.seconds is None)
@@ -222,6 +226,8 @@ def test_every_part_yields_figures_or_says_why_not(found: tuple[DeviceResults, P
         "products",
         "sampling",
         "crowds",
+        "smoke",
+        "kernels-of-a-step",
     ):
         assert any(r.part == part and r.seconds for r in rows), part
 
@@ -280,10 +286,37 @@ def test_the_loop_gives_every_request_its_tokens(found: tuple[DeviceResults, Pat
     assert loop["host gap"].figures["share"] < 1 and loop["closed loop"].figures["steps"] >= 8
 
 
+def test_kernels_of_a_step_add_up(found: tuple[DeviceResults, Path]):
+    whole, *each = [r for r in found[0].rows if r.part == "kernels-of-a-step"]
+    assert whole.figures["kernels"] >= len(each) > 5
+    seconds = [r.seconds or 0.0 for r in each]
+    assert seconds == sorted(seconds, reverse=True)
+    assert 0.9 * whole.figures["busy_s"] < sum(seconds) <= 1.001 * whole.figures["busy_s"]
+    assert sum(r.figures["share"] for r in each) <= 1.001
+
+
+def test_pools_of_steps_hold_random_numbers():
+    kept = _at_random(jnp.zeros((4, 16, 4, 16), jnp.bfloat16), 0)
+    assert kept.dtype == jnp.bfloat16 and 0.9 < float(kept.astype(jnp.float32).std()) < 1.1
+    assert len(set(np.asarray(_at_random(jnp.zeros((64, 4), jnp.int8), 1)).ravel().tolist())) > 90
+
+
+def test_a_served_model_has_the_measured_shape_and_a_text_for_every_token(tmp_path: Path):
+    asked = job("serve")
+    _write_model(asked, tmp_path)
+    source = ModelSource.resolve(str(tmp_path), weights=False)
+    wanted, config = asked.config, source.config
+    for name in ("vocab_size", "hidden_size", "n_layers", "n_heads", "n_kv_heads", "head_dim"):
+        assert getattr(config, name) == getattr(wanted, name), name
+    tokenizer = Tokenizer.load(source)
+    assert all(tokenizer.token_bytes(id) for id in range(wanted.vocab_size))
+
+
 def test_answers_are_compared_before_anything_is_timed(found: tuple[DeviceResults, Path]):
     rows = found[0].rows
     checked = [r for r in rows if r.part == "check"]
-    assert rows[0] in checked and all(r.note.startswith("right") for r in checked)
+    assert rows[0].part == "smoke" and rows[0].note == "right"
+    assert rows[1] in checked and all(r.note.startswith("right") for r in checked)
     cases = {r.case for r in checked if r.name == "attention"}
     for case in ("head dim 80", "group of seven", "window in mixed", "softcap", "fp8 e5m2 pool"):
         assert any(name.startswith(case) for name in cases)
@@ -414,11 +447,11 @@ def test_parts_run_in_order_with_what_was_found_first():
     device = Device()
     plan = DevicePlan(only=("graphs", "steps"), environment={"A": "b"})
     plan.measure(Kept(), quiet, device)
-    assert device.parts == [PartJob.ABOUT, "floors", "steps", "graphs"]
-    first, _, steps, _ = device.jobs
+    assert device.parts == [PartJob.ABOUT, "smoke", "floors", "graphs", "steps"]
+    first, _, _, _, steps = device.jobs
     assert (first.shape, steps.shape, steps.page_size) == ("", "llama-3.1-8b", 64)
     assert steps.floors == FLOORS and (steps.kernels, steps.dtype) == ("triton", "bfloat16")
-    assert device.environments[2] == {"A": "b"}
+    assert device.environments[4] == {"A": "b"}
     assert "command_buffer" in device.environments[3]["XLA_FLAGS"]
 
 
@@ -475,16 +508,16 @@ def test_what_was_cut_short_for_others_is_taken_up_with_what_is_left(
             yield PartMessage(floors=FLOORS)
         else:
             limits.append((job.part, round(job.limit_s)))
-            needed = {"check": 150.0, "steps": 10.0}[job.part]
+            needed = {"smoke": 0.0, "check": 150.0, "steps": 10.0}[job.part]
             spent[0] += min(needed, job.limit_s)
             note = "" if needed <= job.limit_s else "not finished: the time was up"
             yield PartMessage(row=row(part=job.part, seconds=None if note else 1.0, note=note))
 
     plan = DevicePlan(only=("check", "steps"), seconds=300.0)
     found = plan.measure(Kept(), quiet, start)
-    assert limits == [("check", 100), ("steps", 200), ("check", 190)]
-    assert found.finished == ["floors", "steps", "check"]
-    assert [(r.part, r.note) for r in found.rows] == [("steps", ""), ("check", "")]
+    assert limits[1:] == [("check", 100), ("steps", 200), ("check", 190)]
+    assert found.finished == ["smoke", "floors", "steps", "check"]
+    assert [(r.part, r.note) for r in found.rows[1:]] == [("steps", ""), ("check", "")]
 
 
 def test_what_a_call_left_is_handed_to_the_next(
@@ -536,12 +569,12 @@ def test_a_second_call_goes_on_where_the_first_one_stopped(tmp_path: Path):
     found = DevicePlan(only=("steps", "loop")).measure(ResultFiles(tmp_path), quiet, second)
     assert second.parts == [PartJob.ABOUT, "steps"]  # what failed by itself would fail again
     measured = {(r.part, r.case): r.seconds for r in found.rows if r.part == "steps"}
-    assert measured == {("steps", "first"): 3.0, ("steps", "second"): 2.0}
+    assert measured == {("steps", "first"): 4.0, ("steps", "second"): 2.0}
     report = json.loads((tmp_path / "device_a_card_80gb_llama-3.1-8b.json").read_text())
-    assert report["calls"] == 2 and set(report["finished"]) == {"floors", "steps", "loop"}
+    assert report["calls"] == 2 and set(report["finished"]) == {"smoke", "floors", "steps", "loop"}
     third = Device()
     merged = DevicePlan(only=("graphs",)).measure(ResultFiles(tmp_path), quiet, third)
-    assert {r.part for r in merged.rows} == {"steps", "loop", "graphs"}
+    assert {r.part for r in merged.rows} == {"smoke", "steps", "loop", "graphs"}
 
 
 @pytest.mark.parametrize("again", [True, False], ids=["again", "another program"])
@@ -582,7 +615,8 @@ def test_what_decides_figures_begins_a_file_of_its_own(tmp_path: Path, fields: d
     plan.measure(ResultFiles(tmp_path), quiet, Device())
     second = Device(msgspec.structs.replace(GPU, **fields))
     plan.measure(ResultFiles(tmp_path), quiet, second)
-    assert second.parts == [PartJob.ABOUT, "floors", "steps"] and len(list(tmp_path.iterdir())) == 4
+    assert second.parts == [PartJob.ABOUT, "smoke", "floors", "steps"]
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path):
@@ -661,7 +695,8 @@ LOADED = """
 import sys
 from importlib.metadata import packages_distributions
 from jitney.engine.lab.device import (
-    check, kernels, loop, peers, products, prompt_peers, steps, vllm_peer, worker
+    check, kernels, loop, peers, products, prompt_peers, smoke, step_kernels, steps, vllm_peer,
+    worker,
 )
 from jitney.engine.lab.commands import bench_device
 from jitney.kernels.triton_gpu.launch import _jax_triton

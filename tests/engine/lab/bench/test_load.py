@@ -26,8 +26,8 @@ from jitney.engine.fleet.resume import events
 from jitney.engine.lab.backlog import QueueGrowth
 from jitney.engine.lab.bench.client import Answer, EndpointClient, RemoteEndpoint
 from jitney.engine.lab.bench.cost import CostLine
-from jitney.engine.lab.bench.load import _record_of, _Sender, run_load
-from jitney.engine.lab.bench.online import OnlineBench, _Ruler, _ServerMetrics
+from jitney.engine.lab.bench.load import Sender, _record_of, run_load
+from jitney.engine.lab.bench.online import OnlineBench, OnlineRun, _Ruler, _ServerMetrics
 from jitney.engine.lab.simulation.workload import WORKLOADS
 
 SERVICE_S = 0.05
@@ -197,10 +197,10 @@ def test_chat_and_completions_are_asked_alike():
 
 
 def test_the_client_says_when_it_is_the_bottleneck():
-    assert _Sender(cpu_share=0.3, lag_s=[0.001] * 100, late_s=[0.0] * 100).trouble == ""
-    assert "97% of a CPU" in _Sender(cpu_share=0.97).trouble
-    assert "event loop woke up 200 ms late" in _Sender(lag_s=[0.2] * 10).trouble
-    assert "requests left 80 ms late" in _Sender(late_s=[0.08] * 10).trouble
+    assert Sender(cpu_share=0.3, lag_s=[0.001] * 100, late_s=[0.0] * 100).trouble == ""
+    assert "97% of a CPU" in Sender(cpu_share=0.97).trouble
+    assert "event loop woke up 200 ms late" in Sender(lag_s=[0.2] * 10).trouble
+    assert "requests left 80 ms late" in Sender(late_s=[0.08] * 10).trouble
 
     async def blocking(number: int) -> Answer:
         time.sleep(0.08)  # on purpose: it holds up the event loop
@@ -263,13 +263,21 @@ def test_texts_are_sized_by_the_endpoints_own_count():
             usage={"prompt_tokens": 7 + 2 * words, "completion_tokens": body["max_tokens"]},
         )
 
-    async def main():
+    async def main(clients: int) -> OnlineRun:
         async with ScriptedServer(handler) as url:
             arrivals = [Arrival(0.0, 101, 4), Arrival(0.0, 33, 2)]
-            bench = OnlineBench(RemoteEndpoint(url, ""), warmup=1)
+            bench = OnlineBench(RemoteEndpoint(url, ""), warmup=1, clients=clients)
             return await bench.measure(arrivals, concurrency=2, closed=True)
 
-    online = asyncio.run(main())
+    shared = asyncio.run(main(2))  # each of two processes sends one
+    prompts.clear()
+    online = asyncio.run(main(1))
+    for both in zip(online.load.requests, shared.load.requests, strict=True):
+        facts = [
+            (t.number, t.n_prompt, t.n_output, t.finish, len(t.token_times or ())) for t in both
+        ]
+        assert facts[0] == facts[1]
+    assert 0 < shared.load.seconds < 10 and shared.load.sender.lag_s
     assert [(t.n_prompt, t.n_output, t.finish) for t in online.load.requests] == [
         (101, 4, "length"),
         (33, 2, "length"),

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import pytest
-from api_fakes import FakeClient, Script, call, make_app, run
+from api_fakes import FakeClient, Script, call, make_app, run, served
+from server_settings import server_settings
 
 from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.requests import EngineRequest
+from jitney.engine.server.chat.conversation.events import (
+    AssistantEvent,
+    AssistantMessage,
+    ContentDelta,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallStart,
+    joined,
+)
 from jitney.engine.server.chat.formats import Format
+from jitney.engine.server.http import protocol
+from jitney.engine.server.http.connections import Connections
 
 PROMPT = {"prompt": "ab", "stream": True}
 CHAT = {"messages": [{"role": "user", "content": "ab"}], "stream": True}
@@ -142,3 +156,54 @@ def _events(stream: bytes) -> list[Any]:
     events = [frame.removeprefix(b"data: ") for frame in frames if frame]
     assert events.pop() == b"[DONE]"
     return [json.loads(event) | {"created": 0} for event in events]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages"])
+def test_events_are_the_same_whether_a_task_writes_them_or_one_pass_for_all(
+    path: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Over a socket, where streams are written without their tasks."""
+    body: dict[str, Any] = {"model": "m", "stream": True, "max_tokens": 40, "prompt": "ab"}
+    if path != "/v1/completions":
+        body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
+    written: list[bytes] = []
+    write = protocol._BoundedProtocol.write_chunk
+
+    def counted(self: protocol._BoundedProtocol, data: bytes) -> None:
+        written.append(data)
+        write(self, data)
+
+    monkeypatch.setattr(protocol._BoundedProtocol, "write_chunk", counted)
+
+    def answer() -> list[str]:
+        limits = server_settings()
+        app = make_app(FakeClient(Script("Hello, wörld, ünd more", delay_s=0.002)))
+        with (
+            served(app, limits, Connections(limits)) as (url, _),
+            httpx.stream("POST", f"{url}{path}", json=body) as response,
+        ):
+            text = "".join(response.iter_text())
+        return re.sub(r'"(id|created)":("[^"]*"|\d+)', "", text).split("\n\n")
+
+    in_one_pass = answer()
+    assert len(written) > 10
+    monkeypatch.setattr(protocol._BoundedProtocol, "takes_chunk", False)
+    assert answer() == in_one_pass
+
+
+def test_events_that_wait_together_are_joined_and_say_the_same():
+    events: list[AssistantEvent] = [
+        ReasoningDelta("a"),
+        ReasoningDelta("b"),
+        ContentDelta("c"),
+        ToolCallStart(0, "i", "f"),
+        ToolCallArguments(0, "{"),
+        ToolCallArguments(0, "}"),
+        ToolCallStart(1, "j", "g"),
+        ToolCallArguments(1, "x"),
+        ContentDelta("d"),
+        ContentDelta("e"),
+    ]
+    few = joined(events)
+    assert len(few) == 7 and few[-1] == ContentDelta("de")
+    assert AssistantMessage.of(few) == AssistantMessage.of(events)

@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from jitney.engine.server.chat.generation import _Mailbox
+from jitney.engine.server.chat.mailbox import Mailbox
+from jitney.engine.server.http.slices import TimeSlices
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -21,7 +22,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 
 def test_all_that_came_is_taken_at_once_and_in_order():
     async def test() -> None:
-        box: _Mailbox[int] = _Mailbox()
+        box: Mailbox[int] = Mailbox(TimeSlices())
         for item in range(3):
             box.put(item)
         assert not box.is_empty
@@ -34,7 +35,7 @@ def test_all_that_came_is_taken_at_once_and_in_order():
 @pytest.mark.parametrize("wait_s", [None, 20.0])
 def test_who_waits_is_woken_by_what_comes(wait_s: float | None):
     async def test() -> None:
-        box: _Mailbox[str] = _Mailbox()
+        box: Mailbox[str] = Mailbox(TimeSlices())
         asyncio.get_running_loop().call_later(0.01, box.put, "a")
         assert await box.take(wait_s) == ["a"]
 
@@ -43,7 +44,7 @@ def test_who_waits_is_woken_by_what_comes(wait_s: float | None):
 
 def test_a_failure_comes_after_what_came_before_it_and_stays():
     async def test() -> None:
-        box: _Mailbox[str] = _Mailbox()
+        box: Mailbox[str] = Mailbox(TimeSlices())
         box.put("a")
         box.fail(ValueError("first"))
         box.fail(ValueError("second"))
@@ -58,7 +59,7 @@ def test_a_failure_comes_after_what_came_before_it_and_stays():
 
 def test_a_failure_wakes_who_waits():
     async def test() -> None:
-        box: _Mailbox[str] = _Mailbox()
+        box: Mailbox[str] = Mailbox(TimeSlices())
         asyncio.get_running_loop().call_later(0.01, box.fail, ValueError("gone"))
         with pytest.raises(ValueError, match="gone"):
             await box.take(20.0)
@@ -71,7 +72,7 @@ def test_a_wait_is_as_long_as_it_may_be_also_after_many_short_ones():
 
     async def test() -> None:
         loop = asyncio.get_running_loop()
-        box: _Mailbox[int] = _Mailbox()
+        box: Mailbox[int] = Mailbox(TimeSlices())
         for item in range(5):
             loop.call_later(0.02, box.put, item)
             assert await box.take(0.2) == [item]
@@ -86,7 +87,7 @@ def test_a_wait_is_as_long_as_it_may_be_also_after_many_short_ones():
 def test_a_shorter_wait_is_not_held_up_by_the_timer_of_a_longer_one():
     async def test() -> None:
         loop = asyncio.get_running_loop()
-        box: _Mailbox[int] = _Mailbox()
+        box: Mailbox[int] = Mailbox(TimeSlices())
         loop.call_later(0.01, box.put, 1)
         assert await box.take(25.0) == [1]
         assert await box.take(0.05) == []
@@ -97,7 +98,7 @@ def test_a_shorter_wait_is_not_held_up_by_the_timer_of_a_longer_one():
 def test_a_timer_that_goes_off_while_nobody_waits_ends_no_later_wait():
     async def test() -> None:
         loop = asyncio.get_running_loop()
-        box: _Mailbox[int] = _Mailbox()
+        box: Mailbox[int] = Mailbox(TimeSlices())
         box.put(0)
         loop.call_later(0.01, box.put, 1)
         assert await box.take(0.05) == [0]
@@ -111,11 +112,61 @@ def test_a_timer_that_goes_off_while_nobody_waits_ends_no_later_wait():
 
 def test_a_closed_one_holds_nothing():
     async def test() -> None:
-        box: _Mailbox[int] = _Mailbox()
+        box: Mailbox[int] = Mailbox(TimeSlices())
         box.put(1)
         box.fail(ValueError("gone"))
         box.close()
         assert box.is_empty
         assert not box.has_failed
+
+    run(test)
+
+
+def test_a_reader_gets_what_comes_and_the_wait_begins_again():
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        box: Mailbox[int] = Mailbox(TimeSlices())
+        read: list[list[int]] = []
+
+        def reader(items: list[int]) -> bool:
+            read.append(items)
+            return True
+
+        for item in range(4):
+            loop.call_later(0.05 * (item + 1), box.put, item)
+        begun = time.monotonic()
+        assert await box.take(0.15, reader) == []
+        assert read == [[0], [1], [2], [3]] and time.monotonic() - begun > 0.3
+        loop.call_soon(box.put, 4)
+        assert await box.take(20.0) == [4]  # a later wait has no reader
+
+    run(test)
+
+
+def test_what_a_reader_does_not_take_and_what_ends_a_wait_come_to_the_task_in_order():
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        box: Mailbox[int] = Mailbox(TimeSlices())
+        read: list[int] = []
+
+        def put_all() -> None:
+            box.put(0)
+            box.put(1, ends_wait=True)
+
+        loop.call_soon(put_all)
+        assert await box.take(20.0, lambda items: not read.extend(items)) == [0, 1]
+        assert read == []
+        loop.call_soon(box.put, 2)
+        assert await box.take(20.0, lambda items: False) == [2]
+
+    run(test)
+
+
+def test_what_a_reader_raises_is_the_failure():
+    async def test() -> None:
+        box: Mailbox[int] = Mailbox(TimeSlices())
+        asyncio.get_running_loop().call_soon(box.put, 0)
+        with pytest.raises(ZeroDivisionError):
+            await box.take(20.0, lambda items: bool(1 // items[0]))
 
     run(test)

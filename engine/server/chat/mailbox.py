@@ -1,0 +1,133 @@
+"""A queue for one consumer, which reads all its items at once: in a task, or without waking it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+
+from jitney.engine.server.http.slices import TimeSlices
+
+
+class Mailbox[T]:
+    """Queues items for one consumer, which takes all of them at once.
+
+    A stream takes once for each token, and usually waits for less than its limit. So a wait sets no
+    timer of its own: one timer is set for the end of a wait, and if it fires during a later wait it
+    is set once more, for the end of that one. Nor does a task wake for each token: while it
+    waits, its reader is called with what came, together with those of all other streams.
+    """
+
+    def __init__(self, slices: TimeSlices) -> None:
+        self._slices = slices
+        self._items: list[T] = []
+        #: Raised by `take` once the items before it are taken.
+        self._failure: Exception | None = None
+        #: Set when the present wait is over; None while no consumer waits.
+        self._taker: asyncio.Future[None] | None = None
+        #: Takes items during the present wait; None: every item ends it.
+        self._reader: Callable[[list[T]], bool] | None = None
+        #: The reader will be called in one of the loop's next turns.
+        self._is_due = False
+        #: Length of the present wait in seconds, and the time of the loop's clock at which it ends.
+        self._wait_s = self._ends = math.inf
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._items and self._failure is None
+
+    def put(self, item: T, *, ends_wait: bool = False) -> None:
+        """Add an item. ends_wait: it is for the consumer's task, not for its reader."""
+        self._items.append(item)
+        if ends_wait or self._reader is None:
+            self._wake()
+        elif not self._is_due:
+            self._is_due = True
+            self._slices.soon(self._read)
+
+    def fail(self, error: Exception) -> None:
+        """The first one counts."""
+        self._failure = self._failure or error
+        self._wake()
+
+    @property
+    def has_failed(self) -> bool:
+        return self._failure is not None
+
+    async def take(
+        self, wait_s: float | None, reader: Callable[[list[T]], bool] | None = None
+    ) -> list[T]:
+        """The items since the last call, at least one; empty if `wait_s` seconds (None: as
+        long as it takes) bring none. Raises the failure.
+
+        reader: called with items that come during the wait, which then begins again; False: it took
+        none of them, and they are returned. What it raises is the failure.
+        """
+        if self.is_empty:
+            await self._arrival(wait_s, reader)
+        if self._failure is not None and not self._items:
+            raise self._failure
+        items, self._items = self._items, []
+        return items
+
+    def close(self) -> None:
+        """Hold nothing any more: a failure holds frames, and those may hold us."""
+        self._items = []
+        self._failure = None
+        self._stop_timer()
+
+    async def _arrival(
+        self, wait_s: float | None, reader: Callable[[list[T]], bool] | None
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self._taker, self._reader = loop.create_future(), reader
+        self._wait_s = math.inf if wait_s is None else wait_s
+        self._ends = loop.time() + self._wait_s
+        if self._timer is not None and self._timer.when() > self._ends:
+            self._stop_timer()
+        if self._timer is None:
+            self._set_timer(loop)
+        try:
+            await self._taker
+        finally:
+            self._taker = self._reader = None
+
+    def _read(self) -> None:
+        """Call the reader with what came, unless the wait is over."""
+        self._is_due = False
+        taker = self._taker
+        if taker is None or taker.done() or self._reader is None or not self._items:
+            return
+        items, self._items = self._items, []
+        try:
+            if self._reader(items):
+                self._ends = taker.get_loop().time() + self._wait_s
+                return
+            self._items = items
+        except Exception as error:
+            self._failure = self._failure or error
+        self._wake()
+
+    def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._ends < math.inf:
+            self._timer = loop.call_at(self._ends, self._look, loop)
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The wait that the timer was set for is over, or was long ago."""
+        self._timer = None
+        if self._taker is None:
+            return
+        if loop.time() < self._ends:
+            self._set_timer(loop)
+        else:
+            self._wake()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _wake(self) -> None:
+        if self._taker is not None and not self._taker.done():
+            self._taker.set_result(None)
