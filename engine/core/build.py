@@ -576,7 +576,7 @@ def _say_if_widened(model: Model, kernels: KernelSet) -> None:
 def _make_buckets(setup: _Setup, kernels: KernelSet) -> Buckets:
     """The step sizes to compile."""
     settings = setup.settings
-    return Buckets.of(
+    buckets = Buckets.of(
         max_seats=settings.max_seats,
         token_budget=settings.token_budget,
         seat_sizes=settings.seat_buckets,
@@ -584,6 +584,7 @@ def _make_buckets(setup: _Setup, kernels: KernelSet) -> Buckets:
         on_device=setup.device.platform != "cpu",
         smallest=_smallest_bucket(kernels),
     )
+    return buckets.with_drafts(setup.drafting.count) if setup.drafting else buckets
 
 
 def _padding_is_free(setup: _Setup, model: Model, kernels: KernelSet) -> bool:

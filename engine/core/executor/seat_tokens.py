@@ -48,6 +48,7 @@ class Taken(NamedTuple):
     seat_tokens: SeatTokens
     tokens: Array  #: int32 [S]; REJECTED of rows whose draft was
     guessed: Array | None = None  #: bool [S]: the draft of the token behind was right
+    drafts: Array | None = None  #: int32 [S, K]: of what follows each row's token; -1: none
 
 
 @jax.tree_util.register_dataclass
@@ -67,13 +68,13 @@ class SeatTokens:
     def take(
         self, seats: Array, positions: Array, drafts: DraftRows | None, tokens: Array
     ) -> Taken:
-        """Note the tokens int32 [S] that rows sampled. seats: int32 [S], M for none; positions:
-        of the rows.
+        """Note the tokens int32 [S] that rows sampled. seats: int32 [S], M or more for none;
+        positions: of the rows.
         """
         return Taken(replace(self, last=self.last.at[seats].set(tokens, mode="drop")), tokens)
 
-    def no_drafts(self, rows: int) -> DraftRows | None:
-        """`DraftRows` of so many rows that read none."""
+    def draft_rows(self, numbers: Any, tokens: Any) -> DraftRows | None:
+        """`DraftRows` of these, as the programs of this engine take them."""
         return None
 
 
@@ -183,7 +184,7 @@ class DraftedTokens(SeatTokens):
         self, seats: Array, positions: Array, drafts: DraftRows | None, tokens: Array
     ) -> Taken:
         """See `SeatTokens.take`; accepts drafts, and drafts what follows."""
-        drafts = drafts or self.no_drafts(len(tokens))
+        assert drafts is not None  # of every program of an engine that speculates
         numbers, accepted = drafts.numbers, _accepted(drafts, tokens)
         most = self.drafts.shape[1]
         expected = self.drafts.at[seats, jnp.minimum(numbers, most - 1)].get(mode="clip")
@@ -203,11 +204,10 @@ class DraftedTokens(SeatTokens):
             drafts=self.drafts.at[last].set(following, mode="drop"),
             recent=recent,
         )
-        return Taken(kept, tokens, guessed)
+        return Taken(kept, tokens, guessed, following)
 
-    def no_drafts(self, rows: int) -> DraftRows:
-        nothing = jnp.zeros(rows, jnp.int32)
-        return DraftRows(nothing, nothing)
+    def draft_rows(self, numbers: Any, tokens: Any) -> DraftRows:
+        return DraftRows(numbers, tokens)
 
     def board(self, seat: Array, row: Array) -> DraftedTokens:
         """A sequence takes a seat; row: int32 [N], see `row_of`."""

@@ -8,7 +8,7 @@ there are seats: a prompt that comes to a few streams is then no step of hundred
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -106,6 +106,13 @@ class Buckets:
             decode=tuple(Bucket(size, size) for size in seats),
             mixed=tuple(Bucket.mixed(rows, max_seats) for rows in sorted({*tokens, token_budget})),
         )
+
+    def with_drafts(self, most: int) -> Buckets:
+        """These, and one more of decode steps: with rows for a draft beside each row of full seats,
+        or for the `most` that one sequence checks in a step.
+        """
+        rows = min(self.seats + max(self.seats, most), self.token_budget)
+        return replace(self, decode=(*self.decode, Bucket(rows, rows)))
 
     @cached_property
     def token_budget(self) -> int:

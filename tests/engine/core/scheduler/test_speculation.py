@@ -7,14 +7,20 @@ import random
 import pytest
 from core_runs import CONTEXT, PAGE_SIZE, PAGES, assert_solo_tokens, random_events
 from fakes import FakeClock, FakeRunner, StepFailed, device_of, make_core, make_request
+from grammars import tokenizer_json
 
 from jitney.engine.common.history import RequestRecords
+from jitney.engine.common.requests import Grammar
 
 
 class DraftingRunner(FakeRunner):
     """Two of three of its drafts are right."""
 
     drafted = 3
+
+
+class ConstrainedDraftingRunner(DraftingRunner):
+    drafted_from = (1, 2)  # a and b
 
 
 @pytest.mark.usefixtures("rash")
@@ -99,3 +105,38 @@ def test_drafts_save_steps_and_none_stands_behind_the_last_position():
         assert device_of(core).positions.max() == 51  # the last token needs no row
         steps[drafts] = core.ledger.steps
     assert steps[3] < 0.75 * steps[0]
+
+
+LETTERS = Grammar("regex", "[ab]{12,40}")
+CONSTRAINED = {
+    "grammar": {"grammar": LETTERS},
+    "two": {"grammar": LETTERS, "min_tokens": 20, "n": 2},
+    "forbidden": {"grammar": Grammar("regex", "(a[ab])*-"), "ignore_eos": True},
+    "rules": {"allowed_token_ids": (1, 2, 5), "banned_sequences": ((1, 2, 1), (5, 5))},
+    "free": {},
+}
+
+
+def test_drafts_under_grammars_change_no_token():
+    """Nor do those that a grammar forbids or whose text has ended there."""
+    answers = []
+    for drafts in (0, 3):
+        core = make_core(
+            pages=65,
+            context=64,
+            page_size=8,
+            clock=FakeClock(tick=0.001),
+            device=ConstrainedDraftingRunner,
+            max_drafts=drafts,
+        )
+        core.learn(tokenizer_json())
+        for number, (name, params) in enumerate(CONSTRAINED.items()):
+            core.add(make_request(name, [3, number], max_tokens=40, **params))
+        found: dict[tuple[str, int], list[int]] = {}
+        while core.has_work:
+            for output in core.step().outputs:
+                found.setdefault((output.request_id, output.index), []).extend(output.tokens)
+            core.check()
+        answers.append(found)
+    assert answers[0] == answers[1]
+    assert core.ledger.totals["accepted"] > 20 and core.ledger.totals["rejected"] > 20

@@ -105,7 +105,7 @@ def test_waiting_for_one_server_is_the_m_m_1_queue():
 def test_a_prompt_longer_than_the_budget_takes_several_steps():
     demand = Load(prompt=1000, output=10, token_budget=300)
     waits = _seat_wait(100, 0.01 * (10 + 5), 0.8, 0.99)
-    assert _first_token(demand, 100, 0.01) == pytest.approx(waits + 0.01 + 5 * 0.01)
+    assert _first_token(demand, 100, 0.01, 1.0) == pytest.approx(waits + 0.01 + 5 * 0.01)
 
 
 def test_the_knee_is_where_the_curve_bends():
