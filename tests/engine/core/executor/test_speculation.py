@@ -9,9 +9,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grammars import tokenizer_json
 
 from jitney.engine.common.records import Ledger
-from jitney.engine.common.requests import EngineRequest, SamplingParams
+from jitney.engine.common.requests import EngineRequest, Grammar, SamplingParams
 from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.executor.program import StateSizes
 from jitney.engine.core.executor.runner import Runner
@@ -46,6 +47,20 @@ PARAMS = {
     ),
     "scored": SamplingParams(temperature=0.0, logprobs=3, logit_bias=FEW, max_tokens=40),
     "two": SamplingParams(temperature=0.4, seed=5, n=2, logit_bias=FEW, max_tokens=30),
+    "held": SamplingParams(
+        temperature=0.3,
+        seed=3,
+        frequency_penalty=0.02,
+        grammar=Grammar("regex", "([abc]{2}-){4,9}"),
+        logprobs=2,
+        max_tokens=60,
+    ),
+    "ruled": SamplingParams(
+        temperature=0.0,
+        allowed_token_ids=tuple(FEW),
+        banned_sequences=((9, 9, 9), (40, 40, 40)),
+        max_tokens=60,
+    ),
 }
 
 
@@ -71,7 +86,9 @@ def core_of(in_parts: bool, *, speculates: bool, pages: int = 64) -> EngineCore:
     own.builder = own._sizes.builder(own.config)
     limits = SchedulerLimits(SEATS, SIZES.context_length, max_drafts=7 if speculates else 0)
     scheduler = Scheduler(limits, BUCKETS, PagePool(pages, 16), vocab_size=VOCAB)
-    return EngineCore(scheduler, own, Ledger())
+    core = EngineCore(scheduler, own, Ledger())
+    core.learn(tokenizer_json())
+    return core
 
 
 def answers(core: EngineCore, names: list[str]) -> dict[tuple[str, int], Any]:
@@ -91,7 +108,9 @@ def answers(core: EngineCore, names: list[str]) -> dict[tuple[str, int], Any]:
 
 
 @pytest.mark.parametrize(
-    "names", [["greedy"], ["drawn"], list(PARAMS)], ids=["one", "drawn", "all"]
+    "names",
+    [["greedy"], ["drawn"], ["held", "ruled"], list(PARAMS)],
+    ids=["one", "drawn", "constrained", "all"],
 )
 @pytest.mark.parametrize("in_parts", [True, False])
 def test_answers_are_the_same(in_parts: bool, names: list[str]):
