@@ -226,7 +226,7 @@ def compare_answers(first: int, count: int) -> None:
             llm = LLM(
                 "tiny-random",
                 max_seats=8,
-                pages=20,
+                pages=12,
                 context=128,
                 dtype="bfloat16",
                 adapters=f"one={adapter}",

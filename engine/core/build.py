@@ -231,7 +231,7 @@ class _Setup:
         if settings.speculative == "off":
             return None
         lookup = PromptLookup(least=settings.prompt_lookup_min, most=settings.prompt_lookup_max)
-        return Drafting(lookup, settings.speculative_tokens)
+        return Drafting(lookup, settings.speculative_tokens, settings.speculative_acceptance)
 
 
 @dataclass(frozen=True)

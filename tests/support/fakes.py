@@ -339,9 +339,10 @@ def make_core(
         slots = seats + device.checkpoints * retain
         state = StateTables(PagePool(slots + 1, page_size), seats, device.every)
     shares = state is None or retain
+    buckets = Buckets.of(max_seats=seats, token_budget=budget, token_sizes=token_sizes)
     scheduler = Scheduler(
         held_to,
-        Buckets.of(max_seats=seats, token_budget=budget, token_sizes=token_sizes),
+        buckets.with_drafts(held_to.max_drafts) if held_to.max_drafts else buckets,
         PagePool(pages, page_size, retain=retain, share_outputs=share_outputs, shares=shares),
         clock,
         eos,

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import jax
@@ -575,7 +576,12 @@ def _put_chosen(result: StepResult, chosen: Chosen, rows: list[tuple[int, int]])
     if result.guessed is not None and chosen.drafts is not None:
         guessed, drafts = np.asarray(chosen.guessed).tolist(), np.asarray(chosen.drafts).tolist()
         for number, row in rows:
-            result.guessed[row], result.drafts[row] = guessed[number], drafts[number]
+            result.guessed[row] = guessed[number]
+            result.drafts[row] = [*takewhile(_is_draft, drafts[number])]
+
+
+def _is_draft(token: int) -> bool:
+    return token >= 0
 
 
 def _wants_logprobs(plan: Plan) -> bool:

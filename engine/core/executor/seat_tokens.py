@@ -124,13 +124,15 @@ class Drafting:
 
     drafter: _Drafter
     count: int  #: K: drafts of a step at most
+    #: How likely a draft counts as right, whatever it is; 0: by what it is.
+    chance: float = 0.0
 
     def empty(self, seats: int, context: int, page_size: int) -> DraftedTokens:
         """The tokens of seats nobody sits in. context: most tokens of a sequence."""
         recent = jnp.zeros((seats, min(context, _RECENT)), jnp.int32)
         nothing = jnp.zeros(seats, jnp.int32)
         drafts = jnp.full((seats, self.count), -1, jnp.int32)
-        return DraftedTokens(nothing, nothing, drafts, recent, self.drafter, page_size)
+        return DraftedTokens(nothing, nothing, drafts, recent, self.drafter, page_size, self.chance)
 
 
 @jax.tree_util.register_dataclass
@@ -143,6 +145,7 @@ class DraftedTokens(SeatTokens):
     recent: Any  #: int32 [M, N]: see `_Drafter.drafts`
     drafter: _Drafter = field(metadata={"static": True})
     page_size: int = field(metadata={"static": True})
+    chance: float = field(metadata={"static": True})  #: see `Drafting`
 
     def fill(self, inputs: Any) -> tuple[Any, DraftRows | None]:
         """See `SeatTokens.fill`. Rows whose tokens the host did not know move behind the accepted
@@ -185,10 +188,15 @@ class DraftedTokens(SeatTokens):
     ) -> Taken:
         """See `SeatTokens.take`; accepts drafts, and drafts what follows."""
         assert drafts is not None  # of every program of an engine that speculates
-        numbers, accepted = drafts.numbers, _accepted(drafts, tokens)
-        most = self.drafts.shape[1]
+        numbers, most = drafts.numbers, self.drafts.shape[1]
         expected = self.drafts.at[seats, jnp.minimum(numbers, most - 1)].get(mode="clip")
-        guessed = accepted & (numbers < most) & (expected == tokens)
+        before, next_right = jnp.roll(tokens, 1), expected == tokens
+        right = drafts.tokens == before
+        if self.chance:
+            right = _drawn(self.chance, seats, positions)
+            next_right = _drawn(self.chance, seats, positions + 1)
+        accepted = _accepted(numbers, right & (before >= 0))
+        guessed = accepted & (numbers < most) & next_right
         tokens = jnp.where(accepted, tokens, REJECTED)
         followed = jnp.append((accepted & (numbers > 0))[1:], False)
         none = len(self.last)
@@ -222,12 +230,17 @@ class DraftedTokens(SeatTokens):
         return row
 
 
-def _accepted(drafts: DraftRows, sampled: Array) -> Array:
-    """bool [S]: rows that read no draft, or only drafts that the rows before them sampled. The rows
-    of a sequence stand one behind the other, in the order of their numbers.
+def _accepted(numbers: Array, right: Array) -> Array:
+    """bool [S]: rows that read no draft, or only right ones. right: bool [S], of the draft that a
+    row reads. The rows of a sequence stand one behind the other, in the order of their numbers.
     """
-    rows = jnp.arange(len(sampled))
-    before = jnp.roll(sampled, 1)
-    right = (drafts.numbers == 0) | ((drafts.tokens == before) & (before >= 0))
-    last_wrong = jax.lax.cummax(jnp.where(right, -1, rows))
-    return last_wrong < rows - drafts.numbers + 1
+    rows = jnp.arange(len(numbers))
+    last_wrong = jax.lax.cummax(jnp.where((numbers == 0) | right, -1, rows))
+    return last_wrong < rows - numbers + 1
+
+
+def _drawn(chance: float, seats: Array, positions: Array) -> Array:
+    """bool [S]: true by this chance, the same whenever it is drawn for a seat and a position."""
+    mixed = seats.astype(jnp.uint32) * 0x9E3779B1 + positions.astype(jnp.uint32) * 0x85EBCA77
+    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0xC2B2AE3D)
+    return (mixed >> 8) < jnp.uint32(chance * (1 << 24))

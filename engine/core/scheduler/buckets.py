@@ -20,6 +20,9 @@ _DEVICE_SEATS = (1, 4, 16, 64, 128, 192, 256, 384, 512, 768, 1024)
 #: Rows of the smallest mixed buckets on a GPU or TPU, where they lie below those for all seats. Up
 #: to some 300 rows cost little beside the weights; a step of the next size takes twice as long.
 _DEVICE_PROMPT_ROWS = (64, 256)
+#: Rows of a decode step that full seats and their drafts fill at most, unless that are fewer than
+#: two for each seat.
+_ROWS_WITH_DRAFTS = 32
 #: A mixed bucket with no more rows than there are seats has one sequence, and one logit row, for so
 #: many of its rows.
 _ROWS_PER_SEQUENCE = 4
@@ -108,10 +111,11 @@ class Buckets:
         )
 
     def with_drafts(self, most: int) -> Buckets:
-        """These, and one more of decode steps: with rows for a draft beside each row of full seats,
-        or for the `most` that one sequence checks in a step.
+        """These, and one more of decode steps with rows for drafts beside full seats: one for each,
+        of few seats all `most` that a sequence checks in a step.
         """
-        rows = min(self.seats + max(self.seats, most), self.token_budget)
+        rows = max(2 * self.seats, min((1 + most) * self.seats, _ROWS_WITH_DRAFTS))
+        rows = min(rows, self.token_budget)
         return replace(self, decode=(*self.decode, Bucket(rows, rows)))
 
     @cached_property

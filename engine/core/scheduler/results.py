@@ -76,6 +76,10 @@ class Results:
         counts = token != REJECTED and not chunk.sits_out
         if not counts or (is_open and seq not in self._sequences.seats.decoding):
             plan.rejected += 1
+            # The outputs of its rows before this one are the newest.
+            newest = self._sequences.outputs[-1:]
+            if newest and (newest[0].request_id, newest[0].index) == seq.key:
+                newest[0].rejected += 1
             return False
         if is_open:
             seq.scheduled += 1

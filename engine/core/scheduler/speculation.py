@@ -162,10 +162,12 @@ class Speculation:
 
 
 def _may_draft(seq: Sequence) -> bool:
-    """Tokens that a former core sent are compared one by one; a step does not wait for the masks of
-    slow grammars.
+    """Tokens that a former core sent are compared one by one. Masks behind drafts are made of those
+    that the host knows, and a step does not wait for slow grammars.
     """
-    return seq.replay is None and (seq.matcher is None or seq.matcher.checks_drafts)
+    if seq.matcher is not None and not (seq.drafts and seq.matcher.checks_drafts):
+        return False
+    return seq.replay is None
 
 
 def _chance(draft: tuple[float, Sequence]) -> float:

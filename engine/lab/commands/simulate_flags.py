@@ -43,6 +43,7 @@ class SimulateArguments(TrafficArguments):
         "share_outputs",
         "speculative",
         "speculative_tokens",
+        "speculative_acceptance",
         "prompt_lookup_max",
         "prompt_lookup_min",
         "kernels",

@@ -16,11 +16,12 @@ from jitney.engine.common.requests import EngineRequest, Grammar, SamplingParams
 from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.executor.program import StateSizes
 from jitney.engine.core.executor.runner import Runner
-from jitney.engine.core.executor.seat_tokens import Drafting, PromptLookup
+from jitney.engine.core.executor.seat_tokens import Drafting, DraftRows, PromptLookup
 from jitney.engine.core.models.registry import random_model
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.kv_pages import PagePool
 from jitney.engine.core.scheduler.limits import SchedulerLimits
+from jitney.engine.core.scheduler.plan import REJECTED
 from jitney.engine.core.scheduler.scheduler import Scheduler
 from jitney.engine.core.weights.checkpoints.families import tiny_config
 from jitney.kernels.select import select
@@ -124,3 +125,21 @@ def test_answers_are_the_same(in_parts: bool, names: list[str]):
         np.testing.assert_allclose(scores, expected[key][1], atol=1e-4)
     totals = core.ledger.totals
     assert totals["accepted"] > 0
+
+
+def test_a_fixed_chance_accepts_drafts_whatever_they_are():
+    """As often as it says, and as it was said one token before."""
+    seats, most = 50, 3
+    state = Drafting(PromptLookup(), most, chance=0.6).empty(seats, 64, 16)
+    rows = np.repeat(np.arange(seats, dtype=np.int32), most + 1)
+    numbers = np.tile(np.arange(most + 1, dtype=np.int32), seats)
+    positions = 20 + rows % 7 + numbers
+    tokens = jnp.full(len(rows), 5)
+    taken = state.take(rows, positions, DraftRows(numbers, np.full_like(rows, 9)), tokens)
+    accepted = np.asarray(taken.tokens).reshape(seats, -1) != REJECTED
+    guessed = np.asarray(taken.guessed).reshape(seats, -1)
+    np.testing.assert_array_equal(accepted[:, 1:], guessed[:, :-1])
+    assert accepted[:, 0].all() and (accepted[:, :-1] >= accepted[:, 1:]).all()
+    assert 0.4 < accepted[:, 1].mean() < 0.8
+    expected = np.sum(accepted, axis=1) - 1
+    np.testing.assert_array_equal(taken.seat_tokens.accepted, expected)

@@ -81,6 +81,19 @@ def test_a_steady_step_by_hand():
     )
 
 
+def test_drafts_bring_tokens_where_their_rows_are_free():
+    """One stream waits for memory: all drafts are worth it. A row's time is all that many wait for:
+    none is.
+    """
+    load = replace(DEMAND, acceptance=0.8, drafts=3)
+    point = OperatingPoint.of(LLAMA, load, 1)
+    assert point.drafts == 3
+    assert point.output_tok_s * point.step_s == pytest.approx(1 + 0.8 + 0.64 + 0.512)
+    assert point.itl_s == pytest.approx(point.step_s / 2.952)
+    crowd = replace(load, prompt=1, output=500)
+    assert OperatingPoint.of(LLAMA, replace(crowd, acceptance=0.05), 1024).drafts == 0
+
+
 def test_the_token_budget_bounds_who_decodes():
     point = OperatingPoint.of(LLAMA, replace(DEMAND, token_budget=300), 200)
     assert point.decoding == pytest.approx(100)  # 100 decode rows and 200 prompt rows
