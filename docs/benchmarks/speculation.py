@@ -244,7 +244,8 @@ def compare_answers(first: int, count: int) -> None:
                 flush=True,
             )
             llm.close()
-    _print_differences(*found, count // 50)
+    plain, drafted = found
+    _print_differences(plain, drafted, count // 50)
 
 
 def _print_differences(

@@ -120,7 +120,7 @@ class MaskedHeads(NamedTuple):
 
     @classmethod
     def of(cls, heads: Any) -> MaskedHeads:
-        return cls(*[heads[:, column] for column in range(_HEAD)], heads[:, _HEAD:])
+        return cls(heads[:, 0], heads[:, 1], heads[:, 2], heads[:, 3], heads[:, _HEAD:])
 
     @staticmethod
     def words() -> int:

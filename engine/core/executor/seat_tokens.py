@@ -241,6 +241,7 @@ def _accepted(numbers: Array, right: Array) -> Array:
 
 def _drawn(chance: float, seats: Array, positions: Array) -> Array:
     """bool [S]: true by this chance, the same whenever it is drawn for a seat and a position."""
-    mixed = seats.astype(jnp.uint32) * 0x9E3779B1 + positions.astype(jnp.uint32) * 0x85EBCA77
-    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0xC2B2AE3D)
+    first, second, third = map(jnp.uint32, (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D))
+    mixed = seats.astype(jnp.uint32) * first + positions.astype(jnp.uint32) * second
+    mixed = (mixed ^ (mixed >> 15)) * third
     return (mixed >> 8) < jnp.uint32(chance * (1 << 24))

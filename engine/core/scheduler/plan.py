@@ -422,12 +422,12 @@ class StepResult:
         """The result of a step without a device: each token is 0. is_right: draws whether the draft
         of a token's successor is right.
         """
-        result = cls([], guessed=[])
+        tokens, guessed = list[int](), list[bool]()
         right = False
         for chunk in plan.chunks:
             if chunk.sample:
                 counts = not chunk.draft or right
                 right = counts and is_right()
-                result.tokens.append(0 if counts else REJECTED)
-                result.guessed.append(right)
-        return result
+                tokens.append(0 if counts else REJECTED)
+                guessed.append(right)
+        return cls(tokens, guessed=guessed)

@@ -16,7 +16,7 @@ from jitney.engine.common.requests import EngineRequest, Grammar, SamplingParams
 from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.executor.program import StateSizes
 from jitney.engine.core.executor.runner import Runner
-from jitney.engine.core.executor.seat_tokens import Drafting, DraftRows, PromptLookup
+from jitney.engine.core.executor.seat_tokens import DraftedTokens, Drafting, DraftRows, PromptLookup
 from jitney.engine.core.models.registry import random_model
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.kv_pages import PagePool
@@ -131,11 +131,11 @@ def test_a_fixed_chance_accepts_drafts_whatever_they_are():
     """As often as it says, and as it was said one token before."""
     seats, most = 50, 3
     state = Drafting(PromptLookup(), most, chance=0.6).empty(seats, 64, 16)
-    rows = np.repeat(np.arange(seats, dtype=np.int32), most + 1)
-    numbers = np.tile(np.arange(most + 1, dtype=np.int32), seats)
-    positions = 20 + rows % 7 + numbers
-    tokens = jnp.full(len(rows), 5)
-    taken = state.take(rows, positions, DraftRows(numbers, np.full_like(rows, 9)), tokens)
+    rows = jnp.repeat(jnp.arange(seats), most + 1)
+    numbers = jnp.tile(jnp.arange(most + 1), seats)
+    drafts = DraftRows(numbers, jnp.full_like(rows, 9))
+    taken = state.take(rows, 20 + rows % 7 + numbers, drafts, jnp.full_like(rows, 5))
+    assert isinstance(taken.seat_tokens, DraftedTokens)
     accepted = np.asarray(taken.tokens).reshape(seats, -1) != REJECTED
     guessed = np.asarray(taken.guessed).reshape(seats, -1)
     np.testing.assert_array_equal(accepted[:, 1:], guessed[:, :-1])
