@@ -453,6 +453,11 @@ def _setup_on(
             f"speculative {engine.speculative}: the recurrent layers of "
             f"{source.config.architecture} cannot take back a wrong draft; leave it off"
         )
+    if engine.speculative_acceptance:
+        _log.warning(
+            "speculative_acceptance %g: drafts are accepted by chance; ANSWERS ARE NOT THE MODEL'S",
+            engine.speculative_acceptance,
+        )
     model = source.config.in_groups(engine.expert_parallel, engine.data_parallel)
     source = replace(source, config=model)
     mesh = None
