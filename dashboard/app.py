@@ -22,12 +22,16 @@ from jitney.dashboard.engine_routes import ENGINE_ROUTES
 from jitney.dashboard.feed import Feed
 from jitney.dashboard.incident_log import IncidentLog
 from jitney.dashboard.lab import Experiment, PolicyLab
+from jitney.dashboard.memory import memory
+from jitney.dashboard.programs import programs
 from jitney.dashboard.pulse import Pulses
 from jitney.dashboard.report import ReportData
 from jitney.dashboard.routes import PageRoutes, read_body, read_json, to_json
 from jitney.dashboard.snapshot import PageCells, core_seat_lists
+from jitney.dashboard.tenants import tenants
 from jitney.dashboard.timeline import Window, Work, own_columns, record_columns
 from jitney.dashboard.view import View
+from jitney.dashboard.work import WorkList, adapters
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.history import History
 from jitney.engine.common.request_record import RequestRecord
@@ -39,6 +43,7 @@ from jitney.engine.server import (
     Identity,
     LongJson,
     ServerSettings,
+    Service,
     StreamingResponse,
     TimeSlices,
     in_pieces,
@@ -75,7 +80,8 @@ class Dashboard(PageRoutes):
 
     hz: frames a second. lab: simulates recorded traffic; None: /lab answers 404. decode: token ids
     to text, if prompts and answers may be shown. keys: the accepted ones; None: those of the
-    settings.
+    settings. service: of the endpoint around the page; None: there is none, and batches, limits of
+    keys and settings are not shown.
     """
 
     def __init__(
@@ -87,10 +93,13 @@ class Dashboard(PageRoutes):
         lab: PolicyLab | None = None,
         decode: _Decode | None = None,
         keys: ApiKeys | None = None,
+        service: Callable[[], Service] | None = None,
     ):
         super().__init__(settings, keys)
         self.client = client
         self.decode = decode
+        self.service = service
+        self.work = WorkList(lambda: service().internal_requests if service is not None else None)
         self.slices = TimeSlices(_MOST_ANSWERS)
         self.drawings = Drawings()
         self.incident_log = IncidentLog(client, settings.data_dir)
@@ -130,6 +139,13 @@ class Dashboard(PageRoutes):
             "/requests": self.requests,
             "/request/{id}": self.request,
             "/incidents": self.incidents,
+            "/tenants": self.tenants,
+            "/memory": self.memory,
+            "/work": self.list_work,
+            "/work/{id}": self.cancel_work,
+            "/programs": self.programs,
+            "/buckets": self.buckets,
+            "/settings": self.show_settings,
             "/report": self.report,
             "/lab": self.experiment,
         }
@@ -146,7 +162,7 @@ class Dashboard(PageRoutes):
         engine.
         """
         seat_map = await self.client.seat_map()
-        pages = PageCells.of(seat_map.page_states).shown() if seat_map.page_states else None
+        pages = PageCells.of(seat_map).shown() if seat_map.page_states else None
         view = View(self.client.history, Identity.of(request.scope))
         seats = core_seat_lists([view.seat(seat) for seat in seat_map.seats])
         return to_json({"t": time.monotonic(), "seats": seats, "pages": pages})
@@ -243,6 +259,52 @@ class Dashboard(PageRoutes):
         before = query.whole("before", _ANY, 1)
         found = await self.incident_log.page(limit, before)
         return to_json({"incidents": found, "more": len(found) == limit})
+
+    async def tenants(self, request: Request) -> StreamingResponse:
+        """Tenants in the last minutes, see `tenants.tenants`; to a user its own row."""
+        quotas = None if self.service is None else self.service().quotas
+        identity = Identity.of(request.scope)
+        return await self._answer(tenants(self.client.history, time.monotonic(), identity, quotas))
+
+    async def memory(self, request: Request) -> StreamingResponse:
+        """KV pages by tenant, and depths of the prefix cache, see `memory.memory`; to a user of its
+        own requests.
+        """
+        info = self.client.info
+        page_size = 1 if info is None else info.sizes.page_size
+        identity = Identity.of(request.scope)
+        return await self._answer(
+            memory(self.client.history, time.monotonic(), page_size, identity)
+        )
+
+    async def list_work(self, request: Request) -> Response:
+        """Batches, jobs, files and adapters, see `work`; to a user its own."""
+        identity, info = Identity.of(request.scope), self.client.info
+        names = {} if info is None else info.model.adapters
+        listing = await self.work.listing(identity)
+        return to_json(listing | {"adapters": adapters(self.client.history, names, identity)})
+
+    async def cancel_work(self, request: Request) -> Response:
+        """Cancel a batch or job (DELETE), and list all work."""
+        await self.work.cancel(request.path_params["id"], Identity.of(request.scope))
+        return await self.list_work(request)
+
+    async def programs(self, request: Request) -> Response:
+        """Compiled sizes and parts of the steps of the last minutes, see `programs.programs`."""
+        records = self.client.history.records.since(-1)
+        return to_json(await run_in_threadpool(programs, records, self.client.info))
+
+    async def buckets(self, request: Request) -> Response:
+        """The sizes under which the recorded steps would have taken the least time."""
+        if self.lab is None:
+            raise HttpError(404, "this page has no policy lab", code="not_found")
+        return to_json(await self.lab.buckets())
+
+    async def show_settings(self, request: Request) -> Response:
+        """Every setting with its value and its origin, as /config has them."""
+        if self.service is None:
+            raise HttpError(404, "this page has no server around it", code="not_found")
+        return to_json(self.service().config_report())
 
     async def report(self, request: Request) -> StreamingResponse:
         """The last minutes as a self-contained HTML file."""

@@ -28,6 +28,13 @@ ENGINE_ROUTES = (
     _EngineRoute("/requests", _GET, Role.USER),
     _EngineRoute("/request/{id}", _GET, Role.USER),
     _EngineRoute("/incidents", _GET, Role.USER),
+    _EngineRoute("/tenants", _GET, Role.USER),
+    _EngineRoute("/memory", _GET, Role.USER),
+    _EngineRoute("/work", _GET, Role.USER),
+    _EngineRoute("/work/{id}", ("DELETE",), Role.USER),
+    _EngineRoute("/programs", _GET, Role.ADMIN),
+    _EngineRoute("/buckets", _GET, Role.ADMIN),
+    _EngineRoute("/settings", _GET, Role.ADMIN),
     _EngineRoute("/report", _GET, Role.ADMIN),
     _EngineRoute("/lab", ("GET", "POST", "DELETE"), Role.ADMIN),
 )

@@ -342,7 +342,7 @@ class _Sampler:
 
     async def _ask_pages(self) -> None:
         try:
-            states = await self.client.page_states()
+            pages = await self.client.page_map()
         except RequestError:
             return  # busy, or gone: what was known stays on the page
-        self._pages = PageCells.of(states) if states else None
+        self._pages = PageCells.of(pages) if pages.page_states else None

@@ -18,7 +18,14 @@ from types import MappingProxyType
 from typing import NamedTuple, Required, TypedDict
 
 from jitney.dashboard import sse
-from jitney.dashboard.fleet_member import Card, Member, ReplicaAddress, price_of, rounded
+from jitney.dashboard.fleet_member import (
+    Card,
+    Member,
+    ReplicaAddress,
+    hit_share,
+    price_of,
+    rounded,
+)
 from jitney.dashboard.pulse import Pulse
 from jitney.dashboard.remote import RemoteEngine
 from jitney.dashboard.sse import SEAT_STATES
@@ -62,6 +69,8 @@ class Endpoint(NamedTuple):
     refused_ever: int = 0
     #: Replicas, by name, whose process was started and that have not answered yet.
     starting: frozenset[str] = frozenset()
+    #: Requests since its start by how their replica was chosen (`FleetMetrics.choices`).
+    choices: Mapping[str, int] = MappingProxyType({})
 
 
 class _Sums(TypedDict):
@@ -88,6 +97,9 @@ class _Sums(TypedDict):
     unready_models: list[str]
     refused: dict[str, int] | None
     refused_ever: int
+    choices: dict[str, int]
+    #: Share of prompt tokens that were found in a prefix cache lately; null: none were read.
+    hits: float | None
 
 
 class _Hello(TypedDict):
@@ -101,6 +113,7 @@ class _Hello(TypedDict):
     levels: int  # `Pulse.seat_code`
     price_per_hour: float | None  # of one replica
     compares: bool  # "rollouts" answers, to administrators
+    keeps_work: bool  # "work" answers, and the API is beside the page
 
 
 class _FleetFrame(TypedDict):
@@ -145,6 +158,8 @@ class FleetView:
         self.signed_in = signed_in
         #: Arms of models are compared, and the page may ask how they do.
         self.compares = False
+        #: Batches and jobs are kept beside the page.
+        self.keeps_work = False
         self._find = find
         self._endpoint = endpoint
         self._places: dict[str, ReplicaAddress] = {}
@@ -273,6 +288,7 @@ class FleetView:
             "levels": Pulse.seat_code.levels,
             "price_per_hour": self.price_per_hour,
             "compares": self.compares,
+            "keeps_work": self.keeps_work,
         }
         return sse.encode("hello", data)
 
@@ -309,7 +325,14 @@ class FleetView:
             "unready_models": [] if endpoint is None else list(endpoint.unready_models),
             "refused": None if endpoint is None else dict(endpoint.refused),
             "refused_ever": 0 if endpoint is None else endpoint.refused_ever,
+            "choices": {} if endpoint is None else dict(endpoint.choices),
+            "hits": self._hits(),
         }
+
+    def _hits(self) -> float | None:
+        members = [member for member in self.members.values() if member.answers]
+        cached = sum(member.rates.of("cached") for member in members)
+        return hit_share(cached, sum(member.rates.of("prompt") for member in members))
 
     def _price(self) -> float | None:
         """Cost of a million useful rows of the replicas that answer; None without prices."""

@@ -64,6 +64,10 @@ class Card(TypedDict):
     #: Output and prompt tokens a second.
     output_rate: float
     prompt_rate: float
+    #: Sequences that boarded a second, and the share of prompt tokens found in the prefix cache;
+    #: null: none were read.
+    boarding_rate: float
+    hits: float | None
     #: Of a million useful tokens; null without a price per hour, or without tokens.
     price: float | None
     #: Engines and servers that were started anew.
@@ -112,6 +116,9 @@ class _Totals(NamedTuple):
     prompt: int
     #: Rows that were of use to somebody.
     useful: int
+    #: Sequences that boarded, and prompt tokens found in the prefix cache.
+    boarded: int
+    cached: int
 
 
 class _Rates:
@@ -143,6 +150,12 @@ def price_of(per_hour: float | None, useful_rate: float) -> float | None:
     if per_hour is None or useful_rate <= 0:
         return None
     return float(f"{per_hour / 3600 / useful_rate * _MILLION:.3g}")
+
+
+def hit_share(cached: float, computed: float) -> float | None:
+    """Share of prompt tokens that were found in a prefix cache; None without any."""
+    read = cached + computed
+    return round(cached / read, 3) if read > 0 else None
 
 
 def rounded(rate: float) -> float:
@@ -200,7 +213,14 @@ class Member:
             self.rates.clear()
         self.pulse = pulse
         self.rates.add(
-            _Totals(pulse.t, pulse.output_tokens, pulse.prompt_tokens, pulse.useful_rows)
+            _Totals(
+                pulse.t,
+                pulse.output_tokens,
+                pulse.prompt_tokens,
+                pulse.useful_rows,
+                pulse.boarded,
+                pulse.cached_tokens,
+            )
         )
         self.gone, self.trouble = False, ""
         self.heard_at, self.heard = time.monotonic(), time.time()
@@ -268,13 +288,15 @@ class Member:
     def card(self, price_per_hour: float | None) -> Card:
         pulse = self.pulse or _NOTHING
         state = self.state
-        since, output, prompt, price, wait_s = None, 0.0, 0.0, None, None
+        since, price, wait_s, hits = None, None, None, None
+        output = prompt = boarding = 0.0
         if state == "ready":
             wait_s = round(pulse.predicted_wait_s, 1)
         if state == "gone":
             since = round(self.heard)
         if self.answers:
             output, prompt = self.rates.of("output"), self.rates.of("prompt")
+            boarding, hits = self.rates.of("boarded"), hit_share(self.rates.of("cached"), prompt)
             price = price_of(price_per_hour, self.rates.of("useful"))
         return {
             "name": self.name,
@@ -291,6 +313,8 @@ class Member:
             "pages": pulse.pages,
             "output_rate": rounded(output),
             "prompt_rate": rounded(prompt),
+            "boarding_rate": rounded(boarding),
+            "hits": hits,
             "price": price,
             "restarts": self.past_restarts + pulse.restarts,
             "progress": msgspec.to_builtins(pulse.progress),

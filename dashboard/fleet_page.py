@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -12,11 +13,13 @@ from starlette.types import Receive, Scope, Send
 
 from jitney.dashboard.auth import FeedEndpoint, PageLine
 from jitney.dashboard.fleet import FleetView
+from jitney.dashboard.fleet_answers import search_requests, tenants_of_all
 from jitney.dashboard.fleet_member import Member
 from jitney.dashboard.passing import nothing_here, passed_route
 from jitney.dashboard.routes import PageRoutes, read_body, read_json, to_json
+from jitney.dashboard.work import WorkList
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.server import ApiKeys, Role, ServerSettings
+from jitney.engine.server import ApiKeys, Identity, InternalRequests, Role, ServerSettings
 
 _DECISION_FORM = 'a decision is JSON: {"action": "promote"}, "roll_back" or "restart"'
 #: A replica's own page.
@@ -58,17 +61,21 @@ class FleetPage(PageRoutes):
         settings: ServerSettings,
         rollouts: _Rollouts | None = None,
         keys: ApiKeys | None = None,
+        tasks: Callable[[], InternalRequests | None] | None = None,
     ):
+        """tasks: batches, jobs and files of the endpoint beside the page; None: there is none."""
         super().__init__(settings, keys)
         self.fleet = fleet
         self.rollouts = rollouts
+        self.work = None if tasks is None else WorkList(tasks)
+        fleet.keeps_work = tasks is not None
         fleet.signed_in = self.sessions.needed
         fleet.compares = rollouts is not None
 
     def lines(self) -> list[PageLine]:
         """The routes; those of replicas come last, since they match any path."""
         fleet_feed = Route("/feed", FeedEndpoint(self.fleet), methods=["GET"])
-        lines = [*self.page_lines(), PageLine(fleet_feed)]
+        lines = [*self.page_lines(), PageLine(fleet_feed), *self._view_lines()]
         if self.rollouts is not None:
             lines += self._rollout_lines(self.rollouts)
         return [*lines, *self._replica_lines()]
@@ -89,6 +96,45 @@ class FleetPage(PageRoutes):
             PageLine(Route("/rollouts", show), Role.ADMIN),
             PageLine(Route("/rollouts/{model:path}", decide, methods=["POST"]), Role.ADMIN),
         ]
+
+    def _view_lines(self) -> list[PageLine]:
+        """Views over all replicas. Rows of requests do not say whose they are, so they are for
+        administrators.
+        """
+        lines = [
+            PageLine(Route("/requests", self.requests), Role.ADMIN),
+            PageLine(Route("/tenants", self.tenants)),
+        ]
+        if self.work is not None:
+            lines.append(PageLine(Route("/work", self.list_work)))
+            lines.append(PageLine(Route("/work/{id}", self.cancel_work, methods=["DELETE"])))
+        return lines
+
+    async def requests(self, request: Request) -> Response:
+        """Requests of all replicas, see `search_requests`."""
+        self.fleet.look_for_replicas()
+        query, members = request.query_params, self.fleet.members.values()
+        return to_json(
+            await search_requests(members, query.get("state", "all"), query.get("search", ""))
+        )
+
+    async def tenants(self, request: Request) -> Response:
+        """Tenants of all replicas, see `tenants_of_all`."""
+        self.fleet.look_for_replicas()
+        identity = Identity.of(request.scope)
+        return to_json(await tenants_of_all(self.fleet.members.values(), identity))
+
+    async def list_work(self, request: Request) -> Response:
+        """Batches, jobs and files of the endpoint; to a user its own."""
+        assert self.work is not None  # else there is no such route
+        listing = await self.work.listing(Identity.of(request.scope))
+        return to_json(listing | {"adapters": []})
+
+    async def cancel_work(self, request: Request) -> Response:
+        """Cancel a batch or job (DELETE), and list all work."""
+        assert self.work is not None
+        await self.work.cancel(request.path_params["id"], Identity.of(request.scope))
+        return await self.list_work(request)
 
     def _replica_lines(self) -> list[PageLine]:
         """The page and its files hold no data, as `PageRoutes.page_lines` has it."""

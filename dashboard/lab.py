@@ -39,3 +39,9 @@ class PolicyLab(Protocol):
     async def stop(self) -> None:
         """End the running experiment, if there is one."""
         ...
+
+    async def buckets(self) -> JsonDict:
+        """The compiled sizes under which the newest steps would have taken the least time, with as
+        many programs, and what they would save. Raises RequestError where nothing is recorded.
+        """
+        ...

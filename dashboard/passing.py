@@ -19,7 +19,9 @@ from jitney.engine.server import HttpError
 #: What may be asked of an engine, and how.
 _METHODS = ["GET", "POST", "DELETE"]
 #: Methods of what is asked of an engine, by the first part of the path.
-_PASSED = {route.path.split("/")[1]: route.methods for route in ENGINE_ROUTES}
+_PASSED: dict[str, set[str]] = {}
+for _route in ENGINE_ROUTES:
+    _PASSED.setdefault(_route.path.split("/")[1], set()).update(_route.methods)
 #: Parts of a path that would lead elsewhere.
 _NOT_PARTS = {"", ".", ".."}
 #: What an engine answers with: data, but for these, which are files to keep, by the first part of

@@ -100,6 +100,9 @@ class Pulse(msgspec.Struct, frozen=True, omit_defaults=True):
     output_tokens: _Count = 0
     #: Total rows that were of use to somebody, see `row_kinds`.
     useful_rows: _Count = 0
+    #: Total sequences that boarded, and prompt tokens that were found in the prefix cache.
+    boarded: _Count = 0
+    cached_tokens: _Count = 0
     #: Engine processes that were started to replace one that ended.
     restarts: _Count = 0
     #: Seconds since the core was last heard of, as whole ones.
@@ -173,6 +176,8 @@ def _pulse_of(client: EngineClient, run: str, now: float, *, with_levels: bool) 
         prompt_tokens=counters.rows["prefill"],
         output_tokens=counters.rows["decode"] + counters.rows["accepted"],
         useful_rows=_useful_rows(counters.rows),
+        boarded=client.history.boarded,
+        cached_tokens=client.history.cached_tokens,
         restarts=counters.engine_restarts,
         silent_s=int(client.last_step_age()),
         progress=_loading(client),

@@ -83,7 +83,7 @@ def listing(
 ) -> _Work:
     """At most `limit` sequences that `identity` may see, the newest first, of those before number
     `cursor`; next: the cursor to go on with, null at the end. search: a part of the request's id,
-    x-request-id, user or error code, in any case.
+    x-request-id, user, key's digest or error code, in any case.
     """
     wanted = _Wanted(state, cursor, search.lower(), identity)
     shown: list[RequestRecord] = []
@@ -117,7 +117,8 @@ class _Wanted(NamedTuple):
         return may_see and is_in and (not self.search or self._is_found(request))
 
     def _is_found(self, request: RequestRecord) -> bool:
-        texts = (request.request_id, request.client_id, request.user, request.code)
+        ids = (request.request_id, request.client_id, request.tenant)
+        texts = (*ids, request.user, request.code)
         return any(self.search in text.lower() for text in texts)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import base64
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ from jitney.dashboard.sse import (
 from jitney.dashboard.view import View
 from jitney.engine.common.engine_info import Seat
 from jitney.engine.common.history import History
+from jitney.engine.common.messages import SeatMap
 from jitney.engine.common.request_record import RequestRecord
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.server import EngineClient
@@ -84,22 +86,35 @@ class PageCells:
     cells: np.ndarray
     #: Pages in each state, exact.
     counts: dict[str, int]
+    #: The same of layers with pages of their own, by window.
+    windows: dict[int, dict[str, int]] = field(default_factory=dict[int, dict[str, int]])
 
     @classmethod
-    def of(cls, page_states: bytes) -> PageCells:
-        """The cells for `messages.SeatMap.page_states`."""
-        states = np.frombuffer(page_states, np.uint8)[1:]
+    def of(cls, seat_map: SeatMap) -> PageCells:
+        """The cells for the pages of a map."""
+        states = np.frombuffer(seat_map.page_states, np.uint8)[1:]
         counts = np.bincount(states, minlength=len(PAGE_STATES))
         per_cell = max(1, -(-len(states) // _MAX_PAGE_CELLS))
         cells = states
         if per_cell > 1:
             cells = _commonest(states, per_cell)
-        return cls(per_cell, cells, dict(zip(PAGE_STATES, counts.tolist(), strict=True)))
+        windows = {window: _by_state(own) for window, own in sorted(seat_map.window_pages.items())}
+        return cls(per_cell, cells, _by_state(counts.tolist()), windows)
 
     def shown(self) -> PageMap:
         """As the page gets it."""
         cells = _base64(self.cells.tobytes())
-        return {"per_cell": self.per_cell, "cells": cells, "counts": self.counts}
+        return {
+            "per_cell": self.per_cell,
+            "cells": cells,
+            "counts": self.counts,
+            "windows": self.windows,
+        }
+
+
+def _by_state(counts: Iterable[int]) -> dict[str, int]:
+    """Numbers of pages in the order of PAGE_STATES."""
+    return dict(zip(PAGE_STATES, counts, strict=True))
 
 
 @dataclass(slots=True)
@@ -378,9 +393,9 @@ def _seat_changes(before: Snapshot, now: Snapshot) -> list[list[Any]]:
 def _page_changes(before: PageCells, now: PageCells) -> PageChanges | None:
     """None if there are none. A page may change without a cell that does."""
     runs = _page_runs(before.cells, now.cells)
-    if not runs and before.counts == now.counts:
+    if not runs and (before.counts, before.windows) == (now.counts, now.windows):
         return None
-    return {"runs": runs, "counts": now.counts}
+    return {"runs": runs, "counts": now.counts, "windows": now.windows}
 
 
 def _metric_changes(before: Metrics, now: Metrics) -> JsonDict:

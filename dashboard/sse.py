@@ -85,6 +85,7 @@ class PageMap(TypedDict):
     per_cell: int  # pages that one cell stands for, the last one for what is left
     cells: str  # base64 of uint8[C]: the place in PAGE_STATES that most pages of a cell have
     counts: dict[str, int]  # pages by state, exact
+    windows: dict[int, dict[str, int]]  # the same of layers with pages of their own, by window
 
 
 class PageChanges(TypedDict):
@@ -92,6 +93,7 @@ class PageChanges(TypedDict):
 
     runs: list[list[int]]  # [first cell, cells, state]
     counts: dict[str, int]  # all of them
+    windows: dict[int, dict[str, int]]  # all of them
 
 
 class _CanaryCounts(TypedDict):

@@ -2,6 +2,7 @@
 // is large: it is fetched when the first chart comes into view.
 
 import {$, colour, isDark, table, watchVisible} from "./dom.js";
+import {depthInWords} from "./memory.js";
 
 const ENDS = [
   ["stop", "finished: end"],
@@ -54,6 +55,12 @@ const HITS = [
   ["computed", (bin) => bin.rows.prefill, "prefill"],
   ["found in the cache", (bin) => bin.cached_tokens, "good", "dash"],
 ];
+const LIMIT = [
+  ["memory bandwidth", (bin) => share(bin.device?.bandwidth), "decode"],
+  ["arithmetic", (bin) => share(bin.device?.operations), "prefill", "dot"],
+  ["what limits a step", (bin) => share(bin.limit), "good", "dash"],
+];
+const share = (part) => (Number.isFinite(part) ? 100 * part : null);
 const STEP_MS = [
   ["mean", (bin) => (1000 * bin.step_s) / bin.steps, "decode"],
   ["longest", (bin) => 1000 * bin.longest, "waiting", "dot"],
@@ -81,7 +88,10 @@ const CHARTS = {
     [...lines(moment, STEP_MS, (bin) => bin.steps), compiles(moment)],
     "ms",
   ],
-  "chart-pages": (moment) => [lines(moment, PAGES), "pages"],
+  "chart-pages": (moment) => [lines(moment, [...PAGES, ...moment.windows.map(windowLine)]), "pages"],
+  "chart-tenant-pages": ({memory}) => [tenantAreas(memory), "pages", {xaxis: agoAxis(memory)}],
+  "chart-depths": ({memory}) => depthBars(memory),
+  "chart-limit": (moment) => [lines(moment, LIMIT), "%"],
   "chart-hits": (moment) => [lines(moment, HITS), "tok/s"],
   "chart-ledger": (moment) => [moment.rowKinds.map((kind) => area(moment, kind)), "rows/s"],
   "chart-ttft": ({histograms}) =>
@@ -201,6 +211,42 @@ function area({x, series}, kind) {
       fgcolor: colour("panel"),
     },
   };
+}
+
+/** The pages held of the layers with a window, which the page knows since it was opened. */
+function windowLine(window, i) {
+  const held = ({windows}) => (windows?.[window] ? windows[window].held + windows[window].shared : null);
+  return [`held, window ${window}`, held, `hue-${(i + 1) % 8}`, "dash"];
+}
+
+/** Pages of each tenant, stacked. memory: of dashboard/memory.py; null: not known yet. */
+function tenantAreas(memory) {
+  return (memory?.tenants ?? []).map(({name, pages}, i) => ({
+    x: pages.map((_, j) => ((memory.t - memory.from) * (j / (pages.length - 1) - 1))),
+    y: pages,
+    name: plain(name),
+    mode: "none",
+    stackgroup: "pages",
+    fillcolor: colour(`hue-${i % 8}`),
+    fillpattern: {shape: PATTERNS[i % PATTERNS.length], fillmode: "overlay", solidity: 0.2, fgcolor: colour("panel")},
+    hovertemplate: "%{y}",
+  }));
+}
+
+/** Signs beside colour. */
+const PATTERNS = ["", "/", ".", "\\", "x", "-", "|", "+"];
+const agoAxis = (memory) => ({range: [memory ? memory.from - memory.t : -600, 0], ticksuffix: " s", nticks: 6});
+
+/** Prompt tokens by their depth in the prompt. */
+function depthBars(memory) {
+  const rows = memory?.depths ?? [];
+  const x = rows.map((row, i) => depthInWords(row, rows[i + 1]));
+  const kinds = [
+    ["found in the cache", ({found}) => found, "good"],
+    ["computed", ({tokens, found}) => tokens - found, "prefill"],
+  ];
+  const traces = kinds.map(([name, value, ink]) => ({type: "bar", name, x, y: rows.map(value), marker: {color: colour(ink)}}));
+  return [traces, "prompt tokens", {barmode: "stack", xaxis: {type: "category", fixedrange: true}, legend: {orientation: "h", y: 1.15}}];
 }
 
 /** Counts by bucket; bounds are upper ends in seconds. */

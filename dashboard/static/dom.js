@@ -81,7 +81,7 @@ export const short = (text, length) =>
   text.length > length ? text.slice(0, length - 1) + "…" : text;
 export const sum = (counts) => Object.values(counts).reduce((all, value) => all + value, 0);
 
-/** Seconds as people read them: 850 µs, 12 ms, 1.25 s, 3 min 20 s. */
+/** Seconds as people read them: 850 µs, 12 ms, 1.25 s, 3 min 20 s, 2 h 5 min. */
 export function seconds(value) {
   if (value === null || value === undefined) {
     return "–";
@@ -95,7 +95,10 @@ export function seconds(value) {
   if (value < 60) {
     return `${value.toFixed(value < 10 ? 2 : 1)} s`;
   }
-  return `${Math.floor(value / 60)} min ${Math.floor(value % 60)} s`;
+  if (value < 3600) {
+    return `${Math.floor(value / 60)} min ${Math.floor(value % 60)} s`;
+  }
+  return `${Math.floor(value / 3600)} h ${Math.floor((value % 3600) / 60)} min`;
 }
 
 let styles = null;

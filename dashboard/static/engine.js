@@ -57,7 +57,7 @@ export class Engine {
     this.hello = null;
     this.frame = null; // the newest key frame's fields, those of later deltas over them
     this.seats = null;
-    this.pages = null; // per_cell, cells (Uint8Array), counts
+    this.pages = null; // per_cell, cells (Uint8Array), counts, windows
     this.notes = [];
   }
 
@@ -130,11 +130,11 @@ export class Engine {
     return true;
   }
 
-  applyPages({runs, counts}) {
+  applyPages({runs, counts, windows}) {
     for (const [first, count, state] of runs) {
       this.pages.cells.fill(state, first, first + count);
     }
-    this.pages.counts = counts;
+    Object.assign(this.pages, {counts, windows});
   }
 
   /** One of the same code and time as one before takes its place. */

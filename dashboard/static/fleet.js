@@ -3,9 +3,13 @@
 
 import {$, count, legend, make, percent, reducedMotion, say, seconds, sum, table} from "./dom.js";
 import {watch} from "./feed.js";
-import {Replicas, noteOf, priceInWords, waitInWords} from "./replicas.js";
+import {FleetRequests} from "./fleetrequests.js";
+import {Replicas, hitsInWords, noteOf, priceInWords, waitInWords} from "./replicas.js";
 import {Rollouts} from "./rollouts.js";
 import {seatLegend} from "./seats.js";
+import {Tenants} from "./tenants.js";
+import {Views} from "./views.js";
+import {Work} from "./work.js";
 
 /** The version of the feed that this page reads. */
 const FEED_VERSION = 2;
@@ -22,6 +26,8 @@ const HEAD = [
   "Predicted wait",
   "Output tok/s",
   "Prompt tok/s",
+  "Boarded a second",
+  "Prefix hits",
   "KV pages",
   "Restarts",
   "Model",
@@ -42,11 +48,23 @@ const rollouts = new Rollouts($("rollouts"), $("rollout-list"), $("confirm"), (n
   replicas.markCandidates(names);
 });
 
+const views = new Views({shown: schedule, request: () => {}, moment: () => {}}, ["fleet", "requests", "tenants", "work"]);
+const requests = new FleetRequests();
+const tenants = new Tenants(() => "", (text) => {
+  requests.find(text);
+  views.go("requests");
+});
+const work = new Work(() => "");
+
 const receive = {
   hello(data) {
     hello = data;
     fleet = null;
     $("sign-out").hidden = !data.signed_in;
+    views.offer("requests", data.role !== "user");
+    views.offer("work", data.keeps_work);
+    work.greet({...data, needs_key: data.signed_in}, data.keeps_work);
+    views.follow();
     if (data.compares && data.role !== "user") {
       rollouts.start();
     }
@@ -107,6 +125,9 @@ function draw(now) {
   document.title = `Jitney: ${fleet.sums.ready} of ${fleet.sums.replicas} replicas ready`;
   showSums(fleet.sums);
   replicas.show(fleet.replicas, fleet.t);
+  requests.frame(views.shown === "requests");
+  tenants.frame(views.shown === "tenants");
+  work.frame(views.shown === "work");
   if ($("replica-details").open && now - filledAt >= FILL_MS) {
     filledAt = now;
     fillTable();
@@ -136,16 +157,32 @@ function showSums(sums) {
     ],
     ["Output tok/s", count(sums.output_rate)],
     ["Prompt tok/s", count(sums.prompt_rate)],
+    ["Prefix hits", hitsInWords(sums.hits)],
     ["Waiting", count(sums.waiting), undefined, sums.waiting ? "waits" : ""],
     ...(sums.refused ? [refusals(sums)] : []),
     ["Longest predicted wait", waitInWords(sums.predicted_wait_s), undefined, sums.predicted_wait_s ? "waits" : ""],
     ...(priced ? [["A million useful tokens", priceInWords(sums.price)]] : []),
   ]);
+  showRouting(sums.choices);
   const where = worst ? ` The longest wait is foreseen at ${sums.worst}.` : "";
   say(
     $("fleet-sub"),
     `One cell is one seat; its brightness is how far its sequence has come.${where}`,
   );
+}
+
+/** How many requests went where, of a router that follows prefixes. */
+const CHOICES = {
+  known: "to the engine that has their beginning",
+  moved: "elsewhere, since that one was busy or gone",
+  hashed: "with a new beginning, to the engine that it belongs to",
+  spread: "with a new beginning, to another engine",
+};
+
+function showRouting(choices) {
+  const told = Object.entries(choices).map(([name, n]) => `${count(n)} ${CHOICES[name] ?? name}`);
+  $("routing").hidden = !told.length;
+  say($("routing"), `Routing since the start: ${told.join("; ")}.`);
 }
 
 let tiles = null;
@@ -227,6 +264,8 @@ function fillTable() {
     waitInWords(card.predicted_wait_s),
     card.output_rate,
     card.prompt_rate,
+    card.boarding_rate,
+    hitsInWords(card.hits),
     percent(card.pages_used, card.pages),
     card.restarts,
     card.model,

@@ -60,8 +60,8 @@ export class History {
     }
   }
 
-  /** Add what happened since the frame before; busy: seats taken now. */
-  add({t, metrics}, busy) {
+  /** Add what happened since the frame before; busy: seats taken now; windows: pages by state of each window. */
+  add({t, metrics}, busy, windows = {}) {
     const last = this.recent.at(-1);
     if (last && last.t >= t) {
       return;
@@ -80,6 +80,8 @@ export class History {
     bin.busy = Math.max(bin.busy ?? 0, busy);
     bin.pages = metrics.pages_used;
     bin.limit = limitOf(metrics.device);
+    bin.device = metrics.device;
+    bin.windows = windows;
     for (const name of LATENCIES) {
       bin[name] = metrics.latency[name] ?? null;
     }

@@ -10,18 +10,23 @@ import {Drawer} from "./drawer.js";
 import {setUpEngines} from "./engines.js";
 import {KeptIncidents} from "./kept.js";
 import {Lab} from "./lab.js";
+import {Memory} from "./memory.js";
 import {Incidents, showNotes} from "./notes.js";
 import {PageMap, pageLegend} from "./pages.js";
+import {Programs} from "./programs.js";
 import {QueueList} from "./queue.js";
 import {IDLE, WASTE, WHILE_READING} from "./raster.js";
 import {Requests} from "./requests.js";
 import {SeatGrid, goneMoment, momentOf, seatLegend, seatTable} from "./seats.js";
+import {Settings} from "./settings.js";
 import {headline, showCanary, showFacts, showState, stateOf, whyIdle} from "./status.js";
+import {Tenants} from "./tenants.js";
 import {setUpBar, showBar} from "./timebar.js";
 import {Timeline, steer} from "./timeline.js";
 import {View} from "./view.js";
 import {Views} from "./views.js";
 import {Watcher} from "./watcher.js";
+import {Work} from "./work.js";
 
 /** Milliseconds between two pictures for those who want little to move. */
 const STILL_MS = 950;
@@ -70,6 +75,14 @@ const incidents = new Incidents();
 const kept = new KeptIncidents(() => watcher.base);
 const requests = new Requests($("requests"), () => watcher.base, pick, (t) => view.clock(t));
 const lab = new Lab($("lab"), () => watcher.base);
+const tenants = new Tenants(() => watcher.base, (text) => {
+  requests.find(text);
+  views.go("requests");
+});
+const work = new Work(() => watcher.base);
+const memory = new Memory(() => watcher.base);
+const programs = new Programs(() => watcher.base);
+const settings = new Settings(() => watcher.base);
 let timeline = null;
 
 /** Somebody wants to know more of a sequence: its detail, and its stays framed. */
@@ -136,6 +149,9 @@ function greet(hello) {
   }
   views.offer("lab", isAdmin);
   views.offer("chat", !standalone && Boolean(hello.info) && !hello.info.encoder);
+  work.greet(hello, !standalone);
+  programs.greet(hello);
+  settings.greet(hello);
   if (!hello.info) {
     return;
   }
@@ -204,6 +220,8 @@ const chartMoment = () => ({
   rowKinds: watcher.engine.hello.row_kinds,
   metrics: watcher.engine.frame.metrics,
   histograms: watcher.engine.frame.histograms,
+  windows: Object.keys(watcher.engine.pages?.windows ?? {}),
+  memory: memory.answer,
 });
 
 const counted = (name) =>
@@ -335,6 +353,11 @@ function show() {
   showCanary(engine.info, metrics.canary);
   showDevice($("device"), metrics.device);
   requests.frame(past(), engine.serving);
+  tenants.frame(views.shown === "tenants");
+  work.frame(views.shown === "work");
+  memory.frame(views.shown === "memory", engine.pages, engine.hello.page_states);
+  programs.frame(views.shown === "performance");
+  settings.frame(views.shown === "settings");
   lab.frame();
   fillTables();
 }

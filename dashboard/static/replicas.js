@@ -13,6 +13,7 @@ const SIZES = [
 
 /** Seconds of a predicted wait as people read them. */
 export const waitInWords = (wait) => (wait === null ? "–" : seconds(wait));
+export const hitsInWords = (share) => (share === null ? "–" : percent(share, 1));
 export const priceInWords = (price) => (price === null ? "–" : price.toLocaleString("en"));
 /** Whole seconds of a time that goes on. */
 const lasting = (time) => (time < 60 ? `${Math.max(0, Math.round(time))} s` : seconds(time));
@@ -50,6 +51,7 @@ function figuresOf(card, priced) {
     ["Predicted wait", waitInWords(card.predicted_wait_s), "more"],
     ["Output tok/s", count(card.output_rate), ""],
     ["KV pages", percent(card.pages_used, card.pages), "more"],
+    ["Prefix hits", hitsInWords(card.hits), "more"],
     ...(priced ? [["Price / M tok", priceInWords(card.price), "more"]] : []),
   ];
 }

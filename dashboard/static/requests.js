@@ -115,6 +115,12 @@ export class Requests {
     this.refresh();
   }
 
+  /** Search for a text from now on. */
+  find(text) {
+    $("request-search").value = text;
+    this.askedAt = 0;
+  }
+
   get query() {
     const search = $("request-search").value.trim();
     return new URLSearchParams({state: $("request-state").value, limit: LIMIT, search});

@@ -3,19 +3,18 @@
 
 import {$, onKeys} from "./dom.js";
 
-/** In the order of the keys 1, 2, 3, ... */
-const NAMES = ["overview", "chat", "requests", "memory", "performance", "incidents", "lab", "settings"];
+/** In the order of the keys 1, 2, 3, ..., 9, 0. */
+const NAMES = ["overview", "chat", "requests", "tenants", "work", "memory", "performance", "incidents", "lab", "settings"];
 
 export class Views {
   /** on.shown(name): a view is on the screen. on.request(id, index) and on.moment(seconds since 1970): the address
-   *  names one. */
-  constructor(on) {
-    this.on = on;
-    this.shown = "overview";
+   *  names one. names: of the views; the first is shown where the address names none. */
+  constructor(on, names = NAMES) {
+    Object.assign(this, {on, names, shown: names[0]});
     this.written = location.hash; // the address as this page left or followed it
-    this.offered = new Set(NAMES);
+    this.offered = new Set(names);
     addEventListener("hashchange", () => this.follow());
-    onKeys(Object.fromEntries(NAMES.map((name, i) => [String(i + 1), () => this.go(name)])));
+    onKeys(Object.fromEntries(names.map((name, i) => [String((i + 1) % 10), () => this.go(name)])));
   }
 
   link(name) {
@@ -27,7 +26,7 @@ export class Views {
     this.link(name).hidden = !offered;
     offered ? this.offered.add(name) : this.offered.delete(name);
     if (!offered && this.shown === name) {
-      this.show("overview");
+      this.show(this.names[0]);
     }
   }
 
@@ -40,7 +39,7 @@ export class Views {
   /** Have the address name what is shown, without a step in the browser's history. rest: what to show in the view. */
   note(rest = "", name = this.shown) {
     const hash = rest ? `#${name}/${rest}` : `#${name}`;
-    const isPlain = hash === "#overview" && !location.hash;
+    const isPlain = hash === `#${this.names[0]}` && !location.hash;
     const isAhead = location.hash !== this.written; // the reader goes elsewhere: that is followed in a moment
     if (location.hash !== hash && !isPlain && !isAhead) {
       history.replaceState(null, "", hash);
@@ -51,7 +50,7 @@ export class Views {
   /** The parts of what the address names; the first is a view. */
   get named() {
     const [name, ...rest] = location.hash.slice(1).split("/").map(decodeURIComponent);
-    return [this.offered.has(name) ? name : "overview", ...rest];
+    return [this.offered.has(name) ? name : this.names[0], ...rest];
   }
 
   /** Show what the address names. */
@@ -71,7 +70,7 @@ export class Views {
   show(name) {
     this.shown = name;
     document.body.dataset.view = name;
-    for (const one of NAMES) {
+    for (const one of this.names) {
       $(`view-${one}`).classList.toggle("shown", one === name);
       this.link(one).setAttribute("aria-current", one === name ? "page" : "false");
     }

@@ -122,7 +122,7 @@ export class Watcher {
       this.recorder = new Recorder(moment.count, engine.states);
     }
     this.recorder?.record(engine.frame.t, moment, engine.frame.metrics.waiting);
-    this.history.add(engine.frame, engine.taken);
+    this.history.add(engine.frame, engine.taken, engine.pages?.windows);
     if (engine.seats) {
       const decode = engine.code("decode");
       this.stays.settle(engine.frame.t, (seat) => engine.seats.state[seat] === decode);

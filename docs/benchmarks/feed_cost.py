@@ -35,6 +35,7 @@ from jitney.engine.common.engine_info import (
     QueueInfo,
 )
 from jitney.engine.common.history import History
+from jitney.engine.common.messages import SeatMap
 from jitney.engine.common.records import Ledger
 from jitney.engine.common.requests import EngineRequest, SamplingParams
 from jitney.engine.core import engine_core as core_module
@@ -160,8 +161,9 @@ def make_client(seats: int) -> Any:
     history, rng = History(), random.Random(1)
     history.core_ready(info)
 
-    async def page_states() -> bytes:
-        return bytes(rng.randbytes(PAGES)).translate(bytes(code % 4 for code in range(256)))
+    async def page_map() -> SeatMap:
+        codes = bytes(code % 4 for code in range(256))
+        return SeatMap(0, [], rng.randbytes(PAGES).translate(codes))
 
     return SimpleNamespace(
         info=info,
@@ -171,7 +173,7 @@ def make_client(seats: int) -> Any:
         progress=None,
         last_step_age=lambda: 0.0,
         records=history.records.since,
-        page_states=page_states,
+        page_map=page_map,
     )
 
 

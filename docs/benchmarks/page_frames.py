@@ -31,7 +31,7 @@ from jitney.engine.common.engine_info import (
     QueueInfo,
 )
 from jitney.engine.common.history import History
-from jitney.engine.common.messages import SequenceEvent, StepReport
+from jitney.engine.common.messages import SeatMap, SequenceEvent, StepReport
 from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.records import STEP_DTYPE
 from jitney.engine.common.requests import EngineRequest, SamplingParams
@@ -154,13 +154,13 @@ class Crowd:
             self.step()
         return self.history.records.since(after_step)
 
-    async def page_states(self) -> bytes:
+    async def page_map(self) -> SeatMap:
         held = sum(self.draw.randrange(2, 7) for _ in self.left)
         states = np.zeros(self.info.sizes.pages + 1, np.uint8)
         states[1:held] = 1
         states[1:held:7] = 2
         states[held : held + 200] = 3
-        return states.tobytes()
+        return SeatMap(0, [], states.tobytes())
 
     def last_step_age(self) -> float:
         return 0.0

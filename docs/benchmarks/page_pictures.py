@@ -11,7 +11,18 @@ from pathlib import Path
 
 from playwright.sync_api import Page, sync_playwright
 
-_VIEWS = ("overview", "chat", "requests", "memory", "performance", "incidents", "lab", "settings")
+_VIEWS = (
+    "overview",
+    "chat",
+    "requests",
+    "tenants",
+    "work",
+    "memory",
+    "performance",
+    "incidents",
+    "lab",
+    "settings",
+)
 _ARGUMENTS = ["--no-sandbox", "--disable-gpu"]
 _QUESTION = "Name three things that a bus driver checks before leaving, as a list."
 

@@ -422,7 +422,14 @@ def _build_app(
 
     shown = decode if config.server.dashboard_show_text else None
     lab = Lab(client, lambda: client.config.engine)
-    page = Dashboard(client, settings, lab=lab, decode=shown, keys=keys)
+    page = Dashboard(
+        client,
+        settings,
+        lab=lab,
+        decode=shown,
+        keys=keys,
+        service=lambda: app.state.service,
+    )
     own = settings.with_page(_DASHBOARD)
     routes = page.mounted(_DASHBOARD)
     app = create_app(client, None, own, config.model.id, extra_routes=routes, keys=keys)

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import msgspec
 
 #: Outages that are kept, and crowds of refusals; seconds without a refusal after which a crowd is
-#: over.
-_KEEP_OUTAGES, _KEEP_REFUSALS, _CALM_S = 64, 20, 30.0
+#: over; refusals whose tenants are kept.
+_KEEP_OUTAGES, _KEEP_REFUSALS, _CALM_S, _KEEP_REFUSED = 64, 20, 30.0, 16384
 
 #: A sequence: its request's id, and its index.
 type _Stream = tuple[str, int]
@@ -57,6 +57,8 @@ class Incidents:
         #: Both oldest first.
         self.outages: deque[_Outage] = deque(maxlen=_KEEP_OUTAGES)
         self.refusals: deque[_Refusals] = deque(maxlen=_KEEP_REFUSALS)
+        #: (when, tenant) of the newest refusals.
+        self.refused_tenants: deque[tuple[float, str]] = deque(maxlen=_KEEP_REFUSED)
         #: When the server was told to stop, and how many sequences were open; None: it was not.
         self.drain: tuple[float, int] | None = None
         #: When a disk that the server writes to was last found full.
@@ -106,9 +108,12 @@ class Incidents:
         if outage.ready is not None and outage.flowing is None and not self._stopped:
             outage.flowing = t
 
-    def refused(self, status: int, code: str, retry_s: float | None) -> None:
-        """A request was answered 429 or 503. code: of the error; retry_s: its Retry-After."""
+    def refused(self, status: int, code: str, retry_s: float | None, tenant: str = "") -> None:
+        """A request was answered 429 or 503. code: of the error; retry_s: its Retry-After;
+        tenant: digest of its key.
+        """
         now, name = self._clock(), f"{status} {code}".strip()
+        self.refused_tenants.append((now, tenant))
         if not self.refusals or now - self.refusals[-1].newest > _CALM_S:
             self.refusals.append(_Refusals(now, now))
         refusals = self.refusals[-1]

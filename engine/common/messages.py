@@ -222,6 +222,8 @@ class SeatMap(msgspec.Struct, tag="seat_map", frozen=True):
     seats: list[Seat]
     #: uint8[N]: 0 free, 1 in use, 2 shared, 3 cached.
     page_states: bytes
+    #: Of layers with pages of their own, by window: pages free, in use, shared and cached.
+    window_pages: dict[int, list[int]] = {}
 
 
 class Done(msgspec.Struct, tag="done", frozen=True, omit_defaults=True):

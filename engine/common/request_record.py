@@ -12,6 +12,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from jitney.engine.common.requests import account_of
+
 _RequestState = Literal["waiting", "prefill", "decode", "finished"]
 #: Successful finish reasons.
 _SERVED = ("stop", "length")
@@ -117,6 +119,11 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     tokens: list[int] | None = None
     #: Time of each output token (over HTTP: of each piece of text); None: not recorded.
     token_times: list[float] | None = None
+
+    @property
+    def account(self) -> str:
+        """As `EngineRequest` has it."""
+        return account_of(self.tenant, self.user)
 
     @property
     def end(self) -> float:

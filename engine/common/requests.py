@@ -325,8 +325,13 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def account(self) -> str:
-        """The account in the fair order: the tenant, or else the user."""
-        return self.tenant or f"user {self.user}"
+        """The account in the fair order."""
+        return account_of(self.tenant, self.user)
+
+
+def account_of(tenant: str, user: str) -> str:
+    """Whose a request is: the tenant's, or without one the user's."""
+    return tenant or f"user {user}"
 
 
 class RequestLimits(msgspec.Struct, frozen=True):

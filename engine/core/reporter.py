@@ -45,8 +45,11 @@ class Reporter:
         """Every seat (unless `seats` is false) and the state of every page; ticket: of the
         question.
         """
-        page_states = self._scheduler.pool.states().tobytes()
-        return SeatMap(ticket, self._scheduler.seat_map() if seats else [], page_states)
+        scheduler = self._scheduler
+        page_states = scheduler.pool.states().tobytes()
+        pools = scheduler.sequences.pages.windows
+        windows = {window: pool.counts() for window, pool in pools.items()}
+        return SeatMap(ticket, scheduler.seat_map() if seats else [], page_states, windows)
 
     def predicted_wait(self) -> float | None:
         """Seconds that a newcomer would wait, if it was not reported for a while."""

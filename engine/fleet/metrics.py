@@ -89,6 +89,15 @@ class FleetMetrics:
         self.registry.register(_ReplicaCollector(replicas))
         self.registry.register(_RolloutCollector(rollouts))
 
+    def chosen(self) -> dict[str, int]:
+        """Requests by `choices`, of all models."""
+        counts = Tally[str]()
+        for family in self.choices.collect():
+            for sample in family.samples:
+                if sample.name.endswith("_total"):
+                    counts[sample.labels["choice"]] += int(sample.value)
+        return dict(counts)
+
     def render(self) -> bytes:
         """The text exposition format."""
         return generate_latest(self.registry)

@@ -33,7 +33,8 @@ def fleet_page_routes(
         price_per_hour=price_per_hour or None,
     )
     candidates = _Candidates(fleet) if fleet.rolled_out else None
-    return FleetPage(shown, settings, candidates, keys).mounted(path)
+    page = FleetPage(shown, settings, candidates, keys, lambda: fleet.internal_requests)
+    return page.mounted(path)
 
 
 def _places(fleet: Fleet) -> Iterator[tuple[str, ReplicaAddress]]:
@@ -59,6 +60,7 @@ def _endpoint(fleet: Fleet) -> Endpoint:
         unready_models=tuple(fleet.unready_models),
         refused=fleet.refusals.lately(),
         refused_ever=fleet.refusals.total,
+        choices=fleet.metrics.chosen(),
         starting=frozenset(starting),
     )
 

@@ -32,7 +32,7 @@ from jitney.engine.core import POLICIES
 from jitney.engine.server import EngineClient, HttpError, TimeSlices
 
 if TYPE_CHECKING:
-    from jitney.engine.lab.simulation.replay import RecordedEngine, ReplayJob
+    from jitney.engine.lab.simulation.replay import BucketsJob, RecordedEngine, ReplayJob
 
 #: Seconds that all policies of one experiment may take together.
 _LIMIT_S = 120.0
@@ -99,6 +99,7 @@ class Lab:
         self._task: asyncio.Task[None] | None = None
         self._slices = TimeSlices()
         self._preparing = False
+        self._proposing = asyncio.Lock()
 
     @property
     def _running(self) -> bool:
@@ -199,7 +200,7 @@ class Lab:
         self._state = "failed"
         self._error = error
 
-    async def _simulate(self, job: ReplayJob) -> JsonDict:
+    async def _simulate(self, job: ReplayJob | BucketsJob) -> JsonDict:
         """The worker's result. Raises _Failed; leaving early ends the process."""
         process = await start_child("jitney.engine.lab.simulation.replay", limit=_MOST_BYTES)
         assert process.stdin is not None and process.stdout is not None  # asked for
@@ -208,6 +209,23 @@ class Lab:
             return await self._result_from(process.stdout)
         finally:
             await end_child(process)
+
+    async def buckets(self) -> JsonDict:
+        """See `PolicyLab`; one at a time. Raises RequestError also where it fails."""
+        async with self._proposing:
+            records = self.client.history.records.since(-1)[-_MOST_RECORDS:]
+            info = self.client.info
+            if self.settings is None or info is None or not len(records):
+                raise RequestError("no step is recorded yet, so no size can be better")
+            # Only a proposal loads the simulator.
+            from jitney.engine.lab.simulation.replay import BucketsJob
+
+            engine = _recorded_engine(info, self.settings())
+            try:
+                async with asyncio.timeout(self.limit_s):
+                    return await self._simulate(BucketsJob(engine=engine, records=_npy(records)))
+            except (TimeoutError, _Failed) as error:
+                raise RequestError(f"no sizes could be proposed: {error}") from None
 
     async def _result_from(self, output: asyncio.StreamReader) -> JsonDict:
         async for line in output:
@@ -224,7 +242,7 @@ class _Failed(Exception):
     """An experiment that brought nothing."""
 
 
-async def _send_job(job: ReplayJob, worker: asyncio.StreamWriter) -> None:
+async def _send_job(job: ReplayJob | BucketsJob, worker: asyncio.StreamWriter) -> None:
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         worker.write(msgspec.msgpack.encode(job))
         await worker.drain()

@@ -40,12 +40,13 @@ class StageClient(FakeClient):
             for seat in range(self.info.sizes.seats if self.info else 4)
         ]
         self.states = bytes(11)
+        self.windows: dict[int, list[int]] = {}
         self.kept: list[np.void] = []
         self.asked = 0
 
     async def seat_map(self) -> SeatMap:
         self.asked += 1
-        return SeatMap(0, self.seats, self.states)
+        return SeatMap(0, self.seats, self.states, self.windows)
 
     @property
     def seats(self) -> list[Seat]:

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import httpx
 import pytest
 from api_fakes import until
 from page_browser import (
     endpoint,
+    faults,
     figures,
     holds_text,
     press,
@@ -510,6 +510,8 @@ VIEWS = (
     "overview",
     "chat",
     "requests",
+    "tenants",
+    "work",
     "memory",
     "performance",
     "incidents",
@@ -536,14 +538,6 @@ def test_nothing_keeps_anybody_from_using_it(client, chromium, scheme):
         page.wait_for_selector("#drawer[open] .verdict")
         assert faults(axe.run(page)) == {}
     seen.context.close()
-
-
-def faults(found: Any) -> dict[str, list[str]]:
-    """By rule, the elements that break it."""
-    return {
-        rule["id"]: [node["html"] for node in rule["nodes"]]
-        for rule in found.response["violations"]
-    }
 
 
 def test_empty_shows_a_line_to_copy(client, open_page):

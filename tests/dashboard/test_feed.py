@@ -21,7 +21,7 @@ from jitney.dashboard.feed import Feed
 from jitney.dashboard.viewers import _QUEUE, TooManyViewers, Viewer
 from jitney.engine.common.engine_info import KernelProof, Seat
 from jitney.engine.common.errors import RequestError
-from jitney.engine.common.messages import Progress, SequenceEvent, StepReport
+from jitney.engine.common.messages import Progress, SeatMap, SequenceEvent, StepReport
 from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.records import ROW_KINDS
 
@@ -337,7 +337,7 @@ def test_the_end_of_a_feed_is_not_lost_with_the_rest():
 def test_a_large_pool_shows_what_most_pages_of_a_cell_are():
     rng = np.random.default_rng(0)
     states = rng.integers(0, 4, 3 * snapshot._MAX_PAGE_CELLS - 5, np.uint8)
-    shown = snapshot.PageCells.of(bytes([9]) + states.tobytes()).shown()
+    shown = snapshot.PageCells.of(SeatMap(0, [], bytes([9]) + states.tobytes())).shown()
     cells = list(base64.b64decode(shown["cells"]))
     groups = [list(states[at : at + 3]) for at in range(0, len(states), 3)]
     assert shown["per_cell"] == 3 and len(cells) == len(groups)

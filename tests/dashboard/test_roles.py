@@ -57,9 +57,14 @@ PAGE_ROUTES = [
 
 def app_of(client):
     """The whole HTTP side."""
-    page = Dashboard(client, SETTINGS, decode=lambda ids: "".join(map(chr, ids)))
-    routes = page.mounted("/dashboard")
-    return create_app(client, ByteTokenizer(), SETTINGS, "m", routes)  # type: ignore[arg-type]
+    page = Dashboard(
+        client,
+        SETTINGS,
+        decode=lambda ids: "".join(map(chr, ids)),
+        service=lambda: app.state.service,
+    )
+    app = create_app(client, ByteTokenizer(), SETTINGS, "m", page.mounted("/dashboard"))  # type: ignore[arg-type]
+    return app
 
 
 @pytest.fixture
@@ -161,7 +166,7 @@ def test_the_table_says_who_needs_what():
         "where to go on, and the routes, which hold no data"
     )
     page = {route.path for route in ENGINE_ROUTES if route.role is Role.ADMIN}
-    assert page == {"/trace", "/report", "/lab"}
+    assert page == {"/trace", "/report", "/lab", "/programs", "/buckets", "/settings"}
     assert all(route.role is not Role.ANYBODY for route in ENGINE_ROUTES)
 
 
@@ -190,6 +195,26 @@ def test_a_user_finds_its_own_requests_and_nobody_elses(shared):
     everything, text = ask_as(app, ROOT, "/requests", "/request/ben-0")
     assert len(everything.json()["requests"]) >= 5
     assert text.json()["text"] == {"prompt": "A" * 11, "answer": "BBBBB"}
+
+
+def test_of_tenants_and_memory_a_user_has_its_own_row(shared):
+    app = app_of(shared)
+    for tenant in (digest_key(ANN), digest_key(BEN), digest_key(BEN)):
+        shared.history.incidents.refused(429, "rate_limit", 1.0, tenant)
+    mine, memory = ask_as(app, ANN, "/tenants", "/memory")
+    (row,) = mine.json()["tenants"]
+    assert (row["requests"], row["seats"], row["waiting"], row["refused"]) == (2, 1, 0, 1)
+    assert (row["prompt_tokens"], row["output_tokens"]) == (10 + 12, 2 * 5)
+    assert row["search"] == digest_key(ANN) and row["fair_share"] is None
+    assert digest_key(BEN)[:8] not in mine.text + memory.text
+    (line,) = memory.json()["tenants"]
+    assert line["name"] == row["name"] and sum(d["prompts"] for d in memory.json()["depths"]) == 2
+    (everything,) = ask_as(app, ROOT, "/tenants")
+    rows = {row["search"]: row for row in everything.json()["tenants"]}
+    assert set(rows) == {digest_key(ANN), digest_key(BEN), "user "}
+    assert rows[digest_key(BEN)]["waiting"] == 1 and rows[digest_key(BEN)]["refused"] == 2
+    assert sum(row["share"] for row in rows.values()) == pytest.approx(1)
+    assert {row["fair_share"] for row in rows.values()} == {1 / 3}
 
 
 def test_pages_of_a_list_hold_ones_own_alone(shared):

@@ -293,8 +293,8 @@ class FakeClient:
         )
         return SeatMap(0, [busy, Seat(seat=1, state="free")], b"")
 
-    async def page_states(self) -> bytes:
-        return (await self.seat_map()).page_states
+    async def page_map(self) -> SeatMap:
+        return await self.seat_map()
 
     async def sleep(self, *, abort: bool = False) -> int:
         if self.state == "sleeping":

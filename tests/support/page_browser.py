@@ -16,6 +16,7 @@ import uvicorn
 from api_fakes import ByteTokenizer, until
 
 from jitney.dashboard import Dashboard
+from jitney.engine.config import ResolvedConfig
 from jitney.engine.lab.policy_lab import Lab
 from jitney.engine.server.app import create_app
 from jitney.engine.server.http.settings import ServerSettings
@@ -84,8 +85,11 @@ def endpoint(
 ) -> contextlib.AbstractContextManager[str]:
     """The whole HTTP side of a scripted engine."""
     settings = ServerSettings(data_dir=data_dir).with_page("/dashboard")
-    routes = Dashboard(client, settings, lab=Lab(client, None)).mounted("/dashboard")
-    return served(create_app(client, ByteTokenizer(), settings, "scripted", routes), port)  # type: ignore[arg-type]
+    lab = Lab(client, None)
+    page = Dashboard(client, settings, lab=lab, service=lambda: app.state.service)
+    app = create_app(client, ByteTokenizer(), settings, "scripted", page.mounted("/dashboard"))  # type: ignore[arg-type]
+    app.state.service.resolved = ResolvedConfig.load(flags={"max_seats": 4})
+    return served(app, port)
 
 
 @contextlib.contextmanager
@@ -143,6 +147,14 @@ def figures(page) -> dict[str, str]:
             strict=True,
         )
     )
+
+
+def faults(found: Any) -> dict[str, list[str]]:
+    """What axe-core found: by rule, the elements that break it."""
+    return {
+        rule["id"]: [node["html"] for node in rule["nodes"]]
+        for rule in found.response["violations"]
+    }
 
 
 def press(page, *keys: str) -> None:

@@ -15,7 +15,7 @@ from jitney.dashboard import Dashboard
 from jitney.engine.common.engine_info import EngineInfo
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.history import History
-from jitney.engine.common.messages import SequenceEvent, StepReport
+from jitney.engine.common.messages import SeatMap, SequenceEvent, StepReport
 from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.requests import EngineRequest, JsonDict, SamplingParams
 from jitney.engine.fleet.rollout.comparison import ARMS, Comparison, RequestOutcome
@@ -43,8 +43,8 @@ class FakeReplica:
     def last_step_age(self) -> float:
         return self.age
 
-    async def page_states(self) -> bytes:
-        return bytes(101)
+    async def page_map(self) -> SeatMap:
+        return SeatMap(0, [], bytes(101))
 
     def take_seat(self, seat: int, n_prompt: int, n_output: int, max_tokens: int) -> None:
         """A sequence that has come so far sits there; one without output reads its prompt."""

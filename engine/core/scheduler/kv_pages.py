@@ -218,6 +218,10 @@ class PagePool:
         """uint8[N]: 0 free, 1 held, 2 shared, 3 cached; the trash page reads as free."""
         return np.frombuffer(bytes(self._states), np.uint8)
 
+    def counts(self) -> list[int]:
+        """How many pages are free, held, shared and cached, without the trash page."""
+        return [self._states.count(state, 1) for state in (_FREE, _HELD, _SHARED, _CACHED)]
+
     def check(self, tables: _Tables | None = None) -> None:
         """Raise RuntimeError unless every page is accounted for; `tables`: the page lists of all
         owners.

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from jitney.engine.common.errors import JitneyError
+from jitney.engine.common.errors import ConfigError, JitneyError
 from jitney.engine.common.request_record import RequestRecord, SeatStay, stays_of
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.summary import spread, summarise
@@ -24,6 +24,7 @@ from jitney.engine.common.trace import Arrival
 from jitney.engine.config import EngineSection
 from jitney.engine.core import Bucket, Buckets
 from jitney.engine.lab.simulation.accuracy import errors, verdict_of
+from jitney.engine.lab.simulation.bucket_tuner import DECODE_EXECUTABLES, SeenSteps
 from jitney.engine.lab.simulation.engine_run import EngineRun
 from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.recordings import Recording
@@ -72,17 +73,50 @@ class RecordedEngine(msgspec.Struct, frozen=True):
 
     def own_buckets(self, settings: EngineSection) -> Buckets | None:
         """Those it was compiled with, if these settings leave them as they are; else None."""
-        # Larger ones are for drafts, which are not simulated.
-        sizes = [size for size in self.seat_buckets if size <= settings.max_seats]
-        asked = settings.max_seats, settings.token_budget
-        if asked != (max(sizes, default=0), max(self.token_buckets, default=0)):
+        own, asked = self.compiled, (settings.max_seats, settings.token_budget)
+        return own if own is not None and asked == (own.seats, own.token_budget) else None
+
+    @property
+    def compiled(self) -> Buckets | None:
+        """Those it was compiled with, but for larger ones of drafts, which are not simulated; None:
+        it does not tell.
+        """
+        seats = EngineSection.model_validate(self.settings, strict=False).max_seats
+        sizes = [size for size in self.seat_buckets if size <= seats]
+        if not sizes or not self.token_buckets:
             return None
         decode = [Bucket(size, size) for size in sizes]
-        mixed = [Bucket.mixed(size, settings.max_seats) for size in self.token_buckets]
+        mixed = [Bucket.mixed(size, max(sizes)) for size in self.token_buckets]
         return Buckets(tuple(decode), tuple(mixed), self.padding_is_free)
 
 
-class ReplayJob(msgspec.Struct, frozen=True):
+class BucketsJob(msgspec.Struct, frozen=True, tag="buckets"):
+    """Steps to find better sizes of programs for."""
+
+    engine: RecordedEngine
+    #: A .npy file of step records.
+    records: bytes
+
+    def result(self) -> JsonDict:
+        """The sizes under which these steps take the least time, with as many programs as now, and
+        the shares of padding and seconds of both.
+        """
+        present, records = self.engine.compiled, _array(self.records)
+        if present is None:
+            raise ConfigError("this engine does not tell for which sizes it was compiled")
+        budget = DECODE_EXECUTABLES * len(present.decode) + len(present.mixed)
+        times = StepTable.from_records(records)
+        proposal = SeenSteps.of(records).propose(present, budget, times)
+        return msgspec.to_builtins(proposal) | {
+            "steps": len(records),
+            "share": proposal.share,
+            "share_now": proposal.share_now,
+            "seat_buckets_now": [bucket.seats for bucket in present.decode],
+            "token_buckets_now": [bucket.tokens for bucket in present.mixed],
+        }
+
+
+class ReplayJob(msgspec.Struct, frozen=True, tag="replay"):
     """The traffic to replay, and how."""
 
     #: At their recorded pace.
@@ -122,7 +156,8 @@ def _main() -> int:
     """Exit status 0 with a last line {"result": ...} or {"error": ...}."""
     os.nice(_NICENESS)
     try:
-        _send(result=_work(msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ReplayJob)))
+        job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ReplayJob | BucketsJob)
+        _send(result=job.result() if isinstance(job, BucketsJob) else _work(job))
     except JitneyError as error:
         _send(error=str(error))
     return 0

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import EngineRequest
@@ -56,6 +57,15 @@ class _Usage:
     #: Seconds between two ends of sequences while none more may be open; when the last one was.
     ends_every: float = _FIRST_RETRY_S
     full_since: float | None = None
+
+
+class _KeyUse(NamedTuple):
+    """The use of a key as others see it."""
+
+    #: Sequences under way.
+    open: int
+    #: Tokens left to spend; None: not limited.
+    tokens_left: float | None
 
 
 @dataclass(slots=True)
@@ -141,6 +151,12 @@ class Quotas:
         for key in self._usage:
             self._of(key).tokens += tokens_per_minute - self.tokens_per_minute
         self.max_concurrent, self.tokens_per_minute = max_concurrent, tokens_per_minute
+
+    def use(self, key: str) -> _KeyUse:
+        """The use of a key now."""
+        usage = self._of(key) if key in self._usage else None
+        left = self.tokens_per_minute if usage is None else usage.tokens
+        return _KeyUse(usage.open if usage else 0, left if self.tokens_per_minute else None)
 
     @contextmanager
     def open(self, key: str, sequences: int = 1) -> Iterator[None]:

@@ -28,7 +28,6 @@ from jitney.engine.server.http.answers import (
     Status,
     Version,
 )
-from jitney.engine.server.http.errors import HttpError
 from jitney.engine.server.http.front import FRONT_ROUTES
 from jitney.engine.server.http.jsonio import json_answer
 from jitney.engine.server.http.model_cards import MODEL_ROUTES
@@ -89,13 +88,8 @@ async def _show_version(service: Service, request: Request) -> Response:
 
 
 async def _show_config(service: Service, request: Request) -> Response:
-    """Every setting with its value and its origin; secrets are counted."""
-    if service.resolved is None:
-        raise HttpError(404, "the settings of this server are not known", code="not_found")
-    info = service.client.info
-    digest = "" if info is None else info.config_digest
-    report = ConfigReport.of(service.resolved, version=version("jitney"), config_digest=digest)
-    return json_answer(report)
+    """See `Service.config_report`."""
+    return json_answer(service.config_report())
 
 
 def _shown(info: EngineInfo) -> JsonDict:

@@ -10,12 +10,14 @@ import math
 import time
 from collections.abc import Coroutine
 from contextlib import AbstractContextManager
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
 
 from jitney.engine.common.engine_info import EngineInfo
 from jitney.engine.common.errors import RequestError
+from jitney.engine.config import ConfigReport
 from jitney.engine.server.chat.model_text import ModelText, ModelTurns
 from jitney.engine.server.chat.responses.store import ResponseStore
 from jitney.engine.server.http.disconnect import until
@@ -282,7 +284,18 @@ class Service:
         if reply.status != 429 and not (reply.status == 503 and generates):
             return
         retry_s = retry_after_s(reply.headers, 0.0) or None
-        self.client.history.incidents.refused(reply.status, reply.code or "", retry_s)
+        incidents = self.client.history.incidents
+        incidents.refused(reply.status, reply.code or "", retry_s, context.tenant)
+
+    def config_report(self) -> ConfigReport:
+        """Every setting with its value and its origin; secrets are counted. Raises HttpError 404
+        where the settings are not known.
+        """
+        if self.resolved is None:
+            raise HttpError(404, "the settings of this server are not known", code="not_found")
+        info = self.client.info
+        digest = "" if info is None else info.config_digest
+        return ConfigReport.of(self.resolved, version=version("jitney"), config_digest=digest)
 
     @property
     def info(self) -> EngineInfo:

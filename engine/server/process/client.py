@@ -66,9 +66,9 @@ class EngineClient(Protocol):
         """
         ...
 
-    async def page_states(self) -> bytes:
-        """The page states alone (see `engine.common.messages.SeatMap`), which cost the core
-        next to nothing. Raises as `seat_map`.
+    async def page_map(self) -> SeatMap:
+        """The states of pages, without seats, which cost the core next to nothing. Raises as
+        `seat_map`.
         """
         ...
 

@@ -286,9 +286,9 @@ class ProcessClient(CoreSupervisor):
             for task in ends:
                 task.cancel()
 
-    async def page_states(self) -> bytes:
-        """The state of every page now. Raises RequestError if no core answers in time."""
-        return (await self.seat_map(seats=False)).page_states
+    async def page_map(self) -> messages.SeatMap:
+        """See `EngineClient`."""
+        return await self.seat_map(seats=False)
 
     async def seat_map(self, *, seats: bool = True) -> messages.SeatMap:
         """The seats and pages now. Raises RequestError if no core answers in time."""

@@ -116,6 +116,7 @@ class Batch(Task):
 
     TABLE = "batches"
     KIND = "batch"
+    ID_PREFIX: ClassVar[str] = "batch_"
 
     status: str = "validating"
     _: KW_ONLY

@@ -17,7 +17,6 @@ from jitney.engine.common.errors import RequestError
 from jitney.engine.server.chat.schema import checked
 from jitney.engine.server.http.answers import ResponseModel
 from jitney.engine.server.http.context import Context
-from jitney.engine.server.http.errors import HttpError
 from jitney.engine.server.http.jsonio import json_answer, read_object
 from jitney.engine.server.http.queries import PageQuery, listed, read_query
 from jitney.engine.server.http.routing import HttpRoute
@@ -52,7 +51,7 @@ async def _create_batch(server: ServerContext, request: Request) -> Response:
     _check_webhook(server, body.webhook_url, "metadata.webhook_url")
     created_at = int(time.time())
     batch = Batch(
-        id=new_id("batch_"),
+        id=new_id(Batch.ID_PREFIX),
         owner=Context.of(request).tenant,
         endpoint=body.endpoint,
         input_file_id=body.input_file_id,
@@ -151,13 +150,7 @@ class _Handlers:
 
     async def cancel(self, server: ServerContext, request: Request) -> Response:
         task = await self.find(server, request)
-        runner = await InternalRequests.of(server).runner()
-        await runner.cancel(task)
-        task = await self.find(server, request)
-        if task.status not in ("cancelling", "cancelled"):
-            kind = self.kind.KIND
-            message = f"{kind} {task.id} is {task.status} and cannot be cancelled"
-            raise HttpError(400, message, code=f"{kind}_ended")
+        task = await InternalRequests.of(server).cancelled(task)
         return json_answer(task.shown(self.answer))
 
     async def find(self, server: ServerContext, request: Request) -> Task:

@@ -22,7 +22,7 @@ from jitney.engine.server.http.routing import RouteTable
 from jitney.engine.server.tasks.database import StoreUnavailable
 from jitney.engine.server.tasks.execution import generating_route
 from jitney.engine.server.tasks.keeper import StoreKeeper
-from jitney.engine.server.tasks.records import Batch, Job
+from jitney.engine.server.tasks.records import Batch, Job, StoredFile, Task
 from jitney.engine.server.tasks.server_context import ServerContext
 from jitney.engine.server.tasks.store import Record, TaskStore
 
@@ -90,13 +90,48 @@ class InternalRequests:
         """The record that the path of a request names, as `{kind}_id`. Raises HttpError 404 if it
         is not there, or another key's.
         """
-        param = f"{kind.KIND}_id"
-        id = request.path_params[param]
+        id = request.path_params[f"{kind.KIND}_id"]
+        return await self._find(kind, id, Context.of(request).tenant)
+
+    async def _find[R: Record](self, kind: type[R], id: str, owner: str | None) -> R:
+        """The record of an owner (None: of any). Raises HttpError 404."""
         keeper = await self.keeper()
-        record = await keeper.do(TaskStore.find, kind, id, Context.of(request).tenant)
+        record = await keeper.do(TaskStore.find, kind, id, owner)
         if record is None:
+            param = f"{kind.KIND}_id"
             raise HttpError(404, f"no {kind.KIND} {echo(id)}", code="not_found", param=param)
         return record
+
+    async def cancelled(self, task: Task) -> Task:
+        """Cancel a batch or job: the task as it is then. Raises HttpError 400 if it had ended."""
+        runner = await self.runner()
+        await runner.cancel(task)
+        kind = Batch if isinstance(task, Batch) else Job
+        task = await self._find(kind, task.id, task.owner)
+        if task.status not in ("cancelling", "cancelled"):
+            message = f"{task.KIND} {task.id} is {task.status} and cannot be cancelled"
+            raise HttpError(400, message, code=f"{task.KIND}_ended")
+        return task
+
+    async def cancel_by_id(self, id: str, owner: str | None) -> None:
+        """Cancel the batch or job of that id, if it is this owner's (None: anybody's). Raises
+        HttpError 404, or 400 if it had ended.
+        """
+        kind = Batch if id.startswith(Batch.ID_PREFIX) else Job
+        await self.cancelled(await self._find(kind, id, owner))
+
+    async def newest(self, owner: str | None, limit: int) -> dict[str, list[Record]]:
+        """At most `limit` of an owner's batches, jobs and files each (None: of all owners), the
+        newest first, by the names of their tables. Empty lists where nothing was kept. Raises
+        StoreUnavailable.
+        """
+        kinds: tuple[type[Record], ...] = (Batch, Job, StoredFile)
+        found: dict[str, list[Record]] = {kind.TABLE: [] for kind in kinds}
+        if self._open is not None:
+            for kind in kinds:
+                page = await self._open.keeper.do(TaskStore.page, kind, owner, limit=limit)
+                found[kind.TABLE] = page[0]
+        return found
 
     async def cancel_of(self, owners: Collection[str]) -> tuple[int, int]:
         """Cancel what was left by keys, by digest, that are not accepted any more. -> (jobs,

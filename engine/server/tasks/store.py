@@ -153,22 +153,24 @@ class TaskStore(Database):
     def page[R: Record](
         self,
         kind: type[R],
-        owner: str,
+        owner: str | None,
         *,
-        after: str,
+        after: str = "",
         limit: int,
         newest_first: bool = True,
         **columns: Any,
     ) -> tuple[list[R], bool]:
-        """One page of an owner's records, those behind the one with the id `after`, and whether
-        there are more. Where the owner has no such id, the page is empty. columns: values that the
-        rows must have. Jobs come without answers, which together may be longer than the memory.
+        """One page of an owner's records (None: of any owner), those behind the one with the id
+        `after`, and whether there are more. Where the owner has no such id, the page is empty.
+        columns: values that the rows must have. Jobs come without answers, which together may be
+        longer than the memory.
         """
         values = {"owner": owner, "after": after, "limit": limit + 1} | columns
-        conditions = ["owner = :owner", *(f"{name} = :{name}" for name in columns)]
+        belongs = "TRUE" if owner is None else "owner = :owner"
+        conditions = [belongs, *(f"{name} = :{name}" for name in columns)]
         sign, order = ("<", "DESC") if newest_first else (">", "ASC")
         if after:
-            last = f"SELECT number FROM {kind.TABLE} WHERE id = :after AND owner = :owner"
+            last = f"SELECT number FROM {kind.TABLE} WHERE id = :after AND {belongs}"
             conditions.append(f"number {sign} ({last})")
         query = f"""SELECT {_short_names(kind)} FROM {kind.TABLE}
             WHERE {" AND ".join(conditions)} ORDER BY number {order} LIMIT :limit"""

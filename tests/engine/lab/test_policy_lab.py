@@ -139,6 +139,20 @@ def test_an_experiment_over_http():
     assert continuous["seconds"] == pytest.approx(measured["figures"]["seconds"], rel=0.2)
 
 
+def test_other_sizes_are_proposed_for_the_recorded_steps():
+    """Steps of 3 and 4 rows ran in programs of 4: with one more size those of 3 need no padding."""
+    client = served_client()
+    client.info = changed(client.info, seat_buckets=(1, 4), token_buckets=(16,))
+    reply = run(call(lab_app(client), "/buckets", method="GET"))
+    found, records = reply.json(), client.history.records.since(-1)
+    assert found["steps"] == len(records)
+    assert (found["seat_buckets_now"], found["token_buckets_now"]) == ([1, 4], [16])
+    assert found["rows"] == int((records["bucket_tokens"] - records["padding"]).sum())
+    assert found["seat_buckets"][-1] == 4 and found["token_buckets"][-1] == 16
+    assert found["executables"] <= 2 * 2 + 1 and found["seconds"] <= found["seconds_now"]
+    assert run(call(lab_app(FakeClient()), "/buckets", method="GET")).status == 400
+
+
 def test_an_encoder_s_traffic_is_not_simulated():
     reply = run(call(lab_app(FakeClient(encoder=True, embedding_pooling="cls")), "/lab", {}))
     assert reply.status == 400 and "encoder" in reply.error["message"]

@@ -146,7 +146,8 @@ def test_requests_come_back_token_by_token_and_records_with_them():
             records = client.history.records.since(1)
             assert records["step"].tolist() == list(range(2, 2 + len(records)))
             assert client.counters.rows["decode"] == 9
-            assert await client.page_states() == b"" and client.history.finished["length"] == 3
+            assert (await client.page_map()).page_states == b""
+            assert client.history.finished["length"] == 3
             record = client.history.find("b", 1)
             assert record is not None and (record.state, record.n_output, record.finish) == (
                 "finished",

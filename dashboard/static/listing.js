@@ -1,0 +1,95 @@
+// Views that are lists: an answer of the engine, asked for while its view is on the screen, as rows of a table.
+
+import {heading, mark, say} from "./dom.js";
+import {ask} from "./feed.js";
+
+/** One of the engine's answers, asked for again every `every` milliseconds while somebody can see it. */
+export class Polled {
+  /** base(): the path before the engine's own; note: tells what went wrong; show(answer). */
+  constructor(base, path, {note, show, every = 2000}) {
+    Object.assign(this, {base, path, note, onAnswer: show, every});
+    this.reset();
+  }
+
+  reset() {
+    Object.assign(this, {shownBase: null, answer: null, dueAt: 0, asking: false});
+  }
+
+  /** Call in each animation frame. isShown: its view is on the screen. */
+  frame(isShown) {
+    if (this.shownBase !== null && this.shownBase !== this.base()) {
+      this.reset();
+    }
+    if (isShown && !this.asking && performance.now() >= this.dueAt) {
+      this.refresh();
+    }
+  }
+
+  /** Ask now; options: of fetch, for a path below the own one. */
+  async refresh(rest = "", options = {}) {
+    const base = (this.shownBase = this.base());
+    this.asking = true;
+    this.dueAt = performance.now() + this.every;
+    let trouble = "";
+    try {
+      const answer = await ask(`${base}${this.path}${rest}`, options);
+      if (base === this.base()) {
+        this.answer = answer;
+        this.onAnswer(answer);
+      }
+    } catch (error) {
+      trouble = error.message;
+    }
+    this.asking = false;
+    say(this.note, trouble);
+    this.note.classList.toggle("bad", Boolean(trouble));
+  }
+}
+
+/** A table whose cells may hold elements. A row stays the same element as long as its key is listed, and so does the
+ *  content of a cell that has not changed: drawing it again moves neither focus nor scroll. */
+export class Listing {
+  /** columns: [heading, value(row)], where a value is a text or an element. key(row): unlike that of all other rows. */
+  constructor(table, columns, {key = ({id}) => id, none = "There are none."} = {}) {
+    Object.assign(this, {columns, key, none, lines: new Map()});
+    table.createTHead().append(heading(columns.map(([name]) => name)));
+    this.body = table.createTBody();
+  }
+
+  show(rows) {
+    const before = this.lines;
+    this.lines = new Map(rows.map((row) => [this.key(row), before.get(this.key(row)) ?? this.newLine()]));
+    for (const [key, line] of before) {
+      this.lines.has(key) || line.remove();
+    }
+    this.empty?.remove();
+    rows.forEach((row, i) => {
+      const line = this.lines.get(this.key(row));
+      if (this.body.rows[i] !== line) {
+        this.body.insertBefore(line, this.body.rows[i] ?? null);
+      }
+      this.columns.forEach(([, value], j) => fill(line.cells[j], value(row)));
+    });
+    if (!rows.length) {
+      this.empty = this.body.insertRow();
+      const cell = this.empty.insertCell();
+      mark(cell, "colspan", String(this.columns.length));
+      mark(cell, "class", "faint");
+      say(cell, this.none);
+    }
+  }
+
+  newLine() {
+    const line = document.createElement("tr");
+    this.columns.forEach(() => line.insertCell());
+    return line;
+  }
+}
+
+function fill(cell, value) {
+  if (!(value instanceof Node)) {
+    say(cell, String(value ?? ""));
+  } else if (cell.firstElementChild?.outerHTML !== value.outerHTML) {
+    cell.replaceChildren(value);
+  }
+}
