@@ -59,6 +59,7 @@ _SAME = (
     "preemptions",
     "cached_tokens",
     "accepted",
+    "rejected",
 )
 _TIMES = {
     "arrival": "arrival",

@@ -326,13 +326,18 @@ class EngineSection(Section):
     """
 
     speculative: Literal["off", "ngram"] = "off"
-    """check drafts of the next tokens in the rows that a step has free, where that is measured to
-    pay; no token of an answer changes; ngram: drafts what followed the same tokens before, in
-    prompt or answer; for one device, and models without recurrent layers
+    """check drafts of the next tokens in further rows of steps, where that is measured to pay; no
+    token of an answer changes; ngram: drafts what followed the same tokens before, in prompt or
+    answer; for one device, and models without recurrent layers
     """
 
     speculative_tokens: int = Field(default=7, ge=1, le=7)
     """most drafts that a sequence checks in a step"""
+
+    speculative_acceptance: float = Field(default=0.0, ge=0, le=1)
+    """for benchmarks of speculation: accept each draft by this chance, whatever it is; answers are
+    then not the model's; 0: accept those that the model samples
+    """
 
     prompt_lookup_max: int = Field(default=3, ge=1, le=8)
     """with speculative ngram: most tokens at the end of the text by which an earlier place is
@@ -480,6 +485,11 @@ class EngineSection(Section):
                 f"({self.prompt_lookup_max})"
             )
         if self.speculative == "off":
+            if self.speculative_acceptance:
+                raise ValueError(
+                    f"speculative_acceptance {self.speculative_acceptance:g} is for speculative "
+                    "ngram, not off: leave it at 0"
+                )
             return self
         for name in ("tensor_parallel", "data_parallel", "n_hosts"):
             if getattr(self, name) > 1:
@@ -487,11 +497,6 @@ class EngineSection(Section):
                     f"speculative {self.speculative} is for one device: leave it off with "
                     f"{name} {getattr(self, name)}"
                 )
-        if self.max_seats == 1:
-            raise ValueError(
-                f"speculative {self.speculative} checks drafts in rows of seats that are free: "
-                "max_seats must be at least 2"
-            )
         return self
 
     @model_validator(mode="after")

@@ -48,6 +48,7 @@ class Taken(NamedTuple):
     seat_tokens: SeatTokens
     tokens: Array  #: int32 [S]; REJECTED of rows whose draft was
     guessed: Array | None = None  #: bool [S]: the draft of the token behind was right
+    drafts: Array | None = None  #: int32 [S, K]: of what follows each row's token; -1: none
 
 
 @jax.tree_util.register_dataclass
@@ -67,13 +68,13 @@ class SeatTokens:
     def take(
         self, seats: Array, positions: Array, drafts: DraftRows | None, tokens: Array
     ) -> Taken:
-        """Note the tokens int32 [S] that rows sampled. seats: int32 [S], M for none; positions:
-        of the rows.
+        """Note the tokens int32 [S] that rows sampled. seats: int32 [S], M or more for none;
+        positions: of the rows.
         """
         return Taken(replace(self, last=self.last.at[seats].set(tokens, mode="drop")), tokens)
 
-    def no_drafts(self, rows: int) -> DraftRows | None:
-        """`DraftRows` of so many rows that read none."""
+    def draft_rows(self, numbers: Any, tokens: Any) -> DraftRows | None:
+        """`DraftRows` of these, as the programs of this engine take them."""
         return None
 
 
@@ -123,13 +124,15 @@ class Drafting:
 
     drafter: _Drafter
     count: int  #: K: drafts of a step at most
+    #: How likely a draft counts as right, whatever it is; 0: by what it is.
+    chance: float = 0.0
 
     def empty(self, seats: int, context: int, page_size: int) -> DraftedTokens:
         """The tokens of seats nobody sits in. context: most tokens of a sequence."""
         recent = jnp.zeros((seats, min(context, _RECENT)), jnp.int32)
         nothing = jnp.zeros(seats, jnp.int32)
         drafts = jnp.full((seats, self.count), -1, jnp.int32)
-        return DraftedTokens(nothing, nothing, drafts, recent, self.drafter, page_size)
+        return DraftedTokens(nothing, nothing, drafts, recent, self.drafter, page_size, self.chance)
 
 
 @jax.tree_util.register_dataclass
@@ -142,6 +145,7 @@ class DraftedTokens(SeatTokens):
     recent: Any  #: int32 [M, N]: see `_Drafter.drafts`
     drafter: _Drafter = field(metadata={"static": True})
     page_size: int = field(metadata={"static": True})
+    chance: float = field(metadata={"static": True})  #: see `Drafting`
 
     def fill(self, inputs: Any) -> tuple[Any, DraftRows | None]:
         """See `SeatTokens.fill`. Rows whose tokens the host did not know move behind the accepted
@@ -183,11 +187,16 @@ class DraftedTokens(SeatTokens):
         self, seats: Array, positions: Array, drafts: DraftRows | None, tokens: Array
     ) -> Taken:
         """See `SeatTokens.take`; accepts drafts, and drafts what follows."""
-        drafts = drafts or self.no_drafts(len(tokens))
-        numbers, accepted = drafts.numbers, _accepted(drafts, tokens)
-        most = self.drafts.shape[1]
+        assert drafts is not None  # of every program of an engine that speculates
+        numbers, most = drafts.numbers, self.drafts.shape[1]
         expected = self.drafts.at[seats, jnp.minimum(numbers, most - 1)].get(mode="clip")
-        guessed = accepted & (numbers < most) & (expected == tokens)
+        before, next_right = jnp.roll(tokens, 1), expected == tokens
+        right = drafts.tokens == before
+        if self.chance:
+            right = _drawn(self.chance, seats, positions)
+            next_right = _drawn(self.chance, seats, positions + 1)
+        accepted = _accepted(numbers, right & (before >= 0))
+        guessed = accepted & (numbers < most) & next_right
         tokens = jnp.where(accepted, tokens, REJECTED)
         followed = jnp.append((accepted & (numbers > 0))[1:], False)
         none = len(self.last)
@@ -203,11 +212,10 @@ class DraftedTokens(SeatTokens):
             drafts=self.drafts.at[last].set(following, mode="drop"),
             recent=recent,
         )
-        return Taken(kept, tokens, guessed)
+        return Taken(kept, tokens, guessed, following)
 
-    def no_drafts(self, rows: int) -> DraftRows:
-        nothing = jnp.zeros(rows, jnp.int32)
-        return DraftRows(nothing, nothing)
+    def draft_rows(self, numbers: Any, tokens: Any) -> DraftRows:
+        return DraftRows(numbers, tokens)
 
     def board(self, seat: Array, row: Array) -> DraftedTokens:
         """A sequence takes a seat; row: int32 [N], see `row_of`."""
@@ -222,12 +230,18 @@ class DraftedTokens(SeatTokens):
         return row
 
 
-def _accepted(drafts: DraftRows, sampled: Array) -> Array:
-    """bool [S]: rows that read no draft, or only drafts that the rows before them sampled. The rows
-    of a sequence stand one behind the other, in the order of their numbers.
+def _accepted(numbers: Array, right: Array) -> Array:
+    """bool [S]: rows that read no draft, or only right ones. right: bool [S], of the draft that a
+    row reads. The rows of a sequence stand one behind the other, in the order of their numbers.
     """
-    rows = jnp.arange(len(sampled))
-    before = jnp.roll(sampled, 1)
-    right = (drafts.numbers == 0) | ((drafts.tokens == before) & (before >= 0))
-    last_wrong = jax.lax.cummax(jnp.where(right, -1, rows))
-    return last_wrong < rows - drafts.numbers + 1
+    rows = jnp.arange(len(numbers))
+    last_wrong = jax.lax.cummax(jnp.where((numbers == 0) | right, -1, rows))
+    return last_wrong < rows - numbers + 1
+
+
+def _drawn(chance: float, seats: Array, positions: Array) -> Array:
+    """bool [S]: true by this chance, the same whenever it is drawn for a seat and a position."""
+    first, second, third = map(jnp.uint32, (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D))
+    mixed = seats.astype(jnp.uint32) * first + positions.astype(jnp.uint32) * second
+    mixed = (mixed ^ (mixed >> 15)) * third
+    return (mixed >> 8) < jnp.uint32(chance * (1 << 24))

@@ -43,6 +43,7 @@ class SimulateArguments(TrafficArguments):
         "share_outputs",
         "speculative",
         "speculative_tokens",
+        "speculative_acceptance",
         "prompt_lookup_max",
         "prompt_lookup_min",
         "kernels",
@@ -54,6 +55,13 @@ class SimulateArguments(TrafficArguments):
         "coordinator",
         "n_hosts",
         "host_id",
+    )
+    #: Speculation, by a chance.
+    DRAFTS: ClassVar = (
+        Flag.number(
+            "--acceptance", "chance that a draft behind right ones is accepted; 0: no drafts", 0.0
+        ),
+        Flag.whole("--drafts", "with --acceptance: most drafts of a sequence in a step", 7),
     )
     #: How fast the traffic comes.
     PACE: ClassVar = FlagGroup(

@@ -78,11 +78,15 @@ class RecordedEngine(msgspec.Struct, frozen=True):
 
     @property
     def compiled(self) -> Buckets | None:
-        """Those it was compiled with; None: it does not tell."""
-        if not self.seat_buckets or not self.token_buckets:
+        """Those it was compiled with, but for larger ones of drafts, which are not simulated; None:
+        it does not tell.
+        """
+        seats = EngineSection.model_validate(self.settings, strict=False).max_seats
+        sizes = [size for size in self.seat_buckets if size <= seats]
+        if not sizes or not self.token_buckets:
             return None
-        decode = [Bucket(size, size) for size in self.seat_buckets]
-        mixed = [Bucket.mixed(size, max(self.seat_buckets)) for size in self.token_buckets]
+        decode = [Bucket(size, size) for size in sizes]
+        mixed = [Bucket.mixed(size, max(sizes)) for size in self.token_buckets]
         return Buckets(tuple(decode), tuple(mixed), self.padding_is_free)
 
 

@@ -52,6 +52,7 @@ COUNTED = {
     "product_rows",
     "speculative",
     "speculative_tokens",
+    "speculative_acceptance",
     "prompt_lookup_max",
     "prompt_lookup_min",
     "embedding_pooling",
