@@ -2,13 +2,14 @@
 step costs with more rows.
 
     python docs/benchmarks/speculation.py equality [--requests 10000] [--model tiny-random]
-    python docs/benchmarks/speculation.py speed [--model smollm2-135m] [--rounds 3]
+    python docs/benchmarks/speculation.py speed [--model smollm2-135m] [--rounds 3] [--draft MODEL]
     python docs/benchmarks/speculation.py rows [--model smollm2-135m]
 
 equality: random requests (greedy, sampled, penalties, log-probabilities, n, biases, few pages,
 aborts) to both engines in this process; every token is compared. speed: both behind HTTP on this
 machine, in turns, greedy streams: texts that repeat their prompt, alone; free text, alone and 32 at
-a time. rows: decode steps of 1, 2, 4 and 8 rows.
+a time. rows: decode steps of 1, 2, 4 and 8 rows. Drafts are looked up, or made by the model that
+--draft names, in the format that --draft-weights names.
 
 Speeds move with the machine: only ratios of one run say something.
 """
@@ -25,6 +26,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -55,12 +57,18 @@ def main() -> None:
     parser.add_argument("--model", default="")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--draft", default="")
+    parser.add_argument("--draft-weights", default="auto")
     args = parser.parse_args()
+    drafting: dict[str, Any] = {"speculative": "ngram"}
+    if args.draft:
+        weights = args.draft_weights
+        drafting = {"speculative": "draft", "draft_model": args.draft, "draft_weights": weights}
     print(cpu_name())
     if args.what == "equality":
-        compare_answers(args.model or "tiny-random", args.requests)
+        compare_answers(args.model or "tiny-random", args.requests, drafting)
     elif args.what == "speed":
-        compare_speeds(args.model or "smollm2-135m", args.rounds)
+        compare_speeds(args.model or "smollm2-135m", args.rounds, drafting)
     else:
         measure_rows(args.model or "smollm2-135m")
 
@@ -110,19 +118,17 @@ def answers(llm: LLM, count: int, vocab: int) -> dict[tuple[str, int], list[int]
     return found
 
 
-def compare_answers(model: str, count: int) -> None:
+def compare_answers(model: str, count: int, drafting: dict[str, Any]) -> None:
     """Print how many sequences differ; an aborted one may have come further in one engine."""
     found: list[dict[tuple[str, int], list[int]]] = []
-    for speculative in ("off", "ngram"):
-        llm = LLM(
-            model, max_seats=8, pages=20, context=128, dtype="bfloat16", speculative=speculative
-        )
+    for settings in ({"speculative": "off"}, drafting):
+        llm = LLM(model, max_seats=8, pages=20, context=128, dtype="bfloat16", **settings)
         started = time.perf_counter()
         found.append(answers(llm, count, llm.core.scheduler.factory.request_limits.vocab_size))
         seconds = time.perf_counter() - started
         totals = llm.core.ledger.totals
         rows = {kind: totals[kind] for kind in ("decode", "accepted", "rejected", "preempted")}
-        print(f"{speculative}: {seconds:.0f} s, {llm.core.ledger.steps} steps, {rows}")
+        print(f"{settings['speculative']}: {seconds:.0f} s, {llm.core.ledger.steps} steps, {rows}")
         llm.close()
     plain, drafted = found
     apart = [
@@ -219,7 +225,7 @@ class _Server:
         return len(prompts) * tokens / seconds, first, float(np.quantile(gaps, 0.99))
 
 
-def compare_speeds(model: str, rounds: int) -> None:
+def compare_speeds(model: str, rounds: int, drafting: dict[str, Any]) -> None:
     """Print ratios of with speculation over without: medians over the rounds."""
     cases = {
         "repeats its prompt, 1 stream": (_REPEATING, 150, 1),
@@ -228,7 +234,8 @@ def compare_speeds(model: str, rounds: int) -> None:
     }
     servers = [_Server(model, 18431)]
     try:
-        servers.append(_Server(model, 18432, ("--speculative", "ngram")))
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in drafting.items()]
+        servers.append(_Server(model, 18432, tuple(flags)))
         for name, case in cases.items():
             pairs = []
             for _ in range(rounds + 1):

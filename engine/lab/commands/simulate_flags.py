@@ -43,6 +43,8 @@ class SimulateArguments(TrafficArguments):
         "share_outputs",
         "speculative",
         "speculative_tokens",
+        "draft_model",
+        "draft_weights",
         "prompt_lookup_max",
         "prompt_lookup_min",
         "kernels",

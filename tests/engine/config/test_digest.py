@@ -52,6 +52,8 @@ COUNTED = {
     "product_rows",
     "speculative",
     "speculative_tokens",
+    "draft_model",
+    "draft_weights",
     "prompt_lookup_max",
     "prompt_lookup_min",
     "embedding_pooling",
