@@ -2,8 +2,8 @@
 
 - A replica is full (429, 503): the next one is tried; if all are full, the client gets the refusal
   with the shortest Retry-After.
-- A replica is lost before the client had a byte of its answer: the next one answers, as soon as
-  one has room: what one engine had taken is not refused by another.
+- A replica is lost before the client had a byte of its answer: the next one answers. If all
+  are full, the request waits for one: it was admitted once and is not refused now.
 - A replica is lost within a stream: another one resumes it if its stream is the same
   (`engine.fleet.resume`); else the stream ends with the API's error.
 """

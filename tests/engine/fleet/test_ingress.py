@@ -400,7 +400,7 @@ def test_a_request_that_ends_engines_does_not_end_them_all(tmp_path: Path):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_one_engine_had_taken_waits_for_a_place(tmp_path: Path, stream: bool):
+def test_a_request_whose_replica_died_waits_for_another(tmp_path: Path, stream: bool):
     client = FakeClient(Script(delay_s=0.001))
     client.scripts = [client.script, full(0.1), full(0.1)]
     with (
@@ -415,7 +415,7 @@ def test_what_one_engine_had_taken_waits_for_a_place(tmp_path: Path, stream: boo
         assert len(fakes[0].heads) == 4
 
 
-def test_a_request_that_waits_does_not_end_more_engines(tmp_path: Path):
+def test_a_request_that_waits_is_still_given_to_three_replicas_at_most(tmp_path: Path):
     client = FakeClient(Script(delay_s=0.001))
     client.scripts = [client.script, full(0.1)]
     with (

@@ -244,8 +244,10 @@ _BASE_NAMES = (
     "embed_tokens.",
     "embed_tokens_per_layer.",
     "embedding_norm.",
+    "embeddings.weight",
     "layers.",
     "norm.",
+    "norm_f.",
     "per_layer_model_projection.",
     "per_layer_projection_norm.",
 )

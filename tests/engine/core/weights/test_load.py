@@ -102,11 +102,8 @@ def bare(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("architecture", DECODERS)
-def test_a_base_model_saved_by_itself_is_the_same_model(
-    tmp_path: Path, architecture: str, shards: int
-):
+def test_a_base_model_saved_by_itself_is_the_same_model(tmp_path: Path, architecture: str):
     """Qwen3-Embedding, and others of `AutoModel`, lack the prefix of all names."""
     config = replace(tiny_config(FAMILIES[architecture].name), tie_embeddings=True)
     random = np.random.default_rng(5)
@@ -119,7 +116,7 @@ def test_a_base_model_saved_by_itself_is_the_same_model(
         flat(as_llama(load_model(ModelSource("hf", str(folder), "", config), config)))
         for folder in (
             write_folder(tmp_path / "long", state),
-            write_folder(tmp_path / "bare", bare(state), shards=shards),
+            write_folder(tmp_path / "bare", bare(state), shards=3),
         )
     ]
     assert loaded[0].keys() == loaded[1].keys()
