@@ -323,7 +323,7 @@ def _build(
     if config.engine.canary_every:
         alone = _core_alone(setup, model, kernels)
     _lay_out(model, kernels, setup.mesh)
-    draft = _load_draft(setup, progress)
+    draft = _load_draft(setup, model, progress)
     ceiling = _measure_ceiling(setup, model, kernels)  # before the KV pool takes the memory
     runner = _make_runner(setup, model, kernels, draft)
     _compile(setup, runner, progress)
@@ -560,7 +560,7 @@ def _load(setup: _Setup, kernels: KernelSet, progress: _Report) -> Model:
     return model
 
 
-def _load_draft(setup: _Setup, progress: _Report) -> DraftModel | None:
+def _load_draft(setup: _Setup, target: Model, progress: _Report) -> DraftModel | None:
     """The model that drafts, laid out, if there is one. Its kernels need no proof: where they are
     wrong, so are the drafts, and no answer changes. Raises ConfigError for another vocabulary.
     """
@@ -583,7 +583,9 @@ def _load_draft(setup: _Setup, progress: _Report) -> DraftModel | None:
         )
     _lay_out(model, kernels, setup.mesh)
     _log.info(
-        "drafts by %s, of %.3g million parameters", source.name, count_parameters(model) / 1e6
+        "drafts by %s, which reads every row: it has %.2g of the model's parameters",
+        source.name,
+        count_parameters(model) / count_parameters(target),
     )
     return DraftModel(model, kernels)
 

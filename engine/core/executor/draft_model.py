@@ -80,10 +80,10 @@ class DraftPrograms:
         buckets: Buckets,
         layout_of: Callable[[Bucket, bool], UploadLayout],
         state: DeviceState,
-        report: Callable[[int, int, str], None],
+        report: Callable[[int, str], None],
     ) -> None:
         """Compile all programs. layout_of: of the target's steps. state: its shapes. report: called
-        with the programs done, all of them, and the last one's name.
+        with the number of programs done and the last one's name.
         """
         self._layouts = {bucket: layout_of(bucket, True) for bucket in buckets.all()}
         kinds = [(_read, self._reads, bucket) for bucket in buckets.all()]
@@ -91,7 +91,12 @@ class DraftPrograms:
         futures = [self._submit(pool, step, bucket, state) for step, _, bucket in kinds]
         for number, (step, compiled, bucket) in enumerate(kinds):
             compiled[bucket] = futures[number].result()
-            report(number + 1, len(kinds), f"{bucket} {step.__name__.removeprefix('_')}")
+            report(number + 1, f"{bucket} {step.__name__.removeprefix('_')}")
+
+    @staticmethod
+    def count(buckets: Buckets) -> int:
+        """How many programs steps of these buckets need."""
+        return len(buckets.all()) + len(buckets.decode)
 
     def _submit(
         self, pool: Executor, function: Callable[..., Any], bucket: Bucket, state: DeviceState

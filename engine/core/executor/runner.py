@@ -225,11 +225,19 @@ class Runner:
         before anything runs; on several hosts it waits for the others.
         """
         started = time.perf_counter()
-        self._compile_steps(report)
+        steps, others = len(self._kinds()), 0
+        if self._drafts is not None:
+            others = self._drafts.count(self.buckets)
+        self._compile_steps(lambda done, total, what: report(done, total + others, what))
         if self._drafts is not None:
             with _no_collection(), ThreadPoolExecutor(_COMPILERS) as pool:
-                layout_of = self.builder.layout
-                self._drafts.compile(pool, self.buckets, layout_of, self.shapes, report)
+                self._drafts.compile(
+                    pool,
+                    self.buckets,
+                    self.builder.layout,
+                    self.shapes,
+                    lambda done, what: report(steps + done, steps + others, what),
+                )
         self._compile_board()
         self._compile_pools()
         if not self.program.encoder:
