@@ -121,7 +121,8 @@ def answers(llm: LLM, count: int, vocab: int) -> dict[tuple[str, int], list[int]
 def compare_answers(model: str, count: int, drafting: dict[str, Any]) -> None:
     """Print how many sequences differ; an aborted one may have come further in one engine."""
     found: list[dict[tuple[str, int], list[int]]] = []
-    for settings in ({"speculative": "off"}, drafting):
+    engines: list[dict[str, Any]] = [{"speculative": "off"}, drafting]
+    for settings in engines:
         llm = LLM(model, max_seats=8, pages=20, context=128, dtype="bfloat16", **settings)
         started = time.perf_counter()
         found.append(answers(llm, count, llm.core.scheduler.factory.request_limits.vocab_size))
