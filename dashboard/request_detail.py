@@ -57,6 +57,7 @@ _SAME = (
     "preemptions",
     "cached_tokens",
     "accepted",
+    "rejected",
 )
 _TIMES = {
     "arrival": "arrival",

@@ -43,6 +43,7 @@ _STAY_COLUMNS = (
     "end",
     "n_prompt",
     "n_output",
+    "accepted",
 )
 #: Makes JSON, with stops in between.
 type Work = Generator[None, None, JsonDict]
@@ -294,13 +295,15 @@ def _stay_times(stay: Stay) -> JsonDict:
 def _passenger(request: RequestRecord, stay: Stay, identity: Identity) -> JsonDict:
     """The sequence of a stay, as far as `identity` may see it."""
     if not identity.may_see(request.tenant):
-        return {"request": "", "index": 0, "end": "", "n_prompt": 0, "n_output": 0}
+        nothing = dict.fromkeys(("index", "n_prompt", "n_output", "accepted"), 0)
+        return {"request": "", "end": "", **nothing}
     return {
         "request": request.request_id,
         "index": request.index,
         "end": stay.how,
         "n_prompt": request.n_prompt,
         "n_output": request.n_output,
+        "accepted": request.accepted,
     }
 
 

@@ -144,8 +144,10 @@ function facts(detail) {
   if (detail.adapter) {
     pairs.push(["Adapter", detail.adapter]);
   }
-  if (detail.accepted) {
-    pairs.push(["Tokens drafted right", detail.accepted]);
+  const drafts = detail.accepted + detail.rejected;
+  if (drafts) {
+    const right = `${detail.accepted} of ${drafts} right`;
+    pairs.push(["Drafts checked", `${right} (${percent(detail.accepted, drafts)})`]);
   }
   const entries = pairs.map(([name, value]) =>
     make("div", {}, make("dt", {}, name), make("dd", {}, value)),

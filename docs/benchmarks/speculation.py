@@ -1,12 +1,13 @@
 """Engines with and without speculation beside each other: the same answers, their speed, and what a
 step costs with more rows.
 
-    python docs/benchmarks/speculation.py equality [--requests 10000] [--model tiny-random]
+    python docs/benchmarks/speculation.py equality [--requests 10000] [--first 0] [--draft MODEL]
     python docs/benchmarks/speculation.py speed [--model smollm2-135m] [--rounds 3] [--draft MODEL]
     python docs/benchmarks/speculation.py rows [--model smollm2-135m]
 
-equality: random requests (greedy, sampled, penalties, log-probabilities, n, biases, few pages,
-aborts) to both engines in this process; every token is compared. speed: both behind HTTP on this
+equality: random requests (greedy, sampled, grammars, banned words, penalties, log-probabilities, n,
+biases, adapters, few pages, aborts, deaths) to both engines in this process, numbered from --first
+on; every token is compared. speed: both behind HTTP on this
 machine, in turns, greedy streams: texts that repeat their prompt, alone; free text, alone and 32 at
 a time. rows: decode steps of 1, 2, 4 and 8 rows. Drafts are looked up, or made by the model that
 --draft names, in the format that --draft-weights names.
@@ -23,16 +24,20 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
 
 from jitney.engine import LLM
 from jitney.engine.common.machine import cpu_name
-from jitney.engine.common.requests import EngineRequest, SamplingParams
+from jitney.engine.common.requests import EngineRequest, Grammar, SamplingParams
 
 _CLI = "import sys; from jitney.engine.cli import main; sys.exit(main(sys.argv[1:]))"
 _FACTS = (
@@ -56,6 +61,7 @@ def main() -> None:
     parser.add_argument("what", choices=("equality", "speed", "rows"))
     parser.add_argument("--model", default="")
     parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--draft", default="")
     parser.add_argument("--draft-weights", default="auto")
@@ -66,24 +72,38 @@ def main() -> None:
         drafting = {"speculative": "draft", "draft_model": args.draft, "draft_weights": weights}
     print(cpu_name())
     if args.what == "equality":
-        compare_answers(args.model or "tiny-random", args.requests, drafting)
+        compare_answers(args.first, args.requests, drafting)
     elif args.what == "speed":
         compare_speeds(args.model or "smollm2-135m", args.rounds, drafting)
     else:
         measure_rows(args.model or "smollm2-135m")
 
 
+#: Answers that repeat themselves under a grammar, that end by one, and that it leaves no choice.
+_GRAMMARS = (
+    Grammar("regex", "([ab]{2,3} ){3,20}"),
+    Grammar("choice", '["yes yes yes yes yes", "yes no"]'),
+    Grammar("json_schema", '{"type": "array", "items": {"enum": ["ab", "ba"]}, "minItems": 4}'),
+)
+_ADAPTER_RANK = 4
+
+
 def random_request(rng: random.Random, number: int, vocab: int) -> EngineRequest:
     """Few different tokens, so that texts repeat themselves."""
     few = rng.sample(range(10, vocab - 10), 6)
     prompt = [rng.choice(few) for _ in range(rng.randint(1, 40))]
-    chance = rng.random()
+    chance, held = rng.random(), rng.random()
+    grammar, banned, max_tokens = None, (), rng.randint(1, 60)
+    if held < 0.3:
+        grammar = rng.choice(_GRAMMARS)
+    elif held < 0.4:
+        banned = ((few[0], few[1]), (few[2], few[2], few[2]))
     params = SamplingParams(
         temperature=rng.choice((0.0, 0.0, 0.5, 1.0)),
         seed=number,
         n=rng.choice((1, 1, 1, 2)),
-        max_tokens=rng.randint(1, 60),
-        min_tokens=rng.choice((0, 0, 5)),
+        max_tokens=max_tokens,
+        min_tokens=min(rng.choice((0, 0, 5)), max_tokens),
         top_k=rng.choice((0, 0, 5)),
         top_p=rng.choice((1.0, 0.9)),
         repetition_penalty=1.2 if chance < 0.1 else 1.0,
@@ -92,56 +112,170 @@ def random_request(rng: random.Random, number: int, vocab: int) -> EngineRequest
         stop_token_ids=(few[0],) if rng.random() < 0.3 else (),
         logit_bias={token: 100.0 for token in few} if rng.random() < 0.8 else {},
         ignore_eos=rng.random() < 0.5,
+        grammar=grammar,
+        banned_sequences=banned,
     )
-    return EngineRequest(id=str(number), prompt=prompt, sampling=params, arrival=time.monotonic())
+    return EngineRequest(
+        id=str(number),
+        prompt=prompt,
+        sampling=params,
+        arrival=time.monotonic(),
+        adapter=rng.choice((0, 0, 1)),
+    )
 
 
-def answers(llm: LLM, count: int, vocab: int) -> dict[tuple[str, int], list[int]]:
-    """By request and sequence; up to so many are open as were drawn, and some are aborted late."""
-    rng, core = random.Random(1), llm.core
-    found: dict[tuple[str, int], list[int]] = {}
-    started = open_now = 0
-    room = 1
-    while started < count or core.has_work:
-        while started < count and open_now < room:
-            request = random_request(rng, started, vocab)
-            core.add(request)
-            open_now += request.sampling.n
-            started += 1
-            room = rng.choice((1, 2, 4, 12))
-        if started % 50 == 7:
-            core.abort(str(started - 1))
-        for output in core.step().outputs:
-            found.setdefault((output.request_id, output.index), []).extend(output.tokens)
-            open_now -= output.finish is not None
-    core.check()
-    return found
+@dataclass
+class _Answer:
+    """What one sequence has got so far."""
+
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    ended: bool = False
+    error: str = ""
 
 
-def compare_answers(model: str, count: int, drafting: dict[str, Any]) -> None:
+class _Client:
+    """Sends random requests to an engine: up to so many are open as were drawn, some are aborted
+    late, and now and then the engine loses all that it has, as where its process dies.
+    """
+
+    def __init__(self, llm: LLM, first: int, count: int, vocab: int):
+        self._core, self._numbers, self._vocab = llm.core, range(first, first + count), vocab
+        self._core.learn(llm.tokenizer.json)
+        self._rng = random.Random(first)
+        self._open: dict[str, EngineRequest] = {}
+        self.answers: dict[tuple[str, int], _Answer] = {}
+        self.deaths = 0
+
+    def run(self) -> dict[tuple[str, int], _Answer]:
+        """The answers by request and sequence."""
+        core, waiting, room = self._core, list(self._numbers), 1
+        while waiting or core.has_work:
+            while waiting and len(self._open) < room:
+                self._send(waiting.pop(0))
+                room = self._rng.choice((1, 2, 4, 12))
+            number = self._numbers[-1] - len(waiting)
+            if number % 50 == 7 and str(number) in self._open:
+                core.abort(str(number))
+            self._step()
+            if core.ledger.steps % 997 == 0 and self._open:
+                self._die()
+        core.check()
+        return self.answers
+
+    def _send(self, number: int) -> None:
+        request = random_request(self._rng, number, self._vocab)
+        self._open[request.id] = request
+        for index in range(request.sampling.n):
+            self.answers[request.id, index] = _Answer()
+        self._core.add(request)
+
+    def _step(self) -> None:
+        for output in self._core.step().outputs:
+            answer = self.answers[output.request_id, output.index]
+            answer.tokens += output.tokens
+            answer.logprobs += [entry.logprob for entry in output.logprobs or []]
+            answer.ended |= output.finish is not None
+            answer.error = answer.error or output.error_code
+            if all(each.ended for each in self._answers_of(output.request_id)):
+                self._open.pop(output.request_id, None)
+
+    def _answers_of(self, name: str) -> list[_Answer]:
+        return [answer for (other, _), answer in self.answers.items() if other == name]
+
+    def _die(self) -> None:
+        """Send every open request again, with what it has."""
+        self.deaths += 1
+        known = {name: self._answers_of(name) for name in self._open}
+        tokens = {
+            name: [None if each.ended else list(each.tokens) for each in answers]
+            for name, answers in known.items()
+        }
+        for name in known:
+            self._core.abort(name)
+        while self._core.has_work:
+            self._core.step()  # whose outputs nobody gets
+        self._core.reset_prefix_cache()
+        for name, resumed in tokens.items():
+            request = self._open[name]
+            again = EngineRequest(
+                id=name,
+                prompt=request.prompt,
+                sampling=request.sampling,
+                arrival=time.monotonic(),
+                adapter=request.adapter,
+                resumed=resumed,
+            )
+            self._core.add(again)
+
+
+def write_adapter(folder: Path) -> Path:
+    """An adapter of random numbers for `tiny-random`: its queries' and outputs' projections."""
+    draw, tensors = np.random.default_rng(1), {}
+    for layer in range(2):
+        for name in ("q_proj", "o_proj"):
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            for side, shape in (("A", (_ADAPTER_RANK, 64)), ("B", (64, _ADAPTER_RANK))):
+                tensors[f"{prefix}.lora_{side}.weight"] = draw.normal(0, 0.1, shape)
+    folder.mkdir()
+    arrays = {name: array.astype(np.float32) for name, array in tensors.items()}
+    save_file(arrays, folder / "adapter_model.safetensors")
+    told = {"peft_type": "LORA", "r": _ADAPTER_RANK, "lora_alpha": 8, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(told))
+    return folder
+
+
+def compare_answers(first: int, count: int, drafting: dict[str, Any]) -> None:
     """Print how many sequences differ; an aborted one may have come further in one engine."""
-    found: list[dict[tuple[str, int], list[int]]] = []
-    engines: list[dict[str, Any]] = [{"speculative": "off"}, drafting]
-    for settings in engines:
-        llm = LLM(model, max_seats=8, pages=20, context=128, dtype="bfloat16", **settings)
-        started = time.perf_counter()
-        found.append(answers(llm, count, llm.core.scheduler.factory.request_limits.vocab_size))
-        seconds = time.perf_counter() - started
-        totals = llm.core.ledger.totals
-        rows = {kind: totals[kind] for kind in ("decode", "accepted", "rejected", "preempted")}
-        print(f"{settings['speculative']}: {seconds:.0f} s, {llm.core.ledger.steps} steps, {rows}")
-        llm.close()
+    found: list[dict[tuple[str, int], _Answer]] = []
+    with TemporaryDirectory() as folder:
+        adapter = write_adapter(Path(folder) / "adapter")
+        engines: list[dict[str, Any]] = [{"speculative": "off"}, drafting]
+        for settings in engines:
+            llm = LLM(
+                "tiny-random",
+                max_seats=8,
+                pages=12,
+                context=128,
+                dtype="bfloat16",
+                adapters=f"one={adapter}",
+                **settings,
+            )
+            client = _Client(llm, first, count, 512)
+            started = time.perf_counter()
+            found.append(client.run())
+            seconds = time.perf_counter() - started
+            totals = llm.core.ledger.totals
+            rows = {kind: totals[kind] for kind in ("decode", "accepted", "rejected", "preempted")}
+            print(
+                f"{settings['speculative']}: {seconds:.0f} s, {llm.core.ledger.steps} steps, "
+                f"{client.deaths} deaths, {rows}",
+                flush=True,
+            )
+            llm.close()
     plain, drafted = found
+    _print_differences(plain, drafted, count // 50)
+
+
+def _print_differences(
+    plain: dict[tuple[str, int], _Answer], drafted: dict[tuple[str, int], _Answer], aborted: int
+) -> None:
+    pairs = {key: (answer, drafted[key]) for key, answer in plain.items()}
     apart = [
         key
-        for key in plain
-        if any(a != b for a, b in zip(plain[key], drafted.get(key, []), strict=False))
+        for key, (a, b) in pairs.items()
+        if a.error != b.error
+        or any(one != other for one, other in zip(a.tokens, b.tokens, strict=False))
     ]
-    shorter = [key for key in plain if len(plain[key]) != len(drafted.get(key, []))]
-    tokens = sum(map(len, plain.values()))
+    shorter = [key for key, (a, b) in pairs.items() if len(a.tokens) != len(b.tokens)]
+    errors = Counter(answer.error for answer in plain.values() if answer.error)
+    scores = [zip(a.logprobs, b.logprobs, strict=False) for a, b in pairs.values()]
+    furthest = max([abs(one - other) for each in scores for one, other in each], default=0.0)
+    tokens = sum(len(answer.tokens) for answer in plain.values())
     print(
-        f"{len(plain)} sequences, {tokens} tokens: {len(apart)} differ in a token; "
-        f"{len(shorter)} in length ({count // 50} requests were aborted)"
+        f"{len(plain)} sequences, {tokens} tokens: {len(apart)} differ in a token {apart[:5]}; "
+        f"{len(shorter)} in length ({aborted} requests at most were aborted); "
+        f"log-probabilities by {furthest:.1e} at most; errors: {dict(errors)}"
     )
 
 

@@ -106,6 +106,7 @@ class RequestRecords:
                 # Every token of every sequence comes here: most of them need these lines alone.
                 record.n_output += len(output.tokens)
                 record.accepted += output.accepted
+                record.rejected += output.rejected
                 if keep_times and record.token_times is not None:
                     record.token_times += [now] * len(output.tokens)
                 if self.keep_tokens or not record.stays or record.stays[-1].first_token is None:

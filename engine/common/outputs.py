@@ -99,6 +99,8 @@ class SequenceOutput(msgspec.Struct, omit_defaults=True):
     cached_tokens: int = 0
     #: New tokens that followed right drafts.
     accepted: int = 0
+    #: Drafts behind them that were wrong.
+    rejected: int = 0
     #: Seconds until boarding, once known.
     queued_s: float | None = None
     #: Seconds from boarding to the first token, once known.

@@ -95,6 +95,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     preemptions: int = 0
     #: Output tokens so far that followed right drafts.
     accepted: int = 0
+    #: Drafts that were checked for it and were wrong.
+    rejected: int = 0
     #: Time of first boarding; None: never, or unknown.
     boarded: float | None = None
     #: Time of the first output token; None: never.

@@ -328,10 +328,10 @@ class EngineSection(Section):
     """
 
     speculative: Literal["off", "ngram", "draft"] = "off"
-    """check drafts of the next tokens in the rows that a step has free, where that is measured to
-    pay; no token of an answer changes; ngram: drafts what followed the same tokens before, in
-    prompt or answer; draft: a small model drafts (draft_model); for engines on one host, and models
-    without recurrent layers
+    """check drafts of the next tokens in further rows of steps, where that is measured to pay; no
+    token of an answer changes; ngram: drafts what followed the same tokens before, in prompt or
+    answer; draft: a small model drafts (draft_model); for engines on one host, and models without
+    recurrent layers
     """
 
     draft_model: str = ""
@@ -344,6 +344,11 @@ class EngineSection(Section):
 
     speculative_tokens: int = Field(default=7, ge=1, le=7)
     """most drafts that a sequence checks in a step"""
+
+    speculative_acceptance: float = Field(default=0.0, ge=0, le=1)
+    """for benchmarks of speculation: accept each draft by this chance, whatever it is; answers are
+    then not the model's; 0: accept those that the model samples
+    """
 
     prompt_lookup_max: int = Field(default=3, ge=1, le=8)
     """with speculative ngram: most tokens at the end of the text by which an earlier place is
@@ -498,6 +503,11 @@ class EngineSection(Section):
                 f"{self.speculative}: set that, or leave it out"
             )
         if self.speculative == "off":
+            if self.speculative_acceptance:
+                raise ValueError(
+                    f"speculative_acceptance {self.speculative_acceptance:g} is for speculative "
+                    "ngram, not off: leave it at 0"
+                )
             return self
         for name in ("data_parallel", "n_hosts"):
             if getattr(self, name) > 1:
@@ -505,11 +515,6 @@ class EngineSection(Section):
                     f"speculative {self.speculative} is for an engine on one host: leave it off "
                     f"with {name} {getattr(self, name)}"
                 )
-        if self.max_seats == 1:
-            raise ValueError(
-                f"speculative {self.speculative} checks drafts in rows of seats that are free: "
-                "max_seats must be at least 2"
-            )
         return self
 
     @model_validator(mode="after")

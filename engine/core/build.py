@@ -237,7 +237,7 @@ class _Setup:
         lookup = None
         if self.draft is None:
             lookup = PromptLookup(least=settings.prompt_lookup_min, most=settings.prompt_lookup_max)
-        return Drafting(lookup, settings.speculative_tokens)
+        return Drafting(lookup, settings.speculative_tokens, settings.speculative_acceptance)
 
 
 @dataclass(frozen=True)
@@ -461,6 +461,11 @@ def _setup_on(
             f"speculative {engine.speculative}: the recurrent layers of "
             f"{source.config.architecture} cannot take back a wrong draft; leave it off"
         )
+    if engine.speculative_acceptance:
+        _log.warning(
+            "speculative_acceptance %g: drafts are accepted by chance; ANSWERS ARE NOT THE MODEL'S",
+            engine.speculative_acceptance,
+        )
     model = source.config.in_groups(engine.expert_parallel, engine.data_parallel)
     source = replace(source, config=model)
     mesh = None
@@ -619,7 +624,7 @@ def _say_if_widened(model: Model, kernels: KernelSet) -> None:
 def _make_buckets(setup: _Setup, kernels: KernelSet) -> Buckets:
     """The step sizes to compile."""
     settings = setup.settings
-    return Buckets.of(
+    buckets = Buckets.of(
         max_seats=settings.max_seats,
         token_budget=settings.token_budget,
         seat_sizes=settings.seat_buckets,
@@ -627,6 +632,7 @@ def _make_buckets(setup: _Setup, kernels: KernelSet) -> Buckets:
         on_device=setup.device.platform != "cpu",
         smallest=_smallest_bucket(kernels),
     )
+    return buckets.with_drafts(setup.drafting.count) if setup.drafting else buckets
 
 
 def _padding_is_free(setup: _Setup, model: Model, kernels: KernelSet) -> bool:

@@ -291,7 +291,7 @@ class EngineCore:
         masks = self.intake.grammars.masks(flight.plan)
         for seq, reason, error in masks.endings:
             self.scheduler.end(seq, reason, error)
-        for chunk in masks.late:
+        for chunk in masks.left_out:
             self.scheduler.sit_out(chunk)
         if not masks.rows:
             return None

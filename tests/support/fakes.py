@@ -9,7 +9,7 @@ therefore changes the tokens.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -48,7 +48,7 @@ def next_token(history: list[int], seed: int) -> int:
     return zlib.crc32(np.asarray([*history, seed % 1000], np.int32).tobytes()) % VOCAB
 
 
-def allowed_token(history: list[int], seed: int, allowed: list[int]) -> int:
+def allowed_token(history: list[int], seed: int, allowed: Sequence[int]) -> int:
     """The fake model's choice among some tokens."""
     mark = zlib.crc32(np.asarray([*history, seed % 1000], np.int32).tobytes())
     return allowed[mark % len(allowed)]
@@ -96,6 +96,8 @@ class Rows:
     score_start: int
     targets: list[int]  # the prompt tokens that the scored rows are scored against
     draft: int = 0
+    #: Its token is chosen behind the step.
+    masked: bool = False
 
 
 class StepFailed(Exception):
@@ -108,6 +110,8 @@ class FakeRunner:
 
     #: Tokens that it drafts for each seat; two of three are right.
     drafted = 0
+    #: Of these it drafts what follows a token that was chosen under a mask.
+    drafted_from: tuple[int, ...] = ()
     #: Positions that a row sees; 0: all before it.
     window = 0
     #: Pages of further cache groups, by window.
@@ -157,6 +161,7 @@ class FakeRunner:
                     chunk.score_start,
                     seq.tokens[chunk.score_start + 1 : chunk.score_start + 1 + chunk.scored],
                     chunk.draft,
+                    any([masked.chunk is chunk for masked in plan.masked]),
                 )
             )
             assert not chunk.scored or chunk.start <= chunk.score_start <= chunk.end - chunk.scored
@@ -201,7 +206,9 @@ class FakeRunner:
                 scores.append(score(history[:i], target))
             if chunk.sample:
                 token = next_token(history[-self.window :], self.seeds[chunk.seat])
-                if accepted:
+                if chunk.masked:
+                    tokens.append(-1 if poisoned else token)
+                elif accepted:
                     self.last_token[chunk.seat] = token
                     self.accepted[chunk.seat] = chunk.draft
                     drafts[chunk.seat] = self._guess([*history, token], self.seeds[chunk.seat])
@@ -225,26 +232,39 @@ class FakeRunner:
         self.rows_run += plan.bucket.tokens
         return result
 
-    def _guess(self, history: list[int], seed: int) -> list[int]:
-        """Drafts of what follows."""
+    def _guess(self, history: list[int], seed: int, allowed: Sequence[int] = ()) -> list[int]:
+        """Drafts of what follows; allowed: of these, if any."""
         guesses: list[int] = []
         for _ in range(self.drafted):
-            token = next_token([*history, *guesses][-self.window :], seed)
+            known = [*history, *guesses][-self.window :]
+            token = allowed_token(known, seed, allowed) if allowed else next_token(known, seed)
             wrong = zlib.crc32(np.asarray([len(history), token], np.int32).tobytes()) % 3 == 0
             guesses.append((token + wrong) % VOCAB)
         return guesses
 
     def choose(self, launched: StepResult, rows: list[MaskedRow], masks: np.ndarray) -> None:
         assert launched is self._launched[-1], "tokens are chosen behind the newest step"
+        chosen: dict[int, int] = {}
+        before = {seat: [*own, -1] for seat, own in enumerate(self.drafts)}
         for masked, mask in zip(rows, masks, strict=True):
-            history = self._histories[masked.row]
+            seat, draft = masked.seat, masked.chunk.draft
+            history, seed = self._histories[masked.row], self.seeds[seat]
+            if draft and chosen.get(seat) != history[-1]:
+                launched.tokens[masked.row] = REJECTED
+                chosen.pop(seat, None)
+                continue
             bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
-            token = allowed_token(history, self.seeds[masked.seat], np.flatnonzero(bits).tolist())
-            self.last_token[masked.seat] = token
+            token = allowed_token(history, seed, np.flatnonzero(bits).tolist())
+            chosen[seat] = self.last_token[seat] = token
+            self.accepted[seat] = draft
             if launched.tokens[masked.row] >= 0:
                 launched.tokens[masked.row] = token
             if launched.logprobs is not None:
                 launched.logprobs[masked.row] = score(history, token)
+            if launched.guessed is not None:
+                launched.guessed[masked.row] = before[seat][draft] == token
+                self.drafts[seat] = self._guess([*history, token], seed, self.drafted_from)
+                launched.drafts[masked.row] = self.drafts[seat]
 
     def fetch(self, launched: StepResult) -> StepResult:
         assert self._launched.pop(0) is launched, "steps are fetched in order, each once"
@@ -319,9 +339,10 @@ def make_core(
         slots = seats + device.checkpoints * retain
         state = StateTables(PagePool(slots + 1, page_size), seats, device.every)
     shares = state is None or retain
+    buckets = Buckets.of(max_seats=seats, token_budget=budget, token_sizes=token_sizes)
     scheduler = Scheduler(
         held_to,
-        Buckets.of(max_seats=seats, token_budget=budget, token_sizes=token_sizes),
+        buckets.with_drafts(held_to.max_drafts) if held_to.max_drafts else buckets,
         PagePool(pages, page_size, retain=retain, share_outputs=share_outputs, shares=shares),
         clock,
         eos,

@@ -87,7 +87,7 @@ class DraftPrograms:
         """
         self._layouts = {bucket: layout_of(bucket, True) for bucket in buckets.all()}
         kinds = [(_read, self._reads, bucket) for bucket in buckets.all()]
-        kinds += [(_draft, self._drafts, bucket) for bucket in buckets.decode]
+        kinds += [(_draft, self._drafts, bucket) for bucket in _drafting(buckets)]
         futures = [self._submit(pool, step, bucket, state) for step, _, bucket in kinds]
         for number, (step, compiled, bucket) in enumerate(kinds):
             compiled[bucket] = futures[number].result()
@@ -96,7 +96,7 @@ class DraftPrograms:
     @staticmethod
     def count(buckets: Buckets) -> int:
         """How many programs steps of these buckets need."""
-        return len(buckets.all()) + len(buckets.decode)
+        return len(buckets.all()) + len(_drafting(buckets))
 
     def _submit(
         self, pool: Executor, function: Callable[..., Any], bucket: Bucket, state: DeviceState
@@ -158,8 +158,13 @@ class DraftPrograms:
 
     def warm_up(self, buckets: Buckets, builder: BatchBuilder, state: DeviceState) -> None:
         """Run every program that drafts, without a row."""
-        for bucket in buckets.decode:
+        for bucket in _drafting(buckets):
             self.draft(DraftUpload(bucket, builder.empty(bucket, True), 1), state)
+
+
+def _drafting(buckets: Buckets) -> list[Bucket]:
+    """Those that drafts are written in: a row for each sequence, of as many as there are seats."""
+    return [bucket for bucket in buckets.decode if bucket.seats <= buckets.seats]
 
 
 def _own_inputs(inputs: Any) -> Any:

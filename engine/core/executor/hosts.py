@@ -39,9 +39,8 @@ from jitney.engine.core.distributed.messages import (
 )
 from jitney.engine.core.distributed.step_barrier import StepBarrier
 from jitney.engine.core.executor.inputs import MaskedRows
-from jitney.engine.core.executor.program import StepOutput
+from jitney.engine.core.executor.program import Chosen, StepOutput
 from jitney.engine.core.executor.runner import Runner
-from jitney.engine.core.executor.sampling import Sampled
 from jitney.engine.core.models.sharding import WHOLE, engines_of
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 from jitney.engine.core.scheduler.plan import Plan
@@ -86,7 +85,7 @@ class LeaderRunner(_RunnerWithOthers):
         self._send(Board(seat, [PackedArray.of(column) for column in columns]))
         super().board(seat, columns)
 
-    def run_choice(self, logits: Array, numbers: np.ndarray | None, upload: MaskedRows) -> Sampled:
+    def run_choice(self, logits: Array, numbers: np.ndarray | None, upload: MaskedRows) -> Chosen:
         picked = None
         if numbers is not None:
             picked = PackedArray.of(numbers)
@@ -219,7 +218,7 @@ class LockstepRunner(_RunnerWithOthers):
         with self._own_state():
             super().board(seat, row)
 
-    def run_choice(self, logits: Array, numbers: np.ndarray | None, upload: MaskedRows) -> Sampled:
+    def run_choice(self, logits: Array, numbers: np.ndarray | None, upload: MaskedRows) -> Chosen:
         with self._own_state():
             return super().run_choice(logits, numbers, upload)
 

@@ -87,12 +87,15 @@ def _parts(params: SamplingParams) -> int:
 
 
 SAMPLING = _SamplingUpload(SamplingParams)
+#: Words of a row of `MaskedRows.heads` before its sampling parameters.
+_HEAD = 4
 
 
 class MaskedRows(NamedTuple):
     """Rows of a step whose tokens are chosen behind it, under masks: int32 arrays of R rows."""
 
-    #: [R, 2 + W]: the row's position, its seat (M: none), then its sampling parameters.
+    #: [R, 4 + W]: the row's position, its seat (M: none), which draft it reads (0: none) and that
+    #: token, then its sampling parameters.
     heads: np.ndarray
     #: [R, ceil(V / 32)]: one bit for each token that it may choose, low bits first.
     masks: np.ndarray
@@ -101,8 +104,8 @@ class MaskedRows(NamedTuple):
     def empty(cls, rows: int, vocab: int, seats: int) -> MaskedRows:
         """Rows of no seat: they choose from all tokens, and nobody reads what."""
         heads = np.empty((rows, MaskedHeads.words()), np.int32)
-        heads[:, :2] = 0, seats
-        heads[:, 2:] = np.frombuffer(SAMPLING.bare_argmax, np.int32)
+        heads[:, :_HEAD] = 0, seats, 0, 0
+        heads[:, _HEAD:] = np.frombuffer(SAMPLING.bare_argmax, np.int32)
         return cls(heads, np.full((rows, mask_words(vocab)), -1, np.int32))
 
 
@@ -111,16 +114,18 @@ class MaskedHeads(NamedTuple):
 
     positions: Any  #: int32 [R]
     seats: Any  #: int32 [R]
-    params: dict[str, Any]  #: see `_SamplingUpload.columns`
+    numbers: Any  #: int32 [R]: see `DraftRows`
+    drafts: Any  #: int32 [R]
+    sampling: Any  #: int32 [R, W]: see `_SamplingUpload.columns`
 
     @classmethod
     def of(cls, heads: Any) -> MaskedHeads:
-        return cls(heads[:, 0], heads[:, 1], SAMPLING.columns(heads[:, 2:]))
+        return cls(heads[:, 0], heads[:, 1], heads[:, 2], heads[:, 3], heads[:, _HEAD:])
 
     @staticmethod
     def words() -> int:
         """int32 words of a row of `MaskedRows.heads`."""
-        return 2 + SAMPLING.words
+        return _HEAD + SAMPLING.words
 
 
 class _Field(NamedTuple):
@@ -150,7 +155,8 @@ _FIELDS = (
     _Field("counts", ("3",), "rows"),
     # The token row that each logit row reads.
     _Field("logit_rows", ("S",), "rows"),
-    # The seat whose last token a logit row sets; M: none.
+    # The seat whose last token a logit row sets; M: none; above M: M + 1 more than the seat of a
+    # row whose token is chosen behind the step.
     _Field("seats", ("S",), "rows", padding=attrgetter("seats")),
     # Each seat's adapter, from 1; 0: none. Nothing where the engine has no adapters.
     _Field("seat_adapters", ("A",), "rows"),
@@ -491,9 +497,12 @@ class BatchBuilder:
             self._add_window_rows(rows, plan, number, tables)
         if self.recurrent:
             self._add_slots(rows, plan)
+        sampling = [self._sampling[seat] for seat in rows.seats]
+        for masked in plan.masked:
+            rows.seats[masked.row] += self.seats + 1
         upload.pack(rows)
         if not greedy_only:
-            upload.pack_sampling([self._sampling[seat] for seat in rows.seats])
+            upload.pack_sampling(sampling)
             if not plan.bucket.decode_only:
                 upload.pack_scores(rows)
         self._first.copy(rows.owners, upload.tables[0])
@@ -515,9 +524,11 @@ class BatchBuilder:
         self, upload: MaskedRows, place: int, masked: MaskedRow, mask: np.ndarray
     ) -> None:
         """Put a row and its mask, int32 [ceil(V / 32)], in a place of an upload."""
-        head = upload.heads[place]
-        head[:2] = masked.chunk.end - 1, masked.seat
-        head[2:] = np.frombuffer(self._own_sampling[masked.seat], np.int32)
+        head, seq, draft = upload.heads[place], masked.chunk.seq, masked.chunk.draft
+        token = seq.drafts[draft - 1] if draft else 0
+        # Its position is known by now: that of the newest token, or of a draft behind it.
+        head[:_HEAD] = len(seq.tokens) - 1 + draft, masked.seat, draft, token
+        head[_HEAD:] = np.frombuffer(self._own_sampling[masked.seat], np.int32)
         upload.masks[place] = mask
 
     def _next_upload(self, bucket: Bucket, kind: Literal["greedy", "full", "drafts"]) -> _Upload:

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jitney.engine.common.requests import REQUEST_MOST, Pooling
-from jitney.engine.core.executor.inputs import BatchBuilder, MaskedHeads, UploadLayout
+from jitney.engine.core.executor.inputs import SAMPLING, BatchBuilder, MaskedHeads, UploadLayout
 from jitney.engine.core.executor.memory import PoolSizes
 from jitney.engine.core.executor.sampling import (
     RowScores,
@@ -272,6 +272,14 @@ class StepOutput(NamedTuple):
     guessed: Array | None = None
 
 
+class Chosen(NamedTuple):
+    """What was chosen behind a step, under masks."""
+
+    sampled: Sampled
+    guessed: Array | None  #: see `Taken.guessed`
+    drafts: Array | None  #: see `Taken.drafts`
+
+
 def _meta_of(inputs: Any, engines: int) -> AttentionMeta:
     """The upload's metadata as arrays of their own (the maximum changes none of them).
 
@@ -388,12 +396,12 @@ class Program:
         logits = logits_of(inputs.logit_rows)
         positions = inputs.positions[inputs.logit_rows]
         chosen = self.vocabulary.greedy(logits)
-        seat_tokens, tokens, guessed = seat_tokens.take(inputs.seats, positions, drafts, chosen)
-        output = StepOutput(tokens, guessed=guessed)
+        taken = seat_tokens.take(inputs.seats, positions, drafts, chosen)
+        output = StepOutput(taken.tokens, guessed=taken.guessed)
         if not layout.bucket.decode_only:
             broken = hidden.broken_sequences(inputs.cu_q)
             output = output._replace(broken=broken, hidden=self._left(hidden))
-        return kv, seat_tokens, output
+        return kv, taken.seat_tokens, output
 
     def encode(
         self,
@@ -427,12 +435,10 @@ class Program:
         rows = _sampling_rows(layout, inputs, drafts)
         logits = logits_of(inputs.logit_rows)
         sampled = self.sampler.sample(logits, rows, seats)
-        seat_tokens, tokens, guessed = seat_tokens.take(
-            rows.seats, rows.position, drafts, sampled.tokens
-        )
-        sampled = sampled._replace(tokens=tokens)
-        seats = seats.count_tokens(rows, tokens)
-        output = StepOutput(sampled, guessed=guessed)
+        taken = seat_tokens.take(rows.seats, rows.position, drafts, sampled.tokens)
+        sampled = sampled._replace(tokens=taken.tokens)
+        seats = seats.count_tokens(rows, taken.tokens)
+        output = StepOutput(sampled, guessed=taken.guessed)
         if layout.scores:
             block = score_rows_at_once(layout.bucket.tokens, logits.shape[-1])
             count = inputs.score_count[0]
@@ -442,8 +448,8 @@ class Program:
                 logits_of, inputs.score_rows, inputs.score_tokens, count, block
             )
             broken = hidden.broken_sequences(inputs.cu_q)
-            output = StepOutput(sampled, broken, scores, self._left(hidden), guessed)
-        return kv, seat_tokens, seats, output, logits
+            output = StepOutput(sampled, broken, scores, self._left(hidden), taken.guessed)
+        return kv, taken.seat_tokens, seats, output, logits
 
     @property
     def sampler(self) -> Sampler:
@@ -501,18 +507,21 @@ class Program:
         seats: SeatState,
         heads: Array,
         masks: Array,
-    ) -> tuple[SeatTokens, SeatState, Sampled]:
+    ) -> tuple[SeatTokens, SeatState, Chosen]:
         """The tokens of rows under masks, behind a step: logits float32 [R, V], `MaskedRows`."""
-        positions, owners, params = MaskedHeads.of(heads)
-        rows = SamplingRows(params, positions, owners)
+        own = MaskedHeads.of(heads)
+        drafts = seat_tokens.draft_rows(own.numbers, own.drafts)
+        params = SAMPLING.columns(own.sampling)
+        rows = SamplingRows(params, own.positions, own.seats, drafts)
         allowed = unpack_masks(masks, seats.counts.shape[1])
         chosen = self.sampler.sample(logits, rows, seats, allowed)
-        seats = seats.count_tokens(rows, chosen.tokens)
         # A row that is not finite may be so where the mask hides it.
         finite = jnp.isfinite(self.vocabulary.largest(logits)[:, 0])
         tokens = jnp.where(finite, chosen.tokens, -1)
-        seat_tokens = seat_tokens.take(owners, positions, None, tokens).seat_tokens
-        return seat_tokens, seats, chosen._replace(tokens=tokens)
+        taken = seat_tokens.take(own.seats, own.positions, drafts, tokens)
+        seats = seats.count_tokens(rows, taken.tokens)
+        sampled = chosen._replace(tokens=taken.tokens)
+        return taken.seat_tokens, seats, Chosen(sampled, taken.guessed, taken.drafts)
 
     def lower(
         self, layout: UploadLayout, leaves: Sequence[Shaped], state: DeviceState

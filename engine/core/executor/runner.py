@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import jax
@@ -31,6 +32,7 @@ from jitney.engine.core.executor.compiler_messages import MEANINGLESS, left_out
 from jitney.engine.core.executor.draft_model import DraftModel, DraftPrograms, DraftUpload
 from jitney.engine.core.executor.inputs import MaskedRows
 from jitney.engine.core.executor.program import (
+    Chosen,
     DeviceState,
     Program,
     StateSizes,
@@ -101,7 +103,7 @@ class LaunchedStep(msgspec.Struct):
     logits: Array | None = None
     #: What was chosen behind the step, and of each row of it that counts: (its number there, its
     #: number among the logit rows).
-    chosen: Sampled | None = None
+    chosen: Chosen | None = None
     chosen_rows: list[tuple[int, int]] = []
 
 
@@ -197,12 +199,14 @@ class Runner:
         self.executables: dict[tuple[Bucket, bool], StepCall] = {}
         self._parts: StepParts | None = None
         if in_parts:
-            row_counts = [bucket.seats for bucket in buckets.decode]
+            counts = {bucket.seats for bucket in buckets.decode}
+            # More rows, all of them of one step's drafts, are in no step with prompts.
+            row_counts = [count for count in counts if count <= sizes.seats]
             self._parts = StepParts(
                 self.program, self.leaves, self.shapes, self.builder.layout, row_counts
             )
         #: Those that choose tokens behind a step.
-        self.choices = Choices(sizes.seats)
+        self.choices = Choices(buckets.decode[-1].seats)
         #: The weights of all models; and while it sleeps those on the host, and where on the device
         #: each belongs.
         self._all_leaves = [self.leaves, *([] if self._drafts is None else [self._drafts.leaves])]
@@ -443,20 +447,21 @@ class Runner:
         if size != computed:
             numbers = np.zeros(size, np.int32)
             numbers[: len(rows)] = [masked.row for masked in rows]
-        launched.chosen = self.run_choice(logits, numbers, upload)
-        _copy_sampled(launched.chosen, logprobs=_wants_logprobs(launched.plan))
+        chosen = launched.chosen = self.run_choice(logits, numbers, upload)
+        _copy_sampled(chosen.sampled, logprobs=_wants_logprobs(launched.plan))
+        _copy_to_host((chosen.guessed, chosen.drafts))
 
-    def run_choice(self, logits: Array, numbers: np.ndarray | None, upload: MaskedRows) -> Sampled:
+    def run_choice(self, logits: Array, numbers: np.ndarray | None, upload: MaskedRows) -> Chosen:
         """Run a program that chooses behind a step; replaces the donated state. numbers: int32 [R],
         the step's logit rows; None: all.
         """
         if numbers is not None:
             logits = self.choices.picks[logits.shape[0], len(numbers)](logits, numbers)
         state, program = self.state, self.choices.programs[logits.shape[0]]
-        state.seat_tokens, state.seats, sampled = program(
+        state.seat_tokens, state.seats, chosen = program(
             logits, state.seat_tokens, state.seats, upload.heads, upload.masks
         )
-        return sampled
+        return chosen
 
     def _install(self, seq: Sequence) -> None:
         """Give the seat of a boarding sequence its counts and biases, if it needs any."""
@@ -600,15 +605,24 @@ def _sampled(plan: Plan, sampled: Array | Sampled) -> StepResult:
     return result
 
 
-def _put_chosen(result: StepResult, chosen: Sampled, rows: list[tuple[int, int]]) -> None:
+def _put_chosen(result: StepResult, chosen: Chosen, rows: list[tuple[int, int]]) -> None:
     """Put what was chosen behind a step in the place of what it chose itself."""
-    tokens = np.asarray(chosen.tokens).tolist()
+    tokens = np.asarray(chosen.sampled.tokens).tolist()
     for number, row in rows:
         result.tokens[row] = tokens[number]
     if result.logprobs is not None:
-        entries = _entries(chosen[1:], len(tokens))
+        entries = _entries(chosen.sampled[1:], len(tokens))
         for number, row in rows:
             result.logprobs[row] = entries[number]
+    if result.guessed is not None and chosen.drafts is not None:
+        guessed, drafts = np.asarray(chosen.guessed).tolist(), np.asarray(chosen.drafts).tolist()
+        for number, row in rows:
+            result.guessed[row] = guessed[number]
+            result.drafts[row] = [*takewhile(_is_draft, drafts[number])]
+
+
+def _is_draft(token: int) -> bool:
+    return token >= 0
 
 
 def _wants_logprobs(plan: Plan) -> bool:

@@ -20,7 +20,7 @@ import numpy as np
 from jax import Array
 
 from jitney.engine.core.executor.inputs import BIASED, PENALISED, SAMPLING, SCORED, MaskedHeads
-from jitney.engine.core.executor.program import DeviceState, Program
+from jitney.engine.core.executor.program import Chosen, DeviceState, Program
 from jitney.engine.core.executor.sampling import (
     Sampled,
     Sampler,
@@ -89,8 +89,6 @@ class RowSampler:
     count: jax.stages.Compiled
     #: `Sampled` without its tokens, of rows that ask for no log-probabilities.
     no_scores: tuple[Array, ...]
-    #: Of rows that read no drafts.
-    no_drafts: DraftRows | None
 
     @property
     def programs(self) -> tuple[jax.stages.Compiled, ...]:
@@ -103,12 +101,13 @@ class RowSampler:
         seats: SeatState,
         heads: np.ndarray,
         masks: np.ndarray,
-    ) -> tuple[SeatTokens, SeatState, Sampled]:
+    ) -> tuple[SeatTokens, SeatState, Chosen]:
         """See `Program.choose`."""
         own = MaskedHeads.of(heads)
-        rows = LogitRows(self.mask(logits, masks), own.positions, own.seats, self.no_drafts)
-        taken, seats, sampled = self.sample(seat_tokens, seats, rows, heads[:, 2:], logits)
-        return taken.seat_tokens, seats, sampled
+        drafts = seat_tokens.draft_rows(own.numbers, own.drafts)
+        rows = LogitRows(self.mask(logits, masks), own.positions, own.seats, drafts)
+        taken, seats, sampled = self.sample(seat_tokens, seats, rows, own.sampling, logits)
+        return taken.seat_tokens, seats, Chosen(sampled, taken.guessed, taken.drafts)
 
     def sample(
         self,
@@ -164,8 +163,7 @@ class SamplerParts:
         if rows not in self._samplers:
             programs = {name: made.result() for name, made in self._made[rows].items()}
             nothing = self._program.sampler.no_scores(jnp.zeros(rows, jnp.int32))
-            no_drafts = self._state.seat_tokens.no_drafts(rows)
-            self._samplers[rows] = RowSampler(no_scores=nothing, no_drafts=no_drafts, **programs)
+            self._samplers[rows] = RowSampler(no_scores=nothing, **programs)
         return self._samplers[rows]
 
     def _lowerings(self, rows: int) -> dict[str, Callable[[], jax.stages.Lowered]]:
@@ -173,7 +171,7 @@ class SamplerParts:
         state, sampler = self._state, self._program.sampler
         vocab = state.seats.counts.shape[1]
         logits, tokens = _floats(rows, vocab), _words(rows)
-        drafts = jax.eval_shape(partial(state.seat_tokens.no_drafts, rows))
+        drafts = state.seat_tokens.draft_rows(tokens, tokens)
         given = LogitRows(logits, tokens, tokens, drafts)
         sampling = _words(rows, SAMPLING.words)
         masks = _words(rows, mask_words(vocab))

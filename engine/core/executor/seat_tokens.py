@@ -48,6 +48,7 @@ class Taken(NamedTuple):
     seat_tokens: SeatTokens
     tokens: Array  #: int32 [S]; REJECTED of rows whose draft was
     guessed: Array | None = None  #: bool [S]: the draft of the token behind was right
+    drafts: Array | None = None  #: int32 [S, K]: of what follows each row's token; -1: none
 
 
 @jax.tree_util.register_dataclass
@@ -67,13 +68,13 @@ class SeatTokens:
     def take(
         self, seats: Array, positions: Array, drafts: DraftRows | None, tokens: Array
     ) -> Taken:
-        """Note the tokens int32 [S] that rows sampled. seats: int32 [S], M for none; positions:
-        of the rows.
+        """Note the tokens int32 [S] that rows sampled. seats: int32 [S], M or more for none;
+        positions: of the rows.
         """
         return Taken(replace(self, last=self.last.at[seats].set(tokens, mode="drop")), tokens)
 
-    def no_drafts(self, rows: int) -> DraftRows | None:
-        """`DraftRows` of so many rows that read none."""
+    def draft_rows(self, numbers: Any, tokens: Any) -> DraftRows | None:
+        """`DraftRows` of these, as the programs of this engine take them."""
         return None
 
 
@@ -124,15 +125,19 @@ class Drafting:
     #: None: programs beside the step draft (`engine.core.executor.draft_model`).
     drafter: _Drafter | None
     count: int  #: K: drafts of a step at most
+    #: How likely a draft counts as right, whatever it is; 0: by what it is.
+    chance: float = 0.0
 
     def empty(self, seats: int, context: int, page_size: int) -> DraftedTokens:
         """The tokens of seats nobody sits in. context: most tokens of a sequence."""
         nothing = jnp.zeros(seats, jnp.int32)
         drafts = jnp.full((seats, self.count), -1, jnp.int32)
         if self.drafter is None:
-            return DraftedTokens(nothing, nothing, drafts, page_size)
+            return DraftedTokens(nothing, nothing, drafts, page_size, self.chance)
         recent = jnp.zeros((seats, min(context, _RECENT)), jnp.int32)
-        return LookedUpTokens(nothing, nothing, drafts, page_size, recent, self.drafter)
+        return LookedUpTokens(
+            nothing, nothing, drafts, page_size, self.chance, recent, self.drafter
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -143,6 +148,7 @@ class DraftedTokens(SeatTokens):
     accepted: Any  #: int32 [M]: drafts of the seat's last rows that were accepted
     drafts: Any  #: int32 [M, K]: those that its next rows may read; -1: none
     page_size: int = field(metadata={"static": True})
+    chance: float = field(metadata={"static": True})  #: see `Drafting`
 
     def fill(self, inputs: Any) -> tuple[Any, DraftRows | None]:
         """See `SeatTokens.fill`. Rows whose tokens the host did not know move behind the accepted
@@ -185,11 +191,16 @@ class DraftedTokens(SeatTokens):
         self, seats: Array, positions: Array, drafts: DraftRows | None, tokens: Array
     ) -> Taken:
         """See `SeatTokens.take`; accepts drafts."""
-        drafts = drafts or self.no_drafts(len(tokens))
-        numbers, accepted = drafts.numbers, _accepted(drafts, tokens)
-        most = self.drafts.shape[1]
+        assert drafts is not None  # of every program of an engine that speculates
+        numbers, most = drafts.numbers, self.drafts.shape[1]
         expected = self.drafts.at[seats, jnp.minimum(numbers, most - 1)].get(mode="clip")
-        guessed = accepted & (numbers < most) & (expected == tokens)
+        before, next_right = jnp.roll(tokens, 1), expected == tokens
+        right = drafts.tokens == before
+        if self.chance:
+            right = _drawn(self.chance, seats, positions)
+            next_right = _drawn(self.chance, seats, positions + 1)
+        accepted = _accepted(numbers, right & (before >= 0))
+        guessed = accepted & (numbers < most) & next_right
         tokens = jnp.where(accepted, tokens, REJECTED)
         followed = jnp.append((accepted & (numbers > 0))[1:], False)
         none = len(self.last)
@@ -200,17 +211,20 @@ class DraftedTokens(SeatTokens):
             last=self.last.at[last].set(tokens, mode="drop"),
             accepted=self.accepted.at[last].set(numbers, mode="drop"),
         )
-        return Taken(kept.draft(owners, last, positions + 1, tokens), tokens, guessed)
+        kept, following = kept.draft(seats, owners, last, positions + 1, tokens)
+        return Taken(kept, tokens, guessed, following)
 
-    def draft(self, owners: Array, last: Array, newest: Array, tokens: Array) -> DraftedTokens:
-        """Draft what follows tokens int32 [S] at positions `newest`. owners: seats of rows whose
-        token counts; last: of the last such row of each; M: of the others.
+    def draft(
+        self, seats: Array, owners: Array, last: Array, newest: Array, tokens: Array
+    ) -> tuple[DraftedTokens, Array]:
+        """Draft what follows tokens int32 [S] at positions `newest`. seats: of the rows; owners: of
+        those whose token counts; last: of the last such row of each; M: of the others. -> (the
+        tokens with these drafts, and the drafts behind each row, int32 [S, K]; -1: not known yet).
         """
-        return self
+        return self, jnp.full((len(tokens), self.drafts.shape[1]), -1, jnp.int32)
 
-    def no_drafts(self, rows: int) -> DraftRows:
-        nothing = jnp.zeros(rows, jnp.int32)
-        return DraftRows(nothing, nothing)
+    def draft_rows(self, numbers: Any, tokens: Any) -> DraftRows:
+        return DraftRows(numbers, tokens)
 
     def with_drafts(self, seats: Array, drafts: Array) -> DraftedTokens:
         """The next rows of seats int32 [S] read these, int32 [S, K]; M: of no seat."""
@@ -220,8 +234,10 @@ class DraftedTokens(SeatTokens):
         """Note the tokens int32 [S] that a model expects behind logit rows: as the draft behind
         those that a sequence's rows read. What they read stays as it is.
         """
+        none = len(self.last)
+        own = jnp.where(seats > none, seats - none - 1, seats)  # chosen behind the step
         followed = jnp.append(rows.numbers[1:], 0) > rows.numbers
-        owners = jnp.where(followed, len(self.last), seats)
+        owners = jnp.where(followed, none, own)
         return replace(self, drafts=self.drafts.at[owners, rows.numbers].set(tokens, mode="drop"))
 
 
@@ -233,15 +249,15 @@ class LookedUpTokens(DraftedTokens):
     recent: Any  #: int32 [M, N]: see `_Drafter.drafts`
     drafter: _Drafter = field(metadata={"static": True})
 
-    def draft(self, owners: Array, last: Array, newest: Array, tokens: Array) -> LookedUpTokens:
+    def draft(
+        self, seats: Array, owners: Array, last: Array, newest: Array, tokens: Array
+    ) -> tuple[LookedUpTokens, Array]:
         """See `DraftedTokens.draft`."""
         recent = self.recent.at[owners, newest % self.recent.shape[1]].set(tokens, mode="drop")
         count = self.drafts.shape[1]
-        # Of a row whose token does not count, what is looked up is dropped.
-        seats = jnp.minimum(owners, len(self.last) - 1)
-        following = self.drafter.drafts(recent[seats], newest, count)
+        following = self.drafter.drafts(recent.at[seats].get(mode="clip"), newest, count)
         drafts = self.drafts.at[last].set(following, mode="drop")
-        return replace(self, drafts=drafts, recent=recent)
+        return replace(self, drafts=drafts, recent=recent), following
 
     def board(self, seat: Array, row: Array) -> LookedUpTokens:
         """A sequence takes a seat; row: int32 [N], see `row_of`."""
@@ -256,12 +272,18 @@ class LookedUpTokens(DraftedTokens):
         return row
 
 
-def _accepted(drafts: DraftRows, sampled: Array) -> Array:
-    """bool [S]: rows that read no draft, or only drafts that the rows before them sampled. The rows
-    of a sequence stand one behind the other, in the order of their numbers.
+def _accepted(numbers: Array, right: Array) -> Array:
+    """bool [S]: rows that read no draft, or only right ones. right: bool [S], of the draft that a
+    row reads. The rows of a sequence stand one behind the other, in the order of their numbers.
     """
-    rows = jnp.arange(len(sampled))
-    before = jnp.roll(sampled, 1)
-    right = (drafts.numbers == 0) | ((drafts.tokens == before) & (before >= 0))
-    last_wrong = jax.lax.cummax(jnp.where(right, -1, rows))
-    return last_wrong < rows - drafts.numbers + 1
+    rows = jnp.arange(len(numbers))
+    last_wrong = jax.lax.cummax(jnp.where((numbers == 0) | right, -1, rows))
+    return last_wrong < rows - numbers + 1
+
+
+def _drawn(chance: float, seats: Array, positions: Array) -> Array:
+    """bool [S]: true by this chance, the same whenever it is drawn for a seat and a position."""
+    first, second, third = map(jnp.uint32, (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D))
+    mixed = seats.astype(jnp.uint32) * first + positions.astype(jnp.uint32) * second
+    mixed = (mixed ^ (mixed >> 15)) * third
+    return (mixed >> 8) < jnp.uint32(chance * (1 << 24))

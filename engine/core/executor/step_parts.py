@@ -222,7 +222,7 @@ class _Tails:
         """The rows with their logits, at least those of a seat. seats: int32 [S], as uploaded."""
         if isinstance(rows, LogitRows):
             return rows
-        count = np.count_nonzero(seats < len(rows.seats))
+        count = np.count_nonzero(seats != len(rows.seats))
         size = next(size for size in self.heads if count <= size)
         return self.heads[size](leaves, rows)
 
@@ -248,9 +248,11 @@ class _PlainStep:
     ) -> tuple[list[Array], SeatTokens, StepOutput]:
         kv, output = self.model(leaves, kv, seat_tokens, packed)
         rows = self.tails.rows(leaves, output.rows, packed[self.layout.slices["seats"]])
-        seat_tokens, tokens, guessed = self.tails.sampler(rows).likeliest(seat_tokens, rows)
-        result = StepOutput(tokens, output.broken, hidden=output.hidden, guessed=guessed)
-        return kv, seat_tokens, result
+        taken = self.tails.sampler(rows).likeliest(seat_tokens, rows)
+        result = StepOutput(
+            taken.tokens, output.broken, hidden=output.hidden, guessed=taken.guessed
+        )
+        return kv, taken.seat_tokens, result
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,9 @@ class _Masks(NamedTuple):
     #: int32 [rows, ceil(V / 32)].
     masks: np.ndarray
     endings: list[_Ending]
-    #: Chunks of sequences whose masks are not computed yet.
-    late: list[Chunk]
+    #: Chunks whose tokens do not count: their masks are not computed yet, or they read a draft that
+    #: the grammar forbids.
+    left_out: list[Chunk]
 
 
 class GrammarManager:
@@ -135,39 +136,53 @@ class GrammarManager:
                     entry.ended.setdefault(number, reason)
 
     def masks(self, plan: Plan) -> _Masks:
-        """The masks of a plan's rows, without those of ended sequences and late masks."""
+        """The masks of a plan's rows, without those of ended sequences, late masks, and drafts that
+        grammars forbid.
+        """
         open_rows = [row for row in plan.masked if row.chunk.seq.finish is None]
-        self._begin([row.chunk.seq for row in open_rows])
+        self._begin([row.chunk for row in open_rows])
         masks = self._matchers.masks(len(open_rows))
         result = _Masks([], masks, [], [])
+        cut = set[Sequence]()
         for row in open_rows:
-            seq = row.chunk.seq
-            if _matcher_of(seq).late:
-                result.late.append(row.chunk)
+            seq, drafts = row.chunk.seq, row.chunk.draft
+            matcher = _matcher_of(seq)
+            if seq in cut or matcher.late or drafts > matcher.n_behind:
+                cut.add(seq)  # with the drafts behind
+                result.left_out.append(row.chunk)
                 continue
-            ending = self._fill(seq, masks, len(result.rows))
+            ending = self._fill(seq, masks, len(result.rows), drafts)
             if ending is None:
                 result.rows.append(row)
+                continue
+            cut.add(seq)
+            if drafts:
+                result.left_out.append(row.chunk)
             else:
                 result.endings.append(ending)
         return result._replace(masks=masks[: len(result.rows)])
 
-    def _begin(self, sequences: list[Sequence]) -> None:
-        """Start computing the masks of the next tokens, and wait for them a little."""
+    def _begin(self, chunks: list[Chunk]) -> None:
+        """Start computing the masks of the next tokens, and of those behind drafts, and wait for
+        them a little.
+        """
+        widths = {chunk.seq: chunk.draft for chunk in chunks}  # its last draft stands last
         awaited = False
-        for seq in sequences:
+        for seq, width in widths.items():
             matcher = _matcher_of(seq)
             matcher.take(seq.tokens, seq.n_prompt)
-            awaited |= matcher.begin()
+            awaited |= matcher.begin(seq.drafts[:width])
         if awaited:
             self._matchers.wait()
 
-    def _fill(self, seq: Sequence, masks: np.ndarray, row: int) -> _Ending | None:
-        """Write the mask of a sequence's next token; returns its ending if it gets no token."""
-        may_end = not seq.request.sampling.ignore_eos
-        may_end = may_end and seq.n_output + 1 >= seq.request.sampling.min_tokens
+    def _fill(self, seq: Sequence, masks: np.ndarray, row: int, drafts: int) -> _Ending | None:
+        """Write the mask of a sequence's next token, or of the one behind so many drafts; returns
+        its ending if it gets no token.
+        """
+        params, matcher = seq.request.sampling, _matcher_of(seq)
+        may_end = not params.ignore_eos and seq.n_output + drafts + 1 >= params.min_tokens
         try:
-            if self._matchers.fill(_matcher_of(seq), masks, row, may_end=may_end):
+            if self._matchers.fill(matcher, masks, row, may_end=may_end, drafts=drafts):
                 return None
         except RequestError as error:
             return _Ending(seq, "error", error.info)

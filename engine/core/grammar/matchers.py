@@ -40,6 +40,9 @@ _SLOW_S = 0.002
 #: The next token, or an answer's last one, is consumed in the calling thread (see `advance`) if the
 #: last mask took at most this many CPU seconds.
 _IN_PLACE_S, _LAST_IN_PLACE_S = 0.0003, 0.005
+#: The masks behind drafts are computed if the last mask took at most this many CPU seconds: a step
+#: waits for all of them.
+_DRAFTED_S = 0.0005
 #: CPU seconds for the masks of a request, and additional ones per token.
 _REQUEST_S, _TOKEN_S = 1.0, 0.01
 #: Bytes of the cache of compiled grammars; estimated bytes of a grammar, and per character of its
@@ -47,6 +50,8 @@ _REQUEST_S, _TOKEN_S = 1.0, 0.01
 _MOST_BYTES = 64 << 20
 _BYTES_EACH = 50_000
 _BYTES_A_CHARACTER = 50
+
+_NO_DRAFTS: list[int] = []
 
 
 @dataclass(slots=True)
@@ -133,6 +138,9 @@ class GrammarMatcher:
     _fresh: list[int] = field(default_factory=list[int])
     #: The number at the end of the answer.
     _tail: bytes = b""
+    #: Drafts of the next tokens, and the masks behind those of them that the grammar allows.
+    _drafts: list[int] = field(default_factory=list[int])
+    _behind: list[np.ndarray] = field(default_factory=list[np.ndarray])
 
     @property
     def complete(self) -> bool:
@@ -148,6 +156,16 @@ class GrammarMatcher:
     def late(self) -> bool:
         """True if a step should not wait for the mask."""
         return self._pending or (self._is_slow and self._used)
+
+    @property
+    def checks_drafts(self) -> bool:
+        """True if a step may wait for the masks behind drafts."""
+        return self._mask_s <= _DRAFTED_S
+
+    @property
+    def n_behind(self) -> int:
+        """How many drafts have a mask behind them."""
+        return len(self._behind)
 
     @property
     def _is_slow(self) -> bool:
@@ -166,50 +184,83 @@ class GrammarMatcher:
             # Consuming a token takes no longer than the last mask, which tried all tokens.
             self._consumed(self._inner.consume_tokens(self._fresh))
 
-    def begin(self) -> bool:
-        """Start computing the mask unless it is known; True if a step may wait for it."""
+    def begin(self, drafts: list[int] = _NO_DRAFTS) -> bool:
+        """Start computing the mask unless it is known, and those behind drafts of the next tokens;
+        True if a step may wait for them.
+        """
         self._used = False  # the step that used it may have failed
-        if self._pending or self._mask is not None or self._error is not None:
+        if self._pending or self._error is not None:
+            return False
+        self._drafts, self._behind = _NO_DRAFTS if self._is_slow else drafts, []
+        if self._mask is not None and not self._drafts:
             return False
         self._pending = True
         worker = self._threads.slow if self._is_slow else self._threads.quick
         worker.put(self._compute)
         return worker is self._threads.quick
 
-    def fill(self, masks: np.ndarray, row: int) -> None:
-        """Write the allowed tokens to a row of int32 [n, ceil(V / 32)]. Raises RequestError."""
+    def fill(self, masks: np.ndarray, row: int, drafts: int = 0) -> None:
+        """Write the allowed tokens to a row of int32 [n, ceil(V / 32)]: the next ones, or those
+        behind so many drafts, `n_behind` at most. Raises RequestError.
+        """
         if self._mask is None:
             self._compute()
         if self._error is not None:
             raise self._error
-        masks[row] = self._mask
+        masks[row] = self._behind[drafts - 1] if drafts else self._mask
         self._used = True
-        if self._tail and self._number_ends is not None:
-            self._number_ends.apply(self._tail, masks[row])
+        if self._number_ends is None:
+            return
+        tail = self._number_ends.after(self._tail, self._drafts[:drafts])
+        if tail:
+            self._number_ends.apply(tail, masks[row])
 
     def _compute(self) -> None:
-        """Consume the fresh tokens and compute the mask of the next one."""
+        """Consume the fresh tokens, and compute the masks of the next one and behind drafts."""
         tokens, started = len(self._fresh), time.thread_time()
         try:
             if self._fresh:
                 self._consumed(self._threads.advance(self._inner, self._fresh))
             if self._error is not None:
                 raise self._error
-            mask = np.empty((1, self._threads.words), np.int32)
-            fill_next_token_bitmask(self._inner, mask, 0)
-            if self._inner.is_error():
-                raise _stopped(self._inner)
-            seconds = time.thread_time() - started
-            self._threads.count(seconds)
-            self._mask_s = seconds
-            self._allowance.spend(seconds, tokens)
-            self._mask = mask[0]
+            if self._mask is None:
+                mask = self._mask_of(self._inner)
+                if mask is None:
+                    raise _stopped(self._inner)
+                seconds = time.thread_time() - started
+                self._threads.count(seconds)
+                self._mask_s = seconds
+                self._allowance.spend(seconds, tokens)
+                self._mask = mask
+            if self._drafts:
+                self._look_ahead()
         except RequestError as error:
             self._error = error
         except BaseException:  # a Rust panic; the thread must continue
             _log.exception("a grammar's mask could not be computed")
             self._error = _too_complex()
         self._pending = False
+
+    def _mask_of(self, matcher: LLMatcher) -> np.ndarray | None:
+        """The mask of a matcher's next token; None if it exceeds a limit."""
+        mask = np.empty((1, self._threads.words), np.int32)
+        fill_next_token_bitmask(matcher, mask, 0)
+        return None if matcher.is_error() else mask[0]
+
+    def _look_ahead(self) -> None:
+        """Compute the masks behind the drafts, up to one that the grammar forbids or that ends the
+        text. A copy consumes them: a matcher that a draft leads beyond a limit never recovers.
+        """
+        ahead = self._inner.deep_copy()
+        for draft in self._drafts:
+            started = time.thread_time()
+            if ahead.try_consume_tokens([draft]) != 1 or ahead.is_stopped():
+                return
+            mask = self._mask_of(ahead)
+            if mask is None:
+                return
+            self._behind.append(mask)
+            self._threads.count(time.thread_time() - started)
 
     def _consumed(self, is_allowed: bool) -> None:
         """Update the state after `_inner` has consumed the fresh tokens, if they are allowed."""
@@ -266,8 +317,9 @@ class TokenConstraint:
     _rules: _TokenRules
     #: None: no grammar.
     _inner: GrammarMatcher | None
-    #: The last output tokens.
+    #: The last output tokens, and drafts of the next ones.
     _tail: tuple[int, ...] = ()
+    _drafts: list[int] = field(default_factory=list[int])
 
     @property
     def complete(self) -> bool:
@@ -283,25 +335,37 @@ class TokenConstraint:
         """See `GrammarMatcher.late`."""
         return self._inner is not None and self._inner.late
 
-    def begin(self) -> bool:
+    @property
+    def checks_drafts(self) -> bool:
+        """See `GrammarMatcher.checks_drafts`."""
+        return self._inner is None or self._inner.checks_drafts
+
+    @property
+    def n_behind(self) -> int:
+        """See `GrammarMatcher.n_behind`."""
+        return len(self._drafts) if self._inner is None else self._inner.n_behind
+
+    def begin(self, drafts: list[int] = _NO_DRAFTS) -> bool:
         """See `GrammarMatcher.begin`."""
-        return self._inner is not None and self._inner.begin()
+        self._drafts = drafts
+        return self._inner is not None and self._inner.begin(drafts)
 
     def take(self, tokens: list[int], start: int, *, last: bool = False) -> None:
         if self._inner is not None:
             self._inner.take(tokens, start, last=last)
         self._tail = tuple(tokens[max(start, len(tokens) - self._rules.memory) :])
 
-    def fill(self, masks: np.ndarray, row: int) -> None:
-        """Write the allowed tokens to a row of int32 [n, ceil(V / 32)]. Raises RequestError."""
+    def fill(self, masks: np.ndarray, row: int, drafts: int = 0) -> None:
+        """See `GrammarMatcher.fill`."""
         allowed = self._rules.base.copy()
-        for banned in self._rules.by_token.get(self._tail[-1] if self._tail else -1, ()):
-            if self._tail[1 - len(banned) :] == banned[:-1]:
+        tail = (*self._tail, *self._drafts[:drafts])
+        for banned in self._rules.by_token.get(tail[-1] if tail else -1, ()):
+            if tail[1 - len(banned) :] == banned[:-1]:
                 _clear(allowed, banned[-1])
         if self._inner is None:
             masks[row] = allowed.view(np.int32)
         else:
-            self._inner.fill(masks, row)
+            self._inner.fill(masks, row, drafts)
             masks[row] &= allowed.view(np.int32)
 
 
@@ -406,20 +470,22 @@ class Matchers:
         row: int,
         *,
         may_end: bool,
+        drafts: int = 0,
     ) -> bool:
-        """Write a matcher's mask; False if no token may follow.
+        """Write a matcher's mask of the next token, or of the one behind so many drafts; False if
+        no token may follow.
 
         may_end: the text may end here. Raises RequestError if the grammar exceeds a limit, or no
         allowed token continues it.
         """
-        matcher.fill(masks, row)
+        matcher.fill(masks, row, drafts)
         if not may_end:
             masks[row] &= self._no_ends
         if matcher.complete:
             return False
         if masks[row].any():
             return True
-        if not matcher.may_end:
+        if not (drafts or matcher.may_end):
             raise _dead_end()
         return False
 

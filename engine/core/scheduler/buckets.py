@@ -8,7 +8,7 @@ there are seats: a prompt that comes to a few streams is then no step of hundred
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -20,6 +20,9 @@ _DEVICE_SEATS = (1, 4, 16, 64, 128, 192, 256, 384, 512, 768, 1024)
 #: Rows of the smallest mixed buckets on a GPU or TPU, where they lie below those for all seats. Up
 #: to some 300 rows cost little beside the weights; a step of the next size takes twice as long.
 _DEVICE_PROMPT_ROWS = (64, 256)
+#: Rows of a decode step that full seats and their drafts fill at most, unless that are fewer than
+#: two for each seat.
+_ROWS_WITH_DRAFTS = 32
 #: A mixed bucket with no more rows than there are seats has one sequence, and one logit row, for so
 #: many of its rows.
 _ROWS_PER_SEQUENCE = 4
@@ -106,6 +109,14 @@ class Buckets:
             decode=tuple(Bucket(size, size) for size in seats),
             mixed=tuple(Bucket.mixed(rows, max_seats) for rows in sorted({*tokens, token_budget})),
         )
+
+    def with_drafts(self, most: int) -> Buckets:
+        """These, and one more of decode steps with rows for drafts beside full seats: one for each,
+        of few seats all `most` that a sequence checks in a step.
+        """
+        rows = max(2 * self.seats, min((1 + most) * self.seats, _ROWS_WITH_DRAFTS))
+        rows = min(rows, self.token_budget)
+        return replace(self, decode=(*self.decode, Bucket(rows, rows)))
 
     @cached_property
     def token_budget(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -413,3 +414,20 @@ class StepResult:
     pooled: np.ndarray | None = None
     #: Of each logit row, whether its token's successor was drafted right; None without speculation.
     guessed: list[bool] | None = None
+    #: By logit row, of those whose tokens were chosen under masks: the drafts of what follows.
+    drafts: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+
+    @classmethod
+    def drawn(cls, plan: Plan, is_right: Callable[[], bool]) -> StepResult:
+        """The result of a step without a device: each token is 0. is_right: draws whether the draft
+        of a token's successor is right.
+        """
+        tokens, guessed = list[int](), list[bool]()
+        right = False
+        for chunk in plan.chunks:
+            if chunk.sample:
+                counts = not chunk.draft or right
+                right = counts and is_right()
+                tokens.append(0 if counts else REJECTED)
+                guessed.append(right)
+        return cls(tokens, guessed=guessed)

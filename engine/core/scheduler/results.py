@@ -73,8 +73,13 @@ class Results:
         seq = chunk.seq
         seq.drafting -= 1
         is_open = seq.finish is None
-        if token == REJECTED or (is_open and seq not in self._sequences.seats.decoding):
+        counts = token != REJECTED and not chunk.sits_out
+        if not counts or (is_open and seq not in self._sequences.seats.decoding):
             plan.rejected += 1
+            # The outputs of its rows before this one are the newest.
+            newest = self._sequences.outputs[-1:]
+            if newest and (newest[0].request_id, newest[0].index) == seq.key:
+                newest[0].rejected += 1
             return False
         if is_open:
             seq.scheduled += 1
@@ -188,6 +193,7 @@ class Results:
                 output.stop_token = token if finish == "stop" else None
         self._sequences.outputs.append(output)
         if seq.matcher is not None and output.stop_token is None:
+            seq.drafts = result.drafts.get(row, [])
             self._match(seq, seq.matcher, output)
 
     def _pool(self, chunk: Chunk, result: StepResult, number: int, now: float) -> None:

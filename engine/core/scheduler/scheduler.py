@@ -112,9 +112,7 @@ class Scheduler:
         )
         self._speculation: Speculation | None = None
         if limits.max_drafts:
-            self._speculation = Speculation(
-                limits.max_drafts, limits.max_seats, sequences, self.step_times
-            )
+            self._speculation = Speculation(limits.max_drafts, buckets, sequences, self.step_times)
         self._results = Results(sequences)
         self._suspects = StepBlame()
         # Rows that a step has at most, never fewer than all seats need.
@@ -236,7 +234,7 @@ class Scheduler:
         suspect = self._suspects.first
         self._planner.fill(draft, self.steps, now, suspect)
         if self._speculation is not None and suspect is None:
-            self._speculation.widen(draft)
+            self._speculation.widen(draft, self._row_limit.rows)
         if not draft.chunks:
             self._planner.dropped += draft.dropped
             return None
@@ -274,14 +272,16 @@ class Scheduler:
         return self._planner.lets_others_first(plan, now)
 
     def sit_out(self, chunk: Chunk) -> None:
-        """The token of a chunk of the newest plan does not count, since the mask that it must
-        follow is not known yet. Its sequence has no row in a plan until it is, and then the last
-        one again.
+        """The token of a chunk of the newest plan does not count. One that reads a draft is
+        rejected. Of others the mask that the token must follow is not known yet: the sequence has
+        no row in a plan until it is, and then the last one again.
         """
         seq = chunk.seq
         if not seq.seated:
             return  # the token is stale anyway (`Replay`)
         chunk.sits_out = True
+        if chunk.draft:
+            return
         seq.computed_high = max(seq.computed_high, seq.scheduled)
         seq.scheduled -= 1
         seq.in_flight -= 1

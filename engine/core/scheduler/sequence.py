@@ -36,6 +36,11 @@ class Matcher(Protocol):
         """Its next mask is not computed yet: steps go on without the sequence."""
         ...
 
+    @property
+    def checks_drafts(self) -> bool:
+        """Masks behind drafts are computed soon enough for a step."""
+        ...
+
 
 class OwnPages(NamedTuple):
     """Pages that only the sequence itself may find again.
@@ -151,6 +156,8 @@ class Sequence:
     #: Drafts that launched steps check (`engine.core.scheduler.speculation`): the next row may be
     #: so many positions behind `scheduled`.
     drafting: int = 0
+    #: Under a grammar: the drafts behind the newest token, as the device has them.
+    drafts: list[int] = field(default_factory=_no_pages)
     #: Drafts that the next step may check; of decoding sequences, written before each plan.
     lookahead: int = 0
     #: The share of its recent tokens that were drafted right.

@@ -8,36 +8,66 @@ stand up to `Sequence.drafting` positions behind `Sequence.scheduled`.
 
 from __future__ import annotations
 
+from itertools import accumulate
+from operator import mul
+
+from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.open_sequences import OpenSequences
 from jitney.engine.core.scheduler.plan import REJECTED, Chunk, Draft, Plan, StepResult
 from jitney.engine.core.scheduler.sequence import Sequence
 from jitney.engine.core.scheduler.step_times import StepTimeEstimate
 
-#: Drafts that a sequence checks in a step.
-_WIDTHS = (1, 3, 7)
-#: How much each token counts among a sequence's recent ones.
-_NEWEST = 0.2
-#: Sequences whose drafts are right less often check none.
-_LEAST_RIGHT = 0.3
-#: A step with drafts must bring so many times the tokens a second.
-_PAYS = 1.05
+#: How much each token counts among a sequence's recent ones, and among those of all sequences.
+_NEWEST, _NEWEST_OF_ALL = 0.2, 0.02
+#: Sequences whose drafts are right less often get no pages for any.
+_LEAST_RIGHT = 0.2
+#: Classes of sequences by how often their drafts were right.
+_CLASSES = 10
+#: A second that drafts add to a step must bring so many times the tokens of one without, and all
+#: drafts of a step so many for each row that decodes without them.
+_PAYS, _LEAST_GAIN = 1.05, 0.05
+
+
+class _Acceptance:
+    """How often drafts are right, measured."""
+
+    def __init__(self, most: int):
+        # By class and by how many were right before it in the same step; at first as often as in
+        # the middle of the class.
+        self._right = [[(own + 0.5) / _CLASSES] * most for own in range(_CLASSES)]
+
+    def chances(self, seq: Sequence) -> list[float]:
+        """Of each of the next drafts of a sequence, how likely it is accepted."""
+        return list(accumulate(self._of(seq), mul))
+
+    def observe(self, seq: Sequence, before: int, *, right: bool) -> None:
+        """A draft behind so many right ones was right, or not."""
+        own = self._of(seq)
+        own[before] += _NEWEST_OF_ALL * (right - own[before])
+        seq.right_drafts += _NEWEST * (right - seq.right_drafts)
+
+    def _of(self, seq: Sequence) -> list[float]:
+        return self._right[min(int(_CLASSES * seq.right_drafts), _CLASSES - 1)]
 
 
 class Speculation:
-    """Adds draft rows to steps in which sequences only decode."""
+    """Adds draft rows to steps."""
 
     def __init__(
-        self, most: int, seats: int, sequences: OpenSequences, step_times: StepTimeEstimate
+        self,
+        most: int,
+        buckets: Buckets,
+        sequences: OpenSequences,
+        step_times: StepTimeEstimate,
     ):
-        """most: drafts of a sequence in a step, those in flight not counted. seats: rows that such
-        a step has at most.
-        """
+        """most: drafts of a sequence in a step, those in flight not counted."""
         # Two steps' drafts never need more than one page beyond the last one begun.
         self._most = min(most, sequences.pages.pool.page_size // 2)
-        self._rows = seats
+        self._buckets = buckets
         self._seats = sequences.seats
         self._pool = sequences.pages.pool
         self._step_times = step_times
+        self._acceptance = _Acceptance(self._most)
 
     def look_ahead(self) -> None:
         """Before a plan: decide for how many drafts each sequence gets pages. None ends with a
@@ -51,14 +81,33 @@ class Speculation:
                 left = seq.limit - 3 - seq.scheduled - seq.drafting
                 seq.lookahead = max(0, min(self._most, left))
 
-    def widen(self, draft: Draft) -> None:
-        """Add draft rows to a step, if it has decode rows only."""
-        if draft.reserved or draft.rows > draft.n_decode:
+    def widen(self, draft: Draft, most_rows: int) -> None:
+        """Add draft rows to a step, which has at most so many rows then."""
+        decoding = draft.chunks[: draft.n_decode]
+        if draft.reserved or not decoding:
             return
-        room = {chunk.seq: self._room(chunk) for chunk in draft.chunks if chunk.seq.lookahead}
-        widths = self._best(draft.rows, room)
-        if widths:
-            draft.add_drafts(widths)
+        if draft.rows == draft.n_decode:
+            room = min(self._buckets.decode[-1].seats, most_rows) - draft.rows
+        else:
+            room = min(self._buckets.seats - len(draft.chunks), most_rows - draft.rows)
+        if room > 0:
+            likeliest = self._likeliest(decoding)[:room]
+            widths = self._worthwhile(draft, likeliest)
+            if widths:
+                draft.add_drafts(widths)
+
+    def _likeliest(self, decoding: list[Chunk]) -> list[tuple[float, Sequence]]:
+        """(chance of being accepted, sequence) of every draft that there is room for, the likeliest
+        first.
+        """
+        drafts: list[tuple[float, Sequence]] = []
+        for chunk in decoding:
+            seq = chunk.seq
+            if seq.lookahead:
+                chances = self._acceptance.chances(seq)
+                drafts += [(chance, seq) for chance in chances[: self._room(chunk)]]
+        drafts.sort(key=_chance, reverse=True)
+        return drafts
 
     def _room(self, chunk: Chunk) -> int:
         """Drafts that a sequence has pages for behind its planned row, wherever that stands."""
@@ -66,44 +115,60 @@ class Speculation:
         if chunk.start < len(seq.tokens):
             return 0  # its token comes from the host, which has no drafts
         held = len(seq.pages) * self._pool.page_size
-        return min(seq.lookahead, held - 1 - chunk.start - seq.drafting)
+        return max(0, min(seq.lookahead, held - 1 - chunk.start - seq.drafting))
 
-    def _best(self, rows: int, room: dict[Sequence, int]) -> dict[Sequence, int]:
-        """The drafts of each sequence that bring the most tokens a second; empty: none do."""
-        best: dict[Sequence, int] = {}
-        usual = self._step_times.decode(rows)
-        if not room or not usual:
-            return best
-        most = _PAYS * rows / usual
-        for width in _WIDTHS:
-            widths = {seq: min(width, own) for seq, own in room.items() if own > 0}
-            total = rows + sum(widths.values())
-            if not widths or total > self._rows:
-                break
+    def _worthwhile(
+        self, draft: Draft, drafts: list[tuple[float, Sequence]]
+    ) -> dict[Sequence, int]:
+        """How many drafts of each sequence bring most beyond what the seconds that they add would
+        bring without them; empty: none do.
+        """
+        usual, alone = self._seconds(draft, 0), self._step_times.decode(draft.n_decode)
+        if not drafts or not usual or not alone:
+            return {}
+        per_second = _PAYS * draft.n_decode / alone
+        best, most = 0, _LEAST_GAIN * draft.n_decode
+        tokens = 0.0
+        for count, (chance, _) in enumerate(drafts, 1):
+            tokens += chance
             # A size that was not seen yet is tried.
-            seconds = self._step_times.decode(total) or usual
-            tokens = rows + sum([_expected(seq, own) for seq, own in widths.items()])
-            if tokens / seconds > most:
-                best, most = widths, tokens / seconds
-        return best
+            seconds = self._seconds(draft, count) or usual
+            gain = tokens - per_second * max(0.0, seconds - usual)
+            if gain > most:
+                best, most = count, gain
+        widths: dict[Sequence, int] = {}
+        for _, seq in drafts[:best]:
+            widths[seq] = widths.get(seq, 0) + 1
+        return widths
+
+    def _seconds(self, draft: Draft, drafts: int) -> float | None:
+        """Typical seconds of the step with so many draft rows; None: not measured."""
+        rows = draft.rows + drafts
+        if draft.rows == draft.n_decode:
+            return self._step_times.decode_rows(rows)
+        sequences = len(draft.chunks) + drafts
+        bucket = self._buckets.choose(
+            tokens=rows, sequences=sequences, decode_only=False, logit_rows=sequences
+        )
+        return self._step_times.mixed(bucket, rows)
 
     def learn(self, plan: Plan, result: StepResult) -> None:
         """Which drafts of a step's sequences were right, checked or not."""
         assert result.guessed is not None  # of every step of an engine that speculates
         for row, chunk in enumerate(plan.chunks[: plan.n_decode]):
-            if chunk.draft < self._most and result.tokens[row] != REJECTED:
-                seq = chunk.seq
-                seq.right_drafts += _NEWEST * (result.guessed[row] - seq.right_drafts)
+            counts = result.tokens[row] != REJECTED and not chunk.sits_out
+            if counts and chunk.draft < self._most:
+                self._acceptance.observe(chunk.seq, chunk.draft, right=result.guessed[row])
 
 
 def _may_draft(seq: Sequence) -> bool:
-    """A grammar's masks are made on the host, for one token at a time; tokens that a former core
-    sent are compared one by one.
+    """Tokens that a former core sent are compared one by one. Masks behind drafts are made of those
+    that the host knows, and a step does not wait for slow grammars.
     """
-    return seq.matcher is None and seq.replay is None
+    if seq.matcher is not None and not (seq.drafts and seq.matcher.checks_drafts):
+        return False
+    return seq.replay is None
 
 
-def _expected(seq: Sequence, drafts: int) -> float:
-    """How many of a sequence's drafts should be accepted: each only behind the one before."""
-    right = seq.right_drafts
-    return sum([right**number for number in range(1, drafts + 1)])
+def _chance(draft: tuple[float, Sequence]) -> float:
+    return draft[0]

@@ -209,6 +209,15 @@ class StepTimeEstimate:
         self._take_in()
         return self._typical(bucket) if bucket in self._seen else None
 
+    def decode_rows(self, rows: int) -> float | None:
+        """`decode` by rows: where padding is free, on a line between the times of two sizes."""
+        above, seconds = self._decode_bucket(rows), self.decode(rows)
+        below = max([size.seats for size in self.buckets.decode if size.seats < rows], default=0)
+        less = self.decode(below) if below and self.buckets.padding_is_free else None
+        if seconds is None or less is None:
+            return seconds
+        return less + (seconds - less) * (rows - below) / (above.seats - below)
+
     def far_above_least(self, sequences: int) -> bool:
         """Whether a step in which so many sequences decode takes twice as long as any step must."""
         seconds = self.decode(sequences) if sequences else None

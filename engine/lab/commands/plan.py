@@ -13,6 +13,7 @@ from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.summary import Slo
 from jitney.engine.config import Arguments, Command, Flag, FlagGroup
+from jitney.engine.lab.commands.simulate_flags import SimulateArguments
 from jitney.engine.lab.simulation.devices import DEVICES
 from jitney.engine.lab.simulation.planner import Load, OperatingPoint, Sizing
 from jitney.engine.lab.simulation.roofline import SHAPES, Assumptions, Roofline
@@ -22,7 +23,16 @@ if TYPE_CHECKING:
 
 _WEIGHTS = ("bf16", "fp8", "int8", "int4", "mxfp4")
 #: Fields of `Load` that flags of the same name give.
-_OF_LOAD = ("prompt", "output", "rate", "price_per_hour", "token_budget", "page_size")
+_OF_LOAD = (
+    "prompt",
+    "output",
+    "rate",
+    "price_per_hour",
+    "token_budget",
+    "page_size",
+    "acceptance",
+    "drafts",
+)
 
 
 def plan(arguments: Sequence[str]) -> int:
@@ -41,7 +51,7 @@ def plan(arguments: Sequence[str]) -> int:
 
 
 def _run_plan(args: Arguments) -> int:
-    args.check_numbers(count=1, rate=0)
+    args.check_numbers(count=1, rate=0, acceptance=0)
     args.check_writable("json")
     if not args.model or not args.device:
         raise ConfigError("say what to size: jitney plan MODEL --device NAME")
@@ -134,6 +144,7 @@ _FLAGS = (
     Flag.number("--rate", "requests a second to serve: how many replicas", 0.0),
     Flag.whole("--token-budget", "most rows of a step", 2048),
     Flag.whole("--page-size", "KV positions per page", 16),
+    *SimulateArguments.DRAFTS,
     ROOFLINE.json,
 )
 _ASSUMPTIONS = (
@@ -213,8 +224,9 @@ def _answers(roofline: Roofline, load: Load, sizing: Sizing) -> Iterator[str]:
             f"ms and the first token {ttft:.0f} ms"
         )
         return
-    speed = f"{chosen.output_tok_s:,.0f} output tokens/s, {1e3 * chosen.step_s:.1f} ms"
-    yield f"chosen: {chosen.seats} seats, {speed} between tokens"
+    speed = f"{chosen.output_tok_s:,.0f} output tokens/s, {1e3 * chosen.itl_s:.1f} ms"
+    drafts = f", {chosen.drafts} drafts of each a step" if chosen.drafts else ""
+    yield f"chosen: {chosen.seats} seats, {speed} between tokens{drafts}"
     yield f"load at {Sizing.UTILISATION:.0%}: {sizing.load_req_s:.2f} requests/s a replica"
     full, loaded = chosen.cost_per_million, sizing.cost_per_million_loaded
     if loaded is not None:
@@ -233,6 +245,12 @@ def _assumptions(roofline: Roofline, load: Load) -> Iterator[str]:
         f"row, at most {load.token_budget} rows; mean context {load.mean_context:g}; nothing "
         "shared between prompts"
     )
+    if load.acceptance:
+        yield (
+            f"drafts: each is accepted with chance {load.acceptance:g} if those before it were; a "
+            "step has as many for each sequence as bring most tokens, at most "
+            f"{load.drafts}; making them takes no time"
+        )
     yield (
         f"TTFT: p{100 * Sizing.TTFT_QUANTILE:g} at {Sizing.UTILISATION:.0%} load, seats as servers "
         "of a Markov queue (Erlang C), then the prompt's own steps"

@@ -135,6 +135,7 @@ _SUBJECT = (
     ),
     Flag.of("--kv", "with --device: bf16, fp8 or int8", "bf16", metavar="FORMAT"),
     Flag.whole("--seats", "the same as --max-seats"),
+    *SimulateArguments.DRAFTS,
     Flag.of(
         "--measured",
         "predict the runs in a file of jitney bench policies --records, each beside "
@@ -178,7 +179,12 @@ _COMMAND = Command(
 
 def _check_flags(args: SimulateArguments) -> None:
     """Raise ConfigError for flags that contradict each other, or that would be ignored."""
-    args.check_numbers(rate=1e-9, concurrency=0, count=1, seats=1)
+    args.check_numbers(rate=1e-9, concurrency=0, count=1, seats=1, acceptance=0, drafts=1)
+    if args.acceptance > 1 or (args.acceptance and args.measured):
+        raise ConfigError(
+            f"--acceptance {args.acceptance:g} must be at most 1, and is not for --measured, whose "
+            "runs are simulated as they were"
+        )
     _check_subject(args)
     if args.open_loop and not args.trace:
         raise ConfigError("--open-loop is for --trace: made-up traffic is what --arrivals says")

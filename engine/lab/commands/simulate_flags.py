@@ -45,6 +45,7 @@ class SimulateArguments(TrafficArguments):
         "speculative_tokens",
         "draft_model",
         "draft_weights",
+        "speculative_acceptance",
         "prompt_lookup_max",
         "prompt_lookup_min",
         "kernels",
@@ -56,6 +57,13 @@ class SimulateArguments(TrafficArguments):
         "coordinator",
         "n_hosts",
         "host_id",
+    )
+    #: Speculation, by a chance.
+    DRAFTS: ClassVar = (
+        Flag.number(
+            "--acceptance", "chance that a draft behind right ones is accepted; 0: no drafts", 0.0
+        ),
+        Flag.whole("--drafts", "with --acceptance: most drafts of a sequence in a step", 7),
     )
     #: How fast the traffic comes.
     PACE: ClassVar = FlagGroup(
@@ -156,6 +164,8 @@ class SimulateArguments(TrafficArguments):
 
         timeout_ms = None if "static_timeout_ms" in vars(self) else 0.0
         under = shape.under(policy, timeout_ms)
+        if self.acceptance:
+            under = under.drafting(self.acceptance, self.drafts)
         return simulate(arrivals, under, table, concurrency=clients or None, seed=self.seed)
 
 

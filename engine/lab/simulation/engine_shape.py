@@ -48,6 +48,8 @@ class EngineShape:
     checkpoints: int | None = None
     #: Pages between the checkpoints of a long prompt.
     checkpoint_pages: int = 0
+    #: How likely each draft is right that follows a right one, see `drafting`.
+    acceptance: float = 0.0
 
     @classmethod
     def of(
@@ -79,6 +81,15 @@ class EngineShape:
             seat_sizes=settings.seat_buckets,
             token_sizes=settings.token_buckets,
             on_device=on_device,
+        )
+
+    def drafting(self, acceptance: float, most: int) -> EngineShape:
+        """The same engine with so many drafts of a sequence in a step at most."""
+        return replace(
+            self,
+            limits=replace(self.limits, max_drafts=most),
+            buckets=self.buckets.with_drafts(most),
+            acceptance=acceptance,
         )
 
     def with_model(self, model: ModelConfig, shares: PoolShares, pools: PoolSizes) -> EngineShape:
@@ -147,6 +158,7 @@ class EngineShape:
             "windows": dict(self.windows),
             "checkpoints": self.checkpoints,
             "buckets": [str(bucket) for bucket in self.buckets.all()],
+            "acceptance": self.acceptance,
         }
 
 

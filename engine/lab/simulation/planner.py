@@ -23,7 +23,15 @@ from jitney.engine.lab.simulation.roofline import Roofline
 #: Seats beyond which nothing is looked at.
 _MOST_SEATS = 1024
 #: What a load cannot be less than.
-_LEAST = {"prompt": 1, "output": 1, "page_size": 1, "rate": 0, "token_budget": 2}
+_LEAST = {
+    "prompt": 1,
+    "output": 1,
+    "page_size": 1,
+    "rate": 0,
+    "token_budget": 2,
+    "acceptance": 0,
+    "drafts": 0,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +51,16 @@ class Load:
     #: Most rows of a step, and tokens of a KV page.
     token_budget: int = 2048
     page_size: int = 16
+    #: Chance that a draft behind right ones is accepted, and most drafts of a sequence in a step.
+    acceptance: float = 0.0
+    drafts: int = 0
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}")
+        if self.acceptance > 1:
+            raise ConfigError(f"acceptance must be at most 1, not {self.acceptance:g}")
         for name in ("itl_s", "ttft_s", "price_per_hour"):
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -71,6 +84,10 @@ class Load:
     def prompt_rows(self) -> float:
         """Prompt rows that come with each decode row in a steady state."""
         return self.prompt / self.output
+
+    def tokens_per_step(self, drafts: int) -> float:
+        """Tokens that a decoding sequence gets in a step that checks so many drafts of it."""
+        return sum([self.acceptance**number for number in range(drafts + 1)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,25 +130,43 @@ class OperatingPoint:
     bound: str
     #: Of a million output tokens; None without a price.
     cost_per_million: float | None
+    #: Drafts of each sequence that a step checks.
+    drafts: int = 0
+
+    @property
+    def itl_s(self) -> float:
+        """Mean seconds between two tokens of a sequence."""
+        return self.decoding / self.output_tok_s
 
     @classmethod
     def of(cls, roofline: Roofline, load: Load, seats: int) -> OperatingPoint:
-        """With all of so many seats busy; where prompts do not fit the token budget beside the
-        decode rows, the rest of the seats are waiting for their prompts.
+        """With all of so many seats busy, and as many drafts as bring most tokens; where prompts do
+        not fit the token budget beside the decode rows, the rest of the seats are waiting for their
+        prompts.
         """
-        decoding = min(seats, load.token_budget / (1 + load.prompt_rows))
-        bucket, work = _steady_step(load, decoding)
+        most = load.drafts if load.acceptance else 0
+        points = [cls._with_drafts(roofline, load, seats, count) for count in range(most + 1)]
+        return max(points, key=_throughput)
+
+    @classmethod
+    def _with_drafts(
+        cls, roofline: Roofline, load: Load, seats: int, drafts: int
+    ) -> OperatingPoint:
+        each = load.tokens_per_step(drafts)
+        decoding = min(seats, load.token_budget / (1 + drafts + each * load.prompt_rows))
+        bucket, work = _steady_step(load, decoding, drafts)
         step = roofline.seconds(bucket, work)
-        tokens = decoding / step
+        tokens = decoding * each / step
         return cls(
             seats=seats,
             decoding=decoding,
             step_s=step,
             output_tok_s=tokens,
             req_s=tokens / load.output,
-            ttft_s=_first_token(load, seats, step),
+            ttft_s=_first_token(load, seats, step, each),
             bound=_bound(roofline, bucket, work),
             cost_per_million=_cost_per_million(roofline, load, tokens),
+            drafts=drafts,
         )
 
 
@@ -248,17 +283,18 @@ def _no_room(roofline: Roofline, load: Load) -> str:
     )
 
 
-def _steady_step(load: Load, decoding: float) -> tuple[Bucket, StepWork]:
-    """A step in which so many sequences decode."""
-    prompt = decoding * load.prompt_rows
+def _steady_step(load: Load, decoding: float, drafts: int) -> tuple[Bucket, StepWork]:
+    """A step in which so many sequences decode and check so many drafts each."""
+    prompt = decoding * load.tokens_per_step(drafts) * load.prompt_rows
+    rows = decoding * (1 + drafts)
     work = StepWork(
-        decode=math.ceil(decoding),
+        decode=math.ceil(rows),
         prompt=round(prompt),
-        keys=round(decoding * load.mean_context),
+        keys=round(rows * load.mean_context),
         longest=load.longest,
         pairs=round(prompt * load.prompt / 2),
     )
-    return Bucket(math.ceil(decoding + prompt), max(1, work.decode)), work
+    return Bucket(math.ceil(rows + prompt), max(1, work.decode)), work
 
 
 def _cost_per_million(roofline: Roofline, load: Load, output_tok_s: float) -> float | None:
@@ -278,11 +314,13 @@ def _bound(roofline: Roofline, bucket: Bucket, work: StepWork) -> str:
     return parts[max(parts)]
 
 
-def _first_token(load: Load, seats: int, step: float) -> float:
+def _first_token(load: Load, seats: int, step: float, each: float) -> float:
     """The `TTFT_QUANTILE` of the time to first token at `UTILISATION`: wait for a seat (Erlang C),
-    for the step under way, and the steps that the prompt takes."""
+    for the step under way, and the steps that the prompt takes. each: tokens of a sequence in a
+    step.
+    """
     steps = max(1, math.ceil(load.prompt / max(1.0, load.token_budget - seats)))
-    service = (load.output + steps) * step
+    service = (load.output / each + steps) * step
     return (
         _seat_wait(seats, service, Sizing.UTILISATION, Sizing.TTFT_QUANTILE) + step + steps * step
     )
@@ -301,7 +339,7 @@ def _seat_wait(seats: int, service: float, load: float, quantile: float) -> floa
 
 def _keeps(point: OperatingPoint, load: Load) -> bool:
     """True when the point is within the limits."""
-    if load.itl_s is not None and point.step_s > load.itl_s:
+    if load.itl_s is not None and point.itl_s > load.itl_s:
         return False
     return load.ttft_s is None or point.ttft_s <= load.ttft_s
 

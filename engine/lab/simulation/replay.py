@@ -72,10 +72,12 @@ class RecordedEngine(msgspec.Struct, frozen=True):
 
     def own_buckets(self, settings: EngineSection) -> Buckets | None:
         """Those it was compiled with, if these settings leave them as they are; else None."""
+        # Larger ones are for drafts, which are not simulated.
+        sizes = [size for size in self.seat_buckets if size <= settings.max_seats]
         asked = settings.max_seats, settings.token_budget
-        if asked != (max(self.seat_buckets, default=0), max(self.token_buckets, default=0)):
+        if asked != (max(sizes, default=0), max(self.token_buckets, default=0)):
             return None
-        decode = [Bucket(size, size) for size in self.seat_buckets]
+        decode = [Bucket(size, size) for size in sizes]
         mixed = [Bucket.mixed(size, settings.max_seats) for size in self.token_buckets]
         return Buckets(tuple(decode), tuple(mixed), self.padding_is_free)
 

@@ -2,16 +2,17 @@
 device made of time.
 
 The device takes as long for a step as a step table says, the host as long as it was measured to;
-everything else is decided by the code that runs in production. Sequences end by length. Prompts are
-lengths only, so the prefix cache is off; what a recorded engine found in it (`Arrival.n_cached`) is
-taken as found again, whatever the policy. The pages of such a hit are counted as the sequence's
-own.
+everything else is decided by the code that runs in production. Sequences end by length. Drafts of
+an engine that speculates are right by chance (`EngineShape.acceptance`). Prompts are lengths only,
+so the prefix cache is off; what a recorded engine found in it (`Arrival.n_cached`) is taken as
+found again, whatever the policy. The pages of such a hit are counted as the sequence's own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import random
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Series
 from dataclasses import dataclass
@@ -79,11 +80,11 @@ class _RecordedHits(PageTables):
 
 
 class _FlyingStep(NamedTuple):
-    """A launched step: when it will be done, and how many tokens it brings."""
+    """A launched step: when it will be done, and what it brings."""
 
     #: Virtual seconds.
     ready: float
-    tokens: int
+    result: StepResult
 
 
 @dataclass(slots=True)
@@ -110,6 +111,9 @@ class VirtualDevice:
         self.clock = _VirtualClock()
         self.table = table
         self._free_at = 0.0
+        #: How likely a draft is right, and what draws it; 0: none are made.
+        self._acceptance = 0.0
+        self._chance = random.Random(seed)
         self._scatter = {kind: _drawn(factors, seed) for kind, factors in table.noise.items()}
 
     def new_core(
@@ -120,7 +124,7 @@ class VirtualDevice:
         """
         tables = partial(_RecordedHits, hits=hits) if hits else PageTables
         scheduler = shape.new_scheduler(self.clock, retain=retain, tables=tables)
-        late = shape.plans_late
+        late, self._acceptance = shape.plans_late, shape.acceptance
         return EngineCore(scheduler, self, Ledger(), self.clock, plans_late=late)
 
     def batch(self, plan: Plan) -> Plan:
@@ -135,7 +139,12 @@ class VirtualDevice:
         if scatter is not None:
             seconds *= next(scatter)
         self._free_at = max(self.clock.now, self._free_at) + seconds
-        return _FlyingStep(self._free_at, sum([chunk.sample for chunk in batch.chunks]))
+        return _FlyingStep(self._free_at, self._result(batch))
+
+    def _result(self, plan: Plan) -> StepResult:
+        if self._acceptance:
+            return StepResult.drawn(plan, lambda: self._chance.random() < self._acceptance)
+        return StepResult([0] * sum([chunk.sample for chunk in plan.chunks]))
 
     def choose(self, launched: _FlyingStep, rows: list[MaskedRow], masks: object) -> None:
         """Simulated answers have no text, so none is held to a grammar."""
@@ -144,7 +153,7 @@ class VirtualDevice:
     def fetch(self, launched: _FlyingStep) -> StepResult:
         if launched.ready > self.clock.now:
             self.clock.now = launched.ready
-        return StepResult([0] * launched.tokens)
+        return launched.result
 
     def restore(self, error: Exception) -> None:
         """A simulated device does not fail: the simulator is wrong."""

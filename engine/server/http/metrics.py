@@ -353,6 +353,10 @@ class _VllmNames(Collector):
         yield from self._engine()
         yield from self._prefix_cache()
         yield self._finished()
+        rows = self._service.client.counters.rows
+        right, wrong = rows["accepted"], rows["rejected"]
+        yield self._counter("spec_decode_num_draft_tokens", "drafts checked", right + wrong)
+        yield self._counter("spec_decode_num_accepted_tokens", "of them right ones", right)
         for name, field in _RENAMED.items():
             yield self._renamed(name, field)
 

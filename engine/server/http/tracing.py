@@ -162,6 +162,7 @@ _RECORDED = {
     "output_tokens": "n_output",
     "preemptions": "preemptions",
     "accepted_drafts": "accepted",
+    "rejected_drafts": "rejected",
     "finish": "finish",
 }
 

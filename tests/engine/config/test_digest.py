@@ -54,6 +54,7 @@ COUNTED = {
     "speculative_tokens",
     "draft_model",
     "draft_weights",
+    "speculative_acceptance",
     "prompt_lookup_max",
     "prompt_lookup_min",
     "embedding_pooling",

@@ -9,17 +9,19 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grammars import tokenizer_json
 
 from jitney.engine.common.records import Ledger
-from jitney.engine.common.requests import EngineRequest, SamplingParams
+from jitney.engine.common.requests import EngineRequest, Grammar, SamplingParams
 from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.executor.program import StateSizes
 from jitney.engine.core.executor.runner import Runner
-from jitney.engine.core.executor.seat_tokens import Drafting, PromptLookup
+from jitney.engine.core.executor.seat_tokens import DraftedTokens, Drafting, DraftRows, PromptLookup
 from jitney.engine.core.models.registry import random_model
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.kv_pages import PagePool
 from jitney.engine.core.scheduler.limits import SchedulerLimits
+from jitney.engine.core.scheduler.plan import REJECTED
 from jitney.engine.core.scheduler.scheduler import Scheduler
 from jitney.engine.core.weights.checkpoints.families import tiny_config
 from jitney.kernels.select import select
@@ -46,6 +48,20 @@ PARAMS = {
     ),
     "scored": SamplingParams(temperature=0.0, logprobs=3, logit_bias=FEW, max_tokens=40),
     "two": SamplingParams(temperature=0.4, seed=5, n=2, logit_bias=FEW, max_tokens=30),
+    "held": SamplingParams(
+        temperature=0.3,
+        seed=3,
+        frequency_penalty=0.02,
+        grammar=Grammar("regex", "([abc]{2}-){4,9}"),
+        logprobs=2,
+        max_tokens=60,
+    ),
+    "ruled": SamplingParams(
+        temperature=0.0,
+        allowed_token_ids=tuple(FEW),
+        banned_sequences=((9, 9, 9), (40, 40, 40)),
+        max_tokens=60,
+    ),
 }
 
 
@@ -71,7 +87,9 @@ def core_of(in_parts: bool, *, speculates: bool, pages: int = 64) -> EngineCore:
     own.builder = own._sizes.builder(own.config)
     limits = SchedulerLimits(SEATS, SIZES.context_length, max_drafts=7 if speculates else 0)
     scheduler = Scheduler(limits, BUCKETS, PagePool(pages, 16), vocab_size=VOCAB)
-    return EngineCore(scheduler, own, Ledger())
+    core = EngineCore(scheduler, own, Ledger())
+    core.learn(tokenizer_json())
+    return core
 
 
 def answers(core: EngineCore, names: list[str]) -> dict[tuple[str, int], Any]:
@@ -91,7 +109,9 @@ def answers(core: EngineCore, names: list[str]) -> dict[tuple[str, int], Any]:
 
 
 @pytest.mark.parametrize(
-    "names", [["greedy"], ["drawn"], list(PARAMS)], ids=["one", "drawn", "all"]
+    "names",
+    [["greedy"], ["drawn"], ["held", "ruled"], list(PARAMS)],
+    ids=["one", "drawn", "constrained", "all"],
 )
 @pytest.mark.parametrize("in_parts", [True, False])
 def test_answers_are_the_same(in_parts: bool, names: list[str]):
@@ -105,3 +125,21 @@ def test_answers_are_the_same(in_parts: bool, names: list[str]):
         np.testing.assert_allclose(scores, expected[key][1], atol=1e-4)
     totals = core.ledger.totals
     assert totals["accepted"] > 0
+
+
+def test_a_fixed_chance_accepts_drafts_whatever_they_are():
+    """As often as it says, and as it was said one token before."""
+    seats, most = 50, 3
+    state = Drafting(PromptLookup(), most, chance=0.6).empty(seats, 64, 16)
+    rows = jnp.repeat(jnp.arange(seats), most + 1)
+    numbers = jnp.tile(jnp.arange(most + 1), seats)
+    drafts = DraftRows(numbers, jnp.full_like(rows, 9))
+    taken = state.take(rows, 20 + rows % 7 + numbers, drafts, jnp.full_like(rows, 5))
+    assert isinstance(taken.seat_tokens, DraftedTokens)
+    accepted = np.asarray(taken.tokens).reshape(seats, -1) != REJECTED
+    guessed = np.asarray(taken.guessed).reshape(seats, -1)
+    np.testing.assert_array_equal(accepted[:, 1:], guessed[:, :-1])
+    assert accepted[:, 0].all() and (accepted[:, :-1] >= accepted[:, 1:]).all()
+    assert 0.4 < accepted[:, 1].mean() < 0.8
+    expected = np.sum(accepted, axis=1) - 1
+    np.testing.assert_array_equal(taken.seat_tokens.accepted, expected)

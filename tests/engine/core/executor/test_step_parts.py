@@ -132,11 +132,11 @@ def test_rows_are_chosen_under_masks_alike(rows: int):
         upload = MaskedRows.empty(rows, VOCAB, SEATS)
         for place in range(rows):
             seat = place if numbers is None else int(numbers[place])
-            upload.heads[place, :2] = 20 + place, seat
-            upload.heads[place, 2:] = np.frombuffer(SAMPLING.pack(asked[seat], 99), np.int32)
+            upload.heads[place, :4] = 20 + place, seat, 0, 0
+            upload.heads[place, 4:] = np.frombuffer(SAMPLING.pack(asked[seat], 99), np.int32)
             upload.masks[place] = masks[place]
             own.board(seat, SeatState.row(asked[seat], [3, 4, 5, 4], 2, VOCAB, ()))
-        sampled = own.run_choice(jnp.asarray(logits), numbers, upload)
+        sampled = own.run_choice(jnp.asarray(logits), numbers, upload).sampled
         found.append(jax.tree.map(np.asarray, (sampled, own.state.seat_tokens, own.state.seats)))
     (mine, *state), (theirs, *their_state) = found
     np.testing.assert_array_equal(mine.tokens, theirs.tokens)

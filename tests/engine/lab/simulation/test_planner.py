@@ -81,6 +81,19 @@ def test_a_steady_step_by_hand():
     )
 
 
+def test_drafts_bring_tokens_where_their_rows_are_free():
+    """One stream waits for memory: all drafts are worth it. A row's time is all that many wait for:
+    none is.
+    """
+    load = replace(DEMAND, acceptance=0.8, drafts=3)
+    point = OperatingPoint.of(LLAMA, load, 1)
+    assert point.drafts == 3
+    assert point.output_tok_s * point.step_s == pytest.approx(1 + 0.8 + 0.64 + 0.512)
+    assert point.itl_s == pytest.approx(point.step_s / 2.952)
+    crowd = replace(load, prompt=1, output=500)
+    assert OperatingPoint.of(LLAMA, replace(crowd, acceptance=0.05), 1024).drafts == 0
+
+
 def test_the_token_budget_bounds_who_decodes():
     point = OperatingPoint.of(LLAMA, replace(DEMAND, token_budget=300), 200)
     assert point.decoding == pytest.approx(100)  # 100 decode rows and 200 prompt rows
@@ -105,7 +118,7 @@ def test_waiting_for_one_server_is_the_m_m_1_queue():
 def test_a_prompt_longer_than_the_budget_takes_several_steps():
     demand = Load(prompt=1000, output=10, token_budget=300)
     waits = _seat_wait(100, 0.01 * (10 + 5), 0.8, 0.99)
-    assert _first_token(demand, 100, 0.01) == pytest.approx(waits + 0.01 + 5 * 0.01)
+    assert _first_token(demand, 100, 0.01, 1.0) == pytest.approx(waits + 0.01 + 5 * 0.01)
 
 
 def test_the_knee_is_where_the_curve_bends():

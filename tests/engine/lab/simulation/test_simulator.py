@@ -229,6 +229,18 @@ def test_seats_in_use_are_counted_from_the_stays():
     assert figures["seat_fill"] < 0.9 * in_queue_too and (busy <= run.seconds + 1e-9).all()
 
 
+def test_drafts_that_are_right_by_a_chance_save_steps():
+    arrivals = [Arrival(0.0, 8, 100), Arrival(0.0, 8, 100)]
+    plain = simulate(arrivals, shape(page_size=8), SECOND)
+    drafted = simulate(arrivals, shape(page_size=8).drafting(0.8, 3), SECOND)
+    tokens = [sum(each.n_output for each in run.requests) for run in (plain, drafted)]
+    assert tokens == [200, 200]
+    # 1 + 0.8 + 0.64 + 0.512 tokens a step, but for the first ones and the last
+    assert 100 / 2.952 < drafted.seconds < 100 / 2 < plain.seconds
+    sums = {kind: int(drafted.records[kind].sum()) for kind in ("accepted", "rejected")}
+    assert 0.55 < sums["accepted"] / sum(sums.values()) < 0.75
+
+
 def test_recorded_hits_are_found_again():
     """Pages of 4: of a prompt of 12, of which 8 were found, 4 rows are computed; and never the
     whole of it.
