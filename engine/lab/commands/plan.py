@@ -179,7 +179,7 @@ def _show(model: str, roofline: Roofline, load: Load, sizing: Sizing) -> None:
 
     title = f"{model} on {roofline.count} x {roofline.device.name}"
     tokens = f"{load.prompt} prompt and {load.output} output tokens"
-    heads = ["seats", "step ms", "tok/s", "req/s", "TTFT ms", "bound", "cost/M", ""]
+    heads = ["seats", "drafts", "step ms", "tok/s", "req/s", "TTFT ms", "bound", "cost/M", ""]
     table = Table(heads, [_cells(point, sizing) for point in sizing.curve])
     table.print(f"{title}: {tokens}")
     print_lines(_answers(roofline, load, sizing))
@@ -192,6 +192,7 @@ def _cells(point: OperatingPoint, sizing: Sizing) -> list[str]:
     marks = {"knee": sizing.knee, "within limits": sizing.within_slo}
     return [
         str(point.seats),
+        str(point.drafts),
         f"{1e3 * point.step_s:.2f}",
         f"{point.output_tok_s:,.0f}",
         f"{point.req_s:.2f}",

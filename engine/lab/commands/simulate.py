@@ -56,6 +56,8 @@ def _simulated(args: SimulateArguments, config: Config) -> JsonDict:
     arrivals = args.coming()
     table = args.step_times(config)
     shape = args.shape_for(config, arrivals, table)
+    if args.acceptance:
+        shape = shape.drafting(args.acceptance, args.drafts)
     options = args.figure_options()
     recording = _recording(args)
     elsewhere = _why_elsewhere(args, config, recording, table)

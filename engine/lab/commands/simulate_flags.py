@@ -164,8 +164,6 @@ class SimulateArguments(TrafficArguments):
 
         timeout_ms = None if "static_timeout_ms" in vars(self) else 0.0
         under = shape.under(policy, timeout_ms)
-        if self.acceptance:
-            under = under.drafting(self.acceptance, self.drafts)
         return simulate(arrivals, under, table, concurrency=clients or None, seed=self.seed)
 
 
