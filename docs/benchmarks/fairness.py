@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import itertools
 import json
 import random
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
-import httpx
 import numpy as np
 from faults import Server, serving
 
@@ -36,21 +38,24 @@ PAUSE_S = 0.2
 MODEST, GREEDY = "modest", "greedy"
 
 
-async def first_token_s(server: Server, key: str, lengths: tuple[int, int], seed: int) -> float:
-    """Ask once, and read the answer to its end. Infinite for one that is refused."""
+def body_of(lengths: tuple[int, int], seed: int) -> dict[str, Any]:
     draw = random.Random(seed)
     n_prompt, n_output = lengths
-    body = {
+    return {
         "prompt": [draw.randrange(10, 400) for _ in range(n_prompt)],
         "max_tokens": n_output,
         "ignore_eos": True,
         "temperature": 0.0,
         "stream": True,
     }
-    headers = {"authorization": f"Bearer {key}"}
+
+
+async def first_token_s(server: Server, seed: int) -> float:
+    """Ask a short question, and read the answer to its end. Infinite for one that is refused."""
+    headers = {"authorization": f"Bearer {MODEST}"}
     began, first = time.monotonic(), float("inf")
     async with server.client.stream(
-        "POST", "/v1/completions", json=body, headers=headers
+        "POST", "/v1/completions", json=body_of(SHORT, seed), headers=headers
     ) as answer:
         async for piece in answer.aiter_bytes():
             if first == float("inf") and answer.status_code == 200 and b"data:" in piece:
@@ -62,22 +67,41 @@ async def ask_in_turn(server: Server, asks: int, seed: int) -> list[float]:
     """First tokens of short questions, seconds."""
     times: list[float] = []
     for number in range(WARM_UP + asks):
-        times.append(await first_token_s(server, MODEST, SHORT, seed + number))
+        times.append(await first_token_s(server, seed + number))
         await asyncio.sleep(PAUSE_S)
     return times[WARM_UP:]
+
+
+async def flood_once(server: Server, seed: int) -> bool:
+    """A stream of the other key, read as bytes: a client that looks at each event takes half a core
+    of the server's machine. Whether it was taken.
+    """
+    content = json.dumps(body_of(LONG, seed)).encode()
+    url = server.client.base_url
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nhost: %b\r\nconnection: close\r\n"
+        b"authorization: Bearer %b\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\n\r\n%b" % (url.netloc, GREEDY.encode(), len(content), content)
+    )
+    try:
+        status = await reader.readline()
+        while await reader.read(1 << 16):
+            pass
+    finally:
+        writer.close()
+    return b" 200 " in status
 
 
 async def flood(server: Server, streams: int) -> None:
     """Streams of the other key, for ever."""
 
     async def keep_asking(number: int) -> None:
-        seed = 1_000_000 * number
-        while True:
-            seed += 1
-            try:
-                if await first_token_s(server, GREEDY, LONG, seed) == float("inf"):
-                    await asyncio.sleep(1.0)
-            except httpx.HTTPError:
+        for seed in itertools.count(1_000_000 * number):
+            taken = False
+            with contextlib.suppress(OSError):
+                taken = await flood_once(server, seed)
+            if not taken:
                 await asyncio.sleep(1.0)
 
     await asyncio.gather(*(keep_asking(number) for number in range(streams)))

@@ -8,8 +8,8 @@ random requests on their own time (an open loop): first at 0.9 of that, then at 
 it, each for so many minutes. Whoever is answered 429 comes back when Retry-After-Ms says, at most
 five times.
 Prints for both the time to the first token of those who were taken (from the moment they came), the
-share of those who came back when told to and were taken, and the server's memory at the start
-and the end, with how fast it grew.
+time to a refusal, the share of those who came back when told to and were taken, and the server's
+memory at the start and the end, with how fast it grew.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class Try:
     returned: bool  # it was told to come now
     status: int = 0  # of the answer; 0: none
     first_token_s: float | None = None  # since it came
+    answered_s: float = 0.0  # since it came, to the end of the answer's head
     whole: bool = False
     retry_after_s: float = 0.0  # what it was told
 
@@ -82,6 +83,11 @@ class Phase:
         times = [one.first_token_s for one in self.taken() if one.first_token_s is not None]
         return float(np.quantile(times, share)) if times else float("nan")
 
+    def refused_s(self, share: float) -> float:
+        """The same of those who were refused, to the refusal."""
+        times = [one.answered_s for one in self.tries if one.status == 429]
+        return float(np.quantile(times, share)) if times else float("nan")
+
     def growth_mb(self) -> float:
         """How fast the server's and the core's memory grew, MB an hour."""
         warm = np.array(self.memory[int(WARM_UP * len(self.memory)) :])
@@ -102,6 +108,7 @@ class Phase:
             "returned_and_taken": sum(one.status == 200 for one in returns),
             "first_token_p50_s": self.first_token_s(0.5),
             "first_token_p99_s": self.first_token_s(0.99),
+            "refused_p99_s": self.refused_s(0.99),
             "sent_late_p99_s": float(np.quantile(self.late_s, 0.99)),
             "memory_mb": [self.memory[0][1:], self.memory[-1][1:]],
             "growth_mb_per_h": self.growth_mb(),
@@ -130,7 +137,7 @@ async def ask(server: Server, body: dict[str, Any], *, returned: bool = False) -
             asyncio.timeout(ANSWER_S),
             server.client.stream("POST", "/v1/completions", json=body) as answer,
         ):
-            one.status = answer.status_code
+            one.status, one.answered_s = answer.status_code, time.monotonic() - one.came
             one.retry_after_s = float(answer.headers.get("retry-after-ms", 0)) / 1000
             async for piece in answer.aiter_bytes():
                 if one.first_token_s is None and b"data:" in piece:  # no sign of life
@@ -209,7 +216,8 @@ def show(phase: Phase) -> None:
         back = f"{share:.1%} of {found['returned']:,}"
     print(
         f"| {phase.name} | {phase.load:.1f} | {found['came']:,} | {found['taken']:,} | "
-        f"{found['first_token_p50_s']:.2f} / {found['first_token_p99_s']:.2f} | {back} | "
+        f"{found['first_token_p50_s']:.2f} / {found['first_token_p99_s']:.2f} | "
+        f"{found['refused_p99_s']:.2f} | {back} | "
         f"{server[0]:.0f} + {core[0]:.0f} | {server[1]:.0f} + {core[1]:.0f} | "
         f"{found['growth_mb_per_h']:+.0f} | {1e3 * found['sent_late_p99_s']:.0f} |",
         flush=True,
@@ -229,9 +237,9 @@ async def measure(args: argparse.Namespace) -> list[Phase]:
             print(f"{args.model}, {cpu_name()}; {fit:.2f} requests/s when full\n")
             print(
                 "| load | come anew a second | came | taken | first token p50 / p99, s | "
-                "of those who came back when told to, taken | MB before | after | "
-                "growth, MB an hour | sent late p99, ms |\n"
-                "|---|---|---|---|---|---|---|---|---|---|",
+                "refused after, p99, s | of those who came back when told to, taken | "
+                "MB before | after | growth, MB an hour | sent late p99, ms |\n"
+                "|---|---|---|---|---|---|---|---|---|---|---|",
                 flush=True,
             )
             phases = []

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jitney.engine.common.errors import RequestError
@@ -36,9 +38,9 @@ _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 #: computed, while there is nothing else to do.
 _COMPILING_S = 0.002
 #: An engine that plans late counts on so much of the least that a step like the one that runs took
-#: of late, less so many seconds for planning, packing and launching the next; shorter waits than
-#: the last figure are not worth it.
-_SURE, _LAUNCH_S, _SHORTEST_S = 0.9, 0.002, 0.001
+#: of late, less the median that planning, packing and launching took in so many steps, seconds
+#: before the first of them; shorter waits than the last figure are not worth it.
+_SURE, _LAUNCHES, _FIRST_LAUNCH_S, _SHORTEST_S = 0.95, 15, 0.002, 0.001
 
 
 class _StepRunner(Protocol):
@@ -127,6 +129,10 @@ def _ignore(step: int) -> None:
     pass
 
 
+def _no_launches() -> deque[float]:
+    return deque([_FIRST_LAUNCH_S], _LAUNCHES)
+
+
 @dataclass(eq=False)
 class EngineCore:
     """The loop's body. The device computes step k while the host takes in step k - 1 and plans step
@@ -154,6 +160,8 @@ class EngineCore:
     _asleep: bool = False
     #: When the device finished the last step; None after a time without work.
     _ready: float | None = None
+    #: Seconds that planning, packing and launching took, of the newest steps.
+    _launches_s: deque[float] = field(default_factory=_no_launches)
 
     def __post_init__(self) -> None:
         #: Takes requests, until the scheduler has them.
@@ -202,7 +210,7 @@ class EngineCore:
         if soonest is None or not self.scheduler.has_place:
             return 0.0
         began = flight.launched if self._ready is None else max(flight.launched, self._ready)
-        left = began + _SURE * soonest - _LAUNCH_S - self.clock()
+        left = began + _SURE * soonest - median(self._launches_s) - self.clock()
         return left if left >= _SHORTEST_S else 0.0
 
     def add(self, request: EngineRequest) -> None:
@@ -336,6 +344,7 @@ class EngineCore:
         launched_step = self.runner.launch(batch)
         launched = self.clock()
         compiled = self.runner.compiles > compiles
+        self._launches_s.append(launched - started)
         if compiled and not compiles:
             _log.warning(
                 "STEP %d WAITED FOR THE COMPILER while serving (on a GPU XLA then times products, "

@@ -99,7 +99,7 @@ class StepPlanner:
         if not alone:
             self._decode.plan(draft, now)
         self._claimed_alone = False
-        if claimant is not None and self._seat_claimant(claimant, draft, now):
+        if claimant is not None and self._seat_claimant(claimant, draft, now, alone=alone):
             self._claimed_alone = alone
             return
         if alone:
@@ -119,14 +119,16 @@ class StepPlanner:
             return False
         return self._prefill_budget.step_times.far_above_least(self._seats.n_decoding_live)
 
-    def _seat_claimant(self, seq: Sequence, draft: Draft, now: float) -> bool:
+    def _seat_claimant(self, seq: Sequence, draft: Draft, now: float, *, alone: bool) -> bool:
         """Take the seat that was made free; it stays free if too few pages are. True where the
-        step computes its whole prompt and no other's: the prompts of the tenant that gave way
-        would make it longer.
+        step computes its prompt and no other's: the prompts of the tenant that gave way would
+        make it longer. alone: without the streams either, which could take its pages again; else
+        a prompt that does not fit shares the step.
         """
         if not self._boarding.take_seat(seq, draft, now, instead=True):
             return False
-        if seq.n_left > min(draft.tokens_left, self._prompt_rows([seq], draft, short=True)):
+        most = min(draft.tokens_left, self._prompt_rows([seq], draft, short=True))
+        if not alone and seq.n_left > most:
             return False
         self._add_chunk(seq, draft, draft.tokens_left)
         return True

@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import shutil
 import sqlite3
 import tempfile
 import time
@@ -29,6 +30,9 @@ _SILENT_S = 60.0
 #: What the disk, or damage on it, raises. ValueError: what should be ours is no JSON, no text, or
 #: of another type.
 _TROUBLE = (sqlite3.Error, OSError, ValueError)
+#: Damaged databases that stay: the first, which holds most where a disk goes on failing, and the
+#: latest others.
+_MOST_ASIDE = 4
 #: The part of SQLite's error codes that says of which kind an error is.
 _PRIMARY = 0xFF
 
@@ -213,7 +217,7 @@ class DatabaseKeeper[D: Database](ABC):
 
     def set_aside(self) -> Path:
         """Move the database and its companions into a folder of their own, where an operator may
-        look at them. Blocks.
+        look at them; of such folders _MOST_ASIDE stay. Blocks.
         """
         aside = Path(tempfile.mkdtemp(prefix="damaged-", dir=self.folder))
         database = (self.DATABASE, f"{self.DATABASE}-wal", f"{self.DATABASE}-shm")
@@ -222,6 +226,9 @@ class DatabaseKeeper[D: Database](ABC):
                 (self.folder / name).rename(aside / name)
         for name in self.COMPANIONS:
             make_private(self.folder / name)
+        damaged = sorted(self.folder.glob("damaged-*"), key=lambda path: path.stat().st_mtime_ns)
+        for surplus in damaged[1 : 1 - _MOST_ASIDE]:
+            shutil.rmtree(surplus, ignore_errors=True)
         return aside
 
     def _close(self) -> None:

@@ -30,8 +30,8 @@ SHORTEST_RETRY, LONGEST_RETRY = 0.1, 1800.0
 _SPARSE, _JITTER_S, _JITTER_SHARE = 1.05, 0.5, 0.05
 #: A deadline is given up only if it would be missed even with this share of the predicted wait.
 _HOPE = 0.5
-#: Share of a bound down to which the queue goes before the first refused request returns: the rest
-#: absorbs that places do not come free evenly.
+#: Share of a bound down to which the queue goes before the first refused request returns, or less
+#: where less may be filled now: the rest absorbs that places do not come free evenly.
 _CALM = 0.6
 #: Share of the longest predicted wait that may be filled while all seats are taken: the prediction
 #: is a mean, and one request in a hundred waits longer. And in the first seconds of a crowd: it
@@ -77,6 +77,11 @@ class _Bound(NamedTuple):
     overflow: float = 2.0
     #: Share of `most` that may be filled now.
     now: float = 1.0
+
+    @property
+    def excess(self) -> float:
+        """How far the level is above that at which the first refused request should return."""
+        return self.level - min(_CALM, self.now) * self.most
 
     def for_a_modest_tenant(self) -> _Bound:
         """The bound for a tenant that others have left no room."""
@@ -224,9 +229,7 @@ class AdmissionControl:
             if self._finds_seats(work):
                 self._returns.clear()
             return
-        free_in = max(
-            (bound.level - _CALM * bound.most) * bound.falls_in(leader) for bound in bounds
-        )
+        free_in = max(bound.excess * bound.falls_in(leader) for bound in bounds)
         work_s = work.tokens * self._seconds_per_token(leader)
         retry = self._returns.next(leader.request, now, free_in, work_s)
         if share < 1.0:

@@ -24,6 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jitney.engine.common.errors import RequestError
+from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.fair_queue import _EVERY, FairQueue
 from jitney.engine.core.scheduler.limits import SchedulerLimits
@@ -466,22 +467,31 @@ def test_a_modest_tenant_waits_for_the_step_that_runs_and_for_its_own():
     """
     alone, beside = (modest_first_tokens(modest_run(flooded=each)) for each in (False, True))
     assert len(alone) == len(beside) > 20 and min(alone) > 0
-    assert np.median(beside) < 2.4 * np.median(alone)
+    assert np.median(beside) < 2 * np.median(alone)
 
 
-def test_who_takes_a_seat_has_a_step_without_streams_that_take_long_but_no_two_in_a_row(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    core = make_core(seats=8, budget=64, pages=400, order="fair", eos=())
+def long_steps_core() -> EngineCore:
+    """Steps of streams take twice as long as any must."""
+    core = make_core(seats=8, budget=64, pages=400, context=128, order="fair", eos=())
     times, decode = core.scheduler.step_times, core.scheduler.buckets.decode
     times.observe(decode[0], 0.01)
     times.observe(decode[-1], 0.02)
-    monkeypatch.setattr(core.scheduler, "observe", lambda *_: None)
-    plans = watch(core)
+    core.scheduler.observe = lambda plan, seconds, gap=0.0: None
+    return core
+
+
+def fill_by_a(core: EngineCore) -> None:
+    """All seats are a's, and two more of its requests wait."""
     for number in range(10):
         core.add(make_request(f"a{number}", [1, 2], user="a", max_tokens=40))
     core.step()
     core.step()
+
+
+def test_who_takes_a_seat_has_a_step_without_streams_that_take_long_but_no_two_in_a_row():
+    core = long_steps_core()
+    plans = watch(core)
+    fill_by_a(core)
     core.add(make_request("b", [3, 4], user="b", max_tokens=2))
     core.add(make_request("c", [3, 4], user="c", max_tokens=2))
     for _ in range(3):
@@ -492,6 +502,25 @@ def test_who_takes_a_seat_has_a_step_without_streams_that_take_long_but_no_two_i
     outputs = core.run_until_idle(1000)
     core.check()
     assert {out.request_id for out in outputs if out.finish == "length"} >= {"a0", "a7"}
+
+
+def test_a_prompt_that_lost_its_pages_keeps_the_step_that_was_to_be_its_own():
+    """Found in pages when it came, it was to be short: were streams in its step after all, they
+    might take the seat back that it was just given.
+    """
+    core = long_steps_core()
+    talk = [5] * 70
+    core.add(make_request("before", talk, user="b", max_tokens=1))
+    core.run_until_idle(20)
+    plans = watch(core)
+    fill_by_a(core)
+    core.add(make_request("b", talk, user="b", max_tokens=1))
+    core.reset_prefix_cache()
+    core.step()
+    [chunk] = plans[-1].chunks
+    assert (chunk.seq.request.id, chunk.count) == ("b", 64)
+    core.run_until_idle(1000)
+    core.check()
 
 
 def test_one_more_tenant_would_find_a_seat_only_beside_one_with_more_than_its_share():

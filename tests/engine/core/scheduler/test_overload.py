@@ -244,6 +244,22 @@ def test_refused_requests_return_as_far_apart_as_work_is_released():
     assert returns.next(asked, 40.0, 1.0, 2.0) == pytest.approx(7.0, abs=0.4), "time passes for all"
 
 
+def test_a_refused_request_is_told_by_how_much_the_wait_is_too_long():
+    """In the first seconds of a crowd half of the longest predicted wait may be filled."""
+
+    def behind_a_crowd(longest: float) -> EngineCore:
+        core = crowded_core(FakeClock(), max_tokens=10**9, max_predicted_wait_s=longest)
+        core.scheduler.add(make_request("crowd", [1], n=40, max_tokens=200))
+        return core
+
+    late = make_request("late", [1], max_tokens=200)
+    core = behind_a_crowd(1e6)
+    wait = core.scheduler._admission.predicted_wait.wait(core.scheduler.factory.leader(late, 99))
+    [(code, retry)] = codes(behind_a_crowd(wait / 0.55), [late])
+    assert code == "queue_full"
+    assert retry == pytest.approx(wait * (1 - 0.5 / 0.55), rel=0.06)
+
+
 def test_free_seats_end_the_time_that_was_told():
     """Requests that were told to return have come, or do not: the next crowd is told anew."""
     core = crowded_core(FakeClock(), max_requests=4, max_tokens=10**9)
