@@ -1,15 +1,16 @@
 """Engines with and without speculation beside each other: the same answers, their speed, and what a
 step costs with more rows.
 
-    python docs/benchmarks/speculation.py equality [--requests 10000] [--first 0]
-    python docs/benchmarks/speculation.py speed [--model smollm2-135m] [--rounds 3]
+    python docs/benchmarks/speculation.py equality [--requests 10000] [--first 0] [--draft MODEL]
+    python docs/benchmarks/speculation.py speed [--model smollm2-135m] [--rounds 3] [--draft MODEL]
     python docs/benchmarks/speculation.py rows [--model smollm2-135m]
 
 equality: random requests (greedy, sampled, grammars, banned words, penalties, log-probabilities, n,
 biases, adapters, few pages, aborts, deaths) to both engines in this process, numbered from --first
 on; every token is compared. speed: both behind HTTP on this
 machine, in turns, greedy streams: texts that repeat their prompt, alone; free text, alone and 32 at
-a time. rows: decode steps of 1, 2, 4 and 8 rows.
+a time. rows: decode steps of 1, 2, 4 and 8 rows. Drafts are looked up, or made by the model that
+--draft names, in the format that --draft-weights names.
 
 Speeds move with the machine: only ratios of one run say something.
 """
@@ -29,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -61,12 +63,18 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--draft", default="")
+    parser.add_argument("--draft-weights", default="auto")
     args = parser.parse_args()
+    drafting: dict[str, Any] = {"speculative": "ngram"}
+    if args.draft:
+        weights = args.draft_weights
+        drafting = {"speculative": "draft", "draft_model": args.draft, "draft_weights": weights}
     print(cpu_name())
     if args.what == "equality":
-        compare_answers(args.first, args.requests)
+        compare_answers(args.first, args.requests, drafting)
     elif args.what == "speed":
-        compare_speeds(args.model or "smollm2-135m", args.rounds)
+        compare_speeds(args.model or "smollm2-135m", args.rounds, drafting)
     else:
         measure_rows(args.model or "smollm2-135m")
 
@@ -217,12 +225,13 @@ def write_adapter(folder: Path) -> Path:
     return folder
 
 
-def compare_answers(first: int, count: int) -> None:
+def compare_answers(first: int, count: int, drafting: dict[str, Any]) -> None:
     """Print how many sequences differ; an aborted one may have come further in one engine."""
     found: list[dict[tuple[str, int], _Answer]] = []
     with TemporaryDirectory() as folder:
         adapter = write_adapter(Path(folder) / "adapter")
-        for speculative in ("off", "ngram"):
+        engines: list[dict[str, Any]] = [{"speculative": "off"}, drafting]
+        for settings in engines:
             llm = LLM(
                 "tiny-random",
                 max_seats=8,
@@ -230,7 +239,7 @@ def compare_answers(first: int, count: int) -> None:
                 context=128,
                 dtype="bfloat16",
                 adapters=f"one={adapter}",
-                speculative=speculative,
+                **settings,
             )
             client = _Client(llm, first, count, 512)
             started = time.perf_counter()
@@ -239,7 +248,7 @@ def compare_answers(first: int, count: int) -> None:
             totals = llm.core.ledger.totals
             rows = {kind: totals[kind] for kind in ("decode", "accepted", "rejected", "preempted")}
             print(
-                f"{speculative}: {seconds:.0f} s, {llm.core.ledger.steps} steps, "
+                f"{settings['speculative']}: {seconds:.0f} s, {llm.core.ledger.steps} steps, "
                 f"{client.deaths} deaths, {rows}",
                 flush=True,
             )
@@ -351,7 +360,7 @@ class _Server:
         return len(prompts) * tokens / seconds, first, float(np.quantile(gaps, 0.99))
 
 
-def compare_speeds(model: str, rounds: int) -> None:
+def compare_speeds(model: str, rounds: int, drafting: dict[str, Any]) -> None:
     """Print ratios of with speculation over without: medians over the rounds."""
     cases = {
         "repeats its prompt, 1 stream": (_REPEATING, 150, 1),
@@ -360,7 +369,8 @@ def compare_speeds(model: str, rounds: int) -> None:
     }
     servers = [_Server(model, 18431)]
     try:
-        servers.append(_Server(model, 18432, ("--speculative", "ngram")))
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in drafting.items()]
+        servers.append(_Server(model, 18432, tuple(flags)))
         for name, case in cases.items():
             pairs = []
             for _ in range(rounds + 1):

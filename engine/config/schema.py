@@ -89,6 +89,8 @@ _ReasoningParserName = Literal[
     "apertus",
     "apriel",
 ]
+#: Formats of weight matrices.
+_Weights = Literal["auto", "plain", "int8", "fp8", "int4"]
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 #: A host name as in a Host header.
 _HOST_NAME = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
@@ -166,7 +168,7 @@ class _ModelSection(Section):
     multiplies it fast, else float32
     """
 
-    weights: Literal["auto", "plain", "int8", "fp8", "int4"] = "auto"
+    weights: _Weights = "auto"
     """format of the weight matrices: plain (dtype), int8 or fp8 with a scale per output, int4 with
     a scale per group of inputs; with int8 the CPU's native kernels also round activations to int8;
     auto: a quantised checkpoint's own format where the device computes in it, else plain
@@ -325,11 +327,20 @@ class EngineSection(Section):
     prompt_logprobs); this many are computed whenever any are asked for
     """
 
-    speculative: Literal["off", "ngram"] = "off"
+    speculative: Literal["off", "ngram", "draft"] = "off"
     """check drafts of the next tokens in further rows of steps, where that is measured to pay; no
     token of an answer changes; ngram: drafts what followed the same tokens before, in prompt or
-    answer; for one device, and models without recurrent layers
+    answer; draft: a small model drafts (draft_model); for engines on one host, and models without
+    recurrent layers
     """
+
+    draft_model: str = ""
+    """with speculative draft: a small model with the tokens of the served one, named as in model;
+    it reads whatever the served model computes, and has as many pages
+    """
+
+    draft_weights: _Weights = "auto"
+    """with speculative draft: format of the draft model's matrices, as weights"""
 
     speculative_tokens: int = Field(default=7, ge=1, le=7)
     """most drafts that a sequence checks in a step"""
@@ -484,6 +495,13 @@ class EngineSection(Section):
                 f"prompt_lookup_min ({self.prompt_lookup_min}) must not exceed prompt_lookup_max "
                 f"({self.prompt_lookup_max})"
             )
+        if self.speculative == "draft" and not self.draft_model:
+            raise ValueError("speculative draft needs draft_model, a small model that drafts")
+        if self.draft_model and self.speculative != "draft":
+            raise ValueError(
+                f"draft_model {self.draft_model} is for speculative draft, not "
+                f"{self.speculative}: set that, or leave it out"
+            )
         if self.speculative == "off":
             if self.speculative_acceptance:
                 raise ValueError(
@@ -491,11 +509,11 @@ class EngineSection(Section):
                     "ngram, not off: leave it at 0"
                 )
             return self
-        for name in ("tensor_parallel", "data_parallel", "n_hosts"):
+        for name in ("data_parallel", "n_hosts"):
             if getattr(self, name) > 1:
                 raise ValueError(
-                    f"speculative {self.speculative} is for one device: leave it off with "
-                    f"{name} {getattr(self, name)}"
+                    f"speculative {self.speculative} is for an engine on one host: leave it off "
+                    f"with {name} {getattr(self, name)}"
                 )
         return self
 

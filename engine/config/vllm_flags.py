@@ -113,7 +113,8 @@ def _adapter(text: str) -> str:
 _TEXT_ONLY = _Refused("models here read text only")
 _DRAFTS = _MappedObject(
     {
-        "method": _Mapped("speculative"),
+        "method": _Mapped("speculative", values={"draft_model": "draft"}),
+        "model": _Mapped("draft_model"),
         "num_speculative_tokens": _Mapped("speculative_tokens"),
         "prompt_lookup_max": _Mapped("prompt_lookup_max"),
         "prompt_lookup_min": _Mapped("prompt_lookup_min"),
@@ -252,9 +253,7 @@ _VLLM_FLAGS: dict[str, _Meaning] = {
     # unsupported
     "--enable-prompt-adapter": _Refused("there are no prompt adapters"),
     "--speculative-config": _DRAFTS,
-    "--speculative-model": _Refused(
-        "drafts are looked up in prompt and answer: use --speculative ngram"
-    ),
+    "--speculative-model": _Mapped("draft_model"),
     "--num-speculative-tokens": _Mapped("speculative_tokens"),
     "--ngram-prompt-lookup-max": _Mapped("prompt_lookup_max"),
     "--ngram-prompt-lookup-min": _Mapped("prompt_lookup_min"),

@@ -54,6 +54,7 @@ from jitney.engine.config import (
 from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.executor.autotuning import programs_folder
 from jitney.engine.core.executor.ceiling import ceiling_or_none, kept_ceiling
+from jitney.engine.core.executor.draft_model import DraftModel
 from jitney.engine.core.executor.fits import context_of
 from jitney.engine.core.executor.memory import (
     GIB,
@@ -76,6 +77,7 @@ from jitney.engine.core.scheduler.kv_pages import NoPages, PagePool
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.scheduler import Scheduler
 from jitney.engine.core.scheduler.state_slots import StateTables
+from jitney.engine.core.text.vocabularies import check_vocabulary
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.sampling_defaults import sampling_defaults
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
@@ -153,6 +155,8 @@ class _Setup:
     context: int
     #: The other hosts; None if there are none.
     hosts: Hosts | None
+    #: The model that drafts; None: none does.
+    draft: ModelSource | None = None
     #: Name -> number of the configuration's adapters.
     adapters: Mapping[str, int] = field(default_factory=dict[str, int])
 
@@ -230,7 +234,9 @@ class _Setup:
         settings = self.settings
         if settings.speculative == "off":
             return None
-        lookup = PromptLookup(least=settings.prompt_lookup_min, most=settings.prompt_lookup_max)
+        lookup = None
+        if self.draft is None:
+            lookup = PromptLookup(least=settings.prompt_lookup_min, most=settings.prompt_lookup_max)
         return Drafting(lookup, settings.speculative_tokens, settings.speculative_acceptance)
 
 
@@ -304,6 +310,7 @@ def _build(
 ) -> _Built:
     defaults = sampling_defaults(config.sampling, source)
     setup = _set_up(config, source, hosts)
+    setup = replace(setup, draft=ModelSource.draft_of(config, _staged(progress)))
     if numbers:
         setup = replace(setup, adapters=numbers)
     kernels = _choose_kernels(setup)
@@ -316,8 +323,9 @@ def _build(
     if config.engine.canary_every:
         alone = _core_alone(setup, model, kernels)
     _lay_out(model, kernels, setup.mesh)
+    draft = _load_draft(setup, model, progress)
     ceiling = _measure_ceiling(setup, model, kernels)  # before the KV pool takes the memory
-    runner = _make_runner(setup, model, kernels)
+    runner = _make_runner(setup, model, kernels, draft)
     _compile(setup, runner, progress)
     if setup.device.platform == "cpu":
         _keep_freed_memory()
@@ -517,10 +525,14 @@ def _check_pool_dtype(kv_dtype: str, model: ModelConfig) -> None:
 
 
 def _choose_kernels(setup: _Setup) -> KernelSet:
+    return _kernels_for(setup, setup.source.config, setup.kv_dtype)
+
+
+def _kernels_for(setup: _Setup, config: ModelConfig, kv_dtype: np.dtype) -> KernelSet:
+    """The kernels for a model of the engine."""
     settings = setup.settings
-    config = setup.source.config
     heads = ServedHeads(
-        config.largest_head, setup.dtype.name, setup.kv_dtype.name, config.attention_sinks
+        config.largest_head, setup.dtype.name, kv_dtype.name, config.attention_sinks
     )
     if setup.is_encoder:
         heads = None
@@ -530,18 +542,19 @@ def _choose_kernels(setup: _Setup) -> KernelSet:
     return with_product_rows(kernels, settings.product_rows)
 
 
+def _staged(progress: _Report) -> Callable[[str, int, int, str], None]:
+    """As fetching and loading report: (stage, done, total, detail)."""
+    return lambda *report: progress(messages.Progress(*report))
+
+
 def _load(setup: _Setup, kernels: KernelSet, progress: _Report) -> Model:
-
-    def report(stage: str, done: int, total: int, detail: str) -> None:
-        progress(messages.Progress(stage, done, total, detail))
-
     weights = setup.config.model.weights
     with in_one_line("loading weights"):
         model = load_model(
             setup.source,
             setup.source.config,
             setup.dtype,
-            report,
+            _staged(progress),
             mesh=setup.mesh,
             storage=WeightStorage.choose(weights, setup.device.platform, kernels),
         )
@@ -550,6 +563,36 @@ def _load(setup: _Setup, kernels: KernelSet, progress: _Report) -> Model:
             setup.hosts.same("weights", "loaded")  # what follows runs on all of them
         load_kv_scales(model, setup.source, setup.kv_dtype, setup.mesh)
     return model
+
+
+def _load_draft(setup: _Setup, target: Model, progress: _Report) -> DraftModel | None:
+    """The model that drafts, laid out, if there is one. Its kernels need no proof: where they are
+    wrong, so are the drafts, and no answer changes. Raises ConfigError for another vocabulary.
+    """
+    source = setup.draft
+    if source is None:
+        return None
+    check_vocabulary(setup.source, source)
+    context = min(setup.context, source.config.context_length)
+    config = replace(source.config, context_length=context)
+    kernels = _kernels_for(setup, config, setup.dtype)
+    weights = setup.settings.draft_weights
+    with in_one_line("loading the draft model"):
+        model = load_model(
+            source,
+            config,
+            setup.dtype,
+            _staged(progress),
+            mesh=setup.mesh,
+            storage=WeightStorage.choose(weights, setup.device.platform, kernels),
+        )
+    _lay_out(model, kernels, setup.mesh)
+    _log.info(
+        "drafts by %s, which reads every row: it has %.2g of the model's parameters",
+        source.name,
+        count_parameters(model) / count_parameters(target),
+    )
+    return DraftModel(model, kernels)
 
 
 def _prove(setup: _Setup, model: Model, kernels: KernelSet) -> tuple[KernelSet, list[KernelProof]]:
@@ -612,7 +655,9 @@ def _smallest_bucket(kernels: KernelSet) -> int:
     return 1
 
 
-def _make_runner(setup: _Setup, model: Model, kernels: KernelSet) -> Runner:
+def _make_runner(
+    setup: _Setup, model: Model, kernels: KernelSet, draft: DraftModel | None
+) -> Runner:
     buckets = replace(
         _make_buckets(setup, kernels),
         padding_is_free=_padding_is_free(setup, model, kernels),
@@ -630,6 +675,7 @@ def _make_runner(setup: _Setup, model: Model, kernels: KernelSet) -> Runner:
             greedy_only_mixed=setup.runs_in_parts or setup.device.platform in ("gpu", "cuda"),
             in_parts=setup.runs_in_parts,
             pooling=pooling_of(setup.pooling),
+            draft_model=draft,
         )
 
     if setup.is_encoder:
@@ -638,15 +684,19 @@ def _make_runner(setup: _Setup, model: Model, kernels: KernelSet) -> Runner:
         setup.settings,
         setup.sizes(),
         setup.own_devices,
-        shares=_pool_shares(setup, kernels),
+        shares=_pool_shares(setup, kernels, draft),
         temp_bytes=likely_temp_bytes(setup.local, buckets),
         make=make,
         hosts=setup.hosts,
     )
 
 
-def _pool_shares(setup: _Setup, kernels: Kernels) -> PoolShares:
-    page_bytes = setup.sizes().page_bytes(setup.local, kernels)
+def _pool_shares(setup: _Setup, kernels: Kernels, draft: DraftModel | None) -> PoolShares:
+    sizes = setup.sizes()
+    page_bytes = sizes.page_bytes(setup.local, kernels)
+    if draft is not None:
+        first, *others = page_bytes
+        page_bytes = first + draft.page_bytes(sizes), *others
     return PoolShares.of(setup.local, page_bytes, setup.settings, setup.context)
 
 
@@ -757,7 +807,7 @@ def _make_state(setup: _Setup, runner: Runner) -> StateTables | None:
     settings = setup.settings
     if setup.source.config.recurrent is None:
         return None
-    shares = _pool_shares(setup, runner.program.kernels)
+    shares = _pool_shares(setup, runner.program.kernels, runner.draft_model)
     return StateTables(
         PagePool(settings.max_seats + runner.checkpoints + 1, settings.page_size),
         settings.max_seats,

@@ -60,6 +60,7 @@ class Equipment:
         def report(stage: str, done: int, total: int, detail: str) -> None:
             self.display.progress(Progress(stage, done, total, detail))
 
+        ModelSource.draft_of(self.config, report)  # the engine finds it fetched
         return ModelSource.of(self.config, report)
 
     async def equip(self, service: Service, source: ModelSource) -> tuple[Tokenizer, EngineInfo]:

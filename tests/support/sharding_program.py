@@ -306,6 +306,22 @@ def adapted(devices: int) -> np.ndarray:
     return np.array([output.outputs[0].token_ids for output in outputs])
 
 
+def drafted(devices: int, speculative: str) -> dict[str, np.ndarray]:
+    """Greedy tokens of two prompts, and how many rows read right drafts and wrong ones."""
+    draft = {"draft_model": "tiny-random"} if speculative == "draft" else {}
+    sizes: dict[str, Any] = {**_FEW_SIZES, "speculative": speculative, **draft}
+    with many_heads(), mock.patch.object(Runner, "_compile_steps", await_use):
+        llm = LLM("tiny-random", tensor_parallel=devices, **sizes)
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        outputs = llm.generate(drawn_prompts(2, 11), params)
+    llm.core.check()
+    totals = llm.core.ledger.totals
+    return {
+        "tokens": np.array([output.outputs[0].token_ids for output in outputs]),
+        "drafts": np.array([totals["accepted"], totals["rejected"]]),
+    }
+
+
 def in_fp8(family: str, devices: int, shares: int) -> dict[str, np.ndarray]:
     """What an engine that rounds rows to fp8 for fp8 weights answers to six prompts, greedily.
 
@@ -469,6 +485,7 @@ FUNCTIONS = {
     "served": served,
     "served_at_once": served_at_once,
     "adapted": adapted,
+    "drafted": drafted,
     "in_fp8": in_fp8,
     "fp8_product": fp8_product,
     "proved_shapes": proved_shapes,

@@ -460,7 +460,7 @@ class BatchBuilder:
         #: Each seat's adapter; empty where there are none.
         self._adapters = [0] * (seats if has_adapters else 0)
         self._layouts: dict[tuple[Bucket, bool], UploadLayout] = {}
-        self._uploads: dict[tuple[Bucket, bool], list[_Upload]] = {}
+        self._uploads: dict[tuple[Bucket, str], list[_Upload]] = {}
 
     def layout(self, bucket: Bucket, greedy_only: bool) -> UploadLayout:
         key = bucket, greedy_only
@@ -491,8 +491,8 @@ class BatchBuilder:
             self._feed(seq)
         for seq in plan.dropped:
             self._drop(seq)
-        upload = self._next_upload(plan.bucket, greedy_only)
-        rows = self._gather(plan)
+        upload = self._next_upload(plan.bucket, "greedy" if greedy_only else "full")
+        rows = self._gather(plan.chunks, plan.n_decode, plan.bucket)
         for number, tables in enumerate(self._windows):
             self._add_window_rows(rows, plan, number, tables)
         if self.recurrent:
@@ -510,6 +510,16 @@ class BatchBuilder:
             tables.copy(rows.owners, table)
         return upload.packed
 
+    def build_decode_rows(self, rows: list[Chunk], bucket: Bucket) -> np.ndarray:
+        """As `build`, without a sampler, of some decode rows of the plan that was built last, for
+        a model whose layers all have the pages of the first cache group.
+        """
+        upload = self._next_upload(bucket, "drafts")
+        gathered = self._gather(rows, len(rows), bucket)
+        upload.pack(gathered)
+        self._first.copy(gathered.owners, upload.tables[0])
+        return upload.packed
+
     def put_masked(
         self, upload: MaskedRows, place: int, masked: MaskedRow, mask: np.ndarray
     ) -> None:
@@ -521,12 +531,12 @@ class BatchBuilder:
         head[_HEAD:] = np.frombuffer(self._own_sampling[masked.seat], np.int32)
         upload.masks[place] = mask
 
-    def _next_upload(self, bucket: Bucket, greedy_only: bool) -> _Upload:
+    def _next_upload(self, bucket: Bucket, kind: Literal["greedy", "full", "drafts"]) -> _Upload:
         """The one of an executable's two arrays that was used before the other."""
-        key = bucket, greedy_only
+        key = bucket, kind
         both = self._uploads.get(key)
         if both is None:
-            layout = self.layout(bucket, greedy_only)
+            layout = self.layout(bucket, kind != "full")
             both = self._uploads[key] = [_Upload(layout, self), _Upload(layout, self)]
         both.reverse()
         return both[0]
@@ -555,16 +565,15 @@ class BatchBuilder:
         for tables, held in zip(self._windows, seq.windows, strict=True):
             tables.drop(seq.seat, held.dropped)
 
-    def _gather(self, plan: Plan) -> _StepRows:
-        """Tokens, positions, KV rows and logit rows of every chunk; sampled tokens may be unknown
-        yet.
+    def _gather(self, chunks: list[Chunk], n_decode: int, bucket: Bucket) -> _StepRows:
+        """Tokens, positions, KV rows and logit rows of every chunk, the first n_decode of which
+        decode; sampled tokens may be unknown yet.
         """
-        n_decode = plan.n_decode
-        rows = self._decode_rows(plan.chunks[:n_decode])
-        for chunk in plan.chunks[n_decode:]:
+        rows = self._decode_rows(chunks[:n_decode])
+        for chunk in chunks[n_decode:]:
             self._add_prompt(rows, chunk)
         n_seqs, n_rows = len(rows.owners), len(rows.tokens)
-        rows.cu_q += [n_rows] * (plan.bucket.seats - n_seqs)
+        rows.cu_q += [n_rows] * (bucket.seats - n_seqs)
         rows.counts = [n_decode, n_seqs, n_rows]
         rows.seat_adapters = self._adapters
         return rows

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -93,6 +93,8 @@ class DeviceState:
     kv: list[Any]
     seat_tokens: SeatTokens  #: what the next rows of seats read
     seats: SeatState  #: what the sampler knows of each
+    #: The pools of a draft model's layers, if there is one.
+    draft_kv: list[Any] = field(default_factory=list[Any])
 
     def allocate(self, config: ModelConfig) -> DeviceState:
         """Allocate the state of empty seats from shapes, each array where its shape says."""
@@ -115,6 +117,7 @@ class DeviceState:
             kv=jax.tree.map(zeros, self.kv),
             seat_tokens=jax.tree.map(zeros, self.seat_tokens),
             seats=jax.tree.map(place, seats, self.seats),
+            draft_kv=jax.tree.map(zeros, self.draft_kv),
         )
 
     def _own_seats(self) -> int:
@@ -494,7 +497,7 @@ class Program:
         )
         pool = self.pool
         if self.split:
-            pool = self._on_every_device(pool, args, WHOLE)
+            pool = self.on_every_device(pool, args, WHOLE)
         return jax.jit(pool).lower(*args)
 
     def choose(
@@ -536,7 +539,7 @@ class Program:
             args = leaves, state.kv, state.seat_tokens, state.seats, packed
             results = kept, WHOLE, WHOLE, WHOLE, _COLUMNS
         if self.split:
-            step = self._on_every_device(step, args, results)
+            step = self.on_every_device(step, args, results)
         return jax.jit(step, donate_argnums=tuple(range(1, len(args) - 1))).lower(*args)
 
     def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
@@ -556,7 +559,7 @@ class Program:
         )
         choose = self.choose
         if self.split:
-            choose = self._on_every_device(choose, args, (WHOLE, WHOLE, WHOLE))
+            choose = self.on_every_device(choose, args, (WHOLE, WHOLE, WHOLE))
         return jax.jit(choose, donate_argnums=(1, 2)).lower(*args)
 
     def lower_pick(self, logit_rows: int, rows: int, state: DeviceState) -> jax.stages.Lowered:
@@ -568,14 +571,17 @@ class Program:
         args = logits, self.whole((rows,), jnp.int32)
         pick = partial(jnp.take, axis=0, mode="clip")
         if self.split:
-            pick = self._on_every_device(pick, args, _COLUMNS)
+            pick = self.on_every_device(pick, args, _COLUMNS)
         return jax.jit(pick).lower(*args)
 
     def whole(self, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         """The shape of an array that every device has."""
         return _shape_on(self.mesh, shape, dtype, WHOLE)
 
-    def _on_every_device(self, step: Callable[..., Any], args: Any, results: Any) -> Any:
+    def on_every_device(self, step: Callable[..., Any], args: Any, results: Any) -> Any:
+        """A function that each device runs with its share of the arguments. args: as shapes on the
+        mesh. results: how each result, or a tree of them, is split over the devices of an engine.
+        """
         # Unchecked: kernels are opaque to the analysis that would prove the results alike on all
         # devices.
         assert self.mesh is not None

@@ -29,6 +29,7 @@ from jitney.engine.common.outputs import TokenLogprobs
 from jitney.engine.common.requests import Pooling
 from jitney.engine.core.executor.choices import Choices
 from jitney.engine.core.executor.compiler_messages import MEANINGLESS, left_out
+from jitney.engine.core.executor.draft_model import DraftModel, DraftPrograms, DraftUpload
 from jitney.engine.core.executor.inputs import MaskedRows
 from jitney.engine.core.executor.program import (
     Chosen,
@@ -40,7 +41,7 @@ from jitney.engine.core.executor.program import (
 )
 from jitney.engine.core.executor.program_memory import ProgramsMemory, StepMemory
 from jitney.engine.core.executor.sampling import Sampled, SeatState
-from jitney.engine.core.executor.seat_tokens import DraftedTokens
+from jitney.engine.core.executor.seat_tokens import LookedUpTokens
 from jitney.engine.core.executor.step_parts import StepParts
 from jitney.engine.core.executor.threads import own_processors
 from jitney.engine.core.models.protocol import Model
@@ -88,6 +89,8 @@ class _Batch(msgspec.Struct):
     greedy_only: bool
     #: int32, the whole upload (`engine.core.executor.inputs`).
     packed: np.ndarray
+    #: What a draft model writes before the step; None: nothing.
+    drafting: DraftUpload | None = None
 
 
 class LaunchedStep(msgspec.Struct):
@@ -143,7 +146,8 @@ class Runner:
     model: with its weights, on a mesh in shares, and one device's configuration. sizes: of as many
     seats as the buckets. end_ids: tokens that end a sequence. greedy_only_mixed: see
     `runs_greedy_only`. in_parts: run each step as several programs (`StepParts`). pooling: how
-    vectors of prompts are made; None: none are.
+    vectors of prompts are made; None: none are. draft_model: what drafts where `sizes.drafting` has
+    no drafter.
     """
 
     def __init__(
@@ -158,6 +162,7 @@ class Runner:
         greedy_only_mixed: bool = False,
         in_parts: bool = False,
         pooling: Pooling | None = None,
+        draft_model: DraftModel | None = None,
     ):
         graph, weights = nnx.split(model)
         self.leaves, treedef = jax.tree.flatten(weights)
@@ -180,6 +185,11 @@ class Runner:
         self._sizes = sizes
         self.builder = sizes.builder(model.config)
         self.shapes = sizes.shapes(model.config, kernels, mesh)
+        self.draft_model = draft_model
+        self._drafts: DraftPrograms | None = None
+        if draft_model is not None:
+            self._drafts = DraftPrograms(draft_model, sizes, mesh)
+            self.shapes = replace(self.shapes, draft_kv=self._drafts.pools)
         own = own_mesh(mesh)
         #: What runs beside the step, and the state that it has: on the devices of this engine,
         #: where several share experts.
@@ -199,8 +209,10 @@ class Runner:
             )
         #: Those that choose tokens behind a step.
         self.choices = Choices(buckets.decode[-1].seats)
-        #: The weights on the host, and where on the device each belongs; while it sleeps.
-        self._asleep: list[tuple[np.ndarray, jax.sharding.Sharding]] = []
+        #: The weights of all models; and while it sleeps those on the host, and where on the device
+        #: each belongs.
+        self._all_leaves = [self.leaves, *([] if self._drafts is None else [self._drafts.leaves])]
+        self._asleep: list[list[tuple[np.ndarray, jax.sharding.Sharding]]] = []
         # Of the process, when `compile` was done.
         self._compiled_before = 0
         #: Seconds that compiling took.
@@ -219,7 +231,19 @@ class Runner:
         before anything runs; on several hosts it waits for the others.
         """
         started = time.perf_counter()
-        self._compile_steps(report)
+        steps, others = len(self._kinds()), 0
+        if self._drafts is not None:
+            others = self._drafts.count(self.buckets)
+        self._compile_steps(lambda done, total, what: report(done, total + others, what))
+        if self._drafts is not None:
+            with _no_collection(), ThreadPoolExecutor(_COMPILERS) as pool:
+                self._drafts.compile(
+                    pool,
+                    self.buckets,
+                    self.builder.layout,
+                    self.shapes,
+                    lambda done, what: report(steps + done, steps + others, what),
+                )
         self._compile_board()
         self._compile_pools()
         if not self.program.encoder:
@@ -290,7 +314,10 @@ class Runner:
 
     def program_memory(self) -> ProgramsMemory:
         """Memory of the compiled steps."""
-        return ProgramsMemory.of((_name_of(*kind), step) for kind, step in self.executables.items())
+        steps = [(_name_of(*kind), step) for kind, step in self.executables.items()]
+        return ProgramsMemory.of(
+            steps if self._drafts is None else [*steps, *self._drafts.programs]
+        )
 
     def runs_greedy_only(self, bucket: Bucket, greedy_only: bool) -> bool:
         """Whether an all-greedy step of this bucket has an executable of its own.
@@ -321,9 +348,10 @@ class Runner:
         seat = whole((), jnp.int32)
         self._board = board.lower(seats, seat, *row).compile()
         tokens = self.own_shapes.seat_tokens
-        if isinstance(tokens, DraftedTokens):
+        if isinstance(tokens, LookedUpTokens):
             row = whole(tokens.recent.shape[1:], jnp.int32)
-            board = jax.jit(DraftedTokens.board, donate_argnums=0)
+            placed = jax.tree.map(lambda column: column.sharding, tokens)
+            board = jax.jit(LookedUpTokens.board, donate_argnums=0, out_shardings=placed)
             self._board_tokens = board.lower(tokens, seat, row).compile()
 
     def _compile_pools(self) -> None:
@@ -343,6 +371,8 @@ class Runner:
             logits = self._run_empty(bucket, greedy_only)
             if logits is not None:
                 self._warm_up_choices(logits)
+        if self._drafts is not None:
+            self._drafts.warm_up(self.buckets, self.builder, self.state)
 
     def _run_empty(self, bucket: Bucket, greedy_only: bool) -> Array | None:
         """A step without a row, to its end; its logits."""
@@ -380,13 +410,18 @@ class Runner:
 
     def pack(self, plan: Plan, greedy_only: bool) -> _Batch:
         """As `batch`, for the executable without a sampler or for the other one."""
-        return _Batch(plan, greedy_only, self.builder.build(plan, greedy_only))
+        batch = _Batch(plan, greedy_only, self.builder.build(plan, greedy_only))
+        if self._drafts is not None:
+            batch.drafting = self._drafts.pack(plan, self.buckets, self.builder)
+        return batch
 
     def launch(self, batch: _Batch) -> LaunchedStep:
         """Dispatch one step and start to copy its tokens to the host."""
         plan = batch.plan
         for seq in plan.boarded:
             self._install(seq)
+        if self._drafts is not None and batch.drafting is not None:
+            self._drafts.draft(batch.drafting, self.state)
         output, logits = self.run(plan.bucket, batch.greedy_only, batch.packed)
         pooled = None
         if self.pools and plan.pools:
@@ -440,7 +475,7 @@ class Runner:
             vocab = self.config.vocab_size
             row = SeatState.row(params, seq.tokens, seq.n_prompt, vocab, self.end_ids)
             self.board(seq.seat, row)
-        if isinstance(self.state.seat_tokens, DraftedTokens):
+        if isinstance(self.state.seat_tokens, LookedUpTokens):
             row = self.state.seat_tokens.row_of(seq.tokens)
             self.state.seat_tokens = self._board_tokens(
                 self.state.seat_tokens, np.int32(seq.seat), row
@@ -455,6 +490,8 @@ class Runner:
     ) -> tuple[StepOutput, Array | None]:
         """Run an executable; replaces the donated state -> (output, logits or None)."""
         state, executable = self.state, self.executables[bucket, greedy_only]
+        if self._drafts is not None:
+            self._drafts.read(bucket, packed, state)
         logits = None
         if greedy_only:
             state.kv, state.seat_tokens, output = executable(
@@ -510,19 +547,23 @@ class Runner:
         if jax.default_backend() == "cpu":
             _return_free_memory()
             return freed
-        for number, leaf in enumerate(self.leaves):
-            self._asleep.append((np.asarray(leaf), leaf.sharding))
-            freed += leaf.nbytes
-            leaf.delete()
-            self.leaves[number] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-            alive()
+        for leaves in self._all_leaves:
+            asleep: list[tuple[np.ndarray, jax.sharding.Sharding]] = []
+            self._asleep.append(asleep)
+            for number, leaf in enumerate(leaves):
+                asleep.append((np.asarray(leaf), leaf.sharding))
+                freed += leaf.nbytes
+                leaf.delete()
+                leaves[number] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+                alive()
         return freed
 
     def wake(self, alive: Callable[[], None]) -> None:
         """Take the memory again. Nothing is compiled for it. Raises what the device raises."""
-        for number, (weights, sharding) in enumerate(self._asleep):
-            self.leaves[number] = jax.block_until_ready(jax.device_put(weights, sharding))
-            alive()
+        for leaves, asleep in zip(self._all_leaves, self._asleep, strict=False):
+            for number, (weights, sharding) in enumerate(asleep):
+                leaves[number] = jax.block_until_ready(jax.device_put(weights, sharding))
+                alive()
         self._asleep = []
         self._start_over()
 

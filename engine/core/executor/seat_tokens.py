@@ -122,17 +122,22 @@ class PromptLookup:
 class Drafting:
     """How tokens are drafted."""
 
-    drafter: _Drafter
+    #: None: programs beside the step draft (`engine.core.executor.draft_model`).
+    drafter: _Drafter | None
     count: int  #: K: drafts of a step at most
     #: How likely a draft counts as right, whatever it is; 0: by what it is.
     chance: float = 0.0
 
     def empty(self, seats: int, context: int, page_size: int) -> DraftedTokens:
         """The tokens of seats nobody sits in. context: most tokens of a sequence."""
-        recent = jnp.zeros((seats, min(context, _RECENT)), jnp.int32)
         nothing = jnp.zeros(seats, jnp.int32)
         drafts = jnp.full((seats, self.count), -1, jnp.int32)
-        return DraftedTokens(nothing, nothing, drafts, recent, self.drafter, page_size, self.chance)
+        if self.drafter is None:
+            return DraftedTokens(nothing, nothing, drafts, page_size, self.chance)
+        recent = jnp.zeros((seats, min(context, _RECENT)), jnp.int32)
+        return LookedUpTokens(
+            nothing, nothing, drafts, page_size, self.chance, recent, self.drafter
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -142,8 +147,6 @@ class DraftedTokens(SeatTokens):
 
     accepted: Any  #: int32 [M]: drafts of the seat's last rows that were accepted
     drafts: Any  #: int32 [M, K]: those that its next rows may read; -1: none
-    recent: Any  #: int32 [M, N]: see `_Drafter.drafts`
-    drafter: _Drafter = field(metadata={"static": True})
     page_size: int = field(metadata={"static": True})
     chance: float = field(metadata={"static": True})  #: see `Drafting`
 
@@ -165,18 +168,19 @@ class DraftedTokens(SeatTokens):
             positions=inputs.positions + moved,
             kv_lens=jnp.where(inputs.kv_lens > 0, inputs.kv_lens + moved[last_rows], 0),
         )
-        return self._write(filled, moved > 0), DraftRows(numbers[at], tokens[at])
+        return self.write_anew(filled, moved > 0), DraftRows(numbers[at], tokens[at])
 
-    def _write(self, inputs: Any, moved: Array) -> Any:
+    def write_anew(self, inputs: Any, moved: Array) -> Any:
         """The upload with the pool rows of rows that moved, bool [T]. They decode, and so are the
-        first rows, each with a page table of its own.
+        first rows, each with a page table of its own; rows behind its last page go to the trash.
         """
         sequences = inputs.page_table.shape[0]
         owners = jnp.minimum(jnp.arange(moved.shape[0]), sequences - 1)
         pages, offsets = inputs.positions // self.page_size, inputs.positions % self.page_size
 
         def rows_of(table: Array, rows: Array) -> Array:
-            return jnp.where(moved, table[owners, pages] * self.page_size + offsets, rows)
+            own = table.at[owners, pages].get(mode="fill", fill_value=0)
+            return jnp.where(moved, own * self.page_size + offsets, rows)
 
         return inputs._replace(
             write_rows=rows_of(inputs.page_table, inputs.write_rows),
@@ -186,7 +190,7 @@ class DraftedTokens(SeatTokens):
     def take(
         self, seats: Array, positions: Array, drafts: DraftRows | None, tokens: Array
     ) -> Taken:
-        """See `SeatTokens.take`; accepts drafts, and drafts what follows."""
+        """See `SeatTokens.take`; accepts drafts."""
         assert drafts is not None  # of every program of an engine that speculates
         numbers, most = drafts.numbers, self.drafts.shape[1]
         expected = self.drafts.at[seats, jnp.minimum(numbers, most - 1)].get(mode="clip")
@@ -202,22 +206,60 @@ class DraftedTokens(SeatTokens):
         none = len(self.last)
         owners = jnp.where(accepted, seats, none)
         last = jnp.where(followed, none, owners)
-        newest = positions + 1
-        recent = self.recent.at[owners, newest % self.recent.shape[1]].set(tokens, mode="drop")
-        following = self.drafter.drafts(recent.at[seats].get(mode="clip"), newest, most)
         kept = replace(
             self,
             last=self.last.at[last].set(tokens, mode="drop"),
             accepted=self.accepted.at[last].set(numbers, mode="drop"),
-            drafts=self.drafts.at[last].set(following, mode="drop"),
-            recent=recent,
         )
+        kept, following = kept.draft(seats, owners, last, positions + 1, tokens)
         return Taken(kept, tokens, guessed, following)
+
+    def draft(
+        self, seats: Array, owners: Array, last: Array, newest: Array, tokens: Array
+    ) -> tuple[DraftedTokens, Array]:
+        """Draft what follows tokens int32 [S] at positions `newest`. seats: of the rows; owners: of
+        those whose token counts; last: of the last such row of each; M: of the others. -> (the
+        tokens with these drafts, and the drafts behind each row, int32 [S, K]; -1: not known yet).
+        """
+        return self, jnp.full((len(tokens), self.drafts.shape[1]), -1, jnp.int32)
 
     def draft_rows(self, numbers: Any, tokens: Any) -> DraftRows:
         return DraftRows(numbers, tokens)
 
-    def board(self, seat: Array, row: Array) -> DraftedTokens:
+    def with_drafts(self, seats: Array, drafts: Array) -> DraftedTokens:
+        """The next rows of seats int32 [S] read these, int32 [S, K]; M: of no seat."""
+        return replace(self, drafts=self.drafts.at[seats].set(drafts, mode="drop"))
+
+    def expect(self, seats: Array, rows: DraftRows, tokens: Array) -> DraftedTokens:
+        """Note the tokens int32 [S] that a model expects behind logit rows: as the draft behind
+        those that a sequence's rows read. What they read stays as it is.
+        """
+        none = len(self.last)
+        own = jnp.where(seats > none, seats - none - 1, seats)  # chosen behind the step
+        followed = jnp.append(rows.numbers[1:], 0) > rows.numbers
+        owners = jnp.where(followed, none, own)
+        return replace(self, drafts=self.drafts.at[owners, rows.numbers].set(tokens, mode="drop"))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LookedUpTokens(DraftedTokens):
+    """Those with the recent tokens of each seat, from which drafts are made behind every step."""
+
+    recent: Any  #: int32 [M, N]: see `_Drafter.drafts`
+    drafter: _Drafter = field(metadata={"static": True})
+
+    def draft(
+        self, seats: Array, owners: Array, last: Array, newest: Array, tokens: Array
+    ) -> tuple[LookedUpTokens, Array]:
+        """See `DraftedTokens.draft`."""
+        recent = self.recent.at[owners, newest % self.recent.shape[1]].set(tokens, mode="drop")
+        count = self.drafts.shape[1]
+        following = self.drafter.drafts(recent.at[seats].get(mode="clip"), newest, count)
+        drafts = self.drafts.at[last].set(following, mode="drop")
+        return replace(self, drafts=drafts, recent=recent), following
+
+    def board(self, seat: Array, row: Array) -> LookedUpTokens:
         """A sequence takes a seat; row: int32 [N], see `row_of`."""
         return replace(self, recent=self.recent.at[seat].set(row))
 

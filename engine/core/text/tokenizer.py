@@ -65,6 +65,11 @@ class Tokenizer:
         return cls(fast, source.config.eos_ids)
 
     @property
+    def vocabulary(self) -> dict[str, int]:
+        """Each token, as the tokenizer's files write it, and its id."""
+        return self._rust.get_vocab(with_added_tokens=True)
+
+    @property
     def bos_id(self) -> int | None:
         return self._fast.bos_token_id
 

@@ -43,6 +43,8 @@ class SimulateArguments(TrafficArguments):
         "share_outputs",
         "speculative",
         "speculative_tokens",
+        "draft_model",
+        "draft_weights",
         "speculative_acceptance",
         "prompt_lookup_max",
         "prompt_lookup_min",

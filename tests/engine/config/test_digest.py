@@ -52,6 +52,8 @@ COUNTED = {
     "product_rows",
     "speculative",
     "speculative_tokens",
+    "draft_model",
+    "draft_weights",
     "speculative_acceptance",
     "prompt_lookup_max",
     "prompt_lookup_min",

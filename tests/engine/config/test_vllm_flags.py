@@ -56,6 +56,8 @@ def test_drafts_are_configured_by_an_object(capsys: pytest.CaptureFixture[str]):
     engine = parsed(f"--speculative-config {asked}").engine
     assert (engine.speculative, engine.speculative_tokens) == ("ngram", 5)
     assert (engine.prompt_lookup_max, engine.prompt_lookup_min) == (4, 1)
+    engine = parsed('--speculative-config {"method":"draft_model","model":"a/b"}').engine
+    assert (engine.speculative, engine.draft_model) == ("draft", "a/b")
     line = '--speculative-config {"draft_tensor_parallel_size":1}'
     assert "draft_tensor_parallel_size is not supported" in complaint(line, capsys)
     assert "must be a JSON object" in complaint("--speculative-config ngram", capsys)

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from jitney.engine.common.errors import ModelError, did_you_mean
+from jitney.engine.common.errors import ConfigError, ModelError, did_you_mean
 from jitney.engine.common.requests import JsonObject, JsonValue, Pooling
 from jitney.engine.config import Config
 from jitney.engine.core.weights.checkpoints.families import tiny_config
@@ -90,6 +90,23 @@ class ModelSource:
         model = config.model
         revision, weights = model.revision or None, model.load_format != "dummy"
         return cls.resolve(model.id, revision=revision, weights=weights, progress=progress)
+
+    @classmethod
+    def draft_of(cls, config: Config, progress: Progress = no_progress) -> ModelSource | None:
+        """The draft model that the settings name, if any; see `resolve`. Raises ConfigError for one
+        that cannot draft.
+        """
+        name = config.engine.draft_model
+        if not name:
+            return None
+        weights = config.model.load_format != "dummy"
+        source = cls.resolve(name, weights=weights, progress=progress)
+        if source.config.encoder is not None or source.config.recurrent is not None:
+            raise ConfigError(
+                f"draft_model {name}: {source.config.architecture} cannot draft: give a model that "
+                "generates, and whose layers all attend"
+            )
+        return source
 
     @classmethod
     def resolve(

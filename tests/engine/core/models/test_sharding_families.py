@@ -68,6 +68,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
     ]
     jobs += [(str(n), "served", ["gemma2", n, n > 1]) for n in (1, 4)]
     jobs += [(f"adapted {n}", "adapted", [n]) for n in (1, 4)]
+    jobs += [(f"drafted {n}", "drafted", [n, kind]) for n, kind in ((1, "off"), (2, "draft"))]
     return run(tmp_path_factory.mktemp("families"), jobs)
 
 
@@ -122,6 +123,13 @@ def test_adapters_on_four_devices_answer_like_those_on_one(results: dict[str, np
     answers = results["adapted 4"]
     np.testing.assert_array_equal(answers, results["adapted 1"])
     assert answers.shape == (6, 12) and len(np.unique(answers, axis=0)) == 6
+
+
+def test_drafts_of_a_model_on_two_devices_change_no_answer(results: dict[str, np.ndarray]):
+    """The model drafts for itself, so nearly all are right; sums over devices round anew."""
+    np.testing.assert_array_equal(results["drafted 2 tokens"], results["drafted 1 tokens"])
+    right, wrong = results["drafted 2 drafts"]
+    assert right > 20 and wrong < 0.1 * right
 
 
 def test_experts_all_at_once_on_four_devices_choose_the_tokens_of_one_after_the_other_on_one(

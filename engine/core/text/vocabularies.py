@@ -1,0 +1,24 @@
+"""Compares the vocabularies of two models; imports no jax."""
+
+from __future__ import annotations
+
+from jitney.engine.common.errors import ConfigError
+from jitney.engine.core.text.tokenizer import Tokenizer
+from jitney.engine.core.weights.checkpoints.sources import ModelSource
+
+#: Share of the tokens that may differ: those that a finetune adds in the place of reserved ones.
+_MOST_APART = 0.01
+
+
+def check_vocabulary(target: ModelSource, draft: ModelSource) -> None:
+    """Raise ConfigError if the ids of a draft model mean other tokens than those of the target. A
+    few may differ, or be missing: such drafts are wrong, and no token of an answer changes.
+    """
+    ours, theirs = (Tokenizer.load(source).vocabulary for source in (target, draft))
+    apart = len(ours.items() ^ theirs.items())
+    if apart > _MOST_APART * (len(ours) + len(theirs)):
+        raise ConfigError(
+            f"draft_model {draft.name} has another vocabulary than {target.name}: of {len(theirs)} "
+            f"and {len(ours)} tokens {len(ours.items() & theirs.items())} have the same id; give a "
+            "small model of the same family"
+        )
