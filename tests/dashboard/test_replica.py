@@ -16,6 +16,7 @@ from history_fakes import INFO, Watched
 
 from jitney.dashboard import remote, snapshot, sse
 from jitney.dashboard.replica import ReplicaView, SeatView
+from jitney.engine.common.messages import SeatMap
 
 
 class Mirror(FakeClient):
@@ -36,7 +37,7 @@ class Mirror(FakeClient):
             last_step_age_s=0.0,
             progress=None,
             seats=snapshot.seat_columns(self.history),
-            pages=snapshot.PageCells.of(core.scheduler.pool.states().tobytes()),
+            pages=snapshot.PageCells.of(SeatMap(0, [], core.scheduler.pool.states().tobytes())),
             metrics=snapshot._metrics(self, records[-1:], snapshot.Recent()),
             n_events=self.history.events.n,
         )
@@ -65,6 +66,7 @@ def rebuilt(now: snapshot.Snapshot) -> ReplicaView:
         key_frame_s=2,
         needs_key=False,
         shows_text=False,
+        history_h=0,
         role="admin",
         t=0,
         unix_time=0,
