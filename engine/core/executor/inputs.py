@@ -122,6 +122,11 @@ class MaskedHeads(NamedTuple):
     def of(cls, heads: Any) -> MaskedHeads:
         return cls(heads[:, 0], heads[:, 1], heads[:, 2], heads[:, 3], heads[:, _HEAD:])
 
+    @property
+    def params(self) -> dict[str, Any]:
+        """See `_SamplingUpload.columns`."""
+        return SAMPLING.columns(self.sampling)
+
     @staticmethod
     def words() -> int:
         """int32 words of a row of `MaskedRows.heads`."""

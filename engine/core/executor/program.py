@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jitney.engine.common.requests import REQUEST_MOST, Pooling
-from jitney.engine.core.executor.inputs import SAMPLING, BatchBuilder, MaskedHeads, UploadLayout
+from jitney.engine.core.executor.inputs import BatchBuilder, MaskedHeads, UploadLayout
 from jitney.engine.core.executor.memory import PoolSizes
 from jitney.engine.core.executor.sampling import (
     RowScores,
@@ -511,8 +511,7 @@ class Program:
         """The tokens of rows under masks, behind a step: logits float32 [R, V], `MaskedRows`."""
         own = MaskedHeads.of(heads)
         drafts = seat_tokens.draft_rows(own.numbers, own.drafts)
-        params = SAMPLING.columns(own.sampling)
-        rows = SamplingRows(params, own.positions, own.seats, drafts)
+        rows = SamplingRows(own.params, own.positions, own.seats, drafts)
         allowed = unpack_masks(masks, seats.counts.shape[1])
         chosen = self.sampler.sample(logits, rows, seats, allowed)
         # A row that is not finite may be so where the mask hides it.
