@@ -21,6 +21,7 @@ from jitney.engine.fleet.fleet import Fleet
 from jitney.engine.fleet.ingress import create_ingress
 from jitney.engine.fleet.replicas import Replica
 from jitney.engine.server.http.service import Service
+from jitney.engine.server.http.streaming import StreamingWriter
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Where to?"}], "max_tokens": 40}
 
@@ -70,6 +71,8 @@ class FakeEngine:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
             self.heads.append({name.decode(): value.decode() for name, value in scope["headers"]})
+            if self.dies_after is not None:  # every part goes through `send`
+                scope.get("state", {}).pop(StreamingWriter.DIRECT, None)
             send = self._breaking(send)
         await self._inner(scope, receive, send)
 
