@@ -630,7 +630,7 @@ def test_the_reference_is_never_measured_in_silence():
     with pytest.raises(ConfigError, match="no kernels of our own for METAL"):
         DevicePlan().measure(Kept(), quiet, Device(plain))
     asked = DevicePlan(kernels="reference", only=("check",)).measure(Kept(), quiet, Device(plain))
-    assert asked.finished == ["check"]
+    assert asked.finished == ["smoke", "check"]
     said: list[str] = []
     slow = msgspec.structs.replace(CPU, kernel_set="reference")
     DevicePlan(only=("check",)).measure(Kept(), said.append, Device(slow))
@@ -644,7 +644,7 @@ def test_a_large_shape_on_a_cpu_and_no_floors_are_one_line():
         DevicePlan().measure(Kept(), quiet, lambda job, environment: iter(()))
     with pytest.raises(JitneyError, match="could not be measured"):
         DevicePlan().measure(Kept(), quiet, Device(floors=None))
-    with pytest.raises(ConfigError, match=r"unknown part 'step'; known: check, floors, attention"):
+    with pytest.raises(ConfigError, match=r"unknown part 'step'; known: smoke, check, floors"):
         DevicePlan(only=("step",))
 
 
