@@ -49,7 +49,6 @@ _ERRORS = {
     429: "too many requests; Retry-After says when to come again",
     431: "the head is too large",
     500: "an error of ours; the log names it by the request's id",
-    501: "this server does not do that: a fleet on Ray does not read its files again",
     503: "loading, draining, or the engine is gone",
 }
 _GENERATING = {504: "the deadline passed, or could not be met"}

@@ -73,10 +73,10 @@ class _Reloadable(Protocol):
 async def _reload(server: _Reloadable, request: Request) -> Response:
     if server.reload is None:
         raise HttpError(
-            501,
+            404,
             "this server cannot read its files again; start it anew (on Ray: deploy the fleet "
             "again)",
-            code="not_implemented",
+            code="not_found",
         )
     try:
         answer = await server.reload()

@@ -496,7 +496,7 @@ def test_who_cannot_read_again_says_so():
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as web:
             return await web.post("/admin/reload")
 
-    assert asyncio.run(ask()).status_code == 501
+    assert asyncio.run(ask()).status_code == 404
 
 
 @pytest.mark.parametrize("has_terminal", [True, False])
