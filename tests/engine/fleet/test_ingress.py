@@ -583,11 +583,3 @@ def test_a_turn_of_another_adapter_is_another_beginning():
     request = ProxiedRequest("POST", "/v1/completions", [], {"prompt": "x" * 9})
     keys = [prompt_prefixes(replace(request, adapter=name), 4) for name in ("", "fr", "de")]
     assert len({key for each in keys for key in each}) == sum(map(len, keys))
-
-
-def test_a_fleet_that_does_not_reload_says_so(tmp_path: Path):
-    """As on Ray."""
-    with engines(FakeEngine()) as fakes, fleet_of(tmp_path, toml([fakes[0].url])) as served:
-        with served.http() as http:
-            answer = http.post("/admin/reload")
-        assert (answer.status_code, answer.json()["error"]["code"]) == (501, "not_implemented")
