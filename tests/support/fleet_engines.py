@@ -35,10 +35,11 @@ def events(text: str) -> list[dict[str, Any]]:
 
 def said(text: str) -> str:
     """What a streamed chat says."""
+    found = events(text)
+    errors = [event["error"] for event in found if "error" in event]
+    assert not errors, errors
     return "".join(
-        choice["delta"].get("content") or ""
-        for event in events(text)
-        for choice in event["choices"]
+        choice["delta"].get("content") or "" for event in found for choice in event["choices"]
     )
 
 
