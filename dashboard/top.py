@@ -191,7 +191,7 @@ class _Viewer:
 
 
 class _View(NamedTuple):
-    """What a key shows."""
+    """The view that a key shows."""
 
     name: str
     #: Question to the engine's page, and the field of its answer with the rows; empty: the

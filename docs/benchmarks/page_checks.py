@@ -1,4 +1,4 @@
-"""What the page shows and costs under load, beside /metrics and the clients' own measurements.
+"""Figures and cost of the page under load, beside /metrics and the clients' own measurements.
 
     python docs/benchmarks/page_checks.py [--model smollm2-135m] [--clients 132] [--seconds 30]
 

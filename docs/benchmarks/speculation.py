@@ -126,7 +126,7 @@ def random_request(rng: random.Random, number: int, vocab: int) -> EngineRequest
 
 @dataclass
 class _Answer:
-    """What one sequence has got so far."""
+    """The tokens and scores that one sequence has got so far."""
 
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])

@@ -330,7 +330,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def account_of(tenant: str, user: str) -> str:
-    """Whose a request is: the tenant's, or without one the user's."""
+    """The account of a request: the tenant, or without one the user."""
     return tenant or f"user {user}"
 
 

@@ -101,7 +101,7 @@ def test_pages_of_tenants_grow_as_their_tokens_do(history, clock):
     lines = {line["name"]: line["pages"] for line in found["tenants"]}
 
     def needed(t: float) -> int:
-        """Of the first request, by its story."""
+        """Pages of the first request at that time, by its story."""
         if t < 1020 or t >= 1130:
             return 0
         if t < 1030:

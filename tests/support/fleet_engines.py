@@ -34,7 +34,7 @@ def events(text: str) -> list[dict[str, Any]]:
 
 
 def said(text: str) -> str:
-    """What a streamed chat says."""
+    """The text of a streamed chat. Fails for one that ends with an error."""
     found = events(text)
     errors = [event["error"] for event in found if "error" in event]
     assert not errors, errors

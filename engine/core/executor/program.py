@@ -273,7 +273,7 @@ class StepOutput(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """What was chosen behind a step, under masks."""
+    """The tokens chosen behind a step, under masks."""
 
     sampled: Sampled
     guessed: Array | None  #: see `Taken.guessed`

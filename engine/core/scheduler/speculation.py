@@ -37,7 +37,7 @@ class _Acceptance:
         self._right = [[(own + 0.5) / _CLASSES] * most for own in range(_CLASSES)]
 
     def chances(self, seq: Sequence) -> list[float]:
-        """Of each of the next drafts of a sequence, how likely it is accepted."""
+        """The chance of each of the next drafts of a sequence to be accepted."""
         return list(accumulate(self._of(seq), mul))
 
     def observe(self, seq: Sequence, before: int, *, right: bool) -> None:

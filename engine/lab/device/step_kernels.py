@@ -35,7 +35,7 @@ _AROUND = ("ThunkExecutor", "end: ")
 
 @dataclass(slots=True)
 class _Spent:
-    """What one kernel took."""
+    """The seconds that one kernel took, run by run."""
 
     seconds: list[float] = field(default_factory=list)
 
@@ -75,7 +75,7 @@ def _kernel_rows(get: Any, case: StepCase, row: Row) -> Iterator[Row]:
 
 
 def _profiled(bench: StepBench, case: StepCase) -> dict[str, _Spent]:
-    """What each kernel took in `_STEPS` steps, by its name."""
+    """The seconds of each kernel in `_STEPS` steps, by its name."""
     runner = bench.runner
     plan = case.plan(0, bench.page_size)
     packed, plain = runner.batch(plan).packed, runner.runs_greedy_only(case.bucket, True)
