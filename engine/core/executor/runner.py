@@ -351,8 +351,10 @@ class Runner:
             self.pools[bucket] = self.program.compile(lowered)
 
     def warm_up(self) -> None:
-        """Run every executable on an empty batch: first calls set up thread pools and buffers."""
+        """Run every program on an empty batch: first calls set up thread pools and buffers."""
         for bucket, greedy_only in self.executables:
+            if self._parts is not None and greedy_only and not bucket.decode_only:
+                continue  # its programs are those of the same bucket's sampling and of decode steps
             logits = self._run_empty(bucket, greedy_only)
             if logits is not None:
                 self._warm_up_choices(logits)
