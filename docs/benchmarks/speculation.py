@@ -50,10 +50,14 @@ _REPEATING = [
     f"Copy this text exactly, and change nothing else but '{old}' to '{new}':\n\n{_FACTS}"
     for old, new in (("1871", "1872"), ("Hedda", "Helga"), ("twice", "thrice"), ("ice", "frost"))
 ]
-_FREE = [
-    f"Write a short story about {subject}."
-    for subject in ("a lighthouse", "two brothers", "a lost map", "the last train", "rain", "bees")
-]
+_SUBJECTS = (
+    "a lighthouse", "two brothers", "a lost map", "the last train", "rain", "bees", "a clock",
+    "an old bridge", "a cat and a dog", "winter", "a baker", "the moon", "a forgotten song",
+    "a letter", "the market", "a mountain", "three sisters", "a garden", "a thief", "the desert",
+    "a robot", "a king", "the library", "a violin", "dust", "an orchard", "a wolf", "the river",
+    "a mirror", "a doctor", "the night bus", "a well",
+)  # fmt: skip
+_FREE = [f"Write a short story about {subject}." for subject in _SUBJECTS]
 
 
 def main() -> None:
@@ -365,7 +369,7 @@ def compare_speeds(model: str, rounds: int, drafting: dict[str, Any]) -> None:
     cases = {
         "repeats its prompt, 1 stream": (_REPEATING, 150, 1),
         "free text, 1 stream": (_FREE[:4], 150, 1),
-        "free text, 32 streams": (_FREE * 6, 64, 32),
+        "free text, 32 streams": (_FREE, 64, 32),
     }
     servers = [_Server(model, 18431)]
     try:

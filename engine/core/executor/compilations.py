@@ -17,8 +17,8 @@ _CACHE_EVENT = "/jax/compilation_cache/cache_hits"
 
 
 @dataclass(frozen=True, slots=True)
-class Compilation:
-    """The making of one program."""
+class _Compilation:
+    """The compilation of one program."""
 
     #: Elapsed time; other programs may have been compiled at the same time.
     seconds: float
@@ -33,7 +33,7 @@ class Compilations:
 
     def __init__(self):
         self.count = 0
-        self._of: WeakKeyDictionary[jax.stages.Compiled, Compilation] = WeakKeyDictionary()
+        self._of: WeakKeyDictionary[jax.stages.Compiled, _Compilation] = WeakKeyDictionary()
         self._thread = threading.local()
         self._listens = False
 
@@ -51,7 +51,7 @@ class Compilations:
         started = time.perf_counter()
         program = compile_program()
         seconds = time.perf_counter() - started
-        self._of[program] = Compilation(seconds, self._thread.hit)
+        self._of[program] = _Compilation(seconds, self._thread.hit)
         return program
 
     def of_bucket(self, bucket: str, programs: Iterable[jax.stages.Compiled]) -> BucketCompilation:
