@@ -48,7 +48,7 @@ class Bill(dict[str, CostLine]):
             paid[rows[:, padding] < rows.sum(axis=1), padding] = 0
         step_s = records["device_s"].astype(np.float64)
         times = paid.T @ (step_s / np.maximum(1, paid.sum(axis=1)))
-        counts = dict(zip(ROW_KINDS, rows.sum(axis=0).tolist(), strict=True))
+        counts: dict[str, int] = dict(zip(ROW_KINDS, rows.sum(axis=0).tolist(), strict=True))
         return cls._with_idle(counts, times.tolist(), seconds)
 
     @classmethod
