@@ -9,10 +9,12 @@
 # the start of their machines. The second is given the first one's folder (EARLIER):
 #
 #   first_device.sh run FOLDER --out-dir OUT --budget-s 420 --only check,attention,steps
-#   first_device.sh run FOLDER --from EARLIER --out-dir OUT --budget-s 190 --only steps,loop
+#   first_device.sh run FOLDER --from EARLIER --out-dir OUT --budget-s 190 \
+#       --only steps,loop,transformers
 #
 # Needed there: Python 3.12, jax with its plugin for the device, numpy, triton (NVIDIA), transformers
-# and its needs. A call that is cut off is run again as it was: it goes on where it stopped.
+# and its needs; vLLM is measured too where it can be imported. A call that is cut off
+# is run again as it was: it goes on where it stopped.
 set -euo pipefail
 
 # 7 MB. Versions as rehearsed (docs/devices.md).

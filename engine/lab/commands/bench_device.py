@@ -1,4 +1,6 @@
-"""`jitney bench device`: what the accelerator reaches, beside its own limits."""
+"""`jitney bench device`: what the accelerator at hand does, and how far that is from its own
+limits.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from jitney.engine.lab.device.report import DeviceReport
 from jitney.engine.lab.device.rows import PartJob
 from jitney.engine.lab.device.run import PARTS, DevicePlan
 from jitney.engine.lab.device.saved import ResultFiles
-from jitney.engine.lab.simulation.shapes import SHAPES
+from jitney.engine.lab.simulation.roofline import SHAPES
 from jitney.kernels.prompt_choices import PromptChoice
 
 #: Where a checkout keeps measurements.
@@ -85,10 +87,12 @@ _COMMAND = Command(
 
 
 def bench_device(arguments: Sequence[str]) -> int:
-    """Measure, write both files, print the goals; exit status 1 for wrong answers."""
+    """Measure, write both files after every row, print the goals; exit status 0, 1 if something
+    gave wrong answers.
+    """
     args = _COMMAND.parse(arguments)
     args.check_numbers(budget_s=1, page_size=8)
-    folder = _folder("--out-dir", args.out_dir or (_RESULTS if _RESULTS.is_dir() else Path(".")))
+    folder = _folder("--out-dir", args.out_dir or _usual_folder())
     files = ResultFiles(folder, again=args.again)
     if args.earlier:
         files.bring(_folder("--from", args.earlier))
@@ -128,6 +132,10 @@ def _plan_from(args: Arguments) -> DevicePlan:
     )
 
 
+def _usual_folder() -> Path:
+    return _RESULTS if _RESULTS.is_dir() else Path(".")
+
+
 def _folder(flag: str, named: str | Path) -> Path:
     folder = Path(named)
     if not folder.is_dir():
@@ -136,6 +144,7 @@ def _folder(flag: str, named: str | Path) -> Path:
 
 
 def _choice_line(choice: PromptChoice) -> str:
+    """The choice, as people read it."""
     times = ", ".join(f"{name} {1e3 * spent:.2f} ms" for name, spent in choice["seconds"].items())
     sizes = ", ".join(f"{rows:,}" for rows in choice["rows"])
     return (

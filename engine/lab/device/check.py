@@ -80,9 +80,7 @@ def _checks(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     yield from _attention_tasks(job, kernels, served)
     yield from _proof_tasks(job, kernels, dtype)
     yield from _attention_tasks(job, kernels, tested)
-    # None for a set that multiplies a mixture's blocks one after the other.
-    cases = {} if kernels.experts is None else EXPERTS | _PUBLISHED
-    for name, case in cases.items():
+    for name, case in _expert_cases(kernels).items():
         row = job.row("experts", name, kernels.label)
         yield Task(row, partial(_expert_row, kernels, replaced(case, dtype=jnp.dtype(dtype).name)))
 
@@ -127,11 +125,17 @@ def _case_row(kernels: KernelSet, case: AttentionCase, row: Row) -> Iterator[Row
     yield _judged(row, Proof.of_attention(kernels, case))
 
 
+def _expert_cases(kernels: KernelSet) -> dict[str, ExpertCase]:
+    """None for a set that multiplies a mixture's blocks one after the other."""
+    return {} if kernels.experts is None else EXPERTS | _PUBLISHED
+
+
 def _expert_row(kernels: KernelSet, case: ExpertCase, row: Row) -> Iterator[Row]:
     yield _judged(row, Proof.of_experts(kernels, case))
 
 
 def _judged(row: Row, proof: Proof) -> Row:
+    """The row with what was found."""
     if proof.reason:
         return row.as_wrong(proof.reason)
     return _compared(row, proof.error, proof.limit)
@@ -156,11 +160,15 @@ def _proof_rows(
         yield row.noted(f"not for these kernels: {reason}")
         return
     proofs = prove(kernels, _shapes_for(job, kernels, dtype, weights, kv))
-    whole = replace(row, note="right", figures={"kernels compared": float(len(proofs))})
+    whole = replace(row, note="right", figures=_count(proofs))
     right = all(proof.ok for proof in proofs)
     yield whole if right else whole.as_wrong("see below")
     for proof in proofs:
         yield _judged(replace(row, name=proof.kernel), proof)
+
+
+def _count(proofs: Sequence[Proof]) -> dict[str, float]:
+    return {"kernels compared": float(len(proofs))}
 
 
 def _shapes_for(
@@ -180,7 +188,7 @@ def _shapes_for(
 def _token_row(job: PartJob, model: RandomModel, row: Row) -> Iterator[Row]:
     """Greedy requests of many lengths through scheduler, core and runner."""
     prompt = min(_PROMPT, model.config.context_length - _OUTPUT)
-    traffic, _ = make_traffic(job, model, prompt + _OUTPUT)
+    traffic, _ = make_traffic(job, model, context=prompt + _OUTPUT)
     requests = random_requests(job, _REQUESTS, (1, prompt), (_OUTPUT, _OUTPUT))
     outputs = outputs_of(traffic.run(requests, concurrency=job.sizes.streams))
     reference = _Reference(model, job.page_size, prompt + _OUTPUT)

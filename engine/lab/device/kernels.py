@@ -73,7 +73,9 @@ class Contexts:
         return pairs
 
     def moved(self, config: ModelConfig, size: int, stored: int) -> float:
-        """Least bytes; size: of a number of queries and outputs, stored: of keys and values."""
+        """Least bytes, at `size` bytes a number of queries and outputs and `stored` of keys and
+        values.
+        """
         keys = sum(self.lengths) * 2 * config.n_kv_heads * config.head_dim
         return stored * keys + size * 2 * sum(self.rows) * config.n_heads * config.head_dim
 
@@ -83,7 +85,9 @@ class Contexts:
 
 
 def _make_meta(load: Contexts, page: int, total: int) -> tuple[AttentionMeta, int]:
-    """(the metadata, pages of the pool): shuffled pages, `total` rows, no padded sequences."""
+    """(the metadata, pages of the pool): pages of all sequences shuffled, `total` rows, no padding
+    of sequences.
+    """
     used = [-(-length // page) for length in load.lengths]
     n_pages = sum(used) + 1  # the trash page
     width = -(-max(used) // _TABLE) * _TABLE

@@ -1,11 +1,15 @@
-"""The engine itself on a model with random weights: scheduler, core and runner, in a closed loop of
-requests of many lengths. Greedy, nothing shared between prompts, requests end by length alone.
+"""The engine itself on a model with random weights: scheduler, core and runner, with all streams
+always busy.
+
+Two runs: a closed loop of requests of many lengths, and one batch of equal requests, which a peer
+that knows no closed loop can be given too. Greedy, nothing shared between prompts, requests end by
+length alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,30 +34,57 @@ from jitney.engine.lab.device.steps import RandomModel, StepBench
 from jitney.engine.lab.simulation.engine_run import EngineRun
 from jitney.kernels.interface import KernelSet
 
+#: Seconds of warm-up before anything counts.
+_WARM_S = 2.0
+#: Makes the engine when it is first wanted.
+_GetTraffic = Callable[[], tuple[OfflineBench, StepBench]]
 #: Parts of a step's host side, as the ledger names them.
 _HOST_PARTS = ("plan_s", "batch_s", "launch_s", "commit_s")
 
 
 def _closed_loop(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
-    kernels = sets[0]
+    """The closed loop, and the batch that the goal is about; weights in the run's dtype."""
+    kernels, streams = sets[0], job.sizes.streams
+    get = cache(partial(make_traffic, job, RandomModel(job.config, kernels, dtype)))
+    loop = job.row("closed loop", f"{streams} streams, {jnp.dtype(dtype)}", kernels.label)
+    yield Task(loop, partial(_loop_rows, job, get))
+    batch = job.batch_row(streams, kernels.label, "peer")
+    yield Task(batch, partial(_batch_rows, job, get, streams))
+
+
+def _crowds(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+    """The batch of equal requests with fewer and with more streams, on one engine."""
+    kernels, sizes = sets[0], job.sizes
     model = RandomModel(job.config, kernels, dtype)
-    case = f"{job.sizes.streams} streams, {jnp.dtype(dtype)}"
-    yield Task(job.row("closed loop", case, kernels.label), partial(_loop_rows, job, model))
+    get = cache(partial(make_traffic, job, model, seat_sizes=sizes.crowds))
+    for streams in sizes.crowds:
+        row = job.batch_row(streams, kernels.label)
+        yield Task(row, partial(_batch_rows, job, get, streams))
 
 
-def make_traffic(job: PartJob, model: RandomModel, context: int) -> tuple[OfflineBench, StepBench]:
-    """A core with a seat for each of the job's streams, whose greedy programs are all that is
-    compiled. context: most tokens of a request.
-    """
-    streams, budget = job.sizes.streams, job.sizes.token_budget
-    # Few programs: two sizes of decode steps, and two with prompt rows.
-    buckets = Buckets.of(
-        max_seats=streams,
+def _loop_buckets(job: PartJob, seat_sizes: Sequence[int]) -> Buckets:
+    """Few programs: the decode steps asked for, and two sizes with prompt rows."""
+    seats, budget = max(seat_sizes), job.sizes.token_budget
+    return Buckets.of(
+        max_seats=seats,
         token_budget=budget,
-        seat_sizes=(max(1, streams // 4), streams),
-        token_sizes=(max(2 * streams, budget // 4), budget),
+        seat_sizes=tuple(seat_sizes),
+        token_sizes=(max(2 * seats, budget // 4), budget),
     )
-    context += job.page_size
+
+
+def make_traffic(
+    job: PartJob, model: RandomModel, *, context: int = 0, seat_sizes: Sequence[int] = ()
+) -> tuple[OfflineBench, StepBench]:
+    """A core whose greedy programs are all that is compiled.
+
+    context: of a request, 0: what batch and loop need. seat_sizes: of decode steps, the greatest
+    the number of seats; (): for the job's streams.
+    """
+    sizes = job.sizes
+    seats = tuple(seat_sizes) or (max(1, sizes.streams // 4), sizes.streams)
+    buckets = _loop_buckets(job, seats)
+    context = (context or max(sum(sizes.loop), sum(sizes.batch))) + job.page_size
     bench = StepBench.of(job, model, buckets, context)
     bench.compile(buckets.all())
     bench.runner.warm_up()
@@ -81,10 +112,21 @@ def random_requests(
     return requests
 
 
-def _loop_rows(job: PartJob, model: RandomModel, row: Row) -> Iterator[Row]:
+def _batch_rows(job: PartJob, get: _GetTraffic, streams: int, row: Row) -> Iterator[Row]:
+    traffic, bench = get()
+    n_prompt, n_output = job.sizes.batch
+    requests = random_requests(job, streams, (n_prompt, n_prompt), (n_output, n_output))
+    warm_s = 0.0
+    if bench.weight_bytes > 1 << 30:
+        warm_s = _WARM_S
+    traffic.warm_up(requests, warm_s)
+    yield _run_row(job, bench, traffic.run(requests, concurrency=streams), row)
+
+
+def _loop_rows(job: PartJob, get: _GetTraffic, row: Row) -> Iterator[Row]:
     """A request comes when one leaves; and what the host cost between its steps."""
+    traffic, bench = get()
     sizes = job.sizes
-    traffic, bench = make_traffic(job, model, sum(sizes.loop))
     prompt, output = ((most // 4, most) for most in sizes.loop)
     requests = random_requests(job, sizes.requests, prompt, output)
     run = traffic.run(requests, concurrency=sizes.streams)
@@ -117,7 +159,9 @@ def _floors_of(job: PartJob, bench: StepBench, records: np.ndarray) -> Iterator[
 
 
 def _gap_row(run: EngineRun, row: Row) -> Row:
-    """Mean idle seconds of the device before a step, and their share of the time."""
+    """Idle time of the device before a step, on average, and as a share of the time
+    between steps.
+    """
     records = run.records[1:]
     gap, device = records["gap_s"].astype(float), records["device_s"].astype(float)
     figures = {"share": float(gap.sum() / (gap + device).sum())}
@@ -136,4 +180,5 @@ def _gap_row(run: EngineRun, row: Row) -> Row:
 #: Part -> what yields its tasks.
 TASKS = {
     "loop": _closed_loop,
+    "crowds": _crowds,
 }

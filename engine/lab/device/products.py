@@ -79,7 +79,9 @@ def _product_row(
 
 
 def _product_error(kernels: KernelSet, x: jax.Array, weights: Packed) -> float:
-    """Distance from the float32 product of the widened weights and the rows as taken."""
+    """Distance from the product of the widened weights in float32, with rows rounded if the kernel
+    rounds them.
+    """
     exact = jnp.matmul(
         _as_multiplied(x, weights.scheme, kernels), widened(weights), precision="highest"
     )
@@ -112,7 +114,9 @@ def _make_weights(scheme: str, shape: tuple[int, int], dtype: DTypeLike, seed: i
 
 
 def _thresholds(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
-    """Where nucleus sampling cuts: the set's kernel beside the sampler's own search."""
+    """Where nucleus sampling cuts, over the whole vocabulary: the set's kernel beside the sampler's
+    own search.
+    """
     searches = {kernels.label: kernels.threshold for kernels in sets}
     searches["sampler"] = threshold
     for rows in job.sizes.sampled:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import ClassVar
 
 import msgspec
 
 from jitney.engine.core import ModelConfig, tiny_config
-from jitney.engine.lab.simulation.shapes import SHAPES
+from jitney.engine.lab.simulation.roofline import SHAPES
 
 #: How the note of a row begins whose answers are not right.
 _WRONG = "WRONG"
@@ -32,7 +33,9 @@ class Floors(msgspec.Struct, frozen=True):
     launch_s: float  # one launch of an empty program, many in a row
 
     def of(self, moved: float, operations: float = 0.0) -> tuple[float, str]:
-        """(least seconds, "bytes" or "operations": what takes them)."""
+        """(least seconds, what they go into): the larger of bytes over bandwidth and operations
+        over rate.
+        """
         by_bytes = moved / self.copy_bytes_s
         by_operations = operations / self.product_flops_s
         if by_bytes >= by_operations:
@@ -57,6 +60,8 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _CaseId(msgspec.Struct, frozen=True):
+    """Names the case of a row."""
+
     #: As in `Row`.
     part: str
     name: str
@@ -105,6 +110,21 @@ class PartJob(msgspec.Struct, frozen=True, kw_only=True):
         """A row of this part that has no figures yet."""
         return Row(part=self.part, name=name, case=case, by=by, goal=goal)
 
+    def batch_row(self, streams: int, by: str, goal: str = "") -> Row:
+        """A row of the batch of equal requests that peers are given too; the same case for all
+        that answer it.
+        """
+        n_prompt, n_output = self.sizes.batch
+        case = f"{streams} streams, {self.dtype}, {n_prompt} + {n_output} tokens"
+        return self.row("batch of equal requests", case, by, goal)
+
+    def batch_tasks(self, by: str, goal: str, run: Callable[[int, Row], Iterator[Row]]) -> Tasks:
+        """A task for each number of streams; the goal is that of the first. run: with so many."""
+        others = [streams for streams in self.sizes.crowds if streams != self.sizes.streams]
+        for streams in (self.sizes.streams, *others):
+            counts = goal if streams == self.sizes.streams else ""
+            yield Task(self.batch_row(streams, by, counts), partial(run, streams))
+
     def copies_of(self, moved: float) -> int:
         """Number of copies of inputs of `moved` bytes that exceed the cache."""
         return max(1, min(_MOST_COPIES, math.ceil(self.sizes.cache_bytes / moved)))
@@ -119,7 +139,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     part: str  # the part that measured it
     name: str  # what was measured
     case: str  # in which sizes
-    by: str  # the kernel set, or `jitney serve`
+    by: str  # the kernel set, or the peer
     seconds: float | None = None  # median of the repeats; None where `note` says why there is none
     least: float | None = None  # of the repeats
     most: float | None = None  # likewise
@@ -203,11 +223,12 @@ class Sizes:
     contexts: tuple[tuple[int, ...], tuple[int, ...]]  # of decode steps, short and long
     quantised: tuple[int, ...]  # seats of steps with quantised weights
     prefill: tuple[int, ...]  # rows of steps of one prompt
-    streams: int  # of the closed loop
+    streams: int  # of the closed loop, and of the batch that the goal is about
+    crowds: tuple[int, ...]  # streams of the other batches
     served: tuple[int, ...]  # streams over HTTP
     requests: int  # of the closed loop, in all
     loop: tuple[int, int]  # its (prompt, output) tokens at most
-    request: tuple[int, int]  # (prompt, output) tokens of each request over HTTP
+    batch: tuple[int, int]  # (prompt, output) tokens of each request of the batch
     token_budget: int
     sample_s: float  # seconds of work between two looks at the clock
     cache_bytes: int  # copies of inputs together exceed this
@@ -251,10 +272,11 @@ _LARGE = Sizes(
     quantised=(1, 8, 32, 128),
     prefill=(4096, 512, 1024, 2048, 8192),
     streams=64,
+    crowds=(1, 8, 32, 128, 256),
     served=(1, 32, 256),
     requests=256,
     loop=(512, 256),
-    request=(256, 256),
+    batch=(256, 256),
     token_budget=2048,
     sample_s=0.02,
     # Four times the second-level cache of an H100, so that no repeat finds its data there.
@@ -276,10 +298,11 @@ _SMALL = Sizes(
     quantised=(4,),
     prefill=(16,),
     streams=4,
+    crowds=(1,),
     served=(1, 4),
     requests=6,
     loop=(16, 8),
-    request=(8, 8),
+    batch=(8, 8),
     token_budget=32,
     sample_s=0.001,
     cache_bytes=0,

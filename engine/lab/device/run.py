@@ -25,7 +25,8 @@ from jitney.engine.common.errors import ConfigError, JitneyError
 from jitney.engine.lab.device.rows import About, Floors, PartJob, Row
 from jitney.engine.lab.device.worker import PartMessage
 
-#: In the order of what matters most: right answers, the limits, the goals, then everything else.
+#: In the order of what matters most: right answers, the limits, the goals, then the peers that one
+#: goal names.
 PARTS = {
     "smoke": "compiler, one kernel and one graph, in seconds: whether anything below can run",
     "check": "tokens of the engine and every kernel case, compared before anything is timed",
@@ -34,10 +35,14 @@ PARTS = {
     "steps": "whole decode steps of 1 to 32 seats, short contexts",
     "quantised": "decode steps with weights in fp8, int8 and int4",
     "prefill": "steps of one prompt, 512 to 8,192 rows",
-    "loop": "the engine in a closed loop, and its host gap",
+    "loop": "the engine in a closed loop, its host gap, and the batch that peers are given",
     "serve": "jitney serve on random weights: until it is ready, then streams over HTTP",
+    "kernels-of-a-step": "each kernel of a decode step, by the profiler",
     "graphs": "decode steps again, without CUDA graphs",
     "cublas": "decode steps again, in bf16 and fp8, products by cuBLASLt alone",
+    "transformers": "transformers' continuous batching on the same batches of requests",
+    "crowds": "the batch with 1 to 256 streams",
+    "vllm": "vLLM on the same batches of requests",
     "contexts": "decode steps of up to 256 seats and 32k contexts",
     "products": "products with weights in each scheme",
     "write": "norm, rotation and write of keys and values",
@@ -49,11 +54,13 @@ _ENVIRONMENT = {
     "graphs": {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="},
     # XLA's own products in Triton; our kernels are called whatever this says.
     "cublas": {"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false"},
+    # In a graph the profiler may see the graph alone.
+    "kernels-of-a-step": {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="},
 }
 #: Parts about NVIDIA's GPUs alone.
 _OF_NVIDIA = ("graphs", "cublas")
 #: Parts without floors.
-_WITHOUT_FLOORS = {"smoke", "check", "serve"}
+_WITHOUT_FLOORS = {"smoke", "check", "serve", "kernels-of-a-step"}
 #: Seconds of one part, its process ended then: by these and `DevicePlan.TOTAL_S` a lease of half an
 #: hour holds the whole, and a call of ten minutes at least one part.
 _PART_S = 300.0
@@ -69,6 +76,8 @@ _Report = Callable[[str], None]
 
 
 class _ResultStore(Protocol):
+    """Where results are kept."""
+
     def take_up(self, results: DeviceResults) -> None:
         """Put what an earlier call measured into the results, once the device is known."""
         ...
@@ -80,7 +89,9 @@ class _ResultStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """The parts to measure, and how. Raises ConfigError for an unknown part."""
+    """The parts to measure, and how. Raises ConfigError, which lists the parts, for an unknown
+    one.
+    """
 
     #: Seconds of all parts together.
     TOTAL_S: ClassVar[float] = 1500.0
@@ -116,7 +127,9 @@ class DevicePlan:
         return measuring.results
 
     def parts(self) -> Iterator[str]:
-        """The parts in order: all, or the smoke, floors where needed, and those of `only`."""
+        """The parts in order, that of `only` if it is given; first the smoke, and the floors that
+        others are compared with.
+        """
         first = ["smoke"]
         if set(self.only) - _WITHOUT_FLOORS:
             first.append("floors")
@@ -194,6 +207,8 @@ class DeviceResults:
 
 @dataclass(slots=True)
 class _Measuring:
+    """One call under way."""
+
     results: DeviceResults
     store: _ResultStore
     report: _Report
@@ -300,6 +315,7 @@ class _Measuring:
 
 
 def _note(part: str, case: str, why: str) -> PartMessage:
+    """A row for a part that has no figures."""
     return PartMessage(row=Row(part=part, name=PARTS[part], case=case, by="", note=why))
 
 

@@ -69,7 +69,9 @@ class ResultFiles:
             raise ConfigError(f"--from {earlier}: {error.strerror or error}") from None
 
     def take_up(self, results: DeviceResults) -> None:
-        """Choose the file, now that the device is known, and read what it holds into `results`."""
+        """Choose the file, now that the device is known; what it holds already goes into
+        `results`.
+        """
         if results.about is not None and results.about.choices:
             name = results.about.choices
             self._choices = _Choices(self._folder, compilation_cache_dir(), name)

@@ -5,7 +5,6 @@ answers over HTTP. Knows no jax.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import tempfile
 import time
@@ -16,16 +15,14 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from jitney.engine.common.ports import free_port
-from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.trace import Arrival
-from jitney.engine.core import ModelConfig
 from jitney.engine.lab.bench.client import RemoteEndpoint
 from jitney.engine.lab.bench.online import OnlineBench
 from jitney.engine.lab.bench.peer_process import Peer
+from jitney.engine.lab.device.peers import hf_config, where_installed
 from jitney.engine.lab.device.rows import PartJob, Row, Task, Tasks
 
 _BY = "jitney serve"
-#: Packages that serving needs; a lent machine may have those of the other parts alone.
 _PACKAGES = ("httpx", "starlette", "uvicorn", "zmq", "prometheus_client", "tokenizers")
 #: Requests for each stream.
 _TURNS = 2
@@ -38,14 +35,10 @@ _CLIENTS = 4
 def _serving(job: PartJob) -> Tasks:
     """Two starts, the second of which finds what the first has compiled; then the streams."""
     row = job.row("ready, first start", f"{job.shape}, {job.dtype}", _BY)
-    yield Task(row, partial(_serve_rows, job))
+    yield from where_installed(iter([Task(row, partial(_serve_rows, job))]), *_PACKAGES)
 
 
 def _serve_rows(job: PartJob, row: Row) -> Iterator[Row]:
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        yield row.noted(f"not installed: {', '.join(missing)}")
-        return
     sizes = job.sizes
     with tempfile.TemporaryDirectory(prefix="jitney-serve-") as folder:
         _write_model(job, Path(folder))
@@ -75,7 +68,7 @@ def _server_of(job: PartJob, folder: str) -> Peer:
             "--token-buckets",
             f"{max(2 * seats, budget // 4)},{budget}",
         ),
-        *("--context", str(max(_TRIAL_TOKENS, sum(sizes.request) + 4 * job.page_size))),
+        *("--context", str(max(_TRIAL_TOKENS, sum(sizes.batch) + 4 * job.page_size))),
         *("--page-size", str(job.page_size), "--platform", job.platform),
     )
     return Peer.ours(folder, job.kernels, job.dtype, more=words)
@@ -83,7 +76,7 @@ def _server_of(job: PartJob, folder: str) -> Peer:
 
 def _load_row(job: PartJob, url: str, streams: int) -> Row:
     """So many streams of equal requests, always open."""
-    n_prompt, n_output = job.sizes.request
+    n_prompt, n_output = job.sizes.batch
     arrivals = [Arrival(0.0, n_prompt, n_output)] * (_TURNS * streams)
     clients = min(_CLIENTS, streams)
     bench = OnlineBench(RemoteEndpoint(url, ""), warmup=min(8, streams), clients=clients)
@@ -99,7 +92,9 @@ def _load_row(job: PartJob, url: str, streams: int) -> Row:
 
 
 def _write_model(job: PartJob, folder: Path) -> None:
-    """A model folder without weights, whose tokenizer has as many tokens as the shape."""
+    """A model folder without weights: its configuration, and a tokenizer of as many tokens, of
+    which texts use those of one byte.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -109,30 +104,8 @@ def _write_model(job: PartJob, folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = _hf_config(job.config, job.dtype)
+    config = hf_config(job.config, job.dtype)
     (folder / "config.json").write_text(json.dumps(config))
-
-
-def _hf_config(shape: ModelConfig, dtype: str) -> JsonDict:
-    family = "Qwen3" if shape.qk_norm else "Llama"
-    return {
-        "architectures": [f"{family}ForCausalLM"],
-        "model_type": family.lower(),
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.n_layers,
-        "num_attention_heads": shape.n_heads,
-        "num_key_value_heads": shape.n_kv_heads,
-        "head_dim": shape.head_dim,
-        "max_position_embeddings": shape.context_length,
-        "tie_word_embeddings": shape.tie_embeddings,
-        "rms_norm_eps": shape.rms_eps,
-        "torch_dtype": dtype,
-        "hidden_act": "silu",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
 
 
 #: Part -> what yields its tasks.

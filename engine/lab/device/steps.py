@@ -88,7 +88,9 @@ class StepBench:
 
     @classmethod
     def of(cls, job: PartJob, wanted: RandomModel, buckets: Buckets, context: int) -> StepBench:
-        """A runner without compiled steps, with as many pages as fit and the cases need."""
+        """A runner that has compiled nothing yet, with as many pages as fit, up to what the cases
+        need.
+        """
         gc.collect()  # the arrays of the one before it may hang in cycles
         config, kernels = wanted.config, wanted.kernels
         model = wanted.make()
@@ -165,7 +167,9 @@ def _free_positions(row_bytes: int) -> int:
 
 
 def _time_step(bench: StepBench, case: StepCase, sample_s: float) -> tuple[list[float], StepWork]:
-    """Seconds of a made-up step, many in flight. RuntimeError if logits are not finite."""
+    """Seconds of a made-up step, many in flight, its upload included. RuntimeError if its logits
+    are not finite.
+    """
     runner = bench.runner
     plan = case.plan(0, bench.page_size)
     packed, plain = runner.batch(plan).packed, runner.runs_greedy_only(case.bucket, True)
@@ -217,6 +221,7 @@ def _short_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> T
 
 
 def _long_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+    """Decode steps of more seats, and of longer contexts."""
     model, sizes = RandomModel(job.config, sets[0], dtype), job.sizes
     yield from _decode_tasks(job, model, sizes.steps, sizes.contexts[1], sizes.contexts[0])
 
@@ -228,6 +233,7 @@ def _library_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) ->
 
 
 def _quantised_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+    """Decode steps with weights in 8 and 4 bits."""
     for weights in ("fp8", "int8", "int4"):
         yield from _narrow_steps(job, sets[0], dtype, weights)
 
@@ -258,6 +264,7 @@ def _decode_tasks(
 
 
 def _decode_row(job: PartJob, model: RandomModel, seats: int, context: int) -> Row:
+    """A decode step's row without figures."""
     weights, goal = model.weights, ""
     if weights == "plain":
         weights = str(jnp.dtype(model.dtype))
@@ -280,6 +287,7 @@ def _goal_of(job: PartJob, seats: int, context: int) -> str:
 
 
 def _prefill_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+    """Steps of one prompt, whole."""
     kernels, sizes = sets[0], sorted(job.sizes.prefill)
     seats = min(8, sizes[0] // 2)
     buckets = Buckets((Bucket(1, 1),), tuple(Bucket(rows, seats) for rows in sizes))

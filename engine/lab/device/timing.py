@@ -51,7 +51,9 @@ def timed(
 
 
 def repeated(call: Callable[[Any], Any], carry: Any, sample_s: float) -> list[float]:
-    """Seconds of one call, _REPEATS times, with calls for `sample_s` in flight."""
+    """Seconds of one call, REPEATS times: as many calls in flight as make up `sample_s`, then one
+    wait.
+    """
     carry = jax.block_until_ready(call(carry))
     carry, one = _seconds_of(call, carry, 1)
     calls = max(2, math.ceil(sample_s / max(one, 1e-7)))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from jitney.kernels.interface import KernelSet
 
-#: Part -> the module whose `TASKS` have it.
+#: Part -> the module whose `TASKS` have it. Those in which jax does not start get no kernels.
 _OURS = {
     "smoke": "smoke",
     "check": "check",
@@ -33,6 +33,7 @@ _OURS = {
     "cublas": "steps",
     "attention": "kernels",
     "loop": "loop",
+    "crowds": "loop",
     "write": "kernels",
     "sampling": "products",
     "products": "products",
@@ -40,9 +41,9 @@ _OURS = {
     "prefill": "steps",
     "quantised": "steps",
     "flashinfer": "prompt_peers",
+    "kernels-of-a-step": "step_kernels",
 }
-#: Likewise; jax does not start in their process, and they get no kernels.
-_SERVERS = {"serve": "serving"}
+_PEERS = {"serve": "serving", "transformers": "peers", "vllm": "vllm_peer"}
 _PACKAGES = (
     "jitney",
     "jax",
@@ -50,6 +51,9 @@ _PACKAGES = (
     "jax-triton",
     "triton",
     "libtpu",
+    "torch",
+    "transformers",
+    "vllm",
     "flashinfer-python",
     "jax-tvm-ffi",
 )
@@ -64,6 +68,7 @@ class PartMessage(msgspec.Struct, omit_defaults=True):
 
 
 def _main(given: TextIO = sys.stdin, out: TextIO = sys.stdout) -> int:
+    """Run the job; exit status 0."""
     job = msgspec.json.decode(given.read(), type=PartJob)
     for line in _lines_of(job):
         out.write(msgspec.json.encode(line).decode() + "\n")
@@ -72,6 +77,7 @@ def _main(given: TextIO = sys.stdin, out: TextIO = sys.stdout) -> int:
 
 
 def _lines_of(job: PartJob) -> Iterator[PartMessage]:
+    """Everything the job yields."""
     if job.part == job.ABOUT:
         sets, dtype = _kernels_of(job)
         yield PartMessage(about=_about_device(sets[0], dtype))
@@ -80,8 +86,8 @@ def _lines_of(job: PartJob) -> Iterator[PartMessage]:
         _, dtype = _kernels_of(job)
         yield PartMessage(floors=_floors_in(dtype))
         return
-    if job.part in _SERVERS:
-        tasks = _tasks_of(_SERVERS[job.part], job)
+    if job.part in _PEERS:
+        tasks = _tasks_of(_PEERS[job.part], job)
     else:
         tasks = _tasks_of(_OURS[job.part], job, *_kernels_of(job))
     for row in _rows_of(job, tasks):
@@ -107,8 +113,12 @@ def _rows_of(job: PartJob, tasks: Tasks) -> Iterator[Row]:
         try:
             yield from task.run(task.row)
         except Exception as error:  # whatever a driver says, the next case may do better
-            words = " ".join(str(error).split())[:200]
-            yield task.row.noted(f"failed: {type(error).__name__}: {words}")
+            yield task.row.noted(_failure(error))
+
+
+def _failure(error: Exception) -> str:
+    words = " ".join(str(error).split())[:200]
+    return f"failed: {type(error).__name__}: {words}"
 
 
 def _kernels_of(job: PartJob) -> tuple[Sequence[KernelSet], np.dtype]:
@@ -124,6 +134,7 @@ def _kernels_of(job: PartJob) -> tuple[Sequence[KernelSet], np.dtype]:
 
 
 def _floors_in(dtype: np.dtype) -> Floors:
+    """Rates that the device reaches."""
     import jax
 
     from jitney.engine.lab.device.timing import measure_floors
@@ -132,6 +143,7 @@ def _floors_in(dtype: np.dtype) -> Floors:
 
 
 def _about_device(kernels: KernelSet, dtype: np.dtype) -> About:
+    """The device that jax has, and what runs on it."""
     import jax
 
     from jitney.engine.core import name_of

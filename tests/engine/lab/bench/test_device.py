@@ -36,7 +36,7 @@ from jitney.engine.lab.device import kernels, timing, worker
 from jitney.engine.lab.device import run as device_run
 from jitney.engine.lab.device.check import TASKS
 from jitney.engine.lab.device.kernels import Contexts, _make_inputs, attend_row
-from jitney.engine.lab.device.report import _GOALS, DeviceReport
+from jitney.engine.lab.device.report import _GOALS, DeviceReport, _goal_values
 from jitney.engine.lab.device.rows import About, Floors, PartJob, Row, Task
 from jitney.engine.lab.device.run import (
     _ENVIRONMENT,
@@ -153,6 +153,15 @@ def test_a_goal_is_met_when_every_figure_meets_it(
     ] == len(values)
 
 
+def test_the_peer_goal_is_a_ratio_of_tokens_per_second():
+    ours, theirs = (
+        row(goal="peer", figures={"tokens_s": 5000.0}),
+        row(goal="peer's", figures={"tokens_s": 2000.0}),
+    )
+    assert _goal_values([ours, theirs], "peer") == [2.5]
+    assert _goal_values([ours, row(goal="peer's", note="torch is not installed")], "peer") == []
+
+
 def test_goals_are_not_judged_on_the_tiny_shape():
     found = DeviceResults(DevicePlan(), CPU, FLOORS, [row(goal="decode", seconds=1.0, floor_s=2.0)])
     assert found.shape == "tiny" and all(
@@ -205,7 +214,8 @@ def test_every_part_yields_figures_or_says_why_not(found: tuple[DeviceResults, P
     assert not [r for r in rows if "failed" in r.note or "WRONG" in r.note]
     silent = {r.part for r in rows if r.seconds is None}
     assert all(r.note for r in rows if r.seconds is None)
-    assert silent <= {"check", "graphs", "cublas", "write", "sampling", "flashinfer"}
+    peers = {"transformers", "vllm", "flashinfer"}
+    assert silent <= {"check", "graphs", "cublas", "write", "sampling", *peers}
     for part in (
         "steps",
         "attention",
@@ -215,7 +225,9 @@ def test_every_part_yields_figures_or_says_why_not(found: tuple[DeviceResults, P
         "quantised",
         "products",
         "sampling",
+        "crowds",
         "smoke",
+        "kernels-of-a-step",
     ):
         assert any(r.part == part and r.seconds for r in rows), part
 
@@ -269,7 +281,18 @@ def test_the_floor_of_a_decode_step_by_hand(found: tuple[DeviceResults, Path]):
 
 def test_the_loop_gives_every_request_its_tokens(found: tuple[DeviceResults, Path]):
     loop = {r.name: r for r in found[0].rows if r.part == "loop"}
+    batch = loop["batch of equal requests"]
+    assert batch.seconds and batch.figures["tokens_s"] * batch.seconds == pytest.approx(4 * 8)
     assert loop["host gap"].figures["share"] < 1 and loop["closed loop"].figures["steps"] >= 8
+
+
+def test_kernels_of_a_step_add_up(found: tuple[DeviceResults, Path]):
+    whole, *each = [r for r in found[0].rows if r.part == "kernels-of-a-step"]
+    assert whole.figures["kernels"] >= len(each) > 5
+    seconds = [r.seconds or 0.0 for r in each]
+    assert seconds == sorted(seconds, reverse=True)
+    assert 0.9 * whole.figures["busy_s"] < sum(seconds) <= 1.001 * whole.figures["busy_s"]
+    assert sum(r.figures["share"] for r in each) <= 1.001
 
 
 def test_pools_of_steps_hold_random_numbers():
@@ -672,7 +695,8 @@ LOADED = """
 import sys
 from importlib.metadata import packages_distributions
 from jitney.engine.lab.device import (
-    check, kernels, loop, products, prompt_peers, smoke, steps, worker,
+    check, kernels, loop, peers, products, prompt_peers, smoke, step_kernels, steps, vllm_peer,
+    worker,
 )
 from jitney.engine.lab.commands import bench_device
 from jitney.kernels.triton_gpu.launch import _jax_triton
@@ -702,7 +726,7 @@ def test_the_wheels_to_bring_are_all_that_is_loaded():
 
 
 def test_what_the_worker_runs_is_what_the_parts_are():
-    modules = worker._OURS | worker._SERVERS
+    modules = worker._OURS | worker._PEERS
     assert set(PARTS) == {"floors", *modules}
     for part, module in modules.items():
         tasks = importlib.import_module(f"jitney.engine.lab.device.{module}").TASKS
