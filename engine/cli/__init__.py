@@ -125,9 +125,7 @@ _COMMANDS = Commands(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The `jitney` program. Exit status: 0 done, 1 failed, 2 wrong usage or configuration, 130
-    interrupted.
-    """
+    """The `jitney` program. Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
     try:
         return _COMMANDS.run(sys.argv[1:] if arguments is None else arguments)
     except ConfigError as error:

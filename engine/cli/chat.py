@@ -89,8 +89,6 @@ def _of_server(args: SamplingArguments) -> _Answers:
 
 
 class _Conversation:
-    """The messages so far."""
-
     def __init__(self, answers: _Answers, system: str = ""):
         self._answers = answers
         self._system = [_message("system", system)] if system else []
@@ -109,9 +107,7 @@ class _Conversation:
         self.ask(question["content"])
 
     def ask(self, text: str) -> None:
-        """Print the answer as it is generated, and append both messages; Ctrl-C stops it. A refused
-        message is not appended.
-        """
+        """Print the answer and append both messages; Ctrl-C stops it, a refusal appends none."""
         messages = [*self._messages, _message("user", text)]
         answer = ""
         try:
@@ -134,7 +130,6 @@ def _message(role: str, text: str) -> dict[str, str]:
 
 
 def _converse(conversation: _Conversation) -> None:
-    """Answer lines until the user leaves."""
     for line in _lines():
         if not line.startswith("/"):
             conversation.ask(line.strip())
@@ -154,9 +149,7 @@ def _converse(conversation: _Conversation) -> None:
 
 
 def _lines() -> Iterator[str]:
-    """Messages of the input until an empty line or its end; on a terminal, arrow keys recall
-    lines.
-    """
+    """Messages of the input until an empty line or its end; arrow keys recall lines."""
     prompt = more = ""
     if sys.stdin.isatty():
         prompt, more = "> ", ". "

@@ -66,7 +66,7 @@ def show(arguments: Sequence[str]) -> int:
     if args.source is not None and "://" in args.source:
         report = settings_of(args.source, args.engine_key())
     else:
-        report = _settings_here(args.source)
+        report = _report(ServerSizes(ResolvedConfig.load(args.source, os.environ)).as_served())
     if args.json:
         print(json.dumps(msgspec.to_builtins(report), indent=2))
         return 0
@@ -108,9 +108,7 @@ def settings_of(source: str, key: str) -> ConfigReport:
 
 
 def digest_here(config: Config) -> str:
-    """The digest of an engine with this configuration; "" if the model or an adapter is not on this
-    machine.
-    """
+    """The digest of an engine with this configuration; "" if its files are not here."""
     try:
         source = ModelSource.local(config.model.id)
     except ModelError:
@@ -122,11 +120,6 @@ def digest_here(config: Config) -> str:
         return ""
     identity = source.identity(adapters)
     return configuration_digest(config, model=identity, version=version("jitney"))
-
-
-def _settings_here(file: str | None) -> ConfigReport:
-    """The settings of a server started here: file, environment and measured sizes."""
-    return _report(ServerSizes(ResolvedConfig.load(file, os.environ)).as_served())
 
 
 def _report(resolved: ResolvedConfig) -> ConfigReport:

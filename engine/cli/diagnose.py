@@ -66,8 +66,6 @@ def run(arguments: Sequence[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """Figures and findings of one engine."""
-
     #: URL, or model and replica.
     name: str
     #: None: its metrics could not be read.

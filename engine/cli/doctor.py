@@ -50,8 +50,6 @@ _MARKS = {True: "ok", False: "BAD", None: ""}
 
 @dataclass(frozen=True, slots=True)
 class _Finding:
-    """A line of the report."""
-
     name: str
     value: str
     #: None: neither good nor bad.
@@ -263,7 +261,6 @@ def _one_token(config: Config) -> Iterator[_Finding]:
 
 
 def _generated_tokens(llm: LLM) -> int:
-    """Tokens generated for a request of one token."""
     from jitney.engine.common.requests import SamplingParams
 
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
@@ -308,7 +305,6 @@ _TINY_ENGINE = {
 
 
 def _proof_finding(proof: KernelProof) -> _Finding:
-    """The largest error of a kernel, and whether it may be used."""
     value = f"largest error {proof.error:.2g}, rounding explains {proof.limit:g}"
     if proof.reason:
         value = f"could not run: {proof.reason}"

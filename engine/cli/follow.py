@@ -24,8 +24,6 @@ def follow(config: Config) -> int:
 
 
 class _Followed:
-    """A run of `jitney serve` on a following host."""
-
     def __init__(self, config: Config, display: Display):
         self._config = config
         self._display = display

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from jitney.engine.common.errors import ConfigError, ErrorInfo, RequestError
+from jitney.engine.common.errors import ConfigError, RequestError
 from jitney.engine.common.requests import JsonDict, SamplingParams
 from jitney.engine.common.terminal import visible_on_terminal
 from jitney.engine.config import NOTHING, Arguments, Command, Config, Flag, FlagGroup
@@ -62,9 +62,7 @@ class SamplingArguments(Arguments):
         return {name: value for name, value in flags.items() if value is not None}
 
     def sampling(self, *, n: int = 1, defaults: Mapping[str, float] = NOTHING) -> SamplingParams:
-        """The parameters of the flags; defaults: the model's. Raises ConfigError naming the flag
-        that is out of range.
-        """
+        """The parameters of the flags; defaults: the model's. Raises ConfigError."""
         fields = SamplingParams.fields_with(defaults, self._explicit(_MODEL_DEFAULTED))
         params = SamplingParams(
             n=n, max_tokens=self.max_tokens, seed=self.seed, stop=tuple(self.stop), **fields
@@ -104,25 +102,14 @@ def run(arguments: Sequence[str]) -> int:
     params = args.sampling(n=args.n, defaults=llm.info.model.sampling_defaults)
     outputs = llm.generate(prompts, params, adapter=args.adapter)
     llm.close()
-    _show_all(prompts, [output.outputs for output in outputs], args.json)
-    _raise_first(output.error for output in outputs)
-    return 0
-
-
-def _show_all(
-    prompts: Iterable[str], outputs: Iterable[Iterable[Completion]], as_json: bool
-) -> None:
-    show = _show_json if as_json else _show_text
-    for prompt, sequences in zip(prompts, outputs, strict=True):
-        for sequence in sequences:
+    show = _show_json if args.json else _show_text
+    for prompt, output in zip(prompts, outputs, strict=True):
+        for sequence in output.outputs:
             show(prompt, sequence)
-
-
-def _raise_first(errors: Iterable[ErrorInfo | None]) -> None:
-    """Raise RequestError for the first prompt that failed."""
-    for error in errors:
-        if error is not None:
-            raise RequestError.from_info(error)
+    for output in outputs:
+        if output.error is not None:
+            raise RequestError.from_info(output.error)
+    return 0
 
 
 def _show_text(prompt: str, sequence: Completion) -> None:

@@ -185,8 +185,6 @@ def _warn_of_closed_pages(keys: AcceptedKeys) -> None:
 
 
 class _Server:
-    """A run of `jitney serve`: its parts and their start and shutdown."""
-
     def __init__(
         self,
         resolved: ResolvedConfig,
@@ -299,7 +297,6 @@ class _Server:
             self.signals.put_nowait(signal.SIGTERM)
 
     def _show_taken(self, fresh: FreshSettings, keys: AcceptedKeys) -> None:
-        """Show reloaded settings in /config."""
         service = self.app.state.service
         before: ResolvedConfig = service.resolved
         new = {name: getattr(fresh.server, name) for name in LIVE}
@@ -341,9 +338,7 @@ class _Server:
             listener.close()
 
     async def _work(self) -> None:
-        """Load everything, print the greeting, and wait until the engine is dead; raises the
-        reason unless it was dismissed.
-        """
+        """Load, print the greeting, wait for the engine's end; raises why unless dismissed."""
         service = self.app.state.service
         source = await self.equipment.find_model()
         service.model_names = self.config.server.served_model_name or (source.name,)
@@ -365,9 +360,7 @@ class _Server:
             await self.client.wait_ready()  # raises the reason
 
     async def _drain(self) -> int:
-        """Let running requests finish within drain_s seconds; a second signal ends them at once.
-        Returns the exit status.
-        """
+        """Let requests finish for drain_s seconds; a second signal ends them. -> exit status."""
         limit = self.config.server.drain_s
         self._begin_drain(limit)
         status = await drain_status(self._drained(), self.signals, limit)
@@ -474,7 +467,6 @@ def _formats(info: EngineInfo) -> str:
 
 
 def _curl_line(config: Config, url: str, model: ModelInfo, *, chat: bool) -> str:
-    """A shell command that sends the endpoint a small request."""
     if not model.encoder:
         route, body = _CHAT if chat else _TEXT
     else:

@@ -32,9 +32,7 @@ class ServerChat:
 
     @classmethod
     def of(cls, url: str, key: str, adapter: str, fields: Mapping[str, Any]) -> Self:
-        """The server's first model, or one of its adapters. Raises ConfigError and
-        `asking.Refused`.
-        """
+        """The server's first model, or one of its adapters. Raises ConfigError and `Refused`."""
         url = url if "://" in url else f"http://{url}"
         listing = ask(url, "/v1/models", key, _REFUSALS)
         try:
@@ -49,9 +47,7 @@ class ServerChat:
         return cls(url, key, {**fields, "model": adapter or names[0]})
 
     def answer(self, messages: list[dict[str, str]]) -> Generator[str, None, None]:
-        """The answer in pieces. Closing the generator closes the connection, and the server frees
-        the seat. Raises RequestError.
-        """
+        """The answer in pieces; closing the generator frees the seat. Raises RequestError."""
         body = {**self._fields, "messages": messages}
         try:
             with self._http.stream("POST", self._url, json=body) as response:
@@ -82,7 +78,6 @@ def _pieces(lines: Iterator[str]) -> Iterator[str]:
 
 
 def _message_of(body: str, status: int) -> str:
-    """The message of an error."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         return str(json.loads(body)["error"]["message"])
     return f"the server answers {status}"

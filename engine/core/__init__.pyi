@@ -89,7 +89,6 @@ from .text.tokenizer import Tokenizer as Tokenizer
 from .weights.checkpoints.families import tiny_config as tiny_config
 from .weights.checkpoints.files import read_json as read_json
 from .weights.checkpoints.hf_config import read_hf_config as read_hf_config
-from .weights.checkpoints.model_config import ExpertsConfig as ExpertsConfig
 from .weights.checkpoints.model_config import ModelConfig as ModelConfig
 from .weights.checkpoints.safetensors import SafetensorsFolder as SafetensorsFolder
 from .weights.checkpoints.sources import ModelSource as ModelSource

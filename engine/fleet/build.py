@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from jitney.engine.config import Section, ServerSection
+from jitney.engine.config import Section
 from jitney.engine.core import HostAddress
 from jitney.engine.fleet.compositions.composed import COMPOSED_KINDS, ComposedModels
 from jitney.engine.fleet.compositions.composed_model import NamedComposition
@@ -61,9 +61,7 @@ class FleetParts:
     found: list[_FoundEngines] = field(default_factory=list)
 
     def use_key(self, key: str) -> None:
-        """Ask engines of `urls` with this key from now on; those that the fleet starts have keys
-        of their own.
-        """
+        """Ask engines of `urls` with this key from now on."""
         for model in self.arms.values():
             for replica in model.replicas:
                 if replica.key == self.key:
@@ -167,7 +165,9 @@ async def open_fleet(
                     await looking.enter_async_context(keeper.running())
                 for engines in parts.found:
                     await looking.enter_async_context(engines.running())
-                yield Fleet(models, metrics, _quotas(config.server), config.adapters), parts
+                server = config.server
+                quotas = FleetQuotas(server.key_max_concurrent, server.key_tokens_per_minute)
+                yield Fleet(models, metrics, quotas, config.adapters), parts
         finally:
             await watch.close()
 
@@ -183,10 +183,6 @@ async def _compositions(
         yield composed
     finally:
         await composed.close()
-
-
-def _quotas(server: ServerSection) -> FleetQuotas:
-    return FleetQuotas(server.key_max_concurrent, server.key_tokens_per_minute)
 
 
 @dataclass(slots=True)
@@ -220,9 +216,7 @@ class _FoundEngines:
             await asyncio.sleep(_LOOK_S)
 
     async def look(self) -> None:
-        """Once. Where a name is not answered for, all stay: whether each can be had, the watch on
-        it knows better.
-        """
+        """Look once. If a name cannot be resolved, all engines stay."""
         known: dict[str, str] = {}
         for url in self.urls:
             parts = urlsplit(url)

@@ -160,9 +160,7 @@ def _ignore() -> None:
 
 
 def _but_adapters(section: Section) -> Section:
-    """Settings of a model's engines. Those over several hosts take their adapters at a
-    start only.
-    """
+    """A model's settings without adapters, which only several hosts take at a start."""
     from jitney.engine.fleet.launchers.engine_process import without_adapters
     from jitney.engine.fleet.sections import ReplicasSection
 
@@ -183,8 +181,6 @@ def _values(config: FleetConfig) -> dict[str, object]:
 
 
 class _Serving:
-    """One run: the endpoint, the engines, and the order in which they come and go."""
-
     def __init__(
         self,
         config: FleetConfig,
@@ -280,9 +276,7 @@ class _Serving:
         return "replaced"
 
     async def run(self) -> int:
-        """Answer probes at once, start the engines, serve, drain. Raises JitneyError if an engine
-        cannot be started.
-        """
+        """Answer probes, start the engines, serve, drain. Raises JitneyError."""
         from jitney.engine.server import watch_disks
 
         loop = asyncio.get_running_loop()

@@ -151,9 +151,7 @@ class FleetConfig:
 
     @property
     def arms(self) -> dict[str, _FleetArm]:
-        """Each group of engines that answer alike, by name: the model's own, a candidate's with
-        `.candidate` behind that.
-        """
+        """Groups of engines that answer alike, by name; `.candidate` marks a candidate's."""
         found: dict[str, _FleetArm] = {}
         for name, section in self.models.items():
             if not isinstance(section, ReplicasSection):
@@ -192,7 +190,8 @@ class FleetConfig:
             words += ["--device", section.devices[number]]
         if place is not None:
             words += ["--coordinator", place.coordinator, "--host-id", str(place.host_id)]
-        words += ["--data-dir", str(_data_dir_of(name))]
+        # Though a fleet sends an engine no files: two may not share a folder.
+        words += ["--data-dir", str(cache_dir() / "fleet" / quote(name, safe=""))]
         words += ["--host", host, "--port", str(port), "--served-model-name", model]
         return [*words, "--drain-s", str(self.server.drain_s), "--insecure"]
 
@@ -210,13 +209,7 @@ class FleetConfig:
         return cache_dir() / "fleet-data"
 
 
-def _data_dir_of(name: str) -> Path:
-    """Where an engine keeps files, though a fleet sends it none: two may not share a folder."""
-    return cache_dir() / "fleet" / quote(name, safe="")
-
-
 def _flag(name: str, value: object) -> list[str]:
-    """A setting as a flag."""
     flag = settings()[name].flag
     if isinstance(value, bool):
         return [flag if value else flag.replace("--", "--no-", 1)]
@@ -320,7 +313,6 @@ def _checked[S: Section](
 
 
 def _complaint(error: ValidationError) -> str:
-    """The first field error with its value."""
     item = error.errors(include_url=False)[0]
     message = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     place = ".".join(map(str, item["loc"]))

@@ -83,8 +83,6 @@ class RefusalCounts:
 
 @dataclass(frozen=True, slots=True)
 class _AnswerKeeper:
-    """An engine that keeps an answer."""
-
     model: str
     replica: str
 
@@ -161,9 +159,7 @@ class Fleet:
         )
 
     def model_name(self, name: object) -> str:
-        """The model that a body names, or an adapter of one; where there is only one model, it may
-        name none. Raises HttpError.
-        """
+        """The model or adapter that a body names, or the only model. Raises HttpError."""
         if name is None and len(self.models) == 1:
             return next(iter(self.models))
         if not isinstance(name, str) or not name:
@@ -195,9 +191,7 @@ class Fleet:
         return await self.keeper(request, earlier)
 
     def note_keeper(self, request: ProxiedRequest, replica: str, begun: bytes) -> None:
-        """Note the replica that keeps an answer of /v1/responses, whose id stands in its first
-        bytes.
-        """
+        """Note the replica that keeps an answer of /v1/responses, by its first bytes."""
         found = _IN_ANSWER.search(begun) if request.route == _RESPONSES else None
         if found:
             id = found[1].decode()
@@ -225,9 +219,7 @@ class Fleet:
 
     @property
     def internal_seats(self) -> int:
-        """See `ServerContext`: the seats of all engines that are ready; one of each that does not
-        say how many it has.
-        """
+        """See `ServerContext`: the seats of all ready engines, at least one each."""
         ready = {
             replica.name: max(1, replica.seats)
             for known in self.replicas.values()

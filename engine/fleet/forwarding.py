@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -129,8 +129,6 @@ class RetryPolicy:
 
 @dataclass(slots=True)
 class _Attempt:
-    """An answer of a replica that is being read."""
-
     replica: Replica
     response: httpx.Response
     started: float
@@ -224,16 +222,15 @@ class Exchange:
                 self._count_loss(found.replica)
 
     async def _whole(self, attempt: _Attempt) -> ProxiedAnswer:
-        """A plain answer, held until it is complete: until then another replica may give it. Raises
-        ReplicaLost.
-        """
+        """A plain answer, held until it is complete. Raises ReplicaLost."""
         kept = bytearray()
         parts = attempt.parts()
         status, headers = attempt.response.status_code, attempt.headers()
         async for part in parts:
             kept += part
             if len(kept) > _KEPT_BYTES:
-                body = _broken_off(bytes(kept), parts)
+                # If its replica is lost now, the client sees the answer cut off.
+                body = joined([bytes(kept)], parts)
                 return ProxiedAnswer(status, headers, body, attempt.share)
         self.candidates.attempted(attempt.replica, "answered")
         return ProxiedAnswer.whole(status, headers, bytes(kept), attempt.share)
@@ -312,9 +309,7 @@ class Exchange:
         return attempt
 
     async def _open_any_or_wait(self) -> _Attempt | _Refusal:
-        """As `_open_any`, but a request that a replica was lost with waits for another one. Raises
-        RequestError.
-        """
+        """As `_open_any`, but after a loss it waits for a replica. Raises RequestError."""
         try:
             found = await self._open_any()
         except RequestError:
@@ -334,9 +329,7 @@ class Exchange:
         return len(self._lost) >= self.retries.attempts
 
     async def _open_any(self) -> _Attempt | _Refusal:
-        """The first replica that takes the request, else the refusal with the shortest wait. Raises
-        RequestError.
-        """
+        """The first replica that accepts, else the shortest refusal. Raises RequestError."""
         for turn in range(_ROUNDS):
             if turn:
                 await asyncio.sleep(_PAUSE_S)
@@ -461,9 +454,10 @@ async def _only(body: bytes) -> AsyncIterator[bytes]:
         yield body
 
 
-async def _broken_off(begun: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """An answer that is too long to be held; if its replica is lost, the client sees it cut off."""
-    yield begun
+async def joined(held: Sequence[bytes], rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """A body of which some was read before."""
+    for part in held:
+        yield part
     async for part in rest:
         yield part
 
@@ -476,13 +470,7 @@ def _split_events(data: bytes, end: bytes) -> tuple[bytes, bytes]:
 
 def is_own_limit(body: bytes) -> bool:
     """Whether a refusal is for the client's own limits, not for lack of room."""
-    return _code(body) in _OWN_LIMITS
-
-
-def _code(body: bytes) -> str | None:
-    """The code of an error in OpenAI's form."""
     try:
-        code = orjson.loads(body)["error"]["code"]
+        return orjson.loads(body)["error"]["code"] in _OWN_LIMITS
     except (orjson.JSONDecodeError, KeyError, TypeError):
-        return None
-    return code if isinstance(code, str) else None
+        return False

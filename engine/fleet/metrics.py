@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from operator import attrgetter
 from typing import get_args
@@ -16,7 +17,7 @@ from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from jitney.engine.fleet.replicas import Replica, ReplicaState
-from jitney.engine.fleet.rollout.comparison import ARMS, FIGURES, Interval
+from jitney.engine.fleet.rollout.comparison import ARMS, FIGURES
 from jitney.engine.fleet.rollout.rollout import Rollout, RolloutState
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -200,13 +201,9 @@ def _intervals(rollouts: list[Rollout]) -> Iterator[Metric]:
     )
     for rollout in rollouts:
         for figure, interval in rollout.intervals().items():
-            for bound, value in _ends(interval):
+            for bound, value in asdict(interval).items():
                 intervals.add_metric([rollout.model, figure, bound], value)
             is_worse = interval.verdict(FIGURES[figure]) == "worse"
             verdicts.add_metric([rollout.model, figure], is_worse)
     yield intervals
     yield verdicts
-
-
-def _ends(interval: Interval) -> tuple[tuple[str, float], ...]:
-    return ("estimate", interval.estimate), ("low", interval.low), ("high", interval.high)

@@ -145,7 +145,6 @@ class ReplicatedModel:
             replica.lost += 1
 
     def _upstream(self, request: ProxiedRequest) -> ProxiedRequest:
-        """The request as its engines get it."""
         if self.section.router == "prefix" and not request.keeper and not request.background:
             prefixes = prompt_prefixes(request, self.section.prefix_chars)
             request = replace(request, prefixes=prefixes)

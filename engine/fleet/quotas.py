@@ -164,9 +164,7 @@ class _Account:
         self.is_whole = self._answered
 
     def settle(self, n_prompt: int) -> None:
-        """Charge what came. n_prompt: tokens that were charged for the prompt; what is refused
-        costs nothing.
-        """
+        """Charge what came; a refused request costs nothing. n_prompt: tokens charged before."""
         if self.spending is None:
             return
         used = self.usage.prompt if self.usage.prompt is not None else n_prompt
@@ -175,9 +173,7 @@ class _Account:
 
 
 def _sequences_of(request: ProxiedRequest) -> int:
-    """Answers that a request wants, of all its prompts. What is no number counts as 1: the engine
-    refuses it.
-    """
+    """Answers that a request wants, of all its prompts; no number counts as 1."""
     if request.route not in _WRITING:
         return 1
     numbers = [request.fields.get(name) for name in ("n", "best_of")]

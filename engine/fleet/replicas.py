@@ -95,9 +95,7 @@ class Replica:
 
     @property
     def load(self) -> float:
-        """Requests there, other clients' included, without those in the background, which give way
-        to one more.
-        """
+        """Requests there, other clients' included, without those in the background."""
         return max(self.open, self._told + self.open - self.open_then)
 
     @property
@@ -348,7 +346,6 @@ class Watch:
 
 
 def _reason(answer: httpx.Response) -> str:
-    """An engine's reason for taking no requests."""
     try:
         return str(answer.json()["error"]["message"])[:200]
     except (ValueError, KeyError, TypeError):

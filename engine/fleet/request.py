@@ -189,9 +189,7 @@ class ProxiedRequest:
         return headers
 
     def with_fields(self, **changed: Any) -> ProxiedRequest:
-        """The same with other fields. The client's bytes stay: fields are added at their end, where
-        they count.
-        """
+        """The same with other fields, which are added at the end of the client's bytes."""
         fields = self.fields | changed
         if not self.body:
             return replace(self, fields=fields)
@@ -206,9 +204,7 @@ class ProxiedRequest:
         return self.with_fields(seed=secrets.randbits(31))
 
     def outgoing(self) -> ProxiedRequest:
-        """With its model's name, and the time until its deadline as `timeout_ms`. Raises
-        RequestError where no time is left.
-        """
+        """With its model, and the time left as `timeout_ms`. Raises RequestError if none is."""
         if self.deadline is None:
             return self.with_fields(model=self.model)
         left_ms = int((self.deadline - time.monotonic()) * 1000)

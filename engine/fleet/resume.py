@@ -51,11 +51,6 @@ def _read_event(event: bytes) -> JsonDict | None:
     return value if isinstance(value, dict) else None
 
 
-def _is_end(events: bytes) -> bool:
-    """Whether the last of these events ends a complete stream."""
-    return events.rstrip().endswith(_DONE)
-
-
 def _is_going(value: JsonDict | None) -> bool:
     """Whether the engine says that it cannot finish the stream."""
     error = value.get("error") if value else None
@@ -107,10 +102,8 @@ class StreamState:
     _leaves: dict[_Path, _Leaf] = field(default_factory=dict)
 
     def new_of(self, events: bytes, *, as_it_is: bool) -> bytes:
-        """The part of whole events that the client lacks. as_it_is: it has nothing yet. Raises
-        ReplicaLost or ResumeMismatch.
-        """
-        self.is_whole |= _is_end(events)
+        """The part of whole events that the client lacks. Raises ReplicaLost, ResumeMismatch."""
+        self.is_whole |= events.rstrip().endswith(_DONE)
         kept: list[bytes] = []
         for event in events.split(_END)[:-1]:
             value = _read_event(event)
@@ -141,9 +134,7 @@ class StreamState:
             leaf.again = 0
 
     def rest_of(self, value: JsonDict) -> JsonDict | None:
-        """The part of another replica's chunk that the client lacks; None: it has all of it. Raises
-        ResumeMismatch.
-        """
+        """The part of a chunk that the client lacks; None: nothing. Raises ResumeMismatch."""
         choices = value.get("choices") or []
         new = [cut for choice in choices if (cut := self._rest_of_choice(choice)) is not None]
         if choices and not new:

@@ -55,9 +55,6 @@ class HashRing:
         self._positions = [position for position, _ in marks]
         self._owners = [name for _, name in marks]
 
-    def __len__(self) -> int:
-        return len(self.names)
-
     def walk(self, key: bytes) -> Iterator[str]:
         """All replicas, from the one that the key belongs to around the ring."""
         start = bisect_right(self._positions, _position(key))
@@ -133,13 +130,8 @@ class PrefixIndex:
     def __init__(self, most: int = _MOST_PREFIXES):
         self._replicas = LruCache[bytes, str](most, lambda prefix: 1)
 
-    def __len__(self) -> int:
-        return len(self._replicas)
-
     def replica_of(self, prefixes: Sequence[bytes]) -> str | None:
-        """The replica of the longest of one prompt's prefixes, the shortest first; None: none is
-        known.
-        """
+        """The replica of a prompt's longest known prefix (last in `prefixes`); else None."""
         for prefix in reversed(prefixes):
             name = self._replicas.get(prefix)
             if name is not None:
@@ -147,9 +139,7 @@ class PrefixIndex:
         return None
 
     def note(self, prefixes: Sequence[bytes], name: str) -> None:
-        """A prompt went to this replica. Only its longest prefix is kept: a next turn begins with
-        it.
-        """
+        """A prompt went to this replica: keep its longest prefix, which a next turn has."""
         self._replicas.put(prefixes[-1], name)
 
 
@@ -199,7 +189,6 @@ class LeastWait:
                 yield name
 
     def _first(self, count: int) -> list[str]:
-        """The first `count` names, in order."""
         found: list[_Wait] = []
         while self._heap and len(found) < count:
             wait = heappop(self._heap)

@@ -128,9 +128,7 @@ class _RaySection(Section):
 
     @property
     def actor_options(self) -> JsonDict:
-        """Ray resources of the actor of an engine, or of one host of it: the engine's own, as a
-        child of the actor.
-        """
+        """Ray resources of the actor of an engine, or of one host of it."""
         options: JsonDict = {"num_cpus": self.cpus, "num_gpus": self.gpus}
         if self.resources:
             options["resources"] = self.resources
@@ -227,9 +225,7 @@ class ReplicasSection(Section):
 
     @property
     def checked_settings(self) -> JsonDict:
-        """The settings of started engines as those of a first host, which can be checked before it
-        has an address.
-        """
+        """The settings of started engines, checkable before a first host has an address."""
         if self.n_hosts == 1:
             return self.settings
         return self.settings | {"coordinator": _SOME_COORDINATOR}

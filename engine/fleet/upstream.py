@@ -11,9 +11,7 @@ _CONNECT_S = 5.0
 
 
 def upstream_client(transport: httpx.AsyncBaseTransport | None = None) -> httpx.AsyncClient:
-    """One connection per open request and no timeout of answers: `Watch` gives up silent replicas.
-    transport: of a test.
-    """
+    """One connection per open request; answers have no timeout. transport: of a test."""
     return httpx.AsyncClient(
         timeout=httpx.Timeout(None, connect=_CONNECT_S),
         headers={"accept-encoding": "identity"},

@@ -134,9 +134,7 @@ class Thresholds:
         return min(good, key=lambda each: (each.cost_share, -each.agreement), default=None)
 
     def cost_share(self, agreement: float) -> float:
-        """Cost of the cheapest threshold for this agreement, rounded to compare measures;
-        infinite where there is none.
-        """
+        """Cost of the cheapest threshold for this agreement, rounded; infinite without one."""
         cheapest = self.cheapest(agreement)
         return math.inf if cheapest is None else round(cheapest.cost_share, _DIGITS)
 
@@ -207,9 +205,7 @@ class ModelComparison:
     async def run(
         self, requests: Sequence[ProxiedRequest], at_once: int, report: Callable[[int], None]
     ) -> tuple[list[Pair], list[str]]:
-        """The pairs, and for each request that one of the models refused why. report: how many are
-        done.
-        """
+        """The pairs, and why others were refused. report: called with how many are done."""
         places = asyncio.Semaphore(at_once)
         pairs: list[Pair] = []
         refusals: list[str] = []

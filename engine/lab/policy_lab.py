@@ -63,8 +63,6 @@ _SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class _Traffic:
-    """The recorded traffic of an experiment's minutes."""
-
     #: All requests that came, however they ended, by their arrival.
     requests: list[RequestRecord]
     #: Requests with their stays in seats in this time.
@@ -135,9 +133,7 @@ class Lab:
         return current
 
     async def start(self, experiment: Experiment) -> None:
-        """Begin an experiment. Raises HttpError 409 while one runs, RequestError if it makes no
-        sense.
-        """
+        """Begin an experiment. Raises HttpError 409 while one runs, and RequestError."""
         if self._running or self._preparing:
             raise HttpError(
                 409, "an experiment is running; wait for it, or stop it", code="lab_busy"
@@ -355,9 +351,7 @@ def _basis(
 
 
 def _check(experiment: Experiment, settings: EngineSection) -> None:
-    """Raise RequestError naming the field unless the experiment makes sense, beside the engine's
-    own settings.
-    """
+    """Raise RequestError naming the field if the experiment makes no sense."""
     History.check_minutes(experiment.minutes)
     if not 0.1 <= experiment.speed <= 10:
         raise RequestError("speed must be at least 0.1 and at most 10", param="speed")

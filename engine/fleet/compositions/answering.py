@@ -8,6 +8,7 @@ import re
 import string
 from collections.abc import (
     AsyncIterator,
+    Callable,
     Collection,
     Coroutine,
     Iterable,
@@ -98,9 +99,7 @@ class ModelAnswer:
 
 @dataclass(slots=True)
 class ModelStream:
-    """An answer that comes in chunks, in the form of its route. The last chunk may hold an error
-    instead of choices.
-    """
+    """An answer in chunks of its route's form; the last may hold an error."""
 
     chunks: AsyncIterator[JsonDict]
     #: For the client, lower case.
@@ -154,11 +153,24 @@ class Part:
             headers=headers,
         )
 
-    def name_error(self, chunk: JsonDict) -> JsonDict:
-        """The last chunk of its stream that broke off, with its name."""
-        error = chunk["error"]
-        message = f"stage {self.stage}: {error.get('message', '')}"
-        return chunk | {"error": error | {"message": message, "param": None}}
+    async def chunks(
+        self, stream: ModelStream, told: JsonDict, usage: Callable[[JsonDict], JsonDict]
+    ) -> AsyncIterator[JsonDict]:
+        """The chunks of its stream as those of the model made of it. told: for `marked`, in the
+        first. usage: the whole model's, from this part's.
+        """
+        is_first = True
+        async for chunk in stream.chunks:
+            if "error" in chunk:
+                error = chunk["error"]
+                message = f"stage {self.stage}: {error.get('message', '')}"
+                chunk = chunk | {"error": error | {"message": message, "param": None}}
+            elif is_first:
+                chunk = marked(chunk, told)
+                is_first = False
+            if chunk.get("usage"):
+                chunk = chunk | {"usage": usage(chunk["usage"])}
+            yield chunk
 
     def headers(self, headers: Mapping[str, str]) -> dict[str, str]:
         """The headers of its answer, with its name before those inside it."""
@@ -233,7 +245,6 @@ def _logprobs_of(choice: JsonDict) -> list[float]:
 
 
 def _entries(answer: ModelAnswer, request: ProxiedRequest) -> Iterator[JsonDict]:
-    """The choices of the chunks."""
     for choice in answer.choices:
         if request.is_chat:
             yield from _chat_entries(choice)

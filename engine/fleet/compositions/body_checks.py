@@ -44,7 +44,8 @@ def refuse_token_ids(request: ProxiedRequest) -> None:
         if request.fields.get(name):
             raise _refused(name, why)
     body = parsed_body(request)
-    if isinstance(body, CompletionBody) and not _all_texts(body):
+    prompts = body.prompt if isinstance(body, CompletionBody) else ()
+    if not all(isinstance(prompt, str) for prompt in prompts):
         raise _refused("prompt", f"give a text: {why}")
 
 
@@ -67,10 +68,6 @@ def refuse_many(request: ProxiedRequest, why: str) -> None:
             raise _refused("best_of", f"must be 1: {why}")
         if len(body.prompt) > 1:
             raise _refused("prompt", f"must be one prompt: {why}")
-
-
-def _all_texts(body: CompletionBody) -> bool:
-    return all(isinstance(prompt, str) for prompt in body.prompt)
 
 
 def _refused(name: str, why: str) -> RequestError:

@@ -10,6 +10,7 @@ import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Literal
 
@@ -51,9 +52,7 @@ class Measure:
         return math.exp(_least_mean(logprobs, min(self.window, len(logprobs))))
 
     def confidence(self, choices: Sequence[Sequence[float]]) -> float:
-        """Confidence of the least certain choice. choices: the log-probabilities of
-        each.
-        """
+        """Confidence of the least certain choice. choices: log-probabilities of each."""
         return min(map(self.of, choices), default=0.0)
 
     def __str__(self) -> str:
@@ -61,7 +60,6 @@ class Measure:
 
 
 def _least_mean(values: Sequence[float], window: int) -> float:
-    """The least mean of `window` neighbours."""
     sums = [0.0, *accumulate(values)]
     return min(sums[end] - sums[end - window] for end in range(window, len(sums))) / window
 
@@ -99,8 +97,6 @@ class CascadeSettings(Section):
 
 @dataclass(slots=True)
 class _Try:
-    """The result of the small model."""
-
     #: None if it failed.
     answer: ModelAnswer | None
     #: 0 if it failed.
@@ -140,7 +136,7 @@ class Cascade:
             answer = await self._models.answer(request.to(self._large.model))
         except (HttpError, RequestError) as error:
             raise self._large.refusal(error, request.fields) from error
-        return self._large_answer(answer, tried)
+        return self._answer_of(self._large, answer, self._usage(tried, answer.usage), tried)
 
     @asynccontextmanager
     async def stream(self, request: ProxiedRequest) -> AsyncIterator[ModelStream]:
@@ -156,7 +152,8 @@ class Cascade:
         try:
             async with self._models.stream(to_large) as stream:
                 headers = self._large.headers(stream.headers)
-                yield ModelStream(self._large_chunks(stream, tried), headers)
+                told, usage = self._told(self._large, tried), partial(self._usage, tried)
+                yield ModelStream(self._large.chunks(stream, told, usage), headers)
         except (HttpError, RequestError) as error:
             raise self._large.refusal(error, request.fields) from error
 
@@ -177,30 +174,13 @@ class Cascade:
         answer = tried.answer
         assert answer is not None
         answer.hide_logprobs(request)
-        body = answer.body | {"usage": total_usage(self._small_usage(tried))}
-        return ModelAnswer(
-            marked(body, self._told(self._small, tried)), self._small.headers(answer.headers)
-        )
+        return self._answer_of(self._small, answer, self._usage(tried), tried)
 
-    def _large_answer(self, answer: ModelAnswer, tried: _Try) -> ModelAnswer:
-        """The large model's answer, which says whose it is, and what it took."""
-        body = answer.body | {"usage": self._usage_with_large(answer.usage, tried)}
-        return ModelAnswer(
-            marked(body, self._told(self._large, tried)), self._large.headers(answer.headers)
-        )
-
-    async def _large_chunks(self, stream: ModelStream, tried: _Try) -> AsyncIterator[JsonDict]:
-        """The large model's chunks; the first says whose they are."""
-        is_first = True
-        async for chunk in stream.chunks:
-            if "error" in chunk:
-                chunk = self._large.name_error(chunk)
-            elif is_first:
-                chunk = marked(chunk, self._told(self._large, tried))
-                is_first = False
-            if chunk.get("usage"):
-                chunk["usage"] = self._usage_with_large(chunk["usage"], tried)
-            yield chunk
+    def _answer_of(
+        self, part: Part, answer: ModelAnswer, usage: JsonDict, tried: _Try
+    ) -> ModelAnswer:
+        body = answer.body | {"usage": usage}
+        return ModelAnswer(marked(body, self._told(part, tried)), part.headers(answer.headers))
 
     def _told(self, part: Part, tried: _Try) -> JsonDict:
         """The cascade's report in an answer. part: the one that answers."""
@@ -214,11 +194,8 @@ class Cascade:
             told["left_out"] = [{"stage": self._small.stage, "reason": tried.error}]
         return told
 
-    def _small_usage(self, tried: _Try) -> list[JsonDict]:
-        if tried.answer is None:
-            return []
-        return self._small.usage(tried.answer.usage)
-
-    def _usage_with_large(self, usage: JsonDict, tried: _Try) -> JsonDict:
-        large = self._large.usage(usage)
-        return total_usage([*self._small_usage(tried), *large])
+    def _usage(self, tried: _Try, of_large: JsonDict | None = None) -> JsonDict:
+        """Tokens of both models, as far as they answered."""
+        small = [] if tried.answer is None else self._small.usage(tried.answer.usage)
+        large = [] if of_large is None else self._large.usage(of_large)
+        return total_usage([*small, *large])

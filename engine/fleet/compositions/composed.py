@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,6 @@ type _Settings = CascadeSettings | EnsembleSettings | PipelineSettings
 
 
 def _composed_of(models: Mapping[str, Any]) -> dict[str, _Settings]:
-    """Those that are made of others."""
     kinds = (CascadeSettings, EnsembleSettings, PipelineSettings)
     return {name: each for name, each in models.items() if isinstance(each, kinds)}
 
@@ -68,14 +67,10 @@ def _made(settings: _Settings, models: Answering, folder: Path) -> Cascade | Ens
 
 
 class ComposedModels:
-    """`Answering` for every name of a fleet: those made of others by themselves, the rest by
-    `engines`.
-    """
+    """`Answering` for every name of a fleet; models that are not composed go to `engines`."""
 
     def __init__(self, models: Mapping[str, Any], engines: Answering, folder: Path = Path()):
-        """models: as `check` has them. folder: of the files that they name. Raises
-        ConfigError.
-        """
+        """models: see `check`. folder: of the files that they name. Raises ConfigError."""
         self.check(models)
         self._engines = engines
         self._settings = _composed_of(models)
@@ -106,14 +101,6 @@ class ComposedModels:
                     )
         for name in composed:
             _check_no_cycle(composed, [name])
-
-    def __contains__(self, name: object) -> bool:
-        """Whether a model is made of others."""
-        return name in self._models
-
-    def __iter__(self) -> Iterator[str]:
-        """Their names."""
-        return iter(self._models)
 
     async def start(self) -> None:
         """Start what they need."""

@@ -74,7 +74,6 @@ class NamedComposition:
         yield ProxiedAnswer.whole(200, _raw(headers), orjson.dumps(whole.body))
 
     def _count(self, headers: Mapping[str, str]) -> None:
-        """One more answer of the part that gave it."""
         self.metrics.stages.labels(self.name, headers.get(Part.header, "")).inc()
 
     def _accepted(self, request: ProxiedRequest) -> ProxiedRequest:

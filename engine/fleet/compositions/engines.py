@@ -69,9 +69,7 @@ class _EngineReply:
 
 
 class FleetEngines:
-    """`Answering` for the models of a fleet that engines stand behind. models: all of the fleet's,
-    which may be made later.
-    """
+    """`Answering` for models with engines. models: all of the fleet's, made later or now."""
 
     def __init__(self, models: Mapping[str, FleetModel]):
         self._models = models
@@ -107,9 +105,7 @@ class EngineAddress:
 
 
 class _UnwatchedModel(ReplicatedModel):
-    """A model whose engines nothing polls: one that could not be reached is tried again with the
-    next attempt.
-    """
+    """A model that nothing polls: unreachable engines are tried again each time."""
 
     def order(self, request: ProxiedRequest) -> Iterator[Replica]:
         for replica in self.replicas:
@@ -138,9 +134,7 @@ async def engines_at(addresses: Mapping[str, EngineAddress]) -> AsyncIterator[Fl
 
 
 async def _chunks_from(model: str, stream: AsyncIterator[bytes]) -> AsyncIterator[JsonDict]:
-    """The chunks of a stream as an engine sends it. One that ends before its end has a last chunk
-    that says so.
-    """
+    """The chunks of an engine's stream; one that breaks off ends with an error chunk."""
     try:
         async for data in events(stream):
             if data == b"[DONE]":

@@ -104,16 +104,12 @@ class _Member:
 
 @dataclass(slots=True)
 class _Vote:
-    """The answer of a member."""
-
     member: _Member
     answer: ModelAnswer
 
 
 @dataclass(slots=True)
 class _Choice:
-    """Which answer is sent, and why."""
-
     vote: _Vote
     #: For `marked`.
     report: JsonDict
@@ -244,14 +240,11 @@ def _by_majority(votes: Sequence[_Vote]) -> _Choice:
 
 def _best(votes: Sequence[_Vote], scores: Sequence[float], usage: list[JsonDict]) -> _Choice:
     place = max(range(len(votes)), key=lambda place: scores[place])
-    return _Choice(votes[place], {"score": _finite(scores[place]), "of": len(votes)}, usage)
+    # JSON has no infinity.
+    score = scores[place] if scores[place] > float("-inf") else None
+    return _Choice(votes[place], {"score": score, "of": len(votes)}, usage)
 
 
 def _own_score(vote: _Vote) -> float:
     logprobs = vote.answer.logprobs[0]
     return sum(logprobs) / len(logprobs) if logprobs else float("-inf")
-
-
-def _finite(score: float) -> float | None:
-    """JSON has no infinity."""
-    return score if score > float("-inf") else None

@@ -111,9 +111,7 @@ class KeptDocuments:
 
     @classmethod
     def of_file(cls, file: Path, prefix: str) -> KeptDocuments:
-        """Read documents from JSON lines: each a text, or an object with a field `text`. Raises
-        ConfigError, one line.
-        """
+        """Read JSON lines: texts, or objects with `text`. Raises ConfigError."""
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -399,8 +400,6 @@ def _check_fields(
 
 @dataclass(slots=True)
 class _Run:
-    """One request on its way through the stages."""
-
     request: ProxiedRequest
     #: Of the templates: those given, then what each stage made, by its name.
     variables: JsonDict
@@ -417,9 +416,7 @@ class _Run:
             self.warnings.append(f"stage {stage.name}: {warnings}")
 
     def headers(self, headers: Mapping[str, str]) -> dict[str, str]:
-        """The headers of the last stage's answer, with the warnings of the others before its
-        own.
-        """
+        """The headers of the last answer, with the other stages' warnings first."""
         last = headers.get(Notes.WARNINGS)
         warnings = [*self.warnings, last] if last else self.warnings
         return {**headers, Notes.WARNINGS: ", ".join(warnings)} if warnings else dict(headers)
@@ -434,6 +431,8 @@ class Pipeline:
         last = settings.stages[-1]
         assert isinstance(last, _GenerateStage)  # checked with the settings
         self._last, self._last_part = last, _part_of(last)
+        #: For `marked`.
+        self._told: JsonDict = {"kind": "pipeline", "stage": last.name}
         self._models = models
         templates = {
             f"{stage.name}.{name}": template
@@ -471,9 +470,9 @@ class Pipeline:
         async with self._last_request(request) as (last, run):
             with _in_stage(self._last, _passed_on(request)), self._timed(self._last, request):
                 answer = await self._models.answer(last)
-            body = answer.body | {"usage": self._usage(answer.usage, run)}
+            body = answer.body | {"usage": self._usage(run, answer.usage)}
             headers = self._last_part.headers(run.headers(answer.headers))
-            return ModelAnswer(self._marked(body), headers)
+            return ModelAnswer(marked(body, self._told), headers)
 
     @asynccontextmanager
     async def stream(self, request: ProxiedRequest) -> AsyncIterator[ModelStream]:
@@ -482,15 +481,14 @@ class Pipeline:
             with _in_stage(self._last, _passed_on(request)), self._timed(self._last, request):
                 async with self._models.stream(last) as stream:
                     headers = self._last_part.headers(run.headers(stream.headers))
-                    yield ModelStream(self._chunks(stream, run), headers)
+                    told, usage = self._told, partial(self._usage, run)
+                    yield ModelStream(self._last_part.chunks(stream, told, usage), headers)
 
     @asynccontextmanager
     async def _last_request(
         self, request: ProxiedRequest
     ) -> AsyncIterator[tuple[ProxiedRequest, _Run]]:
-        """The request to the last stage, once the others are done. Raises HttpError,
-        RequestError.
-        """
+        """The request to the last stage, after the others. Raises HttpError, RequestError."""
         variables = _variables_of(request)
         if self._reads_documents:
             documents_in(request.own_fields.get(_DOCUMENTS))
@@ -522,7 +520,6 @@ class Pipeline:
             self._lines_budget.set_seats(stage.model, seats)
 
     async def _made(self, stage: _Stage, run: _Run) -> JsonDict:
-        """A stage's result, as later templates see it."""
         match stage:
             case _RankStage():
                 return await self._ranked(stage, run)
@@ -546,7 +543,6 @@ class Pipeline:
     async def _prompt(
         self, stage: _GenerateStage, variables: Mapping[str, Any], is_chat: bool
     ) -> JsonDict:
-        """The field that holds a stage's prompt."""
         text = await self._render(stage, "prompt", variables)
         system = await self._render(stage, "system", variables) if stage.system else ""
         if not is_chat:
@@ -566,7 +562,6 @@ class Pipeline:
         return request.to(self._last.model, **fields, **prompt)
 
     async def _ranked(self, stage: _RankStage, run: _Run) -> JsonDict:
-        """The best of some texts, and the scores of all that are kept."""
         texts = stage.candidates or run.variables[stage.candidates_of or ""]["texts"]
         at_once = asyncio.Semaphore(self._budget.seats(stage.model))
         scorer = TextScorer(self._models, run.request, stage.model)
@@ -619,25 +614,8 @@ class Pipeline:
         run.note(stage, answer)
         return _made_of(texts, best_in(answer, len(texts), stage.keep))
 
-    async def _chunks(self, stream: ModelStream, run: _Run) -> AsyncIterator[JsonDict]:
-        """The last stage's chunks; the first says whose they are."""
-        is_first = True
-        async for chunk in stream.chunks:
-            if "error" in chunk:
-                chunk = self._last_part.name_error(chunk)
-            elif is_first:
-                chunk = self._marked(chunk)
-                is_first = False
-            if chunk.get("usage"):
-                chunk = chunk | {"usage": self._usage(chunk["usage"], run)}
-            yield chunk
-
-    def _usage(self, usage: JsonDict, run: _Run) -> JsonDict:
-        last = self._last_part.usage(usage)
-        return total_usage([*run.usages, *last])
-
-    def _marked(self, body: JsonDict) -> JsonDict:
-        return marked(body, {"kind": "pipeline", "stage": self._last.name})
+    def _usage(self, run: _Run, of_last: JsonDict) -> JsonDict:
+        return total_usage([*run.usages, *self._last_part.usage(of_last)])
 
 
 def _kept_documents(stage: _EmbedStage, folder: Path) -> KeptDocuments | None:
@@ -677,9 +655,7 @@ def _passed_on(request: ProxiedRequest) -> set[str]:
 
 
 def _variables_of(request: ProxiedRequest) -> JsonDict:
-    """The variables that every template gets of a request. Raises RequestError for what no
-    pipeline can do.
-    """
+    """The variables of every template. Raises RequestError for unsupported fields."""
     refuse_token_ids(request)
     refuse_fields(request, _PROMPT_FIELDS, _WHY)
     body = parsed_body(request)

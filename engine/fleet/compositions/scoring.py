@@ -69,7 +69,9 @@ class TextScorer:
         entries = answer.body.get("prompt_logprobs") or answer.choices[0].get("prompt_logprobs")
         if entries is None:
             raise HttpError(502, "the engine scores no prompts", code="engine_dead")
-        return _mean([_chosen(entry) for entry in entries[before:] if entry])
+        # The prompt's own token comes first.
+        own = [next(iter(entry.values())) for entry in entries[before:] if entry]
+        return _mean([each["logprob"] for each in own])
 
     async def _ask_chat(self, fields: JsonDict) -> ModelAnswer:
         body = self._request.fields
@@ -80,11 +82,6 @@ class TextScorer:
         answer = await self._models.answer(self._request.about(self._scorer, route, body))
         self.usages.append(answer.usage)
         return answer
-
-
-def _chosen(entry: JsonDict) -> float:
-    """Log-probability of the prompt's own token, which comes first."""
-    return next(iter(entry.values()))["logprob"]
 
 
 def _mean(logprobs: Sequence[float]) -> float:

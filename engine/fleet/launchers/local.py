@@ -260,7 +260,6 @@ class LocalEngines:
                 self.replicas[arm] = [self._make(arm, number) for number in numbers]
 
     def _make(self, arm: str, number: int) -> _LocalReplica:
-        """The n-th replica of an arm."""
         model = self._parts.arms[arm]
         processes = [
             self._make_process(model, name, number * model.section.n_hosts + place.host_id, place)
@@ -316,9 +315,7 @@ class LocalEngines:
             await asyncio.gather(*keeping, return_exceptions=True)
 
     def accept(self, admins: Sequence[str]) -> None:
-        """Have engines accept these keys of the fleet's administrators from now on, beside the one
-        that they are asked with.
-        """
+        """Have engines accept these administrators' keys, beside the one they are asked with."""
         if not self._key:
             return
         self._environ |= keys_environ(admins, self._key)
@@ -378,9 +375,7 @@ class LocalEngines:
 
 
 def _hosts_of(name: str, n_hosts: int) -> Iterator[tuple[str, ReplicaHost]]:
-    """(its name, its place), of each process of a replica. name: of the replica, and of its first
-    host.
-    """
+    """(name, place) of each process of a replica. name: of the replica and its first host."""
     coordinator = f"{LOCALHOST}:{free_port()}"
     for host_id in range(n_hosts):
         own = f"{name}.{host_id}" if host_id else name

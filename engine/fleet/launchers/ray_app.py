@@ -53,9 +53,7 @@ _PAGE = "/dashboard"
 
 
 class _IngressApp:
-    """The ingress as an ASGI application that is made where it runs: its fleet lives from the
-    lifespan's start to its end.
-    """
+    """The ingress as an ASGI application; its fleet lives as long as the lifespan."""
 
     def __init__(self, fleet: RayFleet):
         self._fleet = fleet
@@ -90,9 +88,7 @@ class _IngressApp:
         await send({"type": "lifespan.shutdown.complete"})
 
     async def _follow(self, parts: FleetParts, arm: str, rollout: Rollout | None) -> None:
-        """Ask engines that come, and no more those that go. rollout: of an arm that is a
-        candidate.
-        """
+        """Keep the model's engines as the directory has them. rollout: of a candidate."""
         model = parts.arms[arm]
         directory = Directory.of_cluster()
         while True:
@@ -160,7 +156,6 @@ def _engines_deployment(fleet: RayFleet, arm: str) -> Any:
 
 
 def _scaling(section: ReplicasSection) -> dict[str, Any]:
-    """Serve's autoscaling by what engines report."""
     return {
         "min_replicas": section.replicas,
         "max_replicas": section.ray.max_replicas,
@@ -215,9 +210,7 @@ def is_one_machine() -> bool:
 
 
 def run_on_ray(application: Any, host: str, port: int) -> None:
-    """Serve on the cluster that RAY_ADDRESS names, else on one of this machine alone, until SIGINT
-    or SIGTERM.
-    """
+    """Serve on the cluster of RAY_ADDRESS, else on this machine, until SIGINT or SIGTERM."""
     stop: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: stop.append(number))

@@ -121,7 +121,6 @@ class Directory:
 
 
 def _actor_id() -> str:
-    """Id of the calling actor."""
     own = ray.get_runtime_context().get_actor_id()
     assert own is not None  # only actors ask
     return own
@@ -269,9 +268,7 @@ class EngineActor:
         return f"{self._name}.{host_id}"
 
     async def _until_ready(self) -> None:
-        """Serve bounds the wait by what it bounds the start of an actor with. Raises
-        JitneyError.
-        """
+        """Wait for all engines; Serve bounds how long. Raises JitneyError."""
         while any(replica.state != "ready" for replica in self._replicas):
             await self.check_health()
             await asyncio.sleep(_LOOK_S)
@@ -334,7 +331,6 @@ class EngineActor:
         raise JitneyError(f"the process of {lost} ended")
 
     async def _lost(self) -> str | None:
-        """The name of a host whose process has ended."""
         if self._child.has_ended:
             return self._name
         for host_id, other in enumerate(self._others, 1):
@@ -351,7 +347,6 @@ class EngineActor:
         return load.reported()
 
     async def __del__(self) -> None:
-        """End everything."""
         if self._living is not None:
             self._living.cancel()
         await self._end()
@@ -359,9 +354,7 @@ class EngineActor:
         await self._client.aclose()
 
     async def _end(self) -> None:
-        """Leave the directory, let the engine finish what it has, and end it. The other hosts end
-        with the first.
-        """
+        """Leave the directory, drain the engine and end it; the other hosts end after it."""
         replicas, self._replicas = self._replicas, []
         others, self._others = self._others, []
         with suppress(RayError):

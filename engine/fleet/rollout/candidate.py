@@ -18,7 +18,12 @@ from typing import Literal, NamedTuple
 
 from jitney.engine.common.errors import JitneyError, RequestError
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.fleet.forwarding import ProxiedAnswer, is_own_limit, stream_failure
+from jitney.engine.fleet.forwarding import (
+    ProxiedAnswer,
+    is_own_limit,
+    joined,
+    stream_failure,
+)
 from jitney.engine.fleet.models import ReplicatedModel
 from jitney.engine.fleet.prompt_prefixes import prefix_key
 from jitney.engine.fleet.replicas import EngineShare, Replica
@@ -151,9 +156,7 @@ class ModelWithCandidate:
         return answer
 
     async def decide(self, action: Action) -> None:
-        """By hand. Engines of a candidate that was rolled back may have ended; they are on their
-        way again.
-        """
+        """Decide by hand. Engines of a candidate that was rolled back start again."""
         self.rollout.decide(action)
         self._has_begun = False
         await self.keep()
@@ -192,9 +195,7 @@ class ModelWithCandidate:
             self.rollout.observe(place, outcome)
 
     def _is_busier(self, arm: ArmName, watch: _AnswerWatch) -> bool:
-        """It refused for lack of room, with more to do than the other arm: that says nothing of its
-        engines.
-        """
+        """A refusal of the busier arm says nothing of its engines."""
         other: ArmName = "stable" if arm == "candidate" else "candidate"
         return watch.is_full and self._load(arm) > self._load(other) and self.arm(other).ready
 
@@ -234,7 +235,6 @@ def _is_failure(status: int) -> bool:
 
 
 def _status_of(error: Exception) -> int:
-    """HTTP status of an error."""
     return _NO_ANSWER if isinstance(error, _Silent) else ErrorReply.of(error, "").status
 
 
@@ -361,7 +361,7 @@ class _AnswerWatch:
             self._status = self._status if is_fit else _NO_ANSWER
         elif answer.status < _SERVER_ERROR and not self.shape.is_error(first):
             self._status = _NO_ANSWER
-        return replace(answer, body=self._watched(_joined([first] if first else [], body)))
+        return replace(answer, body=self._watched(joined([first] if first else [], body)))
 
     async def _proven(self, body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """The body of a stream, once it is known to be one of its route's, or not to be."""
@@ -370,7 +370,7 @@ class _AnswerWatch:
             held.append(part)
             if self._is_proven or self._broken:
                 break
-        return _joined(held, body)
+        return joined(held, body)
 
     @property
     def is_answer(self) -> bool:
@@ -475,9 +475,7 @@ class _AnswerWatch:
         return self._usage.tokens if self._is_stream else self._usage.output or 0
 
     def end(self) -> RequestOutcome | None:
-        """The outcome at the end; None: it says nothing of the engine, since the client left, or
-        sent what cannot be answered.
-        """
+        """The outcome at the end; None: it says nothing of the engine."""
         if self.limit_s is None:
             self.pace.end(self._wait, self)
             if self._longest_s:
@@ -503,10 +501,3 @@ class _AnswerWatch:
             return False
         is_known = self.pace.knows(self._wait)
         return self._left_s(_LEAST_OVERDUE_S if is_known else self.limit_s) <= 0
-
-
-async def _joined(held: list[bytes], rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    for part in held:
-        yield part
-    async for part in rest:
-        yield part

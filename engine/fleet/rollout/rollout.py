@@ -11,8 +11,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field
 from typing import Literal, NamedTuple
 
 from jitney.engine.common.requests import JsonDict
@@ -77,8 +77,6 @@ class PromotionRule:
 
 @dataclass(frozen=True, slots=True)
 class _Decision:
-    """The outcome of a rollout and its reason."""
-
     state: RolloutState
     by: Literal["rule", "hand"]
     reason: str
@@ -112,9 +110,7 @@ class Rollout:
         self._looks: list[_Look] = []
 
     def place(self, key: bytes) -> KeyPlace:
-        """Where a key belongs: always the same, and with a larger share still the same or the
-        candidate.
-        """
+        """Where a key belongs: always the same; a larger share only adds to the candidate."""
         salt = f"{self.model}\0{self.name}\0".encode()
         digest = hashlib.blake2b(salt + key, digest_size=9).digest()
         part = int.from_bytes(digest[:8]) / 2**64
@@ -152,9 +148,7 @@ class Rollout:
             )
 
     def look(self) -> _Decision | None:
-        """See how the arms stand, and decide if the rule says so. Intervals hold however often
-        this is called.
-        """
+        """Compare the arms, and decide if the rule says so, however often it is called."""
         if self.state != "running":
             return None
         intervals = self.intervals()
@@ -172,7 +166,6 @@ class Rollout:
         return self._decide(action, "hand", "")
 
     def _by_rule(self, intervals: Mapping[str, Interval]) -> tuple[Action, str] | None:
-        """The next action and its reason."""
         rule = self.rule
         broken = [name for name in rule.may_lose if self._breaks(name, intervals)]
         if broken and rule.rolls_back:
@@ -254,7 +247,7 @@ class Rollout:
             "share": self.share,
             "since": self.since,
             "confidence": Comparison.confidence,
-            "decision": None if decision is None else _decision_report(decision),
+            "decision": None if decision is None else asdict(decision),
             "rule": {
                 "share": rule.share,
                 "min_requests": rule.min_requests,
@@ -303,7 +296,7 @@ class Rollout:
             "candidate": self.name,
             "state": self.state,
             "since": self.since,
-            "decision": None if decision is None else _decision_report(decision),
+            "decision": None if decision is None else asdict(decision),
             "configs": {arm: list(self.configs[arm]) for arm in ARMS},
             "comparison": self.comparison.saved(),
         }
@@ -327,20 +320,7 @@ class Rollout:
         return True
 
 
-def _decision_report(decision: _Decision) -> JsonDict:
-    return {
-        "state": decision.state,
-        "by": decision.by,
-        "reason": decision.reason,
-        "at": decision.at,
-    }
-
-
 def _look_report(look: _Look) -> JsonDict:
-    values = {name: list(_ends(interval)) for name, interval in look.intervals.items()}
+    """Estimate, low and high of each interval."""
+    values = {name: list(astuple(interval)) for name, interval in look.intervals.items()}
     return {"at": look.at, "intervals": values}
-
-
-def _ends(interval: Interval) -> Iterator[float]:
-    """Estimate, low, high."""
-    yield from (interval.estimate, interval.low, interval.high)

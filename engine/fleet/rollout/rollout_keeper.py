@@ -1,6 +1,4 @@
-"""A rollout while the fleet runs: a look at both arms every few seconds, and what is known kept on
-disk.
-"""
+"""Compares the arms of a rollout every few seconds, and keeps what is known on disk."""
 
 from __future__ import annotations
 
@@ -90,9 +88,7 @@ class RolloutKeeper:
         return self.folder / f"rollout-{quote(self.model.rollout.model, safe='')}.json"
 
     async def keep(self) -> None:
-        """Put what is known on disk. A folder that cannot be written is told of, and nothing else
-        is lost.
-        """
+        """Write what is known to disk; a folder that cannot be written is logged."""
         if self.file is None:
             return
         async with self._writing:

@@ -54,9 +54,7 @@ class RolloutRule(ResponseModel):
 
 
 class RolloutArm(ResponseModel):
-    """configs: digests of the configurations of its engines. requests, tokens: that were compared.
-    replicas: names.
-    """
+    """An arm: its engines' names and configuration digests, and what was compared."""
 
     configs: list[str]
     requests: int
@@ -96,9 +94,7 @@ class RolloutLook(ResponseModel):
 
 
 class RolloutReport(ResponseModel):
-    """A model's candidate. share: of the keys, that it gets now. confidence: that all intervals
-    hold at all times.
-    """
+    """A model's candidate. share: of the keys. confidence: of all intervals together."""
 
     model: str
     candidate: str

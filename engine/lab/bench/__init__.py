@@ -1,3 +1,1 @@
-"""Measuring: traffic sent over HTTP or into an engine in this process, the policies side by side,
-and reports.
-"""
+"""Measuring: traffic over HTTP or in this process, the policies side by side, and reports."""

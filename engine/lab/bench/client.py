@@ -1,6 +1,4 @@
-"""One streaming request to an OpenAI-compatible endpoint, timed chunk by chunk; every failure has a
-kind.
-"""
+"""One streaming request to an OpenAI-compatible endpoint, timed chunk by chunk."""
 
 from __future__ import annotations
 
@@ -62,9 +60,7 @@ class RemoteEndpoint:
         return {"authorization": f"Bearer {self.api_key}"}
 
     def body(self, text: str, max_tokens: int, user: str = "") -> JsonDict:
-        """A greedy streaming request for exactly max_tokens tokens, as far as the endpoint lets one
-        say so.
-        """
+        """A greedy streaming request for exactly max_tokens tokens where the endpoint allows it."""
         body = _BODY | {"model": self.model, "max_tokens": max_tokens, **self._prompt(text)}
         if self.ignore_eos:
             # An endpoint that knows such fields may have a penalty of its own as a default.
@@ -148,7 +144,6 @@ class EndpointClient:
         return answer
 
     async def _exchange(self, body: JsonDict, answer: Answer) -> None:
-        """Send the request and write into `answer` what comes."""
         url, content = self.endpoint.generation, orjson.dumps(body)
         async with self._http.stream("POST", url, content=content, headers=_JSON) as response:
             if response.status_code == 200:
@@ -184,9 +179,7 @@ class EndpointClient:
             ) from None
 
     async def count_tokens(self, texts: Sequence[str]) -> list[int]:
-        """Prompt tokens of some texts, by the endpoint's own count. JitneyError if it does not
-        answer or count.
-        """
+        """Prompt tokens of texts, by the endpoint's count. JitneyError if it does not count."""
         return [await self._count(text) for text in texts]
 
     async def _count(self, text: str) -> int:
@@ -229,27 +222,13 @@ def _take(answer: Answer, chunk: JsonDict) -> None:
         answer.fail(_ERROR, str(chunk["error"])[:_DETAIL])
         return
     for choice in chunk["choices"]:
-        _take_choice(answer, choice)
+        # Of a chat, else of a completion.
+        new = choice["delta"].get("content") if choice.get("delta") else choice.get("text")
+        if new:
+            answer.chunks.append(time.monotonic())
+        answer.finish = choice.get("finish_reason") or answer.finish
     usage = chunk.get("usage")
     if usage:
-        _take_usage(answer, usage)
-
-
-def _take_choice(answer: Answer, choice: JsonDict) -> None:
-    if _text_of(choice):
-        answer.chunks.append(time.monotonic())
-    answer.finish = choice.get("finish_reason") or answer.finish
-
-
-def _take_usage(answer: Answer, usage: JsonDict) -> None:
-    details = usage.get("prompt_tokens_details") or {}
-    answer.n_prompt = usage["prompt_tokens"]
-    answer.n_output = usage["completion_tokens"]
-    answer.n_cached = details.get("cached_tokens") or 0
-
-
-def _text_of(choice: JsonDict) -> str | None:
-    """New text of a completion or of a chat."""
-    if choice.get("delta") is None:
-        return choice.get("text")
-    return choice["delta"].get("content")
+        answer.n_prompt = usage["prompt_tokens"]
+        answer.n_output = usage["completion_tokens"]
+        answer.n_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0

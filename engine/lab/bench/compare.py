@@ -24,9 +24,6 @@ from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.simulator import predict, simulate
 from jitney.engine.lab.simulation.step_table import StepTable, StepTimes
 
-#: What others report for in-flight batching over each of these, as (least, most) times the
-#: throughput; over dynamic batching at high concurrency.
-PUBLISHED = {"static": (1.6, 3.4), "dynamic": (3.0, 5.0)}
 #: Loads of the curve, as shares of what continuous batching can serve.
 _CURVE_LOADS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0, 1.15)
 #: Rounds of all seats, or batches, that a policy's capacity is simulated with.
@@ -154,9 +151,7 @@ class _Difference(NamedTuple):
 
 
 def differences(runs: PolicyRuns) -> list[_Difference]:
-    """Requests that did not get the same tokens under every policy; the first policy is the one
-    compared with.
-    """
+    """Requests whose tokens differ from those under the first policy."""
     (first, reference), *others = runs.items()
     found = []
     for policy, run in others:
@@ -168,9 +163,7 @@ def differences(runs: PolicyRuns) -> list[_Difference]:
 
 
 def _parting(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """The first position at which two different outputs differ, or at which the shorter one
-    ends.
-    """
+    """The first position at which two outputs differ, or at which the shorter one ends."""
     for position, (a, b) in enumerate(zip(ours, theirs, strict=False)):
         if a != b:
             return position
@@ -184,11 +177,7 @@ def ratios(figures: Mapping[str, JsonObject]) -> dict[str, JsonDict]:
     if _BEST not in figures:
         return {}
     best = figures[_BEST]
-    return {
-        name: dict(_gains(best, theirs)) | {"published_output_tok_s": PUBLISHED.get(name)}
-        for name, theirs in figures.items()
-        if name != _BEST
-    }
+    return {name: dict(_gains(best, theirs)) for name, theirs in figures.items() if name != _BEST}
 
 
 def _gains(ours: JsonObject, theirs: JsonObject) -> Iterator[tuple[str, float | None]]:

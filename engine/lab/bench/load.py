@@ -84,9 +84,7 @@ class LoadResult:
     sender: Sender
 
     def figures(self, **options: Any) -> JsonDict:
-        """As `summary.summarise`, without what only the server knows; options: its slo and
-        price_per_hour.
-        """
+        """As `summary.summarise`, of what a client knows; options: its slo and price_per_hour."""
         return summarise(self.requests, records=None, seconds=self.seconds, **options)
 
 

@@ -103,14 +103,12 @@ async def _read(process: asyncio.subprocess.Process) -> _Line:
 
 
 async def _result(process: asyncio.subprocess.Process, count: Callable[[int], None]) -> _Line:
-    """The last line of a process."""
     while (line := await _read(process)).requests is None:
         count(line.ended)
     return line
 
 
 def _merged(lines: Sequence[_Line], started: float) -> LoadResult:
-    """The results of all, in the order of the arrivals."""
     total = sum(len(line.answers) for line in lines)
     requests: list[RequestRecord] = []
     answers: list[Answer] = []
@@ -129,7 +127,6 @@ def _merged(lines: Sequence[_Line], started: float) -> LoadResult:
 
 
 def _main() -> int:
-    """Run one share; exit status 0."""
     with suppress(KeyboardInterrupt):
         job = msgspec.json.decode(sys.stdin.buffer.readline(), type=_Job)
         asyncio.run(_run(job))

@@ -1,6 +1,4 @@
-"""Runs in this process: one set of compiled programs, and for each run a scheduler, page pool and
-core of its own.
-"""
+"""Runs in this process: compiled programs are shared, each run has its own scheduler and pages."""
 
 from __future__ import annotations
 
@@ -65,8 +63,6 @@ def bill_of(run: EngineRun) -> Bill:
 
 @dataclass(frozen=True, slots=True)
 class _RealClock:
-    """A clock that is read, and waited on by sleeping."""
-
     read: Callable[[], float]
     sleep: Callable[[float], None]
 
@@ -108,9 +104,7 @@ class OfflineBench:
         )
 
     def requests(self, arrivals: Sequence[Arrival], seed: int = 0) -> list[PromptedArrival]:
-        """The arrivals with prompts of exactly their lengths. ConfigError if one does not fit the
-        engine.
-        """
+        """The arrivals with prompts of their lengths. ConfigError if one does not fit."""
         pool = self._core.scheduler.pool
         most = min(self.limits.context_length, pool.capacity * pool.page_size + 1)
         requests = []
@@ -212,9 +206,7 @@ def _request_at(requests: Sequence[PromptedArrival], number: int, at: float) -> 
 
 
 def _again_and_again(arrivals: Sequence[Arrival], count: int) -> list[Arrival]:
-    """So many of them. A conversation that comes again is another one: its prompts are not in the
-    prefix cache yet.
-    """
+    """So many of them; a conversation that comes again counts as another one."""
     talks = max(arrival.conversation for arrival in arrivals)
     coming = []
     for number in range(count):

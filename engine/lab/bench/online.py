@@ -30,8 +30,6 @@ _UNKNOWN_STREAMS = 64
 
 
 class _Ruler(NamedTuple):
-    """Converts words to tokens of an endpoint."""
-
     #: Of the template around it.
     fixed: float
     #: Of one word of a made-up prompt.
@@ -49,9 +47,7 @@ class _Ruler(NamedTuple):
 
 
 class EngineAbout(NamedTuple):
-    """An endpoint's /version; a text is empty where it says nothing of that
-    kind.
-    """
+    """An endpoint's /version; a text is empty where it does not say."""
 
     version: str = ""
     device: str = ""
@@ -163,7 +159,6 @@ class OnlineBench:
         concurrency: int,
         salt: int,
     ) -> None:
-        """Send requests with such prompts and short outputs, as a closed loop."""
 
         def send(number: int) -> Awaitable[Answer]:
             arrival = arrivals[number]
@@ -215,7 +210,6 @@ async def _measured_ruler(client: EndpointClient, longest: int) -> _Ruler:
 
 
 async def _lengths(client: EndpointClient, *words: int) -> list[int]:
-    """Tokens of texts of so many words."""
     texts = [prose(count, seed=count) for count in words]
     return await client.count_tokens(texts)
 
@@ -264,9 +258,7 @@ class _ServerMetrics:
         return Bill.of_totals(rows, busy_s, seconds, padding_is_free=is_free)
 
     def queue_mean_since(self, before: _ServerMetrics) -> float | None:
-        """Mean wait in the server's queue, seconds, of the requests that boarded since another
-        reading; None if there are none.
-        """
+        """Mean seconds in the server's queue of requests that boarded since; None without any."""
         count = self._since(before, "queue_seconds_count")
         return self._since(before, "queue_seconds_sum") / count if count > 0 else None
 

@@ -74,9 +74,7 @@ class Peer(NamedTuple):
     def ours(
         cls, model: str, kernels: str, dtype: str, weights: str = "", more: Sequence[str] = ()
     ) -> Peer:
-        """This engine, as `jitney serve` starts it; weights: how they are kept, "" for the
-        default. more: further flags.
-        """
+        """This engine, as `jitney serve` starts it; weights: "" for the default. more: flags."""
         program = "import sys; from jitney.engine.cli import main; sys.exit(main())"
         words = ("serve", model, "--dtype", dtype, "--no-prefix-cache", "--kernels", kernels, *more)
         name = f"Jitney, {kernels} kernels"
@@ -95,11 +93,13 @@ class Peer(NamedTuple):
         """vLLM's CPU build on a Hugging Face folder of the same model; name: in the table."""
         flags = (*_VLLM_FLAGS, "--dtype", dtype)
         preload = _preload(executable)
+        names = ", ".join(Path(path).name for path in preload)
+        preloading = {"LD_PRELOAD": ":".join(preload)} if preload else {}
         return cls(
             name=name,
             command=(executable, "serve", folder, *flags),
-            environment=_VLLM_ENVIRONMENT | _preloading(preload),
-            settings=f"vllm serve {' '.join(flags)}; preloaded: {_file_names(preload)}",
+            environment=_VLLM_ENVIRONMENT | preloading,
+            settings=f"vllm serve {' '.join(flags)}; preloaded: {names or 'nothing'}",
         )
 
     @classmethod
@@ -112,9 +112,7 @@ class Peer(NamedTuple):
 
     @contextmanager
     def serving(self, port: int) -> Iterator[str]:
-        """The engine's address once it is ready; it is stopped at the end. JitneyError if it does
-        not get ready.
-        """
+        """The engine's address once it is ready; it is stopped at the end. Raises JitneyError."""
         url = f"http://127.0.0.1:{port}"
         with tempfile.TemporaryFile() as log, _terminable():
             process = _start(self, port, log)
@@ -123,14 +121,6 @@ class Peer(NamedTuple):
                 yield url
             finally:
                 _stop(process)
-
-
-def _file_names(paths: Sequence[str]) -> str:
-    return ", ".join(Path(path).name for path in paths) or "nothing"
-
-
-def _preloading(libraries: Sequence[str]) -> dict[str, str]:
-    return {"LD_PRELOAD": ":".join(libraries)} if libraries else {}
 
 
 def _preload(executable: str) -> list[str]:
@@ -155,9 +145,7 @@ def _start(peer: Peer, port: int, log: IO[bytes]) -> subprocess.Popen[bytes]:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Have SIGTERM end this process as an exception, so that the engine it started is stopped
-    too.
-    """
+    """Turn SIGTERM into an exception, so that the engine it started is stopped too."""
 
     def leave(number: int, frame: object) -> NoReturn:
         raise SystemExit(128 + number)
@@ -170,9 +158,7 @@ def _terminable() -> Iterator[None]:
 
 
 def _wait_ready(process: subprocess.Popen[bytes], url: str, log: IO[bytes]) -> None:
-    """Return when /health answers 200. JitneyError, with the end of the engine's output, if that
-    never happens.
-    """
+    """Wait until /health answers 200. Raises JitneyError with the end of the engine's output."""
     until = time.monotonic() + _START_S
     while not _is_healthy(url):
         if process.poll() is not None:
@@ -250,7 +236,6 @@ def _stored(name: str, tensor: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _scheme() -> JsonDict:
-    """The quantisation entry of config.json."""
     weights = _SCALED_INTS | {"strategy": "channel", "dynamic": False}
     rows = _SCALED_INTS | {"strategy": "token", "dynamic": True}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": rows}

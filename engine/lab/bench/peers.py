@@ -47,15 +47,11 @@ _LONG_REQUESTS, _LONG_STREAMS = 24, 8
 #: A single stream is slow, and so gets fewer requests.
 _SINGLE_REQUESTS = 16
 _SEED = 0
-#: A line of progress.
-_Say = Callable[[str], None]
 #: Text -> token ids.
 type _Encode = Callable[[str], list[int]]
 
 
 class _Measurement(NamedTuple):
-    """Requests for an engine."""
-
     #: streams_<n> for a closed loop, prompts_<n> for long prompts.
     name: str
     #: Requests open at a time.
@@ -89,8 +85,6 @@ class _Measurement(NamedTuple):
 
 @dataclass(slots=True)
 class _PeerResult:
-    """Results of one engine."""
-
     peer: Peer
     #: What it says of itself.
     version: str = ""
@@ -120,30 +114,20 @@ def _make_measurements(
     encode: _Encode, streams: Sequence[int], requests: int
 ) -> list[_Measurement]:
     """Closed loops of so many streams, and long prompts with one output token each."""
-    loops = [_loop(encode, count, requests) for count in streams]
-    arrivals = _drawn(min(_LONG_REQUESTS, requests), Fixed(_LONG_PROMPT), Fixed(1))
-    name = f"prompts_{_LONG_PROMPT}"
-    return [*loops, _measurement(name, _LONG_STREAMS, arrivals, encode)]
 
+    def drawn(
+        name: str, streams: int, count: int, prompts: Lengths, outputs: Lengths
+    ) -> _Measurement:
+        arrivals = synthesise(count, prompts, outputs, Closed(), _SEED)
+        ids = [arrival_ids(encode, each, number, _SEED) for number, each in enumerate(arrivals)]
+        return _Measurement(name, streams, ids, [arrival.n_output for arrival in arrivals])
 
-def _loop(encode: _Encode, streams: int, requests: int) -> _Measurement:
-    if streams == 1:
-        requests = min(requests, _SINGLE_REQUESTS)
-    name = f"streams_{streams}"
-    return _measurement(name, streams, _drawn(requests, PROMPTS, OUTPUTS), encode)
-
-
-def _drawn(count: int, prompts: Lengths, outputs: Lengths) -> list[Arrival]:
-    return synthesise(count, prompts, outputs, Closed(), _SEED)
-
-
-def _measurement(
-    name: str, streams: int, arrivals: Sequence[Arrival], encode: _Encode
-) -> _Measurement:
-    prompts = []
-    for number, arrival in enumerate(arrivals):
-        prompts.append(arrival_ids(encode, arrival, number, _SEED))
-    return _Measurement(name, streams, prompts, [arrival.n_output for arrival in arrivals])
+    works = []
+    for n_open in streams:
+        count = min(requests, _SINGLE_REQUESTS) if n_open == 1 else requests
+        works.append(drawn(f"streams_{n_open}", n_open, count, PROMPTS, OUTPUTS))
+    lengths, count = (Fixed(_LONG_PROMPT), Fixed(1)), min(_LONG_REQUESTS, requests)
+    return [*works, drawn(f"prompts_{_LONG_PROMPT}", _LONG_STREAMS, count, *lengths)]
 
 
 #: What holds for every engine.
@@ -163,7 +147,8 @@ class PeerBench:
     port: int
     #: Called with the report so far, after every measurement.
     save: Callable[[JsonDict], None]
-    say: _Say
+    #: Called with each line of progress.
+    say: Callable[[str], None]
     results: list[_PeerResult] = field(default_factory=list)
 
     @classmethod
@@ -175,7 +160,7 @@ class PeerBench:
         *,
         port: int,
         save: Callable[[JsonDict], None],
-        say: _Say,
+        say: Callable[[str], None],
     ) -> PeerBench:
         """With closed loops of so many streams, and long prompts with one output token each.
 
@@ -191,14 +176,11 @@ class PeerBench:
         for repetition in range(repetitions):
             turn = f"repetition {repetition + 1} of {repetitions}"
             for result in self.results:
-                self._take_turn(result, turn)
+                if not result.failed:
+                    self.say(f"{result.peer.name}: {turn}")
+                    self._measure_once(result)
+                    self.save(self.report())
         return self.report()
-
-    def _take_turn(self, result: _PeerResult, turn: str) -> None:
-        if not result.failed:
-            self.say(f"{result.peer.name}: {turn}")
-            self._measure_once(result)
-            self.save(self.report())
 
     def _measure_once(self, result: _PeerResult) -> None:
         result.runs.append({})
@@ -219,13 +201,10 @@ class PeerBench:
             await client.find_model()
             for measurement in self.measurements:
                 await _drive(client, measurement.warm_up())
-                load = await _drive(client, measurement)
-                self._keep(result, measurement.name, _figures_of(load))
-
-    def _keep(self, result: _PeerResult, name: str, figures: JsonDict) -> None:
-        result.runs[-1][name] = figures
-        self.save(self.report())
-        self.say(_progress_line(name, figures))
+                figures = _figures_of(await _drive(client, measurement))
+                result.runs[-1][measurement.name] = figures
+                self.save(self.report())
+                self.say(_progress_line(measurement.name, figures))
 
     def report(self) -> JsonDict:
         """Everything that is known so far, ready for JSON."""
@@ -246,9 +225,7 @@ def _progress_line(name: str, figures: JsonObject) -> str:
 
 
 async def _drive(client: EndpointClient, measurement: _Measurement) -> LoadResult:
-    """Send the requests as a closed loop. JitneyError if one fails, or is not as long as it should
-    be.
-    """
+    """Send the requests as a closed loop. JitneyError if one fails or has another length."""
 
     async def send(number: int) -> Answer:
         body = client.endpoint.body("", measurement.outputs[number])
@@ -332,9 +309,7 @@ def _speed(medians: JsonObject, name: str) -> JsonDict:
 
 
 def markdown(report: JsonObject) -> str:
-    """The table for a page, with what it was taken on above it. report: as `PeerBench.report`
-    returns it.
-    """
+    """The table for a page, with the machine above it. report: of `PeerBench.report`."""
     taken = (
         f"{report['machine']}; over HTTP with streaming, the client on the same machine; "
         "medians (least - most)."
@@ -363,9 +338,7 @@ def _head(name: str, sent: JsonObject) -> str:
 
 
 def _speed_cell(medians: JsonObject, name: str) -> str:
-    """Median, and in brackets least and most where they differ; empty where nothing was
-    measured.
-    """
+    """Median, with least and most in brackets where they differ; empty if not measured."""
     if name not in medians:
         return ""
     figure = _speed(medians, name)

@@ -47,8 +47,6 @@ _LIMIT_S = 900.0
 
 
 class _SizeRule(NamedTuple):
-    """Which sizes are worth their steps."""
-
     #: The size that is taken where nothing speaks against it.
     usual: int
     #: Seconds that a step of at most that size may take, and one of a larger size.
@@ -116,9 +114,7 @@ class TimingLine(msgspec.Struct, frozen=True):
 
 
 class OtherPrograms(JitneyError):
-    """Steps cannot be timed now, beside which other programs use so much of the processors; later
-    they may.
-    """
+    """Steps cannot be timed now, because other programs use too much of the processors."""
 
     def __init__(self, share: float):
         super().__init__(
@@ -136,7 +132,6 @@ def _ignore(what: object) -> None:
 
 
 def _usual(name: str) -> int:
-    """The default of a setting."""
     return settings()[name].field.default
 
 
@@ -152,8 +147,6 @@ _Values = dict[str, SizeValue]
 
 
 class _Measured(msgspec.Struct, frozen=True):
-    """Measured times, and the chosen settings."""
-
     #: With all threads first, in the sizes that were tried last, then with the fewer threads.
     times: tuple[SizeTimes, ...]
     #: Settings by flat name, but for those that came out as they are by default.
@@ -205,9 +198,7 @@ async def _measure_sizes(config: Config, time_steps: _Time) -> _Measured:
 async def _choose_products(
     config: Config, times: SizeTimes, time_steps: _Time
 ) -> tuple[_Values, SizeTimes]:
-    """Settings of the products that make steps quicker than in `times`, if there are any, and the
-    times with them.
-    """
+    """Settings of the products that make steps quicker than in `times`, and their times."""
     engine = config.engine
     sizes = _of_sizes(config, engine.max_seats, engine.token_budget)
     if times.untried and engine.kernels == "auto":
@@ -322,7 +313,6 @@ async def _try_fewer_threads(
 
 
 def _fewest_as_fast(times: SizeTimes, fewer: Sequence[SizeTimes], seats: int, rows: int) -> int:
-    """The number of threads to compute with; 0: all that are useful."""
     fast = [each.threads for each in fewer if _as_fast(each, times, seats, rows)]
     return min(fast, default=0)
 
@@ -336,9 +326,7 @@ def _as_fast(fewer: SizeTimes, all_of_them: SizeTimes, seats: int, rows: int) ->
 
 
 def _seconds_of(timed: Sequence[Timed], size: int) -> float:
-    """Seconds of the step that computes so many rows; of the largest, where none was timed that
-    does.
-    """
+    """Seconds of the step that computes so many rows, else of the largest."""
     return next((step.seconds for step in timed if step.size >= size), timed[-1].seconds)
 
 

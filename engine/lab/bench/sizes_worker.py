@@ -144,8 +144,6 @@ def _prompt_chunks(bucket: Bucket, each: int, most: int) -> tuple[tuple[int, int
 
 @dataclass(frozen=True)
 class _StepTimer:
-    """Times steps, one after the other."""
-
     llm: LLM
     #: By kind and size.
     known: Mapping[tuple[str, int], Timed]

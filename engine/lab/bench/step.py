@@ -91,8 +91,6 @@ class StepCase:
 
 @dataclass(slots=True)
 class _StepTiming:
-    """A case and how long it took."""
-
     case: StepCase
     work: StepWork
     #: Of each repeat.
@@ -105,9 +103,7 @@ class _StepTiming:
 
 
 def _cases(buckets: Buckets, room: int, context: int) -> list[StepCase]:
-    """The steps to measure: room is how many KV positions the pool holds, context the most of one
-    sequence.
-    """
+    """The steps to measure. room: KV positions of the pool; context: most of one sequence."""
     contexts = sorted({min(length, context - 1) for length in _CONTEXTS})
     made: dict[StepCase, None] = {}  # in order, each once
     for bucket in buckets.decode:
@@ -128,7 +124,6 @@ def _decode_cases(bucket: Bucket, contexts: Sequence[int], room: int) -> Iterato
 
 
 def _mixed_cases(bucket: Bucket, contexts: Sequence[int], context: int) -> Iterator[StepCase]:
-    """Prompts alone, and beside decoding seats."""
     rows, seats = bucket.tokens, bucket.seats
     for chunks in _lone_prompts(bucket, context):
         yield StepCase(bucket, (), chunks)
@@ -179,9 +174,7 @@ def _time_cases(
 
 
 def _run_in_turn(runner: Runner, plans: Sequence[Plan]) -> list[float]:
-    """Device seconds of each plan, as `records.STEP_DTYPE` defines them: each is launched before
-    the one before it is fetched.
-    """
+    """Device seconds of each plan (`records.STEP_DTYPE`), launched one ahead."""
 
     def launch(plan: Plan) -> tuple[Any, float]:
         """(the launched step to fetch, when it was launched)."""

@@ -126,9 +126,7 @@ def _point_of(figures: JsonObject) -> dict[str, float | None]:
 
 
 def knee_of(axis: str, points: Sequence[JsonObject]) -> int | None:
-    """The knee of a sweep: where throughput flattens over concurrency, where p99 end-to-end time
-    steepens over rate or load.
-    """
+    """The knee of a sweep: where throughput flattens, or where p99 end-to-end time steepens."""
     convex = axis != "concurrency"
     figure = "e2e_p99_s" if convex else "output_tok_s"
     values = [point[figure] for point in points]

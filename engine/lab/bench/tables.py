@@ -37,6 +37,13 @@ LEDGER_LABELS = {kind.name: kind.label for kind in ROW_KIND_TABLE.values()} | {
 _NOTHING = CostLine(0, 0)
 #: What stands for a percentile of too few values.
 _TOO_FEW = "–"
+#: Heads of the table of gains, by names among `compare.ratios`.
+_GAINS = {
+    "output_tok_s": "output tokens/s",
+    "ttft_s_p50": "TTFT p50 /",
+    "ttft_s_p99": "TTFT p99 /",
+    "e2e_s_p99": "e2e p99 /",
+}
 #: Heads of the table of errors, by names among `accuracy.COMPARED`.
 _ERRORS = {
     "output_tok_s": "output tok/s",
@@ -69,26 +76,19 @@ def _figure_cells(run: JsonObject) -> dict[str, str]:
         "served / sent": f"{run['served']} / {run['requests']}",
         "seconds": f"{run['seconds']:.2f}",
         **{label: number(run[name]) for name, label in _RATES.items()},
-        **_latency_cells(run),
+        **{
+            f"{label} {shown}": quantile_cell(run[name] or {}, quantile)
+            for name, label in _LATENCIES.items()
+            for quantile, shown in _QUANTILES.items()
+        },
         "queue": queue(run.get("backlog")),
         **{label: _share(run[name]) for name, label in _SHARES.items()},
         "cost per million output tokens": number(run["cost_per_million_tokens"]),
     }
 
 
-def _latency_cells(run: JsonObject) -> dict[str, str]:
-    cells = {}
-    for name, label in _LATENCIES.items():
-        spread = run[name] or {}
-        for quantile, shown in _QUANTILES.items():
-            cells[f"{label} {shown}"] = quantile_cell(spread, quantile)
-    return cells
-
-
 def quantile_cell(spread: JsonObject, quantile: str) -> str:
-    """A percentile of `summary.spread`; a dash where there are too few values for it, empty where
-    there is none.
-    """
+    """A percentile of `summary.spread`; a dash for too few values, empty where unknown."""
     if not spread:
         return ""
     return duration(quantile_of(spread, quantile)) or _TOO_FEW
@@ -102,9 +102,7 @@ def queue(backlog: JsonObject | None, grew: str = "grew: p99 is the run's length
 
 
 def ledger_table(bills: Mapping[str, Bill], price_per_hour: float | None = None) -> Table:
-    """Rows and device time of runs side by side, by kind, with their shares; kinds that did not
-    occur are left out.
-    """
+    """Rows and device time of runs by kind, with their shares; kinds without rows are left out."""
     columns = [_with_sum(bill) for bill in bills.values()]
     heads = [f"{run} {head}" for run in bills for head in ("rows", "time")]
     rows: list[list[str]] = []
@@ -121,34 +119,22 @@ def ledger_table(bills: Mapping[str, Bill], price_per_hour: float | None = None)
 
 def _ledger_cells(line: CostLine, total: CostLine) -> tuple[str, str]:
     rows = line.rows / max(1, total.rows)
-    time = line.nanoseconds / max(1, total.nanoseconds)
+    time = line.seconds / total.seconds if total.seconds else 0.0
     return f"{line.rows:,} ({_share(rows)})", f"{line.seconds:.2f} s ({_share(time)})"
 
 
 def _with_sum(lines: Bill) -> dict[str, CostLine]:
     """Lines in the order of `LEDGER_LABELS`, and "all", their sum."""
     ordered = {kind: lines[kind] for kind in LEDGER_LABELS}
-    columns = zip(*((line.rows, line.nanoseconds) for line in ordered.values()), strict=True)
-    return ordered | {"all": CostLine(*map(sum, columns))}
+    return ordered | {"all": CostLine(*map(sum, zip(*ordered.values(), strict=True)))}
 
 
 def ratio_table(ratios: Mapping[str, JsonObject]) -> Table:
-    """Gains of continuous batching over the others, beside published ones: times the
-    throughput, and by what the waits are divided.
-    """
-    rows = [_gain_cells(name, gains) for name, gains in ratios.items()]
-    waits = ["TTFT p50 /", "TTFT p99 /", "e2e p99 /"]
-    return Table(["continuous", "output tokens/s", "published claims", *waits], rows)
-
-
-def _gain_cells(name: str, gains: JsonObject) -> list[str]:
-    waits = [_times(gains[wait]) for wait in ("ttft_s_p50", "ttft_s_p99", "e2e_s_p99")]
-    published = _published(gains["published_output_tok_s"])
-    return [f"over {name}", _times(gains["output_tok_s"]), published, *waits]
-
-
-def _published(ends: tuple[float, float] | None) -> str:
-    return f"{ends[0]:g}x to {ends[1]:g}x" if ends else ""
+    """Gains of continuous batching: times the throughput, and by what the waits are divided."""
+    rows: list[list[str]] = []
+    for name, gains in ratios.items():
+        rows.append([f"over {name}", *(_times(gains[gain]) for gain in _GAINS)])
+    return Table(["continuous", *_GAINS.values()], rows)
 
 
 def errors_table(errors: Mapping[str, Mapping[str, float]]) -> Table:
@@ -161,13 +147,11 @@ def errors_table(errors: Mapping[str, Mapping[str, float]]) -> Table:
 
 def curve_table(points: Sequence[JsonObject]) -> Table:
     """p99 time to first token of each policy, one row a load."""
-    rows = list(map(_load_cells, points))
+    rows: list[list[str]] = []
+    for point in points:
+        waits = map(_curve_cell, point["policies"].values())
+        rows.append([f"{point['load']:g}", f"{point['rate']:.3g}", *waits])
     return Table(["load", "requests/s", *points[0]["policies"]], rows)
-
-
-def _load_cells(point: JsonObject) -> list[str]:
-    waits = map(_curve_cell, point["policies"].values())
-    return [f"{point['load']:g}", f"{point['rate']:.3g}", *waits]
 
 
 def _curve_cell(waits: Mapping[str, float | None]) -> str:

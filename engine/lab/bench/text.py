@@ -1,6 +1,4 @@
-"""Prompts that read like text: sentences made of common words, no two prompts alike from their
-first words on.
-"""
+"""Prompts made of common words, no two alike from their first words on."""
 
 from __future__ import annotations
 
@@ -10,85 +8,17 @@ import numpy as np
 
 from jitney.engine.common.trace import Arrival
 
-_ADJECTIVES = (
-    "old",
-    "quiet",
-    "bright",
-    "narrow",
-    "patient",
-    "heavy",
-    "early",
-    "distant",
-    "gentle",
-    "broken",
-    "hidden",
-    "open",
-    "careful",
-    "golden",
-    "silent",
-    "proud",
-    "simple",
-    "strange",
-    "warm",
-    "empty",
-    "green",
-    "clever",
-)
-_NOUNS = (
-    "river",
-    "letter",
-    "garden",
-    "teacher",
-    "window",
-    "market",
-    "engine",
-    "forest",
-    "sailor",
-    "bridge",
-    "story",
-    "winter",
-    "station",
-    "machine",
-    "harbour",
-    "village",
-    "doctor",
-    "mountain",
-    "kitchen",
-    "library",
-    "road",
-    "answer",
-    "question",
-    "captain",
-    "season",
-    "table",
-    "island",
-    "driver",
-    "painting",
-    "tower",
-    "meadow",
-    "clock",
-)
-_VERBS = (
-    "follows",
-    "remembers",
-    "repairs",
-    "crosses",
-    "watches",
-    "carries",
-    "describes",
-    "finds",
-    "leaves",
-    "opens",
-    "explains",
-    "measures",
-    "visits",
-    "builds",
-    "paints",
-    "answers",
-    "forgets",
-    "studies",
-    "changes",
-    "keeps",
+_ADJECTIVES, _NOUNS, _VERBS = (
+    words.split()
+    for words in (
+        "old quiet bright narrow patient heavy early distant gentle broken hidden open careful "
+        "golden silent proud simple strange warm empty green clever",
+        "river letter garden teacher window market engine forest sailor bridge story winter "
+        "station machine harbour village doctor mountain kitchen library road answer question "
+        "captain season table island driver painting tower meadow clock",
+        "follows remembers repairs crosses watches carries describes finds leaves opens explains "
+        "measures visits builds paints answers forgets studies changes keeps",
+    )
 )
 _PLACES = ("near", "behind", "under", "beside", "above", "across from", "far from", "in front of")
 _ENDS = (
@@ -144,21 +74,17 @@ def _prompt_ids(
 
 
 def arrival_prose(arrival: Arrival, n_words: Callable[[int], int], number: int, seed: int) -> str:
-    """The prompt of request `number`; n_words: words of so many tokens. Prompts of one conversation
-    begin alike.
-    """
+    """The prompt of request `number`; n_words: tokens -> words. Conversations begin alike."""
     wanted = n_words(arrival.n_prompt)
     if not arrival.conversation:
         return prose(wanted, [seed, number])
-    words = _system_prompt(n_words(arrival.n_shared), seed) if arrival.n_shared else []
+    words = []
+    if arrival.n_shared:
+        words = prose(n_words(arrival.n_shared), [seed, 0, _SYSTEM]).split()
     own = wanted - len(words)
     if own >= 1:
         words.append(prose(own, [seed, arrival.conversation, _CONVERSATION]))
     return " ".join(words)
-
-
-def _system_prompt(words: int, seed: int) -> list[str]:
-    return prose(words, [seed, 0, _SYSTEM]).split()
 
 
 def arrival_ids(

@@ -41,8 +41,11 @@ class TimingBehind:
         """As `time_apart`, but of steps that are known none is timed again. Raises NoTimeLeft too,
         once timing has taken 15 s.
         """
-        made_by = _makes_steps(config)
-        name = " ".join((made_by, *map(str, _sizes_of(config))))
+        engine = config.engine
+        # The settings that the time of a step depends on beside its size.
+        made_by = f"{engine.threads} {engine.product_rows} {engine.kernels}"
+        sizes = engine.max_seats, engine.token_budget, engine.seat_buckets, engine.token_buckets
+        name = " ".join((made_by, *map(str, sizes)))
         done = self.times.engines.get(name)
         if done is not None:
             return msgspec.convert(done, SizeTimes)
@@ -78,14 +81,3 @@ class TimingBehind:
             maker, kind, size = name.rsplit(" ", 2)
             if maker == made_by and kind in ("decode", "prompts"):
                 yield TimedStep(kind, Timed(int(size), seconds))
-
-
-def _makes_steps(config: Config) -> str:
-    """The settings that the time of a step depends on beside its size."""
-    engine = config.engine
-    return f"{engine.threads} {engine.product_rows} {engine.kernels}"
-
-
-def _sizes_of(config: Config) -> tuple[object, ...]:
-    engine = config.engine
-    return engine.max_seats, engine.token_budget, engine.seat_buckets, engine.token_buckets

@@ -1,6 +1,4 @@
-"""Flags that the kinds of `jitney bench` share: the traffic, the service level, the price and where
-reports go.
-"""
+"""Flags that the kinds of `jitney bench` share: traffic, service level, price and report files."""
 
 from __future__ import annotations
 
@@ -132,7 +130,10 @@ class TrafficArguments(Arguments):
         """The requests that the flags describe; rate: requests a second, 0 where none is needed."""
         self.check_numbers(requests=1, scale=0.001, burst_shape=0.001, seed=0)
         arrivals = _recorded(self.trace, rate) if self.trace else self._made_up(rate)
-        return [_scaled(arrival, self.scale) for arrival in arrivals]
+        return [
+            msgspec.structs.replace(each, n_output=max(1, round(self.scale * each.n_output)))
+            for each in arrivals
+        ]
 
     def _made_up(self, rate: float) -> list[Arrival]:
         if self.arrivals != "closed" and not rate > 0:
@@ -160,9 +161,7 @@ class TrafficArguments(Arguments):
         }
 
     def figures_of(self, run: LoadResult | EngineRun, *, closed: bool) -> JsonDict:
-        """The figures of a run, and how its queue went; None in a closed loop, where it cannot
-        grow.
-        """
+        """The figures of a run, and how its queue grew; None in a closed loop."""
         backlog = None if closed else msgspec.to_builtins(QueueGrowth.of(run.requests))
         return run.figures(**self.figure_options()) | {"backlog": backlog}
 
@@ -176,9 +175,7 @@ class TrafficArguments(Arguments):
             page(False).print()
 
     def _source(self) -> dict[str, str | None]:
-        """The flags of the traffic. A preset is "custom" where a flag says other lengths than it
-        has.
-        """
+        """The flags of the traffic; the preset is "custom" where lengths were given."""
         if self.trace:
             return _OF_A_TRACE
         workload = WORKLOADS[self.preset]
@@ -197,20 +194,13 @@ class TrafficArguments(Arguments):
 _OF_A_TRACE = dict.fromkeys(("preset", "about", "prompt", "output")) | {"arrivals": "trace"}
 
 
-def _scaled(arrival: Arrival, scale: float) -> Arrival:
-    """With its output so many times as long."""
-    return msgspec.structs.replace(arrival, n_output=max(1, round(arrival.n_output * scale)))
-
-
 def _recorded(file: str, rate: float) -> list[Arrival]:
     arrivals = Arrival.read_all(file)
     return _at_rate(arrivals, rate) if rate else arrivals
 
 
 def _at_rate(arrivals: list[Arrival], rate: float) -> list[Arrival]:
-    """The same requests with their times stretched or squeezed evenly to a mean of `rate` a
-    second.
-    """
+    """The same requests, their times scaled evenly to a mean of `rate` a second."""
     last = max((a.at for a in arrivals), default=0.0)
     if last <= 0:
         raise ConfigError("a trace whose requests all come at 0 has no rate to change")

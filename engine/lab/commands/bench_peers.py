@@ -1,6 +1,4 @@
-"""`jitney bench peers`: this engine and others on this machine, one after another, driven by one
-client over HTTP.
-"""
+"""`jitney bench peers`: this engine and others on this machine, driven by one client over HTTP."""
 
 from __future__ import annotations
 
@@ -147,7 +145,6 @@ def _deliver(args: Arguments, report: JsonObject) -> None:
 
 
 def _remarks(report: JsonObject) -> Iterator[str]:
-    """Remarks that a reader of the table needs."""
     for name, engine in report["engines"].items():
         if engine["failed"]:
             yield f"{name} failed: {engine['failed']}"

@@ -24,7 +24,6 @@ from jitney.engine.core import load_llm
 from jitney.engine.lab.backlog import QueueGrowth
 from jitney.engine.lab.bench.compare import (
     CASES,
-    PUBLISHED,
     TrafficCase,
     at_rate,
     capacity,
@@ -131,8 +130,6 @@ _COMMAND = Command(
 
 @dataclass(slots=True)
 class _Traffic:
-    """A case with its requests."""
-
     #: The parsed arguments, as if this case had been asked for alone.
     args: TrafficArguments
     #: At one request a second if requests come at times that are drawn.
@@ -184,8 +181,6 @@ class _Traffic:
 
 @dataclass(slots=True)
 class _Comparison:
-    """Runs all cases under all policies."""
-
     bench: OfflineBench
     #: By the case's name.
     traffics: dict[str, _Traffic]
@@ -248,9 +243,7 @@ class _Comparison:
         )
 
     def _measure_load(self, load: float, rate: float) -> JsonDict:
-        """A point of `load_curve`, measured on the first case; shares of capacity are not known
-        here.
-        """
+        """A point of `load_curve`, measured on the first case, without shares of capacity."""
         first = next(iter(self.traffics.values()))
         runs = self._run(first.paced(load * rate), f"load {load:g}, ")
         waits = {policy: waits_of(run.figures(), None) for policy, run in runs.items()}
@@ -258,9 +251,7 @@ class _Comparison:
 
 
 def bench_policies(arguments: Sequence[str]) -> int:
-    """Serve the same requests under each policy and print the figures side by side; exit status
-    0.
-    """
+    """Serve the same requests under each policy and print the figures; exit status 0."""
     args = _COMMAND.parse_as(TrafficArguments, arguments)
     policies = args.names_of("policies", _POLICIES)
     args.check_concurrency()
@@ -272,7 +263,9 @@ def bench_policies(arguments: Sequence[str]) -> int:
     bench = OfflineBench(llm.core, llm.tokenizer.encode)
     traffics = {name: _Traffic.of_flags(bench, *flags) for name, flags in cases.items()}
     with progress() as watch:
-        timeout_ms = _static_timeout_ms(args, config)
+        # For ever, 0, unless the flags say otherwise.
+        is_given = "static_timeout_ms" in vars(args)
+        timeout_ms = config.engine.static_timeout_ms if is_given else 0.0
         comparison = _Comparison(bench, traffics, policies, loads, timeout_ms, watch)
         bench.warm_up(next(iter(traffics.values())).requests, args.warmup_s)
         runs, measured_loads = comparison.run_all()
@@ -284,26 +277,17 @@ def bench_policies(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _static_timeout_ms(args: TrafficArguments, config: Config) -> float:
-    """For ever, 0, unless the flags say otherwise."""
-    if "static_timeout_ms" in vars(args):
-        return config.engine.static_timeout_ms
-    return 0.0
-
-
 def _check(args: TrafficArguments, cases: _Cases) -> None:
     """Bad flags are reported before the model loads."""
     args.check_writable("json", "html", "records", "traces")
     args.check_numbers(rate=0.001, load=0.001, concurrency=0, warmup_s=0)
     args.slo()
     for flags, _ in cases.values():
-        _check_case(flags)
-
-
-def _check_case(flags: TrafficArguments) -> None:
-    if flags.measure_loads and not flags.is_drawn:
-        raise ConfigError("--measure-loads is for traffic with a rate: poisson or gamma arrivals")
-    flags.draw(rate=flags.rate or 1.0)
+        if flags.measure_loads and not flags.is_drawn:
+            raise ConfigError(
+                "--measure-loads is for traffic with a rate: poisson or gamma arrivals"
+            )
+        flags.draw(rate=flags.rate or 1.0)
 
 
 #: By name: the flags that describe the case, and None for the one that the given flags describe.
@@ -311,29 +295,21 @@ _Cases = dict[str, tuple[TrafficArguments, TrafficCase | None]]
 
 
 def _cases_from(args: TrafficArguments) -> _Cases:
-    """The cases that the flags ask for."""
-    given = _given_traffic(args)
+    usual = _COMMAND.parse([])
+    given = [name for name in _TRAFFIC_FLAGS if getattr(args, name) != getattr(usual, name)]
     if given and args.cases is not None:
         raise ConfigError(
             f"--cases has traffic of its own: give no {args.flag_of(given[0])} with it"
         )
     if given:
         return {_GIVEN: (args.changed(requests=_requests(args, _DEFAULT_REQUESTS)), None)}
-    chosen = list(CASES)
-    if args.cases is not None:
-        chosen = args.names_of("cases", CASES)
-    return {name: _case_with(args, CASES[name]) for name in chosen}
-
-
-def _given_traffic(args: TrafficArguments) -> list[str]:
-    """Names of the flags of traffic that were given."""
-    defaults = _COMMAND.parse([])
-    return [name for name in _TRAFFIC_FLAGS if getattr(args, name) != getattr(defaults, name)]
-
-
-def _case_with(args: TrafficArguments, case: TrafficCase) -> tuple[TrafficArguments, TrafficCase]:
-    requests = _requests(args, case.requests)
-    return args.changed(requests=requests, output=case.output), case
+    chosen = list(CASES) if args.cases is None else args.names_of("cases", CASES)
+    found: _Cases = {}
+    for name in chosen:
+        case = CASES[name]
+        requests = _requests(args, case.requests)
+        found[name] = args.changed(requests=requests, output=case.output), case
+    return found
 
 
 def _requests(args: TrafficArguments, default: int) -> int:
@@ -354,7 +330,6 @@ def _make_report(
     return {
         "cases": {name: _case_report(args, traffics[name], runs[name]) for name in runs},
         "load_curve": _curve(traffics[first], runs[first]),
-        "published": PUBLISHED,
         "date": date.today().isoformat(),
         "engine": info.flat(),
     }
@@ -382,9 +357,7 @@ def _case_report(args: TrafficArguments, traffic: _Traffic, runs: PolicyRuns) ->
 
 
 def _shares_of_capacity(traffic: _Traffic, runs: PolicyRuns) -> dict[str, float]:
-    """For each policy the load over what it can serve, simulated with its own run's steps; empty
-    without a rate.
-    """
+    """The load over the simulated capacity of each policy; empty without a rate."""
     shares: dict[str, float] = {}
     for name, run in runs.items() if traffic.rate else ():
         table = StepTable.from_records(run.records)
@@ -403,9 +376,7 @@ def _curve(traffic: _Traffic, runs: PolicyRuns) -> list[JsonDict]:
 
 
 def _write_runs(args: TrafficArguments, runs: _CaseRuns) -> None:
-    """Step records and traces, for the simulator; the case stands before the policy's name where
-    there are several.
-    """
+    """Write step records and traces for the simulator, named by case and policy."""
     named = {}
     for case, by_policy in runs.items():
         prefix = "" if case == _GIVEN else f"{case}."
@@ -418,9 +389,7 @@ def _write_runs(args: TrafficArguments, runs: _CaseRuns) -> None:
 
 
 def _page(args: TrafficArguments, report: JsonObject, runs: _CaseRuns, charts: bool) -> Page:
-    """The report for people: of each case figures, errors of prediction and ledger; and the waits
-    over the load.
-    """
+    """The report for people: figures, errors of prediction and ledger of each case; the curve."""
     from jitney.dashboard import Page
 
     engine = "{model} in {dtype} on {device} ({platform}), {seats} seats"

@@ -1,6 +1,4 @@
-"""`jitney bench serve`: traffic for an OpenAI-compatible endpoint, ours or another's, and the times
-of its answers.
-"""
+"""`jitney bench serve`: sends traffic to an OpenAI-compatible endpoint and times its answers."""
 
 from __future__ import annotations
 
@@ -176,7 +174,6 @@ def _errors_of(answers: Iterable[Answer]) -> dict[str, JsonDict]:
 
 
 def _page(args: TrafficArguments, report: JsonObject, run: OnlineRun, charts: bool) -> Page:
-    """The report for people: figures, curves, and the server's ledger if it has one."""
     from jitney.dashboard import Page, PageSection
     from jitney.engine.lab.bench.charts import latency_charts, ledger_bars
     from jitney.engine.lab.bench.tables import figures_table, ledger_table

@@ -1,6 +1,4 @@
-"""`jitney bench sizes`: how long steps of growing sizes take here, and which sizes `jitney serve`
-chooses by that.
-"""
+"""`jitney bench sizes`: times steps of growing sizes, and says what `jitney serve` chooses."""
 
 from __future__ import annotations
 
@@ -54,7 +52,9 @@ def bench_sizes(arguments: Sequence[str]) -> int:
     sizes = ServerSizes(resolved)
     chosen = TunedSizes(found.values, date.today().isoformat())
     if args.keep:
-        _keep(sizes, chosen)
+        reason = sizes.keep(chosen)
+        if reason:
+            raise ConfigError(f"the sizes cannot be kept: {reason}")
     report = {"machine": sizes.machine, "model": config.model.id, **msgspec.to_builtins(found)}
     if args.write_report(report):
         _show(report, found.times, chosen)
@@ -74,14 +74,7 @@ def _check(resolved: ResolvedConfig) -> None:
         raise ConfigError(f"{where}: one given size decides on all; leave it out")
 
 
-def _keep(sizes: ServerSizes, chosen: TunedSizes) -> None:
-    reason = sizes.keep(chosen)
-    if reason:
-        raise ConfigError(f"the sizes cannot be kept: {reason}")
-
-
 def _show(report: JsonObject, timed: Sequence[SizeTimes], chosen: TunedSizes) -> None:
-    """One row a step, then what was chosen."""
     from jitney.dashboard import Table, print_lines
 
     rows = [row for times in timed for row in _rows(times)]

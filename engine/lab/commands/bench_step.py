@@ -1,6 +1,4 @@
-"""`jitney bench step`: how long a step takes by rows, seats and context, and how far that is from
-the floor.
-"""
+"""`jitney bench step`: times a step by rows, seats and context, beside its floor."""
 
 from __future__ import annotations
 
@@ -53,9 +51,7 @@ def _measured(args: Arguments, config: Config) -> JsonDict:
 
 
 def _show(report: JsonObject) -> None:
-    """One row a case, times in ms; the floor is the larger of bytes over bandwidth and operations
-    over rate.
-    """
+    """One row a case, times in ms."""
     from jitney.dashboard import Table, print_lines
 
     heads = ["bucket", "rows", "keys", "longest", "ms", "fitted", "floor", "x floor"]
@@ -131,7 +127,6 @@ def _cells(case: JsonObject) -> list[str]:
 
 
 def _notes(report: JsonObject) -> Iterator[str]:
-    """Notes: how to read the table, other measurements, and how well the table fits."""
     yield (
         "rows: decode + prompt; keys, longest: of the decode rows; ms: median; fitted: what the "
         "table says; floor: bytes or operations at the measured rates"

@@ -1,6 +1,4 @@
-"""`jitney bench sweep`: the same traffic at growing concurrency, rate or load, in this process or
-at an endpoint.
-"""
+"""`jitney bench sweep`: the same traffic at growing concurrency, rate or load."""
 
 from __future__ import annotations
 
@@ -151,12 +149,8 @@ def _axis_from(args: TrafficArguments) -> tuple[str, list[float]]:
     (name,) = given
     if name != "concurrencies" and args.arrivals == "closed":
         raise ConfigError(f"--{name} needs --arrivals poisson or gamma")
-    return _AXES[name], _values_of(args, name)
-
-
-def _values_of(args: TrafficArguments, name: str) -> list[float]:
     kind = int if name == "concurrencies" else float
-    return sorted(args.numbers_of(name, kind, _DEFAULT_CONCURRENCIES))
+    return _AXES[name], sorted(args.numbers_of(name, kind, _DEFAULT_CONCURRENCIES))
 
 
 def _arrivals_at(args: TrafficArguments, axis: str, value: float) -> list[Arrival]:
@@ -180,9 +174,7 @@ def _args_at(args: TrafficArguments, axis: str, value: float) -> TrafficArgument
 
 @contextmanager
 def _opened(args: EndpointArguments, axis: str, values: Sequence[float]) -> Iterator[Target]:
-    """The target of the sweep. An engine in this process has as many seats as the highest
-    concurrency unless told otherwise.
-    """
+    """The target; an engine here has as many seats as the highest concurrency by default."""
     from jitney.engine.core import load_llm
     from jitney.engine.lab.bench.sweep import EndpointTarget, EngineTarget
 
@@ -200,7 +192,6 @@ def _opened(args: EndpointArguments, axis: str, values: Sequence[float]) -> Iter
 
 
 def _page(report: JsonObject, knee: int | None, charts: bool) -> Page:
-    """The report for people: the points as a table, and as curves."""
     from jitney.dashboard import Page, PageSection
 
     curves = _charts(report["axis"], report["points"], knee) if charts else []

@@ -114,8 +114,6 @@ def cascade_tune(arguments: Sequence[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Tuned:
-    """The result."""
-
     by: Cost
     wanted: float
     pairs: list[Pair]
@@ -168,9 +166,7 @@ def _fields_from(args: Arguments) -> JsonDict:
 
 
 def _address_from(flag: str, text: str) -> EngineAddress:
-    """From http://HOST:PORT/MODEL; /v1 may stand before the model, whose name may hold slashes.
-    Raises ConfigError.
-    """
+    """From http://HOST:PORT/MODEL, with or without /v1. Raises ConfigError."""
 
     parts = urlsplit(text)
     model = parts.path.removeprefix("/v1/").strip("/")
@@ -210,7 +206,6 @@ def _report_of(tuned: _Tuned) -> JsonDict:
 
 
 def _total(pairs: Sequence[Pair], name: str) -> JsonDict:
-    """Cost of one model's answers together."""
     spent = [getattr(pair, name) for pair in pairs]
     return {field: sum(each.of(field) for each in spent) for field in _UNITS}
 

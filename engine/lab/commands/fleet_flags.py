@@ -15,12 +15,11 @@ from jitney.engine.fleet import RouterName
 from jitney.engine.lab.simulation.fleet import Failures
 from jitney.engine.lab.simulation.fleet_planner import FleetAssumptions, ReplicaKind
 from jitney.engine.lab.simulation.fleet_traffic import Day, Recorded
-from jitney.engine.lab.simulation.roofline import Assumptions, Roofline
+from jitney.engine.lab.simulation.roofline import WEIGHT_FORMATS, Assumptions, Roofline
 from jitney.engine.lab.simulation.workload import parse_lengths
 
 _HOUR_S = 3600.0
 _START_S = FleetAssumptions().start_s
-_WEIGHTS = ("bf16", "fp8", "int8", "int4", "mxfp4")
 #: Of the accelerators that a word of --devices names: "h100", "4xv5e", "l4:int8".
 _DEVICE = re.compile(r"(?:(?P<count>[1-9]\d{0,3})x)?(?P<name>[a-z0-9-]+)(?::(?P<weights>\w+))?")
 _PROMPT = "lognormal:mean=512,sigma=0.8,min=16,max=8000"
@@ -70,9 +69,7 @@ class FleetArguments(Arguments):
     )
 
     def check_running(self) -> None:
-        """Raises ConfigError for flags of `TRAFFIC` and `RUNNING` that cannot be, or that
-        contradict each other.
-        """
+        """Raises ConfigError for flags of `TRAFFIC` and `RUNNING` that contradict each other."""
         self.check_numbers(**_LEAST)
         if bool(self.rates) == bool(self.trace):
             raise ConfigError("say what comes: exactly one of --rates and --trace")
@@ -80,15 +77,13 @@ class FleetArguments(Arguments):
             raise ConfigError("--prompt and --output are for --rates: a trace has its own lengths")
 
     def kind_of(self, word: str, prices: Mapping[str, float]) -> ReplicaKind:
-        """The replica that a word of --devices describes. prices: of a chip an hour, by device.
-        Raises ConfigError.
-        """
+        """The replica of a word of --devices. prices: of a chip an hour. Raises ConfigError."""
         found = _DEVICE.fullmatch(word.lower())
         weights = (found and found["weights"]) or "bf16"
-        if found is None or weights not in _WEIGHTS:
+        if found is None or weights not in WEIGHT_FORMATS:
             raise ConfigError(
                 f"--devices: {word!r} is none; write h100, 4xv5e or l4:int8, with one of "
-                f"{', '.join(_WEIGHTS)} as the format of the weights"
+                f"{', '.join(WEIGHT_FORMATS)} as the format of the weights"
             )
         reached = self.bandwidth_efficiency, self.flops_efficiency
         assumed = Assumptions(*reached, self.overhead_ms / 1e3)

@@ -1,11 +1,8 @@
-"""`jitney plan`: size a deployment from a device's published peaks, propose buckets from what was
-seen, or compare fleets.
-"""
+"""`jitney plan`: sizes a deployment from a device's peaks, proposes buckets, or compares fleets."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -16,12 +13,9 @@ from jitney.engine.config import Arguments, Command, Flag, FlagGroup
 from jitney.engine.lab.commands.simulate_flags import SimulateArguments
 from jitney.engine.lab.simulation.devices import DEVICES
 from jitney.engine.lab.simulation.planner import Load, OperatingPoint, Sizing
-from jitney.engine.lab.simulation.roofline import SHAPES, Assumptions, Roofline
+from jitney.engine.lab.simulation.roofline import WEIGHT_FORMATS, Assumptions, Roofline
+from jitney.engine.lab.simulation.shapes import SHAPES
 
-if TYPE_CHECKING:
-    pass
-
-_WEIGHTS = ("bf16", "fp8", "int8", "int4", "mxfp4")
 #: Fields of `Load` that flags of the same name give.
 _OF_LOAD = (
     "prompt",
@@ -88,50 +82,35 @@ def _load_of(args: Arguments) -> Load:
 _DEFAULT = Assumptions()
 
 
-class _RooflineFlags(NamedTuple):
-    """Flags of all commands that size by a roofline."""
-
-    model: Flag
-    #: Number format of keys and values.
-    kv: Flag
-    json: Flag
-    #: How far a device comes.
-    efficiencies: tuple[Flag, ...]
-
-
-ROOFLINE = _RooflineFlags(
-    model=Flag(
-        "model",
-        {
-            "help": f"{', '.join(SHAPES)}, a config.json, or what --model takes",
-            "nargs": "?",
-            "metavar": "MODEL",
-        },
+MODEL = Flag(
+    "model",
+    {
+        "help": f"{', '.join(SHAPES)}, a config.json, or what --model takes",
+        "nargs": "?",
+        "metavar": "MODEL",
+    },
+)
+KV = Flag.of("--kv", "number format of keys and values", "bf16", choices=("bf16", "fp8", "int8"))
+JSON = Flag.of("--json", "write everything to a file; - is standard output", metavar="FILE")
+EFFICIENCIES = (
+    Flag.number(
+        "--bandwidth-efficiency",
+        "share of the published memory bandwidth that is reached",
+        _DEFAULT.bandwidth,
     ),
-    kv=Flag.of("--kv", "number format of keys and values", "bf16", choices=("bf16", "fp8", "int8")),
-    json=Flag.of("--json", "write everything to a file; - is standard output", metavar="FILE"),
-    efficiencies=(
-        Flag.number(
-            "--bandwidth-efficiency",
-            "share of the published memory bandwidth that is reached",
-            _DEFAULT.bandwidth,
-        ),
-        Flag.number(
-            "--flops-efficiency",
-            "share of the published operations that is reached",
-            _DEFAULT.flops,
-        ),
-        Flag.number(
-            "--overhead-ms", "fixed time of a step", 1e3 * _DEFAULT.overhead_s, metavar="MS"
-        ),
+    Flag.number(
+        "--flops-efficiency",
+        "share of the published operations that is reached",
+        _DEFAULT.flops,
     ),
+    Flag.number("--overhead-ms", "fixed time of a step", 1e3 * _DEFAULT.overhead_s, metavar="MS"),
 )
 _FLAGS = (
-    ROOFLINE.model,
+    MODEL,
     Flag.of("--device", f"one of: {', '.join(DEVICES)}", metavar="NAME"),
     Flag.whole("--count", "chips of a replica, by tensor parallelism", 1),
-    Flag.of("--weights", "number format of the layers", "bf16", choices=_WEIGHTS),
-    ROOFLINE.kv,
+    Flag.of("--weights", "number format of the layers", "bf16", choices=WEIGHT_FORMATS),
+    KV,
     Flag.whole("--prompt", "mean prompt tokens", 512),
     Flag.whole("--output", "mean output tokens", 256),
     Flag.number("--slo-itl-ms", "most milliseconds between two tokens", metavar="MS"),
@@ -145,10 +124,10 @@ _FLAGS = (
     Flag.whole("--token-budget", "most rows of a step", 2048),
     Flag.whole("--page-size", "KV positions per page", 16),
     *SimulateArguments.DRAFTS,
-    ROOFLINE.json,
+    JSON,
 )
 _ASSUMPTIONS = (
-    *ROOFLINE.efficiencies,
+    *EFFICIENCIES,
     Flag.number("--memory-share", "share of the memory that may be used", _DEFAULT.memory),
 )
 _COMMAND = Command(
@@ -204,7 +183,6 @@ def _cells(point: OperatingPoint, sizing: Sizing) -> list[str]:
 
 
 def _answers(roofline: Roofline, load: Load, sizing: Sizing) -> Iterator[str]:
-    """The answers, a line each."""
     memory, chosen = sizing.memory, sizing.chosen
     yield (
         f"memory: {memory.weight_bytes / 1e9:.1f} GB of weights, {memory.kv_room_bytes / 1e9:.1f} "
@@ -239,7 +217,6 @@ def _answers(roofline: Roofline, load: Load, sizing: Sizing) -> Iterator[str]:
 
 
 def _assumptions(roofline: Roofline, load: Load) -> Iterator[str]:
-    """Everything that was assumed, a line each."""
     yield from assumptions_of(roofline)
     yield (
         f"steady state: every step carries {load.prompt_rows:g} prompt rows beside each decode "
@@ -286,7 +263,6 @@ def assumptions_of(roofline: Roofline) -> Iterator[str]:
 
 
 def _narrow(roofline: Roofline) -> Iterator[str]:
-    """Lines about how numbers of 8 and 4 bits are multiplied."""
     widened = roofline.cost.narrow
     if roofline.multiplies_fp8:
         widened.remove("fp8 weights")

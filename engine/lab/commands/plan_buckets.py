@@ -1,6 +1,4 @@
-"""`jitney plan buckets`: the padded sizes to compile for, from step records or from simulated
-traffic.
-"""
+"""`jitney plan buckets`: the padded sizes to compile for, from step records or simulation."""
 
 from __future__ import annotations
 
@@ -11,7 +9,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.common.requests import JsonDict
 from jitney.engine.config import Command, Config, Flag, FlagGroup
 from jitney.engine.core import Bucket, Buckets
 from jitney.engine.lab.commands.simulate_flags import SimulateArguments
@@ -75,17 +72,11 @@ def plan_buckets(arguments: Sequence[str]) -> int:
     check_budget(budget)  # before seconds of simulation
     records, times = _seen_steps(args, config, present)
     proposal = SeenSteps.of(records).propose(present, budget, times)
-    if args.write_report(_report_of(proposal, len(records))):
+    shares = {"share": proposal.share, "share_now": proposal.share_now}
+    report = msgspec.to_builtins(proposal) | {"steps": len(records), **shares}
+    if args.write_report(report):
         _show(proposal, len(records), budget)
     return 0
-
-
-def _report_of(proposal: Proposal, steps: int) -> JsonDict:
-    return msgspec.to_builtins(proposal) | {
-        "steps": steps,
-        "share": proposal.share,
-        "share_now": proposal.share_now,
-    }
 
 
 def _seen_steps(

@@ -11,7 +11,7 @@ from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.config import Command, Flag, FlagGroup
 from jitney.engine.lab.commands.fleet_flags import FleetArguments
-from jitney.engine.lab.commands.plan import ROOFLINE, assumptions_of
+from jitney.engine.lab.commands.plan import EFFICIENCIES, JSON, KV, MODEL, assumptions_of
 from jitney.engine.lab.simulation.devices import DEVICES, Accelerator
 from jitney.engine.lab.simulation.fleet_planner import (
     FleetAssumptions,
@@ -44,7 +44,7 @@ def plan_fleet(arguments: Sequence[str]) -> int:
 
 
 _WHAT = (
-    ROOFLINE.model,
+    MODEL,
     Flag.of(
         "--devices",
         "replicas to compare: chips of one by tensor parallelism, device and number format of the "
@@ -52,7 +52,7 @@ _WHAT = (
         metavar="LIST",
     ),
     Flag.of("--prices", "of one chip an hour, such as h100=2.5,v5e=1.2", "", metavar="LIST"),
-    ROOFLINE.kv,
+    KV,
 )
 _TARGETS = (
     Flag.number(
@@ -70,7 +70,7 @@ _HOW = (
     Flag.whole("--most-seats", "most seats of a replica", _DEFAULT.most_seats),
     Flag.whole("--token-budget", "most rows of a step", _DEFAULT.token_budget),
     Flag.whole("--requests", "requests of one simulation, at most", _DEFAULT.most_requests),
-    ROOFLINE.json,
+    JSON,
 )
 _COMMAND = Command(
     "plan --fleet",
@@ -80,7 +80,7 @@ _COMMAND = Command(
         FlagGroup(FleetArguments.TRAFFIC, "traffic"),
         FlagGroup(_TARGETS, "targets"),
         FlagGroup(_HOW, "how it is run"),
-        FlagGroup(ROOFLINE.efficiencies, "assumptions"),
+        FlagGroup(EFFICIENCIES, "assumptions"),
     ),
     usage="jitney plan --fleet MODEL --devices LIST --rates LIST [FLAG ...]",
 )
@@ -105,7 +105,6 @@ def _check(args: FleetArguments) -> None:
 
 
 def _kinds_of(args: FleetArguments) -> list[ReplicaKind]:
-    """The replicas to compare, with their prices."""
     prices = _prices_of(args)
     kinds = [args.kind_of(word, prices) for word in args.words_of("devices")]
     if not kinds:
@@ -262,7 +261,6 @@ def _money(value: float | None, digits: int) -> str:
 
 
 def _assumptions(sizings: Sequence[FleetSizing], how: FleetAssumptions) -> Iterator[str]:
-    """Everything that was assumed, a line each."""
     lines = [line for sizing in sizings for line in assumptions_of(sizing.kind.roofline)]
     yield from dict.fromkeys(lines)
     yield (

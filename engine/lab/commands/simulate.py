@@ -1,6 +1,4 @@
-"""`jitney simulate`: the scheduler and its policies on a virtual clock, on recorded or made-up
-traffic.
-"""
+"""`jitney simulate`: the scheduler on a virtual clock, on recorded or made-up traffic."""
 
 from __future__ import annotations
 
@@ -9,8 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.requests import JsonDict, JsonObject
@@ -25,14 +21,11 @@ from jitney.engine.lab.simulation.step_table import StepTable
 
 if TYPE_CHECKING:
     from jitney.dashboard import Table
-    from jitney.engine.lab.simulation.engine_run import EngineRun
     from jitney.engine.lab.simulation.step_table import StepTimes
 
 
 def simulate(arguments: Sequence[str]) -> int:
-    """Simulate each policy and print its figures side by side, or with --fleet a fleet; exit status
-    0.
-    """
+    """Simulate each policy and print its figures, or with --fleet a fleet; exit status 0."""
     if "--fleet" in arguments:
         from jitney.engine.lab.commands.simulate_fleet import simulate_fleet
 
@@ -102,7 +95,6 @@ def _why_elsewhere(
 
 
 def _timed_figures(simulated: Callable[[], EngineRun], options: JsonObject) -> JsonDict:
-    """The figures of a run, and how long simulating it took."""
     started = time.perf_counter()
     figures = simulated().figures(**options)
     figures["simulated_in_s"] = round(time.perf_counter() - started, 3)
@@ -141,15 +133,8 @@ _SUBJECT = (
     Flag.of(
         "--measured",
         "predict the runs in a file of jitney bench policies --records, each beside "
-        "its measurement; step times are theirs unless said otherwise",
+        "its measurement; step times are those of continuous batching unless said otherwise",
         metavar="FILE",
-    ),
-    Flag.of(
-        "--calibrate-on",
-        "with --measured: the run whose steps tell how long steps take; all: of all runs together; "
-        "each: its own, if the machine's speed changed between them [continuous]",
-        "",
-        metavar="NAME",
     ),
     Flag.switch(
         "--open-loop",
@@ -197,11 +182,6 @@ def _check_flags(args: SimulateArguments) -> None:
 def _check_subject(args: SimulateArguments) -> None:
     if args.measured and args.trace:
         raise ConfigError("--measured brings its own requests: give no --trace with it")
-    if args.calibrate_on and not (args.measured and args.learns_from_runs):
-        raise ConfigError(
-            "--calibrate-on names a run of --measured whose own steps are used: give that, and no "
-            "--table, --records or --device"
-        )
     chip = args.count, args.weight_format, args.kv
     if not args.chip and chip != (1, "bf16", "bf16"):
         raise ConfigError(
@@ -217,33 +197,29 @@ def _recording(args: SimulateArguments) -> Recording:
 
 
 def _clients_of(args: SimulateArguments, recording: Recording) -> int:
-    """Clients that sent the recorded requests, each after its last answer; 0 if they came by
-    themselves.
-    """
+    """Clients that each waited for their last answer; 0 if requests came by themselves."""
     if args.open_loop or not recording.requests:
         return 0
     return recording.clients()
 
 
 def _predicted_runs(args: SimulateArguments, config: Config) -> JsonDict:
-    """The arrivals of every run in the file of --measured, simulated on that run's own engine, and
-    how far off that is.
-    """
+    """Every run in the file of --measured, simulated on its own engine."""
     runs = EngineRun.read_all(args.measured)
     chosen = {name: run for name, run in runs.items() if name in args.compared()}
     if not chosen:
         raise ConfigError(
             f"{args.measured} holds the runs {', '.join(runs)}, none of which is asked for"
         )
-    tables = _calibrated(args, config, runs)
+    table = _times_for(args, config, runs)
     options = args.figure_options()
     figures = {}
     for name, run in chosen.items():
         n_open = args.concurrency or None
-        simulated = partial(predict, run, tables[name], concurrency=n_open, seed=args.seed)
+        simulated = partial(predict, run, table, concurrency=n_open, seed=args.seed)
         figures[name] = _timed_figures(simulated, options)
     return {
-        "source": "; ".join(dict.fromkeys(tables[name].source for name in chosen)),
+        "source": table.source,
         "engine": list(chosen.values())[-1].shape.as_json(),
         "policies": figures,
         "measured": {name: run.figures(**options) for name, run in chosen.items()},
@@ -251,28 +227,14 @@ def _predicted_runs(args: SimulateArguments, config: Config) -> JsonDict:
     }
 
 
-def _calibrated(
-    args: SimulateArguments, config: Config, runs: Mapping[str, EngineRun]
-) -> dict[str, StepTimes]:
-    """The step times to predict each run with: what the flags ask for, else those of the runs
-    themselves.
+def _times_for(args: SimulateArguments, config: Config, runs: Mapping[str, EngineRun]) -> StepTimes:
+    """The step times to predict runs with: what the flags ask for, else those of the run of
+    continuous batching, or of the first.
     """
     if not args.learns_from_runs:
-        return dict.fromkeys(runs, args.step_times(config))
-    source = args.calibrate_on or ("continuous" if "continuous" in runs else next(iter(runs)))
-    if source == "each":
-        return {name: _learned({name: run}) for name, run in runs.items()}
-    if source != "all" and source not in runs:
-        raise ConfigError(
-            f"--calibrate-on {source}: must be all, each, or one of {', '.join(runs)}"
-        )
-    return dict.fromkeys(runs, _learned(runs if source == "all" else {source: runs[source]}))
-
-
-def _learned(runs: Mapping[str, EngineRun]) -> StepTimes:
-    """From the steps of all these runs."""
-    records = np.concatenate([run.records for run in runs.values()])
-    return StepTable.from_records(records, f"the steps of {', '.join(runs)}")
+        return args.step_times(config)
+    source = "continuous" if "continuous" in runs else next(iter(runs))
+    return StepTable.from_records(runs[source].records, f"the steps of {source}")
 
 
 def _show(report: JsonObject) -> None:

@@ -107,9 +107,7 @@ class SimulateArguments(TrafficArguments):
         return Roofline.named(config.model.id, self.chip, count=self.count, **formats)
 
     def read_records(self) -> np.ndarray:
-        """The step records of --records: from .npy, or from the arrays of that type in an .npz, one
-        after another.
-        """
+        """The step records of --records: an .npy, or all arrays of that type in an .npz."""
         import numpy as np
 
         fields = [(array, set(array.dtype.names or ())) for array in _arrays_in(self.records)]
@@ -135,7 +133,7 @@ class SimulateArguments(TrafficArguments):
             budget = max(settings.token_budget, 2 * self.seats)
             sizes = {"max_seats": self.seats, "token_budget": budget}
             settings = settings.model_copy(update=sizes)
-        context = config.model.context or max(map(_n_tokens, arrivals))
+        context = config.model.context or max(a.n_prompt + max(1, a.n_output) for a in arrivals)
         shape = EngineShape.of(
             settings,
             context_length=context,
@@ -167,16 +165,10 @@ class SimulateArguments(TrafficArguments):
         return simulate(arrivals, under, table, concurrency=clients or None, seed=self.seed)
 
 
-def _n_tokens(arrival: Arrival) -> int:
-    return arrival.n_prompt + max(1, arrival.n_output)
-
-
 def _as_fits(
     shape: EngineShape, roofline: Roofline, settings: EngineSection, context: int
 ) -> EngineShape:
-    """The engine with the pools of its model that fit the device, or with as many pages as the
-    settings say.
-    """
+    """The engine with the pools that fit the device, or with the pages of the settings."""
     from jitney.engine.core import PoolShares
 
     model = replace(roofline.cost.config, context_length=context)

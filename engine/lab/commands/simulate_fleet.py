@@ -14,7 +14,7 @@ from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.trace import Arrival
 from jitney.engine.config import Command, Flag, FlagGroup
 from jitney.engine.lab.commands.fleet_flags import FleetArguments
-from jitney.engine.lab.commands.plan import ROOFLINE
+from jitney.engine.lab.commands.plan import EFFICIENCIES, JSON, KV, MODEL
 from jitney.engine.lab.simulation.fleet import Failures, FleetPlan, FleetRun
 from jitney.engine.lab.simulation.fleet_planner import FleetAssumptions, ReplicaKind, Targets
 from jitney.engine.lab.simulation.fleet_scaling import ScalingRule
@@ -28,7 +28,7 @@ _DEFAULT = FleetAssumptions()
 _MOST = 20_000
 
 _WHAT = (
-    ROOFLINE.model,
+    MODEL,
     Flag.of(
         "--device",
         "chips of a replica by tensor parallelism, device and number format of the weights, such "
@@ -38,14 +38,14 @@ _WHAT = (
     Flag.whole("--replicas", "replicas at the beginning, all ready"),
     Flag.whole("--seats", "most seats of a replica", _DEFAULT.most_seats),
     Flag.whole("--token-budget", "most rows of a step", _DEFAULT.token_budget),
-    ROOFLINE.kv,
+    KV,
     Flag.number("--price", "of one chip an hour"),
     Flag.switch(
         "--prefix-cache",
         "prompts of one conversation find the pages of those before, where a --trace names "
         "conversations",
     ),
-    ROOFLINE.json,
+    JSON,
 )
 _HOW_MUCH = (
     *FleetArguments.TRAFFIC,
@@ -83,7 +83,7 @@ _COMMAND = Command(
         FlagGroup(_HOW_MUCH, "traffic"),
         FlagGroup(_FAILING, "routing and failures"),
         FlagGroup(_SCALING, "replicas that come and go"),
-        FlagGroup(ROOFLINE.efficiencies, "assumptions"),
+        FlagGroup(EFFICIENCIES, "assumptions"),
     ),
     usage="jitney simulate --fleet MODEL --device WORD --replicas N --rates LIST [FLAG ...]",
 )

@@ -45,9 +45,7 @@ COMPARED = {
 
 
 def errors(predicted: JsonObject, measured: JsonObject) -> dict[str, float]:
-    """Relative error, predicted / measured - 1, of each figure that both know and that was not
-    0.
-    """
+    """Relative error, predicted / measured - 1, of each figure that both have."""
     found = {}
     for name, each in COMPARED.items():
         ours, theirs = each.of(predicted), each.of(measured)

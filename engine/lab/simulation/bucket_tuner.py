@@ -198,9 +198,7 @@ class _Steps:
         return StepWork(*(self._sums[rows] / self.counts[rows]).tolist())
 
     def thinned(self, largest: int) -> _Steps:
-        """The same with at most _MOST_SIZES sizes: steps of a size that is left out count as those
-        of the next one.
-        """
+        """The same with at most _MOST_SIZES sizes; others count as the next larger one."""
         sizes = sorted({*self.counts, largest})
         kept = sizes[::-1][:: -(-len(sizes) // _MOST_SIZES)][::-1]
         thin = _Steps()

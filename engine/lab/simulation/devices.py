@@ -37,9 +37,7 @@ class Accelerator:
         return "fp8" in self.flops and not self.name.startswith("v")
 
     def peak(self, kind: str) -> float:
-        """Operations/s in that format; bfloat16's where the chip has no unit for it (weights are
-        widened then).
-        """
+        """Operations/s in that format; bfloat16's where the chip has no unit for it."""
         return self.flops.get(kind, self.flops["bf16"])
 
 

@@ -35,8 +35,6 @@ def file_errors(path: str | Path) -> Iterator[None]:
 
 
 class _RunNote(msgspec.Struct, frozen=True):
-    """The part of a run that is no step records."""
-
     shape: EngineShape
     requests: list[RequestRecord]
     #: As in `EngineRun`.
@@ -83,9 +81,7 @@ class EngineRun:
 
     @classmethod
     def write_all(cls, path: str | Path, runs: Mapping[str, EngineRun]) -> None:
-        """An .npz with records_<name> (STEP_DTYPE) and note_<name> (JSON) for each run. ConfigError
-        if the file cannot be written.
-        """
+        """An .npz with records_<name> and note_<name> (JSON) for each run. Raises ConfigError."""
         arrays: dict[str, np.ndarray] = {}
         for name, run in runs.items():
             requests = [msgspec.structs.replace(each, tokens=None) for each in run.requests]

@@ -93,9 +93,7 @@ class EngineShape:
         )
 
     def with_model(self, model: ModelConfig, shares: PoolShares, pools: PoolSizes) -> EngineShape:
-        """The same engine with the cache groups and the recurrent layers of a model, whose pools
-        are of these sizes.
-        """
+        """The same engine with the cache groups and recurrent layers of a model."""
         windows = [group.window for group in model.cache_groups]
         return replace(
             self,
@@ -113,9 +111,7 @@ class EngineShape:
         retain: bool,
         tables: Callable[..., PageTables] = PageTables,
     ) -> Scheduler:
-        """A scheduler of this shape. retain: prompts find the pages of earlier ones that begin
-        alike.
-        """
+        """A scheduler of this shape. retain: prompts find pages of earlier ones."""
 
         def pool(pages: int) -> PagePool:
             return PagePool(pages, self.page_size, retain=retain)

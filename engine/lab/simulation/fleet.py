@@ -104,8 +104,6 @@ class FleetPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Moment:
-    """The fleet at a time."""
-
     at: float
     ready: int
     starting: int
@@ -209,8 +207,6 @@ def _percentiles(values: Sequence[float], percents: Sequence[float]) -> JsonDict
 
 
 class _Simulation:
-    """One run."""
-
     def __init__(self, arrivals: Sequence[Arrival], plan: FleetPlan):
         self.plan = plan
         self._seats = plan.engine.limits.max_seats
@@ -274,7 +270,9 @@ class _Simulation:
     def _route(self, request: EngineRequest, now: float) -> None:
         """Give a request to the first replica that takes it."""
         self._came += 1
-        prefixes = _prefixes_of(self._run.arrivals[int(request.id)])
+        arrival = self._run.arrivals[int(request.id)]
+        # The conversation's, or one that no other prompt has.
+        prefixes = [f"{arrival.conversation or f'alone {arrival.at}'}".encode()]
         for known in itertools.islice(self._known.order(prefixes), _TRIES):
             replica = self._replicas[known.name]
             replica.advance(now)
@@ -316,7 +314,6 @@ class _Simulation:
             self._scale(self._scaler, now)
 
     def _collect(self, replica: SimulatedReplica) -> None:
-        """Write down the requests that have ended."""
         for record in replica.take_ended():
             number = int(record.request_id)
             self._ended += 1
@@ -389,7 +386,6 @@ class _Simulation:
         self._later(now + self.plan.start_s, lambda at: replica.become("ready"))
 
     def _scale(self, scaler: Scaler, now: float) -> None:
-        """Start replicas or let some go, by the rule."""
         self._scale_at += scaler.rule.every_s
         ready = self._in_state("ready")
         starting = len(self._in_state("starting", "recovering"))
@@ -408,8 +404,3 @@ class _Simulation:
             # They answer the requests that they have, and go.
             for replica in ready[change:]:
                 replica.become("draining")
-
-
-def _prefixes_of(arrival: Arrival) -> list[bytes]:
-    """Prefixes of its prompt: the conversation's, or one that no other prompt has."""
-    return [f"{arrival.conversation or f'alone {arrival.at}'}".encode()]

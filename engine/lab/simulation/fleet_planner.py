@@ -72,9 +72,7 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class FleetAssumptions:
-    """How a fleet is run, whatever it is made of. The mean time between losses of machines is that
-    of one chip.
-    """
+    """How a fleet is run; mean times between losses of machines are of one chip."""
 
     #: How a replica is chosen for a request.
     router: RouterName = "least-wait"
@@ -109,9 +107,7 @@ class ReplicaKind:
     def engine_for(
         self, lengths: LengthMeans, targets: Targets, how: FleetAssumptions
     ) -> tuple[OperatingPoint, EngineShape]:
-        """Seats that keep the speed of streams when all are busy, and the engine with them. Raises
-        ConfigError if nothing fits.
-        """
+        """Seats that keep the speed of streams, and the engine with them. Raises ConfigError."""
         slowest = 1 / targets.stream_tok_s if targets.stream_tok_s else None
         load = Load(
             prompt=max(1, round(lengths.prompt)),
@@ -210,8 +206,6 @@ def _out_of_reach(targets: Targets) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Sizer:
-    """Sizes a fleet of one kind."""
-
     kind: ReplicaKind
     engine: EngineShape
     #: Of one replica, all seats busy.
@@ -299,7 +293,6 @@ class _Sizer:
 
 
 def _more(replicas: int) -> Iterator[int]:
-    """So many, and some more each time."""
     for _ in range(_MORE_TRIES):
         yield replicas
         replicas += max(1, math.ceil(_MORE_SHARE * replicas))

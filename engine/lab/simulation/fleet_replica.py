@@ -1,6 +1,4 @@
-"""One replica of a simulated fleet: the engine's own core and scheduler on a virtual device, and
-what the ingress knows of it.
-"""
+"""A replica of a simulated fleet: the engine's scheduler on a virtual device."""
 
 from __future__ import annotations
 
@@ -97,9 +95,7 @@ class SimulatedReplica:
         return len(self._open)
 
     def take_ended(self) -> list[RequestRecord]:
-        """Records of the requests that have ended since the last call; the ingress learns of their
-        ends.
-        """
+        """Records of requests that ended since the last call; the ingress learns of them."""
         ended, self._ended = self._ended, []
         for record in ended:
             self.known.end(record.end - record.arrival)
@@ -143,9 +139,7 @@ class SimulatedReplica:
         return records
 
     def lose_machine(self) -> tuple[list[RequestRecord], list[EngineRequest]]:
-        """The machine is lost. Returns the records of its requests so far, and the requests, to
-        begin again elsewhere.
-        """
+        """The machine is lost. Returns records so far, and requests to begin elsewhere."""
         records, requests = self._lose(self.device.clock.now)
         return records, [msgspec.structs.replace(request, resumed=None) for request in requests]
 

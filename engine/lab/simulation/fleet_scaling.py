@@ -15,9 +15,7 @@ _FADE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class ScalingRule:
-    """More replicas when new requests would wait or few seats are left; fewer after a calm time.
-    Times in seconds.
-    """
+    """More replicas when requests would wait or seats are few; fewer after a calm time."""
 
     #: Replicas are started when the 90th percentile of their predicted waits is above this.
     target_wait_s: float = 1.0

@@ -19,9 +19,7 @@ from jitney.engine.lab.simulation.workload import Lengths, Poisson, synthesise
 
 @dataclass(frozen=True, slots=True)
 class LengthMeans:
-    """Lengths that a fleet is sized by: mean tokens of a prompt and of an output, and the longest
-    of both together.
-    """
+    """Mean tokens of a prompt and of an output, and the longest of both together."""
 
     prompt: float
     output: float
@@ -102,14 +100,14 @@ class Recorded:
         """Recorded requests, drawn with replacement, at a steady rate and without conversations."""
         times, which = map(np.random.default_rng, np.random.SeedSequence(seed).spawn(2))
         rows = which.integers(0, len(self.arrivals), count).tolist()
-        drawn = [self.arrivals[row] for row in rows]
         at = Poisson(rate).times(times, count).tolist()
-        return list(map(_alone, drawn, at))
+        return [
+            msgspec.structs.replace(self.arrivals[row], at=when, conversation=0, n_shared=0)
+            for row, when in zip(rows, at, strict=True)
+        ]
 
     def busiest(self, share: float, most: int, seed: int) -> list[Arrival]:
-        """At most so many requests around the busiest minute, or of a share of all conversations as
-        a part of a fleet gets them.
-        """
+        """At most `most` requests around the busiest minute, of a share of conversations."""
         arrivals = _thinned(self.arrivals, share, seed)
         if len(arrivals) <= most:
             return arrivals
@@ -118,10 +116,6 @@ class Recorded:
         before = sum(arrival.at < middle for arrival in arrivals)
         begin = max(0, min(len(arrivals) - most, before - most // 2))
         return arrivals[begin : begin + most]
-
-
-def _alone(arrival: Arrival, at: float) -> Arrival:
-    return msgspec.structs.replace(arrival, at=at, conversation=0, n_shared=0)
 
 
 def _thinned(arrivals: Sequence[Arrival], share: float, seed: int) -> list[Arrival]:

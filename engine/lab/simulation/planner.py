@@ -92,8 +92,6 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """Weights, pages and seats that fit on the chips together."""
-
     #: Bytes of the weights, of the KV of one token, and of all KV there is room for.
     weight_bytes: float
     kv_bytes_per_token: float
@@ -197,9 +195,7 @@ class Sizing:
 
     @classmethod
     def of(cls, roofline: Roofline, load: Load) -> Sizing:
-        """Size one replica, and count replicas. Raises ConfigError when the model or a request
-        does not fit.
-        """
+        """Size one replica, and count replicas. Raises ConfigError if it does not fit."""
         roofline.check_split()
         context = roofline.cost.config.context_length
         if load.longest > context:
@@ -230,7 +226,6 @@ class Sizing:
 
 
 def _fit(roofline: Roofline, load: Load) -> _Memory:
-    """Pages and seats beside the weights."""
     cost, page = roofline.cost, load.page_size
 
     def fit(seats: int) -> PoolSizes:
@@ -327,9 +322,7 @@ def _first_token(load: Load, seats: int, step: float, each: float) -> float:
 
 
 def _seat_wait(seats: int, service: float, load: float, quantile: float) -> float:
-    """Quantile of the wait for one of `seats` in an M/M/c queue (Erlang, 1917) loaded to a share
-    `load`, seconds.
-    """
+    """Quantile of the wait in an M/M/c queue (Erlang, 1917) at a share `load`, seconds."""
     offered, blocked = seats * load, 1.0
     for n in range(1, seats + 1):  # Erlang B, by its recurrence
         blocked = offered * blocked / (n + offered * blocked)
@@ -338,7 +331,6 @@ def _seat_wait(seats: int, service: float, load: float, quantile: float) -> floa
 
 
 def _keeps(point: OperatingPoint, load: Load) -> bool:
-    """True when the point is within the limits."""
     if load.itl_s is not None and point.itl_s > load.itl_s:
         return False
     return load.ttft_s is None or point.ttft_s <= load.ttft_s

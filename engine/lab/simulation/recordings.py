@@ -55,9 +55,7 @@ class Recording:
         return cls(requests, next(engines, None))
 
     def figures(self, **options: Any) -> JsonDict | None:
-        """From the first arrival to the last end; None if nothing was measured. options: of
-        `summary.summarise`.
-        """
+        """From the first arrival to the last end; None if empty. options: of `summarise`."""
         if not self.requests:
             return None
         return summarise(self.requests, records=None, seconds=span(self.requests), **options)

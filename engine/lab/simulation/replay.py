@@ -58,9 +58,7 @@ class RecordedEngine(msgspec.Struct, frozen=True):
     padding_is_free: bool = False
 
     def shape(self, changes: JsonDict) -> EngineShape:
-        """The engine with some settings changed; with as many seats and as large a budget it keeps
-        its buckets.
-        """
+        """The engine with changed settings; its buckets stay if seats and budget do."""
         settings = EngineSection.model_validate(self.settings | changes, strict=False)
         return EngineShape.of(
             settings,
@@ -78,9 +76,7 @@ class RecordedEngine(msgspec.Struct, frozen=True):
 
     @property
     def compiled(self) -> Buckets | None:
-        """Those it was compiled with, but for larger ones of drafts, which are not simulated; None:
-        it does not tell.
-        """
+        """Its compiled buckets, without larger ones of drafts; None: unknown."""
         seats = EngineSection.model_validate(self.settings, strict=False).max_seats
         sizes = [size for size in self.seat_buckets if size <= seats]
         if not sizes or not self.token_buckets:
@@ -169,9 +165,7 @@ def _send(**message: Any) -> None:
 
 
 def _work(job: ReplayJob) -> JsonDict:
-    """Simulate what was recorded, to learn the error of doing so, and then each policy; says how
-    far it has come.
-    """
+    """Simulate what was recorded, for the error, then each policy; reports progress."""
     table = StepTable.from_records(_array(job.records))
     clients = Recording(job.requests).clients()
     measured = _measured_figures(job)
@@ -190,7 +184,6 @@ def _work(job: ReplayJob) -> JsonDict:
 
 
 def _predicted(job: ReplayJob, policy: str, table: StepTable, clients: int) -> JsonDict:
-    """The recorded traffic, simulated under a policy."""
     shape = job.engine.shape(job.changes | {"policy": policy})
     # Static is compared as what it is: it waits for its number, unless a timeout was asked for.
     shape = shape.under(policy, job.changes.get("static_timeout_ms") or 0.0)
@@ -199,9 +192,7 @@ def _predicted(job: ReplayJob, policy: str, table: StepTable, clients: int) -> J
 
 
 def _measured_figures(job: ReplayJob) -> JsonDict:
-    """The figures of what was recorded; tokens are counted whether their request has ended or
-    not.
-    """
+    """The figures of what was recorded; tokens of open requests count too."""
     window = _array(job.window)
     figures = summarise(
         job.requests,
@@ -234,9 +225,7 @@ def _own_error(
 
 
 def _seen_until(requests: list[RequestRecord], seconds: float) -> JsonDict:
-    """Tokens and latencies as they were known `seconds` after the first
-    arrival.
-    """
+    """Tokens and latencies as known `seconds` after the first arrival."""
     end = min(request.arrival for request in requests) + seconds
     tokens = round(sum(_delivered(request, end) for request in requests))
     begun = [request for request in requests if _first_token(request) <= end]
@@ -254,9 +243,7 @@ def _first_token(request: RequestRecord) -> float:
 
 
 def _delivered(request: RequestRecord, end: float) -> float:
-    """Tokens that a request had brought by then, as if they had come evenly from the first to the
-    last.
-    """
+    """Tokens of a request by then, as if they came evenly from first to last."""
     first, last = _first_token(request), request.end
     if first > end:
         return 0.0

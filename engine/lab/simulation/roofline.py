@@ -9,25 +9,16 @@ stated efficiencies, and each step pays a fixed overhead.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from jitney.engine.common.errors import ConfigError, ModelError
-from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.step_cost import StepCost, StepRows
-from jitney.engine.core import (
-    Bucket,
-    ExpertsConfig,
-    ModelConfig,
-    StepWork,
-    read_hf_config,
-)
+from jitney.engine.core import Bucket, ModelConfig, StepWork, read_hf_config, read_json
 from jitney.engine.lab.simulation.devices import Accelerator
+from jitney.engine.lab.simulation.shapes import SHAPES
 from jitney.engine.lab.simulation.step_table import HostTimes
 
 #: Bytes per number; int4 with a 2-byte scale and a 1-byte zero point for every 128 weights, mxfp4,
@@ -40,239 +31,11 @@ _BYTES = {
     "int4": 0.5 + 3 / 128,
     "mxfp4": 0.5 + 1 / 32,
 }
-#: Which unit multiplies weights of a format, where not bfloat16's: narrow weights are widened.
-_UNITS = {"f32": "f32"}
+#: Formats that a model's weights may be planned in.
+WEIGHT_FORMATS = ("bf16", "fp8", "int8", "int4", "mxfp4")
 #: The host of a GPU or TPU machine: the project's budget of 0.3 ms at 64 seats and 1 ms at 256,
 #: mostly per row.
 _ASSUMED_HOST = HostTimes(before=6e-5, before_per_row=2.2e-6, after=2e-5, after_per_row=1.4e-6)
-
-
-def _llama(
-    n_layers: int,
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    inner: int,
-    vocab: int,
-    context: int,
-    architecture: str = "LlamaForCausalLM",
-    tied: bool = False,
-) -> ModelConfig:
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=vocab,
-        hidden_size=hidden,
-        n_layers=n_layers,
-        n_heads=heads,
-        n_kv_heads=kv_heads,
-        head_dim=head_dim,
-        intermediate_size=inner,
-        windows=(0,) * n_layers,
-        context_length=context,
-        tie_embeddings=tied,
-        qk_norm=architecture.startswith("Qwen3"),
-    )
-
-
-def _gpt_oss(n_layers: int, n_experts: int) -> ModelConfig:
-    sizes = {
-        "num_hidden_layers": n_layers,
-        "num_local_experts": n_experts,
-        "num_attention_heads": 64,
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "vocab_size": 201088,
-    }
-    return read_hf_config({"architectures": ["GptOssForCausalLM"], **sizes})
-
-
-def _qwen3_5(
-    n_layers: int, hidden: int, heads: int, kv_heads: int, value_heads: int, **more: int
-) -> ModelConfig:
-    """more: of the feed-forward."""
-    sizes = {
-        "num_hidden_layers": n_layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "linear_num_value_heads": value_heads,
-        "vocab_size": 248320,
-        "max_position_embeddings": 262144,
-    }
-    kind = "Qwen3_5" if "intermediate_size" in more else "Qwen3_5Moe"
-    return read_hf_config({"architectures": [f"{kind}ForCausalLM"], **sizes, **more})
-
-
-def _nemotron_3_nano() -> ModelConfig:
-    sizes = {
-        "hybrid_override_pattern": "MEMEM*E" + "MEMEM*E" * 4 + "MEMEMEM*E" + "ME" * 4,
-        "hidden_size": 2688,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 2,
-        "intermediate_size": 1856,
-        "mamba_num_heads": 64,
-        "n_routed_experts": 128,
-        "num_experts_per_tok": 6,
-        "moe_intermediate_size": 1856,
-        "moe_shared_expert_intermediate_size": 3712,
-        "vocab_size": 131072,
-        "max_position_embeddings": 262144,
-    }
-    return read_hf_config({"architectures": ["NemotronHForCausalLM"], **sizes})
-
-
-def _granite_4_h_small() -> ModelConfig:
-    attending = (5, 15, 25, 35)
-    sizes = {
-        "num_hidden_layers": 40,
-        "layer_types": ["attention" if layer in attending else "mamba" for layer in range(40)],
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "num_local_experts": 72,
-        "num_experts_per_tok": 10,
-        "intermediate_size": 768,
-        "shared_intermediate_size": 1536,
-        "mamba_d_state": 128,
-        "vocab_size": 100352,
-        "max_position_embeddings": 131072,
-        "tie_word_embeddings": True,
-    }
-    return read_hf_config({"architectures": ["GraniteMoeHybridForCausalLM"], **sizes})
-
-
-def _lfm2_8b_a1b() -> ModelConfig:
-    sizes = {
-        "num_hidden_layers": 24,
-        "full_attn_idxs": [2, 6, 10, 14, 18, 21],
-        "hidden_size": 2048,
-        "num_attention_heads": 32,
-        "vocab_size": 65536,
-    }
-    return read_hf_config({"architectures": ["Lfm2MoeForCausalLM"], **sizes})
-
-
-def _latent(kind: str, **sizes: Any) -> ModelConfig:
-    """sizes: where they differ from what transformers assumes."""
-    return read_hf_config({"architectures": [f"{kind}ForCausalLM"], **sizes})
-
-
-#: DeepSeek-V2-Lite's sizes.
-_V2_LITE: JsonDict = {
-    "vocab_size": 102400,
-    "hidden_size": 2048,
-    "num_hidden_layers": 27,
-    "num_attention_heads": 16,
-    "intermediate_size": 10944,
-    "moe_intermediate_size": 1408,
-    "n_routed_experts": 64,
-    "num_experts_per_tok": 6,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": None,
-    "max_position_embeddings": 163840,
-}
-#: GLM-4.7-Flash's.
-_GLM_FLASH: JsonDict = {
-    "vocab_size": 154880,
-    "hidden_size": 2048,
-    "num_hidden_layers": 47,
-    "num_attention_heads": 20,
-    "intermediate_size": 10240,
-}
-#: Mistral Small 4's.
-_MISTRAL_4: JsonDict = {
-    "vocab_size": 131072,
-    "hidden_size": 4096,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "intermediate_size": 12288,
-}
-
-
-def _gemma4(
-    n_layers: int,
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    inner: int,
-    **more: int | bool | list[str],
-) -> ModelConfig:
-    """more: keys of config.json; of the classes of Gemma 4 the one that has layer inputs, or a
-    larger context.
-    """
-    sizes: dict[str, object] = {
-        "num_hidden_layers": n_layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": inner,
-        "vocab_size": 262144,
-        "final_logit_softcapping": 30.0,
-    }
-    if "num_kv_shared_layers" not in more:
-        sizes |= {
-            "hidden_size_per_layer_input": 0,
-            "attention_k_eq_v": True,
-            "sliding_window": 1024,
-            "max_position_embeddings": 262144,
-        }
-    return read_hf_config({"architectures": ["Gemma4ForCausalLM"], **sizes, **more})
-
-
-#: Every fifth layer of Gemma 4 E2B sees all; of the others every sixth, which is usual.
-_E2B_LAYERS = [*["sliding_attention"] * 4, "full_attention"] * 7
-#: Shapes by name, from the models' published config.json, so that planning needs no download.
-SHAPES = {
-    "llama-3.2-1b": _llama(16, 2048, 32, 8, 64, 8192, 128256, 131072, tied=True),
-    "llama-3.1-8b": _llama(32, 4096, 32, 8, 128, 14336, 128256, 131072),
-    "llama-3.1-70b": _llama(80, 8192, 64, 8, 128, 28672, 128256, 131072),
-    "qwen3-32b": _llama(64, 5120, 64, 8, 128, 25600, 151936, 40960, "Qwen3ForCausalLM"),
-    "qwen3-8b": _llama(36, 4096, 32, 8, 128, 12288, 151936, 40960, "Qwen3ForCausalLM"),
-    "qwen3-30b-a3b": replace(
-        _llama(48, 2048, 32, 4, 128, 768, 151936, 40960, "Qwen3MoeForCausalLM"),
-        experts=ExpertsConfig(128, 8, renormalised=True),
-    ),
-    "gpt-oss-20b": _gpt_oss(24, 32),
-    "gpt-oss-120b": _gpt_oss(36, 128),
-    "qwen3.5-27b": _qwen3_5(64, 5120, 24, 4, 48, intermediate_size=17408),
-    "qwen3.5-35b-a3b": _qwen3_5(40, 2048, 16, 2, 32, num_experts=256, num_experts_per_tok=8),
-    "nemotron-3-nano-30b-a3b": _nemotron_3_nano(),
-    "granite-4.0-h-small": _granite_4_h_small(),
-    "lfm2-8b-a1b": _lfm2_8b_a1b(),
-    "deepseek-v2-lite": _latent("DeepseekV2", **_V2_LITE),
-    "glm-4.7-flash": _latent("Glm4MoeLite", **_GLM_FLASH),
-    "mistral-small-4": _latent("Mistral4", **_MISTRAL_4),
-    "gemma-4-e2b": _gemma4(
-        35,
-        1536,
-        8,
-        1,
-        6144,
-        num_kv_shared_layers=20,
-        use_double_wide_mlp=True,
-        layer_types=_E2B_LAYERS,
-    ),
-    "gemma-4-e4b": _gemma4(42, 2560, 8, 2, 10240, num_kv_shared_layers=18),
-    "gemma-4-12b": _gemma4(48, 3840, 16, 8, 15360, num_global_key_value_heads=1),
-    "gemma-4-26b-a4b": _gemma4(
-        30,
-        2816,
-        16,
-        8,
-        2112,
-        num_global_key_value_heads=2,
-        enable_moe_block=True,
-        num_experts=128,
-        top_k_experts=8,
-        moe_intermediate_size=704,
-    ),
-    "gemma-4-31b": _gemma4(60, 5376, 32, 16, 21504, num_global_key_value_heads=4),
-    "mixtral-8x7b": replace(
-        _llama(32, 4096, 32, 8, 128, 14336, 32000, 32768, "MixtralForCausalLM"),
-        experts=ExpertsConfig(8, 2, renormalised=True),
-    ),
-}
 
 
 def _find_shape(model: str) -> ModelConfig:
@@ -295,23 +58,13 @@ def _read_shape(model: str) -> ModelConfig:
     if path.is_dir():
         path /= "config.json"
     if path.suffix == ".json":
-        return read_hf_config(_read_config(path))
+        return read_hf_config(read_json(path.parent, path.name))
     from jitney.engine.core import ModelSource
 
     try:
         return ModelSource.resolve(model).config
     except ModelError as error:
         raise ModelError(f"{error}; or a built-in shape: {', '.join(SHAPES)}") from None
-
-
-def _read_config(path: Path) -> Mapping[str, object]:
-    try:
-        read = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read as JSON: {error}") from None
-    if not isinstance(read, dict):
-        raise ModelError(f"{path}: must hold an object")
-    return read
 
 
 #: Assumptions that are shares of what there is.
@@ -415,9 +168,7 @@ class ModelCost:
 
     @cached_property
     def head_bytes(self) -> float:
-        """Bytes of the output head: the embedding once more, or a matrix like any
-        other.
-        """
+        """Bytes of the output head: the embedding, or a matrix of its own."""
         if self.config.tie_embeddings:
             return self.table_bytes
         return self.table_weights * self._shared_bytes
@@ -541,10 +292,10 @@ class Roofline:
 
     @property
     def _unit(self) -> str:
-        """The unit that multiplies the layers' weights."""
+        """The unit that multiplies the layers' weights; narrow ones are widened to bfloat16."""
         if self.multiplies_fp8:
             return "fp8"
-        return _UNITS.get(self.cost.weights, "bf16")
+        return "f32" if self.cost.weights == "f32" else "bf16"
 
     def link_seconds(self, rows: int) -> float:
         """Time of the all-reduces between chips."""

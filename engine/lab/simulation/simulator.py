@@ -80,8 +80,6 @@ class _RecordedHits(PageTables):
 
 
 class _FlyingStep(NamedTuple):
-    """A launched step: when it will be done, and what it brings."""
-
     #: Virtual seconds.
     ready: float
     result: StepResult
@@ -89,8 +87,6 @@ class _FlyingStep(NamedTuple):
 
 @dataclass(slots=True)
 class _VirtualClock:
-    """A clock that is moved by hand."""
-
     now: float = 0.0
 
     def __call__(self) -> float:
@@ -101,9 +97,7 @@ class _VirtualClock:
 
 
 class VirtualDevice:
-    """A runner whose steps take the time that a table says, one after another, while the host goes
-    on.
-    """
+    """A runner whose steps take the time of a table, one after another, beside the host."""
 
     compiles = 0
 
@@ -174,9 +168,7 @@ class VirtualDevice:
 
 
 def _drawn(factors: Series[float], seed: int) -> Iterator[float]:
-    """The factors in random order, and again in another: every run has its share of the rare
-    ones.
-    """
+    """The factors in random order, again and again, so that each run has the rare ones."""
     rng = np.random.default_rng(seed)
     while True:
         yield from rng.permutation(factors).tolist()

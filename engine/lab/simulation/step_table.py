@@ -39,17 +39,13 @@ _COEFFICIENTS = ("fixed", "per_key", "per_longest", "per_prompt", "per_pair", "p
 
 
 class _Point(NamedTuple):
-    """One measured step."""
-
     bucket: Bucket
     work: StepWork
     seconds: float
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """Step time of one bucket (tokens, seats), in seconds; `points` measured steps stand behind
-    it.
-    """
+    """Step time of one bucket, in seconds, from `points` measured steps."""
 
     tokens: int
     seats: int
@@ -122,9 +118,7 @@ class StepTimes(Protocol):
     def host(self) -> HostTimes: ...
     @property
     def noise(self) -> dict[str, list[float]]:
-        """Kind ("decode", "mixed") -> equally likely factors measured / expected, mean 1; absent:
-        no scatter.
-        """
+        """Kind -> equally likely factors measured / expected, mean 1; absent: no scatter."""
         ...
 
     def seconds(self, bucket: Bucket, work: StepWork) -> float:
@@ -133,9 +127,7 @@ class StepTimes(Protocol):
 
 
 class StepTable:
-    """Curves by bucket, as measured; `StepTimes`. source: one line that says where the numbers come
-    from.
-    """
+    """Curves by bucket; `StepTimes`. source: where the numbers come from, one line."""
 
     def __init__(
         self,
@@ -213,9 +205,7 @@ class StepTable:
 
     @classmethod
     def from_records(cls, records: np.ndarray, source: str = "step records") -> StepTable:
-        """Fit the step records of a real run (`ledger.STEP_DTYPE`); ConfigError if there are none
-        to learn from.
-        """
+        """Fit step records of a run (`records.STEP_DTYPE`); ConfigError without any."""
         usable = records[(records["device_s"] > 0) & (records["compiled"] == 0)]
         if not len(usable):
             raise ConfigError(
@@ -233,9 +223,7 @@ class StepTable:
 
     @classmethod
     def load(cls, file: str | Path) -> StepTable:
-        """Read the "table" of a file written by `jitney bench step`. Raises ConfigError in one
-        line.
-        """
+        """Read the "table" of a file of `jitney bench step`. Raises ConfigError."""
         try:
             report = msgspec.json.decode(Path(file).read_bytes(), type=_TableFile)
         except OSError as error:
@@ -251,8 +239,6 @@ class StepTable:
 
 
 class _Contents(msgspec.Struct):
-    """The content that `StepTable.contents` writes."""
-
     curves: list[Curve]
     #: What was measured, in words.
     source: str = ""
@@ -273,9 +259,7 @@ class _TableFile(msgspec.Struct):
 
 
 def works_of(records: np.ndarray) -> Iterable[StepWork]:
-    """The work of each step of a run; prompt rows are those the ledger counted as prefill or
-    recomputed.
-    """
+    """The work of each step; prompt rows are the ledger's prefill and recomputed."""
     prompt = np.where(records["mixed"] == 1, records["prefill"] + records["recomputed"], 0)
     decode = records["bucket_tokens"] - records["padding"] - prompt
     return map(

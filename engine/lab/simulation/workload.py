@@ -1,6 +1,4 @@
-"""Traffic to offer an engine: when requests come, how long they are, and trace files that keep
-both.
-"""
+"""Traffic to offer an engine: when requests come, and how long they are."""
 
 from __future__ import annotations
 
@@ -48,9 +46,7 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """Log-normal with this mean (before the cut) and sigma of the logarithm, rounded and cut to
-    [low, high].
-    """
+    """Log-normal with this mean before the cut, rounded and cut to [low, high]."""
 
     mean: float
     sigma: float
@@ -74,8 +70,6 @@ class _Empirical:
 
 
 class _Pattern(Protocol):
-    """When requests come."""
-
     def times(self, rng: np.random.Generator, count: int) -> np.ndarray:
         """`count` arrival times [count] f8, seconds from the start, ascending."""
         ...
@@ -83,9 +77,7 @@ class _Pattern(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """Closed loop: everything is there at 0, and `concurrency` requests are open at a time (0: all
-    of them).
-    """
+    """Closed loop: `concurrency` requests are open at a time (0: all), all due at 0."""
 
     concurrency: int = 0
 
@@ -105,9 +97,7 @@ class Poisson:
 
 @dataclass(frozen=True, slots=True)
 class Gamma:
-    """`rate` a second with gamma-distributed gaps of this shape: 1 is Poisson, below 1 comes in
-    bursts.
-    """
+    """`rate` a second with gamma-distributed gaps: shape 1 is Poisson, below 1 bursts."""
 
     rate: float
     shape: float
@@ -150,9 +140,7 @@ class Conversations:
     def requests(
         self, count: int, messages: Lengths, answers: Lengths, pattern: _Pattern, seed: int
     ) -> list[Arrival]:
-        """`count` turns, the same for the same seed; messages and answers: the lengths of one
-        turn's.
-        """
+        """`count` turns; messages and answers: lengths of one turn's."""
         in_rng, out_rng, at_rng, turns_rng = _generators(seed, 4)
         times = pattern.times(at_rng, count).tolist()
         n_messages = messages.draw(in_rng, count).tolist()
@@ -166,19 +154,16 @@ class Conversations:
             if not talk.turns_left:
                 talk.begin(next(numbers), next(n_turns), self.n_shared)
             n_prompt, n_output = talk.take_turn(n_messages[number], n_answers[number])
-            arrivals.append(self._arrival(at, n_prompt, n_output, talk))
+            arrivals.append(
+                Arrival(
+                    at, n_prompt, n_output, conversation=talk.conversation, n_shared=self.n_shared
+                )
+            )
         return arrivals
-
-    def _arrival(self, at: float, n_prompt: int, n_output: int, talk: _Talk) -> Arrival:
-        return Arrival(
-            at, n_prompt, n_output, conversation=talk.conversation, n_shared=self.n_shared
-        )
 
 
 @dataclass(slots=True)
 class _Talk:
-    """A conversation while its turns are made."""
-
     conversation: int = 0
     #: Requests that it still makes.
     turns_left: int = 0

@@ -313,10 +313,7 @@ def test_ratios_are_gains_of_continuous():
 
     gains = ratios({"static": run(100, 8.0), "continuous": run(300, 0.5)})
     assert gains["static"]["output_tok_s"] == 3.0 and gains["static"]["ttft_s_p99"] == 16.0
-    assert gains["static"]["e2e_s_p50"] is None and gains["static"]["published_output_tok_s"] == (
-        1.6,
-        3.4,
-    )
+    assert gains["static"]["e2e_s_p50"] is None
     assert ratios({"static": run(1, 1)}) == {}
 
 
@@ -466,9 +463,7 @@ def test_the_command_compares_the_policies_on_a_real_engine(
         "ten requests tell nothing"
     )
     assert cpu_name() in shown and cpu_name() in out["p.html"].read_text()
-    assert (
-        "1.6x to 3.4x" in shown and "every request the same tokens" in shown and "Ledger" in shown
-    )
+    assert "every request the same tokens" in shown and "Ledger" in shown
     assert (
         "Error of prediction: given" in shown
         and "% exactly" in shown

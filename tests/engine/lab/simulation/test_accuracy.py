@@ -88,23 +88,16 @@ def test_a_measured_engine_is_predicted_from_its_own_records(tmp_path: Path, cap
     """
     measured_file(tmp_path / "r.npz")
     words = ["simulate", "--measured", str(tmp_path / "r.npz")]
-    for extra in ([], ["--calibrate-on", "all"], ["--calibrate-on", "each"]):
-        assert main([*words, *extra, "--json", "-"]) == 0
-        report = json.loads(capsys.readouterr().out)
-        assert set(report["errors"]) == set(POLICIES)
-        for policy, off in report["errors"].items():
-            assert {
-                "output_tok_s",
-                "ttft_p50_s",
-                "ttft_p99_s",
-                "e2e_p99_s",
-                "padding_share",
-            } <= set(off)
-            assert abs(off["output_tok_s"]) < 0.02 and abs(off["e2e_p99_s"]) < 0.05, (policy, off)
-            assert abs(off["seat_fill"]) < 0.02
-        buckets = "decode-4 decode-8 mixed-16 mixed-32 mixed-64"
-        assert " ".join(report["engine"]["buckets"]) == buckets
-        assert "x the tokens of" in report["verdict"] and "off by up to" in report["verdict"]
+    assert main([*words, "--json", "-"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert set(report["errors"]) == set(POLICIES)
+    for policy, off in report["errors"].items():
+        assert {"ttft_p50_s", "ttft_p99_s", "padding_share"} <= set(off)
+        assert abs(off["output_tok_s"]) < 0.02 and abs(off["e2e_p99_s"]) < 0.05, (policy, off)
+        assert abs(off["seat_fill"]) < 0.02
+    buckets = "decode-4 decode-8 mixed-16 mixed-32 mixed-64"
+    assert " ".join(report["engine"]["buckets"]) == buckets
+    assert "x the tokens of" in report["verdict"] and "off by up to" in report["verdict"]
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert "static: predicted and measured" in shown
@@ -194,7 +187,6 @@ def test_refused_requests_are_of_open_traffic():
 @pytest.mark.parametrize(
     ("extra", "complaint"),
     [
-        (["--calibrate-on", "other"], "--calibrate-on"),
         (["--policies", "none"], "none of which"),
         (["--open-loop"], "--open-loop"),
     ],
@@ -225,7 +217,6 @@ def test_files_that_hold_no_runs_are_one_line(tmp_path: Path):
     ("words", "complaint"),
     [
         (["--measured", "r.npz", "--trace", "t"], "--trace"),
-        (["--calibrate-on", "static", "--device", "h100"], "--measured"),
         (["--table", "t.json", "--count", "2"], "--device"),
         (["--seats", "4", "--max-seats", "4"], "give one"),
     ],

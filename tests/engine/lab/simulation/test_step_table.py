@@ -385,7 +385,7 @@ def test_shapes_come_from_names_files_and_models(tmp_path: Path):
     with pytest.raises(ModelError, match="built-in shape: llama"):
         _find_shape("no-such-model")
     (tmp_path / "bad.json").write_text("[]")
-    with pytest.raises(ModelError, match="must hold an object"):
+    with pytest.raises(ModelError, match="must hold a JSON object"):
         _find_shape(str(tmp_path / "bad.json"))
 
 
