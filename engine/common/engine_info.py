@@ -190,9 +190,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def flat(self) -> JsonDict:
-        """A flat JSON object for page and reports; the names of model, device and kernels have the
-        keys "model", "device" and "kernels".
-        """
+        """A flat object for page and reports, with the keys "model", "device" and "kernels"."""
         fields: JsonDict = {"version": self.version, "config_digest": self.config_digest}
         groups = (self.model, self.formats, self.device, self.kernels, self.sizes, self.queue)
         for group in groups:

@@ -65,9 +65,7 @@ class ContextOverflow(msgspec.Struct, frozen=True):
         return message
 
     def anthropic_message(self) -> str:
-        """The message in the words of Anthropic's API, which counts only the prompt if that alone
-        is too long.
-        """
+        """The message in Anthropic's words, which counts the prompt alone if that is too long."""
         requested = self.prompt
         if requested <= self.limit:
             requested += self.completion

@@ -91,9 +91,7 @@ class RequestRecords:
         return record
 
     def apply(self, report: StepReport, step: int, now: float) -> None:
-        """Take in a report. step: number of the step it tells of, or of the one before if it tells
-        of none. now: when that step was done.
-        """
+        """Take in a report. step: of the report, else the step before; now: when it was done."""
         records_of = self._records.get
         keep_times = self.keep_times
         for output in report.outputs:

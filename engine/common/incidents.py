@@ -78,7 +78,6 @@ class Incidents:
 
     @property
     def _outage(self) -> _Outage | None:
-        """The newest outage."""
         return self.outages[-1] if self.outages else None
 
     def stream_stopped(self, stream: _Stream) -> None:
@@ -97,7 +96,6 @@ class Incidents:
         self.outages.append(_Outage(self._clock(), cause, restart, n_resumed, n_lost, n_streams))
 
     def core_ready(self, t: float) -> None:
-        """A core serves."""
         outage = self._outage
         if outage is not None and outage.ready is None:
             outage.ready = t
@@ -119,9 +117,7 @@ class Incidents:
             outage.flowing = t
 
     def refused(self, status: int, code: str, retry_s: float | None, tenant: str = "") -> None:
-        """A request was answered 429 or 503. code: of the error; retry_s: its Retry-After;
-        tenant: digest of its key.
-        """
+        """A request was answered 429 or 503. retry_s: its Retry-After; tenant: its key's digest."""
         now, name = self._clock(), f"{status} {code}".strip()
         self.refused_tenants.append((now, tenant))
         if not self.refusals or now - self.refusals[-1].newest > _CALM_S:
@@ -135,7 +131,6 @@ class Incidents:
         self.drain = self.drain or (self._clock(), n_open)
 
     def disk_full(self) -> None:
-        """A disk that the server writes to is full."""
         self.trouble("disk_full", "the log names it")
 
     def trouble(self, code: str, cause: str) -> None:

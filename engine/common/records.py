@@ -135,10 +135,7 @@ class Ledger:
         return dict(self._totals)
 
     def record(self, **fields: float) -> bytes:
-        """Add a step and return the record's bytes.
-
-        fields: all of STEP_DTYPE. Raises TypeError for more or fewer, KeyError for others.
-        """
+        """Add a step; returns its bytes. fields: all of STEP_DTYPE, else TypeError or KeyError."""
         if len(fields) != len(_FIELDS):
             raise TypeError(f"a step record has the fields {', '.join(_FIELDS)}")
         size = STEP_DTYPE.itemsize
@@ -220,9 +217,8 @@ class RecordRing:
         return float(self._ready[self._at - 1])
 
     def add(self, record: bytes, renumber: int = 0) -> np.void:
-        """Add a record, with its step number raised by `renumber`; returns a copy of it.
-
-        A step is ready device_s after its launch or the end of the step before, whichever is later.
+        """Add a record, its step number raised by `renumber`; returns a copy. A step is ready
+        device_s after its launch or the end of the step before, whichever is later.
         """
         new = np.frombuffer(record, STEP_DTYPE)[0].copy()
         new["step"] += renumber

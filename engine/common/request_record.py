@@ -133,10 +133,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
         return self.finished
 
     def until(self, t: float) -> RequestRecord:
-        """The record as of time t, where a running sequence ends with its state as the reason.
-
-        Without stays, chunks and tokens.
-        """
+        """The record as of t, a running sequence ended with its state; no stays, chunks, tokens."""
         record = msgspec.structs.replace(
             self,
             request_id="",

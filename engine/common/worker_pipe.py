@@ -47,10 +47,7 @@ def answer_requests[Setup: msgspec.Struct, Request: msgspec.Struct](
     request: type[Request],
     start: Callable[[Setup], tuple[msgspec.Struct, Callable[[Request], msgspec.Struct]]],
 ) -> int:
-    """Answer requests until standard input ends; returns the exit status.
-
-    start: maps the setup message to (ready message, function that answers a request).
-    """
+    """Answer requests until stdin ends; returns the status. start: setup -> (ready, answerer)."""
     pipe = WorkerPipe()
     first = pipe.read()
     if first is None:

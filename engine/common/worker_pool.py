@@ -68,9 +68,7 @@ class WorkerPool[Answer: msgspec.Struct]:
         self._closed = False
 
     async def start(self) -> None:
-        """Start all processes before the first task, which would otherwise start them. A process
-        that fails to start is tried again by the task that needs it.
-        """
+        """Start all processes; one that fails is tried again by the task that needs it."""
         starts = await self._start_idle()
         if starts:
             await asyncio.wait(starts)
@@ -84,9 +82,7 @@ class WorkerPool[Answer: msgspec.Struct]:
             await asyncio.wait(self._tasks)
 
     async def ask(self, task: msgspec.Struct) -> Answer:
-        """A worker's answer. Raises TimeoutError after `timeout_s`, EOFError if two processes died
-        over the task, RequestError (busy, draining) if no process is available.
-        """
+        """A worker's answer. Raises TimeoutError, EOFError (two processes died), RequestError."""
         worker = await self._next_worker()
         if not self._started:
             await self._start_idle()
@@ -108,12 +104,10 @@ class WorkerPool[Answer: msgspec.Struct]:
         return self._idle.popleft()
 
     def _give_back(self, worker: _Worker) -> None:
-        """Make a worker available to the next task."""
         self._idle.append(worker)
         self._turns.release()
 
     async def _start_idle(self) -> list[asyncio.Task[None]]:
-        """Start the processes of all idle workers."""
         self._started = True
         starts: list[asyncio.Task[None]] = []
         while self._idle:

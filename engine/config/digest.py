@@ -86,15 +86,11 @@ _DEFAULT = "default"
 
 
 def _is_counted(setting: Setting) -> bool:
-    """True for settings that are part of the digest."""
     return setting.name not in _LEFT_OUT
 
 
 def configuration_digest(config: Config, *, model: str, version: str) -> str:
-    """SHA-256 of a configuration, as 64 hexadecimal digits.
-
-    model: the model's identity (`ModelSource.identity`). version: of Jitney.
-    """
+    """SHA-256 of a configuration, 64 hex digits. model: its identity; version: of Jitney."""
     facts = {"jitney": version, "model": model, "settings": _counted(config)}
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

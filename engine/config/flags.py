@@ -114,7 +114,6 @@ class Flag(NamedTuple):
 
 
 def _shown(default: object) -> str:
-    """A default as the help shows it."""
     if isinstance(default, float):
         return f"{default:g}"
     return str(default).lower()
@@ -219,10 +218,7 @@ def _add_settings(
     sections: Sequence[str] = Command.ALL_SECTIONS,
     leave_out: Sequence[str] = (),
 ) -> None:
-    """Add --config and a flag for each setting of `sections` that is not in `leave_out`.
-
-    Absent flags are absent from the namespace.
-    """
+    """Add --config and flags of `sections` but `leave_out`; absent ones leave no attribute."""
     _add_flags(parser, (_HELP_ALL, *_ANY_SETTINGS))
     for section in sections:
         _add_section(parser, section, leave_out)

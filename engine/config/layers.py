@@ -152,10 +152,8 @@ class ResolvedConfig:
         flags: Mapping[str, object] = NOTHING,
         preset: Mapping[str, object] = NOTHING,
     ) -> ResolvedConfig:
-        """The configuration from all layers. Raises ConfigError, naming the place of the error.
-
-        flags: flat name -> value of the field's type, or text to parse. preset: flat name -> value
-        (`config.presets`).
+        """The configuration of all layers. flags: name -> value or text; preset: name -> value.
+        Raises ConfigError, naming the place of the error.
         """
         values: dict[str, dict[str, object]] = {name: {} for name in Config.model_fields}
         origins: dict[str, str] = {}
@@ -171,9 +169,7 @@ class ResolvedConfig:
         return _validated(values, origins)._with_default_order()
 
     def _with_default_order(self) -> ResolvedConfig:
-        """Use the fair order if none is given and the server has keys, so that no key's load holds
-        up the others.
-        """
+        """Use the fair order if none is given and there are keys: no key's load delays others."""
         if "order" in self.origins or not self.config.server.has_keys:
             return self
         engine = self.config.engine.model_copy(update={"order": "fair"})

@@ -572,11 +572,8 @@ class EngineSection(Section):
 
     @property
     def jax_environment(self) -> dict[str, str]:
-        """Environment variables for `platform` and `device`, to be set before jax is imported.
-
-        With a GPU or TPU, cpu is listed second, for host-side arrays; the first is the default. If
-        the plugin is missing, jax silently starts on the CPU alone: `engine.config.platforms` and
-        `build.start_jax` check for that.
+        """Environment variables for `platform` and `device`, set before jax is imported. cpu comes
+        second, for host-side arrays. Without its plugin jax starts on the CPU: see `platforms`.
         """
         variables = {}
         if self.platform == "cpu":

@@ -40,13 +40,9 @@ def create_app(
     routes: Sequence[HttpRoute] = ROUTES,
     keys: ApiKeys | None = None,
 ) -> Starlette:
-    """The application; `app.state.service` is its `Service`.
-
-    tokenizer may be None while the model is being fetched; set `app.state.service.tokenizer` when
-    it is there. `app.state.service.begin_drain()` refuses new requests, `await
-    app.state.service.drained()` waits for the open ones. extra_routes stand behind the same keys
-    and limits; lifespans of applications that they mount are run. keys: the accepted ones; None:
-    those of the settings.
+    """The application; `app.state.service` is its `Service`, whose `tokenizer` may be set later.
+    `begin_drain` refuses new requests, `drained` waits for the open ones. extra_routes stand behind
+    the same keys and limits; lifespans of mounted applications are run. keys: None: the settings'.
     """
     service = Service(client, tokenizer, settings, model_name)
     service.openapi = document(tuple(routes))

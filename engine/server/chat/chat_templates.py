@@ -40,7 +40,6 @@ class ChatTemplates:
         await self._workers.start()
 
     async def close(self) -> None:
-        """Kill the processes."""
         await self._workers.close()
 
     async def render(
@@ -49,8 +48,8 @@ class ChatTemplates:
         most_chars: int,
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """The prompt text. variables: what else the template is given. Raises RequestError for
-        messages that the template refuses or that keep it too long, and RenderedTooLong.
+        """The prompt text. variables: the template's further ones. Raises RequestError,
+        RenderedTooLong.
         """
         chat = Chat(list(messages), most_chars, 2 * self._timeout_s, dict(variables))
         rendered = await self._rendered(chat)
@@ -61,7 +60,6 @@ class ChatTemplates:
         return rendered.text
 
     async def _rendered(self, chat: Chat) -> Rendered:
-        """Raises RequestError."""
         try:
             return await self._workers.ask(chat)
         except TimeoutError:

@@ -152,9 +152,7 @@ class PromptEcho:
     def fill(
         self, tokenizer: TokenBytes, request: GenerationRequest, prompt: EncodedPrompt
     ) -> Work[None]:
-        """The prompt's text and where each token begins in it; a character cut off at its end is
-        left to the output.
-        """
+        """The prompt's text and its tokens' offsets; half a character at its end is left out."""
         skips = request.sampling.skip_special_tokens
         stream = TextStream(tokenizer, SamplingParams(skip_special_tokens=skips))
         texts: list[str] = []
@@ -253,9 +251,7 @@ class Choice:
         return self.cumulative / max(1, self.n_tokens)
 
     def accept(self, output: SequenceOutput) -> ChoiceDelta | None:
-        """Add an output; None while nothing can be shown (half a character, a possible stop
-        string).
-        """
+        """Add an output; None while nothing can be shown (half a character or stop string)."""
         events: list[AssistantEvent] = []
         text = ""
         parts = [output] if self.parser is None else _one_by_one(output)

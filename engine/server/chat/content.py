@@ -36,9 +36,7 @@ def content_of(value: JsonValue) -> Content:
 
 
 def refuse_lost(content: Content, param: str) -> None:
-    """Raise RequestError for a newest message of which a text model can read nothing. In older
-    messages, and beside a text, a note takes the place: a conversation goes on.
-    """
+    """Raise RequestError if the newest message has no text at all; elsewhere a note stands in."""
     if content.is_lost:
         raise RequestError(
             f"this model reads text only, and the newest message is nothing but "

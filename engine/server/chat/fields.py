@@ -150,17 +150,13 @@ OPENAI_ONLY: Mapping[str, tuple[JsonValue, ...]] = {
 def rules_of(
     declared: Collection[str], own: Mapping[str, tuple[JsonValue, ...]]
 ) -> dict[str, Rule]:
-    """The rules that hold for a body. declared: its fields. own: those that it refuses though it or
-    its base declares them, with their neutral values.
-    """
+    """A body's rules. declared: its fields; own: refused ones, with their neutral values."""
     shared = {name: rule for name, rule in FIELDS.items() if name not in declared}
     return shared | {name: refused(*neutral) for name, neutral in own.items()}
 
 
 def unfollowed(raw: JsonObject, rules: Mapping[str, Rule], declared: Collection[str]) -> list[str]:
-    """The fields of a body that change nothing: hints, and names that no route knows. Raises
-    RequestError naming the first field that is refused.
-    """
+    """Fields that change nothing: hints and unknown names. Raises RequestError for refused ones."""
     for name, rule in rules.items():
         if not rule.is_hint and not rule.allows(raw.get(name)):
             raise RequestError(

@@ -135,7 +135,6 @@ class Generation:
 
     @property
     def counts(self) -> _TokenCounts:
-        """The counts so far."""
         return _TokenCounts(
             prompt=sum(len(prompt.ids) for prompt in self.request.prompts),
             cached=sum(self.cached_tokens),
@@ -162,17 +161,14 @@ class Generation:
 
     @property
     def completion_tokens(self) -> int:
-        """Output tokens so far."""
         return sum(choice.n_tokens for choice in self.choices)
 
     async def deltas(
         self, wait_s: float | None, reader: Callable[[Deltas], bool] | None = None
     ) -> Deltas:
-        """The deltas since the last call, at least one; empty if `wait_s` seconds bring
-        none. What came before a failure is still shown.
-
-        reader: called meanwhile with deltas that are not the first or last of their choice, see
-        `Mailbox.take`.
+        """The deltas since the last call, at least one; empty after `wait_s` seconds. Those before
+        a failure are still returned. reader: see `Mailbox.take`; it never gets a choice's first or
+        last.
         """
         deltas = await self._news.take(wait_s, reader)
         for echo in self.echoes:
@@ -190,9 +186,7 @@ class Generation:
             self._news.fail(error)
 
     def _take(self, number: int, output: SequenceOutput) -> None:
-        """Add an output of the n-th engine request to the news. Raises RequestError when a sequence
-        ends badly.
-        """
+        """Take an output of the n-th engine request. Raises RequestError for a bad end."""
         choice = self.choices[number * self.request.sampling.n + output.index]
         if choice.finish is not None:  # what the core computed before it heard of a stop string
             return

@@ -43,13 +43,10 @@ class Grammars:
         self._unfinished = (ErrorInfo("grammar_too_complex", too_long), _ENDED)
 
     async def close(self) -> None:
-        """Kill the processes."""
         await self._workers.close()
 
     async def checked(self, grammar: Grammar, param: str) -> CheckedGrammar:
-        """The grammar as the engine takes it. Raises RequestError, blamed on `param` or on a tool,
-        for one that cannot be used.
-        """
+        """The usable grammar. Raises RequestError, blamed on `param` or on a tool."""
         found = self._kept.get(grammar)
         if found is None:
             # It goes on when the client leaves: others may wait for the same.
@@ -81,9 +78,7 @@ class Grammars:
             return Checked(None, self._unfinished[1])
 
     async def _without_endless(self, grammar: Grammar, found: Checked) -> Checked:
-        """Check a grammar without its schemas that are not strict and do not finish by themselves;
-        returns `found` if there are none, or more than a few.
-        """
+        """Check without lax schemas that do not finish alone; `found` if there are none or many."""
         # The rules of enforcement are loaded for such a grammar alone: the process has its own.
         from jitney.engine.core import Enforced, bare, schemas, with_schemas
 

@@ -58,11 +58,9 @@ class Mailbox[T]:
     async def take(
         self, wait_s: float | None, reader: Callable[[list[T]], bool] | None = None
     ) -> list[T]:
-        """The items since the last call, at least one; empty if `wait_s` seconds (None: as
-        long as it takes) bring none. Raises the failure.
-
-        reader: called with items that come during the wait, which then begins again; False: it took
-        none of them, and they are returned. What it raises is the failure.
+        """The items since the last call, at least one; empty after `wait_s` seconds (None: never).
+        Raises the failure. reader: gets items that come during the wait, which then begins again;
+        False: they are returned instead. Its exception is the failure.
         """
         if self.is_empty:
             await self._arrival(wait_s, reader)

@@ -68,20 +68,15 @@ class ModelText:
 
     @property
     def most_chars(self) -> int | None:
-        """Characters of the longest text that the context can hold; None for a tokenizer that drops
-        characters, which has no such limit. Raises RequestError.
-        """
+        """Characters that fit the context; None: the tokenizer drops some, so there is no limit."""
         info, tokenizer = self._ready()
         longest = tokenizer.longest_token
         return None if longest is None else info.request_limits.longest * longest
 
     def check_chars(self, chars: int, param: str) -> None:
-        """Refuse a text that cannot fit before any time goes into tokenising it: one of more
-        characters than the context holds of the tokenizer's longest token. Raises RequestError.
-
-        Other texts are bounded by the limits on bodies and by `tokenize_timeout_s`: texts for a
-        tokenizer that drops characters, and prompts that are truncated. The last tokens of a text
-        are those of the whole one, and tokenising only its end may give others.
+        """Refuse a text with more characters than the context holds in the longest tokens. Others
+        are bounded by body limits and `tokenize_timeout_s`; a truncated prompt is tokenised whole,
+        since its end alone may give other tokens. Raises RequestError.
         """
         info, _ = self._ready()
         most, limits = self.most_chars, info.request_limits
@@ -90,9 +85,7 @@ class ModelText:
             raise RequestError.too_long(limits.overflow(at_least, 1, is_lower_bound=True), param)
 
     def fill_in(self, param: str) -> FillIn:
-        """The form in which the model is asked to fill in the middle. param: the field that asks
-        for it. Raises RequestError.
-        """
+        """How the model fills in the middle. param: the field that asks. Raises RequestError."""
         _, tokenizer = self._ready()
         if tokenizer.fill_in is None:
             raise RequestError(
@@ -110,9 +103,7 @@ class ModelText:
         *,
         is_truncated: bool = False,
     ) -> str:
-        """The prompt text of a conversation. variables: the template's further variables.
-        is_truncated: it may be longer than the context. Raises RequestError.
-        """
+        """A conversation's prompt text. is_truncated: it may be too long. Raises RequestError."""
         info, tokenizer = self._ready()
         if not tokenizer.has_chat_template:
             raise RequestError(
@@ -138,17 +129,13 @@ class ModelText:
         most_chars: int,
         variables: Mapping[str, Any],
     ) -> str:
-        """The text that a tokenizer's chat template makes, also while the engine is not ready.
-        Raises RequestError.
-        """
+        """The text of a chat template, also before the engine is ready. Raises RequestError."""
         if self.chat_templates is None:
             return await self.off_loop(lambda: tokenizer.apply_chat_template(messages, **variables))
         return await self.chat_templates.render(messages, most_chars, variables)
 
     async def checked_grammar(self, grammar: Grammar, param: str) -> CheckedGrammar:
-        """The grammar as the engine takes it. Raises RequestError, blamed on `param` or on a tool,
-        for one that cannot be used.
-        """
+        """The usable grammar. Raises RequestError, blamed on `param` or on a tool."""
         if self.grammars is not None:
             return await self.grammars.checked(grammar, param)
         info, tokenizer = self._ready()
@@ -183,15 +170,11 @@ class ModelTurns:
         return self._format
 
     async def abilities(self) -> ChatAbilities:
-        """The abilities of the model's chat template. Raises RequestError while no model is
-        loaded.
-        """
+        """The chat template's abilities. Raises RequestError while no model is loaded."""
         return self._abilities or await self.learn_abilities(self._ready()[1])
 
     async def learn_abilities(self, tokenizer: Tokenizer) -> ChatAbilities:
-        """Render small conversations to find what the model's chat template accepts, which takes
-        some 50 ms, and at most `_PROBING_S`.
-        """
+        """Find the abilities by rendering small conversations: some 50 ms, at most `_PROBING_S`."""
         abilities = self._abilities = await self._probed(tokenizer)
         if abilities.refusal:
             _log.error(
@@ -222,9 +205,7 @@ class ModelTurns:
 
     @property
     def special_texts(self) -> dict[str, int]:
-        """Token ids of the turns' markers that are tokens of their own. Those in angle brackets
-        count also where the tokenizer shows them as text.
-        """
+        """Token ids of the turns' markers; those in angle brackets also if shown as text."""
         if self._special_texts is None:
             _, tokenizer = self._ready()
             self._special_texts = {}
@@ -254,9 +235,7 @@ class TextThreads:
         self._threads = ReplaceableThreads("tokenize", threads, most_left=most_left, idle_s=idle_s)
 
     async def run[T](self, work: Callable[[], T], timeout_s: float) -> T:
-        """The result of `work`, or its error. Raises RequestError if it takes longer than
-        `timeout_s`.
-        """
+        """The result of `work`, or its error. Raises RequestError after `timeout_s`."""
         future: Future[T] = Future()
 
         def job() -> None:

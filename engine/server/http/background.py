@@ -37,7 +37,6 @@ class BackgroundRequests:
         await self.app(scope, receive, send)
 
     def _is_background(self, scope: Scope) -> bool:
-        """Raises HttpError."""
         given = [value.decode("latin-1") for value in values_of(scope, self.HEADER.encode())]
         if not given:
             return False

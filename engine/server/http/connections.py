@@ -73,9 +73,7 @@ class _Connection(Protocol):
         ...
 
     def leave(self) -> None:
-        """Close it at once between two requests, or behind an answer that is able to say why it
-        ends (`Context.end`) or has not begun; another answer is broken off.
-        """
+        """Close at once between requests or where the answer can say why; else break it off."""
         ...
 
 
@@ -116,7 +114,6 @@ class Connections:
         return sum(connection.waiting for connection in self._open)
 
     def opened(self, connection: _Connection) -> None:
-        """A client has come."""
         self._make_room(1)
         if len(self._open) >= self.most + SPARE:
             self._close(next(iter(self._extra)))
@@ -145,9 +142,7 @@ class Connections:
             self._awaited.setdefault(connection, time.monotonic())
 
     def has_place(self, connection: _Connection) -> bool:
-        """Whether a request that comes on it is one of those that may be under way. Works on it
-        from here on.
-        """
+        """Whether a request on it may be under way; it works from here on."""
         if connection not in self._extra:
             return True
         self.works(connection)

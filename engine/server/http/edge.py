@@ -48,9 +48,7 @@ def application(
     lifespan: _Lifespan,
     keys: ApiKeys | None = None,
 ) -> Starlette:
-    """Routes behind the edge. table: those of them that it knows by their lines. keys: the accepted
-    ones; None: those of the settings.
-    """
+    """Routes behind the edge. table: those known by their lines. keys: None: the settings'."""
     app = Starlette(
         routes=routes,
         middleware=_edge(observer, settings, table, keys or ApiKeys(settings)),
@@ -121,9 +119,7 @@ class _ClientShares:
 
 
 def _role_of(settings: ServerSettings, scope: Scope) -> Role:
-    """The role that a request's route needs. Decides on the path alone: one rebuilt from the Host
-    header can be made to look public.
-    """
+    """The role that a route needs, by the path alone: a Host header can fake a rebuilt one."""
     route = Context.of(scope).route
     if route is not None:
         return route.role

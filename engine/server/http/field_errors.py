@@ -58,9 +58,7 @@ class _Fault:
 
 
 def readable(error: ValidationError, raw: JsonObject) -> RequestError:
-    """At most 10 of the errors in one message, no input repeated but names; the first one is
-    `param`. raw: what was checked.
-    """
+    """At most 10 errors in one message, the first as `param`; only names of `raw` are repeated."""
     entries = error.errors(include_url=False, include_input=False)
     faults = list(_without_branches([_fault(entry, raw) for entry in entries]))[:_MOST_FAULTS]
     first = faults[0]
@@ -70,9 +68,7 @@ def readable(error: ValidationError, raw: JsonObject) -> RequestError:
 
 
 def _fault(entry: ErrorDetails, raw: JsonObject) -> _Fault:
-    """Names that pydantic puts into a location for a branch of a union, or for the key of a
-    dictionary, are no part of the path: they are not in what was sent.
-    """
+    """A fault, whose path leaves out pydantic's names of union branches and dictionary keys."""
     path, union, branch = "", "", ""
     value: JsonValue | JsonObject = dict(raw)
     is_known = True
@@ -120,9 +116,7 @@ def _without_branches(faults: Iterable[_Fault]) -> Iterator[_Fault]:
 
 
 def _of_union(faults: list[_Fault]) -> list[_Fault]:
-    """Errors of the branch that the value was meant for, if its `type` says so; else one error,
-    with the accepted types.
-    """
+    """Errors of the branch that `type` names; else one error, with the accepted types."""
     branches: dict[str, list[_Fault]] = {}
     for fault in faults:
         branches.setdefault(fault.branch, []).append(fault)

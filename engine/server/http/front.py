@@ -37,9 +37,7 @@ class FrontAnswer(ResponseModel):
 
 
 async def _front_door(server: _Documented, request: Request) -> Response:
-    """A browser goes on to the page, or to the routes where there is none. Redirects are relative:
-    an absolute one would repeat the client's Host header.
-    """
+    """Send a browser to the page or the routes, relatively: the Host header is not repeated."""
     page = server.settings.page
     if _HTML in request.headers.get("accept", ""):
         return RedirectResponse(page or "docs", headers={"vary": "accept"})
@@ -52,9 +50,7 @@ async def _show_openapi(server: _Documented, request: Request) -> Response:
 
 
 async def _show_docs(server: _Documented, request: Request) -> Response:
-    """The routes as a page. It holds nothing but what the source does, so that it needs no key,
-    which a browser could not send.
-    """
+    """The routes as a page, without a key, which a browser could not send; it has no secrets."""
     # Loaded for the first reader.
     from jitney.engine.server.http.docs_page import CONTENT_POLICY, docs_page
 

@@ -34,9 +34,8 @@ _RUN = 2048
 
 
 def read_object(body: bytes) -> Generator[None, None, JsonDict]:
-    """The JSON object in `body`; of equal keys the last one counts. Work for `TimeSlices`.
-
-    Raises HttpError 400 invalid_json, or RequestError for a number that is not finite.
+    """The object in `body`; of equal keys the last counts. Work for `TimeSlices`. Raises HttpError
+    400 invalid_json, or RequestError for numbers that are not finite.
     """
     try:
         value = orjson.loads(body)
@@ -84,9 +83,7 @@ def _inside(container: JsonValue) -> list[JsonValue]:
 
 
 def _refuse_not_finite(body: bytes) -> Generator[None, None, None]:
-    """Raise RequestError with the path of the first NaN, Infinity or 1e999, if that is all that is
-    wrong (the fast parser does not say).
-    """
+    """Raise RequestError with the path of the first NaN or Infinity, if nothing else is wrong."""
     try:
         value = json.loads(body.decode())
     except (ValueError, RecursionError):

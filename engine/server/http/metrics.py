@@ -290,7 +290,6 @@ def _filled(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str
 
 
 def _proofs(client: EngineClient) -> Sequence[KernelProof]:
-    """Results of the kernels' proof at start."""
     return client.info.kernels.proofs if client.info else ()
 
 

@@ -74,9 +74,7 @@ class RequestObserver(Protocol):
         ...
 
     def answered(self, context: Context, reply: ErrorReply | None) -> None:
-        """A request has ended. reply: the error that it was answered with before any answer had
-        begun; None: `context.status` says all.
-        """
+        """A request has ended. reply: its error, if it got no answer; else `context.status`."""
         ...
 
 
@@ -156,9 +154,7 @@ def _template(scope: Scope, context: Context) -> tuple[str, int]:
 
 
 def _request_id(scope: Scope) -> str:
-    """The client's id if it is harmless, else a new one. It names the request in headers and logs
-    and nowhere else.
-    """
+    """The client's id if it is harmless, else a new one; only for headers and logs."""
     return _safe_header(scope, b"x-request-id") or uuid.uuid4().hex
 
 
@@ -271,9 +267,7 @@ class BodyLimit:
         await self.app(scope, receive, send)
 
     def _metered(self, scope: Scope, receive: Receive) -> Receive:
-        """The body as it comes, of bounded size; a client that sends more slowly than
-        `_LEAST_RATE` is not waited for.
-        """
+        """The body as it comes, within its limit; clients below `_LEAST_RATE` are let go."""
         limit = self.settings.server.file_limit + _FORM_BYTES
         _check_length(scope, limit)
         started = asyncio.get_running_loop().time()
@@ -318,9 +312,7 @@ class BodyLimit:
         return replay
 
     async def _first_before_ready(self, scope: Scope, receive: Receive) -> Message:
-        """Read the body as `_first` does, while the limit is not known: a larger body may be
-        accepted later, so it gets the same error as all requests until then.
-        """
+        """Read the body before the limit is known; a large one gets the error of being unready."""
         try:
             _check_length(scope, self.settings.LEAST_BODY)
             return await self._first(receive, self.settings.LEAST_BODY)
@@ -368,9 +360,7 @@ def _check_framing(scope: Scope) -> None:
 
 
 def _wants_json(scope: Scope, route: HttpRoute | None) -> bool:
-    """Routes of the page are not in the table, and want it; what is not there below /v1 is there
-    nowhere, and wants nothing.
-    """
+    """Whether a JSON body is required: also by the page's routes, which are not in the table."""
     if route is None:
         return not route_path(scope).startswith("/v1/")
     return route.body is not None or bool(values_of(scope, b"content-type"))

@@ -62,7 +62,6 @@ class AnthropicModel(ResponseModel, kw_only=True):
 
     @classmethod
     def of(cls, card: ModelCard) -> AnthropicModel:
-        """The model of a card."""
         created = datetime.fromtimestamp(card.created, UTC).isoformat()
         return cls(
             id=card.id,

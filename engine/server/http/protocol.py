@@ -50,9 +50,7 @@ _OLD_PATIENCE_S = 5.0
 
 
 def http_protocol(settings: ServerSettings, connections: Connections) -> type[asyncio.Protocol]:
-    """The protocol class for these limits (uvicorn wants a class, and makes the instances
-    itself). connections: hears of every one that comes and goes.
-    """
+    """The protocol class for these limits, as uvicorn wants it. connections: hears of each."""
 
     class LimitedProtocol(_BoundedProtocol):
         header_timeout_s = settings.server.read_timeout_s
@@ -64,9 +62,7 @@ def http_protocol(settings: ServerSettings, connections: Connections) -> type[as
 def over_tls(
     protocol: Callable[..., asyncio.BaseProtocol], context: ssl.SSLContext
 ) -> Callable[..., asyncio.BaseProtocol]:
-    """Wrap a protocol of plain connections in TLS, for a server whose asyncio TLS is off. protocol:
-    of `http_protocol`.
-    """
+    """Wrap a protocol of `http_protocol` in TLS, for a server whose asyncio TLS is off."""
 
     def made(**given: Any) -> asyncio.BaseProtocol:
         inner = protocol(**given)
@@ -121,9 +117,7 @@ class _Handshake(SSLProtocol):
 
 
 def _send_at_once(sock: socket.socket | None) -> None:
-    """asyncio does so only where a socket names its protocol, which accepted ones do not. Without
-    it a part of an answer waits until the client's system has acknowledged the one before: 40 ms.
-    """
+    """Set TCP_NODELAY, which asyncio does not on accepted sockets: parts would wait 40 ms."""
     if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -146,9 +140,7 @@ class _Outbound:
             self._protocol.close()
 
     def let_go(self) -> None:
-        """The connection is lost: transport and protocol no longer hold each other, which only a
-        full collection would part.
-        """
+        """Part transport and protocol, which otherwise only a full collection would."""
         self._protocol = None
         # A connection that was broken off still holds methods of its own as callbacks; a close
         # drops them.
@@ -222,9 +214,7 @@ class _BoundedProtocol(H11Protocol):
         self._bare.abort()
 
     def give_way(self) -> None:
-        """Close at once; over TLS the client is notified, and its answer to that is not waited
-        for.
-        """
+        """Close at once; over TLS notify the client without waiting for its answer."""
         self._bare.close()
         self._bare.abort()
 
@@ -249,7 +239,6 @@ class _BoundedProtocol(H11Protocol):
         return self._http.sends_chunks and self._http.our_state is h11.SEND_BODY
 
     def write_chunk(self, data: bytes) -> None:
-        """See `DirectWriter`."""
         self._outbound.write(self._http.chunk(data))
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -323,9 +312,7 @@ class _BoundedProtocol(H11Protocol):
         self.loop.call_later(pause_s, self._look_at_client, min(2 * pause_s, _LONGEST_LOOK_S))
 
     def on_response_complete(self) -> None:
-        """A request that was answered before its body was there ends the connection, and so does
-        the last one of a client that has ended its side.
-        """
+        """End a connection answered before its body came, or whose client has ended its side."""
         if self.conn.their_state is h11.SEND_BODY:
             self.close()
             return
@@ -335,18 +322,14 @@ class _BoundedProtocol(H11Protocol):
             self.close()
 
     def close(self) -> None:
-        """Close once what is written has left; if a body is still coming, its rest is read
-        first.
-        """
+        """Close once all written bytes have left; the rest of a body is read first."""
         if self.conn.their_state is h11.SEND_BODY and not self._discarding:
             self._close_slowly(_DISCARDING_S)
         elif not self._discarding:
             self._bare.close()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close a connection that has been idle for long, unless its next request is there already:
-        a close with unread bytes is a reset.
-        """
+        """Close an idle connection unless a request has arrived: unread bytes would reset it."""
         if self.has_unread:
             self.timeout_keep_alive_task = self.loop.call_later(
                 _SOON_S, self.timeout_keep_alive_handler
@@ -372,18 +355,14 @@ class _BoundedProtocol(H11Protocol):
             self._bare.close()
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn calls this while handling h11's error, which knows whether the head was too large
-        (431).
-        """
+        """Called by uvicorn while it handles h11's error, which tells a head too large (431)."""
         if getattr(sys.exception(), "error_status_hint", 400) == 431:
             self._refuse(HttpError(431, "the request head is too large", close=True))
         else:
             self._refuse(HttpError(400, "not a valid HTTP request", close=True))
 
     def _watch_head(self) -> None:
-        """Start the timer while a head is awaited; stop it once one is there. Between requests
-        uvicorn's own runs.
-        """
+        """Run the timer while a head is awaited; between requests uvicorn's own runs."""
         is_awaited = self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None
         if self._discarding or not is_awaited:
             self._stop_timer()

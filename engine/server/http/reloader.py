@@ -71,9 +71,7 @@ async def _no_adapters() -> AdapterNews:
 def at_a_start_only(
     before: Mapping[str, object], fresh: Mapping[str, object], *live: str
 ) -> list[str]:
-    """Names of the settings that differ and that a running server does not take over. live: those
-    that this one does, beside `LIVE`.
-    """
+    """Changed settings that need a restart. live: those that do not, beside `LIVE`."""
     names = before.keys() - LIVE - set(live)
     return sorted(name for name in names if fresh[name] != before[name])
 
@@ -222,9 +220,7 @@ class Reloader:
         )
 
     async def _cancelled(self, removed: Collection[str]) -> tuple[int, int]:
-        """(jobs, batches) of removed keys that were cancelled. The keys are removed by now, so that
-        a store which cannot be reached is a line of the log.
-        """
+        """(jobs, batches) cancelled of removed keys; an unreachable store is only logged."""
         try:
             assert self.host.internal_requests is not None  # the application has made them
             return await self.host.internal_requests.cancel_of(removed)
@@ -233,9 +229,7 @@ class Reloader:
             return 0, 0
 
     def listen(self, stop: Callable[[int], None]) -> None:
-        """Reload on SIGHUP. stop: called instead where the server's terminal is gone, which sends
-        the same signal.
-        """
+        """Reload on SIGHUP. stop: called instead if the terminal is gone, which sends it too."""
         loop, has_terminal = asyncio.get_running_loop(), _has_terminal()
         tasks: set[asyncio.Task[None]] = set()
 

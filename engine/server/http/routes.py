@@ -88,7 +88,6 @@ async def _show_version(service: Service, request: Request) -> Response:
 
 
 async def _show_config(service: Service, request: Request) -> Response:
-    """See `Service.config_report`."""
     return json_answer(service.config_report())
 
 

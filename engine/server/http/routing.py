@@ -80,9 +80,7 @@ class HttpRoute:
 
     @classmethod
     def probe(cls, path: str, handler: Handler, summary: str, answer: type[Struct]) -> HttpRoute:
-        """An orchestrator's probes carry no key, say nothing about requests, and come every second
-        or so, which would bury the rest of the log.
-        """
+        """Probes carry no key, say nothing about requests, and come too often for the log."""
         return cls(
             path,
             ("GET",),
@@ -96,9 +94,7 @@ class HttpRoute:
 
 
 def route_path(scope: Scope) -> str:
-    """The path that routes are found by, as the router finds them: without the one that a proxy in
-    front takes away (root_path).
-    """
+    """The path that routes are found by: without the root_path, which a proxy takes away."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     if path == root:
@@ -114,9 +110,7 @@ class RouteTable:
         self._patterns = [(_pattern(route.path), route) for route in routes]
 
     def find(self, path: str, method: str) -> HttpRoute | None:
-        """The route of a request: of those with this path the one for the method, else the first
-        (whose answer is 405). None if no route has the path.
-        """
+        """The route of a path for the method, else the first (405); None: no route has the path."""
         candidates = self._with_path(path)
         for route in candidates:
             if method in _allowed(route):

@@ -105,7 +105,6 @@ class Service:
 
     @property
     def listed_names(self) -> tuple[str, ...]:
-        """See `ModelLister`."""
         return (*self.model_names, *self.adapters)
 
     @property
@@ -115,7 +114,6 @@ class Service:
 
     @property
     def engine_info(self) -> EngineInfo | None:
-        """See `ModelLister`."""
         return self.client.info
 
     def card(self, name: str) -> ModelCard:
@@ -147,18 +145,14 @@ class Service:
         return model if model and self.adapter_number(model) else self.model_name
 
     def begin_drain(self) -> None:
-        """Refuse new generation requests from now on; those that run go on, but for jobs and
-        the lines of batches, which go on at the next start, or at another engine of their fleet.
-        """
+        """Refuse new requests; open ones go on, jobs and batches at the next start."""
         self.draining = True
         self._drain_begun.set()
         if self.internal_requests is not None:
             self.internal_requests.stop()
 
     async def until_drain(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run background work, which a drain does not wait for. Raises RequestError draining if one
-        begins first.
-        """
+        """Run work that a drain does not wait for. Raises RequestError draining if one begins."""
         if await until(self._drain_begun.wait(), work):
             raise RequestError("the server is shutting down", code="draining")
 
@@ -171,10 +165,9 @@ class Service:
         self.text.close()
 
     def generating(self, context: Context) -> AbstractContextManager[None]:
-        """Counts one open generation request, which `drained` waits for. Raises RequestError
-        queue_full at once where more are open than can sit and wait, or more are being read while
-        the engine takes no newcomers: to render and tokenise what it will refuse takes the time of
-        those that it has.
+        """Count one open generation request, for `drained`. Raises RequestError queue_full, unread,
+        where more are open than can sit and wait, or are read while none is taken: reading what
+        will be refused takes the time of others.
         """
         info = self.client.info
         if info is not None and not context.background:
@@ -189,9 +182,7 @@ class Service:
         return self._open.one(context.tenant)
 
     def _retry_in(self, most: int) -> float:
-        """Seconds after which a request that was not read may come again: one behind the other, as
-        fast as those that wait are served. most: that may be open.
-        """
+        """Seconds until an unread request may return: one by one, as fast as waiting ones leave."""
         counters = self.client.counters
         if counters.predicted_wait <= 0:  # those that were told to have returned, or do not
             self._returns.until = 0.0
@@ -200,9 +191,7 @@ class Service:
         return self._returns.next(self.quotas.clock(), wait, each)
 
     def _most_open(self, info: EngineInfo) -> int:
-        """The most generation requests that may be open, those that are being read included. A few
-        are read even while the engine accepts none: they may be retries.
-        """
+        """Most open requests, those being read included; a few always are: they may be retries."""
         counters, queue, history = self.client.counters, info.queue, self.client.history
         most = info.sizes.seats + queue.max_waiting_requests
         longest = queue.max_predicted_wait_s or math.inf
@@ -212,13 +201,11 @@ class Service:
 
     @property
     def internal_seats(self) -> int:
-        """See `ServerContext`."""
         info, _ = self.ready()
         return info.sizes.seats
 
     @property
     def most_of_key(self) -> int:
-        """See `ServerContext`."""
         return self.quotas.max_concurrent
 
     def trouble(self, code: str, cause: str) -> None:
@@ -226,15 +213,12 @@ class Service:
         self.client.history.incidents.trouble(code, cause)
 
     def check_background(self) -> None:
-        """Raise RequestError where background work is not possible: static batches cannot be
-        preempted.
-        """
+        """Raise RequestError where batches cannot run: static batches cannot be preempted."""
         info = self.client.info
         if info is not None and info.queue.policy != "continuous":
             raise RequestError("batches need a server with the policy continuous")
 
     def opening(self, key: str) -> AbstractContextManager[None]:
-        """See `ServerContext`."""
         return self.quotas.open(key)
 
     def unready(self) -> RequestError | None:
@@ -279,9 +263,7 @@ class Service:
         return info, tokenizer
 
     def answered(self, context: Context, reply: ErrorReply | None) -> None:
-        """Show refusals that ask the client to retry on the page. Lines of batches are not shown:
-        their sender retries by itself.
-        """
+        """Show refusals that ask for a retry on the page, but not those of batch lines."""
         if reply is None or context.background:
             return
         generates = context.route is not None and context.route.generates
@@ -292,9 +274,7 @@ class Service:
         incidents.refused(reply.status, reply.code or "", retry_s, context.tenant)
 
     def config_report(self) -> ConfigReport:
-        """Every setting with its value and its origin; secrets are counted. Raises HttpError 404
-        where the settings are not known.
-        """
+        """Every setting with value and origin, secrets counted. Raises HttpError 404 if unknown."""
         if self.resolved is None:
             raise HttpError(404, "the settings of this server are not known", code="not_found")
         info = self.client.info

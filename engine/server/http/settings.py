@@ -56,9 +56,7 @@ class ServerSettings:
         return self.server.body_limit or max(self.LEAST_BODY, _BYTES_PER_TOKEN * context_length)
 
     def with_page(self, path: str) -> ServerSettings:
-        """The settings of an endpoint with a page at `path`, which is left to the page's own
-        sign-in: a browser cannot send a bearer key with a page.
-        """
+        """The settings with a page at `path`, which has a sign-in: browsers send no bearer key."""
         prefixes, paths = (path + "/",), frozenset({path})
         return replace(self, public_prefixes=prefixes, public_paths=paths)
 

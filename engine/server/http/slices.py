@@ -58,9 +58,7 @@ class TimeSlices:
         self._calls_short = False
 
     def soon(self, work: Callable[[], object]) -> None:
-        """Call `work`, which is short, in one of the next turns; a turn takes what a slice holds.
-        So all streams write after a step without a task that wakes for each.
-        """
+        """Call short `work` in one of the next turns, so that all streams write without tasks."""
         self._short.append(work)
         if not self._calls_short:
             self._calls_short = True
@@ -79,9 +77,7 @@ class TimeSlices:
                 asyncio.get_running_loop().call_soon(self._do_short)
 
     async def result[T](self, work: Work[T]) -> T:
-        """Run `work` to its end; what it returns. Raises RequestError busy if too much is under
-        way.
-        """
+        """The result of `work`. Raises RequestError busy if too much is under way."""
         self._enter()
         try:
             n_slices = 0
@@ -97,9 +93,7 @@ class TimeSlices:
             work.close()
 
     async def blocks(self, pieces: Pieces) -> AsyncGenerator[bytes]:
-        """Join `pieces` to blocks of some 64 kB. The loop's time is not held while the reader is
-        busy with a block. Raises RequestError busy if too much is under way.
-        """
+        """`pieces` as blocks of 64 kB; the reader's time is not held. Raises RequestError busy."""
         self._enter()
         try:
             block = bytearray()
@@ -180,18 +174,14 @@ class TimeSlices:
 
 
 def _advance(work: Iterator[object], end: float) -> None:
-    """Run `work` until time.perf_counter() is at `end`, at least one step. Raises StopIteration at
-    the work's own end.
-    """
+    """Run `work` until perf_counter() reaches `end`, or to its own StopIteration."""
     next(work)
     while time.perf_counter() < end:
         next(work)
 
 
 def _fill(block: bytearray, pieces: Iterator[bytes], end: float) -> bool:
-    """Fill the block until time.perf_counter() is at `end` or it is full. Returns False at the end
-    of the pieces.
-    """
+    """Fill the block until perf_counter() reaches `end` or it is full; False: no piece is left."""
     for piece in pieces:
         block += piece
         if len(block) >= _BLOCK or time.perf_counter() >= end:

@@ -17,9 +17,7 @@ class DirectWriter(Protocol):
 
     @property
     def takes_chunk(self) -> bool:
-        """Whether a part can be written now: the response has begun, its length is open, and the
-        client reads.
-        """
+        """Whether a part can be written now: begun, of open length, and the client reads."""
         ...
 
     def write_chunk(self, data: bytes) -> None:
@@ -73,7 +71,6 @@ class StreamingWriter:
         await self.send({"type": "http.response.body", "body": body, "more_body": more})
 
     async def end(self) -> None:
-        """End the response."""
         await self.write(b"", more=False)
 
 

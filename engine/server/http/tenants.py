@@ -41,10 +41,8 @@ def signed(statement: bytes, key: bytes) -> bytes:
 
 
 def identity_of(sender: Identity, scope: Scope) -> Identity:
-    """The identity of a request's client. sender: the identity of the key that it was sent with.
-
-    A role above the sender's is not given. Engines without keys trust all senders. Raises
-    HttpError: 403 where the sender may not name another client, 400 for a value of another form.
+    """The identity of a request's client, at most in the sender's role; engines without keys trust
+    all. Raises HttpError 403 if the sender may name no other client, 400 for a bad form.
     """
     values = values_of(scope, TENANT_HEADER)
     if not values or sender.role is Role.ANYBODY:
@@ -63,7 +61,6 @@ def identity_of(sender: Identity, scope: Scope) -> Identity:
 
 
 def _is_signed(match: re.Match[bytes], key: bytes) -> bool:
-    """Whether the header was signed with this key."""
     return hmac.compare_digest(match["signature"] or b"", _signature(match["stated"], key))
 
 

@@ -93,7 +93,6 @@ class Tracing:
         )
 
     def end(self, context: Context, status: int) -> None:
-        """The request is over."""
         from opentelemetry.trace import StatusCode
 
         span = context.span
@@ -183,9 +182,7 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _without_default(resource: Resource) -> Resource:
-    """The resource without the SDK's own "unknown_service", so that ours stands unless a name was
-    given.
-    """
+    """The resource without the SDK's "unknown_service", so that our name counts."""
     from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 
     attributes = dict(resource.attributes)
@@ -195,9 +192,7 @@ def _without_default(resource: Resource) -> Resource:
 
 
 def _exporter() -> SpanExporter:
-    """The exporter of OTEL_TRACES_EXPORTER and OTEL_EXPORTER_OTLP_PROTOCOL; by default OTLP over
-    HTTP.
-    """
+    """The exporter of OTEL_TRACES_EXPORTER and OTEL_EXPORTER_OTLP_PROTOCOL; default: OTLP/HTTP."""
     name = os.environ.get("OTEL_TRACES_EXPORTER", "otlp")
     if name == "console":
         from opentelemetry.sdk.trace.export import ConsoleSpanExporter

@@ -132,10 +132,7 @@ class EngineCounters:
         self.grammars_kept = work.kept
 
     def observe_idle(self, waiting: int) -> None:
-        """Note an idle tick, or the loss of the core: no seat is taken, and sequences hold no page.
-
-        waiting: sequences in the queue.
-        """
+        """Note an idle tick or a lost core: no seat is taken. waiting: queued sequences."""
         self.waiting, self.waiting_tokens = waiting, 0
         self.predicted_wait = 0.0
         if self.last is not None:

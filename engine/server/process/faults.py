@@ -106,10 +106,7 @@ class RestartPolicy:
         return min(first * 2**self._repeats, longest)
 
     def _is_hopeless(self, end: CoreEnd) -> bool:
-        """Whether the next core would end before it is ready, as this one did: it refused what it
-        was given, such as a wrong model name, it made no progress for very long, or it failed with
-        the same error as the one before.
-        """
+        """Whether the next core would fail too: this one refused, hung, or failed twice alike."""
         if self.ready_at is not None or end.ready or end.cause == "died":
             return False
         if end.refused or end.cause == "hung" or self.several_hosts:
@@ -139,9 +136,7 @@ class CrashBlame:
         self._tokens = 0
 
     def core_crashed(self, streams: list[Stream]) -> Stream | None:
-        """Count a crash against the open requests, seated or not: the last step's boardings may be
-        unreported. Returns the request to blame, if that is known now.
-        """
+        """Count a crash against all open requests; returns the one to blame, if known."""
         if self.on_trial in streams:
             for stream in streams:
                 stream.crashes = 0
@@ -166,9 +161,7 @@ class CrashBlame:
         return stream in self._waiting
 
     def progressed(self, stream: Stream) -> list[Stream]:
-        """The request on trial got tokens or was closed. Returns the requests that the core gets
-        now.
-        """
+        """The request on trial got tokens or closed; returns those that the core gets now."""
         if _tokens_of(stream) - self._tokens < self._ENOUGH_TOKENS and not stream.closed:
             return []
         stream.crashes = 0

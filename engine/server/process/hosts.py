@@ -30,11 +30,9 @@ def met(
     address: str,
     adapters: dict[str, int] | None = None,
 ) -> Iterator[Leader | Worker]:
-    """Meet the other hosts of the engine, and notify them when this one ends. address: of the
-    parent's socket. adapters: numbers by name; host 0's hold for all. Raises ConfigError if they do
-    not come, or refuse this one.
-
-    An error inside may follow from the loss of a host, which is then the reason given.
+    """Meet the other hosts, and notify them when this one ends. address: the parent's socket.
+    adapters: numbers by name; host 0's hold. Raises ConfigError if they do not come or refuse this
+    one; an error inside may follow from a lost host, whose loss is then the reason.
     """
     hosts = _meet(config, source, report, _ender(address), adapters)
     name = f"host {hosts.host_id}"
@@ -74,18 +72,14 @@ def _versions() -> str:
 
 
 def _digest(config: Config, source: ModelSource) -> str:
-    """Digest of the model and of all settings except [server], which this process does not get, and
-    the order, which depends on the keys: hosts that serve no clients need none.
-    """
+    """Digest of model and settings, without [server] and the order, which depends on keys."""
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"order": ""})})
     identity = source.identity(config.model.adapter_folders)
     return short(configuration_digest(config, model=identity, version=version("jitney")))
 
 
 def _ender(address: str) -> Lost:
-    """Make a callback that ends this process from any thread: an operation with a lost host never
-    returns.
-    """
+    """A callback that ends this process from any thread: work with a lost host never returns."""
 
     def lost(reason: str, failed: bool) -> None:
         code = "engine_dead" if failed else messages.Fatal.host_lost

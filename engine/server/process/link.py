@@ -42,11 +42,8 @@ _decode = msgspec.msgpack.Decoder(messages.FromCore).decode
 
 @contextlib.contextmanager
 def _private_folder() -> Iterator[str]:
-    """A new folder in the temporary directory, locked while it is in use and then removed.
-
-    The lock ends with this process, however it dies, and tells `_remove_left_folders` whether the
-    folder is in use. Services that clean the temporary directory by age respect it too. Raises
-    OSError if there is no room, no descriptor, or no temporary directory.
+    """A new, locked folder in the temporary directory, removed at the end. The lock ends with this
+    process; `_remove_left_folders` and cleaning services respect it. Raises OSError.
     """
     folder, lock = _locked_folder()
     try:
@@ -57,9 +54,7 @@ def _private_folder() -> Iterator[str]:
 
 
 def _remove_left_folders() -> None:
-    """Remove the folders of killed servers: ours, not locked, and with nothing but sockets in
-    them.
-    """
+    """Remove killed servers' folders: ours, unlocked, with nothing but sockets."""
     for path in Path(tempfile.gettempdir()).glob(_FOLDER_PREFIX + "*"):
         with contextlib.suppress(OSError):
             _remove_if_left(str(path))
@@ -121,9 +116,7 @@ class CoreLink:
     _new_tickets: Iterator[int] = field(default_factory=itertools.count)
 
     def send(self, message: messages.ToCore) -> None:
-        """Queue a message; one to a dead core is dropped: what it was about is seen to when the
-        death is noticed.
-        """
+        """Queue a message; one to a dead core is dropped, since its death is handled anyway."""
         with contextlib.suppress(zmq.Again):
             self.to_core.send(messages.encode(message), zmq.NOBLOCK)
 
@@ -132,9 +125,7 @@ class CoreLink:
         return _decode(await self.from_core.recv())
 
     async def ask(self, question: Callable[[int], messages.ToCore], wait_s: float | None) -> Any:
-        """Send a question, which is made of a ticket, and wait for its answer. wait_s None: until
-        the core ends. Raises RequestError if the core does not answer in time.
-        """
+        """Send a question and wait for its answer (wait_s None: for ever). Raises RequestError."""
         ticket = next(self._new_tickets)
         waiter = asyncio.get_running_loop().create_future()
         self.tickets[ticket] = waiter
@@ -198,9 +189,8 @@ class LinkRuntime:
     async def open_link(
         self, config: Config, builder: str, adapters: dict[str, int]
     ) -> AsyncIterator[CoreLink]:
-        """Start a core process; leaving kills it if it still runs. The sockets lie in a new folder
-        of this user's alone. adapters: see `Start`. Raises OSError or ZMQError if it cannot be
-        started.
+        """A running core process with its sockets in a private folder, killed on leaving. adapters:
+        see `Start`. Raises OSError or ZMQError.
         """
         context = self.context
         with (
@@ -234,7 +224,6 @@ def core_environ(config: Config) -> dict[str, str]:
 
 
 async def _spawn(config: Config, start: Start) -> asyncio.subprocess.Process:
-    """Start a core."""
     process = await start_child(
         "jitney.engine.server.process.main",
         stdout=None,

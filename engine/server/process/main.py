@@ -87,9 +87,7 @@ def remove_folder(folder: str) -> None:
 
 
 def main() -> int:
-    """Run one core until Shutdown; returns the exit status (0: as asked, 1: after a
-    Fatal).
-    """
+    """Run one core until Shutdown; returns the exit status (1: after a Fatal)."""
     # Ctrl-C, a service manager's SIGTERM and a terminal's end reach the whole group; the parent
     # drains, and then sends Shutdown.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -129,9 +127,7 @@ def _n_hosts(start: Start) -> int:
 
 
 def _die_with_parent(folder: str) -> None:
-    """End this process when the parent's end of the pipe closes: an orphan would hold the device
-    for nothing. The sockets' folder goes too, which a killed parent does not remove.
-    """
+    """End with the parent: an orphan would hold the device. Its sockets' folder goes too."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
     remove_folder(folder)
@@ -139,9 +135,7 @@ def _die_with_parent(folder: str) -> None:
 
 
 def _guarded(start: Start, inbox: zmq.Socket, outbox: zmq.Socket) -> int:
-    """Build and serve; an exception becomes one Fatal line for the parent and a traceback in the
-    log.
-    """
+    """Build and serve; an exception becomes one Fatal line, with a traceback in the log."""
     try:
         _build_and_serve(start, inbox, outbox)
     except Exception as error:
@@ -152,9 +146,7 @@ def _guarded(start: Start, inbox: zmq.Socket, outbox: zmq.Socket) -> int:
 
 
 def _in_one_line(error: Exception) -> str:
-    """The error's message; the traceback goes to the log, unless the error was raised on
-    purpose.
-    """
+    """The error's message; unexpected ones leave a traceback in the log."""
     if isinstance(error, JitneyError):
         return str(error)
     _log.exception("the engine core stopped")
@@ -190,9 +182,7 @@ def _start_serving(
     outbox: zmq.Socket,
     joined: LockstepCore | None = None,
 ) -> None:
-    """Report that the core is ready, and serve. joined: the core, if it runs in lockstep with other
-    engines.
-    """
+    """Report that the core is ready, and serve. joined: the core, if it runs in lockstep."""
     core.on_first_step = lambda step: outbox.send(messages.encode(messages.FirstStep(step)))
     for message in _received(inbox, 0.0):  # the tokenizer, as a rule: to read it takes a while
         _handle(core, message, outbox)
@@ -255,9 +245,7 @@ def _follow(
 
 
 def _start_ticking(address: str) -> None:
-    """Send the parent a heartbeat once a second, from a thread: the first host judges how long a
-    step may take.
-    """
+    """Send heartbeats from a thread: the first host judges how long a step may take."""
     threading.Thread(target=_tick, args=(address,), daemon=True).start()
 
 
@@ -325,9 +313,7 @@ def _send_drain_states(joined: LockstepCore, outbox: zmq.Socket) -> None:
 def _received(
     inbox: zmq.Socket, wait_s: float, joined: LockstepCore | None = None
 ) -> Iterator[messages.ToCore]:
-    """Messages that are here now, or that come within `wait_s` seconds; none if the others of a
-    joined engine wait for it earlier.
-    """
+    """Messages within `wait_s` seconds; none if others of a joined engine wait for it first."""
     if wait_s and joined is not None:
         zmq.select([inbox, joined], [], [], wait_s)
     elif wait_s and not inbox.poll(math.ceil(wait_s * 1000)):
@@ -374,7 +360,6 @@ def _handle(core: EngineCore, message: messages.ToCore, outbox: zmq.Socket) -> N
 
 
 def _done(ticket: int, work: Callable[[], int]) -> messages.Done:
-    """Do it, and say so."""
     try:
         return messages.Done(ticket, freed=work())
     except RequestError as error:

@@ -45,9 +45,7 @@ class Stream:
         return self.request.id
 
     def put(self, output: SequenceOutput) -> None:
-        """Called by the client for each output of this request; what follows a sequence's end is
-        dropped.
-        """
+        """Take an output; those after a sequence's end are dropped."""
         if output.index in self.open:
             self.tokens[output.index] += output.tokens
             if output.finish is not None:

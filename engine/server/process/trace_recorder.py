@@ -103,9 +103,7 @@ class Recorder:
         return self._named
 
     def _label(self, tenant: str) -> str:
-        """A name that tells tenants apart and says nothing about them; the anonymous one stays
-        so.
-        """
+        """A name that only tells tenants apart; "" for the anonymous one."""
         return (
             self._tenants.setdefault(tenant, f"tenant-{len(self._tenants) + 1}") if tenant else ""
         )

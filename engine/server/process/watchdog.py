@@ -60,9 +60,7 @@ class Watchdog:
 
     @property
     def _start_limit(self) -> float:
-        """The limit of a start, which reports each tensor that it has loaded and each program that
-        it has compiled. The time of the first start cannot be known in advance.
-        """
+        """The limit of a start, which reports each tensor and program; the first has no measure."""
         if self.longest_start:
             return max(_LEAST_START_S, _START_TIMES * self.longest_start)
         return self.start_timeout_s or math.inf
@@ -81,14 +79,12 @@ class Watchdog:
         return self.awaited > _OTHERS_TIMES * self.limit
 
     def core_starts(self) -> None:
-        """A new core is being started."""
         self.silence = self.awaited = self._started_s = 0.0
         self._awaits = False
         self._starts = True
         self._first_step = 0
 
     def core_ready(self) -> None:
-        """Note that the core can serve."""
         self.silence = 0.0
         self._starts = False
         self.longest_start = max(self.longest_start, self._started_s)
@@ -112,9 +108,7 @@ class Watchdog:
         self._first_step = step
 
     def step_done(self, step: int, record: np.void) -> None:
-        """A step was committed. step: its number in the core's own count. record: its
-        `records.STEP_DTYPE`.
-        """
+        """A step was committed. step: the core's own number; record: `records.STEP_DTYPE`."""
         if step >= self._first_step:
             self._first_step = 0
         if not record["compiled"]:

@@ -29,9 +29,7 @@ _UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 
 
 def add(store: TaskStore, batch: Batch, server: ServerSection) -> None:
-    """Keep a new batch. Raises HttpError or RequestError if its file is not there, or its key has
-    too many files, bytes or batches under way.
-    """
+    """Keep a new batch. Raises HttpError or RequestError: no file, or its key has too much."""
     with store.transaction():
         file = store.find(StoredFile, batch.input_file_id, batch.owner)
         if file is None:
@@ -99,9 +97,7 @@ def answer(
     text: bytes,
     most_bytes: int | None = None,
 ) -> bool:
-    """Keep a line's answer; False if it has one, or its batch is over. Raises StorageFull where
-    its owner would then have more than `most_bytes`.
-    """
+    """Keep a line's answer; False if it has one or the batch is over. Raises StorageFull."""
     count = "completed" if outcome is LineOutcome.COMPLETED else "failed"
     query = """UPDATE lines SET outcome = ?, answer = ?
         WHERE batch_id = ? AND number = ? AND outcome IS NULL"""
@@ -117,9 +113,7 @@ def answer(
 
 
 def answers(store: TaskStore, id: str, after: int, limit: int) -> list[AnsweredLine]:
-    """The lines of a batch after number `after`: up to `limit`, fewer if they are long, but at
-    least one if any is left.
-    """
+    """Lines after number `after`: up to `limit`, fewer if long, at least one if any is left."""
     query = """SELECT number, custom_id, outcome, answer FROM lines
         WHERE batch_id = ? AND number > ? ORDER BY number LIMIT ?"""
     lines: list[AnsweredLine] = []

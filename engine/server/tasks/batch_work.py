@@ -142,9 +142,7 @@ class BatchWork:
         await self._keeper.do(batch_rows.answer, batch, number, outcome, text, most_bytes)
 
     async def _finish(self, batch: Batch) -> None:
-        """Write the files of a batch that is not worked on any more, and end it. A line without an
-        answer means that its window was over.
-        """
+        """Write the files of a batch and end it. A line without an answer: its window was over."""
         status = "completed"
         if batch.status == "cancelling":
             status = "cancelled"

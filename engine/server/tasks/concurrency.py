@@ -47,15 +47,12 @@ class ConcurrencyLimit:
             raise
 
     def release(self, owner: str) -> None:
-        """Give a slot back."""
         self._all.release()
         self._of_key[owner].release()
         self._grow()
 
     def _grow(self) -> bool:
-        """Have as many slots as there are seats now; False while no engine is ready. Where seats
-        have gone, the engines that are left refuse what is too much, and requests try again.
-        """
+        """Have as many slots as there are seats now; False while no engine is ready."""
         if self._context.unready() is not None:
             return False
         while self._size < self._context.internal_seats:

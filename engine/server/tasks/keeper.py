@@ -29,9 +29,7 @@ class StoreKeeper(DatabaseKeeper[TaskStore]):
         return (folder / cls.DATABASE).exists()
 
     def open_database(self) -> TaskStore:
-        """The store, made if there is none. Files that no store knows are set aside where it is
-        new, and else removed: an earlier process has not finished writing them.
-        """
+        """The store. Unknown files are set aside where it is new, else removed as unfinished."""
         files, database = self.folder / "files", self.folder / self.DATABASE
         is_new = not database.exists() or not database.stat().st_size
         if is_new and any(path.suffix != NewFile.SUFFIX for path in files.iterdir()):

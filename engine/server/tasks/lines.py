@@ -96,9 +96,7 @@ class LineRequest:
 
     @classmethod
     def read(cls, raw: bytes, endpoint: str) -> LineRequest:
-        """The request in a line that `LineReader` has accepted. endpoint: the route that it must
-        name; empty for any. Raises RequestError.
-        """
+        """The request in a line. endpoint: the route it must name; "": any. Raises RequestError."""
         value: JsonDict = orjson.loads(raw)
         if value.get("method") != "POST":
             raise RequestError("method must be POST", param="method")

@@ -31,9 +31,7 @@ class _Counts(NamedTuple):
 
 
 def _lines_of(path: Path, most_bytes: int) -> list[Line]:
-    """The lines of a file of requests. Raises ConfigError, which names those that are none.
-    most_bytes: of a request's body.
-    """
+    """A file's lines. most_bytes: of a body. Raises ConfigError, naming those that are none."""
     try:
         reader = LineReader(path, most_bytes)
     except OSError as error:
@@ -61,9 +59,7 @@ def _is_new(line: Line, lines: dict[str, Line]) -> bool:
 
 
 def _answered_in(path: Path) -> dict[str, bool]:
-    """The custom_ids that a file of answers has, and whether each is an error; a line that was half
-    written is cut off. Raises ConfigError for a file that is none.
-    """
+    """custom_id -> whether its answer is an error; cuts a half line off. Raises ConfigError."""
     if not path.exists():
         return {}
     answered: dict[str, bool] = {}
@@ -88,9 +84,7 @@ class OfflineBatch:
     """Answers the lines of a file that have no answer yet."""
 
     def __init__(self, path: Path, out: Path, most_bytes: int):
-        """most_bytes: of a request's body. Raises ConfigError, which names the lines that are no
-        requests, or if `out` has answers to other lines.
-        """
+        """most_bytes: of a body. Raises ConfigError for bad lines, or answers to other ones."""
         lines = _lines_of(path, most_bytes)
         self._path = path
         self._out = out

@@ -71,9 +71,7 @@ class TaskRunner:
         running.add_done_callback(lambda _: self._ended(task, running))
 
     async def cancel(self, task: Task) -> bool:
-        """Give up what has no answer yet; a batch still writes its files. False if it was over, or
-        being finished.
-        """
+        """Give up what has no answer yet; a batch still writes its files. False: it was over."""
         if isinstance(task, Batch):
             now = int(time.time())
             done = await self._keeper.do(batch_rows.move, task.id, _CANCELLABLE, "cancelling", now)

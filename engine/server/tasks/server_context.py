@@ -59,7 +59,5 @@ class ServerContext(Protocol):
         ...
 
     def opening(self, key: str) -> AbstractContextManager[None]:
-        """Count an internal request among those of its key, where the route does not. Raises
-        RequestError rate_limit.
-        """
+        """Count an internal request among its key's. Raises RequestError rate_limit."""
         ...

@@ -24,9 +24,7 @@ class _ArgumentText(Protocol):
     """The form of a call's arguments."""
 
     def rule(self, lark: Lark, schema: JsonDict, unenforced: list[str]) -> str:
-        """The rule of arguments that fit a schema of an object. Adds JSON pointers to keywords that
-        it does not enforce.
-        """
+        """The rule of arguments for an object's schema; notes pointers that it cannot enforce."""
         ...
 
     def written(self, arguments: str) -> str:

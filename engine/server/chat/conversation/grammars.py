@@ -36,9 +36,7 @@ class Turn:
     unenforced: list[str] = field(default_factory=list[str])
 
     def grammar(self, use: ToolUse | None, answer: Grammar | None) -> Grammar | None:
-        """The grammar of the whole turn; None: it may be anything. use: what it may call. answer:
-        what its content must be, if it says any. Raises RequestError.
-        """
+        """The grammar of the turn, or None. answer: of its content. Raises RequestError."""
         _check_budget(self)
         if use is not None and answer is not None and not use.is_required:
             return _calls_or_answer(self, use, answer)
@@ -66,9 +64,7 @@ def _check_budget(turn: Turn) -> None:
 
 
 def _tool_grammar(turn: Turn, use: ToolUse) -> Grammar | None:
-    """The grammar of a turn that may or must call; None: it may be anything. Raises RequestError
-    where calls need not be made and are not read.
-    """
+    """The grammar of a turn that may or must call, or None. Raises RequestError."""
     is_free = turn.thinking_budget is None and not any(tool.strict for tool in use.tools)
     if is_free and not use.is_required:
         return None
@@ -91,9 +87,7 @@ def _check_reading(turn: Turn) -> None:
 
 
 def _calls_or_answer(turn: Turn, use: ToolUse, grammar: Grammar) -> Grammar:
-    """A turn that calls, or else says what its grammar allows. Raises RequestError where one of
-    them cannot be held to its form.
-    """
+    """A turn that calls, or says what its grammar allows. Raises RequestError."""
     _check_reading(turn)
     lark = Lark(turn.special_ids, json_rule)
     thoughts = _thoughts(lark, turn)
@@ -102,9 +96,7 @@ def _calls_or_answer(turn: Turn, use: ToolUse, grammar: Grammar) -> Grammar:
 
 
 def _behind_thoughts(turn: Turn, grammar: Grammar) -> Grammar:
-    """The grammar of a turn whose answer has a grammar, and which may begin with thoughts. Raises
-    RequestError for a grammar that cannot stand behind other text.
-    """
+    """The grammar of an answer behind possible thoughts. Raises RequestError."""
     lark = Lark(turn.special_ids, json_rule)
     thoughts = _thoughts(lark, turn)
     if not thoughts:
@@ -174,9 +166,7 @@ def _thoughts(lark: Lark, turn: Turn) -> str:
 
 
 def _calls(lark: Lark, turn: Turn, use: ToolUse, *, trigger: str = "") -> str:
-    """The calls of a turn. trigger: what of the first one has been written already; behind it
-    stands one call, unless they have something around them.
-    """
+    """The calls of a turn. trigger: written text of the first (one only, if nothing is around)."""
     text = turn.format.calls.text
     rules = [_call(lark, turn, tool, "" if text.first else trigger) for tool in use.tools]
     one = lark.rule(lark.one_of(rules))
@@ -189,9 +179,7 @@ def _calls(lark: Lark, turn: Turn, use: ToolUse, *, trigger: str = "") -> str:
 
 
 def _call(lark: Lark, turn: Turn, tool: Tool, trigger: str) -> str:
-    """One call of a tool. Raises RequestError if it is strict and not all of its schema can be
-    enforced in the model's form.
-    """
+    """One call of a tool. Raises RequestError if a strict schema cannot be enforced in full."""
     text = turn.format.calls.text
     before = text.before_name.removeprefix(trigger)
     head = lark.literal(f"{before}{tool.name}{text.before_arguments}")

@@ -50,9 +50,7 @@ class PythonCalls(CallReader):
 
 
 def _open_quote(code: str, quote: str, char: str) -> str:
-    """The quote of the string that is open behind a character; empty: none is. quote: of the one
-    that is open before it. A line's end ends strings that have no end.
-    """
+    """The quote that is open behind a character, or "". quote: before it; a line's end ends it."""
     if not quote:
         return char if char in "'\"" else ""
     backslashes = len(code) - len(code.rstrip("\\"))
@@ -61,9 +59,8 @@ def _open_quote(code: str, quote: str, char: str) -> str:
 
 
 def _python_calls(code: str, names: Collection[str]) -> list[tuple[str, str]]:
-    """(name, arguments as JSON text) of each call in a line or a list of calls with keyword
-    arguments, with or without `print(...)` around it. Raises Malformed for anything else, and for
-    functions whose name is not among `names`.
+    """(name, JSON arguments) of each call in a line or list of calls with keyword arguments,
+    perhaps in `print(...)`. Raises Malformed for others, and for names not in `names`.
     """
     if len(code) > _MOST_CHARS:
         raise Malformed

@@ -88,7 +88,6 @@ class TagCalls(CallReader):
         self._write("{")
 
     def _write(self, text: str) -> None:
-        """Add to the arguments."""
         self.add_arguments(self._index, text)
 
     def _pass_tags(self, tags: tuple[str, ...]) -> Reading:
@@ -141,7 +140,6 @@ class TagCalls(CallReader):
         return self.checked_name(key.strip())
 
     def _read_text(self) -> Reading:
-        """A string."""
         self._write('"')
         try:
             while not (yield from self._ends_value()):
@@ -205,9 +203,7 @@ class TagCalls(CallReader):
             yield from self._read_follower((*self._closings, *self._heads))
 
     def _read_follower(self, tags: tuple[str, ...]) -> Finding[str]:
-        """One of some tags behind blanks, or the end of the turn. Returns the blanks. Raises
-        Malformed.
-        """
+        """A tag behind blanks, or the turn's end; returns the blanks. Raises Malformed."""
         start = len(self._since_mark)
         blanks = ""
         try:

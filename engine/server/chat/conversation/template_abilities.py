@@ -145,9 +145,7 @@ _BARE_TOOLS = (
 
 
 async def _shows_tools(render: Render, tools: list[JsonDict]) -> bool:
-    """Whether the names of all tools stand in the prompt, and no None in place of what they do not
-    say.
-    """
+    """Whether all tools' names stand in the prompt, and no None for what they leave out."""
     try:
         prompt = await render([_USER], {"tools": tools})
     except RequestError:
@@ -257,16 +255,12 @@ class _Prober:
         return all([await self._shows(_USER, *messages, *end) for end in ends])
 
     async def _is_clean(self, shape: _CallShape) -> bool:
-        """Whether the arguments stand in the prompt neither as Python writes an object nor as JSON
-        within a JSON string.
-        """
+        """Whether arguments are neither Python's nor JSON in a JSON string in the prompt."""
         prompt = await self._prompt(_USER, *shape.answered(1))
         return prompt is not None and "'qargument'" not in prompt and '\\"qargument' not in prompt
 
     async def _with_null(self, shape: _CallShape) -> _CallShape:
-        """The shape with null beside calls, for templates where an empty text makes a turn of its
-        own.
-        """
+        """The shape with null beside calls, where an empty text would make a turn of its own."""
         if shape.content is None:
             return shape
         given = shape._replace(content=None)
@@ -318,9 +312,7 @@ class _Prober:
         return None
 
     async def _shows(self, *messages: JsonDict) -> bool:
-        """Whether the template accepts the messages and shows all their texts in order, each
-        once.
-        """
+        """Whether the template accepts the messages and shows each text once, in order."""
         prompt = await self._prompt(*messages)
         return prompt is not None and _has_in_order(prompt, messages)
 

@@ -36,9 +36,7 @@ class AssistantParser:
         self._unsure: list[tuple[str, int]] = []
 
     def push(self, text: str, tokens: list[int]) -> list[AssistantEvent]:
-        """Add text, and the tokens that brought it; what is certain now. Text that may be the
-        beginning of a marker is held back.
-        """
+        """Add text and its tokens; returns what is certain. A possible marker is held back."""
         was_thinking = self._reader.is_thinking
         events = self._reader.feed(text)
         if was_thinking:
@@ -97,9 +95,7 @@ class ThinkReader(TextReader):
         *,
         is_open: bool,
     ):
-        """new_answer: makes the reader of the rest. call_markers: calls among the thoughts begin
-        with these. is_open: the prompt ends with the first tag.
-        """
+        """call_markers: of calls among thoughts. is_open: the prompt ends with the first tag."""
         self._start = start
         self._end = end
         self._new_answer = new_answer

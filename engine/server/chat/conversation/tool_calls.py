@@ -103,11 +103,9 @@ class NamedCalls(CallReader, JsonReader):
         before_end: str = "",
         around: tuple[str, ...] = (),
     ):
-        """start, end: before and after each call; around: around all calls of a turn.
-
-        before_name: between the start and the name. behind_id: before the name, behind the model's
-        own name of the call; empty: it gives none. after_name: between the name and the arguments.
-        before_end: between the arguments and the end.
+        """start, end: around each call; around: around all of them. before_name: behind the start.
+        behind_id: between the model's own id of the call and the name; empty: no id. after_name:
+        before the arguments. before_end: behind them.
         """
         self._end = end
         self._before_name = before_name
@@ -155,9 +153,7 @@ class MistralCalls(NamedCalls):
             yield from self.read_named(name)
 
     def _pass_markers(self) -> Reading:
-        """Skip the text between a name and its arguments, such as the model's own id of the call;
-        ours are sure to be new.
-        """
+        """Skip text between name and arguments, such as the model's own id of the call."""
         if (yield from self.peek_filled()) != "[":
             return
         if (yield from self.any_of((self._ARGS, self._CALL_ID))) == self._CALL_ID:
@@ -190,7 +186,6 @@ class BraceCalls(NamedCalls):
         yield from self.expect_next(self._end)
 
     def _write(self, text: str) -> None:
-        """Add to the arguments."""
         self.add_arguments(self._index, text)
 
     def _read_members(self, end: str, read_member: _Member) -> Reading:
@@ -240,7 +235,6 @@ class BraceCalls(NamedCalls):
             yield from self._read_word()
 
     def _read_text(self) -> Reading:
-        """A string between marks."""
         yield from self.expect(self._quote)
         self._write('"')
         held = ""

@@ -49,9 +49,7 @@ class Tool:
     def custom(
         cls, name: str, description: str | None, syntax: str = "", definition: str = ""
     ) -> Tool:
-        """A tool that takes a text. syntax: "lark" or "regex", of the definition of the texts that
-        it takes; empty: it takes any.
-        """
+        """A tool that takes a text, of a form if `syntax` ("lark" or "regex") is not empty."""
         text: JsonDict = {"type": "string"}
         if syntax:
             text["description"] = f"A text of this form ({syntax}):\n{definition}"
@@ -66,7 +64,6 @@ class Tool:
         return cls(name, description, parameters, is_custom=True)
 
     def renamed(self, name: str) -> Tool:
-        """The tool under another name."""
         return replace(self, name=name)
 
     def at(self, path: str) -> Tool:
@@ -82,9 +79,8 @@ class Tool:
         return {"type": "function", "function": function}
 
     def completed(self) -> JsonDict:
-        """The tool as `shown`, for all templates: empty descriptions and properties instead of
-        missing ones, and the schema in the few forms that all templates read; it allows the same
-        arguments.
+        """The tool as `shown`, for all templates: nothing missing, and the schema in the few forms
+        that all of them read.
         """
         function: JsonDict = {"name": self.name, "description": self.description or ""}
         schema = {"type": "object", "properties": {}} | (self.parameters or {})
@@ -136,9 +132,7 @@ class ToolUse:
         *,
         parallel: bool,
     ) -> ToolUse | None:
-        """Select the tools that may be called; None if none may. only: their names, where a request
-        names some. parallel: a turn may make several calls.
-        """
+        """The tools that may be called, or None. only: names; parallel: several calls in a turn."""
         chosen = [tool for tool in tools if only is None or tool.name in only]
         if mode == "none" or not chosen:
             return None

@@ -59,7 +59,6 @@ class ValueSyntax:
     has_bare_keys: bool = False
 
     def text(self, text: str) -> str:
-        """A string."""
         inner = "".join([self.escapes.get(char, char) for char in text])
         return f"{self.quote}{inner}{self.quote}"
 
@@ -70,7 +69,6 @@ class ValueSyntax:
         return self.text(name)
 
     def value(self, value: JsonValue) -> str:
-        """Any value."""
         match value:
             case str():
                 return self.text(value)
@@ -276,9 +274,7 @@ class ValueRules:
         around: Callable[[str], tuple[str, str]],
         value: Callable[[JsonValue, str], str],
     ) -> Iterator[Pair]:
-        """The named properties of an object, in the schema's order. around: texts before and after
-        the value of a property. value: the rule of a value.
-        """
+        """Named properties in order. around: texts before and after a value; value: its rule."""
         properties, required = schema.get("properties"), schema.get("required")
         names = required if isinstance(required, list) else []
         known = properties if isinstance(properties, dict) else {}
@@ -292,9 +288,7 @@ class ValueRules:
             yield Pair(self.lark.rule(text), is_required=name in names)
 
     def other_schema(self, schema: JsonDict) -> JsonValue | None:
-        """The schema of properties that an object's schema does not name; None: it has none. Beside
-        named ones they are left out: one of those names could be written twice.
-        """
+        """The schema of unnamed properties; None where some are named: one could come twice."""
         others = schema.get("additionalProperties", True)
         return None if others is False or schema.get("properties") else others
 

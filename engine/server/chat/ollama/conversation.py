@@ -23,9 +23,7 @@ PROMPT = RouteKind("gen-", "prompt", names={"messages": "prompt", **NAMES}, clam
 
 
 def of_chat(body: OllamaChatBody) -> Work[Conversation]:
-    """The conversation of /api/chat. Its last message may be the assistant's, which the answer goes
-    on with.
-    """
+    """The conversation of /api/chat; the answer continues a last message of the assistant."""
     messages: list[JsonDict] = []
     calls = _OpenCalls()
     for message in body.messages:
@@ -77,9 +75,7 @@ class _OpenCalls:
         return id
 
     def answered(self, result: OllamaTurn) -> str | None:
-        """The id of the call that a result answers: the one that it names, else the first one of
-        its function, else the first one. None: there is none.
-        """
+        """The call that a result answers, by id, by name, else the first; None: there is none."""
         by_id = [each for each in self._open if each[0] == result.tool_call_id]
         by_name = [each for each in self._open if result.tool_name in (None, each[1])]
         found = next(iter(by_id or by_name or self._open), None)

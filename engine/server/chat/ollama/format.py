@@ -69,9 +69,7 @@ class _LineFormat[A: Generated](Format):
 
     @staticmethod
     def answer(model: str, turn: OllamaMessage) -> A:
-        """A part of the model's turn, as the route has it. What an answer has without a turn is of
-        an empty one.
-        """
+        """A part of the turn in the route's form; without a turn, the fields of an empty one."""
         raise NotImplementedError
 
     def whole(self) -> Pieces:

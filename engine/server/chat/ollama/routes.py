@@ -135,9 +135,7 @@ def _loaded(
 
 
 def _served_name(service: Service, body: OllamaBody | OllamaShowBody) -> str | None:
-    """The model that a body names, as the server calls it; None: it names none. Raises HttpError
-    for one that is not there.
-    """
+    """The model that a body names, as it is served, or None. Raises HttpError for others."""
     name = body.named
     if name is not None and name not in service.listed_names:
         name = without_tag(name)

@@ -37,7 +37,6 @@ class Usage(ResponseModel, kw_only=True):
 
     @classmethod
     def of(cls, generation: Generation) -> Usage:
-        """The usage so far."""
         counts, request = generation.counts, generation.request
         completion = 0 if request.prompt_only else counts.completion
         details: Maybe[CompletionTokensDetails] = UNSET

@@ -138,9 +138,7 @@ async def _embeddings(service: Service, request: Request) -> ASGIApp:
 
 
 def check_vectors(info: EngineInfo, dimensions: int | None) -> None:
-    """Raises RequestError for vectors that this engine does not make. dimensions: numbers of each;
-    None: as many as the model has.
-    """
+    """Raise RequestError for vectors that this engine does not make. dimensions: None: all."""
     if info.model.pooling is None:
         raise RequestError(
             "this server makes no vectors: start it with --embedding-pooling last or mean",

@@ -342,13 +342,11 @@ class ChatBody(GenerationBody):
 
     @property
     def chosen_names(self) -> list[str] | None:
-        """The tools that tool_choice names; None if it names none."""
         choice = self.tool_choice
         return choice.names if isinstance(choice, Part) else None
 
     @property
     def tool_mode(self) -> Literal["auto", "none", "required"]:
-        """The mode that tool_choice asks for."""
         choice = self.tool_choice
         if isinstance(choice, _NamedTool):
             return "required"

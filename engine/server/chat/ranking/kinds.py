@@ -77,9 +77,7 @@ class YesNo:
         return cls(tokenizer, yes, no)
 
     def prompts(self, pairs: Sequence[Pair], body: RankingBody, room: int) -> Prompts:
-        """Runs on a thread. room: tokens that a prompt may have. What comes before the document is
-        the same for all of a query, so that they share pages. Raises RequestError.
-        """
+        """Blocks. room: tokens of a prompt; those of one query share pages. Raises RequestError."""
         before, behind = self._encode(_BEFORE), self._encode(_BEHIND)
         made = Prompts([], [], [])
         for number, pair in enumerate(pairs):
@@ -176,9 +174,7 @@ class _Cosine:
 
 
 def kind_of(info: EngineInfo, tokenizer: Tokenizer, setting: str) -> YesNo | _Classifier | _Cosine:
-    """The kind of a model. setting: the server's `rerank`. Raises RequestError for a model that
-    cannot score.
-    """
+    """The kind of a model. setting: `rerank`. Raises RequestError if it cannot score."""
     if info.model.pooling == "classify":
         return _Classifier(tokenizer)
     if setting == "yes_no" or _YES_NO_NAME.search(info.model.name):

@@ -39,9 +39,7 @@ class Scoring:
     kind: RouteKind
 
     async def scores(self) -> list[float]:
-        """One for each pair, in order; the tokens that were read are written into the context.
-        Raises RequestError, HttpError.
-        """
+        """A score for each pair; counts tokens in the context. Raises RequestError, HttpError."""
         service, context = self.builder.service, self.builder.context
         service.check_model(self.body.model)
         info, tokenizer = service.ready()
@@ -61,9 +59,7 @@ class Scoring:
         return scores
 
     def _tokenised_pairs(self) -> list[Pair]:
-        """The pairs without the ends of documents that can have no room. Raises RequestError for a
-        query that is as long.
-        """
+        """The pairs, documents cut to what can fit. Raises RequestError for a query as long."""
         service, pairs = self.builder.service, self.body.pairs
         service.text.check_chars(max(len(pair.query) for pair in pairs), "query")
         most = service.text.most_chars
@@ -78,9 +74,8 @@ class Scoring:
             )
 
     async def _yes_no(self, kind: YesNo, prompts: Sequence[list[int]]) -> list[float]:
-        """Scores of a model that answers yes or no. Log-probabilities are the model's own, whatever
-        tokens are allowed. One of the two words is chosen; the other nearly always is among the
-        likeliest tokens, else a second request asks for it.
+        """Scores of a yes-or-no model by log-probabilities, which `allowed` does not change. The
+        word not chosen is nearly always among the likeliest, else a second request asks for it.
         """
         width = min(_ALTERNATIVES, self.builder.service.info.sizes.max_logprobs)
         words = (kind.yes, kind.no)

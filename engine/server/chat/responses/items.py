@@ -172,7 +172,6 @@ class HostedItem(Part):
         return () if is_read else (self.type,)
 
     def shown(self) -> JsonDict:
-        """The item as it is stored and listed, without its id."""
         given = {name: value for name, value in (self.model_extra or {}).items() if name != "id"}
         if self.type == "local_shell_call_output" and "call_id" not in given:
             given["call_id"] = (self.model_extra or {}).get("id")  # where this type has it

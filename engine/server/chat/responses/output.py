@@ -79,9 +79,7 @@ class Output:
         return self._items if self._open is None else self._items[:-1]
 
     def push(self, event: AssistantEvent, tokens: TokenList | None) -> Iterator[ResponseEvent]:
-        """One more event of the model's turn, and what a stream says of it. tokens: that came with
-        it.
-        """
+        """Add an event of the model's turn; yields a stream's events. tokens: that came with it."""
         match event:
             case ToolCallStart():
                 yield from self._begin(self._call(event))

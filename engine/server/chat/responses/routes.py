@@ -120,9 +120,7 @@ async def _count_tokens(service: Service, request: Request) -> Response:
 async def _conversation(
     service: Service, body: InputTokensBody, before: KeptTurn | None, items: list[JsonDict]
 ) -> Conversation:
-    """The conversation of a body. before: the turn that it goes on from; items: of the
-    body itself.
-    """
+    """The conversation of a body. before: the turn that it continues; items: the body's own."""
     earlier: list[JsonDict] = []
     if before is not None:
         earlier = await service.slices.result(before.all_items())
@@ -131,7 +129,6 @@ async def _conversation(
 
 
 def _tool_use(body: InputTokensBody) -> ToolUse | None:
-    """The tools that the turn may call."""
     tools = [each.as_tool() for each in body.client_tools]
     names_one = isinstance(body.tool_choice, NamedTool)
     parallel = body.parallel_tool_calls is not False and not names_one
@@ -149,9 +146,7 @@ def _previous(service: Service, body: InputTokensBody, tenant: str) -> KeptTurn 
 def _kept_items(
     body: InputTokensBody, store: ResponseStore, context: Context
 ) -> Work[list[JsonDict]]:
-    """The items of a body as they are stored: with ids of ours, and references replaced by their
-    items. Parts that the model does not read are noted in the context. Raises RequestError.
-    """
+    """The items as stored, with ids and without references. Raises RequestError."""
     kept: list[JsonDict] = []
     left_out: list[tuple[int, str]] = []
     for place, item in enumerate(body.input):
@@ -175,9 +170,7 @@ def _kept_items(
 
 
 def _template_messages(instructions: str | None, items: Iterable[JsonDict]) -> Work[list[JsonDict]]:
-    """The messages that items make. Thoughts, content and calls that follow one another are one
-    message of the assistant.
-    """
+    """The messages of items; thoughts, content and calls that follow each other are one."""
     messages: list[JsonDict] = []
     if instructions is not None:
         messages.append({"role": "system", "content": instructions})
@@ -234,9 +227,7 @@ def _add_hosted(messages: list[JsonDict], item: JsonDict) -> None:
 
 
 def _assistant(messages: list[JsonDict], field: str = "") -> JsonDict:
-    """The assistant's message that comes next: the last one, unless it has something in this field
-    already, or has called a tool and goes on to speak.
-    """
+    """The last message, or a new one if it has the field or has called a tool."""
     if not _goes_on(messages, field):
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]

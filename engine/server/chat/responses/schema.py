@@ -193,7 +193,6 @@ class InputTokensBody(GenerationBody):
 
     @property
     def tool_mode(self) -> ToolMode:
-        """The mode that tool_choice asks for."""
         choice = self.tool_choice
         if isinstance(choice, NamedTool):
             return "required"
@@ -212,7 +211,6 @@ class InputTokensBody(GenerationBody):
 
     @property
     def wanted_grammar(self) -> WantedGrammar | None:
-        """The grammar of the answer's text; None: any text."""
         form = None if self.text is None else self.text.format
         if form is None or form.type == "text":
             return None

@@ -72,7 +72,6 @@ class CustomTool(CustomFields):
     defer_loading: bool | None = None
 
     def shown(self) -> JsonDict:
-        """The tool as the response repeats it."""
         shown: JsonDict = {"type": "custom", "name": self.name}
         if self.description is not None:
             shown["description"] = self.description
@@ -108,7 +107,6 @@ class NamespaceTool(Part):
     ]
 
     def shown(self) -> JsonDict:
-        """The namespace as the response repeats it."""
         tools = [tool.shown() for tool in self.tools if not isinstance(tool, OtherTool)]
         described = self.description or ""
         return {
@@ -138,14 +136,11 @@ class PlacedTool(NamedTuple):
     tool: _Own
 
     def as_tool(self) -> Tool:
-        """The tool in the form that all routes share."""
         return self.tool.as_tool().renamed(self.form.flat_name).at(self.path)
 
 
 def placed(tools: Iterable[AnyTool]) -> list[PlacedTool | str]:
-    """All tools in order, those of namespaces too; the paths of tools that the model does not
-    get.
-    """
+    """All tools in order, those of namespaces too; paths of those that the model does not get."""
     found: list[PlacedTool | str] = []
     for place, tool in enumerate(tools):
         path = f"tools[{place}]"
