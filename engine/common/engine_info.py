@@ -108,8 +108,8 @@ class KernelsInfo(msgspec.Struct, frozen=True, kw_only=True):
     #: Programs compiled before serving, and the seconds of compilation.
     executables: int = 0
     compile_seconds: float = 0.0
-    #: On each device: what the largest step needs beside weights, pools and the state of seats, and
-    #: the code of all programs.
+    #: On each device: the largest step's need beside weights, pools and seats; code of all
+    #: programs.
     step_bytes: int = 0
     code_bytes: int = 0
 
@@ -157,9 +157,7 @@ class QueueInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Description of an engine, as the API, the page and `doctor` show it. Once the engine is
-    ready, only its adapters change.
-    """
+    """Description of an engine, as the API, the page and `doctor` show it; only adapters change."""
 
     #: Version of Jitney.
     version: str

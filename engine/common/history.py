@@ -1,7 +1,6 @@
 """Records of requests, filled from the core's reports: one `RequestRecord` for each sequence.
-
-`RequestRecords` serves a run of the simulator or a bench. `History` is what a server keeps for its
-page and metrics: the same, with events, incidents and step records, bounded in number and age.
+`RequestRecords` serves a run of the simulator or a bench; `History` adds a server's events,
+incidents and step records, bounded in number and age.
 """
 
 from __future__ import annotations
@@ -253,8 +252,7 @@ class History(RequestRecords):
     #: (time, seconds since arrival) of live sequences that boarded, and of their first tokens.
     waits: deque[tuple[float, float]] = field(default_factory=_newest(_KEEP_SAMPLES))
     first_tokens: deque[tuple[float, float]] = field(default_factory=_newest(_KEEP_SAMPLES))
-    #: Totals since the start: ends by reason, refusals by error code, sequences that boarded,
-    #: prompt tokens found in the prefix cache.
+    #: Totals since the start: ends by reason, refusals by code, boardings, cached prompt tokens.
     finished: dict[str, int] = field(init=False)
     rejected: dict[str, int] = field(default_factory=Counter)
     boarded: int = 0

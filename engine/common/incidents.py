@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-#: Outages that are kept, and crowds of refusals and of trouble; seconds without another after which
-#: a crowd is over; refusals whose tenants are kept.
+#: Most outages, and crowds of others; seconds that end a crowd; refusals whose tenants are kept.
 _KEEP_OUTAGES, _KEEP_CROWDS, _CALM_S, _KEEP_REFUSED = 64, 20, 30.0, 16384
 
 #: A sequence: its request's id, and its index.
@@ -30,8 +29,7 @@ class _Outage(msgspec.Struct):
     #: Streams that were under way, and those of them that have gone on since, or ended.
     n_streams: int = 0
     n_flowing: int = 0
-    #: When another core was ready, and when the last of the streams had gone on in it; None: not
-    #: yet, or never.
+    #: When another core was ready, and all streams had gone on; None: not yet, or never.
     ready: float | None = None
     flowing: float | None = None
 

@@ -1,8 +1,4 @@
-"""Step records: their format, the core's ledger of rows, and the API process's ring of records.
-
-The ledger writes a record for each committed step. The ring keeps the newest ones and finds them by
-step number or time.
-"""
+"""Step records: format, the core's ledger of rows, and the API process's ring of the newest."""
 
 from __future__ import annotations
 
@@ -48,8 +44,7 @@ STEP_DTYPE = np.dtype(
         ("plan_s", "f4"),
         ("batch_s", "f4"),
         ("launch_s", "f4"),
-        # From the launch, or the end of the step before if that is later, until the tokens were on
-        # the host.
+        # From the launch, or the step before's end if later, until the tokens were on the host.
         ("device_s", "f4"),
         ("fetch_s", "f4"),
         ("commit_s", "f4"),
@@ -102,10 +97,7 @@ _SUM_EVERY = 256
 
 @dataclass(eq=False)
 class Ledger:
-    """A ring of the newest step records, and totals over all records ever made.
-
-    A step only packs its record; records are added up in groups.
-    """
+    """A ring of the newest step records, and totals over all, added up in groups."""
 
     #: Most records in the ring.
     capacity: int = 16384

@@ -1,7 +1,4 @@
-"""Threads for jobs that may never end: a stuck thread is abandoned and replaced.
-
-They do not keep the program from exiting.
-"""
+"""Threads for jobs that may never end: a stuck one is replaced, and none keeps the program up."""
 
 from __future__ import annotations
 

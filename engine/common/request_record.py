@@ -1,7 +1,5 @@
 """The record of a sequence from arrival to end, for history, simulator, benches, page and traces.
-
-All times are seconds of one clock: time.monotonic() in a server or bench, virtual time in the
-simulator.
+Times are seconds of one clock: time.monotonic(), or virtual time in the simulator.
 """
 
 from __future__ import annotations
@@ -31,9 +29,7 @@ class ComputedChunk(NamedTuple):
 
 
 class Stay(msgspec.Struct):
-    """The time that a sequence holds a seat, from boarding to its end or preemption. Written by
-    `history.RequestRecords`.
-    """
+    """The time that a sequence holds a seat. Written by `history.RequestRecords`."""
 
     seat: int
     #: First step.
@@ -64,10 +60,8 @@ class Stay(msgspec.Struct):
 
 
 class RequestRecord(msgspec.Struct, kw_only=True):
-    """A sequence from arrival to end.
-
-    `history.RequestRecords` writes it from a core's reports. A bench client fills in what it can
-    measure from outside.
+    """A sequence from arrival to end. `history.RequestRecords` writes it from a core's reports; a
+    bench client fills in what it can measure from outside.
     """
 
     #: Increases with each record of a history.

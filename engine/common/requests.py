@@ -94,10 +94,8 @@ class Grammar(msgspec.Struct, frozen=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Parameters that choose the tokens of one request.
-
-    `validate` checks each field's `Range`. A field with `Uploaded` is part of every step's upload
-    (`engine.core.executor.inputs`).
+    """Parameters that choose the tokens of one request. `validate` checks each field's `Range`;
+    those with `Uploaded` are part of every step's upload (`engine.core.executor.inputs`).
     """
 
     #: Sequences for the prompt.
@@ -294,8 +292,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     deadline: float | None = None
     #: Lower ones board sooner.
     priority: int = 0
-    #: Digest of the API key. It is part of the prefix-cache key, like cache_salt, so that no tenant
-    #: can detect another's prompts by time.
+    #: Digest of the API key; part of the prefix-cache key, so that no prompt is found by time.
     tenant: str = ""
     cache_salt: str = ""
     #: Number of the adapter; 0: none. Numbers are never reused, not even for the same name.
@@ -304,8 +301,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     user: str = ""
     #: The x-request-id of the HTTP request, by which people find it; not unique.
     client_id: str = ""
-    #: A batch request: it boards only into seats that no other request wants, and gives way
-    #: (`StepPlanner._plan_background`).
+    #: A batch request: it boards into unwanted seats, and gives way.
     background: bool = False
     #: The group it belongs to, whose requests are submitted one after the other.
     whole: RequestGroup | None = None

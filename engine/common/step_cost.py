@@ -1,7 +1,4 @@
-"""Bytes and operations of an engine's steps, and its device's measured maximum.
-
-Plain numbers, sent once by the core, or computed by the simulator from a model's shape.
-"""
+"""Bytes and operations of an engine's steps, and its device's measured maximum."""
 
 from __future__ import annotations
 
@@ -46,8 +43,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     n_layers: int
-    #: Weights of all layers that every row uses; and of one expert, summed over layers. A dense
-    #: model counts as one expert.
+    #: Weights of all layers for every row, and of one expert; a dense model counts as one.
     shared_weights: int
     expert_weights: int
     n_experts: int

@@ -1,6 +1,5 @@
-"""The worker's side of `worker_pool`: a process that answers messages on its standard streams.
-
-A message is msgpack after four bytes of length. End of file on standard input ends the worker.
+"""The worker's side of `worker_pool`: answers messages on its standard streams. A message is
+msgpack after four bytes of length; end of file on standard input ends the worker.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""A pool of worker processes with a time limit per task.
-
-Input of a client or a model's folder may take forever, and a thread cannot be killed. Answers are
-msgpack of one type (`jitney.engine.common.worker_pipe`), never pickles: a process that runs a
-hostile template is not trusted.
+"""A pool of worker processes with a time limit per task, which a thread has not. Answers are
+msgpack of one type, never pickles: a process that runs a hostile template is not trusted.
 """
 
 from __future__ import annotations
@@ -33,9 +30,8 @@ _MOST_WAITING = 4096
 
 
 class WorkerPool[Answer: msgspec.Struct]:
-    """A few processes that run one module and answer tasks in order of arrival.
-
-    A process whose task takes longer than `timeout_s` seconds is killed and replaced.
+    """A few processes that run one module and answer tasks in order of arrival; one whose task
+    takes longer than `timeout_s` seconds is killed and replaced.
     """
 
     def __init__(
@@ -62,8 +58,7 @@ class WorkerPool[Answer: msgspec.Struct]:
         self._turns = asyncio.Semaphore(workers)
         self._n_waiting = 0
         self._started = False
-        #: Running work, never cancelled, also when its client has left: a process cannot leave a
-        #: task, and asyncio may wait forever for one whose start was cancelled.
+        #: Running work, never cancelled: a process cannot leave a task.
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
 

@@ -1,7 +1,5 @@
-"""The cache folder: measurement files, compiled programs, and checks that it can be used.
-
-Compiled programs are machine code that is loaded and run, so their folder is used only if no other
-user can write to it.
+"""The cache folder: measurement files, compiled programs, and checks that it can be used. Programs
+are run, so their folder is used only if no other user can write to it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""The digest of a configuration, its report (GET /config), and differences between two reports.
-
-Engines with the same digest give the same answers at the same speed on equal machines. The digest
-leaves out addresses, access, storage and reporting. Imports no jax.
+"""The digest of a configuration, its report (GET /config), and differences between reports. Engines
+of one digest give the same answers at the same speed on equal machines.
 """
 
 from __future__ import annotations
@@ -77,8 +75,7 @@ _LEFT_OUT = frozenset(
         "max_restarts",
     )
 )
-#: Settings that may name a file, whose contents count rather than its path; and their values that
-#: name no file.
+#: Settings that may name a file, whose contents count; values that name none.
 _FILES = ("chat_template", "generation_config")
 _NO_FILE = ("", "auto", "none")
 #: Origin of a default value.

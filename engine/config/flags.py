@@ -41,9 +41,7 @@ _USUAL = frozenset(
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse without abbreviations, with "did you mean" hints and a short help without rare
-    settings.
-    """
+    """argparse without abbreviations, with "did you mean" hints and a short help."""
 
     def __init__(self, command: str, description: str, usage: str | None = None):
         super().__init__(

@@ -1,7 +1,5 @@
-"""Reads the configuration (defaults < preset < TOML file < JITNEY_* environment < flags) and writes
-it as TOML.
-
-Every error is one line that names the place of the bad value and what is accepted there.
+"""Reads the configuration (defaults < preset < TOML < environment < flags) and writes TOML. Every
+error is one line that names the place of the bad value and what is accepted there.
 """
 
 from __future__ import annotations
@@ -140,8 +138,7 @@ class ResolvedConfig:
     """A configuration and the layer that each value is from."""
 
     config: Config
-    #: Flat name -> place of the value ("run.toml: [engine] max_seats", "JITNEY_MAX_SEATS",
-    #: "--max-seats"); settings with default values are absent.
+    #: Flat name -> place of the value ("run.toml: [engine] max_seats"); defaults are absent.
     origins: Mapping[str, str]
 
     @classmethod

@@ -1,7 +1,5 @@
-"""Checks that the configured platform can exist, before anything is loaded. Imports no jax.
-
-If the plugin of an accelerator in `JAX_PLATFORMS` is missing, jax silently falls back to the CPU.
-These checks find the usual causes quickly; `jitney.engine.core.build.start_jax` then asks jax.
+"""Checks that the configured platform can exist, before anything is loaded. Imports no jax. Without
+an accelerator's plugin jax silently falls back to the CPU; `start_jax` then asks jax.
 """
 
 from __future__ import annotations

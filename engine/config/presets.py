@@ -31,8 +31,7 @@ _ON_CPU: dict[_Goal, _Values] = {
     "balanced": {"memory_share": 0.5},
     "throughput": {"memory_share": 0.8},
 }
-#: Share of a GPU's or TPU's memory, weights included. The other goals do not reduce it: a large
-#: model would get no pages, and unused pages cost no time.
+#: Share of a GPU's or TPU's memory, with weights. Unused pages cost no time.
 _ON_DEVICE: dict[_Goal, _Values] = {
     "latency": {},
     "balanced": {},

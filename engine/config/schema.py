@@ -24,8 +24,7 @@ _KernelsName = Literal["auto", "reference", "native", "triton", "flashinfer", "p
 #: Policies and orders that `jitney.engine.core.scheduler.policies` makes.
 _PolicyName = Literal["continuous", "static", "dynamic"]
 _OrderName = Literal["fcfs", "priority", "shortest", "fair"]
-#: Formats of tool calls and reasoning, described in
-#: `jitney.engine.server.chat.conversation.families`.
+#: Formats of tool calls and reasoning: `engine.server.chat.conversation.families`.
 _ToolParserName = Literal[
     "auto",
     "none",

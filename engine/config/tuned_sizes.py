@@ -1,6 +1,5 @@
-"""Sizes chosen from a machine's measured step times, kept in the cache folder between starts.
-
-They override the defaults, and yield to a file, the environment or a flag. Imports no jax.
+"""Sizes chosen from measured step times, kept in the cache folder. They override the defaults, and
+yield to a file, the environment or a flag. Imports no jax.
 """
 
 from __future__ import annotations

@@ -72,9 +72,7 @@ def _mounted_apps(routes: Sequence[BaseRoute]) -> Iterator[Starlette]:
 
 
 class _GenerationEndpoint(Endpoint[Service]):
-    """Runs a generating handler within the limits of its key, counts open, refused and abandoned
-    requests, and cancels the work when the client leaves.
-    """
+    """Runs a generating handler within its key's limits, and cancels it when the client leaves."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = Context.of(scope)

@@ -1,7 +1,5 @@
-"""Use of the device by an engine: bytes and operations of the last seconds' steps over their time,
-beside the most that was measured of the device.
-
-Computed from the step records on request; a step costs nothing for it.
+"""Use of the device: bytes and operations of the last seconds' steps over their time, beside the
+measured most. Computed from step records on request.
 """
 
 from __future__ import annotations

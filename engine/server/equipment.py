@@ -1,6 +1,4 @@
-"""Assembles what `jitney serve` needs behind its port: the model's files, the engine's process, the
-tokenizer, and processes that render chats and check grammars.
-"""
+"""Assembles what `jitney serve` needs behind its port: model, engine, tokenizer, processes."""
 
 from __future__ import annotations
 
@@ -26,8 +24,7 @@ if TYPE_CHECKING:
     from jitney.engine.server.process.process_client import ProcessClient
 
 
-#: The module that tries a tokenizer, and its limits: seconds of processor time, memory, and seconds
-#: of the clock, however busy the machine is.
+#: The module that tries a tokenizer, and its limits: CPU seconds, memory, seconds.
 _TRIAL = "jitney.engine.core.text.tokenizer_trial"
 _TRIAL_CPU_S, _TRIAL_GIB, _TRIAL_S = 20, 4, 180.0
 

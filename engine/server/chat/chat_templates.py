@@ -1,6 +1,4 @@
-"""Chats rendered to prompts by child processes (`text.template_worker`) that can be killed, so that
-a template with an endless loop fails only its own request.
-"""
+"""Chats rendered by child processes that can be killed: a template may never end."""
 
 from __future__ import annotations
 
@@ -25,10 +23,8 @@ class RenderedTooLong(RequestError):
 
 
 class ChatTemplates:
-    """Renders the chats of one model. timeout_s: the longest that a template may take.
-
-    A process has 57 MB. A chat of six messages takes 0.11 ms there and back (0.03 ms where it is
-    rendered here; AMD Zen 5).
+    """Renders the chats of one model; a template may take `timeout_s`. A process has 57 MB. A chat
+    of six messages takes 0.11 ms there and back (0.03 ms here; AMD Zen 5).
     """
 
     def __init__(self, source: TemplateSource, timeout_s: float):

@@ -30,9 +30,7 @@ _ECHO_TOKENS = 64
 
 
 class _Scores:
-    """Log-probabilities of tokens, in columns: 250 bytes a token with 20 alternatives, where
-    objects take a thousand and keep the garbage collector busy.
-    """
+    """Log-probabilities in columns: 250 bytes a token with 20 alternatives; objects: a thousand."""
 
     def __init__(self, width: int):
         #: Most alternatives stored per token.

@@ -1,6 +1,4 @@
-"""The generation routes: read a request, run it, answer; and stop the engine's work when the client
-leaves.
-"""
+"""The generation routes: read, run, answer; and stop the work when the client leaves."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""The known fields that a body does not declare, and the treatment of each.
-
-A field of a body is declared by it, a hint, refused, or unknown. A hint helps the servers of other
-providers, or asks for a part of the answer that is not shown here: it is accepted, and listed in
-`x-ignored-params` unless its value is the default. All other fields that would change the answer
-are refused by name. The table holds for all routes, so a field means the same on each.
+"""The known fields that a body does not declare, and the treatment of each. A hint helps other
+providers' servers, or asks for what is not shown here: it is accepted, and listed in
+`x-ignored-params` unless its value is the default. Other fields that would change the answer are
+refused by name. The table holds for all routes.
 """
 
 from __future__ import annotations
@@ -132,8 +130,7 @@ FIELDS: Mapping[str, Rule] = {
     "xtc_probability": refused(0, 0.0),
 }
 
-#: Fields of a generation that only OpenAI's own routes have a place for -> values that ask for
-#: nothing.
+#: Fields of a generation of OpenAI's own routes -> values that ask for nothing.
 OPENAI_ONLY: Mapping[str, tuple[JsonValue, ...]] = {
     "guided_choice": (),
     "guided_grammar": (),

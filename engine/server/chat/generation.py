@@ -1,8 +1,4 @@
-"""One HTTP request under way: outputs of its engine requests in, text of its choices out.
-
-A `Generation` owns the engine requests of one HTTP request. However it ends (done, error, client
-gone), leaving it ends every sequence that is still open.
-"""
+"""One HTTP request under way: outputs of its engine requests in, text of its choices out."""
 
 from __future__ import annotations
 
@@ -56,10 +52,8 @@ class _Times:
 
 class Generation:
     """Async context manager: charges the key, submits the engine requests, merges their outputs,
-    aborts what is open at the end.
-
-    Raises RequestError on entry if a limit of the key or the engine refuses at once, and from
-    `deltas` when a sequence ends badly.
+    and aborts what is open at the end. Raises RequestError if the key's limits or the engine
+    refuse, and from `deltas` when a sequence ends badly.
     """
 
     def __init__(self, service: Service, request: GenerationRequest, context: Context):

@@ -1,6 +1,4 @@
-"""The fields by which a request holds its answer to a grammar: OpenAI's `response_format`, vLLM's
-`structured_outputs`, and the older `guided_*`.
-"""
+"""Fields of grammars: OpenAI's `response_format`, vLLM's `structured_outputs`, `guided_*`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Grammars checked by child processes (`structured.worker`) that can be killed, so that one whose
-compiling does not end fails only its own request; and a cache of the results.
-"""
+"""Grammars checked by child processes that can be killed, since some never compile; a cache."""
 
 from __future__ import annotations
 
@@ -17,8 +15,7 @@ from jitney.engine.core import Checked, CheckedGrammar, CheckerSetup, Terms, sch
 _MODULE = "jitney.engine.core.grammar.worker"
 #: Seconds that checking a grammar may take.
 _TIMEOUT_S = 2.0
-#: Size of the cache of results: characters of the grammars' texts, and the charge per entry beside
-#: them.
+#: Size of the cache of results in characters, and the charge per entry.
 _MOST_CHARS = 8 << 20
 _CHARS_EACH = 500
 #: Schemas of one grammar that may take too long, each as long as checking a grammar may.
@@ -29,8 +26,8 @@ _ENDED = ErrorInfo(
 
 
 class Grammars:
-    """Says of the grammars of one model whether they can be used. A process has 27 MB; none is
-    started before the first grammar. timeout_s: the longest that checking one may take.
+    """Says whether a model's grammars can be used. A process has 27 MB; none is started before the
+    first grammar.
     """
 
     def __init__(self, setup: CheckerSetup, timeout_s: float = _TIMEOUT_S):

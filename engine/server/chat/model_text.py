@@ -1,6 +1,4 @@
-"""The texts of the served model: how long they may be, tokenising them, rendering chats, checking
-grammars, and how the model's turns are read.
-"""
+"""The served model's texts: limits, tokens, chats, grammars, and how its turns are read."""
 
 from __future__ import annotations
 
@@ -35,8 +33,7 @@ _MOST_LEFT = 8
 _IDLE_S = 5.0
 #: Most characters that a chat template may add to the messages.
 _TEMPLATE_CHARS = 1 << 16
-#: Seconds that learning a chat template's abilities may take. A template that takes longer gets
-#: conversations in which users and assistants alternate, and nothing else.
+#: Seconds to learn a template's abilities; else only users and assistants alternate.
 _PROBING_S = 10.0
 #: Most characters that a chat template may make of a small conversation.
 _PROBE_CHARS = 1 << 20
@@ -52,8 +49,7 @@ class ModelText:
         self._ready = ready
         self._settings = settings
         self._threads = TextThreads()
-        #: Renders chats in processes; None: the text threads do, and a template that never ends
-        #: takes one of them.
+        #: Renders chats in processes; None: on the text threads, which a template may block.
         self.chat_templates: ChatTemplates | None = None
         #: Checks grammars in processes; None: the text threads do, with the same danger.
         self.grammars: Grammars | None = None
@@ -144,9 +140,7 @@ class ModelText:
 
 
 class ModelTurns:
-    """The chat format of the model: what its template accepts, and how its turns are read. Learnt
-    from the template, before the engine is ready or at the first use.
-    """
+    """The chat format of the model, learnt from its template at the start or the first use."""
 
     def __init__(self, ready: _Ready, settings: ServerSettings, text: ModelText):
         self._ready = ready
@@ -225,9 +219,7 @@ def _checked_here(setup: CheckerSetup, grammar: Grammar, param: str) -> CheckedG
 
 
 class TextThreads:
-    """Runs text work on a few threads, and replaces threads that do not come back; `run` is called
-    on the event loop.
-    """
+    """Runs text work on a few threads, and replaces those that do not come back."""
 
     def __init__(
         self, threads: int = _THREADS, most_left: int = _MOST_LEFT, idle_s: float = _IDLE_S

@@ -1,6 +1,4 @@
-"""Builds engine requests from a checked body: prompts become token ids, fields become sampling
-parameters.
-"""
+"""Builds engine requests from a checked body: prompts to token ids, fields to parameters."""
 
 from __future__ import annotations
 
@@ -40,8 +38,7 @@ if TYPE_CHECKING:
 
 #: Most choices of one request, over all its prompts.
 _MAX_CHOICES = 128
-#: Prompts of one request that the engine has at a time, per seat: enough that no seat waits for the
-#: next one.
+#: Prompts of one request with the engine at a time, per seat: no seat waits for the next.
 _PER_SEAT = 4
 #: Characters stored of a prompt's end.
 _TAIL_CHARS = 256
@@ -153,9 +150,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class RequestBuilder[B: GenerationBody]:
-    """Makes of one body what the engine is asked for. Its methods raise RequestError and HttpError
-    for what cannot be asked.
-    """
+    """Makes engine requests of one body. Its methods raise RequestError and HttpError."""
 
     service: Service
     body: B

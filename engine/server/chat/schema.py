@@ -1,9 +1,7 @@
-"""Common parts of the request bodies of all APIs: their fields, tools, and how they are checked.
-
-A body declares the fields that it implements; `engine.server.chat.fields` has the treatment of all
-others. null always means: not given. Ranges of sampling parameters are declared in
-`SamplingParams`, which checks them; here stand types, sizes and combinations. A new sampling
-parameter is one field of `GenerationBody` under its own name.
+"""Common parts of all APIs' bodies: their fields, tools, and how they are checked. A body declares
+the fields that it implements; `chat.fields` has the treatment of all others. null means: not given.
+`SamplingParams` checks ranges; here stand types, sizes and combinations. A new sampling parameter
+is one field of `GenerationBody` under its own name.
 """
 
 from __future__ import annotations
@@ -69,8 +67,7 @@ _SAMPLED_AS = {
     "repeat_penalty": "repetition_penalty",
     "top_logprobs": "logprobs",
 }
-#: Kinds of content part that exist elsewhere; a text model cannot read them, and no URL is ever
-#: fetched.
+#: Kinds of content part that a text model cannot read; no URL is ever fetched.
 _MEDIA_PARTS = frozenset(
     {
         "document",

@@ -1,7 +1,6 @@
-"""Access control: the keys, the roles that they give, and the check of every request.
-
-A route's entry in its table says which role it needs. On a server without keys every client is an
-administrator; on one with keys no client is, except with a key of `admin_keys`.
+"""Access control: the keys, their roles, and the check of every request. A route's line says which
+role it needs. Without keys every client is an administrator; with keys only those of `admin_keys`
+are.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from jitney.engine.server.http.settings import ServerSettings, digest_key
 
 #: Seconds that a wrong key is remembered.
 _WINDOW_S = 60.0
-#: Wrong keys with the same beginning from one address in that time, as of a client that was given
-#: a wrong key and tries again; and wrong keys of any kind from it.
+#: Wrong keys from one address in that time: with one beginning (retries), and of any kind.
 _MOST_ALIKE = 10
 _MOST_OF_ADDRESS = 60
 #: Characters of a key that are its beginning.
@@ -44,8 +42,7 @@ class Identity:
     tenant: str = ""
     #: An administrator's key brought it for this client (`engine.server.http.tenants`).
     passed_on: bool = False
-    #: Digest of the key that the request shows, even if it is passed on for another client; empty:
-    #: none.
+    #: Digest of the key shown, even if passed on for another client; empty: none.
     key: str = field(default="", compare=False)
 
     @classmethod
@@ -107,10 +104,7 @@ class _Admitted:
 
 
 class ApiKeys:
-    """The accepted keys, and the open requests that showed them. Lives on one event loop.
-
-    clock: seconds, for how often wrong keys come.
-    """
+    """The accepted keys, and the open requests that showed them. Lives on one event loop."""
 
     def __init__(self, settings: ServerSettings, clock: Callable[[], float] = time.monotonic):
         #: By digest.
@@ -248,10 +242,7 @@ def address_of(scope: Scope) -> str:
 @dataclass(frozen=True, slots=True)
 class AccessControl:
     """Admits requests by the role that their route needs, and puts the sender into the scope
-    (`Identity.of`).
-
-    keys: the accepted keys, with the open requests of each. missing: the error for a request
-    without a key.
+    (`Identity.of`). missing: the error for a request without a key.
     """
 
     app: ASGIApp
@@ -286,12 +277,9 @@ class AccessControl:
 
 
 class _WrongKeys:
-    """Counts the wrong keys of the last minute by their origin, and makes clients that show many
-    wait. clock: seconds.
-
-    A right key is never delayed, however many wrong ones its address has shown: clients that share
-    an address (a proxy, a building) with an attacker would be locked out. Guessing is hopeless
-    because keys are long; this keeps it from filling logs and taking time.
+    """Counts the last minute's wrong keys by origin, and makes those that show many wait. A right
+    key is never delayed: clients that share an address with an attacker would be locked out. Keys
+    are too long to guess; this keeps guesses from filling logs and taking time.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):

@@ -1,7 +1,5 @@
-"""Requests that a web page of another site has its visitor's browser send.
-
-A browser says where a request comes from: in Sec-Fetch-Site, which no page can set, and in Origin.
-What sends neither (curl, an SDK, a probe) is no browser, and acts for itself.
+"""Requests that a web page of another site has its visitor's browser send. A browser says so in
+Sec-Fetch-Site, which no page can set, and in Origin; others (curl, an SDK) send neither.
 """
 
 from __future__ import annotations

@@ -11,11 +11,9 @@ _log = logging.getLogger("jitney")
 
 #: More than any server needs; some systems name a billion, and some programs walk through them.
 _ENOUGH = 1 << 20
-#: Descriptors for everything but connections: logs, libraries, the core's sockets, drawings, files
-#: and webhooks.
+#: Descriptors for everything but connections: logs, libraries, sockets, files, webhooks.
 _OWN = 128
-#: Connections that are accepted in one turn of the event loop, and turns that pass until one of
-#: them can be refused and is closed.
+#: Connections accepted in one turn of the loop, and turns until a refused one is closed.
 ACCEPTED_AT_ONCE, _TURNS = 16, 5
 
 

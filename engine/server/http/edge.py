@@ -1,6 +1,4 @@
-"""The middleware of every request, and the answers to requests without a route: the same for an
-engine and for a fleet.
-"""
+"""The middleware of every request, and answers without a route, for engines and fleets."""
 
 from __future__ import annotations
 
@@ -83,9 +81,7 @@ def _edge(
 
 @dataclass(frozen=True, slots=True)
 class _SiteGuard:
-    """Refuses requests that change something and come from a page of another site, unless that site
-    is one of `cors_origins`.
-    """
+    """Refuses changes by pages of other sites than those of `cors_origins`."""
 
     app: ASGIApp
     settings: ServerSettings

@@ -39,8 +39,7 @@ _ANTHROPIC_TYPES = {
 }
 #: The code of a request that is longer than the context.
 _TOO_LONG: Literal["context_length_exceeded"] = "context_length_exceeded"
-#: Request error code -> (status, the code shown to the client, seconds for Retry-After when the
-#: error knows none).
+#: Request error code -> (status, the code shown, Retry-After in seconds when none is known).
 _CODES: dict[str, tuple[int, str | None, float | None]] = {
     "invalid_value": (400, None, None),
     "model_not_found": (404, None, None),
@@ -131,9 +130,7 @@ class OllamaErrorAnswer(ResponseModel):
 
 
 class HttpError(JitneyError):
-    """A request refused by the HTTP side itself. close: the connection is of no further use (unread
-    body). details: `error.details` in Anthropic's form.
-    """
+    """A refusal by the HTTP side. close: the connection is unusable (unread body)."""
 
     def __init__(
         self,

@@ -34,9 +34,7 @@ _FIELD = re.compile(r"[a-z][a-z0-9_]*\Z")
 
 @dataclass(frozen=True, slots=True)
 class _Fault:
-    """One error. The value at fault may be one of several kinds (a union), whose branches all tell
-    what each of them misses.
-    """
+    """One error. A value of a union has those of all branches."""
 
     path: str
     reason: str

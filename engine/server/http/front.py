@@ -1,6 +1,4 @@
-"""The routes "/", "/docs" and "/openapi.json", for people and programs that know only the address.
-The same for an engine and for a fleet.
-"""
+"""The routes "/", "/docs" and "/openapi.json", of engines and fleets."""
 
 from __future__ import annotations
 

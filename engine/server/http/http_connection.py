@@ -1,6 +1,4 @@
-"""A server's h11 connection with what h11 leaves out: targets in absolute form, and connections
-that HTTP/1.0 clients want to keep.
-"""
+"""h11's connection, with targets in absolute form and HTTP/1.0's keep-alive."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Reading a JSON body that may be hostile: parse, then its depth, then a reason that names the
-field. And writing JSON that is too long to be written at once.
-"""
+"""Reading hostile JSON: parse, check the depth, name the field; writing long JSON in pieces."""
 
 from __future__ import annotations
 
@@ -111,9 +109,7 @@ def _numbers(value: JsonValue, path: str) -> Iterator[tuple[str, float]]:
 
 
 class LongJson:
-    """A list somewhere inside a value, whose JSON text comes in pieces. It stands for the list, and
-    is typed as it.
-    """
+    """A list inside a value, whose JSON text comes in pieces; it is typed as the list."""
 
     __slots__ = ("pieces",)
 

@@ -23,8 +23,7 @@ def listen(host: str, port: int) -> socket.socket:
     """A socket, bound and ready to be served on. Raises ConfigError, in one line."""
     family, address = _address_of(host, port)
     try:
-        # It may follow our own last run's closed connections; a living listener still makes it
-        # fail: some systems let two sockets bind, and refuse only when they listen.
+        # A living listener still makes it fail: some systems refuse only the second `listen`.
         return socket.create_server(
             address, family=family, backlog=0, dualstack_ipv6=family == socket.AF_INET6
         )

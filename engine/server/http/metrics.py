@@ -1,7 +1,5 @@
-"""Prometheus metrics: what the HTTP side counts itself, and what it reads from the engine's running
-totals.
-
-Every label has few values: route templates, status classes, finish reasons, ledger kinds.
+"""Prometheus metrics: what the HTTP side counts, and the engine's running totals. Every label has
+few values: route templates, status classes, finish reasons, ledger kinds.
 """
 
 from __future__ import annotations

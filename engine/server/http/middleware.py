@@ -32,8 +32,7 @@ _HOST = re.compile(rb"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?\Z")
 _PORT = re.compile(rb":[0-9]+\Z")
 _JSON = re.compile(r'application/json\s*(?:;\s*charset="?utf-8"?\s*)?\Z', re.IGNORECASE)
 _FORM = re.compile(r"multipart/form-data\s*;", re.IGNORECASE)
-#: Bytes of an upload beside the file (whose reader knows how long that may be), and bytes a second
-#: that it must have on average.
+#: Bytes of an upload beside the file, and its least bytes a second.
 _FORM_BYTES, _LEAST_RATE = 1 << 16, 16_384
 _MAX_HEADERS = 256
 _MAX_HEADER_BYTES = 1 << 16
@@ -179,12 +178,8 @@ def _context_headers(context: Context) -> list[tuple[bytes, bytes]]:
 
 @dataclass(frozen=True, slots=True)
 class HeaderLimits:
-    """Bounds the size of headers, and requires exactly one well-formed Host that this server
-    answers to.
-
-    The HTTP parser bounds a head only while it is incomplete; one that arrives in a single read
-    passes it. A page elsewhere could read our answers by pointing a host name of its own at this
-    server.
+    """Bounds the size of headers, and requires one well-formed Host that is ours: a page elsewhere
+    could point a name of its own at this server. The parser bounds incomplete heads only.
     """
 
     #: In the state of a scope: the request came over one connection too many.
@@ -241,10 +236,7 @@ def _check_size(scope: Scope) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BodyLimit:
-    """Reads a body whole before any other code sees it: type, size and time are checked here, once.
-
-    The application receives the body in one message, and then the server's further messages.
-    """
+    """Reads a body whole, once, checking type, size and time; the application gets one message."""
 
     app: ASGIApp
     settings: ServerSettings

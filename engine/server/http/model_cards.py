@@ -1,6 +1,4 @@
-"""The routes of /v1/models, which answer in OpenAI's form or in Anthropic's, which the header
-anthropic-version asks for. The same for an engine and for a fleet.
-"""
+"""The routes of /v1/models, in OpenAI's form or (anthropic-version) Anthropic's."""
 
 from __future__ import annotations
 

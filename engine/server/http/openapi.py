@@ -1,6 +1,4 @@
-"""The OpenAPI document of the routes, made of their table and of the models that bodies are checked
-with.
-"""
+"""The OpenAPI document, made of the table of routes and of the models of bodies."""
 
 from __future__ import annotations
 
@@ -33,8 +31,7 @@ _ERROR_ANSWERS = {
     ErrorForm.ANTHROPIC: AnthropicErrorAnswer,
     ErrorForm.OLLAMA: OllamaErrorAnswer,
 }
-#: Status -> when a route answers it. Every route may; those of `_GENERATING` only where the engine
-#: works.
+#: Status -> when a route answers it; those of `_GENERATING` only where the engine works.
 _ERRORS = {
     400: "the request is not valid; `param` names the field",
     401: "no key, or one that is not ours",

@@ -1,9 +1,6 @@
 """uvicorn's h11 protocol with what it lacks: a time limit for headers, our form of error, limits
-for slow clients and for TLS handshakes, answers for clients that have ended their side, and an end
-that does not take the answer with it.
-
-Give `http_protocol(settings, connections)` to `uvicorn.Config(http=...)`. What h11 cannot parse
-never reaches the application, so it is answered here.
+for slow clients and TLS handshakes, answers for clients that have ended their side, and an end that
+does not take the answer with it. What h11 cannot parse is answered here.
 """
 
 from __future__ import annotations
@@ -32,20 +29,17 @@ from jitney.engine.server.http.middleware import HeaderLimits
 from jitney.engine.server.http.settings import ServerSettings
 from jitney.engine.server.http.streaming import StreamingWriter
 
-#: Bytes and seconds for the rest of a request that was answered before all of it came; they are
-#: read and discarded. A close with unread bytes resets the connection, and a client that writes
-#: before it reads would lose its answer.
+#: Bytes and seconds for the rest of a request that was answered before all of it came. A close with
+#: unread bytes resets the connection, and the client may lose its answer.
 _DISCARDED_BYTES = 64 << 20
 _DISCARDING_S = 5.0
 #: The same of what is no HTTP.
 _LINGER_S = 0.5
 #: Until what has come is certainly read.
 _SOON_S = 0.5
-#: Pauses between looks at a client that has ended its side: the first, and the longest, to which
-#: they double.
+#: Pauses between looks at a client that has ended its side: first, and longest (doubling).
 _LOOK_S, _LONGEST_LOOK_S = 0.05, 2.0
-#: How long the answer of such a client is waited for where nothing can be sent before it: to
-#: HTTP/1.0. Proxies that speak it, and whose clients leave, take a seat for no longer.
+#: Wait for the answer of such a client over HTTP/1.0, where nothing can be sent before it.
 _OLD_PATIENCE_S = 5.0
 
 
@@ -74,10 +68,8 @@ def over_tls(
 
 
 class _Handshake(SSLProtocol):
-    """A TLS handshake that counts as a connection from the moment at which it is accepted.
-
-    asyncio's own TLS reports a connection to its protocol after the handshake, and waits a minute
-    for that: clients that begin none could use up all open files, and lock other clients out.
+    """A TLS handshake that counts as a connection from its beginning. asyncio's own reports it
+    after the handshake, for a minute: clients that begin none could use up all open files.
     """
 
     #: Nothing of an answer is written meanwhile, and what comes is read at once.
@@ -142,8 +134,7 @@ class _Outbound:
     def let_go(self) -> None:
         """Part transport and protocol, which otherwise only a full collection would."""
         self._protocol = None
-        # A connection that was broken off still holds methods of its own as callbacks; a close
-        # drops them.
+        # A broken connection still holds its methods as callbacks; a close drops them.
         self._transport.close()
 
     def __getattr__(self, name: str) -> Any:

@@ -1,10 +1,6 @@
-"""Limits of one client, so that none can take the whole server: `Quotas` of its API key's work, and
-`Shares` of scarce things such as connections.
-
-Work is not counted in requests: a request with n sequences has n of them open, and is charged for
-their expected output as soon as it comes.
-
-Refused requests of a client are told to return one after the other.
+"""Limits of one client: `Quotas` of its API key's work, `Shares` of scarce things. Work is not
+counted in requests but in sequences, which are charged for their expected output as soon as they
+come. Refused requests are told to return one after the other.
 """
 
 from __future__ import annotations
@@ -22,8 +18,7 @@ from jitney.engine.core import LengthEstimate, RequestClasses
 from jitney.engine.server.http.errors import HttpError
 
 _MINUTE_S = 60.0
-#: Seconds after which one of a key's sequences ends, before one was seen to; the longest advice;
-#: and what the mean of such times keeps of itself with each new one.
+#: Seconds between ends of a key's sequences at first; the longest advice; the mean's memory.
 _FIRST_RETRY_S, _LONGEST_RETRY_S, _FADE = 1.0, 3600.0, 0.9
 
 
@@ -92,9 +87,7 @@ class Spending:
 
 @dataclass(slots=True)
 class Shares:
-    """Bounds the number of things that each client has under way, such as uploads, counted by
-    `access.client_of`.
-    """
+    """Bounds each client's number of things under way, such as uploads, by `client_of`."""
 
     #: Limit of one client.
     most: int
@@ -125,11 +118,9 @@ class Shares:
 
 @dataclass(slots=True, eq=False)
 class Quotas:
-    """Open sequences and tokens per minute of each key; 0 for no limit. clock: seconds.
-
-    Tokens are a bucket: it holds a minute's worth and fills at that rate. A request enters if its
-    prompt and the output that is expected of it are covered (more than the bucket: if the bucket is
-    full). What did not come is given back at its end.
+    """Open sequences and tokens per minute of each key; 0 for no limit. Tokens are a bucket of a
+    minute's worth. A request enters if its prompt and expected output are covered (or the bucket is
+    full); what did not come is given back at its end.
     """
 
     max_concurrent: int

@@ -1,6 +1,4 @@
-"""POST /admin/reload: the files that the configuration names are read again while the server runs.
-The same for an engine and for a fleet.
-"""
+"""POST /admin/reload: read the configuration's files again, in an engine or a fleet."""
 
 from __future__ import annotations
 

@@ -107,8 +107,8 @@ class FreshSettings:
 
 @dataclass(eq=False)
 class Reloader:
-    """Reads the files of a running server again and takes over what changed in them. A removed
-    key's requests and connections end, its jobs and batches are cancelled; what it stored stays.
+    """Reads a running server's files again. A removed key's requests and connections end, its jobs
+    and batches are cancelled; what it stored stays.
     """
 
     #: As the server was started.

@@ -15,9 +15,8 @@ from starlette.requests import Request
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Scope
 
-#: Reads a request and returns what answers it; its exceptions become error answers. Its first
-#: argument is what the routes of its table share: `engine.server.http.service.Service` for those of
-#: an engine.
+#: Reads a request and returns what answers it; its exceptions become error answers. The first
+#: argument is what the routes of a table share, such as `Service`.
 type Handler = Callable[[Any, Request], Awaitable[ASGIApp]]
 
 
@@ -36,8 +35,7 @@ class Role(IntEnum):
 class HttpRoute:
     """One line of the table of routes."""
 
-    #: Template of the path, such as "/v1/models/{model:path}". Metrics and the log call the route
-    #: by it.
+    #: Template of the path, such as "/v1/models/{model:path}", as metrics and log name it.
     path: str
     #: A route that takes GET takes HEAD too.
     methods: tuple[str, ...]
@@ -46,18 +44,15 @@ class HttpRoute:
     summary: str
     #: Role that may use it.
     role: Role = Role.USER
-    #: True: it makes the engine work. Such a request counts against its key's limits, a drain waits
-    #: for it, and the client's leaving ends it.
+    #: It makes the engine work: counted for its key and a drain, ended when the client leaves.
     generates: bool = False
     #: Most bytes of a body; 0 for the server's own limit.
     body_limit: int = 0
     #: The model of the body that it takes; None if it takes none.
     body: type[BaseModel] | None = None
-    #: The body is read as JSON whatever its Content-Type. Pages of other sites are refused by what
-    #: browsers say of them, not by the type.
+    #: The body is read as JSON whatever its Content-Type.
     takes_any_type: bool = False
-    #: The body is multipart/form-data, and is read piece by piece by the handler; its limit is
-    #: `file_limit`.
+    #: The body is multipart/form-data, read by the handler; its limit is `file_limit`.
     uploads: bool = False
     #: The model of what may stand after the question mark; None if nothing may.
     query: type[BaseModel] | None = None
@@ -67,8 +62,7 @@ class HttpRoute:
     event: Any = None
     #: Media type of an answer without a model.
     media_type: str = "text/plain"
-    #: Media type of its answer as a stream, if it generates; and whether it streams unless `stream`
-    #: is false.
+    #: Media type of its stream, and whether it streams unless `stream` is false.
     stream_type: str = "text/event-stream"
     streams_unasked: bool = False
     #: Status of a successful answer.

@@ -1,6 +1,4 @@
-"""The state that all routes share: the engine, the tokenizer, the limits, the counters, and whether
-requests are still taken.
-"""
+"""The state that all routes share: engine, tokenizer, limits, counters, and the drain."""
 
 from __future__ import annotations
 
@@ -40,15 +38,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("jitney.api")
 
-#: Requests that may be read and rendered beyond those that can sit and wait, and the least seconds
-#: after which one that was not read may come again.
+#: Requests read beyond those that can sit and wait; least seconds until an unread one returns.
 _MOST_READ, _LEAST_RETRY_S = 64, 1.0
 
 
 class Service:
-    """One served model. tokenizer may be set later than the rest: until then the service is
-    loading.
-    """
+    """One served model. It is loading until the tokenizer is set."""
 
     def __init__(
         self,

@@ -1,7 +1,5 @@
-"""Long work on the event loop, a few milliseconds at a time.
-
-Work here is a generator that stops now and then. Threads would not do: pure Python in a thread
-takes the interpreter for 5 ms whenever the loop writes to a socket, which is once for every stream.
+"""Long work on the event loop, a few milliseconds at a time, as generators. Pure Python in a thread
+would take the interpreter for 5 ms whenever the loop writes to a socket.
 """
 
 from __future__ import annotations
@@ -20,23 +18,18 @@ type Work[T] = Generator[object, None, T]
 #: Stops after each piece of what is sent.
 type Pieces = Generator[bytes, None, None]
 
-#: Seconds of work between two turns of the loop. What a generator does between two stops should
-#: take much less.
+#: Seconds of work between two turns of the loop; a generator stops much more often.
 _SLICE_S = 0.002
 #: Bytes that are sent at once.
 _BLOCK = 1 << 16
-#: Most waiting tasks that are resumed at a time: a slice is long enough for about so many streams
-#: to write a token each, and the others wait again.
+#: Most tasks resumed at a time: about as many streams write a token each in a slice.
 _CALLED = 16
 
 
 class TimeSlices:
-    """Shares the event loop's time: one time slice in a turn of the loop, for the task that has had
-    the fewest, so that short work does not wait for long work. A task that ends early leaves the
-    rest of its slice to the next one: all streams write after a step in one turn, not each in a
-    turn of its own.
-
-    most: tasks at a time, more are refused; 0: no limit.
+    """Shares the event loop's time: one slice in a turn, for the task that has had the fewest. A
+    task that ends early leaves the rest of its slice to the next: all streams write after a step in
+    one turn. most: tasks at a time, more are refused; 0: no limit.
     """
 
     _open = 0

@@ -1,13 +1,10 @@
 """The tenant of a request that a fleet passes on: the engine gets the fleet's key and the client's
-identity, so that everything that belongs to one key (stored responses, cached pages, turns of the
-fair order, limits, rows of the page) belongs to the client's key.
-
-The header is `x-jitney-tenant: ROLE.DIGEST.SIGNATURE`: the client's role at the fleet, the digest
-of its key, and the HMAC-SHA256 of both under the key that the request is sent with. Only an
-administrator's key may name another client. The signature shows that the sender has that key
-itself: clients of a gateway that adds its own key to their requests and passes their headers on
-cannot name another client. It covers neither a time nor the request: a copy of it can only be taken
-where the key can be read too.
+identity, so that what belongs to a key (responses, cached pages, turns, limits, rows of the page)
+belongs to the client's. The header is `x-jitney-tenant: ROLE.DIGEST.SIGNATURE`: the client's role,
+the digest of its key, and the HMAC-SHA256 of both under the key that the request is sent with. Only
+an administrator's key may name another client. The signature shows that the sender has that key
+itself, unlike clients of a gateway that adds its own. It covers neither a time nor the request: it
+can only be copied where the key can be read too.
 """
 
 from __future__ import annotations

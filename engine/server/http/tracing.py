@@ -1,9 +1,7 @@
 """Spans of generation requests for OpenTelemetry (extra `otel`): one for each HTTP request, below
-its caller's own (W3C trace context), and below it the queue, prefill and decode of each sequence.
-
-Exporter, resource and sampler are set by OpenTelemetry's own environment variables
-(OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER ...). Spans are sent by a
-thread of the SDK's. Without `otel` nothing of this is imported.
+its caller's own (W3C trace context), and below it the phases of each sequence. OpenTelemetry's own
+variables (OTEL_EXPORTER_OTLP_ENDPOINT ...) set exporter, resource and sampler. Without `otel`
+nothing of this is imported.
 """
 
 from __future__ import annotations
@@ -47,9 +45,7 @@ class _Parent:
 
 
 class Tracing:
-    """Makes and sends the spans.
-
-    processor: what takes them; None: the exporter that the environment names. Raises ConfigError if
+    """Makes and sends the spans. processor: None: the environment's exporter. Raises ConfigError if
     OpenTelemetry is not installed, or the environment is wrong.
     """
 

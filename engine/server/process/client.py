@@ -1,7 +1,4 @@
-"""The interface of the engine for the HTTP side.
-
-`engine.server.process.process_client.ProcessClient` implements it with a core in its own process.
-"""
+"""The interface of the engine for the HTTP side."""
 
 from __future__ import annotations
 
@@ -15,17 +12,12 @@ from jitney.engine.common.outputs import FinishReason, SequenceOutput
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.server.process.counters import EngineCounters
 
-#: Called with each output of a request, in order. It must not raise; it is called on the event loop
-#: between other callbacks.
+#: Called on the event loop with each output of a request, in order. It must not raise.
 type OutputListener = Callable[[SequenceOutput], None]
 
 
 class EngineClient(Protocol):
-    """One engine, reached from one asyncio event loop.
-
-    state "loading" until the first `Ready`, "restarting" while a dead core is being replaced; info
-    is None until that first `Ready`.
-    """
+    """One engine, reached from one event loop. info is None until the first `Ready`."""
 
     @property
     def state(self) -> EngineState: ...

@@ -39,8 +39,7 @@ def met(
     try:
         yield hosts
     except BaseException as error:
-        # A device that waits for a lost host fails with an error of its own, at any point of a
-        # start or of a step: before the connection's end is noticed, or just after.
+        # A device that waits for a lost host fails with an error of its own, before or after that.
         if not isinstance(error, _FOUND_ALONE):
             hosts.wait_for_loss()
         hosts.leave(f"{name} cannot go on: {error}", failed=True)

@@ -1,6 +1,4 @@
-"""A core process as its parent holds it: the process, and the two sockets to it, in a folder of
-this user alone that is never left behind for good.
-"""
+"""A core process as its parent holds it, with two sockets in a private folder."""
 
 from __future__ import annotations
 
@@ -25,14 +23,11 @@ from jitney.engine.common.errors import EngineDead, ErrorInfo, RequestError
 from jitney.engine.config import Config
 from jitney.engine.server.process.main import SOCKET_NAMES, Start, remove_folder
 
-#: Has glibc ask for huge pages: a CPU's step reads all weights, and looks up an address every 4 KiB
-#: otherwise.
+#: Has glibc ask for huge pages: a CPU's step reads all weights.
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-#: A core has little for numpy to multiply, the proof of its kernels; numpy's threads would wait for
-#: each other in a loop, which took half of that proof's time.
+#: numpy's threads would wait for each other in a loop, half of the kernels' proof.
 _ONE_NUMPY_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
-#: Descriptors that a link takes: of two sockets, their listeners and connections, the folder's
-#: lock, the core's pipe and process, and some that starting a process needs for a moment.
+#: Descriptors that a link takes: sockets, their connections, lock, pipe, process, and a start's.
 _DESCRIPTORS = 16
 _FOLDER_PREFIX = "jitney-core-"
 #: A sweep by another server may take a folder in the moment between its making and its lock.
@@ -92,9 +87,7 @@ def _remove_if_left(folder: str) -> None:
 
 @dataclass(slots=True)
 class CoreLink:
-    """A core process and the sockets to it; a restart makes a new one, so no message of the old
-    core reaches the new one.
-    """
+    """A core process and the sockets to it. A restart makes a new one: old messages are lost."""
 
     to_core: zmq.Socket
     from_core: zmq.asyncio.Socket
@@ -160,11 +153,8 @@ class CoreLink:
 
 
 class LinkRuntime:
-    """Resources that every link needs even when no descriptor is left: ZeroMQ's own threads, and
-    spare descriptors. Making it removes the folders of killed servers.
-
-    libzmq ends the process if it gets no descriptor for the poller of a new context, so there is
-    one context for all links.
+    """Resources that links need even when no descriptor is left: ZeroMQ's threads, and spare
+    descriptors. libzmq ends the process if a new context gets none, so all links share one.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,6 @@
-"""The core in a process of its own: `python -P -m jitney.engine.server.process.main`, started by
-`jitney.engine.server.process.supervisor`.
-
-The parent writes one line of JSON (`Start`) to our standard input and then holds that pipe open:
-its end is how we notice that the parent is gone, however it died. Messages go over two one-way
-ZeroMQ sockets in the parent's private folder (`jitney.engine.common.messages`).
+"""The core in a process of its own, started by `engine.server.process.supervisor`. The parent
+writes a line of JSON (`Start`) to our standard input and holds that pipe open: its end tells that
+the parent is gone. Messages go over two one-way ZeroMQ sockets.
 """
 
 from __future__ import annotations
@@ -38,8 +35,7 @@ _log = logging.getLogger("jitney.core")
 
 #: Seconds that a follower listens to the first host before it looks whether it is to end.
 _LISTEN_S = 0.2
-#: Seconds between two ticks of an idle core or of a follower, and idle ticks between two
-#: conservation checks of the page pool.
+#: Seconds between ticks of an idle core, and ticks between checks of the page pool.
 _TICK_S = 1.0
 _CHECK_EVERY = 10
 #: Milliseconds for the last messages.
@@ -88,8 +84,7 @@ def remove_folder(folder: str) -> None:
 
 def main() -> int:
     """Run one core until Shutdown; returns the exit status (1: after a Fatal)."""
-    # Ctrl-C, a service manager's SIGTERM and a terminal's end reach the whole group; the parent
-    # drains, and then sends Shutdown.
+    # These signals reach the whole group; the parent drains, and then sends Shutdown.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(

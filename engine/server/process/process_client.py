@@ -1,6 +1,4 @@
-"""The engine's requests on the server's side of the core process: their outputs, their ends, and
-their way into the next core when one dies.
-"""
+"""Open requests on the server's side: outputs, ends, and their way into the next core."""
 
 from __future__ import annotations
 
@@ -53,9 +51,7 @@ _BLAMED = ErrorInfo(
 
 @dataclass(eq=False)
 class _JointDrain:
-    """The drain of engines that share experts: once one of them drains, all do, and they end
-    together.
-    """
+    """The drain of engines that share experts: all drain, and end, together."""
 
     #: There are such engines beside this one.
     shares_experts: bool

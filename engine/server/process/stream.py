@@ -1,6 +1,4 @@
-"""An open request in the API process: the listener to its outputs, and the state that another core
-needs to continue it.
-"""
+"""An open request in the API process: its listener, and what another core needs of it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Keeps a core process running: starts it, reads its messages, notices that it died or hangs, and
-starts the next one.
-
-Single-threaded: everything here runs on one asyncio loop. Nothing here imports jax.
+"""Keeps a core process running, and starts the next one when it died or hangs. Everything here runs
+on one asyncio loop, and nothing imports jax.
 """
 
 from __future__ import annotations

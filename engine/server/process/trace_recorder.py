@@ -1,9 +1,6 @@
-"""`jitney serve --record FILE`: a line of times and lengths for every ended request; the first one
-also names the model and the device.
-
-No text, token, id or key is written: tenants are numbered in the order of their first ended
-request. The lines are a trace that `jitney simulate --trace FILE` reads, with the measured times
-beside the arrivals.
+"""`jitney serve --record FILE`: a line of times and lengths for every ended request. No text,
+token, id or key is written: tenants are numbered. The lines are a trace for `jitney simulate
+--trace FILE`, with the measured times beside the arrivals.
 """
 
 from __future__ import annotations
@@ -38,13 +35,9 @@ def _unknown() -> None:
 
 
 class Recorder:
-    """Writes a line for each request that ends, if `ended` is a listener of the engine's history.
-
-    It writes on a thread of its own, so that a slow disk delays no request; a disk error ends the
-    recording with one warning, and the server continues.
-
-    engine: returns the engine's info, None before it is known. Raises ConfigError if the file
-    cannot be made, or is not empty.
+    """Writes a line for each request that ends, as a listener of the history, on a thread of its
+    own, so that a slow disk delays nothing; a disk error ends the recording with one warning.
+    engine: its info, or None. Raises ConfigError if the file cannot be made, or is not empty.
     """
 
     def __init__(

@@ -1,7 +1,4 @@
-"""The rows of batches and of their lines; see `engine.server.tasks.store`.
-
-A line gets its answer once: writing it changes only a line that has none.
-"""
+"""The rows of batches and of their lines; see `tasks.store`. A line gets its answer once."""
 
 from __future__ import annotations
 

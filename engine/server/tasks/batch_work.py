@@ -1,6 +1,4 @@
-"""The work on one batch: reading its lines, having them answered, and writing the files that it
-leaves. It may be given up and begun again at any time.
-"""
+"""The work on one batch: read its lines, answer them, write its files; restartable any time."""
 
 from __future__ import annotations
 

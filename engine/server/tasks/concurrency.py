@@ -15,9 +15,7 @@ _UNLIMITED = 1 << 30
 
 
 class ConcurrencyLimit:
-    """As many requests at a time as there are seats, and of one key at most half of what it may
-    have open, so that its other requests find room.
-    """
+    """As many requests at a time as there are seats, and half of what one key may have open."""
 
     def __init__(self, context: ServerContext):
         self._context = context

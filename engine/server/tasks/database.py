@@ -27,20 +27,16 @@ _log = logging.getLogger("jitney.api")
 
 #: Seconds between two lines in the log about trouble with the disk.
 _SILENT_S = 60.0
-#: What the disk, or damage on it, raises. ValueError: what should be ours is no JSON, no text, or
-#: of another type.
+#: Errors of the disk or of damage on it. ValueError: no JSON, no text, or of another type.
 _TROUBLE = (sqlite3.Error, OSError, ValueError)
-#: Damaged databases that stay: the first, which holds most where a disk goes on failing, and the
-#: latest others.
+#: Damaged databases that stay: the first, which holds most, and the latest others.
 _MOST_ASIDE = 4
 #: The part of SQLite's error codes that says of which kind an error is.
 _PRIMARY = 0xFF
 
 
 class StoreUnavailable(HttpError):
-    """A store cannot be read or written now: the disk is full, or what lies on it is damaged.
-    contents: of the store, in words.
-    """
+    """A store cannot be read or written now: the disk is full, or its data is damaged."""
 
     def __init__(self, contents: str = "files, batches and jobs") -> None:
         super().__init__(
@@ -52,9 +48,7 @@ class StoreUnavailable(HttpError):
 
 
 class Database:
-    """The tables of one file. Every method blocks. Raises ConfigError for a file that a newer
-    version has written, and sqlite3.Error.
-    """
+    """The tables of one file. Blocks. Raises ConfigError (a newer version's) and sqlite3.Error."""
 
     #: What each version of the tables adds to the one before, as SQL.
     VERSIONS: ClassVar[tuple[str, ...]]
@@ -122,10 +116,8 @@ def _pass(trouble: str) -> None:
 
 
 class DatabaseKeeper[D: Database](ABC):
-    """A database in a folder of its own, reached from the event loop. Made by `open`.
-
-    Trouble with the disk is raised as StoreUnavailable, and logged once in a while. A database that
-    is damaged is set aside, and a new one begun.
+    """A database in a folder of its own, reached from the event loop. Made by `open`. Trouble with
+    the disk is raised as StoreUnavailable; a damaged database is set aside for a new one.
     """
 
     #: Name of the file; names of folders beside it that a damaged one takes along.

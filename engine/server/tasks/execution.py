@@ -1,6 +1,4 @@
-"""Requests of batches and jobs, answered by the handlers that HTTP calls too, with the rights of
-the key that they came with.
-"""
+"""Requests of batches and jobs, answered by HTTP's handlers with the rights of their key."""
 
 from __future__ import annotations
 

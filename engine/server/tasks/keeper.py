@@ -1,7 +1,5 @@
-"""The folder of files, batches and jobs, and the one thread that reads and writes its store.
-
-The folder must be ours alone, like the one of compiled programs, and one server's at a time: two
-would answer every line twice.
+"""The folder of files, batches and jobs, and the one thread of its store. It must be ours alone,
+and one server's at a time: two would answer every line twice.
 """
 
 from __future__ import annotations

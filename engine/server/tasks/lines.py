@@ -1,6 +1,4 @@
-"""A batch's file, line by line: what every line must be before any is answered, and the request
-that is in one. Everything here blocks: it runs on threads.
-"""
+"""A batch's file: checks of every line, and the request in one. Everything here blocks."""
 
 from __future__ import annotations
 

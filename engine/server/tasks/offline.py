@@ -1,6 +1,4 @@
-"""A file of requests answered without a server: the same lines by the same routes, written to a
-file as they come. A second run goes on where the first stopped.
-"""
+"""A file of requests answered without a server, by the same routes; it can be continued."""
 
 from __future__ import annotations
 

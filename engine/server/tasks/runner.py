@@ -32,10 +32,8 @@ _CANCELLABLE = ("validating", "in_progress")
 
 
 class TaskRunner:
-    """An asyncio task for each batch and job that is not over, all on one event loop.
-
-    Tries of jobs have a slot of one `ConcurrencyLimit`, those of lines of another. What is refused
-    for the moment waits without one: at a fleet, others may be for another model.
+    """An asyncio task for each batch and job that is not over. Tries of jobs have a slot of one
+    `ConcurrencyLimit`, those of lines of another; what is refused for the moment waits without.
     """
 
     def __init__(

@@ -1,6 +1,4 @@
-"""The server whose routes answer the requests of batches and jobs: that of an engine
-(`engine.server.http.service`) or of a fleet (`engine.fleet.fleet`).
-"""
+"""The server whose routes answer batches and jobs: an engine's `Service`, or a fleet."""
 
 from __future__ import annotations
 

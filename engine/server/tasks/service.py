@@ -1,5 +1,5 @@
-"""The batches and jobs of one server: one store, one runner, one sender of webhooks. They are
-opened when they are first asked for, or at the start if an earlier server has left some.
+"""The batches and jobs of one server: store, runner, webhooks. Opened when first asked for, or at
+the start if an earlier server has left some.
 """
 
 from __future__ import annotations

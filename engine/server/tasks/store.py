@@ -1,8 +1,6 @@
-"""The SQLite file of files, batches, lines and jobs. Every function here blocks: it runs on the one
-thread that owns the store (`engine.server.tasks.keeper`). So do those of `batch_rows` and
-`job_rows`, which are each one transaction.
-
-What was written is there after the process was killed; what was being computed is computed again.
+"""The SQLite file of files, batches, lines and jobs. Every function here, in `batch_rows` and
+`job_rows` blocks: it runs on the one thread that owns the store. What was written is there after a
+kill; what was being computed is computed again.
 """
 
 from __future__ import annotations

@@ -31,9 +31,7 @@ def is_allowed(url: str, prefixes: tuple[str, ...]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """Where a message goes, read as the HTTP client reads it: names in lower case, the scheme's own
-    port left out, dot segments taken away.
-    """
+    """The target of a message, as the HTTP client reads it: lower case, no default port or dots."""
 
     #: Scheme, host and port.
     server: tuple[str, bytes, int | None]

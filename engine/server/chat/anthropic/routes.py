@@ -1,6 +1,4 @@
-"""The routes of /v1/messages, and how its messages, made of blocks, become those that a chat
-template knows.
-"""
+"""The routes of /v1/messages, and its messages as chat templates know them."""
 
 from __future__ import annotations
 

@@ -49,8 +49,7 @@ class SyntaxText:
     syntax: ValueSyntax
     #: Between the name of an argument and its value.
     colon: str
-    #: Before and after an argument whose name is no identifier, with its name as a string; None:
-    #: names are written as those of nested properties.
+    #: Around an argument whose name is no identifier; None: written as a nested property's.
     odd: tuple[str, str] | None = None
 
     def rule(self, lark: Lark, schema: JsonDict, unenforced: list[str]) -> str:
@@ -163,8 +162,7 @@ class CallText:
     first: str = ""
     separator: str = ""
     last: str = ""
-    #: A marker begins each call and separates it from the text before; without one, calls begin at
-    #: the beginning of a line.
+    #: A marker begins each call; without one, calls begin at the beginning of a line.
     has_marker: bool = True
     #: Whether a turn ends with its call.
     is_alone: bool = False

@@ -1,7 +1,4 @@
-"""The families' ways to write calls and thoughts, as data.
-
-Names are those of vLLM's parsers where it has one for the same form.
-"""
+"""The families' ways to write calls and thoughts, as data, by the names of vLLM's parsers."""
 
 from __future__ import annotations
 
@@ -41,8 +38,7 @@ class ToolFormat:
     text: CallText
     #: Texts that the reader looks for, and must see where they are special tokens.
     markers: tuple[str, ...]
-    #: One of these in the template's text shows that its model calls tools this way. Empty: the
-    #: first marker does.
+    #: One of these in the template shows this form. Empty: the first marker does.
     signs: tuple[str, ...] = ()
     #: And what shows that it does not.
     unless: str = "\0"

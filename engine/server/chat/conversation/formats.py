@@ -1,6 +1,4 @@
-"""The form of a model's turns, chosen by its chat template: for the prompt, the parser and the
-grammar.
-"""
+"""The form of a model's turns by its chat template: for prompt, parser and grammar."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Grammars that hold a model to its family's way to call tools, with arguments that fit the tools'
-schemas. In llguidance's Lark, since JSON schemas stand among other text in them.
-"""
+"""Grammars of a family's calls with arguments that fit the tools' schemas, in llguidance's Lark."""
 
 from __future__ import annotations
 
@@ -31,8 +29,7 @@ class Turn:
     special_ids: Mapping[str, int]
     #: Tokens that it may think; None: as many as it likes.
     thinking_budget: int | None = None
-    #: Keywords of the tools' schemas that the grammar does not enforce: a function's name and a
-    #: JSON pointer. Written by `grammar`.
+    #: Keywords that the grammar does not enforce: a function's name and a JSON pointer.
     unenforced: list[str] = field(default_factory=list[str])
 
     def grammar(self, use: ToolUse | None, answer: Grammar | None) -> Grammar | None:

@@ -1,9 +1,7 @@
-"""The messages of a conversation, shaped to what a model's chat template accepts and shows.
-
-Clients send what other providers take: several system messages, a user twice in a row, calls beside
-text, ids of other servers. Templates refuse much of it or leave it out in silence. Each rule here
-follows from one ability of the template (`TemplateAbilities`), and looks no further ahead than from
-a call to its results, so that the prompt of a conversation that grows keeps its beginning.
+"""The messages of a conversation, shaped to what a model's chat template accepts and shows. Clients
+send what other providers take: several system messages, a user twice in a row, calls beside text.
+Each rule here follows from one ability of the template, and looks no further ahead than from a call
+to its results, so that the prompt of a growing conversation keeps its beginning.
 """
 
 from __future__ import annotations

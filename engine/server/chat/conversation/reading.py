@@ -1,6 +1,4 @@
-"""The parts that parsers of a model's text share: they read character by character, however the
-text is cut into pieces.
-"""
+"""The base of parsers of a model's text: character by character, however it is cut."""
 
 from __future__ import annotations
 
@@ -37,9 +35,7 @@ class Malformed(Exception):
 
 
 class TextReader:
-    """Base of the readers: `read` says what the text means, as it reads it. `next_char` gives it
-    the characters, and raises Ended behind the last one.
-    """
+    """Base of the readers: `read` says what the text means, by `next_char`, which raises Ended."""
 
     #: Text that is held back: blanks, and the beginning of what may be a marker.
     _held = ""

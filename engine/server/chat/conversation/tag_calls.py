@@ -26,16 +26,12 @@ _TAG = re.compile(r"<[^<]*|[^<\s][^<]*")
 
 
 class TagCalls(CallReader):
-    """Reads strings as they are written, and other values when they end; writes both as JSON, by
-    the types that the function's schema gives them.
-
-    A value ends at its closing tag if what may follow it does, so that it can hold such a tag.
-    Where a model leaves out closing tags, a value ends at the next tag that begins a line and is
-    in its place, and all that is open where the model ends its turn.
+    """Reads strings as they are written, and other values at their end; writes both as JSON, by the
+    function's schema. A value ends at its closing tag if what may follow it does, so that it can
+    hold such a tag; without one, at the next tag that begins a line and is in its place.
     """
 
-    #: The call that is being read: its index, the schema of its arguments, those of each of them,
-    #: and the names of those that were read.
+    #: The call being read: index, schema of its arguments, of each of them, and names so far.
     _index = -1
     _schema: JsonDict
     _properties: JsonDict

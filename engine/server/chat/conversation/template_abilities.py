@@ -1,6 +1,4 @@
-"""The abilities of a chat template, found by rendering small conversations: which messages it
-accepts, and whether the text of each one reaches the prompt.
-"""
+"""The abilities of a chat template, found by rendering small conversations."""
 
 from __future__ import annotations
 
@@ -13,25 +11,20 @@ from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.server.chat.conversation.tools import Tool, ToolUse
 
-#: Renders messages with variables of the template. Raises RequestError where the template refuses
-#: them or takes too long.
+#: Renders messages. Raises RequestError where the template refuses or takes too long.
 type Render = Callable[[list[JsonDict], JsonDict], Awaitable[str]]
 #: Whether templates read a call's arguments as an object or as JSON text.
 type _ArgumentsForm = Literal["object", "text"]
-#: Where a template shows what the assistant says beside its calls: in the message that has the
-#: calls, in a message before it, or in one that an empty message of the user separates from it.
-#: None: nowhere.
+#: Where a template shows the text beside calls: with them, before them, or before an empty message
+#: of the user; None: nowhere.
 type _TextBesideCalls = Literal["beside", "before", "before_empty_turn"] | None
-#: How a user speaks after a tool result: in the next message, after an empty turn of the assistant,
-#: or at the end of the result.
+#: How a user speaks after a result: next, after an empty turn, or at the result's end.
 type _UserAfterResult = Literal["next", "after_empty_turn", "in_result"]
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateAbilities:
-    """The abilities of one way to render a template. The defaults are the least that a template can
-    do: users and assistants that alternate.
-    """
+    """One way to render a template. By default users and assistants alternate, and no more."""
 
     #: A system message at the beginning, whatever the role of the last message.
     system: bool = False

@@ -1,6 +1,4 @@
-"""Readers of calls, one for each form in which models write them. What differs between the families
-of a form is data (`engine.server.chat.conversation.families`).
-"""
+"""Readers of calls, one for each form; what differs between families of a form is data."""
 
 from __future__ import annotations
 
@@ -45,8 +43,8 @@ class KeyedCalls(JsonCalls):
 
 
 class BareCalls(CallReader, JsonReader):
-    """Llama: JSON objects at the beginning of the turn, of a line or behind another call, and such
-    behind a tag. Without the tag only functions that were given can be called.
+    """Llama: JSON objects that begin the turn or a line, or follow a call or a tag. Without the tag
+    only functions that were given can be called.
     """
 
     #: Whether what comes begins a line.
@@ -88,9 +86,7 @@ class BareCalls(CallReader, JsonReader):
 
 
 class NamedCalls(CallReader, JsonReader):
-    """A name, then the arguments as JSON, with markers around them. A number behind the name is
-    Kimi's own name of the call.
-    """
+    """A name, then JSON arguments, with markers around; Kimi puts a number behind the name."""
 
     def __init__(
         self,
@@ -166,9 +162,7 @@ type _Member = Callable[[], Reading]
 
 
 class BraceCalls(NamedCalls):
-    """FunctionGemma and Gemma 4: `call:name{key:value}` between two tags, strings between marks of
-    their own. The arguments are written as JSON here.
-    """
+    """FunctionGemma, Gemma 4: `call:name{key:value}` in tags, strings in marks; written as JSON."""
 
     #: Values of the call that is being read.
     _index = -1

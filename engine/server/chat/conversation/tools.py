@@ -36,11 +36,9 @@ class Tool:
     description: str | None = None
     #: JSON schema of an object; None: it takes no arguments.
     parameters: JsonDict | None = None
-    #: Whether its arguments must fit the schema even where calls are not forced, and a schema that
-    #: cannot be enforced is refused.
+    #: Whether its arguments must fit the schema even where calls are not forced.
     strict: bool = False
-    #: Whether the client has a tool that takes a text: the model calls a function whose one
-    #: argument `input` is the text.
+    #: Whether it takes a text: the model calls a function with one argument, `input`.
     is_custom: bool = False
     #: The field of the body that it came in, such as "tools[3]".
     path: str = "tools"

@@ -58,9 +58,7 @@ def _effort(think: bool | Literal["low", "medium", "high"] | None) -> ReasoningE
 
 
 class _OpenCalls:
-    """Calls of a conversation that no result has answered yet. Ollama's clients give calls no ids,
-    and results the function's name.
-    """
+    """Calls without a result yet. Ollama's clients give calls no ids, and results the name."""
 
     def __init__(self) -> None:
         #: (id, name of the function), in their order.

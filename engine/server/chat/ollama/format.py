@@ -1,5 +1,5 @@
-"""Answers of Ollama's routes that generate: one object, or a stream of lines that each are one. The
-last line has the reason of the end, the counts and the durations.
+"""Answers of Ollama's routes that generate: one object, or a stream of lines; the last one has
+reason, counts and durations.
 """
 
 from __future__ import annotations

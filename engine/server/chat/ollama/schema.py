@@ -1,7 +1,4 @@
-"""The bodies of Ollama's routes, and the fields of a generation that their options stand for.
-
-The forms are those of the official clients (the package `ollama` of PyPI, 0.6, and of npm, 0.6).
-"""
+"""The bodies of Ollama's routes, as the packages `ollama` of PyPI and npm, 0.6, send them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The response bodies of /v1/completions and /v1/chat/completions, and the events of their streams.
-Lists of token ids come with return_token_ids.
-"""
+"""The bodies of /v1/completions and /v1/chat/completions, and the events of their streams."""
 
 from __future__ import annotations
 

@@ -60,8 +60,7 @@ class EmbeddingsBody(EngineBody):
     input: Annotated[list[str | list[int]], PlainValidator(_inputs, json_schema_input_type=_Input)]
     #: base64: of float32 numbers, the low byte first. None: float.
     encoding_format: Literal["float", "base64"] | None = None
-    #: Numbers of a vector; fewer than the model makes only where its files say that it was trained
-    #: for that. None: all.
+    #: Numbers of a vector; fewer only where the model's files allow it. None: all.
     dimensions: Annotated[int, Field(ge=1)] | None = None
     #: Longer inputs are cut to their last so many tokens; None: they are refused.
     truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None

@@ -1,7 +1,4 @@
-"""The kinds of models that score pairs of texts, and how each is asked.
-
-A kind turns pairs into prompts of tokens, and what the engine made of these into scores.
-"""
+"""The kinds of models that score pairs of texts: pairs -> prompts, and outputs -> scores."""
 
 from __future__ import annotations
 
@@ -56,9 +53,7 @@ def _query_is_too_long(tokens: int, room: int) -> RequestError:
 
 @dataclass(frozen=True, slots=True)
 class YesNo:
-    """Qwen3-Reranker, a decoder: it answers yes or no to a prompt of its own, and the score is the
-    share of yes among the two.
-    """
+    """Qwen3-Reranker, a decoder: the score is the share of yes among yes and no."""
 
     tokenizer: Tokenizer
     yes: int
@@ -104,9 +99,7 @@ class YesNo:
 
 @dataclass(frozen=True, slots=True)
 class _Classifier:
-    """A cross-encoder with one label, such as bge-reranker: it reads both texts at once, and the
-    score is the sigmoid of its logit.
-    """
+    """A cross-encoder with one label, such as bge-reranker: the score is its logit's sigmoid."""
 
     tokenizer: Tokenizer
 

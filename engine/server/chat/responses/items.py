@@ -178,8 +178,7 @@ class HostedItem(Part):
         return {"type": self.type} | given
 
 
-#: Tools of a provider that the client runs: type of a call -> name of a function, and the field
-#: that has its arguments.
+#: Tools that the client runs: type of a call -> function, and the field of its arguments.
 _HOSTED_CALLS = {
     "apply_patch_call": ("apply_patch", "operation"),
     "local_shell_call": ("local_shell", "action"),

@@ -60,8 +60,8 @@ def new_item_id(kind: str) -> str:
 
 
 class Output:
-    """The output items of one response, one open at a time. scores: writes log-probabilities, if
-    they are wanted. forms: what the client calls its tools, by what the model calls them.
+    """The output items of one response, one open at a time. scores: writes log-probabilities, or
+    None. forms: the client's names of tools, by the model's.
     """
 
     def __init__(self, scores: TokenScores | None, forms: Mapping[str, CallForm]):

@@ -36,8 +36,7 @@ from jitney.engine.server.chat.schema import (
 )
 from jitney.engine.server.http.errors import echo
 
-#: Values of `include`. Only log-probabilities can be given: the others are of tools that run on a
-#: provider's servers, and of reasoning, which is not encrypted here but stands in its item.
+#: Values of `include`. Only log-probabilities can be given; the others have no effect.
 _INCLUDABLE = frozenset(
     {
         "code_interpreter_call.outputs",

@@ -1,8 +1,6 @@
-"""The tools of /v1/responses: functions, custom tools and namespaces of both, and the choice of
-them.
-
-Models know neither namespaces nor custom tools. The model gets functions, those of a namespace
-under the names of both, and its calls are translated back to the client's names (`CallForm`).
+"""The tools of /v1/responses: functions, custom tools and namespaces of both, and the choice. The
+model gets functions, those of a namespace under both names, and its calls are translated back to
+the client's names (`CallForm`).
 """
 
 from __future__ import annotations
