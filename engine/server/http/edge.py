@@ -25,10 +25,10 @@ from jitney.engine.server.http.middleware import (
     BodyLimit,
     ErrorMiddleware,
     HeaderLimits,
-    RequestObserver,
 )
 from jitney.engine.server.http.quotas import Shares
 from jitney.engine.server.http.routing import Role, RouteTable, route_path
+from jitney.engine.server.http.server_context import ServerContext
 from jitney.engine.server.http.settings import ServerSettings
 from jitney.engine.server.http.tenants import identity_of
 
@@ -39,7 +39,7 @@ type _Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
 
 def application(
-    observer: RequestObserver,
+    observer: ServerContext,
     settings: ServerSettings,
     table: RouteTable,
     routes: Sequence[BaseRoute],
@@ -58,7 +58,7 @@ def application(
 
 
 def _edge(
-    observer: RequestObserver, settings: ServerSettings, table: RouteTable, keys: ApiKeys
+    observer: ServerContext, settings: ServerSettings, table: RouteTable, keys: ApiKeys
 ) -> list[Middleware]:
     """The middleware of every request, outermost first."""
     return [

@@ -10,20 +10,19 @@ import logging
 import re
 import uuid
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
-from prometheus_client import Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jitney.engine.common.errors import RequestError
 from jitney.engine.server.http.access import values_of
 from jitney.engine.server.http.context import Context
 from jitney.engine.server.http.errors import ErrorForm, ErrorReply, HttpError, echo
 from jitney.engine.server.http.routing import HttpRoute, RouteTable, route_path
+from jitney.engine.server.http.server_context import ServerContext
 from jitney.engine.server.http.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from jitney.engine.server.http.tracing import Tracing
+    pass
 
 _access = logging.getLogger("jitney.access")
 _log = logging.getLogger("jitney.api")
@@ -46,43 +45,12 @@ _METHODS = frozenset(
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 
 
-class _CountsRequests(Protocol):
-    @property
-    def requests(self) -> Counter:
-        """Counted by the route's template and the status class."""
-        ...
-
-
-class RequestObserver(Protocol):
-    """The server that is notified of every request: `Service`, or a fleet's."""
-
-    @property
-    def metrics(self) -> _CountsRequests: ...
-    @property
-    def tracing(self) -> Tracing | None:
-        """Makes spans; None: tracing is off."""
-        ...
-
-    @property
-    def body_limit(self) -> int | None:
-        """Most bytes of a request body; None: not known yet."""
-        ...
-
-    def unready(self) -> RequestError | None:
-        """Why no request can be served now, or None."""
-        ...
-
-    def answered(self, context: Context, reply: ErrorReply | None) -> None:
-        """A request has ended. reply: its error, if it got no answer; else `context.status`."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class ErrorMiddleware:
     """Gives each request its id and context, answers every error that comes up, logs one line."""
 
     app: ASGIApp
-    service: RequestObserver
+    service: ServerContext
     table: RouteTable
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -240,7 +208,7 @@ class BodyLimit:
 
     app: ASGIApp
     settings: ServerSettings
-    service: RequestObserver
+    service: ServerContext
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":

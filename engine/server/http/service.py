@@ -104,7 +104,7 @@ class Service:
 
     @property
     def running_names(self) -> tuple[str, ...]:
-        """See `ModelLister`: none while the model is loaded, or the engine asleep."""
+        """See `ServerContext`: none while the model is loaded, or the engine asleep."""
         return () if self.unready() is not None else self.model_names
 
     @property
@@ -112,7 +112,7 @@ class Service:
         return self.client.info
 
     def card(self, name: str) -> ModelCard:
-        """See `ModelLister`; an adapter's names the model that it changes, as vLLM's does."""
+        """See `ServerContext`; an adapter's names the model that it changes, as vLLM's does."""
         info = self.client.info
         is_adapter = self.adapter_number(name)
         return ModelCard(
@@ -204,7 +204,7 @@ class Service:
         return self.quotas.max_concurrent
 
     def trouble(self, code: str, cause: str) -> None:
-        """See `ServerContext.trouble`: an incident on the page."""
+        """See `ServerContext`: an incident on the page."""
         self.client.history.incidents.trouble(code, cause)
 
     def check_background(self) -> None:
@@ -284,7 +284,7 @@ class Service:
 
     @property
     def body_limit(self) -> int | None:
-        """See `middleware.RequestObserver`: known once the engine has been ready."""
+        """See `ServerContext`: known once the engine has been ready."""
         info = self.client.info
         if info is None:
             return self.settings.server.body_limit or None

@@ -12,6 +12,7 @@ from functools import partial
 import orjson
 
 from jitney.engine.server.http.routing import RouteTable
+from jitney.engine.server.http.server_context import ServerContext
 from jitney.engine.server.tasks import batch_rows
 from jitney.engine.server.tasks.concurrency import ConcurrencyLimit
 from jitney.engine.server.tasks.execution import LineExecutor, Reply
@@ -26,7 +27,6 @@ from jitney.engine.server.tasks.records import (
     LineOutcome,
     StoredFile,
 )
-from jitney.engine.server.tasks.server_context import ServerContext
 from jitney.engine.server.tasks.store import StorageFull, TaskStore
 
 #: Lines of a batch that are taken from the store at once.

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from jitney.engine.server.tasks.server_context import ServerContext
+from jitney.engine.server.http.server_context import ServerContext
 
 #: Seconds between two checks whether an engine is there.
 _POLL_S = 0.5

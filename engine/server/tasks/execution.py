@@ -19,9 +19,9 @@ from jitney.engine.server.http.access import Identity
 from jitney.engine.server.http.context import Context
 from jitney.engine.server.http.errors import ErrorForm, ErrorReply, HttpError, echo, retry_after_s
 from jitney.engine.server.http.routing import HttpRoute, Role, RouteTable
+from jitney.engine.server.http.server_context import ServerContext
 from jitney.engine.server.tasks.lines import LineRequest
 from jitney.engine.server.tasks.records import LineOutcome
-from jitney.engine.server.tasks.server_context import ServerContext
 
 #: Refusals of the moment: too much waits, or the engine is not there. The request tries again.
 _RETRIED = (429, 503)

@@ -13,10 +13,10 @@ import orjson
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.server.http.routes import ROUTES
 from jitney.engine.server.http.routing import RouteTable
+from jitney.engine.server.http.server_context import ServerContext
 from jitney.engine.server.tasks.execution import LineExecutor
 from jitney.engine.server.tasks.lines import MOST_FAULTS, LineReader, LineRequest
 from jitney.engine.server.tasks.records import Fault, Line, LineOutcome
-from jitney.engine.server.tasks.server_context import ServerContext
 
 
 class _Counts(NamedTuple):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 
 from jitney.engine.server.http.routing import RouteTable
+from jitney.engine.server.http.server_context import ServerContext
 from jitney.engine.server.tasks import batch_rows, job_rows
 from jitney.engine.server.tasks.batch_work import BatchWork
 from jitney.engine.server.tasks.concurrency import ConcurrencyLimit
@@ -20,7 +21,6 @@ from jitney.engine.server.tasks.execution import LineExecutor, Reply
 from jitney.engine.server.tasks.keeper import StoreKeeper
 from jitney.engine.server.tasks.lines import LineRequest
 from jitney.engine.server.tasks.records import Batch, Job, Task
-from jitney.engine.server.tasks.server_context import ServerContext
 from jitney.engine.server.tasks.store import StorageFull, TaskStore
 
 _log = logging.getLogger("jitney.api")

@@ -20,11 +20,11 @@ from jitney.engine.server.http.context import Context
 from jitney.engine.server.http.errors import HttpError, echo
 from jitney.engine.server.http.quotas import Shares
 from jitney.engine.server.http.routing import RouteTable
+from jitney.engine.server.http.server_context import ServerContext
 from jitney.engine.server.tasks.database import StoreUnavailable
 from jitney.engine.server.tasks.execution import generating_route
 from jitney.engine.server.tasks.keeper import StoreKeeper
 from jitney.engine.server.tasks.records import Batch, Job, StoredFile, Task
-from jitney.engine.server.tasks.server_context import ServerContext
 from jitney.engine.server.tasks.store import Record, TaskStore
 
 if TYPE_CHECKING:

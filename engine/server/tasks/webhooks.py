@@ -20,10 +20,10 @@ import httpx
 import orjson
 
 from jitney.engine.common.requests import JsonDict
+from jitney.engine.server.http.server_context import ServerContext
 from jitney.engine.server.tasks.database import StoreUnavailable
 from jitney.engine.server.tasks.keeper import StoreKeeper
 from jitney.engine.server.tasks.records import Batch, Job, Task
-from jitney.engine.server.tasks.server_context import ServerContext
 from jitney.engine.server.tasks.store import TaskStore
 from jitney.engine.server.tasks.webhook_targets import is_allowed
 
