@@ -84,7 +84,6 @@ def _json_format(
     *,
     aliases: tuple[str, ...] = (),
     signs: tuple[str, ...] = (),
-    unless: str = "\0",
 ) -> ToolFormat:
     """Calls that are JSON objects, or a list of them, between two markers."""
     return ToolFormat(
@@ -94,7 +93,18 @@ def _json_format(
         text,
         markers=(start, end) if end else (start,),
         signs=signs,
-        unless=unless,
+    )
+
+
+def _json_text(first: str, separator: str, last: str) -> CallText:
+    """Names and arguments in JSON objects."""
+    return CallText(
+        first=first,
+        before_name='{"name": "',
+        before_arguments='", "arguments": ',
+        after="}",
+        separator=separator,
+        last=last,
     )
 
 
@@ -105,7 +115,6 @@ def _tag_format(
     *,
     aliases: tuple[str, ...] = (),
     signs: tuple[str, ...] = (),
-    unless: str = "\0",
 ) -> ToolFormat:
     """Calls whose arguments are elements between tags."""
     return ToolFormat(
@@ -115,7 +124,6 @@ def _tag_format(
         text,
         markers=markers,
         signs=signs,
-        unless=unless,
     )
 
 
@@ -318,14 +326,7 @@ TOOL_FORMATS = (
         "mistral",
         (),
         lambda functions: MistralCalls(_MISTRAL),
-        CallText(
-            first=f"{_MISTRAL} [",
-            before_name='{"name": "',
-            before_arguments='", "arguments": ',
-            after="}",
-            separator=", ",
-            last="]",
-        ),
+        _json_text(f"{_MISTRAL} [", ", ", "]"),
         markers=_MISTRAL_MARKERS,
         signs=(_MISTRAL,),
     ),
@@ -402,14 +403,7 @@ TOOL_FORMATS = (
         "apriel",
         "<tool_calls>",
         "</tool_calls>",
-        CallText(
-            first="<tool_calls>[",
-            before_name='{"name": "',
-            before_arguments='", "arguments": ',
-            after="}",
-            separator=", ",
-            last="]</tool_calls>",
-        ),
+        _json_text("<tool_calls>[", ", ", "]</tool_calls>"),
         signs=("<tool_calls>[",),
     ),
     HERMES,
@@ -417,27 +411,13 @@ TOOL_FORMATS = (
         "nemotron_v2",
         "<TOOLCALL>",
         "</TOOLCALL>",
-        CallText(
-            first="<TOOLCALL>[",
-            before_name='{"name": "',
-            before_arguments='", "arguments": ',
-            after="}",
-            separator=", ",
-            last="]</TOOLCALL>",
-        ),
+        _json_text("<TOOLCALL>[", ", ", "]</TOOLCALL>"),
     ),
     _json_format(
         "minimax",
         "<tool_calls>",
         "</tool_calls>",
-        CallText(
-            first="<tool_calls>\n",
-            before_name='{"name": "',
-            before_arguments='", "arguments": ',
-            after="}",
-            separator="\n",
-            last="\n</tool_calls>",
-        ),
+        _json_text("<tool_calls>\n", "\n", "\n</tool_calls>"),
         aliases=("minimax_m1",),
         signs=("<tool_calls>",),
     ),
@@ -454,19 +434,7 @@ TOOL_FORMATS = (
             last="\n]<|END_ACTION|>",
         ),
     ),
-    _json_format(
-        "granite",
-        "<|tool_call|>",
-        "",
-        CallText(
-            first="<|tool_call|>[",
-            before_name='{"name": "',
-            before_arguments='", "arguments": ',
-            after="}",
-            separator=", ",
-            last="]",
-        ),
-    ),
+    _json_format("granite", "<|tool_call|>", "", _json_text("<|tool_call|>[", ", ", "]")),
     _json_format(
         "gigachat31",
         "<|function_call|>",

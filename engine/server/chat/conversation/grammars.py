@@ -35,17 +35,18 @@ class Turn:
     def grammar(self, use: ToolUse | None, answer: Grammar | None) -> Grammar | None:
         """The grammar of the turn, or None. answer: of its content. Raises RequestError."""
         _check_budget(self)
-        if use is not None and answer is not None and not use.is_required:
-            return _calls_or_answer(self, use, answer)
-        if use is not None:
-            return _tool_grammar(self, use)
-        if answer is not None:
-            return _behind_thoughts(self, answer)
-        if self.thinking_budget is None:
+        if use is None and answer is None and self.thinking_budget is None:
             return None
+        if use is not None and not use.is_required:
+            is_strict = any(tool.strict for tool in use.tools)
+            if answer is None and self.thinking_budget is None and not is_strict:
+                return None
+            _check_reading(self)
         lark = Lark(self.special_ids, json_rule)
         thoughts = _thoughts(lark, self)
-        return Grammar("lark", lark.written(f"{thoughts} {_content(lark, self, 'ANY')}"))
+        if use is None and answer is not None and not thoughts:
+            return answer
+        return Grammar("lark", lark.written(f"{thoughts} {_behind(lark, self, use, answer)}"))
 
 
 def _check_budget(turn: Turn) -> None:
@@ -60,18 +61,6 @@ def _check_budget(turn: Turn) -> None:
         )
 
 
-def _tool_grammar(turn: Turn, use: ToolUse) -> Grammar | None:
-    """The grammar of a turn that may or must call, or None. Raises RequestError."""
-    is_free = turn.thinking_budget is None and not any(tool.strict for tool in use.tools)
-    if is_free and not use.is_required:
-        return None
-    if not use.is_required:
-        _check_reading(turn)
-    lark = Lark(turn.special_ids, json_rule)
-    thoughts = _thoughts(lark, turn)
-    return Grammar("lark", lark.written(f"{thoughts} {_answer(lark, turn, use)}"))
-
-
 def _check_reading(turn: Turn) -> None:
     """Raise RequestError where calls are content unless they are forced."""
     if turn.format.tools is None:
@@ -83,23 +72,12 @@ def _check_reading(turn: Turn) -> None:
         )
 
 
-def _calls_or_answer(turn: Turn, use: ToolUse, grammar: Grammar) -> Grammar:
-    """A turn that calls, or says what its grammar allows. Raises RequestError."""
-    _check_reading(turn)
-    lark = Lark(turn.special_ids, json_rule)
-    thoughts = _thoughts(lark, turn)
-    said = _content(lark, turn, _rule_of(lark, grammar))
-    return Grammar("lark", lark.written(f"{thoughts} ({_calls(lark, turn, use)} | {said})"))
-
-
-def _behind_thoughts(turn: Turn, grammar: Grammar) -> Grammar:
-    """The grammar of an answer behind possible thoughts. Raises RequestError."""
-    lark = Lark(turn.special_ids, json_rule)
-    thoughts = _thoughts(lark, turn)
-    if not thoughts:
-        return grammar
-    said = _content(lark, turn, _rule_of(lark, grammar))
-    return Grammar("lark", lark.written(f"{thoughts} {said}"))
+def _behind(lark: Lark, turn: Turn, use: ToolUse | None, answer: Grammar | None) -> str:
+    """The rule of what stands behind the thoughts. Raises RequestError."""
+    if use is not None and (answer is None or use.is_required):
+        return _answer(lark, turn, use)
+    said = _content(lark, turn, "ANY" if answer is None else _rule_of(lark, answer))
+    return said if use is None else f"({_calls(lark, turn, use)} | {said})"
 
 
 def _rule_of(lark: Lark, grammar: Grammar) -> str:
@@ -129,7 +107,7 @@ def _content(lark: Lark, turn: Turn, rule: str) -> str:
 
 
 def _answer(lark: Lark, turn: Turn, use: ToolUse) -> str:
-    """The rule of the answer behind the thoughts."""
+    """The rule of an answer that may or must call."""
     if use.is_required:
         return _calls(lark, turn, use)
     if turn.format.has_channels:
