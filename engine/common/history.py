@@ -408,19 +408,16 @@ class History(RequestRecords):
     def _end(self, record: RequestRecord, finish: str, code: str, step: int, t: float) -> None:
         seat = record.seat
         super()._end(record, finish, code, step, t)
-        self._count_end(record, finish, code)
+        if record.refused:
+            self.rejected[code] += 1
+        else:
+            self.finished[finish] += 1
         self.incidents.stream_flows((record.request_id, record.index), t)
         self._vacate(seat, record)
         event = "aborted" if finish == "abort" else "finished"
         self._add_event(event, record, step, t, seat, code or finish)
         self._ended.append(record)
         self._forget(t)
-
-    def _count_end(self, record: RequestRecord, finish: str, code: str) -> None:
-        if record.refused:
-            self.rejected[code] += 1
-        else:
-            self.finished[finish] += 1
 
     def _vacate(self, seat: int, record: RequestRecord) -> None:
         """Its sequence has left: the seat is free, unless the batch keeps it."""
@@ -433,18 +430,12 @@ class History(RequestRecords):
 
     def _forget(self, now: float) -> None:
         """Let go of what is too old or too much."""
-        while self._ended and self._may_go(now):
-            self._forget_request(self._ended.popleft().request_id)
-
-    def _forget_request(self, request_id: str) -> None:
-        """Unless one of its sequences goes on."""
-        siblings = self._records.get(request_id, [])
-        if all(record.finished is not None for record in siblings):
-            self._records.pop(request_id, None)
-
-    def _may_go(self, now: float) -> bool:
-        """True when the request that ended first need not be kept."""
-        return len(self._ended) > _KEEP_REQUESTS or _end_of(self._ended[0]) < now - self.keep_s
+        ended = self._ended
+        while len(ended) > _KEEP_REQUESTS or (ended and _end_of(ended[0]) < now - self.keep_s):
+            request_id = ended.popleft().request_id
+            siblings = self._records.get(request_id, [])
+            if all(record.finished is not None for record in siblings):
+                self._records.pop(request_id, None)
 
     def _add_event(
         self,

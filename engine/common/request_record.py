@@ -234,8 +234,4 @@ type SeatStay = tuple[RequestRecord, Stay]
 def stays_of(requests: Iterable[RequestRecord]) -> list[SeatStay]:
     """All stays of these requests, by start."""
     pairs = ((request, stay) for request in requests for stay in request.stays)
-    return sorted(pairs, key=_start)
-
-
-def _start(pair: SeatStay) -> float:
-    return pair[1].start
+    return sorted(pairs, key=lambda pair: pair[1].start)

@@ -368,7 +368,9 @@ class RequestLimits(msgspec.Struct, frozen=True):
             )
         self._check_prompt(request.prompt)
         if self.encoder:
-            return self._no_tokens(len(request.prompt))
+            if len(request.prompt) > self.longest:
+                raise RequestError.too_long(self.overflow(len(request.prompt), 0), "prompt")
+            return 1  # for the accounts: an encoder writes nothing
         return self._most_generated(request)
 
     def overflow(
@@ -392,12 +394,6 @@ class RequestLimits(msgspec.Struct, frozen=True):
             code="unsupported_parameter",
             param="model",
         )
-
-    def _no_tokens(self, prompt_tokens: int) -> int:
-        """The most tokens of an encoder, 1 for the accounts; its prompt may fill the context."""
-        if prompt_tokens > self.longest:
-            raise RequestError.too_long(self.overflow(prompt_tokens, 0), "prompt")
-        return 1
 
     def _check_logprobs(self, sampling: SamplingParams) -> None:
         for name in ("logprobs", "prompt_logprobs"):

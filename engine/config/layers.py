@@ -155,7 +155,7 @@ class ResolvedConfig:
         values: dict[str, dict[str, object]] = {name: {} for name in Config.model_fields}
         origins: dict[str, str] = {}
         layers = (
-            *_from_preset(preset),
+            *((settings()[name], value, _FROM_PRESET) for name, value in preset.items()),
             *_from_file(file),
             *_from_environ(environ),
             *_from_flags(flags),
@@ -225,11 +225,6 @@ def _validated(
         return ResolvedConfig(Config.model_validate(values), origins)
     except ValidationError as error:
         raise ConfigError(_explain(error, origins)) from None
-
-
-def _from_preset(preset: Mapping[str, object]) -> Iterator[tuple[Setting, object, str]]:
-    for name, value in preset.items():
-        yield settings()[name], value, _FROM_PRESET
 
 
 def _from_file(file: str | Path | None) -> Iterator[tuple[Setting, object, str]]:

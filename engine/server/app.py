@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -53,8 +53,9 @@ def create_app(
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(tasks.at_work())
-            for mounted in _mounted_apps(extra_routes):
-                await stack.enter_async_context(mounted.router.lifespan_context(mounted))
+            for route in extra_routes:  # mounted ones do not run their lifespans
+                if isinstance(route, Mount) and isinstance(route.app, Starlette):
+                    await stack.enter_async_context(route.app.router.lifespan_context(route.app))
             yield
         service.close()
 
@@ -62,13 +63,6 @@ def create_app(
     app = application(service, settings, table, all_routes, lifespan, keys)
     app.state.service = service
     return app
-
-
-def _mounted_apps(routes: Sequence[BaseRoute]) -> Iterator[Starlette]:
-    """Applications among routes: their lifespans are not run by those that mount them."""
-    for route in routes:
-        if isinstance(route, Mount) and isinstance(route.app, Starlette):
-            yield route.app
 
 
 class _GenerationEndpoint(Endpoint[Service]):

@@ -86,8 +86,9 @@ class Generation:
             self._context.end = self._end_with
             for _ in range(self.request.first_group):
                 self._submit_next()
-            if self.request.echo:
-                await self._make_echoes()
+            if self.request.echo:  # made while the engine reads the prompts
+                for echo, prompt in zip(self.echoes, self.request.prompts, strict=True):
+                    await self._slices.result(echo.fill(self._tokenizer, self.request, prompt))
         except BaseException:
             self._end()
             raise
@@ -114,11 +115,6 @@ class Generation:
         self._n_submitted += 1
         if self._tracing is not None:
             self._tracing.submitted(request, self._context)
-
-    async def _make_echoes(self) -> None:
-        """While the engine reads the prompts."""
-        for echo, prompt in zip(self.echoes, self.request.prompts, strict=True):
-            await self._slices.result(echo.fill(self._tokenizer, self.request, prompt))
 
     async def __aexit__(self, *exc: object) -> None:
         self._end()
@@ -270,17 +266,13 @@ class Generation:
         self._context.completion_tokens = self.completion_tokens
         self._metrics.generated_tokens.inc(self._context.completion_tokens)
         for number, request in enumerate(self.request.engine_requests[: self._n_submitted]):
-            still_open = self._still_open(number)
+            still_open = sum(each.prompt == number and each.finish is None for each in self.choices)
             if still_open:
                 self._client.abort(request.id)
                 self._metrics.finished.labels("abort").inc(still_open)
             self._client.forget(request.id)
         self._news.close()
         self._charged.close()
-
-    def _still_open(self, prompt: int) -> int:
-        """Sequences of a prompt that have not ended."""
-        return sum(each.prompt == prompt and each.finish is None for each in self.choices)
 
 
 def _cut(vector: bytes, dimensions: int | None) -> bytes:

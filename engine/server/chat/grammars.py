@@ -32,7 +32,9 @@ class Grammars:
 
     def __init__(self, setup: CheckerSetup, timeout_s: float = _TIMEOUT_S):
         self._workers = WorkerPool("compiles grammars", _MODULE, setup, Checked, timeout_s)
-        self._kept: LruCache[Grammar, Checked] = LruCache(_MOST_CHARS, _chars_of)
+        self._kept: LruCache[Grammar, Checked] = LruCache(
+            _MOST_CHARS, lambda grammar: _CHARS_EACH + len(grammar.text)
+        )
         #: Checks under way; requests for the same grammar share one.
         self._checks: dict[Grammar, asyncio.Task[Checked]] = {}
         too_long = f"compiling the grammar took longer than {timeout_s:g} s"
@@ -95,10 +97,6 @@ class Grammars:
         )
         found = await self._answer(lighter)
         return replace(found, unenforced=(*left_out, *found.unenforced))
-
-
-def _chars_of(grammar: Grammar) -> int:
-    return _CHARS_EACH + len(grammar.text)
 
 
 def _seen(check: asyncio.Task[Checked]) -> None:

@@ -61,6 +61,10 @@ def _edge(
     observer: ServerContext, settings: ServerSettings, table: RouteTable, keys: ApiKeys
 ) -> list[Middleware]:
     """The middleware of every request, outermost first."""
+    # The most that one client may have at work.
+    most = math.ceil(settings.max_connections * 3 / 4)
+    whose = "requests (three quarters of max_connections)"
+    shares = Shares(most, whose, "too_many_connections")
     return [
         *cors(settings),
         Middleware(ErrorMiddleware, service=observer, table=table),
@@ -73,7 +77,7 @@ def _edge(
             identify=partial(_identify, keys),
             missing=_no_key,
         ),
-        Middleware(_ClientShares, shares=_shares(settings)),
+        Middleware(_ClientShares, shares=shares),
         Middleware(BackgroundRequests),
         Middleware(BodyLimit, settings=settings, service=observer),
     ]
@@ -90,12 +94,6 @@ class _SiteGuard:
         if scope.get("method", "GET") not in _SAFE:
             refuse_other_sites(scope, self.settings.server.cors_origins)
         await self.app(scope, receive, send)
-
-
-def _shares(settings: ServerSettings) -> Shares:
-    """Three quarters of the connections are the most that one client may have at work."""
-    most = math.ceil(settings.max_connections * 3 / 4)
-    return Shares(most, "requests (three quarters of max_connections)", "too_many_connections")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +117,9 @@ def _role_of(settings: ServerSettings, scope: Scope) -> Role:
     route = Context.of(scope).route
     if route is not None:
         return route.role
-    return Role.ANYBODY if _is_public(settings, route_path(scope)) else Role.USER
-
-
-def _is_public(settings: ServerSettings, path: str) -> bool:
-    return path in settings.public_paths or path.startswith(settings.public_prefixes)
+    path = route_path(scope)
+    is_public = path in settings.public_paths or path.startswith(settings.public_prefixes)
+    return Role.ANYBODY if is_public else Role.USER
 
 
 def _identify(keys: ApiKeys, scope: Scope) -> Identity:
@@ -142,12 +138,6 @@ def _no_key() -> HttpError:
     )
 
 
-def _no_route(path: str) -> HttpError:
-    return HttpError(
-        404, f"no route {echo(path)} here; /openapi.json lists what there is", code="not_found"
-    )
-
-
 async def _answer_unrouted(table: RouteTable, request: Request, error: Exception) -> Response:
     """Answers to a path or method that no route takes."""
     context = Context.of(request)
@@ -161,5 +151,6 @@ def _router_error(table: RouteTable, path: str, error: Exception) -> Exception:
     if allowed:  # else the path is one of the extra routes', or nobody's
         return HTTPException(405, headers={"allow": ", ".join(allowed)})
     if isinstance(error, HTTPException) and error.status_code == 404:
-        return _no_route(path)
+        message = f"no route {echo(path)} here; /openapi.json lists what there is"
+        return HttpError(404, message, code="not_found")
     return error

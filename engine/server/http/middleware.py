@@ -64,7 +64,9 @@ class ErrorMiddleware:
         route = self.table.find(path, scope["method"])
         versions = values_of(scope, b"anthropic-version")
         form = ErrorForm.of(path, names_version=bool(versions))
-        context = scope["jitney"] = Context(_request_id(scope), route, form)
+        # The client's id if it is harmless; only for headers and logs.
+        request_id = _safe_header(scope, b"x-request-id") or uuid.uuid4().hex
+        context = scope["jitney"] = Context(request_id, route, form)
         context.session_id = _safe_header(scope, b"x-session-id")
 
         async def send_marked(message: Message) -> None:
@@ -118,11 +120,6 @@ def _template(scope: Scope, context: Context) -> tuple[str, int]:
         return context.route.path, context.route.log_level
     # Routes that are not in the table, such as the page's, are known once they have run.
     return getattr(scope.get("route"), "path", "none"), logging.INFO
-
-
-def _request_id(scope: Scope) -> str:
-    """The client's id if it is harmless, else a new one; only for headers and logs."""
-    return _safe_header(scope, b"x-request-id") or uuid.uuid4().hex
 
 
 def _safe_header(scope: Scope, name: bytes) -> str:

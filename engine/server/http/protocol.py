@@ -244,7 +244,9 @@ class _BoundedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._discarding:
-            self._discard(data)
+            self._left_to_discard -= len(data)
+            if self._left_to_discard < 0:
+                self._bare.close()
             return
         self._heard_at = time.monotonic()
         crowded = not self.all_open.has_place(self)
@@ -339,11 +341,6 @@ class _BoundedProtocol(H11Protocol):
         if self._bare.can_write_eof():
             self._bare.write_eof()
         self.loop.call_later(seconds, self._bare.close)
-
-    def _discard(self, data: bytes) -> None:
-        self._left_to_discard -= len(data)
-        if self._left_to_discard < 0:
-            self._bare.close()
 
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn while it handles h11's error, which tells a head too large (431)."""

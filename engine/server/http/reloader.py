@@ -136,7 +136,8 @@ class Reloader:
         async with self._turn:
             fresh = await asyncio.to_thread(self.read)
             accepted = await asyncio.to_thread(self._checked, fresh.server)
-            secret = await asyncio.to_thread(_webhook_secret, fresh.server)
+            secret_file = fresh.server.webhook_secret_file
+            secret = await asyncio.to_thread(read_key_file, secret_file, _WEBHOOK_SECRET)
             adapters = await fresh.take_adapters()
             certificate = await asyncio.to_thread(self._take_certificate, fresh.server)
             engine_key = await fresh.take_engine_key()
@@ -268,10 +269,6 @@ def _certificate_digest(server: ServerSection) -> bytes:
             content = b""
         digest.update(len(content).to_bytes(8) + content)
     return digest.digest()
-
-
-def _webhook_secret(server: ServerSection) -> str:
-    return read_key_file(server.webhook_secret_file, _WEBHOOK_SECRET)
 
 
 def _needs_restart(fresh: FreshSettings, adapters: AdapterNews) -> list[str]:

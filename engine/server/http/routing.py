@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -101,7 +100,7 @@ class RouteTable:
 
     def __init__(self, routes: Sequence[HttpRoute]):
         self.routes = tuple(routes)
-        self._patterns = [(_pattern(route.path), route) for route in routes]
+        self._patterns = [(compile_path(route.path)[0], route) for route in routes]
 
     def find(self, path: str, method: str) -> HttpRoute | None:
         """The route of a path for the method, else the first (405); None: no route has the path."""
@@ -120,11 +119,6 @@ class RouteTable:
 
     def _with_path(self, path: str) -> list[HttpRoute]:
         return [route for pattern, route in self._patterns if pattern.fullmatch(path)]
-
-
-def _pattern(path: str) -> re.Pattern[str]:
-    pattern, _, _ = compile_path(path)
-    return pattern
 
 
 def _allowed(route: HttpRoute) -> set[str]:

@@ -58,16 +58,12 @@ def _meet(
         report(messages.Progress("hosts", done, total, detail))
 
     engine = config.engine
-    hello = Hello(engine.host_id, _versions(), _digest(config, source))
+    versions = f"jitney {version('jitney')}, jax {version('jax')}"  # others compile other programs
+    hello = Hello(engine.host_id, versions, _digest(config, source))
     where = engine.coordinator, engine.n_hosts
     if engine.host_id:
         return Worker.join(*where, hello, arrived, lost)
     return Leader.gather(*where, hello, arrived, lost, adapters)
-
-
-def _versions() -> str:
-    """Versions of Jitney and of jax: others may compile other programs."""
-    return f"jitney {version('jitney')}, jax {version('jax')}"
 
 
 def _digest(config: Config, source: ModelSource) -> str:

@@ -30,10 +30,6 @@ _CLOSE_S = 5.0
 _DIGITS = 6
 
 
-def _unknown() -> None:
-    pass
-
-
 class Recorder:
     """Writes a line for each request that ends, as a listener of the history, on a thread of its
     own, so that a slow disk delays nothing; a disk error ends the recording with one warning.
@@ -44,7 +40,7 @@ class Recorder:
         self,
         path: str | Path,
         clock: Callable[[], float] = time.monotonic,
-        engine: Callable[[], EngineInfo | None] = _unknown,
+        engine: Callable[[], EngineInfo | None] = lambda: None,
     ):
         self.start = clock()
         self._engine = engine

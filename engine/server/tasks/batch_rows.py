@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
-
 from jitney.engine.common.errors import RequestError
 from jitney.engine.config import ServerSection
 from jitney.engine.server.http.errors import HttpError, echo
@@ -116,7 +114,8 @@ def answers(store: TaskStore, id: str, after: int, limit: int) -> list[AnsweredL
     lines: list[AnsweredLine] = []
     n_bytes = 0
     for row in store.db.execute(query, (id, after, limit)):
-        lines.append(_answered(row))
+        outcome = None if row["outcome"] is None else LineOutcome(row["outcome"])
+        lines.append(AnsweredLine(row["number"], row["custom_id"], outcome, row["answer"] or b""))
         n_bytes += len(lines[-1].answer)
         if n_bytes >= _READ_BYTES:
             break
@@ -146,8 +145,3 @@ def finish(
 def _forget_lines(store: TaskStore, id: str) -> None:
     store.db.execute("DELETE FROM lines WHERE batch_id = ?", (id,))
     store.db.execute("UPDATE batches SET answer_bytes = 0 WHERE id = ?", (id,))
-
-
-def _answered(row: sqlite3.Row) -> AnsweredLine:
-    outcome = None if row["outcome"] is None else LineOutcome(row["outcome"])
-    return AnsweredLine(row["number"], row["custom_id"], outcome, row["answer"] or b"")

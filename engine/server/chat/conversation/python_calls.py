@@ -74,8 +74,9 @@ def _python_calls(code: str, names: Collection[str]) -> list[tuple[str, str]]:
     for statement in parsed.body:
         if not isinstance(statement, ast.Expr):
             raise Malformed
-        for expression in _listed(statement.value):
-            calls.append(_call(expression, names))
+        value = statement.value
+        listed = value.elts if isinstance(value, ast.List) else [value]
+        calls += [_call(expression, names) for expression in listed]
     if not calls:
         raise Malformed
     return calls
@@ -95,12 +96,6 @@ class _PythonWords(ast.NodeTransformer):
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_WORDS[node.id]) if node.id in _WORDS else node
-
-
-def _listed(expression: ast.expr) -> list[ast.expr]:
-    if isinstance(expression, ast.List):
-        return expression.elts
-    return [expression]
 
 
 def _call(expression: ast.expr, names: Collection[str]) -> tuple[str, str]:

@@ -187,17 +187,13 @@ class BraceCalls(NamedCalls):
         yield from self._copy_bracket()
         while (yield from self.peek_filled()) != end:
             yield from read_member()
-            yield from self._pass_comma(end)
+            if (yield from self.peek_filled()) != end:
+                yield from self.expect(",")
+                self._write(", ")
         yield from self._copy_bracket()
 
     def _copy_bracket(self) -> Reading:
         self._write((yield from self.next_char()))
-
-    def _pass_comma(self, end: str) -> Reading:
-        """Read the separator after a value, unless the end follows."""
-        if (yield from self.peek_filled()) != end:
-            yield from self.expect(",")
-            self._write(", ")
 
     def _read_pair(self) -> Reading:
         if (yield from self.peek()) == self._quote[0]:

@@ -258,14 +258,10 @@ class ValueRules:
         others = self.other_schema(schema)
         if others is not None:
             value = self.value(others, f"{place}/additionalProperties")
-            pair = self.lark.rule(f"{self._any_key()} {self.lark.literal(colon)} {value}")
+            key = "NAME" if self.syntax.has_bare_keys else self._text({}, "")
+            pair = self.lark.rule(f"{key} {self.lark.literal(colon)} {value}")
             pairs.append(Pair(pair, is_required=False, is_repeated=True))
         return f'"{{" {joined(self.lark, pairs, self.syntax.comma)} "}}"'
-
-    def _any_key(self) -> str:
-        if self.syntax.has_bare_keys:
-            return "NAME"
-        return self._text({}, "")
 
     def pairs(
         self,

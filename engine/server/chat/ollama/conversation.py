@@ -88,7 +88,10 @@ def _template_message(message: OllamaTurn, calls: _OpenCalls) -> JsonDict:
     if message.thinking:
         shown["reasoning_content"] = message.thinking
     if message.tool_calls:
-        shown["tool_calls"] = [_template_call(call, calls) for call in message.tool_calls]
+        shown["tool_calls"] = [
+            made_call(calls.add(call), call.function.name, call.function.arguments or {})
+            for call in message.tool_calls
+        ]
     if message.role == "tool":
         id = calls.answered(message)
         if id is not None:
@@ -96,7 +99,3 @@ def _template_message(message: OllamaTurn, calls: _OpenCalls) -> JsonDict:
         if message.tool_name is not None:
             shown["name"] = message.tool_name
     return shown
-
-
-def _template_call(call: MadeCall, calls: _OpenCalls) -> JsonDict:
-    return made_call(calls.add(call), call.function.name, call.function.arguments or {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, ClassVar, Literal, cast
 
@@ -111,16 +111,16 @@ class _Format(Format):
 
     def whole(self) -> Pieces:
         tokens = self.generation.counts.prompt
+        data = (
+            Embedding(index=index, embedding=self._written(vector))
+            for index, vector in enumerate(self.generation.embeddings)
+        )
         answer = EmbeddingsAnswer(
-            data=LongJson.of_each(self._data()),
+            data=LongJson.of_each(data),
             model=self.request.model,
             usage=EmbeddingUsage(tokens, tokens),
         )
         return in_pieces(answer)
-
-    def _data(self) -> Iterator[Embedding]:
-        for index, vector in enumerate(self.generation.embeddings):
-            yield Embedding(index=index, embedding=self._written(vector))
 
 
 async def _embeddings(service: Service, request: Request) -> ASGIApp:

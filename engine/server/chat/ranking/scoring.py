@@ -53,7 +53,7 @@ class Scoring:
             if isinstance(kind, YesNo):
                 scores = await self._yes_no(kind, prompts.ids)
             else:
-                outputs = await self._run(prompts.ids, self._vectors)
+                outputs = await self._run(prompts.ids, partial(self.builder.vectors, self.kind))
                 scores = kind.scores(prompts, [output.embedding for output in outputs])
         context.prompt_tokens = sum(map(len, prompts.ids))
         return scores
@@ -88,9 +88,6 @@ class Scoring:
             for place, output in zip(missing, more, strict=True):
                 logprobs[place] |= _logprobs(output)
         return [kind.score(known) for known in logprobs]
-
-    async def _vectors(self, prompts: Sequence[list[int]]) -> GenerationRequest:
-        return await self.builder.vectors(self.kind, prompts)
 
     async def _chosen(
         self, prompts: Sequence[list[int]], allowed: tuple[int, ...], width: int

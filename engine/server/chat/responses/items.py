@@ -34,11 +34,7 @@ class _Item(Part):
         return ()
 
 
-def _content(value: JsonValue) -> Content:
-    return content_of(value)
-
-
-_Content = Annotated[Content, PlainValidator(_content, json_schema_input_type=_Texts)]
+_Content = Annotated[Content, PlainValidator(content_of, json_schema_input_type=_Texts)]
 
 
 class MessageItem(_Item):
@@ -263,10 +259,8 @@ def item_of(value: JsonValue) -> AnyItem:
         return ReferenceItem.model_validate(value)
     if isinstance(kind, str) and kind in _ITEMS:
         return _ITEMS[kind].model_validate(value)
-    if isinstance(kind, str) and _is_hosted(kind):
+    if isinstance(kind, str) and (
+        kind in _UNREAD or kind in _HOSTED_OUTPUTS or kind.endswith(("_call", "_call_output"))
+    ):
         return HostedItem.model_validate(value)
     raise unsupported(f"items of type {echo(kind)} are not supported here")
-
-
-def _is_hosted(kind: str) -> bool:
-    return kind in _UNREAD or kind in _HOSTED_OUTPUTS or kind.endswith(("_call", "_call_output"))

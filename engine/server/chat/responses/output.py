@@ -153,7 +153,9 @@ class Output:
             case OutputMessage():
                 logprobs = [] if tokens is None else self._short(tokens)
                 if tokens is not None and self._scores is not None:
-                    self._keep(tokens)
+                    if self._tokens.scores is None:
+                        self._tokens = tokens.cleared()
+                    self._tokens.extend(tokens)
                 return OutputTextDelta(
                     item_id=item.id, output_index=index, delta=text, logprobs=logprobs
                 )
@@ -197,11 +199,6 @@ class Output:
                 return item.content[0]
             case _:
                 return None
-
-    def _keep(self, tokens: TokenList) -> None:
-        if self._tokens.scores is None:
-            self._tokens = tokens.cleared()
-        self._tokens.extend(tokens)
 
     def _short(self, tokens: TokenList) -> list[EventLogprob]:
         """Log-probabilities without the tokens' bytes, as events have them."""

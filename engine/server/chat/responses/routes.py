@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal
 
@@ -93,15 +92,18 @@ async def _create_response(service: Service, request: Request) -> ASGIApp:
     service.check_model(body.model)
     before = _previous(service, body, context.tenant)
     builder = RequestBuilder(service, body, context)
-    sampling = builder.sampling(_own_sampling(body))
+    logprobs = (body.top_logprobs or 0) if body.shows_logprobs else None
+    sampling = builder.sampling({"max_tokens": body.max_output_tokens, "logprobs": logprobs})
     items = await service.slices.result(_kept_items(body, service.responses, context))
     conversation = await _conversation(service, body, before, items)
     generation = await builder.answer(conversation, sampling)
     turn = KeptTurn(before, orjson.dumps(items))
-    keep = _Keeper(service.responses, context.tenant, generation.id, turn)
-    if body.store is False:
-        keep = None
-    format = partial(ResponsesFormat, body=body, keep=keep)
+
+    def keep(response: ResponseAnswer) -> None:
+        turn.output = to_json(response.output)
+        service.responses.put(context.tenant, generation.id, turn, to_json(response))
+
+    format = partial(ResponsesFormat, body=body, keep=None if body.store is False else keep)
     return GenerationAnswer(service, generation, format)
 
 
@@ -242,26 +244,6 @@ def _goes_on(messages: list[JsonDict], field: str) -> bool:
 
 def _text_of(item: JsonDict) -> str:
     return "".join(part["text"] for part in item["content"])
-
-
-def _own_sampling(body: ResponsesBody) -> JsonDict:
-    """Fields with a meaning of the route's own."""
-    logprobs = (body.top_logprobs or 0) if body.shows_logprobs else None
-    return {"max_tokens": body.max_output_tokens, "logprobs": logprobs}
-
-
-@dataclass(frozen=True, slots=True)
-class _Keeper:
-    """Keeps a response at its end."""
-
-    store: ResponseStore
-    tenant: str
-    id: str
-    turn: KeptTurn
-
-    def __call__(self, response: ResponseAnswer) -> None:
-        self.turn.output = to_json(response.output)
-        self.store.put(self.tenant, self.id, self.turn, to_json(response))
 
 
 async def _show_response(service: Service, request: Request) -> Response:
