@@ -244,10 +244,6 @@ class Choice:
         """Why it ended, unless it failed."""
         return self.finish if self.finish in ("stop", "length") else None
 
-    @property
-    def mean_logprob(self) -> float:
-        return self.cumulative / max(1, self.n_tokens)
-
     def accept(self, output: SequenceOutput) -> ChoiceDelta | None:
         """Add an output; None while nothing can be shown (half a character or stop string)."""
         events: list[AssistantEvent] = []

@@ -129,7 +129,7 @@ class Generation:
             prompt=sum(len(prompt.ids) for prompt in self.request.prompts),
             cached=sum(self.cached_tokens),
             completion=self.completion_tokens,
-            reasoning=self.reasoning_tokens,
+            reasoning=sum(each.parser.reasoning_tokens for each in self.choices if each.parser),
         )
 
     @property
@@ -142,12 +142,6 @@ class Generation:
             prompt_s=choice.prefill_s or 0.0,
             answer_s=choice.tokens_at - choice.first_at,
         )
-
-    @property
-    def reasoning_tokens(self) -> int:
-        """Output tokens so far that were thoughts."""
-        parsers = [choice.parser for choice in self.choices]
-        return sum(parser.reasoning_tokens for parser in parsers if parser is not None)
 
     @property
     def completion_tokens(self) -> int:

@@ -61,9 +61,6 @@ class Tool:
         }
         return cls(name, description, parameters, is_custom=True)
 
-    def renamed(self, name: str) -> Tool:
-        return replace(self, name=name)
-
     def at(self, path: str) -> Tool:
         """The tool, as one from this field of the body."""
         return replace(self, path=path)

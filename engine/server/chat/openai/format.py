@@ -95,7 +95,7 @@ class _OpenAIFormat[C](Format):
         best: list[Choice] = []
         for start in range(0, len(self.generation.choices), made):
             group = self.generation.choices[start : start + made]
-            group.sort(key=lambda choice: choice.mean_logprob, reverse=True)
+            group.sort(key=lambda one: one.cumulative / max(1, one.n_tokens), reverse=True)
             best += group[:n]
         return best
 

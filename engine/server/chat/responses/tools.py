@@ -6,6 +6,7 @@ the client's names (`CallForm`).
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Annotated, Literal, NamedTuple, cast
 
 from pydantic import BeforeValidator, Field, PlainValidator
@@ -134,7 +135,7 @@ class PlacedTool(NamedTuple):
     tool: _Own
 
     def as_tool(self) -> Tool:
-        return self.tool.as_tool().renamed(self.form.flat_name).at(self.path)
+        return replace(self.tool.as_tool(), name=self.form.flat_name, path=self.path)
 
 
 def placed(tools: Iterable[AnyTool]) -> list[PlacedTool | str]:
