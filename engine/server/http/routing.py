@@ -99,7 +99,6 @@ class RouteTable:
     """The lines of the table, found by path and method. Several lines may share a path."""
 
     def __init__(self, routes: Sequence[HttpRoute]):
-        self.routes = tuple(routes)
         self._patterns = [(compile_path(route.path)[0], route) for route in routes]
 
     def find(self, path: str, method: str) -> HttpRoute | None:
