@@ -120,8 +120,8 @@ class KernelsInfo(msgspec.Struct, frozen=True, kw_only=True):
     executables: int = 0
     compile_seconds: float = 0.0
     compilations: list[BucketCompilation] = []
-    #: On each device: what the largest step needs beside weights, pools and the state of seats, and
-    #: the code of all programs.
+    #: On each device: the largest step's need beside weights, pools and seats; code of all
+    #: programs.
     step_bytes: int = 0
     code_bytes: int = 0
 
@@ -169,9 +169,7 @@ class QueueInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Description of an engine, as the API, the page and `doctor` show it. Once the engine is
-    ready, only its adapters change.
-    """
+    """Description of an engine, as the API, the page and `doctor` show it; only adapters change."""
 
     #: Version of Jitney.
     version: str
@@ -202,9 +200,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def flat(self) -> JsonDict:
-        """A flat JSON object for page and reports; the names of model, device and kernels have the
-        keys "model", "device" and "kernels".
-        """
+        """A flat object for page and reports, with the keys "model", "device" and "kernels"."""
         fields: JsonDict = {"version": self.version, "config_digest": self.config_digest}
         groups = (self.model, self.formats, self.device, self.kernels, self.sizes, self.queue)
         for group in groups:

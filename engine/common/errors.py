@@ -34,9 +34,7 @@ _ANSWER_FIELDS = ("max_tokens", "min_tokens")
 
 class ContextOverflow(msgspec.Struct, frozen=True):
     """Numbers of a request that is longer than the context, in tokens, and its error messages.
-
-    Clients parse these messages to shorten a conversation: LiteLLM, opencode and Continue those of
-    OpenAI's API, Claude Code and Cline those of Anthropic's.
+    Clients parse these: LiteLLM, opencode, Continue (OpenAI's), Claude Code, Cline (Anthropic's).
     """
 
     #: Most tokens of a sequence, prompt included.
@@ -65,9 +63,7 @@ class ContextOverflow(msgspec.Struct, frozen=True):
         return message
 
     def anthropic_message(self) -> str:
-        """The message in the words of Anthropic's API, which counts only the prompt if that alone
-        is too long.
-        """
+        """The message in Anthropic's words, which counts the prompt alone if that is too long."""
         requested = self.prompt
         if requested <= self.limit:
             requested += self.completion

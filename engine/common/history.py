@@ -1,7 +1,6 @@
 """Records of requests, filled from the core's reports: one `RequestRecord` for each sequence.
-
-`RequestRecords` serves a run of the simulator or a bench. `History` is what a server keeps for its
-page and metrics: the same, with events, incidents and step records, bounded in number and age.
+`RequestRecords` serves a run of the simulator or a bench; `History` adds a server's events,
+incidents and step records, bounded in number and age.
 """
 
 from __future__ import annotations
@@ -91,9 +90,7 @@ class RequestRecords:
         return record
 
     def apply(self, report: StepReport, step: int, now: float) -> None:
-        """Take in a report. step: number of the step it tells of, or of the one before if it tells
-        of none. now: when that step was done.
-        """
+        """Take in a report. step: of the report, else the step before; now: when it was done."""
         records_of = self._records.get
         keep_times = self.keep_times
         for output in report.outputs:
@@ -255,8 +252,7 @@ class History(RequestRecords):
     #: (time, seconds since arrival) of live sequences that boarded, and of their first tokens.
     waits: deque[tuple[float, float]] = field(default_factory=_newest(_KEEP_SAMPLES))
     first_tokens: deque[tuple[float, float]] = field(default_factory=_newest(_KEEP_SAMPLES))
-    #: Totals since the start: ends by reason, refusals by error code, sequences that boarded,
-    #: prompt tokens found in the prefix cache.
+    #: Totals since the start: ends by reason, refusals by code, boardings, cached prompt tokens.
     finished: dict[str, int] = field(init=False)
     rejected: dict[str, int] = field(default_factory=Counter)
     boarded: int = 0
@@ -412,19 +408,16 @@ class History(RequestRecords):
     def _end(self, record: RequestRecord, finish: str, code: str, step: int, t: float) -> None:
         seat = record.seat
         super()._end(record, finish, code, step, t)
-        self._count_end(record, finish, code)
+        if record.refused:
+            self.rejected[code] += 1
+        else:
+            self.finished[finish] += 1
         self.incidents.stream_flows((record.request_id, record.index), t)
         self._vacate(seat, record)
         event = "aborted" if finish == "abort" else "finished"
         self._add_event(event, record, step, t, seat, code or finish)
         self._ended.append(record)
         self._forget(t)
-
-    def _count_end(self, record: RequestRecord, finish: str, code: str) -> None:
-        if record.refused:
-            self.rejected[code] += 1
-        else:
-            self.finished[finish] += 1
 
     def _vacate(self, seat: int, record: RequestRecord) -> None:
         """Its sequence has left: the seat is free, unless the batch keeps it."""
@@ -437,18 +430,12 @@ class History(RequestRecords):
 
     def _forget(self, now: float) -> None:
         """Let go of what is too old or too much."""
-        while self._ended and self._may_go(now):
-            self._forget_request(self._ended.popleft().request_id)
-
-    def _forget_request(self, request_id: str) -> None:
-        """Unless one of its sequences goes on."""
-        siblings = self._records.get(request_id, [])
-        if all(record.finished is not None for record in siblings):
-            self._records.pop(request_id, None)
-
-    def _may_go(self, now: float) -> bool:
-        """True when the request that ended first need not be kept."""
-        return len(self._ended) > _KEEP_REQUESTS or _end_of(self._ended[0]) < now - self.keep_s
+        ended = self._ended
+        while len(ended) > _KEEP_REQUESTS or (ended and _end_of(ended[0]) < now - self.keep_s):
+            request_id = ended.popleft().request_id
+            siblings = self._records.get(request_id, [])
+            if all(record.finished is not None for record in siblings):
+                self._records.pop(request_id, None)
 
     def _add_event(
         self,

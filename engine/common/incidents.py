@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-#: Outages that are kept, and crowds of refusals and of trouble; seconds without another after which
-#: a crowd is over; refusals whose tenants are kept.
+#: Most outages, and crowds of others; seconds that end a crowd; refusals whose tenants are kept.
 _KEEP_OUTAGES, _KEEP_CROWDS, _CALM_S, _KEEP_REFUSED = 64, 20, 30.0, 16384
 
 #: A sequence: its request's id, and its index.
@@ -30,8 +29,7 @@ class _Outage(msgspec.Struct):
     #: Streams that were under way, and those of them that have gone on since, or ended.
     n_streams: int = 0
     n_flowing: int = 0
-    #: When another core was ready, and when the last of the streams had gone on in it; None: not
-    #: yet, or never.
+    #: When another core was ready, and all streams had gone on; None: not yet, or never.
     ready: float | None = None
     flowing: float | None = None
 
@@ -78,7 +76,6 @@ class Incidents:
 
     @property
     def _outage(self) -> _Outage | None:
-        """The newest outage."""
         return self.outages[-1] if self.outages else None
 
     def stream_stopped(self, stream: _Stream) -> None:
@@ -97,7 +94,6 @@ class Incidents:
         self.outages.append(_Outage(self._clock(), cause, restart, n_resumed, n_lost, n_streams))
 
     def core_ready(self, t: float) -> None:
-        """A core serves."""
         outage = self._outage
         if outage is not None and outage.ready is None:
             outage.ready = t
@@ -119,9 +115,7 @@ class Incidents:
             outage.flowing = t
 
     def refused(self, status: int, code: str, retry_s: float | None, tenant: str = "") -> None:
-        """A request was answered 429 or 503. code: of the error; retry_s: its Retry-After;
-        tenant: digest of its key.
-        """
+        """A request was answered 429 or 503. retry_s: its Retry-After; tenant: its key's digest."""
         now, name = self._clock(), f"{status} {code}".strip()
         self.refused_tenants.append((now, tenant))
         if not self.refusals or now - self.refusals[-1].newest > _CALM_S:
@@ -135,7 +129,6 @@ class Incidents:
         self.drain = self.drain or (self._clock(), n_open)
 
     def disk_full(self) -> None:
-        """A disk that the server writes to is full."""
         self.trouble("disk_full", "the log names it")
 
     def trouble(self, code: str, cause: str) -> None:

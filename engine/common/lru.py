@@ -7,10 +7,7 @@ from collections.abc import Callable
 
 
 class LruCache[Key, Value]:
-    """A cache of limited total size; it always keeps the newest value.
-
-    most: largest sum of sizes. size_of: size of a key with its value.
-    """
+    """A cache of limited total size, which always keeps the newest value. most: of all sizes."""
 
     def __init__(self, most: int, size_of: Callable[[Key], int]):
         self._most = most

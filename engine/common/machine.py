@@ -53,10 +53,8 @@ def _fields_of(cpuinfo: str) -> dict[str, str]:
 
 
 def _name_in(fields: Mapping[str, str]) -> str:
-    """The processor's name from fields of /proc/cpuinfo; "" if absent.
-
-    Family and model are added if the name has no number (as in virtual machines). ARM has no name,
-    but codes of implementer and part.
+    """The processor's name in fields of /proc/cpuinfo; "" if absent. Family and model are added to
+    a name without a number (virtual machines); ARM has only codes of implementer and part.
     """
     name = " ".join(fields.get("model name", "").split())
     if name:

@@ -17,9 +17,7 @@ class Add(msgspec.Struct, tag="add", frozen=True):
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
-    """End a request (index None) or one of its sequences. reason "stop": the API process found a
-    stop string.
-    """
+    """End a request, or a sequence. reason "stop": the API process found a stop string."""
 
     request_id: str
     index: int | None = None
@@ -75,9 +73,7 @@ class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
 
 
 class Drain(msgspec.Struct, tag="drain", frozen=True):
-    """An engine that shares experts takes no more requests. All of them are told by `DrainState`,
-    since they end together.
-    """
+    """An engine that shares experts takes no more requests: `DrainState` tells all of them."""
 
     #: It has no open request left.
     drained: bool
@@ -111,11 +107,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
 
 
 class SequenceEvent(msgspec.Struct, array_like=True, frozen=True):
-    """A state change of a sequence.
-
-    The core reports seated, preempted and released; `jitney.engine.common.history` derives the
-    others from outputs.
-    """
+    """A state change. The core reports seated, preempted and released; `History` derives others."""
 
     #: queued | seated | first_token | preempted | finished | aborted | released (a seat that a
     #: batch held after its sequence ended is free).
@@ -177,8 +169,7 @@ class StepReport(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     outputs: list[SequenceOutput]
     #: One item of `records.STEP_DTYPE`; empty if nothing was computed.
     record: bytes = b""
-    #: Preemptions and then boardings for the step launched meanwhile; they come after the ends in
-    #: `outputs`.
+    #: Preemptions, then boardings, for the step launched meanwhile; after the ends in `outputs`.
     events: list[SequenceEvent] = []
     #: Prompt chunks of the step.
     chunks: list[PromptChunk] = []
@@ -188,8 +179,7 @@ class StepReport(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     canary: list[CanaryFinding] = []
     #: None: no work.
     grammars: GrammarWork | None = None
-    #: Predicted seconds that a new request waits for a seat; None: not computed since the last
-    #: report.
+    #: Predicted wait of a new request for a seat, s; None: not computed since the last report.
     predicted_wait: float | None = None
 
 

@@ -1,8 +1,4 @@
-"""Step records: their format, the core's ledger of rows, and the API process's ring of records.
-
-The ledger writes a record for each committed step. The ring keeps the newest ones and finds them by
-step number or time.
-"""
+"""Step records: format, the core's ledger of rows, and the API process's ring of the newest."""
 
 from __future__ import annotations
 
@@ -48,8 +44,7 @@ STEP_DTYPE = np.dtype(
         ("plan_s", "f4"),
         ("batch_s", "f4"),
         ("launch_s", "f4"),
-        # From the launch, or the end of the step before if that is later, until the tokens were on
-        # the host.
+        # From the launch, or the step before's end if later, until the tokens were on the host.
         ("device_s", "f4"),
         ("fetch_s", "f4"),
         ("commit_s", "f4"),
@@ -102,10 +97,7 @@ _SUM_EVERY = 256
 
 @dataclass(eq=False)
 class Ledger:
-    """A ring of the newest step records, and totals over all records ever made.
-
-    A step only packs its record; records are added up in groups.
-    """
+    """A ring of the newest step records, and totals over all, added up in groups."""
 
     #: Most records in the ring.
     capacity: int = 16384
@@ -135,10 +127,7 @@ class Ledger:
         return dict(self._totals)
 
     def record(self, **fields: float) -> bytes:
-        """Add a step and return the record's bytes.
-
-        fields: all of STEP_DTYPE. Raises TypeError for more or fewer, KeyError for others.
-        """
+        """Add a step; returns its bytes. fields: all of STEP_DTYPE, else TypeError or KeyError."""
         if len(fields) != len(_FIELDS):
             raise TypeError(f"a step record has the fields {', '.join(_FIELDS)}")
         size = STEP_DTYPE.itemsize
@@ -220,9 +209,8 @@ class RecordRing:
         return float(self._ready[self._at - 1])
 
     def add(self, record: bytes, renumber: int = 0) -> np.void:
-        """Add a record, with its step number raised by `renumber`; returns a copy of it.
-
-        A step is ready device_s after its launch or the end of the step before, whichever is later.
+        """Add a record, its step number raised by `renumber`; returns a copy. A step is ready
+        device_s after its launch or the end of the step before, whichever is later.
         """
         new = np.frombuffer(record, STEP_DTYPE)[0].copy()
         new["step"] += renumber

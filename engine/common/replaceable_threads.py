@@ -1,7 +1,4 @@
-"""Threads for jobs that may never end: a stuck thread is abandoned and replaced.
-
-They do not keep the program from exiting.
-"""
+"""Threads for jobs that may never end: a stuck one is replaced, and none keeps the program up."""
 
 from __future__ import annotations
 
@@ -40,18 +37,14 @@ class ReplaceableThreads:
                 self._start()
 
     def wait(self, seconds: float) -> None:
-        """Wait for all jobs of a single thread, at most `seconds`. If one job has then run for more
-        than half of that, abandon its thread.
-        """
+        """Wait for a single thread's jobs, at most `seconds`; abandon it if one took over half."""
         done = threading.Event()
         self.put(done.set)
         if not done.wait(seconds):
             self.leave(after_s=seconds / 2)
 
     def leave(self, job: _Job | None = None, after_s: float = 0.0) -> bool:
-        """Abandon and replace threads whose jobs have run for at least `after_s`; job: only this
-        one's. Returns False if that would exceed the limit.
-        """
+        """Replace threads whose job (only `job`, if given) ran `after_s`; False at the limit."""
         now = time.monotonic()
         with self._lock:
             for worker in [*self._workers]:

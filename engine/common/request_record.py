@@ -1,7 +1,5 @@
 """The record of a sequence from arrival to end, for history, simulator, benches, page and traces.
-
-All times are seconds of one clock: time.monotonic() in a server or bench, virtual time in the
-simulator.
+Times are seconds of one clock: time.monotonic(), or virtual time in the simulator.
 """
 
 from __future__ import annotations
@@ -31,9 +29,7 @@ class ComputedChunk(NamedTuple):
 
 
 class Stay(msgspec.Struct):
-    """The time that a sequence holds a seat, from boarding to its end or preemption. Written by
-    `history.RequestRecords`.
-    """
+    """The time that a sequence holds a seat. Written by `history.RequestRecords`."""
 
     seat: int
     #: First step.
@@ -64,10 +60,8 @@ class Stay(msgspec.Struct):
 
 
 class RequestRecord(msgspec.Struct, kw_only=True):
-    """A sequence from arrival to end.
-
-    `history.RequestRecords` writes it from a core's reports. A bench client fills in what it can
-    measure from outside.
+    """A sequence from arrival to end. `history.RequestRecords` writes it from a core's reports; a
+    bench client fills in what it can measure from outside.
     """
 
     #: Increases with each record of a history.
@@ -133,10 +127,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
         return self.finished
 
     def until(self, t: float) -> RequestRecord:
-        """The record as of time t, where a running sequence ends with its state as the reason.
-
-        Without stays, chunks and tokens.
-        """
+        """The record as of t, a running sequence ended with its state; no stays, chunks, tokens."""
         record = msgspec.structs.replace(
             self,
             request_id="",
@@ -243,8 +234,4 @@ type SeatStay = tuple[RequestRecord, Stay]
 def stays_of(requests: Iterable[RequestRecord]) -> list[SeatStay]:
     """All stays of these requests, by start."""
     pairs = ((request, stay) for request in requests for stay in request.stays)
-    return sorted(pairs, key=_start)
-
-
-def _start(pair: SeatStay) -> float:
-    return pair[1].start
+    return sorted(pairs, key=lambda pair: pair[1].start)

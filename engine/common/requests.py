@@ -71,12 +71,10 @@ class Uploaded(NamedTuple):
 
 
 def _uploaded_temperature(params: SamplingParams) -> float:
-    """The temperature, 0 if the request is greedy."""
     return 0.0 if params.greedy else params.temperature
 
 
 def _uploaded_top_k(params: SamplingParams) -> int:
-    """top_k, 0 if it is off."""
     return max(params.top_k, 0)
 
 
@@ -96,10 +94,8 @@ class Grammar(msgspec.Struct, frozen=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Parameters that choose the tokens of one request.
-
-    `validate` checks each field's `Range`. A field with `Uploaded` is part of every step's upload
-    (`engine.core.executor.inputs`).
+    """Parameters that choose the tokens of one request. `validate` checks each field's `Range`;
+    those with `Uploaded` are part of every step's upload (`engine.core.executor.inputs`).
     """
 
     #: Sequences for the prompt.
@@ -153,9 +149,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @classmethod
     def fields_with(cls, defaults: Mapping[str, float], explicit: JsonDict) -> JsonDict:
-        """A request's fields over a model's defaults. At temperature 0 the default repetition
-        penalty is left out: greedy means the model's likeliest token.
-        """
+        """Fields over a model's defaults; at temperature 0 without its repetition penalty."""
         fields: JsonDict = {**defaults, **explicit}
         is_greedy = fields.get("temperature", 1.0) < _GREEDY_BELOW
         if is_greedy and "repetition_penalty" not in explicit:
@@ -198,10 +192,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return bool(self.allowed_token_ids or self.banned_sequences)
 
     def validate(self, vocab_size: int) -> None:
-        """Raise RequestError naming a field that is out of range.
-
-        Token ids are checked too: a device silently clamps an index past the vocabulary.
-        """
+        """Raise RequestError naming a field out of range; devices clamp bad token ids silently."""
         for name, allowed in _ranges(type(self)):
             value = getattr(self, name)
             if value is not None:
@@ -258,14 +249,12 @@ type _Ranges = list[tuple[str, Range]]
 
 @cache
 def _declared(params: type[SamplingParams]) -> _Declared:
-    """Field -> annotations, for a class of sampling parameters."""
     hints = get_type_hints(params, include_extras=True)
     return {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
 
 
 @cache
 def _ranges(params: type[SamplingParams]) -> _Ranges:
-    """The fields with a range, and the ranges."""
     return [
         (name, item)
         for name, items in _declared(params).items()
@@ -303,8 +292,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     deadline: float | None = None
     #: Lower ones board sooner.
     priority: int = 0
-    #: Digest of the API key. It is part of the prefix-cache key, like cache_salt, so that no tenant
-    #: can detect another's prompts by time.
+    #: Digest of the API key; part of the prefix-cache key, so that no prompt is found by time.
     tenant: str = ""
     cache_salt: str = ""
     #: Number of the adapter; 0: none. Numbers are never reused, not even for the same name.
@@ -313,8 +301,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     user: str = ""
     #: The x-request-id of the HTTP request, by which people find it; not unique.
     client_id: str = ""
-    #: A batch request: it boards only into seats that no other request wants, and gives way
-    #: (`StepPlanner._plan_background`).
+    #: A batch request: it boards into unwanted seats, and gives way.
     background: bool = False
     #: The group it belongs to, whose requests are submitted one after the other.
     whole: RequestGroup | None = None
@@ -381,7 +368,9 @@ class RequestLimits(msgspec.Struct, frozen=True):
             )
         self._check_prompt(request.prompt)
         if self.encoder:
-            return self._no_tokens(len(request.prompt))
+            if len(request.prompt) > self.longest:
+                raise RequestError.too_long(self.overflow(len(request.prompt), 0), "prompt")
+            return 1  # for the accounts: an encoder writes nothing
         return self._most_generated(request)
 
     def overflow(
@@ -406,14 +395,6 @@ class RequestLimits(msgspec.Struct, frozen=True):
             param="model",
         )
 
-    def _no_tokens(self, prompt_tokens: int) -> int:
-        """The most tokens of an encoder's request, 1 for the accounts; its prompt may fill the
-        context.
-        """
-        if prompt_tokens > self.longest:
-            raise RequestError.too_long(self.overflow(prompt_tokens, 0), "prompt")
-        return 1
-
     def _check_logprobs(self, sampling: SamplingParams) -> None:
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(sampling, name)
@@ -433,9 +414,7 @@ class RequestLimits(msgspec.Struct, frozen=True):
             )
 
     def _most_generated(self, request: EngineRequest) -> int:
-        """Most tokens of the answer: max_tokens, or all that fit. Raises RequestError if they, or
-        a single one, do not fit.
-        """
+        """Most tokens of the answer. Raises RequestError if they, or a single one, do not fit."""
         sampling = request.sampling
         prompt_tokens = len(request.prompt)
         left = self.longest - prompt_tokens

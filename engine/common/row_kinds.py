@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RowKind:
-    """A kind of row. Its colours are distinct for all kinds of colour vision, its pattern without
-    any.
-    """
+    """A kind of row. Its colours are distinct for all colour vision, its pattern without any."""
 
     #: Its field in `records.STEP_DTYPE` and its key in counts.
     name: str

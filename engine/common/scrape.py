@@ -19,10 +19,8 @@ class _Sample(NamedTuple):
 
 
 class Scrape:
-    """The series with a prefix, named without it.
-
-    Invalid lines are skipped. prometheus_client's parser rejects the whole text for one, and takes
-    four times as long, where a fleet reads the metrics of every engine each second.
+    """The series with a prefix, named without it. Invalid lines are skipped, for which
+    prometheus_client's parser rejects the whole text; and it takes four times as long.
     """
 
     def __init__(self, text: str, prefix: str = "jitney_"):

@@ -1,7 +1,4 @@
-"""Bytes and operations of an engine's steps, and its device's measured maximum.
-
-Plain numbers, sent once by the core, or computed by the simulator from a model's shape.
-"""
+"""Bytes and operations of an engine's steps, and its device's measured maximum."""
 
 from __future__ import annotations
 
@@ -46,8 +43,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     n_layers: int
-    #: Weights of all layers that every row uses; and of one expert, summed over layers. A dense
-    #: model counts as one expert.
+    #: Weights of all layers for every row, and of one expert; a dense model counts as one.
     shared_weights: int
     expert_weights: int
     n_experts: int
@@ -70,7 +66,6 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layer_weights(self) -> int:
-        """Weights of all layers."""
         return self.shared_weights + self.n_experts * self.expert_weights
 
     @property
@@ -87,9 +82,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
         return self.n_experts * (1 - missed) * self.expert_weights
 
     def read_bytes(self, rows: _Amount, work: StepRows) -> tuple[_Amount, _Amount]:
-        """(bytes of weights read and of state read and written, bytes of KV read and written),
-        without the embedding's few rows. rows: those computed, padding included.
-        """
+        """(bytes of weights and state, bytes of KV), without the embedding. rows: with padding."""
         of_expert = self.weight_bytes if self.expert_bytes is None else self.expert_bytes
         layers = self.shared_weights * self.weight_bytes + self._read_experts(rows) * of_expert
         state = 2 * (work.decode + (work.prompt > 0)) * self.state_bytes
@@ -111,10 +104,9 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     def operations(
         self, rows: _Amount, logit_rows: _Amount, work: StepRows
     ) -> tuple[_Amount, _Amount]:
-        """(operations of the layers' products, of output head and attention): two per weight and
-        row, four per number of each query-key pair.
-
-        The last layer's feed-forward runs only for rows that need logits.
+        """(operations of the layers' products, of output head and attention): 2 per weight and row,
+        4 per number of a query-key pair. The last layer's feed-forward runs for rows with logits
+        only.
         """
         others = rows - logit_rows
         others = (others + abs(others)) / 2  # 0 if there are fewer rows than logits

@@ -95,9 +95,7 @@ def _goodput(requests: Sequence[RequestRecord], seconds: float, slo: Slo | None)
 
 
 def _latencies(served: Sequence[RequestRecord]) -> dict[str, dict[str, float] | None]:
-    """Distributions of time between tokens, and per request of time to first token, mean time per
-    token, total time and queue wait.
-    """
+    """Distributions of the time between tokens, and per request of TTFT, TPOT, total and wait."""
     distributions = {"itl_s": spread(token_gaps(served))}
     for name in ("ttft_s", "tpot_s", "e2e_s", "queue_s"):
         distributions[name] = spread([getattr(request, name) for request in served])
@@ -114,9 +112,7 @@ def token_gaps(requests: Iterable[RequestRecord]) -> np.ndarray:
 
 
 def spread(values: Iterable[float | None] | np.ndarray) -> dict[str, float] | None:
-    """Percentiles, mean, maximum and number of values, an array [n] f8 or numbers with None for
-    unknown ones; None without values.
-    """
+    """Percentiles, mean, max and count of an array [n] f8, or numbers and None; None if empty."""
     if not isinstance(values, np.ndarray):
         values = np.array([value for value in values if value is not None], np.float64)
     if not len(values):
@@ -151,9 +147,7 @@ def _cost_per_million(price_per_hour: float | None, seconds: float, n_output: in
 
 
 def _step_figures(records: np.ndarray | None) -> JsonDict:
-    """Figures of step records: rows by kind, padding share, KV pages in use (mean over device
-    time).
-    """
+    """Figures of step records: rows by kind, padding share, KV use (mean over device time)."""
     if records is None or not len(records):
         return dict.fromkeys(("steps", "rows", "padding_share", "kv_use", "device_s", "preempted"))
     rows = {kind: int(records[kind].sum()) for kind in ROW_KINDS}

@@ -1,7 +1,4 @@
-"""Printing text that may hold escape sequences: model names, errors of servers, answers of models.
-
-Control characters are printed as text, so that a terminal does not obey them.
-"""
+"""Printing text that may hold escape sequences, which a terminal must not obey."""
 
 from __future__ import annotations
 

@@ -23,8 +23,7 @@ class Arrival(msgspec.Struct, frozen=True):
     tenant: str = ""
     #: Lower ones board sooner.
     priority: int = 0
-    #: Number of its conversation, from 1; 0: none, and its prompt shares no prefix. Among prompts
-    #: of one conversation, the shorter is a prefix of the longer.
+    #: Number of its conversation, from 1; 0: none. Its prompts are prefixes of one another.
     conversation: int = 0
     #: Leading prompt tokens that all conversations share (a system prompt).
     n_shared: int = 0

@@ -1,6 +1,5 @@
-"""The worker's side of `worker_pool`: a process that answers messages on its standard streams.
-
-A message is msgpack after four bytes of length. End of file on standard input ends the worker.
+"""The worker's side of `worker_pool`: answers messages on its standard streams. A message is
+msgpack after four bytes of length; end of file on standard input ends the worker.
 """
 
 from __future__ import annotations
@@ -47,10 +46,7 @@ def answer_requests[Setup: msgspec.Struct, Request: msgspec.Struct](
     request: type[Request],
     start: Callable[[Setup], tuple[msgspec.Struct, Callable[[Request], msgspec.Struct]]],
 ) -> int:
-    """Answer requests until standard input ends; returns the exit status.
-
-    start: maps the setup message to (ready message, function that answers a request).
-    """
+    """Answer requests until stdin ends; returns the status. start: setup -> (ready, answerer)."""
     pipe = WorkerPipe()
     first = pipe.read()
     if first is None:

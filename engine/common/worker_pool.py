@@ -1,8 +1,5 @@
-"""A pool of worker processes with a time limit per task.
-
-Input of a client or a model's folder may take forever, and a thread cannot be killed. Answers are
-msgpack of one type (`jitney.engine.common.worker_pipe`), never pickles: a process that runs a
-hostile template is not trusted.
+"""A pool of worker processes with a time limit per task, which a thread has not. Answers are
+msgpack of one type, never pickles: a process that runs a hostile template is not trusted.
 """
 
 from __future__ import annotations
@@ -33,9 +30,8 @@ _MOST_WAITING = 4096
 
 
 class WorkerPool[Answer: msgspec.Struct]:
-    """A few processes that run one module and answer tasks in order of arrival.
-
-    A process whose task takes longer than `timeout_s` seconds is killed and replaced.
+    """A few processes that run one module and answer tasks in order of arrival; one whose task
+    takes longer than `timeout_s` seconds is killed and replaced.
     """
 
     def __init__(
@@ -62,15 +58,12 @@ class WorkerPool[Answer: msgspec.Struct]:
         self._turns = asyncio.Semaphore(workers)
         self._n_waiting = 0
         self._started = False
-        #: Running work, never cancelled, also when its client has left: a process cannot leave a
-        #: task, and asyncio may wait forever for one whose start was cancelled.
+        #: Running work, never cancelled: a process cannot leave a task.
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
 
     async def start(self) -> None:
-        """Start all processes before the first task, which would otherwise start them. A process
-        that fails to start is tried again by the task that needs it.
-        """
+        """Start all processes; one that fails is tried again by the task that needs it."""
         starts = await self._start_idle()
         if starts:
             await asyncio.wait(starts)
@@ -84,9 +77,7 @@ class WorkerPool[Answer: msgspec.Struct]:
             await asyncio.wait(self._tasks)
 
     async def ask(self, task: msgspec.Struct) -> Answer:
-        """A worker's answer. Raises TimeoutError after `timeout_s`, EOFError if two processes died
-        over the task, RequestError (busy, draining) if no process is available.
-        """
+        """A worker's answer. Raises TimeoutError, EOFError (two processes died), RequestError."""
         worker = await self._next_worker()
         if not self._started:
             await self._start_idle()
@@ -108,12 +99,10 @@ class WorkerPool[Answer: msgspec.Struct]:
         return self._idle.popleft()
 
     def _give_back(self, worker: _Worker) -> None:
-        """Make a worker available to the next task."""
         self._idle.append(worker)
         self._turns.release()
 
     async def _start_idle(self) -> list[asyncio.Task[None]]:
-        """Start the processes of all idle workers."""
         self._started = True
         starts: list[asyncio.Task[None]] = []
         while self._idle:

@@ -51,10 +51,7 @@ class Arguments(Namespace):
         return ResolvedConfig.load(self.config, os.environ, flags, filled)
 
     def engine_key(self) -> str:
-        """The API key for an engine elsewhere, from a file or the environment; "" if none is given.
-
-        Raises ConfigError, which never shows a key.
-        """
+        """The API key for an engine elsewhere (file or environment), or "". Raises ConfigError."""
         from jitney.engine.config.key_file import read_key_file
 
         if self.key_file:
@@ -118,9 +115,7 @@ class Arguments(Namespace):
         return {"slo": self.slo(), "price_per_hour": self.price_per_hour}
 
     def write_report(self, report: JsonObject) -> bool:
-        """Write the report as --json asks; False if it went to standard output, where no tables may
-        follow. Raises ConfigError if it cannot be written.
-        """
+        """Write the report as --json asks; False: to stdout, so no tables. Raises ConfigError."""
         from jitney.engine.common.text_file import write_text
 
         if self.json == "-":

@@ -1,7 +1,5 @@
-"""The cache folder: measurement files, compiled programs, and checks that it can be used.
-
-Compiled programs are machine code that is loaded and run, so their folder is used only if no other
-user can write to it.
+"""The cache folder: measurement files, compiled programs, and checks that it can be used. Programs
+are run, so their folder is used only if no other user can write to it.
 """
 
 from __future__ import annotations
@@ -31,10 +29,7 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def open_compilation_cache(engine: EngineSection) -> Path | None:
-    """The folder of compiled programs, made if absent.
-
-    None if the settings turn it off, or (with a warning) if other users can write to it.
-    """
+    """The folder of compiled programs; None: turned off, or (with a warning) not private."""
     if not engine.compilation_cache:
         return None
     folder = compilation_cache_dir()
@@ -100,10 +95,7 @@ def _why_unsafe(folder: Path) -> str:
 
 
 def _why_others_write(folder: Path, used: Path) -> str:
-    """The reason for a folder and those above it, by name and with links resolved.
-
-    used: the folder that will hold the programs.
-    """
+    """The reason for a folder and those above it, links resolved. used: it will hold programs."""
     real = folder.resolve()
     for each in dict.fromkeys((*folder.parents, folder, *real.parents, real)):
         reason = _why_others_write_here(each, used)
@@ -113,7 +105,6 @@ def _why_others_write(folder: Path, used: Path) -> str:
 
 
 def _why_others_write_here(folder: Path, used: Path) -> str:
-    """The reason for one folder or link alone."""
     status = folder.lstat()
     if status.st_uid not in (os.geteuid(), 0):
         return f"{folder} belongs to another user (number {status.st_uid})"

@@ -1,7 +1,5 @@
-"""The digest of a configuration, its report (GET /config), and differences between two reports.
-
-Engines with the same digest give the same answers at the same speed on equal machines. The digest
-leaves out addresses, access, storage and reporting. Imports no jax.
+"""The digest of a configuration, its report (GET /config), and differences between reports. Engines
+of one digest give the same answers at the same speed on equal machines.
 """
 
 from __future__ import annotations
@@ -77,8 +75,7 @@ _LEFT_OUT = frozenset(
         "max_restarts",
     )
 )
-#: Settings that may name a file, whose contents count rather than its path; and their values that
-#: name no file.
+#: Settings that may name a file, whose contents count; values that name none.
 _FILES = ("chat_template", "generation_config")
 _NO_FILE = ("", "auto", "none")
 #: Origin of a default value.
@@ -86,15 +83,11 @@ _DEFAULT = "default"
 
 
 def _is_counted(setting: Setting) -> bool:
-    """True for settings that are part of the digest."""
     return setting.name not in _LEFT_OUT
 
 
 def configuration_digest(config: Config, *, model: str, version: str) -> str:
-    """SHA-256 of a configuration, as 64 hexadecimal digits.
-
-    model: the model's identity (`ModelSource.identity`). version: of Jitney.
-    """
+    """SHA-256 of a configuration, 64 hex digits. model: its identity; version: of Jitney."""
     facts = {"jitney": version, "model": model, "settings": _counted(config)}
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -41,9 +41,7 @@ _USUAL = frozenset(
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse without abbreviations, with "did you mean" hints and a short help without rare
-    settings.
-    """
+    """argparse without abbreviations, with "did you mean" hints and a short help."""
 
     def __init__(self, command: str, description: str, usage: str | None = None):
         super().__init__(
@@ -114,7 +112,6 @@ class Flag(NamedTuple):
 
 
 def _shown(default: object) -> str:
-    """A default as the help shows it."""
     if isinstance(default, float):
         return f"{default:g}"
     return str(default).lower()
@@ -219,10 +216,7 @@ def _add_settings(
     sections: Sequence[str] = Command.ALL_SECTIONS,
     leave_out: Sequence[str] = (),
 ) -> None:
-    """Add --config and a flag for each setting of `sections` that is not in `leave_out`.
-
-    Absent flags are absent from the namespace.
-    """
+    """Add --config and flags of `sections` but `leave_out`; absent ones leave no attribute."""
     _add_flags(parser, (_HELP_ALL, *_ANY_SETTINGS))
     for section in sections:
         _add_section(parser, section, leave_out)

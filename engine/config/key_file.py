@@ -15,10 +15,7 @@ def read_key_file(path: str, setting: str = "key file") -> str:
 
 
 def read_keys(setting: str, path: str) -> list[str]:
-    """The keys of a file, one per line; [] if the setting names no file.
-
-    Raises ConfigError, which never shows a key.
-    """
+    """The keys of a file, one a line; [] without a file. Raises ConfigError, showing no key."""
     if not path:
         return []
     lines = [line.strip() for line in _private_text(setting, Path(path)).splitlines()]

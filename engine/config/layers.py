@@ -1,7 +1,5 @@
-"""Reads the configuration (defaults < preset < TOML file < JITNEY_* environment < flags) and writes
-it as TOML.
-
-Every error is one line that names the place of the bad value and what is accepted there.
+"""Reads the configuration (defaults < preset < TOML < environment < flags) and writes TOML. Every
+error is one line that names the place of the bad value and what is accepted there.
 """
 
 from __future__ import annotations
@@ -140,8 +138,7 @@ class ResolvedConfig:
     """A configuration and the layer that each value is from."""
 
     config: Config
-    #: Flat name -> place of the value ("run.toml: [engine] max_seats", "JITNEY_MAX_SEATS",
-    #: "--max-seats"); settings with default values are absent.
+    #: Flat name -> place of the value ("run.toml: [engine] max_seats"); defaults are absent.
     origins: Mapping[str, str]
 
     @classmethod
@@ -152,15 +149,13 @@ class ResolvedConfig:
         flags: Mapping[str, object] = NOTHING,
         preset: Mapping[str, object] = NOTHING,
     ) -> ResolvedConfig:
-        """The configuration from all layers. Raises ConfigError, naming the place of the error.
-
-        flags: flat name -> value of the field's type, or text to parse. preset: flat name -> value
-        (`config.presets`).
+        """The configuration of all layers. flags: name -> value or text; preset: name -> value.
+        Raises ConfigError, naming the place of the error.
         """
         values: dict[str, dict[str, object]] = {name: {} for name in Config.model_fields}
         origins: dict[str, str] = {}
         layers = (
-            *_from_preset(preset),
+            *((settings()[name], value, _FROM_PRESET) for name, value in preset.items()),
             *_from_file(file),
             *_from_environ(environ),
             *_from_flags(flags),
@@ -171,9 +166,7 @@ class ResolvedConfig:
         return _validated(values, origins)._with_default_order()
 
     def _with_default_order(self) -> ResolvedConfig:
-        """Use the fair order if none is given and the server has keys, so that no key's load holds
-        up the others.
-        """
+        """Use the fair order if none is given and there are keys: no key's load delays others."""
         if "order" in self.origins or not self.config.server.has_keys:
             return self
         engine = self.config.engine.model_copy(update={"order": "fair"})
@@ -232,11 +225,6 @@ def _validated(
         return ResolvedConfig(Config.model_validate(values), origins)
     except ValidationError as error:
         raise ConfigError(_explain(error, origins)) from None
-
-
-def _from_preset(preset: Mapping[str, object]) -> Iterator[tuple[Setting, object, str]]:
-    for name, value in preset.items():
-        yield settings()[name], value, _FROM_PRESET
 
 
 def _from_file(file: str | Path | None) -> Iterator[tuple[Setting, object, str]]:

@@ -1,7 +1,5 @@
-"""Checks that the configured platform can exist, before anything is loaded. Imports no jax.
-
-If the plugin of an accelerator in `JAX_PLATFORMS` is missing, jax silently falls back to the CPU.
-These checks find the usual causes quickly; `jitney.engine.core.build.start_jax` then asks jax.
+"""Checks that the configured platform can exist, before anything is loaded. Imports no jax. Without
+an accelerator's plugin jax silently falls back to the CPU; `start_jax` then asks jax.
 """
 
 from __future__ import annotations
@@ -30,10 +28,7 @@ _GOOGLE = "0x1ae0"
 
 
 def prepare_platform(engine: EngineSection) -> None:
-    """Set jax's environment variables and check the platform. Call before importing jax.
-
-    Raises ConfigError.
-    """
+    """Set jax's environment variables before it is imported, and check. Raises ConfigError."""
     os.environ.update(engine.jax_environment)
     check_platform(engine.platform)
 
@@ -47,11 +42,7 @@ def check_platform(platform: str) -> None:
 
 
 def check_devices(platform: str, actual: str) -> None:
-    """Raise ConfigError, naming what to install, if jax runs on another platform than `platform`
-    (auto: any), since it silently falls back to the CPU.
-
-    actual: jax's name for its devices.
-    """
+    """Raise ConfigError if jax, which falls back silently, runs on another platform (`actual`)."""
     if platform == "auto" or actual in _DEVICE_PLATFORMS[platform]:
         return
     how = ""
@@ -116,9 +107,7 @@ def _gpu_problem() -> str:
 
 
 def _finds_tpu(root: Path = Path("/")) -> bool:
-    """True if `root` has a TPU's device file or a PCI device of Google's (which may be a network
-    card: jax decides in the end).
-    """
+    """True with a TPU's device file or a Google PCI device (maybe a network card) below `root`."""
     if any(any((root / "dev").glob(pattern)) for pattern in _TPU_FILES):
         return True
     vendors = root.glob(_PCI_VENDORS.lstrip("/"))

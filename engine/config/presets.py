@@ -31,8 +31,7 @@ _ON_CPU: dict[_Goal, _Values] = {
     "balanced": {"memory_share": 0.5},
     "throughput": {"memory_share": 0.8},
 }
-#: Share of a GPU's or TPU's memory, weights included. The other goals do not reduce it: a large
-#: model would get no pages, and unused pages cost no time.
+#: Share of a GPU's or TPU's memory, with weights. Unused pages cost no time.
 _ON_DEVICE: dict[_Goal, _Values] = {
     "latency": {},
     "balanced": {},
@@ -64,11 +63,7 @@ _MEMORY = {"memory_share", "memory_gib", "pages"}
 
 
 def preset(goal: _Goal, given: Collection[str], *, on_device: bool) -> _Values:
-    """Values of `goal` for settings that are not given, by name.
-
-    given: names of settings that a file, the environment or flags set. on_device: the engine runs
-    on a GPU or TPU.
-    """
+    """Values of `goal` for settings not in `given`. on_device: it runs on a GPU or TPU."""
     values = dict(_EVERYWHERE[goal])
     if not _MEMORY & set(given):
         values |= (_ON_DEVICE if on_device else _ON_CPU)[goal]

@@ -24,8 +24,7 @@ _KernelsName = Literal["auto", "reference", "native", "triton", "flashinfer", "p
 #: Policies and orders that `jitney.engine.core.scheduler.policies` makes.
 _PolicyName = Literal["continuous", "static", "dynamic"]
 _OrderName = Literal["fcfs", "priority", "shortest", "fair"]
-#: Formats of tool calls and reasoning, described in
-#: `jitney.engine.server.chat.conversation.families`.
+#: Formats of tool calls and reasoning: `engine.server.chat.conversation.families`.
 _ToolParserName = Literal[
     "auto",
     "none",
@@ -572,11 +571,8 @@ class EngineSection(Section):
 
     @property
     def jax_environment(self) -> dict[str, str]:
-        """Environment variables for `platform` and `device`, to be set before jax is imported.
-
-        With a GPU or TPU, cpu is listed second, for host-side arrays; the first is the default. If
-        the plugin is missing, jax silently starts on the CPU alone: `engine.config.platforms` and
-        `build.start_jax` check for that.
+        """Environment variables for `platform` and `device`, set before jax is imported. cpu comes
+        second, for host-side arrays. Without its plugin jax starts on the CPU: see `platforms`.
         """
         variables = {}
         if self.platform == "cpu":

@@ -1,6 +1,5 @@
-"""Sizes chosen from a machine's measured step times, kept in the cache folder between starts.
-
-They override the defaults, and yield to a file, the environment or a flag. Imports no jax.
+"""Sizes chosen from measured step times, kept in the cache folder. They override the defaults, and
+yield to a file, the environment or a flag. Imports no jax.
 """
 
 from __future__ import annotations
@@ -61,10 +60,7 @@ class TunedSizes(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, config: Config, machine: str) -> TunedSizes | None:
-        """The sizes kept for this model on this machine; None without a readable file.
-
-        machine: its processor and the cores that may be used.
-        """
+        """The sizes kept for this model on this machine (processor and cores); None: no file."""
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             sizes = msgspec.json.decode(_path(config, machine).read_bytes(), type=cls)
             if set(sizes.values) <= _MEASURED:

@@ -92,7 +92,6 @@ def _gib(text: str) -> str:
 
 
 def _origins(text: str) -> str:
-    """Parse a JSON list."""
     try:
         return ",".join(map(str, msgspec.json.decode(text, type=list)))
     except msgspec.MsgspecError:
@@ -389,7 +388,6 @@ class _VllmFlag(argparse.Action):
     def _entries(
         parser: argparse.ArgumentParser, flag: str | None, text: str
     ) -> dict[str, str | int]:
-        """The entries of a JSON object."""
         try:
             return msgspec.json.decode(text, type=dict[str, str | int])
         except msgspec.MsgspecError:

@@ -132,20 +132,17 @@ class Fleet:
 
     @property
     def listed_names(self) -> list[str]:
-        """See `ModelLister`."""
         return [*self.models, *self.adapters]
 
     @property
     def running_names(self) -> list[str]:
-        """See `ModelLister`."""
         return [name for name, model in self.models.items() if model.ready]
 
     @property
     def engine_info(self) -> None:
-        """See `ModelLister`."""
+        """See `ServerContext`."""
 
     def card(self, name: str) -> ModelCard:
-        """See `ModelLister`."""
         parent = self.adapters.get(name)
         said = self.models[parent or name].card()
         return ModelCard(
@@ -230,7 +227,7 @@ class Fleet:
 
     @property
     def body_limit(self) -> int | None:
-        """See `RequestObserver`: by the longest context of an engine, once one has said its own."""
+        """See `ServerContext`: by the longest context of an engine, once one has said its own."""
         contexts = [
             replica.context_length or 0 for known in self.replicas.values() for replica in known
         ]
@@ -240,7 +237,7 @@ class Fleet:
         return self.settings.body_limit(longest)
 
     def answered(self, context: Context, reply: ErrorReply | None) -> None:
-        """See `RequestObserver`: the page tells of refusals, by an engine or by the fleet itself.
+        """See `ServerContext`: the page tells of refusals, by an engine or by the fleet itself.
         Probes that are told "not ready" are none, and what administrators ask is not counted.
         """
         route = context.route
@@ -249,11 +246,10 @@ class Fleet:
 
     @property
     def most_of_key(self) -> int:
-        """See `ServerContext`."""
         return self.quotas.max_concurrent
 
     def trouble(self, code: str, cause: str) -> None:
-        """See `ServerContext.trouble`. A fleet has no list of incidents: its log says it."""
+        """See `ServerContext`. A fleet has no list of incidents: its log says it."""
 
     def check_background(self) -> None:
         """See `ServerContext`: an engine that has no background refuses each line."""

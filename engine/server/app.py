@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -40,13 +40,9 @@ def create_app(
     routes: Sequence[HttpRoute] = ROUTES,
     keys: ApiKeys | None = None,
 ) -> Starlette:
-    """The application; `app.state.service` is its `Service`.
-
-    tokenizer may be None while the model is being fetched; set `app.state.service.tokenizer` when
-    it is there. `app.state.service.begin_drain()` refuses new requests, `await
-    app.state.service.drained()` waits for the open ones. extra_routes stand behind the same keys
-    and limits; lifespans of applications that they mount are run. keys: the accepted ones; None:
-    those of the settings.
+    """The application; `app.state.service` is its `Service`, whose `tokenizer` may be set later.
+    `begin_drain` refuses new requests, `drained` waits for the open ones. extra_routes stand behind
+    the same keys and limits; lifespans of mounted applications are run. keys: None: the settings'.
     """
     service = Service(client, tokenizer, settings, model_name)
     service.openapi = document(tuple(routes))
@@ -57,8 +53,9 @@ def create_app(
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(tasks.at_work())
-            for mounted in _mounted_apps(extra_routes):
-                await stack.enter_async_context(mounted.router.lifespan_context(mounted))
+            for route in extra_routes:  # mounted ones do not run their lifespans
+                if isinstance(route, Mount) and isinstance(route.app, Starlette):
+                    await stack.enter_async_context(route.app.router.lifespan_context(route.app))
             yield
         service.close()
 
@@ -68,17 +65,8 @@ def create_app(
     return app
 
 
-def _mounted_apps(routes: Sequence[BaseRoute]) -> Iterator[Starlette]:
-    """Applications among routes: their lifespans are not run by those that mount them."""
-    for route in routes:
-        if isinstance(route, Mount) and isinstance(route.app, Starlette):
-            yield route.app
-
-
 class _GenerationEndpoint(Endpoint[Service]):
-    """Runs a generating handler within the limits of its key, counts open, refused and abandoned
-    requests, and cancels the work when the client leaves.
-    """
+    """Runs a generating handler within its key's limits, and cancels it when the client leaves."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = Context.of(scope)

@@ -1,7 +1,5 @@
-"""Use of the device by an engine: bytes and operations of the last seconds' steps over their time,
-beside the most that was measured of the device.
-
-Computed from the step records on request; a step costs nothing for it.
+"""Use of the device: bytes and operations of the last seconds' steps over their time, beside the
+measured most. Computed from step records on request.
 """
 
 from __future__ import annotations
@@ -58,9 +56,7 @@ class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def least_seconds(info: EngineInfo | None, steps: np.ndarray) -> np.ndarray | None:
-        """float64[steps]: the time that each of these steps, `records.STEP_DTYPE`, would take at
-        the device's measured bandwidth or arithmetic, whichever is longer; None: not known.
-        """
+        """float64[steps]: seconds at the measured ceiling, the longer one; None: not known."""
         if info is None or info.step_cost is None or info.ceiling is None:
             return None
         moved, operations = _work_of(steps, info.step_cost, info.sizes.padding_is_free)

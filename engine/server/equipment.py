@@ -1,6 +1,4 @@
-"""Assembles what `jitney serve` needs behind its port: the model's files, the engine's process, the
-tokenizer, and processes that render chats and check grammars.
-"""
+"""Assembles what `jitney serve` needs behind its port: model, engine, tokenizer, processes."""
 
 from __future__ import annotations
 
@@ -26,8 +24,7 @@ if TYPE_CHECKING:
     from jitney.engine.server.process.process_client import ProcessClient
 
 
-#: The module that tries a tokenizer, and its limits: seconds of processor time, memory, and seconds
-#: of the clock, however busy the machine is.
+#: The module that tries a tokenizer, and its limits: CPU seconds, memory, seconds.
 _TRIAL = "jitney.engine.core.text.tokenizer_trial"
 _TRIAL_CPU_S, _TRIAL_GIB, _TRIAL_S = 20, 4, 180.0
 
@@ -45,9 +42,7 @@ class Equipment:
         self.grammars: Grammars | None = None
 
     async def find_model(self) -> ModelSource:
-        """The model's files, fetched if need be. Raises ModelError, or ConfigError for settings
-        that do not fit the model and for an adapter that is called as it is.
-        """
+        """The model's files, fetched if need be. Raises ModelError, ConfigError."""
         source = await _in_thread(self._find_model)
         check_fits(self.config, source.config)
         names = self.config.server.served_model_name or (source.name,)
@@ -64,9 +59,7 @@ class Equipment:
         return ModelSource.of(self.config, report)
 
     async def equip(self, service: Service, source: ModelSource) -> tuple[Tokenizer, EngineInfo]:
-        """Prepare the service, and wait until the engine is ready. Raises JitneyError with the
-        reason if it cannot be.
-        """
+        """Prepare the service and wait until the engine is ready. Raises JitneyError."""
         await self.client.start()
         await _try_tokenizer(source)
         tokenizer = await _in_thread(lambda: self._load_tokenizer(source))
@@ -97,7 +90,6 @@ class Equipment:
         return self.chat_templates
 
     async def close(self) -> None:
-        """Kill the processes."""
         for pool in filter(None, (self.chat_templates, self.grammars)):
             await pool.close()
 
@@ -110,10 +102,7 @@ def check_adapter_names(config: Config, names: Iterable[str]) -> None:
 
 
 async def _try_tokenizer(source: ModelSource) -> None:
-    """Check in a child process, within limits, that a model's tokenizer can be read and used. It
-    takes some two seconds of processor time, while the engine loads. Raises ModelError if it
-    cannot.
-    """
+    """Try a tokenizer in a child process, within limits: 2 s of CPU. Raises ModelError."""
     if source.kind == "tiny":
         return
     # With many threads their stacks would count as memory.
@@ -146,9 +135,7 @@ def _new_grammars(tokenizer: Tokenizer, info: EngineInfo) -> Grammars:
 
 
 async def _in_thread[T](work: Callable[[], T]) -> T:
-    """Run blocking work on a thread that the program's end does not wait for, such as a
-    download.
-    """
+    """Run blocking work, such as a download, on a thread that the program's end does not await."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # from here on it ends only with the work
 

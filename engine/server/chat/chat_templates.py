@@ -1,6 +1,4 @@
-"""Chats rendered to prompts by child processes (`text.template_worker`) that can be killed, so that
-a template with an endless loop fails only its own request.
-"""
+"""Chats rendered by child processes that can be killed: a template may never end."""
 
 from __future__ import annotations
 
@@ -25,10 +23,8 @@ class RenderedTooLong(RequestError):
 
 
 class ChatTemplates:
-    """Renders the chats of one model. timeout_s: the longest that a template may take.
-
-    A process has 57 MB. A chat of six messages takes 0.11 ms there and back (0.03 ms where it is
-    rendered here; AMD Zen 5).
+    """Renders the chats of one model; a template may take `timeout_s`. A process has 57 MB. A chat
+    of six messages takes 0.11 ms there and back (0.03 ms here; AMD Zen 5).
     """
 
     def __init__(self, source: TemplateSource, timeout_s: float):
@@ -40,7 +36,6 @@ class ChatTemplates:
         await self._workers.start()
 
     async def close(self) -> None:
-        """Kill the processes."""
         await self._workers.close()
 
     async def render(
@@ -49,8 +44,8 @@ class ChatTemplates:
         most_chars: int,
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """The prompt text. variables: what else the template is given. Raises RequestError for
-        messages that the template refuses or that keep it too long, and RenderedTooLong.
+        """The prompt text. variables: the template's further ones. Raises RequestError,
+        RenderedTooLong.
         """
         chat = Chat(list(messages), most_chars, 2 * self._timeout_s, dict(variables))
         rendered = await self._rendered(chat)
@@ -61,7 +56,6 @@ class ChatTemplates:
         return rendered.text
 
     async def _rendered(self, chat: Chat) -> Rendered:
-        """Raises RequestError."""
         try:
             return await self._workers.ask(chat)
         except TimeoutError:

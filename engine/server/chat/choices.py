@@ -30,9 +30,7 @@ _ECHO_TOKENS = 64
 
 
 class _Scores:
-    """Log-probabilities of tokens, in columns: 250 bytes a token with 20 alternatives, where
-    objects take a thousand and keep the garbage collector busy.
-    """
+    """Log-probabilities in columns: 250 bytes a token with 20 alternatives; objects: a thousand."""
 
     def __init__(self, width: int):
         #: Most alternatives stored per token.
@@ -152,9 +150,7 @@ class PromptEcho:
     def fill(
         self, tokenizer: TokenBytes, request: GenerationRequest, prompt: EncodedPrompt
     ) -> Work[None]:
-        """The prompt's text and where each token begins in it; a character cut off at its end is
-        left to the output.
-        """
+        """The prompt's text and its tokens' offsets; half a character at its end is left out."""
         skips = request.sampling.skip_special_tokens
         stream = TextStream(tokenizer, SamplingParams(skip_special_tokens=skips))
         texts: list[str] = []
@@ -248,14 +244,8 @@ class Choice:
         """Why it ended, unless it failed."""
         return self.finish if self.finish in ("stop", "length") else None
 
-    @property
-    def mean_logprob(self) -> float:
-        return self.cumulative / max(1, self.n_tokens)
-
     def accept(self, output: SequenceOutput) -> ChoiceDelta | None:
-        """Add an output; None while nothing can be shown (half a character, a possible stop
-        string).
-        """
+        """Add an output; None while nothing can be shown (half a character or stop string)."""
         events: list[AssistantEvent] = []
         text = ""
         parts = [output] if self.parser is None else _one_by_one(output)

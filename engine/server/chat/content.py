@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from jitney.engine.common.errors import RequestError
@@ -36,9 +37,7 @@ def content_of(value: JsonValue) -> Content:
 
 
 def refuse_lost(content: Content, param: str) -> None:
-    """Raise RequestError for a newest message of which a text model can read nothing. In older
-    messages, and beside a text, a note takes the place: a conversation goes on.
-    """
+    """Raise RequestError if the newest message has no text at all; elsewhere a note stands in."""
     if content.is_lost:
         raise RequestError(
             f"this model reads text only, and the newest message is nothing but "
@@ -73,13 +72,9 @@ def _replaced(part: JsonDict) -> Content:
     return Content(f"[{kind}{name}: not shown, this model reads text only]", (kind,), is_lost=True)
 
 
-def _text(part: JsonDict) -> Content | None:
-    text = part.get("text")
+def _text(part: JsonDict, field: str = "text") -> Content | None:
+    text = part.get(field)
     return Content(text) if isinstance(text, str) else None
-
-
-def _refusal(part: JsonDict) -> Content | None:
-    return _text({"text": part.get("refusal")})
 
 
 def _document(part: JsonDict) -> Content | None:
@@ -131,10 +126,6 @@ def _search_result(part: JsonDict) -> Content | None:
     return said._replace(text="\n".join([*heads, said.text]))
 
 
-def _tool_reference(part: JsonDict) -> Content | None:
-    return _text({"text": part.get("tool_name")})
-
-
 _READERS: dict[str, Callable[[JsonDict], Content | None]] = {
     "audio_url": _replaced,
     "browser_state": _replaced,
@@ -148,10 +139,10 @@ _READERS: dict[str, Callable[[JsonDict], Content | None]] = {
     "input_text": _text,
     "output_text": _text,
     "reasoning_text": _text,
-    "refusal": _refusal,
+    "refusal": partial(_text, field="refusal"),
     "search_result": _search_result,
     "summary_text": _text,
     "text": _text,
-    "tool_reference": _tool_reference,
+    "tool_reference": partial(_text, field="tool_name"),
     "video_url": _replaced,
 }

@@ -1,6 +1,4 @@
-"""The generation routes: read a request, run it, answer; and stop the engine's work when the client
-leaves.
-"""
+"""The generation routes: read, run, answer; and stop the work when the client leaves."""
 
 from __future__ import annotations
 
@@ -39,9 +37,7 @@ async def read_fields(service: Service, request: Request) -> JsonDict:
 
 
 def checked_body[B: ModelBody](request: Request, kind: type[B], fields: JsonDict) -> B:
-    """The body of a request as a model of its fields. Those that change nothing, and forms that the
-    answer is not held to, are noted in the request's context. Raises RequestError.
-    """
+    """The fields as a model; ignored ones and unenforced forms are noted. Raises RequestError."""
     body, ignored = kind.parse(fields)
     notes = Context.of(request).notes
     notes.ignored.extend(ignored)
@@ -75,9 +71,7 @@ class GenerationAnswer:
     async def _stream(
         self, generation: Generation, format: Format, request_id: str, parts: StreamingWriter
     ) -> None:
-        """The engine's first output decides the status; what goes wrong later is an event in the
-        stream.
-        """
+        """The first output decides the status; later failures are events of the stream."""
         settings = self.service.settings
         deltas = await generation.deltas(settings.header_wait_s)
         await parts.begin(format.stream_headers)

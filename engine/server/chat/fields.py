@@ -1,9 +1,7 @@
-"""The known fields that a body does not declare, and the treatment of each.
-
-A field of a body is declared by it, a hint, refused, or unknown. A hint helps the servers of other
-providers, or asks for a part of the answer that is not shown here: it is accepted, and listed in
-`x-ignored-params` unless its value is the default. All other fields that would change the answer
-are refused by name. The table holds for all routes, so a field means the same on each.
+"""The known fields that a body does not declare, and the treatment of each. A hint helps other
+providers' servers, or asks for what is not shown here: it is accepted, and listed in
+`x-ignored-params` unless its value is the default. Other fields that would change the answer are
+refused by name. The table holds for all routes.
 """
 
 from __future__ import annotations
@@ -132,8 +130,7 @@ FIELDS: Mapping[str, Rule] = {
     "xtc_probability": refused(0, 0.0),
 }
 
-#: Fields of a generation that only OpenAI's own routes have a place for -> values that ask for
-#: nothing.
+#: Fields of a generation of OpenAI's own routes -> values that ask for nothing.
 OPENAI_ONLY: Mapping[str, tuple[JsonValue, ...]] = {
     "guided_choice": (),
     "guided_grammar": (),
@@ -150,17 +147,13 @@ OPENAI_ONLY: Mapping[str, tuple[JsonValue, ...]] = {
 def rules_of(
     declared: Collection[str], own: Mapping[str, tuple[JsonValue, ...]]
 ) -> dict[str, Rule]:
-    """The rules that hold for a body. declared: its fields. own: those that it refuses though it or
-    its base declares them, with their neutral values.
-    """
+    """A body's rules. declared: its fields; own: refused ones, with their neutral values."""
     shared = {name: rule for name, rule in FIELDS.items() if name not in declared}
     return shared | {name: refused(*neutral) for name, neutral in own.items()}
 
 
 def unfollowed(raw: JsonObject, rules: Mapping[str, Rule], declared: Collection[str]) -> list[str]:
-    """The fields of a body that change nothing: hints, and names that no route knows. Raises
-    RequestError naming the first field that is refused.
-    """
+    """Fields that change nothing: hints and unknown names. Raises RequestError for refused ones."""
     for name, rule in rules.items():
         if not rule.is_hint and not rule.allows(raw.get(name)):
             raise RequestError(

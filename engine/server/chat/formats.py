@@ -13,13 +13,12 @@ from jitney.engine.server.http.streaming import StreamingWriter
 
 
 class Format:
-    """Answers of one generation. `add` and `whole` for a plain answer; `opening`, `chunks`, and
-    `tail` or `failure` for a stream (SSE frames). Answers come in pieces: work for `TimeSlices`.
+    """Answers of one generation: `add` and `whole`; or `opening`, `chunks`, and `tail` or `failure`
+    for a stream (SSE frames). Answers come in pieces: work for `TimeSlices`.
     """
 
-    #: Keep-alive of a stream: an event without a field, which clients skip. A comment would be
-    #: equally valid, but `vllm bench serve` (0.32) strips the chunks that it reads: a comment by
-    #: itself loses its end, and swallows all that follows.
+    #: Keep-alive of a stream: an event without a field, which clients skip. A comment by itself
+    #: would lose its end in `vllm bench serve` (0.32), and swallow all that follows.
     keep_alive = b"\n\n"
     #: Headers of a stream.
     stream_headers = StreamingWriter.EVENT_STREAM

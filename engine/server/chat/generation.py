@@ -1,8 +1,4 @@
-"""One HTTP request under way: outputs of its engine requests in, text of its choices out.
-
-A `Generation` owns the engine requests of one HTTP request. However it ends (done, error, client
-gone), leaving it ends every sequence that is still open.
-"""
+"""One HTTP request under way: outputs of its engine requests in, text of its choices out."""
 
 from __future__ import annotations
 
@@ -56,10 +52,8 @@ class _Times:
 
 class Generation:
     """Async context manager: charges the key, submits the engine requests, merges their outputs,
-    aborts what is open at the end.
-
-    Raises RequestError on entry if a limit of the key or the engine refuses at once, and from
-    `deltas` when a sequence ends badly.
+    and aborts what is open at the end. Raises RequestError if the key's limits or the engine
+    refuse, and from `deltas` when a sequence ends badly.
     """
 
     def __init__(self, service: Service, request: GenerationRequest, context: Context):
@@ -92,8 +86,9 @@ class Generation:
             self._context.end = self._end_with
             for _ in range(self.request.first_group):
                 self._submit_next()
-            if self.request.echo:
-                await self._make_echoes()
+            if self.request.echo:  # made while the engine reads the prompts
+                for echo, prompt in zip(self.echoes, self.request.prompts, strict=True):
+                    await self._slices.result(echo.fill(self._tokenizer, self.request, prompt))
         except BaseException:
             self._end()
             raise
@@ -121,11 +116,6 @@ class Generation:
         if self._tracing is not None:
             self._tracing.submitted(request, self._context)
 
-    async def _make_echoes(self) -> None:
-        """While the engine reads the prompts."""
-        for echo, prompt in zip(self.echoes, self.request.prompts, strict=True):
-            await self._slices.result(echo.fill(self._tokenizer, self.request, prompt))
-
     async def __aexit__(self, *exc: object) -> None:
         self._end()
 
@@ -135,12 +125,11 @@ class Generation:
 
     @property
     def counts(self) -> _TokenCounts:
-        """The counts so far."""
         return _TokenCounts(
             prompt=sum(len(prompt.ids) for prompt in self.request.prompts),
             cached=sum(self.cached_tokens),
             completion=self.completion_tokens,
-            reasoning=self.reasoning_tokens,
+            reasoning=sum(each.parser.reasoning_tokens for each in self.choices if each.parser),
         )
 
     @property
@@ -155,24 +144,15 @@ class Generation:
         )
 
     @property
-    def reasoning_tokens(self) -> int:
-        """Output tokens so far that were thoughts."""
-        parsers = [choice.parser for choice in self.choices]
-        return sum(parser.reasoning_tokens for parser in parsers if parser is not None)
-
-    @property
     def completion_tokens(self) -> int:
-        """Output tokens so far."""
         return sum(choice.n_tokens for choice in self.choices)
 
     async def deltas(
         self, wait_s: float | None, reader: Callable[[Deltas], bool] | None = None
     ) -> Deltas:
-        """The deltas since the last call, at least one; empty if `wait_s` seconds bring
-        none. What came before a failure is still shown.
-
-        reader: called meanwhile with deltas that are not the first or last of their choice, see
-        `Mailbox.take`.
+        """The deltas since the last call, at least one; empty after `wait_s` seconds. Those before
+        a failure are still returned. reader: see `Mailbox.take`; it never gets a choice's first or
+        last.
         """
         deltas = await self._news.take(wait_s, reader)
         for echo in self.echoes:
@@ -190,9 +170,7 @@ class Generation:
             self._news.fail(error)
 
     def _take(self, number: int, output: SequenceOutput) -> None:
-        """Add an output of the n-th engine request to the news. Raises RequestError when a sequence
-        ends badly.
-        """
+        """Take an output of the n-th engine request. Raises RequestError for a bad end."""
         choice = self.choices[number * self.request.sampling.n + output.index]
         if choice.finish is not None:  # what the core computed before it heard of a stop string
             return
@@ -282,17 +260,13 @@ class Generation:
         self._context.completion_tokens = self.completion_tokens
         self._metrics.generated_tokens.inc(self._context.completion_tokens)
         for number, request in enumerate(self.request.engine_requests[: self._n_submitted]):
-            still_open = self._still_open(number)
+            still_open = sum(each.prompt == number and each.finish is None for each in self.choices)
             if still_open:
                 self._client.abort(request.id)
                 self._metrics.finished.labels("abort").inc(still_open)
             self._client.forget(request.id)
         self._news.close()
         self._charged.close()
-
-    def _still_open(self, prompt: int) -> int:
-        """Sequences of a prompt that have not ended."""
-        return sum(each.prompt == prompt and each.finish is None for each in self.choices)
 
 
 def _cut(vector: bytes, dimensions: int | None) -> bytes:

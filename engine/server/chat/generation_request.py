@@ -47,8 +47,7 @@ class GenerationRequest:
     top_logprobs: int | None
     #: Whether the answer begins with the prompt.
     echo: bool = False
-    #: Echo without a continuation (max_tokens 0): the one token that the engine must generate is
-    #: dropped.
+    #: Echo without a continuation (max_tokens 0): the one token is dropped.
     prompt_only: bool = False
     #: Makes what splits the text of a choice into thoughts, content and calls; None: nothing does.
     make_parser: Callable[[], AssistantParser] | None = None
@@ -66,8 +65,7 @@ class GenerationRequest:
     shows_reasoning: bool = True
     #: Prompts that are with the engine at a time, in their order; None: all.
     in_flight: int | None = None
-    #: Numbers of each vector, which is cut and brought to length 1 again; None: all that the model
-    #: makes.
+    #: Numbers that each vector is cut to, of length 1 again; None: all.
     dimensions: int | None = None
 
     @property

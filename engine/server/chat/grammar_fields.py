@@ -1,6 +1,4 @@
-"""The fields by which a request holds its answer to a grammar: OpenAI's `response_format`, vLLM's
-`structured_outputs`, and the older `guided_*`.
-"""
+"""Fields of grammars: OpenAI's `response_format`, vLLM's `structured_outputs`, `guided_*`."""
 
 from __future__ import annotations
 
@@ -58,9 +56,7 @@ class WantedGrammar(NamedTuple):
 
     @classmethod
     def of_schema(cls, param: str, schema: JsonDict, *, is_strict: bool) -> WantedGrammar:
-        """The grammar of an answer that fits the JSON schema in the field's `schema`. is_strict:
-        keywords that cannot be enforced are refused. Raises RequestError for one that is too long.
-        """
+        """A schema's grammar. is_strict: refuse what cannot be enforced. Raises RequestError."""
         return cls(param, _of_schema(schema, f"{param}.schema", is_strict=is_strict))
 
 
@@ -129,9 +125,7 @@ class StructuredOutputs(_Exact):
 
 
 def _schema(schema: JsonDict | bool | str, param: str) -> Grammar:
-    """The grammar of a schema in vLLM's fields, which are strict. Raises RequestError for text that
-    is no schema.
-    """
+    """The grammar of a strict schema in vLLM's fields. Raises RequestError."""
     if isinstance(schema, str):
         try:
             schema = orjson.loads(schema)

@@ -1,6 +1,4 @@
-"""Grammars checked by child processes (`structured.worker`) that can be killed, so that one whose
-compiling does not end fails only its own request; and a cache of the results.
-"""
+"""Grammars checked by child processes that can be killed, since some never compile; a cache."""
 
 from __future__ import annotations
 
@@ -17,8 +15,7 @@ from jitney.engine.core import Checked, CheckedGrammar, CheckerSetup, Terms, sch
 _MODULE = "jitney.engine.core.grammar.worker"
 #: Seconds that checking a grammar may take.
 _TIMEOUT_S = 2.0
-#: Size of the cache of results: characters of the grammars' texts, and the charge per entry beside
-#: them.
+#: Size of the cache of results in characters, and the charge per entry.
 _MOST_CHARS = 8 << 20
 _CHARS_EACH = 500
 #: Schemas of one grammar that may take too long, each as long as checking a grammar may.
@@ -29,13 +26,15 @@ _ENDED = ErrorInfo(
 
 
 class Grammars:
-    """Says of the grammars of one model whether they can be used. A process has 27 MB; none is
-    started before the first grammar. timeout_s: the longest that checking one may take.
+    """Says whether a model's grammars can be used. A process has 27 MB; none is started before the
+    first grammar.
     """
 
     def __init__(self, setup: CheckerSetup, timeout_s: float = _TIMEOUT_S):
         self._workers = WorkerPool("compiles grammars", _MODULE, setup, Checked, timeout_s)
-        self._kept: LruCache[Grammar, Checked] = LruCache(_MOST_CHARS, _chars_of)
+        self._kept: LruCache[Grammar, Checked] = LruCache(
+            _MOST_CHARS, lambda grammar: _CHARS_EACH + len(grammar.text)
+        )
         #: Checks under way; requests for the same grammar share one.
         self._checks: dict[Grammar, asyncio.Task[Checked]] = {}
         too_long = f"compiling the grammar took longer than {timeout_s:g} s"
@@ -43,13 +42,10 @@ class Grammars:
         self._unfinished = (ErrorInfo("grammar_too_complex", too_long), _ENDED)
 
     async def close(self) -> None:
-        """Kill the processes."""
         await self._workers.close()
 
     async def checked(self, grammar: Grammar, param: str) -> CheckedGrammar:
-        """The grammar as the engine takes it. Raises RequestError, blamed on `param` or on a tool,
-        for one that cannot be used.
-        """
+        """The usable grammar. Raises RequestError, blamed on `param` or on a tool."""
         found = self._kept.get(grammar)
         if found is None:
             # It goes on when the client leaves: others may wait for the same.
@@ -81,9 +77,7 @@ class Grammars:
             return Checked(None, self._unfinished[1])
 
     async def _without_endless(self, grammar: Grammar, found: Checked) -> Checked:
-        """Check a grammar without its schemas that are not strict and do not finish by themselves;
-        returns `found` if there are none, or more than a few.
-        """
+        """Check without lax schemas that do not finish alone; `found` if there are none or many."""
         # The rules of enforcement are loaded for such a grammar alone: the process has its own.
         from jitney.engine.core import Enforced, bare, schemas, with_schemas
 
@@ -103,10 +97,6 @@ class Grammars:
         )
         found = await self._answer(lighter)
         return replace(found, unenforced=(*left_out, *found.unenforced))
-
-
-def _chars_of(grammar: Grammar) -> int:
-    return _CHARS_EACH + len(grammar.text)
 
 
 def _seen(check: asyncio.Task[Checked]) -> None:

@@ -10,12 +10,10 @@ from jitney.engine.server.http.slices import TimeSlices
 
 
 class Mailbox[T]:
-    """Queues items for one consumer, which takes all of them at once.
-
-    A stream takes once for each token, and usually waits for less than its limit. So a wait sets no
-    timer of its own: one timer is set for the end of a wait, and if it fires during a later wait it
-    is set once more, for the end of that one. Nor does a task wake for each token: while it
-    waits, its reader is called with what came, together with those of all other streams.
+    """Queues items for one consumer, which takes all of them at once. A stream takes once for each
+    token. So a wait sets no timer of its own: one timer is set again if it fires during a later
+    wait. Nor does a task wake for each token: while it waits, its reader is called with what came,
+    together with all other streams'.
     """
 
     def __init__(self, slices: TimeSlices) -> None:
@@ -58,11 +56,9 @@ class Mailbox[T]:
     async def take(
         self, wait_s: float | None, reader: Callable[[list[T]], bool] | None = None
     ) -> list[T]:
-        """The items since the last call, at least one; empty if `wait_s` seconds (None: as
-        long as it takes) bring none. Raises the failure.
-
-        reader: called with items that come during the wait, which then begins again; False: it took
-        none of them, and they are returned. What it raises is the failure.
+        """The items since the last call, at least one; empty after `wait_s` seconds (None: never).
+        Raises the failure. reader: gets items that come during the wait, which then begins again;
+        False: they are returned instead. Its exception is the failure.
         """
         if self.is_empty:
             await self._arrival(wait_s, reader)

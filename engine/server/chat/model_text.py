@@ -1,6 +1,4 @@
-"""The texts of the served model: how long they may be, tokenising them, rendering chats, checking
-grammars, and how the model's turns are read.
-"""
+"""The served model's texts: limits, tokens, chats, grammars, and how its turns are read."""
 
 from __future__ import annotations
 
@@ -35,8 +33,7 @@ _MOST_LEFT = 8
 _IDLE_S = 5.0
 #: Most characters that a chat template may add to the messages.
 _TEMPLATE_CHARS = 1 << 16
-#: Seconds that learning a chat template's abilities may take. A template that takes longer gets
-#: conversations in which users and assistants alternate, and nothing else.
+#: Seconds to learn a template's abilities; else only users and assistants alternate.
 _PROBING_S = 10.0
 #: Most characters that a chat template may make of a small conversation.
 _PROBE_CHARS = 1 << 20
@@ -52,8 +49,7 @@ class ModelText:
         self._ready = ready
         self._settings = settings
         self._threads = TextThreads()
-        #: Renders chats in processes; None: the text threads do, and a template that never ends
-        #: takes one of them.
+        #: Renders chats in processes; None: on the text threads, which a template may block.
         self.chat_templates: ChatTemplates | None = None
         #: Checks grammars in processes; None: the text threads do, with the same danger.
         self.grammars: Grammars | None = None
@@ -68,20 +64,15 @@ class ModelText:
 
     @property
     def most_chars(self) -> int | None:
-        """Characters of the longest text that the context can hold; None for a tokenizer that drops
-        characters, which has no such limit. Raises RequestError.
-        """
+        """Characters that fit the context; None: the tokenizer drops some, so there is no limit."""
         info, tokenizer = self._ready()
         longest = tokenizer.longest_token
         return None if longest is None else info.request_limits.longest * longest
 
     def check_chars(self, chars: int, param: str) -> None:
-        """Refuse a text that cannot fit before any time goes into tokenising it: one of more
-        characters than the context holds of the tokenizer's longest token. Raises RequestError.
-
-        Other texts are bounded by the limits on bodies and by `tokenize_timeout_s`: texts for a
-        tokenizer that drops characters, and prompts that are truncated. The last tokens of a text
-        are those of the whole one, and tokenising only its end may give others.
+        """Refuse a text with more characters than the context holds in the longest tokens. Others
+        are bounded by body limits and `tokenize_timeout_s`; a truncated prompt is tokenised whole,
+        since its end alone may give other tokens. Raises RequestError.
         """
         info, _ = self._ready()
         most, limits = self.most_chars, info.request_limits
@@ -90,9 +81,7 @@ class ModelText:
             raise RequestError.too_long(limits.overflow(at_least, 1, is_lower_bound=True), param)
 
     def fill_in(self, param: str) -> FillIn:
-        """The form in which the model is asked to fill in the middle. param: the field that asks
-        for it. Raises RequestError.
-        """
+        """How the model fills in the middle. param: the field that asks. Raises RequestError."""
         _, tokenizer = self._ready()
         if tokenizer.fill_in is None:
             raise RequestError(
@@ -110,9 +99,7 @@ class ModelText:
         *,
         is_truncated: bool = False,
     ) -> str:
-        """The prompt text of a conversation. variables: the template's further variables.
-        is_truncated: it may be longer than the context. Raises RequestError.
-        """
+        """A conversation's prompt text. is_truncated: it may be too long. Raises RequestError."""
         info, tokenizer = self._ready()
         if not tokenizer.has_chat_template:
             raise RequestError(
@@ -138,17 +125,13 @@ class ModelText:
         most_chars: int,
         variables: Mapping[str, Any],
     ) -> str:
-        """The text that a tokenizer's chat template makes, also while the engine is not ready.
-        Raises RequestError.
-        """
+        """The text of a chat template, also before the engine is ready. Raises RequestError."""
         if self.chat_templates is None:
             return await self.off_loop(lambda: tokenizer.apply_chat_template(messages, **variables))
         return await self.chat_templates.render(messages, most_chars, variables)
 
     async def checked_grammar(self, grammar: Grammar, param: str) -> CheckedGrammar:
-        """The grammar as the engine takes it. Raises RequestError, blamed on `param` or on a tool,
-        for one that cannot be used.
-        """
+        """The usable grammar. Raises RequestError, blamed on `param` or on a tool."""
         if self.grammars is not None:
             return await self.grammars.checked(grammar, param)
         info, tokenizer = self._ready()
@@ -157,9 +140,7 @@ class ModelText:
 
 
 class ModelTurns:
-    """The chat format of the model: what its template accepts, and how its turns are read. Learnt
-    from the template, before the engine is ready or at the first use.
-    """
+    """The chat format of the model, learnt from its template at the start or the first use."""
 
     def __init__(self, ready: _Ready, settings: ServerSettings, text: ModelText):
         self._ready = ready
@@ -183,15 +164,11 @@ class ModelTurns:
         return self._format
 
     async def abilities(self) -> ChatAbilities:
-        """The abilities of the model's chat template. Raises RequestError while no model is
-        loaded.
-        """
+        """The chat template's abilities. Raises RequestError while no model is loaded."""
         return self._abilities or await self.learn_abilities(self._ready()[1])
 
     async def learn_abilities(self, tokenizer: Tokenizer) -> ChatAbilities:
-        """Render small conversations to find what the model's chat template accepts, which takes
-        some 50 ms, and at most `_PROBING_S`.
-        """
+        """Find the abilities by rendering small conversations: some 50 ms, at most `_PROBING_S`."""
         abilities = self._abilities = await self._probed(tokenizer)
         if abilities.refusal:
             _log.error(
@@ -222,9 +199,7 @@ class ModelTurns:
 
     @property
     def special_texts(self) -> dict[str, int]:
-        """Token ids of the turns' markers that are tokens of their own. Those in angle brackets
-        count also where the tokenizer shows them as text.
-        """
+        """Token ids of the turns' markers; those in angle brackets also if shown as text."""
         if self._special_texts is None:
             _, tokenizer = self._ready()
             self._special_texts = {}
@@ -244,9 +219,7 @@ def _checked_here(setup: CheckerSetup, grammar: Grammar, param: str) -> CheckedG
 
 
 class TextThreads:
-    """Runs text work on a few threads, and replaces threads that do not come back; `run` is called
-    on the event loop.
-    """
+    """Runs text work on a few threads, and replaces those that do not come back."""
 
     def __init__(
         self, threads: int = _THREADS, most_left: int = _MOST_LEFT, idle_s: float = _IDLE_S
@@ -254,9 +227,7 @@ class TextThreads:
         self._threads = ReplaceableThreads("tokenize", threads, most_left=most_left, idle_s=idle_s)
 
     async def run[T](self, work: Callable[[], T], timeout_s: float) -> T:
-        """The result of `work`, or its error. Raises RequestError if it takes longer than
-        `timeout_s`.
-        """
+        """The result of `work`, or its error. Raises RequestError after `timeout_s`."""
         future: Future[T] = Future()
 
         def job() -> None:

@@ -1,6 +1,4 @@
-"""Builds engine requests from a checked body: prompts become token ids, fields become sampling
-parameters.
-"""
+"""Builds engine requests from a checked body: prompts to token ids, fields to parameters."""
 
 from __future__ import annotations
 
@@ -40,8 +38,7 @@ if TYPE_CHECKING:
 
 #: Most choices of one request, over all its prompts.
 _MAX_CHOICES = 128
-#: Prompts of one request that the engine has at a time, per seat: enough that no seat waits for the
-#: next one.
+#: Prompts of one request with the engine at a time, per seat: no seat waits for the next.
 _PER_SEAT = 4
 #: Characters stored of a prompt's end.
 _TAIL_CHARS = 256
@@ -73,9 +70,7 @@ class RouteKind:
 
     @contextmanager
     def blaming(self) -> Iterator[None]:
-        """Errors that blame a field of a chat, or a tool for its schema, blame what the route calls
-        it.
-        """
+        """Name the fields that errors blame, and tools' schemas, as the route does."""
         try:
             yield
         except RequestError as error:
@@ -122,10 +117,7 @@ class Conversation:
     async def prompt(
         self, service: Service, notes: Notes, *, is_truncated: bool = False
     ) -> EncodedPrompt:
-        """The tokens that the model reads. notes: get the hints that this model cannot follow, and
-        the changes that the template asks for. is_truncated: only the last of them will be read, so
-        there may be more than fit. Raises RequestError.
-        """
+        """The prompt's tokens. notes: written; is_truncated: any length. Raises RequestError."""
         _, tokenizer = service.ready()
         notes.ignored.extend(self._unfollowed(service.turns.format))
         text = await self.text(service, notes, is_truncated=is_truncated)
@@ -144,9 +136,7 @@ class Conversation:
         return [self.kind.names.get(name, name) for name in names]
 
     async def text(self, service: Service, notes: Notes, *, is_truncated: bool = False) -> str:
-        """The text that the chat template makes of it. notes: get the changes that the template
-        asks for. Raises RequestError.
-        """
+        """The chat template's text. notes: get the changes made for it. Raises RequestError."""
         use, abilities = self.tools, await service.turns.abilities()
         with self.kind.blaming():
             variables = self.variables | service.turns.format.effort_variables(self.effort)
@@ -160,9 +150,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class RequestBuilder[B: GenerationBody]:
-    """Makes of one body what the engine is asked for. Its methods raise RequestError and HttpError
-    for what cannot be asked.
-    """
+    """Makes engine requests of one body. Its methods raise RequestError and HttpError."""
 
     service: Service
     body: B
@@ -208,10 +196,7 @@ class RequestBuilder[B: GenerationBody]:
         special: bool = True,
         dimensions: int | None = None,
     ) -> GenerationRequest:
-        """The request for one vector for each text or list of token ids. special: whether the
-        model's own special tokens are put around a text. dimensions: numbers of each vector; None:
-        all.
-        """
+        """Request a vector per item. special: with its own tokens. dimensions: None: all."""
         self._check_texts(items, "input")
         with _EMBEDDING.blaming():
             prompts = await _encoded(self.service, items, None, special)
@@ -227,9 +212,7 @@ class RequestBuilder[B: GenerationBody]:
 
     @property
     def group_size(self) -> int:
-        """Prompts of one request that are with the engine at a time, where they may be many: no
-        more than the key may have open.
-        """
+        """Prompts of a request with the engine at a time, within what its key may have open."""
         info = self.service.info
         most = info.sizes.seats + info.queue.max_waiting_requests
         return min(_PER_SEAT * info.sizes.seats, most, self.service.most_of_key or most)
@@ -247,9 +230,7 @@ class RequestBuilder[B: GenerationBody]:
         return self.body.truncate_prompt_tokens is not None
 
     def _check_texts(self, prompts: Sequence[str | list[int]], param: str, also: int = 0) -> None:
-        """Refuse prompts whose texts cannot fit. also: characters that come with each. Raises
-        RequestError.
-        """
+        """Refuse texts that cannot fit. also: characters with each. Raises RequestError."""
         lengths = [len(prompt) for prompt in prompts if isinstance(prompt, str)]
         if not self._is_truncated:
             self.service.text.check_chars(max(lengths, default=0) + also, param)
@@ -291,9 +272,7 @@ class RequestBuilder[B: GenerationBody]:
         sampling: SamplingParams,
         pooling: Pooling | None = None,
     ) -> GenerationRequest:
-        """The request that continues each prompt of tokens, or with a pooling is answered by what
-        that makes of it.
-        """
+        """The request that continues each prompt of tokens, or pools it."""
         sampling = await self._with_checked_grammar(sampling)
         encoded = [EncodedPrompt(ids) for ids in prompts]
         work = self._request(kind, encoded, sampling, pooling)
@@ -301,9 +280,8 @@ class RequestBuilder[B: GenerationBody]:
         return replace(request, top_logprobs=sampling.logprobs)
 
     def sampling(self, own: JsonDict, ends: Iterable[int] = ()) -> SamplingParams:
-        """Sampling parameters, checked. A field that was not given has the model's default, or the
-        engine's. own: fields with a meaning of the route's own. ends: tokens that end the text
-        beside those of the body. Raises RequestError where the model writes no text.
+        """Checked sampling parameters. own: the route's fields; ends: more end tokens. Raises
+        RequestError if the model writes no text.
         """
         body, info = self.body, self.service.info
         info.request_limits.check_writes()
@@ -324,9 +302,7 @@ class RequestBuilder[B: GenerationBody]:
     async def _held_to_grammar(
         self, conversation: Conversation, prompt: str, sampling: SamplingParams
     ) -> SamplingParams:
-        """The parameters with the grammar of the whole turn, where calls are forced or strict,
-        thoughts have a budget, or the answer has a grammar of its own.
-        """
+        """The parameters with the turn's grammar, where calls, thoughts or answer need one."""
         service = self.service
         turns = service.turns.format
         budget = conversation.thinking_budget if turns.thinks else None
@@ -340,9 +316,7 @@ class RequestBuilder[B: GenerationBody]:
         return await self._held_to(sampling, grammar, param)
 
     async def _with_checked_grammar(self, sampling: SamplingParams) -> SamplingParams:
-        """The parameters with their grammar as the engine takes it. Raises RequestError, blamed on
-        the field that it came in, if it cannot be used.
-        """
+        """The parameters with their grammar made usable. Raises RequestError, blaming its field."""
         if sampling.grammar is None:
             return sampling
         return await self._held_to(sampling, sampling.grammar, self._grammar_field)
@@ -350,9 +324,7 @@ class RequestBuilder[B: GenerationBody]:
     async def _held_to(
         self, sampling: SamplingParams, grammar: Grammar, param: str
     ) -> SamplingParams:
-        """The parameters with a grammar as the engine takes it; schema keywords that are left out
-        are noted for the client. Raises RequestError, blamed on `param` or on a tool.
-        """
+        """The parameters with a usable grammar; its gaps are noted. Raises RequestError."""
         checked = await self.service.text.checked_grammar(grammar, param)
         notes = self.context.notes.unenforced
         notes += [place for place in checked.unenforced if place not in notes]
@@ -366,9 +338,7 @@ class RequestBuilder[B: GenerationBody]:
 
     @property
     def _grammar_field(self) -> str:
-        """The field to blame for a grammar; without one of its own, the field that forces a turn's
-        form.
-        """
+        """The field to blame for a grammar, "tools" if the answer has none of its own."""
         wanted = self.body.wanted_grammar
         return "tools" if wanted is None else wanted.param
 
@@ -452,9 +422,7 @@ class RequestBuilder[B: GenerationBody]:
 
     @property
     def _deadline(self) -> float | None:
-        """The deadline in seconds of time.monotonic(): the nearer of the server's and the client's.
-        Background requests have only the client's.
-        """
+        """Deadline of time.monotonic(), the nearer; background requests have only the client's."""
         limits = [(self.body.timeout_ms or 0) / 1000]
         if not self.context.background:
             limits.append(self.service.settings.server.request_timeout_s)
@@ -477,9 +445,7 @@ def _check_choices(choices: int, info: EngineInfo) -> None:
 async def _encoded(
     service: Service, items: Sequence[str | list[int]], suffix: str | None, special: bool
 ) -> list[EncodedPrompt]:
-    """Texts become tokens on a thread. Token ids need none: between cores that compute, it costs
-    more to wake one than to take them.
-    """
+    """Tokens of items; only texts need a thread: waking one costs more than taking ids."""
     _, tokenizer = service.ready()
 
     def encode() -> list[EncodedPrompt]:
@@ -506,9 +472,7 @@ def _completion_prompt(
 def _banned_sequences(
     words: Sequence[str], tokenizer: Tokenizer
 ) -> Work[tuple[tuple[int, ...], ...]]:
-    """The words as tokens, at the beginning of a text and within one, where it is spelled with a
-    blank before it.
-    """
+    """The words' tokens at the beginning of a text, and within one, behind a blank."""
     found: dict[tuple[int, ...], None] = {}
     for word in words:
         texts = [word] if word[0].isspace() else [word, " " + word]
@@ -523,9 +487,7 @@ def _banned_sequences(
 def _for_prompt(
     wanted: EngineRequest, number: int, ids: list[int], info: EngineInfo, kind: RouteKind
 ) -> EngineRequest:
-    """The engine request of one prompt. What the engine would refuse is refused here, and blamed on
-    the field that the client sent.
-    """
+    """One prompt's engine request; refusals blame the field that the client sent."""
     request = with_fields(
         wanted,
         id=f"{wanted.id}-{number}",
@@ -573,9 +535,7 @@ def _wider(one: int | None, other: int | None) -> int | None:
 
 
 def _truncate(prompt: EncodedPrompt, tokens: int, *, keeps_ends: bool) -> None:
-    """Keep the last tokens of a longer prompt. keeps_ends: the first ones and the very last, as an
-    encoder's tokenizer does, which puts special tokens at both ends.
-    """
+    """Keep the last tokens. keeps_ends: the first and the very last (an encoder's special ones)."""
     if len(prompt.ids) > tokens:
         first = prompt.ids[: tokens - 1] if keeps_ends else []
         prompt.ids = first + prompt.ids[len(first) - tokens :]

@@ -1,9 +1,7 @@
-"""Common parts of the request bodies of all APIs: their fields, tools, and how they are checked.
-
-A body declares the fields that it implements; `engine.server.chat.fields` has the treatment of all
-others. null always means: not given. Ranges of sampling parameters are declared in
-`SamplingParams`, which checks them; here stand types, sizes and combinations. A new sampling
-parameter is one field of `GenerationBody` under its own name.
+"""Common parts of all APIs' bodies: their fields, tools, and how they are checked. A body declares
+the fields that it implements; `chat.fields` has the treatment of all others. null means: not given.
+`SamplingParams` checks ranges; here stand types, sizes and combinations. A new sampling parameter
+is one field of `GenerationBody` under its own name.
 """
 
 from __future__ import annotations
@@ -69,8 +67,7 @@ _SAMPLED_AS = {
     "repeat_penalty": "repetition_penalty",
     "top_logprobs": "logprobs",
 }
-#: Kinds of content part that exist elsewhere; a text model cannot read them, and no URL is ever
-#: fetched.
+#: Kinds of content part that a text model cannot read; no URL is ever fetched.
 _MEDIA_PARTS = frozenset(
     {
         "document",
@@ -110,9 +107,7 @@ _Stop = str | Annotated[list[str], Field(max_length=LIMITS.stops)]
 
 
 def _described(schema: JsonDict, model: type[GenerationBody]) -> None:
-    """Add to a model's JSON schema what its functions check: ranges, and the fields of others that
-    may only ask for nothing.
-    """
+    """Add to a JSON schema what functions check: ranges, and fields that may only be neutral."""
     properties = schema["properties"]
     for name, (low, high, open_low) in _ranges_of(model):
         least = "exclusiveMinimum" if open_low else "minimum"
@@ -192,9 +187,7 @@ def _logit_bias(value: JsonValue) -> dict[int, float]:
 def prompt_list(
     value: JsonValue, most: int, what: str = "prompt", *, empty_texts: bool = False
 ) -> list[str | list[int]]:
-    """The four forms of `prompt` as one list of at most so many. empty_texts: a list may hold some.
-    Raises ValueError.
-    """
+    """`prompt` as a list of at most `most`; empty_texts: allowed. Raises ValueError."""
     items = [value] if not isinstance(value, list) or _is_token_list(value) else value
     if not 0 < len(items) <= most:
         raise ValueError(f"must hold 1 to {most} {what}s")
@@ -210,9 +203,7 @@ def prompt_list(
 
 
 def _all_of(kind: type, values: list[JsonValue]) -> bool:
-    """Exact types: true is no integer. A set of types, because a body may hold half a million
-    token ids, and a generator over them takes 20 ms.
-    """
+    """Exact types: true is no integer. A generator over half a million ids would take 20 ms."""
     return set(map(type, values)) <= {kind}
 
 
@@ -227,9 +218,7 @@ def kind_of(value: JsonValue) -> str | None:
 
 
 def text_content(value: JsonValue, kinds: tuple[str, ...] = ("text",)) -> str | None:
-    """Message content as one string; text parts are joined by line breaks. kinds: what the route
-    calls its parts.
-    """
+    """Content as one string, parts joined by line breaks. kinds: the route's names of parts."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
@@ -271,9 +260,7 @@ class ModelBody(Part):
 
     @classmethod
     def parse(cls, raw: JsonObject) -> tuple[Self, list[str]]:
-        """The body, and the fields that change nothing here. Raises RequestError naming the first
-        field at fault.
-        """
+        """The body and the fields that change nothing. Raises RequestError naming the field."""
         ignored = unfollowed(raw, cls.rules(), cls.model_fields)
         for name in cls.counted:
             messages = raw.get(name)
@@ -472,16 +459,13 @@ class CustomFields(Part):
     format: _InputFormat | None = None
 
     def as_tool(self) -> Tool:
-        """The tool in the form that all routes share."""
         form = self.format
         if form is None or form.syntax is None or form.definition is None:
             return Tool.custom(self.name, self.description)
         return Tool.custom(self.name, self.description, form.syntax, form.definition)
 
     def is_enforced(self, *, required: bool) -> bool:
-        """Whether the input is held to its form. required: the model must call. A Lark grammar
-        describes the text itself, which stands in a JSON string here.
-        """
+        """Whether the input is held to its form; Lark is not: it stands in a JSON string here."""
         syntax = None if self.format is None else self.format.syntax
         return syntax is None or (syntax == "regex" and required)
 

@@ -1,7 +1,6 @@
-"""Access control: the keys, the roles that they give, and the check of every request.
-
-A route's entry in its table says which role it needs. On a server without keys every client is an
-administrator; on one with keys no client is, except with a key of `admin_keys`.
+"""Access control: the keys, their roles, and the check of every request. A route's line says which
+role it needs. Without keys every client is an administrator; with keys only those of `admin_keys`
+are.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from jitney.engine.server.http.settings import ServerSettings, digest_key
 
 #: Seconds that a wrong key is remembered.
 _WINDOW_S = 60.0
-#: Wrong keys with the same beginning from one address in that time, as of a client that was given
-#: a wrong key and tries again; and wrong keys of any kind from it.
+#: Wrong keys from one address in that time: with one beginning (retries), and of any kind.
 _MOST_ALIKE = 10
 _MOST_OF_ADDRESS = 60
 #: Characters of a key that are its beginning.
@@ -44,8 +42,7 @@ class Identity:
     tenant: str = ""
     #: An administrator's key brought it for this client (`engine.server.http.tenants`).
     passed_on: bool = False
-    #: Digest of the key that the request shows, even if it is passed on for another client; empty:
-    #: none.
+    #: Digest of the key shown, even if passed on for another client; empty: none.
     key: str = field(default="", compare=False)
 
     @classmethod
@@ -98,9 +95,7 @@ class _Admitted:
     revoked: bool = False
 
     def revoke(self) -> None:
-        """End the request: with an error in its own answer, where that is possible (`Context.end`),
-        else by cancelling it.
-        """
+        """End the request with an error in its answer (`Context.end`), else by cancelling it."""
         if self.context is not None and self.context.end is not None:
             self.context.end(_key_removed())
         elif self.task is not None:
@@ -109,10 +104,7 @@ class _Admitted:
 
 
 class ApiKeys:
-    """The accepted keys, and the open requests that showed them. Lives on one event loop.
-
-    clock: seconds, for how often wrong keys come.
-    """
+    """The accepted keys, and the open requests that showed them. Lives on one event loop."""
 
     def __init__(self, settings: ServerSettings, clock: Callable[[], float] = time.monotonic):
         #: By digest.
@@ -125,9 +117,7 @@ class ApiKeys:
         return bool(self._roles)
 
     def replace(self, users: Collection[str], admins: Collection[str]) -> _KeyChanges:
-        """Accept these keys, by digest, and no others from now on. Open requests go on until
-        `revoke`.
-        """
+        """Accept only these keys, by digest, from now on; open requests go on until `revoke`."""
         before, self._roles = self._roles, _roles_of(users, admins)
         both = before.keys() & self._roles.keys()
         return _KeyChanges(
@@ -138,9 +128,7 @@ class ApiKeys:
         )
 
     def revoke(self, keys: Collection[str]) -> int:
-        """End the open requests that showed one of these keys, but not the one that asks for it:
-        streams with an error, others with a 401. -> how many.
-        """
+        """End these keys' open requests but the caller's own; returns how many."""
         own = asyncio.current_task()
         ended = [each for each in self._admitted if each.key in keys and each.task is not own]
         for each in ended:
@@ -149,9 +137,7 @@ class ApiKeys:
 
     @contextmanager
     def admitting(self, scope: Scope) -> Iterator[None]:
-        """While a request is answered. Raises HttpError 401 where its key was removed before its
-        answer began; an answer that had begun breaks off.
-        """
+        """While a request is answered; HttpError 401 if its key goes before the answer begins."""
         key = Identity.of(scope).key
         if not key:
             yield
@@ -170,15 +156,11 @@ class ApiKeys:
             self._admitted.discard(admitted)
 
     def current(self, identity: Identity) -> Identity:
-        """The identity, or that of a client without a key if its key was removed or has another
-        role now.
-        """
+        """The identity, or NOBODY if its key was removed or has another role now."""
         return identity if self._roles.get(identity.key) is identity.role else NOBODY
 
     def of_request(self, scope: Scope) -> Identity:
-        """The sender by the header 'Authorization: Bearer KEY', or without it by 'x-api-key: KEY',
-        which Anthropic's clients send. A header given twice counts as none.
-        """
+        """The sender by Authorization: Bearer, else x-api-key; a header given twice is none."""
         if not self.needed:
             return EVERYBODY
         key = key_of(scope)
@@ -187,9 +169,7 @@ class ApiKeys:
         return self.identify(key.decode("latin-1"), address_of(scope))
 
     def identify(self, key: str, address: str) -> Identity:
-        """The identity of a key. Raises HttpError: 401, or 429 to an address that shows many wrong
-        ones.
-        """
+        """A key's identity. Raises HttpError 401, or 429 after many wrong ones of an address."""
         digest = digest_key(key)
         # Every digest is compared in full, whichever matches: how long it takes says nothing.
         matches = [known for known in self._roles if hmac.compare_digest(digest, known)]
@@ -249,9 +229,7 @@ def _only(values: Sequence[bytes]) -> bytes:
 
 
 def client_of(scope: Scope) -> str:
-    """The client that a request counts to where resources are shared: its key, or without one its
-    address. For admitted requests.
-    """
+    """The client that shared resources count to: its key, else its address."""
     return Identity.of(scope).tenant or _network(address_of(scope))
 
 
@@ -264,10 +242,7 @@ def address_of(scope: Scope) -> str:
 @dataclass(frozen=True, slots=True)
 class AccessControl:
     """Admits requests by the role that their route needs, and puts the sender into the scope
-    (`Identity.of`).
-
-    keys: the accepted keys, with the open requests of each. missing: the error for a request
-    without a key.
+    (`Identity.of`). missing: the error for a request without a key.
     """
 
     app: ASGIApp
@@ -302,12 +277,9 @@ class AccessControl:
 
 
 class _WrongKeys:
-    """Counts the wrong keys of the last minute by their origin, and makes clients that show many
-    wait. clock: seconds.
-
-    A right key is never delayed, however many wrong ones its address has shown: clients that share
-    an address (a proxy, a building) with an attacker would be locked out. Guessing is hopeless
-    because keys are long; this keeps it from filling logs and taking time.
+    """Counts the last minute's wrong keys by origin, and makes those that show many wait. A right
+    key is never delayed: clients that share an address with an attacker would be locked out. Keys
+    are too long to guess; this keeps guesses from filling logs and taking time.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -341,9 +313,7 @@ class _WrongKeys:
 
 
 def _origins(address: str, key: str) -> list[tuple[str, int]]:
-    """The origins that a wrong key counts to, with the most wrong keys of each. A key's beginning
-    is stored as a digest: it may be that of a right key.
-    """
+    """(origin, most wrong keys) of a key; its beginning, maybe a right key's, as a digest."""
     network = _network(address)
     beginning = digest_key(key[:_BEGINNING])
     return [(network, _MOST_OF_ADDRESS), (f"{network} {beginning}", _MOST_ALIKE)]

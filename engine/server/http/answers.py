@@ -1,6 +1,5 @@
-"""The base of every response body, and the bodies of routes that engines and fleets share.
-
-A body is a struct: what is sent is what `/openapi.json` describes (`engine.server.http.openapi`).
+"""The base of every response body, and bodies that engines and fleets share. A body is a struct:
+what is sent is what `/openapi.json` describes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Background requests over HTTP: lines of a fleet's batches, at its engines.
-
-Such a request may wait as long as it takes: it has no deadline, and the bounds on waiting requests
-(`engine.core.scheduler.admission.control`) do not hold for it. So only administrators may send one.
+"""Background requests over HTTP: lines of a fleet's batches, at its engines. They have no deadline,
+and the bounds on waiting do not hold for them: only administrators send them.
 """
 
 from __future__ import annotations
@@ -20,9 +18,7 @@ _YES = "1"
 
 @dataclass(frozen=True, slots=True)
 class BackgroundRequests:
-    """Marks requests as background if an administrator's header says so; a user's header is
-    refused.
-    """
+    """Marks background requests by an administrator's header; a user's is refused."""
 
     #: The header that marks a background request.
     HEADER: ClassVar[str] = "x-jitney-background"
@@ -37,7 +33,6 @@ class BackgroundRequests:
         await self.app(scope, receive, send)
 
     def _is_background(self, scope: Scope) -> bool:
-        """Raises HttpError."""
         given = [value.decode("latin-1") for value in values_of(scope, self.HEADER.encode())]
         if not given:
             return False

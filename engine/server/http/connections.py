@@ -1,18 +1,10 @@
-"""The open connections of a server: how many there may be, which of them give way to new ones, and
-which clients do not read.
-
-A connection between two requests is kept for long, so that clients close first: a request sent at
-the moment at which the server closes would not be answered. It is closed when a new connection
-needs its place, unless its next request has arrived. So is one that has been open for a moment and
-has not sent a request.
-
-A new connection is always accepted. Where a request is under way on all others it is beyond
-`max_connections`: a few are, so that probes are answered and requests get an error that the server
-is full.
-
-A client that stops reading costs the memory of its unsent bytes, and its sequences keep their
-seats. So bytes written to a connection must have left within `write_timeout_s`, and the unsent
-bytes of all connections together are bounded.
+"""The open connections of a server: how many, which give way to new ones, who does not read. A
+connection is kept between requests for long, so that clients close first: a request sent while the
+server closes would not be answered. It is closed when a new connection needs its place, as is one
+that sends no request. A new one is always accepted: a few beyond `max_connections`, for probes and
+for errors that the server is full. A client that stops reading costs memory and seats. So bytes
+written to a connection must have left within `write_timeout_s`, and all unsent bytes together are
+bounded.
 """
 
 from __future__ import annotations
@@ -30,8 +22,7 @@ _log = logging.getLogger("jitney.api")
 
 #: Bytes that may wait for all clients together.
 _MOST_BYTES = 64 << 20
-#: Connections beyond `max_connections`: their requests are refused, but for probes. Of more the one
-#: that has been open for longest is closed without a word.
+#: Connections beyond `max_connections`, refused but for probes; of more the oldest is closed.
 SPARE = 64
 #: Seconds that a client has for the head of its request while others need its place.
 _GRACE_S = 1.0
@@ -73,9 +64,7 @@ class _Connection(Protocol):
         ...
 
     def leave(self) -> None:
-        """Close it at once between two requests, or behind an answer that is able to say why it
-        ends (`Context.end`) or has not begun; another answer is broken off.
-        """
+        """Close at once between requests or where the answer can say why; else break it off."""
         ...
 
 
@@ -88,8 +77,8 @@ class _Mark:
 
 
 class Connections:
-    """Lives on one event loop; looks at the connections now and then while there are any. Each says
-    of itself what it does: `works`, `is_kept` or `is_awaited`.
+    """Lives on one event loop; looks at the connections now and then. Each one says what it does:
+    `works`, `is_kept` or `is_awaited`.
     """
 
     def __init__(self, settings: ServerSettings, *, most_bytes: int = _MOST_BYTES):
@@ -99,8 +88,7 @@ class Connections:
         self._open: dict[_Connection, _Mark] = {}
         #: Between two requests, the one that is so for longest first.
         self._kept: dict[_Connection, None] = {}
-        #: Without a request that is under way, and since when: a head is awaited, or the rest of a
-        #: request that was answered early. The one that is so for longest first.
+        #: Without a request under way, and since when, the longest first.
         self._awaited: dict[_Connection, float] = {}
         #: Those that came when there was no place left, the oldest first.
         self._extra: dict[_Connection, None] = {}
@@ -116,7 +104,6 @@ class Connections:
         return sum(connection.waiting for connection in self._open)
 
     def opened(self, connection: _Connection) -> None:
-        """A client has come."""
         self._make_room(1)
         if len(self._open) >= self.most + SPARE:
             self._close(next(iter(self._extra)))
@@ -145,9 +132,7 @@ class Connections:
             self._awaited.setdefault(connection, time.monotonic())
 
     def has_place(self, connection: _Connection) -> bool:
-        """Whether a request that comes on it is one of those that may be under way. Works on it
-        from here on.
-        """
+        """Whether a request on it may be under way; it works from here on."""
         if connection not in self._extra:
             return True
         self.works(connection)

@@ -25,9 +25,7 @@ _UNPRINTABLE = re.compile(r"[^ -+\--~]")  # nor a comma, which separates notes
 
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """Deviations from the request that the client is notified of; each list is one response
-    header.
-    """
+    """Deviations that the client is notified of; each list is one response header."""
 
     #: `x-ignored-params`: fields of the body that change nothing here.
     ignored: list[str] = field(default_factory=list)
@@ -86,8 +84,7 @@ class Context:
     session_id: str = ""
     #: Span of OpenTelemetry; None where that is off.
     span: Span | None = None
-    #: Ends the answer early with an error that the answer itself tells; None while nothing does,
-    #: and the request is cancelled instead.
+    #: Ends the answer early with an error of its own; None: the request is cancelled instead.
     end: Callable[[Exception], None] | None = None
     #: Written while the request is read; sent with the answer's headers.
     notes: Notes = field(default_factory=Notes)

@@ -1,7 +1,5 @@
-"""Requests that a web page of another site has its visitor's browser send.
-
-A browser says where a request comes from: in Sec-Fetch-Site, which no page can set, and in Origin.
-What sends neither (curl, an SDK, a probe) is no browser, and acts for itself.
+"""Requests that a web page of another site has its visitor's browser send. A browser says so in
+Sec-Fetch-Site, which no page can set, and in Origin; others (curl, an SDK) send neither.
 """
 
 from __future__ import annotations
@@ -33,10 +31,8 @@ _READABLE = (
 
 
 def refuse_other_sites(scope: Scope, allowed: Sequence[str]) -> None:
-    """Raise HttpError 403 for a request from a page of another site.
-
-    allowed: origins that may send requests, in the form of `cors_origins`. Another port is another
-    site here: on one machine each port may belong to another user's program.
+    """Raise HttpError 403 for a page of another site. allowed: as `cors_origins`. Another port is
+    another site: on one machine it may be another user's.
     """
     headers = Headers(scope=scope)
     origin = headers.get("origin")
@@ -55,9 +51,7 @@ def refuse_other_sites(scope: Scope, allowed: Sequence[str]) -> None:
 
 
 def cors(settings: ServerSettings) -> list[Middleware]:
-    """Middleware that lets browsers show our answers to the allowed pages; it must stand before
-    everything that answers. Such a page may not send cookies: it needs a key.
-    """
+    """CORS middleware, outermost. Pages of allowed sites send no cookies: they need a key."""
     origins = settings.server.cors_origins
     if not origins:
         return []
@@ -95,8 +89,6 @@ def _is_among(origin: str, allowed: Sequence[str]) -> bool:
 
 
 def _is_own(origin: str, host: str) -> bool:
-    """The origin is this server, as the Host header calls it. Its scheme may differ: a proxy in
-    front may speak TLS.
-    """
+    """Whether the origin is this server by its Host header; a proxy may change the scheme."""
     _, _, authority = origin.partition("://")
     return bool(authority) and authority.lower() == host.lower()

@@ -11,11 +11,9 @@ _log = logging.getLogger("jitney")
 
 #: More than any server needs; some systems name a billion, and some programs walk through them.
 _ENOUGH = 1 << 20
-#: Descriptors for everything but connections: logs, libraries, the core's sockets, drawings, files
-#: and webhooks.
+#: Descriptors for everything but connections: logs, libraries, sockets, files, webhooks.
 _OWN = 128
-#: Connections that are accepted in one turn of the event loop, and turns that pass until one of
-#: them can be refused and is closed.
+#: Connections accepted in one turn of the loop, and turns until a refused one is closed.
 ACCEPTED_AT_ONCE, _TURNS = 16, 5
 
 
@@ -26,9 +24,7 @@ def _descriptor_limit() -> int:
 
 
 def raise_descriptor_limit() -> int:
-    """Raise the limit as far as we may, and return it. A login's 1,024 is what programs that use
-    select() can bear; nothing here does.
-    """
+    """Raise the limit as far as allowed, and return it: nothing here uses select()."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     raised = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
     if soft != resource.RLIM_INFINITY and soft < raised:
@@ -37,9 +33,7 @@ def raise_descriptor_limit() -> int:
 
 
 def connections_within(connections: int, limit: int | None = None) -> int:
-    """The number of connections that a limit of open files allows; logs a warning if that is fewer.
-    limit: None: this process's own.
-    """
+    """Connections that the limit of open files (None: this process's) allows; warns if fewer."""
     if limit is None:
         limit = _descriptor_limit()
     possible = max(1, limit - _OWN - SPARE - _TURNS * ACCEPTED_AT_ONCE)

@@ -10,19 +10,14 @@ from starlette.types import Receive
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
-    """Run `work`, cancelling it if the client leaves first; True if it did. Errors of `work` are
-    raised.
-
-    Starlette notices a client's leaving only in some responses and ASGI versions, and never while a
-    request waits.
+    """Run `work`, cancelling it if the client leaves first (True). Raises its errors. Starlette
+    notices that only in some responses, and never while a request waits.
     """
     return await until(_disconnected(receive), work)
 
 
 async def until(end: Coroutine[Any, Any, object], work: Coroutine[Any, Any, None]) -> bool:
-    """Run `work`, cancelling it if `end` comes first; True if it did. Errors of `work` are
-    raised.
-    """
+    """Run `work`, cancelling it if `end` comes first (True). Raises the errors of `work`."""
     task = asyncio.create_task(work)
     watch = asyncio.create_task(end)
     try:

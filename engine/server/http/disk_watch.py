@@ -22,9 +22,7 @@ _REMEDY = (
 async def watch_disks(
     folders: Sequence[Path], on_full: Callable[[], None], pause_s: float = _LOOK_S
 ) -> None:
-    """Log when a folder that exists has no room any more, once, and when it has again; never
-    returns.
-    """
+    """Log, once each, when an existing folder's disk is full and when it has room; endless."""
     full: set[Path] = set()
     while True:
         for folder in folders:

@@ -1,6 +1,4 @@
-"""The OpenAPI document as one page of HTML: no script, no font and no style from elsewhere, so that
-it reads the same without a network.
-"""
+"""The OpenAPI document as one page of HTML, which loads nothing from elsewhere."""
 
 from __future__ import annotations
 

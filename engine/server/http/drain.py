@@ -10,11 +10,8 @@ from typing import Any
 async def drain_status(
     drained: Coroutine[Any, Any, None], signals: asyncio.Queue[int], limit: float
 ) -> int:
-    """Wait until all requests are answered, at most `limit` seconds, or until a second signal
-    comes.
-
-    Returns the exit status: 0 all are answered, 1 the time is over, 128 and the signal's number.
-    New requests are refused meanwhile, and do not count.
+    """Exit status once all are answered (0), `limit` seconds passed (1), or a second signal came
+    (128 and its number). New requests are refused meanwhile, and do not count.
     """
     done = asyncio.create_task(drained)
     again = asyncio.create_task(signals.get())

@@ -1,6 +1,4 @@
-"""The middleware of every request, and the answers to requests without a route: the same for an
-engine and for a fleet.
-"""
+"""The middleware of every request, and answers without a route, for engines and fleets."""
 
 from __future__ import annotations
 
@@ -27,10 +25,10 @@ from jitney.engine.server.http.middleware import (
     BodyLimit,
     ErrorMiddleware,
     HeaderLimits,
-    RequestObserver,
 )
 from jitney.engine.server.http.quotas import Shares
 from jitney.engine.server.http.routing import Role, RouteTable, route_path
+from jitney.engine.server.http.server_context import ServerContext
 from jitney.engine.server.http.settings import ServerSettings
 from jitney.engine.server.http.tenants import identity_of
 
@@ -41,16 +39,14 @@ type _Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
 
 def application(
-    observer: RequestObserver,
+    observer: ServerContext,
     settings: ServerSettings,
     table: RouteTable,
     routes: Sequence[BaseRoute],
     lifespan: _Lifespan,
     keys: ApiKeys | None = None,
 ) -> Starlette:
-    """Routes behind the edge. table: those of them that it knows by their lines. keys: the accepted
-    ones; None: those of the settings.
-    """
+    """Routes behind the edge. table: those known by their lines. keys: None: the settings'."""
     app = Starlette(
         routes=routes,
         middleware=_edge(observer, settings, table, keys or ApiKeys(settings)),
@@ -62,9 +58,13 @@ def application(
 
 
 def _edge(
-    observer: RequestObserver, settings: ServerSettings, table: RouteTable, keys: ApiKeys
+    observer: ServerContext, settings: ServerSettings, table: RouteTable, keys: ApiKeys
 ) -> list[Middleware]:
     """The middleware of every request, outermost first."""
+    # The most that one client may have at work.
+    most = math.ceil(settings.max_connections * 3 / 4)
+    whose = "requests (three quarters of max_connections)"
+    shares = Shares(most, whose, "too_many_connections")
     return [
         *cors(settings),
         Middleware(ErrorMiddleware, service=observer, table=table),
@@ -77,7 +77,7 @@ def _edge(
             identify=partial(_identify, keys),
             missing=_no_key,
         ),
-        Middleware(_ClientShares, shares=_shares(settings)),
+        Middleware(_ClientShares, shares=shares),
         Middleware(BackgroundRequests),
         Middleware(BodyLimit, settings=settings, service=observer),
     ]
@@ -85,9 +85,7 @@ def _edge(
 
 @dataclass(frozen=True, slots=True)
 class _SiteGuard:
-    """Refuses requests that change something and come from a page of another site, unless that site
-    is one of `cors_origins`.
-    """
+    """Refuses changes by pages of other sites than those of `cors_origins`."""
 
     app: ASGIApp
     settings: ServerSettings
@@ -96,12 +94,6 @@ class _SiteGuard:
         if scope.get("method", "GET") not in _SAFE:
             refuse_other_sites(scope, self.settings.server.cors_origins)
         await self.app(scope, receive, send)
-
-
-def _shares(settings: ServerSettings) -> Shares:
-    """Three quarters of the connections are the most that one client may have at work."""
-    most = math.ceil(settings.max_connections * 3 / 4)
-    return Shares(most, "requests (three quarters of max_connections)", "too_many_connections")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,17 +113,13 @@ class _ClientShares:
 
 
 def _role_of(settings: ServerSettings, scope: Scope) -> Role:
-    """The role that a request's route needs. Decides on the path alone: one rebuilt from the Host
-    header can be made to look public.
-    """
+    """The role that a route needs, by the path alone: a Host header can fake a rebuilt one."""
     route = Context.of(scope).route
     if route is not None:
         return route.role
-    return Role.ANYBODY if _is_public(settings, route_path(scope)) else Role.USER
-
-
-def _is_public(settings: ServerSettings, path: str) -> bool:
-    return path in settings.public_paths or path.startswith(settings.public_prefixes)
+    path = route_path(scope)
+    is_public = path in settings.public_paths or path.startswith(settings.public_prefixes)
+    return Role.ANYBODY if is_public else Role.USER
 
 
 def _identify(keys: ApiKeys, scope: Scope) -> Identity:
@@ -150,12 +138,6 @@ def _no_key() -> HttpError:
     )
 
 
-def _no_route(path: str) -> HttpError:
-    return HttpError(
-        404, f"no route {echo(path)} here; /openapi.json lists what there is", code="not_found"
-    )
-
-
 async def _answer_unrouted(table: RouteTable, request: Request, error: Exception) -> Response:
     """Answers to a path or method that no route takes."""
     context = Context.of(request)
@@ -169,5 +151,6 @@ def _router_error(table: RouteTable, path: str, error: Exception) -> Exception:
     if allowed:  # else the path is one of the extra routes', or nobody's
         return HTTPException(405, headers={"allow": ", ".join(allowed)})
     if isinstance(error, HTTPException) and error.status_code == 404:
-        return _no_route(path)
+        message = f"no route {echo(path)} here; /openapi.json lists what there is"
+        return HttpError(404, message, code="not_found")
     return error

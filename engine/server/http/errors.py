@@ -39,8 +39,7 @@ _ANTHROPIC_TYPES = {
 }
 #: The code of a request that is longer than the context.
 _TOO_LONG: Literal["context_length_exceeded"] = "context_length_exceeded"
-#: Request error code -> (status, the code shown to the client, seconds for Retry-After when the
-#: error knows none).
+#: Request error code -> (status, the code shown, Retry-After in seconds when none is known).
 _CODES: dict[str, tuple[int, str | None, float | None]] = {
     "invalid_value": (400, None, None),
     "model_not_found": (404, None, None),
@@ -82,9 +81,7 @@ class ErrorForm(Enum):
 
     @classmethod
     def of(cls, path: str, *, names_version: bool = False) -> ErrorForm:
-        """The form of a path's answers, whether or not a route has it. names_version: the request
-        has the header anthropic-version, which tells the clients of two APIs apart on shared paths.
-        """
+        """The form of a path's answers. names_version: with anthropic-version, for shared paths."""
         is_shared = path == _MODELS or path.startswith(_MODELS + "/")
         is_own = path == _MESSAGES or path.startswith(_MESSAGES + "/")
         if is_own or (is_shared and names_version):
@@ -133,9 +130,7 @@ class OllamaErrorAnswer(ResponseModel):
 
 
 class HttpError(JitneyError):
-    """A request refused by the HTTP side itself. close: the connection is of no further use (unread
-    body). details: `error.details` in Anthropic's form.
-    """
+    """A refusal by the HTTP side. close: the connection is unusable (unread body)."""
 
     def __init__(
         self,
@@ -239,9 +234,7 @@ class ErrorReply:
         return types.get(self.status, other)
 
     def anthropic(self) -> AnthropicErrorAnswer:
-        """A form without a place for the field at fault, which its message names instead, or for a
-        code. One code is added all the same: opencode looks for it in every form.
-        """
+        """A form that names the field in its message, and no code but one, which opencode reads."""
         message = self._naming_param()
         if self.overflow is not None:
             message = self.overflow.anthropic_message()
@@ -277,9 +270,7 @@ def status_of(code: str) -> int:
 
 
 def retry_after_s(headers: Mapping[str, str], default: float) -> float:
-    """Seconds after which a refusal wants its client to come again. headers: lower case, of any
-    server; default: where they do not say.
-    """
+    """Seconds after which a refusal may be retried. headers: lower case; default: none given."""
     for name, unit in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
         value = headers.get(name, "")
         if value.isascii() and value.isdigit():

@@ -34,9 +34,7 @@ _FIELD = re.compile(r"[a-z][a-z0-9_]*\Z")
 
 @dataclass(frozen=True, slots=True)
 class _Fault:
-    """One error. The value at fault may be one of several kinds (a union), whose branches all tell
-    what each of them misses.
-    """
+    """One error. A value of a union has those of all branches."""
 
     path: str
     reason: str
@@ -58,9 +56,7 @@ class _Fault:
 
 
 def readable(error: ValidationError, raw: JsonObject) -> RequestError:
-    """At most 10 of the errors in one message, no input repeated but names; the first one is
-    `param`. raw: what was checked.
-    """
+    """At most 10 errors in one message, the first as `param`; only names of `raw` are repeated."""
     entries = error.errors(include_url=False, include_input=False)
     faults = list(_without_branches([_fault(entry, raw) for entry in entries]))[:_MOST_FAULTS]
     first = faults[0]
@@ -70,9 +66,7 @@ def readable(error: ValidationError, raw: JsonObject) -> RequestError:
 
 
 def _fault(entry: ErrorDetails, raw: JsonObject) -> _Fault:
-    """Names that pydantic puts into a location for a branch of a union, or for the key of a
-    dictionary, are no part of the path: they are not in what was sent.
-    """
+    """A fault, whose path leaves out pydantic's names of union branches and dictionary keys."""
     path, union, branch = "", "", ""
     value: JsonValue | JsonObject = dict(raw)
     is_known = True
@@ -120,9 +114,7 @@ def _without_branches(faults: Iterable[_Fault]) -> Iterator[_Fault]:
 
 
 def _of_union(faults: list[_Fault]) -> list[_Fault]:
-    """Errors of the branch that the value was meant for, if its `type` says so; else one error,
-    with the accepted types.
-    """
+    """Errors of the branch that `type` names; else one error, with the accepted types."""
     branches: dict[str, list[_Fault]] = {}
     for fault in faults:
         branches.setdefault(fault.branch, []).append(fault)

@@ -1,11 +1,9 @@
-"""The routes "/", "/docs" and "/openapi.json", for people and programs that know only the address.
-The same for an engine and for a fleet.
-"""
+"""The routes "/", "/docs" and "/openapi.json", of engines and fleets."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Literal, Protocol
+from typing import Literal
 
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
@@ -13,16 +11,9 @@ from starlette.responses import RedirectResponse, Response
 from jitney.engine.server.http.answers import Document, ResponseModel
 from jitney.engine.server.http.jsonio import json_answer
 from jitney.engine.server.http.routing import HttpRoute, Role
-from jitney.engine.server.http.settings import ServerSettings
+from jitney.engine.server.http.server_context import ServerContext
 
 _HTML = "text/html"
-
-
-class _Documented(Protocol):
-    @property
-    def settings(self) -> ServerSettings: ...
-    @property
-    def openapi(self) -> bytes: ...
 
 
 class FrontAnswer(ResponseModel):
@@ -36,25 +27,21 @@ class FrontAnswer(ResponseModel):
     openapi: Literal["openapi.json"] = "openapi.json"
 
 
-async def _front_door(server: _Documented, request: Request) -> Response:
-    """A browser goes on to the page, or to the routes where there is none. Redirects are relative:
-    an absolute one would repeat the client's Host header.
-    """
+async def _front_door(server: ServerContext, request: Request) -> Response:
+    """Send a browser to the page or the routes, relatively: the Host header is not repeated."""
     page = server.settings.page
     if _HTML in request.headers.get("accept", ""):
         return RedirectResponse(page or "docs", headers={"vary": "accept"})
     return json_answer(FrontAnswer(page), {"vary": "accept"})
 
 
-async def _show_openapi(server: _Documented, request: Request) -> Response:
+async def _show_openapi(server: ServerContext, request: Request) -> Response:
     """The description of all routes, made once at start."""
     return Response(server.openapi, media_type="application/json")
 
 
-async def _show_docs(server: _Documented, request: Request) -> Response:
-    """The routes as a page. It holds nothing but what the source does, so that it needs no key,
-    which a browser could not send.
-    """
+async def _show_docs(server: ServerContext, request: Request) -> Response:
+    """The routes as a page, without a key, which a browser could not send; it has no secrets."""
     # Loaded for the first reader.
     from jitney.engine.server.http.docs_page import CONTENT_POLICY, docs_page
 

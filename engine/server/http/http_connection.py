@@ -1,6 +1,4 @@
-"""A server's h11 connection with what h11 leaves out: targets in absolute form, and connections
-that HTTP/1.0 clients want to keep.
-"""
+"""h11's connection, with targets in absolute form and HTTP/1.0's keep-alive."""
 
 from __future__ import annotations
 
@@ -38,9 +36,7 @@ class HttpConnection(h11.Connection):
         return _in_origin_form(event)
 
     def _clean_up_response_headers_for_sending(self, response: h11.Response) -> h11.Response:
-        """Tell an HTTP/1.0 client that the connection is kept, which it expects. An answer without
-        a length must close it: h11 has added that header by then.
-        """
+        """Tell an HTTP/1.0 client that the connection is kept. Without a length it must close."""
         response = super()._clean_up_response_headers_for_sending(response)
         headers = dict(response.headers)
         self.sends_events = headers.get(b"content-type", b"").startswith(b"text/event-stream")
@@ -62,9 +58,7 @@ def _connection_options(request: h11.Request) -> set[bytes]:
 
 
 def _in_origin_form(request: h11.Request) -> h11.Request:
-    """The request with path and query as its target. The host of an absolute form replaces the Host
-    header (RFC 9112, 3.2.2), and is checked like it.
-    """
+    """The request with an origin-form target; an absolute host replaces Host (RFC 9112, 3.2.2)."""
     match = _ABSOLUTE.fullmatch(request.target)
     if match is None or request.method == b"CONNECT":
         return request

@@ -1,6 +1,4 @@
-"""Reading a JSON body that may be hostile: parse, then its depth, then a reason that names the
-field. And writing JSON that is too long to be written at once.
-"""
+"""Reading hostile JSON: parse, check the depth, name the field; writing long JSON in pieces."""
 
 from __future__ import annotations
 
@@ -34,9 +32,8 @@ _RUN = 2048
 
 
 def read_object(body: bytes) -> Generator[None, None, JsonDict]:
-    """The JSON object in `body`; of equal keys the last one counts. Work for `TimeSlices`.
-
-    Raises HttpError 400 invalid_json, or RequestError for a number that is not finite.
+    """The object in `body`; of equal keys the last counts. Work for `TimeSlices`. Raises HttpError
+    400 invalid_json, or RequestError for numbers that are not finite.
     """
     try:
         value = orjson.loads(body)
@@ -84,9 +81,7 @@ def _inside(container: JsonValue) -> list[JsonValue]:
 
 
 def _refuse_not_finite(body: bytes) -> Generator[None, None, None]:
-    """Raise RequestError with the path of the first NaN, Infinity or 1e999, if that is all that is
-    wrong (the fast parser does not say).
-    """
+    """Raise RequestError with the path of the first NaN or Infinity, if nothing else is wrong."""
     try:
         value = json.loads(body.decode())
     except (ValueError, RecursionError):
@@ -114,9 +109,7 @@ def _numbers(value: JsonValue, path: str) -> Iterator[tuple[str, float]]:
 
 
 class LongJson:
-    """A list somewhere inside a value, whose JSON text comes in pieces. It stands for the list, and
-    is typed as it.
-    """
+    """A list inside a value, whose JSON text comes in pieces; it is typed as the list."""
 
     __slots__ = ("pieces",)
 

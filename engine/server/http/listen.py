@@ -20,13 +20,10 @@ _REASONS = {
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that is bound and ready to be served on. Raises ConfigError, in one line, if it
-    cannot be had.
-    """
+    """A socket, bound and ready to be served on. Raises ConfigError, in one line."""
     family, address = _address_of(host, port)
     try:
-        # It may follow our own last run's closed connections; a living listener still makes it
-        # fail: some systems let two sockets bind, and refuse only when they listen.
+        # A living listener still makes it fail: some systems refuse only the second `listen`.
         return socket.create_server(
             address, family=family, backlog=0, dualstack_ipv6=family == socket.AF_INET6
         )
@@ -53,9 +50,7 @@ def check_tls(server: ServerSection) -> None:
 
 
 def load_certificate(context: ssl.SSLContext, server: ServerSection) -> None:
-    """Make new handshakes of a context use the certificate of these settings. Raises ConfigError,
-    in one line.
-    """
+    """Use these settings' certificate for new handshakes. Raises ConfigError, in one line."""
     key_file = Path(server.ssl_keyfile or server.ssl_certfile)
     try:
         if key_file.stat().st_mode & stat.S_IRWXO:

@@ -1,13 +1,11 @@
-"""Prometheus metrics: what the HTTP side counts itself, and what it reads from the engine's running
-totals.
-
-Every label has few values: route templates, status classes, finish reasons, ledger kinds.
+"""Prometheus metrics: what the HTTP side counts, and the engine's running totals. Every label has
+few values: route templates, status classes, finish reasons, ledger kinds.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from itertools import accumulate
 from operator import attrgetter
@@ -280,17 +278,12 @@ def _labelled(client: EngineClient) -> Iterator[Metric]:
     for kind, table in ((GaugeMetricFamily, _LABELLED_GAUGES), (CounterMetricFamily, _LABELLED)):
         for name, (text, label, read) in table.items():
             family = kind(f"jitney_{name}", text, labels=[label])
-            yield _filled(family, read(client))
-
-
-def _filled(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, float]) -> Metric:
-    for key, value in values.items():
-        family.add_metric([key], value)
-    return family
+            for key, value in read(client).items():
+                family.add_metric([key], value)
+            yield family
 
 
 def _proofs(client: EngineClient) -> Sequence[KernelProof]:
-    """Results of the kernels' proof at start."""
     return client.info.kernels.proofs if client.info else ()
 
 

@@ -10,20 +10,19 @@ import logging
 import re
 import uuid
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
-from prometheus_client import Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jitney.engine.common.errors import RequestError
 from jitney.engine.server.http.access import values_of
 from jitney.engine.server.http.context import Context
 from jitney.engine.server.http.errors import ErrorForm, ErrorReply, HttpError, echo
 from jitney.engine.server.http.routing import HttpRoute, RouteTable, route_path
+from jitney.engine.server.http.server_context import ServerContext
 from jitney.engine.server.http.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from jitney.engine.server.http.tracing import Tracing
+    pass
 
 _access = logging.getLogger("jitney.access")
 _log = logging.getLogger("jitney.api")
@@ -32,8 +31,7 @@ _HOST = re.compile(rb"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?\Z")
 _PORT = re.compile(rb":[0-9]+\Z")
 _JSON = re.compile(r'application/json\s*(?:;\s*charset="?utf-8"?\s*)?\Z', re.IGNORECASE)
 _FORM = re.compile(r"multipart/form-data\s*;", re.IGNORECASE)
-#: Bytes of an upload beside the file (whose reader knows how long that may be), and bytes a second
-#: that it must have on average.
+#: Bytes of an upload beside the file, and its least bytes a second.
 _FORM_BYTES, _LEAST_RATE = 1 << 16, 16_384
 _MAX_HEADERS = 256
 _MAX_HEADER_BYTES = 1 << 16
@@ -47,45 +45,12 @@ _METHODS = frozenset(
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 
 
-class _CountsRequests(Protocol):
-    @property
-    def requests(self) -> Counter:
-        """Counted by the route's template and the status class."""
-        ...
-
-
-class RequestObserver(Protocol):
-    """The server that is notified of every request: `Service`, or a fleet's."""
-
-    @property
-    def metrics(self) -> _CountsRequests: ...
-    @property
-    def tracing(self) -> Tracing | None:
-        """Makes spans; None: tracing is off."""
-        ...
-
-    @property
-    def body_limit(self) -> int | None:
-        """Most bytes of a request body; None: not known yet."""
-        ...
-
-    def unready(self) -> RequestError | None:
-        """Why no request can be served now, or None."""
-        ...
-
-    def answered(self, context: Context, reply: ErrorReply | None) -> None:
-        """A request has ended. reply: the error that it was answered with before any answer had
-        begun; None: `context.status` says all.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class ErrorMiddleware:
     """Gives each request its id and context, answers every error that comes up, logs one line."""
 
     app: ASGIApp
-    service: RequestObserver
+    service: ServerContext
     table: RouteTable
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -99,7 +64,9 @@ class ErrorMiddleware:
         route = self.table.find(path, scope["method"])
         versions = values_of(scope, b"anthropic-version")
         form = ErrorForm.of(path, names_version=bool(versions))
-        context = scope["jitney"] = Context(_request_id(scope), route, form)
+        # The client's id if it is harmless; only for headers and logs.
+        request_id = _safe_header(scope, b"x-request-id") or uuid.uuid4().hex
+        context = scope["jitney"] = Context(request_id, route, form)
         context.session_id = _safe_header(scope, b"x-session-id")
 
         async def send_marked(message: Message) -> None:
@@ -155,13 +122,6 @@ def _template(scope: Scope, context: Context) -> tuple[str, int]:
     return getattr(scope.get("route"), "path", "none"), logging.INFO
 
 
-def _request_id(scope: Scope) -> str:
-    """The client's id if it is harmless, else a new one. It names the request in headers and logs
-    and nowhere else.
-    """
-    return _safe_header(scope, b"x-request-id") or uuid.uuid4().hex
-
-
 def _safe_header(scope: Scope, name: bytes) -> str:
     """A header that is given once and is harmless in headers and logs; else nothing."""
     given = values_of(scope, name)
@@ -183,12 +143,8 @@ def _context_headers(context: Context) -> list[tuple[bytes, bytes]]:
 
 @dataclass(frozen=True, slots=True)
 class HeaderLimits:
-    """Bounds the size of headers, and requires exactly one well-formed Host that this server
-    answers to.
-
-    The HTTP parser bounds a head only while it is incomplete; one that arrives in a single read
-    passes it. A page elsewhere could read our answers by pointing a host name of its own at this
-    server.
+    """Bounds the size of headers, and requires one well-formed Host that is ours: a page elsewhere
+    could point a name of its own at this server. The parser bounds incomplete heads only.
     """
 
     #: In the state of a scope: the request came over one connection too many.
@@ -245,14 +201,11 @@ def _check_size(scope: Scope) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BodyLimit:
-    """Reads a body whole before any other code sees it: type, size and time are checked here, once.
-
-    The application receives the body in one message, and then the server's further messages.
-    """
+    """Reads a body whole, once, checking type, size and time; the application gets one message."""
 
     app: ASGIApp
     settings: ServerSettings
-    service: RequestObserver
+    service: ServerContext
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -271,9 +224,7 @@ class BodyLimit:
         await self.app(scope, receive, send)
 
     def _metered(self, scope: Scope, receive: Receive) -> Receive:
-        """The body as it comes, of bounded size; a client that sends more slowly than
-        `_LEAST_RATE` is not waited for.
-        """
+        """The body as it comes, within its limit; clients below `_LEAST_RATE` are let go."""
         limit = self.settings.server.file_limit + _FORM_BYTES
         _check_length(scope, limit)
         started = asyncio.get_running_loop().time()
@@ -318,9 +269,7 @@ class BodyLimit:
         return replay
 
     async def _first_before_ready(self, scope: Scope, receive: Receive) -> Message:
-        """Read the body as `_first` does, while the limit is not known: a larger body may be
-        accepted later, so it gets the same error as all requests until then.
-        """
+        """Read the body before the limit is known; a large one gets the error of being unready."""
         try:
             _check_length(scope, self.settings.LEAST_BODY)
             return await self._first(receive, self.settings.LEAST_BODY)
@@ -368,9 +317,7 @@ def _check_framing(scope: Scope) -> None:
 
 
 def _wants_json(scope: Scope, route: HttpRoute | None) -> bool:
-    """Routes of the page are not in the table, and want it; what is not there below /v1 is there
-    nowhere, and wants nothing.
-    """
+    """Whether a JSON body is required: also by the page's routes, which are not in the table."""
     if route is None:
         return not route_path(scope).startswith("/v1/")
     return route.body is not None or bool(values_of(scope, b"content-type"))

@@ -1,24 +1,21 @@
-"""The routes of /v1/models, which answer in OpenAI's form or in Anthropic's, which the header
-anthropic-version asks for. The same for an engine and for a fleet.
-"""
+"""The routes of /v1/models, in OpenAI's form or (anthropic-version) Anthropic's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Literal, Protocol
+from typing import Literal
 
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jitney.engine.common.engine_info import EngineInfo
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.server.http.answers import Maybe, ResponseModel
 from jitney.engine.server.http.context import Context
 from jitney.engine.server.http.errors import ErrorForm, HttpError
 from jitney.engine.server.http.jsonio import json_answer
 from jitney.engine.server.http.routing import HttpRoute
+from jitney.engine.server.http.server_context import ServerContext
 
 
 class ModelCard(ResponseModel, kw_only=True):
@@ -62,7 +59,6 @@ class AnthropicModel(ResponseModel, kw_only=True):
 
     @classmethod
     def of(cls, card: ModelCard) -> AnthropicModel:
-        """The model of a card."""
         created = datetime.fromtimestamp(card.created, UTC).isoformat()
         return cls(
             id=card.id,
@@ -83,30 +79,7 @@ class AnthropicModelList(ResponseModel):
     has_more: Literal[False] = False
 
 
-class ModelLister(Protocol):
-    """A server that lists its models."""
-
-    @property
-    def listed_names(self) -> Sequence[str]:
-        """Names of models and adapters that requests may use; at least one."""
-        ...
-
-    @property
-    def running_names(self) -> Sequence[str]:
-        """The models that would answer now."""
-        ...
-
-    @property
-    def engine_info(self) -> EngineInfo | None:
-        """Facts of the one engine; None: not known yet, or there are several engines."""
-        ...
-
-    def card(self, name: str) -> ModelCard:
-        """The model of a name that is listed."""
-        ...
-
-
-async def _list_models(server: ModelLister, request: Request) -> Response:
+async def _list_models(server: ServerContext, request: Request) -> Response:
     """All on one page."""
     cards = [server.card(name) for name in server.listed_names]
     if not _is_anthropic(request):
@@ -115,7 +88,7 @@ async def _list_models(server: ModelLister, request: Request) -> Response:
     return json_answer(AnthropicModelList(models, models[0].id, models[-1].id))
 
 
-async def _show_model(server: ModelLister, request: Request) -> Response:
+async def _show_model(server: ServerContext, request: Request) -> Response:
     """404 for a name that is not listed."""
     name = request.path_params["model"]
     if name not in server.listed_names:

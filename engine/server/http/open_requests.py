@@ -22,9 +22,8 @@ class OpenRequests:
         await self._idle.wait()
 
     def are_too_many(self, tenant: str, most: int) -> bool:
-        """Whether one more of this tenant is not even to be read, where `most` are enough to keep
-        all seats and the queue full. A tenant with less than its share of the open ones may come
-        beyond that, up to as many again.
+        """Whether a tenant's next request is not even read, where `most` keep seats and queue full.
+        One below its share of the open ones may come up to twice that.
         """
         if self._count < most:
             return False

@@ -1,6 +1,4 @@
-"""The OpenAPI document of the routes, made of their table and of the models that bodies are checked
-with.
-"""
+"""The OpenAPI document, made of the table of routes and of the models of bodies."""
 
 from __future__ import annotations
 
@@ -33,8 +31,7 @@ _ERROR_ANSWERS = {
     ErrorForm.ANTHROPIC: AnthropicErrorAnswer,
     ErrorForm.OLLAMA: OllamaErrorAnswer,
 }
-#: Status -> when a route answers it. Every route may; those of `_GENERATING` only where the engine
-#: works.
+#: Status -> when a route answers it; those of `_GENERATING` only where the engine works.
 _ERRORS = {
     400: "the request is not valid; `param` names the field",
     401: "no key, or one that is not ours",
@@ -80,14 +77,19 @@ def document(routes: tuple[HttpRoute, ...]) -> bytes:
 
 
 def _operation(route: HttpRoute, method: str) -> JsonDict:
+    words = re.findall(r"\w+", _PARAMETER.sub(r"\1", route.path))
     operation: JsonDict = {
         "summary": route.summary,
-        "operationId": _name(route, method),
+        "operationId": "_".join([method.lower(), *words]),
         "responses": _responses(route),
         # A server without keys admits all clients.
         "security": [] if route.role is Role.ANYBODY else [{_KEY: []}, {}],
     }
-    parameters = [_parameter(name) for name in _PARAMETER.findall(route.path)]
+    schema = {"type": "string", "minLength": 1}
+    parameters: list[JsonDict] = [
+        {"name": name, "in": "path", "required": True, "schema": schema}
+        for name in _PARAMETER.findall(route.path)
+    ]
     parameters += _query_parameters(route)
     if parameters:
         operation["parameters"] = parameters
@@ -96,20 +98,6 @@ def _operation(route: HttpRoute, method: str) -> JsonDict:
         content = {media_type: {"schema": _ref(route.body)}}
         operation["requestBody"] = {"required": True, "content": content}
     return operation
-
-
-def _name(route: HttpRoute, method: str) -> str:
-    words = re.findall(r"\w+", _PARAMETER.sub(r"\1", route.path))
-    return "_".join([method.lower(), *words])
-
-
-def _parameter(name: str) -> JsonDict:
-    return {
-        "name": name,
-        "in": "path",
-        "required": True,
-        "schema": {"type": "string", "minLength": 1},
-    }
 
 
 def _query_parameters(route: HttpRoute) -> list[JsonDict]:
@@ -128,16 +116,9 @@ def _responses(route: HttpRoute) -> JsonDict:
     good = {"description": route.summary, "content": content}
     responses: JsonDict = {str(route.status): good}
     body = _json(_ref(_ERROR_ANSWERS[ErrorForm.of(route.path)]))
-    for status, when in _errors(route).items():
+    for status, when in (_ERRORS | (_GENERATING if route.generates else {})).items():
         responses[str(status)] = {"description": when, "content": body}
     return responses
-
-
-def _errors(route: HttpRoute) -> dict[int, str]:
-    """When each status comes."""
-    if route.generates:
-        return _ERRORS | _GENERATING
-    return _ERRORS
 
 
 def _json(schema: JsonSchemaValue) -> JsonDict:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,27 +9,7 @@ from starlette.responses import Response
 from jitney.engine.server.http.answers import Status
 from jitney.engine.server.http.jsonio import json_answer
 from jitney.engine.server.http.routing import HttpRoute, Role
-
-
-class _Metrics(Protocol):
-    def render(self) -> bytes: ...
-
-
-class _Probed(Protocol):
-    @property
-    def metrics(self) -> _Metrics: ...
-
-    def unready(self) -> Exception | None:
-        """Why new requests are refused; None: they are served."""
-        ...
-
-    def stalled(self) -> Exception | None:
-        """The reason why the engines make no progress, or None."""
-        ...
-
-    def unstarted(self) -> Exception | None:
-        """None once all models have been ready."""
-        ...
+from jitney.engine.server.http.server_context import ServerContext
 
 
 async def _livez(server: object, request: Request) -> Response:
@@ -39,21 +17,21 @@ async def _livez(server: object, request: Request) -> Response:
     return json_answer(Status("ok"))
 
 
-async def _readyz(server: _Probed, request: Request) -> Response:
+async def _readyz(server: ServerContext, request: Request) -> Response:
     reason = server.unready() or server.stalled()
     if reason is not None:
         raise reason
     return json_answer(Status("ready"))
 
 
-async def _startupz(server: _Probed, request: Request) -> Response:
+async def _startupz(server: ServerContext, request: Request) -> Response:
     reason = server.unstarted()
     if reason is not None:
         raise reason
     return json_answer(Status("started"))
 
 
-async def _show_metrics(server: _Probed, request: Request) -> Response:
+async def _show_metrics(server: ServerContext, request: Request) -> Response:
     """All metrics in Prometheus' text format."""
     return Response(server.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
 

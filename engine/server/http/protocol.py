@@ -1,9 +1,6 @@
 """uvicorn's h11 protocol with what it lacks: a time limit for headers, our form of error, limits
-for slow clients and for TLS handshakes, answers for clients that have ended their side, and an end
-that does not take the answer with it.
-
-Give `http_protocol(settings, connections)` to `uvicorn.Config(http=...)`. What h11 cannot parse
-never reaches the application, so it is answered here.
+for slow clients and TLS handshakes, answers for clients that have ended their side, and an end that
+does not take the answer with it. What h11 cannot parse is answered here.
 """
 
 from __future__ import annotations
@@ -32,27 +29,22 @@ from jitney.engine.server.http.middleware import HeaderLimits
 from jitney.engine.server.http.settings import ServerSettings
 from jitney.engine.server.http.streaming import StreamingWriter
 
-#: Bytes and seconds for the rest of a request that was answered before all of it came; they are
-#: read and discarded. A close with unread bytes resets the connection, and a client that writes
-#: before it reads would lose its answer.
+#: Bytes and seconds for the rest of a request that was answered before all of it came. A close with
+#: unread bytes resets the connection, and the client may lose its answer.
 _DISCARDED_BYTES = 64 << 20
 _DISCARDING_S = 5.0
 #: The same of what is no HTTP.
 _LINGER_S = 0.5
 #: Until what has come is certainly read.
 _SOON_S = 0.5
-#: Pauses between looks at a client that has ended its side: the first, and the longest, to which
-#: they double.
+#: Pauses between looks at a client that has ended its side: first, and longest (doubling).
 _LOOK_S, _LONGEST_LOOK_S = 0.05, 2.0
-#: How long the answer of such a client is waited for where nothing can be sent before it: to
-#: HTTP/1.0. Proxies that speak it, and whose clients leave, take a seat for no longer.
+#: Wait for the answer of such a client over HTTP/1.0, where nothing can be sent before it.
 _OLD_PATIENCE_S = 5.0
 
 
 def http_protocol(settings: ServerSettings, connections: Connections) -> type[asyncio.Protocol]:
-    """The protocol class for these limits (uvicorn wants a class, and makes the instances
-    itself). connections: hears of every one that comes and goes.
-    """
+    """The protocol class for these limits, as uvicorn wants it. connections: hears of each."""
 
     class LimitedProtocol(_BoundedProtocol):
         header_timeout_s = settings.server.read_timeout_s
@@ -64,9 +56,7 @@ def http_protocol(settings: ServerSettings, connections: Connections) -> type[as
 def over_tls(
     protocol: Callable[..., asyncio.BaseProtocol], context: ssl.SSLContext
 ) -> Callable[..., asyncio.BaseProtocol]:
-    """Wrap a protocol of plain connections in TLS, for a server whose asyncio TLS is off. protocol:
-    of `http_protocol`.
-    """
+    """Wrap a protocol of `http_protocol` in TLS, for a server whose asyncio TLS is off."""
 
     def made(**given: Any) -> asyncio.BaseProtocol:
         inner = protocol(**given)
@@ -78,10 +68,8 @@ def over_tls(
 
 
 class _Handshake(SSLProtocol):
-    """A TLS handshake that counts as a connection from the moment at which it is accepted.
-
-    asyncio's own TLS reports a connection to its protocol after the handshake, and waits a minute
-    for that: clients that begin none could use up all open files, and lock other clients out.
+    """A TLS handshake that counts as a connection from its beginning. asyncio's own reports it
+    after the handshake, for a minute: clients that begin none could use up all open files.
     """
 
     #: Nothing of an answer is written meanwhile, and what comes is read at once.
@@ -121,9 +109,7 @@ class _Handshake(SSLProtocol):
 
 
 def _send_at_once(sock: socket.socket | None) -> None:
-    """asyncio does so only where a socket names its protocol, which accepted ones do not. Without
-    it a part of an answer waits until the client's system has acknowledged the one before: 40 ms.
-    """
+    """Set TCP_NODELAY, which asyncio does not on accepted sockets: parts would wait 40 ms."""
     if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -146,12 +132,9 @@ class _Outbound:
             self._protocol.close()
 
     def let_go(self) -> None:
-        """The connection is lost: transport and protocol no longer hold each other, which only a
-        full collection would part.
-        """
+        """Part transport and protocol, which otherwise only a full collection would."""
         self._protocol = None
-        # A connection that was broken off still holds methods of its own as callbacks; a close
-        # drops them.
+        # A broken connection still holds its methods as callbacks; a close drops them.
         self._transport.close()
 
     def __getattr__(self, name: str) -> Any:
@@ -222,9 +205,7 @@ class _BoundedProtocol(H11Protocol):
         self._bare.abort()
 
     def give_way(self) -> None:
-        """Close at once; over TLS the client is notified, and its answer to that is not waited
-        for.
-        """
+        """Close at once; over TLS notify the client without waiting for its answer."""
         self._bare.close()
         self._bare.abort()
 
@@ -249,7 +230,6 @@ class _BoundedProtocol(H11Protocol):
         return self._http.sends_chunks and self._http.our_state is h11.SEND_BODY
 
     def write_chunk(self, data: bytes) -> None:
-        """See `DirectWriter`."""
         self._outbound.write(self._http.chunk(data))
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -264,7 +244,9 @@ class _BoundedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._discarding:
-            self._discard(data)
+            self._left_to_discard -= len(data)
+            if self._left_to_discard < 0:
+                self._bare.close()
             return
         self._heard_at = time.monotonic()
         crowded = not self.all_open.has_place(self)
@@ -323,9 +305,7 @@ class _BoundedProtocol(H11Protocol):
         self.loop.call_later(pause_s, self._look_at_client, min(2 * pause_s, _LONGEST_LOOK_S))
 
     def on_response_complete(self) -> None:
-        """A request that was answered before its body was there ends the connection, and so does
-        the last one of a client that has ended its side.
-        """
+        """End a connection answered before its body came, or whose client has ended its side."""
         if self.conn.their_state is h11.SEND_BODY:
             self.close()
             return
@@ -335,18 +315,14 @@ class _BoundedProtocol(H11Protocol):
             self.close()
 
     def close(self) -> None:
-        """Close once what is written has left; if a body is still coming, its rest is read
-        first.
-        """
+        """Close once all written bytes have left; the rest of a body is read first."""
         if self.conn.their_state is h11.SEND_BODY and not self._discarding:
             self._close_slowly(_DISCARDING_S)
         elif not self._discarding:
             self._bare.close()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close a connection that has been idle for long, unless its next request is there already:
-        a close with unread bytes is a reset.
-        """
+        """Close an idle connection unless a request has arrived: unread bytes would reset it."""
         if self.has_unread:
             self.timeout_keep_alive_task = self.loop.call_later(
                 _SOON_S, self.timeout_keep_alive_handler
@@ -366,24 +342,15 @@ class _BoundedProtocol(H11Protocol):
             self._bare.write_eof()
         self.loop.call_later(seconds, self._bare.close)
 
-    def _discard(self, data: bytes) -> None:
-        self._left_to_discard -= len(data)
-        if self._left_to_discard < 0:
-            self._bare.close()
-
     def send_400_response(self, msg: str) -> None:
-        """uvicorn calls this while handling h11's error, which knows whether the head was too large
-        (431).
-        """
+        """Called by uvicorn while it handles h11's error, which tells a head too large (431)."""
         if getattr(sys.exception(), "error_status_hint", 400) == 431:
             self._refuse(HttpError(431, "the request head is too large", close=True))
         else:
             self._refuse(HttpError(400, "not a valid HTTP request", close=True))
 
     def _watch_head(self) -> None:
-        """Start the timer while a head is awaited; stop it once one is there. Between requests
-        uvicorn's own runs.
-        """
+        """Run the timer while a head is awaited; between requests uvicorn's own runs."""
         is_awaited = self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None
         if self._discarding or not is_awaited:
             self._stop_timer()

@@ -1,10 +1,6 @@
-"""Limits of one client, so that none can take the whole server: `Quotas` of its API key's work, and
-`Shares` of scarce things such as connections.
-
-Work is not counted in requests: a request with n sequences has n of them open, and is charged for
-their expected output as soon as it comes.
-
-Refused requests of a client are told to return one after the other.
+"""Limits of one client: `Quotas` of its API key's work, `Shares` of scarce things. Work is not
+counted in requests but in sequences, which are charged for their expected output as soon as they
+come. Refused requests are told to return one after the other.
 """
 
 from __future__ import annotations
@@ -22,8 +18,7 @@ from jitney.engine.core import LengthEstimate, RequestClasses
 from jitney.engine.server.http.errors import HttpError
 
 _MINUTE_S = 60.0
-#: Seconds after which one of a key's sequences ends, before one was seen to; the longest advice;
-#: and what the mean of such times keeps of itself with each new one.
+#: Seconds between ends of a key's sequences at first; the longest advice; the mean's memory.
 _FIRST_RETRY_S, _LONGEST_RETRY_S, _FADE = 1.0, 3600.0, 0.9
 
 
@@ -77,9 +72,7 @@ class Spending:
     reserved: float
 
     def spend(self, tokens: int) -> None:
-        """Note that so many output tokens came. Those beyond the expected ones are charged now, so
-        a long answer is not cut off, and the debt makes the next request wait.
-        """
+        """Count output tokens; unexpected ones are a debt that makes the next request wait."""
         if self.usage is None:
             return
         expected = min(self.reserved, tokens)
@@ -87,18 +80,14 @@ class Spending:
         self.usage.tokens -= tokens - expected
 
     def give_back(self, tokens: float) -> None:
-        """Give back tokens that were charged for the prompt in excess; fewer than 0: too few
-        were.
-        """
+        """Give back prompt tokens charged in excess; negative: too few were charged."""
         if self.usage is not None:
             self.usage.tokens += tokens
 
 
 @dataclass(slots=True)
 class Shares:
-    """Bounds the number of things that each client has under way, such as uploads, counted by
-    `access.client_of`.
-    """
+    """Bounds each client's number of things under way, such as uploads, by `client_of`."""
 
     #: Limit of one client.
     most: int
@@ -129,11 +118,9 @@ class Shares:
 
 @dataclass(slots=True, eq=False)
 class Quotas:
-    """Open sequences and tokens per minute of each key; 0 for no limit. clock: seconds.
-
-    Tokens are a bucket: it holds a minute's worth and fills at that rate. A request enters if its
-    prompt and the output that is expected of it are covered (more than the bucket: if the bucket is
-    full). What did not come is given back at its end.
+    """Open sequences and tokens per minute of each key; 0 for no limit. Tokens are a bucket of a
+    minute's worth. A request enters if its prompt and expected output are covered (or the bucket is
+    full); what did not come is given back at its end.
     """
 
     max_concurrent: int
@@ -145,9 +132,7 @@ class Quotas:
     _lengths: LengthEstimate = field(default_factory=LengthEstimate, init=False)
 
     def limit(self, max_concurrent: int, tokens_per_minute: int) -> None:
-        """Hold keys to these limits from now on. What a key has spent of its minute stays spent,
-        and its open sequences go on.
-        """
+        """Hold keys to these limits from now on; what was spent stays spent, open ones go on."""
         for key in self._usage:
             self._of(key).tokens += tokens_per_minute - self.tokens_per_minute
         self.max_concurrent, self.tokens_per_minute = max_concurrent, tokens_per_minute
@@ -160,9 +145,7 @@ class Quotas:
 
     @contextmanager
     def open(self, key: str, sequences: int = 1) -> Iterator[None]:
-        """Count so many sequences of this key as open. Raises RequestError rate_limit if they are
-        too many.
-        """
+        """Count sequences of a key as open. Raises RequestError rate_limit if they are too many."""
         usage = self._of(key)
         if self.max_concurrent and usage.open + sequences > self.max_concurrent:
             retry = self._free_in(usage, sequences)
@@ -180,9 +163,7 @@ class Quotas:
 
     @contextmanager
     def open_rest(self, key: str, sequences: int) -> Iterator[None]:
-        """Count the other sequences of a request of so many, of which one is open already. Raises
-        RequestError invalid_value if the key may never have so many.
-        """
+        """Count a request's sequences beside the open one. Raises RequestError if never allowed."""
         if self.max_concurrent and sequences > self.max_concurrent:
             raise RequestError(
                 f"prompts times n (or best_of) is {sequences}, and one client may have at most "
@@ -197,9 +178,7 @@ class Quotas:
 
     @contextmanager
     def spending(self, key: str, requests: Sequence[EngineRequest]) -> Iterator[Spending]:
-        """Charge the prompts of a request and what is expected of their answers. Raises
-        RequestError rate_limit with the seconds after which there is enough for it.
-        """
+        """Charge prompts and expected answers. Raises RequestError rate_limit, with the wait."""
         if not self.tokens_per_minute:
             yield Spending(None, 0.0)
             return
@@ -266,9 +245,7 @@ class Quotas:
         usage.full_since = now if usage.open >= self.max_concurrent else None
 
     def _free_in(self, usage: _Usage, sequences: int) -> float:
-        """Expected seconds until so many sequences may be opened, after the requests that were
-        refused before.
-        """
+        """Expected seconds until so many may be opened, after requests that were refused before."""
         missing = usage.open + sequences - self.max_concurrent
         each = usage.ends_every
         return usage.for_sequences.next(self.clock(), missing * each, sequences * each)

@@ -1,11 +1,9 @@
-"""POST /admin/reload: the files that the configuration names are read again while the server runs.
-The same for an engine and for a fleet.
-"""
+"""POST /admin/reload: read the configuration's files again, in an engine or a fleet."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Literal, Protocol
+from typing import Literal
 
 from msgspec import field
 from starlette.requests import Request
@@ -16,6 +14,7 @@ from jitney.engine.server.http.answers import ResponseModel
 from jitney.engine.server.http.errors import HttpError
 from jitney.engine.server.http.jsonio import json_answer
 from jitney.engine.server.http.routing import HttpRoute, Role
+from jitney.engine.server.http.server_context import ServerContext
 
 #: Result for a file: there is none, its content is the same, or it was replaced.
 type FileNews = Literal["none", "unchanged", "replaced"]
@@ -63,14 +62,7 @@ class ReloadAnswer(ResponseModel, kw_only=True):
 type Reload = Callable[[], Awaitable[ReloadAnswer]]
 
 
-class _Reloadable(Protocol):
-    @property
-    def reload(self) -> Reload | None:
-        """None: it cannot read its files again."""
-        ...
-
-
-async def _reload(server: _Reloadable, request: Request) -> Response:
+async def _reload(server: ServerContext, request: Request) -> Response:
     if server.reload is None:
         raise HttpError(
             404,

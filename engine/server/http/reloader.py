@@ -71,9 +71,7 @@ async def _no_adapters() -> AdapterNews:
 def at_a_start_only(
     before: Mapping[str, object], fresh: Mapping[str, object], *live: str
 ) -> list[str]:
-    """Names of the settings that differ and that a running server does not take over. live: those
-    that this one does, beside `LIVE`.
-    """
+    """Changed settings that need a restart. live: those that do not, beside `LIVE`."""
     names = before.keys() - LIVE - set(live)
     return sorted(name for name in names if fresh[name] != before[name])
 
@@ -109,8 +107,8 @@ class FreshSettings:
 
 @dataclass(eq=False)
 class Reloader:
-    """Reads the files of a running server again and takes over what changed in them. A removed
-    key's requests and connections end, its jobs and batches are cancelled; what it stored stays.
+    """Reads a running server's files again. A removed key's requests and connections end, its jobs
+    and batches are cancelled; what it stored stays.
     """
 
     #: As the server was started.
@@ -138,7 +136,8 @@ class Reloader:
         async with self._turn:
             fresh = await asyncio.to_thread(self.read)
             accepted = await asyncio.to_thread(self._checked, fresh.server)
-            secret = await asyncio.to_thread(_webhook_secret, fresh.server)
+            secret_file = fresh.server.webhook_secret_file
+            secret = await asyncio.to_thread(read_key_file, secret_file, _WEBHOOK_SECRET)
             adapters = await fresh.take_adapters()
             certificate = await asyncio.to_thread(self._take_certificate, fresh.server)
             engine_key = await fresh.take_engine_key()
@@ -222,9 +221,7 @@ class Reloader:
         )
 
     async def _cancelled(self, removed: Collection[str]) -> tuple[int, int]:
-        """(jobs, batches) of removed keys that were cancelled. The keys are removed by now, so that
-        a store which cannot be reached is a line of the log.
-        """
+        """(jobs, batches) cancelled of removed keys; an unreachable store is only logged."""
         try:
             assert self.host.internal_requests is not None  # the application has made them
             return await self.host.internal_requests.cancel_of(removed)
@@ -233,9 +230,7 @@ class Reloader:
             return 0, 0
 
     def listen(self, stop: Callable[[int], None]) -> None:
-        """Reload on SIGHUP. stop: called instead where the server's terminal is gone, which sends
-        the same signal.
-        """
+        """Reload on SIGHUP. stop: called instead if the terminal is gone, which sends it too."""
         loop, has_terminal = asyncio.get_running_loop(), _has_terminal()
         tasks: set[asyncio.Task[None]] = set()
 
@@ -274,10 +269,6 @@ def _certificate_digest(server: ServerSection) -> bytes:
             content = b""
         digest.update(len(content).to_bytes(8) + content)
     return digest.digest()
-
-
-def _webhook_secret(server: ServerSection) -> str:
-    return read_key_file(server.webhook_secret_file, _WEBHOOK_SECRET)
 
 
 def _needs_restart(fresh: FreshSettings, adapters: AdapterNews) -> list[str]:

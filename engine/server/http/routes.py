@@ -1,6 +1,4 @@
-"""The table of HTTP routes, and the handlers of those that have no module of their own. A new route
-is a handler and its line here.
-"""
+"""The table of HTTP routes, and handlers without a module. A new route is a handler and a line."""
 
 from __future__ import annotations
 
@@ -88,7 +86,6 @@ async def _show_version(service: Service, request: Request) -> Response:
 
 
 async def _show_config(service: Service, request: Request) -> Response:
-    """See `Service.config_report`."""
     return json_answer(service.config_report())
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -15,9 +14,8 @@ from starlette.requests import Request
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Scope
 
-#: Reads a request and returns what answers it; its exceptions become error answers. Its first
-#: argument is what the routes of its table share: `engine.server.http.service.Service` for those of
-#: an engine.
+#: Reads a request and returns what answers it; its exceptions become error answers. The first
+#: argument is what the routes of a table share, such as `Service`.
 type Handler = Callable[[Any, Request], Awaitable[ASGIApp]]
 
 
@@ -36,8 +34,7 @@ class Role(IntEnum):
 class HttpRoute:
     """One line of the table of routes."""
 
-    #: Template of the path, such as "/v1/models/{model:path}". Metrics and the log call the route
-    #: by it.
+    #: Template of the path, such as "/v1/models/{model:path}", as metrics and log name it.
     path: str
     #: A route that takes GET takes HEAD too.
     methods: tuple[str, ...]
@@ -46,18 +43,15 @@ class HttpRoute:
     summary: str
     #: Role that may use it.
     role: Role = Role.USER
-    #: True: it makes the engine work. Such a request counts against its key's limits, a drain waits
-    #: for it, and the client's leaving ends it.
+    #: It makes the engine work: counted for its key and a drain, ended when the client leaves.
     generates: bool = False
     #: Most bytes of a body; 0 for the server's own limit.
     body_limit: int = 0
     #: The model of the body that it takes; None if it takes none.
     body: type[BaseModel] | None = None
-    #: The body is read as JSON whatever its Content-Type. Pages of other sites are refused by what
-    #: browsers say of them, not by the type.
+    #: The body is read as JSON whatever its Content-Type.
     takes_any_type: bool = False
-    #: The body is multipart/form-data, and is read piece by piece by the handler; its limit is
-    #: `file_limit`.
+    #: The body is multipart/form-data, read by the handler; its limit is `file_limit`.
     uploads: bool = False
     #: The model of what may stand after the question mark; None if nothing may.
     query: type[BaseModel] | None = None
@@ -67,8 +61,7 @@ class HttpRoute:
     event: Any = None
     #: Media type of an answer without a model.
     media_type: str = "text/plain"
-    #: Media type of its answer as a stream, if it generates; and whether it streams unless `stream`
-    #: is false.
+    #: Media type of its stream, and whether it streams unless `stream` is false.
     stream_type: str = "text/event-stream"
     streams_unasked: bool = False
     #: Status of a successful answer.
@@ -80,9 +73,7 @@ class HttpRoute:
 
     @classmethod
     def probe(cls, path: str, handler: Handler, summary: str, answer: type[Struct]) -> HttpRoute:
-        """An orchestrator's probes carry no key, say nothing about requests, and come every second
-        or so, which would bury the rest of the log.
-        """
+        """Probes carry no key, say nothing about requests, and come too often for the log."""
         return cls(
             path,
             ("GET",),
@@ -96,9 +87,7 @@ class HttpRoute:
 
 
 def route_path(scope: Scope) -> str:
-    """The path that routes are found by, as the router finds them: without the one that a proxy in
-    front takes away (root_path).
-    """
+    """The path that routes are found by: without the root_path, which a proxy takes away."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     if path == root:
@@ -110,13 +99,10 @@ class RouteTable:
     """The lines of the table, found by path and method. Several lines may share a path."""
 
     def __init__(self, routes: Sequence[HttpRoute]):
-        self.routes = tuple(routes)
-        self._patterns = [(_pattern(route.path), route) for route in routes]
+        self._patterns = [(compile_path(route.path)[0], route) for route in routes]
 
     def find(self, path: str, method: str) -> HttpRoute | None:
-        """The route of a request: of those with this path the one for the method, else the first
-        (whose answer is 405). None if no route has the path.
-        """
+        """The route of a path for the method, else the first (405); None: no route has the path."""
         candidates = self._with_path(path)
         for route in candidates:
             if method in _allowed(route):
@@ -132,11 +118,6 @@ class RouteTable:
 
     def _with_path(self, path: str) -> list[HttpRoute]:
         return [route for pattern, route in self._patterns if pattern.fullmatch(path)]
-
-
-def _pattern(path: str) -> re.Pattern[str]:
-    pattern, _, _ = compile_path(path)
-    return pattern
 
 
 def _allowed(route: HttpRoute) -> set[str]:

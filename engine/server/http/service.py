@@ -1,6 +1,4 @@
-"""The state that all routes share: the engine, the tokenizer, the limits, the counters, and whether
-requests are still taken.
-"""
+"""The state that all routes share: engine, tokenizer, limits, counters, and the drain."""
 
 from __future__ import annotations
 
@@ -40,15 +38,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("jitney.api")
 
-#: Requests that may be read and rendered beyond those that can sit and wait, and the least seconds
-#: after which one that was not read may come again.
+#: Requests read beyond those that can sit and wait; least seconds until an unread one returns.
 _MOST_READ, _LEAST_RETRY_S = 64, 1.0
 
 
 class Service:
-    """One served model. tokenizer may be set later than the rest: until then the service is
-    loading.
-    """
+    """One served model. It is loading until the tokenizer is set."""
 
     def __init__(
         self,
@@ -105,21 +100,19 @@ class Service:
 
     @property
     def listed_names(self) -> tuple[str, ...]:
-        """See `ModelLister`."""
         return (*self.model_names, *self.adapters)
 
     @property
     def running_names(self) -> tuple[str, ...]:
-        """See `ModelLister`: none while the model is loaded, or the engine asleep."""
+        """See `ServerContext`: none while the model is loaded, or the engine asleep."""
         return () if self.unready() is not None else self.model_names
 
     @property
     def engine_info(self) -> EngineInfo | None:
-        """See `ModelLister`."""
         return self.client.info
 
     def card(self, name: str) -> ModelCard:
-        """See `ModelLister`; an adapter's names the model that it changes, as vLLM's does."""
+        """See `ServerContext`; an adapter's names the model that it changes, as vLLM's does."""
         info = self.client.info
         is_adapter = self.adapter_number(name)
         return ModelCard(
@@ -147,18 +140,14 @@ class Service:
         return model if model and self.adapter_number(model) else self.model_name
 
     def begin_drain(self) -> None:
-        """Refuse new generation requests from now on; those that run go on, but for jobs and
-        the lines of batches, which go on at the next start, or at another engine of their fleet.
-        """
+        """Refuse new requests; open ones go on, jobs and batches at the next start."""
         self.draining = True
         self._drain_begun.set()
         if self.internal_requests is not None:
             self.internal_requests.stop()
 
     async def until_drain(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run background work, which a drain does not wait for. Raises RequestError draining if one
-        begins first.
-        """
+        """Run work that a drain does not wait for. Raises RequestError draining if one begins."""
         if await until(self._drain_begun.wait(), work):
             raise RequestError("the server is shutting down", code="draining")
 
@@ -171,10 +160,9 @@ class Service:
         self.text.close()
 
     def generating(self, context: Context) -> AbstractContextManager[None]:
-        """Counts one open generation request, which `drained` waits for. Raises RequestError
-        queue_full at once where more are open than can sit and wait, or more are being read while
-        the engine takes no newcomers: to render and tokenise what it will refuse takes the time of
-        those that it has.
+        """Count one open generation request, for `drained`. Raises RequestError queue_full, unread,
+        where more are open than can sit and wait, or are read while none is taken: reading what
+        will be refused takes the time of others.
         """
         info = self.client.info
         if info is not None and not context.background:
@@ -189,9 +177,7 @@ class Service:
         return self._open.one(context.tenant)
 
     def _retry_in(self, most: int) -> float:
-        """Seconds after which a request that was not read may come again: one behind the other, as
-        fast as those that wait are served. most: that may be open.
-        """
+        """Seconds until an unread request may return: one by one, as fast as waiting ones leave."""
         counters = self.client.counters
         if counters.predicted_wait <= 0:  # those that were told to have returned, or do not
             self._returns.until = 0.0
@@ -200,9 +186,7 @@ class Service:
         return self._returns.next(self.quotas.clock(), wait, each)
 
     def _most_open(self, info: EngineInfo) -> int:
-        """The most generation requests that may be open, those that are being read included. A few
-        are read even while the engine accepts none: they may be retries.
-        """
+        """Most open requests, those being read included; a few always are: they may be retries."""
         counters, queue, history = self.client.counters, info.queue, self.client.history
         most = info.sizes.seats + queue.max_waiting_requests
         longest = queue.max_predicted_wait_s or math.inf
@@ -212,29 +196,24 @@ class Service:
 
     @property
     def internal_seats(self) -> int:
-        """See `ServerContext`."""
         info, _ = self.ready()
         return info.sizes.seats
 
     @property
     def most_of_key(self) -> int:
-        """See `ServerContext`."""
         return self.quotas.max_concurrent
 
     def trouble(self, code: str, cause: str) -> None:
-        """See `ServerContext.trouble`: an incident on the page."""
+        """See `ServerContext`: an incident on the page."""
         self.client.history.incidents.trouble(code, cause)
 
     def check_background(self) -> None:
-        """Raise RequestError where background work is not possible: static batches cannot be
-        preempted.
-        """
+        """Raise RequestError where batches cannot run: static batches cannot be preempted."""
         info = self.client.info
         if info is not None and info.queue.policy != "continuous":
             raise RequestError("batches need a server with the policy continuous")
 
     def opening(self, key: str) -> AbstractContextManager[None]:
-        """See `ServerContext`."""
         return self.quotas.open(key)
 
     def unready(self) -> RequestError | None:
@@ -279,9 +258,7 @@ class Service:
         return info, tokenizer
 
     def answered(self, context: Context, reply: ErrorReply | None) -> None:
-        """Show refusals that ask the client to retry on the page. Lines of batches are not shown:
-        their sender retries by itself.
-        """
+        """Show refusals that ask for a retry on the page, but not those of batch lines."""
         if reply is None or context.background:
             return
         generates = context.route is not None and context.route.generates
@@ -292,9 +269,7 @@ class Service:
         incidents.refused(reply.status, reply.code or "", retry_s, context.tenant)
 
     def config_report(self) -> ConfigReport:
-        """Every setting with its value and its origin; secrets are counted. Raises HttpError 404
-        where the settings are not known.
-        """
+        """Every setting with value and origin, secrets counted. Raises HttpError 404 if unknown."""
         if self.resolved is None:
             raise HttpError(404, "the settings of this server are not known", code="not_found")
         info = self.client.info
@@ -309,7 +284,7 @@ class Service:
 
     @property
     def body_limit(self) -> int | None:
-        """See `middleware.RequestObserver`: known once the engine has been ready."""
+        """See `ServerContext`: known once the engine has been ready."""
         info = self.client.info
         if info is None:
             return self.settings.server.body_limit or None

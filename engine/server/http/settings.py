@@ -9,30 +9,26 @@ from typing import ClassVar
 
 from jitney.engine.config import ServerSection
 
-#: Where no limit of a body is set, so many bytes for each token of the context. Eight characters a
-#: token, each written as a JSON escape of six bytes, are far more than any language takes: English
-#: has some 4.6 characters a token, Chinese 1.5.
+#: Bytes of a body for each token of the context, where no limit is set: eight characters, each a
+#: JSON escape of six bytes. English has some 4.6 characters a token, Chinese 1.5.
 _BYTES_PER_TOKEN = 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Limits and keys of the HTTP endpoint: the [server] section as it was configured, and what
-    was found out from it, or stands nowhere in it. Sizes are bytes, times seconds.
+    """Limits and keys of the HTTP endpoint: the [server] section, and what follows from it. Sizes
+    are bytes, times seconds.
     """
 
     #: Bytes of a body that are always taken where no limit is set.
     LEAST_BODY: ClassVar[int] = 1 << 20
 
-    #: The section of the settings; fields below replace those of the same name. Not shown in reprs:
-    #: it may have keys.
+    #: The section; fields below replace those of the same name. Not in reprs: it may have keys.
     server: ServerSection = field(default_factory=ServerSection, repr=False)
-    #: `digest_key` of each accepted key, of users and of administrators (`access.Role`); where both
-    #: are empty no key is asked for, and every client is an administrator.
+    #: `digest_key` of each accepted key; where both are empty every client is an administrator.
     api_keys: tuple[str, ...] = ()
     admin_keys: tuple[str, ...] = ()
-    #: Routes outside the table: exact paths that need no key, and prefixes of paths that check keys
-    #: themselves (the page has its own sign-in).
+    #: Routes outside the table: paths without a key, and prefixes with a check of their own.
     public_paths: frozenset[str] = frozenset()
     public_prefixes: tuple[str, ...] = ()
     #: Accepted Host names, lower case, without port; None for any.
@@ -44,9 +40,8 @@ class ServerSettings:
     #: Secret that signs messages about ended batches and jobs.
     webhook_secret: str = field(default="", repr=False)
     tokenize_timeout_s: float = 10.0
-    #: Seconds that a stream's status line waits for the engine's first output: the engine refuses a
-    #: request within a step, and that should be a status. After that the stream begins with a
-    #: keep-alive.
+    #: Seconds that a stream's status line waits for the first output: the engine refuses within a
+    #: step, and that should be a status.
     header_wait_s: float = 1.0
     #: Time without output after which a stream sends a comment.
     comment_s: float = 15.0
@@ -56,9 +51,7 @@ class ServerSettings:
         return self.server.body_limit or max(self.LEAST_BODY, _BYTES_PER_TOKEN * context_length)
 
     def with_page(self, path: str) -> ServerSettings:
-        """The settings of an endpoint with a page at `path`, which is left to the page's own
-        sign-in: a browser cannot send a bearer key with a page.
-        """
+        """The settings with a page at `path`, which has a sign-in: browsers send no bearer key."""
         prefixes, paths = (path + "/",), frozenset({path})
         return replace(self, public_prefixes=prefixes, public_paths=paths)
 

@@ -1,7 +1,5 @@
-"""Long work on the event loop, a few milliseconds at a time.
-
-Work here is a generator that stops now and then. Threads would not do: pure Python in a thread
-takes the interpreter for 5 ms whenever the loop writes to a socket, which is once for every stream.
+"""Long work on the event loop, a few milliseconds at a time, as generators. Pure Python in a thread
+would take the interpreter for 5 ms whenever the loop writes to a socket.
 """
 
 from __future__ import annotations
@@ -20,23 +18,18 @@ type Work[T] = Generator[object, None, T]
 #: Stops after each piece of what is sent.
 type Pieces = Generator[bytes, None, None]
 
-#: Seconds of work between two turns of the loop. What a generator does between two stops should
-#: take much less.
+#: Seconds of work between two turns of the loop; a generator stops much more often.
 _SLICE_S = 0.002
 #: Bytes that are sent at once.
 _BLOCK = 1 << 16
-#: Most waiting tasks that are resumed at a time: a slice is long enough for about so many streams
-#: to write a token each, and the others wait again.
+#: Most tasks resumed at a time: about as many streams write a token each in a slice.
 _CALLED = 16
 
 
 class TimeSlices:
-    """Shares the event loop's time: one time slice in a turn of the loop, for the task that has had
-    the fewest, so that short work does not wait for long work. A task that ends early leaves the
-    rest of its slice to the next one: all streams write after a step in one turn, not each in a
-    turn of its own.
-
-    most: tasks at a time, more are refused; 0: no limit.
+    """Shares the event loop's time: one slice in a turn, for the task that has had the fewest. A
+    task that ends early leaves the rest of its slice to the next: all streams write after a step in
+    one turn. most: tasks at a time, more are refused; 0: no limit.
     """
 
     _open = 0
@@ -58,9 +51,7 @@ class TimeSlices:
         self._calls_short = False
 
     def soon(self, work: Callable[[], object]) -> None:
-        """Call `work`, which is short, in one of the next turns; a turn takes what a slice holds.
-        So all streams write after a step without a task that wakes for each.
-        """
+        """Call short `work` in one of the next turns, so that all streams write without tasks."""
         self._short.append(work)
         if not self._calls_short:
             self._calls_short = True
@@ -79,9 +70,7 @@ class TimeSlices:
                 asyncio.get_running_loop().call_soon(self._do_short)
 
     async def result[T](self, work: Work[T]) -> T:
-        """Run `work` to its end; what it returns. Raises RequestError busy if too much is under
-        way.
-        """
+        """The result of `work`. Raises RequestError busy if too much is under way."""
         self._enter()
         try:
             n_slices = 0
@@ -97,9 +86,7 @@ class TimeSlices:
             work.close()
 
     async def blocks(self, pieces: Pieces) -> AsyncGenerator[bytes]:
-        """Join `pieces` to blocks of some 64 kB. The loop's time is not held while the reader is
-        busy with a block. Raises RequestError busy if too much is under way.
-        """
+        """`pieces` as blocks of 64 kB; the reader's time is not held. Raises RequestError busy."""
         self._enter()
         try:
             block = bytearray()
@@ -180,18 +167,14 @@ class TimeSlices:
 
 
 def _advance(work: Iterator[object], end: float) -> None:
-    """Run `work` until time.perf_counter() is at `end`, at least one step. Raises StopIteration at
-    the work's own end.
-    """
+    """Run `work` until perf_counter() reaches `end`, or to its own StopIteration."""
     next(work)
     while time.perf_counter() < end:
         next(work)
 
 
 def _fill(block: bytearray, pieces: Iterator[bytes], end: float) -> bool:
-    """Fill the block until time.perf_counter() is at `end` or it is full. Returns False at the end
-    of the pieces.
-    """
+    """Fill the block until perf_counter() reaches `end` or it is full; False: no piece is left."""
     for piece in pieces:
         block += piece
         if len(block) >= _BLOCK or time.perf_counter() >= end:

@@ -17,9 +17,7 @@ class DirectWriter(Protocol):
 
     @property
     def takes_chunk(self) -> bool:
-        """Whether a part can be written now: the response has begun, its length is open, and the
-        client reads.
-        """
+        """Whether a part can be written now: begun, of open length, and the client reads."""
         ...
 
     def write_chunk(self, data: bytes) -> None:
@@ -33,8 +31,7 @@ class StreamingWriter:
 
     #: In the state of a scope: the connection as `DirectWriter`.
     DIRECT: ClassVar[str] = "jitney_direct"
-    #: Headers of an answer that is a stream of server-sent events: no cache keeps it, and no proxy
-    #: waits for more of it.
+    #: Headers of server-sent events: no cache keeps them, and no proxy waits for more.
     EVENT_STREAM: ClassVar[dict[str, str]] = {
         "content-type": "text/event-stream; charset=utf-8",
         "cache-control": "no-store",
@@ -73,15 +70,12 @@ class StreamingWriter:
         await self.send({"type": "http.response.body", "body": body, "more_body": more})
 
     async def end(self) -> None:
-        """End the response."""
         await self.write(b"", more=False)
 
 
 @dataclass(frozen=True, slots=True)
 class StreamingResponse:
-    """A plain 200, as an ASGI application. It has a length if it is one block. An error of the
-    first block comes before the answer begins.
-    """
+    """A plain 200 as an ASGI application; an error of the first block comes before it."""
 
     blocks: AsyncGenerator[bytes]
     headers: Mapping[str, str]

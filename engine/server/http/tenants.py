@@ -1,13 +1,10 @@
 """The tenant of a request that a fleet passes on: the engine gets the fleet's key and the client's
-identity, so that everything that belongs to one key (stored responses, cached pages, turns of the
-fair order, limits, rows of the page) belongs to the client's key.
-
-The header is `x-jitney-tenant: ROLE.DIGEST.SIGNATURE`: the client's role at the fleet, the digest
-of its key, and the HMAC-SHA256 of both under the key that the request is sent with. Only an
-administrator's key may name another client. The signature shows that the sender has that key
-itself: clients of a gateway that adds its own key to their requests and passes their headers on
-cannot name another client. It covers neither a time nor the request: a copy of it can only be taken
-where the key can be read too.
+identity, so that what belongs to a key (responses, cached pages, turns, limits, rows of the page)
+belongs to the client's. The header is `x-jitney-tenant: ROLE.DIGEST.SIGNATURE`: the client's role,
+the digest of its key, and the HMAC-SHA256 of both under the key that the request is sent with. Only
+an administrator's key may name another client. The signature shows that the sender has that key
+itself, unlike clients of a gateway that adds its own. It covers neither a time nor the request: it
+can only be copied where the key can be read too.
 """
 
 from __future__ import annotations
@@ -41,10 +38,8 @@ def signed(statement: bytes, key: bytes) -> bytes:
 
 
 def identity_of(sender: Identity, scope: Scope) -> Identity:
-    """The identity of a request's client. sender: the identity of the key that it was sent with.
-
-    A role above the sender's is not given. Engines without keys trust all senders. Raises
-    HttpError: 403 where the sender may not name another client, 400 for a value of another form.
+    """The identity of a request's client, at most in the sender's role; engines without keys trust
+    all. Raises HttpError 403 if the sender may name no other client, 400 for a bad form.
     """
     values = values_of(scope, TENANT_HEADER)
     if not values or sender.role is Role.ANYBODY:
@@ -63,7 +58,6 @@ def identity_of(sender: Identity, scope: Scope) -> Identity:
 
 
 def _is_signed(match: re.Match[bytes], key: bytes) -> bool:
-    """Whether the header was signed with this key."""
     return hmac.compare_digest(match["signature"] or b"", _signature(match["stated"], key))
 
 

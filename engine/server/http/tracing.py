@@ -1,9 +1,7 @@
 """Spans of generation requests for OpenTelemetry (extra `otel`): one for each HTTP request, below
-its caller's own (W3C trace context), and below it the queue, prefill and decode of each sequence.
-
-Exporter, resource and sampler are set by OpenTelemetry's own environment variables
-(OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER ...). Spans are sent by a
-thread of the SDK's. Without `otel` nothing of this is imported.
+its caller's own (W3C trace context), and below it the phases of each sequence. OpenTelemetry's own
+variables (OTEL_EXPORTER_OTLP_ENDPOINT ...) set exporter, resource and sampler. Without `otel`
+nothing of this is imported.
 """
 
 from __future__ import annotations
@@ -47,9 +45,7 @@ class _Parent:
 
 
 class Tracing:
-    """Makes and sends the spans.
-
-    processor: what takes them; None: the exporter that the environment names. Raises ConfigError if
+    """Makes and sends the spans. processor: None: the environment's exporter. Raises ConfigError if
     OpenTelemetry is not installed, or the environment is wrong.
     """
 
@@ -93,7 +89,6 @@ class Tracing:
         )
 
     def end(self, context: Context, status: int) -> None:
-        """The request is over."""
         from opentelemetry.trace import StatusCode
 
         span = context.span
@@ -183,9 +178,7 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _without_default(resource: Resource) -> Resource:
-    """The resource without the SDK's own "unknown_service", so that ours stands unless a name was
-    given.
-    """
+    """The resource without the SDK's "unknown_service", so that our name counts."""
     from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 
     attributes = dict(resource.attributes)
@@ -195,9 +188,7 @@ def _without_default(resource: Resource) -> Resource:
 
 
 def _exporter() -> SpanExporter:
-    """The exporter of OTEL_TRACES_EXPORTER and OTEL_EXPORTER_OTLP_PROTOCOL; by default OTLP over
-    HTTP.
-    """
+    """The exporter of OTEL_TRACES_EXPORTER and OTEL_EXPORTER_OTLP_PROTOCOL; default: OTLP/HTTP."""
     name = os.environ.get("OTEL_TRACES_EXPORTER", "otlp")
     if name == "console":
         from opentelemetry.sdk.trace.export import ConsoleSpanExporter

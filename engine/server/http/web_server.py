@@ -53,9 +53,7 @@ def limits(config: Config, keys: AcceptedKeys) -> ServerSettings:
 def web_server(
     config: Config, settings: ServerSettings, app: Starlette, connections: Connections
 ) -> uvicorn.Server:
-    """uvicorn with bounded headers; signals are ours, because a drain is more than closing
-    connections.
-    """
+    """uvicorn with bounded headers and our signals: a drain is more than closing connections."""
     import uvicorn
 
     from jitney.engine.server.http.protocol import http_protocol, over_tls

@@ -1,7 +1,4 @@
-"""The interface of the engine for the HTTP side.
-
-`engine.server.process.process_client.ProcessClient` implements it with a core in its own process.
-"""
+"""The interface of the engine for the HTTP side."""
 
 from __future__ import annotations
 
@@ -15,17 +12,12 @@ from jitney.engine.common.outputs import FinishReason, SequenceOutput
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.server.process.counters import EngineCounters
 
-#: Called with each output of a request, in order. It must not raise; it is called on the event loop
-#: between other callbacks.
+#: Called on the event loop with each output of a request, in order. It must not raise.
 type OutputListener = Callable[[SequenceOutput], None]
 
 
 class EngineClient(Protocol):
-    """One engine, reached from one asyncio event loop.
-
-    state "loading" until the first `Ready`, "restarting" while a dead core is being replaced; info
-    is None until that first `Ready`.
-    """
+    """One engine, reached from one event loop. info is None until the first `Ready`."""
 
     @property
     def state(self) -> EngineState: ...
@@ -39,19 +31,14 @@ class EngineClient(Protocol):
     def history(self) -> History: ...
 
     def submit(self, request: EngineRequest, listener: OutputListener) -> None:
-        """Register the request; `listener` hears of its outputs, never before this has returned.
-
-        Each of the n sequences ends with an output that has `finish`. A request refused by the core
-        has finish "error" for every index; so does a core that dies (code engine_dead) where
-        another cannot go on with it. Raises RequestError (loading, restarting, draining,
-        engine_dead).
+        """Register the request; `listener` hears of its outputs, after this has returned. Each of
+        the n sequences ends with an output with `finish`: "error" if the core refuses it, or dies
+        and no other continues it. Raises RequestError (loading, restarting, draining, engine_dead).
         """
         ...
 
     def forget(self, request_id: str) -> None:
-        """Stop listening to a request: its listener is called no more, and its open sequences are
-        aborted. An ended one is ignored.
-        """
+        """Stop listening, and abort open sequences; ended ones are ignored."""
         ...
 
     def abort(
@@ -61,28 +48,21 @@ class EngineClient(Protocol):
         ...
 
     async def seat_map(self) -> SeatMap:
-        """The seats and page states as they are now. Raises RequestError when the core does not
-        answer.
-        """
+        """Seats and page states now. Raises RequestError if the core does not answer."""
         ...
 
     async def page_map(self) -> SeatMap:
-        """The states of pages, without seats, which cost the core next to nothing. Raises as
-        `seat_map`.
-        """
+        """Page states without seats, which costs the core little. Raises as `seat_map`."""
         ...
 
     async def sleep(self, *, abort: bool = False) -> int:
-        """Refuse new requests (sleeping), wait until the open ones have ended (abort: end them),
-        and free the device's memory, until `wake`. -> bytes freed, 0 if it slept already. Raises
-        RequestError.
+        """Refuse requests, wait for (abort: end) the open ones, and free the device's memory until
+        `wake`. Returns bytes freed, 0 if it slept. Raises RequestError.
         """
         ...
 
     async def wake(self) -> None:
-        """Take the device's memory again, and serve; nothing if it does not sleep. Raises
-        RequestError.
-        """
+        """Take the memory again and serve; nothing if awake. Raises RequestError."""
         ...
 
     async def reset_prefix_cache(self) -> None:

@@ -13,8 +13,7 @@ from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.records import ROW_KINDS
 
 _STEP_KINDS = ("decode", "mixed")
-#: Why a core ended: by itself or killed from outside; after it said why; killed because it said
-#: nothing for too long; or it could not be started.
+#: Why a core ended, see `faults.CoreEnd`.
 _CAUSES = ("died", "failed", "hung", "not started")
 #: Upper bounds in seconds of the step-time histograms.
 _STEP_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -46,9 +45,7 @@ def _zeros(names: Iterable[str]) -> Callable[[], dict[str, int]]:
 
 @dataclass(eq=False)
 class EngineCounters:
-    """Running totals over the life of the API process; written by the client alone, from step
-    reports.
-    """
+    """Running totals over the life of the API process; written by the client alone."""
 
     #: Steps by kind: decode, mixed.
     steps: dict[str, int] = field(default_factory=_zeros(_STEP_KINDS))
@@ -70,8 +67,7 @@ class EngineCounters:
     canary_mismatched: int = 0
     #: Largest difference of two log-probabilities.
     canary_worst: float = 0.0
-    #: Cost of grammars: masks and grammars, and seconds of each; and the compiled grammars in the
-    #: cache.
+    #: Grammars: masks and compilations, with the seconds of each; compiled ones in the cache.
     masks: int = 0
     mask_seconds: float = 0.0
     grammars_compiled: int = 0
@@ -82,8 +78,7 @@ class EngineCounters:
     waiting_tokens: int = 0
     #: Estimated wait of a new request for a seat, seconds.
     predicted_wait: float = 0.0
-    #: Seconds from one step's result to the next one's, device time plus the gap before it, by kind
-    #: of step and rows of its program: (kind, rows), of those that ran.
+    #: Seconds from one step's result to the next one's, by (kind of step, rows of its program).
     step_seconds: dict[tuple[str, int], Histogram] = field(
         default_factory=lambda: defaultdict(lambda: Histogram(_STEP_BOUNDS))
     )
@@ -132,10 +127,7 @@ class EngineCounters:
         self.grammars_kept = work.kept
 
     def observe_idle(self, waiting: int) -> None:
-        """Note an idle tick, or the loss of the core: no seat is taken, and sequences hold no page.
-
-        waiting: sequences in the queue.
-        """
+        """Note an idle tick or a lost core: no seat is taken. waiting: queued sequences."""
         self.waiting, self.waiting_tokens = waiting, 0
         self.predicted_wait = 0.0
         if self.last is not None:

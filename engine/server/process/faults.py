@@ -1,8 +1,5 @@
-"""The server's answers to a core that fails: how a core ended, when to start the next one, which
-request ended it, and which requests are refused for a while.
-
-The core itself finds the sequence that makes a step fail (`engine.core.faults`); here are the
-failures that take the core's process with them.
+"""Answers to a core that fails: how it ended, when to start the next, which request ended it, and
+which are refused for a while. Failures of a step alone are `engine.core.faults`.
 """
 
 from __future__ import annotations
@@ -67,8 +64,7 @@ class RestartPolicy:
     window_s: ClassVar[float] = 600.0
     #: After a core has been ready for so many seconds, earlier restarts do not count.
     proven_s: ClassVar[float] = 60.0
-    #: First and longest pause in seconds. It doubles while cores end in the same way, each within
-    #: `lived_s` seconds of being ready.
+    #: First and longest pause, s; it doubles while cores end alike within `lived_s` of being ready.
     backoff_s: ClassVar[tuple[float, float]] = (0.5, 30.0)
     lived_s: ClassVar[float] = 5.0
 
@@ -106,10 +102,7 @@ class RestartPolicy:
         return min(first * 2**self._repeats, longest)
 
     def _is_hopeless(self, end: CoreEnd) -> bool:
-        """Whether the next core would end before it is ready, as this one did: it refused what it
-        was given, such as a wrong model name, it made no progress for very long, or it failed with
-        the same error as the one before.
-        """
+        """Whether the next core would fail too: this one refused, hung, or failed twice alike."""
         if self.ready_at is not None or end.ready or end.cause == "died":
             return False
         if end.refused or end.cause == "hung" or self.several_hosts:
@@ -118,11 +111,9 @@ class RestartPolicy:
 
 
 class CrashBlame:
-    """Finds the request that ends cores.
-
-    It counts the crashes that each request was in. Requests that were in two are given to the next
+    """Finds the request that ends cores. Requests that were in two crashes are given to the next
     core one by one, each until it has a few more tokens; if the core crashes then, that request is
-    to blame. A core that was killed from outside says nothing about its requests.
+    to blame. A core killed from outside says nothing about its requests.
     """
 
     #: A request that was in so many crashes is suspected.
@@ -139,9 +130,7 @@ class CrashBlame:
         self._tokens = 0
 
     def core_crashed(self, streams: list[Stream]) -> Stream | None:
-        """Count a crash against the open requests, seated or not: the last step's boardings may be
-        unreported. Returns the request to blame, if that is known now.
-        """
+        """Count a crash against all open requests; returns the one to blame, if known."""
         if self.on_trial in streams:
             for stream in streams:
                 stream.crashes = 0
@@ -166,9 +155,7 @@ class CrashBlame:
         return stream in self._waiting
 
     def progressed(self, stream: Stream) -> list[Stream]:
-        """The request on trial got tokens or was closed. Returns the requests that the core gets
-        now.
-        """
+        """The request on trial got tokens or closed; returns those that the core gets now."""
         if _tokens_of(stream) - self._tokens < self._ENOUGH_TOKENS and not stream.closed:
             return []
         stream.crashes = 0

@@ -30,19 +30,16 @@ def met(
     address: str,
     adapters: dict[str, int] | None = None,
 ) -> Iterator[Leader | Worker]:
-    """Meet the other hosts of the engine, and notify them when this one ends. address: of the
-    parent's socket. adapters: numbers by name; host 0's hold for all. Raises ConfigError if they do
-    not come, or refuse this one.
-
-    An error inside may follow from the loss of a host, which is then the reason given.
+    """Meet the other hosts, and notify them when this one ends. address: the parent's socket.
+    adapters: numbers by name; host 0's hold. Raises ConfigError if they do not come or refuse this
+    one; an error inside may follow from a lost host, whose loss is then the reason.
     """
     hosts = _meet(config, source, report, _ender(address), adapters)
     name = f"host {hosts.host_id}"
     try:
         yield hosts
     except BaseException as error:
-        # A device that waits for a lost host fails with an error of its own, at any point of a
-        # start or of a step: before the connection's end is noticed, or just after.
+        # A device that waits for a lost host fails with an error of its own, before or after that.
         if not isinstance(error, _FOUND_ALONE):
             hosts.wait_for_loss()
         hosts.leave(f"{name} cannot go on: {error}", failed=True)
@@ -61,31 +58,23 @@ def _meet(
         report(messages.Progress("hosts", done, total, detail))
 
     engine = config.engine
-    hello = Hello(engine.host_id, _versions(), _digest(config, source))
+    versions = f"jitney {version('jitney')}, jax {version('jax')}"  # others compile other programs
+    hello = Hello(engine.host_id, versions, _digest(config, source))
     where = engine.coordinator, engine.n_hosts
     if engine.host_id:
         return Worker.join(*where, hello, arrived, lost)
     return Leader.gather(*where, hello, arrived, lost, adapters)
 
 
-def _versions() -> str:
-    """Versions of Jitney and of jax: others may compile other programs."""
-    return f"jitney {version('jitney')}, jax {version('jax')}"
-
-
 def _digest(config: Config, source: ModelSource) -> str:
-    """Digest of the model and of all settings except [server], which this process does not get, and
-    the order, which depends on the keys: hosts that serve no clients need none.
-    """
+    """Digest of model and settings, without [server] and the order, which depends on keys."""
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"order": ""})})
     identity = source.identity(config.model.adapter_folders)
     return short(configuration_digest(config, model=identity, version=version("jitney")))
 
 
 def _ender(address: str) -> Lost:
-    """Make a callback that ends this process from any thread: an operation with a lost host never
-    returns.
-    """
+    """A callback that ends this process from any thread: work with a lost host never returns."""
 
     def lost(reason: str, failed: bool) -> None:
         code = "engine_dead" if failed else messages.Fatal.host_lost

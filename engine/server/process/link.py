@@ -1,6 +1,4 @@
-"""A core process as its parent holds it: the process, and the two sockets to it, in a folder of
-this user alone that is never left behind for good.
-"""
+"""A core process as its parent holds it, with two sockets in a private folder."""
 
 from __future__ import annotations
 
@@ -25,14 +23,11 @@ from jitney.engine.common.errors import EngineDead, ErrorInfo, RequestError
 from jitney.engine.config import Config
 from jitney.engine.server.process.main import SOCKET_NAMES, Start, remove_folder
 
-#: Has glibc ask for huge pages: a CPU's step reads all weights, and looks up an address every 4 KiB
-#: otherwise.
+#: Has glibc ask for huge pages: a CPU's step reads all weights.
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-#: A core has little for numpy to multiply, the proof of its kernels; numpy's threads would wait for
-#: each other in a loop, which took half of that proof's time.
+#: numpy's threads would wait for each other in a loop, half of the kernels' proof.
 _ONE_NUMPY_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
-#: Descriptors that a link takes: of two sockets, their listeners and connections, the folder's
-#: lock, the core's pipe and process, and some that starting a process needs for a moment.
+#: Descriptors that a link takes: sockets, their connections, lock, pipe, process, and a start's.
 _DESCRIPTORS = 16
 _FOLDER_PREFIX = "jitney-core-"
 #: A sweep by another server may take a folder in the moment between its making and its lock.
@@ -42,11 +37,8 @@ _decode = msgspec.msgpack.Decoder(messages.FromCore).decode
 
 @contextlib.contextmanager
 def _private_folder() -> Iterator[str]:
-    """A new folder in the temporary directory, locked while it is in use and then removed.
-
-    The lock ends with this process, however it dies, and tells `_remove_left_folders` whether the
-    folder is in use. Services that clean the temporary directory by age respect it too. Raises
-    OSError if there is no room, no descriptor, or no temporary directory.
+    """A new, locked folder in the temporary directory, removed at the end. The lock ends with this
+    process; `_remove_left_folders` and cleaning services respect it. Raises OSError.
     """
     folder, lock = _locked_folder()
     try:
@@ -57,9 +49,7 @@ def _private_folder() -> Iterator[str]:
 
 
 def _remove_left_folders() -> None:
-    """Remove the folders of killed servers: ours, not locked, and with nothing but sockets in
-    them.
-    """
+    """Remove killed servers' folders: ours, unlocked, with nothing but sockets."""
     for path in Path(tempfile.gettempdir()).glob(_FOLDER_PREFIX + "*"):
         with contextlib.suppress(OSError):
             _remove_if_left(str(path))
@@ -97,9 +87,7 @@ def _remove_if_left(folder: str) -> None:
 
 @dataclass(slots=True)
 class CoreLink:
-    """A core process and the sockets to it; a restart makes a new one, so no message of the old
-    core reaches the new one.
-    """
+    """A core process and the sockets to it. A restart makes a new one: old messages are lost."""
 
     to_core: zmq.Socket
     from_core: zmq.asyncio.Socket
@@ -121,9 +109,7 @@ class CoreLink:
     _new_tickets: Iterator[int] = field(default_factory=itertools.count)
 
     def send(self, message: messages.ToCore) -> None:
-        """Queue a message; one to a dead core is dropped: what it was about is seen to when the
-        death is noticed.
-        """
+        """Queue a message; one to a dead core is dropped, since its death is handled anyway."""
         with contextlib.suppress(zmq.Again):
             self.to_core.send(messages.encode(message), zmq.NOBLOCK)
 
@@ -132,9 +118,7 @@ class CoreLink:
         return _decode(await self.from_core.recv())
 
     async def ask(self, question: Callable[[int], messages.ToCore], wait_s: float | None) -> Any:
-        """Send a question, which is made of a ticket, and wait for its answer. wait_s None: until
-        the core ends. Raises RequestError if the core does not answer in time.
-        """
+        """Send a question and wait for its answer (wait_s None: for ever). Raises RequestError."""
         ticket = next(self._new_tickets)
         waiter = asyncio.get_running_loop().create_future()
         self.tickets[ticket] = waiter
@@ -169,11 +153,8 @@ class CoreLink:
 
 
 class LinkRuntime:
-    """Resources that every link needs even when no descriptor is left: ZeroMQ's own threads, and
-    spare descriptors. Making it removes the folders of killed servers.
-
-    libzmq ends the process if it gets no descriptor for the poller of a new context, so there is
-    one context for all links.
+    """Resources that links need even when no descriptor is left: ZeroMQ's threads, and spare
+    descriptors. libzmq ends the process if a new context gets none, so all links share one.
     """
 
     def __init__(self) -> None:
@@ -198,9 +179,8 @@ class LinkRuntime:
     async def open_link(
         self, config: Config, builder: str, adapters: dict[str, int]
     ) -> AsyncIterator[CoreLink]:
-        """Start a core process; leaving kills it if it still runs. The sockets lie in a new folder
-        of this user's alone. adapters: see `Start`. Raises OSError or ZMQError if it cannot be
-        started.
+        """A running core process with its sockets in a private folder, killed on leaving. adapters:
+        see `Start`. Raises OSError or ZMQError.
         """
         context = self.context
         with (
@@ -234,7 +214,6 @@ def core_environ(config: Config) -> dict[str, str]:
 
 
 async def _spawn(config: Config, start: Start) -> asyncio.subprocess.Process:
-    """Start a core."""
     process = await start_child(
         "jitney.engine.server.process.main",
         stdout=None,

@@ -1,9 +1,6 @@
-"""The core in a process of its own: `python -P -m jitney.engine.server.process.main`, started by
-`jitney.engine.server.process.supervisor`.
-
-The parent writes one line of JSON (`Start`) to our standard input and then holds that pipe open:
-its end is how we notice that the parent is gone, however it died. Messages go over two one-way
-ZeroMQ sockets in the parent's private folder (`jitney.engine.common.messages`).
+"""The core in a process of its own, started by `engine.server.process.supervisor`. The parent
+writes a line of JSON (`Start`) to our standard input and holds that pipe open: its end tells that
+the parent is gone. Messages go over two one-way ZeroMQ sockets.
 """
 
 from __future__ import annotations
@@ -38,8 +35,7 @@ _log = logging.getLogger("jitney.core")
 
 #: Seconds that a follower listens to the first host before it looks whether it is to end.
 _LISTEN_S = 0.2
-#: Seconds between two ticks of an idle core or of a follower, and idle ticks between two
-#: conservation checks of the page pool.
+#: Seconds between ticks of an idle core, and ticks between checks of the page pool.
 _TICK_S = 1.0
 _CHECK_EVERY = 10
 #: Milliseconds for the last messages.
@@ -47,8 +43,8 @@ _LINGER_MS = 2000
 #: Builds the follower on the other hosts of an engine.
 _FOLLOWER = "jitney.engine.core.build:build_follower"
 _decode = msgspec.msgpack.Decoder(messages.ToCore).decode
-
-
+#: Sends one message to the parent.
+type _Send = Callable[[messages.FromCore], None]
 #: Sockets in the folder of a core.
 SOCKET_NAMES = ("to", "from")
 
@@ -87,11 +83,8 @@ def remove_folder(folder: str) -> None:
 
 
 def main() -> int:
-    """Run one core until Shutdown; returns the exit status (0: as asked, 1: after a
-    Fatal).
-    """
-    # Ctrl-C, a service manager's SIGTERM and a terminal's end reach the whole group; the parent
-    # drains, and then sends Shutdown.
+    """Run one core until Shutdown; returns the exit status (1: after a Fatal)."""
+    # These signals reach the whole group; the parent drains, and then sends Shutdown.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(
@@ -117,65 +110,56 @@ def main() -> int:
             socket.set_hwm(0)
             socket.linger = _LINGER_MS
             socket.connect(address)
-        status = _guarded(start, inbox, outbox)
-    if _n_hosts(start) > 1:
+
+        def send(message: messages.FromCore) -> None:
+            outbox.send(messages.encode(message))
+
+        status = _guarded(start, inbox, send)
+    if start.config.get("engine", {}).get("n_hosts", 1) > 1:
         # At an ordinary end jax waits for the other hosts, of which some may be gone.
         os._exit(status)
     return status
 
 
-def _n_hosts(start: Start) -> int:
-    return start.config.get("engine", {}).get("n_hosts", 1)
-
-
 def _die_with_parent(folder: str) -> None:
-    """End this process when the parent's end of the pipe closes: an orphan would hold the device
-    for nothing. The sockets' folder goes too, which a killed parent does not remove.
-    """
+    """End with the parent: an orphan would hold the device. Its sockets' folder goes too."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
     remove_folder(folder)
     os._exit(1)
 
 
-def _guarded(start: Start, inbox: zmq.Socket, outbox: zmq.Socket) -> int:
-    """Build and serve; an exception becomes one Fatal line for the parent and a traceback in the
-    log.
-    """
+def _guarded(start: Start, inbox: zmq.Socket, send: _Send) -> int:
+    """Build and serve; an exception becomes one Fatal line, with a traceback in the log."""
     try:
-        _build_and_serve(start, inbox, outbox)
+        _build_and_serve(start, inbox, send)
     except Exception as error:
         code = messages.Fatal.refused if isinstance(error, JitneyError) else "engine_dead"
-        outbox.send(messages.encode(messages.Fatal.of(_in_one_line(error), code)))
+        send(messages.Fatal.of(_in_one_line(error), code))
         return 1
     return 0
 
 
 def _in_one_line(error: Exception) -> str:
-    """The error's message; the traceback goes to the log, unless the error was raised on
-    purpose.
-    """
+    """The error's message; unexpected ones leave a traceback in the log."""
     if isinstance(error, JitneyError):
         return str(error)
     _log.exception("the engine core stopped")
     return f"{type(error).__name__}: {error}"
 
 
-def _build_and_serve(start: Start, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
-    def report(progress: messages.Progress) -> None:
-        outbox.send(messages.encode(progress))
-
+def _build_and_serve(start: Start, inbox: zmq.Socket, send: _Send) -> None:
     config = Config.model_validate(start.config, strict=False)
     source = ModelSource.of(config)
     if config.engine.n_hosts > 1:
         # Only engines on several hosts load what hosts need.
         from jitney.engine.server.process.hosts import met
 
-        with met(config, source, report, start.from_core, start.adapters) as hosts:
-            _serve_together(start, config, source, hosts, inbox, outbox)
+        with met(config, source, send, start.from_core, start.adapters) as hosts:
+            _serve_together(start, config, source, hosts, inbox, send)
         return
-    core, info = _builder(start.builder)(config, source, report, **_numbered(start))
-    _start_serving(core, info, inbox, outbox)
+    core, info = _builder(start.builder)(config, source, send, **_numbered(start))
+    _start_serving(core, info, inbox, send)
 
 
 def _numbered(start: Start) -> dict[str, Any]:
@@ -187,17 +171,15 @@ def _start_serving(
     core: EngineCore,
     info: EngineInfo,
     inbox: zmq.Socket,
-    outbox: zmq.Socket,
+    send: _Send,
     joined: LockstepCore | None = None,
 ) -> None:
-    """Report that the core is ready, and serve. joined: the core, if it runs in lockstep with other
-    engines.
-    """
-    core.on_first_step = lambda step: outbox.send(messages.encode(messages.FirstStep(step)))
+    """Report that the core is ready, and serve. joined: the core, if it runs in lockstep."""
+    core.on_first_step = lambda step: send(messages.FirstStep(step))
     for message in _received(inbox, 0.0):  # the tokenizer, as a rule: to read it takes a while
-        _handle(core, message, outbox)
-    outbox.send(messages.encode(messages.Ready(info)))
-    _serve(core, inbox, outbox, joined)
+        _handle(core, message, send)
+    send(messages.Ready(info))
+    _serve(core, inbox, send, joined)
 
 
 def _builder(name: str) -> Callable[..., Any]:
@@ -211,30 +193,26 @@ def _serve_together(
     source: ModelSource,
     hosts: Leader | Worker,
     inbox: zmq.Socket,
-    outbox: zmq.Socket,
+    send: _Send,
 ) -> None:
-    def report(progress: messages.Progress) -> None:
-        outbox.send(messages.encode(progress))
-
     from jitney.engine.core import Leader
 
     in_lockstep = config.engine.data_parallel > 1
     if isinstance(hosts, Leader) or in_lockstep:
         build = _builder(start.builder)
-        core, info = build(config, source, report, hosts, **_numbered(start))
-        _start_serving(core, info, inbox, outbox, core if in_lockstep else None)
+        core, info = build(config, source, send, hosts, **_numbered(start))
+        _start_serving(core, info, inbox, send, core if in_lockstep else None)
         return
-    follower, info = _builder(_FOLLOWER)(config, source, report, hosts)
+    follower, info = _builder(_FOLLOWER)(config, source, send, hosts)
     if follower.adapters is not None:
-        follower.adapters.on_accepted = lambda folders: outbox.send(
-            messages.encode(messages.AdaptersFollowed(folders))
-        )
-    outbox.send(messages.encode(messages.Ready(info)))
-    _start_ticking(start.from_core)
+        follower.adapters.on_accepted = lambda folders: send(messages.AdaptersFollowed(folders))
+    send(messages.Ready(info))
+    # From a thread: the first host judges how long a step may take.
+    threading.Thread(target=_tick, args=(start.from_core,), daemon=True).start()
     _freeze()
     left = _follow(follower, hosts, lambda: _is_shut_down(inbox))
     if left is not None:
-        outbox.send(messages.encode(left))
+        send(left)
 
 
 def _follow(
@@ -252,13 +230,6 @@ def _follow(
             if message is not None:
                 follower.do(message)
     return None
-
-
-def _start_ticking(address: str) -> None:
-    """Send the parent a heartbeat once a second, from a thread: the first host judges how long a
-    step may take.
-    """
-    threading.Thread(target=_tick, args=(address,), daemon=True).start()
 
 
 def _tick(address: str) -> None:
@@ -281,14 +252,12 @@ def _freeze() -> None:
 
 
 def _serve(
-    core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket, joined: LockstepCore | None = None
+    core: EngineCore, inbox: zmq.Socket, send: _Send, joined: LockstepCore | None = None
 ) -> None:
     """Answer messages and step while there is work; return on Shutdown, after the current step."""
     _freeze()
     if joined is not None:
-        joined.barrier.on_wait = lambda hosts: outbox.send(
-            messages.encode(messages.WaitingFor(hosts))
-        )
+        joined.barrier.on_wait = lambda hosts: send(messages.WaitingFor(hosts))
     idle_ticks, next_tick = 0, 0.0
     while True:
         wait_s = min(_TICK_S, core.pause_s) if core.has_work else _TICK_S
@@ -297,37 +266,30 @@ def _serve(
                 return
             if joined is not None and isinstance(message, messages.Drain):
                 joined.barrier.drain(drained=message.drained)
-            _handle(core, message, outbox)
+            _handle(core, message, send)
         if joined is not None:
-            _send_drain_states(joined, outbox)
+            while (drain_state := joined.barrier.next_drain_state()) is not None:
+                send(messages.DrainState(drain_state.drained))
         if core.has_work:
             if core.late_plan_slack_s:
                 continue  # there is time for somebody else
-            outbox.send(messages.encode(core.step()))
+            send(core.step())
             idle_ticks = 0
             continue
         if joined is not None:
             joined.run_empty_step()
         if time.monotonic() >= next_tick:
-            outbox.send(messages.encode(messages.Heartbeat(waiting=0)))
+            send(messages.Heartbeat(waiting=0))
             next_tick = time.monotonic() + _TICK_S
             idle_ticks += 1
             if idle_ticks % _CHECK_EVERY == 0:
                 core.check()
 
 
-def _send_drain_states(joined: LockstepCore, outbox: zmq.Socket) -> None:
-    """Report how far the other engines' drain is."""
-    while (drain_state := joined.barrier.next_drain_state()) is not None:
-        outbox.send(messages.encode(messages.DrainState(drain_state.drained)))
-
-
 def _received(
     inbox: zmq.Socket, wait_s: float, joined: LockstepCore | None = None
 ) -> Iterator[messages.ToCore]:
-    """Messages that are here now, or that come within `wait_s` seconds; none if the others of a
-    joined engine wait for it earlier.
-    """
+    """Messages within `wait_s` seconds; none if others of a joined engine wait for it first."""
     if wait_s and joined is not None:
         zmq.select([inbox, joined], [], [], wait_s)
     elif wait_s and not inbox.poll(math.ceil(wait_s * 1000)):
@@ -339,11 +301,11 @@ def _received(
             return
 
 
-def _handle(core: EngineCore, message: messages.ToCore, outbox: zmq.Socket) -> None:
+def _handle(core: EngineCore, message: messages.ToCore, send: _Send) -> None:
     """Give one message to the core; its consequences come out of the next step."""
 
     def alive() -> None:
-        outbox.send(messages.encode(messages.Heartbeat(waiting=0)))
+        send(messages.Heartbeat(waiting=0))
 
     match message:
         case messages.Add(request=request):
@@ -354,27 +316,26 @@ def _handle(core: EngineCore, message: messages.ToCore, outbox: zmq.Socket) -> N
             if core.has_work:
                 core.ask(message)  # answered after the next plan
             else:
-                outbox.send(messages.encode(core.seat_map(ticket, seats=seats)))
+                send(core.seat_map(ticket, seats=seats))
         case messages.TokenizerJson(json=tokenizer):
             core.learn(tokenizer)
         case messages.Sleep(ticket=ticket):
-            outbox.send(messages.encode(_done(ticket, lambda: core.sleep(alive))))
+            send(_done(ticket, lambda: core.sleep(alive)))
         case messages.Wake(ticket=ticket):
             core.wake(alive)
-            outbox.send(messages.encode(messages.Done(ticket)))
+            send(messages.Done(ticket))
         case messages.ResetPrefixCache(ticket=ticket):
             core.reset_prefix_cache()
-            outbox.send(messages.encode(messages.Done(ticket)))
+            send(messages.Done(ticket))
         case messages.SetAdapters():
             answer = core.set_adapters(message)
             if answer is not None:
-                outbox.send(messages.encode(answer))
+                send(answer)
         case messages.Drain() | messages.Shutdown():
             pass
 
 
 def _done(ticket: int, work: Callable[[], int]) -> messages.Done:
-    """Do it, and say so."""
     try:
         return messages.Done(ticket, freed=work())
     except RequestError as error:

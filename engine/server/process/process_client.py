@@ -1,6 +1,4 @@
-"""The engine's requests on the server's side of the core process: their outputs, their ends, and
-their way into the next core when one dies.
-"""
+"""Open requests on the server's side: outputs, ends, and their way into the next core."""
 
 from __future__ import annotations
 
@@ -53,9 +51,7 @@ _BLAMED = ErrorInfo(
 
 @dataclass(eq=False)
 class _JointDrain:
-    """The drain of engines that share experts: once one of them drains, all do, and they end
-    together.
-    """
+    """The drain of engines that share experts: all drain, and end, together."""
 
     #: There are such engines beside this one.
     shares_experts: bool
@@ -98,9 +94,7 @@ class ProcessClient(CoreSupervisor):
         await super().close()
 
     def submit(self, request: EngineRequest, listener: OutputListener) -> None:
-        """Send a request to the core; its id must be new. Raises RequestError (loading, restarting,
-        draining, engine_dead, request_quarantined).
-        """
+        """Send a request, with a new id, to the core. Raises RequestError."""
         if self.state != "ready" or self._link is None:
             raise self._refusal()
         self._blocklist.check(request)
@@ -130,9 +124,7 @@ class ProcessClient(CoreSupervisor):
     def abort(
         self, request_id: str, index: int | None = None, reason: FinishReason = "abort"
     ) -> None:
-        """End an open request, or one of its sequences; its listener still gets the terminal
-        outputs.
-        """
+        """End a request or a sequence; its listener still gets the terminal outputs."""
         stream = self._streams.get(request_id)
         if stream is None:
             return
@@ -144,7 +136,6 @@ class ProcessClient(CoreSupervisor):
             self._take_outputs(stream.asked_ends())
 
     def forget(self, request_id: str) -> None:
-        """See `EngineClient`."""
         stream = self._streams.get(request_id)
         if stream is None:
             return
@@ -206,7 +197,6 @@ class ProcessClient(CoreSupervisor):
             stream.timer.cancel()
 
     def _end_streams(self, error: ErrorInfo) -> None:
-        """End every open request."""
         for stream in list(self._streams.values()):
             self._take_outputs(stream.ends("error", error))
 
@@ -246,9 +236,7 @@ class ProcessClient(CoreSupervisor):
         self.counters.observe_idle(0)
 
     def drain(self) -> None:
-        """Accept no new requests; open ones go on. Engines that share experts with this one drain,
-        too.
-        """
+        """Accept no new requests; engines that share experts drain, too."""
         self._draining = True
         self.history.incidents.drain_began(self.history.n_open)
         if self.state != "dead":
@@ -261,15 +249,11 @@ class ProcessClient(CoreSupervisor):
         (drain.finished if drained else drain.begun).set()
 
     async def until_others_drain(self) -> None:
-        """Wait until an engine that shares experts with this one drains; for ever if there is
-        none.
-        """
+        """Wait until an engine that shares experts drains; for ever if there is none."""
         await self._joint_drain.begun.wait()
 
     async def drained_together(self) -> None:
-        """Called when no request is open: wait until the engines that share experts with this one
-        have no open request either. Returns at once without such engines.
-        """
+        """With no open request, wait until the engines that share experts have none either."""
         drain = self._joint_drain
         drain.drained = True
         if not drain.shares_experts:
@@ -287,7 +271,6 @@ class ProcessClient(CoreSupervisor):
                 task.cancel()
 
     async def page_map(self) -> messages.SeatMap:
-        """See `EngineClient`."""
         return await self.seat_map(seats=False)
 
     async def seat_map(self, *, seats: bool = True) -> messages.SeatMap:
@@ -296,7 +279,6 @@ class ProcessClient(CoreSupervisor):
         return await link.ask(lambda ticket: messages.AskSeatMap(ticket, seats), _SEAT_MAP_S)
 
     async def sleep(self, *, abort: bool = False) -> int:
-        """See `EngineClient`."""
         is_first = self.state == "ready"
         if not is_first and self.state != "sleeping":
             raise self._refusal()
@@ -328,20 +310,17 @@ class ProcessClient(CoreSupervisor):
             await asyncio.sleep(_SLEEP_RETRY_S)  # the last step of a request that was aborted
 
     async def wake(self) -> None:
-        """See `EngineClient`."""
         if self.state == "sleeping":
             await self._answering_link().ask(messages.Wake, _SLEEP_S)
             if self.state == "sleeping":
                 self._set_state("ready")
 
     async def reset_prefix_cache(self) -> None:
-        """See `EngineClient`."""
         await self._answering_link().ask(messages.ResetPrefixCache, _SEAT_MAP_S)
 
     async def set_adapters(self, adapters: tuple[str, ...]) -> messages.AdaptersSet:
-        """Serve these adapters from now on, NAME=FOLDER each; also after the core has died. An
-        engine that shares experts keeps its own and names those whose files changed. Raises
-        RequestError, naming the adapter, if one cannot be loaded; nothing changes then.
+        """Serve these adapters, NAME=FOLDER each, also in later cores; engines that share experts
+        only name changed ones. Raises RequestError, naming one that cannot be loaded.
         """
         model = self.config.model.model_copy(update={"adapters": adapters})
         first = 1 + max(self.history.adapters, default=0)

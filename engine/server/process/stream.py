@@ -1,6 +1,4 @@
-"""An open request in the API process: the listener to its outputs, and the state that another core
-needs to continue it.
-"""
+"""An open request in the API process: its listener, and what another core needs of it."""
 
 from __future__ import annotations
 
@@ -45,9 +43,7 @@ class Stream:
         return self.request.id
 
     def put(self, output: SequenceOutput) -> None:
-        """Called by the client for each output of this request; what follows a sequence's end is
-        dropped.
-        """
+        """Take an output; those after a sequence's end are dropped."""
         if output.index in self.open:
             self.tokens[output.index] += output.tokens
             if output.finish is not None:

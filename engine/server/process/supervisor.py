@@ -1,7 +1,5 @@
-"""Keeps a core process running: starts it, reads its messages, notices that it died or hangs, and
-starts the next one.
-
-Single-threaded: everything here runs on one asyncio loop. Nothing here imports jax.
+"""Keeps a core process running, and starts the next one when it died or hangs. Everything here runs
+on one asyncio loop, and nothing imports jax.
 """
 
 from __future__ import annotations
@@ -88,9 +86,7 @@ class CoreSupervisor:
         self._supervision = asyncio.create_task(self._supervise())
 
     def learn(self, tokenizer: str) -> None:
-        """Give this core and later ones the tokenizer (JSON of the `tokenizers` library), which
-        they need for grammars.
-        """
+        """Give this core and later ones the tokenizer's JSON, which grammars need."""
         self._tokenizer = tokenizer
         link = self._ready_link
         if link is not None:
@@ -136,7 +132,6 @@ class CoreSupervisor:
         self._set_state("dead")
 
     def kill(self) -> None:
-        """Kill the core process."""
         if self._link is not None:
             self._link.kill()
 
@@ -154,9 +149,7 @@ class CoreSupervisor:
         return False
 
     def _lose_core(self, end: CoreEnd) -> tuple[int, int]:
-        """Called when a core ended and the next one will start. Returns how many open requests go
-        on, and how many have ended.
-        """
+        """Called when a core ended and another will start; returns requests that go on and end."""
         return 0, 0
 
     def _lose_engine(self, end: CoreEnd) -> None:
@@ -212,9 +205,7 @@ class CoreSupervisor:
             return CoreEnd("not started", f"the engine process cannot be started: {reason}")
 
     async def _run_link(self) -> CoreEnd:
-        """Start a core process and wait for its end. Raises OSError or ZMQError if no process can
-        be started.
-        """
+        """Start a core process and wait for its end. Raises OSError or ZMQError."""
         runtime = self._runtime
         assert runtime is not None  # `start` made it
         runtime.free_spare()
@@ -268,10 +259,8 @@ class CoreSupervisor:
         return f" after {self.progress.stage} {self.progress.so_far}"
 
     async def _watch(self, link: CoreLink) -> None:
-        """Kill a core that has been silent for too long.
-
-        A check counts at most two intervals: a server process that was itself suspended has not
-        listened.
+        """Kill a core that has been silent for too long. A check counts at most two intervals: this
+        process may have been suspended.
         """
         before = time.monotonic()
         while True:

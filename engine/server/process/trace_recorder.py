@@ -1,9 +1,6 @@
-"""`jitney serve --record FILE`: a line of times and lengths for every ended request; the first one
-also names the model and the device.
-
-No text, token, id or key is written: tenants are numbered in the order of their first ended
-request. The lines are a trace that `jitney simulate --trace FILE` reads, with the measured times
-beside the arrivals.
+"""`jitney serve --record FILE`: a line of times and lengths for every ended request. No text,
+token, id or key is written: tenants are numbered. The lines are a trace for `jitney simulate
+--trace FILE`, with the measured times beside the arrivals.
 """
 
 from __future__ import annotations
@@ -33,25 +30,17 @@ _CLOSE_S = 5.0
 _DIGITS = 6
 
 
-def _unknown() -> None:
-    pass
-
-
 class Recorder:
-    """Writes a line for each request that ends, if `ended` is a listener of the engine's history.
-
-    It writes on a thread of its own, so that a slow disk delays no request; a disk error ends the
-    recording with one warning, and the server continues.
-
-    engine: returns the engine's info, None before it is known. Raises ConfigError if the file
-    cannot be made, or is not empty.
+    """Writes a line for each request that ends, as a listener of the history, on a thread of its
+    own, so that a slow disk delays nothing; a disk error ends the recording with one warning.
+    engine: its info, or None. Raises ConfigError if the file cannot be made, or is not empty.
     """
 
     def __init__(
         self,
         path: str | Path,
         clock: Callable[[], float] = time.monotonic,
-        engine: Callable[[], EngineInfo | None] = _unknown,
+        engine: Callable[[], EngineInfo | None] = lambda: None,
     ):
         self.start = clock()
         self._engine = engine
@@ -103,9 +92,7 @@ class Recorder:
         return self._named
 
     def _label(self, tenant: str) -> str:
-        """A name that tells tenants apart and says nothing about them; the anonymous one stays
-        so.
-        """
+        """A name that only tells tenants apart; "" for the anonymous one."""
         return (
             self._tenants.setdefault(tenant, f"tenant-{len(self._tenants) + 1}") if tenant else ""
         )

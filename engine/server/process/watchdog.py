@@ -7,27 +7,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-#: By default a core may be silent for so many seconds, or so many times as long as its longest
-#: step, but not for more than so many seconds longer than that step.
+#: Silence of a core: at least so many seconds, or so many longest steps, at most so many more.
 _LEAST_S, _TIMES, _MOST_MORE_S = 10.0, 8.0, 120.0
 #: Seconds that a bucket's first step may take: programs are set up, or even compiled, in it.
 _FIRST_STEP_S = 60.0
-#: A start that replaces a core may be silent for so many seconds, or so many times as long as the
-#: longest start so far took: its programs and weights are the same, and mostly cached.
+#: Silence of a later start: at least so many seconds, or so many times the longest start.
 _LEAST_START_S, _START_TIMES = 120.0, 3.0
-#: Engines that share experts may keep a core waiting for so many times as long as it may be silent
-#: itself: the supervisor of the engine that hangs is to end it first, since the others then know
-#: the reason.
+#: Engines that share experts may keep a core waiting so many times as long as it may be silent: the
+#: hanging engine's supervisor ends it first, and the others then know the reason.
 _OTHERS_TIMES = 2.0
 
 
 @dataclass(eq=False)
 class Watchdog:
-    """Adds up a core's silence, and knows how much is too much.
-
-    A core that works reports every step, and one that has nothing to do ticks once a second, so
-    silence means a step that does not end. Only time in which this process could have heard
-    something counts: the caller says how much that was.
+    """Adds up a core's silence, and knows how much is too much. A core reports every step, and
+    ticks once a second when idle, so silence means a step that does not end. Only time in which
+    this process could have heard something counts.
     """
 
     #: The setting; 0: learn from the longest step.
@@ -60,9 +55,7 @@ class Watchdog:
 
     @property
     def _start_limit(self) -> float:
-        """The limit of a start, which reports each tensor that it has loaded and each program that
-        it has compiled. The time of the first start cannot be known in advance.
-        """
+        """The limit of a start, which reports each tensor and program; the first has no measure."""
         if self.longest_start:
             return max(_LEAST_START_S, _START_TIMES * self.longest_start)
         return self.start_timeout_s or math.inf
@@ -81,14 +74,12 @@ class Watchdog:
         return self.awaited > _OTHERS_TIMES * self.limit
 
     def core_starts(self) -> None:
-        """A new core is being started."""
         self.silence = self.awaited = self._started_s = 0.0
         self._awaits = False
         self._starts = True
         self._first_step = 0
 
     def core_ready(self) -> None:
-        """Note that the core can serve."""
         self.silence = 0.0
         self._starts = False
         self.longest_start = max(self.longest_start, self._started_s)
@@ -112,9 +103,7 @@ class Watchdog:
         self._first_step = step
 
     def step_done(self, step: int, record: np.void) -> None:
-        """A step was committed. step: its number in the core's own count. record: its
-        `records.STEP_DTYPE`.
-        """
+        """A step was committed. step: the core's own number; record: `records.STEP_DTYPE`."""
         if step >= self._first_step:
             self._first_step = 0
         if not record["compiled"]:

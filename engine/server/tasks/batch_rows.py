@@ -1,11 +1,6 @@
-"""The rows of batches and of their lines; see `engine.server.tasks.store`.
-
-A line gets its answer once: writing it changes only a line that has none.
-"""
+"""The rows of batches and of their lines; see `tasks.store`. A line gets its answer once."""
 
 from __future__ import annotations
-
-import sqlite3
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.config import ServerSection
@@ -29,9 +24,7 @@ _UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 
 
 def add(store: TaskStore, batch: Batch, server: ServerSection) -> None:
-    """Keep a new batch. Raises HttpError or RequestError if its file is not there, or its key has
-    too many files, bytes or batches under way.
-    """
+    """Keep a new batch. Raises HttpError or RequestError: no file, or its key has too much."""
     with store.transaction():
         file = store.find(StoredFile, batch.input_file_id, batch.owner)
         if file is None:
@@ -99,9 +92,7 @@ def answer(
     text: bytes,
     most_bytes: int | None = None,
 ) -> bool:
-    """Keep a line's answer; False if it has one, or its batch is over. Raises StorageFull where
-    its owner would then have more than `most_bytes`.
-    """
+    """Keep a line's answer; False if it has one or the batch is over. Raises StorageFull."""
     count = "completed" if outcome is LineOutcome.COMPLETED else "failed"
     query = """UPDATE lines SET outcome = ?, answer = ?
         WHERE batch_id = ? AND number = ? AND outcome IS NULL"""
@@ -117,15 +108,14 @@ def answer(
 
 
 def answers(store: TaskStore, id: str, after: int, limit: int) -> list[AnsweredLine]:
-    """The lines of a batch after number `after`: up to `limit`, fewer if they are long, but at
-    least one if any is left.
-    """
+    """Lines after number `after`: up to `limit`, fewer if long, at least one if any is left."""
     query = """SELECT number, custom_id, outcome, answer FROM lines
         WHERE batch_id = ? AND number > ? ORDER BY number LIMIT ?"""
     lines: list[AnsweredLine] = []
     n_bytes = 0
     for row in store.db.execute(query, (id, after, limit)):
-        lines.append(_answered(row))
+        outcome = None if row["outcome"] is None else LineOutcome(row["outcome"])
+        lines.append(AnsweredLine(row["number"], row["custom_id"], outcome, row["answer"] or b""))
         n_bytes += len(lines[-1].answer)
         if n_bytes >= _READ_BYTES:
             break
@@ -155,8 +145,3 @@ def finish(
 def _forget_lines(store: TaskStore, id: str) -> None:
     store.db.execute("DELETE FROM lines WHERE batch_id = ?", (id,))
     store.db.execute("UPDATE batches SET answer_bytes = 0 WHERE id = ?", (id,))
-
-
-def _answered(row: sqlite3.Row) -> AnsweredLine:
-    outcome = None if row["outcome"] is None else LineOutcome(row["outcome"])
-    return AnsweredLine(row["number"], row["custom_id"], outcome, row["answer"] or b"")

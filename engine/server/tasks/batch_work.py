@@ -1,6 +1,4 @@
-"""The work on one batch: reading its lines, having them answered, and writing the files that it
-leaves. It may be given up and begun again at any time.
-"""
+"""The work on one batch: read its lines, answer them, write its files; restartable any time."""
 
 from __future__ import annotations
 
@@ -14,6 +12,7 @@ from functools import partial
 import orjson
 
 from jitney.engine.server.http.routing import RouteTable
+from jitney.engine.server.http.server_context import ServerContext
 from jitney.engine.server.tasks import batch_rows
 from jitney.engine.server.tasks.concurrency import ConcurrencyLimit
 from jitney.engine.server.tasks.execution import LineExecutor, Reply
@@ -28,7 +27,6 @@ from jitney.engine.server.tasks.records import (
     LineOutcome,
     StoredFile,
 )
-from jitney.engine.server.tasks.server_context import ServerContext
 from jitney.engine.server.tasks.store import StorageFull, TaskStore
 
 #: Lines of a batch that are taken from the store at once.
@@ -142,9 +140,7 @@ class BatchWork:
         await self._keeper.do(batch_rows.answer, batch, number, outcome, text, most_bytes)
 
     async def _finish(self, batch: Batch) -> None:
-        """Write the files of a batch that is not worked on any more, and end it. A line without an
-        answer means that its window was over.
-        """
+        """Write the files of a batch and end it. A line without an answer: its window was over."""
         status = "completed"
         if batch.status == "cancelling":
             status = "cancelled"

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from jitney.engine.server.tasks.server_context import ServerContext
+from jitney.engine.server.http.server_context import ServerContext
 
 #: Seconds between two checks whether an engine is there.
 _POLL_S = 0.5
@@ -15,9 +15,7 @@ _UNLIMITED = 1 << 30
 
 
 class ConcurrencyLimit:
-    """As many requests at a time as there are seats, and of one key at most half of what it may
-    have open, so that its other requests find room.
-    """
+    """As many requests at a time as there are seats, and half of what one key may have open."""
 
     def __init__(self, context: ServerContext):
         self._context = context
@@ -47,15 +45,12 @@ class ConcurrencyLimit:
             raise
 
     def release(self, owner: str) -> None:
-        """Give a slot back."""
         self._all.release()
         self._of_key[owner].release()
         self._grow()
 
     def _grow(self) -> bool:
-        """Have as many slots as there are seats now; False while no engine is ready. Where seats
-        have gone, the engines that are left refuse what is too much, and requests try again.
-        """
+        """Have as many slots as there are seats now; False while no engine is ready."""
         if self._context.unready() is not None:
             return False
         while self._size < self._context.internal_seats:

@@ -27,20 +27,16 @@ _log = logging.getLogger("jitney.api")
 
 #: Seconds between two lines in the log about trouble with the disk.
 _SILENT_S = 60.0
-#: What the disk, or damage on it, raises. ValueError: what should be ours is no JSON, no text, or
-#: of another type.
+#: Errors of the disk or of damage on it. ValueError: no JSON, no text, or of another type.
 _TROUBLE = (sqlite3.Error, OSError, ValueError)
-#: Damaged databases that stay: the first, which holds most where a disk goes on failing, and the
-#: latest others.
+#: Damaged databases that stay: the first, which holds most, and the latest others.
 _MOST_ASIDE = 4
 #: The part of SQLite's error codes that says of which kind an error is.
 _PRIMARY = 0xFF
 
 
 class StoreUnavailable(HttpError):
-    """A store cannot be read or written now: the disk is full, or what lies on it is damaged.
-    contents: of the store, in words.
-    """
+    """A store cannot be read or written now: the disk is full, or its data is damaged."""
 
     def __init__(self, contents: str = "files, batches and jobs") -> None:
         super().__init__(
@@ -52,9 +48,7 @@ class StoreUnavailable(HttpError):
 
 
 class Database:
-    """The tables of one file. Every method blocks. Raises ConfigError for a file that a newer
-    version has written, and sqlite3.Error.
-    """
+    """The tables of one file. Blocks. Raises ConfigError (a newer version's) and sqlite3.Error."""
 
     #: What each version of the tables adds to the one before, as SQL.
     VERSIONS: ClassVar[tuple[str, ...]]
@@ -122,10 +116,8 @@ def _pass(trouble: str) -> None:
 
 
 class DatabaseKeeper[D: Database](ABC):
-    """A database in a folder of its own, reached from the event loop. Made by `open`.
-
-    Trouble with the disk is raised as StoreUnavailable, and logged once in a while. A database that
-    is damaged is set aside, and a new one begun.
+    """A database in a folder of its own, reached from the event loop. Made by `open`. Trouble with
+    the disk is raised as StoreUnavailable; a damaged database is set aside for a new one.
     """
 
     #: Name of the file; names of folders beside it that a damaged one takes along.
@@ -137,9 +129,7 @@ class DatabaseKeeper[D: Database](ABC):
     def __init__(
         self, folder: Path, lock: int | None = None, on_trouble: Callable[[str], None] = _pass
     ):
-        """lock: a descriptor that holds the folder's; None: nothing is written to the folder.
-        on_trouble: called on the event loop with what trouble there was, in words.
-        """
+        """lock: holds the folder; None: nothing is written. on_trouble: called on the loop."""
         self.folder = folder
         self._lock = lock
         self._on_trouble = on_trouble
@@ -153,9 +143,7 @@ class DatabaseKeeper[D: Database](ABC):
 
     @classmethod
     async def open(cls, folder: Path, on_trouble: Callable[[str], None] = _pass) -> Self:
-        """The folder, made if there is none. Raises ConfigError if it is not ours alone, another
-        server's at this time, or written by a newer version, and OSError.
-        """
+        """The folder, made if absent. Raises ConfigError (not ours, in use, newer) and OSError."""
         lock = await asyncio.to_thread(_claim, folder, cls.COMPANIONS)
         keeper = cls(folder, lock, on_trouble)
         try:
@@ -174,9 +162,7 @@ class DatabaseKeeper[D: Database](ABC):
     async def do[**P, T](
         self, function: Callable[Concatenate[D, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Run a function with the database on its thread. It is run to its end, even if its caller
-        is cancelled. Raises StoreUnavailable.
-        """
+        """Run a function with the database on its thread, to its end. Raises StoreUnavailable."""
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(
@@ -233,9 +219,7 @@ class DatabaseKeeper[D: Database](ABC):
         )
 
     def set_aside(self) -> Path:
-        """Move the database and its companions into a folder of their own, where an operator may
-        look at them; of such folders _MOST_ASIDE stay. Blocks.
-        """
+        """Move a damaged database and its companions aside, for an operator to look at. Blocks."""
         aside = Path(tempfile.mkdtemp(prefix="damaged-", dir=self.folder))
         database = (self.DATABASE, f"{self.DATABASE}-wal", f"{self.DATABASE}-shm")
         for name in (*database, *self.COMPANIONS):
@@ -275,9 +259,7 @@ class DatabaseKeeper[D: Database](ABC):
 
 
 def _claim(folder: Path, companions: Iterable[str]) -> int:
-    """A descriptor that holds the lock of a folder, which is made if there is none, with folders in
-    it; the system lets go of it with the process.
-    """
+    """Make a private folder with companions and lock it; the descriptor, which dies with us."""
     for path in (folder, *(folder / name for name in companions)):
         reason = make_private(path)
         if reason:
@@ -294,9 +276,7 @@ def _claim(folder: Path, companions: Iterable[str]) -> int:
 
 
 def _is_damage(error: Exception, *, opening: bool = False) -> bool:
-    """Whether what lies on the disk is not what was written; else the disk is full, or the like.
-    opening: the database was being opened.
-    """
+    """Whether the data is damaged, not the disk full or so. opening: while a database opens."""
     if not isinstance(error, sqlite3.DatabaseError):
         return isinstance(error, ValueError)
     code = getattr(error, "sqlite_errorcode", None)

@@ -1,6 +1,4 @@
-"""Requests of batches and jobs, answered by the handlers that HTTP calls too, with the rights of
-the key that they came with.
-"""
+"""Requests of batches and jobs, answered by HTTP's handlers with the rights of their key."""
 
 from __future__ import annotations
 
@@ -21,9 +19,9 @@ from jitney.engine.server.http.access import Identity
 from jitney.engine.server.http.context import Context
 from jitney.engine.server.http.errors import ErrorForm, ErrorReply, HttpError, echo, retry_after_s
 from jitney.engine.server.http.routing import HttpRoute, Role, RouteTable
+from jitney.engine.server.http.server_context import ServerContext
 from jitney.engine.server.tasks.lines import LineRequest
 from jitney.engine.server.tasks.records import LineOutcome
-from jitney.engine.server.tasks.server_context import ServerContext
 
 #: Refusals of the moment: too much waits, or the engine is not there. The request tries again.
 _RETRIED = (429, 503)
@@ -107,13 +105,9 @@ class LineExecutor:
     async def answer(
         self, read: Read, owner: str, endpoint: str = "", slot: Slot = nullcontext
     ) -> Reply:
-        """The answer to a request, however long it takes: after a refusal of the moment it tries
-        again.
-
-        read: is awaited at each try, so that a request that waits holds no memory.
-        owner: digest of the key that it came with.
-        endpoint: the path whose form errors have if the request cannot be read.
-        slot: is entered for each try, and left in between.
+        """The answer to a request, tried again after refusals of the moment. read: called at each
+        try, so that a waiting request holds no memory. owner: digest of its key. endpoint: path
+        whose form errors have before it is read. slot: entered for each try.
         """
         request_id = uuid.uuid4().hex
         tries = 0
@@ -126,10 +120,7 @@ class LineExecutor:
             tries += 1
 
     def pause_s(self, wait_s: float, tries: int) -> float:
-        """Seconds until the next try after a refusal that asks for `wait_s`, which `tries` others
-        went before. In the background each pause is twice the one before: thousands of lines that
-        ask every second would be work of its own.
-        """
+        """Seconds until the next try; background pauses double, since lines are thousands."""
         if not self._background:
             return wait_s
         return min(_LONGEST_WAIT_S, wait_s * 2 ** min(tries, _MOST_DOUBLINGS))
@@ -168,9 +159,7 @@ class LineExecutor:
 
 
 def generating_route(table: RouteTable, path: str, param: str = "url") -> HttpRoute:
-    """The line of the table that a path names. Raises RequestError, blaming the field `param`,
-    unless it is one that generates.
-    """
+    """The line of a path. Raises RequestError, blaming `param`, unless it generates."""
     route = table.find(path, "POST")
     if route is None or not route.generates or "POST" not in route.methods:
         raise RequestError(f"{echo(path)} is not a route that batches may name", param=param)

@@ -17,12 +17,12 @@ from jitney.engine.server.http.errors import HttpError
 from jitney.engine.server.http.jsonio import json_answer
 from jitney.engine.server.http.queries import listed, read_query
 from jitney.engine.server.http.routing import HttpRoute
+from jitney.engine.server.http.server_context import ServerContext
 from jitney.engine.server.http.streaming import StreamingResponse
 from jitney.engine.server.tasks.database import StoreUnavailable
 from jitney.engine.server.tasks.forms import FileAnswer, FileDeleted, FileForm, FileList
 from jitney.engine.server.tasks.keeper import StoreKeeper
 from jitney.engine.server.tasks.records import StoredFile
-from jitney.engine.server.tasks.server_context import ServerContext
 from jitney.engine.server.tasks.service import InternalRequests
 from jitney.engine.server.tasks.store import TaskStore
 from jitney.engine.server.tasks.upload import Upload

@@ -23,12 +23,9 @@ def add(
     repeat_key: str | None,
     digest: str,
 ) -> Job:
-    """Keep a new job: the job that is kept, which is an earlier one if its owner has named that so.
-    Raises RequestError for an owner with too many under way, StorageFull where it has no room, and
-    HttpError 409 where the earlier one asks for something else.
-
-    body: JSON of an object, the request. repeat_key: the client's name for it; None: each time it
-    comes is another job. digest: of all that the client sent.
+    """Keep a new job, or return the earlier one that its owner gave this name. Raises RequestError
+    (too many), StorageFull, HttpError 409 (the earlier one differs). body: JSON; repeat_key: the
+    client's name, None: none; digest: of all it sent.
     """
     with store.transaction():
         query = "SELECT id, digest FROM jobs WHERE owner = ? AND repeat_key = ?"
@@ -47,9 +44,7 @@ def add(
 
 
 def begin(store: TaskStore, id: str, now: int, most_bytes: int | None = None) -> bytes | None:
-    """The body of a job that is taken up, again perhaps; None if it is over. Raises StorageFull
-    where no answer has room in `most_bytes` of its owner's.
-    """
+    """The body of a job that is taken up, or None if it is over. Raises StorageFull."""
     with store.transaction():
         query = "SELECT owner, status, body FROM jobs WHERE id = ?"
         row = store.db.execute(query, (id,)).fetchone()
@@ -69,9 +64,7 @@ def finish(
     now: int,
     most_bytes: int | None = None,
 ) -> bool:
-    """A job is over, and its request is forgotten. False if it was over already. Raises StorageFull
-    where its answer has no room in `most_bytes` of its owner's.
-    """
+    """End a job and forget its request; False if it was over. Raises StorageFull."""
     with store.transaction():
         owner = store.value("SELECT owner FROM jobs WHERE id = ?", id)
         query = f"UPDATE jobs SET body = x'' WHERE id = ? AND {OPEN}"

@@ -1,7 +1,5 @@
-"""The folder of files, batches and jobs, and the one thread that reads and writes its store.
-
-The folder must be ours alone, like the one of compiled programs, and one server's at a time: two
-would answer every line twice.
+"""The folder of files, batches and jobs, and the one thread of its store. It must be ours alone,
+and one server's at a time: two would answer every line twice.
 """
 
 from __future__ import annotations
@@ -29,9 +27,7 @@ class StoreKeeper(DatabaseKeeper[TaskStore]):
         return (folder / cls.DATABASE).exists()
 
     def open_database(self) -> TaskStore:
-        """The store, made if there is none. Files that no store knows are set aside where it is
-        new, and else removed: an earlier process has not finished writing them.
-        """
+        """The store. Unknown files are set aside where it is new, else removed as unfinished."""
         files, database = self.folder / "files", self.folder / self.DATABASE
         is_new = not database.exists() or not database.stat().st_size
         if is_new and any(path.suffix != NewFile.SUFFIX for path in files.iterdir()):

@@ -1,6 +1,4 @@
-"""A batch's file, line by line: what every line must be before any is answered, and the request
-that is in one. Everything here blocks: it runs on threads.
-"""
+"""A batch's file: checks of every line, and the request in one. Everything here blocks."""
 
 from __future__ import annotations
 
@@ -96,9 +94,7 @@ class LineRequest:
 
     @classmethod
     def read(cls, raw: bytes, endpoint: str) -> LineRequest:
-        """The request in a line that `LineReader` has accepted. endpoint: the route that it must
-        name; empty for any. Raises RequestError.
-        """
+        """The request in a line. endpoint: the route it must name; "": any. Raises RequestError."""
         value: JsonDict = orjson.loads(raw)
         if value.get("method") != "POST":
             raise RequestError("method must be POST", param="method")

@@ -12,9 +12,7 @@ from jitney.engine.server.tasks.records import StoredFile, new_id
 
 
 class NewFile:
-    """Its bytes lie under its id once all are there, and before under another name. Every method
-    blocks, and raises OSError.
-    """
+    """Its bytes lie under its id once all are there. Every method blocks, and raises OSError."""
 
     #: Of its name until all of it is there.
     SUFFIX = ".part"

@@ -1,6 +1,4 @@
-"""A file of requests answered without a server: the same lines by the same routes, written to a
-file as they come. A second run goes on where the first stopped.
-"""
+"""A file of requests answered without a server, by the same routes; it can be continued."""
 
 from __future__ import annotations
 
@@ -15,10 +13,10 @@ import orjson
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.server.http.routes import ROUTES
 from jitney.engine.server.http.routing import RouteTable
+from jitney.engine.server.http.server_context import ServerContext
 from jitney.engine.server.tasks.execution import LineExecutor
 from jitney.engine.server.tasks.lines import MOST_FAULTS, LineReader, LineRequest
 from jitney.engine.server.tasks.records import Fault, Line, LineOutcome
-from jitney.engine.server.tasks.server_context import ServerContext
 
 
 class _Counts(NamedTuple):
@@ -31,9 +29,7 @@ class _Counts(NamedTuple):
 
 
 def _lines_of(path: Path, most_bytes: int) -> list[Line]:
-    """The lines of a file of requests. Raises ConfigError, which names those that are none.
-    most_bytes: of a request's body.
-    """
+    """A file's lines. most_bytes: of a body. Raises ConfigError, naming those that are none."""
     try:
         reader = LineReader(path, most_bytes)
     except OSError as error:
@@ -61,9 +57,7 @@ def _is_new(line: Line, lines: dict[str, Line]) -> bool:
 
 
 def _answered_in(path: Path) -> dict[str, bool]:
-    """The custom_ids that a file of answers has, and whether each is an error; a line that was half
-    written is cut off. Raises ConfigError for a file that is none.
-    """
+    """custom_id -> whether its answer is an error; cuts a half line off. Raises ConfigError."""
     if not path.exists():
         return {}
     answered: dict[str, bool] = {}
@@ -88,9 +82,7 @@ class OfflineBatch:
     """Answers the lines of a file that have no answer yet."""
 
     def __init__(self, path: Path, out: Path, most_bytes: int):
-        """most_bytes: of a request's body. Raises ConfigError, which names the lines that are no
-        requests, or if `out` has answers to other lines.
-        """
+        """most_bytes: of a body. Raises ConfigError for bad lines, or answers to other ones."""
         lines = _lines_of(path, most_bytes)
         self._path = path
         self._out = out

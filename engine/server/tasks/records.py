@@ -57,7 +57,6 @@ class Fault:
     line: int | None = None
 
     def shown(self) -> JsonDict:
-        """The fault as clients see it."""
         return {"code": self.code, "message": self.message, "param": None, "line": self.line}
 
 
@@ -93,9 +92,7 @@ class Task:
         return self.status in self.ENDED
 
     def shown(self, response: type[ResponseModel]) -> JsonDict:
-        """The fields of a response's model: `{status}_at` is when a state was reached, the others
-        are attributes of the task, null where they are empty.
-        """
+        """A model's fields: `{status}_at` from `times`, others attributes, null where empty."""
         values: JsonDict = {f"{status}_at": time for status, time in self.times.items()}
         values["object"] = self.KIND
         return {

@@ -20,6 +20,7 @@ from jitney.engine.server.http.context import Context
 from jitney.engine.server.http.jsonio import json_answer, read_object
 from jitney.engine.server.http.queries import PageQuery, listed, read_query
 from jitney.engine.server.http.routing import HttpRoute
+from jitney.engine.server.http.server_context import ServerContext
 from jitney.engine.server.http.streaming import StreamingWriter
 from jitney.engine.server.tasks import batch_rows, job_rows
 from jitney.engine.server.tasks.file_routes import FILE_ROUTES
@@ -34,7 +35,6 @@ from jitney.engine.server.tasks.forms import (
     window_s,
 )
 from jitney.engine.server.tasks.records import Batch, Job, Task, new_id
-from jitney.engine.server.tasks.server_context import ServerContext
 from jitney.engine.server.tasks.service import InternalRequests
 from jitney.engine.server.tasks.store import TaskStore
 from jitney.engine.server.tasks.webhook_targets import check_webhook_url

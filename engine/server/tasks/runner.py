@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 
 from jitney.engine.server.http.routing import RouteTable
+from jitney.engine.server.http.server_context import ServerContext
 from jitney.engine.server.tasks import batch_rows, job_rows
 from jitney.engine.server.tasks.batch_work import BatchWork
 from jitney.engine.server.tasks.concurrency import ConcurrencyLimit
@@ -20,7 +21,6 @@ from jitney.engine.server.tasks.execution import LineExecutor, Reply
 from jitney.engine.server.tasks.keeper import StoreKeeper
 from jitney.engine.server.tasks.lines import LineRequest
 from jitney.engine.server.tasks.records import Batch, Job, Task
-from jitney.engine.server.tasks.server_context import ServerContext
 from jitney.engine.server.tasks.store import StorageFull, TaskStore
 
 _log = logging.getLogger("jitney.api")
@@ -32,10 +32,8 @@ _CANCELLABLE = ("validating", "in_progress")
 
 
 class TaskRunner:
-    """An asyncio task for each batch and job that is not over, all on one event loop.
-
-    Tries of jobs have a slot of one `ConcurrencyLimit`, those of lines of another. What is refused
-    for the moment waits without one: at a fleet, others may be for another model.
+    """An asyncio task for each batch and job that is not over. Tries of jobs have a slot of one
+    `ConcurrencyLimit`, those of lines of another; what is refused for the moment waits without.
     """
 
     def __init__(
@@ -71,9 +69,7 @@ class TaskRunner:
         running.add_done_callback(lambda _: self._ended(task, running))
 
     async def cancel(self, task: Task) -> bool:
-        """Give up what has no answer yet; a batch still writes its files. False if it was over, or
-        being finished.
-        """
+        """Give up what has no answer yet; a batch still writes its files. False: it was over."""
         if isinstance(task, Batch):
             now = int(time.time())
             done = await self._keeper.do(batch_rows.move, task.id, _CANCELLABLE, "cancelling", now)

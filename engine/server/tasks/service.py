@@ -1,5 +1,5 @@
-"""The batches and jobs of one server: one store, one runner, one sender of webhooks. They are
-opened when they are first asked for, or at the start if an earlier server has left some.
+"""The batches and jobs of one server: store, runner, webhooks. Opened when first asked for, or at
+the start if an earlier server has left some.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from jitney.engine.server.http.context import Context
 from jitney.engine.server.http.errors import HttpError, echo
 from jitney.engine.server.http.quotas import Shares
 from jitney.engine.server.http.routing import RouteTable
+from jitney.engine.server.http.server_context import ServerContext
 from jitney.engine.server.tasks.database import StoreUnavailable
 from jitney.engine.server.tasks.execution import generating_route
 from jitney.engine.server.tasks.keeper import StoreKeeper
 from jitney.engine.server.tasks.records import Batch, Job, StoredFile, Task
-from jitney.engine.server.tasks.server_context import ServerContext
 from jitney.engine.server.tasks.store import Record, TaskStore
 
 if TYPE_CHECKING:
@@ -88,9 +88,7 @@ class InternalRequests:
         generating_route(self._table, path, "endpoint")
 
     async def find_or_404[R: Record](self, request: Request, kind: type[R]) -> R:
-        """The record that the path of a request names, as `{kind}_id`. Raises HttpError 404 if it
-        is not there, or another key's.
-        """
+        """The record `{kind}_id` of a path. Raises HttpError 404 if absent or another key's."""
         id = request.path_params[f"{kind.KIND}_id"]
         return await self._find(kind, id, Context.of(request).tenant)
 
@@ -115,16 +113,13 @@ class InternalRequests:
         return task
 
     async def cancel_by_id(self, id: str, owner: str | None) -> None:
-        """Cancel the batch or job of that id, if it is this owner's (None: anybody's). Raises
-        HttpError 404, or 400 if it had ended.
-        """
+        """Cancel an owner's batch or job (None: anybody's). Raises HttpError 404, 400 if over."""
         kind = Batch if id.startswith(Batch.ID_PREFIX) else Job
         await self.cancelled(await self._find(kind, id, owner))
 
     async def newest(self, owner: str | None, limit: int) -> dict[str, list[Record]]:
-        """At most `limit` of an owner's batches, jobs and files each (None: of all owners), the
-        newest first, by the names of their tables. Empty lists where nothing was kept. Raises
-        StoreUnavailable.
+        """The newest batches, jobs and files of an owner (None: of all), by table; empty where
+        nothing is kept. Raises StoreUnavailable.
         """
         kinds: tuple[type[Record], ...] = (Batch, Job, StoredFile)
         found: dict[str, list[Record]] = {kind.TABLE: [] for kind in kinds}
@@ -135,18 +130,14 @@ class InternalRequests:
         return found
 
     async def cancel_of(self, owners: Collection[str]) -> tuple[int, int]:
-        """Cancel what was left by keys, by digest, that are not accepted any more. -> (jobs,
-        batches). Raises HttpError 503.
-        """
+        """Cancel what removed keys left. Returns (jobs, batches). Raises HttpError 503."""
         if not owners or self._open is None:
             return 0, 0
         cancelled = await self._open.runner.cancel_of(owners)
         return cancelled[Job], cancelled[Batch]
 
     def stop(self) -> None:
-        """The server is about to stop: what is being computed is given up, and is taken up again at
-        its next start.
-        """
+        """Give up what is being computed; the next start goes on with it."""
         self._stopped = True
         if self._open is not None:
             self._open.runner.stop()
@@ -163,9 +154,7 @@ class InternalRequests:
 
     @asynccontextmanager
     async def uploading(self, client: str) -> AsyncIterator[None]:
-        """Lasts as long as an upload. Raises RequestError busy if too many are under way, and
-        HttpError 429 if too many are this client's.
-        """
+        """While an upload lasts. Raises RequestError busy, HttpError 429 (this client's)."""
         if self._uploads >= _MOST_UPLOADS:
             raise RequestError(f"{_MOST_UPLOADS} uploads are under way already", code="busy")
         self._uploads += 1

@@ -1,8 +1,6 @@
-"""The SQLite file of files, batches, lines and jobs. Every function here blocks: it runs on the one
-thread that owns the store (`engine.server.tasks.keeper`). So do those of `batch_rows` and
-`job_rows`, which are each one transaction.
-
-What was written is there after the process was killed; what was being computed is computed again.
+"""The SQLite file of files, batches, lines and jobs. Every function here, in `batch_rows` and
+`job_rows` blocks: it runs on the one thread that owns the store. What was written is there after a
+kill; what was being computed is computed again.
 """
 
 from __future__ import annotations
@@ -160,10 +158,9 @@ class TaskStore(Database):
         newest_first: bool = True,
         **columns: Any,
     ) -> tuple[list[R], bool]:
-        """One page of an owner's records (None: of any owner), those behind the one with the id
-        `after`, and whether there are more. Where the owner has no such id, the page is empty.
-        columns: values that the rows must have. Jobs come without answers, which together may be
-        longer than the memory.
+        """A page of an owner's records (None: any owner) behind the id `after`, and whether more
+        follow; empty for an unknown id. columns: values of the rows. Jobs come without answers,
+        which may exceed the memory.
         """
         values = {"owner": owner, "after": after, "limit": limit + 1} | columns
         belongs = "TRUE" if owner is None else "owner = :owner"
@@ -180,9 +177,7 @@ class TaskStore(Database):
     # Files.
 
     def check_room(self, owner: str, server: ServerSection, size: int = 0) -> None:
-        """Raise StorageFull if an owner has as many files as it may have, or no room for one of
-        this size.
-        """
+        """Raise StorageFull if an owner has too many files, or no room for this size."""
         count = self.value("SELECT COUNT(*) FROM files WHERE owner = ?", owner)
         if count >= server.key_files:
             raise StorageFull(f"one key may have {server.key_files} files (key_files)", "file")
@@ -197,11 +192,9 @@ class TaskStore(Database):
             )
 
     def n_bytes(self, owner: str) -> int:
-        """Bytes that are kept for an owner."""
         return self.db.execute(_KEPT_BYTES, {"owner": owner}).fetchone()[0]
 
     def file_ids(self) -> set[str]:
-        """Ids of all owners' files."""
         return {row["id"] for row in self.db.execute("SELECT id FROM files")}
 
     def delete_file(self, file: StoredFile) -> str:
@@ -267,9 +260,7 @@ class TaskStore(Database):
         self.db.execute(query, (owner, keep))
 
     def make_room(self, owner: str, size: int, most_bytes: int) -> None:
-        """Forget the oldest of an owner's jobs that are over until so many more bytes fit. Raises
-        StorageFull, and forgets none, where that is not enough.
-        """
+        """Forget an owner's oldest ended jobs until `size` fits, or none and raise StorageFull."""
         missing = self.n_bytes(owner) + size - most_bytes
         if missing <= 0:
             return

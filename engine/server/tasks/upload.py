@@ -35,9 +35,7 @@ _EVENTS = (
 
 
 class Upload:
-    """A form with a file, taken apart as its bytes come. Its methods raise RequestError, and
-    HttpError 413 for a file of more than `limit` bytes.
-    """
+    """A form with a file, taken apart as it comes. Raises RequestError, HttpError 413."""
 
     def __init__(self, request: Request, limit: int):
         self._request = request

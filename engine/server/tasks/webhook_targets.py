@@ -23,9 +23,7 @@ def check_webhook_url(prefixes: tuple[str, ...], url: str, param: str) -> None:
 
 
 def is_allowed(url: str, prefixes: tuple[str, ...]) -> bool:
-    """Whether a URL lies under one of the prefixes: the same scheme, host and port, and a path that
-    begins with theirs, whole segments.
-    """
+    """Whether a URL lies under a prefix: same scheme, host, port, and whole path segments."""
     target = _Target.of(url)
     allowed = [_Target.of(prefix) for prefix in prefixes]
     return target is not None and any(each and target.lies_under(each) for each in allowed)
@@ -33,9 +31,7 @@ def is_allowed(url: str, prefixes: tuple[str, ...]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """Where a message goes, read as the HTTP client reads it: names in lower case, the scheme's own
-    port left out, dot segments taken away.
-    """
+    """The target of a message, as the HTTP client reads it: lower case, no default port or dots."""
 
     #: Scheme, host and port.
     server: tuple[str, bytes, int | None]
@@ -68,9 +64,7 @@ class _Target:
 
 
 def _decoded(path: str) -> str | None:
-    """A path without percent-encoding, however often it was encoded; None for one that leads
-    somewhere else by any of the ways in which servers read dots, backslashes and parameters.
-    """
+    """A path fully percent-decoded; None if any server may read it as leading elsewhere."""
     for _ in range(_MOST_ENCODINGS):
         try:
             decoded = unicodedata.normalize("NFKC", unquote(path, errors="strict"))

@@ -1,10 +1,6 @@
-"""Sends the end of a batch or of a job to a URL, signed.
-
-The form of the message and of the signature is that of Standard Webhooks
-(https://github.com/standard-webhooks/standard-webhooks), which OpenAI's clients check too. Nothing
-is sent to an address that the operator has not allowed (`webhook_targets`), and no redirect is
-followed. Each message is sent by itself and has a deadline: a receiver that answers slowly delays
-no other one.
+"""Sends the end of a batch or of a job to a URL, signed as in Standard Webhooks
+(https://github.com/standard-webhooks/standard-webhooks), which OpenAI's clients check too. Only
+addresses that the operator allows (`webhook_targets`) get any, and no redirect is followed.
 """
 
 from __future__ import annotations
@@ -24,10 +20,10 @@ import httpx
 import orjson
 
 from jitney.engine.common.requests import JsonDict
+from jitney.engine.server.http.server_context import ServerContext
 from jitney.engine.server.tasks.database import StoreUnavailable
 from jitney.engine.server.tasks.keeper import StoreKeeper
 from jitney.engine.server.tasks.records import Batch, Job, Task
-from jitney.engine.server.tasks.server_context import ServerContext
 from jitney.engine.server.tasks.store import TaskStore
 from jitney.engine.server.tasks.webhook_targets import is_allowed
 
@@ -62,9 +58,8 @@ class _Message:
 
 
 class _Sending(dict[str, _Message]):
-    """The messages that are being sent, by the ids of their tasks. Each key has a lane to each
-    receiver, so that one that does not answer delays no other; long messages wait for other long
-    ones only.
+    """The messages being sent, by their tasks' ids. Each key has a lane to each receiver, so that
+    one that does not answer delays no other; long messages wait for long ones only.
     """
 
     def add(self, message: _Message) -> bool:

@@ -53,7 +53,6 @@ class MessageUsage(ResponseModel, kw_only=True):
 
     @classmethod
     def of(cls, generation: Generation) -> MessageUsage:
-        """The usage so far."""
         counts = generation.counts
         return cls(
             input_tokens=counts.prompt - counts.cached,

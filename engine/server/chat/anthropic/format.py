@@ -1,6 +1,4 @@
-"""Answers of /v1/messages: the message, made of content blocks, and the stream of typed events that
-makes one.
-"""
+"""Answers of /v1/messages: the message of content blocks, and the stream of its events."""
 
 from __future__ import annotations
 
@@ -49,9 +47,7 @@ from jitney.engine.server.http.slices import Pieces
 
 
 class _ContentBlocks:
-    """The content of one message, one block open at a time. shows_thoughts: else they are left
-    out of their blocks.
-    """
+    """The content of one message, one block open at a time."""
 
     def __init__(self, *, shows_thoughts: bool):
         self._shows_thoughts = shows_thoughts

@@ -1,6 +1,4 @@
-"""The routes of /v1/messages, and how its messages, made of blocks, become those that a chat
-template knows.
-"""
+"""The routes of /v1/messages, and its messages as chat templates know them."""
 
 from __future__ import annotations
 
@@ -83,7 +81,6 @@ async def _count_tokens(service: Service, request: Request) -> ASGIApp:
 
 
 def _conversation_of(body: CountTokensBody, service: Service, notes: Notes) -> Work[Conversation]:
-    """The conversation of a body. Raises RequestError."""
     messages = yield from _template_messages(body, notes)
     if len(messages) > 1 and _is_empty_turn(messages[-1]):
         messages.pop()  # there is nothing to go on with

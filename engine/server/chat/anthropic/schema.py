@@ -185,9 +185,8 @@ class MessageParam(Part):
 
 
 def _system(value: JsonValue) -> str | None:
-    """The system prompt without the line that one client adds for its own statistics: it is no
-    instruction, and its number, which changes with each request, would keep the prompt out of the
-    prefix cache.
+    """The system prompt without a line of one client's statistics, which changes each time and
+    would keep the prompt out of the prefix cache.
     """
     if isinstance(value, list):
         value = [part for part in value if not _is_statistics(part)]
@@ -211,7 +210,6 @@ class ToolParam(Part):
     defer_loading: bool | None = None
 
     def as_tool(self) -> Tool:
-        """The tool in the form that all routes share."""
         return Tool(self.name, self.description, self.input_schema, bool(self.strict))
 
 
@@ -343,7 +341,6 @@ class CountTokensBody(GenerationBody):
 
     @property
     def chosen_names(self) -> list[str] | None:
-        """The tool that tool_choice names; None if it names none."""
         choice = self.tool_choice
         return [choice.name] if choice is not None and choice.name is not None else None
 

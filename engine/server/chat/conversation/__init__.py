@@ -1,3 +1,1 @@
-"""Parsing of a model's turn into thoughts, content and tool calls, and the grammars that force its
-form.
-"""
+"""Parsing of a model's turn into thoughts, content and tool calls; grammars of its form."""

@@ -24,9 +24,7 @@ class _ArgumentText(Protocol):
     """The form of a call's arguments."""
 
     def rule(self, lark: Lark, schema: JsonDict, unenforced: list[str]) -> str:
-        """The rule of arguments that fit a schema of an object. Adds JSON pointers to keywords that
-        it does not enforce.
-        """
+        """The rule of arguments for an object's schema; notes pointers that it cannot enforce."""
         ...
 
     def written(self, arguments: str) -> str:
@@ -51,8 +49,7 @@ class SyntaxText:
     syntax: ValueSyntax
     #: Between the name of an argument and its value.
     colon: str
-    #: Before and after an argument whose name is no identifier, with its name as a string; None:
-    #: names are written as those of nested properties.
+    #: Around an argument whose name is no identifier; None: written as a nested property's.
     odd: tuple[str, str] | None = None
 
     def rule(self, lark: Lark, schema: JsonDict, unenforced: list[str]) -> str:
@@ -165,8 +162,7 @@ class CallText:
     first: str = ""
     separator: str = ""
     last: str = ""
-    #: A marker begins each call and separates it from the text before; without one, calls begin at
-    #: the beginning of a line.
+    #: A marker begins each call; without one, calls begin at the beginning of a line.
     has_marker: bool = True
     #: Whether a turn ends with its call.
     is_alone: bool = False

@@ -29,9 +29,7 @@ _CUT = re.compile(r"\\(u[0-9a-fA-F]{0,4}(\\(u[0-9a-fA-F]{0,4})?)?)?")
 
 
 class CustomInputs:
-    """Turns the arguments of calls of custom tools into the text of their `input`, wherever the
-    arguments are cut. Arguments of another form are the text themselves.
-    """
+    """Turns arguments of custom tools' calls, however cut, into their `input`, or themselves."""
 
     def __init__(self, names: frozenset[str]):
         self._names = names

@@ -49,9 +49,7 @@ class ToolCallArguments:
 
 
 def arguments_object(text: str) -> JsonDict:
-    """The arguments of a call as an object, as far as their JSON text goes: it may have been cut
-    off.
-    """
+    """A call's arguments as an object, as far as their JSON text goes, which may be cut off."""
     try:
         value = from_json(text.encode("utf-8", "replace"), allow_partial=True)
     except ValueError:

@@ -1,7 +1,4 @@
-"""The families' ways to write calls and thoughts, as data.
-
-Names are those of vLLM's parsers where it has one for the same form.
-"""
+"""The families' ways to write calls and thoughts, as data, by the names of vLLM's parsers."""
 
 from __future__ import annotations
 
@@ -41,8 +38,7 @@ class ToolFormat:
     text: CallText
     #: Texts that the reader looks for, and must see where they are special tokens.
     markers: tuple[str, ...]
-    #: One of these in the template's text shows that its model calls tools this way. Empty: the
-    #: first marker does.
+    #: One of these in the template shows this form. Empty: the first marker does.
     signs: tuple[str, ...] = ()
     #: And what shows that it does not.
     unless: str = "\0"
@@ -88,7 +84,6 @@ def _json_format(
     *,
     aliases: tuple[str, ...] = (),
     signs: tuple[str, ...] = (),
-    unless: str = "\0",
 ) -> ToolFormat:
     """Calls that are JSON objects, or a list of them, between two markers."""
     return ToolFormat(
@@ -98,7 +93,18 @@ def _json_format(
         text,
         markers=(start, end) if end else (start,),
         signs=signs,
-        unless=unless,
+    )
+
+
+def _json_text(first: str, separator: str, last: str) -> CallText:
+    """Names and arguments in JSON objects."""
+    return CallText(
+        first=first,
+        before_name='{"name": "',
+        before_arguments='", "arguments": ',
+        after="}",
+        separator=separator,
+        last=last,
     )
 
 
@@ -109,7 +115,6 @@ def _tag_format(
     *,
     aliases: tuple[str, ...] = (),
     signs: tuple[str, ...] = (),
-    unless: str = "\0",
 ) -> ToolFormat:
     """Calls whose arguments are elements between tags."""
     return ToolFormat(
@@ -119,7 +124,6 @@ def _tag_format(
         text,
         markers=markers,
         signs=signs,
-        unless=unless,
     )
 
 
@@ -322,14 +326,7 @@ TOOL_FORMATS = (
         "mistral",
         (),
         lambda functions: MistralCalls(_MISTRAL),
-        CallText(
-            first=f"{_MISTRAL} [",
-            before_name='{"name": "',
-            before_arguments='", "arguments": ',
-            after="}",
-            separator=", ",
-            last="]",
-        ),
+        _json_text(f"{_MISTRAL} [", ", ", "]"),
         markers=_MISTRAL_MARKERS,
         signs=(_MISTRAL,),
     ),
@@ -406,14 +403,7 @@ TOOL_FORMATS = (
         "apriel",
         "<tool_calls>",
         "</tool_calls>",
-        CallText(
-            first="<tool_calls>[",
-            before_name='{"name": "',
-            before_arguments='", "arguments": ',
-            after="}",
-            separator=", ",
-            last="]</tool_calls>",
-        ),
+        _json_text("<tool_calls>[", ", ", "]</tool_calls>"),
         signs=("<tool_calls>[",),
     ),
     HERMES,
@@ -421,27 +411,13 @@ TOOL_FORMATS = (
         "nemotron_v2",
         "<TOOLCALL>",
         "</TOOLCALL>",
-        CallText(
-            first="<TOOLCALL>[",
-            before_name='{"name": "',
-            before_arguments='", "arguments": ',
-            after="}",
-            separator=", ",
-            last="]</TOOLCALL>",
-        ),
+        _json_text("<TOOLCALL>[", ", ", "]</TOOLCALL>"),
     ),
     _json_format(
         "minimax",
         "<tool_calls>",
         "</tool_calls>",
-        CallText(
-            first="<tool_calls>\n",
-            before_name='{"name": "',
-            before_arguments='", "arguments": ',
-            after="}",
-            separator="\n",
-            last="\n</tool_calls>",
-        ),
+        _json_text("<tool_calls>\n", "\n", "\n</tool_calls>"),
         aliases=("minimax_m1",),
         signs=("<tool_calls>",),
     ),
@@ -458,19 +434,7 @@ TOOL_FORMATS = (
             last="\n]<|END_ACTION|>",
         ),
     ),
-    _json_format(
-        "granite",
-        "<|tool_call|>",
-        "",
-        CallText(
-            first="<|tool_call|>[",
-            before_name='{"name": "',
-            before_arguments='", "arguments": ',
-            after="}",
-            separator=", ",
-            last="]",
-        ),
-    ),
+    _json_format("granite", "<|tool_call|>", "", _json_text("<|tool_call|>[", ", ", "]")),
     _json_format(
         "gigachat31",
         "<|function_call|>",

@@ -1,6 +1,4 @@
-"""The form of a model's turns, chosen by its chat template: for the prompt, the parser and the
-grammar.
-"""
+"""The form of a model's turns by its chat template: for prompt, parser and grammar."""
 
 from __future__ import annotations
 
@@ -51,9 +49,7 @@ class TurnFormat:
 
     @classmethod
     def of(cls, template: str, tools: str = _AUTO, reasoning: str = _AUTO) -> TurnFormat:
-        """The form for a model's chat template. tools, reasoning: names; `_AUTO`: by the template's
-        text.
-        """
+        """The form for a chat template. tools, reasoning: names, or by the template's text."""
         channels = reasoning in HARMONY_NAMES
         if reasoning == _AUTO:
             channels = harmony.Mark.CHANNEL in template
@@ -108,10 +104,8 @@ class TurnFormat:
     def parser(
         self, prompt: str, functions: Collection[str] | Functions, *, forced: bool
     ) -> AssistantParser:
-        """The parser of a turn that follows a prompt text.
-
-        functions: names of those that may be called, or the schemas of their arguments by name;
-        empty: calls are content. forced: a grammar makes the model call, see `CallText`.
+        """The parser of a turn after a prompt text. functions: names, or name -> schema; empty:
+        calls are content. forced: a grammar makes the model call, see `CallText`.
         """
         if not isinstance(functions, Mapping):
             functions = dict.fromkeys(functions)

@@ -1,6 +1,4 @@
-"""Grammars that hold a model to its family's way to call tools, with arguments that fit the tools'
-schemas. In llguidance's Lark, since JSON schemas stand among other text in them.
-"""
+"""Grammars of a family's calls with arguments that fit the tools' schemas, in llguidance's Lark."""
 
 from __future__ import annotations
 
@@ -31,26 +29,24 @@ class Turn:
     special_ids: Mapping[str, int]
     #: Tokens that it may think; None: as many as it likes.
     thinking_budget: int | None = None
-    #: Keywords of the tools' schemas that the grammar does not enforce: a function's name and a
-    #: JSON pointer. Written by `grammar`.
+    #: Keywords that the grammar does not enforce: a function's name and a JSON pointer.
     unenforced: list[str] = field(default_factory=list[str])
 
     def grammar(self, use: ToolUse | None, answer: Grammar | None) -> Grammar | None:
-        """The grammar of the whole turn; None: it may be anything. use: what it may call. answer:
-        what its content must be, if it says any. Raises RequestError.
-        """
+        """The grammar of the turn, or None. answer: of its content. Raises RequestError."""
         _check_budget(self)
-        if use is not None and answer is not None and not use.is_required:
-            return _calls_or_answer(self, use, answer)
-        if use is not None:
-            return _tool_grammar(self, use)
-        if answer is not None:
-            return _behind_thoughts(self, answer)
-        if self.thinking_budget is None:
+        if use is None and answer is None and self.thinking_budget is None:
             return None
+        if use is not None and not use.is_required:
+            is_strict = any(tool.strict for tool in use.tools)
+            if answer is None and self.thinking_budget is None and not is_strict:
+                return None
+            _check_reading(self)
         lark = Lark(self.special_ids, json_rule)
         thoughts = _thoughts(lark, self)
-        return Grammar("lark", lark.written(f"{thoughts} {_content(lark, self, 'ANY')}"))
+        if use is None and answer is not None and not thoughts:
+            return answer
+        return Grammar("lark", lark.written(f"{thoughts} {_behind(lark, self, use, answer)}"))
 
 
 def _check_budget(turn: Turn) -> None:
@@ -65,20 +61,6 @@ def _check_budget(turn: Turn) -> None:
         )
 
 
-def _tool_grammar(turn: Turn, use: ToolUse) -> Grammar | None:
-    """The grammar of a turn that may or must call; None: it may be anything. Raises RequestError
-    where calls need not be made and are not read.
-    """
-    is_free = turn.thinking_budget is None and not any(tool.strict for tool in use.tools)
-    if is_free and not use.is_required:
-        return None
-    if not use.is_required:
-        _check_reading(turn)
-    lark = Lark(turn.special_ids, json_rule)
-    thoughts = _thoughts(lark, turn)
-    return Grammar("lark", lark.written(f"{thoughts} {_answer(lark, turn, use)}"))
-
-
 def _check_reading(turn: Turn) -> None:
     """Raise RequestError where calls are content unless they are forced."""
     if turn.format.tools is None:
@@ -90,27 +72,12 @@ def _check_reading(turn: Turn) -> None:
         )
 
 
-def _calls_or_answer(turn: Turn, use: ToolUse, grammar: Grammar) -> Grammar:
-    """A turn that calls, or else says what its grammar allows. Raises RequestError where one of
-    them cannot be held to its form.
-    """
-    _check_reading(turn)
-    lark = Lark(turn.special_ids, json_rule)
-    thoughts = _thoughts(lark, turn)
-    said = _content(lark, turn, _rule_of(lark, grammar))
-    return Grammar("lark", lark.written(f"{thoughts} ({_calls(lark, turn, use)} | {said})"))
-
-
-def _behind_thoughts(turn: Turn, grammar: Grammar) -> Grammar:
-    """The grammar of a turn whose answer has a grammar, and which may begin with thoughts. Raises
-    RequestError for a grammar that cannot stand behind other text.
-    """
-    lark = Lark(turn.special_ids, json_rule)
-    thoughts = _thoughts(lark, turn)
-    if not thoughts:
-        return grammar
-    said = _content(lark, turn, _rule_of(lark, grammar))
-    return Grammar("lark", lark.written(f"{thoughts} {said}"))
+def _behind(lark: Lark, turn: Turn, use: ToolUse | None, answer: Grammar | None) -> str:
+    """The rule of what stands behind the thoughts. Raises RequestError."""
+    if use is not None and (answer is None or use.is_required):
+        return _answer(lark, turn, use)
+    said = _content(lark, turn, "ANY" if answer is None else _rule_of(lark, answer))
+    return said if use is None else f"({_calls(lark, turn, use)} | {said})"
 
 
 def _rule_of(lark: Lark, grammar: Grammar) -> str:
@@ -140,7 +107,7 @@ def _content(lark: Lark, turn: Turn, rule: str) -> str:
 
 
 def _answer(lark: Lark, turn: Turn, use: ToolUse) -> str:
-    """The rule of the answer behind the thoughts."""
+    """The rule of an answer that may or must call."""
     if use.is_required:
         return _calls(lark, turn, use)
     if turn.format.has_channels:
@@ -174,9 +141,7 @@ def _thoughts(lark: Lark, turn: Turn) -> str:
 
 
 def _calls(lark: Lark, turn: Turn, use: ToolUse, *, trigger: str = "") -> str:
-    """The calls of a turn. trigger: what of the first one has been written already; behind it
-    stands one call, unless they have something around them.
-    """
+    """The calls of a turn. trigger: written text of the first (one only, if nothing is around)."""
     text = turn.format.calls.text
     rules = [_call(lark, turn, tool, "" if text.first else trigger) for tool in use.tools]
     one = lark.rule(lark.one_of(rules))
@@ -189,9 +154,7 @@ def _calls(lark: Lark, turn: Turn, use: ToolUse, *, trigger: str = "") -> str:
 
 
 def _call(lark: Lark, turn: Turn, tool: Tool, trigger: str) -> str:
-    """One call of a tool. Raises RequestError if it is strict and not all of its schema can be
-    enforced in the model's form.
-    """
+    """One call of a tool. Raises RequestError if a strict schema cannot be enforced in full."""
     text = turn.format.calls.text
     before = text.before_name.removeprefix(trigger)
     head = lark.literal(f"{before}{tool.name}{text.before_arguments}")

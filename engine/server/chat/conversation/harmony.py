@@ -1,7 +1,5 @@
-"""The harmony format of gpt-oss: a turn is made of messages, each with a channel.
-
-Read as text. OpenAI's own library for it wants a vocabulary that it downloads when first used, and
-the markers are tokens of the served model anyway.
+"""The harmony format of gpt-oss: a turn is made of messages, each with a channel. Read as text:
+OpenAI's library for it downloads a vocabulary when first used.
 """
 
 from __future__ import annotations
@@ -35,9 +33,7 @@ _MOST_HEADER = 512
 
 
 class HarmonyReader(TextReader):
-    """Reads harmony's channels: thoughts on the analysis channel, calls where there is a recipient;
-    all else, also text without a header, is content.
-    """
+    """Reads harmony's channels: analysis is thoughts, a recipient a call, all else content."""
 
     #: The channel of thoughts, and how calls of a client's functions are addressed.
     THOUGHTS, FUNCTIONS = "analysis", "functions."

@@ -1,7 +1,5 @@
-"""Calls that are written as JSON: the arguments come out while they are being written.
-
-Nothing here checks that arguments are valid JSON or fit a schema: a client must do so anyway, and
-gets what the model wrote.
+"""Calls that are written as JSON: the arguments come out while they are being written. They are not
+checked: a client must do so anyway, and gets what the model wrote.
 """
 
 from __future__ import annotations
@@ -21,9 +19,7 @@ _BEHIND = frozenset(",}] \t\r\n")
 
 
 class JsonReader(TextReader):
-    """Reads JSON. Raises Malformed for text that is no call; `give_back` then returns the
-    unreported text.
-    """
+    """Reads JSON. Raises Malformed for text that is no call, which `give_back` returns."""
 
     #: Names that a call may have; None: any.
     names: Container[str] | None = None

@@ -54,9 +54,7 @@ class Lark:
         return name
 
     def up_to(self, marker: str, most_tokens: int | None = None, text: str = "ANY") -> str:
-        """A text, up to and with a marker. most_tokens: of a text before a marker that is a token;
-        then the marker is all that may come. text: the rule of the text.
-        """
+        """A text and its marker. most_tokens: of it, if the marker is a token; text: its rule."""
         begins_with_token = any(marker.startswith(token) for token in self._ids)
         if begins_with_token and most_tokens is None:
             return f"{text} {self.literal(marker)}"
@@ -75,7 +73,6 @@ class Lark:
         return self.rule(self._json_rule(schema))
 
     def one_of(self, rules: Iterable[str]) -> str:
-        """Any one of some rules."""
         return f"({' | '.join(rules)})"
 
     def rule(self, body: str) -> str:
@@ -90,7 +87,6 @@ class Lark:
         return f"{kind}_{self._n_names}"
 
     def define(self, name: str, body: str) -> None:
-        """Say what a name stands for."""
         self._rules.append(f"{name}: {body}")
 
     def written(self, start: str) -> str:

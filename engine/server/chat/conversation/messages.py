@@ -1,9 +1,7 @@
-"""The messages of a conversation, shaped to what a model's chat template accepts and shows.
-
-Clients send what other providers take: several system messages, a user twice in a row, calls beside
-text, ids of other servers. Templates refuse much of it or leave it out in silence. Each rule here
-follows from one ability of the template (`TemplateAbilities`), and looks no further ahead than from
-a call to its results, so that the prompt of a conversation that grows keeps its beginning.
+"""The messages of a conversation, shaped to what a model's chat template accepts and shows. Clients
+send what other providers take: several system messages, a user twice in a row, calls beside text.
+Each rule here follows from one ability of the template, and looks no further ahead than from a call
+to its results, so that the prompt of a growing conversation keeps its beginning.
 """
 
 from __future__ import annotations
@@ -90,7 +88,6 @@ class _Shaper:
                 pass  # an empty turn that the template would refuse
 
     def finished(self) -> list[JsonDict]:
-        """All messages."""
         self._tell_instructions()
         self._begin_turn()
         return self._made
@@ -111,9 +108,7 @@ class _Shaper:
             self._add_user({"role": "user"}, "")
 
     def _add_user(self, message: JsonDict, text: str) -> None:
-        """Add a message of the user, after the instructions that the template took in no other
-        way.
-        """
+        """Add a user's message, after the instructions that the template took nowhere else."""
         can, role = self._can, self._last.get("role")
         text = _joined(self._instructions, text)
         self._instructions = ""
@@ -126,7 +121,6 @@ class _Shaper:
             self._made.append(_with_content(message, text))
 
     def _add_assistant(self, message: JsonDict, text: str) -> None:
-        """Add a message of the assistant without calls."""
         earlier = self._unfinished_turn()
         if earlier is not None:
             message, text = _one_turn(earlier, message, text)
@@ -275,9 +269,7 @@ class _Call:
 
 
 def _object(text: str) -> JsonDict | None:
-    """The object that a JSON text is; None for other texts, and for objects that cannot be handed
-    to the processes that render (halves of surrogate pairs, numbers of more than 64 bits).
-    """
+    """The object of a JSON text; None for others, and for what msgpack cannot hold."""
     try:
         value = json.loads(text)
         msgspec.msgpack.encode(value)
@@ -306,9 +298,7 @@ def _results_after(messages: Sequence[JsonDict], place: int) -> Iterator[JsonDic
 def _answered(
     calls: Sequence[_Call], results: Sequence[JsonDict]
 ) -> list[tuple[_Call, list[JsonDict]]]:
-    """Each call with its results, which get its name: the first one with its id, or else the next
-    one in order; the last call has all that are left over.
-    """
+    """Each call with its results, named: by id, else in order; the last call gets the rest."""
     left = list(results)
     answered: list[tuple[_Call, list[JsonDict]]] = []
     for call in calls:
@@ -341,9 +331,7 @@ def _joined(one: str, other: str) -> str:
 
 
 def _with_system(messages: Sequence[JsonDict], text: str) -> list[JsonDict]:
-    """The messages with a text at the end of the first system message, which is made if there is
-    none.
-    """
+    """The messages with a text at the end of the first system message, made if absent."""
     if messages and messages[0]["role"] == "system":
         first = messages[0]
         return [first | {"content": _joined(first.get("content") or "", text)}, *messages[1:]]

@@ -50,9 +50,7 @@ class PythonCalls(CallReader):
 
 
 def _open_quote(code: str, quote: str, char: str) -> str:
-    """The quote of the string that is open behind a character; empty: none is. quote: of the one
-    that is open before it. A line's end ends strings that have no end.
-    """
+    """The quote that is open behind a character, or "". quote: before it; a line's end ends it."""
     if not quote:
         return char if char in "'\"" else ""
     backslashes = len(code) - len(code.rstrip("\\"))
@@ -61,9 +59,8 @@ def _open_quote(code: str, quote: str, char: str) -> str:
 
 
 def _python_calls(code: str, names: Collection[str]) -> list[tuple[str, str]]:
-    """(name, arguments as JSON text) of each call in a line or a list of calls with keyword
-    arguments, with or without `print(...)` around it. Raises Malformed for anything else, and for
-    functions whose name is not among `names`.
+    """(name, JSON arguments) of each call in a line or list of calls with keyword arguments,
+    perhaps in `print(...)`. Raises Malformed for others, and for names not in `names`.
     """
     if len(code) > _MOST_CHARS:
         raise Malformed
@@ -77,8 +74,9 @@ def _python_calls(code: str, names: Collection[str]) -> list[tuple[str, str]]:
     for statement in parsed.body:
         if not isinstance(statement, ast.Expr):
             raise Malformed
-        for expression in _listed(statement.value):
-            calls.append(_call(expression, names))
+        value = statement.value
+        listed = value.elts if isinstance(value, ast.List) else [value]
+        calls += [_call(expression, names) for expression in listed]
     if not calls:
         raise Malformed
     return calls
@@ -98,12 +96,6 @@ class _PythonWords(ast.NodeTransformer):
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_WORDS[node.id]) if node.id in _WORDS else node
-
-
-def _listed(expression: ast.expr) -> list[ast.expr]:
-    if isinstance(expression, ast.List):
-        return expression.elts
-    return [expression]
 
 
 def _call(expression: ast.expr, names: Collection[str]) -> tuple[str, str]:

@@ -1,6 +1,4 @@
-"""The parts that parsers of a model's text share: they read character by character, however the
-text is cut into pieces.
-"""
+"""The base of parsers of a model's text: character by character, however it is cut."""
 
 from __future__ import annotations
 
@@ -37,9 +35,7 @@ class Malformed(Exception):
 
 
 class TextReader:
-    """Base of the readers: `read` says what the text means, as it reads it. `next_char` gives it
-    the characters, and raises Ended behind the last one.
-    """
+    """Base of the readers: `read` says what the text means, by `next_char`, which raises Ended."""
 
     #: Text that is held back: blanks, and the beginning of what may be a marker.
     _held = ""
@@ -84,9 +80,7 @@ class TextReader:
         return self._taken()
 
     def passes(self, text: str) -> bool:
-        """Say text in which no marker begins, as most text is: 2 us, where reading each character
-        takes 5.
-        """
+        """Say text without the start of a marker, as most is: 2 us, not 5 for each character."""
         watched = self._watched
         if watched is None or self._held.strip() or not watched.isdisjoint(text):
             return False
@@ -178,9 +172,7 @@ class TextReader:
         self.mark()
 
     def until(self, markers: Sequence[str], *, drop_blanks: bool = True) -> Finding[str]:
-        """Report text up to one of the markers, which is returned and marked. Blanks before the
-        marker belong to it, and are held back until it is complete.
-        """
+        """Report text up to a marker, which is returned and marked, with blanks before it."""
         self.mark()
         self._drops_blanks = drop_blanks
         watched = frozenset([marker[0] for marker in markers])
@@ -223,7 +215,6 @@ class TextReader:
         return char
 
     def skip_blanks(self) -> Reading:
-        """Read over blanks."""
         yield from self.peek_filled()
 
     def drop_blanks(self) -> Reading:
@@ -266,9 +257,7 @@ class TextReader:
         return text
 
     def any_of(self, texts: tuple[str, ...]) -> Finding[str]:
-        """Read one of these texts, of which none begins another. Raises Malformed at the first
-        character that belongs to none, which is left.
-        """
+        """Read one of these texts; Malformed at the first other character, which is left."""
         read = ""
         while read not in texts:
             read += yield from self.peek()

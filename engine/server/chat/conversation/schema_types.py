@@ -134,9 +134,7 @@ def quoted(text: str) -> str:
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
-    """The JSON of a value that was written without quotes, and whose schema admits these types.
-    Text that is no JSON, or JSON of a type that is not admitted where strings are, is a string.
-    """
+    """JSON of a value without quotes whose schema admits these types; other text is a string."""
     if types == TEXT:
         return quoted(text)
     word = text.strip()
@@ -152,9 +150,7 @@ def word_json(word: str) -> str:
 
 
 def _is_json(text: str, types: frozenset[str]) -> bool:
-    """Whether a text is the JSON of one of these types. Where none of them is a string, any JSON is
-    nearer to what was meant than a string; where it is one of several, strings have no quotes.
-    """
+    """Whether a text is JSON of one of these types; any JSON is where no string is admitted."""
     try:
         value = json.loads(text, parse_constant=_not_json)
     except (ValueError, RecursionError):

@@ -26,16 +26,12 @@ _TAG = re.compile(r"<[^<]*|[^<\s][^<]*")
 
 
 class TagCalls(CallReader):
-    """Reads strings as they are written, and other values when they end; writes both as JSON, by
-    the types that the function's schema gives them.
-
-    A value ends at its closing tag if what may follow it does, so that it can hold such a tag.
-    Where a model leaves out closing tags, a value ends at the next tag that begins a line and is
-    in its place, and all that is open where the model ends its turn.
+    """Reads strings as they are written, and other values at their end; writes both as JSON, by the
+    function's schema. A value ends at its closing tag if what may follow it does, so that it can
+    hold such a tag; without one, at the next tag that begins a line and is in its place.
     """
 
-    #: The call that is being read: its index, the schema of its arguments, those of each of them,
-    #: and the names of those that were read.
+    #: The call being read: index, schema of its arguments, of each of them, and names so far.
     _index = -1
     _schema: JsonDict
     _properties: JsonDict
@@ -88,7 +84,6 @@ class TagCalls(CallReader):
         self._write("{")
 
     def _write(self, text: str) -> None:
-        """Add to the arguments."""
         self.add_arguments(self._index, text)
 
     def _pass_tags(self, tags: tuple[str, ...]) -> Reading:
@@ -141,7 +136,6 @@ class TagCalls(CallReader):
         return self.checked_name(key.strip())
 
     def _read_text(self) -> Reading:
-        """A string."""
         self._write('"')
         try:
             while not (yield from self._ends_value()):
@@ -205,9 +199,7 @@ class TagCalls(CallReader):
             yield from self._read_follower((*self._closings, *self._heads))
 
     def _read_follower(self, tags: tuple[str, ...]) -> Finding[str]:
-        """One of some tags behind blanks, or the end of the turn. Returns the blanks. Raises
-        Malformed.
-        """
+        """A tag behind blanks, or the turn's end; returns the blanks. Raises Malformed."""
         start = len(self._since_mark)
         blanks = ""
         try:

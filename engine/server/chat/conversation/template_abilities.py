@@ -1,6 +1,4 @@
-"""The abilities of a chat template, found by rendering small conversations: which messages it
-accepts, and whether the text of each one reaches the prompt.
-"""
+"""The abilities of a chat template, found by rendering small conversations."""
 
 from __future__ import annotations
 
@@ -13,25 +11,20 @@ from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.server.chat.conversation.tools import Tool, ToolUse
 
-#: Renders messages with variables of the template. Raises RequestError where the template refuses
-#: them or takes too long.
+#: Renders messages. Raises RequestError where the template refuses or takes too long.
 type Render = Callable[[list[JsonDict], JsonDict], Awaitable[str]]
 #: Whether templates read a call's arguments as an object or as JSON text.
 type _ArgumentsForm = Literal["object", "text"]
-#: Where a template shows what the assistant says beside its calls: in the message that has the
-#: calls, in a message before it, or in one that an empty message of the user separates from it.
-#: None: nowhere.
+#: Where a template shows the text beside calls: with them, before them, or before an empty message
+#: of the user; None: nowhere.
 type _TextBesideCalls = Literal["beside", "before", "before_empty_turn"] | None
-#: How a user speaks after a tool result: in the next message, after an empty turn of the assistant,
-#: or at the end of the result.
+#: How a user speaks after a result: next, after an empty turn, or at the result's end.
 type _UserAfterResult = Literal["next", "after_empty_turn", "in_result"]
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateAbilities:
-    """The abilities of one way to render a template. The defaults are the least that a template can
-    do: users and assistants that alternate.
-    """
+    """One way to render a template. By default users and assistants alternate, and no more."""
 
     #: A system message at the beginning, whatever the role of the last message.
     system: bool = False
@@ -145,9 +138,7 @@ _BARE_TOOLS = (
 
 
 async def _shows_tools(render: Render, tools: list[JsonDict]) -> bool:
-    """Whether the names of all tools stand in the prompt, and no None in place of what they do not
-    say.
-    """
+    """Whether all tools' names stand in the prompt, and no None for what they leave out."""
     try:
         prompt = await render([_USER], {"tools": tools})
     except RequestError:
@@ -257,16 +248,12 @@ class _Prober:
         return all([await self._shows(_USER, *messages, *end) for end in ends])
 
     async def _is_clean(self, shape: _CallShape) -> bool:
-        """Whether the arguments stand in the prompt neither as Python writes an object nor as JSON
-        within a JSON string.
-        """
+        """Whether arguments are neither Python's nor JSON in a JSON string in the prompt."""
         prompt = await self._prompt(_USER, *shape.answered(1))
         return prompt is not None and "'qargument'" not in prompt and '\\"qargument' not in prompt
 
     async def _with_null(self, shape: _CallShape) -> _CallShape:
-        """The shape with null beside calls, for templates where an empty text makes a turn of its
-        own.
-        """
+        """The shape with null beside calls, where an empty text would make a turn of its own."""
         if shape.content is None:
             return shape
         given = shape._replace(content=None)
@@ -318,9 +305,7 @@ class _Prober:
         return None
 
     async def _shows(self, *messages: JsonDict) -> bool:
-        """Whether the template accepts the messages and shows all their texts in order, each
-        once.
-        """
+        """Whether the template accepts the messages and shows each text once, in order."""
         prompt = await self._prompt(*messages)
         return prompt is not None and _has_in_order(prompt, messages)
 

@@ -16,29 +16,21 @@ from jitney.engine.server.chat.conversation.reading import Ended, Malformed, Rea
 
 
 class AssistantParser:
-    """Splits the text of one sequence, as a reader reads it.
-
-    However the text is cut into pieces, the events say the same once neighbours of one kind are
-    joined. All of the text comes out, but for the markers between its parts.
-
-    is_forced: a grammar lets the model write nothing but thoughts and calls, so that what is read
-    as content is the beginning of a call that was cut off.
+    """Splits the text of one sequence into events, the same however it is cut. All text comes out,
+    but for markers. is_forced: a grammar allows only thoughts and calls, so that content is the
+    beginning of a call that was cut off.
     """
 
     def __init__(self, reader: TextReader, *, is_forced: bool = False):
         self._reader = reader
         self._is_forced = is_forced
-        #: Tokens so far that were thoughts, the marker that ends them not counted. Exact where
-        #: tokens come one by one.
+        #: Tokens so far that were thoughts; exact where tokens come one by one.
         self.reasoning_tokens = 0
-        #: Text that may belong to the marker that ends the thoughts, and how many tokens brought
-        #: each piece.
+        #: Text that may belong to the closing marker, with how many tokens brought each piece.
         self._unsure: list[tuple[str, int]] = []
 
     def push(self, text: str, tokens: list[int]) -> list[AssistantEvent]:
-        """Add text, and the tokens that brought it; what is certain now. Text that may be the
-        beginning of a marker is held back.
-        """
+        """Add text and its tokens; returns what is certain. A possible marker is held back."""
         was_thinking = self._reader.is_thinking
         events = self._reader.feed(text)
         if was_thinking:
@@ -76,11 +68,8 @@ class AssistantParser:
 
 class ThinkReader(TextReader):
     """Thoughts between two tags at the beginning of a turn; the rest is for another reader. Blanks
-    around the thoughts belong to the tags.
-
-    A call inside the thoughts counts only if the closing tag never comes and nothing but blanks
-    follows the call: models leave the closing tag out before calls. It is held back until the turn
-    ends.
+    around the thoughts belong to the tags. A call inside counts only if the closing tag never comes
+    and only blanks follow: models leave the tag out before calls.
     """
 
     #: The thoughts are, and what comes is the other reader's.
@@ -97,9 +86,7 @@ class ThinkReader(TextReader):
         *,
         is_open: bool,
     ):
-        """new_answer: makes the reader of the rest. call_markers: calls among the thoughts begin
-        with these. is_open: the prompt ends with the first tag.
-        """
+        """call_markers: of calls among thoughts. is_open: the prompt ends with the first tag."""
         self._start = start
         self._end = end
         self._new_answer = new_answer

@@ -1,6 +1,4 @@
-"""Readers of calls, one for each form in which models write them. What differs between the families
-of a form is data (`engine.server.chat.conversation.families`).
-"""
+"""Readers of calls, one for each form; what differs between families of a form is data."""
 
 from __future__ import annotations
 
@@ -45,8 +43,8 @@ class KeyedCalls(JsonCalls):
 
 
 class BareCalls(CallReader, JsonReader):
-    """Llama: JSON objects at the beginning of the turn, of a line or behind another call, and such
-    behind a tag. Without the tag only functions that were given can be called.
+    """Llama: JSON objects that begin the turn or a line, or follow a call or a tag. Without the tag
+    only functions that were given can be called.
     """
 
     #: Whether what comes begins a line.
@@ -88,9 +86,7 @@ class BareCalls(CallReader, JsonReader):
 
 
 class NamedCalls(CallReader, JsonReader):
-    """A name, then the arguments as JSON, with markers around them. A number behind the name is
-    Kimi's own name of the call.
-    """
+    """A name, then JSON arguments, with markers around; Kimi puts a number behind the name."""
 
     def __init__(
         self,
@@ -103,11 +99,9 @@ class NamedCalls(CallReader, JsonReader):
         before_end: str = "",
         around: tuple[str, ...] = (),
     ):
-        """start, end: before and after each call; around: around all calls of a turn.
-
-        before_name: between the start and the name. behind_id: before the name, behind the model's
-        own name of the call; empty: it gives none. after_name: between the name and the arguments.
-        before_end: between the arguments and the end.
+        """start, end: around each call; around: around all of them. before_name: behind the start.
+        behind_id: between the model's own id of the call and the name; empty: no id. after_name:
+        before the arguments. before_end: behind them.
         """
         self._end = end
         self._before_name = before_name
@@ -155,9 +149,7 @@ class MistralCalls(NamedCalls):
             yield from self.read_named(name)
 
     def _pass_markers(self) -> Reading:
-        """Skip the text between a name and its arguments, such as the model's own id of the call;
-        ours are sure to be new.
-        """
+        """Skip text between name and arguments, such as the model's own id of the call."""
         if (yield from self.peek_filled()) != "[":
             return
         if (yield from self.any_of((self._ARGS, self._CALL_ID))) == self._CALL_ID:
@@ -170,9 +162,7 @@ type _Member = Callable[[], Reading]
 
 
 class BraceCalls(NamedCalls):
-    """FunctionGemma and Gemma 4: `call:name{key:value}` between two tags, strings between marks of
-    their own. The arguments are written as JSON here.
-    """
+    """FunctionGemma, Gemma 4: `call:name{key:value}` in tags, strings in marks; written as JSON."""
 
     #: Values of the call that is being read.
     _index = -1
@@ -190,7 +180,6 @@ class BraceCalls(NamedCalls):
         yield from self.expect_next(self._end)
 
     def _write(self, text: str) -> None:
-        """Add to the arguments."""
         self.add_arguments(self._index, text)
 
     def _read_members(self, end: str, read_member: _Member) -> Reading:
@@ -198,17 +187,13 @@ class BraceCalls(NamedCalls):
         yield from self._copy_bracket()
         while (yield from self.peek_filled()) != end:
             yield from read_member()
-            yield from self._pass_comma(end)
+            if (yield from self.peek_filled()) != end:
+                yield from self.expect(",")
+                self._write(", ")
         yield from self._copy_bracket()
 
     def _copy_bracket(self) -> Reading:
         self._write((yield from self.next_char()))
-
-    def _pass_comma(self, end: str) -> Reading:
-        """Read the separator after a value, unless the end follows."""
-        if (yield from self.peek_filled()) != end:
-            yield from self.expect(",")
-            self._write(", ")
 
     def _read_pair(self) -> Reading:
         if (yield from self.peek()) == self._quote[0]:
@@ -240,7 +225,6 @@ class BraceCalls(NamedCalls):
             yield from self._read_word()
 
     def _read_text(self) -> Reading:
-        """A string between marks."""
         yield from self.expect(self._quote)
         self._write('"')
         held = ""

@@ -36,11 +36,9 @@ class Tool:
     description: str | None = None
     #: JSON schema of an object; None: it takes no arguments.
     parameters: JsonDict | None = None
-    #: Whether its arguments must fit the schema even where calls are not forced, and a schema that
-    #: cannot be enforced is refused.
+    #: Whether its arguments must fit the schema even where calls are not forced.
     strict: bool = False
-    #: Whether the client has a tool that takes a text: the model calls a function whose one
-    #: argument `input` is the text.
+    #: Whether it takes a text: the model calls a function with one argument, `input`.
     is_custom: bool = False
     #: The field of the body that it came in, such as "tools[3]".
     path: str = "tools"
@@ -49,9 +47,7 @@ class Tool:
     def custom(
         cls, name: str, description: str | None, syntax: str = "", definition: str = ""
     ) -> Tool:
-        """A tool that takes a text. syntax: "lark" or "regex", of the definition of the texts that
-        it takes; empty: it takes any.
-        """
+        """A tool that takes a text, of a form if `syntax` ("lark" or "regex") is not empty."""
         text: JsonDict = {"type": "string"}
         if syntax:
             text["description"] = f"A text of this form ({syntax}):\n{definition}"
@@ -64,10 +60,6 @@ class Tool:
             "additionalProperties": False,
         }
         return cls(name, description, parameters, is_custom=True)
-
-    def renamed(self, name: str) -> Tool:
-        """The tool under another name."""
-        return replace(self, name=name)
 
     def at(self, path: str) -> Tool:
         """The tool, as one from this field of the body."""
@@ -82,9 +74,8 @@ class Tool:
         return {"type": "function", "function": function}
 
     def completed(self) -> JsonDict:
-        """The tool as `shown`, for all templates: empty descriptions and properties instead of
-        missing ones, and the schema in the few forms that all templates read; it allows the same
-        arguments.
+        """The tool as `shown`, for all templates: nothing missing, and the schema in the few forms
+        that all of them read.
         """
         function: JsonDict = {"name": self.name, "description": self.description or ""}
         schema = {"type": "object", "properties": {}} | (self.parameters or {})
@@ -136,9 +127,7 @@ class ToolUse:
         *,
         parallel: bool,
     ) -> ToolUse | None:
-        """Select the tools that may be called; None if none may. only: their names, where a request
-        names some. parallel: a turn may make several calls.
-        """
+        """The tools that may be called, or None. only: names; parallel: several calls in a turn."""
         chosen = [tool for tool in tools if only is None or tool.name in only]
         if mode == "none" or not chosen:
             return None

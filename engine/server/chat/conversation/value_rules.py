@@ -59,7 +59,6 @@ class ValueSyntax:
     has_bare_keys: bool = False
 
     def text(self, text: str) -> str:
-        """A string."""
         inner = "".join([self.escapes.get(char, char) for char in text])
         return f"{self.quote}{inner}{self.quote}"
 
@@ -70,7 +69,6 @@ class ValueSyntax:
         return self.text(name)
 
     def value(self, value: JsonValue) -> str:
-        """Any value."""
         match value:
             case str():
                 return self.text(value)
@@ -260,14 +258,10 @@ class ValueRules:
         others = self.other_schema(schema)
         if others is not None:
             value = self.value(others, f"{place}/additionalProperties")
-            pair = self.lark.rule(f"{self._any_key()} {self.lark.literal(colon)} {value}")
+            key = "NAME" if self.syntax.has_bare_keys else self._text({}, "")
+            pair = self.lark.rule(f"{key} {self.lark.literal(colon)} {value}")
             pairs.append(Pair(pair, is_required=False, is_repeated=True))
         return f'"{{" {joined(self.lark, pairs, self.syntax.comma)} "}}"'
-
-    def _any_key(self) -> str:
-        if self.syntax.has_bare_keys:
-            return "NAME"
-        return self._text({}, "")
 
     def pairs(
         self,
@@ -276,9 +270,7 @@ class ValueRules:
         around: Callable[[str], tuple[str, str]],
         value: Callable[[JsonValue, str], str],
     ) -> Iterator[Pair]:
-        """The named properties of an object, in the schema's order. around: texts before and after
-        the value of a property. value: the rule of a value.
-        """
+        """Named properties in order. around: texts before and after a value; value: its rule."""
         properties, required = schema.get("properties"), schema.get("required")
         names = required if isinstance(required, list) else []
         known = properties if isinstance(properties, dict) else {}
@@ -292,9 +284,7 @@ class ValueRules:
             yield Pair(self.lark.rule(text), is_required=name in names)
 
     def other_schema(self, schema: JsonDict) -> JsonValue | None:
-        """The schema of properties that an object's schema does not name; None: it has none. Beside
-        named ones they are left out: one of those names could be written twice.
-        """
+        """The schema of unnamed properties; None where some are named: one could come twice."""
         others = schema.get("additionalProperties", True)
         return None if others is False or schema.get("properties") else others
 

@@ -1,6 +1,4 @@
-"""Routes that turn texts into tokens, tokens into texts and chats into prompts; and the one
-that says what stands between two texts.
-"""
+"""Routes between texts, tokens and prompts; and the one that fills in between two texts."""
 
 from __future__ import annotations
 

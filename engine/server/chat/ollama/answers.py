@@ -1,6 +1,4 @@
-"""The response bodies of Ollama's routes. Durations are nanoseconds; an answer that only loads the
-model has none.
-"""
+"""Bodies of Ollama's answers. Durations are nanoseconds; one that only loads has none."""
 
 from __future__ import annotations
 

@@ -23,9 +23,7 @@ PROMPT = RouteKind("gen-", "prompt", names={"messages": "prompt", **NAMES}, clam
 
 
 def of_chat(body: OllamaChatBody) -> Work[Conversation]:
-    """The conversation of /api/chat. Its last message may be the assistant's, which the answer goes
-    on with.
-    """
+    """The conversation of /api/chat; the answer continues a last message of the assistant."""
     messages: list[JsonDict] = []
     calls = _OpenCalls()
     for message in body.messages:
@@ -60,9 +58,7 @@ def _effort(think: bool | Literal["low", "medium", "high"] | None) -> ReasoningE
 
 
 class _OpenCalls:
-    """Calls of a conversation that no result has answered yet. Ollama's clients give calls no ids,
-    and results the function's name.
-    """
+    """Calls without a result yet. Ollama's clients give calls no ids, and results the name."""
 
     def __init__(self) -> None:
         #: (id, name of the function), in their order.
@@ -77,9 +73,7 @@ class _OpenCalls:
         return id
 
     def answered(self, result: OllamaTurn) -> str | None:
-        """The id of the call that a result answers: the one that it names, else the first one of
-        its function, else the first one. None: there is none.
-        """
+        """The call that a result answers, by id, by name, else the first; None: there is none."""
         by_id = [each for each in self._open if each[0] == result.tool_call_id]
         by_name = [each for each in self._open if result.tool_name in (None, each[1])]
         found = next(iter(by_id or by_name or self._open), None)
@@ -94,7 +88,10 @@ def _template_message(message: OllamaTurn, calls: _OpenCalls) -> JsonDict:
     if message.thinking:
         shown["reasoning_content"] = message.thinking
     if message.tool_calls:
-        shown["tool_calls"] = [_template_call(call, calls) for call in message.tool_calls]
+        shown["tool_calls"] = [
+            made_call(calls.add(call), call.function.name, call.function.arguments or {})
+            for call in message.tool_calls
+        ]
     if message.role == "tool":
         id = calls.answered(message)
         if id is not None:
@@ -102,7 +99,3 @@ def _template_message(message: OllamaTurn, calls: _OpenCalls) -> JsonDict:
         if message.tool_name is not None:
             shown["name"] = message.tool_name
     return shown
-
-
-def _template_call(call: MadeCall, calls: _OpenCalls) -> JsonDict:
-    return made_call(calls.add(call), call.function.name, call.function.arguments or {})

@@ -1,5 +1,5 @@
-"""Answers of Ollama's routes that generate: one object, or a stream of lines that each are one. The
-last line has the reason of the end, the counts and the durations.
+"""Answers of Ollama's routes that generate: one object, or a stream of lines; the last one has
+reason, counts and durations.
 """
 
 from __future__ import annotations
@@ -69,9 +69,7 @@ class _LineFormat[A: Generated](Format):
 
     @staticmethod
     def answer(model: str, turn: OllamaMessage) -> A:
-        """A part of the model's turn, as the route has it. What an answer has without a turn is of
-        an empty one.
-        """
+        """A part of the turn in the route's form; without a turn, the fields of an empty one."""
         raise NotImplementedError
 
     def whole(self) -> Pieces:

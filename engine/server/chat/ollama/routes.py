@@ -43,8 +43,8 @@ from jitney.engine.server.chat.request import RequestBuilder, RouteKind
 from jitney.engine.server.chat.schema import GenerationBody
 from jitney.engine.server.http.context import Context
 from jitney.engine.server.http.jsonio import json_answer
-from jitney.engine.server.http.model_cards import ModelLister
 from jitney.engine.server.http.routing import HttpRoute
+from jitney.engine.server.http.server_context import ServerContext
 from jitney.engine.server.http.service import Service
 from jitney.engine.server.http.streaming import StreamingWriter
 
@@ -135,9 +135,7 @@ def _loaded(
 
 
 def _served_name(service: Service, body: OllamaBody | OllamaShowBody) -> str | None:
-    """The model that a body names, as the server calls it; None: it names none. Raises HttpError
-    for one that is not there.
-    """
+    """The model that a body names, as it is served, or None. Raises HttpError for others."""
     name = body.named
     if name is not None and name not in service.listed_names:
         name = without_tag(name)
@@ -179,7 +177,7 @@ async def _vectors(
     return await builder.embeddings(cut)
 
 
-async def _tags(server: ModelLister, request: Request) -> Response:
+async def _tags(server: ServerContext, request: Request) -> Response:
     """The models under each of their names, and adapters."""
     info = server.engine_info
     return json_answer(
@@ -195,7 +193,7 @@ async def _show(service: Service, request: Request) -> Response:
     return json_answer(described(info, tokenizer, service.turns.format, service.created, parent))
 
 
-async def _running(server: ModelLister, request: Request) -> Response:
+async def _running(server: ServerContext, request: Request) -> Response:
     """The models that would answer now."""
     info = server.engine_info
     return json_answer(

@@ -1,7 +1,4 @@
-"""The bodies of Ollama's routes, and the fields of a generation that their options stand for.
-
-The forms are those of the official clients (the package `ollama` of PyPI, 0.6, and of npm, 0.6).
-"""
+"""The bodies of Ollama's routes, as the packages `ollama` of PyPI and npm, 0.6, send them."""
 
 from __future__ import annotations
 
@@ -109,7 +106,6 @@ class OllamaBody(ModelBody):
         return {name: value for name, value in raw.items() if value is not None}
 
     def unfollowed(self) -> list[str]:
-        """See `ModelBody`."""
         ignored = [f"options.{name}" for name in self.options.ignored()]
         return ignored if self.keep_alive is None else [*ignored, "keep_alive"]
 
@@ -147,9 +143,7 @@ class _GeneratingBody(OllamaBody):
         }
 
     def generation(self, model: str | None) -> GenerationBody:
-        """The body of a generation with what the options and the format say. model: as the server
-        calls it. Raises RequestError.
-        """
+        """The generation's body by options and format. model: as served. Raises RequestError."""
         fields: JsonDict = {"model": model, "stream": self.stream is not False}
         if self.format == "json":
             fields["response_format"] = {"type": "json_object"}
@@ -272,5 +266,4 @@ class OllamaShowBody(ModelBody):
 
     @property
     def named(self) -> str | None:
-        """See `OllamaBody`."""
         return self.model or self.name

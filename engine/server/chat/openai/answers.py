@@ -1,6 +1,4 @@
-"""The response bodies of /v1/completions and /v1/chat/completions, and the events of their streams.
-Lists of token ids come with return_token_ids.
-"""
+"""The bodies of /v1/completions and /v1/chat/completions, and the events of their streams."""
 
 from __future__ import annotations
 
@@ -37,7 +35,6 @@ class Usage(ResponseModel, kw_only=True):
 
     @classmethod
     def of(cls, generation: Generation) -> Usage:
-        """The usage so far."""
         counts, request = generation.counts, generation.request
         completion = 0 if request.prompt_only else counts.completion
         details: Maybe[CompletionTokensDetails] = UNSET

@@ -27,7 +27,6 @@ async def chat_request(builder: RequestBuilder[ChatBody]) -> GenerationRequest:
 
 
 async def chat_conversation(service: Service, body: ChatBody) -> Conversation:
-    """The conversation of a chat's body."""
     return Conversation(
         kind=_KIND,
         messages=await service.slices.result(_template_messages(body.messages)),
@@ -41,7 +40,6 @@ async def chat_conversation(service: Service, body: ChatBody) -> Conversation:
 
 
 def _tool_use(body: ChatBody) -> ToolUse | None:
-    """The tools that the turn may call."""
     tools = list(body.client_tools())
     parallel = body.parallel_tool_calls is not False and not body.names_one_tool
     return ToolUse.of(tools, body.tool_mode, body.chosen_names, parallel=parallel)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, ClassVar, Literal, cast
 
@@ -60,8 +60,7 @@ class EmbeddingsBody(EngineBody):
     input: Annotated[list[str | list[int]], PlainValidator(_inputs, json_schema_input_type=_Input)]
     #: base64: of float32 numbers, the low byte first. None: float.
     encoding_format: Literal["float", "base64"] | None = None
-    #: Numbers of a vector; fewer than the model makes only where its files say that it was trained
-    #: for that. None: all.
+    #: Numbers of a vector; fewer only where the model's files allow it. None: all.
     dimensions: Annotated[int, Field(ge=1)] | None = None
     #: Longer inputs are cut to their last so many tokens; None: they are refused.
     truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -112,16 +111,16 @@ class _Format(Format):
 
     def whole(self) -> Pieces:
         tokens = self.generation.counts.prompt
+        data = (
+            Embedding(index=index, embedding=self._written(vector))
+            for index, vector in enumerate(self.generation.embeddings)
+        )
         answer = EmbeddingsAnswer(
-            data=LongJson.of_each(self._data()),
+            data=LongJson.of_each(data),
             model=self.request.model,
             usage=EmbeddingUsage(tokens, tokens),
         )
         return in_pieces(answer)
-
-    def _data(self) -> Iterator[Embedding]:
-        for index, vector in enumerate(self.generation.embeddings):
-            yield Embedding(index=index, embedding=self._written(vector))
 
 
 async def _embeddings(service: Service, request: Request) -> ASGIApp:
@@ -138,9 +137,7 @@ async def _embeddings(service: Service, request: Request) -> ASGIApp:
 
 
 def check_vectors(info: EngineInfo, dimensions: int | None) -> None:
-    """Raises RequestError for vectors that this engine does not make. dimensions: numbers of each;
-    None: as many as the model has.
-    """
+    """Raise RequestError for vectors that this engine does not make. dimensions: None: all."""
     if info.model.pooling is None:
         raise RequestError(
             "this server makes no vectors: start it with --embedding-pooling last or mean",

@@ -88,16 +88,14 @@ class _OpenAIFormat[C](Format):
         return self.event(self._chunk(choices, shown))
 
     def _best(self) -> list[Choice]:
-        """The choices to return, prompt by prompt; with best_of > n those of highest mean
-        log-probability.
-        """
+        """The choices to return; with best_of > n those of highest mean log-probability."""
         n, made = self.request.n, self.request.sampling.n
         if made == n:
             return self.generation.choices
         best: list[Choice] = []
         for start in range(0, len(self.generation.choices), made):
             group = self.generation.choices[start : start + made]
-            group.sort(key=lambda choice: choice.mean_logprob, reverse=True)
+            group.sort(key=lambda one: one.cumulative / max(1, one.n_tokens), reverse=True)
             best += group[:n]
         return best
 
@@ -272,9 +270,7 @@ class ChatFormat(_OpenAIFormat[ChatChunkChoice]):
         )
 
     def _parts(self, choice: Choice, delta: ChoiceDelta) -> list[ChatChunkChoice]:
-        """The chunks of a delta: the role first, then the events, then the reason of the end. The
-        tokens stand in the first chunk after the role.
-        """
+        """A delta's chunks: role, events with the tokens in the first of them, end."""
         index = choice.index
         parts = [] if choice.started else [self._opening(choice)]
         said = [_delta(event) for event in self._shown(delta.events)]
@@ -312,9 +308,7 @@ class ChatFormat(_OpenAIFormat[ChatChunkChoice]):
 
 
 def _key_text(data: bytes) -> str:
-    """A token as a JSON key; `bytes:\\x..` (OpenAI's form) where it is no whole character: no two
-    may collide.
-    """
+    """A token as a JSON key; `bytes:..` (OpenAI's form) for part of a character: none collide."""
     try:
         return data.decode()
     except UnicodeDecodeError:

@@ -31,8 +31,7 @@ from jitney.engine.server.chat.schema import (
 )
 from jitney.engine.server.http.errors import echo
 
-#: Variables of a chat template that a request may not set: what is rendered, and how transformers
-#: renders it.
+#: Variables of a chat template that a request may not set.
 _OWN_VARIABLES = frozenset(
     {
         "add_generation_prompt",
@@ -207,8 +206,7 @@ class _Allowed(Part):
         return [tool.function.name for tool in self.allowed_tools.tools]
 
 
-#: auto: the model may call; none: it may not; required: it must; one function: it must call that
-#: one, once; some of them: it may or must call these.
+#: One function: the model must call it, once; some: it may or must call these.
 _ToolChoice = Literal["auto", "none", "required"] | _NamedTool | _Allowed
 
 
@@ -249,8 +247,7 @@ class Message(Part):
     name: Label | None = None
     tool_calls: Annotated[list[_ToolCall], Field(max_length=128)] | None = None
     tool_call_id: Label | None = None
-    #: The assistant's thoughts before its answer, which most templates leave out; reasoning:
-    #: another name of it.
+    #: The assistant's thoughts, which most templates leave out, under both names.
     reasoning_content: str | None = None
     reasoning: str | None = None
 
@@ -300,8 +297,7 @@ class ChatBody(GenerationBody):
     #: None: true.
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
-    #: Whether the model's special tokens are put around what the template wrote, which has them
-    #: already. None: no.
+    #: Whether special tokens are put around the template's text, which has them. None: no.
     add_special_tokens: bool | None = None
     #: Tokens after which the thoughts are ended and the answer begins.
     thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
@@ -342,13 +338,11 @@ class ChatBody(GenerationBody):
 
     @property
     def chosen_names(self) -> list[str] | None:
-        """The tools that tool_choice names; None if it names none."""
         choice = self.tool_choice
         return choice.names if isinstance(choice, Part) else None
 
     @property
     def tool_mode(self) -> Literal["auto", "none", "required"]:
-        """The mode that tool_choice asks for."""
         choice = self.tool_choice
         if isinstance(choice, _NamedTool):
             return "required"

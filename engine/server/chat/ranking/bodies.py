@@ -1,6 +1,4 @@
-"""The bodies and answers of the routes that rank and score, with the fields of Cohere, Jina and
-vLLM.
-"""
+"""Bodies and answers of the routes that rank and score: Cohere's, Jina's and vLLM's fields."""
 
 from __future__ import annotations
 
@@ -51,8 +49,7 @@ class RankingBody(EngineBody):
 
     counted: ClassVar[tuple[str, ...]] = ()
 
-    #: Description of a relevant document, for models that take one. None: an answer to a web
-    #: search.
+    #: A relevant document, in words. None: an answer to a web search.
     instruction: Annotated[str, Field(min_length=1, max_length=_MOST_INSTRUCTION_CHARS)] | None = (
         None
     )
@@ -85,8 +82,7 @@ class RerankBody(RankingBody):
     documents: Annotated[list[str], PlainValidator(_texts, json_schema_input_type=_Documents)]
     #: Documents in the answer, the best first; None: all.
     top_n: Annotated[int, Field(ge=1)] | None = None
-    #: Whether the answer repeats the documents. None: as Jina and vLLM do, but not below /v2, as
-    #: Cohere.
+    #: Whether documents are repeated. None: as Jina and vLLM do, but not below /v2 (Cohere).
     return_documents: bool | None = None
 
     @property

@@ -1,7 +1,4 @@
-"""The kinds of models that score pairs of texts, and how each is asked.
-
-A kind turns pairs into prompts of tokens, and what the engine made of these into scores.
-"""
+"""The kinds of models that score pairs of texts: pairs -> prompts, and outputs -> scores."""
 
 from __future__ import annotations
 
@@ -56,9 +53,7 @@ def _query_is_too_long(tokens: int, room: int) -> RequestError:
 
 @dataclass(frozen=True, slots=True)
 class YesNo:
-    """Qwen3-Reranker, a decoder: it answers yes or no to a prompt of its own, and the score is the
-    share of yes among the two.
-    """
+    """Qwen3-Reranker, a decoder: the score is the share of yes among yes and no."""
 
     tokenizer: Tokenizer
     yes: int
@@ -77,9 +72,7 @@ class YesNo:
         return cls(tokenizer, yes, no)
 
     def prompts(self, pairs: Sequence[Pair], body: RankingBody, room: int) -> Prompts:
-        """Runs on a thread. room: tokens that a prompt may have. What comes before the document is
-        the same for all of a query, so that they share pages. Raises RequestError.
-        """
+        """Blocks. room: tokens of a prompt; those of one query share pages. Raises RequestError."""
         before, behind = self._encode(_BEFORE), self._encode(_BEHIND)
         made = Prompts([], [], [])
         for number, pair in enumerate(pairs):
@@ -106,9 +99,7 @@ class YesNo:
 
 @dataclass(frozen=True, slots=True)
 class _Classifier:
-    """A cross-encoder with one label, such as bge-reranker: it reads both texts at once, and the
-    score is the sigmoid of its logit.
-    """
+    """A cross-encoder with one label, such as bge-reranker: the score is its logit's sigmoid."""
 
     tokenizer: Tokenizer
 
@@ -176,9 +167,7 @@ class _Cosine:
 
 
 def kind_of(info: EngineInfo, tokenizer: Tokenizer, setting: str) -> YesNo | _Classifier | _Cosine:
-    """The kind of a model. setting: the server's `rerank`. Raises RequestError for a model that
-    cannot score.
-    """
+    """The kind of a model. setting: `rerank`. Raises RequestError if it cannot score."""
     if info.model.pooling == "classify":
         return _Classifier(tokenizer)
     if setting == "yes_no" or _YES_NO_NAME.search(info.model.name):

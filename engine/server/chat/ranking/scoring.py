@@ -39,9 +39,7 @@ class Scoring:
     kind: RouteKind
 
     async def scores(self) -> list[float]:
-        """One for each pair, in order; the tokens that were read are written into the context.
-        Raises RequestError, HttpError.
-        """
+        """A score for each pair; counts tokens in the context. Raises RequestError, HttpError."""
         service, context = self.builder.service, self.builder.context
         service.check_model(self.body.model)
         info, tokenizer = service.ready()
@@ -55,15 +53,13 @@ class Scoring:
             if isinstance(kind, YesNo):
                 scores = await self._yes_no(kind, prompts.ids)
             else:
-                outputs = await self._run(prompts.ids, self._vectors)
+                outputs = await self._run(prompts.ids, partial(self.builder.vectors, self.kind))
                 scores = kind.scores(prompts, [output.embedding for output in outputs])
         context.prompt_tokens = sum(map(len, prompts.ids))
         return scores
 
     def _tokenised_pairs(self) -> list[Pair]:
-        """The pairs without the ends of documents that can have no room. Raises RequestError for a
-        query that is as long.
-        """
+        """The pairs, documents cut to what can fit. Raises RequestError for a query as long."""
         service, pairs = self.builder.service, self.body.pairs
         service.text.check_chars(max(len(pair.query) for pair in pairs), "query")
         most = service.text.most_chars
@@ -78,9 +74,8 @@ class Scoring:
             )
 
     async def _yes_no(self, kind: YesNo, prompts: Sequence[list[int]]) -> list[float]:
-        """Scores of a model that answers yes or no. Log-probabilities are the model's own, whatever
-        tokens are allowed. One of the two words is chosen; the other nearly always is among the
-        likeliest tokens, else a second request asks for it.
+        """Scores of a yes-or-no model by log-probabilities, which `allowed` does not change. The
+        word not chosen is nearly always among the likeliest, else a second request asks for it.
         """
         width = min(_ALTERNATIVES, self.builder.service.info.sizes.max_logprobs)
         words = (kind.yes, kind.no)
@@ -93,9 +88,6 @@ class Scoring:
             for place, output in zip(missing, more, strict=True):
                 logprobs[place] |= _logprobs(output)
         return [kind.score(known) for known in logprobs]
-
-    async def _vectors(self, prompts: Sequence[list[int]]) -> GenerationRequest:
-        return await self.builder.vectors(self.kind, prompts)
 
     async def _chosen(
         self, prompts: Sequence[list[int]], allowed: tuple[int, ...], width: int

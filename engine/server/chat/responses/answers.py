@@ -97,7 +97,6 @@ class ResponseUsage(ResponseModel):
 
     @classmethod
     def of(cls, generation: Generation) -> ResponseUsage:
-        """The usage so far."""
         counts = generation.counts
         return cls(
             counts.prompt,
@@ -242,7 +241,6 @@ class EventLogprob(EventTopLogprob):
 
     @classmethod
     def of(cls, scored: TokenLogprob) -> EventLogprob:
-        """The shorter form."""
         top = [EventTopLogprob(each.token, each.logprob) for each in scored.top_logprobs]
         return cls(scored.token, scored.logprob, top)
 

@@ -1,6 +1,4 @@
-"""Answers of /v1/responses: the response object, and the stream of typed events that ends with
-it.
-"""
+"""Answers of /v1/responses: the response, and the stream of events that ends with it."""
 
 from __future__ import annotations
 
@@ -44,9 +42,7 @@ type _Keep = Callable[[ResponseAnswer], None]
 
 
 class ResponsesFormat(Format):
-    """One response, with one choice; it repeats the fields of its body. keep: stores the response,
-    if the body asks for that.
-    """
+    """One response, with one choice; it repeats its body's fields. keep: stores it, or None."""
 
     def __init__(
         self,

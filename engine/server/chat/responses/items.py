@@ -34,11 +34,7 @@ class _Item(Part):
         return ()
 
 
-def _content(value: JsonValue) -> Content:
-    return content_of(value)
-
-
-_Content = Annotated[Content, PlainValidator(_content, json_schema_input_type=_Texts)]
+_Content = Annotated[Content, PlainValidator(content_of, json_schema_input_type=_Texts)]
 
 
 class MessageItem(_Item):
@@ -172,15 +168,13 @@ class HostedItem(Part):
         return () if is_read else (self.type,)
 
     def shown(self) -> JsonDict:
-        """The item as it is stored and listed, without its id."""
         given = {name: value for name, value in (self.model_extra or {}).items() if name != "id"}
         if self.type == "local_shell_call_output" and "call_id" not in given:
             given["call_id"] = (self.model_extra or {}).get("id")  # where this type has it
         return {"type": self.type} | given
 
 
-#: Tools of a provider that the client runs: type of a call -> name of a function, and the field
-#: that has its arguments.
+#: Tools that the client runs: type of a call -> function, and the field of its arguments.
 _HOSTED_CALLS = {
     "apply_patch_call": ("apply_patch", "operation"),
     "local_shell_call": ("local_shell", "action"),
@@ -265,10 +259,8 @@ def item_of(value: JsonValue) -> AnyItem:
         return ReferenceItem.model_validate(value)
     if isinstance(kind, str) and kind in _ITEMS:
         return _ITEMS[kind].model_validate(value)
-    if isinstance(kind, str) and _is_hosted(kind):
+    if isinstance(kind, str) and (
+        kind in _UNREAD or kind in _HOSTED_OUTPUTS or kind.endswith(("_call", "_call_output"))
+    ):
         return HostedItem.model_validate(value)
     raise unsupported(f"items of type {echo(kind)} are not supported here")
-
-
-def _is_hosted(kind: str) -> bool:
-    return kind in _UNREAD or kind in _HOSTED_OUTPUTS or kind.endswith(("_call", "_call_output"))

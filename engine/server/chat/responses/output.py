@@ -60,8 +60,8 @@ def new_item_id(kind: str) -> str:
 
 
 class Output:
-    """The output items of one response, one open at a time. scores: writes log-probabilities, if
-    they are wanted. forms: what the client calls its tools, by what the model calls them.
+    """The output items of one response, one open at a time. scores: writes log-probabilities, or
+    None. forms: the client's names of tools, by the model's.
     """
 
     def __init__(self, scores: TokenScores | None, forms: Mapping[str, CallForm]):
@@ -79,9 +79,7 @@ class Output:
         return self._items if self._open is None else self._items[:-1]
 
     def push(self, event: AssistantEvent, tokens: TokenList | None) -> Iterator[ResponseEvent]:
-        """One more event of the model's turn, and what a stream says of it. tokens: that came with
-        it.
-        """
+        """Add an event of the model's turn; yields a stream's events. tokens: that came with it."""
         match event:
             case ToolCallStart():
                 yield from self._begin(self._call(event))
@@ -155,7 +153,9 @@ class Output:
             case OutputMessage():
                 logprobs = [] if tokens is None else self._short(tokens)
                 if tokens is not None and self._scores is not None:
-                    self._keep(tokens)
+                    if self._tokens.scores is None:
+                        self._tokens = tokens.cleared()
+                    self._tokens.extend(tokens)
                 return OutputTextDelta(
                     item_id=item.id, output_index=index, delta=text, logprobs=logprobs
                 )
@@ -199,11 +199,6 @@ class Output:
                 return item.content[0]
             case _:
                 return None
-
-    def _keep(self, tokens: TokenList) -> None:
-        if self._tokens.scores is None:
-            self._tokens = tokens.cleared()
-        self._tokens.extend(tokens)
 
     def _short(self, tokens: TokenList) -> list[EventLogprob]:
         """Log-probabilities without the tokens' bytes, as events have them."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal
 
@@ -93,15 +92,18 @@ async def _create_response(service: Service, request: Request) -> ASGIApp:
     service.check_model(body.model)
     before = _previous(service, body, context.tenant)
     builder = RequestBuilder(service, body, context)
-    sampling = builder.sampling(_own_sampling(body))
+    logprobs = (body.top_logprobs or 0) if body.shows_logprobs else None
+    sampling = builder.sampling({"max_tokens": body.max_output_tokens, "logprobs": logprobs})
     items = await service.slices.result(_kept_items(body, service.responses, context))
     conversation = await _conversation(service, body, before, items)
     generation = await builder.answer(conversation, sampling)
     turn = KeptTurn(before, orjson.dumps(items))
-    keep = _Keeper(service.responses, context.tenant, generation.id, turn)
-    if body.store is False:
-        keep = None
-    format = partial(ResponsesFormat, body=body, keep=keep)
+
+    def keep(response: ResponseAnswer) -> None:
+        turn.output = to_json(response.output)
+        service.responses.put(context.tenant, generation.id, turn, to_json(response))
+
+    format = partial(ResponsesFormat, body=body, keep=None if body.store is False else keep)
     return GenerationAnswer(service, generation, format)
 
 
@@ -120,9 +122,7 @@ async def _count_tokens(service: Service, request: Request) -> Response:
 async def _conversation(
     service: Service, body: InputTokensBody, before: KeptTurn | None, items: list[JsonDict]
 ) -> Conversation:
-    """The conversation of a body. before: the turn that it goes on from; items: of the
-    body itself.
-    """
+    """The conversation of a body. before: the turn that it continues; items: the body's own."""
     earlier: list[JsonDict] = []
     if before is not None:
         earlier = await service.slices.result(before.all_items())
@@ -131,7 +131,6 @@ async def _conversation(
 
 
 def _tool_use(body: InputTokensBody) -> ToolUse | None:
-    """The tools that the turn may call."""
     tools = [each.as_tool() for each in body.client_tools]
     names_one = isinstance(body.tool_choice, NamedTool)
     parallel = body.parallel_tool_calls is not False and not names_one
@@ -149,9 +148,7 @@ def _previous(service: Service, body: InputTokensBody, tenant: str) -> KeptTurn 
 def _kept_items(
     body: InputTokensBody, store: ResponseStore, context: Context
 ) -> Work[list[JsonDict]]:
-    """The items of a body as they are stored: with ids of ours, and references replaced by their
-    items. Parts that the model does not read are noted in the context. Raises RequestError.
-    """
+    """The items as stored, with ids and without references. Raises RequestError."""
     kept: list[JsonDict] = []
     left_out: list[tuple[int, str]] = []
     for place, item in enumerate(body.input):
@@ -175,9 +172,7 @@ def _kept_items(
 
 
 def _template_messages(instructions: str | None, items: Iterable[JsonDict]) -> Work[list[JsonDict]]:
-    """The messages that items make. Thoughts, content and calls that follow one another are one
-    message of the assistant.
-    """
+    """The messages of items; thoughts, content and calls that follow each other are one."""
     messages: list[JsonDict] = []
     if instructions is not None:
         messages.append({"role": "system", "content": instructions})
@@ -234,9 +229,7 @@ def _add_hosted(messages: list[JsonDict], item: JsonDict) -> None:
 
 
 def _assistant(messages: list[JsonDict], field: str = "") -> JsonDict:
-    """The assistant's message that comes next: the last one, unless it has something in this field
-    already, or has called a tool and goes on to speak.
-    """
+    """The last message, or a new one if it has the field or has called a tool."""
     if not _goes_on(messages, field):
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
@@ -251,26 +244,6 @@ def _goes_on(messages: list[JsonDict], field: str) -> bool:
 
 def _text_of(item: JsonDict) -> str:
     return "".join(part["text"] for part in item["content"])
-
-
-def _own_sampling(body: ResponsesBody) -> JsonDict:
-    """Fields with a meaning of the route's own."""
-    logprobs = (body.top_logprobs or 0) if body.shows_logprobs else None
-    return {"max_tokens": body.max_output_tokens, "logprobs": logprobs}
-
-
-@dataclass(frozen=True, slots=True)
-class _Keeper:
-    """Keeps a response at its end."""
-
-    store: ResponseStore
-    tenant: str
-    id: str
-    turn: KeptTurn
-
-    def __call__(self, response: ResponseAnswer) -> None:
-        self.turn.output = to_json(response.output)
-        self.store.put(self.tenant, self.id, self.turn, to_json(response))
 
 
 async def _show_response(service: Service, request: Request) -> Response:

@@ -36,8 +36,7 @@ from jitney.engine.server.chat.schema import (
 )
 from jitney.engine.server.http.errors import echo
 
-#: Values of `include`. Only log-probabilities can be given: the others are of tools that run on a
-#: provider's servers, and of reasoning, which is not encrypted here but stands in its item.
+#: Values of `include`. Only log-probabilities can be given; the others have no effect.
 _INCLUDABLE = frozenset(
     {
         "code_interpreter_call.outputs",
@@ -193,7 +192,6 @@ class InputTokensBody(GenerationBody):
 
     @property
     def tool_mode(self) -> ToolMode:
-        """The mode that tool_choice asks for."""
         choice = self.tool_choice
         if isinstance(choice, NamedTool):
             return "required"
@@ -212,7 +210,6 @@ class InputTokensBody(GenerationBody):
 
     @property
     def wanted_grammar(self) -> WantedGrammar | None:
-        """The grammar of the answer's text; None: any text."""
         form = None if self.text is None else self.text.format
         if form is None or form.type == "text":
             return None

@@ -1,6 +1,4 @@
-"""Responses that clients may ask for again, or go on from: in memory, bounded, each tenant's its
-own.
-"""
+"""Responses to ask for again, or go on from: in memory, bounded, each tenant's its own."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ _PLACE_BYTES = 1024
 
 @dataclass(slots=True, eq=False)
 class KeptTurn:
-    """One response's addition to its conversation: its input, then its output. A turn stays as long
-    as a response or a later turn needs it.
-    """
+    """One response's input and output; kept as long as a response or a later turn needs it."""
 
     #: The turn that it answered to; None: it began a conversation.
     before: KeptTurn | None
@@ -84,9 +80,7 @@ class _Shelf:
 
 @dataclass(slots=True, eq=False)
 class ResponseStore:
-    """Stores at most so many responses and bytes of all tenants together; the oldest of the tenant
-    with most go first. ttl_s: seconds that one is stored; clock: seconds.
-    """
+    """Stores a bounded number and bytes; the oldest of the tenant with most go first."""
 
     _most: int
     _most_bytes: int

@@ -1,13 +1,12 @@
-"""The tools of /v1/responses: functions, custom tools and namespaces of both, and the choice of
-them.
-
-Models know neither namespaces nor custom tools. The model gets functions, those of a namespace
-under the names of both, and its calls are translated back to the client's names (`CallForm`).
+"""The tools of /v1/responses: functions, custom tools and namespaces of both, and the choice. The
+model gets functions, those of a namespace under both names, and its calls are translated back to
+the client's names (`CallForm`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Annotated, Literal, NamedTuple, cast
 
 from pydantic import BeforeValidator, Field, PlainValidator
@@ -72,7 +71,6 @@ class CustomTool(CustomFields):
     defer_loading: bool | None = None
 
     def shown(self) -> JsonDict:
-        """The tool as the response repeats it."""
         shown: JsonDict = {"type": "custom", "name": self.name}
         if self.description is not None:
             shown["description"] = self.description
@@ -108,7 +106,6 @@ class NamespaceTool(Part):
     ]
 
     def shown(self) -> JsonDict:
-        """The namespace as the response repeats it."""
         tools = [tool.shown() for tool in self.tools if not isinstance(tool, OtherTool)]
         described = self.description or ""
         return {
@@ -138,14 +135,11 @@ class PlacedTool(NamedTuple):
     tool: _Own
 
     def as_tool(self) -> Tool:
-        """The tool in the form that all routes share."""
-        return self.tool.as_tool().renamed(self.form.flat_name).at(self.path)
+        return replace(self.tool.as_tool(), name=self.form.flat_name, path=self.path)
 
 
 def placed(tools: Iterable[AnyTool]) -> list[PlacedTool | str]:
-    """All tools in order, those of namespaces too; the paths of tools that the model does not
-    get.
-    """
+    """All tools in order, those of namespaces too; paths of those that the model does not get."""
     found: list[PlacedTool | str] = []
     for place, tool in enumerate(tools):
         path = f"tools[{place}]"

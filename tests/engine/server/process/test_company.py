@@ -59,7 +59,11 @@ def test_whoever_comes_while_there_is_time_is_in_the_same_plan(ends, monkeypatch
     monkeypatch.setattr(main, "_freeze", lambda: None)
     inbox, to_core, from_core, outbox = ends
     core = _PatientCore()
-    loop = threading.Thread(target=main._serve, args=(core, inbox, outbox), daemon=True)
+
+    def send(message: messages.FromCore) -> None:
+        outbox.send(messages.encode(message))
+
+    loop = threading.Thread(target=main._serve, args=(core, inbox, send), daemon=True)
     loop.start()
     for name in ("first", "second"):
         request = EngineRequest(id=name, prompt=[1, 2], sampling=_ONE_TOKEN, arrival=0.0)
