@@ -25,8 +25,8 @@ from jitney.engine.core.weights.load import WeightStorage, load_model
 
 pytestmark = pytest.mark.usefixtures("programs_when_used")
 
-#: All products are the engine's own: XLA's have other last bits where the CPU multiplies no pairs of
-#: bfloat16 (docs/decisions, 0033).
+#: All products are the engine's own: XLA's have other last bits where the CPU multiplies no pairs
+#: of bfloat16 (docs/decisions, 0033).
 SMALL: dict[str, Any] = {
     "dtype": "bfloat16",
     "max_seats": 4,
