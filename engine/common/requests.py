@@ -309,6 +309,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     pooling: Pooling | None = None
     #: For a request of an earlier core: output tokens of each sequence so far, None if it ended.
     resumed: list[list[int] | None] | None = None
+    #: Another engine had admitted it and was lost with it: no predicted wait refuses it.
+    admitted: bool = False
 
     @property
     def account(self) -> str:

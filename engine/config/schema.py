@@ -328,9 +328,9 @@ class EngineSection(Section):
 
     speculative: Literal["off", "ngram", "draft"] = "off"
     """check drafts of the next tokens in further rows of steps, where that is measured to pay; no
-    token of an answer changes; ngram: drafts what followed the same tokens before, in prompt or
-    answer; draft: a small model drafts (draft_model); for engines on one host, and models without
-    recurrent layers
+    token of an answer changes, but for near ties where last bits depend on a step's rows (see
+    product_rows); ngram: drafts what followed the same tokens before, in prompt or answer; draft: a
+    small model drafts (draft_model); for engines on one host, and models without recurrent layers
     """
 
     draft_model: str = ""
@@ -390,7 +390,7 @@ class EngineSection(Section):
     product_rows: int = Field(default=8, ge=1)
     """on a CPU, for weights not packed for the native kernels (float32, or no instructions that
     multiply pairs of bfloat16): products of at most this many rows use the native kernels, larger
-    ones XLA
+    ones XLA, whose last bits differ
     """
 
     measured_sizes: bool = True

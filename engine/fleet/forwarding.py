@@ -3,7 +3,8 @@
 - A replica is full (429, 503): the next one is tried; if all are full, the client gets the refusal
   with the shortest Retry-After.
 - A replica is lost before the client had a byte of its answer: the next one answers. If all
-  are full, the request waits for one: it was admitted once and is not refused now.
+  are full, the request waits for one: it was admitted once and is not refused now, least of all
+  for its predicted wait, which engines are told.
 - A replica is lost within a stream: another one resumes it if its stream is the same
   (`engine.fleet.resume`); else the stream ends with the API's error.
 """
@@ -380,7 +381,7 @@ class Exchange:
         request = self.client.build_request(
             self.request.method,
             replica.url + self.request.path,
-            headers=self.request.headers_for(replica.key),
+            headers=self.request.headers_for(replica.key, admitted=bool(self._lost)),
             content=self.request.content or None,
         )
         async with replica.deadline():

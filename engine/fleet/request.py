@@ -109,6 +109,8 @@ class ProxiedRequest:
         headers.append((b"x-forwarded-for", address_of(scope).encode()))
         if context.background:
             headers.append(BackgroundRequests.MARK)
+        if context.admitted:
+            headers.append(BackgroundRequests.ADMITTED)
         identity = Identity.of(scope)
         if identity.tenant:
             headers.append((TENANT_HEADER, stated(identity)))
@@ -176,17 +178,18 @@ class ProxiedRequest:
         """The first header of this name; empty: it has none."""
         return next((value for each, value in self.headers if each == name), b"")
 
-    def headers_for(self, key: str) -> RawHeaders:
+    def headers_for(self, key: str, *, admitted: bool = False) -> RawHeaders:
         """Headers for a replica: `key` replaces the client's key and signs the client's tenant. If
-        `key` is empty, the client's headers go unchanged; jobs and batch lines then have no key.
+        `key` is empty, the client's headers stay; jobs and batch lines then have no key. admitted:
+        a replica had admitted it that was lost with it.
         """
-        if not key:
-            return self.headers
-        headers = [item for item in self.headers if item[0] not in _SENDER]
-        headers.append((b"authorization", b"Bearer " + key.encode()))
-        if self._statement:
-            headers.append((TENANT_HEADER, signed(self._statement, key.encode())))
-        return headers
+        headers = self.headers
+        if key:
+            headers = [item for item in headers if item[0] not in _SENDER]
+            headers.append((b"authorization", b"Bearer " + key.encode()))
+            if self._statement:
+                headers.append((TENANT_HEADER, signed(self._statement, key.encode())))
+        return [*headers, BackgroundRequests.ADMITTED] if admitted else headers
 
     def with_fields(self, **changed: Any) -> ProxiedRequest:
         """The same with other fields, which are added at the end of the client's bytes."""

@@ -409,6 +409,7 @@ class RequestBuilder[B: GenerationBody]:
             user=body.user or "",
             client_id=context.request_id,
             background=context.background,
+            admitted=context.admitted,
             adapter=self.service.adapter_number(body.model),
             pooling=pooling,
         )

@@ -78,6 +78,8 @@ class Context:
     left: bool = False
     #: No client waits for it: it is a line of a batch, of ours or of a fleet's (`background`).
     background: bool = False
+    #: Another engine of the fleet had admitted it and was lost with it (`background`).
+    admitted: bool = False
     #: Its use of its key's tokens, while it runs.
     spending: Spending | None = None
     #: A router's name for the conversation that it belongs to; empty: none.

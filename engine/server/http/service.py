@@ -166,7 +166,7 @@ class Service:
         """
         info = self.client.info
         if info is not None and not context.background:
-            most = self._most_open(info)
+            most = self._most_open(info, admitted=context.admitted)
             if self._open.are_too_many(context.tenant, most):
                 wait = self._retry_in(most)
                 raise RequestError(
@@ -185,11 +185,14 @@ class Service:
         each = wait / (counters.waiting or most)
         return self._returns.next(self.quotas.clock(), wait, each)
 
-    def _most_open(self, info: EngineInfo) -> int:
-        """Most open requests, those being read included; a few always are: they may be retries."""
+    def _most_open(self, info: EngineInfo, *, admitted: bool) -> int:
+        """The most generation requests that may be open, those that are being read included. A few
+        are read even while the engine accepts none: they may be retries. admitted: for one that
+        no predicted wait refuses.
+        """
         counters, queue, history = self.client.counters, info.queue, self.client.history
         most = info.sizes.seats + queue.max_waiting_requests
-        longest = queue.max_predicted_wait_s or math.inf
+        longest = (not admitted and queue.max_predicted_wait_s) or math.inf
         if counters.predicted_wait > longest or counters.waiting >= queue.max_waiting_requests:
             most = min(most, history.n_open - history.n_open_background)
         return most + _MOST_READ

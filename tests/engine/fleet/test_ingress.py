@@ -23,8 +23,10 @@ from fleet_engines import (
 )
 
 from jitney.engine.common.errors import ErrorInfo
+from jitney.engine.common.requests import EngineRequest
 from jitney.engine.fleet.prompt_prefixes import prompt_prefixes
 from jitney.engine.fleet.request import ProxiedRequest
+from jitney.engine.server.process.client import OutputListener
 
 TEXT = "Hello, wörld!"
 
@@ -413,6 +415,31 @@ def test_a_request_whose_replica_died_waits_for_another(tmp_path: Path, stream: 
         assert answer.status_code == 200
         assert TEXT in (said(answer.text) if stream else answer.text)
         assert len(fakes[0].heads) == 4
+
+
+class _Crowded(FakeClient):
+    """Its predicted wait is too long for newcomers."""
+
+    def submit(self, request: EngineRequest, listener: OutputListener) -> None:
+        self.scripts = [] if request.admitted else [full(0.1)]
+        super().submit(request, listener)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_lost_replica_had_admitted_is_not_refused_for_its_wait(tmp_path: Path, stream: bool):
+    fakes = [FakeEngine(dies_after=3 * stream), FakeEngine(_Crowded(Script(delay_s=0.001)))]
+    more = {"fleet": "resume_wait_s = 1.0", "model": 'router = "round-robin"'}
+    with (
+        engines(*fakes),
+        fleet_of(tmp_path, toml([fake.url for fake in fakes], **more)) as served,
+        served.http() as http,
+    ):
+        ready(served, fakes)
+        answer = http.post("/v1/chat/completions", json=CHAT | {"stream": stream})
+    assert answer.status_code == 200
+    assert TEXT in (said(answer.text) if stream else answer.text)
+    assert fakes[1].heads[-1]["x-jitney-admitted"] == "1"
+    assert "x-jitney-admitted" not in fakes[0].heads[0]
 
 
 def test_a_request_that_waits_is_still_given_to_three_replicas_at_most(tmp_path: Path):

@@ -213,7 +213,7 @@ class AdmissionControl:
         if leader.request.background:
             return self._background_has_room(leader)
         work = _Work.of(leader)
-        bounds = self._bounds(work, self._wait(leader), self._share(leader, now), now)
+        bounds = self._bounds(leader, work, self._wait(leader), self._share(leader, now), now)
         return self._refusal(bounds, leader, work) is None
 
     def _judge(self, leader: Sequence, now: float) -> None:
@@ -223,7 +223,7 @@ class AdmissionControl:
         work, wait = _Work.of(leader), self._wait(leader)
         self._check_deadline(leader, wait, now)
         share = self._share(leader, now)
-        bounds = self._bounds(work, wait, share, now)
+        bounds = self._bounds(leader, work, wait, share, now)
         refusal = self._refusal(bounds, leader, work)
         if refusal is None:
             if self._finds_seats(work):
@@ -273,17 +273,25 @@ class AdmissionControl:
 
     def _wait(self, leader: Sequence) -> float:
         """The predicted wait in seconds, or 0 if no setting or deadline needs it."""
-        if self.limits.max_predicted_wait_s or leader.request.deadline is not None:
+        if self._longest_wait(leader) or leader.request.deadline is not None:
             return self.predicted_wait.wait(leader)
         return 0.0
 
+    def _longest_wait(self, leader: Sequence) -> float:
+        """The longest predicted wait in seconds that is not refused; 0: any."""
+        return 0.0 if leader.request.admitted else self.limits.max_predicted_wait_s
+
     def _share(self, leader: Sequence, now: float) -> float:
         """Share of each bound that a request may fill if it finds no open seats."""
-        if not self._returns.expects_any(now) or self._returns.is_due(leader.request, now):
+        if leader.request.admitted or not self._returns.expects_any(now):
+            return 1.0
+        if self._returns.is_due(leader.request, now):
             return 1.0
         return _FOR_NEW
 
-    def _bounds(self, work: _Work, wait: float, most: float, now: float) -> list[_Bound]:
+    def _bounds(
+        self, leader: Sequence, work: _Work, wait: float, most: float, now: float
+    ) -> list[_Bound]:
         """The bounds that hold for this request, and where it would take them. One of too many
         tokens may wait alone.
 
@@ -293,7 +301,7 @@ class AdmissionControl:
             return []
         finds_seats = self._finds_seats(work)
         bounds = [] if finds_seats else self._bounds_of_waiting(work, most)
-        longest = self.limits.max_predicted_wait_s
+        longest = self._longest_wait(leader)
         if longest:
             share = _SURE if self._crowd_s(now) >= _FIRST_S else _AT_FIRST
             share = 1.0 if finds_seats else min(share, most)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import count
 from types import FrameType
 
+import msgspec
 import pytest
 from fakes import FakeClock, device_of, ends_of, make_core, make_request, picture, watch
 
@@ -435,6 +436,20 @@ def test_too_long_a_wait_is_refused_with_the_seconds():
     assert "sequences waiting: 0" in info.message
     core.check()
     assert not core.scheduler.sequences.requests.open_of("c")
+
+
+def test_what_a_lost_engine_had_admitted_is_refused_for_what_waits_alone():
+    core = busy_core(FakeClock(), max_predicted_wait_s=15.0, max_requests=3)
+    with pytest.raises(RequestError, match="of waiting are ahead"):
+        core.scheduler.add(make_request("new", [1]))
+    lost = [
+        msgspec.structs.replace(make_request(f"lost{number}", [1]), admitted=True)
+        for number in range(4)
+    ]
+    for request in lost[:3]:
+        core.scheduler.add(request)
+    with pytest.raises(RequestError, match="too many sequences are waiting: 3, of at most 3"):
+        core.scheduler.add(lost[3])
 
 
 def test_nothing_is_refused_by_prediction_before_a_step_was_measured():

@@ -42,6 +42,20 @@ def test_a_user_may_not():
     assert not client.requests
 
 
+@pytest.mark.parametrize(("key", "counts"), [("a", True), ("u", False)])
+def test_an_administrator_may_say_that_another_engine_had_admitted_it(key: str, counts: bool):
+    """More are read, too, than while the predicted wait is too long."""
+    client = FakeClient(max_predicted_wait_s=1.0)
+    client.counters.predicted_wait = 2.0
+    headers = {"x-jitney-admitted": "1", "authorization": f"Bearer {key}"}
+    app = make_app(client, **KEYS)
+    reply = run(call(app, "/v1/completions", PROMPT, headers=headers))
+    assert reply.status == 200
+    assert [request.admitted for request in client.requests] == [counts]
+    most = [app.state.service._most_open(client.info, admitted=flag) for flag in (False, True)]
+    assert most[0] < most[1]
+
+
 def test_without_keys_everybody_is_an_administrator():
     client = FakeClient()
     assert ask(make_app(client), "1").status == 200
