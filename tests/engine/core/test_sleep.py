@@ -24,7 +24,7 @@ def test_a_core_with_work_does_not_sleep():
     assert core.sleep(nothing) == 0, "it slept already"
 
 
-def test_what_was_stored_is_gone_and_nobody_finds_it():
+def test_what_was_stored_is_gone_and_is_not_found():
     core = make_core()
     core.add(make_request("a", PROMPT))
     before = tokens_of(core.run_until_idle(), "a")
@@ -40,7 +40,7 @@ def test_what_was_stored_is_gone_and_nobody_finds_it():
     core.check()
 
 
-def test_reset_prefixes_are_computed_again_and_those_who_run_notice_nothing():
+def test_reset_prefixes_are_computed_again_and_running_requests_are_not_changed():
     core = make_core()
     core.add(make_request("a", PROMPT))
     before = tokens_of(core.run_until_idle(), "a")

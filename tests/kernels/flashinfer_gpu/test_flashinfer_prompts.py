@@ -130,8 +130,14 @@ def _keys(works: list[Any], bounds: list[int], theirs: dict[str, Any]) -> list[i
     return costs
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("template,processors", [("fa2", 0), *(("fa3", n) for n in PROCESSORS)])
+@pytest.mark.parametrize(
+    ("template", "processors", "name"),
+    [
+        *(("fa2", 0, name) for name in CASES),
+        *(("fa3", few, name) for few, name in zip(PROCESSORS * 4, CASES, strict=False)),
+        ("fa3", 132, "mixed"),
+    ],
+)
 def test_a_reader_of_its_form_attends_to_every_row_of_prompts(
     template: str, processors: int, name: str
 ):
@@ -156,7 +162,7 @@ def test_processors_get_as_many_keys_as_each_other():
     assert max(keys) < 1.1 * sum(keys) / 3
 
 
-@pytest.mark.parametrize("count", [0, 1, 4, 5, 9, 10, 14])
+@pytest.mark.parametrize("count", [0, 4, 5, 9, 14])
 def test_every_piece_is_dealt_once(count: int):
     bounds, pieces = map(np.asarray, _dealt(jnp.int32(count), 14, 5))
     assert sorted(pieces[:count].tolist()) == list(range(count))

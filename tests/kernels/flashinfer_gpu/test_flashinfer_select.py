@@ -76,7 +76,7 @@ def table(monkeypatch: pytest.MonkeyPatch, *choices: PromptChoice) -> None:
 
 
 @pytest.mark.usefixtures("h100")
-def test_who_names_it_gets_it_over_tritons_other_kernels():
+def test_flashinfer_by_name_replaces_only_its_own_kernels():
     kernels = select.select("gpu", "flashinfer", HEADS)
     triton = select.select("gpu", "triton")
     assert kernels.label == "flashinfer (fa3)"

@@ -104,7 +104,7 @@ def test_products_with_experts_match_numpy(results: dict[str, dict[str, Any]]):
     }
 
 
-def test_places_of_nobody_are_left_alone(results: dict[str, dict[str, Any]]):
+def test_unused_places_are_not_written(results: dict[str, dict[str, Any]]):
     """They are rubbish then, as uninitialised memory is: nobody may read them."""
     assert not [name for name, case in of_kind(results, "experts").items() if case["written"]]
 

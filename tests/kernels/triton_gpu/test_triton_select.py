@@ -112,7 +112,7 @@ def test_the_configuration_knows_every_set_by_name():
     assert get_args(_KernelsName) == ("auto", *_KERNEL_SETS)
 
 
-def test_a_card_that_nobody_knows_ends_with_one_line(monkeypatch: pytest.MonkeyPatch):
+def test_an_unknown_card_is_refused_with_one_line(monkeypatch: pytest.MonkeyPatch):
     pretend(monkeypatch, platform="gpu", compute_capability="12.2", device_kind="RTX 6090")
     with pytest.raises(
         KernelError, match=r"compute capability 12\.2 is not known.*--kernels reference$"

@@ -128,7 +128,7 @@ def test_each_host_names_its_own_chips():
     assert HostAddress.read(engine.coordinator) == ("fe80::1", 9)
 
 
-def test_engines_that_share_experts_follow_nobody():
+def test_engines_that_share_experts_have_no_leader():
     engine = placed(auto(data_parallel=4, tensor_parallel=2, device="1,3"), TPU).engine
     assert (engine.n_hosts, engine.host_id, engine.devices_here) == (4, 2, 2)
     assert not engine.follows

@@ -157,7 +157,7 @@ def test_hosts_that_found_different_things_all_say_so(
         ),
     ],
 )
-def test_who_does_not_fit_is_sent_away_and_others_still_come(
+def test_a_host_that_does_not_fit_is_sent_away_and_others_still_join(
     meeting: Meeting, hello: Hello, reason: str
 ):
     first = meeting.first()
@@ -190,7 +190,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
     raise AssertionError("it did not come to that")
 
 
-def test_who_left_while_others_were_waited_for_may_come_again(meeting: Meeting):
+def test_a_host_that_left_before_all_had_joined_may_join_again(meeting: Meeting):
     first = meeting.first(3)
     with connected(meeting.port) as early:
         early.sendall(framed(hello_of(1)))
@@ -260,7 +260,7 @@ def test_a_host_that_is_killed_is_noticed_by_all(meeting: Meeting):
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_nobody_leaves_while_a_loss_is_told(meeting: Meeting, number: int):
+def test_no_host_leaves_while_a_loss_is_reported(meeting: Meeting, number: int):
     """It ends the process, and a step that failed for it would end it in other words."""
     pair = meeting.pair()
     meeting.told.clear()

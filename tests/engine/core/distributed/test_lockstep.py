@@ -9,8 +9,8 @@ import select
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from core_runs import CONTEXT, PAGE_SIZE, PAGES, assert_solo_tokens, random_events
-from fakes import FakeClock, FakeRunner, make_core, make_request, tokens_of
+from core_runs import assert_solo_tokens, cramped_core, random_events
+from fakes import FakeClock, FakeRunner, make_request, tokens_of
 
 from jitney.engine.common.records import Ledger
 from jitney.engine.core.distributed.lockstep import LockstepCore
@@ -63,11 +63,7 @@ def lockstep_cores(count: int) -> list[tuple[LockstepCore, LockstepFake]]:
 
 def lockstep_core(barrier: StepBarrier) -> tuple[LockstepCore, LockstepFake]:
     clock = FakeClock(tick=0.001)
-    core = make_core(
-        pages=PAGES,
-        page_size=PAGE_SIZE,
-        budget=13,
-        context=CONTEXT,
+    core = cramped_core(
         clock=clock,
         device=LockstepFake,
     )
@@ -80,7 +76,7 @@ def lockstep_core(barrier: StepBarrier) -> tuple[LockstepCore, LockstepFake]:
     return joined, runner
 
 
-def test_random_lives_beside_each_other():
+def test_engines_in_lockstep_lose_no_random_request():
     engines = lockstep_cores(3)
     left = [3]
     counting = threading.Lock()
@@ -104,7 +100,7 @@ def test_random_lives_beside_each_other():
     assert any(runner.empty for _, runner in engines)
 
 
-def test_who_has_nothing_to_run_takes_part_and_stays_idle():
+def test_an_engine_without_work_takes_part_and_stays_idle():
     (busy, _), (idle, runner) = lockstep_cores(2)
     busy.add(make_request("r", [1, 2, 3], max_tokens=5, ignore_eos=True))
     with ThreadPoolExecutor(1) as pool:

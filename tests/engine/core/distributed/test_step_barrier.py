@@ -59,11 +59,11 @@ def is_awake(engine: StepBarrier) -> bool:
     return bool(select.select([engine], [], [], 0)[0])
 
 
-def test_nobody_is_asked_while_nobody_has_a_step_to_run():
+def test_no_engine_is_asked_while_none_has_a_step_to_run():
     assert not any(engine.is_asked() or is_awake(engine) for engine in engines(3))
 
 
-def test_who_sleeps_is_asked_and_takes_part():
+def test_an_engine_that_sleeps_is_asked_and_takes_part():
     busy, idle = engines(2)
     with ThreadPoolExecutor(1) as pool:
         agreed = pool.submit(busy.agree, SMALL)
@@ -74,7 +74,7 @@ def test_who_sleeps_is_asked_and_takes_part():
     assert not idle.is_asked() and not is_awake(idle)
 
 
-def test_all_run_the_same_steps_whoever_has_work():
+def test_all_engines_run_the_same_steps():
     """Every engine has work in some of the barrier, and nobody in all."""
     wanted = [[SMALL] * 40, [PROMPT] * 7, [SAMPLED] * 25]
     ran: list[list[StepSize]] = [[], [], []]
@@ -100,7 +100,7 @@ def test_all_run_the_same_steps_whoever_has_work():
     }
 
 
-def test_a_late_question_wakes_nobody_twice():
+def test_a_late_question_wakes_no_engine_twice():
     """Somebody said what it wants while it was being asked."""
     said: list[ProposeStep | Stragglers | DrainState] = []
     engine = StepBarrier(said.append)
@@ -111,7 +111,7 @@ def test_a_late_question_wakes_nobody_twice():
     assert said == [ProposeStep(0, SMALL)]
 
 
-def test_whoever_is_in_another_round_is_not_heard():
+def test_an_engine_in_another_round_is_ignored():
     told: list[BarrierMessage] = []
     coordinator = Coordinator({0: told.append, 1: told.append})
     with pytest.raises(ConnectionError, match="host 1 is in round 1, not 0"):
@@ -141,7 +141,7 @@ def test_all_drain_once_one_is_told_to_end_and_none_leaves_before_the_last():
     assert [partings(engine) for engine in (first, second, third)] == [[True]] * 3
 
 
-def test_who_is_idle_is_told_of_both_at_once():
+def test_an_idle_engine_learns_of_both_at_once():
     """It may be that nobody had a request."""
     first, second = engines(2)
     first.drain(drained=True)
@@ -159,7 +159,7 @@ def test_steps_go_on_while_engines_drain():
         assert idle.agree(None) == agreed.result(LIMIT_S) == SMALL
 
 
-def test_who_waits_is_told_for_whom():
+def test_a_waiting_engine_learns_for_which_engine():
     """Every second, until the last one has answered."""
     first, second, third = engines(3)
     waits: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
@@ -175,7 +175,7 @@ def test_who_waits_is_told_for_whom():
         assert [future.result(LIMIT_S) for future in agreed] == [size, size]
 
 
-def test_a_round_that_is_over_misses_nobody():
+def test_a_round_that_is_over_waits_for_no_engine():
     told: list[BarrierMessage] = []
     coordinator = Coordinator({0: told.append, 1: lambda message: None})
     coordinator.take(0, ProposeStep(0, SMALL))

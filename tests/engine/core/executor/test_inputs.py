@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core_runs import CONTEXT, PAGE_SIZE, PAGES, assert_solo_tokens, random_events
-from fakes import FakeClock, FakeRunner, make_core, next_token, score
+from core_runs import assert_solo_tokens, cramped_core, random_events
+from fakes import FakeClock, FakeRunner, next_token, score
 
 from jitney.engine.common.requests import SamplingParams
 from jitney.engine.core.executor.inputs import (
@@ -142,20 +142,14 @@ class PackedRunner(FakeRunner):
 
 @pytest.mark.usefixtures("rash")
 @pytest.mark.parametrize(("policy", "seed"), [("continuous", 1), ("continuous", 2), ("static", 3)])
-def test_whoever_reads_the_array_alone_gets_everybodys_tokens(policy: str, seed: int):
+def test_a_reader_of_the_array_alone_gets_all_tokens(policy: str, seed: int):
     """Random submits, aborts and steps with preemption, prefix hits and scored prompts, two steps
     always in flight.
     """
     rng, clock = random.Random(seed), FakeClock(tick=0.001)
-    core = make_core(
-        seats=4,
-        pages=PAGES,
-        page_size=PAGE_SIZE,
-        budget=13,
-        context=CONTEXT,
+    core = cramped_core(
         policy=policy,
         clock=clock,
-        batch_size=3,
         static_timeout_ms=2000.0,
         device=PackedRunner,
     )

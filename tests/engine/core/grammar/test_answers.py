@@ -54,7 +54,7 @@ def answers(llm: LLM, wanted: Grammar, prompt: str = "x", **sampling: Any) -> li
 
 
 @settings(
-    max_examples=40,
+    max_examples=20,
     derandomize=True,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],

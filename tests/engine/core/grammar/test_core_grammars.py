@@ -113,7 +113,7 @@ def test_min_tokens_and_ignore_eos_keep_an_answer_going_as_long_as_there_is_anyt
         assert text_of(tokens_of(outputs, "a")) == "a"
 
 
-def test_neighbours_get_what_they_get_without():
+def test_requests_without_a_grammar_get_the_same_tokens():
     neighbours = [make_request(f"n{i}", [i, 2, 3], seed=i, max_tokens=20) for i in range(3)]
     without = finish_with(core_with_grammars(), neighbours)
     among = finish_with(core_with_grammars(), [held("a", CODE), *neighbours, held("b", PAIRS)])
@@ -149,7 +149,7 @@ def test_siblings_preempted_and_lonely_ones_answer_alike(rash: None):
     assert sum(len(plan.preempted) for plan in plans) > 0
 
 
-def test_what_another_core_told_is_gone_on_with():
+def test_an_answer_of_another_core_is_continued():
     [whole] = alone(held("a", PAIRS, seed=3))
     for told in range(len(whole)):
         for share_outputs in (True, False):  # computed like a prompt, or generated again
@@ -179,7 +179,7 @@ def test_a_step_that_fails_leaves_matchers_where_the_tokens_are(monkeypatch: pyt
         assert {id: tokens_of(outputs, id) for id in expected} == expected
 
 
-def test_random_lives_lose_nothing():
+def test_random_requests_and_aborts_lose_nothing():
     rng = random.Random(5)
     core = core_with_grammars(pages=20, seats=4)
     grammars = [None, CODE, WORDS, PAIRS, Grammar("regex", "("), Grammar("lark", "start: x")]

@@ -171,7 +171,7 @@ def test_a_step_that_fails_while_some_sit_out(
     assert served(core, *several()) == expected
 
 
-def test_what_another_core_told_is_gone_on_with(impatient: Callable[[], None]):
+def test_an_answer_of_another_core_is_continued(impatient: Callable[[], None]):
     [whole] = served(core_with_grammars(), held("a", PAIRS, seed=3)).values()
     impatient()
     for told in range(len(whole)):
@@ -181,7 +181,7 @@ def test_what_another_core_told_is_gone_on_with(impatient: Callable[[], None]):
             assert whole[:told] + rest == whole
 
 
-def test_random_lives_lose_nothing(impatient: Callable[[], None]):
+def test_random_requests_and_aborts_lose_nothing(impatient: Callable[[], None]):
     impatient()
     rng = random.Random(7)
     core = core_with_grammars(pages=20, seats=4)

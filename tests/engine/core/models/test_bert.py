@@ -185,7 +185,7 @@ def test_each_text_is_computed_in_one_step_and_holds_no_page():
     core.check()
 
 
-def test_texts_nobody_waits_for_are_computed_whole_too():
+def test_background_texts_are_computed_whole_too():
     core = tiny().core
     requests = [wanted(str(n), list(range(n)), "cls", background=True) for n in (64, 3, 50)]
     ended = run(core, requests)
@@ -296,7 +296,7 @@ def test_a_context_beyond_a_step_is_refused():
         LLM("tiny-random:bert", context=100, **SMALL)
 
 
-def test_tensors_that_nobody_reads_may_be_there(tmp_path: Path):
+def test_unused_tensors_are_allowed(tmp_path: Path):
     """Files of older libraries store positions as int64."""
     extra = {"embeddings.position_ids": np.arange(64)[None]}
     folder = write_encoder(tmp_path / "model", "BertModel", pooling="cls", extra=extra)

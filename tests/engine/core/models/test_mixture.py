@@ -230,7 +230,7 @@ def test_all_blocks_at_once_give_what_one_after_the_other_gives(
     assert not found[37:].any()
 
 
-def test_numbers_at_nobodys_places_reach_no_row():
+def test_numbers_of_unused_places_reach_no_row():
     """A kernel leaves them as the memory was."""
     layer, x = layer_of("mixtral", "plain")
 
@@ -316,7 +316,7 @@ def engine(model: str, **settings: Any) -> LLM:
 
 
 @pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"weights": "int8"}], ids=str)
-def test_a_crowd_changes_nobodys_tokens(settings: dict[str, Any]):
+def test_a_crowd_changes_no_tokens(settings: dict[str, Any]):
     llm = engine("tiny-random:qwen3_moe", **settings)
     prompts = [prompt(20 + i, 3 + 9 * i) for i in range(8)]
     crowd = [one.outputs[0].token_ids for one in llm.generate(prompts, GREEDY)]

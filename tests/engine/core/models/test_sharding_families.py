@@ -7,16 +7,11 @@ family with the most of its own: windows, caps of scores and of logits, norms be
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from places import SUPPORT
+from many_devices import run_on_devices
 
 from jitney.engine.core.models.registry import model_class
 from jitney.engine.core.weights.checkpoints.families import FAMILIES, tiny_config
@@ -32,36 +27,14 @@ NAMES = [
         if tiny_config(family.name).encoder is None
     }.values()
 ]
-#: Families whose rows are rounded to fp8, over so many devices.
-IN_FP8 = (("qwen3", 4), ("mixtral", 2))
-
-
-def run(folder: Path, jobs: list[tuple[str, str, list[Any]]]) -> dict[str, np.ndarray]:
-    """What `sharding_program` makes of the jobs, in a process with eight devices,
-    compiled in a hurry."""
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(SUPPORT / "sharding_program.py"),
-            str(folder / "jobs.json"),
-            str(folder / "out.npz"),
-        ],
-        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=570,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return dict(np.load(folder / "out.npz"))
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
     """What a greedy step of each model is on two devices, by the family's name; and what engines
-    answer on one device and on four, which share KV heads two by two.
+    answer on one device and on several: four share KV heads two by two.
+
+    All in one process, which takes seconds to start.
     """
     jobs: list[tuple[str, str, list[Any]]] = [
         (name, "program", [2, True, [4, 4], name]) for name in NAMES
@@ -69,22 +42,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
     jobs += [(str(n), "served", ["gemma2", n, n > 1]) for n in (1, 4)]
     jobs += [(f"adapted {n}", "adapted", [n]) for n in (1, 4)]
     jobs += [(f"drafted {n}", "drafted", [n, kind]) for n, kind in ((1, "off"), (2, "draft"))]
-    return run(tmp_path_factory.mktemp("families"), jobs)
-
-
-@pytest.fixture(scope="module")
-def products(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
-    """What engines answer whose products are multiplied in other ways, on several devices and on
-    one. All in one process, which takes seconds to start.
-    """
-    jobs: list[tuple[str, str, list[Any]]] = [
-        ("loop", "served", ["qwen3_moe", 1]),
-        ("at once", "served_at_once", ["qwen3_moe", 4]),
-    ]
-    for family, devices in IN_FP8:
-        jobs.append((f"{family} over", "in_fp8", [family, devices, 1]))
-        jobs.append((f"{family} on one", "in_fp8", [family, 1, devices]))
-    return run(tmp_path_factory.mktemp("products"), jobs)
+    jobs.append(("loop", "served", ["qwen3_moe", 1]))
+    jobs.append(("at once", "served_at_once", ["qwen3_moe", 4]))
+    jobs.append(("fp8 over two", "in_fp8", ["mixtral", 2, 1]))
+    jobs.append(("fp8 on one", "in_fp8", ["mixtral", 1, 2]))
+    return run_on_devices("sharding_program.py", tmp_path_factory.mktemp("families"), jobs)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -133,22 +95,20 @@ def test_drafts_of_a_model_on_two_devices_change_no_answer(results: dict[str, np
 
 
 def test_experts_all_at_once_on_four_devices_choose_the_tokens_of_one_after_the_other_on_one(
-    products: dict[str, np.ndarray],
+    results: dict[str, np.ndarray],
 ):
     """Each device has a share of every expert."""
-    assert products["at once calls"] > 0
+    assert results["at once calls"] > 0
     for kind in ("text", "tokens"):
-        np.testing.assert_array_equal(products[f"at once {kind}"], products[f"loop {kind}"])
+        np.testing.assert_array_equal(results[f"at once {kind}"], results[f"loop {kind}"])
 
 
-@pytest.mark.parametrize(("family", "devices"), IN_FP8)
 def test_rows_in_fp8_over_devices_choose_the_tokens_of_shares_rounded_on_one(
-    products: dict[str, np.ndarray], family: str, devices: int
+    results: dict[str, np.ndarray],
 ):
     """One device multiplies each share of a row with its own part of the matrix, turned back to
     [I, O], and adds them up. The experts of a mixture go one after the other here.
     """
-    over, on_one = f"{family} over", f"{family} on one"
-    assert products[f"{over} calls"] > 0 and products[f"{on_one} calls"] > 0
-    assert products[f"{over} proved"].tolist() == [True]
-    np.testing.assert_array_equal(products[f"{over} tokens"], products[f"{on_one} tokens"])
+    assert results["fp8 over two calls"] > 0 and results["fp8 on one calls"] > 0
+    assert results["fp8 over two proved"].tolist() == [True]
+    np.testing.assert_array_equal(results["fp8 over two tokens"], results["fp8 on one tokens"])

@@ -326,7 +326,7 @@ def test_the_wait_is_foreseen_from_rests_and_expectations():
     assert foreseen(core) == pytest.approx((2 * 20 + 10 * (4 - 0.5)) / 2, rel=0.05)
 
 
-def test_the_wait_of_whoever_comes_now_is_reported_twice_a_second():
+def test_the_wait_of_a_new_request_is_reported_twice_a_second():
     clock = FakeClock()
     core = busy_core(clock)
     for i in range(4):
@@ -401,7 +401,7 @@ def test_the_last_in_line_waits_longest(order: str):
     assert core.scheduler.predicted_wait_s >= foreseen(core, user="new") > 0
 
 
-def test_only_those_who_go_first_are_waited_for():
+def test_a_request_waits_only_for_requests_before_it_in_the_order():
     """Ten wait; by priority five of them go before the newcomer, by tenant (one has all ten) one of
     them.
     """

@@ -168,7 +168,7 @@ def test_streams_have_no_more_beside_them_than_leaves_them_fast():
     assert all(len(tokens_of(outputs, f"b{i}")) for i in range(7)), "the others go on later"
 
 
-def test_nothing_is_launched_behind_a_step_that_nobody_waits_for():
+def test_nothing_is_launched_behind_a_background_step():
     """A request that comes has the very next step. Unless none has come for long."""
     core = make_core(seats=4, pages=80, budget=32, eos=())
     core.add(make_request("live", [1, 2], max_tokens=1))
@@ -198,7 +198,7 @@ def test_the_background_loses_its_seat_first_when_pages_are_short():
     assert len(tokens_of(outputs, "b0")) == len(tokens_of(outputs, "b1")) == 20
 
 
-def test_pages_of_the_background_are_there_for_who_comes():
+def test_pages_of_the_background_are_free_for_live_requests():
     core = calm(make_core(seats=4, pages=17, budget=64, eos=()))
     fill(core, 3, max_tokens=14)
     for _ in range(6):

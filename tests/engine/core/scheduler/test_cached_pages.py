@@ -26,7 +26,7 @@ def cached(**pages: list[int]) -> tuple[CachedPages, list[str]]:
     return shares, tenants
 
 
-def test_who_has_most_loses_first_and_equals_take_turns():
+def test_the_tenant_with_most_pages_loses_first_and_equals_take_turns():
     shares, _ = cached(a=[1, 2], b=[3, 4, 5, 6])
     assert [shares.evict() for _ in range(2)] == [3, 4]
     lost = [shares.evict() for _ in range(4)]

@@ -53,15 +53,15 @@ def open_loop(load: float, seconds: float) -> list[Arrival]:
 
 @pytest.fixture(scope="module")
 def ten_times() -> CrowdRun:
-    """Ten times the capacity for a minute, and every refused request returns when told to."""
-    return crowd(open_loop(10.0, 60.0), shape(), TABLE)
+    """Ten times the capacity for half a minute, and every refused request returns when told to."""
+    return crowd(open_loop(10.0, 30.0), shape(), TABLE)
 
 
 def test_requests_that_return_when_told_to_are_taken(ten_times: CrowdRun):
     """In the crowd and behind it, though no place is reserved for any of them."""
-    assert ten_times.turned_away > 2000 and ten_times.returns >= ten_times.turned_away
+    assert ten_times.turned_away > 1000 and ten_times.returns >= ten_times.turned_away
     assert ten_times.share_taken >= 0.9
-    assert ten_times.returns_during > 100
+    assert ten_times.returns_during > 50
     assert ten_times.taken_during >= 0.8 * ten_times.returns_during
     assert len({round(wait, 3) for wait in ten_times.waits}) > 0.9 * len(ten_times.waits)
 
@@ -83,7 +83,7 @@ def test_at_default_bounds_a_first_token_comes_within_the_bound_and_the_seats_st
     limits = {name: getattr(settings, name) for name in _BOUNDS}
     arrivals = [
         msgspec.structs.replace(arrival, n_output=3 * arrival.n_output)
-        for arrival in open_loop(10 / 3, 120.0)
+        for arrival in open_loop(10 / 3, 60.0)
     ]
     run = crowd(arrivals, shape(**limits), TABLE)
     assert run.turned_away > 500
@@ -93,16 +93,15 @@ def test_at_default_bounds_a_first_token_comes_within_the_bound_and_the_seats_st
     assert len(run.served) / last > 0.9 * CAPACITY / 3
 
 
-@pytest.mark.parametrize("obeys", [0.5, 0.1])
-def test_most_give_up_and_those_who_do_not_are_taken(obeys: float):
-    run = crowd(open_loop(10.0, 45.0), shape(), TABLE, obeys=obeys)
+def test_clients_that_return_are_taken_where_most_give_up():
+    run = crowd(open_loop(10.0, 30.0), shape(), TABLE, obeys=0.1)
     assert run.share_taken >= 0.8 and not run.refused_beside_free_seats
-    during = [record for record in run.served if record.end < 45.0]
-    assert len(during) > 0.85 * 45.0 * CAPACITY, "no seat stays empty for those who gave up"
+    during = [record for record in run.served if record.end < 30.0]
+    assert len(during) > 0.85 * 30.0 * CAPACITY, "no seat stays empty for those who gave up"
 
 
 @pytest.mark.parametrize("order", ["fair", "shortest", "priority"])
-def test_whatever_the_order(order: str):
+def test_returning_requests_are_taken_in_any_order(order: str):
     assert crowd(open_loop(10.0, 20.0), shape(order=order), TABLE).share_taken >= 0.9
 
 
@@ -120,7 +119,7 @@ def test_where_pages_are_short_free_seats_are_no_places():
     assert run.share_taken >= 0.8 and run.first_token_s(0.99) < 1.5 * 20.0
 
 
-def test_at_low_load_nobody_is_refused_by_default():
+def test_at_low_load_no_request_is_refused_by_default():
     """Nor at once when all seats are filled on an idle engine."""
     limits = SchedulerLimits.of(EngineSection(max_seats=8, token_budget=128), context_length=512)
     assert limits.max_predicted_wait_s == 60.0
@@ -313,7 +312,7 @@ def make_slower(monkeypatch: pytest.MonkeyPatch, after: float, more: float) -> N
     monkeypatch.setattr("crowd.VirtualDevice", Slow)
 
 
-def test_an_engine_that_becomes_slower_does_not_drown_in_those_it_told(
+def test_an_engine_that_becomes_slower_is_not_flooded_by_returning_requests(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """From a third of the time on each step takes twice as long: requests return too soon."""
@@ -325,7 +324,7 @@ def test_an_engine_that_becomes_slower_does_not_drown_in_those_it_told(
     assert len(run.served) / last > 0.75 * CAPACITY / 2
 
 
-def test_who_is_let_in_waits_no_longer_than_the_bound_though_the_crowd_slows_the_engine(
+def test_admitted_requests_wait_no_longer_than_the_bound_in_an_engine_that_slows_down(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """A second after it comes, steps take 1.8 times as long."""

@@ -85,7 +85,7 @@ def test_the_names_stand_in_one_place():
         ("dynamic", 9.0, [1.0] * 6, 3, 0, float("inf")),
     ],
 )
-def test_who_may_board(
+def test_the_number_that_may_board(
     policy: str, now: float, arrivals: list[float], busy: int, boarders: int, boards_at: float
 ):
     made = make_policy(batching(policy, static_timeout_ms=1750.0))
@@ -96,7 +96,7 @@ def test_who_may_board(
         assert made.boards_at(situation(now, arrivals, busy)) == boards_at
 
 
-def test_static_waits_for_its_number_unless_nobody_else_can_come():
+def test_static_waits_for_its_number_until_the_traffic_ends():
     """Nobody has come for an hour, and still three of four do not board; the end of the traffic is
     known to a bench.
     """
@@ -208,7 +208,7 @@ def test_a_static_server_without_a_timeout_waits_for_its_number():
     assert boarding_order(plans) == ["r0", "r1", "r2"]
 
 
-def test_an_order_of_ones_own_boards(monkeypatch: pytest.MonkeyPatch):
+def test_a_custom_order_boards(monkeypatch: pytest.MonkeyPatch):
     """Its name and its entry are all that an order takes."""
     latest = _ORDERS["fcfs"]._replace(key=lambda request, expected: -request.arrival)
     monkeypatch.setitem(_ORDERS, "latest", latest)

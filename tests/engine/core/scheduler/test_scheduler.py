@@ -81,7 +81,7 @@ def test_a_seat_freed_by_a_stop_is_taken_in_the_plan_after_the_news():
 @pytest.mark.parametrize(
     ("order", "boards"), [("fcfs", ["a", "b", "c", "d"]), ("priority", ["d", "b", "c", "a"])]
 )
-def test_who_boards_first(order: str, boards: list[str]):
+def test_the_order_of_boarding(order: str, boards: list[str]):
     core = make_core(seats=1, budget=8, order=order)
     plans = watch(core)
     for name, priority in (("a", 5), ("b", 0), ("c", 0), ("d", -1)):
@@ -90,7 +90,7 @@ def test_who_boards_first(order: str, boards: list[str]):
     assert boarding_order(plans) == boards
 
 
-def test_nobody_starves():
+def test_no_request_starves():
     """A prompt as big as the pool boards before all who came later, and a stream gets a token in
     every step.
     """
@@ -155,7 +155,7 @@ def test_the_last_to_be_served_is_preempted_and_repeats_no_token(
 
 
 @pytest.mark.usefixtures("rash")
-def test_nobody_boards_while_its_token_is_in_flight():
+def test_no_sequence_boards_while_its_token_is_in_flight():
     """Three plans without a commit: "young" is preempted, has room again, and must still wait for
     its token.
     """
@@ -280,7 +280,7 @@ def test_a_conversation_finds_the_pages_of_its_answer():
     assert outputs[0].cached_tokens == 8  # of 11 positions computed, two full pages
 
 
-def test_pages_of_an_answer_serve_nobody_else_where_outputs_are_not_shared():
+def test_pages_of_an_answer_are_not_found_where_outputs_are_not_shared():
     """Prompt pages do, and nothing that nobody can find is kept."""
     core = make_core(eos=(), share_outputs=False)
     core.add(make_request("turn1", [1, 2, 3, 4, 5], max_tokens=9))
@@ -456,7 +456,7 @@ def test_a_request_above_the_token_cap_may_wait_alone():
     assert code_of(ends["b", 0]) == "queue_full"
 
 
-def test_who_finds_seats_does_not_wait_and_is_not_refused():
+def test_a_request_that_finds_seats_does_not_wait_and_is_not_refused():
     core = make_core(seats=4, max_requests=1, max_tokens=2)
     core.add(make_request("a", [1] * 30))
     core.add(make_request("b", [1], n=3))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from core_runs import CONTEXT, PAGE_SIZE, PAGES, assert_solo_tokens, random_events
+from core_runs import assert_solo_tokens, cramped_core, random_events
 from fakes import FakeClock, FakeRunner, StepFailed, device_of, make_core, make_request, watch
 from grammars import tokenizer_json
 
@@ -47,12 +47,8 @@ def test_random_events_lose_nothing(order: str, seed: int):
     in flight are preempted.
     """
     clock = FakeClock(tick=0.001)
-    core = make_core(
+    core = cramped_core(
         seats=6,
-        pages=PAGES,
-        page_size=PAGE_SIZE,
-        budget=13,
-        context=CONTEXT,
         order=order,
         clock=clock,
         device=DraftingRunner,
@@ -83,7 +79,7 @@ def test_right_drafts_of_an_aborted_request_are_counted():
     assert record.accepted == core.ledger.totals["accepted"]
 
 
-def test_a_failed_step_with_drafts_costs_nobody_a_token(caplog: pytest.LogCaptureFixture):
+def test_a_failed_step_with_drafts_loses_no_token(caplog: pytest.LogCaptureFixture):
     clock = FakeClock(tick=0.001)
     core = make_core(
         seats=6, context=64, page_size=8, clock=clock, device=DraftingRunner, max_drafts=3

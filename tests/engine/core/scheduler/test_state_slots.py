@@ -119,7 +119,7 @@ def new_core(device: type[FakeRunner] = StateRunner, **more: Any) -> EngineCore:
     st.sampled_from([StateRunner, StateRunner, CrampedRunner, BareRunner]),
     st.integers(0, 99),
 )
-def test_nobodys_tokens_change(
+def test_each_sequence_has_its_own_tokens(
     shapes: list[tuple[int, int, int, int, str]],
     pages: int,
     retain: bool,

@@ -52,7 +52,12 @@ from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.describe import describe_weights
 from jitney.engine.core.weights.load import WeightStorage, load_model
 
-DECODERS = [name for name in FAMILIES if tiny_config(FAMILIES[name].name).encoder is None]
+#: The last decoder of each class of models.
+DECODERS = {
+    model_class(name): name
+    for name, family in FAMILIES.items()
+    if tiny_config(family.name).encoder is None
+}.values()
 
 
 def refusal(folder: Path) -> str:

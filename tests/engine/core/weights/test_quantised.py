@@ -204,8 +204,10 @@ def nearness(found: np.ndarray, plain: np.ndarray) -> float:
 BOUNDS = {"int8": 0.035, "fp8": 0.13, "int4": 0.45}
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "olmo2", "glm4", "granite", "cohere2"])
-@pytest.mark.parametrize("scheme", BOUNDS)
+@pytest.mark.parametrize(
+    ("architecture", "scheme"),
+    [*(("llama", scheme) for scheme in BOUNDS), ("olmo2", "int8"), ("cohere2", "int4")],
+)
 def test_logits_of_each_scheme_stay_near_the_plain_ones(architecture: str, scheme: str):
     error = nearness(
         logits(random_model(tiny_config(architecture), weights=scheme)), plain_logits(architecture)
@@ -261,8 +263,9 @@ def test_factors_are_the_largest_magnitudes_of_a_plain_forward():
     assert found.shape == (4,) and found.dtype == np.float32 and (found > 0).all()
 
 
-@pytest.mark.parametrize("scheme", Packed.schemes)
-@pytest.mark.parametrize("kv", ["auto", "int8", "fp8"])
+@pytest.mark.parametrize(
+    ("scheme", "kv"), [("plain", "int8"), ("int8", "auto"), ("fp8", "fp8"), ("int4", "auto")]
+)
 def test_abstract_models_have_the_shapes_of_real_ones(scheme: str, kv: str):
     config = tiny_config("qwen3")
     real, abstract = (

@@ -244,8 +244,14 @@ def test_folders_stay_as_they_are_number_for_number(tmp_path: Path, name: str):
     )
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("part", [((0, 64), (64, 128)), ((4, 28), (32, 96)), ((0, 64), (0, 128))])
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        *((name, ((4, 28), (32, 96))) for name in FORMATS),
+        *((name, ((0, 64), (64, 128))) for name in ("gptq", "awq", "pack")),
+        ("gptq whole columns", ((0, 64), (0, 128))),
+    ],
+)
 def test_a_part_is_laid_out_as_in_the_whole(
     tmp_path: Path, name: str, part: tuple[tuple[int, int], tuple[int, int]]
 ):
