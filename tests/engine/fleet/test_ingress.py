@@ -151,7 +151,7 @@ def test_bad_bodies_are_refused_as_an_engine_does(tmp_path: Path):
 
 
 def test_keys_are_asked_for_and_replaced(tmp_path: Path):
-    keys = {"api_keys": (digest_key("user"),), "admin_keys": (digest_key("boss"),)}
+    keys: dict[str, Any] = {"api_keys": (digest_key("user"),), "admin_keys": (digest_key("boss"),)}
     fake = FakeEngine(settings={"admin_keys": (digest_key("engine"),)})
     with serving(tmp_path, fake, key="engine", **keys) as (_, http):
         assert http.post("/v1/chat/completions", json=CHAT).status_code == 401
