@@ -1,7 +1,9 @@
 """What tests of several rooms share."""
 
+import asyncio
 import fcntl
 import gc
+import inspect
 import json
 import os
 from collections.abc import Generator, Iterator
@@ -60,6 +62,17 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine, on an event loop of its own."""
+    test = pyfuncitem.obj
+    if not inspect.iscoroutinefunction(test):
+        return None
+    fixtures = pyfuncitem.funcargs
+    asyncio.run(test(**{name: fixtures[name] for name in inspect.signature(test).parameters}))
+    return True
 
 
 def pytest_unconfigure() -> None:

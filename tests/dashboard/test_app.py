@@ -128,40 +128,37 @@ def test_the_stream_frees_its_place_when_the_client_leaves(client):
     assert viewers_of(app.state.feed) == 0
 
 
-def test_the_thirty_third_viewer_is_told_to_come_back(client):
-    async def session() -> None:
-        app = page(client)
-        left = asyncio.Event()
+async def test_the_thirty_third_viewer_is_told_to_come_back(client):
+    app = page(client)
+    left = asyncio.Event()
 
-        async def receive():
-            await left.wait()
-            return {"type": "http.disconnect"}
+    async def receive():
+        await left.wait()
+        return {"type": "http.disconnect"}
 
-        async def send(message):
-            pass
+    async def send(message):
+        pass
 
-        scope = {
-            "type": "http",
-            "method": "GET",
-            "path": "/feed",
-            "root_path": "",
-            "query_string": b"",
-            "headers": [],
-        }
-        pages = [asyncio.create_task(app(dict(scope), receive, send)) for _ in range(Viewer.most)]
-        while viewers_of(app.state.feed) < 32:
-            await asyncio.sleep(0.001)
-        reply = await call(app, "/feed", method="GET")
-        assert (
-            reply.status == 503
-            and reply.error["code"] == "too_many_viewers"
-            and reply.headers["retry-after"] == "5"
-        )
-        left.set()
-        await asyncio.gather(*pages)
-        assert viewers_of(app.state.feed) == 0 and not app.state.feed.sampling
-
-    run(session())
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/feed",
+        "root_path": "",
+        "query_string": b"",
+        "headers": [],
+    }
+    pages = [asyncio.create_task(app(dict(scope), receive, send)) for _ in range(Viewer.most)]
+    while viewers_of(app.state.feed) < 32:
+        await asyncio.sleep(0.001)
+    reply = await call(app, "/feed", method="GET")
+    assert (
+        reply.status == 503
+        and reply.error["code"] == "too_many_viewers"
+        and reply.headers["retry-after"] == "5"
+    )
+    left.set()
+    await asyncio.gather(*pages)
+    assert viewers_of(app.state.feed) == 0 and not app.state.feed.sampling
 
 
 def test_head_of_the_feed_ends(client):
@@ -179,23 +176,20 @@ def test_data_needs_a_session_when_keys_are_set(client, path, cookie):
     assert client.asked == 0
 
 
-def test_signing_in(client):
-    async def session() -> None:
-        async with browser(page(client, "another", KEY)) as web:
-            form = await web.get("/")
-            assert form.status_code == 401 and "sign-in.js" in form.text
-            wrong = await web.post("/sign-in", json={"key": "wrong"})
-            assert wrong.status_code == 401 and "set-cookie" not in wrong.headers
-            right = await web.post("/sign-in", json={"key": KEY})
-            assert right.status_code == 204
-            cookie = right.headers["set-cookie"]
-            assert {"HttpOnly", "SameSite=strict", "Path=/"} <= set(
-                cookie.split("; ")
-            ) and KEY not in cookie
-            assert (await web.get("/")).status_code == 200
-            assert (await web.get("/slots")).json()["seats"]["request"][0] == "req-a"
-
-    run(session())
+async def test_signing_in(client):
+    async with browser(page(client, "another", KEY)) as web:
+        form = await web.get("/")
+        assert form.status_code == 401 and "sign-in.js" in form.text
+        wrong = await web.post("/sign-in", json={"key": "wrong"})
+        assert wrong.status_code == 401 and "set-cookie" not in wrong.headers
+        right = await web.post("/sign-in", json={"key": KEY})
+        assert right.status_code == 204
+        cookie = right.headers["set-cookie"]
+        assert {"HttpOnly", "SameSite=strict", "Path=/"} <= set(
+            cookie.split("; ")
+        ) and KEY not in cookie
+        assert (await web.get("/")).status_code == 200
+        assert (await web.get("/slots")).json()["seats"]["request"][0] == "req-a"
 
 
 @pytest.mark.parametrize(
@@ -275,33 +269,28 @@ def test_loading_is_an_error_in_the_endpoints_form(client):
     assert answer.status_code == 503 and answer.json()["error"]["code"] == "loading"
 
 
-def test_guessing_keys_is_slow_and_locks_nobody_out(client):
-    async def session() -> None:
-        app = page(client, KEY)
-        for _ in range(_MOST_ALIKE):
-            assert (await call(app, "/sign-in", {"key": "guess"})).status == 401
-        reply = await call(app, "/sign-in", {"key": "guess"})
-        assert reply.status == 429 and reply.error["code"] == "too_many_attempts"
-        assert 1 <= int(reply.headers["retry-after"]) <= 60
-        assert (await call(app, "/sign-in", {"key": KEY})).status == 204
-
-    run(session())
+async def test_guessing_keys_is_slow_and_locks_nobody_out(client):
+    app = page(client, KEY)
+    for _ in range(_MOST_ALIKE):
+        assert (await call(app, "/sign-in", {"key": "guess"})).status == 401
+    reply = await call(app, "/sign-in", {"key": "guess"})
+    assert reply.status == 429 and reply.error["code"] == "too_many_attempts"
+    assert 1 <= int(reply.headers["retry-after"]) <= 60
+    assert (await call(app, "/sign-in", {"key": KEY})).status == 204
 
 
-def test_signing_out_ends_the_session(client):
-    async def session() -> None:
-        async with browser(page(client, KEY)) as web:
-            await web.post("/sign-in", json={"key": KEY})
-            stolen = web.cookies[_COOKIE]
-            assert (await web.get("/engines")).json()["signed_in"] is True
-            left = await web.post("/sign-out")
-            assert left.status_code == 204 and "Max-Age=0" in left.headers["set-cookie"]
-            assert _COOKIE not in web.cookies
-            again = await web.get("/slots", headers={"cookie": f"{_COOKIE}={stolen}"})
-            assert again.status_code == 401, "the id itself is worth nothing any more"
-
-    run(session())
-    assert get(page(client), "/engines").json()["signed_in"] is False
+async def test_signing_out_ends_the_session(client):
+    async with browser(page(client, KEY)) as web:
+        await web.post("/sign-in", json={"key": KEY})
+        stolen = web.cookies[_COOKIE]
+        assert (await web.get("/engines")).json()["signed_in"] is True
+        left = await web.post("/sign-out")
+        assert left.status_code == 204 and "Max-Age=0" in left.headers["set-cookie"]
+        assert _COOKIE not in web.cookies
+        again = await web.get("/slots", headers={"cookie": f"{_COOKIE}={stolen}"})
+        assert again.status_code == 401, "the id itself is worth nothing any more"
+    async with browser(page(client)) as web:
+        assert (await web.get("/engines")).json()["signed_in"] is False
 
 
 @pytest.mark.parametrize(("scheme", "secure"), [("http", False), ("https", True)])

@@ -52,16 +52,14 @@ async def take(viewer: Viewer, number: int) -> list[tuple[str, Any]]:
     return events
 
 
-def watch(feed: Feed, number: int) -> list[tuple[str, Any]]:
-    async def session() -> list[tuple[str, Any]]:
-        with feed.viewer() as viewer:
-            return await asyncio.wait_for(take(viewer, number), 60)
-
-    return asyncio.run(session())
+async def watch(feed: Feed, number: int) -> list[tuple[str, Any]]:
+    """The first events of a new viewer."""
+    with feed.viewer() as viewer:
+        return await asyncio.wait_for(take(viewer, number), 60)
 
 
-def test_a_key_frame_is_the_engines_own_arrays(client):
-    (_, hello), (name, key) = watch(Feed(client), 2)
+async def test_a_key_frame_is_the_engines_own_arrays(client):
+    (_, hello), (name, key) = await watch(Feed(client), 2)
     assert (
         name == "key_frame"
         and key["step"] == 2
@@ -92,8 +90,8 @@ def test_a_key_frame_is_the_engines_own_arrays(client):
     )
 
 
-def test_hello_says_what_runs(client):
-    ((name, hello),) = watch(Feed(client, needs_key=True), 1)
+async def test_hello_says_what_runs(client):
+    ((name, hello),) = await watch(Feed(client, needs_key=True), 1)
     assert name == "hello" and hello["info"]["model"] == "scripted" and hello["info"]["seats"] == 4
     assert (
         hello["needs_key"] is True
@@ -104,16 +102,13 @@ def test_hello_says_what_runs(client):
     assert hello["seat_states"] == ["free", "prefill", "decode", "held"]
 
 
-def test_a_delta_says_what_changed_and_nothing_else(client):
-    async def session() -> list[Any]:
-        with Feed(client, hz=100).viewer() as viewer:
-            await take(viewer, 2)
-            client.seat(2, "prefill", "req-c", n_prompt=9, n_computed=4, max_tokens=5)
-            client.states = bytes([0, 1, 1, 1, 1, 2, 2, 1, 1, 3, 1])
-            client.step(seats_busy=4, waiting=2, waiting_tokens=64, pages_used=6, decode=2)
-            return [await take(viewer, 2)]
-
-    [(events, delta)] = asyncio.run(session())
+async def test_a_delta_says_what_changed_and_nothing_else(client):
+    with Feed(client, hz=100).viewer() as viewer:
+        await take(viewer, 2)
+        client.seat(2, "prefill", "req-c", n_prompt=9, n_computed=4, max_tokens=5)
+        client.states = bytes([0, 1, 1, 1, 1, 2, 2, 1, 1, 3, 1])
+        client.step(seats_busy=4, waiting=2, waiting_tokens=64, pages_used=6, decode=2)
+        [(events, delta)] = [await take(viewer, 2)]
     assert events[0] == "events"
     assert [event[2:8] for event in events[1]["events"]] == [
         ["queued", "req-c", 0, -1, 9, 0],
@@ -150,54 +145,38 @@ def test_page_changes_come_as_runs():
         assert np.array_equal(rebuilt, now)
 
 
-def test_the_longest_step_is_of_those_since_the_frame_before(client):
-    async def session() -> list[Any]:
-        with Feed(client, hz=100).viewer() as viewer:
-            first = await take(viewer, 2)
-            client.step(device_s=0.5, gap_s=0.25)
-            client.step(device_s=0.1)
-            return [*first, *await take(viewer, 2)]
-
-    events = [
-        data["metrics"]["longest_step_s"]
-        for name, data in asyncio.run(session())
-        if name in ("key_frame", "delta")
-    ]
-    assert events == [None, 0.75, None]
+async def test_the_longest_step_is_of_those_since_the_frame_before(client):
+    with Feed(client, hz=100).viewer() as viewer:
+        events = await take(viewer, 2)
+        client.step(device_s=0.5, gap_s=0.25)
+        client.step(device_s=0.1)
+        events += await take(viewer, 2)
+    frames = [data for name, data in events if name in ("key_frame", "delta")]
+    assert [data["metrics"]["longest_step_s"] for data in frames] == [None, 0.75, None]
 
 
-def test_key_frames_come_again_and_again(client, monkeypatch):
+async def test_key_frames_come_again_and_again(client, monkeypatch):
     monkeypatch.setattr(feed_module, "_KEY_FRAME_S", 0.01)
-
-    async def session() -> list[str]:
-        with Feed(client, hz=50).viewer() as viewer:
-            return [name for name, _ in await asyncio.wait_for(take(viewer, 4), 60)]
-
-    assert asyncio.run(session()) == ["hello", "key_frame", "key_frame", "key_frame"]
+    events = await watch(Feed(client, hz=50), 4)
+    assert [name for name, _ in events] == ["hello", "key_frame", "key_frame", "key_frame"]
 
 
-def test_an_idle_engine_is_told_of_once_a_second(client):
-    async def session() -> list[tuple[str, Any]]:
-        with Feed(client, hz=200).viewer() as viewer:
-            await take(viewer, 2)
-            return await asyncio.wait_for(take(viewer, 1), 60)
-
-    ((name, beat),) = asyncio.run(session())
+async def test_an_idle_engine_is_told_of_once_a_second(client):
+    with Feed(client, hz=200).viewer() as viewer:
+        await take(viewer, 2)
+        ((name, beat),) = await asyncio.wait_for(take(viewer, 1), 60)
     assert name == "delta" and "seats" not in beat and "rows" not in beat.get("metrics", {})
 
 
-def test_loading_then_ready_says_hello_again(client):
+async def test_loading_then_ready_says_hello_again(client):
     info, client.info, client.state = client.info, None, "loading"
     client.progress = Progress("compile", 3, 8)
 
-    async def session() -> list[tuple[str, Any]]:
-        with Feed(client, hz=100).viewer() as viewer:
-            before = await take(viewer, 2)
-            assert client.asked == 0
-            client.info, client.state = info, "ready"
-            return [*before, *await take(viewer, 2)]
-
-    hello, key, again, after = asyncio.run(session())
+    with Feed(client, hz=100).viewer() as viewer:
+        before = await take(viewer, 2)
+        assert client.asked == 0
+        client.info, client.state = info, "ready"
+        hello, key, again, after = [*before, *await take(viewer, 2)]
     assert (
         hello[1]["info"] is None and again[0] == "hello" and again[1]["info"]["model"] == "scripted"
     )
@@ -207,12 +186,12 @@ def test_loading_then_ready_says_hello_again(client):
     assert after[0] == "key_frame" and after[1]["state"] == "ready" and after[1]["progress"] is None
 
 
-def test_an_engine_that_does_not_answer_leaves_the_pages_out(client):
+async def test_an_engine_that_does_not_answer_leaves_the_pages_out(client):
     async def no_answer():
         raise RequestError("busy", code="internal_error")
 
     client.seat_map = no_answer
-    key = watch(Feed(client), 2)[1][1]
+    key = (await watch(Feed(client), 2))[1][1]
     assert (
         key["pages"] is None
         and key["seats"]["request"][0] == "req-a"
@@ -220,67 +199,44 @@ def test_an_engine_that_does_not_answer_leaves_the_pages_out(client):
     )
 
 
-def test_a_dead_engine_ends_the_feed(client):
+async def test_a_dead_engine_ends_the_feed(client):
     client.state = "dead"
-    events = watch(Feed(client), 9)
+    events = await watch(Feed(client), 9)
     assert [name for name, _ in events] == ["hello", "key_frame", "bye"]
     assert events[1][1]["state"] == "dead"
 
 
-def test_a_failing_sampler_ends_the_feed_and_is_logged(client, caplog):
+async def test_a_failing_sampler_ends_the_feed_and_is_logged(client, caplog):
     client.history.records.since = lambda after: 1 / 0
-    assert [name for name, _ in watch(Feed(client), 9)] == ["hello", "bye"]
+    assert [name for name, _ in await watch(Feed(client), 9)] == ["hello", "bye"]
     assert "division by zero" in caplog.text
 
 
-def test_nobody_watches_nothing_happens(client):
-    async def session() -> None:
-        feed = Feed(client, hz=200)
-        await asyncio.sleep(0.03)
-        assert client.asked == 0 and not feed.sampling
-        for _ in range(2):  # a viewer who comes right after the last one left finds a sampler, too
-            with feed.viewer() as viewer:
-                await asyncio.wait_for(take(viewer, 3), 60)
-        asked = client.asked
-        await asyncio.sleep(0.6)  # longer than from one look at the pages to the next
-        assert client.asked == asked and not feed.sampling and viewers_of(feed) == 0
-
-    asyncio.run(session())
+async def test_nobody_watches_nothing_happens(client):
+    feed = Feed(client, hz=200)
+    await asyncio.sleep(0.03)
+    assert client.asked == 0 and not feed.sampling
+    for _ in range(2):  # a viewer who comes right after the last one left finds a sampler, too
+        with feed.viewer() as viewer:
+            await asyncio.wait_for(take(viewer, 3), 60)
+    asked = client.asked
+    await asyncio.sleep(0.6)  # longer than from one look at the pages to the next
+    assert client.asked == asked and not feed.sampling and viewers_of(feed) == 0
 
 
-def test_all_viewers_get_the_same_bytes_of_one_look(client):
-    async def session() -> None:
-        feed = Feed(client, hz=50)
-        with feed.viewer() as one, feed.viewer() as other:
-            assert (await take(one, 2))[1] == (await take(other, 2))[1]
-            client.step()
-            assert await take(one, 1) == await take(other, 1)
-            assert client.asked == 1
-            with feed.viewer() as late:
-                name, key = (await take(late, 2))[1]
-                assert name == "key_frame" and key["step"] == 3
-
-    asyncio.run(session())
+async def test_all_viewers_get_the_same_bytes_of_one_look(client):
+    feed = Feed(client, hz=50)
+    with feed.viewer() as one, feed.viewer() as other:
+        assert (await take(one, 2))[1] == (await take(other, 2))[1]
+        client.step()
+        assert await take(one, 1) == await take(other, 1)
+        assert client.asked == 1
+        with feed.viewer() as late:
+            name, key = (await take(late, 2))[1]
+            assert name == "key_frame" and key["step"] == 3
 
 
-def test_who_comes_back_gets_what_was_missed(client):
-    async def session() -> None:
-        feed = Feed(client, hz=100)
-        with feed.viewer() as steady:
-            with feed.viewer() as viewer:
-                await take(viewer, 2)
-                client.step()
-                (event,) = [event async for event in first(viewer, 1)]
-                last_id = event.split(b"id: ")[1].split(b"\n")[0].decode()
-            client.step()
-            missed = await take(steady, 4)
-            client.step()
-            with feed.viewer(last_id) as back:
-                again = await take(back, 3)
-            assert again[0][0] == "hello" and again[1] == missed[-1] and again[2][1]["step"] == 5
-            with feed.viewer("other:7") as stranger:
-                assert [name for name, _ in await take(stranger, 2)] == ["hello", "key_frame"]
-
+async def test_who_comes_back_gets_what_was_missed(client):
     async def first(viewer: Viewer, number: int):
         async for event in viewer:
             yield event
@@ -288,50 +244,55 @@ def test_who_comes_back_gets_what_was_missed(client):
             if not number:
                 return
 
-    asyncio.run(session())
-
-
-def test_the_viewer_too_many_is_refused(client):
-    async def session() -> None:
-        feed = Feed(client, max_viewers=1)
-        with feed.viewer():
-            with pytest.raises(TooManyViewers), feed.viewer():
-                pass
-            assert viewers_of(feed) == 1
-        with feed.viewer():
-            pass
-
-    asyncio.run(session())
-
-
-def test_a_slow_viewer_starts_again_from_a_key_frame(client):
-    async def session() -> None:
-        feed = Feed(client, hz=1000)
-        with feed.viewer() as slow, feed.viewer() as quick:
-            await take(quick, 2)
-            while not slow.dropped:
-                client.step()
-                await take(quick, 1)
+    feed = Feed(client, hz=100)
+    with feed.viewer() as steady:
+        with feed.viewer() as viewer:
+            await take(viewer, 2)
             client.step()
-            await take(quick, 2)
-            first, second, *_ = await take(slow, 3)
-            assert first[0] == "hello" and second[0] == "key_frame" and slow.dropped == _QUEUE
+            (event,) = [event async for event in first(viewer, 1)]
+            last_id = event.split(b"id: ")[1].split(b"\n")[0].decode()
+        client.step()
+        missed = await take(steady, 4)
+        client.step()
+        with feed.viewer(last_id) as back:
+            again = await take(back, 3)
+        assert again[0][0] == "hello" and again[1] == missed[-1] and again[2][1]["step"] == 5
+        with feed.viewer("other:7") as stranger:
+            assert [name for name, _ in await take(stranger, 2)] == ["hello", "key_frame"]
 
-    asyncio.run(session())
+
+async def test_the_viewer_too_many_is_refused(client):
+    feed = Feed(client, max_viewers=1)
+    with feed.viewer():
+        with pytest.raises(TooManyViewers), feed.viewer():
+            pass
+        assert viewers_of(feed) == 1
+    with feed.viewer():
+        pass
 
 
-def test_the_end_of_a_feed_is_not_lost_with_the_rest():
-    async def session() -> None:
-        viewer = Viewer([sse.encode("hello", {})])
-        for number in range(_QUEUE + 5):
-            viewer.put(sse.encode("delta", number))
-        assert viewer.lost
-        viewer.close(sse.bye("done"))
-        viewer.put(sse.encode("delta", 99))
-        events = await take(viewer, 99)
-        assert events[0][0] == "hello" and events[-1][0] == "bye" and ("delta", 99) not in events
+async def test_a_slow_viewer_starts_again_from_a_key_frame(client):
+    feed = Feed(client, hz=1000)
+    with feed.viewer() as slow, feed.viewer() as quick:
+        await take(quick, 2)
+        while not slow.dropped:
+            client.step()
+            await take(quick, 1)
+        client.step()
+        await take(quick, 2)
+        first, second, *_ = await take(slow, 3)
+        assert first[0] == "hello" and second[0] == "key_frame" and slow.dropped == _QUEUE
 
-    asyncio.run(session())
+
+async def test_the_end_of_a_feed_is_not_lost_with_the_rest():
+    viewer = Viewer([sse.encode("hello", {})])
+    for number in range(_QUEUE + 5):
+        viewer.put(sse.encode("delta", number))
+    assert viewer.lost
+    viewer.close(sse.bye("done"))
+    viewer.put(sse.encode("delta", 99))
+    events = await take(viewer, 99)
+    assert events[0][0] == "hello" and events[-1][0] == "bye" and ("delta", 99) not in events
 
 
 def test_a_large_pool_shows_what_most_pages_of_a_cell_are():
@@ -359,29 +320,23 @@ def test_record_columns_are_the_newest_records(client, monkeypatch):
 @pytest.mark.parametrize(
     "fields, code", [({"compiled": 1}, "compile"), ({"preempted": 9}, "preemption_storm")]
 )
-def test_notes_of_what_steps_did(client, fields, code):
-    async def session() -> list[tuple[str, Any]]:
-        with Feed(client, hz=100).viewer() as viewer:
-            await take(viewer, 2)
-            client.step(**fields)
-            client.step()
-            return await take(viewer, 2)
-
-    (name, note), (_, delta) = asyncio.run(session())
+async def test_notes_of_what_steps_did(client, fields, code):
+    with Feed(client, hz=100).viewer() as viewer:
+        await take(viewer, 2)
+        client.step(**fields)
+        client.step()
+        (name, note), (_, delta) = await take(viewer, 2)
     assert (
         name == "note" and note["code"] == code and note["level"] == "warn" and delta["step"] == 4
     )
 
 
-def test_notes_of_the_end(client):
-    async def session() -> list[tuple[str, Any]]:
-        with Feed(client, hz=100).viewer() as viewer:
-            await take(viewer, 2)
-            client.history.incidents.outage_began("killed by SIGKILL", n_resumed=3, n_lost=1)
-            client.state = "dead"
-            return await take(viewer, 4)
-
-    events = asyncio.run(session())
+async def test_notes_of_the_end(client):
+    with Feed(client, hz=100).viewer() as viewer:
+        await take(viewer, 2)
+        client.history.incidents.outage_began("killed by SIGKILL", n_resumed=3, n_lost=1)
+        client.state = "dead"
+        events = await take(viewer, 4)
     assert [data["code"] for name, data in events if name == "note"] == ["outage", "dead"]
     told = next(data for name, data in events if name == "note")["message"]
     assert "killed by SIGKILL" in told and "went on: 3" in told and "an error: 1" in told
@@ -395,28 +350,25 @@ async def next_note(viewer: Viewer) -> dict[str, Any]:
             return data
 
 
-def test_refusals_are_told_from_the_first_with_their_number_and_reason(client):
+async def test_refusals_are_told_from_the_first_with_their_number_and_reason(client):
     """One note that is renewed; another one after a calm time; who comes later knows them all."""
     clock = [1000.0]
     client.history.incidents._clock = lambda: clock[0]
 
-    async def session() -> list[dict[str, Any]]:
-        notes = []
-        with Feed(client, hz=100).viewer() as viewer:
-            await take(viewer, 2)
-            for seconds, status, code, number in (
-                (0.0, 429, "queue_full", 1),
-                (4.0, 429, "queue_full", 38),
-                (29.0, 503, "restarting", 2),
-                (31.0, 429, "rate_limit", 1),
-            ):
-                clock[0] += seconds
-                for _ in range(number):
-                    client.history.incidents.refused(status, code, 2.5)
-                notes.append(await asyncio.wait_for(next_note(viewer), 30))
-        return notes
-
-    first, more, other, later = asyncio.run(session())
+    notes = []
+    with Feed(client, hz=100).viewer() as viewer:
+        await take(viewer, 2)
+        for seconds, status, code, number in (
+            (0.0, 429, "queue_full", 1),
+            (4.0, 429, "queue_full", 38),
+            (29.0, 503, "restarting", 2),
+            (31.0, 429, "rate_limit", 1),
+        ):
+            clock[0] += seconds
+            for _ in range(number):
+                client.history.incidents.refused(status, code, 2.5)
+            notes.append(await asyncio.wait_for(next_note(viewer), 30))
+    first, more, other, later = notes
     assert {note["code"] for note in (first, more, other, later)} == {"refusals"}
     assert first["t"] == more["t"] == other["t"] == 1000.0 and later["t"] == 1064.0
     assert first["message"].startswith("1 request") and "429 queue_full" in first["message"]
@@ -424,27 +376,24 @@ def test_refusals_are_told_from_the_first_with_their_number_and_reason(client):
     assert more["message"].startswith("39 requests") and "39 x 429 queue_full" in more["message"]
     assert "39 x 429 queue_full" in other["message"] and "2 x 503 restarting" in other["message"]
     assert later["message"].startswith("1 request") and "429 rate_limit" in later["message"]
-    kept = watch(Feed(client), 2)[1][1]["notes"]
+    kept = (await watch(Feed(client), 2))[1][1]["notes"]
     assert kept == [other, later]
 
 
-def test_kernels_taken_out_are_told_once_for_each_engine(client):
+async def test_kernels_taken_out_are_told_once_for_each_engine(client):
     wrong = KernelProof(kernel="attention", error=0.7, limit=0.01)
     client.info = changed(client.info, proofs=[wrong])
     client.history.core_ready(client.info)
     ready_at = client.history.ready_at
     feed = Feed(client, hz=100)
 
-    async def session() -> list[dict[str, Any]]:
-        with feed.viewer() as viewer:
-            (_, (_, key_frame)) = await take(viewer, 2)
-            client.history.ready_at += 1.0  # another one
-            return [*key_frame["notes"], await asyncio.wait_for(next_note(viewer), 30)]
-
-    notes = asyncio.run(session())
+    with feed.viewer() as viewer:
+        (_, (_, key_frame)) = await take(viewer, 2)
+        client.history.ready_at += 1.0  # another one
+        notes = [*key_frame["notes"], await asyncio.wait_for(next_note(viewer), 30)]
     assert [note["code"] for note in notes] == ["kernels_out", "kernels_out"]
     assert notes[0]["t"] == pytest.approx(ready_at, abs=1e-3) and "attention" in notes[0]["message"]
-    assert len(watch(feed, 2)[1][1]["notes"]) == 2, "who looks later finds them too"
+    assert len((await watch(feed, 2))[1][1]["notes"]) == 2, "who looks later finds them too"
 
 
 async def until_notes(viewer: Viewer, number: int) -> list[tuple[str, Any]]:
@@ -463,44 +412,38 @@ def goes_on(client, stream: str, seat: int) -> None:
     client.history.take(StepReport([SequenceOutput(request_id=stream, index=0, tokens=[1])]))
 
 
-def test_a_full_disk_is_told_of_each_time_that_it_gets_full(client):
+async def test_a_full_disk_is_told_of_each_time_that_it_gets_full(client):
     client.history.incidents.disk_full()
     feed = Feed(client, hz=100)
 
-    async def session() -> list[dict[str, Any]]:
-        with feed.viewer() as viewer:
-            (_, (_, key_frame)) = await take(viewer, 2)
-            client.history.incidents.troubles[0].newest -= 60.0
-            client.history.incidents.disk_full()
-            return [*key_frame["notes"], await asyncio.wait_for(next_note(viewer), 30)]
-
-    notes = asyncio.run(session())
+    with feed.viewer() as viewer:
+        (_, (_, key_frame)) = await take(viewer, 2)
+        client.history.incidents.troubles[0].newest -= 60.0
+        client.history.incidents.disk_full()
+        notes = [*key_frame["notes"], await asyncio.wait_for(next_note(viewer), 30)]
     assert [(note["level"], note["code"]) for note in notes] == [("error", "disk_full")] * 2
-    assert len(watch(feed, 2)[1][1]["notes"]) == 2
+    assert len((await watch(feed, 2))[1][1]["notes"]) == 2
 
 
-def test_an_outage_is_told_from_its_begin_to_its_end(client):
+async def test_an_outage_is_told_from_its_begin_to_its_end(client):
     """A core that dies before it is ready makes it longer, and it is over when streams flow again;
     who comes later knows it too.
     """
 
-    async def session() -> list[tuple[str, Any]]:
-        with Feed(client, hz=100).viewer() as viewer:
-            await take(viewer, 2)
-            client.state = "restarting"
-            client.history.seats_lost()
-            client.history.incidents.outage_began("killed by SIGKILL", n_resumed=3, n_lost=0)
-            events = await until_notes(viewer, 1)
-            client.history.incidents.outage_began("ended with status 1", n_resumed=3, n_lost=1)
-            client.history.core_ready(client.info)
-            client.state = "ready"
+    with Feed(client, hz=100).viewer() as viewer:
+        await take(viewer, 2)
+        client.state = "restarting"
+        client.history.seats_lost()
+        client.history.incidents.outage_began("killed by SIGKILL", n_resumed=3, n_lost=0)
+        events = await until_notes(viewer, 1)
+        client.history.incidents.outage_began("ended with status 1", n_resumed=3, n_lost=1)
+        client.history.core_ready(client.info)
+        client.state = "ready"
+        events += await until_notes(viewer, 1)
+        for seat, stream in enumerate(("req-a", MARKUP)):
+            goes_on(client, stream, seat)
             events += await until_notes(viewer, 1)
-            for seat, stream in enumerate(("req-a", MARKUP)):
-                goes_on(client, stream, seat)
-                events += await until_notes(viewer, 1)
-            return events
-
-    events = asyncio.run(session())
+        events = events
     notes = [data for name, data in events if name == "note"]
     assert [note["code"] for note in notes] == ["outage"] * 4
     assert len({note["t"] for note in notes}) == 1, "each takes the place of the one before"
@@ -512,14 +455,14 @@ def test_an_outage_is_told_from_its_begin_to_its_end(client):
     assert (ended["cause"], ended["restart"], ended["n_lost"]) == ("ended with status 1", 2, 1)
     assert ended["began"] == began["began"] <= ended["ready"] <= ended["flowing"]
     assert (began["flowing"], ended["n_streams"], ended["n_flowing"]) == (None, 2, 2)
-    assert watch(Feed(client), 2)[1][1]["outages"] == [ended]
+    assert (await watch(Feed(client), 2))[1][1]["outages"] == [ended]
     now = ended["ready"]
     shown = at_once(timeline.Window(client.history, now - 9, now).timeline(9, now))
     assert shown["outages"] == [ended]
 
 
-def test_a_held_seat_is_told(client):
+async def test_a_held_seat_is_told(client):
     client.history.held.add(3)
-    key = watch(Feed(client), 2)[1][1]
+    key = (await watch(Feed(client), 2))[1][1]
     assert list(base64.b64decode(key["seats"]["state"])) == [2, 1, 0, 3]
     assert Seat(seat=0, state="held").state in sse.SEAT_STATES

@@ -93,6 +93,17 @@ async def watched(fleet: FleetView, identity: Identity = EVERYBODY) -> AsyncIter
     await fleet.close()
 
 
+@contextlib.asynccontextmanager
+async def showing(
+    replicas: dict[str, FakeReplica], identity: Identity = EVERYBODY, **options: Any
+) -> AsyncIterator[Any]:
+    """A fleet of these, a viewer of it, and what it was told."""
+    with served(engines_app(replicas)) as (base, _):
+        fleet = fleet_of(urls_of(replicas, base) | options.pop("more", {}), **options)
+        async with watched(fleet, identity) as (viewer, watch):
+            yield fleet, viewer, watch
+
+
 def busy_replica(seats: int = 4) -> FakeReplica:
     """Two seats taken: one halfway through its answer, one at its prompt."""
     replica = FakeReplica(seats)
@@ -148,23 +159,18 @@ def test_replicas_stand_in_the_order_of_their_names():
     assert list(fleet.members) == ["a-3", "b", "r1", "r2", "r10"]
 
 
-def test_the_feed_tells_of_all_and_of_what_they_are_together():
+async def test_the_feed_tells_of_all_and_of_what_they_are_together():
     replicas = {"a": busy_replica(), "b": FakeReplica(2), "c": FakeReplica(4)}
     replicas["a"].counters.waiting, replicas["a"].counters.predicted_wait = 3, 2.5
     replicas["c"].state = "draining"
 
-    async def session(urls: dict[str, str]) -> Watch:
-        async with watched(fleet_of(urls, price_per_hour=3.6)) as (viewer, watch):
-            await until_told(viewer, watch, lambda: watch.sums and watch.sums["ready"] == 2)
-            for _ in range(3):
-                replicas["a"].write(0, 2)
-                await asyncio.sleep(0.3)
-            rates = lambda: watch.sums["output_rate"] > 0  # noqa: E731
-            await until_told(viewer, watch, rates)
-            return watch
-
-    with served(engines_app(replicas)) as (base, _):
-        watch = run(session(urls_of(replicas, base) | {"gone": "http://127.0.0.1:1"}))
+    gone = {"gone": "http://127.0.0.1:1"}
+    async with showing(replicas, more=gone, price_per_hour=3.6) as (_, viewer, watch):
+        await until_told(viewer, watch, lambda: watch.sums and watch.sums["ready"] == 2)
+        for _ in range(3):
+            replicas["a"].write(0, 2)
+            await asyncio.sleep(0.3)
+        await until_told(viewer, watch, lambda: watch.sums["output_rate"] > 0)
     assert watch.states() == {"a": "ready", "b": "ready", "c": "draining", "gone": "gone"}
     assert watch.hello["price_per_hour"] == 3.6 and watch.hello["levels"] == Pulse.seat_code.levels
     sums = watch.sums
@@ -181,100 +187,79 @@ def test_the_feed_tells_of_all_and_of_what_they_are_together():
     assert abs(watch.cards["gone"]["since"] - time.time()) < PATIENCE_S
 
 
-def test_the_page_says_what_the_endpoint_says_of_itself():
+async def test_the_page_says_what_the_endpoint_says_of_itself():
     """A replica whose process was started is no lost one; without an endpoint nobody knows."""
     told = Endpoint("no engine is ready", ("m",), {"503": 195}, 200, frozenset({"a"}))
 
-    async def session() -> None:
-        gone = {name: RemoteEngine("http://127.0.0.1:1") for name in "ab"}
-        async with watched(FleetView(gone, endpoint=lambda: told)) as (viewer, watch):
-            both = {"a": "starting", "b": "gone"}
-            await until_told(viewer, watch, lambda: watch.states() == both)
-            assert watch.sums["unready"] == "no engine is ready"
-            assert watch.sums["unready_models"] == ["m"]
-            assert (watch.sums["refused"], watch.sums["refused_ever"]) == ({"503": 195}, 200)
-            assert watch.cards["a"]["since"] is None and watch.cards["a"]["trouble"] == ""
-        async with watched(fleet_of({"b": "http://127.0.0.1:1"})) as (viewer, watch):
-            await until_told(viewer, watch, lambda: watch.states() == {"b": "gone"})
-            assert watch.sums["unready"] == "no replica is ready"
-
-    run(session())
+    gone = {name: RemoteEngine("http://127.0.0.1:1") for name in "ab"}
+    async with watched(FleetView(gone, endpoint=lambda: told)) as (viewer, watch):
+        both = {"a": "starting", "b": "gone"}
+        await until_told(viewer, watch, lambda: watch.states() == both)
+        assert watch.sums["unready"] == "no engine is ready"
+        assert watch.sums["unready_models"] == ["m"]
+        assert (watch.sums["refused"], watch.sums["refused_ever"]) == ({"503": 195}, 200)
+        assert watch.cards["a"]["since"] is None and watch.cards["a"]["trouble"] == ""
+    async with watched(fleet_of({"b": "http://127.0.0.1:1"})) as (viewer, watch):
+        await until_told(viewer, watch, lambda: watch.states() == {"b": "gone"})
+        assert watch.sums["unready"] == "no replica is ready"
 
 
-def test_a_replica_that_goes_keeps_its_last_figures_and_comes_back():
+async def test_a_replica_that_goes_keeps_its_last_figures_and_comes_back():
     replica = busy_replica()
     replica.counters.engine_restarts = 1
 
     app, port = engines_app({"a": replica}), free_port()
 
-    async def session() -> None:
-        async with watched(fleet_of({"a": f"http://127.0.0.1:{port}/a"})) as (viewer, watch):
+    async with watched(fleet_of({"a": f"http://127.0.0.1:{port}/a"})) as (viewer, watch):
 
-            async def until(state: str) -> dict[str, Any]:
-                await until_told(viewer, watch, lambda: watch.states().get("a") == state)
-                return watch.cards["a"]
+        async def until(state: str) -> dict[str, Any]:
+            await until_told(viewer, watch, lambda: watch.states().get("a") == state)
+            return watch.cards["a"]
 
-            with served_at(app, port):
-                card = await until("ready")
-                assert card["taken"] == 2 and card["restarts"] == 1
-            card = await until("gone")
-            assert card["taken"] == 2 and card["since"] is not None
-            assert watch.sums["seats"] == 0 and watch.sums["ready"] == 0
-            assert watch.sums["predicted_wait_s"] is None
-            with served_at(engines_app({"a": replica}), port):
-                card = await until("ready")
-                # Another server: one restart more, beside those that both say they had.
-                assert card["restarts"] == 3 and card["since"] is None
-
-    run(session())
+        with served_at(app, port):
+            card = await until("ready")
+            assert card["taken"] == 2 and card["restarts"] == 1
+        card = await until("gone")
+        assert card["taken"] == 2 and card["since"] is not None
+        assert watch.sums["seats"] == 0 and watch.sums["ready"] == 0
+        assert watch.sums["predicted_wait_s"] is None
+        with served_at(engines_app({"a": replica}), port):
+            card = await until("ready")
+            # Another server: one restart more, beside those that both say they had.
+            assert card["restarts"] == 3 and card["since"] is None
 
 
-def test_what_deltas_make_is_what_a_newcomer_is_told():
+async def test_what_deltas_make_is_what_a_newcomer_is_told():
     replicas = {f"r{i}": FakeReplica(8, seed=i) for i in range(6)}
-
-    async def session(urls: dict[str, str]) -> None:
-        fleet = fleet_of(urls)
-        async with watched(fleet) as (viewer, watch):
-            await until_told(viewer, watch, lambda: watch.sums and watch.sums["ready"] == 6)
-            for _ in range(6):
-                for replica in replicas.values():
-                    replica.move()
-                await asyncio.sleep(0.2)
-            deltas = 0
-            while deltas < 4:
-                event = await anext(aiter(viewer))
-                deltas += event.startswith(b"event: delta")
+    async with showing(replicas) as (fleet, viewer, watch):
+        await until_told(viewer, watch, lambda: watch.sums and watch.sums["ready"] == 6)
+        for _ in range(6):
+            for replica in replicas.values():
+                replica.move()
+            await asyncio.sleep(0.2)
+        deltas = 0
+        while deltas < 4:
+            event = await anext(aiter(viewer))
+            deltas += event.startswith(b"event: delta")
+            watch.apply(event)
+        with fleet.viewer() as newcomer:
+            late = Watch()
+            await until_told(newcomer, late, lambda: bool(late.cards))
+            for event in list(viewer._events):
                 watch.apply(event)
-            with fleet.viewer() as newcomer:
-                late = Watch()
-                await until_told(newcomer, late, lambda: bool(late.cards))
-                for event in list(viewer._events):
-                    watch.apply(event)
-                assert late.cards == watch.cards and late.sums == watch.sums
-
-    with served(engines_app(replicas)) as (base, _):
-        run(session(urls_of(replicas, base)))
+            assert late.cards == watch.cards and late.sums == watch.sums
 
 
-def test_a_user_is_not_told_how_far_others_have_come():
-    replica = busy_replica()
-
-    async def session(urls: dict[str, str]) -> None:
-        fleet = fleet_of(urls)
-        async with watched(fleet, USER) as (viewer, watch):
-            ready = lambda: watch.sums and watch.sums["ready"] == 1  # noqa: E731
-            await until_told(viewer, watch, ready)
-            free = ("free", 0)
-            dim = letters(("decode", 0), free, ("prefill", 0), free)
-            assert watch.hello["role"] == "user" and watch.cards["a"]["seats"] == dim
-            replica.take_seat(1, n_prompt=4, n_output=9, max_tokens=10)
-            await until_told(viewer, watch, lambda: watch.cards["a"]["taken"] == 3)
-            assert watch.cards["a"]["seats"] == letters(
-                ("decode", 0), ("decode", 0), ("prefill", 0), free
-            )
-
-    with served(engines_app({"a": replica})) as (base, _):
-        run(session(urls_of({"a": replica}, base)))
+async def test_a_user_is_not_told_how_far_others_have_come():
+    replica, free = busy_replica(), ("free", 0)
+    async with showing({"a": replica}, USER) as (_, viewer, watch):
+        await until_told(viewer, watch, lambda: watch.sums and watch.sums["ready"] == 1)
+        dim = letters(("decode", 0), free, ("prefill", 0), free)
+        assert watch.hello["role"] == "user" and watch.cards["a"]["seats"] == dim
+        replica.take_seat(1, n_prompt=4, n_output=9, max_tokens=10)
+        await until_told(viewer, watch, lambda: watch.cards["a"]["taken"] == 3)
+        dim = letters(("decode", 0), ("decode", 0), ("prefill", 0), free)
+        assert watch.cards["a"]["seats"] == dim
 
 
 def test_a_large_frame_is_followed_by_a_long_pause(monkeypatch: pytest.MonkeyPatch):
@@ -355,10 +340,10 @@ def test_silence_is_noticed(monkeypatch: pytest.MonkeyPatch):
     assert "says nothing any more" in run(session())
 
 
-def test_replicas_come_and_go_while_somebody_looks():
+async def test_replicas_come_and_go_while_somebody_looks():
     replicas = {"a": FakeReplica(2), "b": FakeReplica(4)}
-
-    async def session(urls: dict[str, str]) -> None:
+    with served(engines_app(replicas)) as (base, _):
+        urls = urls_of(replicas, base)
         fleet = fleet_of({"a": urls["a"]})
         async with watched(fleet) as (viewer, watch):
             await until_told(viewer, watch, lambda: watch.states() == {"a": "ready"})
@@ -370,22 +355,12 @@ def test_replicas_come_and_go_while_somebody_looks():
             fleet.set_replicas({"b": RemoteEngine(urls["b"])})
             await until_told(viewer, watch, lambda: watch.states() == {"b": "ready"})
 
-    with served(engines_app(replicas)) as (base, _):
-        run(session(urls_of(replicas, base)))
 
-
-def test_nobody_looks_and_nobody_is_asked():
-    replica = FakeReplica(2)
-
-    async def session(urls: dict[str, str]) -> None:
-        fleet = fleet_of(urls)
-        async with watched(fleet) as (viewer, watch):
-            await until_told(viewer, watch, lambda: watch.states() == {"a": "ready"})
-        assert not fleet._following and fleet._telling is None
-        assert fleet.members["a"].state == "connecting"
-
-    with served(engines_app({"a": replica})) as (base, _):
-        run(session(urls_of({"a": replica}, base)))
+async def test_nobody_looks_and_nobody_is_asked():
+    async with showing({"a": FakeReplica(2)}) as (fleet, viewer, watch):
+        await until_told(viewer, watch, lambda: watch.states() == {"a": "ready"})
+    assert not fleet._following and fleet._telling is None
+    assert fleet.members["a"].state == "connecting"
 
 
 ADMIN, ORDINARY = "the operator's key", "a user's key"
@@ -394,40 +369,40 @@ SETTINGS = ServerSettings(
 )
 
 
-@pytest.mark.parametrize(
-    "path, expected",
-    [
-        ("/", {None: 401, ORDINARY: 200, ADMIN: 200}),
-        ("/assets/fleet.js", {None: 200, ORDINARY: 200, ADMIN: 200}),
-        ("/r/a/", {None: 401, ORDINARY: 307, ADMIN: 200}),
-        ("/r/a", {None: 307, ORDINARY: 307, ADMIN: 307}),
-        ("/r/a/assets/page.js", {None: 200, ORDINARY: 200, ADMIN: 200}),
-        ("/r/a/engines", {None: 401, ORDINARY: 403, ADMIN: 200}),
-        ("/r/a/slots", {None: 401, ORDINARY: 403, ADMIN: 200}),
-        ("/r/a/requests", {None: 401, ORDINARY: 403, ADMIN: 200}),
-        ("/r/a/lab", {None: 401, ORDINARY: 403, ADMIN: 200}),
-        ("/r/b/", {None: 404, ORDINARY: 404, ADMIN: 404}),
-        ("/r/b/slots", {None: 401, ORDINARY: 403, ADMIN: 404}),
-        ("/r/a/pulse", {None: 401, ORDINARY: 403, ADMIN: 404}),
-        ("/r/a/request/../../v1/models", {None: 401, ORDINARY: 403, ADMIN: 404}),
-        ("/nowhere", {None: 401, ORDINARY: 404, ADMIN: 404}),
-    ],
+#: Path, and the status without a key, with a user's and with an administrator's.
+PAGES = (
+    ("/", (401, 200, 200)),
+    ("/assets/fleet.js", (200, 200, 200)),
+    ("/r/a/", (401, 307, 200)),
+    ("/r/a", (307, 307, 307)),
+    ("/r/a/assets/page.js", (200, 200, 200)),
+    ("/r/a/engines", (401, 403, 200)),
+    ("/r/a/slots", (401, 403, 200)),
+    ("/r/a/requests", (401, 403, 200)),
+    ("/r/a/lab", (401, 403, 200)),
+    ("/r/b/", (404, 404, 404)),
+    ("/r/b/slots", (401, 403, 404)),
+    ("/r/a/pulse", (401, 403, 404)),
+    ("/r/a/request/../../v1/models", (401, 403, 404)),
+    ("/nowhere", (401, 404, 404)),
 )
-def test_whose_page_is_where(client, path: str, expected: dict[str | None, int]):
-    async def session(url: str) -> dict[str | None, int]:
-        found: dict[str | None, int] = {}
-        for key in expected:
+
+
+def test_whose_page_is_where(client):
+    async def session(url: str) -> None:
+        for at, key in enumerate((None, ORDINARY, ADMIN)):
             app = FleetPage(fleet_of({"a": f"{url}/a"}), SETTINGS).by_itself()
             async with browser(app) as web:
                 if key is not None:
                     assert (await web.post("/sign-in", json={"key": key})).status_code == 204
-                answer = await web.get(path)
-                assert answer.headers["content-security-policy"].startswith("default-src 'none'")
-                found[key] = answer.status_code
-        return found
+                for path, expected in PAGES:
+                    answer = await web.get(path)
+                    policy = answer.headers["content-security-policy"]
+                    assert policy.startswith("default-src 'none'")
+                    assert (path, answer.status_code) == (path, expected[at])
 
     with served(engines_app({"a": client})) as (url, _):
-        assert run(session(url)) == expected
+        run(session(url))
 
 
 def test_a_replicas_page_knows_the_others(client):
@@ -457,20 +432,9 @@ def test_strangers_hosts_and_pages_of_other_sites_are_refused():
 
 
 @pytest.mark.parametrize("key, expected", [(None, 401), (ORDINARY, 403), (ADMIN, 200)])
-def test_administrators_see_candidates_and_decide(key: str | None, expected: int):
+async def test_administrators_see_candidates_and_decide(key: str | None, expected: int):
     rollouts = FakeRollouts(m=rollout_of("m", "v2", slower=1.0, requests=40))
     app = FleetPage(fleet_of({"a": "http://127.0.0.1:1"}), SETTINGS, rollouts).by_itself()
-
-    async def session() -> None:
-        async with browser(app) as web:
-            if key is not None:
-                await web.post("/sign-in", json={"key": key})
-            assert (await web.get("/rollouts")).status_code == expected
-            answer = await web.post("/rollouts/m", json={"action": "promote"})
-            assert answer.status_code == expected
-            if expected == 200:
-                assert answer.json()["rollouts"][0]["state"] == "promoted"
-                await refusals(web)
 
     async def refusals(web: httpx.AsyncClient) -> None:
         wrong = await web.post("/rollouts/m", json={"action": "explode"})
@@ -481,7 +445,15 @@ def test_administrators_see_candidates_and_decide(key: str | None, expected: int
         other = await web.post("/rollouts/m", json={"action": "restart"}, headers=site)
         assert other.status_code == 403
 
-    run(session())
+    async with browser(app) as web:
+        if key is not None:
+            await web.post("/sign-in", json={"key": key})
+        assert (await web.get("/rollouts")).status_code == expected
+        answer = await web.post("/rollouts/m", json={"action": "promote"})
+        assert answer.status_code == expected
+        if expected == 200:
+            assert answer.json()["rollouts"][0]["state"] == "promoted"
+            await refusals(web)
     assert rollouts.decided == ([("m", "promote")] if expected == 200 else [])
 
 
@@ -490,22 +462,19 @@ def test_without_candidates_nothing_answers_for_them():
     assert run(call(app, "/rollouts", method="GET")).status == 404
 
 
-def test_replicas_are_found_where_they_are_now():
+async def test_replicas_are_found_where_they_are_now():
     """One that moves is the same replica: its restarts are counted on."""
     replica = FakeReplica(2)
     places: dict[str, ReplicaAddress] = {}
 
-    async def session() -> None:
-        async with watched(FleetView(find=lambda: places)) as (viewer, watch):
-            await until_told(viewer, watch, lambda: watch.sums.get("replicas") == 0)
-            for restarts in (0, 1):
-                with served_at(engines_app({"a": replica})) as url:
-                    places["a"] = ReplicaAddress(f"{url}/a")
-                    ready = lambda: watch.states() == {"a": "ready"}  # noqa: E731
-                    here = lambda: ready() and watch.cards["a"]["url"] == f"{url}/a"  # noqa: B023, E731
-                    await until_told(viewer, watch, here)
-                    assert watch.cards["a"]["restarts"] == restarts
-            places.clear()
-            await until_told(viewer, watch, lambda: watch.states() == {})
-
-    run(session())
+    async with watched(FleetView(find=lambda: places)) as (viewer, watch):
+        await until_told(viewer, watch, lambda: watch.sums.get("replicas") == 0)
+        for restarts in (0, 1):
+            with served_at(engines_app({"a": replica})) as url:
+                places["a"] = ReplicaAddress(f"{url}/a")
+                ready = lambda: watch.states() == {"a": "ready"}  # noqa: E731
+                here = lambda: ready() and watch.cards["a"]["url"] == f"{url}/a"  # noqa: B023, E731
+                await until_told(viewer, watch, here)
+                assert watch.cards["a"]["restarts"] == restarts
+        places.clear()
+        await until_told(viewer, watch, lambda: watch.states() == {})

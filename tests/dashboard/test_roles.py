@@ -130,28 +130,23 @@ def test_every_route_of_the_endpoint_lets_in_whom_its_line_says(shared, key):
 
 
 @pytest.mark.parametrize("key", [None, ANN, ROOT])
-@pytest.mark.parametrize(("method", "path", "role"), PAGE_ROUTES)
-def test_every_route_of_the_page_lets_in_whom_its_line_says(shared, method, path, role, key):
-    async def session() -> int:
-        app = app_of(shared)
+async def test_every_route_of_the_page_lets_in_whom_its_line_says(shared, key):
+    app = app_of(shared)
+    for method, path, role in PAGE_ROUTES:
+        wanted = EXPECTED[role][key]
         cookie = ""
         if key is not None:
             reply = await call(app, "/dashboard/sign-in", {"key": key})
             cookie = reply.headers["set-cookie"].partition(";")[0]
-        body = {"key": ROOT} if path == "/sign-in" else {"minutes": 99}
         reply = await call(
             app,
             f"/dashboard{path}",
-            body,
+            {"key": ROOT} if path == "/sign-in" else {"minutes": 99},
             method=method,
             headers={"cookie": cookie},
             leave_on_chunk=1,
         )
-        return reply.status
-
-    wanted = EXPECTED[role][key]
-    status = run(session())
-    assert status == wanted if wanted else status not in (401, 403)
+        assert reply.status == wanted if wanted else reply.status not in (401, 403), path
 
 
 def test_the_table_says_who_needs_what():
@@ -297,7 +292,7 @@ def test_a_users_feed_names_nobody_else(shared):
     assert states[0] == states[1], "seats are taken for everybody alike"
 
 
-def test_deltas_and_events_name_nobody_else(shared):
+async def test_deltas_and_events_name_nobody_else(shared):
     """Two viewers of one feed, and what happens while they watch."""
     from jitney.dashboard.feed import Feed
     from jitney.engine.server.http.access import Identity
@@ -310,18 +305,15 @@ def test_deltas_and_events_name_nobody_else(shared):
                 return got
         return got
 
-    async def session():
-        feed = Feed(shared, hz=100)
-        ann = Identity(Role.USER, digest_key(ANN))
-        root = Identity(Role.ADMIN, digest_key(ROOT))
-        with feed.viewer(identity=ann) as hers, feed.viewer(identity=root) as all_of_it:
-            await take(hers, "key_frame")
-            await take(all_of_it, "key_frame")
-            sit(shared, "ben-new-0", digest_key(BEN), 2, False, n_prompt=21)
-            sit(shared, "ann-new-0", digest_key(ANN), 3, False, n_prompt=22)
-            return await take(hers, "delta"), await take(all_of_it, "delta")
-
-    hers, everything = run(session())
+    feed = Feed(shared, hz=100)
+    ann = Identity(Role.USER, digest_key(ANN))
+    root = Identity(Role.ADMIN, digest_key(ROOT))
+    with feed.viewer(identity=ann) as hers, feed.viewer(identity=root) as all_of_it:
+        await take(hers, "key_frame")
+        await take(all_of_it, "key_frame")
+        sit(shared, "ben-new-0", digest_key(BEN), 2, False, n_prompt=21)
+        sit(shared, "ann-new-0", digest_key(ANN), 3, False, n_prompt=22)
+        hers, everything = await take(hers, "delta"), await take(all_of_it, "delta")
     for got, named in ((hers, {"ann-new-0", ""}), (everything, {"ann-new-0", "ben-new-0"})):
         events = next(data for name, data in got if name == "events")
         assert {row[3] for row in events["events"]} == named
@@ -333,41 +325,35 @@ def test_deltas_and_events_name_nobody_else(shared):
     assert both[2] == "ben-new-0" and both[3] == "ann-new-0"
 
 
-def test_no_user_takes_all_places_of_the_feed(shared):
+async def test_no_user_takes_all_places_of_the_feed(shared):
     from jitney.dashboard.feed import Feed
     from jitney.dashboard.viewers import TooManyViewers
     from jitney.engine.server.http.access import Identity
 
-    async def session() -> None:
-        feed = Feed(shared)
-        ann, ben = (Identity(Role.USER, digest_key(key)) for key in (ANN, BEN))
-        with contextlib.ExitStack() as stack:
-            for _ in range(8):
-                stack.enter_context(feed.viewer(identity=ann))
-            with pytest.raises(TooManyViewers, match="all 8"):
-                stack.enter_context(feed.viewer(identity=ann))
-            stack.enter_context(feed.viewer(identity=ben))
-            for _ in range(20):
-                stack.enter_context(feed.viewer())
-            assert viewers_of(feed) == 29
-
-    run(session())
+    feed = Feed(shared)
+    ann, ben = (Identity(Role.USER, digest_key(key)) for key in (ANN, BEN))
+    with contextlib.ExitStack() as stack:
+        for _ in range(8):
+            stack.enter_context(feed.viewer(identity=ann))
+        with pytest.raises(TooManyViewers, match="all 8"):
+            stack.enter_context(feed.viewer(identity=ann))
+        stack.enter_context(feed.viewer(identity=ben))
+        for _ in range(20):
+            stack.enter_context(feed.viewer())
+        assert viewers_of(feed) == 29
 
 
-def test_a_page_elsewhere_shows_what_its_key_may_see(shared):
+async def test_a_page_elsewhere_shows_what_its_key_may_see(shared):
     """With a user's key it is a user's page; its visitors need the same key."""
     engine = app_of(shared)
     settings = ServerSettings(admin_keys=(digest_key(ANN),))
     remote = RemoteEngine("http://engine", ANN, httpx.ASGITransport(engine))
 
-    async def session():
-        async with browser(Standalone(remote, settings).by_itself()) as web:
-            assert (await web.get("/engines/0/requests")).status_code == 401
-            assert (await web.post("/sign-in", json={"key": ROOT})).status_code == 401
-            assert (await web.post("/sign-in", json={"key": ANN})).status_code == 204
-            listing = await web.get("/engines/0/requests")
-            return listing, await web.get("/engines/0/lab")
-
-    listing, lab = run(session())
+    async with browser(Standalone(remote, settings).by_itself()) as web:
+        assert (await web.get("/engines/0/requests")).status_code == 401
+        assert (await web.post("/sign-in", json={"key": ROOT})).status_code == 401
+        assert (await web.post("/sign-in", json={"key": ANN})).status_code == 204
+        listing = await web.get("/engines/0/requests")
+        listing, lab = listing, await web.get("/engines/0/lab")
     assert {row["request"] for row in listing.json()["requests"]} == {"ann-0", "ann-old-0"}
     assert lab.status_code == 403 and lab.json()["error"]["code"] == "admin_key_needed"

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from api_fakes import run
 from engine_infos import engine_info
 
 from jitney.dashboard.fleet_answers import search_requests, tenants_of_all
@@ -168,27 +167,24 @@ def test_sizes_and_parts_add_up_to_the_steps():
     assert found["parts"]["mixed"]["device"]["mean"] == pytest.approx(np.mean(mixed), rel=1e-4)
 
 
-def test_work_is_listed_and_cancelled_by_its_owner_or_an_administrator(tmp_path):
+async def test_work_is_listed_and_cancelled_by_its_owner_or_an_administrator(tmp_path):
     """Rows of the store as they are, not as a route tells them."""
 
-    async def session():
-        keeper = await StoreKeeper.open(tmp_path / "data")
-        times = {"in_progress": int(time.time()) - 10}
-        batch = Batch("batch_1", "a" * 64, "/v1/completions", {}, "", 1, 1 << 40, "in_progress",
-                      times, input_file_id="file-1", completion_window="24h", total=40, completed=9,
-                      failed=1)  # fmt: skip
-        job = Job("job_1", "b" * 64, "/v1/completions", {}, "", 1, 1 << 40)
-        file = StoredFile("file-1", "a" * 64, "batch", "in.jsonl", 12, 1)
-        await keeper.do(TaskStore.insert, batch)
-        await keeper.do(TaskStore.insert, job, body=b"{}", digest="d")
-        await keeper.do(TaskStore.insert, file)
-        work = WorkList(lambda: _Kept(keeper))  # type: ignore[arg-type,return-value]
-        everything = await work.listing(EVERYBODY)
-        mine = await work.listing(Identity(Role.USER, "b" * 64))
-        await keeper.close()
-        return everything, mine
-
-    everything, mine = run(session())
+    keeper = await StoreKeeper.open(tmp_path / "data")
+    times = {"in_progress": int(time.time()) - 10}
+    batch = Batch("batch_1", "a" * 64, "/v1/completions", {}, "", 1, 1 << 40, "in_progress",
+                  times, input_file_id="file-1", completion_window="24h", total=40, completed=9,
+                  failed=1)  # fmt: skip
+    job = Job("job_1", "b" * 64, "/v1/completions", {}, "", 1, 1 << 40)
+    file = StoredFile("file-1", "a" * 64, "batch", "in.jsonl", 12, 1)
+    await keeper.do(TaskStore.insert, batch)
+    await keeper.do(TaskStore.insert, job, body=b"{}", digest="d")
+    await keeper.do(TaskStore.insert, file)
+    work = WorkList(lambda: _Kept(keeper))  # type: ignore[arg-type,return-value]
+    everything = await work.listing(EVERYBODY)
+    mine = await work.listing(Identity(Role.USER, "b" * 64))
+    await keeper.close()
+    everything, mine = everything, mine
     (batch,) = everything["batches"]
     assert batch["owner"] == "key aaaaaaaa" and batch["open"] and not batch["own"]
     assert batch["left_s"] == pytest.approx(30, abs=4)
@@ -217,7 +213,7 @@ def test_accounts_have_short_names():
     assert label_of("user ") == label_of("") == "no key"
 
 
-def test_answers_of_replicas_are_one(history, clock):
+async def test_answers_of_replicas_are_one(history, clock):
     """Two replicas with the same history; a third does not answer."""
     tenant = "a" * 64
     ride(history, clock, "a", seat=0, times=(1010, 1020, 1030, 1130), n_prompt=16, n_output=5,
@@ -228,12 +224,9 @@ def test_answers_of_replicas_are_one(history, clock):
     }
     members = [_Replica(name, answers) for name in ("r1", "r2")] + [_Replica("gone", {})]
 
-    async def session():
-        merged = await tenants_of_all(members, EVERYBODY)
-        others = await tenants_of_all(members, Identity(Role.USER, "b" * 64))
-        return merged, others, await search_requests(members, "all", "a")
-
-    merged, others, requests = run(session())
+    merged = await tenants_of_all(members, EVERYBODY)
+    others = await tenants_of_all(members, Identity(Role.USER, "b" * 64))
+    merged, others, requests = merged, others, await search_requests(members, "all", "a")
     (row,) = merged["tenants"]
     assert (row["requests"], row["output_tokens"], row["seat_s"]) == (2, 10, 220)
     assert row["share"] == 1 and row["wait_s"] == {"p50": 10, "p95": 10}

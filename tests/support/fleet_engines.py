@@ -23,6 +23,8 @@ from jitney.engine.fleet.replicas import Replica
 from jitney.engine.server.http.service import Service
 from jitney.engine.server.http.streaming import StreamingWriter
 
+#: A line of a model: its engines are asked in turn.
+ROUND_ROBIN = 'router = "round-robin"'
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Where to?"}], "max_tokens": 40}
 
 
@@ -172,3 +174,22 @@ def fleet_of(folder: Path, text: str, key: str = "", **settings: Any) -> Iterato
     with served(app, limits) as (url, _):
         until(lambda: bool(found), 30)
         yield Served(url, *found[0])
+
+
+@contextlib.contextmanager
+def serving(
+    folder: Path,
+    *fakes: FakeEngine,
+    model: str = "",
+    fleet: str = "",
+    key: str = "",
+    **settings: Any,
+) -> Iterator[tuple[Served, httpx.Client]]:
+    """A fleet over these engines, which are served and ready, and a client of it. model, fleet:
+    more lines of its file.
+    """
+    with engines(*fakes):
+        text = toml([fake.url for fake in fakes], model, fleet)
+        with fleet_of(folder, text, key, **settings) as served, served.http() as http:
+            served.wait_ready(*(fake.name for fake in fakes))
+            yield served, http

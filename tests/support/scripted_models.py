@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from jitney.engine.fleet.compositions.answering import ModelAnswer, ModelStream
 from jitney.engine.fleet.compositions.body_checks import accepted
+from jitney.engine.fleet.compositions.pipeline import Pipeline, PipelineSettings
 from jitney.engine.fleet.request import ProxiedRequest
 
 
@@ -121,9 +123,9 @@ def _text_choice(index: int, request: ProxiedRequest, said: Said) -> dict[str, A
 
 
 def chat(model: str, text: str = "hello", **fields: Any) -> ProxiedRequest:
-    """A chat of one message."""
+    """A chat of one message, to a model that may read documents beside it."""
     body = {"messages": [{"role": "user", "content": text}]} | fields
-    return accepted(ProxiedRequest.post(model, "/v1/chat/completions", body))
+    return accepted(ProxiedRequest.post(model, "/v1/chat/completions", body), {"documents"})
 
 
 def in_background(request: ProxiedRequest) -> ProxiedRequest:
@@ -133,6 +135,38 @@ def in_background(request: ProxiedRequest) -> ProxiedRequest:
 
 def completion(model: str, prompt: Any = "hello", **fields: Any) -> ProxiedRequest:
     return accepted(ProxiedRequest.post(model, "/v1/completions", {"prompt": prompt} | fields))
+
+
+def pipeline_settings(*stages: dict[str, Any], **fields: Any) -> PipelineSettings:
+    return PipelineSettings.model_validate({"kind": "pipeline", "stages": list(stages)} | fields)
+
+
+def ask_pipeline(
+    models: ScriptedModels,
+    requests: Sequence[ProxiedRequest],
+    *stages: dict[str, Any],
+    folder: Path = Path(),
+) -> list[Any]:
+    """The answers of a pipeline of these stages, one after another; of a stream its headers and
+    chunks.
+    """
+
+    async def scene() -> list[Any]:
+        pipeline = Pipeline(pipeline_settings(*stages), models, folder=folder)
+        try:
+            return [
+                await (chunks(pipeline, each) if each.streams else pipeline.answer(each))
+                for each in requests
+            ]
+        finally:
+            await pipeline.close()
+
+    return asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+def messages_to(models: ScriptedModels, name: str) -> list[str]:
+    """The last message of each request to a model."""
+    return [each.fields["messages"][-1]["content"] for each in models.models[name].asked]
 
 
 async def chunks(

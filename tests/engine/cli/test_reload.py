@@ -500,7 +500,7 @@ def test_who_cannot_read_again_says_so():
 
 
 @pytest.mark.parametrize("has_terminal", [True, False])
-def test_a_signal_reads_again_unless_the_terminal_is_gone(
+async def test_a_signal_reads_again_unless_the_terminal_is_gone(
     monkeypatch: pytest.MonkeyPatch, has_terminal: bool
 ):
     """The end of a terminal is told by the same signal."""
@@ -512,19 +512,14 @@ def test_a_signal_reads_again_unless_the_terminal_is_gone(
         loop.call_soon_threadsafe(read.set)
         raise ConfigError("no")
 
-    async def scene() -> None:
-        nonlocal loop
-        loop = asyncio.get_running_loop()
-        nothing: Any = None
-        reloader = Reloader(ServerSection(), read_again, nothing, nothing, nothing, lambda: None)
-        reloader.listen(lambda number: stopped.set())
-        os.kill(os.getpid(), signal.SIGHUP)
-        async with asyncio.timeout(120):
-            await (stopped if has_terminal else read).wait()
-        loop.remove_signal_handler(signal.SIGHUP)
-
-    loop: Any = None
-    asyncio.run(scene())
+    loop = asyncio.get_running_loop()
+    nothing: Any = None
+    reloader = Reloader(ServerSection(), read_again, nothing, nothing, nothing, lambda: None)
+    reloader.listen(lambda number: stopped.set())
+    os.kill(os.getpid(), signal.SIGHUP)
+    async with asyncio.timeout(120):
+        await (stopped if has_terminal else read).wait()
+    loop.remove_signal_handler(signal.SIGHUP)
     assert (read.is_set(), stopped.is_set()) == (not has_terminal, has_terminal)
 
 

@@ -28,7 +28,7 @@ def _ready(request: httpx.Request) -> httpx.Response:
     return httpx.Response(200, text="")
 
 
-def test_every_address_of_a_name_is_an_engine(
+async def test_every_address_of_a_name_is_an_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     """As long as it is one; the one that is named by itself stays."""
@@ -45,35 +45,31 @@ def test_every_address_of_a_name_is_an_engine(
     file = tmp_path / "fleet.toml"
     file.write_text(FLEET)
 
-    async def scene() -> None:
-        nonlocal now
-        async with open_fleet(FleetConfig.read(file), "", httpx.MockTransport(_ready)) as (
-            fleet,
-            _,
-        ):
+    async with open_fleet(FleetConfig.read(file), "", httpx.MockTransport(_ready)) as (
+        fleet,
+        _,
+    ):
 
-            async def until_ready(names: set[str]) -> None:
-                async with asyncio.timeout(120):
-                    while {
-                        replica.name
-                        for replica in fleet.models["m"].replicas
-                        if replica.state == "ready"
-                    } != names:
-                        await asyncio.sleep(0.01)
-
-            given = "10.0.0.9:8000"
-            await until_ready({given, "10.0.0.1:8000", "10.0.0.2:8000"})
-            stays = next(each for each in fleet.models["m"].replicas if "0.2" in each.url)
-            now = ["10.0.0.2:8000", "[fd00::3]:8000"]
-            await until_ready({given, "10.0.0.2:8000", "[fd00::3]:8000"})
-            assert stays in fleet.models["m"].replicas, "what is known of it is kept"
-            now = None
+        async def until_ready(names: set[str]) -> None:
             async with asyncio.timeout(120):
-                while "its engines are not found" not in caplog.text:
+                while {
+                    replica.name
+                    for replica in fleet.models["m"].replicas
+                    if replica.state == "ready"
+                } != names:
                     await asyncio.sleep(0.01)
-            await until_ready({given, "10.0.0.2:8000", "[fd00::3]:8000"})
 
-    asyncio.run(scene())
+        given = "10.0.0.9:8000"
+        await until_ready({given, "10.0.0.1:8000", "10.0.0.2:8000"})
+        stays = next(each for each in fleet.models["m"].replicas if "0.2" in each.url)
+        now = ["10.0.0.2:8000", "[fd00::3]:8000"]
+        await until_ready({given, "10.0.0.2:8000", "[fd00::3]:8000"})
+        assert stays in fleet.models["m"].replicas, "what is known of it is kept"
+        now = None
+        async with asyncio.timeout(120):
+            while "its engines are not found" not in caplog.text:
+                await asyncio.sleep(0.01)
+        await until_ready({given, "10.0.0.2:8000", "[fd00::3]:8000"})
 
 
 def test_a_name_has_each_address_once():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,12 @@ import pytest
 from api_fakes import FakeClient, Script, until
 from fleet_engines import (
     CHAT,
+    ROUND_ROBIN,
     FakeEngine,
-    Served,
-    engines,
     events,
     fleet_of,
     said,
+    serving,
     toml,
 )
 
@@ -26,6 +27,7 @@ from jitney.engine.common.errors import ErrorInfo
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.fleet.prompt_prefixes import prompt_prefixes
 from jitney.engine.fleet.request import ProxiedRequest
+from jitney.engine.server.http.settings import digest_key
 from jitney.engine.server.process.client import OutputListener
 
 TEXT = "Hello, wörld!"
@@ -35,17 +37,12 @@ def full(retry_after: float) -> Script:
     return Script(error=ErrorInfo("queue_full", "no room", retry_after=retry_after))
 
 
-def ready(served: Served, fakes: list[FakeEngine]) -> None:
-    served.wait_ready(*(fake.name for fake in fakes))
-
-
 def test_an_answer_is_passed_on_as_it_is(tmp_path: Path):
-    with engines(FakeEngine()) as fakes, fleet_of(tmp_path, toml([fakes[0].url])) as served:
-        ready(served, fakes)
+    fakes = [FakeEngine()]
+    with serving(tmp_path, *fakes) as (_, http):
         headers = {"x-request-id": "mine", "traceparent": "00-" + "1" * 32 + "-" + "2" * 16 + "-01"}
-        with served.http() as http:
-            answer = http.post("/v1/chat/completions", json=CHAT, headers=headers)
-            direct = http.post(fakes[0].url + "/v1/chat/completions", json=CHAT)
+        answer = http.post("/v1/chat/completions", json=CHAT, headers=headers)
+        direct = http.post(fakes[0].url + "/v1/chat/completions", json=CHAT)
         assert answer.status_code == 200
         own = {"id", "created"}
         assert {k: v for k, v in answer.json().items() if k not in own} == {
@@ -59,54 +56,36 @@ def test_an_answer_is_passed_on_as_it_is(tmp_path: Path):
 
 def test_a_stream_is_passed_on_byte_by_byte(tmp_path: Path):
     body = CHAT | {"stream": True, "seed": 5, "stream_options": {"include_usage": True}}
-    with engines(FakeEngine()) as fakes, fleet_of(tmp_path, toml([fakes[0].url])) as served:
-        ready(served, fakes)
-        with served.http() as http:
-            answer = http.post("/v1/chat/completions", json=body)
+    fakes = [FakeEngine()]
+    with serving(tmp_path, *fakes) as (_, http):
+        answer = http.post("/v1/chat/completions", json=body)
         assert said(answer.text) == TEXT
         assert answer.headers["content-type"].startswith("text/event-stream")
         assert events(answer.text)[-1]["usage"]["completion_tokens"] == len(TEXT.encode()) + 1
         assert fakes[0].client.requests[0].sampling.seed == 5
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/v1/completions",
-        "/v1/messages",
-        "/v1/messages/count_tokens",
-        "/v1/responses",
-        "/v1/responses/input_tokens",
-        "/tokenize",
-    ],
-)
-def test_every_form_is_passed_on(tmp_path: Path, path: str):
+def test_every_form_is_passed_on(tmp_path: Path):
     bodies: dict[str, dict[str, Any]] = {
         "/v1/completions": {"prompt": "Where to?"},
+        "/v1/messages": {"messages": CHAT["messages"], "max_tokens": 5},
+        "/v1/messages/count_tokens": {"messages": CHAT["messages"]},
         "/v1/responses": {"input": "Where to?"},
         "/v1/responses/input_tokens": {"input": "Where to?"},
         "/tokenize": {"prompt": "Where to?"},
     }
-    body = {"model": "m"} | bodies.get(path, {"messages": CHAT["messages"], "max_tokens": 5})
-    if path.endswith("count_tokens"):
-        del body["max_tokens"]
-    with engines(FakeEngine()) as fakes, fleet_of(tmp_path, toml([fakes[0].url])) as served:
-        ready(served, fakes)
-        with served.http() as http:
-            assert http.post(path, json=body).status_code == 200
-            wrong = http.post(path, json=body | {"max_tokens": -1})
-        direct = "/v1/responses" not in path and "count" not in path and "tok" not in path
-        assert wrong.status_code == (400 if direct else wrong.status_code)
+    with serving(tmp_path, FakeEngine()) as (_, http):
+        for path, body in bodies.items():
+            assert http.post(path, json=body | {"model": "m"}).status_code == 200, path
+        for path in ("/v1/completions", "/v1/messages"):
+            wrong = bodies[path] | {"model": "m", "max_tokens": -1}
+            assert http.post(path, json=wrong).status_code == 400
 
 
 def test_ollamas_clients_find_the_models_of_a_fleet(tmp_path: Path):
     body = {"model": "m:latest", "messages": CHAT["messages"]}
     answered: list[str] = []
-    with (
-        engines(FakeEngine(FakeClient(Script(TEXT, delay_s=0.05)))) as fakes,
-        fleet_of(tmp_path, toml([fakes[0].url])) as served,
-    ):
-        ready(served, fakes)
+    with serving(tmp_path, FakeEngine(FakeClient(Script(TEXT, delay_s=0.05)))) as (served, http):
         client = ollama.Client(host=served.url, trust_env=False)
         assert [each.model for each in client.list().models] == ["m"]
         assert [each.context_length for each in client.ps().models] == [256]
@@ -118,21 +97,16 @@ def test_ollamas_clients_find_the_models_of_a_fleet(tmp_path: Path):
             times.append(time.monotonic() - started)
         assert "".join(answered) == TEXT and part.done_reason == "stop"
         assert times[0] < 0.7 * times[-1]  # as it comes, not all at its end
-        with served.http() as http:
-            streamed = http.post("/api/chat", json=body)
-            assert streamed.headers["content-type"] == "application/x-ndjson"
-            unknown = http.post("/api/generate", json={"model": "none", "prompt": "a"})
-            assert unknown.status_code == 404 and isinstance(unknown.json()["error"], str)
-            ranked = http.post("/v1/rerank", json={"model": "m", "query": "q", "documents": ["a"]})
-            assert [each["index"] for each in ranked.json()["results"]] == [0]
+        streamed = http.post("/api/chat", json=body)
+        assert streamed.headers["content-type"] == "application/x-ndjson"
+        unknown = http.post("/api/generate", json={"model": "none", "prompt": "a"})
+        assert unknown.status_code == 404 and isinstance(unknown.json()["error"], str)
+        ranked = http.post("/v1/rerank", json={"model": "m", "query": "q", "documents": ["a"]})
+        assert [each["index"] for each in ranked.json()["results"]] == [0]
 
 
 def test_ollamas_stream_whose_engine_dies_ends_with_a_line_that_says_so(tmp_path: Path):
-    with (
-        engines(FakeEngine(dies_after=4)) as fakes,
-        fleet_of(tmp_path, toml([fakes[0].url])) as served,
-    ):
-        ready(served, fakes)
+    with serving(tmp_path, FakeEngine(dies_after=4)) as (served, _):
         client = ollama.Client(host=served.url, trust_env=False)
         with pytest.raises(ollama.ResponseError, match="engine"):
             list(client.chat("m", CHAT["messages"], stream=True))
@@ -179,73 +153,63 @@ def test_bad_bodies_are_refused_as_an_engine_does(tmp_path: Path):
 
 
 def test_keys_are_asked_for_and_replaced(tmp_path: Path):
-    from jitney.engine.server.http.settings import digest_key
-
-    keys = {"api_keys": (digest_key("user"),), "admin_keys": (digest_key("boss"),)}
+    keys: dict[str, Any] = {"api_keys": (digest_key("user"),), "admin_keys": (digest_key("boss"),)}
     fake = FakeEngine(settings={"admin_keys": (digest_key("engine"),)})
-    with engines(fake) as fakes, fleet_of(tmp_path, toml([fake.url]), "engine", **keys) as served:
-        ready(served, fakes)
-        with served.http() as http:
-            assert http.post("/v1/chat/completions", json=CHAT).status_code == 401
-            user = {"authorization": "Bearer user"}
-            assert http.post("/v1/chat/completions", json=CHAT, headers=user).status_code == 200
-            assert fake.heads[-1]["authorization"] == "Bearer engine"
-            assert http.get("/metrics", headers=user).status_code == 403
-            boss = {"authorization": "Bearer boss"}
-            assert "jitney_fleet_attempts" in http.get("/metrics", headers=boss).text
-            known = http.get("/fleet/replicas", headers=boss).json()["models"]["m"]
-            assert known[0]["state"] == "ready" and known[0]["seats"] == 8
+    with serving(tmp_path, fake, key="engine", **keys) as (_, http):
+        assert http.post("/v1/chat/completions", json=CHAT).status_code == 401
+        user = {"authorization": "Bearer user"}
+        assert http.post("/v1/chat/completions", json=CHAT, headers=user).status_code == 200
+        assert fake.heads[-1]["authorization"] == "Bearer engine"
+        assert http.get("/metrics", headers=user).status_code == 403
+        boss = {"authorization": "Bearer boss"}
+        assert "jitney_fleet_attempts" in http.get("/metrics", headers=boss).text
+        known = http.get("/fleet/replicas", headers=boss).json()["models"]["m"]
+        assert known[0]["state"] == "ready" and known[0]["seats"] == 8
 
 
 def test_turns_of_a_conversation_go_to_one_replica(tmp_path: Path):
-    with (
-        engines(*(FakeEngine() for _ in range(3))) as fakes,
-        fleet_of(tmp_path, toml([fake.url for fake in fakes])) as served,
-    ):
-        ready(served, fakes)
+    fakes = [FakeEngine() for _ in range(3)]
+    with serving(tmp_path, *fakes) as (_, http):
         places = []
-        with served.http() as http:
-            for number in range(12):
-                messages = [
-                    {"role": "system", "content": "Be brief."},
-                    {"role": "user", "content": f"Question {number}"},
-                ]
-                seen = set()
-                for _ in range(3):
-                    body = CHAT | {"messages": messages}
-                    answer = http.post("/v1/chat/completions", json=body)
-                    seen.add(answer.headers["x-jitney-replica"])
-                    messages = [*messages, {"role": "user", "content": "And then?"}]
-                assert len(seen) == 1
-                places += seen
+        for number in range(12):
+            messages = [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": f"Question {number}"},
+            ]
+            seen = set()
+            for _ in range(3):
+                body = CHAT | {"messages": messages}
+                answer = http.post("/v1/chat/completions", json=body)
+                seen.add(answer.headers["x-jitney-replica"])
+                messages = [*messages, {"role": "user", "content": "And then?"}]
+            assert len(seen) == 1
+            places += seen
         assert len(set(places)) > 1
 
 
 def test_a_conversation_that_the_brake_moved_stays_where_its_pages_are(tmp_path: Path):
     """Its first turn finds its own replica busy and goes to the other; so does every later one."""
     fakes = [FakeEngine(FakeClient(Script(delay_s=0.001), seats=1)) for _ in range(2)]
-    with engines(*fakes), fleet_of(tmp_path, toml([fake.url for fake in fakes])) as served:
-        ready(served, fakes)
+    with serving(tmp_path, *fakes) as (served, http):
         messages = [{"role": "user", "content": "Where to?"}]
         model = served.fleet.models["m"]
-        with served.http() as http:
-            home = http.post("/v1/chat/completions", json=CHAT).headers["x-jitney-replica"]
-            busy = served.replicas()[home]
-            before = model.engines._prefixes.replica_of  # type: ignore[attr-defined]
-            assert before(prefixes_of(messages)) == home
-            messages = [{"role": "user", "content": "Another one"}]
-            while next(model.engines.ring.walk(prefixes_of(messages)[0])) != home:  # type: ignore[attr-defined]
-                messages[0]["content"] += "!"
-            places = []
-            for turn in range(4):
-                if turn < 2:
-                    busy.open += 50 - 100 * turn
-                    busy.changed()
-                body = CHAT | {"messages": messages}
-                answer = http.post("/v1/chat/completions", json=body)
-                places.append(answer.headers["x-jitney-replica"])
-                messages += [{"role": "assistant", "content": "."}, {"role": "user", "content": ""}]
-            counted = http.get("/metrics").text
+        home = http.post("/v1/chat/completions", json=CHAT).headers["x-jitney-replica"]
+        busy = served.replicas()[home]
+        before = model.engines._prefixes.replica_of  # type: ignore[attr-defined]
+        assert before(prefixes_of(messages)) == home
+        messages = [{"role": "user", "content": "Another one"}]
+        while next(model.engines.ring.walk(prefixes_of(messages)[0])) != home:  # type: ignore[attr-defined]
+            messages[0]["content"] += "!"
+        places = []
+        for turn in range(4):
+            if turn < 2:
+                busy.open += 50 - 100 * turn
+                busy.changed()
+            body = CHAT | {"messages": messages}
+            answer = http.post("/v1/chat/completions", json=body)
+            places.append(answer.headers["x-jitney-replica"])
+            messages += [{"role": "assistant", "content": "."}, {"role": "user", "content": ""}]
+        counted = http.get("/metrics").text
         assert places[0] != home and len(set(places)) == 1
         for choice, count in (("hashed", 1), ("spread", 1), ("known", 3)):
             assert f'jitney_fleet_choices_total{{choice="{choice}",model="m"}} {count}.0' in counted
@@ -280,95 +244,71 @@ def test_only_so_much_of_a_long_prompt_is_looked_at():
 
 
 def test_round_robin_takes_turns(tmp_path: Path):
-    with engines(FakeEngine(), FakeEngine()) as fakes:
-        text = toml([fake.url for fake in fakes], model='router = "round-robin"')
-        with fleet_of(tmp_path, text) as served:
-            ready(served, fakes)
-            with served.http() as http:
-                for _ in range(6):
-                    assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
-            assert [len(fake.client.requests) for fake in fakes] == [3, 3]
+    fakes = [FakeEngine(), FakeEngine()]
+    with serving(tmp_path, *fakes, model=ROUND_ROBIN) as (_, http):
+        for _ in range(6):
+            assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
+        assert [len(fake.client.requests) for fake in fakes] == [3, 3]
 
 
 def test_the_next_one_answers_for_one_that_is_full(tmp_path: Path):
-    with (
-        engines(FakeEngine(FakeClient(full(7.0))), FakeEngine()) as fakes,
-        fleet_of(tmp_path, toml([fake.url for fake in fakes])) as served,
-    ):
-        ready(served, fakes)
-        with served.http() as http:
-            for number in range(8):
-                body = CHAT | {"messages": [{"role": "user", "content": str(number)}]}
-                assert http.post("/v1/chat/completions", json=body).status_code == 200
+    with serving(tmp_path, FakeEngine(FakeClient(full(7.0))), FakeEngine()) as (_, http):
+        for number in range(8):
+            body = CHAT | {"messages": [{"role": "user", "content": str(number)}]}
+            assert http.post("/v1/chat/completions", json=body).status_code == 200
 
 
 def test_all_full_tells_the_shortest_wait(tmp_path: Path):
     fakes = [FakeEngine(FakeClient(full(seconds))) for seconds in (9.0, 4.0)]
-    with engines(*fakes), fleet_of(tmp_path, toml([fake.url for fake in fakes])) as served:
-        ready(served, fakes)
-        with served.http() as http:
-            answer = http.post("/v1/chat/completions", json=CHAT)
+    with serving(tmp_path, *fakes) as (_, http):
+        answer = http.post("/v1/chat/completions", json=CHAT)
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "4")
         assert answer.json()["error"]["code"] == "queue_full"
 
 
 def test_one_that_dies_before_its_answer_is_replaced(tmp_path: Path):
     """In turn, so that both are asked: by prefix all might be one's."""
-    with engines(FakeEngine(dies_after=0), FakeEngine()) as fakes:
-        text = toml([fake.url for fake in fakes], model='router = "round-robin"')
-        with fleet_of(tmp_path, text) as served, served.http() as http:
-            ready(served, fakes)
-            for number in range(8):
-                body = CHAT | {"messages": [{"role": "user", "content": str(number)}]}
-                for stream in (False, True):
-                    answer = http.post("/v1/chat/completions", json=body | {"stream": stream})
-                    assert answer.status_code == 200 and TEXT in (
-                        said(answer.text) if stream else answer.text
-                    )
+    fakes = [FakeEngine(dies_after=0), FakeEngine()]
+    with serving(tmp_path, *fakes, model=ROUND_ROBIN) as (_, http):
+        for number in range(8):
+            body = CHAT | {"messages": [{"role": "user", "content": str(number)}]}
+            for stream in (False, True):
+                answer = http.post("/v1/chat/completions", json=body | {"stream": stream})
+                assert answer.status_code == 200 and TEXT in (
+                    said(answer.text) if stream else answer.text
+                )
         assert fakes[0].heads and fakes[1].heads
 
 
-@pytest.mark.parametrize("dies_after", [1, 3, 6])
+@pytest.mark.parametrize("dies_after", [1, 6])
 def test_a_stream_goes_on_at_another_replica(tmp_path: Path, dies_after: int):
-    with engines(FakeEngine(dies_after=dies_after), FakeEngine()) as fakes:
-        text = toml([fake.url for fake in fakes], model='router = "round-robin"')
-        with fleet_of(tmp_path, text) as served:
-            ready(served, fakes)
-            with served.http() as http:
-                for _ in range(4):
-                    body = CHAT | {"stream": True, "stream_options": {"include_usage": True}}
-                    answer = http.post("/v1/chat/completions", json=body)
-                    assert said(answer.text) == TEXT
-                    assert len({event["id"] for event in events(answer.text)}) == 1
-            seeds = [request.sampling.seed for fake in fakes for request in fake.client.requests]
-            assert None not in seeds
-            metrics = served.fleet.metrics.render().decode()
-            assert 'outcome="resumed"' in metrics and 'outcome="died"' in metrics
+    fakes = [FakeEngine(dies_after=dies_after), FakeEngine()]
+    with serving(tmp_path, *fakes, model=ROUND_ROBIN) as (served, http):
+        for _ in range(4):
+            body = CHAT | {"stream": True, "stream_options": {"include_usage": True}}
+            answer = http.post("/v1/chat/completions", json=body)
+            assert said(answer.text) == TEXT
+            assert len({event["id"] for event in events(answer.text)}) == 1
+        seeds = [request.sampling.seed for fake in fakes for request in fake.client.requests]
+        assert None not in seeds
+        metrics = served.fleet.metrics.render().decode()
+        assert 'outcome="resumed"' in metrics and 'outcome="died"' in metrics
 
 
 def test_an_engine_that_says_it_is_going_is_left(tmp_path: Path):
     going = FakeEngine(FakeClient(Script(fail_after=4)))
-    with engines(going, FakeEngine()) as fakes:
-        text = toml([fake.url for fake in fakes], model='router = "round-robin"')
-        with fleet_of(tmp_path, text) as served:
-            ready(served, fakes)
-            with served.http() as http:
-                for _ in range(2):
-                    answer = http.post("/v1/chat/completions", json=CHAT | {"stream": True})
-                    assert said(answer.text) == TEXT
+    with serving(tmp_path, going, FakeEngine(), model=ROUND_ROBIN) as (_, http):
+        for _ in range(2):
+            answer = http.post("/v1/chat/completions", json=CHAT | {"stream": True})
+            assert said(answer.text) == TEXT
 
 
 def test_another_answer_ends_the_stream_with_the_apis_error(tmp_path: Path):
     other = FakeEngine(FakeClient(Script("Hello, somebody else", delay_s=0.001)))
-    with engines(FakeEngine(dies_after=12), other) as fakes:
-        text = toml([fake.url for fake in fakes], model='router = "round-robin"')
-        with fleet_of(tmp_path, text) as served:
-            ready(served, fakes)
-            with served.http() as http:
-                answers = [
-                    http.post("/v1/chat/completions", json=CHAT | {"stream": True})
-                    for _ in range(2)
-                ]
+    with serving(tmp_path, FakeEngine(dies_after=12), other, model=ROUND_ROBIN) as (_, http):
+        answers = [
+            http.post("/v1/chat/completions", json=CHAT | {"stream": True}) for _ in range(2)
+        ]
         ends = [events(answer.text)[-1].get("error", {}).get("code") for answer in answers]
         assert sorted(map(str, ends)) == ["None", "engine_dead"]
 
@@ -377,25 +317,16 @@ def test_another_answer_ends_the_stream_with_the_apis_error(tmp_path: Path):
 def test_streams_that_cannot_be_repeated_end_in_their_own_form(tmp_path: Path, path: str):
     body: dict[str, Any] = {"model": "m", "stream": True}
     body |= {"input": "Hi"} if path == "/v1/responses" else CHAT
-    with engines(FakeEngine(dies_after=6)) as fakes:
-        with fleet_of(tmp_path, toml([fakes[0].url])) as served:
-            ready(served, fakes)
-            with served.http() as http:
-                text = http.post(path, json=body).text
-        event, data = text.strip().split("\n\n")[-1].split("\n")
-        assert (
-            event == "event: error" and json.loads(data.removeprefix("data: "))["type"] == "error"
-        )
+    with serving(tmp_path, FakeEngine(dies_after=6)) as (_, http):
+        text = http.post(path, json=body).text
+    event, data = text.strip().split("\n\n")[-1].split("\n")
+    assert event == "event: error" and json.loads(data.removeprefix("data: "))["type"] == "error"
 
 
 def test_a_request_that_ends_engines_does_not_end_them_all(tmp_path: Path):
-    with (
-        engines(*(FakeEngine(dies_after=0) for _ in range(4))) as fakes,
-        fleet_of(tmp_path, toml([fake.url for fake in fakes])) as served,
-    ):
-        ready(served, fakes)
-        with served.http() as http:
-            answer = http.post("/v1/chat/completions", json=CHAT)
+    fakes = [FakeEngine(dies_after=0) for _ in range(4)]
+    with serving(tmp_path, *fakes) as (_, http):
+        answer = http.post("/v1/chat/completions", json=CHAT)
         assert answer.status_code == 500
         assert answer.json()["error"]["code"] == "request_failed"
         assert sum(len(fake.heads) for fake in fakes) == 3
@@ -405,13 +336,9 @@ def test_a_request_that_ends_engines_does_not_end_them_all(tmp_path: Path):
 def test_a_request_whose_replica_died_waits_for_another(tmp_path: Path, stream: bool):
     client = FakeClient(Script(delay_s=0.001))
     client.scripts = [client.script, full(0.1), full(0.1)]
-    with (
-        engines(FakeEngine(client, dies_after=0, deaths=1)) as fakes,
-        fleet_of(tmp_path, toml([fakes[0].url])) as served,
-    ):
-        ready(served, fakes)
-        with served.http() as http:
-            answer = http.post("/v1/chat/completions", json=CHAT | {"stream": stream})
+    fakes = [FakeEngine(client, dies_after=0, deaths=1)]
+    with serving(tmp_path, *fakes) as (_, http):
+        answer = http.post("/v1/chat/completions", json=CHAT | {"stream": stream})
         assert answer.status_code == 200
         assert TEXT in (said(answer.text) if stream else answer.text)
         assert len(fakes[0].heads) == 4
@@ -445,28 +372,17 @@ def test_what_a_lost_replica_had_admitted_is_not_refused_for_its_wait(tmp_path: 
 def test_a_request_that_waits_is_still_given_to_three_replicas_at_most(tmp_path: Path):
     client = FakeClient(Script(delay_s=0.001))
     client.scripts = [client.script, full(0.1)]
-    with (
-        engines(FakeEngine(client, dies_after=0)) as fakes,
-        fleet_of(tmp_path, toml([fakes[0].url])) as served,
-    ):
-        ready(served, fakes)
-        with served.http() as http:
-            answer = http.post("/v1/chat/completions", json=CHAT)
+    fakes = [FakeEngine(client, dies_after=0)]
+    with serving(tmp_path, *fakes) as (_, http):
+        answer = http.post("/v1/chat/completions", json=CHAT)
         assert answer.json()["error"]["code"] == "request_failed"
         assert len(fakes[0].heads) == 4, "three that it died with, one that it refused"
 
 
 def test_a_client_that_leaves_ends_the_work(tmp_path: Path):
-    with (
-        engines(FakeEngine(FakeClient(Script(hang=True)))) as fakes,
-        fleet_of(tmp_path, toml([fakes[0].url])) as served,
-    ):
-        ready(served, fakes)
-        client = fakes[0].client
-        with (
-            served.http() as http,
-            http.stream("POST", "/v1/chat/completions", json=CHAT | {"stream": True}),
-        ):
+    client = FakeClient(Script(hang=True))
+    with serving(tmp_path, FakeEngine(client)) as (served, http):
+        with http.stream("POST", "/v1/chat/completions", json=CHAT | {"stream": True}):
             until(lambda: bool(client.open), 30)
         until(lambda: bool(client.aborts) and not client.open, 30)
         assert client.aborts == [(client.requests[0].id, None, "abort")]
@@ -475,131 +391,108 @@ def test_a_client_that_leaves_ends_the_work(tmp_path: Path):
 
 
 def test_a_replica_that_goes_is_left_out_and_comes_back(tmp_path: Path):
-    with (
-        engines(FakeEngine(), FakeEngine()) as fakes,
-        fleet_of(tmp_path, toml([fake.url for fake in fakes])) as served,
-    ):
-        ready(served, fakes)
+    fakes = [FakeEngine(), FakeEngine()]
+    with serving(tmp_path, *fakes) as (served, http):
         fakes[0].client.state = "restarting"
         replica = served.replicas()[fakes[0].name]
         until(lambda: replica.state == "unready", 30)
         assert "started again" in replica.reason
-        with served.http() as http:
-            for number in range(6):
-                body = CHAT | {"messages": [{"role": "user", "content": str(number)}]}
-                answer = http.post("/v1/chat/completions", json=body)
-                assert answer.headers["x-jitney-replica"] == fakes[1].name
-            fakes[0].client.state = "ready"
-            until(lambda: replica.state == "ready", 30)
+        for number in range(6):
+            body = CHAT | {"messages": [{"role": "user", "content": str(number)}]}
+            answer = http.post("/v1/chat/completions", json=body)
+            assert answer.headers["x-jitney-replica"] == fakes[1].name
+        fakes[0].client.state = "ready"
+        until(lambda: replica.state == "ready", 30)
 
 
 def test_a_silent_replica_is_given_up_and_its_streams_go_on(tmp_path: Path):
     slow = FakeEngine(FakeClient(Script(delay_s=0.001)))
     slow.client.scripts = [Script(hang=True)]
-    text = toml(["URL1", "URL2"], fleet="lost_after_s = 0.01", model='router = "round-robin"')
-    with engines(slow, FakeEngine()) as fakes:
-        text = text.replace("URL1", fakes[0].url).replace("URL2", fakes[1].url)
-        with fleet_of(tmp_path, text) as served:
-            ready(served, fakes)
-            replica = served.replicas()[slow.name]
+    lines = {"model": ROUND_ROBIN, "fleet": "lost_after_s = 0.01"}
+    with serving(tmp_path, slow, FakeEngine(), **lines) as (served, http):
+        replica = served.replicas()[slow.name]
 
-            def lose_it() -> None:
-                until(lambda: replica.open == 1, 30)
-                replica.url = "http://127.0.0.1:1"  # nobody answers there
+        def lose_it() -> None:
+            until(lambda: replica.open == 1, 30)
+            replica.url = "http://127.0.0.1:1"  # nobody answers there
 
-            import threading
-
-            losing = threading.Thread(target=lose_it)
-            losing.start()
-            with served.http() as http:
-                for _ in range(2):
-                    answer = http.post("/v1/chat/completions", json=CHAT | {"stream": True})
-                    assert said(answer.text) == TEXT
-            losing.join()
-            assert replica.state == "gone"
+        losing = threading.Thread(target=lose_it)
+        losing.start()
+        for _ in range(2):
+            answer = http.post("/v1/chat/completions", json=CHAT | {"stream": True})
+            assert said(answer.text) == TEXT
+        losing.join()
+        assert replica.state == "gone"
 
 
 def test_kept_responses_are_found_at_their_engine(tmp_path: Path):
-    with engines(FakeEngine(), FakeEngine()) as fakes:
-        text = toml([fake.url for fake in fakes], model='router = "round-robin"')
-        with fleet_of(tmp_path, text) as served:
-            ready(served, fakes)
-            with served.http() as http:
-                for stream in (False, True):
-                    body = {"model": "m", "input": "Hi", "stream": stream}
-                    first = http.post("/v1/responses", json=body)
-                    id = first.text.partition('"id":"')[2].partition('"')[0]
-                    assert id.startswith("resp_")
-                    place = first.headers["x-jitney-replica"]
-                    for forget in (False, True):  # one ingress that saw it go by, and a new one
-                        if forget:
-                            served.fleet._keepers._values.clear()
-                        shown = http.get(f"/v1/responses/{id}")
-                        assert shown.json()["id"] == id
-                        for path in ("/v1/responses", "/v1/responses/input_tokens"):
-                            follow = {"model": "m", "input": "?", "previous_response_id": id}
-                            more = http.post(path, json=follow)
-                            assert more.status_code == 200
-                            assert more.headers["x-jitney-replica"] == place
-                    assert http.delete(f"/v1/responses/{id}").json()["deleted"] is True
-                unknown = http.get("/v1/responses/resp_0")
-                assert unknown.status_code == 404
+    with serving(tmp_path, FakeEngine(), FakeEngine(), model=ROUND_ROBIN) as (served, http):
+        for stream in (False, True):
+            body = {"model": "m", "input": "Hi", "stream": stream}
+            first = http.post("/v1/responses", json=body)
+            id = first.text.partition('"id":"')[2].partition('"')[0]
+            assert id.startswith("resp_")
+            place = first.headers["x-jitney-replica"]
+            for forget in (False, True):  # one ingress that saw it go by, and a new one
+                if forget:
+                    served.fleet._keepers._values.clear()
+                shown = http.get(f"/v1/responses/{id}")
+                assert shown.json()["id"] == id
+                for path in ("/v1/responses", "/v1/responses/input_tokens"):
+                    follow = {"model": "m", "input": "?", "previous_response_id": id}
+                    more = http.post(path, json=follow)
+                    assert more.status_code == 200
+                    assert more.headers["x-jitney-replica"] == place
+            assert http.delete(f"/v1/responses/{id}").json()["deleted"] is True
+        unknown = http.get("/v1/responses/resp_0")
+        assert unknown.status_code == 404
 
 
 def test_a_drain_refuses_and_waits(tmp_path: Path):
-    with (
-        engines(FakeEngine(FakeClient(Script(delay_s=0.02)))) as fakes,
-        fleet_of(tmp_path, toml([fakes[0].url])) as served,
-    ):
-        ready(served, fakes)
-        with served.http() as http:
-            with http.stream("POST", "/v1/chat/completions", json=CHAT | {"stream": True}) as it:
-                until(lambda: served.fleet._open._count, 30)
-                served.fleet.begin_drain()
-                refused = served.http().post("/v1/chat/completions", json=CHAT)
-                assert (refused.status_code, refused.json()["error"]["code"]) == (
-                    503,
-                    "draining",
-                )
-                assert said(it.read().decode()) == TEXT
-            until(lambda: not served.fleet._open._count, 30)
+    with serving(tmp_path, FakeEngine(FakeClient(Script(delay_s=0.02)))) as (served, http):
+        with http.stream("POST", "/v1/chat/completions", json=CHAT | {"stream": True}) as it:
+            until(lambda: served.fleet._open._count, 30)
+            served.fleet.begin_drain()
+            refused = served.http().post("/v1/chat/completions", json=CHAT)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (
+                503,
+                "draining",
+            )
+            assert said(it.read().decode()) == TEXT
+        until(lambda: not served.fleet._open._count, 30)
 
 
 def test_the_document_names_every_route(tmp_path: Path):
     with fleet_of(tmp_path, toml(["http://127.0.0.1:1"])) as served, served.http() as http:
         document = http.get("/openapi.json").json()
         assert {"/v1/chat/completions", "/fleet/replicas", "/readyz"} <= set(document["paths"])
-        assert time.time() - served.fleet.created < 60
 
 
 def test_a_request_for_an_adapter_goes_to_an_engine_that_holds_it(tmp_path: Path):
     """The others would answer 404."""
     held: list[tuple[str, ...]] = [("fr",), ("de",), ("fr", "de"), ()]
     fakes = [FakeEngine(FakeClient(adapters=names)) for names in held]
-    with engines(*fakes):
-        text = toml([fake.url for fake in fakes], 'adapters = ["fr", "de", "es"]')
-        with fleet_of(tmp_path, text) as served, served.http() as http:
-            ready(served, fakes)
+    with serving(tmp_path, *fakes, model='adapters = ["fr", "de", "es"]') as (_, http):
 
-            def ask(model: str, content: str = "Where to?") -> int:
-                said = {"role": "user", "content": content}
-                body = CHAT | {"model": model, "messages": [said]}
-                answer = http.post("/v1/chat/completions", json=body)
-                assert answer.status_code != 200 or answer.json()["model"] == model
-                return answer.status_code
+        def ask(model: str, content: str = "Where to?") -> int:
+            said = {"role": "user", "content": content}
+            body = CHAT | {"model": model, "messages": [said]}
+            answer = http.post("/v1/chat/completions", json=body)
+            assert answer.status_code != 200 or answer.json()["model"] == model
+            return answer.status_code
 
-            cards = http.get("/v1/models").json()["data"]
-            assert [(card["id"], card.get("parent")) for card in cards] == [
-                ("m", None),
-                ("fr", "m"),
-                ("de", "m"),
-                ("es", "m"),
-            ]
-            assert http.get("/v1/models/fr").json()["parent"] == "m"
-            for number in range(8):
-                assert [ask(name, f"{number}") for name in ("m", "fr", "de")] == [200] * 3
-            assert ask("es") == 503  # nobody holds it now
-            assert ask("it") == 404
+        cards = http.get("/v1/models").json()["data"]
+        assert [(card["id"], card.get("parent")) for card in cards] == [
+            ("m", None),
+            ("fr", "m"),
+            ("de", "m"),
+            ("es", "m"),
+        ]
+        assert http.get("/v1/models/fr").json()["parent"] == "m"
+        for number in range(8):
+            assert [ask(name, f"{number}") for name in ("m", "fr", "de")] == [200] * 3
+        assert ask("es") == 503  # nobody holds it now
+        assert ask("it") == 404
     for fake, names in zip(fakes, held, strict=True):
         numbers = {request.adapter for request in fake.client.requests}
         assert numbers <= set(range(len(names) + 1))

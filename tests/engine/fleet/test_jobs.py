@@ -9,7 +9,16 @@ from typing import Any
 
 import httpx
 from api_fakes import FakeClient, Script, until
-from fleet_engines import CHAT, FakeEngine, Served, engines, fleet_of, toml
+from fleet_engines import (
+    CHAT,
+    ROUND_ROBIN,
+    FakeEngine,
+    Served,
+    engines,
+    fleet_of,
+    serving,
+    toml,
+)
 from openai.types.chat import ChatCompletion
 
 from jitney.engine.common.errors import RequestError
@@ -39,18 +48,9 @@ def keyed(served: Served, key: str) -> httpx.Client:
     return served.http(headers={"authorization": f"Bearer {key}"})
 
 
-def in_turn(fakes: list[FakeEngine]) -> str:
-    """A fleet.toml whose engines are asked in turn."""
-    return toml([fake.url for fake in fakes], model='router = "round-robin"')
-
-
 def test_a_job_is_answered_as_by_the_route_that_it_names(tmp_path: Path):
-    with (
-        engines(FakeEngine(), FakeEngine()) as fakes,
-        fleet_of(tmp_path, in_turn(fakes), data_dir=tmp_path / "d") as served,
-        served.http() as http,
-    ):
-        served.wait_ready(*(fake.name for fake in fakes))
+    fakes = [FakeEngine(), FakeEngine()]
+    with serving(tmp_path, *fakes, model=ROUND_ROBIN, data_dir=tmp_path / "d") as (_, http):
         jobs = [ended(http, begin(http)) for _ in range(4)]
         direct = http.post(CHATS, json=CHAT).json()
     for job in jobs:
@@ -61,24 +61,15 @@ def test_a_job_is_answered_as_by_the_route_that_it_names(tmp_path: Path):
 
 
 def test_a_job_that_its_engine_dies_with_is_answered_by_another(tmp_path: Path):
-    with (
-        engines(FakeEngine(dies_after=0), FakeEngine()) as fakes,
-        fleet_of(tmp_path, in_turn(fakes), data_dir=tmp_path / "d") as served,
-        served.http() as http,
-    ):
-        served.wait_ready(*(fake.name for fake in fakes))
+    fakes = [FakeEngine(dies_after=0), FakeEngine()]
+    with serving(tmp_path, *fakes, model=ROUND_ROBIN, data_dir=tmp_path / "d") as (_, http):
         ids = [begin(http) for _ in range(4)]
         assert {ended(http, id)["status"] for id in ids} == {"completed"}
         assert fakes[0].heads, "the first one was asked"
 
 
 def test_what_no_model_can_answer_is_a_failed_job(tmp_path: Path):
-    with (
-        engines(FakeEngine()) as fakes,
-        fleet_of(tmp_path, toml([fakes[0].url]), data_dir=tmp_path / "d") as served,
-        served.http() as http,
-    ):
-        served.wait_ready(fakes[0].name)
+    with serving(tmp_path, FakeEngine(), data_dir=tmp_path / "d") as (_, http):
         job = ended(http, begin(http, body=CHAT | {"model": "none"}))
         assert (job["status"], job["response"]["status_code"]) == ("failed", 404)
         for endpoint in ("/v1/models", "/tokenize", "/v1/files"):
@@ -93,11 +84,7 @@ def test_jobs_wait_for_engines_also_over_a_restart(tmp_path: Path):
     ):
         ids = [begin(http) for _ in range(3)]
         assert http.get(f"/v1/jobs/{ids[0]}").json()["status"] == "queued"
-    with (
-        engines(FakeEngine()) as fakes,
-        fleet_of(tmp_path, toml([fakes[0].url]), data_dir=tmp_path / "d") as served,
-        served.http() as http,
-    ):
+    with serving(tmp_path, FakeEngine(), data_dir=tmp_path / "d") as (_, http):
         assert {ended(http, id)["status"] for id in ids} == {"completed"}
 
 
@@ -125,12 +112,7 @@ def test_the_engine_is_asked_with_a_key_of_the_fleets_and_nobody_sees_anothers_j
 
 def test_jobs_have_as_many_places_as_the_engines_have_seats(tmp_path: Path):
     hangs = FakeClient(Script(hang=True), seats=2)
-    with (
-        engines(FakeEngine(hangs)) as fakes,
-        fleet_of(tmp_path, toml([fakes[0].url]), data_dir=tmp_path / "d") as served,
-        served.http() as http,
-    ):
-        served.wait_ready(fakes[0].name)
+    with serving(tmp_path, FakeEngine(hangs), data_dir=tmp_path / "d") as (_, http):
         for _ in range(8):
             begin(http)
         until(lambda: len(hangs.requests) == 2, 30)
@@ -150,28 +132,25 @@ class Seats:
         return None if self.internal_seats else RequestError("nobody is there", code="loading")
 
 
-def test_places_grow_with_the_engines_and_a_key_has_half_of_its_own():
-    async def scene() -> None:
-        host: Any = Seats(2)
-        places = ConcurrencyLimit(host)
-        waiting = [asyncio.create_task(places.acquire("a")) for _ in range(6)]
-        await asyncio.sleep(0.01)
-        assert sum(task.done() for task in waiting) == 2
-        host.internal_seats = 4
-        places.release("a")
-        await asyncio.sleep(0.01)
-        assert sum(task.done() for task in waiting) == 5, "one has left, two places came"
-        for task in waiting:
-            task.cancel()
-        host = Seats(8, most_of_key=4)
-        limited = ConcurrencyLimit(host)
-        tasks = [asyncio.create_task(limited.acquire(key)) for key in "aaaab"]
-        await asyncio.sleep(0.01)
-        assert [task.done() for task in tasks] == [True, True, False, False, True]
-        for task in tasks:
-            task.cancel()
-
-    asyncio.run(scene())
+async def test_places_grow_with_the_engines_and_a_key_has_half_of_its_own():
+    host: Any = Seats(2)
+    places = ConcurrencyLimit(host)
+    waiting = [asyncio.create_task(places.acquire("a")) for _ in range(6)]
+    await asyncio.sleep(0.01)
+    assert sum(task.done() for task in waiting) == 2
+    host.internal_seats = 4
+    places.release("a")
+    await asyncio.sleep(0.01)
+    assert sum(task.done() for task in waiting) == 5, "one has left, two places came"
+    for task in waiting:
+        task.cancel()
+    host = Seats(8, most_of_key=4)
+    limited = ConcurrencyLimit(host)
+    tasks = [asyncio.create_task(limited.acquire(key)) for key in "aaaab"]
+    await asyncio.sleep(0.01)
+    assert [task.done() for task in tasks] == [True, True, False, False, True]
+    for task in tasks:
+        task.cancel()
 
 
 def test_the_file_says_where_jobs_are_kept(tmp_path: Path):

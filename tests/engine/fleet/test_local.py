@@ -39,7 +39,11 @@ def _fake_engines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def running(
-    folder: Path, text: str, keys: tuple[str, ...] = (), settings: ServerSettings | None = None
+    folder: Path,
+    text: str,
+    keys: tuple[str, ...] = (),
+    settings: ServerSettings | None = None,
+    start: bool = True,
 ) -> AsyncIterator[Any]:
     """(the engines, an HTTP client of the fleet's endpoint). settings: of the endpoint."""
     file = folder / "fleet.toml"
@@ -52,6 +56,8 @@ async def running(
             key = {"authorization": f"Bearer {''.join(keys)}"}
             url = "http://localhost"
             async with httpx.AsyncClient(transport=transport, base_url=url, headers=key) as http:
+                if start:
+                    await engines.start()
                 yield engines, http
         finally:
             await engines.close()
@@ -63,107 +69,92 @@ async def _until(condition: Any) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_a_killed_engine_loses_no_request_and_is_started_again(tmp_path: Path):
+async def test_a_killed_engine_loses_no_request_and_is_started_again(tmp_path: Path):
     """Twelve streams and twelve plain answers; half of them were at the one that is killed."""
 
-    async def scene() -> None:
-        text = '[models.m]\nreplicas = 2\nrouter = "round-robin"\n'
-        async with running(tmp_path, text, ("boss",)) as (engines, http):
+    text = '[models.m]\nreplicas = 2\nrouter = "round-robin"\n'
+    async with running(tmp_path, text, ("boss",)) as (engines, http):
+        watching = asyncio.create_task(engines.watch())
+        first, second = engines.processes("m")
+        bodies = [CHAT | {"max_tokens": 80, "stream": bool(turn % 2)} for turn in range(24)]
+        asked = [
+            asyncio.create_task(http.post("/v1/chat/completions", json=body, timeout=60))
+            for body in bodies
+        ]
+        await _until(lambda: first.replica.open >= 8)
+        await asyncio.sleep(0.1)  # some tokens into the streams
+        process = first._process
+        os.kill(process.pid, signal.SIGKILL)
+        answers = await asyncio.gather(*asked)
+        assert [answer.status_code for answer in answers] == [200] * 24
+        for body, answer in zip(bodies, answers, strict=True):
+            whole = said(answer.text) if body["stream"] else answer.text
+            assert ANSWER in whole
+        assert first.replica.lost > 0 and second.replica.lost == 0
+        await _until(lambda: first._process is not process and first.replica.state == "ready")
+        watching.cancel()
+
+
+async def test_one_that_cannot_start_says_so(tmp_path: Path):
+    async with running(tmp_path, "[models.broken]\nreplicas = 1\n", start=False) as (engines, _):
+        with pytest.raises(JitneyError, match="broken-0 ended with status 3 before it was"):
             await engines.start()
-            watching = asyncio.create_task(engines.watch())
-            first, second = engines.processes("m")
-            bodies = [CHAT | {"max_tokens": 80, "stream": bool(turn % 2)} for turn in range(24)]
-            asked = [
-                asyncio.create_task(http.post("/v1/chat/completions", json=body, timeout=60))
-                for body in bodies
-            ]
-            await _until(lambda: first.replica.open >= 8)
-            await asyncio.sleep(0.1)  # some tokens into the streams
-            process = first._process
-            os.kill(process.pid, signal.SIGKILL)
-            answers = await asyncio.gather(*asked)
-            assert [answer.status_code for answer in answers] == [200] * 24
-            for body, answer in zip(bodies, answers, strict=True):
-                whole = said(answer.text) if body["stream"] else answer.text
-                assert ANSWER in whole
-            assert first.replica.lost > 0 and second.replica.lost == 0
-            await _until(lambda: first._process is not process and first.replica.state == "ready")
-            watching.cancel()
-
-    asyncio.run(scene())
 
 
-def test_one_that_cannot_start_says_so(tmp_path: Path):
-    async def scene() -> None:
-        async with running(tmp_path, "[models.broken]\nreplicas = 1\n") as (engines, _):
-            with pytest.raises(JitneyError, match="broken-0 ended with status 3 before it was"):
-                await engines.start()
-
-    asyncio.run(scene())
-
-
-def test_engines_tell_the_clients_keys_apart_and_take_none_of_them(tmp_path: Path):
+async def test_engines_tell_the_clients_keys_apart_and_take_none_of_them(tmp_path: Path):
     """They are asked with the fleet's key; those of its administrators open them too."""
     keys = ServerSettings(
         api_keys=(digest_key("alpha"), digest_key("beta")), admin_keys=(digest_key("boss"),)
     )
     alpha, beta, boss = ({"authorization": f"Bearer {key}"} for key in ("alpha", "beta", "boss"))
 
-    async def scene() -> None:
-        text = "[models.m]\nreplicas = 1\n"
-        async with running(tmp_path, text, ("boss",), keys) as (engines, http):
-            await engines.start()
-            asked = {"model": "m", "input": "x"}
-            answer = await http.post("/v1/responses", json=asked, headers=alpha)
-            path = f"/v1/responses/{answer.json()['id']}"
-            on = asked | {"previous_response_id": answer.json()["id"]}
-            assert (await http.get(path, headers=beta)).status_code == 404
-            assert (await http.delete(path, headers=beta)).status_code == 404
-            assert (await http.post("/v1/responses", json=on, headers=beta)).status_code == 404
-            assert (await http.post("/v1/responses", json=on, headers=alpha)).status_code == 200
-            assert (await http.get(path, headers=alpha)).status_code == 200
-            async with httpx.AsyncClient(trust_env=False) as direct:
-                url = engines.processes("m")[0].replica.url + "/metrics"
-                statuses = [
-                    (await direct.get(url, headers=key)).status_code for key in (alpha, beta, boss)
-                ]
-            assert statuses == [401, 401, 200]
-
-    asyncio.run(scene())
+    text = "[models.m]\nreplicas = 1\n"
+    async with running(tmp_path, text, ("boss",), keys) as (engines, http):
+        asked = {"model": "m", "input": "x"}
+        answer = await http.post("/v1/responses", json=asked, headers=alpha)
+        path = f"/v1/responses/{answer.json()['id']}"
+        on = asked | {"previous_response_id": answer.json()["id"]}
+        assert (await http.get(path, headers=beta)).status_code == 404
+        assert (await http.delete(path, headers=beta)).status_code == 404
+        assert (await http.post("/v1/responses", json=on, headers=beta)).status_code == 404
+        assert (await http.post("/v1/responses", json=on, headers=alpha)).status_code == 200
+        assert (await http.get(path, headers=alpha)).status_code == 200
+        async with httpx.AsyncClient(trust_env=False) as direct:
+            url = engines.processes("m")[0].replica.url + "/metrics"
+            statuses = [
+                (await direct.get(url, headers=key)).status_code for key in (alpha, beta, boss)
+            ]
+        assert statuses == [401, 401, 200]
 
 
-def test_engines_accept_the_keys_that_the_fleet_has_now(tmp_path: Path):
+async def test_engines_accept_the_keys_that_the_fleet_has_now(tmp_path: Path):
     """Those that run, and those that are started later."""
     keys = ServerSettings(admin_keys=(digest_key("boss"),))
 
-    async def scene() -> None:
-        text = "[models.m]\nreplicas = 1\n"
-        async with running(tmp_path, text, ("boss",), keys) as (engines, _):
-            await engines.start()
-            [process] = engines.processes("m")
-            async with httpx.AsyncClient(trust_env=False) as direct:
+    text = "[models.m]\nreplicas = 1\n"
+    async with running(tmp_path, text, ("boss",), keys) as (engines, _):
+        [process] = engines.processes("m")
+        async with httpx.AsyncClient(trust_env=False) as direct:
 
-                async def status(key: str) -> int:
-                    url = process.replica.url + "/metrics"
-                    answer = await direct.get(url, headers={"authorization": f"Bearer {key}"})
-                    return answer.status_code
+            async def status(key: str) -> int:
+                url = process.replica.url + "/metrics"
+                answer = await direct.get(url, headers={"authorization": f"Bearer {key}"})
+                return answer.status_code
 
-                assert await status("root") == 401
-                engines.accept(("root",))
-                async with asyncio.timeout(120):
-                    while await status("root") != 200:
-                        await asyncio.sleep(0.01)
-                assert (await status("boss"), await status(process.replica.key)) == (401, 200)
-                watching = asyncio.create_task(engines.watch())
-                before = process._process
-                os.kill(before.pid, signal.SIGKILL)
-                await _until(
-                    lambda: process._process is not before and process.replica.state == "ready"
-                )
-                assert (await status("boss"), await status("root")) == (401, 200)
-                watching.cancel()
-
-    asyncio.run(scene())
+            assert await status("root") == 401
+            engines.accept(("root",))
+            async with asyncio.timeout(120):
+                while await status("root") != 200:
+                    await asyncio.sleep(0.01)
+            assert (await status("boss"), await status(process.replica.key)) == (401, 200)
+            watching = asyncio.create_task(engines.watch())
+            before = process._process
+            os.kill(before.pid, signal.SIGKILL)
+            await _until(
+                lambda: process._process is not before and process.replica.state == "ready"
+            )
+            assert (await status("boss"), await status("root")) == (401, 200)
+            watching.cancel()
 
 
 def _flags(process: Any) -> dict[str, str]:
@@ -173,47 +164,39 @@ def _flags(process: Any) -> dict[str, str]:
     return {name: words[words.index(name) + 1] for name in names if name in words}
 
 
-def test_a_replica_over_hosts_is_served_by_its_first(tmp_path: Path):
+async def test_a_replica_over_hosts_is_served_by_its_first(tmp_path: Path):
     """Each host is a process of its own, and is started again by itself."""
 
-    async def scene() -> None:
-        text = (
-            '[models.m]\nreplicas = 2\ndevices = ["0", "1", "2", "3"]\n'
-            "settings = { n_hosts = 2, tensor_parallel = 2 }\n"
-        )
-        async with running(tmp_path, text, ("boss",)) as (engines, http):
-            await engines.start()
-            watching = asyncio.create_task(engines.watch())
-            told = (await http.get("/fleet/replicas")).json()["models"]["m"]
-            assert [replica["name"] for replica in told] == ["m-0", "m-1"]
-            flags = [_flags(process) for process in engines.processes("m")]
-            assert [each["--host-id"] for each in flags] == ["0", "1", "0", "1"]
-            assert [each["--device"] for each in flags] == ["0", "1", "2", "3"]
-            coordinators = [each["--coordinator"] for each in flags]
-            assert coordinators[0] == coordinators[1] != coordinators[2] == coordinators[3]
-            host = engines.processes("m")[1]
-            before = host._process
-            os.kill(before.pid, signal.SIGKILL)
-            await _until(lambda: host._process is not before)
-            assert _flags(host) == flags[1]
-            watching.cancel()
-
-    asyncio.run(scene())
+    text = (
+        '[models.m]\nreplicas = 2\ndevices = ["0", "1", "2", "3"]\n'
+        "settings = { n_hosts = 2, tensor_parallel = 2 }\n"
+    )
+    async with running(tmp_path, text, ("boss",)) as (engines, http):
+        watching = asyncio.create_task(engines.watch())
+        told = (await http.get("/fleet/replicas")).json()["models"]["m"]
+        assert [replica["name"] for replica in told] == ["m-0", "m-1"]
+        flags = [_flags(process) for process in engines.processes("m")]
+        assert [each["--host-id"] for each in flags] == ["0", "1", "0", "1"]
+        assert [each["--device"] for each in flags] == ["0", "1", "2", "3"]
+        coordinators = [each["--coordinator"] for each in flags]
+        assert coordinators[0] == coordinators[1] != coordinators[2] == coordinators[3]
+        host = engines.processes("m")[1]
+        before = host._process
+        os.kill(before.pid, signal.SIGKILL)
+        await _until(lambda: host._process is not before)
+        assert _flags(host) == flags[1]
+        watching.cancel()
 
 
-def test_engines_that_share_experts_serve_each(tmp_path: Path):
-    async def scene() -> None:
-        text = "[models.m]\nreplicas = 1\nsettings = { n_hosts = 2, data_parallel = 2 }\n"
-        async with running(tmp_path, text, ("boss",)) as (engines, http):
-            await engines.start()
-            told = (await http.get("/fleet/replicas")).json()["models"]["m"]
-            states = {replica["name"]: replica["state"] for replica in told}
-            assert states == {"m-0": "ready", "m-0.1": "ready"}
-
-    asyncio.run(scene())
+async def test_engines_that_share_experts_serve_each(tmp_path: Path):
+    text = "[models.m]\nreplicas = 1\nsettings = { n_hosts = 2, data_parallel = 2 }\n"
+    async with running(tmp_path, text, ("boss",)) as (_, http):
+        told = (await http.get("/fleet/replicas")).json()["models"]["m"]
+        states = {replica["name"]: replica["state"] for replica in told}
+        assert states == {"m-0": "ready", "m-0.1": "ready"}
 
 
-def test_a_host_that_cannot_start_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_a_host_that_cannot_start_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Though the first one waits for it."""
     given = FleetConfig.engine_arguments
 
@@ -224,58 +207,45 @@ def test_a_host_that_cannot_start_says_so(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(FleetConfig, "engine_arguments", breaking)
     monkeypatch.setattr(local.Watch, "begin", lambda watch, replicas: None)  # it is never ready
 
-    async def scene() -> None:
-        text = "[models.m]\nreplicas = 1\nsettings = { n_hosts = 2, tensor_parallel = 2 }\n"
-        async with running(tmp_path, text) as (engines, _):
-            with pytest.raises(
-                JitneyError, match=r"m-0\.1 ended with status 3 before it was ready"
-            ):
-                await engines.start()
-
-    asyncio.run(scene())
+    text = "[models.m]\nreplicas = 1\nsettings = { n_hosts = 2, tensor_parallel = 2 }\n"
+    async with running(tmp_path, text, start=False) as (engines, _):
+        with pytest.raises(JitneyError, match=r"m-0\.1 ended with status 3 before it was ready"):
+            await engines.start()
 
 
 CANDIDATE = "[models.m]\nreplicas = 1\n[models.m.candidate]\nreplicas = 1\nshare = 0.5\n"
 
 
-def test_a_candidates_engines_are_started_beside_the_models(
+async def test_a_candidates_engines_are_started_beside_the_models(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level(logging.INFO, "jitney.fleet")
 
-    async def scene() -> None:
-        async with running(tmp_path, CANDIDATE, ("boss",)) as (engines, http):
-            await engines.start()
-            assert "replica m-0 is starting" in caplog.text and "is gone" not in caplog.text
-            names = set()
-            for number in range(16):
-                body = CHAT | {"max_tokens": 4, "user": f"user-{number}"}
-                answer = await http.post("/v1/chat/completions", json=body, timeout=60)
-                names.add(answer.headers["x-jitney-replica"])
-            assert names == {"m-0", "m.candidate-0"}
-            arms = (await http.get("/fleet/rollouts/m")).json()["arms"]
-            assert arms["candidate"]["replicas"] == ["m.candidate-0"]
-            assert sum(arm["requests"] for arm in arms.values()) == 16
-
-    asyncio.run(scene())
+    async with running(tmp_path, CANDIDATE, ("boss",)) as (_, http):
+        assert "replica m-0 is starting" in caplog.text and "is gone" not in caplog.text
+        names = set()
+        for number in range(16):
+            body = CHAT | {"max_tokens": 4, "user": f"user-{number}"}
+            answer = await http.post("/v1/chat/completions", json=body, timeout=60)
+            names.add(answer.headers["x-jitney-replica"])
+        assert names == {"m-0", "m.candidate-0"}
+        arms = (await http.get("/fleet/rollouts/m")).json()["arms"]
+        assert arms["candidate"]["replicas"] == ["m.candidate-0"]
+        assert sum(arm["requests"] for arm in arms.values()) == 16
 
 
-def test_a_candidate_that_cannot_start_keeps_nothing_from_being_served(
+async def test_a_candidate_that_cannot_start_keeps_nothing_from_being_served(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    async def scene() -> None:
-        text = CANDIDATE + 'settings = { revision = "broken" }\n'
-        async with running(tmp_path, text, ("boss",)) as (engines, http):
-            await engines.start()
-            body = CHAT | {"max_tokens": 4}
-            for number in range(8):
-                asked = body | {"user": f"user-{number}"}
-                answer = await http.post("/v1/chat/completions", json=asked, timeout=60)
-                assert answer.headers["x-jitney-replica"] == "m-0"
-            report = (await http.get("/fleet/rollouts/m")).json()
-            assert report["arms"]["candidate"]["requests"] == 0  # it never began
-
-    asyncio.run(scene())
+    text = CANDIDATE + 'settings = { revision = "broken" }\n'
+    async with running(tmp_path, text, ("boss",)) as (_, http):
+        body = CHAT | {"max_tokens": 4}
+        for number in range(8):
+            asked = body | {"user": f"user-{number}"}
+            answer = await http.post("/v1/chat/completions", json=asked, timeout=60)
+            assert answer.headers["x-jitney-replica"] == "m-0"
+        report = (await http.get("/fleet/rollouts/m")).json()
+        assert report["arms"]["candidate"]["requests"] == 0  # it never began
     assert "candidate: m.candidate-0 ended with status 3 before it was ready" in caplog.text
     assert "replica m.candidate-0 is gone: it ended with status 3" in caplog.text
 

@@ -13,13 +13,20 @@ import pytest
 from api_fakes import FakeClient, Script
 from fleet_engines import FakeEngine, engines, fleet_of
 from pydantic import ValidationError
-from scripted_models import ScriptedModels, always, in_background
+from scripted_models import (
+    ScriptedModels,
+    always,
+    ask_pipeline,
+    chat,
+    in_background,
+    messages_to,
+    pipeline_settings,
+)
 
 from jitney.engine.common.errors import ConfigError, RequestError
 from jitney.engine.fleet.compositions.answering import ModelAnswer
-from jitney.engine.fleet.compositions.body_checks import accepted
 from jitney.engine.fleet.compositions.composed import ComposedModels
-from jitney.engine.fleet.compositions.pipeline import Pipeline, PipelineSettings
+from jitney.engine.fleet.compositions.pipeline import Pipeline
 from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.request import ProxiedRequest
 from jitney.engine.fleet.sections import ReplicasSection
@@ -71,37 +78,16 @@ class EmbeddingModels(ScriptedModels):
         return base64.b64encode(np.array(counts, "<f4").tobytes()).decode()
 
 
-def settings(*stages: dict) -> PipelineSettings:
-    return PipelineSettings.model_validate({"kind": "pipeline", "stages": list(stages)})
-
-
-def chat(text: str = "cats", **fields: Any) -> ProxiedRequest:
-    body = {"messages": [{"role": "user", "content": text}]} | fields
-    return accepted(ProxiedRequest.post("p", "/v1/chat/completions", body), {"documents"})
-
-
-def ask(models: ScriptedModels, requests: list[ProxiedRequest], *stages: dict, **kw: Any) -> Any:
-    async def scene():
-        pipeline = Pipeline(settings(*stages), models, **kw)
-        try:
-            return [await pipeline.answer(request) for request in requests]
-        finally:
-            await pipeline.close()
-
-    return asyncio.run(asyncio.wait_for(scene(), 60))
-
-
-def prompts(models: ScriptedModels) -> list[str]:
-    """What the last stage was asked."""
-    return [each.fields["messages"][-1]["content"] for each in models.models["big"].asked]
+def asked(text: str = "cats", **fields: Any) -> ProxiedRequest:
+    return chat("p", text, **fields)
 
 
 @pytest.mark.parametrize("as_base64", [True, False])
 def test_the_nearest_of_the_request_s_documents_stand_in_the_prompt(as_base64: bool):
     models = EmbeddingModels(as_base64)
-    asked = [chat(documents=TEXTS), chat("tram", documents=TEXTS[::-1])]
-    answers = ask(models, asked, NEAR, FINAL)
-    assert prompts(models) == ["cats and cats|cat cats and cats", "trams|cat trams"]
+    requests = [asked(documents=TEXTS), asked("tram", documents=TEXTS[::-1])]
+    answers = ask_pipeline(models, requests, NEAR, FINAL)
+    assert messages_to(models, "big") == ["cats and cats|cat cats and cats", "trams|cat trams"]
     # Four at once, as many as the model has seats; the request goes with them.
     assert models.inputs[:2] == [["cats", *TEXTS[:3]], TEXTS[3:]]
     assert all("documents" not in each.fields for each in models.models["big"].asked)
@@ -112,15 +98,15 @@ def test_the_nearest_of_the_request_s_documents_stand_in_the_prompt(as_base64: b
 def test_the_scores_are_cosines():
     models = EmbeddingModels()
     final = FINAL | {"prompt": "{{ near.scores | map('round', 3) | join(' ') }}"}
-    ask(models, [chat("aab", documents=["ab", "c", "a"])], NEAR | {"keep": 3}, final)
+    ask_pipeline(models, [asked("aab", documents=["ab", "c", "a"])], NEAR | {"keep": 3}, final)
     # (2,1).(1,1) / (sqrt 5 sqrt 2), (2,1).(1,0) / sqrt 5, and nothing in common.
-    assert prompts(models) == ["0.949 0.894 0.0"]
+    assert messages_to(models, "big") == ["0.949 0.894 0.0"]
 
 
 def test_documents_that_people_will_wait_for_are_embedded_as_for_them():
     """A line of a batch may be the first request."""
     models = EmbeddingModels()
-    answers = ask(models, [in_background(chat())], NEAR | {"documents": TEXTS}, FINAL)
+    answers = ask_pipeline(models, [in_background(asked())], NEAR | {"documents": TEXTS}, FINAL)
     assert models.background == [True, False], "the request, then the documents"
     stages = {each["stage"]: each for each in answers[0].usage["stages"]}
     assert stages["near"]["prompt_tokens"] == len("cats") + sum(map(len, TEXTS))
@@ -133,13 +119,13 @@ def test_documents_of_the_settings_are_embedded_once(tmp_path: Path):
     for source in ({"documents": TEXTS}, {"file": "texts.jsonl"}):
         models = EmbeddingModels()
         near = NEAR | source | {"prefix": "zz ", "query": "a {{ question }}"}
-        ask(models, [chat(), chat()], near, FINAL, folder=tmp_path)
-        assert prompts(models) == ["cats and cats|cat cats and cats"] * 2
+        ask_pipeline(models, [asked(), asked()], near, FINAL, folder=tmp_path)
+        assert messages_to(models, "big") == ["cats and cats|cat cats and cats"] * 2
         made = [text for inputs in models.inputs for text in inputs]
         assert made == ["a cats", *("zz " + text for text in TEXTS), "a cats"]
 
 
-def test_what_was_embedded_before_an_error_is_not_embedded_again(monkeypatch):
+async def test_what_was_embedded_before_an_error_is_not_embedded_again(monkeypatch):
     monkeypatch.setattr("jitney.engine.fleet.compositions.nearest._PORTION", 4)
     models = EmbeddingModels()
     whole, broken = models.answer, RequestError("no room", code="queue_full")
@@ -149,48 +135,42 @@ def test_what_was_embedded_before_an_error_is_not_embedded_again(monkeypatch):
             raise broken
         return await whole(request)
 
-    async def scene():
-        texts = ["a", "b", "c", "d", "e", "f"]
-        pipeline = Pipeline(settings(NEAR | {"documents": texts}, FINAL), models)
-        try:
-            models.answer = failing
-            with pytest.raises(HttpError, match="stage near: no room"):
-                await pipeline.answer(chat("f"))
-            models.answer = whole
-            await pipeline.answer(chat("f"))
-        finally:
-            await pipeline.close()
-
-    asyncio.run(asyncio.wait_for(scene(), 60))
+    texts = ["a", "b", "c", "d", "e", "f"]
+    pipeline = Pipeline(pipeline_settings(NEAR | {"documents": texts}, FINAL), models)
+    try:
+        models.answer = failing
+        with pytest.raises(HttpError, match="stage near: no room"):
+            await pipeline.answer(asked("f"))
+        models.answer = whole
+        await pipeline.answer(asked("f"))
+    finally:
+        await pipeline.close()
     assert models.inputs == [["f"], ["a", "b", "c", "d"], ["f"], ["e", "f"]]
-    assert prompts(models)[0].startswith("f|")
+    assert messages_to(models, "big")[0].startswith("f|")
 
 
-def test_vectors_of_another_model_are_made_anew():
+async def test_vectors_of_another_model_are_made_anew():
     models = EmbeddingModels()
 
-    async def scene():
-        pipeline = Pipeline(settings(NEAR | {"documents": TEXTS}, FINAL), models)
-        try:
-            await pipeline.answer(chat())
-            models.size = 20
-            await pipeline.answer(chat("o"))
-        finally:
-            await pipeline.close()
-
-    asyncio.run(asyncio.wait_for(scene(), 60))
-    assert prompts(models)[1].startswith("dogs|")
+    pipeline = Pipeline(pipeline_settings(NEAR | {"documents": TEXTS}, FINAL), models)
+    try:
+        await pipeline.answer(asked())
+        models.size = 20
+        await pipeline.answer(asked("o"))
+    finally:
+        await pipeline.close()
+    assert messages_to(models, "big")[1].startswith("dogs|")
     assert models.inputs[1:] == [TEXTS, ["o"], TEXTS]
 
 
 def test_what_a_stage_made_is_looked_through_and_nothing_is_nothing():
     draft = {"kind": "generate", "name": "draft", "model": "tiny", "prompt": "x", "n": 2}
     models = EmbeddingModels()
-    ask(models, [chat()], draft, NEAR | {"documents_of": "draft"}, FINAL)
-    assert prompts(models) == ["trams|trams trams"]
+    ask_pipeline(models, [asked()], draft, NEAR | {"documents_of": "draft"}, FINAL)
+    assert messages_to(models, "big") == ["trams|trams trams"]
     models.models["tiny"] = always("")
-    ask(models, [chat()], draft, NEAR | {"documents_of": "draft"}, FINAL)
-    assert prompts(models)[1] == " "
+    ask_pipeline(models, [asked()], draft, NEAR | {"documents_of": "draft"}, FINAL)
+    assert messages_to(models, "big")[1] == " "
 
 
 @pytest.mark.parametrize(
@@ -202,7 +182,7 @@ def test_an_engine_that_sends_no_vectors_is_named(data: list):
             return ModelAnswer({"data": data, "usage": {}})
 
     with pytest.raises(HttpError, match="stage near: the engine of finder sent no vectors"):
-        ask(Broken(), [chat(documents=["a"])], NEAR, FINAL)
+        ask_pipeline(Broken(), [asked(documents=["a"])], NEAR, FINAL)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +201,7 @@ def test_an_engine_that_sends_no_vectors_is_named(data: list):
 def test_bad_documents_of_a_request_are_named(fields: dict):
     models = EmbeddingModels()
     with pytest.raises(RequestError, match="documents must be") as raised:
-        ask(models, [chat(**fields)], NEAR, FINAL)
+        ask_pipeline(models, [asked(**fields)], NEAR, FINAL)
     assert raised.value.info.param == "documents" and not models.inputs
 
 
@@ -239,7 +219,7 @@ def test_bad_documents_of_a_request_are_named(fields: dict):
 )
 def test_settings_are_checked(stages: tuple[dict, ...], complaint: str):
     with pytest.raises(ValidationError, match=complaint):
-        settings(*stages)
+        pipeline_settings(*stages)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +236,7 @@ def test_settings_are_checked(stages: tuple[dict, ...], complaint: str):
 def test_a_bad_file_is_refused_in_one_line(tmp_path: Path, content: bytes | None, complaint: str):
     if content is not None:
         (tmp_path / "texts.jsonl").write_bytes(content)
-    made = settings(NEAR | {"file": "texts.jsonl"}, FINAL)
+    made = pipeline_settings(NEAR | {"file": "texts.jsonl"}, FINAL)
     served: dict[str, Any] = dict.fromkeys(("finder", "big"), ReplicasSection(replicas=1))
     with pytest.raises(ConfigError, match=complaint) as raised:
         ComposedModels(served | {"p": made}, EmbeddingModels(), tmp_path)

@@ -12,16 +12,17 @@ from scripted_models import (
     ScriptedModel,
     ScriptedModels,
     always,
+    ask_pipeline,
     chat,
-    chunks,
     completion,
     fails,
     in_background,
+    pipeline_settings,
     said_in,
 )
 
 from jitney.engine.common.errors import RequestError
-from jitney.engine.fleet.compositions.pipeline import Pipeline, PipelineSettings
+from jitney.engine.fleet.compositions.pipeline import Pipeline
 from jitney.engine.server.http.errors import HttpError
 
 DRAFT = {
@@ -41,21 +42,9 @@ FINAL = {
 }
 
 
-def settings(*stages: dict, **fields) -> PipelineSettings:
-    return PipelineSettings.model_validate({"kind": "pipeline", "stages": list(stages)} | fields)
-
-
-def ask(models: ScriptedModels, question, *stages: dict, **fields) -> Any:
-    async def scene():
-        pipeline = Pipeline(settings(*(stages or (DRAFT, FINAL)), **fields), models)
-        try:
-            if question.streams:
-                return await chunks(pipeline, question)
-            return await pipeline.answer(question)
-        finally:
-            await pipeline.close()
-
-    return asyncio.run(asyncio.wait_for(scene(), 60))
+def ask(models: ScriptedModels, question, *stages: dict) -> Any:
+    [answer] = ask_pipeline(models, [question], *(stages or (DRAFT, FINAL)))
+    return answer
 
 
 def models_of(**models: ScriptedModel) -> ScriptedModels:
@@ -141,7 +130,7 @@ def test_texts_are_ranked_by_how_likely_a_model_finds_them():
     assert stages["pick"]["prompt_tokens"] == 30
 
 
-def test_a_text_that_cannot_be_ranked_ends_the_ranking_of_the_others():
+async def test_a_text_that_cannot_be_ranked_ends_the_ranking_of_the_others():
     calls = iter(range(9))
 
     def says(question):
@@ -157,19 +146,16 @@ def test_a_text_that_cannot_be_ranked_ends_the_ranking_of_the_others():
                     self.models["judge"].open -= 1
             return await super().answer(request)
 
-    async def scene() -> None:
-        models = Slow(judge=ScriptedModel(says, delay_s=0.01), big=always("done"))
-        rank = RANK | {"candidates": ["slow", "xx", "slow"]}
-        final = FINAL | {"system": "", "prompt": "{{ pick.text }}"}
-        pipeline = Pipeline(settings(rank, final), models)
-        try:
-            with pytest.raises(HttpError, match="stage pick: no room"):
-                await pipeline.answer(chat("p"))
-            assert models.models["judge"].open == 0
-        finally:
-            await pipeline.close()
-
-    asyncio.run(asyncio.wait_for(scene(), 60))
+    models = Slow(judge=ScriptedModel(says, delay_s=0.01), big=always("done"))
+    rank = RANK | {"candidates": ["slow", "xx", "slow"]}
+    final = FINAL | {"system": "", "prompt": "{{ pick.text }}"}
+    pipeline = Pipeline(pipeline_settings(rank, final), models)
+    try:
+        with pytest.raises(HttpError, match="stage pick: no room"):
+            await pipeline.answer(chat("p"))
+        assert models.models["judge"].open == 0
+    finally:
+        await pipeline.close()
 
 
 def test_several_answers_of_a_stage_are_candidates():
@@ -226,21 +212,18 @@ def test_what_a_client_sends_is_no_template():
     assert sent == "{{ 7 * 7 }}"
 
 
-def test_the_slowest_stages_seats_bound_the_requests_on_their_way():
-    async def scene() -> ScriptedModels:
-        models = models_of()
-        models.models["tiny"].seats = 50
-        models.models["big"].seats = 2
-        models.models["big"].delay_s = 0.02
-        pipeline = Pipeline(settings(DRAFT, FINAL), models)
-        try:
-            await asyncio.gather(*(pipeline.answer(chat("p")) for _ in range(20)))
-        finally:
-            await pipeline.close()
-        assert pipeline._budget.open == 0
-        return models
-
-    models = asyncio.run(asyncio.wait_for(scene(), 60))
+async def test_the_slowest_stages_seats_bound_the_requests_on_their_way():
+    models = models_of()
+    models.models["tiny"].seats = 50
+    models.models["big"].seats = 2
+    models.models["big"].delay_s = 0.02
+    pipeline = Pipeline(pipeline_settings(DRAFT, FINAL), models)
+    try:
+        await asyncio.gather(*(pipeline.answer(chat("p")) for _ in range(20)))
+    finally:
+        await pipeline.close()
+    assert pipeline._budget.open == 0
+    models = models
     assert len(models.models["big"].asked) == 20
     # Two seats, and those that make their drafts in the meantime: far from all 20.
     assert models.models["big"].most_open <= 12
@@ -254,7 +237,7 @@ def test_lines_of_batches_keep_nobodys_place():
         for model in models.models.values():
             model.seats = 1
         models.models["tiny"].delay_s = 3600
-        pipeline = Pipeline(settings(DRAFT, FINAL), models)
+        pipeline = Pipeline(pipeline_settings(DRAFT, FINAL), models)
         line = asyncio.create_task(pipeline.answer(in_background(chat("p"))))
         while not models.models["tiny"].open:
             await asyncio.sleep(0)
@@ -308,4 +291,4 @@ def test_what_a_pipeline_cannot_do_is_refused_by_name(question, field: str):
 )
 def test_settings_are_checked(stages: tuple[dict, ...], complaint: str):
     with pytest.raises(ValidationError, match=complaint):
-        settings(*stages)
+        pipeline_settings(*stages)

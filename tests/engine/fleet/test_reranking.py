@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from dataclasses import replace
@@ -19,16 +18,17 @@ from scripted_models import (
     ScriptedModel,
     ScriptedModels,
     always,
-    chunks,
+    ask_pipeline,
+    chat,
     fails,
     in_background,
+    messages_to,
+    pipeline_settings,
 )
 
 from jitney.engine.common.errors import ConfigError, ErrorInfo, RequestError
 from jitney.engine.fleet.compositions.answering import ModelAnswer
-from jitney.engine.fleet.compositions.body_checks import accepted
 from jitney.engine.fleet.compositions.composed import ComposedModels
-from jitney.engine.fleet.compositions.pipeline import Pipeline, PipelineSettings
 from jitney.engine.fleet.compositions.reranking import best_in
 from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.request import ProxiedRequest
@@ -73,31 +73,13 @@ class RerankingModels(ScriptedModels):
         )
 
 
-def settings(*stages: dict[str, Any]) -> PipelineSettings:
-    return PipelineSettings.model_validate({"kind": "pipeline", "stages": list(stages)})
-
-
-def chat(text: str = "why cats?", **fields: Any) -> ProxiedRequest:
-    body = {"messages": [{"role": "user", "content": text}]} | fields
-    return accepted(ProxiedRequest.post("p", "/v1/chat/completions", body), {"documents"})
+def asked(text: str = "why cats?", **fields: Any) -> ProxiedRequest:
+    return chat("p", text, **fields)
 
 
 def ask(models: ScriptedModels, request: ProxiedRequest, *stages: dict[str, Any]) -> Any:
-    async def scene():
-        pipeline = Pipeline(settings(*stages), models)
-        try:
-            if request.streams:
-                return await chunks(pipeline, request)
-            return await pipeline.answer(request)
-        finally:
-            await pipeline.close()
-
-    return asyncio.run(asyncio.wait_for(scene(), 60))
-
-
-def prompts(models: ScriptedModels) -> list[str]:
-    """What the last stage was asked."""
-    return [each.fields["messages"][-1]["content"] for each in models.models["big"].asked]
+    [answer] = ask_pipeline(models, [request], *stages)
+    return answer
 
 
 @pytest.mark.parametrize("source", ["request", "settings", "stage"])
@@ -105,15 +87,15 @@ def test_the_best_documents_stand_in_the_prompt_wherever_they_come_from(source: 
     """One request holds all; equal ones stay in their order."""
     models = RerankingModels(tiny=always("a cat and a hat"))
     draft = {"kind": "generate", "name": "draft", "model": "tiny", "prompt": "x", "n": 2}
-    asked = {
-        "request": (chat(documents=TEXTS), [BEST, FINAL]),
-        "settings": (chat(), [BEST | {"documents": TEXTS}, FINAL]),
-        "stage": (chat(), [draft, BEST | {"documents_of": "draft"}, FINAL]),
+    cases = {
+        "request": (asked(documents=TEXTS), [BEST, FINAL]),
+        "settings": (asked(), [BEST | {"documents": TEXTS}, FINAL]),
+        "stage": (asked(), [draft, BEST | {"documents_of": "draft"}, FINAL]),
     }
-    request, stages = asked[source]
+    request, stages = cases[source]
     answer = ask(models, request, *stages)
     in_order = ["cats and cats", "cat"] if source != "stage" else ["a cat and a hat"] * 2
-    assert prompts(models) == ["|".join(in_order)]
+    assert messages_to(models, "big") == ["|".join(in_order)]
     [body] = models.bodies
     assert (body["query"], body["top_n"], body["return_documents"]) == ("why cats?", 2, False)
     assert "documents" not in models.models["big"].asked[0].fields
@@ -135,8 +117,8 @@ def test_the_query_is_a_template_and_the_scores_are_the_models():
         "fields": {"instruction": "find animals", "max_tokens_per_doc": 9},
     }
     final = FINAL | {"prompt": "{{ best.text }} {{ best.scores | join(' ') }}"}
-    ask(models, chat(documents=TEXTS), best, final)
-    assert prompts(models) == ["cats and cats 0.3 0.1 0.1 0.0"]
+    ask(models, asked(documents=TEXTS), best, final)
+    assert messages_to(models, "big") == ["cats and cats 0.3 0.1 0.1 0.0"]
     [body] = models.bodies
     assert body["query"] == "instead of why cats?"
     assert (body["instruction"], body["max_tokens_per_doc"]) == ("find animals", 9)
@@ -145,13 +127,13 @@ def test_the_query_is_a_template_and_the_scores_are_the_models():
 def test_no_document_is_no_request():
     models = RerankingModels(tiny=always(""))
     draft = {"kind": "generate", "name": "draft", "model": "tiny", "prompt": "x"}
-    ask(models, chat(), draft, BEST | {"documents_of": "draft"}, FINAL)
-    assert prompts(models) == [""] and not models.bodies
+    ask(models, asked(), draft, BEST | {"documents_of": "draft"}, FINAL)
+    assert messages_to(models, "big") == [""] and not models.bodies
 
 
 def test_a_stage_gets_what_is_left_of_the_time_and_the_question_s_headers():
     models = RerankingModels()
-    request = in_background(chat(documents=TEXTS, timeout_ms=60_000))
+    request = in_background(asked(documents=TEXTS, timeout_ms=60_000))
     ask(models, request, BEST, FINAL)
     assert 0 < models.bodies[0]["timeout_ms"] <= 60_000
     assert models.models["judge"].asked[0].background
@@ -166,7 +148,7 @@ def test_a_stage_gets_what_is_left_of_the_time_and_the_question_s_headers():
 def test_what_a_stage_warns_of_is_told_to_the_client(stream: bool):
     models = RerankingModels()
     models.headers = {"x-jitney-warnings": "documents[3] is cut to the context"}
-    answer = ask(models, chat(documents=TEXTS, stream=stream), BEST, FINAL)
+    answer = ask(models, asked(documents=TEXTS, stream=stream), BEST, FINAL)
     headers = answer[0] if stream else answer.headers
     assert headers["x-jitney-warnings"] == "stage best: documents[3] is cut to the context"
 
@@ -175,9 +157,9 @@ def test_a_refusal_names_the_stage():
     refusal = RequestError("this model scores no pairs", code="unsupported_parameter")
     models = RerankingModels(judge=fails(refusal))
     with pytest.raises(HttpError, match="stage best: this model scores no pairs"):
-        ask(models, chat(documents=TEXTS), BEST, FINAL)
+        ask(models, asked(documents=TEXTS), BEST, FINAL)
     with pytest.raises(RequestError, match="documents must be a list"):
-        ask(models, chat(), BEST, FINAL)
+        ask(models, asked(), BEST, FINAL)
 
 
 @pytest.mark.parametrize(
@@ -215,25 +197,24 @@ def test_the_best_come_first_and_equal_ones_in_their_order(scores, keep: int, ra
     "stages, complaint",
     [
         ((BEST | {"documents": ["a"], "documents_of": "x"}, FINAL), "one of documents, doc"),
-        ((BEST | {"documents_of": "later"}, FINAL), "documents_of must name an earlier stage"),
         ((BEST | {"query": "{{ candidate }}"}, FINAL), "query asks for 'candidate'"),
-        ((BEST | {"documents": []}, FINAL), "documents"),
         ((BEST | {"keep": 0}, FINAL), "keep"),
         ((BEST | {"fields": {"top_n": 3}}, FINAL), "top_n is set by the stage itself"),
         ((BEST | {"fields": {"instruction": ""}}, FINAL), "fields: instruction"),
         ((BEST | {"fields": {"temperature": 1}}, FINAL), "no route has a field temperature"),
         ((BEST | {"scored": "x"}, FINAL), "scored"),
-        ((BEST,), "the last stage must be of kind"),
     ],
 )
 def test_settings_are_checked(stages: tuple[dict[str, Any], ...], complaint: str):
     with pytest.raises(ValidationError, match=complaint):
-        settings(*stages)
+        pipeline_settings(*stages)
 
 
 def test_only_engines_rank():
-    composed = settings(BEST, FINAL)
-    models = dict.fromkeys(("judge", "big"), settings(FINAL | {"prompt": "x", "model": "e"}))
+    composed = pipeline_settings(BEST, FINAL)
+    models = dict.fromkeys(
+        ("judge", "big"), pipeline_settings(FINAL | {"prompt": "x", "model": "e"})
+    )
     with pytest.raises(ConfigError, match="by 'judge', which is made of models"):
         ComposedModels.check({"e": object(), "p": composed} | models)
 

@@ -11,10 +11,6 @@ from jitney.engine.common.errors import RequestError
 from jitney.engine.fleet.compositions.stage_budget import StageBudget, _in_flight
 
 
-def run(coroutine):
-    return asyncio.run(coroutine)
-
-
 @pytest.mark.parametrize(
     "seats, seconds, limit",
     [
@@ -32,70 +28,61 @@ def test_the_slowest_models_seats_decide(seats: dict, seconds: dict, limit: int)
     assert _in_flight(seats, seconds) == limit
 
 
-def test_those_beyond_it_wait_in_their_order_and_more_are_refused():
-    async def scene():
-        budget = StageBudget(["a"], max_waiting=2)
-        budget.set_seats("a", 1)
-        order: list[int] = []
-        gate = asyncio.Event()
+async def test_those_beyond_it_wait_in_their_order_and_more_are_refused():
+    budget = StageBudget(["a"], max_waiting=2)
+    budget.set_seats("a", 1)
+    order: list[int] = []
+    gate = asyncio.Event()
 
-        async def one(number: int):
-            async with budget.place(None):
-                order.append(number)
-                await gate.wait()
-
-        tasks = [asyncio.create_task(one(number)) for number in range(3)]
-        while not order or len(budget._waiting) < 2:
-            await asyncio.sleep(0)
-        with pytest.raises(RequestError, match="2 requests wait") as raised:
-            await one(3)
-        assert raised.value.info.code == "queue_full"
-        assert raised.value.info.retry_after
-        assert budget.open == 1
-        gate.set()
-        await asyncio.gather(*tasks)
-        assert order == [0, 1, 2]
-        assert budget.open == 0
-
-    run(asyncio.wait_for(scene(), 30))
-
-
-def test_who_leaves_while_waiting_takes_no_place():
-    async def scene():
-        budget = StageBudget(["a"], max_waiting=8)
-        budget.set_seats("a", 1)
-
-        async def one():
-            async with budget.place(None):
-                return True
-
+    async def one(number: int):
         async with budget.place(None):
-            tasks = [asyncio.create_task(one()) for _ in range(3)]
-            while len(budget._waiting) < 3:
-                await asyncio.sleep(0)
-            tasks[0].cancel()
-            await asyncio.gather(tasks[0], return_exceptions=True)
-            with pytest.raises(RequestError, match="time ran out"):
-                async with budget.place(time.monotonic() + 0.01):
-                    pass
-        tasks[1].cancel()  # it has its place already, and has not run since
-        assert await tasks[2]
-        assert budget.open == 0
+            order.append(number)
+            await gate.wait()
 
-    run(asyncio.wait_for(scene(), 30))
+    tasks = [asyncio.create_task(one(number)) for number in range(3)]
+    while not order or len(budget._waiting) < 2:
+        await asyncio.sleep(0)
+    with pytest.raises(RequestError, match="2 requests wait") as raised:
+        await one(3)
+    assert raised.value.info.code == "queue_full"
+    assert raised.value.info.retry_after
+    assert budget.open == 1
+    gate.set()
+    await asyncio.gather(*tasks)
+    assert order == [0, 1, 2]
+    assert budget.open == 0
 
 
-def test_more_seats_let_the_waiting_in():
-    async def scene():
-        budget = StageBudget(["a", "b"], max_waiting=8)
-        budget.set_seats("b", 9)
-        assert budget.limit == 1
+async def test_who_leaves_while_waiting_takes_no_place():
+    budget = StageBudget(["a"], max_waiting=8)
+    budget.set_seats("a", 1)
+
+    async def one():
         async with budget.place(None):
-            waiting = asyncio.create_task(budget._enter())
-            await asyncio.sleep(0)
-            assert not waiting.done()
-            budget.set_seats("a", 2)
-            await waiting
-            assert budget.open == 2
+            return True
 
-    run(asyncio.wait_for(scene(), 30))
+    async with budget.place(None):
+        tasks = [asyncio.create_task(one()) for _ in range(3)]
+        while len(budget._waiting) < 3:
+            await asyncio.sleep(0)
+        tasks[0].cancel()
+        await asyncio.gather(tasks[0], return_exceptions=True)
+        with pytest.raises(RequestError, match="time ran out"):
+            async with budget.place(time.monotonic() + 0.01):
+                pass
+    tasks[1].cancel()  # it has its place already, and has not run since
+    assert await tasks[2]
+    assert budget.open == 0
+
+
+async def test_more_seats_let_the_waiting_in():
+    budget = StageBudget(["a", "b"], max_waiting=8)
+    budget.set_seats("b", 9)
+    assert budget.limit == 1
+    async with budget.place(None):
+        waiting = asyncio.create_task(budget._enter())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        budget.set_seats("a", 2)
+        await waiting
+        assert budget.open == 2

@@ -42,7 +42,7 @@ def test_a_look_at_such_an_engine_finds_it_gone(lost_at_once: None):
         assert run(look(url)).state == "gone"
 
 
-def test_a_request_that_comes_during_a_look_counts_once():
+async def test_a_request_that_comes_during_a_look_counts_once():
     """The engine has it among those that it runs, and we among those that are open."""
     replica = Replica("r", "http://engine")
     for _ in range(7):
@@ -54,11 +54,8 @@ def test_a_request_that_comes_during_a_look_counts_once():
         replica.begin()
         return httpx.Response(200, text="jitney_seats 8\njitney_requests_running 8\n")
 
-    async def look() -> None:
-        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
-            await Watch(client, poll_s=1.0, lost_after_s=10.0).look(replica)
-
-    run(look())
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+        await Watch(client, poll_s=1.0, lost_after_s=10.0).look(replica)
     assert (replica.load, replica.seats) == (8, 8)
     replica.end()
     assert replica.load == 7

@@ -101,7 +101,7 @@ def noisy(seed: int) -> ScriptedModels:
     return ScriptedModels(tiny=ScriptedModel(small), big=large)
 
 
-def test_the_threshold_does_what_the_table_says():
+async def test_the_threshold_does_what_the_table_says():
     models = noisy(1)
     requests = [
         ProxiedRequest.post(
@@ -110,23 +110,20 @@ def test_the_threshold_does_what_the_table_says():
         for n in range(200)
     ]
 
-    async def scene() -> list[ModelAnswer]:
-        comparison = ModelComparison(models, "tiny", "big", "equal", TokenPrices())
-        pairs, refusals = await comparison.run(requests, 4, lambda done: None)
-        assert len(pairs) == 200 and not refusals
-        found.append(Thresholds.of(pairs, MEAN, "tokens").cheapest(0.9))
-        settings = CascadeSettings(
-            kind="cascade",
-            small="tiny",
-            large="big",
-            threshold=round(found[0].threshold, 6),
-            measure="mean",
-        )
-        cascade = Cascade(settings, models)
-        return [await cascade.answer(request) for request in requests]
-
     found: list = []
-    answers = asyncio.run(scene())
+    comparison = ModelComparison(models, "tiny", "big", "equal", TokenPrices())
+    pairs, refusals = await comparison.run(requests, 4, lambda done: None)
+    assert len(pairs) == 200 and not refusals
+    found.append(Thresholds.of(pairs, MEAN, "tokens").cheapest(0.9))
+    settings = CascadeSettings(
+        kind="cascade",
+        small="tiny",
+        large="big",
+        threshold=round(found[0].threshold, 6),
+        measure="mean",
+    )
+    cascade = Cascade(settings, models)
+    answers = [await cascade.answer(request) for request in requests]
     chosen = found[0]
     assert 0.2 < chosen.kept < 0.9
     kept = sum(answer.body["model"] == "tiny" for answer in answers) / 200

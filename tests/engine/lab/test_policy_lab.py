@@ -340,22 +340,19 @@ def test_nothing_to_replay():
     assert run(call(page(client), "/lab", {})).status == 404
 
 
-def test_a_running_experiment_can_be_stopped_and_has_its_time():
-    async def session() -> None:
-        lab = Lab(served_client(), lambda: ENGINE)
+async def test_a_running_experiment_can_be_stopped_and_has_its_time():
+    lab = Lab(served_client(), lambda: ENGINE)
+    await lab.start(Experiment())
+    await asyncio.sleep(0)
+    with pytest.raises(HttpError):
         await lab.start(Experiment())
-        await asyncio.sleep(0)
-        with pytest.raises(HttpError):
-            await lab.start(Experiment())
-        await lab.stop()
-        assert lab.status()["state"] == "idle"
-        hasty = Lab(served_client(), lambda: ENGINE, limit_s=0.05)
-        await hasty.start(Experiment())
-        assert hasty._task is not None
-        await hasty._task
-        assert hasty.status()["state"] == "failed" and "0.05 s" in hasty.status()["error"]
-
-    run(session())
+    await lab.stop()
+    assert lab.status()["state"] == "idle"
+    hasty = Lab(served_client(), lambda: ENGINE, limit_s=0.05)
+    await hasty.start(Experiment())
+    assert hasty._task is not None
+    await hasty._task
+    assert hasty.status()["state"] == "failed" and "0.05 s" in hasty.status()["error"]
 
 
 def test_traffic_comes_faster_if_asked_to():

@@ -231,7 +231,7 @@ def _never_reread(take_adapters: object) -> FreshSettings:
     raise AssertionError("nobody asked")
 
 
-def test_the_engine_is_ready_before_steps_are_timed(monkeypatch: pytest.MonkeyPatch):
+async def test_the_engine_is_ready_before_steps_are_timed(monkeypatch: pytest.MonkeyPatch):
     resolved = ResolvedConfig.load(flags={"model": "tiny-random", "platform": "cpu"})
     order = []
 
@@ -246,35 +246,32 @@ def test_the_engine_is_ready_before_steps_are_timed(monkeypatch: pytest.MonkeyPa
             order.append("ready")
             return None, None
 
-    async def work() -> None:
-        timed, dead = asyncio.Event(), asyncio.Event()
-
-        async def time_behind(self: ServerSizes, client: Any) -> None:
-            order.append(self.resolved.config)
-            timed.set()
-            try:
-                await dead.wait()
-            except asyncio.CancelledError:
-                order.append("ended")
-                raise
-
-        async def until(*states: str) -> str:
-            await timed.wait()
-            return "dead"
-
-        monkeypatch.setattr(ServerSizes, "time_behind", time_behind)
-        with socket.socket() as bound:
-            bound.bind(("127.0.0.1", 0))
-            keys = AcceptedKeys.of(resolved.config.server)
-            server = serve._Server(resolved, keys, bound, Shown(), _never_reread, times_steps=True)
-            server.client.dismissed = True
-            monkeypatch.setattr(server.client, "until", until)
-            await server._work()
-        await asyncio.sleep(0)
-
     monkeypatch.setattr(serve, "Equipment", Equipment)
     monkeypatch.setattr(serve, "_greeting", lambda *about: ["serving"])
-    asyncio.run(work())
+    timed, dead = asyncio.Event(), asyncio.Event()
+
+    async def time_behind(self: ServerSizes, client: Any) -> None:
+        order.append(self.resolved.config)
+        timed.set()
+        try:
+            await dead.wait()
+        except asyncio.CancelledError:
+            order.append("ended")
+            raise
+
+    async def until(*states: str) -> str:
+        await timed.wait()
+        return "dead"
+
+    monkeypatch.setattr(ServerSizes, "time_behind", time_behind)
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        keys = AcceptedKeys.of(resolved.config.server)
+        server = serve._Server(resolved, keys, bound, Shown(), _never_reread, times_steps=True)
+        server.client.dismissed = True
+        monkeypatch.setattr(server.client, "until", until)
+        await server._work()
+    await asyncio.sleep(0)
     assert order == ["ready", resolved.config, "ended"]
 
 

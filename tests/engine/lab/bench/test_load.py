@@ -138,7 +138,7 @@ def test_a_closed_loop_keeps_so_many_open():
     assert most == 3
 
 
-def test_every_failure_is_counted_by_kind():
+async def test_every_failure_is_counted_by_kind():
     script = {
         1: (429, b'{"error":{"message":"full"}}'),
         2: (200, frames(["a"], finish=None)),
@@ -150,16 +150,13 @@ def test_every_failure_is_counted_by_kind():
         await asyncio.sleep(60.0 if body["max_tokens"] == 5 else 0.0)
         return script.get(body["max_tokens"], (200, frames(["a"])))
 
-    async def main() -> list[Answer]:
-        async with ScriptedServer(handler) as url:
-            target = RemoteEndpoint(url, "m", timeout_s=1.0)
-            async with EndpointClient(target) as client:
-                answers = [await client.ask(target.body("x", n)) for n in range(1, 7)]
-        gone = RemoteEndpoint(url, "m")
-        async with EndpointClient(gone) as client:
-            return [*answers, await client.ask(gone.body("x", 1))]
-
-    answers = asyncio.run(main())
+    async with ScriptedServer(handler) as url:
+        target = RemoteEndpoint(url, "m", timeout_s=1.0)
+        async with EndpointClient(target) as client:
+            answers = [await client.ask(target.body("x", n)) for n in range(1, 7)]
+    gone = RemoteEndpoint(url, "m")
+    async with EndpointClient(gone) as client:
+        answers = [*answers, await client.ask(gone.body("x", 1))]
     kinds = "http_429 broken_stream error_in_stream broken_stream timeout length connect"
     assert [a.finish for a in answers] == shlex.split(kinds)
     assert "full" in answers[0].detail and all(a.finished >= a.sent > 0 for a in answers)

@@ -21,24 +21,11 @@ def plan(*words: str, capsys: pytest.CaptureFixture[str]) -> dict:
 
 
 def test_a_plan_answers_every_question(capsys):
-    report = plan(
-        "llama-3.1-8b",
-        "--device",
-        "h100",
-        "--slo-itl-ms",
-        "20",
-        "--slo-ttft-ms",
-        "500",
-        "--price-per-hour",
-        "3",
-        "--rate",
-        "100",
-        "--prompt",
-        "512",
-        "--output",
-        "256",
-        capsys=capsys,
+    words = (
+        "llama-3.1-8b --device h100 --slo-itl-ms 20 --slo-ttft-ms 500 --price-per-hour 3 "
+        "--rate 100 --prompt 512 --output 256"
     )
+    report = plan(*words.split(), capsys=capsys)
     chosen = report["chosen"]
     assert report["within_slo"] == chosen and chosen["step_s"] <= 0.02 and chosen["ttft_s"] <= 0.5
     assert report["load_req_s"] == pytest.approx(0.8 * chosen["req_s"])
@@ -52,15 +39,8 @@ def test_a_plan_answers_every_question(capsys):
 
 
 def test_the_terminal_shows_the_same(capsys):
-    assert (
-        main(
-            shlex.split(
-                "plan llama-3.1-70b --device h100 --count 4 --weights fp8 --rate 10 "
-                "--price-per-hour 2"
-            )
-        )
-        == 0
-    )
+    words = "llama-3.1-70b --device h100 --count 4 --weights fp8 --rate 10 --price-per-hour 2"
+    assert main(["plan", *words.split()]) == 0
     said = " ".join(capsys.readouterr().out.split())
     for words in (
         "knee",
@@ -210,11 +190,9 @@ def test_a_fleet_for_a_record_is_shown(capsys, tmp_path: Path):
         (("llama-3.1-8b", "--devices", "h100"), "exactly one of --rates and --trace"),
         ((*FLEET, "--rates", "5", "--trace", "x"), "exactly one of --rates and --trace"),
         ((*FLEET, "--rates", "5,x"), "--rates: '5,x' is none"),
-        ((*FLEET, "--rates", "0"), "--rates: '0' is none"),
         ((*FLEET, "--rates", "nan"), "--rates: 'nan' is none"),
         ((*FLEET, "--rates", "5", "--prices", "h100"), "--prices: 'h100' is none"),
         ((*FLEET, "--rates", "5", "--prices", "l4=1"), "l4 is not among --devices"),
-        ((*FLEET, "--rates", "5", "--devices", "h100x2:"), "--devices: 'h100x2:' is none"),
         ((*FLEET, "--rates", "5", "--devices", "h100:q3"), "--devices: 'h100:q3' is none"),
         ((*FLEET, "--rates", "5", "--devices", "cray"), "unknown device 'cray'"),
         ((*FLEET, "--rates", "5", "--devices", ","), "--devices: names no device"),

@@ -535,7 +535,6 @@ def test_the_command_prints_the_error_beside_a_recording(tmp_path: Path, table_f
         ({"model": "m-1b", "device": "CPU A, 2 cores"}, ("m-8b", "CPU A, 2 cores"), "m-8b"),
         # Who wrote a table by hand, or an old trace, is believed.
         ({}, ("m-8b", "CPU A, 2 cores"), ""),
-        ({"model": "m-1b", "device": "CPU A, 2 cores"}, None, ""),
         ("h100", ("llama-3.1-8b", "NVIDIA H100 80GB HBM3"), ""),
         ("h100", ("llama-3.1-8b", "CPU A, 2 cores"), "CPU A"),
         ("h100", ("m-1b", "NVIDIA H100 80GB HBM3"), "m-1b"),

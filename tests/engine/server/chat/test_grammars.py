@@ -167,7 +167,7 @@ def test_formats_that_nobody_knows_are_annotations():
             assert "x-unenforced-schema" not in reply.headers
 
 
-def test_a_schema_that_takes_for_ever_is_left_out_where_nobody_is_strict(
+async def test_a_schema_that_takes_for_ever_is_left_out_where_nobody_is_strict(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """And the others hold. llguidance 1.9 takes seconds for a large divisor."""
@@ -181,17 +181,14 @@ def test_a_schema_that_takes_for_ever_is_left_out_where_nobody_is_strict(
         ]
         return Grammar("lark", f"start: {rules[0]} | {rules[1]}")
 
-    async def go() -> None:
-        checks = Grammars(SETUP, timeout_s=0.7)
-        try:
-            found = await checks.checked(turn(strict=False), "tools")
-            assert found.unenforced == ("slow#",) and '"maximum": 5' in found.grammar.text
-            with pytest.raises(RequestError, match="longer than"):
-                await checks.checked(turn(strict=True), "tools")
-        finally:
-            await checks.close()
-
-    run(go())
+    checks = Grammars(SETUP, timeout_s=0.7)
+    try:
+        found = await checks.checked(turn(strict=False), "tools")
+        assert found.unenforced == ("slow#",) and '"maximum": 5' in found.grammar.text
+        with pytest.raises(RequestError, match="longer than"):
+            await checks.checked(turn(strict=True), "tools")
+    finally:
+        await checks.close()
 
 
 async def outcome(checks: Grammars, grammar: Grammar) -> str:
@@ -204,72 +201,60 @@ async def outcome(checks: Grammars, grammar: Grammar) -> str:
     return "ok"
 
 
-def test_a_process_checks_them_and_what_it_said_is_kept():
-    async def go() -> None:
-        checks = Grammars(SETUP)
-        try:
-            assert await outcome(checks, Grammar("regex", "a+")) == "ok"
-            assert await outcome(checks, Grammar("regex", "(")) == "invalid_value"
-            await checks.close()
-            assert await outcome(checks, Grammar("regex", "a+")) == "ok"  # kept
-            assert await outcome(checks, Grammar("regex", "(")) == "invalid_value"
-            assert await outcome(checks, Grammar("regex", "b+")) == "draining"
-        finally:
-            await checks.close()
-
-    run(go())
+async def test_a_process_checks_them_and_what_it_said_is_kept():
+    checks = Grammars(SETUP)
+    try:
+        assert await outcome(checks, Grammar("regex", "a+")) == "ok"
+        assert await outcome(checks, Grammar("regex", "(")) == "invalid_value"
+        await checks.close()
+        assert await outcome(checks, Grammar("regex", "a+")) == "ok"  # kept
+        assert await outcome(checks, Grammar("regex", "(")) == "invalid_value"
+        assert await outcome(checks, Grammar("regex", "b+")) == "draining"
+    finally:
+        await checks.close()
 
 
-def test_one_that_takes_too_long_is_given_up_with_its_process():
-    async def go() -> None:
-        checks = Grammars(SETUP, timeout_s=1.0)
-        try:
-            await checks._workers.start()
-            held = [worker.process for worker in checks._workers._workers]
-            for process in held:
-                assert process is not None
-                process.send_signal(signal.SIGSTOP)  # as one that never answers
-            tasks = [asyncio.create_task(outcome(checks, Grammar("regex", c))) for c in "cd"]
-            await asyncio.wait(tasks, timeout=30)
-            assert {task.result() for task in tasks} == {"grammar_too_complex"}
-            assert all(process is not None and process.returncode for process in held)
-            checks._workers._timeout_s = 30.0
-            assert await outcome(checks, Grammar("regex", "e+")) == "ok"
-            assert await outcome(checks, Grammar("regex", "c")) == "grammar_too_complex"  # kept
-        finally:
-            await checks.close()
-
-    run(go())
+async def test_one_that_takes_too_long_is_given_up_with_its_process():
+    checks = Grammars(SETUP, timeout_s=1.0)
+    try:
+        await checks._workers.start()
+        held = [worker.process for worker in checks._workers._workers]
+        for process in held:
+            assert process is not None
+            process.send_signal(signal.SIGSTOP)  # as one that never answers
+        tasks = [asyncio.create_task(outcome(checks, Grammar("regex", c))) for c in "cd"]
+        await asyncio.wait(tasks, timeout=30)
+        assert {task.result() for task in tasks} == {"grammar_too_complex"}
+        assert all(process is not None and process.returncode for process in held)
+        checks._workers._timeout_s = 30.0
+        assert await outcome(checks, Grammar("regex", "e+")) == "ok"
+        assert await outcome(checks, Grammar("regex", "c")) == "grammar_too_complex"  # kept
+    finally:
+        await checks.close()
 
 
-def test_one_over_which_the_library_itself_ends_costs_nobody_else():
+async def test_one_over_which_the_library_itself_ends_costs_nobody_else():
     """Rules that begin with each other, 3,000 deep: llguidance 1.9 overflows its stack."""
     names = [f"x{number}" for number in range(3000)]
     rules = [f'{name}: "a" | x{(number + 1) % 3000}?' for number, name in enumerate(names)]
     deep = Grammar("lark", "\n".join([f"start: {' '.join(names)}", *rules]))
 
-    async def go() -> None:
-        checks = Grammars(SETUP, timeout_s=30.0)
-        try:
-            asked = asyncio.create_task(outcome(checks, deep))
-            assert await outcome(checks, Grammar("regex", "a+")) == "ok"
-            assert await asked in ("grammar_too_complex", "invalid_value")
-            assert await outcome(checks, Grammar("regex", "b+")) == "ok"
-        finally:
-            await checks.close()
-
-    run(go())
+    checks = Grammars(SETUP, timeout_s=30.0)
+    try:
+        asked = asyncio.create_task(outcome(checks, deep))
+        assert await outcome(checks, Grammar("regex", "a+")) == "ok"
+        assert await asked in ("grammar_too_complex", "invalid_value")
+        assert await outcome(checks, Grammar("regex", "b+")) == "ok"
+    finally:
+        await checks.close()
 
 
-def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch):
-    async def go() -> None:
-        monkeypatch.setattr(grammars, "_MOST_CHARS", 5 * grammars._CHARS_EACH)
-        checks = Grammars(SETUP)
-        try:
-            for number in range(12):
-                assert await outcome(checks, Grammar("regex", f"a{{{number + 1}}}")) == "ok"
-            assert len(checks._kept) <= 5
-        finally:
-            await checks.close()
-
-    run(go())
+async def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(grammars, "_MOST_CHARS", 5 * grammars._CHARS_EACH)
+    checks = Grammars(SETUP)
+    try:
+        for number in range(12):
+            assert await outcome(checks, Grammar("regex", f"a{{{number + 1}}}")) == "ok"
+        assert len(checks._kept) <= 5
+    finally:
+        await checks.close()

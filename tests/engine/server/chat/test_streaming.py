@@ -89,21 +89,15 @@ async def streamed(client: WaitingClient, path: str, body: dict[str, Any]) -> li
 
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("stop", [[], ["zzz", "\n\n"]])
-def test_every_token_is_written_before_the_next_one_exists(path: str, stop: list[str]):
-    async def session() -> list[bytes]:
-        return await streamed(WaitingClient("steady"), path, ROUTES[path] | {"stop": stop})
-
-    writes = run(session())
+async def test_every_token_is_written_before_the_next_one_exists(path: str, stop: list[str]):
+    writes = await streamed(WaitingClient("steady"), path, ROUTES[path] | {"stop": stop})
     assert writes[-1].endswith(b"data: [DONE]\n\n")
     texts = [write for write in writes if any(b'"%c"' % char in write for char in b"steady")]
     assert len(texts) == len("steady"), "each in a write of its own"
 
 
-def test_the_last_token_comes_with_the_reason_of_the_end():
-    async def session() -> list[bytes]:
-        return await streamed(WaitingClient("ab"), "/v1/completions", PROMPT)
-
-    first, second, done = run(session())
+async def test_the_last_token_comes_with_the_reason_of_the_end():
+    first, second, done = await streamed(WaitingClient("ab"), "/v1/completions", PROMPT)
     assert b'"text":"a"' in first and b'"text":"b"' in second
     assert b'"finish_reason":"length"' in second and done == b"data: [DONE]\n\n"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from api_fakes import FakeClient, call, make_app, run
+from api_fakes import FakeClient, call, make_app
 
 from jitney.engine.server.http.access import (
     _MAX_REMEMBERED,
@@ -91,21 +91,18 @@ def test_a_right_key_is_let_in_among_any_number_of_wrong_ones():
     assert keys.identify("root", HERE).is_admin
 
 
-def test_guesses_on_the_endpoint_are_counted_too():
-    async def session() -> None:
-        app = make_app(FakeClient(), api_keys=(digest_key("right"),))
+async def test_guesses_on_the_endpoint_are_counted_too():
+    app = make_app(FakeClient(), api_keys=(digest_key("right"),))
 
-        async def ask(key: str):
-            headers = {"authorization": f"Bearer {key}"}
-            return await call(app, "/v1/completions", PROMPT, headers=headers)
+    async def ask(key: str):
+        headers = {"authorization": f"Bearer {key}"}
+        return await call(app, "/v1/completions", PROMPT, headers=headers)
 
-        statuses = [(await ask("wrong")).status for _ in range(_MOST_ALIKE + 5)]
-        assert statuses == [401] * _MOST_ALIKE + [429] * 5
-        refused = await ask("wrong")
-        assert refused.error["code"] == "too_many_attempts"
-        assert 1 <= int(refused.headers["retry-after"]) <= 60
-        assert (await ask("right")).status == 200
-        bare = [(await call(app, "/v1/completions", PROMPT)).status for _ in range(20)]
-        assert set(bare) == {401}, "who shows no key does not guess"
-
-    run(session())
+    statuses = [(await ask("wrong")).status for _ in range(_MOST_ALIKE + 5)]
+    assert statuses == [401] * _MOST_ALIKE + [429] * 5
+    refused = await ask("wrong")
+    assert refused.error["code"] == "too_many_attempts"
+    assert 1 <= int(refused.headers["retry-after"]) <= 60
+    assert (await ask("right")).status == 200
+    bare = [(await call(app, "/v1/completions", PROMPT)).status for _ in range(20)]
+    assert set(bare) == {401}, "who shows no key does not guess"

@@ -79,25 +79,22 @@ def test_what_people_wait_for_is_measured_without_it():
     assert "jitney_ttft_seconds_count 1.0" in text
 
 
-def test_a_drain_ends_it_at_once_and_waits_for_people():
-    async def scene() -> tuple[Reply, Reply]:
-        client = FakeClient(Script("x" * 10, delay_s=0.02))
-        app = make_app(client)
-        client.scripts = [Script(hang=True)]
-        headers = {"x-jitney-background": "1"}
-        line = asyncio.create_task(call(app, "/v1/completions", PROMPT, headers=headers))
-        while not client.open:
-            await asyncio.sleep(0)
-        person = asyncio.create_task(call(app, "/v1/completions", PROMPT))
-        while len(client.open) < 2:
-            await asyncio.sleep(0)
-        app.state.service.begin_drain()
-        refused = await asyncio.wait_for(line, 60)
-        assert not person.done()
-        await asyncio.wait_for(app.state.service.drained(), 60)
-        assert not client.open
-        return refused, await person
-
-    refused, answered = run(scene())
+async def test_a_drain_ends_it_at_once_and_waits_for_people():
+    client = FakeClient(Script("x" * 10, delay_s=0.02))
+    app = make_app(client)
+    client.scripts = [Script(hang=True)]
+    headers = {"x-jitney-background": "1"}
+    line = asyncio.create_task(call(app, "/v1/completions", PROMPT, headers=headers))
+    while not client.open:
+        await asyncio.sleep(0)
+    person = asyncio.create_task(call(app, "/v1/completions", PROMPT))
+    while len(client.open) < 2:
+        await asyncio.sleep(0)
+    app.state.service.begin_drain()
+    refused = await asyncio.wait_for(line, 60)
+    assert not person.done()
+    await asyncio.wait_for(app.state.service.drained(), 60)
+    assert not client.open
+    refused, answered = refused, await person
     assert (refused.status, refused.error["code"]) == (503, "draining")
     assert answered.status == 200

@@ -52,34 +52,23 @@ def server_of(kind: type[Any], asked: Asked) -> Any:
 
 
 @pytest.mark.parametrize("kind", [_Server, _Serving])
-def test_who_asks_after_the_last_answer_does_not_make_the_end_a_failure(kind: type[Any]):
-    async def drain() -> int:
-        asked = Asked(drains=True)
-        status = await server_of(kind, asked)._drain()
-        assert asked.open._count
-        return status
-
-    assert asyncio.run(drain()) == 0
+async def test_who_asks_after_the_last_answer_does_not_make_the_end_a_failure(kind: type[Any]):
+    asked = Asked(drains=True)
+    assert await server_of(kind, asked)._drain() == 0
+    assert asked.open._count
 
 
 @pytest.mark.parametrize("kind", [_Server, _Serving])
-def test_an_answer_that_takes_too_long_does(kind: type[Any]):
-    async def drain() -> int:
-        return await server_of(kind, Asked(drains=False))._drain()
-
-    assert asyncio.run(drain()) == 1
+async def test_an_answer_that_takes_too_long_does(kind: type[Any]):
+    assert await server_of(kind, Asked(drains=False))._drain() == 1
 
 
 @pytest.mark.parametrize("kind", [_Server, _Serving])
-def test_a_second_signal_is_the_status(kind: type[Any]):
-    async def drain() -> int:
-        server = server_of(kind, Asked(drains=False))
-        server.signals.put_nowait(15)
-        status = await server._drain()
-        assert server.web.force_exit
-        return status
-
-    assert asyncio.run(drain()) == 128 + 15
+async def test_a_second_signal_is_the_status(kind: type[Any]):
+    server = server_of(kind, Asked(drains=False))
+    server.signals.put_nowait(15)
+    assert await server._drain() == 128 + 15
+    assert server.web.force_exit
 
 
 @pytest.mark.parametrize(
@@ -96,26 +85,22 @@ def test_a_second_signal_is_the_status(kind: type[Any]):
         ([SIGTERM, SIGTERM], 1, [SIGTERM, SIGTERM]),
     ],
 )
-def test_an_engine_that_shares_experts_stops_with_the_others(
+async def test_an_engine_that_shares_experts_stops_with_the_others(
     numbers: list[int], others_before: int | None, heard: list[int]
 ):
     """others_before: the signal before which another engine began to drain; None: never."""
-
-    async def scene() -> list[int]:
-        others = asyncio.Event()
-        server = object.__new__(_Server)
-        server.signals = asyncio.Queue()
-        server._signalled = server._ends_with_others = False
-        client: Any = SimpleNamespace(until_others_drain=others.wait)
-        server.client = client
-        listening = asyncio.create_task(server._stop_with_others())
-        for place, number in enumerate([*numbers, 0]):
-            if place == others_before:
-                others.set()
-                await listening
-            if number:
-                server._take_signal(number)
-        listening.cancel()
-        return [server.signals.get_nowait() for _ in range(server.signals.qsize())]
-
-    assert asyncio.run(scene()) == heard
+    others = asyncio.Event()
+    server = object.__new__(_Server)
+    server.signals = asyncio.Queue()
+    server._signalled = server._ends_with_others = False
+    client: Any = SimpleNamespace(until_others_drain=others.wait)
+    server.client = client
+    listening = asyncio.create_task(server._stop_with_others())
+    for place, number in enumerate([*numbers, 0]):
+        if place == others_before:
+            others.set()
+            await listening
+        if number:
+            server._take_signal(number)
+    listening.cancel()
+    assert [server.signals.get_nowait() for _ in range(server.signals.qsize())] == heard

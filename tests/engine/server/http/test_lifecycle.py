@@ -123,38 +123,35 @@ def test_one_refused_prompt_ends_its_siblings():
     )
 
 
-def test_answers_that_turn_clients_away_are_counted_by_their_reason():
+async def test_answers_that_turn_clients_away_are_counted_by_their_reason():
     """By the engine, a key's limit, and a state in which nobody is served; other refusals are the
     client's own affair, and lines of batches are tried again.
     """
 
-    async def scenario() -> None:
-        full = Script(error=ErrorInfo("queue_full", "full", retry_after=2.25))
-        client = FakeClient(full)
-        history = client.history
-        app = make_app(client, key_max_concurrent=2)
-        path, background = "/v1/completions", {"x-jitney-background": "1"}
-        assert (await call(app, path, PROMPT)).status == 429
-        assert (await call(app, path, PROMPT | {"temperature": 9})).status == 400
-        assert (await call(app, "/v1/nothing", PROMPT)).status == 404
-        assert (await call(app, path, PROMPT, headers=background)).status == 429
-        assert [dict(one.counts) for one in history.incidents.refusals] == [{"429 queue_full": 1}]
-        assert history.incidents.refusals[0].retry_s == 2.25
-        client.scripts = [Script("x" * 50, hang=True)]
-        streams = [asyncio.create_task(call(app, path, PROMPT)) for _ in range(2)]
-        while len(client.open) < 2:
-            await asyncio.sleep(0)
-        assert (await call(app, path, PROMPT)).status == 429
-        for stream in streams:
-            stream.cancel()
-        await asyncio.gather(*streams, return_exceptions=True)
-        client.state = "restarting"
-        assert (await call(app, path, PROMPT)).status == 503
-        assert (await call(app, "/readyz", method="GET")).status == 503
-        (refusals,) = history.incidents.refusals
-        assert refusals.counts == {"429 queue_full": 1, "429 rate_limit": 1, "503 restarting": 1}
-
-    run(scenario())
+    full = Script(error=ErrorInfo("queue_full", "full", retry_after=2.25))
+    client = FakeClient(full)
+    history = client.history
+    app = make_app(client, key_max_concurrent=2)
+    path, background = "/v1/completions", {"x-jitney-background": "1"}
+    assert (await call(app, path, PROMPT)).status == 429
+    assert (await call(app, path, PROMPT | {"temperature": 9})).status == 400
+    assert (await call(app, "/v1/nothing", PROMPT)).status == 404
+    assert (await call(app, path, PROMPT, headers=background)).status == 429
+    assert [dict(one.counts) for one in history.incidents.refusals] == [{"429 queue_full": 1}]
+    assert history.incidents.refusals[0].retry_s == 2.25
+    client.scripts = [Script("x" * 50, hang=True)]
+    streams = [asyncio.create_task(call(app, path, PROMPT)) for _ in range(2)]
+    while len(client.open) < 2:
+        await asyncio.sleep(0)
+    assert (await call(app, path, PROMPT)).status == 429
+    for stream in streams:
+        stream.cancel()
+    await asyncio.gather(*streams, return_exceptions=True)
+    client.state = "restarting"
+    assert (await call(app, path, PROMPT)).status == 503
+    assert (await call(app, "/readyz", method="GET")).status == 503
+    (refusals,) = history.incidents.refusals
+    assert refusals.counts == {"429 queue_full": 1, "429 rate_limit": 1, "503 restarting": 1}
 
 
 def test_a_submit_that_fails_half_way_ends_what_was_submitted():
@@ -264,26 +261,22 @@ def test_an_answer_that_cannot_be_formatted_ends_its_request_only(caplog):
     assert len(client.aborts) == 2 and "secret detail" in caplog.text
 
 
-def test_draining_lets_the_open_ones_finish():
-    async def drain():
-        client = FakeClient(Script("x" * 10, delay_s=0.2))
-        app = make_app(client)
-        service = app.state.service
-        await service.drained()
-        open_one = asyncio.create_task(call(app, "/v1/completions", PROMPT))
-        while not client.requests:
-            await asyncio.sleep(0.001)
-        service.begin_drain()
-        refused = await call(app, "/v1/completions", PROMPT)
-        probes = [
-            (await call(app, path, method="GET")).status
-            for path in ("/livez", "/readyz", "/startupz")
-        ]
-        assert not open_one.done()
-        await asyncio.wait_for(service.drained(), 30)
-        return refused, probes, await open_one
-
-    refused, probes, finished = run(drain())
+async def test_draining_lets_the_open_ones_finish():
+    client = FakeClient(Script("x" * 10, delay_s=0.2))
+    app = make_app(client)
+    service = app.state.service
+    await service.drained()
+    open_one = asyncio.create_task(call(app, "/v1/completions", PROMPT))
+    while not client.requests:
+        await asyncio.sleep(0.001)
+    service.begin_drain()
+    refused = await call(app, "/v1/completions", PROMPT)
+    probes = [
+        (await call(app, path, method="GET")).status for path in ("/livez", "/readyz", "/startupz")
+    ]
+    assert not open_one.done()
+    await asyncio.wait_for(service.drained(), 30)
+    refused, probes, finished = refused, probes, await open_one
     assert (refused.status, refused.error["code"]) == (503, "draining") and refused.headers[
         "retry-after"
     ] == "5"

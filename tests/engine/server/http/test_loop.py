@@ -168,7 +168,7 @@ def test_those_who_wait_for_a_slice_share_the_next_ones(monkeypatch):
     assert sorted(written) == list(range(100))
 
 
-def test_work_beyond_the_limit_is_refused_and_what_ends_makes_room():
+async def test_work_beyond_the_limit_is_refused_and_what_ends_makes_room():
     def pieces():
         yield b"a"
         yield b"b"
@@ -177,33 +177,27 @@ def test_work_beyond_the_limit_is_refused_and_what_ends_makes_room():
         yield
         raise ValueError
 
-    async def three() -> None:
-        slices = TimeSlices(most=1)
-        blocks = slices.blocks(pieces())
-        assert await anext(blocks) == b"ab"
-        with pytest.raises(RequestError, match="already"):
-            await slices.result(fails())
-        await blocks.aclose()
-        with pytest.raises(ValueError):
-            await slices.result(fails())
-        assert [block async for block in slices.blocks(pieces())] == [b"ab"]
-
-    run(three())
+    slices = TimeSlices(most=1)
+    blocks = slices.blocks(pieces())
+    assert await anext(blocks) == b"ab"
+    with pytest.raises(RequestError, match="already"):
+        await slices.result(fails())
+    await blocks.aclose()
+    with pytest.raises(ValueError):
+        await slices.result(fails())
+    assert [block async for block in slices.blocks(pieces())] == [b"ab"]
 
 
-def test_whoever_leaves_while_waiting_gives_the_turn_to_the_next():
+async def test_whoever_leaves_while_waiting_gives_the_turn_to_the_next():
     def work():
         for _ in range(300):
             sum(range(5_000))
             yield
 
-    async def leave() -> None:
-        slices = TimeSlices()
-        tasks = [asyncio.create_task(slices.result(work())) for _ in range(6)]
-        await asyncio.sleep(0.004)
-        for task in tasks[::2]:
-            task.cancel()
-        done = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
-        assert [type(each) for each in done[1::2]] == [type(None)] * 3
-
-    run(leave())
+    slices = TimeSlices()
+    tasks = [asyncio.create_task(slices.result(work())) for _ in range(6)]
+    await asyncio.sleep(0.004)
+    for task in tasks[::2]:
+        task.cancel()
+    done = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+    assert [type(each) for each in done[1::2]] == [type(None)] * 3

@@ -6,7 +6,7 @@ import asyncio
 from contextlib import ExitStack
 
 import pytest
-from api_fakes import FakeClient, Script, call, make_app, run
+from api_fakes import FakeClient, Script, call, make_app
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.server.http import service
@@ -16,7 +16,7 @@ from jitney.engine.server.http.open_requests import OpenRequests
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 
 
-def test_a_request_too_many_is_refused_before_it_is_rendered(monkeypatch: pytest.MonkeyPatch):
+async def test_a_request_too_many_is_refused_before_it_is_rendered(monkeypatch: pytest.MonkeyPatch):
     """All who came before hang in the chat template; the refusal does not wait for it."""
     monkeypatch.setattr(service, "_MOST_READ", 2)
     client = FakeClient(Script(hang=True), seats=1, max_waiting_requests=3)
@@ -24,39 +24,35 @@ def test_a_request_too_many_is_refused_before_it_is_rendered(monkeypatch: pytest
     app = make_app(client)
     rendering = 0
 
-    async def test() -> None:
+    forever = asyncio.Event()
+
+    async def render(*_: object, **__: object) -> str:
         nonlocal rendering
-        forever = asyncio.Event()
+        rendering += 1
+        await forever.wait()
+        return ""
 
-        async def render(*_: object, **__: object) -> str:
-            nonlocal rendering
-            rendering += 1
-            await forever.wait()
-            return ""
-
-        monkeypatch.setattr(app.state.service.text, "render_chat", render)
-        path = "/v1/chat/completions"
-        waiting = [asyncio.create_task(call(app, path, CHAT)) for _ in range(6)]
-        while rendering < 6:
-            await asyncio.sleep(0)
-        refused = await asyncio.wait_for(call(app, path, CHAT), 60)
-        assert (refused.status, refused.error["code"]) == (429, "queue_full")
-        assert refused.headers["retry-after"] == "8" and rendering == 6
-        assert refused.headers["retry-after-ms"] == "7500"
-        assert 'jitney_rejected_total{reason="queue_full"} 1.0' in (
-            app.state.service.metrics.render().decode()
-        )
-        leaving = waiting.pop()
-        leaving.cancel()  # its client leaves: the next one finds a place
-        await asyncio.wait((leaving,))
-        waiting.append(asyncio.create_task(call(app, path, CHAT)))
-        while rendering < 7:
-            await asyncio.sleep(0)
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-
-    run(test())
+    monkeypatch.setattr(app.state.service.text, "render_chat", render)
+    path = "/v1/chat/completions"
+    waiting = [asyncio.create_task(call(app, path, CHAT)) for _ in range(6)]
+    while rendering < 6:
+        await asyncio.sleep(0)
+    refused = await asyncio.wait_for(call(app, path, CHAT), 60)
+    assert (refused.status, refused.error["code"]) == (429, "queue_full")
+    assert refused.headers["retry-after"] == "8" and rendering == 6
+    assert refused.headers["retry-after-ms"] == "7500"
+    assert 'jitney_rejected_total{reason="queue_full"} 1.0' in (
+        app.state.service.metrics.render().decode()
+    )
+    leaving = waiting.pop()
+    leaving.cancel()  # its client leaves: the next one finds a place
+    await asyncio.wait((leaving,))
+    waiting.append(asyncio.create_task(call(app, path, CHAT)))
+    while rendering < 7:
+        await asyncio.sleep(0)
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,7 @@ def test_made_up_requests_never_find_a_fault(tmp_path: Path):
     engine = FakeClient(Script(text="ab"), context_length=4096, **makes)
     app = make_app(engine, data_dir=tmp_path / "data")
     with served(app) as (url, _):
-        found = fuzz_script().Fuzzer(url).run(150)
+        found = fuzz_script().Fuzzer(url, slowest_s=60).run(150)
     assert found.cases >= 125
     assert {status for _, status in found.statuses} >= {200, 400}
     assert found.statuses["POST /v1/embeddings", 200] > 0

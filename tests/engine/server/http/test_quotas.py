@@ -140,75 +140,61 @@ def test_no_limit_is_no_limit():
         quotas.open("a", 1000).__enter__()
 
 
-def test_over_http_a_key_has_so_many_requests_open():
+async def test_over_http_a_key_has_so_many_requests_open():
     """One stream runs; the second of the same key is refused, another key's is not, and later all
     is well again.
     """
 
-    async def scenario() -> None:
-        client = FakeClient(Script(text="abcdefgh", delay_s=0.02))
-        app = make_app(
-            client, api_keys=(digest_key("one"), digest_key("two")), key_max_concurrent=1
-        )
-        one, two = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
-        first = asyncio.create_task(call(app, PATH, BODY, headers=one))
-        while not client.requests:
-            await asyncio.sleep(0.001)
-        refused, other = (
-            await call(app, PATH, BODY, headers=one),
-            await call(app, PATH, BODY, headers=two),
-        )
-        assert (refused.status, refused.error["code"], refused.error["type"]) == (
-            429,
-            "rate_limit",
-            "rate_limit_error",
-        )
-        assert int(refused.headers["retry-after"]) >= 1 and other.status == 200
-        assert (await first).status == 200
-        assert (await call(app, PATH, BODY, headers=one)).status == 200
-
-    run(scenario())
+    client = FakeClient(Script(text="abcdefgh", delay_s=0.02))
+    app = make_app(client, api_keys=(digest_key("one"), digest_key("two")), key_max_concurrent=1)
+    one, two = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
+    first = asyncio.create_task(call(app, PATH, BODY, headers=one))
+    while not client.requests:
+        await asyncio.sleep(0.001)
+    refused, other = (
+        await call(app, PATH, BODY, headers=one),
+        await call(app, PATH, BODY, headers=two),
+    )
+    assert (refused.status, refused.error["code"], refused.error["type"]) == (
+        429,
+        "rate_limit",
+        "rate_limit_error",
+    )
+    assert int(refused.headers["retry-after"]) >= 1 and other.status == 200
+    assert (await first).status == 200
+    assert (await call(app, PATH, BODY, headers=one)).status == 200
 
 
-def test_over_http_n_counts():
+async def test_over_http_n_counts():
     """One request of a key of four has three sequences; another such finds one place."""
 
-    async def scenario() -> None:
-        client = FakeClient(Script(text="abcdefgh", delay_s=0.01))
-        app = make_app(client, key_max_concurrent=4)
-        first = asyncio.create_task(call(app, PATH, BODY | {"n": 3}))
-        while not client.requests:
-            await asyncio.sleep(0.001)
-        refused = await call(app, PATH, BODY | {"n": 3})
-        assert (refused.status, refused.error["code"]) == (429, "rate_limit")
-        never = await call(app, PATH, BODY | {"prompt": ["a", "b", "c"], "n": 2})
-        assert (never.status, never.error["param"]) == (400, "n")
-        assert (await first).status == 200
-        assert (await call(app, PATH, BODY | {"n": 4})).status == 200
-
-    run(scenario())
+    client = FakeClient(Script(text="abcdefgh", delay_s=0.01))
+    app = make_app(client, key_max_concurrent=4)
+    first = asyncio.create_task(call(app, PATH, BODY | {"n": 3}))
+    while not client.requests:
+        await asyncio.sleep(0.001)
+    refused = await call(app, PATH, BODY | {"n": 3})
+    assert (refused.status, refused.error["code"]) == (429, "rate_limit")
+    never = await call(app, PATH, BODY | {"prompt": ["a", "b", "c"], "n": 2})
+    assert (never.status, never.error["param"]) == (400, "n")
+    assert (await first).status == 200
+    assert (await call(app, PATH, BODY | {"n": 4})).status == 200
 
 
-def test_over_http_prompt_and_output_tokens_are_counted():
+async def test_over_http_prompt_and_output_tokens_are_counted():
     """60 a minute: 2 + 4 tokens are paid for; then 53 and an answer of 4 find 54."""
 
-    async def scenario() -> None:
-        app = make_app(FakeClient(Script(text="abcdefgh")), key_tokens_per_minute=60)
-        assert (await call(app, PATH, BODY)).status == 200
-        refused = await call(app, PATH, BODY | {"prompt": "x" * 53})
-        assert refused.status == 429 and 2 <= int(refused.headers["retry-after"]) <= 3
-        assert (await call(app, PATH, BODY | {"prompt": "x" * 50})).status == 200
-
-    run(scenario())
+    app = make_app(FakeClient(Script(text="abcdefgh")), key_tokens_per_minute=60)
+    assert (await call(app, PATH, BODY)).status == 200
+    refused = await call(app, PATH, BODY | {"prompt": "x" * 53})
+    assert refused.status == 429 and 2 <= int(refused.headers["retry-after"]) <= 3
+    assert (await call(app, PATH, BODY | {"prompt": "x" * 50})).status == 200
 
 
-def test_without_keys_everybody_is_one():
-    async def scenario() -> None:
-        app = make_app(FakeClient(Script(text="abcdefgh")), key_tokens_per_minute=12)
-        statuses = [(await call(app, PATH, BODY | {"user": user})).status for user in "abc"]
-        assert statuses == [200, 200, 429]
-
-    run(scenario())
+async def test_without_keys_everybody_is_one():
+    app = make_app(FakeClient(Script(text="abcdefgh")), key_tokens_per_minute=12)
+    statuses = [(await call(app, PATH, BODY | {"user": user})).status for user in "abc"]
+    assert statuses == [200, 200, 429]
 
 
 def test_the_user_goes_to_the_engine_for_the_fair_order():

@@ -83,29 +83,26 @@ def test_lines_that_share_a_path_each_take_their_method():
     assert (reply.status, reply.headers["allow"]) == (405, "GET, HEAD, POST")
 
 
-def test_a_line_that_generates_counts_against_its_key_and_ends_with_its_client():
-    async def crowd():
-        begun = asyncio.Event()
+async def test_a_line_that_generates_counts_against_its_key_and_ends_with_its_client():
+    begun = asyncio.Event()
 
-        async def wait(service: Service, request: Request) -> Response:
-            begun.set()
-            await asyncio.sleep(3600)
-            return Response()
+    async def wait(service: Service, request: Request) -> Response:
+        begun.set()
+        await asyncio.sleep(3600)
+        return Response()
 
-        waiting = HttpRoute("/v1/wait", ("POST",), wait, "wait", generates=True)
-        app = app_with(waiting, key_max_concurrent=1)
-        first = asyncio.create_task(call(app, "/v1/wait", b"1", headers=KEY, leave_after=1.0))
-        await begun.wait()
-        service = app.state.service
-        second = await call(app, "/v1/wait", b"1", headers=KEY)
-        drained = asyncio.create_task(service.drained())
-        await asyncio.sleep(0)
-        assert not drained.done(), "a drain waits for it"
-        await first
-        await asyncio.wait_for(drained, 30)
-        return second
-
-    second = run(crowd())
+    waiting = HttpRoute("/v1/wait", ("POST",), wait, "wait", generates=True)
+    app = app_with(waiting, key_max_concurrent=1)
+    first = asyncio.create_task(call(app, "/v1/wait", b"1", headers=KEY, leave_after=1.0))
+    await begun.wait()
+    service = app.state.service
+    second = await call(app, "/v1/wait", b"1", headers=KEY)
+    drained = asyncio.create_task(service.drained())
+    await asyncio.sleep(0)
+    assert not drained.done(), "a drain waits for it"
+    await first
+    await asyncio.wait_for(drained, 30)
+    second = second
     assert (second.status, second.error["code"]) == (429, "rate_limit")
 
 

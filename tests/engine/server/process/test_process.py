@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -92,23 +92,17 @@ async def wait_for(condition: Callable[[], bool], seconds: float = 120.0) -> Non
 
 @asynccontextmanager
 async def running(
-    builder: str = "build", module: str = "process_core", **server: object
+    builder: str = "build", module: str = "process_core", ready: bool = True, **server: object
 ) -> AsyncIterator[ProcessClient]:
+    """A client of a core; ready: once that is."""
     client = ProcessClient(config(**server), builder=f"{module}:{builder}")
     await client.start()
     try:
+        if ready:
+            await client.wait_ready()
         yield client
     finally:
         await client.close()
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def limited() -> None:
-        # A core starts in a second, and in ten where processors are busy; some tests start five.
-        async with asyncio.timeout(200):
-            await test()
-
-    asyncio.run(limited())
 
 
 def gone(pid: int) -> bool:
@@ -124,105 +118,83 @@ def pid_of(client: ProcessClient) -> int:
     return client._link.process.pid
 
 
-def test_requests_come_back_token_by_token_and_records_with_them():
-    async def test() -> None:
-        async with running() as client:
-            assert (client.state, client.info) == ("loading", None)
-            info = await client.wait_ready()
-            assert (client.state, info.model.name) == ("ready", "fake")
-            assert client.progress is not None and (
-                client.progress.done,
-                client.progress.detail,
-            ) == (2, "tiny-random")
-            outputs, pair = await asyncio.gather(
-                collect(Outputs(client, request("a", 7))),
-                collect(Outputs(client, request("b", 50, n=2))),
-            )
-            assert [output.tokens for output in outputs] == [[7], [8], [9]]
-            assert [output.finish for output in outputs] == [None, None, "length"]
-            assert sorted((o.index, o.tokens[0]) for o in pair) == [
-                (i, t) for i in (0, 1) for t in (50, 51, 52)
-            ]
-            records = client.history.records.since(1)
-            assert records["step"].tolist() == list(range(2, 2 + len(records)))
-            assert client.counters.rows["decode"] == 9
-            assert (await client.page_map()).page_states == b""
-            assert client.history.finished["length"] == 3
-            record = client.history.find("b", 1)
-            assert record is not None and (record.state, record.n_output, record.finish) == (
-                "finished",
-                3,
-                "length",
-            )
-            assert client.last_step_age() < 5
-
-    run(test)
+async def test_requests_come_back_token_by_token_and_records_with_them():
+    async with running(ready=False) as client:
+        assert (client.state, client.info) == ("loading", None)
+        info = await client.wait_ready()
+        assert (client.state, info.model.name) == ("ready", "fake")
+        assert client.progress is not None and (
+            client.progress.done,
+            client.progress.detail,
+        ) == (2, "tiny-random")
+        outputs, pair = await asyncio.gather(
+            collect(Outputs(client, request("a", 7))),
+            collect(Outputs(client, request("b", 50, n=2))),
+        )
+        assert [output.tokens for output in outputs] == [[7], [8], [9]]
+        assert [output.finish for output in outputs] == [None, None, "length"]
+        assert sorted((o.index, o.tokens[0]) for o in pair) == [
+            (i, t) for i in (0, 1) for t in (50, 51, 52)
+        ]
+        records = client.history.records.since(1)
+        assert records["step"].tolist() == list(range(2, 2 + len(records)))
+        assert client.counters.rows["decode"] == 9
+        assert (await client.page_map()).page_states == b""
+        assert client.history.finished["length"] == 3
+        record = client.history.find("b", 1)
+        assert record is not None and (record.state, record.n_output, record.finish) == (
+            "finished",
+            3,
+            "length",
+        )
+        assert client.last_step_age() < 5
 
 
-def test_an_idle_core_ticks():
-    async def test() -> None:
-        async with running() as client:
-            await client.wait_ready()
-            heard = time.monotonic() - client.last_step_age()
-            # Two ticks later, however late they come on a busy machine.
-            await wait_for(
-                lambda: time.monotonic() - client.last_step_age() > heard + 1.5 * _TICK_S
-            )
-
-    run(test)
+async def test_an_idle_core_ticks():
+    async with running() as client:
+        heard = time.monotonic() - client.last_step_age()
+        # Two ticks later, however late they come on a busy machine.
+        await wait_for(lambda: time.monotonic() - client.last_step_age() > heard + 1.5 * _TICK_S)
 
 
-def test_nothing_is_taken_before_ready_or_while_draining():
-    async def test() -> None:
-        async with running() as client:
-            with pytest.raises(RequestError) as early:
-                Outputs(client, request("a"))
-            assert early.value.info.code == "loading"
-            await client.wait_ready()
-            stream = Outputs(client, request("b", PAUSE, tokens=5))
-            client.drain()
-            with pytest.raises(RequestError) as late:
-                Outputs(client, request("c"))
-            assert late.value.info.code == "draining"
-            assert (await collect(stream))[-1].finish == "length"
-        assert client.state == "dead"
-        with pytest.raises(RequestError) as over:
-            Outputs(client, request("d"))
-        assert over.value.info.code == "engine_dead"
-
-    run(test)
+async def test_nothing_is_taken_before_ready_or_while_draining():
+    async with running(ready=False) as client:
+        with pytest.raises(RequestError) as early:
+            Outputs(client, request("a"))
+        assert early.value.info.code == "loading"
+        await client.wait_ready()
+        stream = Outputs(client, request("b", PAUSE, tokens=5))
+        client.drain()
+        with pytest.raises(RequestError) as late:
+            Outputs(client, request("c"))
+        assert late.value.info.code == "draining"
+        assert (await collect(stream))[-1].finish == "length"
+    assert client.state == "dead"
+    with pytest.raises(RequestError) as over:
+        Outputs(client, request("d"))
+    assert over.value.info.code == "engine_dead"
 
 
-def test_abort_ends_one_sequence_and_no_neighbour():
-    async def test() -> None:
-        async with running() as client:
-            await client.wait_ready()
-            stream = Outputs(client, request("a", PAUSE, tokens=40, n=2))
-            other = Outputs(client, request("ab", PAUSE, tokens=5))
-            client.abort("a", 1)
-            ends = {
-                output.index: output.finish for output in await collect(stream) if output.finish
-            }
-            assert ends == {0: "length", 1: "abort"}
-            assert (await collect(other))[-1].finish == "length"
-
-    run(test)
+async def test_abort_ends_one_sequence_and_no_neighbour():
+    async with running() as client:
+        stream = Outputs(client, request("a", PAUSE, tokens=40, n=2))
+        other = Outputs(client, request("ab", PAUSE, tokens=5))
+        client.abort("a", 1)
+        ends = {output.index: output.finish for output in await collect(stream) if output.finish}
+        assert ends == {0: "length", 1: "abort"}
+        assert (await collect(other))[-1].finish == "length"
 
 
-def test_a_listener_that_leaves_frees_the_seat():
-    async def test() -> None:
-        async with running() as client:
-            await client.wait_ready()
-            stream = Outputs(client, request("a", PAUSE, tokens=1000))
-            await anext(stream)
-            assert [seat.request_id for seat in (await client.seat_map()).seats] == ["a"]
-            client.forget("a")
-            heard = stream.waiting
-            await asyncio.sleep(0.2)
-            assert (await client.seat_map()).seats == []
-            assert stream.waiting == heard
-
-    run(test)
+async def test_a_listener_that_leaves_frees_the_seat():
+    async with running() as client:
+        stream = Outputs(client, request("a", PAUSE, tokens=1000))
+        await anext(stream)
+        assert [seat.request_id for seat in (await client.seat_map()).seats] == ["a"]
+        client.forget("a")
+        heard = stream.waiting
+        await asyncio.sleep(0.2)
+        assert (await client.seat_map()).seats == []
+        assert stream.waiting == heard
 
 
 @pytest.fixture
@@ -232,38 +204,34 @@ def quick(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("how", ["kill -9", "exception", "dies in a step"])
-def test_a_dead_core_ends_every_request_if_told_to_and_is_replaced(how: str):
-    async def test() -> None:
-        async with running(on_core_death="fail") as client:
-            await client.wait_ready()
-            old = pid_of(client)
-            streams = [Outputs(client, request(str(i), PAUSE, tokens=1000, n=2)) for i in range(3)]
-            await anext(streams[0])
-            if how == "kill -9":
-                os.kill(old, signal.SIGKILL)
-            else:
-                Outputs(client, request("x", RAISE if how == "exception" else DIE))
-            for stream in streams:
-                ends = [output for output in await collect(stream) if output.finish is not None]
-                assert [output.index for output in ends] == [0, 1]
-                for output in ends:
-                    assert output.finish == "error" and output.error is not None
-                    assert output.error.code == "engine_dead"
-                    assert "asked to fail" not in output.error.message
-            await client.until("restarting")
-            with pytest.raises(RequestError, match="started again") as early:
-                Outputs(client, request("early"))
-            assert early.value.info.code == "restarting"
-            assert client.counters.resumed == 0
-            steps_before = client.history.records.since(-1)["step"].tolist()
-            await client.until("ready")
-            assert pid_of(client) != old and gone(old)
-            assert client.counters.engine_restarts == 1
-            assert (await collect(Outputs(client, request("again", 5))))[-1].tokens == [7]
-            steps = client.history.records.since(-1)["step"].tolist()
-            assert steps[: len(steps_before)] == steps_before and steps == sorted(set(steps))
-
-    run(test)
+async def test_a_dead_core_ends_every_request_if_told_to_and_is_replaced(how: str):
+    async with running(on_core_death="fail") as client:
+        old = pid_of(client)
+        streams = [Outputs(client, request(str(i), PAUSE, tokens=1000, n=2)) for i in range(3)]
+        await anext(streams[0])
+        if how == "kill -9":
+            os.kill(old, signal.SIGKILL)
+        else:
+            Outputs(client, request("x", RAISE if how == "exception" else DIE))
+        for stream in streams:
+            ends = [output for output in await collect(stream) if output.finish is not None]
+            assert [output.index for output in ends] == [0, 1]
+            for output in ends:
+                assert output.finish == "error" and output.error is not None
+                assert output.error.code == "engine_dead"
+                assert "asked to fail" not in output.error.message
+        await client.until("restarting")
+        with pytest.raises(RequestError, match="started again") as early:
+            Outputs(client, request("early"))
+        assert early.value.info.code == "restarting"
+        assert client.counters.resumed == 0
+        steps_before = client.history.records.since(-1)["step"].tolist()
+        await client.until("ready")
+        assert pid_of(client) != old and gone(old)
+        assert client.counters.engine_restarts == 1
+        assert (await collect(Outputs(client, request("again", 5))))[-1].tokens == [7]
+        steps = client.history.records.since(-1)["step"].tolist()
+        assert steps[: len(steps_before)] == steps_before and steps == sorted(set(steps))
 
 
 HOWS = ["kill -9", "stopped", "exception", "dies in a step", "hangs in a step"]
@@ -271,40 +239,36 @@ HOWS = ["kill -9", "stopped", "exception", "dies in a step", "hangs in a step"]
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("how", HOWS)
-def test_requests_go_on_in_the_next_core(how: str, caplog: pytest.LogCaptureFixture):
+async def test_requests_go_on_in_the_next_core(how: str, caplog: pytest.LogCaptureFixture):
     """Those that had begun and those that had not, with each token once and no error."""
     cause = {"exception": "failed", "stopped": "hung", "hangs in a step": "hung"}.get(how, "died")
 
-    async def test() -> None:
-        async with running(step_timeout_s=2) as client:
-            await client.wait_ready()
-            old = pid_of(client)
-            streams = [Outputs(client, request(str(i), PAUSE, tokens=12, n=2)) for i in range(3)]
-            first = await anext(streams[0])
-            if how in ("kill -9", "stopped"):
-                os.kill(old, signal.SIGKILL if how == "kill -9" else signal.SIGSTOP)
-            else:
-                bad = {"exception": RAISE_ONCE, "dies in a step": DIE_ONCE}.get(how, HANG_ONCE)
-                streams.append(Outputs(client, request("x", bad, tokens=12, n=2)))
-            await client.until("restarting")
-            assert client.counters.gauge("seats_busy") == 0
-            assert client.counters.waiting == 2 * len(streams)
-            assert client.history.n_waiting == 2 * len(streams)
-            outputs = await asyncio.gather(*map(collect, streams))
-            outputs[0].insert(0, first)
-            for stream, got in zip(streams, outputs, strict=True):
-                start = stream.request.prompt[0]
-                for index in (0, 1):
-                    tokens = [t for o in got if o.index == index for t in o.tokens]
-                    assert tokens == list(range(start, start + 12))
-                assert [o.finish for o in got if o.finish] == ["length", "length"]
-            assert gone(old) and client.state == "ready"
-            assert client.counters.engine_restarts == client.counters.restart_causes[cause] == 1
-            assert client.counters.resumed == len(streams)
-            record = client.history.find("0", 0)
-            assert record is not None and (record.n_output, record.finish) == (12, "length")
-
-    run(test)
+    async with running(step_timeout_s=2) as client:
+        old = pid_of(client)
+        streams = [Outputs(client, request(str(i), PAUSE, tokens=12, n=2)) for i in range(3)]
+        first = await anext(streams[0])
+        if how in ("kill -9", "stopped"):
+            os.kill(old, signal.SIGKILL if how == "kill -9" else signal.SIGSTOP)
+        else:
+            bad = {"exception": RAISE_ONCE, "dies in a step": DIE_ONCE}.get(how, HANG_ONCE)
+            streams.append(Outputs(client, request("x", bad, tokens=12, n=2)))
+        await client.until("restarting")
+        assert client.counters.gauge("seats_busy") == 0
+        assert client.counters.waiting == 2 * len(streams)
+        assert client.history.n_waiting == 2 * len(streams)
+        outputs = await asyncio.gather(*map(collect, streams))
+        outputs[0].insert(0, first)
+        for stream, got in zip(streams, outputs, strict=True):
+            start = stream.request.prompt[0]
+            for index in (0, 1):
+                tokens = [t for o in got if o.index == index for t in o.tokens]
+                assert tokens == list(range(start, start + 12))
+            assert [o.finish for o in got if o.finish] == ["length", "length"]
+        assert gone(old) and client.state == "ready"
+        assert client.counters.engine_restarts == client.counters.restart_causes[cause] == 1
+        assert client.counters.resumed == len(streams)
+        record = client.history.find("0", 0)
+        assert record is not None and (record.n_output, record.finish) == (12, "length")
     (line,) = [r.getMessage() for r in caplog.records if "starting it again" in r.getMessage()]
     died = "killed by SIGKILL, signal 9" if how == "kill -9" else "exit status 3"
     words = {"died": died, "failed": "asked to fail", "hung": "nothing"}
@@ -323,136 +287,114 @@ def check_like_alone(one: EngineRequest, index: int, got: list[SequenceOutput]) 
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("seed", range(3))
-def test_random_requests_live_through_random_deaths(seed: int, monkeypatch: pytest.MonkeyPatch):
+async def test_random_requests_live_through_random_deaths(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+):
     """The engine's own scheduler behind the sockets, on a fake device, killed and stopped at any
     time: each request gets exactly the tokens of a run alone.
     """
     rng = random.Random(seed)
     monkeypatch.setattr(watchdog, "_FIRST_STEP_S", 2.0)
 
-    async def test() -> None:
-        async with running(module="fake_core", step_timeout_s=2, max_restarts=50) as client:
-            await client.wait_ready()
-            requests, streams = [], []
-            for number in range(14):
-                one = random_request(rng, number, time.monotonic())
-                if one.deadline is None and len(one.prompt) < 40:
-                    requests.append(one)
-                    streams.append(Outputs(client, one))
-            outputs = asyncio.gather(*map(collect, streams))
-            for how in (signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP):
-                await asyncio.sleep(rng.uniform(0.02, 0.25))
-                if client._link is not None and client.state == "ready":
-                    os.kill(pid_of(client), how)
-                await client.until("restarting")
-                await client.until("ready")
-            for one, got in zip(requests, await outputs, strict=True):
-                for index in range(one.sampling.n):
-                    check_like_alone(one, index, [o for o in got if o.index == index])
-            assert client.history.n_open == 0
-            assert client.counters.engine_restarts == 3
-
-    run(test)
+    async with running(module="fake_core", step_timeout_s=2, max_restarts=50) as client:
+        requests, streams = [], []
+        for number in range(14):
+            one = random_request(rng, number, time.monotonic())
+            if one.deadline is None and len(one.prompt) < 40:
+                requests.append(one)
+                streams.append(Outputs(client, one))
+        outputs = asyncio.gather(*map(collect, streams))
+        for how in (signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP):
+            await asyncio.sleep(rng.uniform(0.02, 0.25))
+            if client._link is not None and client.state == "ready":
+                os.kill(pid_of(client), how)
+            await client.until("restarting")
+            await client.until("ready")
+        for one, got in zip(requests, await outputs, strict=True):
+            for index in range(one.sampling.n):
+                check_like_alone(one, index, [o for o in got if o.index == index])
+        assert client.history.n_open == 0
+        assert client.counters.engine_restarts == 3
 
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("bad", [DIE, RAISE])
-def test_a_request_that_ends_every_core_is_found_and_costs_nobody_else(bad: int):
-    async def test() -> None:
-        async with running() as client:
-            await client.wait_ready()
-            before = [Outputs(client, request(f"a{i}", PAUSE, tokens=30)) for i in range(3)]
-            poison = Outputs(client, request("poison", bad))
-            after = [Outputs(client, request(f"b{i}", PAUSE, tokens=30)) for i in range(3)]
-            outputs = await asyncio.gather(*map(collect, [*before, *after]))
-            for got in outputs:
-                tokens = [token for output in got for token in output.tokens]
-                assert tokens == list(range(PAUSE, PAUSE + 30)) and got[-1].finish == "length"
-            (end,) = await collect(poison)
-            assert end.error is not None and end.error.code == "request_failed"
-            assert client.counters.engine_restarts == 3
-            with pytest.raises(RequestError, match="not tried again"):
-                Outputs(client, request("again", bad))
-
-    run(test)
+async def test_a_request_that_ends_every_core_is_found_and_costs_nobody_else(bad: int):
+    async with running() as client:
+        before = [Outputs(client, request(f"a{i}", PAUSE, tokens=30)) for i in range(3)]
+        poison = Outputs(client, request("poison", bad))
+        after = [Outputs(client, request(f"b{i}", PAUSE, tokens=30)) for i in range(3)]
+        outputs = await asyncio.gather(*map(collect, [*before, *after]))
+        for got in outputs:
+            tokens = [token for output in got for token in output.tokens]
+            assert tokens == list(range(PAUSE, PAUSE + 30)) and got[-1].finish == "length"
+        (end,) = await collect(poison)
+        assert end.error is not None and end.error.code == "request_failed"
+        assert client.counters.engine_restarts == 3
+        with pytest.raises(RequestError, match="not tried again"):
+            Outputs(client, request("again", bad))
 
 
-def test_a_request_that_failed_is_refused_for_a_while():
-    async def test() -> None:
-        async with running() as client:
-            await client.wait_ready()
-            (end,) = await collect(Outputs(client, request("a", FAIL)))
-            assert end.error is not None and end.error.code == "request_failed"
-            with pytest.raises(RequestError, match="not tried again") as again:
-                Outputs(client, request("b", FAIL))
-            assert again.value.info.code == "request_quarantined"
-            other = Outputs(client, request("c", FAIL, tokens=4))  # another request, to the engine
-            assert (await collect(other))[-1].finish == "error"
-            assert (await collect(Outputs(client, request("d", 5))))[-1].finish == "length"
-            assert client.counters.engine_restarts == 0
-
-    run(test)
+async def test_a_request_that_failed_is_refused_for_a_while():
+    async with running() as client:
+        (end,) = await collect(Outputs(client, request("a", FAIL)))
+        assert end.error is not None and end.error.code == "request_failed"
+        with pytest.raises(RequestError, match="not tried again") as again:
+            Outputs(client, request("b", FAIL))
+        assert again.value.info.code == "request_quarantined"
+        other = Outputs(client, request("c", FAIL, tokens=4))  # another request, to the engine
+        assert (await collect(other))[-1].finish == "error"
+        assert (await collect(Outputs(client, request("d", 5))))[-1].finish == "length"
+        assert client.counters.engine_restarts == 0
 
 
 @pytest.mark.usefixtures("quick")
-def test_what_is_aborted_while_no_core_is_there_ends_at_once():
-    async def test() -> None:
-        async with running() as client:
-            await client.wait_ready()
-            kept = Outputs(client, request("kept", PAUSE, tokens=30, n=2))
-            left = Outputs(client, request("left", PAUSE, tokens=1000))
-            await anext(left)
-            os.kill(pid_of(client), signal.SIGKILL)
-            await client.until("restarting")
-            client.abort("kept", 1, "stop")
-            client.abort("left")
-            assert (await collect(left))[-1].finish == "abort"
-            ends = {o.index: o.finish for o in await collect(kept) if o.finish}
-            assert ends == {0: "length", 1: "stop"}
-            assert client.history.n_open == 0
-
-    run(test)
+async def test_what_is_aborted_while_no_core_is_there_ends_at_once():
+    async with running() as client:
+        kept = Outputs(client, request("kept", PAUSE, tokens=30, n=2))
+        left = Outputs(client, request("left", PAUSE, tokens=1000))
+        await anext(left)
+        os.kill(pid_of(client), signal.SIGKILL)
+        await client.until("restarting")
+        client.abort("kept", 1, "stop")
+        client.abort("left")
+        assert (await collect(left))[-1].finish == "abort"
+        ends = {o.index: o.finish for o in await collect(kept) if o.finish}
+        assert ends == {0: "length", 1: "stop"}
+        assert client.history.n_open == 0
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_core_that_dies_while_draining_is_replaced_for_those_who_are_open():
-    async def test() -> None:
-        async with running() as client:
-            await client.wait_ready()
-            stream = Outputs(client, request("a", PAUSE, tokens=30))
-            await anext(stream)
-            client.drain()
-            os.kill(pid_of(client), signal.SIGKILL)
-            assert (await collect(stream))[-1].finish == "length"
-            assert client.state == "draining"
-            with pytest.raises(RequestError, match="shutting down"):
-                Outputs(client, request("b"))
-
-    run(test)
+async def test_a_core_that_dies_while_draining_is_replaced_for_those_who_are_open():
+    async with running() as client:
+        stream = Outputs(client, request("a", PAUSE, tokens=30))
+        await anext(stream)
+        client.drain()
+        os.kill(pid_of(client), signal.SIGKILL)
+        assert (await collect(stream))[-1].finish == "length"
+        assert client.state == "draining"
+        with pytest.raises(RequestError, match="shutting down"):
+            Outputs(client, request("b"))
 
 
-def test_deadlines_end_requests_though_the_core_does_not(monkeypatch: pytest.MonkeyPatch):
+async def test_deadlines_end_requests_though_the_core_does_not(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(process_client, "_DEADLINE_GRACE_S", 0.1)
 
-    async def test() -> None:
-        async with running() as client:
-            await client.wait_ready()
-            deadline = time.monotonic() + 2.0  # its first output comes long before
-            stream = Outputs(client, request("a", PAUSE, tokens=1000, n=2, deadline=deadline))
-            await anext(stream)
-            os.kill(pid_of(client), signal.SIGSTOP)
-            ends = [output for output in await collect(stream) if output.finish]
-            assert [output.finish for output in ends] == ["deadline", "deadline"]
-            assert ends[0].error is not None and ends[0].error.code == "deadline_exceeded"
-            assert client.history.n_open == 0
-            client.kill()
-
-    run(test)
+    async with running() as client:
+        deadline = time.monotonic() + 2.0  # its first output comes long before
+        stream = Outputs(client, request("a", PAUSE, tokens=1000, n=2, deadline=deadline))
+        await anext(stream)
+        os.kill(pid_of(client), signal.SIGSTOP)
+        ends = [output for output in await collect(stream) if output.finish]
+        assert [output.finish for output in ends] == ["deadline", "deadline"]
+        assert ends[0].error is not None and ends[0].error.code == "deadline_exceeded"
+        assert client.history.n_open == 0
+        client.kill()
 
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("comes_back", [True, False])
-def test_a_core_that_cannot_be_started_again_is_tried_again(
+async def test_a_core_that_cannot_be_started_again_is_tried_again(
     comes_back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """With the temporary directory gone for a while, or for good."""
@@ -460,24 +402,20 @@ def test_a_core_that_cannot_be_started_again_is_tried_again(
     place.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(place))
 
-    async def test() -> None:
-        async with running() as client:
-            await client.wait_ready()
-            stream = Outputs(client, request("a", PAUSE, tokens=20))
-            await anext(stream)
-            place.rename(tmp_path / "away")
-            os.kill(pid_of(client), signal.SIGKILL)
-            await wait_for(lambda: client.counters.restart_causes["not started"] >= 2)
-            if comes_back:
-                (tmp_path / "away").rename(place)
-                assert (await collect(stream))[-1].finish == "length"
-                assert client.state == "ready"
-                return
+    async with running() as client:
+        stream = Outputs(client, request("a", PAUSE, tokens=20))
+        await anext(stream)
+        place.rename(tmp_path / "away")
+        os.kill(pid_of(client), signal.SIGKILL)
+        await wait_for(lambda: client.counters.restart_causes["not started"] >= 2)
+        if comes_back:
+            (tmp_path / "away").rename(place)
+            assert (await collect(stream))[-1].finish == "length"
+            assert client.state == "ready"
+        else:
             assert (await collect(stream))[-1].finish == "error"
             with pytest.raises(EngineDead, match=r"cannot be started: No such file.*5 restarts"):
                 await client.wait_ready()
-
-    run(test)
 
 
 def test_a_core_is_replaced_when_no_descriptor_is_left():
@@ -530,38 +468,32 @@ def test_folders_of_killed_servers_are_removed_and_no_others(
     assert not Path(used).exists()
 
 
-def test_a_core_that_keeps_dying_is_given_up():
-    async def test() -> None:
-        async with running(max_restarts=1) as client:
-            for _ in range(2):
-                await client.wait_ready()
-                Outputs(client, request("x", DIE_ONCE))
-                await client.until("restarting", "dead")
-            assert client.state == "dead"
-            with pytest.raises(EngineDead, match=r"died \(exit status 3.*after 1 restarts"):
-                await client.wait_ready()
-            assert client.counters.engine_restarts == 1
-
-    run(test)
+async def test_a_core_that_keeps_dying_is_given_up():
+    async with running(max_restarts=1, ready=False) as client:
+        for _ in range(2):
+            await client.wait_ready()
+            Outputs(client, request("x", DIE_ONCE))
+            await client.until("restarting", "dead")
+        assert client.state == "dead"
+        with pytest.raises(EngineDead, match=r"died \(exit status 3.*after 1 restarts"):
+            await client.wait_ready()
+        assert client.counters.engine_restarts == 1
 
 
-def test_a_core_that_has_served_for_a_while_starts_the_count_anew(monkeypatch):
+async def test_a_core_that_has_served_for_a_while_starts_the_count_anew(monkeypatch):
     """Whoever kills cores now and then (the kernel, for memory) does not end the server."""
     monkeypatch.setattr(RestartPolicy, "proven_s", 0.0)
     monkeypatch.setattr(RestartPolicy, "backoff_s", (0.01, 0.01))
 
-    async def test() -> None:
-        async with running(max_restarts=1) as client:
-            for _ in range(3):
-                await client.wait_ready()
-                stream = Outputs(client, request("x", PAUSE, tokens=20))
-                client.kill()
-                await client.until("restarting", "dead")
-                assert client.state == "restarting"
-                assert (await collect(stream))[-1].finish == "length"
-            assert client.counters.engine_restarts == 3
-
-    run(test)
+    async with running(max_restarts=1, ready=False) as client:
+        for _ in range(3):
+            await client.wait_ready()
+            stream = Outputs(client, request("x", PAUSE, tokens=20))
+            client.kill()
+            await client.until("restarting", "dead")
+            assert client.state == "restarting"
+            assert (await collect(stream))[-1].finish == "length"
+        assert client.counters.engine_restarts == 3
 
 
 def test_the_pause_before_a_restart_grows_while_the_same_thing_happens_soon():
@@ -582,19 +514,15 @@ def test_the_pause_before_a_restart_grows_while_the_same_thing_happens_soon():
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_core_that_dies_in_the_first_start_is_followed_by_another(
+async def test_a_core_that_dies_in_the_first_start_is_followed_by_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setenv("JITNEY_TEST_BUILDS", str(tmp_path / "builds"))
 
-    async def test() -> None:
-        async with running("build_that_dies_twice") as client:
-            await client.wait_ready()
-            assert client.state == "ready" and client.counters.engine_restarts == 2
-            assert not client.history.incidents.outages, "nothing had served yet"
-            assert (await collect(Outputs(client, request("a", 5))))[-1].tokens == [7]
-
-    run(test)
+    async with running("build_that_dies_twice") as client:
+        assert client.state == "ready" and client.counters.engine_restarts == 2
+        assert not client.history.incidents.outages, "nothing had served yet"
+        assert (await collect(Outputs(client, request("a", 5))))[-1].tokens == [7]
     lines = [each.getMessage() for each in caplog.records if "starting it again" in each.message]
     assert "SIGKILL" in lines[0] and "exit status 3" in lines[1] and len(lines) == 2
 
@@ -615,7 +543,7 @@ def test_a_core_that_dies_in_the_first_start_is_followed_by_another(
         ("build_never", {}, "^no such model$", 0),
     ],
 )
-def test_a_first_start_that_cannot_succeed_is_given_up_with_its_reason(
+async def test_a_first_start_that_cannot_succeed_is_given_up_with_its_reason(
     builder: str,
     settings: dict[str, Any],
     reason: str,
@@ -625,72 +553,51 @@ def test_a_first_start_that_cannot_succeed_is_given_up_with_its_reason(
 ):
     monkeypatch.setenv("JITNEY_TEST_BUILDS", str(tmp_path / "builds"))
 
-    async def test() -> None:
-        async with running(builder, **settings) as client:
-            with pytest.raises(EngineDead, match=reason):
-                await client.wait_ready()
-            assert client.counters.engine_restarts == restarts
-
-    run(test)
-
-
-def test_a_first_start_that_makes_progress_may_take_its_time():
-    async def test() -> None:
-        async with running("build_step_by_step", start_timeout_s=5) as client:
+    async with running(builder, **settings, ready=False) as client:
+        with pytest.raises(EngineDead, match=reason):
             await client.wait_ready()
+        assert client.counters.engine_restarts == restarts
 
-    run(test)
+
+async def test_a_first_start_that_makes_progress_may_take_its_time():
+    async with running("build_step_by_step", start_timeout_s=5):
+        pass
 
 
-def test_no_restart_means_none():
-    async def test() -> None:
-        async with running(restart=False) as client:
-            await client.wait_ready()
-            (end,) = await collect(Outputs(client, request("x", DIE)))
-            assert end.error is not None and end.error.code == "engine_dead"
-            assert await client.until("dead", "restarting") == "dead"
-
-    run(test)
+async def test_no_restart_means_none():
+    async with running(restart=False) as client:
+        (end,) = await collect(Outputs(client, request("x", DIE)))
+        assert end.error is not None and end.error.code == "engine_dead"
+        assert await client.until("dead", "restarting") == "dead"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
-def test_signals_to_the_whole_group_leave_the_core_running(number: signal.Signals):
-    async def test() -> None:
-        async with running() as client:
-            await client.wait_ready()
-            stream = Outputs(client, request("a", PAUSE, tokens=20))
-            os.kill(pid_of(client), number)
-            assert (await collect(stream))[-1].finish == "length"
-
-    run(test)
+async def test_signals_to_the_whole_group_leave_the_core_running(number: signal.Signals):
+    async with running() as client:
+        stream = Outputs(client, request("a", PAUSE, tokens=20))
+        os.kill(pid_of(client), number)
+        assert (await collect(stream))[-1].finish == "length"
 
 
-def test_closing_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_closing_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
-    async def test() -> None:
-        async with running() as client:
-            await client.wait_ready()
-            pid = pid_of(client)
-            (folder,) = tmp_path.iterdir()
-            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-            stream = Outputs(client, request("a", PAUSE, tokens=1000))
-            await anext(stream)
-        assert (await collect(stream))[-1].error is not None
-        assert gone(pid)
-        assert list(tmp_path.iterdir()) == []
-
-    run(test)
+    async with running() as client:
+        pid = pid_of(client)
+        (folder,) = tmp_path.iterdir()
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        stream = Outputs(client, request("a", PAUSE, tokens=1000))
+        await anext(stream)
+    assert (await collect(stream))[-1].error is not None
+    assert gone(pid)
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_closing_while_loading_ends_the_core():
-    async def test() -> None:
-        async with running("build_slowly") as client:
-            await wait_for(lambda: client._link is not None)
-            pid = pid_of(client)
-        assert gone(pid)
-
-    run(test)
+async def test_closing_while_loading_ends_the_core():
+    async with running("build_slowly", ready=False) as client:
+        await wait_for(lambda: client._link is not None)
+        pid = pid_of(client)
+    assert gone(pid)
 
 
 @pytest.mark.parametrize("builder", ["build", "build_slowly"])
@@ -726,16 +633,12 @@ def test_nothing_is_left_of_a_killed_parent(builder: str, tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
-def test_keys_do_not_reach_the_core(monkeypatch: pytest.MonkeyPatch):
+async def test_keys_do_not_reach_the_core(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JITNEY_API_KEYS", "sesame")
 
-    async def test() -> None:
-        async with running(api_keys=("sesame",)) as client:
-            await client.wait_ready()
-            for name in ("environ", "cmdline"):
-                assert b"sesame" not in Path(f"/proc/{pid_of(client)}/{name}").read_bytes()
-
-    run(test)
+    async with running(api_keys=("sesame",)) as client:
+        for name in ("environ", "cmdline"):
+            assert b"sesame" not in Path(f"/proc/{pid_of(client)}/{name}").read_bytes()
 
 
 def refused(client: ProcessClient) -> str:
@@ -744,97 +647,80 @@ def refused(client: ProcessClient) -> str:
     return caught.value.info.code
 
 
-def test_an_engine_that_sleeps_refuses_and_serves_again_once_woken():
-    async def test() -> None:
-        async with running() as client:
-            await client.wait_ready()
-            assert await client.sleep() == 1000
-            assert (client.state, refused(client)) == ("sleeping", "sleeping")
-            assert await client.sleep() == 0, "it slept already"
+async def sleep_and_wake(client: ProcessClient) -> None:
+    assert await client.sleep() == 1000
+    assert (client.state, refused(client)) == ("sleeping", "sleeping")
+    assert await client.sleep() == 0, "it slept already"
+    await client.wake()
+    await client.wake()
+    outputs = await collect(Outputs(client, request("a", 7)))
+    assert [output.tokens for output in outputs] == [[7], [8], [9]]
+
+
+async def sleep_behind_open_requests(client: ProcessClient) -> None:
+    stream = Outputs(client, request("b", PAUSE, tokens=10))
+    going = asyncio.create_task(client.sleep())
+    await wait_for(lambda: client.state == "sleeping")
+    assert refused(client) == "sleeping"
+    outputs = await collect(stream)
+    assert len(outputs) == 10 and outputs[-1].finish == "length"
+    assert await going == 1000
+
+
+async def end_open_requests_and_sleep(client: ProcessClient) -> None:
+    stream = Outputs(client, request("c", PAUSE, tokens=100_000))
+    assert await client.sleep(abort=True) == 1000
+    assert (await collect(stream))[-1].finish == "abort"
+
+
+async def end_requests_that_a_first_sleep_waits_for(client: ProcessClient) -> None:
+    stream = Outputs(client, request("d", PAUSE, tokens=100_000))
+    first = asyncio.create_task(client.sleep())
+    await wait_for(lambda: client.state == "sleeping")
+    second = asyncio.create_task(client.sleep(abort=True))
+    assert (await collect(stream))[-1].finish == "abort"
+    assert await first + await second == 1000, "it slept once"
+    assert client.state == "sleeping"
+
+
+async def give_up_a_second_sleep(client: ProcessClient) -> None:
+    """The first one goes on."""
+    stream = Outputs(client, request("e", PAUSE, tokens=20))
+    first = asyncio.create_task(client.sleep())
+    await wait_for(lambda: client.state == "sleeping")
+    second = asyncio.create_task(client.sleep())
+    await asyncio.sleep(0)
+    second.cancel()
+    await collect(stream)
+    assert await first == 1000 and client.state == "sleeping"
+
+
+async def wake_before_it_slept(client: ProcessClient) -> None:
+    stream = Outputs(client, request("f", PAUSE, tokens=50))
+    going = asyncio.create_task(client.sleep())
+    await wait_for(lambda: client.state == "sleeping")
+    await client.wake()
+    assert client.state == "ready"
+    await collect(stream)
+    with pytest.raises(RequestError, match="woken before it slept"):
+        await going
+    assert client.state == "ready"
+
+
+async def test_an_engine_sleeps_and_serves_again_once_woken():
+    async with running() as client:
+        for scene in (
+            sleep_and_wake,
+            sleep_behind_open_requests,
+            end_open_requests_and_sleep,
+            end_requests_that_a_first_sleep_waits_for,
+            give_up_a_second_sleep,
+            wake_before_it_slept,
+        ):
+            await scene(client)
             await client.wake()
-            await client.wake()
-            outputs = await collect(Outputs(client, request("a", 7)))
-            assert [output.tokens for output in outputs] == [[7], [8], [9]]
-
-    run(test)
-
-
-def test_open_requests_are_waited_for():
-    async def test() -> None:
-        async with running() as client:
-            await client.wait_ready()
-            stream = Outputs(client, request("a", PAUSE, tokens=10))
-            going = asyncio.create_task(client.sleep())
-            await wait_for(lambda: client.state == "sleeping")
-            assert refused(client) == "sleeping"
-            outputs = await collect(stream)
-            assert len(outputs) == 10 and outputs[-1].finish == "length"
-            assert await going == 1000
-
-    run(test)
-
-
-def test_or_ended():
-    async def test() -> None:
-        async with running() as client:
-            await client.wait_ready()
-            stream = Outputs(client, request("a", PAUSE, tokens=100_000))
-            assert await client.sleep(abort=True) == 1000
-            assert (await collect(stream))[-1].finish == "abort"
-
-    run(test)
-
-
-def test_who_waits_to_sleep_may_be_told_to_end_what_is_open():
-    """Whoever says so second: both answer once it sleeps."""
-
-    async def test() -> None:
-        async with running() as client:
-            await client.wait_ready()
-            stream = Outputs(client, request("a", PAUSE, tokens=100_000))
-            first = asyncio.create_task(client.sleep())
-            await wait_for(lambda: client.state == "sleeping")
-            second = asyncio.create_task(client.sleep(abort=True))
-            assert (await collect(stream))[-1].finish == "abort"
-            assert await first + await second == 1000, "it slept once"
-            assert client.state == "sleeping"
-            await client.wake()
-            assert len(await collect(Outputs(client, request("b", 7)))) == 3
-
-    run(test)
-
-
-def test_who_gives_up_a_second_time_does_not_wake_it():
-    async def test() -> None:
-        async with running() as client:
-            await client.wait_ready()
-            stream = Outputs(client, request("a", PAUSE, tokens=20))
-            first = asyncio.create_task(client.sleep())
-            await wait_for(lambda: client.state == "sleeping")
-            second = asyncio.create_task(client.sleep())
-            await asyncio.sleep(0)
-            second.cancel()
-            await collect(stream)
-            assert await first == 1000 and client.state == "sleeping"
-
-    run(test)
-
-
-def test_who_is_woken_while_it_waits_does_not_sleep():
-    async def test() -> None:
-        async with running() as client:
-            await client.wait_ready()
-            stream = Outputs(client, request("a", PAUSE, tokens=100))
-            going = asyncio.create_task(client.sleep())
-            await wait_for(lambda: client.state == "sleeping")
-            await client.wake()
-            assert client.state == "ready"
-            await collect(stream)
-            with pytest.raises(RequestError, match="woken before it slept"):
-                await going
-            assert client.state == "ready"
-
-    run(test)
+            last = Outputs(client, request(f"after {scene.__name__}", 7))
+            assert len(await collect(last)) == 3
 
 
 @pytest.mark.parametrize(
@@ -856,32 +742,24 @@ def test_an_engine_that_others_keep_waiting_names_them(hosts: list[int], who: st
     assert (end.cause, end.crashed) == ("hung", False)
 
 
-def test_a_core_that_cannot_wake_is_replaced_by_one_that_is_awake(
+async def test_a_core_that_cannot_wake_is_replaced_by_one_that_is_awake(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setenv("JITNEY_TEST_NO_WAKING", "1")
 
-    async def test() -> None:
-        async with running() as client:
-            await client.wait_ready()
-            before = pid_of(client)
-            await client.sleep()
-            with pytest.raises(RequestError) as caught:
-                await client.wake()
-            assert caught.value.info.code == "engine_dead"
-            await client.until("ready")
-            assert pid_of(client) != before
-            assert len(await collect(Outputs(client, request("a", 7)))) == 3
-
-    run(test)
+    async with running() as client:
+        before = pid_of(client)
+        await client.sleep()
+        with pytest.raises(RequestError) as caught:
+            await client.wake()
+        assert caught.value.info.code == "engine_dead"
+        await client.until("ready")
+        assert pid_of(client) != before
+        assert len(await collect(Outputs(client, request("a", 7)))) == 3
 
 
-def test_a_prefix_cache_is_reset_while_requests_run():
-    async def test() -> None:
-        async with running() as client:
-            await client.wait_ready()
-            stream = Outputs(client, request("a", PAUSE, tokens=5))
-            await client.reset_prefix_cache()
-            assert len(await collect(stream)) == 5
-
-    run(test)
+async def test_a_prefix_cache_is_reset_while_requests_run():
+    async with running() as client:
+        stream = Outputs(client, request("a", PAUSE, tokens=5))
+        await client.reset_prefix_cache()
+        assert len(await collect(stream)) == 5

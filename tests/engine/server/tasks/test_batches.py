@@ -94,41 +94,42 @@ def test_lists_come_in_pages(folder: Path):
         assert not client.files.list(purpose="batch_output").data
 
 
-@pytest.mark.parametrize(
-    ("content_type", "body", "status", "param"),
-    [
-        ("multipart/form-data; boundary=x", b"", 400, None),
-        ("multipart/form-data; boundary=x", b"--y\r\n", 400, None),
-        ("multipart/form-data; boundary=x", b"--x\r\n\r\n", 400, None),
-        ("multipart/form-data", b"--x--\r\n", 415, None),
-        ("multipart/form-data;", b"--x--\r\n", 400, None),
-        ("application/json", b"{}", 415, None),
-        ("FORM", {"purpose": "batch"}, 400, "file"),
-        ("FORM", {"purpose": "batch", "file": ("a", b"")}, 400, "file"),
-        ("FORM", {"purpose": "assistants", "file": ("a", b"x")}, 400, "purpose"),
-        ("FORM", {"file": ("a", b"x")}, 400, "purpose"),
-        ("FORM", {"purpose": "batch", "file": ("..", b"x"), "long": "x" * 2000}, 400, "long"),
-        (
-            "FORM",
-            {"purpose": "batch", "file": ("a", b"x"), "expires_after[seconds]": "1"},
-            400,
-            "expires_after",
-        ),
-    ],
+#: The type of a body, the body, and the status and the field of the refusal.
+BAD_UPLOADS: tuple[tuple[str, Any, int, str | None], ...] = (
+    ("multipart/form-data; boundary=x", b"", 400, None),
+    ("multipart/form-data; boundary=x", b"--y\r\n", 400, None),
+    ("multipart/form-data; boundary=x", b"--x\r\n\r\n", 400, None),
+    ("multipart/form-data", b"--x--\r\n", 415, None),
+    ("multipart/form-data;", b"--x--\r\n", 400, None),
+    ("application/json", b"{}", 415, None),
+    ("FORM", {"purpose": "batch"}, 400, "file"),
+    ("FORM", {"purpose": "batch", "file": ("a", b"")}, 400, "file"),
+    ("FORM", {"purpose": "assistants", "file": ("a", b"x")}, 400, "purpose"),
+    ("FORM", {"file": ("a", b"x")}, 400, "purpose"),
+    ("FORM", {"purpose": "batch", "file": ("..", b"x"), "long": "x" * 2000}, 400, "long"),
+    (
+        "FORM",
+        {"purpose": "batch", "file": ("a", b"x"), "expires_after[seconds]": "1"},
+        400,
+        "expires_after",
+    ),
 )
-def test_bad_uploads(folder: Path, content_type: str, body: Any, status: int, param: str | None):
+
+
+def test_bad_uploads(folder: Path):
     with serving(folder) as client, http_client(str(client.base_url)) as http:
-        if content_type == "FORM":
-            files = {name: value for name, value in body.items() if name == "file"}
-            fields = {name: (None, value) for name, value in body.items() if name != "file"}
-            reply = http.post("files", files=fields | files)
-        else:
-            reply = http.post("files", content=body, headers={"content-type": content_type})
-        assert reply.status_code == status, reply.text
-        assert reply.json()["error"]["param"] == param
-        assert not client.files.list().data
-        left = list((folder / "files").iterdir()) if folder.exists() else []
-        assert not left, "nothing stays of it"
+        for content_type, body, status, param in BAD_UPLOADS:
+            if content_type == "FORM":
+                files = {name: value for name, value in body.items() if name == "file"}
+                fields = {name: (None, value) for name, value in body.items() if name != "file"}
+                reply = http.post("files", files=fields | files)
+            else:
+                reply = http.post("files", content=body, headers={"content-type": content_type})
+            assert reply.status_code == status, (body, reply.text)
+            assert reply.json()["error"]["param"] == param, body
+            assert not client.files.list().data
+            left = list((folder / "files").iterdir()) if folder.exists() else []
+            assert not left, "nothing stays of it"
 
 
 def test_files_are_bounded_in_size_and_number(folder: Path):
@@ -240,52 +241,52 @@ def test_a_bad_line_fails_alone(folder: Path):
             assert (response["status_code"], error["param"]) == (status, param), error
 
 
-@pytest.mark.parametrize(
-    ("lines", "faults"),
-    [
-        ([], [("empty_file", None)]),
-        ([b"{", line("a"), b"[]", b'{"custom_id": 5}'], [
-            ("invalid_json_line", 1), ("invalid_json_line", 3), ("missing_custom_id", 4),
-        ]),
-        ([line("a"), line("b"), line("a")], [("duplicate_custom_id", 3)]),
-        ([b"\xff\xfe"], [("invalid_json_line", 1)]),
-        ([line("a", user="x" * 9000)], [("invalid_json_line", 1)]),
-        ([line(str(i)) for i in range(30)], [("too_many_lines", None)]),
-    ],
+#: Lines of a file, and the code and the number of each that is at fault.
+BAD_FILES: tuple[tuple[list[Any], list[tuple[str, int | None]]], ...] = (
+    ([], [("empty_file", None)]),
+    ([b"{", line("a"), b"[]", b'{"custom_id": 5}'], [
+        ("invalid_json_line", 1), ("invalid_json_line", 3), ("missing_custom_id", 4),
+    ]),
+    ([line("a"), line("b"), line("a")], [("duplicate_custom_id", 3)]),
+    ([b"\xff\xfe"], [("invalid_json_line", 1)]),
+    ([line("a", user="x" * 9000)], [("invalid_json_line", 1)]),
+    ([line(str(i)) for i in range(30)], [("too_many_lines", None)]),
 )  # fmt: skip
-def test_a_file_that_is_no_file_of_requests(
-    folder: Path, lines: list[Any], faults: list[tuple[str, int | None]]
-):
+
+
+def test_a_file_that_is_no_file_of_requests(folder: Path):
     with serving(folder, batch_lines=20, body_limit=2000) as client:
-        batch = ended(client, begin(client, lines).id)
-        assert batch.status == "failed" and batch.failed_at and batch.output_file_id is None
-        assert batch.errors and batch.errors.data
-        assert [(fault.code, fault.line) for fault in batch.errors.data] == faults
-        assert all(fault.message for fault in batch.errors.data)
+        for lines, faults in BAD_FILES:
+            batch = ended(client, begin(client, lines).id)
+            assert batch.status == "failed" and batch.failed_at and batch.output_file_id is None
+            assert batch.errors and batch.errors.data
+            assert [(fault.code, fault.line) for fault in batch.errors.data] == faults
+            assert all(fault.message for fault in batch.errors.data)
 
 
-@pytest.mark.parametrize(
-    ("fields", "status", "param"),
-    [
-        ({"input_file_id": "file-none"}, 404, "input_file_id"),
-        ({"input_file_id": 5}, 400, "input_file_id"),
-        ({"endpoint": "/admin"}, 400, "endpoint"),
-        ({"endpoint": "/v1/files"}, 400, "endpoint"),
-        ({"completion_window": "soon"}, 400, "completion_window"),
-        ({"completion_window": "0h"}, 400, "completion_window"),
-        ({"completion_window": "8d"}, 400, "completion_window"),
-        ({"metadata": {"a": 5}}, 400, "metadata.a"),
-        ({"metadata": {"webhook_url": "http://169.254.169.254/"}}, 400, "metadata.webhook_url"),
-        ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, 400, None),
-    ],
+#: Fields of a batch, and the status and the field of the refusal.
+BAD_BATCHES: tuple[tuple[dict[str, Any], int, str | None], ...] = (
+    ({"input_file_id": "file-none"}, 404, "input_file_id"),
+    ({"input_file_id": 5}, 400, "input_file_id"),
+    ({"endpoint": "/admin"}, 400, "endpoint"),
+    ({"endpoint": "/v1/files"}, 400, "endpoint"),
+    ({"completion_window": "soon"}, 400, "completion_window"),
+    ({"completion_window": "0h"}, 400, "completion_window"),
+    ({"completion_window": "8d"}, 400, "completion_window"),
+    ({"metadata": {"a": 5}}, 400, "metadata.a"),
+    ({"metadata": {"webhook_url": "http://169.254.169.254/"}}, 400, "metadata.webhook_url"),
+    ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, 400, None),
 )
-def test_bad_batches(folder: Path, fields: dict[str, Any], status: int, param: str | None):
+
+
+def test_bad_batches(folder: Path):
     with serving(folder) as client, http_client(str(client.base_url)) as http:
         file = client.files.create(file=("a", b"x"), purpose="batch")
         good = {"input_file_id": file.id, "endpoint": CHATS, "completion_window": "24h"}
-        reply = http.post("batches", json=good | fields)
-        assert reply.status_code == status, reply.text
-        assert param is None or reply.json()["error"]["param"] == param
+        for fields, status, param in BAD_BATCHES:
+            reply = http.post("batches", json=good | fields)
+            assert reply.status_code == status, (fields, reply.text)
+            assert param is None or reply.json()["error"]["param"] == param
         assert not client.batches.list().data
 
 

@@ -200,20 +200,16 @@ def test_a_store_that_breaks_while_it_serves_is_begun_anew(tmp_path: Path):
     assert (aside / DATABASE).stat().st_size > 40 * 200_000
 
 
-def test_of_damaged_stores_the_first_and_the_latest_stay(tmp_path: Path):
+async def test_of_damaged_stores_the_first_and_the_latest_stay(tmp_path: Path):
     """However often a failing disk damages them."""
     folder = tmp_path / "data"
 
-    async def run() -> list[Path]:
-        kept = await StoreKeeper.open(folder)
-        aside = []
-        for number in range(7):
-            (folder / DATABASE).write_text(str(number))
-            aside.append(await kept.on_disk(kept.set_aside))
-        await kept.close()
-        return aside
-
-    aside = asyncio.run(run())
+    kept = await StoreKeeper.open(folder)
+    aside = []
+    for number in range(7):
+        (folder / DATABASE).write_text(str(number))
+        aside.append(await kept.on_disk(kept.set_aside))
+    await kept.close()
     assert {*folder.glob("damaged-*")} == {aside[0], *aside[-3:]}
     assert (aside[0] / DATABASE).read_text() == "0"
 

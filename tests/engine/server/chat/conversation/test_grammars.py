@@ -72,9 +72,9 @@ def takes(grammar: Grammar | None, text: str) -> bool:
 PROMPTS = {"deepseek_v3": "<think>\n", "deepseek_v31": "<think>\n"}
 
 
-@pytest.mark.parametrize("family", TEMPLATES)
-def test_a_forced_turn_is_a_call_that_fits(family: str):
-    """Whatever the model would like to write."""
+@pytest.mark.parametrize("family", ["harmony", "qwen3", *PROMPTS])
+def test_a_forced_turn_behind_thoughts_is_a_call_that_fits(family: str):
+    """Whatever the model would like to write; test_forms.py has the forms of all families."""
     turns = TurnFormat.of(TEMPLATES[family])
     prompt = PROMPTS.get(family, "<think>\n\n</think>\n\n")
     use = use_of("required", parallel=False)
@@ -83,7 +83,7 @@ def test_a_forced_turn_is_a_call_that_fits(family: str):
     thoughts = begun.get(family, "")  # past the thoughts, which may be of any length
     inner = matcher(grammar)
     assert inner.consume_tokens(list(thoughts.encode()))
-    for seed in range(12):
+    for seed in range(4):
         turn = thoughts + _finish(inner.deep_copy(), seed)
         parser = turns.parser(prompt, use.functions, forced=True)
         message = AssistantMessage.of([*parser.push(turn, []), *parser.finish()])

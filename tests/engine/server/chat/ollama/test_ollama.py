@@ -78,16 +78,12 @@ def test_a_prompt_with_the_official_client(client: ollama.Client):
     assert "".join([part.response or "" for part in parts]) == whole.response
 
 
-def test_the_async_client(url: str):
-    async def session() -> tuple[str, str]:
-        client = ollama.AsyncClient(host=url, trust_env=False)
-        whole = await client.chat("m", [USER])
-        texts = [
-            part.message.content or "" async for part in await client.chat("m", [USER], stream=True)
-        ]
-        return whole.message.content or "", "".join(texts)
-
-    assert run(session()) == ("hé, wörld", "hé, wörld")
+async def test_the_async_client(url: str):
+    client = ollama.AsyncClient(host=url, trust_env=False)
+    whole = await client.chat("m", [USER])
+    stream = await client.chat("m", [USER], stream=True)
+    texts = [part.message.content or "" async for part in stream]
+    assert whole.message.content == "".join(texts) == "hé, wörld"
 
 
 def test_a_stream_is_what_is_sent_unless_it_is_refused():
