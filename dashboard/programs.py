@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jitney.engine.common.engine_info import EngineInfo
+from jitney.engine.common.engine_info import BucketCompilation, EngineInfo
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.core import Bucket
 
@@ -20,11 +20,15 @@ def programs(records: np.ndarray, info: EngineInfo | None) -> JsonDict:
     """Sizes and parts of these steps, `records.STEP_DTYPE`. Sizes that no step had are listed with
     0 steps.
     """
+    compiled = {one.bucket: one for one in info.kernels.compilations} if info else {}
     sizes = _compiled_sizes(info)
     keys = np.stack((records["bucket_tokens"], records["bucket_seats"]), axis=1)
     for tokens, seats in {tuple(key) for key in keys.tolist()}:
         sizes.setdefault(Bucket(tokens, seats), None)
-    rows = [_size(bucket, records[(keys == bucket).all(axis=1)]) for bucket in sorted(sizes)]
+    rows = [
+        _size(bucket, records[(keys == bucket).all(axis=1)], compiled.get(str(bucket)))
+        for bucket in sorted(sizes)
+    ]
     return {
         "steps": len(records),
         "sizes": rows,
@@ -44,9 +48,9 @@ def _compiled_sizes(info: EngineInfo | None) -> dict[Bucket, None]:
     return dict.fromkeys([*decode, *mixed])
 
 
-def _size(bucket: Bucket, steps: np.ndarray) -> JsonDict:
+def _size(bucket: Bucket, steps: np.ndarray, compilation: BucketCompilation | None) -> JsonDict:
     """The row of a size. late: steps that had to compile it first; they count in no time but
-    late_s.
+    late_s. compile_s, from_cache: of its programs before the engine was ready.
     """
     late = steps["compiled"] > 0
     ran = steps[~late]
@@ -59,6 +63,8 @@ def _size(bucket: Bucket, steps: np.ndarray) -> JsonDict:
         "padding": padding,
         "device_s": _sum(ran["device_s"]),
         "mean_s": _sum(ran["device_s"]) / len(ran) if len(ran) else None,
+        "compile_s": compilation and round(compilation.seconds, 3),
+        "from_cache": compilation and compilation.from_cache,
         "late": int(late.sum()),
         "late_s": _sum(steps[late]["device_s"]) + _sum(steps[late]["launch_s"]),
     }

@@ -50,7 +50,7 @@ export class Programs {
       ["Padding", ({padding, rows}) => (rows ? percent(padding, rows) : "")],
       ["A step", ({mean_s: mean}) => (mean === null ? "" : seconds(mean))],
       ["Share of the device's time", (row) => (row.steps ? percent(row.device_s, this.deviceTime) : "")],
-      ["Compiled", ({late, late_s: time}) => compiledInWords(late, time)],
+      ["Compiled", compiledInWords],
     ];
   }
 
@@ -80,9 +80,9 @@ export class Programs {
   }
 }
 
-function compiledInWords(late, time) {
+function compiledInWords({late, late_s: time, compile_s: before, from_cache: cached}) {
   if (!late) {
-    return "at the start";
+    return before === null ? "at the start" : `${seconds(before)}${cached ? ", from the cache folder" : ""}`;
   }
   return make("span", {class: "bad"}, `late, ${count(late)} ${late === 1 ? "time" : "times"}, ${seconds(time)}`);
 }

@@ -96,6 +96,17 @@ class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
     data_parallel: int = 1
 
 
+class BucketCompilation(msgspec.Struct, frozen=True, kw_only=True):
+    """The compilation of the programs that run a bucket's steps."""
+
+    #: As the page and the ledger name it, such as "mixed-512".
+    bucket: str
+    #: Of all its programs; several are compiled at a time.
+    seconds: float
+    #: All were read from the folder of compiled programs.
+    from_cache: bool
+
+
 class KernelsInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Kernels and compiled programs of an engine."""
 
@@ -108,6 +119,7 @@ class KernelsInfo(msgspec.Struct, frozen=True, kw_only=True):
     #: Programs compiled before serving, and the seconds of compilation.
     executables: int = 0
     compile_seconds: float = 0.0
+    compilations: list[BucketCompilation] = []
     #: On each device: what the largest step needs beside weights, pools and the state of seats, and
     #: the code of all programs.
     step_bytes: int = 0

@@ -1093,6 +1093,7 @@ def _describe(
             canary_every=setup.settings.canary_every,
             executables=len(runner.executables),
             compile_seconds=runner.compile_seconds,
+            compilations=runner.bucket_compilations(),
             step_bytes=memory.largest.total,
             code_bytes=memory.code,
         ),

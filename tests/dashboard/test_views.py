@@ -19,6 +19,7 @@ from jitney.dashboard.memory import memory
 from jitney.dashboard.programs import programs
 from jitney.dashboard.tenants import label_of, tenants
 from jitney.dashboard.work import WorkList
+from jitney.engine.common.engine_info import BucketCompilation
 from jitney.engine.common.history import History
 from jitney.engine.common.messages import SequenceEvent, StepReport
 from jitney.engine.common.outputs import SequenceOutput
@@ -148,7 +149,9 @@ def test_sizes_and_parts_add_up_to_the_steps():
     steps["device_s"] = rng.random(200)
     steps["compiled"][7] = 1
     info = engine_info(seats=4, seat_buckets=(1, 2, 4), token_buckets=(64,))
-    found = programs(steps, info)
+    mixed = BucketCompilation(bucket="mixed-64", seconds=2.5, from_cache=True)
+    kernels = msgspec.structs.replace(info.kernels, compilations=[mixed])
+    found = programs(steps, msgspec.structs.replace(info, kernels=kernels))
     sizes = {row["name"]: row for row in found["sizes"]}
     assert list(sizes) == ["decode-1", "decode-2", "decode-4", "mixed-64"]
     assert sizes["decode-2"]["steps"] == 0 and sizes["decode-2"]["mean_s"] is None
@@ -159,6 +162,8 @@ def test_sizes_and_parts_add_up_to_the_steps():
         ran = sum(float(step["device_s"]) for step in own if not step["compiled"])
         assert row["device_s"] == pytest.approx(ran, rel=1e-5)
     assert sum(row["late"] for row in sizes.values()) == 1
+    assert (sizes["mixed-64"]["compile_s"], sizes["mixed-64"]["from_cache"]) == (2.5, True)
+    assert sizes["decode-1"]["compile_s"] is None
     mixed = [float(step["device_s"]) for step in steps if step["mixed"] and not step["compiled"]]
     assert found["parts"]["mixed"]["device"]["mean"] == pytest.approx(np.mean(mixed), rel=1e-4)
 

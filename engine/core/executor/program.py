@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jitney.engine.common.requests import REQUEST_MOST, Pooling
+from jitney.engine.core.executor.compilations import compilations
 from jitney.engine.core.executor.inputs import BatchBuilder, MaskedHeads, UploadLayout
 from jitney.engine.core.executor.memory import PoolSizes
 from jitney.engine.core.executor.sampling import (
@@ -544,7 +545,8 @@ class Program:
     def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         """Compile what one of the `lower` methods made, as the engine runs it here."""
         platform, halves = jax.default_backend(), self.kernels.sums_in_halves
-        return lowered.compile(_compiler_options(platform, self.split, halves))
+        options = _compiler_options(platform, self.split, halves)
+        return compilations.timed(lambda: lowered.compile(options))
 
     def lower_choose(self, rows: int, state: DeviceState) -> jax.stages.Lowered:
         """`choose` for so many rows."""

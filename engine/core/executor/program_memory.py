@@ -26,7 +26,7 @@ class StepMemory:
     @classmethod
     def of(cls, name: str, step: Any) -> StepMemory:
         """The memory of what runs a step."""
-        found = [_analysed(program) for program in _programs_of(step)]
+        found = [_analysed(program) for program in programs_of(step)]
         return cls(
             name,
             temporaries=max(memory.temp_size_in_bytes for memory in found),
@@ -52,7 +52,7 @@ class ProgramsMemory:
     def of(cls, named: Iterable[tuple[str, Any]]) -> ProgramsMemory:
         """named: each step's name and what runs it."""
         named = list(named)
-        programs = {id(program): program for _, step in named for program in _programs_of(step)}
+        programs = {id(program): program for _, step in named for program in programs_of(step)}
         code = sum(_analysed(one).generated_code_size_in_bytes for one in programs.values())
         return cls(tuple([StepMemory.of(name, step) for name, step in named]), code)
 
@@ -81,7 +81,7 @@ class ProgramsMemory:
             )
 
 
-def _programs_of(step: Any) -> Iterable[jax.stages.Compiled]:
+def programs_of(step: Any) -> Iterable[jax.stages.Compiled]:
     """The programs that run a step: itself, or its parts."""
     return (step,) if isinstance(step, jax.stages.Compiled) else step.programs
 

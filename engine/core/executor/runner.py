@@ -25,9 +25,11 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh
 
+from jitney.engine.common.engine_info import BucketCompilation
 from jitney.engine.common.outputs import TokenLogprobs
 from jitney.engine.common.requests import Pooling
 from jitney.engine.core.executor.choices import Choices
+from jitney.engine.core.executor.compilations import compilations
 from jitney.engine.core.executor.compiler_messages import MEANINGLESS, left_out
 from jitney.engine.core.executor.draft_model import DraftModel, DraftPrograms, DraftUpload
 from jitney.engine.core.executor.inputs import MaskedRows
@@ -39,7 +41,7 @@ from jitney.engine.core.executor.program import (
     StepCall,
     StepOutput,
 )
-from jitney.engine.core.executor.program_memory import ProgramsMemory, StepMemory
+from jitney.engine.core.executor.program_memory import ProgramsMemory, StepMemory, programs_of
 from jitney.engine.core.executor.sampling import Sampled, SeatState
 from jitney.engine.core.executor.seat_tokens import LookedUpTokens
 from jitney.engine.core.executor.step_parts import StepParts
@@ -53,32 +55,9 @@ from jitney.engine.core.weights.checkpoints.names import Path as ModelPath
 from jitney.kernels.interface import Kernels
 
 _Report = Callable[[int, int, str], None]
-_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 #: Threads that compile, at least and at most: XLA does it outside the interpreter lock, and needs
 #: memory for each.
 _COMPILERS, _MOST_COMPILERS = 2, 16
-
-
-class _Compilations:
-    """Counts the compilations of this process, for all runners: jax keeps listeners for good, and
-    with a runner's own method its weights.
-    """
-
-    def __init__(self):
-        self.count = 0
-        self._listens = False
-
-    def listen(self) -> None:
-        if not self._listens:
-            self._listens = True
-            jax.monitoring.register_event_duration_secs_listener(self._take)
-
-    def _take(self, event: str, duration_secs: float, **_: object) -> None:
-        if event == _COMPILE_EVENT:
-            self.count += 1
-
-
-_compilations = _Compilations()
 
 
 class _Batch(msgspec.Struct):
@@ -249,8 +228,7 @@ class Runner:
         meet()
         self.warm_up()
         self.compile_seconds += time.perf_counter() - started
-        _compilations.listen()
-        self._compiled_before = _compilations.count
+        self._compiled_before = compilations.count
 
     def _kinds(self) -> list[tuple[Bucket, bool]]:
         """(bucket, greedy_only) of every executable, the largest first."""
@@ -315,6 +293,13 @@ class Runner:
             steps if self._drafts is None else [*steps, *self._drafts.programs]
         )
 
+    def bucket_compilations(self) -> list[BucketCompilation]:
+        """How long the programs of each bucket took to compile, with those that buckets share."""
+        programs: dict[Bucket, set[jax.stages.Compiled]] = {}
+        for (bucket, _), step in self.executables.items():
+            programs.setdefault(bucket, set()).update(programs_of(step))
+        return [compilations.of_bucket(str(bucket), of_it) for bucket, of_it in programs.items()]
+
     def runs_greedy_only(self, bucket: Bucket, greedy_only: bool) -> bool:
         """Whether an all-greedy step of this bucket has an executable of its own.
 
@@ -362,8 +347,10 @@ class Runner:
             self.pools[bucket] = self.program.compile(lowered)
 
     def warm_up(self) -> None:
-        """Run every executable on an empty batch: first calls set up thread pools and buffers."""
+        """Run every program on an empty batch: first calls set up thread pools and buffers."""
         for bucket, greedy_only in self.executables:
+            if self._parts is not None and greedy_only and not bucket.decode_only:
+                continue  # its programs are those of the same bucket's sampling and of decode steps
             logits = self._run_empty(bucket, greedy_only)
             if logits is not None:
                 self._warm_up_choices(logits)
@@ -398,7 +385,7 @@ class Runner:
     @property
     def compiles(self) -> int:
         """Compilations in this process since `compile`; one after ready is a bug worth showing."""
-        return _compilations.count - self._compiled_before
+        return compilations.count - self._compiled_before
 
     def batch(self, plan: Plan) -> _Batch:
         """Pack the plan; numpy only."""

@@ -145,7 +145,7 @@ class Speculation:
         """Typical seconds of the step with so many draft rows; None: not measured."""
         rows = draft.rows + drafts
         if draft.rows == draft.n_decode:
-            return self._step_times.decode_rows(rows)
+            return self._step_times.decode(rows)
         sequences = len(draft.chunks) + drafts
         bucket = self._buckets.choose(
             tokens=rows, sequences=sequences, decode_only=False, logit_rows=sequences

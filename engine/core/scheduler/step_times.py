@@ -29,6 +29,8 @@ _FEWEST_SEEN = 3
 #: A step with less than this share of its bucket's rows tells as much of them as one with so many:
 #: what it took is mostly not theirs.
 _LEAST_FULL = 0.5
+#: The same of a decode step, by its rows beyond those of the next smaller bucket.
+_LEAST_FULL_DECODE = 0.125
 
 #: A step: its bucket, the seconds it took, the query-key pairs of its prompt rows, its rows, the
 #: gap before it.
@@ -113,10 +115,9 @@ class StepTimeEstimate:
             self._step = (
                 seconds if self._step is None else _FADE * self._step + (1 - _FADE) * seconds
             )
-            whole, scale = seconds, 1 / self._fullness(bucket, rows)
-            if scale > 1:
-                least = min(seconds, self.least)
-                whole = least + (seconds - least) * scale
+            scale = 1 / self._fullness(bucket, rows)
+            least = min(seconds, self._least_of(bucket))
+            whole = least + (seconds - least) * scale
             self._seen[bucket].append((whole, pairs * scale))
             self._typicals.pop(bucket, None)
             if not bucket.decode_only:
@@ -128,10 +129,8 @@ class StepTimeEstimate:
         """Add a step to what steps took and to what is typical of them."""
         if bucket not in self._seen:
             return
-        if bucket.decode_only:
-            typical = self._typical(bucket)
-        else:
-            typical = self._with_rows(self._base(bucket), bucket, rows) + self._slope.value * pairs
+        full = self._typical(bucket) if bucket.decode_only else self._base(bucket)
+        typical = self._with_rows(full, bucket, rows) + self._slope.value * pairs
         self._taken_s = _FADE_SLOWLY * self._taken_s + seconds
         self._typical_s = _FADE_SLOWLY * self._typical_s + typical
 
@@ -146,9 +145,24 @@ class StepTimeEstimate:
 
     def _fullness(self, bucket: Bucket, rows: int) -> float:
         """The share of a full step's rows by which one with so many is told from it."""
-        if bucket.decode_only or not self.buckets.padding_is_free:
+        if not self.buckets.padding_is_free:
             return 1.0
-        return min(1.0, max(_LEAST_FULL, rows / bucket.tokens))
+        if not bucket.decode_only:
+            return min(1.0, max(_LEAST_FULL, rows / bucket.tokens))
+        below = self._seen_below(bucket)
+        if below is None:
+            return 1.0
+        return max(_LEAST_FULL_DECODE, (rows - below.seats) / (bucket.seats - below.seats))
+
+    def _least_of(self, bucket: Bucket) -> float:
+        """Seconds of a step of this bucket without the rows that `_fullness` counts."""
+        below = self._seen_below(bucket) if bucket.decode_only else None
+        return self.least if below is None else self._typical(below)
+
+    def _seen_below(self, bucket: Bucket) -> Bucket | None:
+        """The next smaller decode bucket, if it was seen."""
+        smaller = [size for size in self.buckets.decode if size.seats < bucket.seats]
+        return smaller[-1] if smaller and smaller[-1] in self._seen else None
 
     @property
     def least(self) -> float:
@@ -197,22 +211,15 @@ class StepTimeEstimate:
         least = self._base(seen[above - 1]) if above else 0.0
         return max(least, self._base(seen[above]) * tokens / seen[above].tokens)
 
-    def decode(self, sequences: int) -> float | None:
-        """Typical time of a step in which so many sequences decode and nothing else; None before
-        any.
+    def decode(self, rows: int) -> float | None:
+        """Typical time of a step of so many decode rows and nothing else; None before any. Where
+        padding is free it is on a line between the times of two sizes.
         """
-        bucket = self._decode_bucket(sequences)
+        bucket = self._decode_bucket(rows)
         self._take_in()
-        return self._typical(bucket) if bucket in self._seen else None
-
-    def decode_rows(self, rows: int) -> float | None:
-        """`decode` by rows: where padding is free, on a line between the times of two sizes."""
-        above, seconds = self._decode_bucket(rows), self.decode(rows)
-        below = max([size.seats for size in self.buckets.decode if size.seats < rows], default=0)
-        less = self.decode(below) if below and self.buckets.padding_is_free else None
-        if seconds is None or less is None:
-            return seconds
-        return less + (seconds - less) * (rows - below) / (above.seats - below)
+        if bucket not in self._seen:
+            return None
+        return self._with_rows(self._typical(bucket), bucket, rows)
 
     def far_above_least(self, sequences: int) -> bool:
         """Whether a step in which so many sequences decode takes twice as long as any step must."""
@@ -273,7 +280,7 @@ class StepTimeEstimate:
         fullness = self._fullness(bucket, rows)
         if fullness == 1:
             return full
-        least = min(full, self.least)
+        least = min(full, self._least_of(bucket))
         return least + (full - least) * fullness
 
     def _decode_bucket(self, sequences: int) -> Bucket:

@@ -19,6 +19,7 @@ from jitney.engine.common.records import Ledger
 from jitney.engine.common.requests import EngineRequest, Range, SamplingParams, Uploaded
 from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.executor import inputs, program
+from jitney.engine.core.executor.compilations import compilations
 from jitney.engine.core.executor.program import StateSizes
 from jitney.engine.core.executor.runner import Runner
 from jitney.engine.core.executor.sampling import Sampler, SamplingRows, SeatState
@@ -92,6 +93,23 @@ def test_the_memory_of_all_steps_is_told_and_the_pool_has_counted_the_largest(ru
     sampled = next(step for step in memory.steps if step.name == f"{MIXED} sampling")
     assert sampled.outputs >= 4 * MIXED.seats * vocab  # its logits are left for masks
     assert len(list(memory.table())) == 1 + len(memory.steps)
+
+
+def test_the_compilation_of_every_bucket_is_timed(runner: Runner):
+    buckets = runner.bucket_compilations()
+    assert {one.bucket for one in buckets} == {str(DECODE), str(MIXED)}
+    assert 0 < max(one.seconds for one in buckets) <= runner.compile_seconds
+
+
+@pytest.mark.parametrize("from_cache", [False, True])
+def test_programs_of_the_cache_folder_are_told_apart(from_cache: bool):
+    def compiled() -> jax.stages.Compiled:
+        if from_cache:
+            jax.monitoring.record_event("/jax/compilation_cache/cache_hits")
+        return jax.jit(lambda x: 3 * x).lower(np.float32(1)).compile()
+
+    program = compilations.timed(compiled)
+    assert compilations.of_bucket("any", [program]).from_cache == from_cache
 
 
 def test_mixed_steps_are_plain_only_where_that_is_asked_for(runner: Runner):

@@ -91,6 +91,17 @@ def test_where_padding_is_free_a_step_takes_as_long_as_it_has_rows():
     assert padded.mixed(bucket) == padded.soonest(bucket, 65) == pytest.approx(0.138)
 
 
+@pytest.mark.parametrize("rows", [9, 10, 12, 16])
+def test_a_decode_size_that_is_little_filled_is_not_taken_for_a_fast_one(rows: int):
+    """Decode steps of 10 ms and 1 ms a row, in sizes of 8 and 16."""
+    step_times = StepTimeEstimate(replace(BUCKETS, padding_is_free=True))
+    for seats, seen in ((8, 8), (16, rows)):
+        step_times.observe(Bucket(seats, seats), 0.010 + 0.001 * seen, rows=seen)
+    assert step_times.decode(16) == pytest.approx(0.026)
+    assert step_times.decode(9) == pytest.approx(0.019)
+    assert step_times.stretch == 1
+
+
 @pytest.mark.parametrize(
     ("share", "decoding", "rows"),
     [

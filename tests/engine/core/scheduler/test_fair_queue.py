@@ -383,7 +383,7 @@ TABLE = StepTable(
 CALM_S = 20.0
 #: Of a faster CPU, where nothing is computed for padding.
 CPU_TABLE = StepTable(
-    [Curve(rows, rows, ms / 1000) for rows, ms in ((1, 8), (8, 10.5), (16, 13), (32, 17))]
+    [Curve(rows, rows, 0.0077, per_decode=0.29e-3) for rows in (1, 8, 16, 32)]
     + [
         Curve(rows, 32, 0.008, per_prompt=0.29e-3, per_decode=0.35e-3, points=1)
         for rows in MIXED_MS

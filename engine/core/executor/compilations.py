@@ -1,0 +1,75 @@
+"""Counts the compilations of this process, and records how long each program's took."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import jax
+
+from jitney.engine.common.engine_info import BucketCompilation
+
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+_CACHE_EVENT = "/jax/compilation_cache/cache_hits"
+
+
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """The making of one program."""
+
+    #: Elapsed time; other programs may have been compiled at the same time.
+    seconds: float
+    #: Read from the folder of compiled programs.
+    from_cache: bool
+
+
+class Compilations:
+    """The compilations of the process. jax calls listeners on the thread that compiles, and keeps
+    them for good, and with a runner's own method its weights.
+    """
+
+    def __init__(self):
+        self.count = 0
+        self._of: WeakKeyDictionary[jax.stages.Compiled, Compilation] = WeakKeyDictionary()
+        self._thread = threading.local()
+        self._listens = False
+
+    def listen(self) -> None:
+        """Count from now on."""
+        if not self._listens:
+            self._listens = True
+            jax.monitoring.register_event_duration_secs_listener(self._count)
+            jax.monitoring.register_event_listener(self._take_hit)
+
+    def timed(self, compile_program: Callable[[], jax.stages.Compiled]) -> jax.stages.Compiled:
+        """Compile on this thread, and record how long it took."""
+        self.listen()
+        self._thread.hit = False
+        started = time.perf_counter()
+        program = compile_program()
+        seconds = time.perf_counter() - started
+        self._of[program] = Compilation(seconds, self._thread.hit)
+        return program
+
+    def of_bucket(self, bucket: str, programs: Iterable[jax.stages.Compiled]) -> BucketCompilation:
+        """The compilation of these programs, which `timed` made."""
+        each = [self._of[program] for program in programs]
+        return BucketCompilation(
+            bucket=bucket,
+            seconds=sum(one.seconds for one in each),
+            from_cache=all(one.from_cache for one in each),
+        )
+
+    def _count(self, event: str, duration_secs: float, **_: object) -> None:
+        if event == _COMPILE_EVENT:
+            self.count += 1
+
+    def _take_hit(self, event: str, **_: object) -> None:
+        if event == _CACHE_EVENT:
+            self._thread.hit = True
+
+
+compilations = Compilations()
