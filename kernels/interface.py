@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Required, TypedDict, Unpack
 
 import jax
 import numpy as np
@@ -59,6 +59,25 @@ class AttentionMeta(NamedTuple):
         return self._replace(page_table=page_table, write_rows=write_rows, other_groups=())
 
 
+class AttentionOptions(TypedDict, total=False):
+    """Keyword arguments of attention; all but scale may be left out."""
+
+    #: Factor of the scores.
+    scale: Required[float]
+    #: > 0: a row sees the last `window` positions up to its own.
+    window: int
+    #: > 0: scores are softcap * tanh(score / softcap).
+    softcap: float
+    #: float32 [2K] or []: factors of an int8 or fp8 pool (see `jitney.kernels.scales`); without
+    #: them such a pool raises ValueError.
+    kv_scales: jax.Array | None
+    #: float32 [H]: a score of each head that joins the softmax of every row and weighs no value.
+    sinks: jax.Array | None
+    #: > 0: the first so many numbers of a key are its value, so the pool of plain floats has no
+    #: other, [N, page, K, D]; v is None, and o [T, H, value_dim].
+    value_dim: int
+
+
 class _PagedAttention(Protocol):
     """Write k and v into the pages, then attend; pure; `kv` is aliased to the returned pool when
     donated.
@@ -71,23 +90,11 @@ class _PagedAttention(Protocol):
         v: jax.Array | None,
         kv: jax.Array,
         meta: AttentionMeta,
-        *,
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        kv_scales: jax.Array | None = None,
-        sinks: jax.Array | None = None,
-        value_dim: int = 0,
+        **options: Unpack[AttentionOptions],
     ) -> tuple[jax.Array, jax.Array]:
         """q [T, H, D], k and v [T, K, D], kv [N, page, 2K, D] -> (o [T, H, D] in q's dtype, kv).
 
-        Row 2h of a token is key head h, row 2h + 1 value head h. window > 0: a row sees the last
-        `window` positions up to its own. softcap > 0: scores are softcap * tanh(score / softcap).
-        kv_scales float32 [2K] or []: factors of an int8 or fp8 pool (see `jitney.kernels.scales`),
-        which raises ValueError without them. sinks float32 [H]: a score of each head that joins the
-        softmax of every row and weighs no value. value_dim > 0: the first so many numbers of a key
-        are its value, so the pool of plain floats has no other, [N, page, K, D]; v is None, and o
-        [T, H, value_dim].
+        Row 2h of a token is key head h, row 2h + 1 value head h.
         """
         ...
 
@@ -126,13 +133,7 @@ class _Attend(Protocol):
         q: jax.Array,
         kv: jax.Array,
         meta: AttentionMeta,
-        *,
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        kv_scales: jax.Array | None = None,
-        sinks: jax.Array | None = None,
-        value_dim: int = 0,
+        **options: Unpack[AttentionOptions],
     ) -> jax.Array:
         """q [T, H, D], kv [N, page, 2K, D] -> o [T, H, D] in q's dtype."""
         ...
@@ -163,13 +164,27 @@ class Pack(Protocol):
         ...
 
 
-class _Matmul(Protocol):
-    """A product with weights [I, O], summed in float32; int8 and fp8 weights are widened to x's
-    dtype on the way.
+class _Product[W](Protocol):
+    """A product with weights W [I, O], summed in float32.
+
+    Arrays in int8 and fp8 are widened to x's dtype on the way; of `Int8` and `Fp8`, whose module
+    says how, rows are rounded likewise.
     """
 
-    def __call__(self, x: jax.Array, w: jax.Array, /, dtype: DTypeLike = ...) -> jax.Array:
+    def __call__(self, x: jax.Array, w: W, /, dtype: DTypeLike = ...) -> jax.Array:
         """x [T, I] -> [T, O] in `dtype`, which is float32 unless given."""
+        ...
+
+
+class _GatedProduct[W](Protocol):
+    """The product that opens an MLP, gated at once: its float32 sums are never written to memory if
+    that can be.
+    """
+
+    def __call__(self, x: jax.Array, w: W, /) -> jax.Array:
+        """x [T, I], w [I, 2F] -> silu(first F columns of x @ w) * the others, [T, F] in x's
+        dtype.
+        """
         ...
 
 
@@ -190,18 +205,6 @@ class _NormSum(Protocol):
         self, x: jax.Array, added: jax.Array, weight: jax.Array, eps: float
     ) -> tuple[jax.Array, jax.Array]:
         """x and added [T, E], weight [E] -> (x + added in x's dtype; its norm in added's)."""
-        ...
-
-
-class _Gated(Protocol):
-    """The product that opens an MLP, gated at once: its float32 sums are never written to memory if
-    that can be.
-    """
-
-    def __call__(self, x: jax.Array, w: jax.Array, /) -> jax.Array:
-        """x [T, I], w [I, 2F] -> silu(first F columns of x @ w) * the others, [T, F] in x's
-        dtype.
-        """
         ...
 
 
@@ -231,42 +234,6 @@ class _PoolShape(Protocol):
         ...
 
 
-class _MatmulInt8(Protocol):
-    """A product of rows rounded to int8 with weights in int8, see `jitney.kernels.w8a8`."""
-
-    def __call__(self, x: jax.Array, w: Int8, /, dtype: DTypeLike = ...) -> jax.Array:
-        """x [T, I] -> [T, O] in `dtype`, which is float32 unless given."""
-        ...
-
-
-class _GatedInt8(Protocol):
-    """That product, gated at once."""
-
-    def __call__(self, x: jax.Array, w: Int8, /) -> jax.Array:
-        """x [T, I], w [I, 2F] -> silu(first F columns of x @ w) * the others, [T, F] in x's
-        dtype.
-        """
-        ...
-
-
-class _MatmulInt4(Protocol):
-    """A product with group-wise int4 weights, see `jitney.kernels.int4`."""
-
-    def __call__(self, x: jax.Array, weights: Int4, /, dtype: DTypeLike = ...) -> jax.Array:
-        """x [M, I] -> [M, O] in `dtype`, which is float32 unless given."""
-        ...
-
-
-class _GatedInt4(Protocol):
-    """That product, gated at once."""
-
-    def __call__(self, x: jax.Array, weights: Int4, /) -> jax.Array:
-        """x [M, I], weights [I, 2F] -> silu(first F columns of the product) * the others, [M, F] in
-        x's dtype.
-        """
-        ...
-
-
 def _bound(product: Callable[..., jax.Array], count: jax.Array) -> Any:
     """A product that is told how many rows it has."""
     return partial(product, count=count)
@@ -278,16 +245,8 @@ class Int8Products:
 
     #: For both products: int8 [I, O] -> laid out, or as it is.
     pack: Pack
-    matmul: _MatmulInt8
-    gated: _GatedInt8
-
-
-class _MatmulFp8(Protocol):
-    """A product of rows rounded to fp8 with weights in fp8, see `jitney.kernels.w8a8`."""
-
-    def __call__(self, x: jax.Array, w: Fp8, /, dtype: DTypeLike = ...) -> jax.Array:
-        """x [T, I] -> [T, O] in `dtype`, which is float32 unless given."""
-        ...
+    matmul: _Product[Int8]
+    gated: _GatedProduct[Int8]
 
 
 @dataclass(frozen=True)
@@ -296,15 +255,7 @@ class Fp8Products:
 
     #: float8_e4m3fn [I, O] -> [1, O, I]; or as it is, in sets that models are not laid out for.
     pack: Pack
-    matmul: _MatmulFp8
-
-
-class _MatmulMxfp4(Protocol):
-    """A product with MXFP4 weights, see `jitney.kernels.mxfp4`."""
-
-    def __call__(self, x: jax.Array, w: Mxfp4, /, dtype: DTypeLike = ...) -> jax.Array:
-        """x [T, I] -> [T, O] in `dtype`, which is float32 unless given."""
-        ...
+    matmul: _Product[Fp8]
 
 
 @dataclass(frozen=True)
@@ -314,7 +265,7 @@ class Mxfp4Products:
     #: Lays a matrix out once, when a model is loaded, or leaves it as it is; takes `parts` as
     #: `Pack` does.
     pack: Callable[..., Mxfp4]
-    matmul: _MatmulMxfp4
+    matmul: _Product[Mxfp4]
 
 
 class ExpertProducts(Protocol):
@@ -381,9 +332,9 @@ class Kernels(Protocol):
     @property
     def pack(self) -> Pack | None: ...
     @property
-    def matmul(self) -> _Matmul: ...
+    def matmul(self) -> _Product[jax.Array]: ...
     @property
-    def gated(self) -> _Gated: ...
+    def gated(self) -> _GatedProduct[jax.Array]: ...
     @property
     def project(self) -> _Project: ...
     @property
@@ -398,9 +349,9 @@ class Kernels(Protocol):
     def takes_one_of(self) -> bool: ...
     def of_rows(self, count: jax.Array) -> Kernels: ...
     @property
-    def matmul_int4(self) -> _MatmulInt4: ...
+    def matmul_int4(self) -> _Product[Int4]: ...
     @property
-    def gated_int4(self) -> _GatedInt4 | None: ...
+    def gated_int4(self) -> _GatedProduct[Int4] | None: ...
     @property
     def int8(self) -> Int8Products | None: ...
     @property
@@ -460,7 +411,7 @@ class KernelSet:
     #: None: the model norms and rotates, and XLA fuses it well enough.
     rotate_and_write: RotateAndWrite | None
     attend: _Attend
-    matmul_int4: _MatmulInt4
+    matmul_int4: _Product[Int4]
     #: None: the sampler's own search does better on this platform.
     threshold: Threshold | None
     #: The norm of rows; that of a sum, with the sum.
@@ -469,8 +420,8 @@ class KernelSet:
     #: None: weights stay [I, O].
     pack: Pack | None
     #: Products: of rows; of rows, gated; of rows with the head.
-    matmul: _Matmul
-    gated: _Gated
+    matmul: _Product[jax.Array]
+    gated: _GatedProduct[jax.Array]
     project: _Project
     #: What recurrent layers compute in place of attention.
     delta_net: DeltaNet
@@ -478,7 +429,7 @@ class KernelSet:
     #: None: [N, page, 2K, D].
     pool_shape: _PoolShape | None = None
     #: None: products with int4 weights are gated behind `matmul_int4`.
-    gated_int4: _GatedInt4 | None = None
+    gated_int4: _GatedProduct[Int4] | None = None
     #: None: weights in int8 are widened to the rows' dtype, by `matmul`.
     int8: Int8Products | None = None
     #: None: weights in fp8 are widened to the rows' dtype, by `matmul`.

@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -84,38 +85,18 @@ def _norm_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
     yield from _distances(normed, wanted)
 
 
-def _product_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
-    """Every matrix of a layer but those that have a product of their own, at every row count."""
-    matrices = [one for one in shapes.matrices if not _has_its_own(kernels, one)]
+def _product_errors(kernels: KernelSet, shapes: ServedShapes, *, name: str) -> Iterator[float]:
+    """Matrices whose product is proved under this name, at every row count."""
+    matrices = [one for one in shapes.matrices if _name_of_product(kernels, one) == name]
     return _errors_of(kernels, matrices, shapes)
 
 
-def _int8_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
-    """Matrices in int8 whose products round rows to int8, at every row count."""
-    matrices = [one for one in shapes.matrices if _is_int8(kernels, one)]
-    return _errors_of(kernels, matrices, shapes)
-
-
-def _fp8_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
-    """Matrices in fp8 whose products round rows to fp8, at every row count."""
-    matrices = [one for one in shapes.matrices if _is_fp8(kernels, one)]
-    return _errors_of(kernels, matrices, shapes)
-
-
-def _has_its_own(kernels: KernelSet, matrix: Matrix) -> bool:
-    """Whether its product is none of `KernelSet.matmul` and `gated`."""
-    in_four_bits = matrix.scheme in ("int4", "mxfp4")
-    return in_four_bits or _is_int8(kernels, matrix) or _is_fp8(kernels, matrix)
-
-
-def _is_fp8(kernels: KernelSet, matrix: Matrix) -> bool:
-    """Whether its product is one of `KernelSet.fp8`."""
-    return kernels.fp8 is not None and matrix.scheme == "fp8"
-
-
-def _is_int8(kernels: KernelSet, matrix: Matrix) -> bool:
-    """Whether its product is one of `KernelSet.int8`."""
-    return kernels.int8 is not None and matrix.scheme == "int8"
+def _name_of_product(kernels: KernelSet, matrix: Matrix) -> str:
+    """The key of `CHECKS` under which a matrix's product is proved."""
+    rounds_rows = {"int8": kernels.int8, "fp8": kernels.fp8}
+    if matrix.scheme in ("int4", "mxfp4") or rounds_rows.get(matrix.scheme) is not None:
+        return f"{matrix.scheme} product"
+    return "products"
 
 
 @dataclass(frozen=True)
@@ -139,34 +120,29 @@ class _Product:
 
 def _product_of(kernels: KernelSet, matrix: Matrix) -> _Product:
     """As models multiply with it; not int4."""
-    if matrix.scheme == "mxfp4":
-        return _in_mxfp4(kernels, matrix)
-    if _is_int8(kernels, matrix):
-        return _in_int8(kernels, matrix)
-    if _is_fp8(kernels, matrix):
-        return _in_fp8(kernels, matrix)
+    match _name_of_product(kernels, matrix):
+        case "mxfp4 product":
+            return _in_mxfp4(kernels, matrix)
+        case "int8 product":
+            return _in_int8(kernels, matrix)
+        case "fp8 product":
+            return _in_fp8(kernels, matrix)
     return _in_floats(kernels, matrix)
 
 
 def _in_floats(kernels: KernelSet, matrix: Matrix) -> _Product:
     """Floats, and codes that are widened, whose scales come behind the product."""
-    if matrix.scheme != "plain":
+    pack = kernels.pack if matrix.scheme == "plain" else None
+    if matrix.scheme == "plain" and matrix.gated:
         return _Product(
             matrix,
-            None,
-            lambda x, w, scale: kernels.matmul(x, w),
-            lambda x, w, scale: definitions.matmul(x, w),
-        )
-    if matrix.gated:
-        return _Product(
-            matrix,
-            kernels.pack,
+            pack,
             lambda x, w, scale: kernels.gated(x, w),
             lambda x, w, scale: definitions.gated(definitions.matmul(x, w)),
         )
     return _Product(
         matrix,
-        kernels.pack,
+        pack,
         lambda x, w, scale: kernels.matmul(x, w),
         lambda x, w, scale: definitions.matmul(x, w),
     )
@@ -520,11 +496,11 @@ def _kept_mass(row: np.ndarray, top_k: int, top_p: float) -> float:
 #: By what is proved: yields errors, none if the engine never calls the kernel.
 CHECKS: dict[str, Callable[[KernelSet, ServedShapes], Iterator[float]]] = {
     "norm": _norm_errors,
-    "products": _product_errors,
+    "products": partial(_product_errors, name="products"),
     "head": _head_errors,
     "int4 product": _int4_errors,
-    "int8 product": _int8_errors,
-    "fp8 product": _fp8_errors,
+    "int8 product": partial(_product_errors, name="int8 product"),
+    "fp8 product": partial(_product_errors, name="fp8 product"),
     "mxfp4 product": _mxfp4_errors,
     "experts": _expert_errors,
     "sampling cut": _cut_errors,

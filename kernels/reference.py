@@ -9,7 +9,7 @@ count, so a step costs what its contexts need and never attends across sequences
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from jitney.kernels import w8a8
 from jitney.kernels.experts import gate
-from jitney.kernels.interface import AttentionMeta
+from jitney.kernels.interface import AttentionMeta, AttentionOptions
 from jitney.kernels.scales import as_stored, scales_of
 from jitney.kernels.w8a8 import Int8
 
@@ -42,7 +42,20 @@ class _Scoring(NamedTuple):
     keys: jax.Array | None  # float32 [H]: factor of each head's stored keys; None: 1
     values: jax.Array | None  # and of its values
     sinks: jax.Array | None  # float32 [H]: a score of each head without a value; None: none
-    value_dim: int = 0  # numbers of a key that are its value; 0: it stands beside the key
+    value_dim: int  # numbers of a key that are its value; 0: it stands beside the key
+
+    @classmethod
+    def of(cls, q: jax.Array, kv: jax.Array, options: AttentionOptions) -> _Scoring:
+        keys, values = _head_factors(kv, options.get("kv_scales"), q.shape[1])
+        return cls(
+            scale=options["scale"],
+            window=options.get("window", 0),
+            softcap=options.get("softcap", 0.0),
+            keys=keys,
+            values=values,
+            sinks=options.get("sinks"),
+            value_dim=options.get("value_dim", 0),
+        )
 
     @property
     def planes(self) -> int:
@@ -68,47 +81,23 @@ def paged_attention(
     v: jax.Array | None,
     kv: jax.Array,
     meta: AttentionMeta,
-    *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    kv_scales: jax.Array | None = None,
-    sinks: jax.Array | None = None,
-    value_dim: int = 0,
+    **options: Unpack[AttentionOptions],
 ) -> tuple[jax.Array, jax.Array]:
     """See `jitney.kernels.interface.Kernels.paged_attention`; any floating dtype, sums in
     float32.
     """
-    kv = write_kv(kv, k, v, meta.write_rows, kv_scales)
-    o = attend(
-        q,
-        kv,
-        meta,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        kv_scales=kv_scales,
-        sinks=sinks,
-        value_dim=value_dim,
-    )
-    return o, kv
+    kv = write_kv(kv, k, v, meta.write_rows, options.get("kv_scales"))
+    return attend(q, kv, meta, **options), kv
 
 
 def attend(
     q: jax.Array,
     kv: jax.Array,
     meta: AttentionMeta,
-    *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    kv_scales: jax.Array | None = None,
-    sinks: jax.Array | None = None,
-    value_dim: int = 0,
+    **options: Unpack[AttentionOptions],
 ) -> jax.Array:
     """See `jitney.kernels.interface.Kernels.attend`."""
-    keys, values = _head_factors(kv, kv_scales, q.shape[1])
-    how = _Scoring(scale, window, softcap, keys, values, sinks, value_dim)
+    how = _Scoring.of(q, kv, options)
     n_rows, n_seqs = q.shape[0], meta.kv_lens.shape[0]
     if n_rows == n_seqs:  # a decode-only bucket: row s is sequence s
         return _attend_decode(q, kv, meta.page_table, meta.kv_lens, how)

@@ -149,17 +149,17 @@ class CanaryFinding(msgspec.Struct, array_like=True, frozen=True):
     right: bool  # rounding explains the difference
 
 
-class GrammarWork(msgspec.Struct, array_like=True, frozen=True):
+class GrammarWork(msgspec.Struct, array_like=True):
     """Cost of grammars since the last report."""
 
     #: Masks computed, and their seconds, while the device computed the step.
-    masks: int
-    mask_s: float
+    masks: int = 0
+    mask_s: float = 0.0
     #: Grammars compiled, and their seconds, beside the steps.
-    compiled: int
-    compile_s: float
+    compiled: int = 0
+    compile_s: float = 0.0
     #: Compiled grammars in the cache.
-    kept: int
+    kept: int = 0
 
 
 class StepReport(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):

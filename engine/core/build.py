@@ -309,7 +309,7 @@ def _build(
     numbers: Mapping[str, int] | None = None,
 ) -> _Built:
     defaults = sampling_defaults(config.sampling, source)
-    setup = _set_up(config, source, hosts)
+    setup = _setup_on(start_jax(config, hosts), config, source, hosts)
     setup = replace(setup, draft=ModelSource.draft_of(config, _staged(progress)))
     if numbers:
         setup = replace(setup, adapters=numbers)
@@ -443,10 +443,6 @@ def prove_kernels(config: Config, source: ModelSource) -> tuple[str, list[Kernel
     model = load_shapes(source, whole, setup.settings.tensor_parallel, setup.dtype, storage)
     _load_adapters(setup, model)
     return kernels.label, proofs_of(kernels, _served(setup, model, kernels))
-
-
-def _set_up(config: Config, source: ModelSource, hosts: Hosts | None) -> _Setup:
-    return _setup_on(start_jax(config, hosts), config, source, hosts)
 
 
 def _setup_on(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -135,13 +135,9 @@ class CanaryCore(EngineCore):
         if self._watched:
             report.outputs[:] = [self._noted(output) for output in report.outputs]
         if self.alone.has_work:
-            report.canary.extend(self._findings())
+            for output in self.alone.step().outputs:
+                report.canary.extend(self._compared(output))
         return report
-
-    def _findings(self) -> Iterator[CanaryFinding]:
-        """The findings of the second core's next step."""
-        for output in self.alone.step().outputs:
-            yield from self._compared(output)
 
     def _noted(self, output: SequenceOutput) -> SequenceOutput:
         """Record the output of a watched sequence; returns it as the client requested it."""

@@ -129,10 +129,6 @@ def _ignore(step: int) -> None:
     pass
 
 
-def _no_launches() -> deque[float]:
-    return deque([_FIRST_LAUNCH_S], _LAUNCHES)
-
-
 @dataclass(eq=False)
 class EngineCore:
     """The loop's body. The device computes step k while the host takes in step k - 1 and plans step
@@ -161,7 +157,7 @@ class EngineCore:
     #: When the device finished the last step; None after a time without work.
     _ready: float | None = None
     #: Seconds that planning, packing and launching took, of the newest steps.
-    _launches_s: deque[float] = field(default_factory=_no_launches)
+    _launches_s: deque[float] = field(default_factory=lambda: deque([_FIRST_LAUNCH_S], _LAUNCHES))
 
     def __post_init__(self) -> None:
         #: Takes requests, until the scheduler has them.

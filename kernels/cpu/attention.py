@@ -4,6 +4,8 @@ the reference's.
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ import numpy as np
 from jitney.kernels import reference
 from jitney.kernels.cpu import library
 from jitney.kernels.cpu.norms import rms_norm
-from jitney.kernels.interface import AttentionMeta
+from jitney.kernels.interface import AttentionMeta, AttentionOptions
 
 #: Numbers of a vector; a head is whole ones.
 _LANES = 16
@@ -25,28 +27,11 @@ def paged_attention(
     v: jax.Array | None,
     kv: jax.Array,
     meta: AttentionMeta,
-    *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    kv_scales: jax.Array | None = None,
-    sinks: jax.Array | None = None,
-    value_dim: int = 0,
+    **options: Unpack[AttentionOptions],
 ) -> tuple[jax.Array, jax.Array]:
     """See `jitney.kernels.interface.Kernels.paged_attention`."""
-    kv = reference.write_kv(kv, k, v, meta.write_rows, kv_scales)
-    o = attend(
-        q,
-        kv,
-        meta,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        kv_scales=kv_scales,
-        sinks=sinks,
-        value_dim=value_dim,
-    )
-    return o, kv
+    kv = reference.write_kv(kv, k, v, meta.write_rows, options.get("kv_scales"))
+    return attend(q, kv, meta, **options), kv
 
 
 def rotate_and_write(
@@ -96,32 +81,17 @@ def attend(
     q: jax.Array,
     kv: jax.Array,
     meta: AttentionMeta,
-    *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    kv_scales: jax.Array | None = None,
-    sinks: jax.Array | None = None,
-    value_dim: int = 0,
+    **options: Unpack[AttentionOptions],
 ) -> jax.Array:
     """See `jitney.kernels.interface.Kernels.attend`; padding rows are zero.
 
     q and pool of one dtype, bfloat16 or float32, and D and value_dim multiples of 16; the rest is
     the reference's.
     """
+    value_dim, sinks = options.get("value_dim", 0), options.get("sinks")
     plain = q.dtype == kv.dtype and q.dtype in _DTYPES
     if not plain or q.shape[2] % _LANES or value_dim % _LANES:
-        return reference.attend(
-            q,
-            kv,
-            meta,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            kv_scales=kv_scales,
-            sinks=sinks,
-            value_dim=value_dim,
-        )
+        return reference.attend(q, kv, meta, **options)
     target = library.load().target("attention")
     shape = (*q.shape[:2], value_dim or q.shape[2])
     call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(shape, q.dtype))
@@ -133,8 +103,8 @@ def attend(
         meta.page_table,
         meta.counts,
         *(() if sinks is None else (sinks,)),
-        scale=np.float32(scale),
-        softcap=np.float32(softcap),
-        window=np.int64(window),
+        scale=np.float32(options["scale"]),
+        softcap=np.float32(options.get("softcap", 0.0)),
+        window=np.int64(options.get("window", 0)),
         value_dim=np.int64(value_dim),
     )

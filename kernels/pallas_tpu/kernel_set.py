@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
-from jitney.kernels.interface import AttentionMeta
+from jitney.kernels.interface import AttentionMeta, AttentionOptions
 from jitney.kernels.pallas_tpu.attention import attention_kernel
 from jitney.kernels.pallas_tpu.interpreting import Interpret
 from jitney.kernels.pallas_tpu.pool_layout import PoolLayout
@@ -126,13 +126,7 @@ class PallasKernels:
         v: jax.Array | None,
         kv: jax.Array,
         meta: AttentionMeta,
-        *,
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        kv_scales: jax.Array | None = None,
-        sinks: jax.Array | None = None,
-        value_dim: int = 0,
+        **options: Unpack[AttentionOptions],
     ) -> tuple[jax.Array, jax.Array]:
         """See `jitney.kernels.interface.Kernels.paged_attention`; sums in float32, rows of padding
         are finite.
@@ -142,22 +136,22 @@ class PallasKernels:
         cannot do.
         """
         n_rows, n_kv, dim = k.shape
-        layout = PoolLayout.of(n_kv, dim, kv.dtype.itemsize, value_dim)
+        layout = PoolLayout.of(n_kv, dim, kv.dtype.itemsize, options.get("value_dim", 0))
         plain: Any = jax.ShapeDtypeStruct((*kv.shape[:2], layout.planes * n_kv, dim), kv.dtype)
         own_layout = kv.shape[2:] == (layout.rows, layout.width)
         if not own_layout and kv.shape != plain.shape:
             raise ValueError(
                 f"a pool of {kv.shape} holds no {n_kv} heads of {dim}; make it as pool_shape says"
             )
-        scales = scales_of(plain, kv_scales)
+        scales = scales_of(plain, options.get("kv_scales"))
         pairs = k
         if v is not None:
             pairs = jnp.stack([k, v], axis=2).reshape(n_rows, 2 * n_kv, dim)
         new = layout.new_rows(as_stored(pairs, plain, scales))
         pool = kv if own_layout else layout.pool(kv)
-        fixed = self._constants(q, pool, meta, layout, scale, window, softcap)
-        fixed = replace(fixed, scaled=scales is not None, writes=True)
-        o, pool = self._run(fixed, q, pool, new, meta, scales, sinks)
+        fixed = self._constants(q, pool, meta, layout, options)
+        fixed = replace(fixed, writes=True)
+        o, pool = self._run(fixed, q, pool, new, meta, scales, options.get("sinks"))
         return o, pool if own_layout else layout.plain(pool)
 
     def attend(
@@ -165,23 +159,17 @@ class PallasKernels:
         q: jax.Array,
         kv: jax.Array,
         meta: AttentionMeta,
-        *,
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        kv_scales: jax.Array | None = None,
-        sinks: jax.Array | None = None,
-        value_dim: int = 0,
+        **options: Unpack[AttentionOptions],
     ) -> jax.Array:
         """See `jitney.kernels.interface.Kernels.attend`; kv of that shape, [N, page, 2K, D]."""
+        value_dim = options.get("value_dim", 0)
         n_kv = kv.shape[2] // (1 if value_dim else 2)
         layout = PoolLayout.of(n_kv, kv.shape[3], kv.dtype.itemsize, value_dim)
-        scales = scales_of(kv, kv_scales)
+        scales = scales_of(kv, options.get("kv_scales"))
         own_layout = kv.shape[2:] == (layout.rows, layout.width)
         pool = kv if own_layout else layout.pool(kv)
-        fixed = self._constants(q, pool, meta, layout, scale, window, softcap)
-        fixed = replace(fixed, scaled=scales is not None)
-        o, _ = self._run(fixed, q, pool, None, meta, scales, sinks)
+        fixed = self._constants(q, pool, meta, layout, options)
+        o, _ = self._run(fixed, q, pool, None, meta, scales, options.get("sinks"))
         return o
 
     def _constants(
@@ -190,11 +178,9 @@ class PallasKernels:
         pool: jax.Array,
         meta: AttentionMeta,
         layout: PoolLayout,
-        scale: float,
-        window: int,
-        softcap: float,
+        options: AttentionOptions,
     ) -> Constants:
-        """Constants of a kernel over a pool of plain floats. Raises ValueError for unsupported
+        """Constants of a kernel that writes nothing. Raises ValueError for unsupported
         arguments.
         """
         _check(q, pool, meta)
@@ -208,11 +194,11 @@ class PallasKernels:
             keys=max(blocks.keys, page),
             depth=blocks.depth,
             block=_item_rows(q, meta, blocks.rows),
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            scaled=False,
-            sinks=False,
+            scale=options["scale"],
+            window=options.get("window", 0),
+            softcap=options.get("softcap", 0.0),
+            scaled=options.get("kv_scales") is not None,
+            sinks=options.get("sinks") is not None,
             writes=False,
         )
 
@@ -234,7 +220,6 @@ class PallasKernels:
         queries = fixed.layout.queries(q)
         factors = [] if scales is None else [_by_lanes(scales, fixed.layout.heads)]
         if sinks is not None:
-            fixed = replace(fixed, sinks=True)
             factors.append(_sinks_by_lanes(sinks, fixed.layout.heads))
         first = _SCALARS + len(factors)  # operand of the pool
         arrays, results, aliases = [pool, queries], [queries], {first + 1: 0}

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jitney.kernels import reference
 from jitney.kernels.delta_net import DeltaRows, DeltaSequences, DeltaState, DeltaWeights
 from jitney.kernels.experts import ExpertBlocks, Stack, opened_size
 from jitney.kernels.int4 import Int4
-from jitney.kernels.interface import AttentionMeta, KernelError
+from jitney.kernels.interface import AttentionMeta, AttentionOptions, KernelError
 from jitney.kernels.scales import limit_of, scales_of
 from jitney.kernels.triton_gpu import (
     attention,
@@ -93,13 +93,7 @@ class TritonKernels:
         v: jax.Array | None,
         kv: jax.Array,
         meta: AttentionMeta,
-        *,
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        kv_scales: jax.Array | None = None,
-        sinks: jax.Array | None = None,
-        value_dim: int = 0,
+        **options: Unpack[AttentionOptions],
     ) -> tuple[jax.Array, jax.Array]:
         """See `jitney.kernels.interface.Kernels.paged_attention`; sums in float32, rows of padding
         are zero.
@@ -107,19 +101,8 @@ class TritonKernels:
         if v is None:
             kv = reference.write_kv(kv, k, None, meta.write_rows)
         else:
-            kv = self.write(k, v, kv, meta, kv_scales=kv_scales)
-        o = self.attend(
-            q,
-            kv,
-            meta,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            kv_scales=kv_scales,
-            sinks=sinks,
-            value_dim=value_dim,
-        )
-        return o, kv
+            kv = self.write(k, v, kv, meta, kv_scales=options.get("kv_scales"))
+        return self.attend(q, kv, meta, **options), kv
 
     def write(
         self,
@@ -248,20 +231,17 @@ class TritonKernels:
         q: jax.Array,
         kv: jax.Array,
         meta: AttentionMeta,
-        *,
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        kv_scales: jax.Array | None = None,
-        sinks: jax.Array | None = None,
-        value_dim: int = 0,
+        **options: Unpack[AttentionOptions],
     ) -> jax.Array:
         """See `jitney.kernels.interface.Kernels.attend`. A bucket with as many rows as sequences is
         one of decode only. Other kernels for prompts are not asked where heads have sinks, nor
         where keys serve as values, which takes one key head.
         """
         _check_rows(q)
-        scales, limit = self.pool_scales(kv, kv_scales)
+        scale, window = options["scale"], options.get("window", 0)
+        softcap, sinks = options.get("softcap", 0.0), options.get("sinks")
+        value_dim = options.get("value_dim", 0)
+        scales, limit = self.pool_scales(kv, options.get("kv_scales"))
         n_rows, n_heads, dim = q.shape
         n_seqs, pages = meta.page_table.shape
         rest = dim - value_dim if value_dim else 0

@@ -276,7 +276,7 @@ class Leader:
 
     def least(self, what: str, value: int) -> int:
         """See `Hosts`."""
-        proposals = [self._proposal(worker, what) for worker in self._workers]
+        proposals = [self._checked(worker, worker.receive(), what) for worker in self._workers]
         least = min([value, *map(int, proposals)])
         self.send(Accept(what, least))
         return least
@@ -309,9 +309,6 @@ class Leader:
         for number, worker in enumerate(self._workers, 1):
             worker.on_step_message(partial(coordinator.take, number))
         return own
-
-    def _proposal(self, worker: _Peer, what: str) -> int | str:
-        return self._checked(worker, worker.receive(), what)
 
     @staticmethod
     def _checked(worker: _Peer, message: messages.Message | None, what: str) -> int | str:

@@ -63,7 +63,9 @@ def _check_pool(config: Config, own: ModelConfig, context: int) -> None:
     """own: of one device. Counts the fewest bytes a page can have, so refusals are right."""
     engine = config.engine
     own = replace(own, context_length=context)
-    shares = PoolShares.of(own, _least_page_bytes(config, own), engine, context)
+    number = _KV_BYTES.get(engine.kv_dtype) or _DTYPE_BYTES.get(config.model.dtype, 2)
+    least_bytes = tuple(width * number * engine.page_size for width in own.kv_numbers)
+    shares = PoolShares.of(own, least_bytes, engine, context)
     page_bytes = shares.whole_page_bytes
     kept_gib = shares.state_bytes() / GIB
     whole = engine.max_seats * -(-context // engine.page_size) + 1
@@ -89,9 +91,3 @@ def _check_pool(config: Config, own: ModelConfig, context: int) -> None:
             f"{name}: such a pool takes {takes:.1f} GiB, and this machine has "
             f"{free / GIB:.1f} GiB free: give less"
         )
-
-
-def _least_page_bytes(config: Config, own: ModelConfig) -> tuple[int, ...]:
-    """The fewest bytes of a page of each cache group in all its layers, on one device."""
-    number = _KV_BYTES.get(config.engine.kv_dtype) or _DTYPE_BYTES.get(config.model.dtype, 2)
-    return tuple(width * number * config.engine.page_size for width in own.kv_numbers)

@@ -212,7 +212,8 @@ class LockstepRunner(_RunnerWithOthers):
         output, logits = super().run(bucket, greedy_only, whole)
         if logits is not None:
             logits = _own_part(logits, self._own_mesh)
-        return jax.tree.map(_own_values, output), logits
+        # Each device of this engine holds a copy of the results.
+        return jax.tree.map(lambda array: array.addressable_data(0), output), logits
 
     def board(self, seat: int, row: Iterable[np.ndarray]) -> None:
         with self._own_state():
@@ -252,8 +253,3 @@ def _of_all(own: Array, shape: jax.ShapeDtypeStruct) -> Array:
     """The array of all engines, of which this one's is `own`: where it lies. shape: of all."""
     assert shape.sharding is not None
     return jax.make_array_from_single_device_arrays(shape.shape, shape.sharding, _pieces(own))
-
-
-def _own_values(array: Array) -> Array:
-    """This engine's copy of a result that all its devices hold."""
-    return array.addressable_data(0)

@@ -115,10 +115,6 @@ def _report_nothing(done: int, total: int, what: str) -> None:
     pass
 
 
-def _meet_nobody() -> None:
-    pass
-
-
 class Runner:
     """Runs plans on the default device or a mesh; nothing compiles after `compile()`.
 
@@ -202,7 +198,7 @@ class Runner:
         self._board_tokens: jax.stages.Compiled
 
     def compile(
-        self, report: _Report = _report_nothing, meet: Callable[[], None] = _meet_nobody
+        self, report: _Report = _report_nothing, meet: Callable[[], None] = lambda: None
     ) -> None:
         """Compile every executable, the largest first, allocate the state, and run each once.
 
@@ -610,11 +606,7 @@ def _put_chosen(result: StepResult, chosen: Chosen, rows: list[tuple[int, int]])
         guessed, drafts = np.asarray(chosen.guessed).tolist(), np.asarray(chosen.drafts).tolist()
         for number, row in rows:
             result.guessed[row] = guessed[number]
-            result.drafts[row] = [*takewhile(_is_draft, drafts[number])]
-
-
-def _is_draft(token: int) -> bool:
-    return token >= 0
+            result.drafts[row] = [*takewhile(lambda token: token >= 0, drafts[number])]
 
 
 def _wants_logprobs(plan: Plan) -> bool:

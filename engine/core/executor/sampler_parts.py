@@ -170,7 +170,7 @@ class SamplerParts:
         """By the names that `RowSampler` has for them, functions that trace and lower."""
         state, sampler = self._state, self._program.sampler
         vocab = state.seats.counts.shape[1]
-        logits, tokens = _floats(rows, vocab), _words(rows)
+        logits, tokens = jax.ShapeDtypeStruct((rows, vocab), jnp.float32), _words(rows)
         drafts = state.seat_tokens.draft_rows(tokens, tokens)
         given = LogitRows(logits, tokens, tokens, drafts)
         sampling = _words(rows, SAMPLING.words)
@@ -194,7 +194,3 @@ class SamplerParts:
 def _words(*shape: int) -> jax.ShapeDtypeStruct:
     """An int32 array to be."""
     return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def _floats(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)

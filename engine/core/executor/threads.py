@@ -83,7 +83,8 @@ def _choose_processors(allowed: Sequence[int], wanted: int, root: Path = _ROOT) 
             f"threads: {wanted} are more than the {len(allowed)} processors that may be used here"
         )
     first, others = _by_core(allowed, root)
-    quota = _quota(root)
+    quotas = [quota for folder in _groups(root) if (quota := _quota_of(folder)) is not None]
+    quota = min(quotas, default=None)
     count = wanted or len(first)
     if quota is not None and not wanted:
         count = min(count, max(1, int(quota)))
@@ -117,12 +118,6 @@ def _numbers_in(ranges: str) -> Iterator[int]:
     for part in ranges.split(","):
         low, _, high = part.partition("-")
         yield from range(int(low), int(high or low) + 1)
-
-
-def _quota(root: Path) -> float | None:
-    """The least CPU time that this process's control groups allow, in processors, or None."""
-    quotas = [quota for folder in _groups(root) if (quota := _quota_of(folder)) is not None]
-    return min(quotas, default=None)
 
 
 def _groups(root: Path) -> Iterator[Path]:

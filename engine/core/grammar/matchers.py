@@ -54,16 +54,6 @@ _BYTES_A_CHARACTER = 50
 _NO_DRAFTS: list[int] = []
 
 
-@dataclass(slots=True)
-class _Work:
-    """Sums since the last report, for `messages.GrammarWork`."""
-
-    masks: int = 0
-    mask_s: float = 0.0
-    compiled: int = 0
-    compile_s: float = 0.0
-
-
 class _MaskThreads:
     """The threads that compute masks, and their work."""
 
@@ -75,7 +65,7 @@ class _MaskThreads:
         self.slow = ReplaceableThreads("slow masks")
         #: Guards `work`.
         self.lock = threading.Lock()
-        self.work = _Work()
+        self.work = GrammarWork()
 
     def count(self, seconds: float) -> None:
         """Count a mask."""
@@ -495,15 +485,9 @@ class Matchers:
             work = self._threads.work
             if not (work.masks or work.compiled):
                 return None
-            self._threads.work = _Work()
-            kept = len(self._kept)
-        return GrammarWork(
-            masks=work.masks,
-            mask_s=work.mask_s,
-            compiled=work.compiled,
-            compile_s=work.compile_s,
-            kept=kept,
-        )
+            self._threads.work = GrammarWork()
+            work.kept = len(self._kept)
+        return work
 
     def _give_up(self, job: _Job) -> None:
         """Drop a job that timed out. Called under the lock."""

@@ -18,7 +18,7 @@ from jitney.engine.core.models.layers import NoNorm, RowFacts, rounded
 from jitney.engine.core.models.llama import Block, Llama
 from jitney.engine.core.models.rope import Rope
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
-from jitney.engine.core.weights.checkpoints.names import GGUF, HF, Dialect, FileFormat
+from jitney.engine.core.weights.checkpoints.names import GGUF, HF
 from jitney.kernels.interface import AttentionMeta, Kernels
 
 _HF = replace(HF, mlp_norm="", paired_rows=True)
@@ -52,6 +52,7 @@ class Cohere(Llama):
     """See `Llama`."""
 
     block = _ParallelBlock
+    hf, gguf = _HF, _GGUF
 
     def normed(self, hidden: Hidden, kernels: Kernels) -> Array:
         """See `Llama.normed`; the last layer is done."""
@@ -60,8 +61,3 @@ class Cohere(Llama):
     def logits(self, hidden: Hidden, kernels: Kernels) -> Array:
         """See `Llama.logits`."""
         return super().logits(hidden, kernels) * self.config.logit_factor
-
-    @classmethod
-    def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:
-        """See `Llama.dialect`."""
-        return _HF if file_format == "hf" else _GGUF

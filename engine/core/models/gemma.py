@@ -16,8 +16,7 @@ from jax import Array
 from jitney.engine.core.models.hidden import Hidden
 from jitney.engine.core.models.layers import scaled
 from jitney.engine.core.models.llama import Llama, PostNormBlock
-from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
-from jitney.engine.core.weights.checkpoints.names import GGUF, HF, Dialect, FileFormat
+from jitney.engine.core.weights.checkpoints.names import GGUF, HF
 from jitney.kernels.interface import Kernels
 
 _HF = replace(
@@ -42,6 +41,7 @@ class Gemma(Llama):
     """See `Llama`."""
 
     block = PostNormBlock
+    hf, gguf = _HF, _GGUF
 
     def embedded(self, tokens: Array) -> Array:
         """tokens int32 [T] -> [T, E]; the scale is rounded to the dtype, as it was in training."""
@@ -51,9 +51,3 @@ class Gemma(Llama):
     def logits(self, hidden: Hidden, kernels: Kernels) -> Array:
         """R rows -> float32 [R, V]; see `Llama.logits`."""
         return capped(super().logits(hidden, kernels), self.config.logit_softcap)
-
-    @classmethod
-    def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:
-        if file_format == "hf":
-            return _HF
-        return _GGUF

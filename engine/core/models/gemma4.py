@@ -39,14 +39,7 @@ from jitney.engine.core.models.mixture import Experts
 from jitney.engine.core.models.rope import Rope
 from jitney.engine.core.models.sharding import TENSOR
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
-from jitney.engine.core.weights.checkpoints.names import (
-    HF,
-    Dialect,
-    FileFormat,
-    Piece,
-    Target,
-    WeightMap,
-)
+from jitney.engine.core.weights.checkpoints.names import HF, FileFormat, Piece, Target, WeightMap
 from jitney.kernels.interface import AttentionMeta, Kernels
 
 _HF = replace(
@@ -248,6 +241,7 @@ class Gemma4(Gemma):
     """See `Llama`."""
 
     block = _Block
+    hf = _HF
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         super().__init__(config, dtype=dtype, rngs=rngs)
@@ -291,11 +285,6 @@ class Gemma4(Gemma):
             targets=(*weights.targets, *_own_weights(config)),
             ignored=(*weights.ignored, *unread),
         )
-
-    @classmethod
-    def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:
-        """The names of Hugging Face's folders; GGUF files of Gemma 4 are not read."""
-        return _HF
 
 
 def _own_weights(config: ModelConfig) -> Iterator[Target]:

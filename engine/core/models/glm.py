@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jitney.engine.core.models.llama import Llama, PostNormBlock
-from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
-from jitney.engine.core.weights.checkpoints.names import GGUF, HF, Dialect, FileFormat
+from jitney.engine.core.weights.checkpoints.names import GGUF, HF
 
 _HF = replace(
     HF,
@@ -31,8 +30,4 @@ class Glm(Llama):
     """See `Llama`."""
 
     block = PostNormBlock
-
-    @classmethod
-    def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:
-        """See `Llama.dialect`."""
-        return _HF if file_format == "hf" else _GGUF
+    hf, gguf = _HF, _GGUF

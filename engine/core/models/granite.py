@@ -29,7 +29,6 @@ _HYBRID = replace(
     shared_gate_up="shared_mlp.input_linear",
     shared_down="shared_mlp.output_linear",
 )
-_GGUF = replace(GGUF, paired_rows=True)
 
 
 class _GraniteBlock(MixtureBlock):
@@ -53,6 +52,7 @@ class Granite(Llama):
     """See `Llama`."""
 
     block = _GraniteBlock
+    gguf = replace(GGUF, paired_rows=True)
 
     def embedded(self, tokens: Array) -> Array:
         """See `Llama.embedded`."""
@@ -65,6 +65,6 @@ class Granite(Llama):
     @classmethod
     def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:
         """See `Llama.dialect`."""
-        if file_format == "gguf":
-            return _GGUF
-        return _HYBRID if config.architecture == "GraniteMoeHybridForCausalLM" else HF
+        if config.architecture == "GraniteMoeHybridForCausalLM":
+            return _HYBRID
+        return super().dialect(config, file_format)

@@ -33,15 +33,7 @@ from jitney.kernels.interface import AttentionMeta, Kernels, OneOf
 
 #: Of the norms of latents, whatever that of the others is.
 _EPS = 1e-6
-_HF = replace(
-    HF,
-    router="mlp.gate",
-    expert_gate="mlp.experts.{e}.gate_proj",
-    expert_up="mlp.experts.{e}.up_proj",
-    expert_down="mlp.experts.{e}.down_proj",
-    shared="mlp.shared_experts",
-    reads_layers_behind=False,
-)
+_HF = replace(HF, shared="mlp.shared_experts", reads_layers_behind=False)
 
 
 class _HeadMatrices(nnx.Module):

@@ -20,7 +20,7 @@ from jitney.engine.core.models.llama import Llama
 from jitney.engine.core.models.mixture import MixtureBlock
 from jitney.engine.core.models.rope import Rope
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
-from jitney.engine.core.weights.checkpoints.names import HF, Dialect, FileFormat
+from jitney.engine.core.weights.checkpoints.names import HF
 from jitney.kernels.delta_net import DeltaState, short_conv
 from jitney.kernels.interface import AttentionMeta, Kernels
 
@@ -74,8 +74,4 @@ class Lfm2(Llama):
     """See `Llama`."""
 
     block = _Block
-
-    @classmethod
-    def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:
-        """The names of Hugging Face's folders; GGUF files of LFM2 are not read."""
-        return _HF
+    hf = _HF

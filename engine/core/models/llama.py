@@ -122,6 +122,9 @@ class Llama(nnx.Module):
 
     #: What a layer is made of.
     block: type[Block] = Block
+    #: Names of the weights in Hugging Face's folders, and in GGUF files if those are read.
+    hf: Dialect = HF
+    gguf: Dialect = GGUF
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.config = config
@@ -230,9 +233,10 @@ class Llama(nnx.Module):
     def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:
         """The names that a format has for them."""
         if file_format == "hf":
-            return HF
-        # Mistral's GGUF files are Llama's.
-        names = replace(GGUF, paired_rows=config.architecture in _PAIRED)
+            return cls.hf
+        names = cls.gguf
+        if config.architecture in _PAIRED:  # Mistral's GGUF files are Llama's
+            names = replace(names, paired_rows=True)
         if config.architecture == "SeedOssForCausalLM":
             names = replace(names, mlp_norm="post_attention_norm")
         return names

@@ -45,13 +45,6 @@ _COLUMNS = 16
 _LEAST_SUM = 1e-20
 #: Up to so many rows of a step are counted by a product of [T, T].
 _MOST_ROWS_COUNTED = 1024
-_QWEN = replace(
-    HF,
-    router="mlp.gate",
-    expert_gate="mlp.experts.{e}.gate_proj",
-    expert_up="mlp.experts.{e}.up_proj",
-    expert_down="mlp.experts.{e}.down_proj",
-)
 _MIXTRAL = replace(
     HF,
     router="block_sparse_moe.gate",
@@ -59,19 +52,11 @@ _MIXTRAL = replace(
     expert_up="block_sparse_moe.experts.{e}.w3",
     expert_down="block_sparse_moe.experts.{e}.w2",
 )
-_GPT_OSS = replace(
-    HF,
-    sinks="self_attn.sinks",
-    router="mlp.router",
-    expert_gate="mlp.experts.{e}.gate_proj",
-    expert_up="mlp.experts.{e}.up_proj",
-    expert_down="mlp.experts.{e}.down_proj",
-)
 #: Names of Hugging Face's folders, by architecture.
 _DIALECTS = {
-    "Qwen3MoeForCausalLM": _QWEN,
+    "Qwen3MoeForCausalLM": HF,
     "MixtralForCausalLM": _MIXTRAL,
-    "GptOssForCausalLM": _GPT_OSS,
+    "GptOssForCausalLM": replace(HF, sinks="self_attn.sinks", router="mlp.router"),
 }
 
 

@@ -21,7 +21,7 @@ from jitney.engine.core.models.hidden import Hidden
 from jitney.engine.core.models.layers import UnitNorm, rounded
 from jitney.engine.core.models.llama import Llama, PostNormBlock
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
-from jitney.engine.core.weights.checkpoints.names import HF, Dialect, FileFormat, WeightMap
+from jitney.engine.core.weights.checkpoints.names import HF, FileFormat, WeightMap
 from jitney.kernels.interface import Kernels
 
 _HF = replace(
@@ -53,6 +53,7 @@ class Muse(Llama):
     """See `Llama`."""
 
     block = _Block
+    hf = _HF
 
     def embedded(self, tokens: Array) -> Array:
         """See `Llama.embedded`; each row is normed."""
@@ -76,8 +77,3 @@ class Muse(Llama):
             for target in weights.targets
         ]
         return replace(weights, targets=tuple(targets))
-
-    @classmethod
-    def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:
-        """The names of Hugging Face's folders; GGUF files of Muse-Glimmer are not read."""
-        return _HF

@@ -20,7 +20,7 @@ from jitney.engine.core.models.layers import NoNorm, RMSNorm
 from jitney.engine.core.models.llama import Llama, PostNormBlock
 from jitney.engine.core.models.sharding import TENSOR
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
-from jitney.engine.core.weights.checkpoints.names import GGUF, HF, Dialect, FileFormat
+from jitney.engine.core.weights.checkpoints.names import GGUF, HF
 from jitney.kernels.interface import Kernels
 
 _HF = replace(
@@ -100,11 +100,7 @@ class Exaone(Llama):
     """See `Llama`."""
 
     block = _NormedBehind
-
-    @classmethod
-    def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:
-        """See `Llama.dialect`."""
-        return _HF if file_format == "hf" else _GGUF
+    hf, gguf = _HF, _GGUF
 
 
 class Olmo(Exaone):

@@ -23,21 +23,13 @@ from jitney.engine.core.models.llama import Block, Llama
 from jitney.engine.core.models.mixture import MixtureBlock
 from jitney.engine.core.models.rope import Rope
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
-from jitney.engine.core.weights.checkpoints.names import HF, Dialect, FileFormat
+from jitney.engine.core.weights.checkpoints.names import HF
 from jitney.kernels.delta_net import DeltaState, DeltaWeights
 from jitney.kernels.interface import AttentionMeta, Kernels
 
 #: Columns of the matrix of rates are a multiple of this, as those of products with kernels.
 _COLUMNS = 16
-_HF = replace(
-    HF,
-    norm_offset=1.0,
-    router="mlp.gate",
-    expert_gate="mlp.experts.{e}.gate_proj",
-    expert_up="mlp.experts.{e}.up_proj",
-    expert_down="mlp.experts.{e}.down_proj",
-)
-_HF_NEXT = replace(_HF, delta_qkvz="linear_attn.in_proj_qkvz", delta_rates="linear_attn.in_proj_ba")
+_HF = replace(HF, norm_offset=1.0)
 
 
 class _GatedDeltaNet(Mixer):
@@ -101,11 +93,7 @@ class Qwen35(Llama):
     """See `Llama`."""
 
     block = _DenseBlock
-
-    @classmethod
-    def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:
-        """The names of Hugging Face's folders; GGUF files of Qwen3.5 are not read."""
-        return _HF
+    hf = _HF
 
 
 class Qwen35Mixture(Qwen35):
@@ -117,7 +105,4 @@ class Qwen35Mixture(Qwen35):
 class Qwen3Next(Qwen35Mixture):
     """See `Llama`; matrices of the delta nets are stored fused."""
 
-    @classmethod
-    def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:
-        """See `Qwen35.dialect`."""
-        return _HF_NEXT
+    hf = replace(_HF, delta_qkvz="linear_attn.in_proj_qkvz", delta_rates="linear_attn.in_proj_ba")

@@ -127,11 +127,6 @@ class Buckets:
     def seats(self) -> int:
         return self.mixed[-1].seats
 
-    @cached_property
-    def _mixed_seats(self) -> list[int]:
-        """Seats of the mixed buckets, in their ascending order."""
-        return [bucket.seats for bucket in self.mixed]
-
     def all(self) -> tuple[Bucket, ...]:
         return self.decode + self.mixed
 
@@ -148,7 +143,8 @@ class Buckets:
 
     def mixed_for(self, sequences: int) -> tuple[Bucket, ...]:
         """The mixed buckets that hold so many sequences, ascending: at least the largest."""
-        return self.mixed[bisect_left(self._mixed_seats, min(sequences, self.seats)) :]
+        least = min(sequences, self.seats)
+        return self.mixed[bisect_left(self.mixed, least, key=lambda bucket: bucket.seats) :]
 
     def thrifty(self, rows: int, count: int, riders: int, sequences: int) -> int:
         """How many of a prompt's next `count` rows to add to a step of `rows` when no other

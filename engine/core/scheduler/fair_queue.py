@@ -88,7 +88,8 @@ class FairQueue(WaitingQueue):
         served least, and once in _EVERY boardings the one that has waited longest.
         """
         longest = super().head()
-        if longest is None or longest.preemptions or self._goes_by_arrival:
+        by_arrival = self._boardings % _EVERY == _EVERY - 1
+        if longest is None or longest.preemptions or by_arrival:
             return longest
         return _head_of(self._first())
 
@@ -97,10 +98,6 @@ class FairQueue(WaitingQueue):
         first = self._first()
         own = first.queue.shortest(most) if first else None
         return own or super().shortest(most)
-
-    @property
-    def _goes_by_arrival(self) -> bool:
-        return self._boardings % _EVERY == _EVERY - 1
 
     def claimant(self, seats: int) -> Sequence | None:
         """The first of a tenant whose next sequence still belongs to its share of the seats; of

@@ -216,7 +216,7 @@ class StepPlanner:
         """
         if longest <= 0:
             return None
-        seated = min(prompts[1:], key=_n_left, default=None)
+        seated = min(prompts[1:], key=lambda seq: seq.n_left, default=None)
         if seated is not None and seated.n_left <= longest:
             return seated
         head = self._queue.head()
@@ -342,7 +342,3 @@ class StepPlanner:
 def _first_row(prompts: list[Sequence]) -> int:
     """Position of the next row of the first of these prompts, 0 without any."""
     return prompts[0].scheduled if prompts else 0
-
-
-def _n_left(seq: Sequence) -> int:
-    return seq.n_left

@@ -86,7 +86,7 @@ class Preemption:
         ]
         if not ready:
             return []
-        seq = min(ready, key=_n_pages)
+        seq = min(ready, key=lambda seq: seq.n_pages)
         self._sequences.preempt(seq, now)
         return [seq]
 
@@ -118,10 +118,6 @@ class Preemption:
 def _had_its_turn(seq: Sequence, now: float) -> bool:
     """Whether a seated sequence may give way to one that has stood still for too long."""
     return now - seq.sat_at >= _TURN_S and len(seq.tokens) - seq.sat_with >= _TURN_TOKENS
-
-
-def _n_pages(seq: Sequence) -> int:
-    return seq.n_pages
 
 
 #: Background, class, no token yet, rows computed (negative), request, index.

@@ -64,7 +64,8 @@ class PrefillBudget:
     def share_beside(self, decoding: int, prompts: int) -> float:
         """The share of the token budget for so many prompts beside so many decoding sequences."""
         if isinstance(self.share, str):
-            return _auto_share(decoding, prompts)
+            level = _LEVELS * prompts // max(1, decoding)
+            return max(_LEAST_SHARE, min(level, _LEVELS) / _LEVELS)
         return self.share
 
     def is_short(self, rest: int, whole: int) -> bool:
@@ -230,8 +231,3 @@ def _sizes(buckets: Sequence[Bucket], padding_is_free: bool) -> Iterator[tuple[B
             for eighths in (5, 6, 7):
                 yield bucket, bucket.tokens * eighths // 8
         yield bucket, bucket.tokens
-
-
-def _auto_share(decoding: int, prompts: int) -> float:
-    level = _LEVELS * prompts // max(1, decoding)
-    return max(_LEAST_SHARE, min(level, _LEVELS) / _LEVELS)

@@ -111,7 +111,7 @@ class Results:
         if chunk.sample and result.tokens[row] < 0:
             broken = True
         try:
-            if broken or not _all_finite(entries):
+            if broken or any(math.isnan(entry.logprob) for entry in entries):
                 self._fail_prompt(seq, chunk)
                 return
             if chunk.scored:
@@ -312,11 +312,6 @@ def _logprobs_of(result: StepResult) -> list[TokenLogprobs]:
     if result.logprobs is None:
         raise ValueError("the step brought no log-probabilities")
     return result.logprobs
-
-
-def _all_finite(entries: list[TokenLogprobs]) -> bool:
-    """Whether every entry is of a row whose logits were finite."""
-    return not any(math.isnan(entry.logprob) for entry in entries)
 
 
 def _trimmed(entry: TokenLogprobs, most: int | None) -> TokenLogprobs:

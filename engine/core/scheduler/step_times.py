@@ -70,10 +70,6 @@ class _Slope:
         return max(0.0, self._pairs_seconds / self._pairs_pairs)
 
 
-def _no_steps() -> _Steps:
-    return defaultdict(lambda: deque(maxlen=_KEPT))
-
-
 @dataclass(eq=False)
 class StepTimeEstimate:
     """Step times in seconds, by bucket and by what its prompt rows attend to.
@@ -92,7 +88,7 @@ class StepTimeEstimate:
     #: Fading mean of all steps, seconds; None before the first.
     _step: float | None = None
     #: What was seen, by bucket.
-    _seen: _Steps = field(default_factory=_no_steps)
+    _seen: _Steps = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=_KEPT)))
     #: What `_typical` and `_base` have said of what was seen so far.
     _typicals: dict[Bucket, float] = field(default_factory=dict[Bucket, float])
     _bases: dict[Bucket, float] = field(default_factory=dict[Bucket, float])
@@ -279,10 +275,6 @@ class StepTimeEstimate:
         least = min([seconds - slope * before for seconds, before in self._seen[bucket]])
         return self._with_rows(least, bucket, rows) + slope * pairs
 
-    def _shortest(self, bucket: Bucket, rows: int) -> float:
-        """The least seconds of a bucket that was seen, with so many rows."""
-        return self._with_rows(min(self._seen[bucket])[0], bucket, rows)
-
     def _with_rows(self, full: float, bucket: Bucket, rows: int) -> float:
         """Seconds of a step with so many rows, from those of a full one."""
         fullness = self._fullness(bucket, rows)
@@ -332,5 +324,6 @@ class StepTimeEstimate:
                 break
             held = bucket.tokens
             if bucket in self._seen:
-                longest = max(longest, self._shortest(bucket, rows))
+                shortest = min(self._seen[bucket])[0]
+                longest = max(longest, self._with_rows(shortest, bucket, rows))
         return longest

@@ -82,7 +82,8 @@ class FillIn(NamedTuple):
         def encode(text: str) -> list[int]:
             return vocabulary.encode(text, add_special_tokens=False)
 
-        ids = _beginning(vocabulary)
+        first = vocabulary.encode("")[:1]
+        ids = first if first == [vocabulary.bos_id] else []  # tokenizers need not add BOS
         if self.marks is not None and others:
             repository, file = self.marks
             ids += [repository, *encode("repository\n")]
@@ -107,9 +108,3 @@ def _ids_of(vocabulary: _Vocabulary, names: Sequence[str]) -> list[int]:
     """Ids of the names that the vocabulary has."""
     ids = [vocabulary.token_to_id(name) for name in names]
     return [id for id in ids if id is not None]
-
-
-def _beginning(vocabulary: _Vocabulary) -> list[int]:
-    """BOS if the tokenizer adds it to texts, else nothing."""
-    first = vocabulary.encode("")[:1]
-    return first if first == [vocabulary.bos_id] else []

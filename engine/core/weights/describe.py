@@ -87,10 +87,7 @@ def _stored_blocks(source: ModelSource | None) -> str:
     """The commonest block format of a GGUF file's matrices, such as Q4_1; "" for floats."""
     if source is None or source.kind != "gguf":
         return ""
-    name = _commonest_kind(GGUFFile(source.path))
+    tensors = GGUFFile(source.path).tensors.values()
+    kinds = Counter(tensor.kind_name for tensor in tensors if len(tensor.shape) == 2)
+    name = max(kinds, key=kinds.__getitem__, default="")
     return "" if name in SafetensorsFolder.types else name
-
-
-def _commonest_kind(file: GGUFFile) -> str:
-    kinds = Counter(tensor.kind_name for tensor in file.tensors.values() if len(tensor.shape) == 2)
-    return max(kinds, key=kinds.__getitem__, default="")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from jitney.engine.core.models.sharding import TENSOR, Shares, whole_shape
 from jitney.engine.core.weights import repack
 from jitney.engine.core.weights.checkpoint import Checkpoint, may_keep, open_checkpoint
 from jitney.engine.core.weights.checkpoints.fetch import Progress, no_progress
+from jitney.engine.core.weights.checkpoints.files import Shape
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.names import Path, Piece, Target, WeightMap
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
@@ -99,44 +101,28 @@ def load_model(
     checkpoint = open_checkpoint(source, weights)
     weights.check(checkpoint.shapes)
     loader = _Loader(checkpoint, storage, shares)
-    dtypes = _declared_dtypes(own, dtype)
+    declared = nnx.state(abstract_model(own, dtype=dtype))
+    dtypes = {path: leaf.dtype for path, leaf in _flat_leaves(declared)}
     arrays: _Arrays = {}
-    report = _ByteReport(weights, checkpoint, progress)
-    for target in weights.targets:
+    # Bytes of a weight are taken to be its share of the numbers of all.
+    counts = [_count(target, checkpoint.shapes) for target in weights.targets]
+    numbers, total, done = sum(counts), checkpoint.stored_bytes, 0
+    progress("weights", 0, total, "")
+    for target, count in zip(weights.targets, counts, strict=True):
         placed = loader.arrays(target, dtypes[target.path])
         # Copies and rounding go on by themselves, and would keep one weight while the next is read.
         jax.block_until_ready(placed)
         arrays |= placed
-        report.add(target)
+        done += count
+        progress("weights", total * done // numbers, total, "")
     model = _assemble(own, dtype, arrays)
     _log.info("weights: %s", describe_weights(model))
     return model
 
 
-class _ByteReport:
-    """Reports how much of a checkpoint is loaded. Bytes of a tensor are taken to be its share of
-    the numbers of all.
-    """
-
-    def __init__(self, weights: WeightMap, checkpoint: Checkpoint, progress: Progress):
-        self._shapes = checkpoint.shapes
-        self._numbers = sum(map(self._count, weights.targets))
-        self._total = checkpoint.stored_bytes
-        self._done = 0
-        self._progress = progress
-        self._report()
-
-    def add(self, target: Target) -> None:
-        """Count a loaded weight."""
-        self._done += self._count(target)
-        self._report()
-
-    def _report(self) -> None:
-        done = self._total * self._done // self._numbers
-        self._progress("weights", done, self._total, "")
-
-    def _count(self, target: Target) -> int:
-        return sum(math.prod(self._shapes[piece.name]) for piece in target.pieces)
+def _count(target: Target, shapes: Mapping[str, Shape]) -> int:
+    """Numbers of a weight's tensors."""
+    return sum(math.prod(shapes[piece.name]) for piece in target.pieces)
 
 
 def load_shapes(
@@ -416,11 +402,6 @@ def _by_path(path: Path, packed: Packed) -> _Arrays:
     if path[-1] != "kernel":
         return {path: packed.kernel}
     return {(*path[:-1], name): array for name, array in arrays if array is not None}
-
-
-def _declared_dtypes(config: ModelConfig, dtype: DTypeLike) -> dict[Path, DTypeLike]:
-    state = nnx.state(abstract_model(config, dtype=dtype))
-    return {path: leaf.dtype for path, leaf in _flat_leaves(state)}
 
 
 def _assemble(config: ModelConfig, dtype: DTypeLike, arrays: _Arrays) -> Model:

@@ -277,7 +277,11 @@ class QuantisedFolder(SafetensorsFolder):
 
     def _check_order(self, name: str, groups: int) -> None:
         """ModelError for GPTQ's activation order, unless it is the order of the inputs."""
-        if name in self.stored and not _is_in_order(super().read(name), groups):
+        if name not in self.stored:
+            return
+        index = super().read(name)  # the group of each input, [I]
+        group = -(-len(index) // groups)
+        if not np.array_equal(index, np.arange(len(index)) // group):
             raise ModelError(
                 f"{name[:100]} reorders inputs by activation (desc_act), which is not read: use a "
                 "version of the model quantised without it"
@@ -288,12 +292,6 @@ def _two_axes(name: str, shape: Shape) -> Shape:
     if len(shape) != 2:
         raise ModelError(f"{name[:100]} has {len(shape)} axes instead of 2")
     return shape
-
-
-def _is_in_order(index: np.ndarray, groups: int) -> bool:
-    """Whether the group of each input [I] rises with the inputs."""
-    group = -(-len(index) // groups)
-    return np.array_equal(index, np.arange(len(index)) // group)
 
 
 def _block_size(size: int, count: int) -> int:

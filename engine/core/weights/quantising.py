@@ -169,7 +169,8 @@ def _largest(model: Model, tokens: Sequence[int], mesh: Mesh | None = None) -> l
             slot = DeltaState.empty(config.recurrent.state_shapes(1))
         empty = config.by_layer(empty_pool, slot)
         _, kept = nnx.merge(graph, state)(row, empty, meta, kernels)
-        return [_largest_by_head(kept[layer]) for layer in config.pool_layers]
+        pools = [kept[layer] for layer in config.pool_layers]  # [N, page, 2K, D]
+        return [jnp.max(jnp.abs(pool), axis=(0, 1, 3)).astype(jnp.float32) for pool in pools]
 
     if mesh is not None:
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, state)
@@ -183,11 +184,6 @@ def _largest(model: Model, tokens: Sequence[int], mesh: Mesh | None = None) -> l
     # In numpy: what all hosts have alike is no array of any device.
     meta = jax.tree.map(np.asarray, _one_prompt(count, pages))
     return jax.jit(read)(state, np.asarray(tokens[:count], np.int32), meta)
-
-
-def _largest_by_head(pool: Array) -> Array:
-    """pool [N, page, 2K, D] -> float32 [2K]."""
-    return jnp.max(jnp.abs(pool), axis=(0, 1, 3)).astype(jnp.float32)
 
 
 def _one_prompt(count: int, pages: int) -> AttentionMeta:

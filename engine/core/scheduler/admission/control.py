@@ -310,7 +310,8 @@ class AdmissionControl:
                 f"about {wait:.1f} s of waiting are ahead, and at most {shown:g} are allowed; "
                 f"sequences waiting: {self._backlog.sequences}"
             )
-            bounds.append(_Bound(wait, longest, _a_second, reason, overflow=1.0, now=share))
+            # A predicted wait falls by a second in a second.
+            bounds.append(_Bound(wait, longest, lambda _: 1.0, reason, overflow=1.0, now=share))
         return bounds
 
     def _crowd_s(self, now: float) -> float:
@@ -374,8 +375,3 @@ def _first_over(bounds: list[_Bound]) -> str | None:
         if bound.level > bound.now * bound.most:
             return bound.reason
     return None
-
-
-def _a_second(leader: Sequence) -> float:
-    """A predicted wait falls by a second in a second."""
-    return 1.0

@@ -219,8 +219,9 @@ class PredictedWait:
         decoding = min(self._seats.n_decoding_live, self.limits.max_seats - 1)
         if rows < self._prompt_step(decoding, min(count + 1, most_wanting), mean)[0]:
             return 0.0, 0.0
+        endings = self._endings_now()
         # So many streams, until so many steps from now.
-        streams: list[tuple[float, float]] = [(decoding, self._mean_rest())]
+        streams: list[tuple[float, float]] = [(decoding, endings.tokens / max(1, endings.n))]
         steps = seconds = 0.0
         for group in range(groups):
             decoding = int(sum([many for many, until in streams if until > steps]))
@@ -246,11 +247,6 @@ class PredictedWait:
         if seconds is None:
             seconds = times.step or _FIRST_STEP_S
         return most, seconds + times.per_pair * most * mean / 2
-
-    def _mean_rest(self) -> float:
-        """Tokens that a running answer should still generate, on average."""
-        endings = self._endings_now()
-        return endings.tokens / endings.n if endings.n else 0.0
 
     def prefill_s(self, leader: Sequence) -> float:
         """The least seconds for the rows of the prompt that are not found in pages now."""

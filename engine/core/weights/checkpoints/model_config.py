@@ -21,11 +21,8 @@ type Parts = tuple[tuple[int, int], ...]
 _LEAST_BLOCK, _LARGEST_BLOCK = 16, 128
 
 
-#: What a model without experts is told that is to share them.
-_NO_EXPERTS = (
-    "data_parallel deals out experts, and this model has none: run engines of their own behind one "
-    "endpoint (jitney fleet serve)"
-)
+#: Advice for a model without experts in place of data_parallel.
+_INSTEAD = "run engines of their own behind one endpoint (jitney fleet serve)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -779,7 +776,9 @@ class ModelConfig:
         if groups == engines == 1:
             return self
         if self.experts is None:
-            raise ConfigError(_NO_EXPERTS if engines > 1 else _no_groups(groups))
+            wanted = "data_parallel" if engines > 1 else f"expert_parallel {groups}"
+            advice = _INSTEAD if engines > 1 else "leave it out"
+            raise ConfigError(f"{wanted} deals out experts, and this model has none: {advice}")
         if self.experts.n_experts % (engines * groups):
             dealt = f"expert_parallel {groups}"
             if engines > 1:
@@ -843,7 +842,3 @@ class ModelConfig:
             experts=experts,
             shards=shards,
         )
-
-
-def _no_groups(groups: int) -> str:
-    return f"expert_parallel {groups} deals out experts, and this model has none: leave it out"

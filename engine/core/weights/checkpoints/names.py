@@ -218,10 +218,10 @@ class Dialect:
     #: The score of each head that no key has; a tensor's whole name.
     sinks: str = ""
     #: Of a mixture: the matrix that chooses, and those of one expert, with `{e}`.
-    router: str = ""
-    expert_gate: str = ""
-    expert_up: str = ""
-    expert_down: str = ""
+    router: str = "mlp.gate"
+    expert_gate: str = "mlp.experts.{e}.gate_proj"
+    expert_up: str = "mlp.experts.{e}.up_proj"
+    expert_down: str = "mlp.experts.{e}.down_proj"
     #: The expert that all rows go through; its gate is `{shared}_gate`. Its matrices, if they have
     #: names of their own: gate and up in one, and the one behind.
     shared: str = "mlp.shared_expert"

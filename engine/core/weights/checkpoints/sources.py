@@ -329,15 +329,11 @@ def _own_identity(source: ModelSource) -> str:
 
 
 def _folder_digest(path: Path) -> str:
+    files = [file for file in path.iterdir() if file.suffix in _SUFFIXES and file.is_file()]
     total = hashlib.sha256()
-    for file in _files_of(path):
+    for file in sorted(files, key=lambda file: file.name):
         total.update(f"{file.name}\0{_file_digest(file)}\n".encode())
     return total.hexdigest()
-
-
-def _files_of(folder: Path) -> list[Path]:
-    files = [file for file in folder.iterdir() if file.suffix in _SUFFIXES and file.is_file()]
-    return sorted(files, key=lambda file: file.name)
 
 
 def _file_digest(path: Path) -> str:
