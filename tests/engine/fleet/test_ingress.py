@@ -355,13 +355,7 @@ class _Crowded(FakeClient):
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_a_lost_replica_had_admitted_is_not_refused_for_its_wait(tmp_path: Path, stream: bool):
     fakes = [FakeEngine(dies_after=3 * stream), FakeEngine(_Crowded(Script(delay_s=0.001)))]
-    more = {"fleet": "resume_wait_s = 1.0", "model": 'router = "round-robin"'}
-    with (
-        engines(*fakes),
-        fleet_of(tmp_path, toml([fake.url for fake in fakes], **more)) as served,
-        served.http() as http,
-    ):
-        ready(served, fakes)
+    with serving(tmp_path, *fakes, model=ROUND_ROBIN, fleet="resume_wait_s = 1.0") as (_, http):
         answer = http.post("/v1/chat/completions", json=CHAT | {"stream": stream})
     assert answer.status_code == 200
     assert TEXT in (said(answer.text) if stream else answer.text)
