@@ -14,7 +14,6 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 
@@ -53,10 +52,8 @@ PROMPT, OUTPUT = (
 TARGETS = Targets(ttft_s=1.0, stream_tok_s=30.0)
 #: A core dies once a week; a chip is lost once in 50,000 hours.
 FAILURES = Failures(core_mtbf_s=168 * 3600.0, machine_mtbf_s=50_000 * 3600.0)
-HOW = FleetAssumptions(failures=FAILURES, most_requests=4096)
+HOW = FleetAssumptions(failures=FAILURES)
 SIZES = (10, 40)
-#: Requests of a fleet and turns of a chat for each replica: those of some 15 seconds.
-REQUESTS, TURNS = 500, 1000
 CHAT_SIZES = (2, 8)
 ROUTERS: tuple[RouterName, ...] = ("round-robin", "least-wait", "prefix")
 CHOICES = (10, 100, 1000, 10_000)
@@ -75,10 +72,8 @@ def engine_of(sizing: FleetSizing) -> EngineShape:
     return EngineShape(limits, buckets, sizing.pages)
 
 
-@cache
-def sized(number: int) -> FleetSizing:
-    """The sizing of one of KINDS."""
-    return FleetSizing.of(KINDS[number], day(100.0), TARGETS, HOW)
+def sized(kind: ReplicaKind) -> FleetSizing:
+    return FleetSizing.of(kind, day(100.0), TARGETS, HOW)
 
 
 def timed(traffic: Sequence[Arrival], plan: FleetPlan) -> tuple[FleetRun, float]:
@@ -90,12 +85,11 @@ def timed(traffic: Sequence[Arrival], plan: FleetPlan) -> tuple[FleetRun, float]
 
 def fleets(requests: int) -> Iterator[list[str]]:
     """Replicas at the load that one of them takes."""
-    for number, kind in enumerate(KINDS):
-        sizing = sized(number)
+    for kind in KINDS:
+        sizing = sized(kind)
         for size in SIZES:
             for router in ("least-wait", "prefix"):
-                count = min(requests, REQUESTS * size)
-                yield fleet_row(kind, sizing, size, count, router)
+                yield fleet_row(kind, sizing, size, requests, router)
 
 
 def fleet_row(
@@ -129,7 +123,7 @@ def latencies(run: FleetRun) -> list[str]:
 
 def routers(requests: int) -> Iterator[list[str]]:
     """A chat whose conversations share a system prompt; turns come some ten seconds apart."""
-    sizing = sized(0)
+    sizing = sized(H100)
     for size in CHAT_SIZES:
         traffic = chat(size, 0.35 * size * sizing.load_req_s, requests)
         first = 0.0
@@ -146,7 +140,7 @@ def chat(size: int, rate: float, requests: int) -> list[Arrival]:
     talks = Conversations(n_shared=256, turns=Uniform(2, 8), live=round(10 * rate) | 1)
     messages = parse_lengths("lognormal:mean=60,sigma=0.8,min=8,max=1000", "--prompt")
     answers = parse_lengths("lognormal:mean=150,sigma=0.8,max=1000", "--output")
-    count = min(requests, TURNS * size)
+    count = min(requests, 2000 * size)
     return talks.requests(count, messages, answers, Poisson(rate), 1)
 
 
@@ -200,7 +194,7 @@ WRONG = {
 
 def failures(requests: int) -> Iterator[list[str]]:
     """10 replicas at the load that they were sized for."""
-    sizing = sized(0)
+    sizing = sized(H100)
     traffic = day(1.0).sample(10 * sizing.load_req_s, requests, 1)
     for name, wrong in WRONG.items():
         plan = FleetPlan(engine_of(sizing), H100.roofline, 10, failures=wrong)
@@ -222,19 +216,20 @@ RULES = (
     ("6 replicas, fixed", None, 0.0),
     ("2 replicas, fixed", None, 0.0),
     ("wait above 1 s, or three quarters of the seats", ScalingRule(least=2), 10.0),
+    ("the same", ScalingRule(least=2), 60.0),
     ("wait above 1 s alone", ScalingRule(least=2, fill=1.0), 10.0),
 )
 
 
 def scaling() -> Iterator[list[str]]:
-    """Traffic that grows threefold in 50 seconds, stays for 25, and falls again."""
+    """Traffic that grows threefold in 100 seconds, stays for 50, and falls again."""
     sizing = FleetSizing.of(
-        H100, day(100.0), TARGETS, replace(HOW, most_seats=4, most_requests=500)
+        H100, day(100.0), TARGETS, replace(HOW, most_seats=4, most_requests=2000)
     )
     up, down = np.linspace(2, 6, 11).tolist(), np.linspace(6, 2, 6).tolist()
     shares = [2.0] * 4 + up + [6.0] * 5 + down + [2.0] * 6
     rates = [0.9 * share * sizing.load_req_s for share in shares]
-    traffic = day(*rates, hour_s=5.0).whole(1)
+    traffic = day(*rates, hour_s=10.0).whole(1)
     for name, rule, start_s in RULES:
         replicas = 6 if name.startswith("6") else 2
         plan = FleetPlan(engine_of(sizing), H100.roofline, replicas, scaling=rule, start_s=start_s)
