@@ -179,3 +179,17 @@ def open_page(chromium):
     seen = watched(chromium)
     yield seen
     seen.context.close()
+
+
+@pytest.fixture
+def axe() -> Any:
+    """axe-core, which runs in any page."""
+    return pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+
+
+@pytest.fixture
+def open_to_axe(chromium):
+    """As `open_page`; the page's policy lets axe-core's script in."""
+    seen = watched(chromium, bypass_csp=True)
+    yield seen
+    seen.context.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
 from page_browser import holds_text, press, says, show, state, table_is, visit
 
 MARKUP = "<img src=x onerror=alert(1)>"
@@ -187,10 +186,9 @@ def test_the_policy_lab_compares(client, open_page):
     assert open_page.problems == []
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_narrow_and_wide_screens(client, open_page, scheme):
+def test_it_fits_narrow_and_wide_screens(client, open_page):
     page = open_page.page
-    page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+    page.emulate_media(reduced_motion="reduce")
     with visit(page, client):
         says(page, "headline", "3 of 4 seats taken, 2 waiting, continuous")
         for width in (360, 768, 1440):

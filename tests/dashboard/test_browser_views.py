@@ -8,9 +8,8 @@ import json
 import time
 
 import httpx
-import pytest
 from api_fakes import Script, until
-from page_browser import endpoint, faults, holds_text, press, served, show, state, table_is, watched
+from page_browser import endpoint, faults, holds_text, press, served, show, state, table_is
 from page_replicas import FakeReplica, engines_app, urls_of
 
 from jitney.dashboard.fleet import Endpoint, FleetView
@@ -154,37 +153,30 @@ def test_memory_performance_and_settings_show_the_engines_own_figures(client, op
     assert [one for one in open_page.problems if "400" not in one] == []
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_keeps_anybody_from_using_the_lists(client, chromium, scheme, tmp_path):
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
-    seen = watched(chromium, color_scheme=scheme, bypass_csp=True)
-    page = seen.page
+def test_the_lists_are_accessible(client, open_to_axe, axe, tmp_path):
+    page = open_to_axe.page
     crowd(client)
     with endpoint(client, data_dir=tmp_path) as url:
         send_work(url)
         page.goto(url + "/dashboard")
         state(page, "live")
-        for width in (390, 1440):
+        for width, scheme in ((390, "light"), (1440, "dark")):
             page.set_viewport_size({"width": width, "height": 900})
             for view, id in (("tenants", "tenant-table"), ("work", "files"), ("memory", "group-table"),
                              ("settings", "setting-table")):  # fmt: skip
                 show(page, view)
                 page.wait_for_selector(f"#{id} tbody td:not(.faint)")
                 assert page.evaluate("document.documentElement.scrollWidth") == width
-                assert (view, faults(axe.run(page))) == (view, {})
+                assert (view, faults(page, axe, scheme)) == (view, {})
         page.goto("about:blank")
-    seen.context.close()
-    assert seen.problems == []
+    assert open_to_axe.problems == []
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_request_and_a_tenant_are_found_at_any_replica(chromium, scheme):
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+def test_a_request_and_a_tenant_are_found_at_any_replica(open_to_axe, axe):
     clients = {"r1": FakeReplica(4), "r2": FakeReplica(4)}
     clients["r1"].take_seat(0, n_prompt=8, n_output=5, max_tokens=30)
     crowd(clients["r2"])
-    seen = watched(chromium, color_scheme=scheme, bypass_csp=True)
-    page = seen.page
+    page = open_to_axe.page
     with served(engines_app(clients)) as base:
         engines = {name: RemoteEngine(one) for name, one in urls_of(clients, base).items()}
         engines["gone"] = RemoteEngine("http://127.0.0.1:1")
@@ -204,15 +196,14 @@ def test_a_request_and_a_tenant_are_found_at_any_replica(chromium, scheme):
             show(page, "tenants")
             holds_text(page, "tenant-table", f"key {digest_key('ann')[:8]}")
             assert page.locator("#views a[href='#work']").is_hidden()
-            for width in (390, 1440):
+            for width, scheme in ((390, "light"), (1440, "dark")):
                 page.set_viewport_size({"width": width, "height": 900})
                 for view in ("requests", "tenants", "fleet"):
                     show(page, view)
                     assert page.evaluate("document.documentElement.scrollWidth") == width
-                    assert (view, faults(axe.run(page))) == (view, {})
+                    assert (view, faults(page, axe, scheme)) == (view, {})
             show(page, "requests")
             page.locator("#request-table a").click()
             page.wait_for_selector("#drawer[open] .verdict")
             page.goto("about:blank")
-    seen.context.close()
-    assert [one for one in seen.problems if "ERR_CONN" not in one] == []
+    assert [one for one in open_to_axe.problems if "ERR_CONN" not in one] == []

@@ -149,12 +149,17 @@ def figures(page) -> dict[str, str]:
     )
 
 
-def faults(found: Any) -> dict[str, list[str]]:
-    """What axe-core found: by rule, the elements that break it."""
-    return {
-        rule["id"]: [node["html"] for node in rule["nodes"]]
-        for rule in found.response["violations"]
-    }
+def faults(page, axe: Any, scheme: str = "light") -> dict[str, list[str]]:
+    """Violations that axe-core finds: by rule, the elements that break it. In the dark only the
+    rules about colours run: no other depends on the scheme.
+    """
+    page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+    options: dict[str, Any] = {"resultTypes": ["violations"]}
+    if scheme == "dark":
+        rules = ["color-contrast", "link-in-text-block"]
+        options["runOnly"] = {"type": "rule", "values": rules}
+    found = axe.run(page, options=options).response["violations"]
+    return {rule["id"]: [node["html"] for node in rule["nodes"]] for rule in found}
 
 
 def press(page, *keys: str) -> None:
