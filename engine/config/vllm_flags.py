@@ -296,7 +296,7 @@ _VLLM_FLAGS: dict[str, _Meaning] = {
     "--enable-request-id-headers": _Accepted("every response has an x-request-id"),
     "--enable-prompt-tokens-details": _Accepted("usage counts tokens from the prefix cache"),
     "--enable-force-include-usage": _Refused("requests set `stream_options.include_usage`"),
-    "--disable-fastapi-docs": _Accepted("no documentation pages are served"),
+    "--disable-fastapi-docs": _Refused("/docs and /openapi.json are always served"),
     "--h11-max-incomplete-event-size": _Refused("request headers may have 64 KiB"),
     "--h11-max-header-count": _Accepted("a request may have 256 headers", ("256",)),
     # logs
