@@ -33,8 +33,8 @@ _log = logging.getLogger("jitney.dashboard")
 
 #: Seconds from one key frame to the next.
 _KEY_FRAME_S = 2.0
-#: Seconds between two questions for the pages.
-_PAGES_S = 0.5
+#: Seconds between two questions for the pages, and that a first frame waits for their answer.
+_PAGES_S, _FIRST_PAGES_S = 0.5, 0.05
 #: Seconds without a change after which a frame goes out all the same.
 _HEARTBEAT_S = 1.0
 #: Viewers that one user may have, so that none takes all places.
@@ -279,7 +279,7 @@ class _Sampler:
         due = time.monotonic()
         try:
             while True:
-                self._frame()
+                await self._frame()
                 if self.client.state == "dead":
                     return
                 due = max(due + 1 / self.feed.hz, time.monotonic())
@@ -288,9 +288,9 @@ class _Sampler:
             if self._asking is not None:
                 self._asking.cancel()
 
-    def _frame(self) -> None:
+    async def _frame(self) -> None:
         self._greet_again()
-        self._refresh_pages()
+        await self._refresh_pages()
         records = self.client.history.records.since(self._last_step)
         if len(records):
             self._last_step = int(records[-1]["step"])
@@ -331,14 +331,18 @@ class _Sampler:
             self._pages = None
             self._sent_key_frame = -np.inf
 
-    def _refresh_pages(self) -> None:
-        """Ask for the pages now and then, without waiting for the answer: it comes after a step."""
+    async def _refresh_pages(self) -> None:
+        """Ask for the pages now and then, without waiting for the answer, but for the first one a
+        moment.
+        """
         if not self._runs or time.monotonic() - self._asked < _PAGES_S:
             return
         if self._asking is not None and not self._asking.done():
             return
         self._asked = time.monotonic()
         self._asking = asyncio.create_task(self._ask_pages())
+        if self._pages is None:
+            await asyncio.wait((self._asking,), timeout=_FIRST_PAGES_S)
 
     async def _ask_pages(self) -> None:
         try:

@@ -6,7 +6,8 @@ Starts `jitney serve` and so many clients, more than seats. Measured: the first 
 figures and the bytes until then; figures of the page beside /metrics and clients over the same
 seconds; CPU time of the server with five viewers and without; how soon 39 refusals are told of; and
 whether a page that is opened an hour later (the store's times are moved back by an hour) shows when
-the core was killed. Run it on a machine that does nothing else.
+the core was killed; how soon Escape in the chat frees a seat. Run it on a machine that does nothing
+else.
 """
 
 from __future__ import annotations
@@ -197,6 +198,21 @@ def look_back(chromium: Browser, server: Server) -> None:
     print("an hour later:", page.locator("#headline").inner_text())
 
 
+def stop_a_chat(chromium: Browser, server: Server) -> None:
+    """Print how soon a stopped chat leaves its seat. The server's clock is this process's, too."""
+    page = chromium.new_page(viewport=_WIDE)  # type: ignore[arg-type]
+    page.goto(server.url + "/dashboard/#chat")
+    page.fill("#prompt", "Tell a long story about the sea.")
+    page.keyboard.press("Enter")
+    page.wait_for_function("() => document.querySelector('.assistant .text')?.textContent")
+    began = time.monotonic()
+    page.keyboard.press("Escape")
+    page.wait_for_function("() => /stopped/.test(document.querySelector('.assistant').textContent)")
+    listing = httpx.get(server.url + "/dashboard/requests?search=chat-", trust_env=False).json()
+    (stopped,) = listing["requests"]
+    print(f"Escape frees the seat after {1e3 * (stopped['finished'] - began):.0f} ms")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -225,6 +241,7 @@ def main() -> None:
         an_hour_passes(folder)
         with page_server(args.model, args.port, folder, *flags) as server:
             look_back(chromium, server)
+            stop_a_chat(chromium, server)
 
 
 if __name__ == "__main__":
