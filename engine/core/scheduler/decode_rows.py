@@ -21,24 +21,24 @@ class DecodeRows:
         self._preemption = preemption
         self._step_times = step_times
 
-    def plan(self, draft: Draft, now: float) -> None:
+    def plan(self, draft: Draft, now: float, *, alone: bool = False) -> None:
         """One row for each sequence that decodes, unless its last token is already in flight; some
-        may lose their seat to a lack of pages.
+        may lose their seat to a lack of pages. alone: one sequence decodes, also of the background:
+        those that wait cannot have the step.
         """
-        rows, needy = self._advancing()
+        rows, needy = self._advancing(self._seats.count if alone else self._background_rows())
         if needy:
             rows = self._feed(rows, needy, draft, now)
         if rows:
             draft.add_decode_rows(rows)
 
-    def _advancing(self) -> tuple[list[Sequence], list[Sequence]]:
+    def _advancing(self, room: int) -> tuple[list[Sequence], list[Sequence]]:
         """(the sequences that advance in this step, long contexts first; those of them whose pages
-        are full). Those whose last token is in flight leave.
+        are full). Those whose last token is in flight leave. room: for sequences of the background.
         """
         rows: list[Sequence] = []
         needy: list[Sequence] = []
         done: list[Sequence] = []
-        room = self._background_rows()
         page_size = self._pages.pool.page_size
         for seq in self._seats.longest_first():
             start = seq.scheduled

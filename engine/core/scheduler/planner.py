@@ -85,7 +85,7 @@ class StepPlanner:
         if not seq.seated:
             self._boarding.take_seat(seq, draft, now)
         if seq in self._seats.decoding:
-            self._decode.plan(draft, now)
+            self._decode.plan(draft, now, alone=True)
         elif seq.seated:
             self._add_chunk(seq, draft, draft.tokens_left)
 

@@ -359,3 +359,23 @@ def check_life(
     assert got == want[: len(got)]
     if end.finish in ("stop", "length"):
         assert got == want and request.id not in guilty
+
+
+def test_a_suspect_of_the_background_runs_although_a_live_request_waits():
+    """Nothing else may run before it has: the engine would stand still for good."""
+    core, runner = faulty_core(seats=2, eos=())
+    early = [make_request(f"b{i}", [i + 1] * 4, max_tokens=12, background=True) for i in range(2)]
+    for request in early:
+        core.add(request)
+    for _ in range(4):
+        core.step()
+    assert len(core.scheduler.sequences.seats.decoding) == 2
+    runner.hiccups = 1
+    outputs = [*core.step().outputs, *core.step().outputs]
+    assert not runner.hiccups
+    live = [make_request(f"live{i}", [9] * 4, max_tokens=3) for i in range(3)]
+    for request in live:
+        core.add(request)
+    for _ in range(200):
+        outputs += core.step().outputs
+    assert {name for name, _ in ends_of(outputs)} == {one.id for one in (*early, *live)}
