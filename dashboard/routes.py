@@ -62,15 +62,10 @@ class _SignIn(msgspec.Struct, forbid_unknown_fields=True):
 class _Compressed:
     """A file as it is sent."""
 
-    path: str
     changed_ns: int
     body: bytes
     headers: dict[str, str]
     media_type: str | None
-
-    @property
-    def is_current(self) -> bool:
-        return os.stat(self.path).st_mtime_ns == self.changed_ns
 
 
 class _PageFiles(StaticFiles):
@@ -92,8 +87,10 @@ class _PageFiles(StaticFiles):
     async def get_response(self, path: str, scope: Scope) -> Response:
         accepts_gzip = "gzip" in Headers(scope=scope).get("accept-encoding", "")
         kept = self._compressed.get(path)
-        if kept is not None and accepts_gzip and kept.is_current:
-            return self._send(kept, scope)
+        if kept is not None and accepts_gzip:
+            _, found = self.lookup_path(path)
+            if found is not None and found.st_mtime_ns == kept.changed_ns:
+                return self._send(kept, scope)
         response = await super().get_response(path, scope)
         response.headers["cache-control"] = "no-cache"
         response.headers["vary"] = "accept-encoding"
@@ -111,8 +108,7 @@ class _PageFiles(StaticFiles):
     async def page(self, name: str, scope: Scope) -> Response:
         """A page; a header names its scripts, so that a browser asks for all of them at once."""
         response = await self.get_response(name, scope)
-        links = [f"<assets/{script}>; rel=modulepreload" for script in _scripts_of(name)]
-        response.headers["link"] = ", ".join(links)
+        response.headers["link"] = _links_to_scripts(name)
         return response
 
     def sign_in_page(self) -> Response:
@@ -123,25 +119,21 @@ class _PageFiles(StaticFiles):
 def _compress(response: FileResponse) -> _Compressed:
     """Blocking: plotly.js takes about 0.2 s."""
     path = Path(response.path)
-    headers = {
-        "etag": response.headers["etag"],
-        "cache-control": "no-cache",
-        "vary": "accept-encoding",
-        "content-encoding": "gzip",
-    }
+    headers = {name: response.headers[name] for name in ("etag", "cache-control", "vary")}
+    headers["content-encoding"] = "gzip"
     changed = path.stat().st_mtime_ns
     body = gzip.compress(path.read_bytes(), 5, mtime=0)
-    return _Compressed(str(path), changed, body, headers, response.media_type)
+    return _Compressed(changed, body, headers, response.media_type)
 
 
 @cache
-def _scripts_of(page: str) -> list[str]:
-    """The modules of a page, and those that they import."""
+def _links_to_scripts(page: str) -> str:
+    """The header that names the modules of a page, and those that they import."""
     scripts = _SCRIPT.findall((_STATIC / page).read_text())
     for script in scripts:
         imported = _IMPORT.findall((_STATIC / script).read_text())
         scripts += [each for each in dict.fromkeys(imported) if each not in scripts]
-    return scripts
+    return ", ".join([f"<assets/{script}>; rel=modulepreload" for script in scripts])
 
 
 async def _failed(request: Request, error: Exception) -> Response:

@@ -37,7 +37,7 @@ class Compilations:
         self._thread = threading.local()
         self._listens = False
 
-    def listen(self) -> None:
+    def _listen(self) -> None:
         """Count from now on."""
         if not self._listens:
             self._listens = True
@@ -46,7 +46,7 @@ class Compilations:
 
     def timed(self, compile_program: Callable[[], jax.stages.Compiled]) -> jax.stages.Compiled:
         """Compile on this thread, and record how long it took."""
-        self.listen()
+        self._listen()
         self._thread.hit = False
         started = time.perf_counter()
         program = compile_program()

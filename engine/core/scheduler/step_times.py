@@ -94,6 +94,12 @@ class StepTimeEstimate:
     _bases: dict[Bucket, float] = field(default_factory=dict[Bucket, float])
     #: Seconds that each pair of a prompt row and a key adds.
     _slope: _Slope = field(default_factory=_Slope)
+    #: Decode bucket -> the next smaller one: asked for with each draft that is weighed.
+    _below: dict[Bucket, Bucket] = field(init=False)
+
+    def __post_init__(self) -> None:
+        decode = self.buckets.decode
+        self._below = dict(zip(decode[1:], decode, strict=False))
 
     def observe(
         self, bucket: Bucket, seconds: float, pairs: int = 0, rows: int = 0, gap: float = 0.0
@@ -115,9 +121,10 @@ class StepTimeEstimate:
             self._step = (
                 seconds if self._step is None else _FADE * self._step + (1 - _FADE) * seconds
             )
-            scale = 1 / self._fullness(bucket, rows)
-            least = min(seconds, self._least_of(bucket))
-            whole = least + (seconds - least) * scale
+            whole, scale = seconds, 1 / self._fullness(bucket, rows)
+            if scale > 1:
+                least = min(seconds, self._least_of(bucket))
+                whole = least + (seconds - least) * scale
             self._seen[bucket].append((whole, pairs * scale))
             self._typicals.pop(bucket, None)
             if not bucket.decode_only:
@@ -161,8 +168,8 @@ class StepTimeEstimate:
 
     def _seen_below(self, bucket: Bucket) -> Bucket | None:
         """The next smaller decode bucket, if it was seen."""
-        smaller = [size for size in self.buckets.decode if size.seats < bucket.seats]
-        return smaller[-1] if smaller and smaller[-1] in self._seen else None
+        below = self._below.get(bucket)
+        return below if below in self._seen else None
 
     @property
     def least(self) -> float:

@@ -38,7 +38,7 @@ _Content = Annotated[Content, PlainValidator(content_of, json_schema_input_type=
 
 
 class MessageItem(_Item):
-    """Somebody says something."""
+    """A message of the conversation."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
