@@ -34,7 +34,8 @@ _ANSWER_FIELDS = ("max_tokens", "min_tokens")
 
 class ContextOverflow(msgspec.Struct, frozen=True):
     """Numbers of a request that is longer than the context, in tokens, and its error messages.
-    Clients parse these: LiteLLM, opencode, Continue (OpenAI's), Claude Code, Cline (Anthropic's).
+    Clients parse these messages to shorten a conversation: LiteLLM, opencode and Continue those of
+    OpenAI's API, Claude Code and Cline those of Anthropic's.
     """
 
     #: Most tokens of a sequence, prompt included.

@@ -27,13 +27,16 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities of a prompt's tokens, in columns: 8,000 objects take 20 ms to decode."""
+    """Log-probabilities of a prompt's tokens, in columns: decoding 8,000 objects with 20
+    alternatives each would block the event loop for over 20 ms.
+    """
 
     #: Leading tokens without values: the first one.
     n_unknown: int
     #: Alternatives of each other token.
     width: int
-    #: float64[n], int32[n * width] and float64[n * width], in native byte order.
+    #: float64[n] of the tokens, int32[n * width] and float64[n * width] of the alternatives, in
+    #: native byte order.
     logprobs: bytes
     top_ids: bytes
     top_logprobs: bytes
@@ -99,7 +102,8 @@ class SequenceOutput(msgspec.Struct, omit_defaults=True):
     queued_s: float | None = None
     #: Seconds from boarding to the first token, once known.
     prefill_s: float | None = None
-    #: With `finish`: the prompt's vector of length 1, or its logits (classify); float32.
+    #: With `finish`, if requested: the prompt's vector of length 1, or with classify its logits;
+    #: float32 in native byte order.
     embedding: bytes | None = None
 
     @property

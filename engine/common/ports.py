@@ -11,7 +11,9 @@ _QUIET, _TRIED = range(20_000, 32_768), 50
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A free port that no outgoing connection takes before it is listened on. Raises OSError."""
+    """A free port that no outgoing connection takes before it is listened on. Raises OSError if
+    `host` is no address of this machine.
+    """
     family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
     for port in random.sample(_QUIET, _TRIED):
         with suppress(OSError):

@@ -127,7 +127,9 @@ class Ledger:
         return dict(self._totals)
 
     def record(self, **fields: float) -> bytes:
-        """Add a step; returns its bytes. fields: all of STEP_DTYPE, else TypeError or KeyError."""
+        """Add a step and return the record's bytes. fields: all of STEP_DTYPE. Raises TypeError for
+        more or fewer, KeyError for others.
+        """
         if len(fields) != len(_FIELDS):
             raise TypeError(f"a step record has the fields {', '.join(_FIELDS)}")
         size = STEP_DTYPE.itemsize

@@ -149,7 +149,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @classmethod
     def fields_with(cls, defaults: Mapping[str, float], explicit: JsonDict) -> JsonDict:
-        """Fields over a model's defaults; at temperature 0 without its repetition penalty."""
+        """A request's fields over a model's defaults. At temperature 0 the default repetition
+        penalty is left out: greedy means the model's likeliest token.
+        """
         fields: JsonDict = {**defaults, **explicit}
         is_greedy = fields.get("temperature", 1.0) < _GREEDY_BELOW
         if is_greedy and "repetition_penalty" not in explicit:
@@ -192,7 +194,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return bool(self.allowed_token_ids or self.banned_sequences)
 
     def validate(self, vocab_size: int) -> None:
-        """Raise RequestError naming a field out of range; devices clamp bad token ids silently."""
+        """Raise RequestError naming a field that is out of range. Token ids are checked too: a
+        device silently clamps an index past the vocabulary.
+        """
         for name, allowed in _ranges(type(self)):
             value = getattr(self, name)
             if value is not None:
@@ -292,7 +296,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     deadline: float | None = None
     #: Lower ones board sooner.
     priority: int = 0
-    #: Digest of the API key; part of the prefix-cache key, so that no prompt is found by time.
+    #: Digest of the API key. It is part of the prefix-cache key, like cache_salt, so that no tenant
+    #: can detect another's prompts by time.
     tenant: str = ""
     cache_salt: str = ""
     #: Number of the adapter; 0: none. Numbers are never reused, not even for the same name.
@@ -301,7 +306,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     user: str = ""
     #: The x-request-id of the HTTP request, by which people find it; not unique.
     client_id: str = ""
-    #: A batch request: it boards into unwanted seats, and gives way.
+    #: A batch request: it boards only into seats that no other request wants, and gives way
+    #: (`StepPlanner._plan_background`).
     background: bool = False
     #: The group it belongs to, whose requests are submitted one after the other.
     whole: RequestGroup | None = None
