@@ -103,12 +103,14 @@ def test_the_compilation_of_every_bucket_is_timed(runner: Runner):
 
 @pytest.mark.parametrize("from_cache", [False, True])
 def test_programs_of_the_cache_folder_are_told_apart(from_cache: bool):
-    def compiled() -> jax.stages.Compiled:
+    compiled = jax.jit(lambda x: 3 * x).lower(np.float32(1)).compile()  # perhaps read from a cache
+
+    def take() -> jax.stages.Compiled:
         if from_cache:
             jax.monitoring.record_event("/jax/compilation_cache/cache_hits")
-        return jax.jit(lambda x: 3 * x).lower(np.float32(1)).compile()
+        return compiled
 
-    program = compilations.timed(compiled)
+    program = compilations.timed(take)
     assert compilations.of_bucket("any", [program]).from_cache == from_cache
 
 

@@ -325,10 +325,11 @@ def test_a_batch_is_cancelled(folder: Path):
         client.batches.cancel(batch.id)
         batch = ended(client, batch.id)
         assert batch.status == "cancelled" and batch.cancelling_at and batch.cancelled_at
-        assert set(answers(client, batch.output_file_id)) == {"r0", "r1"}
+        answered = set(answers(client, batch.output_file_id))
+        assert len(answered) == 2, "lines that start together reach the engine in any order"
         errors = answers(client, batch.error_file_id)
         assert {name: each["error"]["code"] for name, each in errors.items()} == dict.fromkeys(
-            ("r2", "r3", "r4", "r5"), "batch_cancelled"
+            {f"r{i}" for i in range(6)} - answered, "batch_cancelled"
         )
         until(lambda: not engine.open, 30)
         assert client.batches.cancel(batch.id).status == "cancelled"
