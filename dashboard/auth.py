@@ -179,4 +179,5 @@ async def _start(send: Send) -> None:
 
 async def _send_all(viewer: Viewer, send: Send) -> None:
     async for event in viewer:
-        await send({"type": "http.response.body", "body": event, "more_body": True})
+        body = event + viewer.take_queued()  # a write costs more than its bytes
+        await send({"type": "http.response.body", "body": body, "more_body": True})

@@ -243,8 +243,11 @@ class Feed:
 
 
 def _is_quiet(changes: Delta) -> bool:
-    """True for a delta that says nothing but the time."""
-    return changes.keys() <= {"t", "step", "n_events", "last_step_age_s"}
+    """True for a delta that says nothing but the time, or that no step has ended since."""
+    metrics = changes.get("metrics", {})
+    no_news = {"longest_step_s"} if metrics.get("longest_step_s") is None else set[str]()
+    fields = {"t", "step", "n_events", "last_step_age_s", "metrics"}
+    return changes.keys() <= fields and metrics.keys() <= no_news
 
 
 @dataclass(frozen=True, slots=True)

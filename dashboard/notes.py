@@ -154,12 +154,9 @@ class Notes:
 
     def _compiles(self) -> Iterator[Note]:
         """Programs compiled by steps while serving. All streams of the step waited for it."""
-        records, ready = self.client.history.records.steps(
-            self._last_step, self.client.history.records.last_step
-        )
-        if not len(records):
-            return
-        self._last_step = int(records[-1]["step"])
+        ring = self.client.history.records
+        records, ready = ring.steps(self._last_step, ring.last_step)
+        self._last_step = ring.last_step
         for place in np.flatnonzero(records["compiled"]):
             record = records[place]
             seconds = float(record["device_s"] + record["launch_s"])

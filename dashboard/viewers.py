@@ -59,6 +59,12 @@ class Viewer:
         self._events = deque(kept)
         self.lost = True
 
+    def take_queued(self) -> bytes:
+        """Remove all queued events; they can be sent in one write."""
+        queued = b"".join(self._events)
+        self._events.clear()
+        return queued
+
     def close(self, last: bytes) -> None:
         """End the feed once `last` and what waits before it are taken."""
         self.put(last)

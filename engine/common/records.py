@@ -257,7 +257,11 @@ class RecordRing:
         """A copy of items low .. high - 1, counted from the oldest."""
         old, new = self._halves(array)
         n_old = len(old)
-        return np.concatenate((old[low:high], new[max(0, low - n_old) : max(0, high - n_old)]))
+        if high <= n_old:
+            return old[low:high].copy()  # joining structured arrays compares their fields first
+        if low >= n_old:
+            return new[low - n_old : high - n_old].copy()
+        return np.concatenate((old[low:], new[: high - n_old]))
 
     def _halves(self, array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The items as two slices, older and newer, each in order of time."""
