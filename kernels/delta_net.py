@@ -49,6 +49,11 @@ class StateSlots(NamedTuple):
     reads: jax.Array  #: [S]
     cuts: jax.Array  #: [S, K - 1] rows before the end of each piece but the last, ascending
     writes: jax.Array  #: [S, K]; those of empty pieces are not read
+    #: [S + 1] the first row of each sequence, and the end of the last one, where drafts are further
+    #: rows of their sequence; None: `AttentionMeta.cu_q`, in which each draft is a sequence.
+    ends: jax.Array | None = None
+    #: [S] the slot behind each sequence's first draft; those behind its next ones follow.
+    drafts: jax.Array | None = None
 
     @classmethod
     def in_place(cls, slots: jax.Array) -> StateSlots:
@@ -123,16 +128,23 @@ class DeltaSequences(NamedTuple):
         """The sequences of a step; lengths: `DeltaState.lengths`. One whose token did not count
         (`Scheduler.sit_out`) has its last row computed a second time.
         """
-        slots, ends = meta.state, meta.cu_q
+        slots = meta.state
         assert slots is not None
+        ends = meta.cu_q if slots.ends is None else slots.ends
         counts = jnp.diff(ends)[:, None]
         stops = jnp.concatenate([slots.cuts, counts], axis=1)
         has_rows = jnp.diff(stops, axis=1, prepend=0) > 0
-        reads = [slots.reads]
-        for piece in range(stops.shape[1] - 1):
-            reads.append(jnp.where(has_rows[:, piece], slots.writes[:, piece], reads[-1]))
         starts = meta.positions.at[ends[:-1]].get(mode="clip")
         known = lengths.at[slots.reads].get(mode="clip")
+        first = slots.reads
+        if slots.drafts is not None:
+            # The last step's first row left its state in `reads`; as many drafts as the sequence
+            # is further were right, and the last of these left the state to go on from.
+            right = jnp.clip(starts - known, 0, len(lengths) - slots.drafts)
+            first = jnp.where(right > 0, slots.drafts + right - 1, first)
+        reads = [first]
+        for piece in range(stops.shape[1] - 1):
+            reads.append(jnp.where(has_rows[:, piece], slots.writes[:, piece], reads[-1]))
         return cls(
             ends=ends,
             stops=stops,

@@ -2,15 +2,16 @@
 step costs with more rows.
 
     python docs/benchmarks/speculation.py equality [--requests 10000] [--first 0] [--draft MODEL]
+        [--model tiny-random]
     python docs/benchmarks/speculation.py speed [--model smollm2-135m] [--rounds 3] [--draft MODEL]
     python docs/benchmarks/speculation.py rows [--model smollm2-135m]
 
 equality: random requests (greedy, sampled, grammars, banned words, penalties, log-probabilities, n,
 biases, adapters, few pages, aborts, deaths) to both engines in this process, numbered from --first
-on; every token is compared. speed: both behind HTTP on this
-machine, in turns, greedy streams: texts that repeat their prompt, alone; free text, alone and 32 at
-a time. rows: decode steps of 1, 2, 4 and 8 rows. Drafts are looked up, or made by the model that
---draft names, in the format that --draft-weights names.
+on, of a model of random weights (tiny-random:qwen3_5 and others); every token is compared. speed:
+both behind HTTP on this machine, in turns, greedy streams: texts that repeat their prompt, alone;
+free text, alone and 32 at a time. rows: decode steps of 1, 2, 4 and 8 rows. Drafts are looked up,
+or made by the model that --draft names, in the format that --draft-weights names.
 
 Speeds move with the machine: only ratios of one run say something.
 """
@@ -76,7 +77,7 @@ def main() -> None:
         drafting = {"speculative": "draft", "draft_model": args.draft, "draft_weights": weights}
     print(cpu_name())
     if args.what == "equality":
-        compare_answers(args.first, args.requests, drafting)
+        compare_answers(args.model or "tiny-random", args.first, args.requests, drafting)
     elif args.what == "speed":
         compare_speeds(args.model or "smollm2-135m", args.rounds, drafting)
     else:
@@ -95,8 +96,10 @@ _ADAPTER_RANK = 4
 _ANY_ROWS = 4096
 
 
-def random_request(rng: random.Random, number: int, vocab: int) -> EngineRequest:
-    """Few different tokens, so that texts repeat themselves."""
+def random_request(
+    rng: random.Random, number: int, vocab: int, *, adapted: bool = True
+) -> EngineRequest:
+    """Few different tokens, so that texts repeat themselves. adapted: there is an adapter."""
     few = rng.sample(range(10, vocab - 10), 6)
     prompt = [rng.choice(few) for _ in range(rng.randint(1, 40))]
     chance, held = rng.random(), rng.random()
@@ -127,7 +130,7 @@ def random_request(rng: random.Random, number: int, vocab: int) -> EngineRequest
         prompt=prompt,
         sampling=params,
         arrival=time.monotonic(),
-        adapter=rng.choice((0, 0, 1)),
+        adapter=rng.choice((0, 0, int(adapted))),
     )
 
 
@@ -146,9 +149,10 @@ class _Client:
     late, and now and then the engine loses all that it has, as where its process dies.
     """
 
-    def __init__(self, llm: LLM, first: int, count: int, vocab: int):
+    def __init__(self, llm: LLM, first: int, count: int, vocab: int, *, adapted: bool):
         self._core, self._numbers, self._vocab = llm.core, range(first, first + count), vocab
         self._core.learn(llm.tokenizer.json)
+        self._adapted = adapted
         self._rng = random.Random(first)
         self._open: dict[str, EngineRequest] = {}
         self.answers: dict[tuple[str, int], _Answer] = {}
@@ -171,7 +175,7 @@ class _Client:
         return self.answers
 
     def _send(self, number: int) -> None:
-        request = random_request(self._rng, number, self._vocab)
+        request = random_request(self._rng, number, self._vocab, adapted=self._adapted)
         self._open[request.id] = request
         for index in range(request.sampling.n):
             self.answers[request.id, index] = _Answer()
@@ -232,24 +236,25 @@ def write_adapter(folder: Path) -> Path:
     return folder
 
 
-def compare_answers(first: int, count: int, drafting: dict[str, Any]) -> None:
+def compare_answers(model: str, first: int, count: int, drafting: dict[str, Any]) -> None:
     """Print how many sequences differ; an aborted one may have come further in one engine."""
     found: list[dict[tuple[str, int], _Answer]] = []
     with TemporaryDirectory() as folder:
+        adapted = model == "tiny-random"  # whose shapes the adapter has
         adapter = write_adapter(Path(folder) / "adapter")
         engines: list[dict[str, Any]] = [{"speculative": "off"}, drafting]
         for settings in engines:
             llm = LLM(
-                "tiny-random",
+                model,
                 max_seats=8,
                 pages=12,
                 context=128,
                 dtype="bfloat16",
                 product_rows=_ANY_ROWS,
-                adapters=f"one={adapter}",
+                adapters=f"one={adapter}" if adapted else "",
                 **settings,
             )
-            client = _Client(llm, first, count, 512)
+            client = _Client(llm, first, count, 512, adapted=adapted)
             started = time.perf_counter()
             found.append(client.run())
             seconds = time.perf_counter() - started

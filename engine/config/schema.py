@@ -330,7 +330,8 @@ class EngineSection(Section):
     """check drafts of the next tokens in further rows of steps, where that is measured to pay; no
     token of an answer changes, but for near ties where last bits depend on a step's rows (see
     product_rows); ngram: drafts what followed the same tokens before, in prompt or answer; draft: a
-    small model drafts (draft_model); for engines on one host, and models without recurrent layers
+    small model drafts (draft_model); for engines on one host; recurrent layers keep a state more in
+    each seat for each of speculative_tokens
     """
 
     draft_model: str = ""

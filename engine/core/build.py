@@ -452,11 +452,6 @@ def _setup_on(
     if source.config.encoder is not None:
         _check_encoder(config, source.config)
     _check_pool_dtype(engine.kv_dtype, source.config)
-    if source.config.recurrent is not None and engine.speculative != "off":
-        raise ConfigError(
-            f"speculative {engine.speculative}: the recurrent layers of "
-            f"{source.config.architecture} cannot take back a wrong draft; leave it off"
-        )
     if engine.speculative_acceptance:
         _log.warning(
             "speculative_acceptance %g: drafts are accepted by chance; ANSWERS ARE NOT THE MODEL'S",
@@ -808,6 +803,7 @@ def _make_state(setup: _Setup, runner: Runner) -> StateTables | None:
         PagePool(settings.max_seats + runner.checkpoints + 1, settings.page_size),
         settings.max_seats,
         shares.checkpoint_tokens // settings.page_size,
+        turns=setup.drafting is None,
     )
 
 
@@ -1006,11 +1002,12 @@ def _sized_runner(
 
 def _log_state(pools: PoolSizes, shares: PoolShares) -> None:
     _log.info(
-        "recurrent layers keep %.2f GiB on each device, %.3g MiB for each of %d seats and %d "
-        "checkpoints; long prompts have one every %d tokens",
+        "recurrent layers keep %.2f GiB on each device, %.3g MiB for each of %d seats, %d drafts "
+        "of each, and %d checkpoints; long prompts have one every %d tokens",
         shares.state_bytes(pools.checkpoints) / GIB,
         shares.slot_bytes / (1 << 20),
         shares.seats,
+        shares.drafts,
         pools.checkpoints,
         shares.checkpoint_tokens,
     )

@@ -63,6 +63,12 @@ def test_rows_behind_a_checkpoint_are_the_recurrence(name: str, sizes: tuple[int
     assert found["error"] < 1e-3 and found["untouched"]
 
 
+@pytest.mark.parametrize("name", ["reference", "native", "reference of Mamba", "native of Mamba"])
+def test_wrong_drafts_leave_nothing_behind(name: str):
+    found = delta_nets.after_drafts(KERNELS[name], sizes_of(name))
+    assert found["error"] < 1e-3 and found["untouched"]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["native", "native of Mamba"])
 def test_native_numbers_do_not_depend_on_the_cut_nor_on_the_others(name: str, dtype: str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -166,7 +167,11 @@ def definition(sizes: Sizes, weights: Any, text: Text) -> np.ndarray:
 
 
 def run(
-    kernel: Any, steps: list[Step], sizes: Sizes, weights: Any, dtype: Any = "float32"
+    kernel: Any,
+    steps: Sequence[Step | _DraftedStep],
+    sizes: Sizes,
+    weights: Any,
+    dtype: Any = "float32",
 ) -> tuple[list[np.ndarray], DeltaState]:
     """The rows of each step, and the state behind them."""
     compiled = jax.jit(kernel, static_argnames="eps", donate_argnums=3)
@@ -251,3 +256,99 @@ def from_checkpoints(kernel: Any, sizes: Sizes) -> dict[str, Any]:
         "error": error,
         "untouched": np.asarray(state.lengths)[[0, 6, 3]].tolist() == [37, 42, 42],
     }
+
+
+#: Of each step, how many rows of two texts are right, and how many are of wrong drafts behind them.
+#: The first step has prompts; the third one writes the slot that it reads, and then others.
+_DRAFTED = (
+    ((6, 0), (2, 0)),
+    ((2, 1), (1, 3)),
+    ((3, 0), (1, 0)),
+    ((1, 3), (2, 2)),
+    ((4, 0), (2, 1)),
+    ((1, 0), (4, 0)),
+    ((1, 1), (1, 0)),
+)
+
+
+def after_drafts(kernel: Any, sizes: Sizes) -> dict[str, Any]:
+    """Sequences with up to three drafts in a step: the greatest distance of their right rows from
+    the definition, and whether another slot holds what it held. What a step is told does not say
+    which drafts of the one before were right.
+    """
+    sizes = sizes._replace(slots=9)
+    rng = np.random.default_rng(6)
+    weights = draw_weights(sizes, rng)
+    texts = [Text.draw(sizes, rng, slot, 20) for slot in (0, 1)]
+    steps, rights = [], []
+    for number, counts in enumerate(_DRAFTED):
+        parts, right, row = [], [], 0
+        for text, (n_right, n_wrong) in zip(texts, counts, strict=True):
+            wrong = Text.draw(sizes, rng, text.slot, n_wrong)
+            rows = slice(text.done, text.done + n_right)
+            x = np.concatenate([text.x[rows], wrong.x])
+            rates = np.concatenate([text.rates[rows], wrong.rates])
+            parts.append((Text(text.slot, x, rates), text.done))
+            right.append((text, text.done, slice(row, row + n_right)))
+            text.done += n_right
+            row += n_right + n_wrong
+        steps.append(_DraftedStep.of(parts, decodes=number > 0))
+        rights.append(right)
+    outputs, state = run(kernel, steps, sizes, weights)
+    error = max(
+        float(
+            np.abs(rows[span] - definition(sizes, weights, text)[start:][: len(rows[span])]).max()
+        )
+        for rows, right in zip(outputs, rights, strict=True)
+        for text, start, span in right
+    )
+    return {"error": error, "untouched": bool(np.isnan(np.asarray(state.memory)[8]).all())}
+
+
+class _DraftedStep(NamedTuple):
+    """A step whose decoding sequences each have drafts; see `Step`."""
+
+    x: np.ndarray
+    rates: np.ndarray
+    meta: AttentionMeta
+
+    @classmethod
+    def of(cls, parts: list[tuple[Text, int]], *, decodes: bool) -> _DraftedStep:
+        """parts: (rows of a text in its slot, position of the first), three drafts each at most,
+        which are sequences elsewhere. decodes: not so of prompts.
+        """
+        counts = [len(text.x) for text, _ in parts]
+        ends = np.cumsum([0, *counts])
+        cuts, writes = np.zeros((8, 3), np.int32), np.zeros((8, 4), np.int32)
+        for number, (text, _) in enumerate(parts):
+            drafts = counts[number] - 1 if decodes else 0
+            first = 2 + 3 * text.slot
+            cuts[number, 3 - drafts :] = range(1, drafts + 1)
+            writes[number, 3 - drafts :] = [text.slot, *range(first, first + drafts)]
+        at = [
+            np.arange(start, start + count) for (_, start), count in zip(parts, counts, strict=True)
+        ]
+        rows = 8 if decodes else 16
+        room = (0, rows - ends[-1])
+        none = jnp.zeros(0, jnp.int32)
+        elsewhere = np.arange(ends[-1] + 1) if decodes else ends
+        state = StateSlots(
+            jnp.arange(8) % 2,
+            jnp.array(cuts),
+            jnp.array(writes),
+            jnp.array(np.pad(ends, (0, 6), mode="edge"), jnp.int32),
+            jnp.arange(8) % 2 * 3 + 2,
+        )
+        meta = AttentionMeta(
+            none,
+            jnp.array(np.pad(elsewhere, (0, 9 - len(elsewhere)), mode="edge"), jnp.int32),
+            none,
+            none,
+            jnp.array(np.pad(np.concatenate(at), room), jnp.int32),
+            jnp.array([0, len(elsewhere) - 1, ends[-1]], jnp.int32),
+            state=state,
+        )
+        x = np.pad(np.concatenate([text.x for text, _ in parts]), (room, (0, 0)))
+        return cls(
+            x, np.pad(np.concatenate([text.rates for text, _ in parts]), (room, (0, 0))), meta
+        )

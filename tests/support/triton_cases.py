@@ -19,7 +19,7 @@ from triton_interpreter import Interpreted  # first: decides how kernels are mad
 import jax
 import jax.numpy as jnp
 import numpy as np
-from delta_nets import Sizes, from_checkpoints, in_pieces, of_mamba
+from delta_nets import Sizes, after_drafts, from_checkpoints, in_pieces, of_mamba
 from flashinfer_reader import attend_by
 from int4_weights import pack_int4
 from ragged import Batch, Case, attention, make, written
@@ -471,6 +471,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         of_mamba(KERNELS.recur), Sizes(2, 4, 24, 80, 3, corrects=False)
     ),
     "delta net: checkpoints": lambda: from_checkpoints(KERNELS.delta_net, Sizes()),
+    "delta net: drafts": lambda: after_drafts(KERNELS.delta_net, Sizes()),
     "threshold: small vocabulary": lambda: check_threshold(spread_rows, 12, 500),
     "threshold: several splits": lambda: check_threshold(spread_rows, 6, 9001),
     "threshold: odd rows": lambda: check_threshold(odd_rows, 21, 300),

@@ -5,8 +5,8 @@ sampler read both by name.
 
 Axes: T token rows and S sequences (also logit rows) of the bucket, P pages per sequence, W words of
 a seat's sampling parameters, M seats, A seats with adapters (M or 0), G cache groups with page
-tables of their own, beside the first, R sequences with a recurrent state (S or 0), C checkpoints
-within a sequence's rows.
+tables of their own, beside the first, R sequences with a recurrent state (S or 0), C states within
+a sequence's rows that are kept, D sequences with a state whose drafts leave theirs (S or 0).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections import namedtuple
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
@@ -169,6 +170,8 @@ _FIELDS = (
     _Field("state_reads", ("R",), "rows"),
     _Field("state_cuts", ("R", "C"), "rows"),
     _Field("state_writes", ("R", "C + 1"), "rows"),
+    _Field("state_ends", ("D + 1",), "rows"),
+    _Field("state_drafts", ("D",), "rows"),
     # `write_rows` of the other cache groups; the builder pads them.
     _Field("window_rows", ("G", "T"), "rows"),
     _Field("page_table", ("S", "P"), "pages"),
@@ -196,7 +199,7 @@ class UploadLayout:
     without a sampler (greedy_only) is a prefix of the other's.
 
     pages: P. adapted: seats whose adapters are uploaded; 0: the engine has no adapters. groups: G.
-    recurrent: sequences have a state beside their pages.
+    recurrent: sequences have a state beside their pages. drafts: of a sequence in a step at most.
     """
 
     def __init__(
@@ -208,8 +211,10 @@ class UploadLayout:
         groups: int = 0,
         *,
         recurrent: bool = False,
+        drafts: int = 0,
     ):
-        saves = 0 if bucket.decode_only else MOST_SAVES
+        saves = max(drafts, 0 if bucket.decode_only else MOST_SAVES)
+        drafting = bucket.seats if recurrent and drafts else 0
         self.bucket = bucket
         self.greedy_only = greedy_only
         self.sampling = SAMPLING
@@ -226,6 +231,8 @@ class UploadLayout:
             "R": bucket.seats if recurrent else 0,
             "C": saves,
             "C + 1": saves + 1,
+            "D": drafting,
+            "D + 1": drafting + 1 if drafting else 0,
         }
 
     @property
@@ -293,6 +300,8 @@ class _StepRows(msgspec.Struct):
     state_reads: list[int] = []
     state_cuts: list[int] = []
     state_writes: list[int] = []
+    state_ends: list[int] = []
+    state_drafts: list[int] = []
     score_rows: list[int] = []
     score_tokens: list[int] = []
 
@@ -445,12 +454,17 @@ class BatchBuilder:
         has_adapters: bool = False,
         window_rows: Iterable[int] = (),
         recurrent: bool = False,
+        drafts: int = 0,
+        draft_slots: int = 0,
     ):
         """window_rows: as pool_rows, of the pools of the other cache groups. recurrent: sequences
-        have a state beside their pages (`Sequence.state`).
+        have a state beside their pages (`Sequence.state`). drafts: of a sequence in a step at most;
+        draft_slots: the first of the slots that keep the states behind them, so many for each seat.
         """
         self.seats = seats
         self.recurrent = recurrent
+        self._drafts = drafts
+        self._draft_slots = draft_slots
         self.pages = pages_per_seat
         self.page_size = page_size
         self.pool_rows = pool_rows
@@ -472,7 +486,13 @@ class BatchBuilder:
         if key not in self._layouts:
             adapted, groups = len(self._adapters), len(self._windows)
             self._layouts[key] = UploadLayout(
-                bucket, self.pages, greedy_only, adapted, groups, recurrent=self.recurrent
+                bucket,
+                self.pages,
+                greedy_only,
+                adapted,
+                groups,
+                recurrent=self.recurrent,
+                drafts=self._drafts,
             )
         return self._layouts[key]
 
@@ -652,20 +672,43 @@ class BatchBuilder:
 
     def _add_slots(self, rows: _StepRows, plan: Plan) -> None:
         """Where the state of each sequence is read and written; the arrays lack the pool's slot 0,
-        which nobody has.
+        which nobody has. A sequence's drafts are further rows of it.
         """
-        room = 0 if plan.bucket.decode_only else MOST_SAVES
+        room = max(self._drafts, 0 if plan.bucket.decode_only else MOST_SAVES)
+        drafts: list[int] = []
+        owners: list[Chunk] = []
         for chunk in plan.chunks:
-            held = chunk.seq.state
-            assert held is not None
-            saves = held.saves if chunk.count > 1 else []
-            none = [0] * (room - len(saves))
-            rows.state_reads.append(held.reads - 1)
-            rows.state_cuts += none
-            rows.state_cuts += [end * self.page_size - chunk.start for end, _ in saves]
-            rows.state_writes += none
-            rows.state_writes += [slot - 1 for _, slot in saves]
-            rows.state_writes.append(held.writes - 1)
+            if chunk.draft:
+                drafts[-1] += 1
+            else:
+                owners.append(chunk)
+                drafts.append(0)
+        for chunk, count in zip(owners, drafts, strict=True):
+            self._add_slots_of(rows, chunk, count, room)
+        if self._drafts:
+            counts = [chunk.count + more for chunk, more in zip(owners, drafts, strict=True)]
+            rows.state_ends = [0, *accumulate(counts)]
+            missing = plan.bucket.seats - len(owners)
+            rows.state_ends += [rows.state_ends[-1]] * missing
+
+    def _add_slots_of(self, rows: _StepRows, chunk: Chunk, drafts: int, room: int) -> None:
+        """The slots of one sequence; drafts: rows behind the chunk. room: states that are kept
+        within its rows at most.
+        """
+        held, page = chunk.seq.state, self.page_size
+        assert held is not None
+        saves = held.saves if chunk.count > 1 else []
+        cuts = [end * page - chunk.start for end, _ in saves]
+        slots = [slot - 1 for _, slot in saves] + [held.writes - 1]
+        if self._drafts:
+            first = self._draft_slots + chunk.seq.seat * self._drafts
+            cuts += range(1, drafts + 1)
+            slots += range(first, first + drafts)
+            rows.state_drafts.append(first)
+        none = [0] * (room - len(cuts))
+        rows.state_reads.append(held.reads - 1)
+        rows.state_cuts += none + cuts
+        rows.state_writes += none + slots
 
 
 def _add_scored(rows: _StepRows, chunk: Chunk, first: int) -> None:

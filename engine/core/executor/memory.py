@@ -109,9 +109,9 @@ class PoolShares:
     eighth of the memory. Where a group would have as many pages as the first one, windows save
     nothing: all layers share one page table.
 
-    Recurrent layers have a slot for each seat. With a prefix cache they have as many again as all
-    pages' tokens need checkpoints (`checkpoint_tokens`), and two for each seat, up to a quarter of
-    what is then left.
+    Recurrent layers have a slot for each seat, and one for each of its drafts. With a prefix cache
+    they have as many again as all pages' tokens need checkpoints (`checkpoint_tokens`), and two for
+    each seat, up to a quarter of what is then left.
     """
 
     #: Of each group: positions that its layers see, 0 for all; and bytes of a page in all of them.
@@ -124,6 +124,8 @@ class PoolShares:
     prefix_cache: bool = False
     #: Of a slot of recurrent layers' state; 0: there are none.
     slot_bytes: float = 0
+    #: Drafts of a sequence in a step at most; each leaves a state in a slot of its own.
+    drafts: int = 0
 
     @classmethod
     def of(
@@ -143,6 +145,7 @@ class PoolShares:
             context_length=context_length,
             prefix_cache=settings.prefix_cache,
             slot_bytes=model.slot_bytes,
+            drafts=0 if settings.speculative == "off" else settings.speculative_tokens,
         )
 
     @property
@@ -158,7 +161,7 @@ class PoolShares:
 
     def state_bytes(self, checkpoints: int = 0) -> float:
         """Bytes of recurrent layers' slots: of all seats, and so many beside."""
-        return (self.seats + checkpoints) * self.slot_bytes
+        return (self.seats * (1 + self.drafts) + checkpoints) * self.slot_bytes
 
     @property
     def checkpoint_tokens(self) -> int:

@@ -161,7 +161,14 @@ class StateSizes:
             has_adapters=self.has_adapters,
             window_rows=[pages * self.page_size for pages in self.window_pages],
             recurrent=config.recurrent is not None,
+            drafts=self._most_drafts,
+            draft_slots=self.seats + self.checkpoints,
         )
+
+    @property
+    def _most_drafts(self) -> int:
+        """Drafts of a sequence in a step at most."""
+        return 0 if self.drafting is None else self.drafting.count
 
     @property
     def group_pages(self) -> tuple[int, ...]:
@@ -233,7 +240,8 @@ class StateSizes:
         """The shapes of the state of a recurrent layer; None if the model has none."""
         if config.recurrent is None:
             return None
-        shapes = config.recurrent.state_shapes(self.seats + self.checkpoints, config.shards)
+        slots = self.seats * (1 + self._most_drafts) + self.checkpoints
+        shapes = config.recurrent.state_shapes(slots, config.shards)
         specs = (_TAPS, _MEMORY, WHOLE)
         placed = zip(shapes, DeltaState.dtypes, specs, strict=True)
         kept: list[Any] = [
@@ -311,7 +319,9 @@ def _state_slots(inputs: Any) -> StateSlots | None:
     """None where no layer is recurrent."""
     if not inputs.state_reads.size:
         return None
-    slots = inputs.state_reads, inputs.state_cuts, inputs.state_writes
+    slots = [inputs.state_reads, inputs.state_cuts, inputs.state_writes]
+    if inputs.state_drafts.size:
+        slots += [inputs.state_ends, inputs.state_drafts]
     return StateSlots(*[jnp.maximum(array, 0) for array in slots])
 
 

@@ -27,12 +27,16 @@ class StateTables:
     holds. Every sequence in a seat has one slot of its own; those beyond `seats` hold checkpoints.
     """
 
-    def __init__(self, pool: PagePool, seats: int, every: int = 0):
-        """every: pages between the checkpoints of a long prompt; 0: it has none on its way."""
+    def __init__(self, pool: PagePool, seats: int, every: int = 0, *, turns: bool = True):
+        """every: pages between the checkpoints of a long prompt; 0: it has none on its way. turns:
+        answers leave checkpoints; not where they have drafts, since the host does not know then in
+        which step a page is full.
+        """
         self.pool = pool
         #: Slots for checkpoints, and pages between those of a long prompt.
         self.spare = pool.capacity - seats
         self.every = every
+        self._turns = turns
         self._n_seated = 0
         # Those that go on in another slot than they read, or hold slots until a step has run.
         self._unsettled: dict[Sequence, None] = {}
@@ -45,7 +49,7 @@ class StateTables:
     def renewed(self) -> StateTables:
         """The same slots, which no sequence has."""
         seats = self.pool.capacity - self.spare
-        return StateTables(self.pool.renewed(), seats, self.every)
+        return StateTables(self.pool.renewed(), seats, self.every, turns=self._turns)
 
     def servable(self, keys: list[bytes], most: int) -> int:
         """The longest prefix of at most so many pages that has a checkpoint."""
@@ -118,7 +122,7 @@ class StateTables:
         and keeps that one until the next end of a page, or as a checkpoint of its answer.
         """
         held = _held(seq)
-        if not seq.shares or seq.own_pages or held.reads != held.own:
+        if not self._turns or not seq.shares or seq.own_pages or held.reads != held.own:
             return
         if not held.kept:
             if not self._n_free(self.spare // 2):  # the others are for prompts

@@ -192,9 +192,10 @@ def _answers(roofline: Roofline, load: Load, sizing: Sizing) -> Iterator[str]:
     for window, pages in memory.window_pages.items():
         yield f"memory: of it {pages:,} pages of layers with a window of {window:,} tokens"
     if memory.slot_bytes:
+        drafts = f" and each of its {load.drafts} drafts" if load.acceptance else ""
         yield (
-            f"memory: {memory.slot_bytes / 1e6:,.1f} MB of recurrent state for each seat, and for "
-            f"{memory.checkpoints:,} checkpoints of the prefix cache"
+            f"memory: {memory.slot_bytes / 1e6:,.1f} MB of recurrent state for each seat{drafts}, "
+            f"and for {memory.checkpoints:,} checkpoints of the prefix cache"
         )
     if chosen is None:
         step, ttft = 1e3 * sizing.curve[0].step_s, 1e3 * sizing.curve[0].ttft_s

@@ -48,7 +48,8 @@ def _simulated(args: SimulateArguments, config: Config) -> JsonDict:
     """Every policy on the traffic that the flags describe, beside its recording if there is one."""
     arrivals = args.coming()
     table = args.step_times(config)
-    shape = args.shape_for(config, arrivals, table)
+    drafts = args.drafts if args.acceptance else 0
+    shape = args.shape_for(config, arrivals, table, drafts)
     if args.acceptance:
         shape = shape.drafting(args.acceptance, args.drafts)
     options = args.figure_options()

@@ -118,7 +118,7 @@ class SimulateArguments(TrafficArguments):
         return np.concatenate(records)
 
     def shape_for(
-        self, config: Config, arrivals: Sequence[Arrival], table: StepTimes
+        self, config: Config, arrivals: Sequence[Arrival], table: StepTimes, drafts: int = 0
     ) -> EngineShape:
         """The engine of the settings. What they leave open is chosen so that it does not
         interfere: the context holds the longest request, pages suffice for every seat (or fill
@@ -142,7 +142,7 @@ class SimulateArguments(TrafficArguments):
             padding_is_free=isinstance(table, StepTable) and table.padding_is_free,
         )
         if isinstance(table, Roofline):
-            shape = _as_fits(shape, table, settings, context)
+            shape = _as_fits(shape, table, settings, context, drafts)
         return shape.open_to_all(vars(self))
 
     def simulate(
@@ -166,14 +166,16 @@ class SimulateArguments(TrafficArguments):
 
 
 def _as_fits(
-    shape: EngineShape, roofline: Roofline, settings: EngineSection, context: int
+    shape: EngineShape, roofline: Roofline, settings: EngineSection, context: int, drafts: int
 ) -> EngineShape:
-    """The engine with the pools that fit the device, or with the pages of the settings."""
+    """The engine with the pools that fit the device, or with the pages of the settings. drafts:
+    of a sequence in a step at most.
+    """
     from jitney.engine.core import PoolShares
 
     model = replace(roofline.cost.config, context_length=context)
     shares = PoolShares.of(model, roofline.page_bytes(settings.page_size), settings, context)
-    shares = replace(shares, slot_bytes=roofline.slot_bytes)
+    shares = replace(shares, slot_bytes=roofline.slot_bytes, drafts=drafts)
     pools = shares.fit(roofline.kv_room, shape.pages)
     if settings.pages:
         pools = shares.counted(settings.pages)

@@ -120,7 +120,8 @@ class EngineShape:
         if self.checkpoints is not None:
             seats = self.limits.max_seats
             slots = seats + self.checkpoints * retain + 1
-            state = StateTables(pool(slots), seats, self.checkpoint_pages)
+            turns = not self.limits.max_drafts
+            state = StateTables(pool(slots), seats, self.checkpoint_pages, turns=turns)
         return Scheduler(
             self.limits,
             self.buckets,

@@ -238,6 +238,7 @@ def _fit(roofline: Roofline, load: Load) -> _Memory:
             context_length=load.longest,
             prefix_cache=cost.config.recurrent is not None,
             slot_bytes=roofline.slot_bytes,
+            drafts=load.drafts if load.acceptance else 0,
         )
         return shares.fit(roofline.kv_room)
 

@@ -271,13 +271,17 @@ struct Step {
       }
       begin = stop[piece];
     }
-    // The slot that is read may be among them: every row has been convolved.
-    for (std::int64_t piece = 0; piece < pieces; ++piece) {
-      if (slot[piece] >= 0 && slot[piece] < slots) {
-        keep(sequence, slot[piece], stop[piece], group * dim, dim);
-        keep(sequence, slot[piece], stop[piece], (key_heads + group) * dim, dim);
-        keep(sequence, slot[piece], stop[piece], 2 * key_heads * dim + group * shared * width,
-             shared * width);
+    // The slot that is read may be among them: every row has been convolved, and that one is the
+    // last to be written, since the others' inputs are in it, too.
+    for (const bool is_read : {false, true}) {
+      for (std::int64_t piece = 0; piece < pieces; ++piece) {
+        if (slot[piece] >= 0 && slot[piece] < slots &&
+            (slot[piece] == reads[sequence * pieces]) == is_read) {
+          keep(sequence, slot[piece], stop[piece], group * dim, dim);
+          keep(sequence, slot[piece], stop[piece], (key_heads + group) * dim, dim);
+          keep(sequence, slot[piece], stop[piece], 2 * key_heads * dim + group * shared * width,
+               shared * width);
+        }
       }
     }
   }

@@ -45,6 +45,7 @@ def test_the_pool_gets_what_weights_temporaries_and_the_reserve_leave():
     assert room.pools(100).pages == (5,)
     recurrent = replace(shares, prefix_cache=False, seats=3, slot_bytes=50)
     assert replace(room, shares=recurrent).pools(100).pages == (4,)
+    assert replace(room, shares=replace(recurrent, drafts=1)).pools(100).pages == (2,)
     with pytest.raises(ConfigError, match="no memory left for KV pages"):
         room.pools(600)
 

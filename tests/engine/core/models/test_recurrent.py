@@ -20,6 +20,7 @@ from reference_logits import DATA, weights_of, write_folder
 from jitney.engine import LLM, SamplingParams
 from jitney.engine.common.requests import Grammar
 from jitney.engine.core.executor.program import StateSizes
+from jitney.engine.core.executor.seat_tokens import Drafting, PromptLookup
 from jitney.engine.core.grammar import matchers
 from jitney.engine.core.models.registry import abstract_model
 from jitney.engine.core.scheduler.buckets import Bucket
@@ -128,6 +129,36 @@ def test_conversations_that_go_on_from_checkpoints_have_the_same_answers(family:
     assert llm.info.sizes.prefix_cache and llm.info.sizes.checkpoints > 0
 
 
+@pytest.mark.parametrize(
+    ("family", "pages", "kind"),
+    [("qwen3_5", 120, "cached_tokens"), ("lfm2", 26, "preempted"), ("nemotron_h", 26, "preempted")],
+)
+def test_drafts_change_no_token(
+    family: str, pages: int, kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Alone and in a crowd, greedy, of two siblings, and under a grammar; from checkpoints, or with
+    too few pages. With few tokens a random model repeats itself.
+    """
+    monkeypatch.setattr(PageDemand, "lasts", lambda *_: True)
+    few = {token: 100.0 for token in (3, 9, 11, 40)}
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0, "logit_bias": few},
+        {"temperature": 0.3, "logit_bias": few, "n": 2},
+        {"temperature": 0.3, "grammar": Grammar("regex", "([ab]{2,3} ){9,20}")},
+    ]
+    found, totals = [], {}
+    for speculative in ("off", "ngram"):
+        llm = engine(family, pages=pages, product_rows=4096, speculative=speculative)
+        told = answers(llm, prompts()[3:4], max_tokens=50, **kinds[0])
+        for more in kinds:
+            told += answers(llm, prompts()[3:], max_tokens=30, **more)
+        llm.core.check()
+        found.append([tokens for tokens, _ in told])
+        totals = llm.core.ledger.totals
+    assert found[0] == found[1]
+    assert min(totals[kind], totals["rejected"]) > 0 and totals["accepted"] > 50
+
+
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
 def test_rows_that_are_computed_again_for_a_late_mask_change_nothing(
     family: str, engines: Callable[[str], LLM], monkeypatch: pytest.MonkeyPatch
@@ -152,17 +183,26 @@ def test_rows_that_are_computed_again_for_a_late_mask_change_nothing(
         *(("nemotron_h", "native"), ("nemotron_h", "reference")),
     ],
 )
-@pytest.mark.parametrize("rows", [4, 64], ids=["decode", "mixed"])
-def test_what_seats_keep_is_written_where_it_lies(family: str, kernels: str, rows: int):
+@pytest.mark.parametrize(
+    ("rows", "drafts"), [(4, 0), (64, 0), (4, 3)], ids=["decode", "mixed", "drafts"]
+)
+def test_what_seats_keep_is_written_where_it_lies(
+    family: str, kernels: str, rows: int, drafts: int
+):
     config = tiny_config(family)
     sizes = StateSizes(
-        seats=6, n_pages=16, page_size=16, context_length=256, kv_dtype=jnp.dtype("float32")
+        seats=6,
+        n_pages=16,
+        page_size=16,
+        context_length=256,
+        kv_dtype=jnp.dtype("float32"),
+        drafting=Drafting(PromptLookup(), drafts) if drafts else None,
     )
     model = abstract_model(config)
     step = lower_step(model, Bucket(rows, 4), True, select("cpu", kernels), sizes, None)
     text = step.compile().as_text()
     assert config.recurrent is not None and text is not None
-    for shape in filter(None, config.recurrent.state_shapes(6)[:2]):
+    for shape in filter(None, config.recurrent.state_shapes(6 * (1 + drafts))[:2]):
         written = ",".join(map(str, shape))
         assert f"f32[{written}]" in text
         assert not re.findall(rf"= f32\[{written}\]\S* copy\(", text)

@@ -60,6 +60,9 @@ def test_what_recurrent_layers_keep_takes_room_and_time_by_hand():
     assert memory.checkpoints == int(left / 4 / seat)
     assert memory.pages == int((left - memory.checkpoints * seat) / page) - 1
     assert 40 * n_seats <= memory.pages < 40 * n_seats + (40 * page + seat) / page
+    drafted = _fit(roofline, replace(DEMAND, acceptance=0.5, drafts=3))
+    left = roofline.kv_room - 4 * drafted.seats_mean * seat
+    assert drafted.pages == int((left - drafted.checkpoints * seat) / page) - 1
     work = StepWork(decode=8)
     still = replace(roofline, cost=ModelCost(replace(SHAPES["qwen3.5-27b"], delta_net=None)))
     bucket = Bucket(8, 8)
