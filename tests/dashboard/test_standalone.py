@@ -129,8 +129,8 @@ def test_many_viewers_are_one_to_the_engine(client):
     async def watch(app, number: int) -> ReplicaView:
         reply = await call(app, "/engines/0/feed", method="GET", leave_on_chunk=number)
         replica = ReplicaView()
-        for name, data in map(sse.decode, filter(None, reply.chunks)):
-            replica.apply(name, data)
+        for event in b"".join(reply.chunks).split(b"\n\n")[:-1]:
+            replica.apply(*sse.decode(event))
         return replica
 
     async def session(app) -> list[ReplicaView]:
