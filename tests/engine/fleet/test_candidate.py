@@ -234,8 +234,9 @@ def test_a_broken_file_begins_anew(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 def test_a_candidate_that_fails_is_counted_and_nobody_notices(tmp_path: Path):
     failing = FakeEngine(FakeClient(Script(error=ErrorInfo("internal_error", "no"))))
-    with arms(tmp_path, candidate=failing) as found, found.served.http() as http:
-        names = {found.ask(http, f"user-{number}") for number in range(130)}
+    rule = "share = 0.5"
+    with arms(tmp_path, candidate=failing, rule=rule) as found, found.served.http() as http:
+        names = {found.ask(http, f"user-{number}") for number in range(80)}
         assert names == {found.stable.name}
         comparison = found.model.rollout.comparison
         assert comparison.level("candidate", "errors") == 1.0
@@ -323,8 +324,8 @@ def test_what_is_no_answer_of_the_api_is_counted_and_nobody_notices(
     tmp_path: Path, stream: bool, wrong: Wrong
 ):
     wrong = replace(wrong)
-    with beside(tmp_path, wrong) as found, found.served.http() as http:
-        users = [f"user-{number}" for number in range(130)]
+    with beside(tmp_path, wrong, share=0.5) as found, found.served.http() as http:
+        users = [f"user-{number}" for number in range(80)]
         asked_it = [user for user in users if found.arm_of(user) == "candidate"]
         assert {found.ask(http, user, stream=stream) for user in users} == {found.stable.name}
         comparison = found.model.rollout.comparison
