@@ -243,11 +243,9 @@ class Feed:
 
 
 def _is_quiet(changes: Delta) -> bool:
-    """True for a delta that says nothing but the time, or that no step has ended since."""
-    metrics = changes.get("metrics", {})
-    no_news = {"longest_step_s"} if metrics.get("longest_step_s") is None else set[str]()
-    fields = {"t", "step", "n_events", "last_step_age_s", "metrics"}
-    return changes.keys() <= fields and metrics.keys() <= no_news
+    """True for a delta that says nothing but the time, and perhaps that no step has ended."""
+    timing = {"t", "step", "n_events", "last_step_age_s", "metrics"}
+    return changes.keys() <= timing and changes.get("metrics", {}) in ({}, {"longest_step_s": None})
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,8 +151,11 @@ def cost_of_viewers(server: Server, seconds: float) -> None:
     )
 
 
-def refusals(page: Page, server: Server) -> None:
+def refusals(chromium: Browser, server: Server) -> None:
     """Print how soon the page tells of requests that were refused."""
+    page = chromium.new_page(viewport=_WIDE)  # type: ignore[arg-type]
+    page.goto(server.url + "/dashboard/")
+    wait_live(page)
 
     def ask() -> int:
         body = {"prompt": "One", "max_tokens": 8}
@@ -170,6 +173,7 @@ def refusals(page: Page, server: Server) -> None:
             arg=refused,
         )
         print(f"{refused} refusals on the page: {time.monotonic() - began:.2f} s after the first")
+    page.close()
 
 
 def an_hour_passes(folder: Path) -> None:
@@ -247,9 +251,7 @@ def main() -> None:
                 compare(page, server, clients, args.seconds)
                 page.close()
                 cost_of_viewers(server, args.seconds / 2)
-                page = first_paint(chromium, server.url)
-                refusals(page, server)  # last: refused clients come again and again
-                page.close()
+                refusals(chromium, server)  # last: refused clients come again and again
                 core_of(server).kill()
                 time.sleep(_WARM_UP_S)
         an_hour_passes(folder)

@@ -194,6 +194,13 @@ _StepInputs = namedtuple(  # pyright: ignore[reportUntypedNamedTuple]
 )
 
 
+def _most_saves(bucket: Bucket, drafts: int) -> int:
+    """States within a sequence's rows that a step keeps at most: behind pages of a prompt, or
+    behind drafts.
+    """
+    return max(drafts, 0 if bucket.decode_only else MOST_SAVES)
+
+
 class UploadLayout:
     """Where each field lies in the packed array of one executable. The upload of the executable
     without a sampler (greedy_only) is a prefix of the other's.
@@ -213,7 +220,7 @@ class UploadLayout:
         recurrent: bool = False,
         drafts: int = 0,
     ):
-        saves = max(drafts, 0 if bucket.decode_only else MOST_SAVES)
+        saves = _most_saves(bucket, drafts)
         drafting = bucket.seats if recurrent and drafts else 0
         self.bucket = bucket
         self.greedy_only = greedy_only
@@ -674,7 +681,7 @@ class BatchBuilder:
         """Where the state of each sequence is read and written; the arrays lack the pool's slot 0,
         which nobody has. A sequence's drafts are further rows of it.
         """
-        room = max(self._drafts, 0 if plan.bucket.decode_only else MOST_SAVES)
+        room = _most_saves(plan.bucket, self._drafts)
         drafts: list[int] = []
         owners: list[Chunk] = []
         for chunk in plan.chunks:

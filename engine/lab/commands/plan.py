@@ -192,7 +192,7 @@ def _answers(roofline: Roofline, load: Load, sizing: Sizing) -> Iterator[str]:
     for window, pages in memory.window_pages.items():
         yield f"memory: of it {pages:,} pages of layers with a window of {window:,} tokens"
     if memory.slot_bytes:
-        drafts = f" and each of its {load.drafts} drafts" if load.acceptance else ""
+        drafts = f" and each of its {load.most_drafts} drafts" if load.most_drafts else ""
         yield (
             f"memory: {memory.slot_bytes / 1e6:,.1f} MB of recurrent state for each seat{drafts}, "
             f"and for {memory.checkpoints:,} checkpoints of the prefix cache"

@@ -85,6 +85,11 @@ class Load:
         """Prompt rows that come with each decode row in a steady state."""
         return self.prompt / self.output
 
+    @property
+    def most_drafts(self) -> int:
+        """Drafts of a sequence in a step at most; 0 where none is ever accepted."""
+        return self.drafts if self.acceptance else 0
+
     def tokens_per_step(self, drafts: int) -> float:
         """Tokens that a decoding sequence gets in a step that checks so many drafts of it."""
         return sum([self.acceptance**number for number in range(drafts + 1)])
@@ -142,8 +147,8 @@ class OperatingPoint:
         not fit the token budget beside the decode rows, the rest of the seats are waiting for their
         prompts.
         """
-        most = load.drafts if load.acceptance else 0
-        points = [cls._with_drafts(roofline, load, seats, count) for count in range(most + 1)]
+        counts = range(load.most_drafts + 1)
+        points = [cls._with_drafts(roofline, load, seats, count) for count in counts]
         return max(points, key=_throughput)
 
     @classmethod
@@ -238,7 +243,7 @@ def _fit(roofline: Roofline, load: Load) -> _Memory:
             context_length=load.longest,
             prefix_cache=cost.config.recurrent is not None,
             slot_bytes=roofline.slot_bytes,
-            drafts=load.drafts if load.acceptance else 0,
+            drafts=load.most_drafts,
         )
         return shares.fit(roofline.kv_room)
 
