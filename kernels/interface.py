@@ -34,7 +34,9 @@ class AttentionMeta(NamedTuple):
     page_table: jax.Array  # [S, P] physical pages in order, 0 = trash
     write_rows: jax.Array  # [T] flat KV row (page * page_size + offset); N * page_size = drop
     positions: jax.Array  # [T] absolute positions
-    counts: jax.Array  # [3] sequences that decode, sequences in all, token rows in all
+    #: [3] sequences that decode, sequences in all, token rows in all. [4]: and how many sequences
+    #: behind those that decode have rows that a CPU computes to the bits of decode rows.
+    counts: jax.Array
     #: [T] the adapter that changes the model for each row, from 1; 0: none. None where there are
     #: none at all. Layers read it, no kernel does.
     adapted: jax.Array | None = None

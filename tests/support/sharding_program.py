@@ -213,7 +213,7 @@ def one_prompt(layout: Any, tokens: list[int]) -> np.ndarray:
     out = layout.split(packed)
     out.tokens[:n], out.positions[:n], out.write_rows[:] = tokens, np.arange(n), 8 * 16
     out.write_rows[:n] = 16 + np.arange(n)
-    out.kv_lens[0], out.cu_q[1:], out.counts[:] = n, n, (0, min(n, 1), n)
+    out.kv_lens[0], out.cu_q[1:], out.counts[:3] = n, n, (0, min(n, 1), n)
     out.page_table[0, :4] = 1, 2, 3, 4
     out.logit_rows[:n] = np.arange(n)
     return packed

@@ -157,8 +157,8 @@ _FIELDS = (
     _Field("write_rows", ("T",), "rows", padding=attrgetter("pool_rows")),
     _Field("kv_lens", ("S",), "rows"),
     _Field("cu_q", ("S + 1",), "rows"),
-    # Sequences that decode, sequences, token rows.
-    _Field("counts", ("3",), "rows"),
+    # Sequences that decode, sequences, token rows, sequences whose output is computed again.
+    _Field("counts", ("4",), "rows"),
     # The token row that each logit row reads.
     _Field("logit_rows", ("S",), "rows"),
     # The seat whose last token a logit row sets; M: none; above M: M + 1 more than the seat of a
@@ -227,7 +227,7 @@ class UploadLayout:
         self.sampling = SAMPLING
         self._axes = {
             "1": 1,
-            "3": 3,
+            "4": 4,
             "T": bucket.tokens,
             "S": bucket.seats,
             "S + 1": bucket.seats + 1,
@@ -606,7 +606,8 @@ class BatchBuilder:
             self._add_prompt(rows, chunk)
         n_seqs, n_rows = len(rows.owners), len(rows.tokens)
         rows.cu_q += [n_rows] * (bucket.seats - n_seqs)
-        rows.counts = [n_decode, n_seqs, n_rows]
+        again = sum(chunk.again for chunk in chunks[n_decode:])
+        rows.counts = [n_decode, n_seqs, n_rows, again]
         rows.seat_adapters = self._adapters
         return rows
 

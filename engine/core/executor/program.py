@@ -297,7 +297,7 @@ def _meta_of(inputs: Any, engines: int) -> AttentionMeta:
     """
     row_counts = None
     if engines > 1:
-        row_counts = DATA.rows_of_all(inputs.counts[2:])
+        row_counts = DATA.rows_of_all(inputs.counts[2:3])
     return AttentionMeta(
         kv_lens=jnp.maximum(inputs.kv_lens, 0),
         cu_q=jnp.maximum(inputs.cu_q, 0),

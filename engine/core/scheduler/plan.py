@@ -81,6 +81,9 @@ class Chunk(msgspec.Struct, gc=False):
     #: Which draft its row reads, from 1 (`engine.core.scheduler.speculation`); 0: none. The row's
     #: position may be later than it says, by the drafts that the step before accepts.
     draft: int = 0
+    #: Its rows are output that had decode rows before, e.g. before a preemption: attention computes
+    #: each as a decode row, to the same bits.
+    again: bool = False
 
     @property
     def end(self) -> int:
@@ -236,6 +239,10 @@ class Draft:
         count = min(known - start, most, self.tokens_left)
         if count <= 0:
             return False
+        own = seq.own_pages
+        again = own is not None and start >= own.start
+        if own is not None and not again:
+            count = min(count, own.start - start)
         cost = _SCORED_ROW if seq.must_score and self.n_decode else 1
         if cost > 1:
             unscored = max(0, seq.scored - start)
@@ -254,8 +261,9 @@ class Draft:
             scored=scored,
             recomputed=max(0, min(end, seq.computed_high) - start),
             score_start=seq.scored,
+            again=again,
         )
-        self.chunks.append(chunk)
+        self.chunks.insert(self.n_decode if again else len(self.chunks), chunk)
         self.rows += count
         self.pairs += chunk.pairs
         self.tokens_left = max(0, self.tokens_left - count - scored * (cost - 1))
@@ -310,7 +318,7 @@ class Plan:
 
     #: Rising from 1.
     number: int
-    #: Decode rows first, then prompt chunks.
+    #: Decode rows first, then prompt chunks, of which those of output computed again come first.
     chunks: list[Chunk]
     #: The padded sizes of its program.
     bucket: Bucket

@@ -1,9 +1,9 @@
 // Paged attention: flash attention (arXiv 2205.14135) over the pages as they lie.
 //
-// A decoding row goes through its keys and values once, kSpan positions at a time, as fast as
-// memory brings them; a block of prompt rows goes through them in chunks, turned and widened once
-// per chunk, with both products in registers. Nothing is computed for keys a row cannot see (but
-// the rest of a span or chunk), for absent sequences, or for padding. Axes as in
+// A decoding row, or one that was, goes through its keys and values once, kSpan positions at a
+// time, as fast as memory brings them; a block of prompt rows goes through them in chunks, turned
+// and widened once per chunk, with both products in registers. Nothing is computed for keys a row
+// cannot see (but the rest of a span or chunk), for absent sequences, or for padding. Axes as in
 // jitney/kernels/interface.py; G = H / K rows share a key head.
 #include <algorithm>
 #include <type_traits>
@@ -37,6 +37,7 @@ struct Call {
   const float* sinks;         // [H] scores that no key has, or none
   void* o;                    // [T, H, V]
   Index decoding;             // sequences with one row, which come first
+  Index again;                // sequences behind them whose rows are computed like theirs
   Index present;              // sequences in all
   Index heads;                // H
   Index kv_heads;             // K
@@ -58,6 +59,8 @@ struct Call {
   Index key_at(Index head) const { return planes() * head * size; }
   Index value_at(Index head) const { return (planes() * (head + 1) - 1) * size; }
   Index block() const { return std::max<Index>(4, kBlockRows / group()); }  // prompt rows of a task
+  Index first_prompt() const { return decoding + again; }
+  Index alone() const { return cu_q[first_prompt()]; }  // rows that are computed each by itself
   Index blocks_of(Index sequence) const {
     return parts(cu_q[sequence + 1] - cu_q[sequence], block());
   }
@@ -504,10 +507,11 @@ void prompt_block(const Call& call, const Piece& piece) {
   }
 }
 
-// Blocks of prompt rows first, they are the largest; then a ticket for each decoding row.
+// Blocks of prompt rows first, they are the largest; then a ticket for each row that is computed
+// by itself, in order.
 template <class Number, class Keys, class Kind>
 void run_ticket(const Call& call, Index ticket) {
-  for (Index sequence = call.decoding; sequence < call.present; ++sequence) {
+  for (Index sequence = call.first_prompt(); sequence < call.present; ++sequence) {
     const Index here = call.blocks_of(sequence) * call.kv_heads;
     if (ticket >= here) {
       ticket -= here;
@@ -524,10 +528,13 @@ void run_ticket(const Call& call, Index ticket) {
     prompt_block<Number, Kind>(call, piece);
     return;
   }
-  const Index n_keys = call.lens[ticket];
+  Index sequence = std::min(ticket, call.decoding);
+  while (call.cu_q[sequence + 1] <= ticket) {
+    ++sequence;
+  }
+  const Index n_keys = call.lens[sequence] - (call.cu_q[sequence + 1] - ticket) + 1;
   const Index first = call.window > 0 ? std::max<Index>(0, n_keys - call.window) : 0;
-  decode_row<Number, Keys>(call, call.cu_q[ticket], call.table + ticket * call.table_width, first,
-                           n_keys);
+  decode_row<Number, Keys>(call, ticket, call.table + sequence * call.table_width, first, n_keys);
 }
 
 // The tickets of a call that has rows of both kinds, by kind: a block of prompt rows and a decoding
@@ -556,12 +563,12 @@ void run(ffi::ThreadPool& pool, const Call& call, Index rows, Index all_rows) {
   Number* o = static_cast<Number*>(call.o);
   std::memset(o + rows * row_size, 0,
               (all_rows - rows) * row_size * sizeof(Number));  // padding rows
-  Index tickets = call.decoding;
-  for (Index sequence = call.decoding; sequence < call.present; ++sequence) {
+  Index tickets = call.alone();
+  for (Index sequence = call.first_prompt(); sequence < call.present; ++sequence) {
     tickets += call.blocks_of(sequence) * call.kv_heads;
   }
-  const Index blocks = tickets - call.decoding;
-  if (blocks == 0 || call.decoding == 0) {
+  const Index blocks = tickets - call.alone();
+  if (blocks == 0 || call.alone() == 0) {
     share(pool, tickets, all_rows,
           [&](Index ticket) { run_ticket<Number, Keys, Kind>(call, ticket); });
     add_time(blocks > 0 ? Part::kPromptAttention : Part::kDecodeAttention, watch.elapsed());
@@ -577,8 +584,8 @@ void run(ffi::ThreadPool& pool, const Call& call, Index rows, Index all_rows) {
 }
 
 // q [T, H, D], kv [N, page, 2K, D] of one dtype, kv_lens [S], cu_q [S + 1], table [S, P], counts
-// [3], and sinks [H] where heads have some -> o [T, H, D]. value_dim > 0: kv [N, page, K, D] of
-// keys, whose first so many numbers are their values -> o [T, H, value_dim].
+// [3] or [4], and sinks [H] where heads have some -> o [T, H, D]. value_dim > 0: kv [N, page, K, D]
+// of keys, whose first so many numbers are their values -> o [T, H, value_dim].
 ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer kv,
                      ffi::Buffer<ffi::S32> kv_lens, ffi::Buffer<ffi::S32> cu_q,
                      ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> counts,
@@ -597,11 +604,14 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer kv,
   }
   const Index seqs = ts[0];
   if (static_cast<Index>(kv_lens.element_count()) != seqs ||
-      static_cast<Index>(cu_q.element_count()) != seqs + 1 || counts.element_count() != 3) {
-    return refused("attention takes kv_lens [S], cu_q [S + 1], table [S, P] and counts [3]");
+      static_cast<Index>(cu_q.element_count()) != seqs + 1 ||
+      (counts.element_count() != 3 && counts.element_count() != 4)) {
+    return refused("attention takes kv_lens [S], cu_q [S + 1], table [S, P] and counts [3] or [4]");
   }
   const std::int32_t* count = counts.typed_data();
-  if (count[0] < 0 || count[0] > count[1] || count[1] > seqs || count[2] < 0 || count[2] > qs[0]) {
+  const Index again = counts.element_count() == 4 ? count[3] : 0;
+  if (count[0] < 0 || again < 0 || count[0] + again > count[1] || count[1] > seqs ||
+      count[2] < 0 || count[2] > qs[0]) {
     return refused("counts say more sequences or rows than there are");
   }
   const auto sinks = rest.get<ffi::Buffer<ffi::F32>>(0);
@@ -618,6 +628,7 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer kv,
   call.table = table.typed_data();
   call.o = o->untyped_data();
   call.decoding = count[0];
+  call.again = again;
   call.present = count[1];
   call.heads = qs[1];
   call.kv_heads = ks[2] / planes;

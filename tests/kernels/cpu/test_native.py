@@ -181,6 +181,30 @@ def test_a_row_does_not_depend_on_its_batch():
         )
 
 
+@pytest.mark.parametrize("window", [0, 24])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_output_computed_again_has_the_bits_of_its_decode_rows(dtype: str, window: int):
+    """A sequence of 33 rows between one that decodes and a prompt, which are as without it."""
+    case = Case((9, 3, 64), (40,), ((150, 33), (300, 20)), rows=64, seqs=4, window=window)
+    batch = make(replace(case, dtype=dtype, pool=dtype))
+    call = jax.jit(lambda *args: paged_attention(*args, **batch.options))
+    arrays, meta, own = (batch.q, batch.k, batch.v), batch.meta, slice(1, 34)
+    again = meta._replace(counts=jnp.array([1, 3, 54, 1], jnp.int32))
+    got, kv = call(*arrays, batch.kv, again)
+    usual, _ = call(*arrays, batch.kv, meta)
+    decoding = meta._replace(
+        kv_lens=meta.positions[own] + 1,
+        cu_q=jnp.arange(34, dtype=jnp.int32),
+        page_table=jnp.repeat(meta.page_table[1:2], 33, axis=0),
+        write_rows=meta.write_rows[own],
+        positions=meta.positions[own],
+        counts=jnp.array([33, 33, 33], jnp.int32),
+    )
+    rows, _ = call(*[array[own] for array in arrays], kv, decoding)
+    expected = np.asarray(usual.at[own].set(rows), np.float32)
+    np.testing.assert_array_equal(np.asarray(got, np.float32), expected)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("heads", [(4, 2, 16), (9, 3, 64)], ids=str)
 def test_a_prompts_rows_are_the_same_bits_however_it_is_cut(

@@ -51,7 +51,12 @@ class PackedRunner(FakeRunner):
         wanted = [
             (chunk.seq.seat, chunk.sample, chunk.seq.request.sampling) for chunk in plan.chunks
         ]
-        return self.builder.layout(plan.bucket, False), self.builder.build(plan, False), wanted
+        layout, packed = self.builder.layout(plan.bucket, False), self.builder.build(plan, False)
+        n_decode, _, _, again = layout.split(packed).counts
+        for chunk in plan.chunks[n_decode + again :]:
+            own = chunk.seq.own_pages
+            assert own is None or chunk.end <= own.start, "output is computed by decode rows alone"
+        return layout, packed, wanted
 
     def launch(self, batch: Any) -> Any:
         self.rows_run += batch[0].bucket.tokens
@@ -68,7 +73,7 @@ class PackedRunner(FakeRunner):
         wanted: list[tuple[int, bool, SamplingParams]],
     ) -> StepResult:
         x, page = layout.split(packed), self.page_size
-        n_decode, n_seqs, n_rows = x.counts
+        n_decode, n_seqs, n_rows, _ = x.counts
         owners = [seat for seat, _, _ in wanted]
         params = [sampling for _, sample, sampling in wanted if sample]
         samplers = [seat for seat, sample, _ in wanted if sample]
@@ -141,14 +146,18 @@ class PackedRunner(FakeRunner):
 
 
 @pytest.mark.usefixtures("rash")
-@pytest.mark.parametrize(("policy", "seed"), [("continuous", 1), ("continuous", 2), ("static", 3)])
-def test_a_reader_of_the_array_alone_gets_all_tokens(policy: str, seed: int):
+@pytest.mark.parametrize(
+    ("policy", "seed", "share_outputs"),
+    [("continuous", 1, True), ("continuous", 2, False), ("static", 3, True), ("static", 4, False)],
+)
+def test_a_reader_of_the_array_alone_gets_all_tokens(policy: str, seed: int, share_outputs: bool):
     """Random submits, aborts and steps with preemption, prefix hits and scored prompts, two steps
     always in flight.
     """
     rng, clock = random.Random(seed), FakeClock(tick=0.001)
     core = cramped_core(
         policy=policy,
+        share_outputs=share_outputs,
         clock=clock,
         static_timeout_ms=2000.0,
         device=PackedRunner,
@@ -176,6 +185,6 @@ def test_fields_follow_one_another_without_a_gap():
             -1
         ].stop == layout.size
         assert layout.size == (
-            4 * 64 + 4 * 8 + 1 + 3 + 12 * 8 + (0 if layout.greedy_only else 8 * 10 + 1 + 2 * 64)
+            4 * 64 + 4 * 8 + 1 + 4 + 12 * 8 + (0 if layout.greedy_only else 8 * 10 + 1 + 2 * 64)
         )
     assert not UploadLayout(Bucket(8, 8), 12, False).scores, "a decode step has no prompt to score"
