@@ -160,7 +160,8 @@ class DeltaSequences(NamedTuple):
 
     def owners(self, n_rows: int) -> jax.Array:
         """The sequence of each row, int32 [T]; of padding some sequence."""
-        found = jnp.searchsorted(self.ends[1:], jnp.arange(n_rows), side="right")
+        # Not by halving, which is a loop: a GPU's step is one graph only without.
+        found = jnp.sum(self.ends[1:] <= jnp.arange(n_rows)[:, None], axis=1, dtype=jnp.int32)
         return jnp.minimum(found, len(self.starts) - 1)
 
     def slots_of_rows(self, n_rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -42,6 +42,8 @@ from jitney.kernels.triton_gpu.tiles import (
 _FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 #: Elements that places of 32 bits reach, and programs along the second axis of a launch.
 _MOST_ELEMENTS, _MOST_BLOCKS = 1 << 31, 65535
+#: Dims of a head whose splits one program joins, at most: of 32 splits 32 registers a thread.
+_MERGED_DIMS = 128
 #: Columns of which so few are seen to be written out by XLA: 128 and 2048, not 4096.
 _FEW_COLUMNS = 4096
 #: Compute capability from which kernels know fp8.
@@ -347,7 +349,6 @@ class TritonKernels:
         if constants["WINDOW"]:
             longest = min(longest, constants["WINDOW"] + tiles.block_n)
         splitting = _splitting_of(tiles, longest)
-        splitting["BLOCK_M"] = max(16, _power_of_two(group))
         splits = splitting["SPLITS"]
         programs = min(tiles.programs, n_seqs * n_kv * splits)
         part_o = jax.ShapeDtypeStruct((n_seqs, n_heads, splits, constants["DP"]), jnp.float32)
@@ -368,6 +369,7 @@ class TritonKernels:
             PROGRAMS=programs,
             ALONE=o is None,
             PAIRED=kv.dtype.itemsize == 1,
+            BLOCK_M=max(16, _power_of_two(group)),
             **splitting,
             **constants,
         )
@@ -378,14 +380,15 @@ class TritonKernels:
             whole = jax.new_ref(o)
             parts = decode(whole, out=(part_o, part_stats))
         if splits > 1:
-            shared = {name: constants[name] for name in ("H", "K", "D", "DP", "WINDOW")}
-            self._merge(meta, parts, whole, {**splitting, **shared})
+            self._merge(meta, parts, whole, {**splitting, **constants})
         return jax.freeze(whole)
 
     def _merge(
         self, meta: AttentionMeta, parts: list[jax.Array], whole: Any, constants: dict[str, Any]
     ) -> None:
         """Write the splits' parts, as one, into the rows of `whole`."""
+        block = min(constants["DP"], _MERGED_DIMS)
+        names = ("H", "D", "DP", "WINDOW", "BLOCK_N", "SPAN", "SPLITS", "DOUBLINGS")
         self.launch(
             attention.merge_splits,
             meta.kv_lens,
@@ -393,10 +396,11 @@ class TritonKernels:
             *parts,
             whole,
             out=(),
-            grid=(constants["K"], meta.kv_lens.shape[0]),
+            grid=(constants["H"] * constants["DP"] // block, meta.kv_lens.shape[0]),
             warps=4,
-            stages=2,
-            **constants,
+            stages=1,
+            BLOCK_D=block,
+            **{name: constants[name] for name in names},
         )
 
     def matmul_int4(self, x: jax.Array, weights: Int4, dtype: DTypeLike = jnp.float32) -> jax.Array:
