@@ -16,15 +16,18 @@ from jax.typing import DTypeLike
 
 from jitney.kernels import delta_net as plain_delta_net
 from jitney.kernels import reference
+from jitney.kernels import routing as plain_routing
 from jitney.kernels.delta_net import DeltaRows, DeltaSequences, DeltaState, DeltaWeights
 from jitney.kernels.experts import ExpertBlocks, Stack, opened_size
 from jitney.kernels.int4 import Int4
 from jitney.kernels.interface import AttentionMeta, AttentionOptions, KernelError
+from jitney.kernels.routing import Mixture, Routes
 from jitney.kernels.scales import limit_of, scales_of
 from jitney.kernels.triton_gpu import (
     attention,
     delta_net,
     narrow_products,
+    routing,
     top_k_top_p,
     write_kv,
 )
@@ -44,6 +47,11 @@ _FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 _MOST_ELEMENTS, _MOST_BLOCKS = 1 << 31, 65535
 #: Dims of a head whose splits one program joins, at most: of 32 splits 32 registers a thread.
 _MERGED_DIMS = 128
+#: Choices of experts that one program deals out to blocks, at most, and comparisons of two of them
+#: and places that it makes and writes at a time: some tens a thread.
+_MOST_CHOICES, _COMPARED, _FILLED = 512, 1 << 14, 1 << 10
+#: Experts that one warp chooses from, at most.
+_EXPERTS_OF_A_WARP = 128
 #: Columns of which so few are seen to be written out by XLA: 128 and 2048, not 4096.
 _FEW_COLUMNS = 4096
 #: Compute capability from which kernels know fp8.
@@ -512,6 +520,70 @@ class TritonKernels:
         if splits == 1:
             return y[0]
         return jnp.sum(y, axis=0).astype(dtype)
+
+    def route(
+        self,
+        numbers: jax.Array,
+        mixture: Mixture,
+        n_rows: jax.Array,
+        first: jax.Array | int = 0,
+        bias: jax.Array | None = None,
+        factors: jax.Array | None = None,
+    ) -> Routes:
+        """See `jitney.kernels.routing.Route`; of many rows, and where experts are in groups, XLA's
+        kernels do it.
+        """
+        n_padded, columns = numbers.shape
+        n_experts, n_chosen = mixture.n_experts, mixture.n_chosen
+        choices = _power_of_two(n_padded * n_chosen)
+        grouped = mixture.clusters > 1 or mixture.own < n_experts or n_rows.ndim > 0
+        if grouped or choices > _MOST_CHOICES:
+            return plain_routing.route(numbers, mixture, n_rows, first, bias, factors)
+        by_choice = jax.ShapeDtypeStruct((n_chosen, n_padded), jnp.int32)
+        shares, chosen = self.launch(
+            routing.choose_experts,
+            numbers,
+            numbers if bias is None else bias,  # unread then, as the next one
+            numbers if factors is None else factors,
+            out=(
+                jax.ShapeDtypeStruct(by_choice.shape, jnp.float32),
+                jax.ShapeDtypeStruct((n_padded, n_chosen), jnp.int32),
+            ),
+            grid=(n_padded,),
+            warps=1 if n_experts <= _EXPERTS_OF_A_WARP else 4,
+            stages=1,
+            T=n_padded,
+            COLUMNS=columns,
+            X=n_experts,
+            XP=_power_of_two(n_experts),
+            C=n_chosen,
+            CP=_power_of_two(n_chosen),
+            SOFTMAX=mixture.scoring == "softmax",
+            BIASED=bias is not None,
+            RENORMALISED=mixture.renormalised,
+            FACTORED=factors is not None,
+            FACTOR=float(mixture.share_factor),
+        )
+        size, most = mixture.block_rows(n_padded), mixture.most_blocks(n_padded)
+        others = [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (most * size, most, 1)]
+        places, rows, experts, used = self.launch(
+            routing.deal_out,
+            chosen,
+            n_rows.reshape(1),
+            out=(by_choice, *others),
+            grid=(1,),
+            warps=8,
+            stages=1,
+            T=n_padded,
+            C=n_chosen,
+            X=n_experts,
+            CHOICES=choices,
+            AT_ONCE=min(choices, _COMPARED // choices),
+            B=size,
+            N=most,
+            FILLED=_FILLED,
+        )
+        return Routes(ExpertBlocks(rows, experts, used[0]), places, shares)
 
     def experts(
         self, x: jax.Array, opening: Stack, closing: Stack, blocks: ExpertBlocks, activation: str

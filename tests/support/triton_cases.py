@@ -24,6 +24,7 @@ from flashinfer_reader import attend_by
 from int4_weights import pack_int4
 from ragged import Batch, Case, attention, make, written
 
+from jitney.engine.core.weights.checkpoints.model_config import ExpertsConfig
 from jitney.kernels import definitions, reference
 from jitney.kernels.attention_cases import _MIXED
 from jitney.kernels.attention_cases import CASES as ATTENTION
@@ -33,6 +34,7 @@ from jitney.kernels.expert_cases import _make_inputs as make_experts
 from jitney.kernels.experts import ExpertBlocks
 from jitney.kernels.flashinfer_gpu.prompts import _hopper_plan, _page_lists
 from jitney.kernels.interface import AttentionMeta
+from jitney.kernels.proof_routing import route_error
 from jitney.kernels.proof_shapes import distance
 from jitney.kernels.select import select
 from jitney.kernels.triton_gpu import top_k_top_p
@@ -235,6 +237,33 @@ def check_experts(case: ExpertCase, kernels: TritonKernels = KERNELS) -> dict[st
         "error": distance(found[given.real], wanted[given.real]),
         "written": int(np.isfinite(found[nobody]).sum()),
     }
+
+
+def check_routing(
+    mixture: ExpertsConfig, rows: int, count: int, *, columns: int = 0, ties: bool = False
+) -> dict[str, Any]:
+    """Error of the shares, infinite where a row stands elsewhere than numpy says. columns: more
+    than there are experts, which nobody reads. ties: many experts have the same number.
+    """
+    rng = np.random.default_rng(rows)
+    numbers = rng.normal(size=(rows, mixture.n_experts + columns)).astype(np.float32)
+    if ties:
+        numbers = np.round(numbers)
+    bias, factors = rng.uniform(size=(2, mixture.n_experts)).astype(np.float32)
+    more = (bias, factors) if mixture.choice_bias else ()
+    return {"error": route_error(KERNELS.route, mixture, numbers, count, *more)}
+
+
+def check_no_numbers() -> dict[str, Any]:
+    """Rows with a number that is none get shares that are none; the others get theirs."""
+    none = []
+    for scoring in ("softmax", "sigmoid"):
+        mixture = ExpertsConfig(20, 3, renormalised=True, scoring=scoring)
+        numbers = np.random.default_rng(2).normal(size=(4, 20)).astype(np.float32)
+        numbers[1, 5], numbers[2] = np.nan, np.nan
+        shares = KERNELS.route(jnp.asarray(numbers), mixture, jnp.int32(4)).shares
+        none += np.isnan(np.asarray(shares)).T.tolist()
+    return {"none": none}
 
 
 def experts_alone() -> dict[str, Any]:
@@ -465,6 +494,28 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         ExpertCase(size=96, schemes=("fp8", "fp8")), OLDEST
     ),
     "alone: experts": experts_alone,
+    "routing: shares of all": lambda: check_routing(ExpertsConfig(32, 4, renormalised=False), 5, 4),
+    "routing: one row, sigmoids, a bias, factors": lambda: check_routing(
+        ExpertsConfig(
+            40, 8, renormalised=True, scoring="sigmoid", choice_bias=True, share_factor=2.5
+        ),
+        1,
+        1,
+    ),
+    "routing: several blocks of an expert": lambda: check_routing(
+        ExpertsConfig(6, 3, renormalised=True), 70, 61
+    ),
+    "routing: many experts, unread columns": lambda: check_routing(
+        ExpertsConfig(256, 8, renormalised=True), 32, 32, columns=1
+    ),
+    "routing: ties": lambda: check_routing(
+        ExpertsConfig(16, 5, renormalised=True), 24, 20, ties=True
+    ),
+    "routing: nobody": lambda: check_routing(ExpertsConfig(16, 2, renormalised=True), 8, 0),
+    "routing: more choices than the kernel takes": lambda: check_routing(
+        ExpertsConfig(16, 4, renormalised=True), 256, 200
+    ),
+    "no numbers: routing": check_no_numbers,
     "delta net: value heads that share keys": lambda: in_pieces(KERNELS.delta_net, Sizes()),
     "delta net: padded heads": lambda: in_pieces(KERNELS.delta_net, Sizes(2, 2, 24, 80, 3)),
     "delta net: of Mamba": lambda: in_pieces(

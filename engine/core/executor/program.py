@@ -59,7 +59,7 @@ _PAGE_CHUNK = 16
 #: temporaries: a decode step of 32 rows of an 8B model would touch 1.13 times the bytes that it
 #: must, not 1.07.
 _COMPILER_OPTIONS: dict[str, dict[str, str]] = {
-    "gpu": {"xla_disable_hlo_passes": "rematerialization"}
+    "gpu": {"xla_disable_hlo_passes": "rematerialization", "xla_gpu_dot_merger_threshold_mb": "0"}
 }
 #: What may be in a CUDA graph: all that is by default, and the all-reduces between devices, two a
 #: layer, at each of which the step would else end one graph and begin another.

@@ -190,7 +190,7 @@ class Llama(nnx.Module):
 
     def embedded(self, tokens: Array) -> Array:
         """tokens int32 [T] -> [T, E]."""
-        return looked_up(self.embed[...], tokens, self.config)
+        return looked_up(self.embed[...], tokens, self.config)[:, : self.config.hidden_size]
 
     def linears(self) -> Iterator[Linear]:
         """Every matrix that may be quantised; a tied head is the embedding, which is not."""
@@ -207,6 +207,10 @@ class Llama(nnx.Module):
             block.pack(kernels)
         if self.lm_head is not None:
             self.lm_head.pack(kernels)
+            table = self.embed[...]
+            missing = -table.shape[1] % kernels.table_columns
+            if missing:
+                self.embed = nnx.Param(jnp.pad(table, ((0, 0), (0, missing))))
 
     def set_kv_scales(self, scales: list[Array]) -> None:
         """Give each layer that has a quantised pool its factors, float32 [2K]."""

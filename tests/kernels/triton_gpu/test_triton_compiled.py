@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("triton")
 from triton_recorder import Call, compile_call, record
 
+from jitney.engine.core.weights.checkpoints.model_config import ExpertsConfig
 from jitney.kernels.delta_net import DeltaState, DeltaWeights, StateSlots
 from jitney.kernels.experts import ExpertBlocks, Stack
 from jitney.kernels.int4 import Int4
@@ -141,6 +142,22 @@ def pools(sm: int, dtype: str) -> list[str]:
 def test_odd_groups_and_pages(sm: int):
     for group, dim, page in ((1, 128, 16), (7, 128, 32), (3, 64, 128), (16, 96, 64), (32, 80, 16)):
         check(launches(sm, dim, "bfloat16", "bfloat16", group=group, page=page), sm)
+
+
+@pytest.mark.parametrize("sm", SHARED)
+@pytest.mark.parametrize("rows,experts,chosen", [(64, 256, 8), (128, 32, 4)])
+def test_the_most_choices_of_experts(sm: int, rows: int, experts: int, chosen: int):
+    """Of Qwen3.6-35B-A3B and gpt-oss-20b."""
+    mixture = ExpertsConfig(experts, chosen, renormalised=True)
+
+    def use(launch):
+        numbers = jnp.zeros((rows, experts), jnp.float32)
+        TritonKernels(launch).route(numbers, mixture, jnp.int32(rows))
+
+    calls = record(sm, use)
+    assert [call.kernel.__name__ for call in calls] == ["choose_experts", "deal_out"]
+    made = [compile_call(call, sm) for call in calls]
+    assert not any(kernel.spilled for kernel in made)
 
 
 @pytest.mark.parametrize("sm", SHARED)
