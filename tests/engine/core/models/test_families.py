@@ -32,7 +32,9 @@ from jitney.engine.core.weights.describe import count_parameters
 from jitney.engine.core.weights.load import load_model
 from jitney.engine.lab.simulation.roofline import SHAPES, ModelCost
 
-pytestmark = pytest.mark.usefixtures("programs_when_used", "compiled_in_a_hurry")
+pytestmark = pytest.mark.usefixtures(
+    "programs_when_used", "compiled_in_a_hurry", "kernels_unproved"
+)
 
 CASES = DATA["cases"]
 SMALL = {
@@ -47,13 +49,9 @@ SMALL = {
 }
 
 
-#: Of these with the reference kernels, too.
-REFERENCE = ("gemma3", "cohere2")
-
-
+@pytest.mark.usefixtures("one_program_a_model")
 @pytest.mark.parametrize(
-    ("name", "kernels"),
-    [*((name, "auto") for name in SCRIPT.GREEDY), *((name, "reference") for name in REFERENCE)],
+    ("name", "kernels"), [*((name, "auto") for name in SCRIPT.GREEDY), ("gemma3", "reference")]
 )
 def test_a_family_writes_what_transformers_writes(
     name: str, kernels: str, tmp_path: Path, record_property: Callable[[str, object], None]
