@@ -418,6 +418,7 @@ def sampled_tokens() -> dict[str, Any]:
 CONTAINED = {
     *("window in decode", "sinks in decode", "window, softcap in decode", "window in mixed"),
     *("group of three", "head dim 96", "int8 pool", "latents in decode"),
+    *("prompts alone", "group of seven", "head dim 128"),
     *("gelu", "fp8", "biases, clamped"),
 }
 CASES: dict[str, Callable[[], dict[str, Any]]] = {

@@ -31,20 +31,13 @@ MIXED = Case((8, 2, 64), (5, 90), ((120, 50), (17, 3), (9, 1)), rows=70, seqs=6,
 
 CASES = {
     "decode": DECODE,
-    "decode, head dim 128, a block of one page": replace(
-        DECODE, heads=(4, 1, 128), page=64, pages=4
-    ),
     "int8 pool, one factor": replace(DECODE, pool="int8", scales="pool"),
     "sinks, window, softcap in decode": replace(DECODE, window=50, softcap=20.0, sinks=True),
     "mixed": MIXED,
     "sinks": replace(MIXED, sinks=True),
     "window, softcap": replace(MIXED, heads=(4, 2, 128), window=40, softcap=5.0),
-    "prompts alone": Case((2, 2, 64), (), ((70, 70), (17, 17), (1, 1)), rows=100, seqs=5, pages=8),
     "group of three, rows of padding in the pool": Case(
         (9, 3, 16), (40, 90), ((130, 60),), rows=64, seqs=4
-    ),
-    "group of seven, head dim 80": Case(
-        (14, 2, 80), (77,), ((100, 40),), rows=64, seqs=3, page=32, pages=4
     ),
     "head dim 256, pages of 128": Case(
         (4, 2, 256), (200,), ((100, 40),), rows=48, seqs=2, page=128, pages=2
