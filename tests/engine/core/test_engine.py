@@ -456,17 +456,17 @@ def levels_that_run() -> list[str]:
 def kernels_of(level_name: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of a kernel set whose native kernels, if it is of those, are of that level.
 
-    Of the levels that this CPU runs, the one that it is served at; the others, half a minute each,
-    with JITNEY_TEST_COMPILE=1.
+    Of the levels that this CPU runs, the one that it is served at, and the reference where it runs
+    none; the others, half a minute each, with JITNEY_TEST_COMPILE=1.
     """
-    if level_name == "reference":
-        return level_name
-    level = next(level for level in build._LEVELS if level.name == level_name)
-    here = levels_that_run()
+    here = [*levels_that_run(), "reference"]
     if level_name not in here:
         pytest.skip(f"no library for {level_name} here")
     if level_name != here[0] and os.environ.get("JITNEY_TEST_COMPILE") != "1":
         pytest.skip("half a minute a level: JITNEY_TEST_COMPILE=1")
+    if level_name == "reference":
+        return level_name
+    level = next(level for level in build._LEVELS if level.name == level_name)
     build.build([level])
     loaded = library._opened(level)
     monkeypatch.setattr(library, "load", lambda: loaded)
