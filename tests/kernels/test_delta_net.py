@@ -30,10 +30,7 @@ def sizes_of(name: str, *sizes: Any) -> Sizes:
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        ("reference", ()),
         ("reference", (2, 2, 16, 80, 3)),
-        ("native", ()),
-        ("native", (1, 4, 32, 16, 2)),
         ("native", (2, 2, 16, 80, 3)),
         ("native", (1, 2, 128, 128)),
         ("reference of Mamba", (1, 4, 32, 16, 2)),
@@ -105,8 +102,6 @@ def test_native_numbers_do_not_depend_on_the_cut_nor_on_the_others(name: str, dt
     ("name", "rows"),
     [
         ("reference", 3),
-        ("reference", 8),
-        ("native", 3),
         ("native", 8),
         ("reference of Mamba", 3),
         ("native of Mamba", 8),

@@ -359,9 +359,9 @@ def cut_by_sorting(row: np.ndarray, k: int, p: float) -> float:
     return float(kept[np.searchsorted(mass, p * mass[-1])])
 
 
-def whole_model(normed: bool, kv: str = "auto", *, unfused: bool = False) -> dict[str, Any]:
+def whole_model() -> dict[str, Any]:
     """Logits of a small Llama over a mixed step, and over the decode step after it, against the
-    reference kernels. unfused: also with the attention that rotates and writes nothing.
+    reference kernels; also with the attention that rotates and writes nothing.
     """
     from jitney.engine.core.models.hidden import Hidden
     from jitney.engine.core.models.registry import random_model
@@ -378,17 +378,17 @@ def whole_model(normed: bool, kv: str = "auto", *, unfused: bool = False) -> dic
         intermediate_size=64,
         windows=(0, 16),
         context_length=256,
-        qk_norm=normed,
+        qk_norm=True,
     )
-    model = random_model(config, kv=kv)
+    model = random_model(config, kv="int8")
     logits = []
     plain = select("cpu", "reference")
     fused = replace(plain, rotate_and_write=KERNELS.rotate_and_write, attend=KERNELS.attend)
-    sets = [replace(plain, paged_attention=KERNELS.paged_attention)] if unfused else []
-    for kernels in (*sets, fused, plain):
+    unfused = replace(plain, paged_attention=KERNELS.paged_attention)
+    for kernels in (unfused, fused, plain):
         # Few rows: the interpreter rotates each head of each by itself.
         batch = make(Case((6, 2, 16), (40,), ((9, 9), (35, 8)), rows=24, seqs=4, pages=8))
-        pools = [jnp.zeros(batch.kv.shape, "float32" if kv == "auto" else kv)] * 2
+        pools = [jnp.zeros(batch.kv.shape, "int8")] * 2
         tokens = jnp.arange(24, dtype=jnp.int32)
         # In one program: by itself each small operation would be compiled for each shape.
         forward = jax.jit(functools.partial(model, kernels=kernels))
@@ -447,6 +447,7 @@ def sampled_tokens() -> dict[str, Any]:
 CONTAINED = {
     *("window in decode", "sinks in decode", "window, softcap in decode", "window in mixed"),
     *("group of three", "head dim 96", "int8 pool", "latents in decode"),
+    *("prompts alone", "group of seven", "head dim 128"),
     *("gelu", "fp8", "biases, clamped"),
 }
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
@@ -528,8 +529,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "threshold: odd rows": lambda: check_threshold(odd_rows, 21, 300),
     "threshold: short lists": lambda: check_threshold(odd_rows, 28, 300, 8),
     "sampling: tokens": sampled_tokens,
-    "model: logits": lambda: whole_model(False, unfused=True),
-    "model: logits, normed heads, int8 pool": lambda: whole_model(True, "int8"),
+    "model: logits, normed heads, int8 pool": whole_model,
 }
 
 

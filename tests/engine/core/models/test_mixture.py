@@ -85,7 +85,7 @@ def rows_read(routes: Routes, n_padded: int) -> list[list[int]]:
 @pytest.mark.usefixtures("hurried")
 @given(
     seed=st.integers(0, 2**32 - 1),
-    n_padded=st.sampled_from([1, 40, 200]),
+    n_padded=st.sampled_from([1, 200]),
     config=st.sampled_from(
         [
             ExpertsConfig(1, 1, renormalised=True),
@@ -162,9 +162,8 @@ def naive(layer: Experts, x: np.ndarray, n_experts: int) -> np.ndarray:
 @pytest.mark.parametrize(
     ("family", "scheme", "packed"),
     [
-        *(("gpt_oss", scheme, False) for scheme in (*Packed.schemes, "mxfp4")),
+        *(("gpt_oss", scheme, False) for scheme in ("plain", "mxfp4")),
         *(("mixtral", scheme, True) for scheme in (*Packed.schemes, "mxfp4")),
-        ("qwen3_moe", "plain", True),
     ],
 )
 def test_a_layer_is_the_sum_of_its_rows_experts(family: str, scheme: str, packed: bool):
@@ -211,7 +210,7 @@ AT_ONCE = {
 }
 
 
-@pytest.mark.parametrize(("scheme", "packed"), [("plain", True), ("int8", False), ("fp8", True)])
+@pytest.mark.parametrize(("scheme", "packed"), [("plain", True), ("fp8", False)])
 @pytest.mark.parametrize("name", AT_ONCE)
 def test_all_blocks_at_once_give_what_one_after_the_other_gives(
     name: str, scheme: str, packed: bool
@@ -306,9 +305,9 @@ SETTINGS: dict[str, Any] = {
     "page_size": 16,
     "max_seats": 8,
     "context": 256,
-    "seat_buckets": [1, 8],
+    "seat_buckets": [8],
     "token_budget": 64,
-    "token_buckets": [16, 64],
+    "token_buckets": [64],
     "measured_sizes": False,
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -316,17 +315,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
 def engine(model: str, **settings: Any) -> LLM:
     return LLM(model, **SETTINGS | settings)
-
-
-@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"weights": "int8"}], ids=str)
-def test_a_crowd_changes_no_tokens(settings: dict[str, Any]):
-    llm = engine("tiny-random:qwen3_moe", **settings)
-    prompts = [prompt(20 + i, 3 + 9 * i) for i in range(8)]
-    crowd = [one.outputs[0].token_ids for one in llm.generate(prompts, GREEDY)]
-    alone = [llm.generate([one], GREEDY)[0].outputs[0].token_ids for one in prompts]
-    assert crowd == alone
-    assert len({tuple(tokens) for tokens in crowd}) == 8
-    llm.core.check()
 
 
 def test_experts_are_proven_in_the_rows_of_their_blocks():
