@@ -199,7 +199,8 @@ class _Loader:
         matrices: list[StoredMatrix] = []
         for piece in target.pieces:
             matrix = self.checkpoint.matrix(piece.name)
-            if matrix is None:
+            # Inputs in another order would tear the groups that share a scale.
+            if matrix is None or piece.column_order:
                 return None
             matrices.append(_reordered(matrix, piece))
         described = [matrix.described() for matrix in matrices]
@@ -236,12 +237,14 @@ class _Loader:
 
 
 def _sliced(checkpoint: Checkpoint, piece: Piece) -> Sliceable:
-    """A tensor as floats, its rows in our order, left in its file where that can be."""
+    """A tensor as floats, its rows and columns in our order, left in its file where that can be."""
     stored = checkpoint.sliced(piece.name)
     order = piece.order
-    if order is None:
-        return stored
-    return Reordered(stored, order)
+    if order is not None:
+        stored = Reordered(stored, order)
+    if piece.column_order:
+        stored = Reordered(stored, np.array(piece.column_order), axis=1)
+    return stored
 
 
 def _reordered(matrix: StoredMatrix, piece: Piece) -> StoredMatrix:

@@ -146,6 +146,13 @@ def mxfp4(blocks: Array, scales: Array) -> Packed:
     return Packed(_block_codes(codes[:, :, 0] | codes[:, :, 1] << 4), scales.T)
 
 
+@jax.jit
+def gguf_mxfp4(rows: Array) -> Packed:
+    """GGUF MXFP4, uint8 [O, I / 32 * 17]: 32 inputs have an exponent and 16 bytes."""
+    blocks = _blocks(rows, 17)
+    return Packed(_block_codes(blocks[..., 1:]), blocks[..., 0].T)
+
+
 def _nibbles(words: Array) -> Array:
     """int32 [...] -> uint8 [..., 8], the lowest bits first."""
     words = bitcast_convert_type(words, jnp.uint32)

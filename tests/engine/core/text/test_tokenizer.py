@@ -324,6 +324,10 @@ CUTS = {
         "It's| |202|6|,| | I'LL|\n\n| go| é|_x",
         "Señor| get|HTTPServer| 中a文|，v|1|.|25|//|x|  | y|\tf|(x|)| naïve|!\n\n",
     ),
+    "deepseek-v3": (
+        "It|'s| |202|6|,| | I|'LL|\n\n| go| é|_x",
+        "Señor| getHTTPServer| |中|a|文|，|v|1|.|25|//|x|  | y|\tf|(x|)| naïve|!\n\n",
+    ),
     "deepseek-coder": (
         "It|'|s| |2|0|2|6|,| | I|'|LL|\n|\n| go| é|_|x",
         "Señor| getHTTPServer| |中|a|文|，|v|1|.|2|5|//|x|  | y|\tf|(|x|)| naïve|!|\n|\n",
@@ -365,7 +369,8 @@ def test_words_are_cut_as_transformers_does(text: str):
     """Of the names that both know: the patterns that transformers has for GGUF files."""
     theirs = gguf_tokenizer_mapping.GGUF_PRE_TOKENIZER_SPLITS
     both = theirs.keys() & _PRE_TOKENIZERS.keys()
-    assert {"llama-bpe", "tekken", "qwen2", "deepseek-r1-qwen", "smaug-bpe"} <= both
+    assert {"llama-bpe", "tekken", "qwen2", "deepseek-r1-qwen", "smaug-bpe", "qwen35"} <= both
+    assert {"lfm2", "pixtral"} <= both
     for pre in both:
         split = Split(Regex(theirs[pre]), "isolated")
         assert cut(pre, text) == [word for word, _ in split.pre_tokenize_str(text)]
