@@ -31,6 +31,9 @@ ARCHITECTURES = {
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
     "glm4_moe_lite": "deepseek2",
+    "mistral4": "mistral4",
+    "gemma4_text": "gemma4",
+    "gemma4_unified_text": "gemma4",
 }
 #: Whose queries and keys are stored in pairs of rows.
 PAIRED = {"mixtral", "granitemoehybrid", "nemotron_h"}
@@ -53,6 +56,8 @@ def converted(config: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any],
     stored: Tensors = {}
     for from_folder, tensor in _converted(kind, config, tensors):
         in_file = names.get_name(from_folder, try_suffixes=(".weight", ".bias"))
+        if from_folder.startswith(("blk.", "rope_freqs")):
+            in_file = from_folder
         assert in_file is not None, from_folder
         stored[in_file] = np.ascontiguousarray(tensor)
     return keys, stored
@@ -63,9 +68,13 @@ def write_file(
     keys: dict[str, Any],
     tensors: Tensors,
     kinds: Mapping[str, str] = MappingProxyType({}),
+    tensors_a_file: int = 0,
 ) -> Path:
-    """kinds: the block types of some tensors, by the end of their names."""
-    writer = gguf.GGUFWriter(path, keys["general.architecture"])
+    """kinds: the block types of some tensors, by the end of their names. tensors_a_file: where the
+    library splits it, under names of its own; 0: nowhere.
+    """
+    arch = keys["general.architecture"]
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=tensors_a_file)
     for key, value in keys.items():
         if key != "general.architecture":  # the writer has it
             _add(writer, key, value)
@@ -97,6 +106,7 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 def _common(config: dict[str, Any]) -> dict[str, Any]:
     """Key-values that the converter writes of every model, None: left out."""
     rope = config.get("rope_parameters", {"rope_type": "default"})
+    rope = rope.get("full_attention", rope)
     head_dim = config.get("head_dim")
     keys: dict[str, Any] = {
         "block_count": config.get("num_hidden_layers"),
@@ -143,8 +153,10 @@ def _own(kind: str, config: dict[str, Any]) -> dict[str, Any]:
             return _of_granite(config)
         case "nemotron_h":
             return _of_nemotron(config)
-        case "deepseek_v2" | "deepseek_v3" | "glm4_moe_lite":
+        case "deepseek_v2" | "deepseek_v3" | "glm4_moe_lite" | "mistral4":
             return _of_latents(config)
+        case "gemma4_text" | "gemma4_unified_text":
+            return _of_gemma4(config)
     return {}
 
 
@@ -249,8 +261,59 @@ def _of_latents(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _of_gemma4(config: dict[str, Any]) -> dict[str, Any]:
+    kinds, readers = config["layer_types"], config["num_kv_shared_layers"]
+    own = {int(layer): one for layer, one in config["per_layer_config"].items()}
+    heads, inner = config["num_key_value_heads"], config["intermediate_size"]
+    first_reader = len(kinds) - readers
+    wide = 2 if config["use_double_wide_mlp"] else 1
+    full = next(iter(own.values()))["head_dim"]
+    return {
+        "attention.shared_kv_layers": readers,
+        "embedding_length_per_layer_input": config.get("hidden_size_per_layer_input", 0),
+        "attention.sliding_window": config["sliding_window"],
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in kinds],
+        "attention.key_length": full,
+        "attention.value_length": full,
+        "attention.key_length_swa": config["head_dim"],
+        "attention.value_length_swa": config["head_dim"],
+        "attention.head_count_kv": [
+            own.get(layer, {}).get("num_key_value_heads", heads) for layer in range(len(kinds))
+        ],
+        "feed_forward_length": [
+            inner if layer < first_reader else wide * inner for layer in range(len(kinds))
+        ],
+        "rope.dimension_count": full,
+        "rope.dimension_count_swa": config["head_dim"],
+        "rope.freq_base_swa": config["rope_parameters"]["sliding_attention"]["rope_theta"],
+        "final_logit_softcapping": config["final_logit_softcapping"],
+        "expert_feed_forward_length": config.get("moe_intermediate_size"),
+        "expert_used_count": config.get("top_k_experts"),
+    }
+
+
+def _of_gemma4_tensor(name: str) -> str:
+    layer, _, rest = name.removeprefix("model.layers.").partition(".")
+    if rest == "router.scale":
+        return f"blk.{layer}.ffn_gate_inp.scale"
+    if rest == "router.per_expert_scale":
+        return f"blk.{layer}.ffn_down_exps.scale"
+    bare = "layer_scalar", "experts.gate_up_proj", "experts.down_proj"
+    return f"{name}.weight" if rest in bare else name
+
+
+def _divisors(config: dict[str, Any]) -> np.ndarray:
+    """Of frequencies of Gemma 4's layers that see all, of which few pairs are rotated."""
+    full = config["rope_parameters"]["full_attention"]
+    size = next(iter(config["per_layer_config"].values()))["head_dim"]
+    rotated = int(size * full["partial_rotary_factor"] / 2)
+    return np.array([1.0] * rotated + [1e30] * (size // 2 - rotated), np.float32)
+
+
 def _converted(kind: str, config: dict[str, Any], tensors: Tensors) -> Iterator[tuple[str, Any]]:
-    """The tensors, with the names that the map of the gguf library knows."""
+    """The tensors, with the names that the map of the gguf library knows, or those of the file."""
+    if "gemma4" in kind:
+        yield "rope_freqs.weight", _divisors(config)
     for name, tensor in _with_stacks(tensors).items():
         if kind == "gpt_oss":
             yield from _of_gpt_oss(name, tensor, tensors)
@@ -263,6 +326,10 @@ def _converted(kind: str, config: dict[str, Any], tensors: Tensors) -> Iterator[
             yield from _of_input_linear(name, tensor, has_experts=bool(config["num_local_experts"]))
         elif "shared_mlp.output_linear" in name and not config["num_local_experts"]:
             yield name.replace("shared_mlp.output_linear", "mlp.down_proj"), tensor
+        elif "gemma4" in kind:
+            yield _of_gemma4_tensor(name), tensor
+        elif name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            yield f"{name}.weight", tensor
         elif "kv_b_proj" in name:
             yield from _of_kv_b(config, name, tensor)
         elif kind in PAIRED and name.endswith(("q_proj.weight", "k_proj.weight")):

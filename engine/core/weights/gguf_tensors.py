@@ -135,12 +135,9 @@ class GGUFTensors(GGUFFile):
     def _join(self, prefix: str, keys: Shape) -> None:
         """Note the matrices of keys and values of all heads as one."""
         heads, rank, plain = keys
-        values = self.tensors.get(prefix + _VALUES)
-        if values is None or (len(values.shape), values.shape[0], values.shape[-1]) != (
-            3,
-            heads,
-            rank,
-        ):
+        tensor = self.tensors.get(prefix + _VALUES)
+        values = () if tensor is None else tensor.shape
+        if len(values) != 3 or values[::2] != (heads, rank):
             raise ModelError(
                 f"{self.name}: {prefix}{_KEYS} {list(keys)} has no {_VALUES} beside it"
             )
@@ -149,7 +146,7 @@ class GGUFTensors(GGUFFile):
             turned = self.read(prefix + _KEYS).swapaxes(1, 2)
             return np.concatenate([turned, self.read(prefix + _VALUES)], axis=1)
 
-        self._lay_out(prefix + _BOTH, (heads * (plain + values.shape[1]), rank), read)
+        self._lay_out(prefix + _BOTH, (heads * (plain + values[1]), rank), read)
 
     def _take_apart(self, name: str, shape: Shape, prefix: str, matrix: str, ending: str) -> None:
         """Note the parts of a tensor of all experts by names of their own."""

@@ -109,9 +109,10 @@ class TensorFields(Fields):
         """Which layers have a tensor of this name."""
         return frozenset(self._of_layers.get(name, ()))
 
-    def columns(self, name: str) -> int:
-        """The last axis of this tensor in the first layer that has one; 0: none has."""
-        shapes = self._of_layers.get(name)
-        if not shapes:
+    def size(self, name: str, axis: int = -1, layer: int | None = None) -> int:
+        """An axis of this tensor in a layer, or in the first layer that has one; 0: none has."""
+        shapes = self._of_layers.get(name, {})
+        shape = shapes.get(min(shapes, default=0) if layer is None else layer)
+        if shape is None:
             return 0
-        return Fields({name: shapes[min(shapes)][-1]}, self.where).integer(name, 1, MOST.width)
+        return Fields({name: shape[axis]}, self.where).integer(name, 1, MOST.width)

@@ -1362,7 +1362,7 @@ FAMILIES: dict[str, Family] = {
         gguf_families.gemma3,
         _TINY_GEMMA3,
     ),
-    "Gemma4ForCausalLM": Family("gemma4", _gemma4, None, _TINY_GEMMA4),
+    "Gemma4ForCausalLM": Family("gemma4", _gemma4, gguf_families.gemma4, _TINY_GEMMA4),
     "Gemma4UnifiedForCausalLM": Family(
         "gemma4_unified", _gemma4_unified, None, _TINY_GEMMA4_EXPERTS
     ),
@@ -1440,7 +1440,7 @@ FAMILIES: dict[str, Family] = {
     "Mistral4ForCausalLM": Family(
         "mistral4",
         _mistral4,
-        None,
+        gguf_families.mistral4,
         _TINY_LATENT | {"ropes": (RopeConfig(query_beta=0.5, query_context=64),)},
     ),
     "BertModel": Family("bert", _bert, None, _tiny_encoder(EncoderConfig("cls", 2))),

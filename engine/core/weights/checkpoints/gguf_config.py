@@ -85,7 +85,7 @@ def _read_gguf_config(
         qkv_bias=bool(fields.layers_with("attn_q.bias")),
         o_bias=bool(fields.layers_with("attn_output.bias")),
         mlp_bias=bool(fields.layers_with("ffn_gate.bias")),
-        qk_norm=fields.columns("attn_q_norm.weight") == head_dim,
+        qk_norm=fields.size("attn_q_norm.weight") == head_dim,
         bos_id=tokens.token_id("tokenizer.ggml.bos_token_id"),
         eos_ids=tokens.token_ids(*_NAMED_ENDS),
     )
@@ -139,7 +139,7 @@ def _fields_of(
 
 def _inner(fields: TensorFields) -> int:
     """Columns of an expert's feed-forward, or of that of all rows."""
-    found = fields.columns("ffn_down_exps.weight") or fields.columns("ffn_down.weight")
+    found = fields.size("ffn_down_exps.weight") or fields.size("ffn_down.weight")
     return found or fields.integer("feed_forward_length", 1, MOST.width)
 
 

@@ -16,16 +16,22 @@ from jitney.engine.core.weights.checkpoints.layer_patterns import (
 from jitney.engine.core.weights.checkpoints.model_config import (
     DeltaNetConfig,
     ExpertsConfig,
+    FullHeads,
     LatentConfig,
     MambaConfig,
     ModelConfig,
     RopeConfig,
+    RopeScaling,
     ShortConvConfig,
 )
 from jitney.engine.core.weights.checkpoints.rope_config import latent_temperature
 
 #: Layers of the Gemmas of 27 billion weights -> their scores are divided by the root of E / H.
 _GEMMA2_27B, _GEMMA3_27B = 46, 62
+#: Of Mistral Small 4: see `RopeConfig.query_beta`.
+_MISTRAL4_BETA = 0.1
+#: Gemma 4's files divide frequencies of pairs that are not rotated by more than this.
+_NOT_ROTATED = 1e20
 #: Of `expert_gating_func`.
 _UNTOLD, _SIGMOID, _LAST_GATING = 0, 2, 3
 
@@ -83,12 +89,16 @@ def exaone4(fields: Fields, config: ModelConfig) -> ModelConfig:
 
 
 def mistral3(fields: Fields, config: ModelConfig) -> ModelConfig:
-    config = plain(fields, config)
-    beta, rope = fields.get("attention.temperature_scale"), config.rope(0)
+    return _with_query_factor(fields, plain(fields, config))
+
+
+def _with_query_factor(fields: Fields, config: ModelConfig, default: float = 0.0) -> ModelConfig:
+    """With queries that grow beyond the original context; default: by what, where it has one."""
+    key, rope = "attention.temperature_scale", config.rope(0)
+    beta = fields.number(key) if fields.get(key) else default
     if not beta or rope is None or rope.scaling is None:
         return config
     context = rope.scaling.original_context
-    beta = fields.number("attention.temperature_scale")
     return replace(config, ropes=(replace(rope, query_beta=beta, query_context=context),))
 
 
@@ -160,7 +170,7 @@ def _experts(fields: TensorFields, config: ModelConfig) -> ExpertsConfig:
     gating = fields.integer("expert_gating_func", _UNTOLD, _LAST_GATING, default=_UNTOLD)
     is_sigmoid = gating == _SIGMOID or (gating == _UNTOLD and has_bias)
     factor = fields.get("expert_weights_scale", 0.0)
-    shared = fields.columns("ffn_down_shexp.weight")
+    shared = fields.size("ffn_down_shexp.weight")
     layers = frozenset(range(config.n_layers))
     dense = layers - fields.layers_with("ffn_gate_inp.weight")
     return ExpertsConfig(
@@ -175,7 +185,7 @@ def _experts(fields: TensorFields, config: ModelConfig) -> ExpertsConfig:
         chosen_clusters=fields.integer("expert_group_used_count", 1, clusters, default=clusters),
         share_factor=fields.number("expert_weights_scale") if factor else 1.0,
         dense_layers=dense,
-        dense_size=fields.columns("ffn_down.weight") if dense else 0,
+        dense_size=fields.size("ffn_down.weight") if dense else 0,
     )
 
 
@@ -236,7 +246,7 @@ def nemotron_h(fields: TensorFields, config: ModelConfig) -> ModelConfig:
     experts = None
     if mixtures:
         dense = frozenset(range(len(pairs))) - bare - mixtures
-        size = fields.columns("ffn_down.weight") if dense else 0
+        size = fields.size("ffn_down.weight") if dense else 0
         experts = replace(_experts(fields, config), dense_layers=dense, dense_size=size)
     return replace(
         config,
@@ -277,7 +287,7 @@ def deepseek2(fields: TensorFields, config: ModelConfig) -> ModelConfig:
     if experts.scoring == "softmax":
         architecture = "DeepseekV2ForCausalLM"
         experts = replace(experts, cluster_best=1)
-    return replace(
+    config = replace(
         config,
         architecture=architecture,
         n_kv_heads=1,
@@ -287,6 +297,67 @@ def deepseek2(fields: TensorFields, config: ModelConfig) -> ModelConfig:
         latent=latent,
         experts=experts,
     )
+    return _with_query_factor(fields, config)
+
+
+def mistral4(fields: TensorFields, config: ModelConfig) -> ModelConfig:
+    """Mistral Small 4, whose files leave out by what queries grow."""
+    config = _with_query_factor(fields, deepseek2(fields, config), _MISTRAL4_BETA)
+    assert config.experts is not None
+    experts = replace(config.experts, cluster_best=2)
+    return replace(config, architecture="Mistral4ForCausalLM", experts=experts)
+
+
+def gemma4(fields: TensorFields, config: ModelConfig) -> ModelConfig:
+    """Gemma 4; sizes of heads under the usual keys are those of layers that see all."""
+    window = fields.integer("attention.sliding_window", 1, MOST.context)
+    pattern = fields.get("attention.sliding_window_pattern")
+    if (
+        not isinstance(pattern, list)
+        or len(pattern) != config.n_layers
+        or set(map(type, pattern)) != {bool}
+        or False not in pattern
+        or True not in pattern
+    ):
+        wanted = f"{config.n_layers} times true or false, each once at least"
+        fields.reject("attention.sliding_window_pattern", pattern, wanted)
+    local, full = pattern.index(True), pattern.index(False)
+    dim = fields.integer("attention.key_length_swa", 2, MOST.width)
+    heads = FullHeads(
+        max(1, fields.size("attn_k.weight", 0, full) // config.head_dim),
+        config.head_dim,
+        1 + (full in fields.layers_with("attn_v.weight")),
+    )
+    rope = config.rope(0)
+    assert rope is not None
+    pairs = config.head_dim // 2
+    if rope.scaling is not None:
+        pairs = sum(factor < _NOT_ROTATED for factor in rope.scaling.factors)
+    rope = replace(rope, scaling=RopeScaling("proportional", rotated_pairs=pairs), dims=0)
+    inner = max(1, fields.size("ffn_down.weight"))
+    experts = None
+    if fields.get("expert_count", 0):
+        experts = replace(_experts(fields, config), shared_size=inner, shared_gate=False)
+    config = replace(
+        config,
+        windows=tuple(window if own else 0 for own in pattern),
+        n_kv_heads=max(1, fields.size("attn_k.weight", 0, local) // dim),
+        head_dim=dim,
+        full_heads=heads,
+        ropes=(rope,),
+        activation="gelu_tanh",
+        qk_norm=True,
+        query_scalar=1.0,
+        logit_softcap=fields.number_or_zero("final_logit_softcapping"),
+        n_kv_readers=fields.integer("attention.shared_kv_layers", 0, config.n_layers, default=0),
+        reader_width=fields.size("ffn_down.weight", layer=config.n_layers - 1) // inner,
+        layer_input_size=fields.integer(
+            "embedding_length_per_layer_input", 0, MOST.width, default=0
+        ),
+        experts=experts,
+    )
+    own = RopeConfig(fields.number("rope.freq_base_swa", 10000.0))
+    return replace(config, ropes=ropes_by_window(config, own))
 
 
 def _layers_with(fields: TensorFields, config: ModelConfig, name: str) -> frozenset[int]:

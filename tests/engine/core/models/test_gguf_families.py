@@ -43,6 +43,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {},
     "deepseek_v3": {},
     "glm4_moe_lite": {},
+    "mistral4": {
+        "rope_parameters": CASES["mistral4"]["config"]["rope_parameters"]
+        | {"llama_4_scaling_beta": 0.1}
+    },
+    "gemma4": {},
+    "gemma4_experts": {},
+    "gemma4_unified": {},
 }
 #: Experts in MXFP4 as they are stored.
 KEPT = WeightStorage("plain", frozenset({"mxfp4"}))
@@ -149,6 +156,24 @@ def test_experts_stay_in_4_bits(tmp_path: Path):
     np.testing.assert_array_equal(found, wanted)
     first = GGUFTensors(path).sliced("blk.1.ffn_down_exps.3.weight")[slice(3, 9), slice(31, 34)]
     np.testing.assert_array_equal(first, wanted[3:9, 31:34])
+
+
+def test_a_model_may_be_split_into_files(tmp_path: Path):
+    keys, tensors = of_case("qwen3_moe")
+    plain = loaded(write_file(tmp_path / "plain.gguf", keys, tensors))
+    count = -(-len(tensors) // 20)
+    write_file(tmp_path / "g.gguf", keys, tensors, tensors_a_file=20)
+    first, second = (tmp_path / f"g-{number:05}-of-{count:05}.gguf" for number in (1, 2))
+    assert_same(plain, loaded(first))
+    source = ModelSource.resolve(str(first))
+    before = source.identity()
+    with pytest.raises(ModelError, match=r"give the first one, -00001-of-"):
+        loaded(second)
+    second.write_bytes(second.read_bytes()[:-4] + b"\0\0\0\1")
+    assert source.identity() != before
+    first.rename(tmp_path / "alone.gguf")
+    with pytest.raises(ModelError, match=rf"split into {count} files"):
+        loaded(tmp_path / "alone.gguf")
 
 
 def test_tensors_of_experts_that_do_not_fit_are_named(tmp_path: Path):

@@ -454,6 +454,30 @@ def test_sentencepiece_ids_equal_sentencepiece(turned: bool):
         assert tokenizer.encode(text) == [place(1), *ids]
 
 
+def test_a_sentencepiece_vocabulary_with_merges_has_the_same_ids():
+    """As Gemma 4's files have one: which pairs merge first is told, and no space is added."""
+    scored = dict(zip(SENTENCEPIECE["tokens"], SENTENCEPIECE["scores"], strict=True))
+    merges = [
+        f"{token[:cut]} {token[cut:]}"
+        for token in sorted(scored, key=scored.__getitem__, reverse=True)
+        for cut in range(1, len(token))
+        if token[:cut] in scored and token[cut:] in scored
+    ]
+    metadata = {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.add_space_prefix": False,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 0,
+        **{f"tokenizer.ggml.{key}": SENTENCEPIECE[key] for key in ("tokens", "token_type")},
+    }
+    tokenizer = Tokenizer(_fast_from_gguf(metadata))
+    for text, ids in SENTENCEPIECE["texts"].items():
+        spaced = f" {text}" if text else ""
+        assert tokenizer.encode(spaced) == [1, *ids], text
+        assert tokenizer.decode(ids) == spaced.replace("▁", " ")
+
+
 def test_smollm2_equals_the_reference(smollm2, reference):
     """Prompts, chat prompts and texts of the reference made with the original tokenizer."""
     tokenizer = Tokenizer.load(smollm2)
