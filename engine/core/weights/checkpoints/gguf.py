@@ -87,6 +87,12 @@ def split_files(path: Path) -> list[Path]:
     return [path.with_name(name) for name in names]
 
 
+def model_name(path: Path) -> str:
+    """The name of the model that a file, or the first of several, holds."""
+    found = _SPLIT.fullmatch(path.name)
+    return path.stem if found is None else found[1]
+
+
 class GGUFFile:
     """An open GGUF file: `metadata` (key-values), `tensors` by name, `read` and `part`. Of a split
     model it is the first file, with the tensors of all.

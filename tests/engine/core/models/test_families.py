@@ -18,7 +18,7 @@ import pytest
 from flax import nnx
 from gguf_files import rounded
 from llamas import permuted
-from reference_logits import DATA, SCRIPT, weights_of, write_folder
+from reference_logits import DATA, SCRIPT, SMALL, weights_of, write_folder
 
 from jitney.engine import LLM, SamplingParams
 from jitney.engine.common.errors import ModelError
@@ -36,16 +36,6 @@ from jitney.engine.lab.simulation.roofline import SHAPES, ModelCost
 pytestmark = pytest.mark.usefixtures("programs_when_used", "compiled_in_a_hurry")
 
 CASES = DATA["cases"]
-SMALL = {
-    "dtype": "float32",
-    "max_seats": 4,
-    "seat_buckets": [4],
-    "token_budget": 16,
-    "token_buckets": [16],
-    "page_size": 8,
-    "pages": 120,
-    "context": 0,
-}
 
 
 #: Of these with the reference kernels, too.

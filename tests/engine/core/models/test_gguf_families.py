@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,20 @@ import pytest
 from flax import nnx
 from gguf_files import rounded
 from gguf_models import converted, write_file
-from reference_logits import DATA, weights_of, write_folder
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference_logits import DATA, SCRIPT, SMALL, weights_of, write_folder
 
+from jitney.engine import LLM, SamplingParams
 from jitney.engine.common.errors import ModelError
 from jitney.engine.core.models.protocol import Model
 from jitney.engine.core.models.quantization import widened
+from jitney.engine.core.weights.checkpoints.gguf_config import _read_gguf_config
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.gguf_tensors import GGUFTensors
 from jitney.engine.core.weights.load import WeightStorage, load_model
+
+pytestmark = pytest.mark.usefixtures("programs_when_used", "compiled_in_a_hurry")
 
 CASES = DATA["cases"]
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
@@ -166,6 +173,7 @@ def test_a_model_may_be_split_into_files(tmp_path: Path):
     first, second = (tmp_path / f"g-{number:05}-of-{count:05}.gguf" for number in (1, 2))
     assert_same(plain, loaded(first))
     source = ModelSource.resolve(str(first))
+    assert source.name == "g"
     before = source.identity()
     with pytest.raises(ModelError, match=r"give the first one, -00001-of-"):
         loaded(second)
@@ -174,6 +182,45 @@ def test_a_model_may_be_split_into_files(tmp_path: Path):
     first.rename(tmp_path / "alone.gguf")
     with pytest.raises(ModelError, match=rf"split into {count} files"):
         loaded(tmp_path / "alone.gguf")
+
+
+@pytest.mark.parametrize("name", ["gpt_oss_mxfp4", "qwen3_5_moe"])
+def test_a_gguf_file_writes_what_transformers_writes(name: str, tmp_path: Path):
+    """Greedy tokens in float32, of files that say all that there is to know of the case."""
+    keys, tensors = of_case(name)
+    size = len(tensors["token_embd.weight"])
+    keys |= {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": [f"t{number}" for number in range(size)],
+        "tokenizer.ggml.token_type": [1] * size,
+    }
+    path = write_file(tmp_path / "g.gguf", keys, tensors)
+    case = CASES[name]
+    llm = LLM(str(path), **SMALL | {"context": case.get("context", 0)})
+    wanted = [tokens for tokens, _ in case["greedy"].values()]
+    params = SamplingParams(temperature=0.0, max_tokens=len(wanted[0]), ignore_eos=True)
+    prompts = [SCRIPT.prompt(int(length)).tolist() for length in case["greedy"]]
+    outputs = llm.generate(prompts, params)
+    assert [output.outputs[0].token_ids for output in outputs] == wanted
+
+
+@settings(max_examples=150, deadline=None)
+@given(name=st.sampled_from([*FAMILIES]), data=st.data())
+def test_any_value_is_read_or_refused(name: str, data: st.DataObject):
+    keys, shapes = of_shapes(name)
+    key = data.draw(st.sampled_from([*keys]))
+    numbers = st.integers() | st.integers(0, 64) | st.floats() | st.booleans()
+    value = data.draw(numbers | st.none() | st.text(max_size=3) | st.lists(numbers, max_size=4))
+    try:
+        _read_gguf_config(keys | {key: value}, shapes)
+    except ModelError as error:
+        assert "\n" not in str(error) and len(str(error)) < 400
+
+
+@cache
+def of_shapes(name: str) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+    keys, tensors = of_case(name)
+    return keys, {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def test_tensors_of_experts_that_do_not_fit_are_named(tmp_path: Path):
