@@ -223,6 +223,16 @@ def of_shapes(name: str) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
     return keys, {name: tensor.shape for name, tensor in tensors.items()}
 
 
+def test_columns_in_another_order_stay_in_4_bits(tmp_path: Path):
+    """Of the closing matrices of delta nets, whose value heads are whole groups of a scale."""
+    keys, tensors = of_case("qwen3_5")
+    path = write_file(tmp_path / "g.gguf", keys, tensors, {"ssm_out.weight": "Q4_0"})
+    packed, plain = loaded(path, WeightStorage("plain", frozenset({"int4"}))), loaded(path)
+    for one, other in zip(packed.linears(), plain.linears(), strict=True):
+        np.testing.assert_array_equal(widened(one.packed), other.packed.kernel)
+    assert Counter(one.packed.scheme for one in packed.linears())["int4"] == 3  # one a delta net
+
+
 def test_tensors_of_experts_that_do_not_fit_are_named(tmp_path: Path):
     keys, tensors = of_case("qwen3_moe")
     name = "blk.1.ffn_up_exps.weight"
