@@ -551,8 +551,10 @@ def _delta_net_weights(
 
 def _by_key_head(own: DeltaNetConfig, size: int) -> tuple[int, ...]:
     """Which stored row stands where, so that value heads, each of so many rows, stand by their key
-    heads; stored are the first ones of all key heads, then the second ones.
+    heads; stored are the first ones of all key heads, then the second ones. Empty: as stored.
     """
+    if own.value_heads == own.key_heads:
+        return ()
     heads = np.arange(own.value_heads).reshape(-1, own.key_heads).T.reshape(-1, 1)
     return tuple((heads * size + np.arange(size)).ravel().tolist())
 
