@@ -69,7 +69,7 @@ def table(content: Mapping[str, Any]) -> Iterator[str]:
     for architecture, family in FAMILIES.items():
         if family.tiny.get("encoder") is not None:
             continue
-        gguf = f"`{family.name}`" if family.from_gguf is not None else "-"
+        gguf = f"`{family.gguf_name}`" if family.from_gguf is not None else "-"
         rows.append(
             [
                 content["names"].get(architecture, architecture.removesuffix("ForCausalLM")),

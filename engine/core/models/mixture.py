@@ -30,7 +30,7 @@ from jitney.engine.core.models.llama import Block, Llama
 from jitney.engine.core.models.quantization import Packed
 from jitney.engine.core.models.sharding import DATA, TENSOR, experts_axes, laid_out_anew
 from jitney.engine.core.weights.checkpoints.model_config import Activation, ModelConfig
-from jitney.engine.core.weights.checkpoints.names import HF, Dialect, FileFormat
+from jitney.engine.core.weights.checkpoints.names import GGUF, HF, Dialect, FileFormat
 from jitney.kernels.experts import Stack, gate
 from jitney.kernels.interface import Kernels, OneOf, Pack
 from jitney.kernels.mxfp4 import Mxfp4
@@ -50,6 +50,12 @@ _DIALECTS = {
     "Qwen3MoeForCausalLM": HF,
     "MixtralForCausalLM": _MIXTRAL,
     "GptOssForCausalLM": replace(HF, sinks="self_attn.sinks", router="mlp.router"),
+}
+#: Those of GGUF files.
+_GGUF = {
+    "Qwen3MoeForCausalLM": GGUF,
+    "MixtralForCausalLM": replace(GGUF, paired_rows=True),
+    "GptOssForCausalLM": replace(GGUF, sinks="attn_sinks.weight", mlp_norm="post_attention_norm"),
 }
 
 
@@ -450,5 +456,6 @@ class Mixture(Llama):
 
     @classmethod
     def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:
-        """See `Llama.dialect`; GGUF files of mixtures are not read."""
-        return _DIALECTS[config.architecture]
+        """See `Llama.dialect`."""
+        names = _DIALECTS if file_format == "hf" else _GGUF
+        return names[config.architecture]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from gguf_files import rounded
 from llamas import permuted
-from reference_logits import DATA, SCRIPT, weights_of, write_folder
+from reference_logits import DATA, SCRIPT, SMALL, weights_of, write_folder
 
 from jitney.engine import LLM, SamplingParams
 from jitney.engine.common.errors import ModelError
@@ -26,7 +27,7 @@ from jitney.engine.core.models.llama import Llama
 from jitney.engine.core.models.registry import _MODELS, abstract_model, model_class
 from jitney.engine.core.weights.checkpoints.families import FAMILIES, Family, _read_decoder
 from jitney.engine.core.weights.checkpoints.hf_config import read_hf_config
-from jitney.engine.core.weights.checkpoints.model_config import ModelConfig, RopeConfig
+from jitney.engine.core.weights.checkpoints.model_config import RopeConfig
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.describe import count_parameters
 from jitney.engine.core.weights.load import load_model
@@ -37,16 +38,6 @@ pytestmark = pytest.mark.usefixtures(
 )
 
 CASES = DATA["cases"]
-SMALL = {
-    "dtype": "float32",
-    "max_seats": 4,
-    "seat_buckets": [4],
-    "token_budget": 16,
-    "token_buckets": [16],
-    "page_size": 8,
-    "pages": 120,
-    "context": 0,
-}
 
 
 @pytest.mark.usefixtures("one_program_a_model")
@@ -264,21 +255,6 @@ def test_a_gguf_file_is_the_same_model(name: str, tmp_path: Path):
     one, other = (load_model(source, source.config) for source in (folder, file))
     for left, right in zip(*map(jax.tree.leaves, map(nnx.state, (one, other))), strict=True):
         np.testing.assert_array_equal(left, right)
-
-
-def rounded(config: ModelConfig) -> dict[str, Any]:
-    """Its fields with numbers as float32 has them, as files do."""
-
-    def narrow(value: Any) -> Any:
-        if isinstance(value, float):
-            return float(f"{value:.5g}")
-        if isinstance(value, dict):
-            return {key: narrow(own) for key, own in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [narrow(own) for own in value]
-        return value
-
-    return narrow(asdict(config))
 
 
 @pytest.mark.parametrize(
