@@ -21,8 +21,10 @@ from jitney.kernels.select import select
 VOCAB = 512
 
 
-def dense(q, k, v, kv, meta, *, scale, window=0, softcap=0.0):
+def dense(q, k, v, kv, meta, *, scale, window=0, softcap=0.0, value_dim=0):
     """Causal attention within one sequence; q [T, H, D]."""
+    if v is None:  # of latents
+        v = k[..., :value_dim]
     group = q.shape[1] // k.shape[1]
     scores = jnp.einsum("thd,shd->hts", q, jnp.repeat(k, group, 1)) * scale
     if softcap:

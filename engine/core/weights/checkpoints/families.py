@@ -385,7 +385,7 @@ def _deepseek_v2(values: JsonObject) -> ModelConfig:
 
 
 def _deepseek_v3(values: JsonObject) -> ModelConfig:
-    _, config = _read_latent(
+    fields, config = _read_latent(
         values,
         max_position_embeddings=4096,
         q_lora_rank=1536,
@@ -395,7 +395,13 @@ def _deepseek_v3(values: JsonObject) -> ModelConfig:
         first_k_dense_replace=3,
         routed_scaling_factor=2.5,
     )
-    return _with_sigmoids(config)
+    return _with_sigmoids(_with_prediction_layers(config, fields))
+
+
+def _with_prediction_layers(config: ModelConfig, fields: Fields) -> ModelConfig:
+    """With the layers behind the last one that files may have."""
+    count = fields.integer("num_nextn_predict_layers", 0, MOST.layers, default=0)
+    return replace(config, n_prediction_layers=count)
 
 
 def _with_sigmoids(config: ModelConfig) -> ModelConfig:
@@ -428,7 +434,7 @@ def _glm4_moe_lite(values: JsonObject) -> ModelConfig:
     dense = [layer for layer, kind in enumerate(kinds) if kind == "dense"]
     experts = replace(config.experts, dense_layers=frozenset(), dense_size=0)
     config = replace(config, experts=_dense_among(experts, fields, dense))
-    return _with_sigmoids(config)
+    return _with_sigmoids(_with_prediction_layers(config, fields))
 
 
 def _mistral4(values: JsonObject) -> ModelConfig:
@@ -1417,6 +1423,8 @@ _TINY_LATENT: JsonDict = {
         dense_size=192,
     ),
 }
+#: And a layer behind the last that predicts one token more.
+_TINY_PREDICTING: JsonDict = _TINY_LATENT | {"n_prediction_layers": 1}
 #: Queries of hidden rows, and shares of all experts.
 _TINY_DEEPSEEK_V2: JsonDict = _TINY_LATENT | {
     "latent": LatentConfig(48, 24, 16, 32),
@@ -1537,8 +1545,8 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "DeepseekV2ForCausalLM": Family("deepseek_v2", _deepseek_v2, None, _TINY_DEEPSEEK_V2),
-    "DeepseekV3ForCausalLM": Family("deepseek_v3", _deepseek_v3, None, _TINY_LATENT),
-    "Glm4MoeLiteForCausalLM": Family("glm4_moe_lite", _glm4_moe_lite, None, _TINY_LATENT),
+    "DeepseekV3ForCausalLM": Family("deepseek_v3", _deepseek_v3, None, _TINY_PREDICTING),
+    "Glm4MoeLiteForCausalLM": Family("glm4_moe_lite", _glm4_moe_lite, None, _TINY_PREDICTING),
     "Mistral4ForCausalLM": Family(
         "mistral4",
         _mistral4,
