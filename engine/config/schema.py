@@ -331,7 +331,7 @@ class EngineSection(Section):
     token of an answer changes, but for near ties where last bits depend on a step's rows (see
     product_rows); ngram: drafts what followed the same tokens before, in prompt or answer; draft: a
     small model drafts (draft_model); mtp: the layer behind the model's last drafts, if its files
-    have one (DeepSeek-V3, GLM-4.7-Flash), on one device; for engines on one host;
+    have one (DeepSeek-V3, GLM-4.7-Flash, Qwen3.5), on one device; for engines on one host;
     recurrent layers keep a state more in each seat for each of speculative_tokens
     """
 

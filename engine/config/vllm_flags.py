@@ -115,6 +115,7 @@ _METHODS = {
     "draft_model": "draft",
     "deepseek_mtp": "mtp",
     "glm4_moe_lite_mtp": "mtp",
+    "qwen3_5_mtp": "mtp",
 }
 _DRAFTS = _MappedObject(
     {

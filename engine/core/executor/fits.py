@@ -30,7 +30,8 @@ def check_fits(config: Config, model: ModelConfig) -> None:
     if engine.speculative == "mtp" and not model.n_prediction_layers:
         raise ConfigError(
             f"speculative mtp: {model.architecture} has no layer behind its last that drafts "
-            "(num_nextn_predict_layers in config.json); leave it off, or choose ngram or draft"
+            "(num_nextn_predict_layers or mtp_num_hidden_layers in config.json); leave it off, or "
+            "choose ngram or draft"
         )
     if model.encoder is None:
         _check_pool(config, own, context)

@@ -70,6 +70,8 @@ _MODELS: dict[str, str] = {
 _PREDICTION_HEADS: dict[str, str] = {
     "DeepseekV3ForCausalLM:mtp": "jitney.engine.core.models.latent:LatentPredictionHead",
     "Glm4MoeLiteForCausalLM:mtp": "jitney.engine.core.models.latent:LatentPredictionHead",
+    "Qwen3_5ForCausalLM:mtp": "jitney.engine.core.models.qwen3_5:Qwen35PredictionHead",
+    "Qwen3_5MoeForCausalLM:mtp": "jitney.engine.core.models.qwen3_5:Qwen35MixturePredictionHead",
 }
 #: Keys and values of random models stay within this, quantised or not.
 _RANDOM_KV = 16.0

@@ -112,7 +112,7 @@ class ModelCost:
         if self.predicts and not self.config.n_prediction_layers:
             raise ConfigError(
                 "mtp: the model has no layer behind its last that drafts "
-                "(num_nextn_predict_layers); leave it out"
+                "(num_nextn_predict_layers, mtp_num_hidden_layers); leave it out"
             )
         for name in (self.weights, self.kv):
             if name not in _BYTES:

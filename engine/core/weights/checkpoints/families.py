@@ -282,7 +282,14 @@ def _qwen3_5(values: JsonObject) -> ModelConfig:
         float32_norms=True,
         attention_gate=True,
         delta_net=delta_net,
+        n_prediction_layers=_mtp_layers(fields),
     )
+
+
+def _mtp_layers(fields: Fields) -> int:
+    """Layers that predict further tokens; none with an embedding of their own is read."""
+    count = fields.integer("mtp_num_hidden_layers", 0, MOST.layers, default=0)
+    return 0 if fields.flag("mtp_use_dedicated_embeddings") else count
 
 
 def _recurrent_layers(fields: Fields, kinds: Any, layers: int, name: str) -> frozenset[int]:

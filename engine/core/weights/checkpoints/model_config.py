@@ -771,7 +771,7 @@ class ModelConfig:
     @property
     def prediction_head(self) -> ModelConfig:
         """The model that the first layer behind the last is, see
-        `jitney.engine.core.models.prediction`: it is a mixture if the model is one.
+        `jitney.engine.core.models.prediction`: it attends, and is a mixture if the model is one.
         """
         assert self.n_prediction_layers  # whoever asks knows that there is one
         experts = self.experts
@@ -784,6 +784,7 @@ class ModelConfig:
             windows=self.windows[-1:],
             ropes=self.ropes[-1:],
             experts=experts,
+            delta_net=None,
             stored_halves=((self.n_layers, self.n_layers),),
             n_prediction_layers=0,
         )

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flax import nnx
 from oracle import naive_normed
 from reference_logits import DATA, SCRIPT, weights_of, write_folder
 
@@ -19,8 +20,10 @@ from jitney.engine import LLM, SamplingParams
 from jitney.engine.common.errors import ConfigError, ModelError
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.core.build import _Setup
+from jitney.engine.core.models.registry import abstract_model, model_class
 from jitney.engine.core.scheduler.page_demand import PageDemand
 from jitney.engine.core.scheduler.plan import REJECTED, Plan, StepResult
+from jitney.engine.core.weights.checkpoints.hf_config import read_hf_config
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.load import load_model
 
@@ -31,6 +34,7 @@ Tensors = dict[str, np.ndarray]
 LAYERS, HIDDEN, VOCAB = 3, 64, 96
 HEAD = f"model.layers.{LAYERS}."
 CASE = DATA["cases"]["deepseek_v3"]
+QWEN = DATA["cases"]["qwen3_5"]
 #: Steps of one size, so that drafts always pay; prompts are cut into chunks.
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
@@ -72,6 +76,17 @@ def weights() -> Tensors:
     return tensors
 
 
+def qwen_weights() -> Tensors:
+    """The same of Qwen3.5, whose norms are stored as w and applied as 1 + w."""
+    tensors = with_layer(weights_of(QWEN), "model.layers.3.", "mtp.layers.0.", 0.015)
+    size = QWEN["config"]["hidden_size"]
+    tensors["mtp.pre_fc_norm_embedding.weight"] = np.zeros(size, np.float32)
+    tensors["mtp.pre_fc_norm_hidden.weight"] = SCRIPT.random_tensor("hidden_norm", (size,))
+    tensors["mtp.norm.weight"] = tensors["model.norm.weight"] + 0.01
+    tensors["mtp.fc.weight"] = joint(size, 0.012)
+    return tensors
+
+
 def with_layer(tensors: Tensors, like: str, name: str, added: float) -> Tensors:
     """With one layer more; layers add `added` times as much."""
     for own in [own for own in tensors if own.startswith(like)]:
@@ -92,6 +107,12 @@ def joint(size: int, spread: float) -> np.ndarray:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_folder(tmp_path_factory.mktemp("model") / "own", CASE["config"], weights())
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
+    config = QWEN["config"] | {"mtp_num_hidden_layers": 1}
+    return write_folder(tmp_path_factory.mktemp("model") / "qwen", config, qwen_weights())
 
 
 @cache
@@ -182,12 +203,50 @@ def head_states(tensors: Tensors, states: np.ndarray, tokens: list[int]) -> np.n
     return rms(x, own["shared_head.norm"])
 
 
+def gated_attention(own: Tensors, x: np.ndarray) -> np.ndarray:
+    """Of Qwen3.5: each head's gate behind its query, and a quarter of a head rotated."""
+    rows, dim = len(x), QWEN["config"]["head_dim"]
+    queries, gates = np.split((x @ own["q_proj"].T).reshape(rows, -1, 2 * dim), 2, axis=2)
+    queries = turned_quarter(rms(queries, 1 + own["q_norm"]))
+    keys = turned_quarter(rms((x @ own["k_proj"].T).reshape(rows, -1, dim), 1 + own["k_norm"]))
+    values = (x @ own["v_proj"].T).reshape(rows, -1, dim)
+    each = queries.shape[1] // keys.shape[1]
+    scores = np.einsum("thd,shd->hts", queries, np.repeat(keys, each, axis=1)) / np.sqrt(dim)
+    mixed = np.einsum("hts,shd->thd", shares_of(scores), np.repeat(values, each, axis=1))
+    return (mixed / (1 + np.exp(-gates))).reshape(rows, -1) @ own["o_proj"].T
+
+
+def turned_quarter(x: np.ndarray) -> np.ndarray:
+    """Pairs (j, j + R / 2) of the first R numbers of x [T, H, D] rotated."""
+    count = x.shape[-1] // 4
+    pairs = np.stack(np.split(x[..., :count], 2, axis=-1), axis=-1)
+    return np.concatenate([rotated(pairs.reshape(*x.shape[:2], count)), x[..., count:]], axis=-1)
+
+
+def qwen_states(tensors: Tensors, states: np.ndarray, tokens: list[int]) -> np.ndarray:
+    """As `head_states`, of Qwen3.5."""
+    layer = {
+        name.removeprefix("mtp.layers.0.").removeprefix("self_attn.").removesuffix(".weight"): one
+        for name, one in tensors.items()
+    }
+    embedded = tensors["model.embed_tokens.weight"][tokens]
+    read = [
+        rms(x, 1 + tensors[f"mtp.pre_fc_norm_{name}.weight"])
+        for name, x in (("embedding", embedded), ("hidden", states))
+    ]
+    x = np.concatenate(read, axis=1).astype(np.float64) @ tensors["mtp.fc.weight"].T
+    x = x + gated_attention(layer, rms(x, 1 + layer["input_layernorm"]))
+    x = x + fed_forward(layer, "mlp", rms(x, 1 + layer["post_attention_layernorm"]))
+    return rms(x, 1 + tensors["mtp.norm.weight"])
+
+
 def naive_drafts(tensors: Tensors, model: Any, text: list[int], count: int) -> list[int]:
     """What the head drafts behind a text."""
+    head = qwen_states if "mtp.fc.weight" in tensors else head_states
     states = naive_normed(model, text[:-1]).astype(np.float64)
     tokens, drafts = text[1:], list[int]()
     for _ in range(count):
-        out = head_states(tensors, states, tokens)[-1]
+        out = head(tensors, states, tokens)[-1]
         drafts.append(int(np.argmax(out @ tensors["lm_head.weight"].T)))
         states = np.concatenate([states, out[None]])
         tokens = [*tokens, drafts[-1]]
@@ -247,6 +306,16 @@ def test_drafts_are_those_of_a_naive_head(
     """
     monkeypatch.setattr(_Setup, "runs_in_parts", in_parts)
     check_drafts(folder, drafting(folder, count), weights(), count, monkeypatch)
+
+
+def test_drafts_beside_recurrent_layers_are_those_of_a_naive_head(
+    qwen: str, monkeypatch: pytest.MonkeyPatch
+):
+    llm = drafting(qwen, 3)
+    check_drafts(qwen, llm, qwen_weights(), 3, monkeypatch)
+    found = answers(llm, MIXED)
+    expected = answers(engine(qwen), MIXED)
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
 
 
 def check_drafts(
@@ -331,13 +400,28 @@ def test_its_pages_are_counted(folder: str):
         LLM(folder, **SETTINGS, speculative="mtp", memory_gib=memory / 11)
 
 
+@pytest.mark.parametrize(
+    ("family", "part"), [("glm4_moe_lite", "model.layers.3."), ("qwen3_5_moe", "mtp.")]
+)
+def test_every_weight_of_a_head_is_read_from_its_own_tensors(family: str, part: str):
+    counts = {"mtp_num_hidden_layers": 1, "num_nextn_predict_layers": 1}
+    head = read_hf_config(DATA["cases"][family]["config"] | counts).prediction_head
+    targets = model_class(head.architecture).weight_map(head, "hf").targets
+    leaves: Any = nnx.to_flat_state(nnx.state(abstract_model(head)))
+    assert {target.path for target in targets} == {path for path, _ in leaves}
+    names = [piece.name for target in targets for piece in target.pieces]
+    assert names and all(name.startswith(part) for name in names)
+
+
 def test_a_head_that_the_files_lack_is_refused(tmp_path: Path):
     tensors = {name: one for name, one in weights().items() if "eh_proj" not in name}
     lacking = write_folder(tmp_path / "lacking", CASE["config"], tensors)
     with pytest.raises(ModelError, match=re.escape(f"1 missing: {HEAD}eh_proj.weight")):
         LLM(lacking, **SETTINGS, speculative="mtp")
     for model in ("tiny-random", "tiny-random:deepseek_v2"):
-        with pytest.raises(ConfigError, match=r"speculative mtp: .*num_nextn_predict_layers"):
+        with pytest.raises(
+            ConfigError, match=r"speculative mtp: .*num_nextn_predict_layers or mtp_num"
+        ):
             LLM(model, **SETTINGS, speculative="mtp")
 
 
