@@ -26,6 +26,7 @@ from jitney.engine.core.models.attention import Mixer
 from jitney.engine.core.models.layers import Linear, RMSNorm, normal, rounded
 from jitney.engine.core.models.llama import Llama
 from jitney.engine.core.models.mixture import MixtureBlock
+from jitney.engine.core.models.prediction import PredictionHead
 from jitney.engine.core.models.rope import Rope
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.names import GGUF, HF, Dialect, FileFormat
@@ -166,3 +167,7 @@ class Latent(Llama):
         assert config.latent is not None
         names = _HF if file_format == "hf" else _GGUF
         return replace(names, paired_rows=config.latent.paired)
+
+
+class LatentPredictionHead(PredictionHead, Latent):
+    """See `PredictionHead`."""

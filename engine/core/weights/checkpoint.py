@@ -54,8 +54,8 @@ def open_checkpoint(source: ModelSource, weights: WeightMap) -> Checkpoint:
         return GGUFTensors(source.path)
     packing = read_packing(read_json(Path(source.path), "config.json"))
     if packing is None or packing.method == "mxfp4":
-        return PlainFolder(source.path, unread=weights.ignored)
+        return PlainFolder(source.path, unread=weights.ignored, part=weights.part)
     # Its formats are loaded for such a folder alone.
     from jitney.engine.core.weights.quantised_folder import QuantisedFolder
 
-    return QuantisedFolder(source.path, packing, weights.pieces)
+    return QuantisedFolder(source.path, packing, weights.pieces, weights.part)

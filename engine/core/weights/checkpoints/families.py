@@ -287,7 +287,14 @@ def _qwen3_5(values: JsonObject) -> ModelConfig:
         float32_norms=True,
         attention_gate=True,
         delta_net=delta_net,
+        n_prediction_layers=_mtp_layers(fields),
     )
+
+
+def _mtp_layers(fields: Fields) -> int:
+    """Layers that predict further tokens; none with an embedding of their own is read."""
+    count = fields.integer("mtp_num_hidden_layers", 0, MOST.layers, default=0)
+    return 0 if fields.flag("mtp_use_dedicated_embeddings") else count
 
 
 def _recurrent_layers(fields: Fields, kinds: Any, layers: int, name: str) -> frozenset[int]:
@@ -390,7 +397,7 @@ def _deepseek_v2(values: JsonObject) -> ModelConfig:
 
 
 def _deepseek_v3(values: JsonObject) -> ModelConfig:
-    _, config = _read_latent(
+    fields, config = _read_latent(
         values,
         max_position_embeddings=4096,
         q_lora_rank=1536,
@@ -400,7 +407,13 @@ def _deepseek_v3(values: JsonObject) -> ModelConfig:
         first_k_dense_replace=3,
         routed_scaling_factor=2.5,
     )
-    return _with_sigmoids(config)
+    return _with_sigmoids(_with_prediction_layers(config, fields))
+
+
+def _with_prediction_layers(config: ModelConfig, fields: Fields) -> ModelConfig:
+    """With the layers behind the last one that files may have."""
+    count = fields.integer("num_nextn_predict_layers", 0, MOST.layers, default=0)
+    return replace(config, n_prediction_layers=count)
 
 
 def _with_sigmoids(config: ModelConfig) -> ModelConfig:
@@ -433,7 +446,7 @@ def _glm4_moe_lite(values: JsonObject) -> ModelConfig:
     dense = [layer for layer, kind in enumerate(kinds) if kind == "dense"]
     experts = replace(config.experts, dense_layers=frozenset(), dense_size=0)
     config = replace(config, experts=_dense_among(experts, fields, dense))
-    return _with_sigmoids(config)
+    return _with_sigmoids(_with_prediction_layers(config, fields))
 
 
 def _mistral4(values: JsonObject) -> ModelConfig:
@@ -1294,6 +1307,8 @@ _TINY_LATENT: JsonDict = {
         dense_size=192,
     ),
 }
+#: And a layer behind the last that predicts one token more.
+_TINY_PREDICTING: JsonDict = _TINY_LATENT | {"n_prediction_layers": 1}
 #: Queries of hidden rows, and shares of all experts.
 _TINY_DEEPSEEK_V2: JsonDict = _TINY_LATENT | {
     "latent": LatentConfig(48, 24, 16, 32),
@@ -1435,8 +1450,8 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV2ForCausalLM": Family(
         "deepseek_v2", _deepseek_v2, gguf_families.deepseek2, _TINY_DEEPSEEK_V2, "deepseek2"
     ),
-    "DeepseekV3ForCausalLM": Family("deepseek_v3", _deepseek_v3, None, _TINY_LATENT),
-    "Glm4MoeLiteForCausalLM": Family("glm4_moe_lite", _glm4_moe_lite, None, _TINY_LATENT),
+    "DeepseekV3ForCausalLM": Family("deepseek_v3", _deepseek_v3, None, _TINY_PREDICTING),
+    "Glm4MoeLiteForCausalLM": Family("glm4_moe_lite", _glm4_moe_lite, None, _TINY_PREDICTING),
     "Mistral4ForCausalLM": Family(
         "mistral4",
         _mistral4,

@@ -6,7 +6,7 @@ Checkpoints store each projection as [O, I]; ours are fused and stored as [I, O]
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -107,6 +107,8 @@ class WeightMap:
     #: Endings of tensors of the checkpoint that hold nothing we need, and the beginning of such.
     ignored: tuple[str, ...]
     ignored_layer: str = ""
+    #: The beginning of these tensors, if they are not the model's but of a part of the checkpoint.
+    part: str = ""
 
     @classmethod
     def of(cls, config: ModelConfig, names: Dialect) -> WeightMap:
@@ -145,6 +147,21 @@ class WeightMap:
         behind = "" if names.reads_layers_behind else names.layer.format(i=stored)
         return cls(tuple(targets), ignored, behind)
 
+    @classmethod
+    def of_prediction_head(cls, config: ModelConfig, names: Dialect) -> WeightMap:
+        """Every weight of `ModelConfig.prediction_head`. The embedding and the output head are the
+        model's, of which files may have copies.
+        """
+        own, size = names.head.at(config.stored_halves[0][0]), config.hidden_size
+        whole = cls.of(config, replace(names, layer=own.layer, norm=own.norm))
+        targets = [
+            *[target for target in whole.targets if target.path[0] not in ("embed", "lm_head")],
+            _norm(("embedding_norm", "weight"), own.embedding_norm, size, names),
+            _norm(("hidden_norm", "weight"), own.hidden_norm, size, names),
+            *_linear(("joint",), 2 * size, False, [_Rows(own.joint, size)]),
+        ]
+        return cls(tuple(targets), (*names.ignored, *_COPIES), part=own.part)
+
     @property
     def pieces(self) -> dict[str, Piece]:
         """By name."""
@@ -176,6 +193,28 @@ class WeightMap:
         if found:
             reasons = "; ".join(found)
             raise ModelError(f"the tensors do not fit the model's configuration; {reasons}")
+
+
+class HeadNames(NamedTuple):
+    """Names of a layer that predicts one token more, with `{i}` for its number."""
+
+    #: Of all its tensors, the beginning; and of those that any layer has.
+    part: str = "model.layers.{i}."
+    layer: str = "model.layers.{i}."
+    #: The norm behind it, the matrix before it, and the norms of what that reads.
+    norm: str = "model.layers.{i}.shared_head.norm"
+    joint: str = "model.layers.{i}.eh_proj"
+    embedding_norm: str = "model.layers.{i}.enorm"
+    hidden_norm: str = "model.layers.{i}.hnorm"
+
+    def at(self, number: int) -> HeadNames:
+        """Those of the layer of this number."""
+        return HeadNames(*[name.format(i=number) for name in self])
+
+
+_HEAD = HeadNames()
+#: Endings of the copies that such a layer's tensors may have of the embedding and the output head.
+_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +279,7 @@ class Dialect:
     paired_rows: bool = False
     #: A layer behind the last one is a fault of the file, not one that predicts several tokens.
     reads_layers_behind: bool = True
+    head: HeadNames = _HEAD
     #: What is called otherwise than in Hugging Face's folders of layers that only some models have:
     #: names there, behind the layer's -> these.
     others: Mapping[str, str] = field(default_factory=dict)
@@ -305,9 +345,11 @@ def long_name(name: str) -> str:
     return name
 
 
-def is_unread(name: str) -> bool:
-    """Whether a tensor is of a part of the model that nothing is read of."""
-    return name.removeprefix("model.").startswith(_UNREAD)
+def is_read(name: str, part: str = "") -> bool:
+    """Whether a tensor is of the text model; or, if a part is given, of what begins so."""
+    if part:
+        return long_name(name).startswith(part)
+    return not name.removeprefix("model.").startswith(_UNREAD)
 
 
 HF = Dialect(
@@ -482,7 +524,7 @@ def _latent_weights(
     size, heads = config.hidden_size, config.n_heads
 
     def named(name: str) -> str:
-        return names.layer.format(i=layer) + names.named(f"self_attn.{name}")
+        return names.prefix(config, layer) + names.named(f"self_attn.{name}")
 
     path = ("layers", layer, "attention")
     turned = head_order(config, layer, paired=names.paired_rows) or range(own.rotated_dim)
