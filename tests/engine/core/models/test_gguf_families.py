@@ -71,7 +71,8 @@ def test_a_gguf_file_is_the_same_model(name: str, tmp_path: Path):
     file = write_file(tmp_path / "g.gguf", *converted(config, tensors))
     file = ModelSource.resolve(str(file))
     found = replace(file.config, architecture=folder.config.architecture)
-    assert rounded(found) == rounded(folder.config)
+    # A layer that predicts several tokens is read of folders alone.
+    assert rounded(found) == rounded(replace(folder.config, n_prediction_layers=0))
     assert_same(*(load_model(source, source.config, storage=KEPT) for source in (folder, file)))
 
 
