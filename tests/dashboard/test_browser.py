@@ -197,8 +197,8 @@ def test_rates_are_differences(client, open_page):
             return int(figures(page)["Output tok/s"].replace("–", "0")) >= 50
 
         # Steps until it is seen: one alone may be past before a busy browser looks.
-        until(flowing, 20)
-        until(lambda: page.wait_for_timeout(50) or figures(page)["Output tok/s"] == "0", 20)
+        until(flowing)
+        until(lambda: page.wait_for_timeout(50) or figures(page)["Output tok/s"] == "0")
         show(page, "performance")
         page.click("#chart-details summary")
         page.wait_for_function("""() => [...document.querySelectorAll("#chart-table td:nth-child(2)")]
@@ -334,7 +334,7 @@ def test_what_is_not_there_never_claims_to_be_on_its_way(client, open_page):
         assert "on the screen" in page.text_content("#request-note")
         assert not waiting  # the first screen needs no chart library
         show(page, "performance")
-        until(lambda: page.wait_for_timeout(50) or bool(waiting), 10)
+        until(lambda: page.wait_for_timeout(50) or bool(waiting))
         for route in waiting:
             route.continue_()
         page.wait_for_selector("#chart-rate .scatterlayer .trace", state="attached")

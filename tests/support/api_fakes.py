@@ -37,6 +37,8 @@ from jitney.engine.server.http.settings import ServerSettings
 from jitney.engine.server.process.client import OutputListener
 from jitney.engine.server.process.counters import EngineCounters
 
+#: Seconds; only a failing test takes so long.
+PATIENCE_S = 120.0
 EOS, BOS = 256, 257
 VOCAB = 260
 
@@ -456,20 +458,17 @@ def served(
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=(sockets,), daemon=True)
     thread.start()
-    for _ in range(500):
-        if server.started:
-            break
-        time.sleep(0.01)
+    until(lambda: server.started)
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
         yield f"http://127.0.0.1:{port}", port
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
 
 
-def until(condition, seconds: float = 20.0) -> None:
+def until(condition, seconds: float = PATIENCE_S) -> None:
     """Wait for a condition that another thread brings about."""
     deadline = time.monotonic() + seconds
     while not condition():

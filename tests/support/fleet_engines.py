@@ -127,7 +127,7 @@ class Served:
 
     def wait_ready(self, *names: str) -> None:
         """Until these replicas are ready, of any model."""
-        until(lambda: set(names) <= self._ready(), 30)
+        until(lambda: set(names) <= self._ready())
 
     def _ready(self) -> set[str]:
         return {
@@ -172,7 +172,7 @@ def fleet_of(folder: Path, text: str, key: str = "", **settings: Any) -> Iterato
             await inner[0](scope, receive, send)
 
     with served(app, limits) as (url, _):
-        until(lambda: bool(found), 30)
+        until(lambda: bool(found))
         yield Served(url, *found[0])
 
 

@@ -329,7 +329,7 @@ def test_what_is_no_answer_of_the_api_is_counted_and_nobody_notices(
         asked_it = [user for user in users if found.arm_of(user) == "candidate"]
         assert {found.ask(http, user, stream=stream) for user in users} == {found.stable.name}
         comparison = found.model.rollout.comparison
-        until(lambda: comparison.requests("candidate") >= 20, 30)
+        until(lambda: comparison.requests("candidate") >= 20)
         assert wrong.came >= 20 and len(asked_it) >= 30
         assert comparison.level("candidate", "errors") == 1.0
         assert comparison.level("stable", "errors") == 0.0
@@ -373,7 +373,7 @@ def test_a_stream_that_falls_silent_in_its_middle_ends_and_is_counted(tmp_path: 
         body = {"model": "m", "prompt": "a", "max_tokens": 5, "stream": True, "user": "u"}
         text = http.post("/v1/completions", json=body).text
         assert "Hello" in text and '"code":"engine_dead"' in text and text.endswith("[DONE]\n\n")
-        until(lambda: found.model.rollout.comparison.requests("candidate") == 1, 30)
+        until(lambda: found.model.rollout.comparison.requests("candidate") == 1)
         assert found.model.rollout.comparison.level("candidate", "errors") == 1.0
 
 
@@ -389,7 +389,7 @@ def test_a_client_that_leaves_a_hanging_candidate_counts_against_it(tmp_path: Pa
         body = {"model": "m", "prompt": "Where to?", "user": moved}
         with pytest.raises(httpx.ReadTimeout):
             http.post("/v1/completions", json=body, timeout=2.0)
-        until(lambda: found.model.rollout.comparison.requests("candidate") == 1, 30)
+        until(lambda: found.model.rollout.comparison.requests("candidate") == 1)
         assert found.model.rollout.comparison.level("candidate", "errors") == 1.0
 
 
@@ -442,8 +442,8 @@ def test_a_refusal_for_lack_of_room_counts_where_the_arm_has_no_more_to_do(
             body = {"model": "m", "prompt": "Where to?", "user": user}
             status = http.post("/v1/completions", json=body).status_code
         assert status == (429 if arm == "stable" else 200)
-        until(lambda: full.client.requests, 30)
-        until(lambda: not replica.open - 3, 30)
+        until(lambda: full.client.requests)
+        until(lambda: not replica.open - 3)
         assert found.model.rollout.comparison.requests(arm) == counted
 
 
@@ -455,12 +455,12 @@ def test_a_candidate_that_is_gone_is_counted_too(tmp_path: Path):
         assert moved
         found.candidate.client.state = "draining"  # unready from now on
         replica = found.served.replicas()[found.candidate.name]
-        until(lambda: replica.state == "unready", 30)
+        until(lambda: replica.state == "unready")
         assert {found.ask(http, user) for user in moved} == {found.stable.name}
         share = found.model.rollout.comparison.level("candidate", "errors")
         assert share == pytest.approx(0.5)
         found.candidate.client.state = "ready"
-        until(lambda: replica.state == "ready", 30)
+        until(lambda: replica.state == "ready")
         assert {found.ask(http, user) for user in moved} == {found.candidate.name}
 
 
@@ -471,16 +471,16 @@ def test_what_loads_after_a_decision_by_hand_is_no_failure(tmp_path: Path):
         asked = [user for user in users if found.ask(http, user) == found.candidate.name]
         replica = found.served.replicas()[found.candidate.name]
         found.candidate.client.state = "draining"  # unready from now on
-        until(lambda: replica.state == "unready", 30)
+        until(lambda: replica.state == "unready")
         assert http.post("/fleet/rollouts/m", json={"action": "restart"}).status_code == 200
         assert {found.ask(http, user) for user in asked} == {found.stable.name}
         assert found.model.rollout.comparison.requests("candidate") == 0
         found.candidate.client.state = "ready"
-        until(lambda: replica.state == "ready", 30)
+        until(lambda: replica.state == "ready")
         assert {found.ask(http, user) for user in asked} == {found.candidate.name}
         assert asked
         # The last one is counted once its answer has left.
-        until(lambda: found.model.rollout.comparison.requests("candidate") == len(asked), 30)
+        until(lambda: found.model.rollout.comparison.requests("candidate") == len(asked))
 
 
 def test_lines_of_batches_go_to_both_arms_and_are_not_compared(tmp_path: Path):
@@ -505,7 +505,7 @@ def test_a_stream_is_measured_as_it_passes(tmp_path: Path):
     with arms(tmp_path) as found, found.served.http() as http:
         for number in range(20):
             found.ask(http, f"user-{number}", stream=True)
-        until(lambda: sum(map(found.model.rollout.comparison.requests, ARMS)) == 20, 30)
+        until(lambda: sum(map(found.model.rollout.comparison.requests, ARMS)) == 20)
         comparison = found.model.rollout.comparison
         for arm in ARMS:
             assert comparison.sums[arm]["first_token_s"].requests == comparison.requests(arm)
@@ -521,12 +521,12 @@ def test_what_the_engines_are_set_to_is_told(tmp_path: Path, monkeypatch: pytest
     one = FakeEngine(FakeClient(config_digest="a" * 64))
     two = FakeEngine(FakeClient(config_digest="b" * 64))
     with arms(tmp_path, one, two) as found, found.served.http() as http:
-        until(lambda: "b" * 64 in found.model.rollout.configs["candidate"], 30)
+        until(lambda: "b" * 64 in found.model.rollout.configs["candidate"])
         told = http.get("/fleet/rollouts").json()["rollouts"][0]["arms"]
         assert told["stable"]["configs"] == ["a" * 64]
         assert told["candidate"]["configs"] == ["b" * 64]
         assert told["candidate"]["replicas"] == [two.name]
-        until(lambda: bool(found.model.rollout.report()["looks"]), 30)
+        until(lambda: bool(found.model.rollout.report()["looks"]))
 
 
 def test_who_may_decide_and_what_is_refused(tmp_path: Path):

@@ -323,14 +323,14 @@ def test_threads_come_with_the_work_and_go_without_it():
         assert count() == 0
         for _ in range(2):
             assert await threads.run(lambda: 1, 20) == 1
-            until(lambda: count() == 0, 30)
+            until(lambda: count() == 0)
         both = threading.Barrier(2, timeout=20)
         await asyncio.gather(*(threads.run(both.wait, 30) for _ in range(2)))
         waiting = TextThreads(threads=1)
         await asyncio.gather(*(waiting.run(lambda: 1, 20) for _ in range(5)))
         assert count() >= 1
         waiting.close()
-        until(lambda: count() == 0, 30)
+        until(lambda: count() == 0)
 
     run(session())
 
