@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from engine_infos import engine_info
+from engine_infos import changed, engine_info
 
 from jitney.engine.common.engine_info import Seat
 from jitney.engine.common.errors import ErrorInfo, ModelError, RequestError
@@ -97,7 +97,7 @@ class Core:
                 SequenceOutput(
                     request_id=row.request.id,
                     index=row.index,
-                    tokens=[first + row.done - 1],
+                    tokens=[self.token(row)],
                     finish="length" if last else None,
                 )
             )
@@ -112,6 +112,10 @@ class Core:
             events,
             answers=[self.seat_map(one.ticket) for one in asked],
         )
+
+    def token(self, row: Row) -> int:
+        """The newest of this row."""
+        return row.request.prompt[0] + row.done - 1
 
     def sleep(self, alive: Callable[[], None]) -> int:
         if self.has_work:
@@ -144,6 +148,21 @@ class Core:
             [Seat(seat=0, state="decode", request_id=row.request.id) for row in self.rows],
             b"",
         )
+
+
+class SlowLetters(Core):
+    """Its tokens are letters, and take their time."""
+
+    def step(self) -> StepReport:
+        time.sleep(0.01)
+        return super().step()
+
+    def token(self, row: Row) -> int:
+        return ord("a") + row.done % 26
+
+
+def build_slow_letters(config, source, progress):
+    return SlowLetters(), changed(INFO, model=source.name, context_length=512)
 
 
 def build(config, source, progress):

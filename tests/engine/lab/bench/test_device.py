@@ -456,15 +456,14 @@ def test_parts_run_in_order_with_what_was_found_first():
     assert "command_buffer" in device.environments[3]["XLA_FLAGS"]
 
 
-@pytest.mark.parametrize("part", _ENVIRONMENT)
-def test_xla_knows_the_options_of_a_part(part: str):
+def test_xla_knows_the_options_of_the_parts():
     """It ends a process at an option that it does not know."""
+    options = [environment.get("XLA_FLAGS", "") for environment in _ENVIRONMENT.values()]
     done = subprocess.run(
         [sys.executable, "-c", "import jax; jax.devices()"],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", **_ENVIRONMENT[part]},
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(options)},
         capture_output=True,
         text=True,
-        timeout=60,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -661,7 +660,7 @@ def test_a_process_that_dies_becomes_a_row(tmp_path: Path):
 def test_the_command_in_processes_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert (
         bench_device(
-            shlex.split(f"--only write --platform cpu --dtype float32 --out-dir {tmp_path}")
+            shlex.split(f"--only smoke --platform cpu --dtype float32 --out-dir {tmp_path}")
         )
         == 0
     )
