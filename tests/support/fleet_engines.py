@@ -120,7 +120,7 @@ class Served:
     parts: FleetParts
 
     def http(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=30, trust_env=False, **options)
+        return httpx.Client(base_url=self.url, timeout=60, trust_env=False, verify=False, **options)
 
     def replicas(self, model: str = "m") -> dict[str, Replica]:
         return {replica.name: replica for replica in self.fleet.models[model].replicas}

@@ -153,6 +153,9 @@ class Core:
 class SlowLetters(Core):
     """Its tokens are letters, and take their time."""
 
+    def learn(self, tokenizer: str) -> None:
+        """It knows no grammars."""
+
     def step(self) -> StepReport:
         time.sleep(0.01)
         return super().step()
@@ -162,7 +165,7 @@ class SlowLetters(Core):
 
 
 def build_slow_letters(config, source, progress):
-    return SlowLetters(), changed(INFO, model=source.name, context_length=512)
+    return SlowLetters(), changed(INFO, model=source.name, context_length=512, pages=256)
 
 
 def build(config, source, progress):

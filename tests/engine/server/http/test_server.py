@@ -165,58 +165,10 @@ def client(url):
         yield client
 
 
-MESSAGES: list = [{"role": "user", "content": "hi"}]
-
-
-def test_openai_client_completions(client):
-    answer = client.completions.create(model="m", prompt="ab", n=2, logprobs=1)
-    assert [choice.text for choice in answer.choices] == ["Hello, wörld!"] * 2
-    assert answer.usage.completion_tokens == 30 and len(answer.choices[0].logprobs.tokens) == 15
-    stream = client.completions.create(model="m", prompt="ab", stream=True)
-    assert "".join(chunk.choices[0].text for chunk in stream) == "Hello, wörld!"
-
-
-def test_openai_client_chat(client):
-    answer = client.chat.completions.create(
-        model="m", messages=MESSAGES, logprobs=True, top_logprobs=2
-    )
-    message = answer.choices[0].message
-    assert (message.role, message.content, answer.choices[0].finish_reason) == (
-        "assistant",
-        "Hello, wörld!",
-        "stop",
-    )
-    assert len(answer.choices[0].logprobs.content[0].top_logprobs) == 2
-    again = [*MESSAGES, message, {"role": "user", "content": "more"}]
-    assert (
-        client.chat.completions.create(model="m", messages=again).choices[0].message.content
-        == "Hello, wörld!"
-    )
-
-
-def test_openai_client_chat_stream(client):
-    stream = client.chat.completions.create(
-        model="m", messages=MESSAGES, stream=True, stream_options={"include_usage": True}
-    )
-    chunks = list(stream)
-    assert (
-        chunks[0].choices[0].delta.role == "assistant" and chunks[-1].usage.completion_tokens == 15
-    )
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == "Hello, wörld!"
-    assert chunks[-2].choices[0].finish_reason == "stop"
-    with client.chat.completions.stream(model="m", messages=MESSAGES) as events:
+def test_openai_client_streams_to_a_whole_answer(client):
+    asked: list = [{"role": "user", "content": "hi"}]
+    with client.chat.completions.stream(model="m", messages=asked) as events:
         assert events.get_final_completion().choices[0].message.content == "Hello, wörld!"
-
-
-def test_openai_client_models_and_errors(client):
-    assert [model.id for model in client.models.list()] == ["m"]
-    assert client.models.retrieve("m").owned_by == "jitney"
-    with pytest.raises(openai.NotFoundError) as unknown:
-        client.completions.create(model="nope", prompt="x")
-    assert unknown.value.code == "model_not_found" and unknown.value.request_id
-    with pytest.raises(openai.BadRequestError) as bad:
-        client.completions.create(model="m", prompt="x", temperature=3)
-    assert bad.value.param == "temperature"
 
 
 def test_openai_client_retries_what_is_refused_for_now(client, engine):

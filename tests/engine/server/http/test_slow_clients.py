@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 import pytest
-from api_fakes import FakeClient, Script, http_client, make_app, run, served, until
+from api_fakes import PATIENCE_S, FakeClient, Script, http_client, make_app, run, served, until
 from places import SUPPORT
 from server_settings import server_settings
 
@@ -74,7 +74,7 @@ def server(
 def connect(port: int, receive_buffer: int = 4096) -> socket.socket:
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    sock.settimeout(10)
+    sock.settimeout(PATIENCE_S)
     sock.connect(("127.0.0.1", port))
     return sock
 
@@ -398,7 +398,6 @@ def test_a_request_that_comes_just_after_finds_an_end_and_no_reset():
         with connect(port) as sock:
             post(sock, _SHORT)
             assert read_answer(sock).startswith(b"HTTP/1.1 200")
-            sock.settimeout(30)
             assert sock.recv(1, socket.MSG_PEEK) == b"", "closed as idle"
             post(sock, _SHORT)
             assert read_all(sock) == b""
