@@ -26,7 +26,7 @@ def serving_process(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]
         yield process
     finally:
         process.kill()
-        process.wait(30)
+        process.wait(120)
 
 
 def _answers(http: httpx.Client) -> bool:

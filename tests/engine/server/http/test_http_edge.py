@@ -49,7 +49,7 @@ def post(body: bytes, version: str = "1.1", extra: str = "") -> bytes:
 
 
 def connect(port: int) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", port), timeout=20)
+    return socket.create_connection(("127.0.0.1", port), timeout=120)
 
 
 def read_all(sock: socket.socket) -> bytes:

@@ -42,7 +42,7 @@ def ask(port: int, body: object, path: str, leave: bool) -> None:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += f"Connection: close\r\nContent-Length: {len(data)}\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as sock:
+    with socket.create_connection(("127.0.0.1", port), timeout=120) as sock:
         sock.sendall(head.encode() + data)
         while sock.recv(100) and not leave:
             pass
@@ -54,7 +54,7 @@ def leave_at_once(port: int, body: object, path: str, engine: FakeClient) -> Non
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(data)}\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as sock:
+    with socket.create_connection(("127.0.0.1", port), timeout=120) as sock:
         sock.sendall(head.encode() + data)
         until(lambda: len(engine.requests) > before)
 

@@ -468,7 +468,7 @@ def test_a_core_is_replaced_when_no_descriptor_is_left():
         [sys.executable, "-P", "-c", code, str(SUPPORT), str(Path(__file__).parent)],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         check=False,
     )
     assert (done.returncode, done.stdout.split()[0]) == (0, "length"), done.stderr

@@ -324,7 +324,7 @@ def test_a_server_that_is_killed_goes_on_with_its_jobs(folder: Path):
         with serving_process(folder, port) as process:
             ids = [begin(http, asked(f"j{i}"))["id"] for i in range(40)]
             process.send_signal(signal.SIGKILL)
-            process.wait(30)
+            process.wait(120)
         with serving_process(folder, port):
             jobs = [ended(http, id) for id in ids]
     assert {job["status"] for job in jobs} == {"completed"}
