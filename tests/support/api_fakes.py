@@ -438,7 +438,7 @@ def served(
     settings: ServerSettings | None = None,
     connections: Connections | None = None,
     sockets: list[socket.socket] | None = None,
-    keep_alive_s: int = 2,
+    keep_alive_s: int = 60,
 ) -> Iterator[tuple[str, int]]:
     """A real server in a thread; yields its base URL and port."""
     settings = settings or ServerSettings()

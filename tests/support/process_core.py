@@ -215,3 +215,18 @@ def build_step_by_step(config, source, progress):
         time.sleep(1.2)
         progress(Progress("compile", done, 5, source.name))
     return Core(), INFO
+
+
+def build_slowed(*arguments, **named):
+    """A core with a model whose steps take 20 ms more, so that an answer can be stopped."""
+    from jitney.engine.core.build import build_engine
+    from jitney.engine.core.engine_core import EngineCore
+
+    step = EngineCore.step
+
+    def slowed(core: EngineCore) -> StepReport:
+        time.sleep(0.02)
+        return step(core)
+
+    EngineCore.step = slowed
+    return build_engine(*arguments, **named)
