@@ -424,6 +424,7 @@ def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(cache: Path):
                     reply = web.post("/v1/completions", content=body, headers=headers)
                     statuses.add(reply.status_code)
                     sent.release()
+                    time.sleep(0.05)
             return statuses
 
         body = BODY | {"max_tokens": 460, "stream": True}
