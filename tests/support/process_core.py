@@ -224,9 +224,9 @@ def build_slowed(*arguments, **named):
 
     step = EngineCore.step
 
-    def slowed(core: EngineCore) -> StepReport:
+    def slowed(self: EngineCore) -> StepReport:
         time.sleep(0.02)
-        return step(core)
+        return step(self)
 
     EngineCore.step = slowed
     return build_engine(*arguments, **named)
