@@ -6,14 +6,10 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import jax
 from jax.stages import Compiled, Lowered
 
-from jitney.engine.common.engine_info import EngineInfo
-from jitney.engine.core.build import build_engine
-from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.executor.choices import Choices
 from jitney.engine.core.executor.runner import Runner
 from jitney.engine.core.executor.sampler_parts import RowSampler, SamplerParts
@@ -121,11 +117,3 @@ def await_use(runner: Runner, _report: object) -> None:
         runner._parts = PartsWhenUsed(runner.program, runner.leaves, state, layout_of, sizes)
         runner._parts.samplers = SamplersWhenUsed(runner.program, state)
     runner.choices = ChoicesWhenUsed(runner.choices.sizes[-1])
-
-
-def build_awaiting(*arguments: Any, **named: Any) -> tuple[EngineCore, EngineInfo]:
-    """As `build_engine`, for a process of its own that runs few of its programs:
-    `ProcessClient(builder="programs:build_awaiting")`.
-    """
-    with mock.patch.object(Runner, "_compile_steps", await_use):
-        return build_engine(*arguments, **named)
