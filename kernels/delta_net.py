@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from jitney.kernels.interface import AttentionMeta
 
 #: Added to the sum of squares where queries and keys are brought to length 1.
-_NORM_EPS = 1e-6
+NORM_EPS = 1e-6
 
 
 #: No slot: behind all there are.
@@ -323,4 +323,4 @@ def _rows_of(
 
 
 def _of_length_one(x: jax.Array) -> jax.Array:
-    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _NORM_EPS)
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPS)

@@ -157,8 +157,86 @@ class TritonKernels:
         *,
         eps: float,
     ) -> tuple[jax.Array, DeltaState]:
-        """See `jitney.kernels.interface.DeltaNet`; XLA convolves, norms and gates."""
-        return plain_delta_net.delta_net(x, rates, weights, state, meta, eps=eps, recur=self.recur)
+        """See `jitney.kernels.interface.DeltaNet`. A bucket with as many rows as sequences is of
+        decode only; in others XLA convolves, norms and gates.
+        """
+        sequences = DeltaSequences.of(meta, state.lengths)
+        assert meta.state is not None
+        if sequences.stops.shape != (len(x), 1) or meta.state.drafts is not None:
+            return plain_delta_net.delta_net(
+                x, rates, weights, state, meta, eps=eps, recur=self.recur
+            )
+        return self._delta_net_rows(x, rates, weights, state, sequences, eps)
+
+    def _delta_net_rows(
+        self,
+        x: jax.Array,
+        rates: jax.Array,
+        weights: DeltaWeights,
+        state: DeltaState,
+        sequences: DeltaSequences,
+        eps: float,
+    ) -> tuple[jax.Array, DeltaState]:
+        """`delta_net` where row s is sequence s."""
+        n_slots, n_heads, dim, width = state.memory.shape
+        n_taps, channels = state.taps.shape[1:]
+        n_seqs, columns = len(x), _power_of_two(width)
+        block = min(columns, _DELTA_COLUMNS)
+        where = sequences.stops, sequences.reads, sequences.writes, sequences.starts
+        shared = {
+            "X": x.shape[1],
+            "C": channels,
+            "W": n_taps,
+            "H": n_heads,
+            "V": width,
+            "M": n_slots,
+        }
+        memory = jax.new_ref(state.memory)
+        read, again = self.launch(
+            delta_net.pass_row,
+            x,
+            rates,
+            *weights[:3],
+            state.taps,
+            state.lengths,
+            *where,
+            memory,
+            out=(
+                jax.ShapeDtypeStruct((n_seqs, n_heads, width), jnp.float32),
+                jax.ShapeDtypeStruct((n_seqs,), jnp.int32),
+            ),
+            grid=(n_seqs, n_heads, -(-width // block)),
+            warps=4,
+            stages=1,
+            G=(channels - n_heads * width) // (2 * dim),
+            D=dim,
+            DIMS=_power_of_two(dim),
+            COLUMNS=block,
+            SCALE=dim**-0.5,
+            NORM_EPS=plain_delta_net.NORM_EPS,
+            **shared,
+        )
+        taps, lengths = jax.new_ref(state.taps), jax.new_ref(state.lengths)
+        o = self.launch(
+            delta_net.close_row,
+            x,
+            read,
+            weights.norm,
+            again,
+            *where,
+            taps,
+            lengths,
+            out=jax.ShapeDtypeStruct((n_seqs, n_heads * width), x.dtype),
+            grid=(n_seqs, n_heads),
+            warps=4,
+            stages=1,
+            COLUMNS=columns,
+            TAPS=_power_of_two(n_taps),
+            CHANNELS=_power_of_two(-(-channels // n_heads)),
+            EPS=float(eps),
+            **shared,
+        )
+        return o, DeltaState(*map(jax.freeze, (taps, memory, lengths)))
 
     def recur(
         self, rows: DeltaRows, memory: jax.Array, sequences: DeltaSequences, count: jax.Array

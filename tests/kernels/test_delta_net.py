@@ -60,6 +60,12 @@ def test_rows_behind_a_checkpoint_are_the_recurrence(name: str, sizes: tuple[int
     assert found["error"] < 1e-3 and found["untouched"]
 
 
+@pytest.mark.parametrize("name", ["reference", "native"])
+def test_steps_of_one_row_each_are_the_recurrence(name: str):
+    found = delta_nets.row_by_row(KERNELS[name], sizes_of(name))
+    assert found["error"] < 1e-3 and found["untouched"]
+
+
 @pytest.mark.parametrize("name", ["reference", "native", "reference of Mamba", "native of Mamba"])
 def test_wrong_drafts_leave_nothing_behind(name: str):
     found = delta_nets.after_drafts(KERNELS[name], sizes_of(name))

@@ -158,9 +158,12 @@ def test_the_most_choices_of_experts(sm: int, rows: int, experts: int, chosen: i
     assert not any(kernel.spilled for kernel in made)
 
 
+@pytest.mark.parametrize("rows,names", [(512, ["pass_rows"]), (8, ["pass_row", "close_row"])])
 @pytest.mark.parametrize("sm", SHARED)
-def test_a_recurrent_layer_keeps_its_memory_in_registers(sm: int):
-    """Qwen3.5's heads: a program has 128 x 32 numbers, 32 registers of each of its 128 threads."""
+def test_a_recurrent_layer_keeps_its_memory_in_registers(sm: int, rows: int, names: list[str]):
+    """Qwen3.5's heads: a program has 128 x 32 numbers, 32 registers of each of its 128 threads.
+    Eight sequences, with checkpoints among more rows.
+    """
 
     def use(launch):
         state = DeltaState.empty(((8, 4, 8192), (8, 32, 128, 128), (8,)))
@@ -168,19 +171,20 @@ def test_a_recurrent_layer_keeps_its_memory_in_registers(sm: int):
             jnp.zeros((4, 8192), "bfloat16"), jnp.zeros(32), jnp.zeros(32), jnp.ones(128)
         )
         none = jnp.zeros(0, jnp.int32)
-        rows = jnp.zeros(512, jnp.int32)
-        slots = jnp.zeros((8, 3), jnp.int32)
-        state_slots = StateSlots(jnp.arange(8), slots[:, :2], slots)
-        meta = AttentionMeta(
-            none, jnp.arange(9), none, none, rows, jnp.array([8, 8, 8]), state=state_slots
-        )
-        x = jnp.zeros((512, 8192 + 4096), "bfloat16")
+        state_slots = StateSlots.in_place(jnp.arange(8))
+        if rows > 8:
+            slots = jnp.zeros((8, 3), jnp.int32)
+            state_slots = StateSlots(jnp.arange(8), slots[:, :2], slots)
+        positions = jnp.zeros(rows, jnp.int32)
+        counts = jnp.array([8, 8, 8])
+        meta = AttentionMeta(none, jnp.arange(9), none, none, positions, counts, state=state_slots)
+        x = jnp.zeros((rows, 8192 + 4096), "bfloat16")
         net = TritonKernels(launch).delta_net
-        net(x, jnp.zeros((512, 64)), weights, state, meta, eps=1e-6)
+        net(x, jnp.zeros((rows, 64)), weights, state, meta, eps=1e-6)
 
-    (call,) = record(sm, use)
-    made = compile_call(call, sm)
-    assert made.spilled == 0 and made.shared <= SHARED[sm]
+    made = [compile_call(call, sm) for call in record(sm, use)]
+    assert [one.name for one in made] == names
+    assert all(one.spilled == 0 and one.shared <= SHARED[sm] for one in made)
 
 
 #: What the programs on one multiprocessor share: registers, and bytes of shared memory, of which
