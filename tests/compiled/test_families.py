@@ -12,8 +12,8 @@ DECODE_MIB, MIXED_MIB = 32, 192
 #: Kernels of a decode step at most. Each takes some microseconds, whatever it does.
 KERNELS = {
     MXFP4: 56,
-    "qwen3.5-27b": 92,
-    "qwen3.5-35b-a3b": 117,
+    "qwen3.5-27b": 70,
+    "qwen3.5-35b-a3b": 92,
     "glm-4.7-flash": 57,
     "gemma-4-26b-a4b": 157,
     "nemotron-3-nano-30b-a3b": 115,
