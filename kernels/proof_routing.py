@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jitney.kernels import definitions
@@ -44,9 +45,8 @@ def route_error(
     """The error of the shares of the first `count` rows, numbers [T, X or more]; infinite where a
     row stands elsewhere than its experts' blocks.
     """
-    call = jax.jit(
-        lambda numbers, count: route(numbers, mixture, count, bias=bias, factors=factors)
-    )
+    own = [None if array is None else jnp.asarray(array) for array in (bias, factors)]
+    call = jax.jit(lambda numbers, count: route(numbers, mixture, count, 0, *own))
     found = jax.tree.map(np.asarray, call(numbers, np.int32(count)))
     real = numbers[:count, : mixture.n_experts]
     shares, chosen = definitions.choose_experts(real, mixture, bias, factors)
@@ -71,5 +71,5 @@ def _stands_right(found: Routes, chosen: np.ndarray, n_rows: int) -> bool:
         (blocks.rows == wanted).all()
         and (blocks.experts[used] == chosen).all()
         and all(map(np.all, in_order))
-        and np.array_equal(np.unique(used), np.arange(blocks.count))
+        and np.array_equal(np.unique(used), np.arange(int(blocks.count)))
     )

@@ -29,6 +29,7 @@ from places import DATA
 from shipped import shipped_options
 
 from jitney.engine.core.executor.program import StateSizes, _compiler_options
+from jitney.engine.core.models.llama import Llama
 from jitney.engine.core.models.mixture import ExpertLinear
 from jitney.engine.core.models.protocol import Model
 from jitney.engine.core.models.quantization import KV_TYPES, quantise
@@ -260,9 +261,10 @@ def _lay_out(model: Model, kernels: KernelSet) -> None:
             linear._replace_apart(jax.tree.map(partial(_apart, linear), linear._to_set_apart))
         elif kernels.fp8 is not None and kernel.dtype == w8a8._FP8:
             linear.kernel = nnx.Param(jax.eval_shape(kernels.fp8.pack, kernel))
-    table = model.embed.get_value()
-    wide = -(-table.shape[1] // kernels.table_columns) * kernels.table_columns
+    assert isinstance(model, Llama)
     if model.lm_head is not None:
+        table = model.embed.get_value()
+        wide = -(-table.shape[1] // kernels.table_columns) * kernels.table_columns
         model.embed = nnx.Param(jax.ShapeDtypeStruct((table.shape[0], wide), table.dtype))
 
 

@@ -205,6 +205,15 @@ def test_dtype_in_is_dtype_out(architecture: str, dtype, float32_residual: bool)
         assert leaf.dtype == (jnp.float32 if wide else dtype), path
 
 
+def test_a_padded_table_of_embeddings_is_read_without_its_padding():
+    config = replace(tiny_config("qwen3"), tie_embeddings=False)
+    model, tokens = random_model(config), np.arange(24) * 7 % 512
+    before = all_logits(model, tokens, 24)
+    model.pack(replace(DENSE, table_columns=48))
+    assert dict(nnx.to_flat_state(nnx.state(model)))[("embed",)].shape == (512, 96)
+    np.testing.assert_array_equal(all_logits(model, tokens, 24), before)
+
+
 def test_bfloat16_stays_near_float32():
     """The same random weights, rounded: logits (spread about 1.5) move by rounding only."""
     config = tiny_config("qwen3")
