@@ -321,14 +321,18 @@ class HistoryLog(DiskLog[HistoryTables]):
         """
         history, offset = self.client.history, time.time() - time.monotonic()
         until = history.oldest_end + offset
-        search = Search(limit + 1, before, until, refused, words, identity)
-        found = await self.ask(HistoryTables.find, search)
-        shown = [
-            one.by_clock(offset)
-            for one in found[:limit]
-            if history.find(one.record.request_id, one.record.index) is None
-        ]
-        return shown, found[limit - 1].number if len(found) > limit else None
+        shown: list[_KeptRequest] = []
+        while True:
+            search = Search(limit - len(shown) + 1, before, until, refused, words, identity)
+            found = await self.ask(HistoryTables.find, search)
+            has_more = len(found) == search.limit
+            for one in found[: search.limit - 1]:
+                before = one.number
+                # The system clock differs from when a request was written: `until` is not exact.
+                if history.find(one.record.request_id, one.record.index) is None:
+                    shown.append(one.by_clock(offset))
+            if not has_more or len(shown) == limit:
+                return shown, before if has_more else None
 
     async def named(self, name: str, place: int) -> _KeptRequest | None:
         """One sequence of a request, with times of the monotonic clock."""

@@ -11,6 +11,7 @@ import numpy as np
 from jitney.kernels.delta_net import DeltaWeights
 from jitney.kernels.experts import ExpertBlocks, Stack
 from jitney.kernels.mamba import MambaWeights
+from jitney.kernels.routing import LEAST_SUM, Mixture
 
 
 def attention(
@@ -187,6 +188,29 @@ def matmul_fp8(x: np.ndarray, w: np.ndarray, scale: np.ndarray) -> np.ndarray:
     codes = (wide * (np.float32(448) / most)).astype(w.dtype)
     sums = codes.astype(np.float64) @ w.astype(np.float64)
     return sums.astype(np.float32) * (most / np.float32(448)) * scale
+
+
+def choose_experts(
+    numbers: np.ndarray,
+    mixture: Mixture,
+    bias: np.ndarray | None = None,
+    factors: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """(shares, experts) that rows go through, the first choice first, [T, C]; numbers [T, X] the
+    router's, bias and factors [X].
+    """
+    powers = np.exp(numbers - numbers.max(axis=1, keepdims=True))
+    scores = powers / powers.sum(axis=1, keepdims=True)
+    if mixture.scoring != "softmax":
+        scores = 1 / (1 + np.exp(-numbers))
+    choice = scores if bias is None else scores + bias
+    chosen = np.argsort(-choice, axis=1, kind="stable")[:, : mixture.n_chosen]
+    shares = np.take_along_axis(scores, chosen, axis=1)
+    if mixture.renormalised:
+        shares = shares / np.maximum(shares.sum(axis=1, keepdims=True), LEAST_SUM)
+    if factors is not None:
+        shares = shares * factors[chosen]
+    return shares * np.float32(mixture.share_factor), chosen
 
 
 def experts(

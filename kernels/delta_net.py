@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from jitney.kernels.interface import AttentionMeta
 
 #: Added to the sum of squares where queries and keys are brought to length 1.
-_NORM_EPS = 1e-6
+NORM_EPS = 1e-6
 
 
 #: No slot: behind all there are.
@@ -160,7 +160,8 @@ class DeltaSequences(NamedTuple):
 
     def owners(self, n_rows: int) -> jax.Array:
         """The sequence of each row, int32 [T]; of padding some sequence."""
-        found = jnp.searchsorted(self.ends[1:], jnp.arange(n_rows), side="right")
+        # Not by halving, which is a loop: a GPU's step is one graph only without.
+        found = jnp.sum(self.ends[1:] <= jnp.arange(n_rows)[:, None], axis=1, dtype=jnp.int32)
         return jnp.minimum(found, len(self.starts) - 1)
 
     def slots_of_rows(self, n_rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -322,4 +323,4 @@ def _rows_of(
 
 
 def _of_length_one(x: jax.Array) -> jax.Array:
-    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _NORM_EPS)
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPS)

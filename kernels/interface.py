@@ -20,6 +20,7 @@ from jitney.kernels.delta_net import DeltaState, DeltaWeights, Recur, StateSlots
 from jitney.kernels.experts import ExpertBlocks, Stack
 from jitney.kernels.int4 import Int4, matmul_int4
 from jitney.kernels.mxfp4 import Mxfp4
+from jitney.kernels.routing import Route
 from jitney.kernels.w8a8 import Fp8, Int8
 
 
@@ -342,6 +343,8 @@ class Kernels(Protocol):
     @property
     def pool_shape(self) -> _PoolShape | None: ...
     @property
+    def table_columns(self) -> int: ...
+    @property
     def narrow_gates(self) -> bool: ...
     @property
     def sums_in_halves(self) -> bool: ...
@@ -360,6 +363,8 @@ class Kernels(Protocol):
     def fp8(self) -> Fp8Products | None: ...
     @property
     def mxfp4(self) -> Mxfp4Products | None: ...
+    @property
+    def route(self) -> Route: ...
     @property
     def experts(self) -> ExpertProducts | None: ...
     @property
@@ -425,11 +430,16 @@ class KernelSet:
     matmul: _Product[jax.Array]
     gated: _GatedProduct[jax.Array]
     project: _Project
+    #: The choice of a mixture's experts.
+    route: Route
     #: What recurrent layers compute in place of attention.
     delta_net: DeltaNet
     recur: Recur
     #: None: [N, page, 2K, D].
     pool_shape: _PoolShape | None = None
+    #: The columns of a table of embeddings are padded to a multiple of this. A TPU turns a table of
+    #: no whole vectors as it is stored, and would turn it back in every step to read its rows.
+    table_columns: int = 1
     #: None: products with int4 weights are gated behind `matmul_int4`.
     gated_int4: _GatedProduct[Int4] | None = None
     #: None: weights in int8 are widened to the rows' dtype, by `matmul`.

@@ -25,6 +25,7 @@ from jitney.kernels.interface import KernelSet
 from jitney.kernels.proof_attention import attention_errors, case_errors
 from jitney.kernels.proof_delta_net import delta_net_errors
 from jitney.kernels.proof_products import CHECKS
+from jitney.kernels.proof_routing import routing_errors
 from jitney.kernels.proof_shapes import ServedShapes
 from jitney.kernels.select import reference
 
@@ -50,13 +51,19 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "int8 product": ("int8",),
     "fp8 product": ("fp8",),
     "mxfp4 product": ("mxfp4",),
+    "routing": ("route",),
     "experts": ("experts", "takes_one_of"),
     "sampling cut": ("threshold",),
     "recurrent layers": ("delta_net", "recur"),
 }
 
 
-_CHECKS = {"attention": attention_errors, **CHECKS, "recurrent layers": delta_net_errors}
+_CHECKS = {
+    "attention": attention_errors,
+    **CHECKS,
+    "routing": routing_errors,
+    "recurrent layers": delta_net_errors,
+}
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 
+from jitney.kernels.routing import Mixture
+
 #: Rows of a product up to which each count is compared: more are more of the same tiles, and only
 #: the most of them are.
 _MOST_ROWS = 256
@@ -136,6 +138,7 @@ class ServedShapes:
     matrices: tuple[Matrix, ...]  # the different ones of the layers
     table: int  # rows of the embedding where it is the head too, else 0
     mixtures: tuple[MixtureShape, ...] = ()  # the different ones of the layers
+    routing: Mixture | None = None  # how their experts are chosen
     delta_net: DeltaShape | None = None  # of recurrent layers
     other_attention: tuple[AttentionShapes, ...] = ()  # of layers with other heads
 

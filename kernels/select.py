@@ -39,7 +39,7 @@ class ServedHeads(NamedTuple):
 
 def reference() -> KernelSet:
     """Plain jax.numpy; runs wherever XLA does."""
-    from jitney.kernels import delta_net, int4
+    from jitney.kernels import delta_net, int4, routing
     from jitney.kernels import reference as plain
 
     return KernelSet(
@@ -55,6 +55,7 @@ def reference() -> KernelSet:
         matmul=plain.matmul,
         gated=plain.gated,
         project=plain.project,
+        route=routing.route,
         delta_net=delta_net.delta_net,
         recur=delta_net.recur,
     )
@@ -181,6 +182,7 @@ def _set_of(kernels: TritonKernels, sm: int) -> KernelSet:
         gated=plain.gated_narrow,
         narrow_gates=True,
         fp8=products,
+        route=kernels.route,
         experts=kernels.experts,
         delta_net=kernels.delta_net,
         recur=kernels.recur,
@@ -249,6 +251,7 @@ def _pallas_set(chip: str) -> KernelSet:
     from jitney.kernels.pallas_tpu.experts import experts
     from jitney.kernels.pallas_tpu.kernel_set import PallasKernels
     from jitney.kernels.pallas_tpu.narrow_products import matmul_int4
+    from jitney.kernels.pallas_tpu.pool_layout import PoolLayout
 
     kernels = PallasKernels(chip=chip)
     return replace(
@@ -261,6 +264,7 @@ def _pallas_set(chip: str) -> KernelSet:
         gated=plain.gated_narrow,
         narrow_gates=True,
         experts=experts,
+        table_columns=PoolLayout.LANES,
         sums_in_halves=kernels.sums_in_halves,
     )
 

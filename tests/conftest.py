@@ -16,6 +16,7 @@ from filelock import FileLock
 from hypothesis import settings
 
 from jitney.engine.common.errors import ModelError
+from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 from jitney.engine.core.scheduler.page_demand import PageDemand
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 
@@ -116,6 +117,31 @@ def programs_when_used() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Runner, "_compile_steps", await_use)
         yield
+
+
+@pytest.fixture(scope="module")
+def kernels_unproved() -> Iterator[None]:
+    """Engines start without proving their kernels: for files that start many and ask for answers,
+    which wrong kernels would change.
+    """
+    from jitney.engine.core import build
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "proven", lambda kernels, *_, **__: (kernels, []))
+        yield
+
+
+@pytest.fixture
+def one_program_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode steps run in a bucket of steps with prompts, so that a model is compiled once: for
+    numbers of many families, where others ask for those of each kind of cache in both.
+    """
+    choose = Buckets.choose
+
+    def mixed(self: Buckets, **sizes: Any) -> Bucket:
+        return choose(self, **sizes | {"decode_only": False})
+
+    monkeypatch.setattr(Buckets, "choose", mixed)
 
 
 @pytest.fixture(scope="module")

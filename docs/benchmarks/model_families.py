@@ -1,6 +1,6 @@
 """Takes into model_families.json what the tests of model families measured.
 
-    python -m pytest -n 0 tests/engine/core/models/test_numerics.py \\
+    JITNEY_TEST_COMPILE=1 python -m pytest -n 0 tests/engine/core/models/test_numerics.py \\
       tests/engine/core/models/test_families.py -k transformers --junitxml build/families.xml
     python docs/benchmarks/model_families.py build/families.xml
     python docs/benchmarks/tables.py
@@ -69,7 +69,7 @@ def table(content: Mapping[str, Any]) -> Iterator[str]:
     for architecture, family in FAMILIES.items():
         if family.tiny.get("encoder") is not None:
             continue
-        gguf = f"`{family.name}`" if family.from_gguf is not None else "-"
+        gguf = f"`{family.gguf_name}`" if family.from_gguf is not None else "-"
         rows.append(
             [
                 content["names"].get(architecture, architecture.removesuffix("ForCausalLM")),

@@ -2,8 +2,9 @@
 step costs with more rows.
 
     python docs/benchmarks/speculation.py equality [--requests 10000] [--first 0] [--draft MODEL]
-        [--model tiny-random]
+        [--mtp] [--model tiny-random]
     python docs/benchmarks/speculation.py speed [--model smollm2-135m] [--rounds 3] [--draft MODEL]
+        [--mtp]
     python docs/benchmarks/speculation.py rows [--model smollm2-135m]
 
 equality: random requests (greedy, sampled, grammars, banned words, penalties, log-probabilities, n,
@@ -11,7 +12,8 @@ biases, adapters, few pages, aborts, deaths) to both engines in this process, nu
 on, of a model of random weights (tiny-random:qwen3_5 and others); every token is compared. speed:
 both behind HTTP on this machine, in turns, greedy streams: texts that repeat their prompt, alone;
 free text, alone and 32 at a time. rows: decode steps of 1, 2, 4 and 8 rows. Drafts are looked up,
-or made by the model that --draft names, in the format that --draft-weights names.
+or made by the model that --draft names, in the format that --draft-weights names, or with --mtp by
+the model's own head (tiny-random:deepseek_v3).
 
 Speeds move with the machine: only ratios of one run say something.
 """
@@ -70,11 +72,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--draft", default="")
     parser.add_argument("--draft-weights", default="auto")
+    parser.add_argument("--mtp", action="store_true")
     args = parser.parse_args()
     drafting: dict[str, Any] = {"speculative": "ngram"}
     if args.draft:
         weights = args.draft_weights
         drafting = {"speculative": "draft", "draft_model": args.draft, "draft_weights": weights}
+    if args.mtp:
+        drafting = {"speculative": "mtp"}
     print(cpu_name())
     if args.what == "equality":
         compare_answers(args.model or "tiny-random", args.first, args.requests, drafting)

@@ -326,12 +326,13 @@ class EngineSection(Section):
     prompt_logprobs); this many are computed whenever any are asked for
     """
 
-    speculative: Literal["off", "ngram", "draft"] = "off"
+    speculative: Literal["off", "ngram", "draft", "mtp"] = "off"
     """check drafts of the next tokens in further rows of steps, where that is measured to pay; no
     token of an answer changes, but for near ties where last bits depend on a step's rows (see
     product_rows); ngram: drafts what followed the same tokens before, in prompt or answer; draft: a
-    small model drafts (draft_model); for engines on one host; recurrent layers keep a state more in
-    each seat for each of speculative_tokens
+    small model drafts (draft_model); mtp: the layer behind the model's last drafts, if its files
+    have one (DeepSeek-V3, GLM-4.7-Flash, Qwen3.5), on one device; for engines on one host;
+    recurrent layers keep a state more in each seat for each of speculative_tokens
     """
 
     draft_model: str = ""
@@ -509,6 +510,11 @@ class EngineSection(Section):
                     "ngram, not off: leave it at 0"
                 )
             return self
+        if self.speculative == "mtp" and self.tensor_parallel > 1:
+            raise ValueError(
+                f"speculative mtp is for one device: leave it off with tensor_parallel "
+                f"{self.tensor_parallel}"
+            )
         for name in ("data_parallel", "n_hosts"):
             if getattr(self, name) > 1:
                 raise ValueError(

@@ -110,9 +110,16 @@ def _adapter(text: str) -> str:
 
 
 _TEXT_ONLY = _Refused("models here read text only")
+#: vLLM's names of ways to draft, where they differ from ours.
+_METHODS = {
+    "draft_model": "draft",
+    "deepseek_mtp": "mtp",
+    "glm4_moe_lite_mtp": "mtp",
+    "qwen3_5_mtp": "mtp",
+}
 _DRAFTS = _MappedObject(
     {
-        "method": _Mapped("speculative", values={"draft_model": "draft"}),
+        "method": _Mapped("speculative", values=_METHODS),
         "model": _Mapped("draft_model"),
         "num_speculative_tokens": _Mapped("speculative_tokens"),
         "prompt_lookup_max": _Mapped("prompt_lookup_max"),

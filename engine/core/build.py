@@ -65,6 +65,7 @@ from jitney.engine.core.executor.memory import (
     in_one_line,
     likely_temp_bytes,
 )
+from jitney.engine.core.executor.prediction_head import HeadModel
 from jitney.engine.core.executor.program import StateSizes
 from jitney.engine.core.executor.proving import proofs_of, proven, served_by
 from jitney.engine.core.executor.runner import Runner
@@ -235,7 +236,7 @@ class _Setup:
         if settings.speculative == "off":
             return None
         lookup = None
-        if self.draft is None:
+        if settings.speculative == "ngram":
             lookup = PromptLookup(least=settings.prompt_lookup_min, most=settings.prompt_lookup_max)
         return Drafting(lookup, settings.speculative_tokens, settings.speculative_acceptance)
 
@@ -323,7 +324,7 @@ def _build(
     if config.engine.canary_every:
         alone = _core_alone(setup, model, kernels)
     _lay_out(model, kernels, setup.mesh)
-    draft = _load_draft(setup, model, progress)
+    draft = _load_draft(setup, model, kernels, progress)
     ceiling = _measure_ceiling(setup, model, kernels)  # before the KV pool takes the memory
     runner = _make_runner(setup, model, kernels, draft)
     _compile(setup, runner, progress)
@@ -556,10 +557,14 @@ def _load(setup: _Setup, kernels: KernelSet, progress: _Report) -> Model:
     return model
 
 
-def _load_draft(setup: _Setup, target: Model, progress: _Report) -> DraftModel | None:
+def _load_draft(
+    setup: _Setup, target: Model, kernels: KernelSet, progress: _Report
+) -> DraftModel | None:
     """The model that drafts, laid out, if there is one. Its kernels need no proof: where they are
     wrong, so are the drafts, and no answer changes. Raises ConfigError for another vocabulary.
     """
+    if setup.settings.speculative == "mtp":
+        return _load_head(setup, target, kernels, progress)
     source = setup.draft
     if source is None:
         return None
@@ -584,6 +589,26 @@ def _load_draft(setup: _Setup, target: Model, progress: _Report) -> DraftModel |
         count_parameters(model) / count_parameters(target),
     )
     return DraftModel(model, kernels)
+
+
+def _load_head(setup: _Setup, target: Model, kernels: KernelSet, progress: _Report) -> DraftModel:
+    """The model's prediction head, laid out."""
+    weights = setup.config.model.weights
+    with in_one_line("loading the layer that drafts"):
+        head = load_model(
+            setup.source,
+            setup.source.config.prediction_head,
+            setup.dtype,
+            _staged(progress),
+            storage=WeightStorage.choose(weights, setup.device.platform, kernels),
+        )
+    _lay_out(head, kernels, setup.mesh)
+    _log.info(
+        "drafts by the model's own layer for them, which reads every row: it has %.2g of the other "
+        "parameters",
+        count_parameters(head) / count_parameters(target),
+    )
+    return HeadModel(head, kernels)
 
 
 def _prove(setup: _Setup, model: Model, kernels: KernelSet) -> tuple[KernelSet, list[KernelProof]]:

@@ -24,6 +24,9 @@ from jitney.kernels.scales import as_stored, scales_of
 _SCALARS = 5
 #: Most VMEM of the kernel: v7x has 64 MiB, v5e and v6e have 128.
 _VMEM = 48 << 20
+#: Numbers of the query rows of a prompt's item, at most: some twenty times as many bytes go into
+#: VMEM with their sums, scores and results. Heads of 256 take all of it with 4096 rows.
+_TILE = 1 << 20
 #: Supported page sizes.
 _PAGES = 16, 32, 64, 128, 256
 #: SMEM for the page table: all three have 1 MiB.
@@ -193,7 +196,7 @@ class PallasKernels:
             page=page,
             keys=max(blocks.keys, page),
             depth=blocks.depth,
-            block=_item_rows(q, meta, blocks.rows),
+            block=_item_rows(q, meta, min(blocks.rows, _TILE // layout.width)),
             scale=options["scale"],
             window=options.get("window", 0),
             softcap=options.get("softcap", 0.0),

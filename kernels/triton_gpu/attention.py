@@ -397,20 +397,18 @@ def merge_splits(
     part_stats,
     o,
     H: tl.constexpr,
-    K: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPAN: tl.constexpr,
     SPLITS: tl.constexpr,
     DOUBLINGS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Join the splits that `decode_attention` left, in their order; program (key head,
-    sequence).
+    """Join the splits that `decode_attention` left; program (BLOCK_D dims of a query head,
+    sequence). All splits are read at once: one after the other, each would wait for the memory.
     """
-    G: tl.constexpr = H // K
     seq = tl.program_id(1)
     if seq >= tl.load(counts):
         return
@@ -419,30 +417,19 @@ def merge_splits(
     span = _span_of(length, SPAN, SPLITS, DOUBLINGS)
     if length <= span:
         return
-    n_splits = tl.cdiv(length, span)
-    rows = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, DP)
+    head = seq * H + tl.program_id(0) * BLOCK_D // DP
+    dims = tl.program_id(0) * BLOCK_D % DP + tl.arange(0, BLOCK_D)
     splits = tl.arange(0, SPLITS)
-    heads = tl.program_id(0) * G + rows
-    inside = (rows < G)[:, None] & (dims < D)[None, :]
-    slot = (seq * H + heads).to(tl.int64) * SPLITS
-    known = (rows < G)[:, None] & (splits < n_splits)[None, :]
-    cells = part_stats + (slot[:, None] + splits[None, :]) * 2
-    tops = tl.load(cells, mask=known, other=_HIDDEN)
-    totals = tl.load(cells + 1, mask=known, other=0.0)
-    best = tl.max(tops, 1)
-    total = tl.sum(totals * tl.exp2(tops - best[:, None]), 1)
-    acc = tl.zeros((BLOCK_M, DP), tl.float32)
-    for split in range(0, n_splits):
-        top = tl.load(part_stats + (slot + split) * 2, mask=rows < G, other=_HIDDEN)
-        part = tl.load(
-            part_o + (slot + split)[:, None] * DP + dims[None, :], mask=inside, other=0.0
-        )
-        acc += part * tl.exp2(top - best)[:, None]
-    done = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(
-        o + (seq * H + heads)[:, None] * D + dims[None, :], done.to(o.dtype.element_ty), mask=inside
-    )
+    known = splits < tl.cdiv(length, span)
+    slots = head.to(tl.int64) * SPLITS + splits
+    tops = tl.load(part_stats + slots * 2, mask=known, other=_HIDDEN)
+    totals = tl.load(part_stats + slots * 2 + 1, mask=known, other=0.0)
+    inside = known[:, None] & (dims < D)[None, :]
+    parts = tl.load(part_o + slots[:, None] * DP + dims[None, :], mask=inside, other=0.0)
+    factors = tl.exp2(tops - tl.max(tops, 0))
+    total = tl.sum(totals * factors, 0)
+    done = tl.sum(parts * factors[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(o + head * D + dims, done.to(o.dtype.element_ty), mask=dims < D)
 
 
 @triton.jit

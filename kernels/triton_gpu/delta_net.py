@@ -1,5 +1,6 @@
-"""Triton kernel of recurrent layers: the rows of each sequence through its memory, one after the
-other.
+"""Triton kernels of recurrent layers: the rows of each sequence through its memory, one after the
+other; and a delta net's row of a sequence that decodes,
+from the convolution to the gates, in two kernels.
 
 Axes as in `jitney.kernels.delta_net`; D and V are padded to powers of two.
 """
@@ -10,6 +11,16 @@ from __future__ import annotations
 # Kernels are compiled, not called: numbers become constexprs and tensors on the way.
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def _passed(kept, query, key, value, decay, beta, CORRECTS: tl.constexpr):
+    """(memory kept [D, V] once a row has passed, what it reads [V])."""
+    kept = kept * decay
+    if CORRECTS:
+        value = (value - tl.sum(kept * key[:, None], 0)) * beta
+    kept = kept + key[:, None] * value[None, :]
+    return kept, tl.sum(kept * query[:, None], 0)
 
 
 @triton.jit
@@ -69,13 +80,186 @@ def pass_rows(
             key = tl.load(keys + of_group, mask=in_dims, other=0.0)
             query = tl.load(queries + of_group, mask=in_dims, other=0.0)
             value = tl.load(values + of_head, mask=in_columns, other=0.0)
-            kept = kept * tl.load(decay + row * H + head)
-            if CORRECTS:
-                known = tl.sum(kept * key[:, None], 0)
-                value = (value - known) * tl.load(beta + row * H + head)
-            kept = kept + key[:, None] * value[None, :]
-            tl.store(read + of_head, tl.sum(kept * query[:, None], 0), mask=in_columns)
+            kept, own = _passed(
+                kept,
+                query,
+                key,
+                value,
+                tl.load(decay + row * H + head),
+                tl.load(beta + row * H + head),
+                CORRECTS,
+            )
+            tl.store(read + of_head, own, mask=in_columns)
         slot = tl.load(writes + sequence * K + piece).to(tl.int64)
         if slot < M:
             tl.store(memory + slot * H * D * V + cells, kept, mask=inside)
         begin = end
+
+
+@triton.jit
+def _convolved(x, taps, weights, channels, inside, start, again, C: tl.constexpr, W: tl.constexpr):
+    """The silu of some channels' convolution of a row; x: the row, taps: of its slot. Whether the
+    row is among the taps already is not awaited: one more of them is read.
+    """
+    wide = tl.load(weights + (W - 1) * C + channels, mask=inside, other=0.0).to(tl.float32)
+    total = tl.load(x + channels, mask=inside, other=0.0).to(tl.float32) * wide
+    newer = tl.load(taps + (W - 1) * C + channels, mask=inside, other=0.0)
+    for back in tl.static_range(1, W):
+        place = (W - 1 - back) * C + channels
+        older = tl.load(taps + place, mask=inside, other=0.0)
+        earlier = tl.where(start >= back, tl.where(again, older, newer), 0.0)
+        total += earlier * tl.load(weights + place, mask=inside, other=0.0).to(tl.float32)
+        newer = older
+    return total * tl.sigmoid(total)
+
+
+@triton.jit
+def _softplus(x):
+    """log(1 + exp(x)), exact where it is small, too: a memory that decays slowly has such rates."""
+    small = tl.exp(-tl.abs(x))
+    more = 1.0 + small  # what it lost of `small`, its log lost alike
+    log = tl.where(more == 1.0, small, tl.log(more) * small / (more - 1.0))
+    return tl.maximum(x, 0.0) + log
+
+
+@triton.jit
+def pass_row(
+    x,
+    rates,
+    weights,
+    log_decay,
+    rate_bias,
+    taps,
+    lengths,
+    stops,
+    reads,
+    writes,
+    starts,
+    memory,
+    read,
+    again,
+    X: tl.constexpr,
+    C: tl.constexpr,
+    W: tl.constexpr,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    M: tl.constexpr,
+    DIMS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SCALE: tl.constexpr,
+    NORM_EPS: tl.constexpr,
+):
+    """A row of each sequence, whose inputs of the convolution begin a row of x [T, X], with its
+    rates float32 [T, 2 H] through memory [M, H, D, V], in place, to read [T, H, V], and again [S]:
+    see `DeltaSequences`; program (sequence, value head, block of columns), as in `pass_rows`.
+
+    weights [W, C] of the convolution, log_decay and rate_bias [H]: see `DeltaWeights`. taps
+    [M, W, C] and lengths [M] of before the step, which `close_row` writes behind it: programs that
+    share a key head each convolve its query and key. SCALE: of queries.
+    """
+    sequence = tl.program_id(0)
+    head = tl.program_id(1)
+    slot = tl.load(reads + sequence).to(tl.int64)
+    to = tl.load(writes + sequence).to(tl.int64)
+    start = tl.load(starts + sequence)
+    if tl.load(stops + sequence) == 0:
+        return
+    dims = tl.arange(0, DIMS)
+    columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    in_dims = dims < D
+    in_columns = columns < V
+    inside = in_dims[:, None] & in_columns[None, :]
+    cells = (head * D + dims)[:, None] * V + columns[None, :]
+    in_memory = dims < tl.where(start > 0, D, 0)  # nothing is, before a sequence's first token
+    before = memory + slot * H * D * V + cells
+    kept = tl.load(before, mask=in_memory[:, None] & in_columns[None, :], other=0.0)
+    known = tl.load(lengths + slot)
+    # A row that is in the state already changes nothing, and reads what it read.
+    is_again = (start > 0) & (start < known)
+    if head + tl.program_id(2) == 0:
+        tl.store(again + sequence, is_again.to(tl.int32))
+
+    x += sequence * X
+    taps += slot * W * C
+    first = head // (H // G) * D
+    query = _convolved(x, taps, weights, first + dims, in_dims, start, is_again, C, W)
+    key = _convolved(x, taps, weights, G * D + first + dims, in_dims, start, is_again, C, W)
+    channels = 2 * G * D + head * V + columns
+    value = _convolved(x, taps, weights, channels, in_columns, start, is_again, C, W)
+    query = query * tl.rsqrt(tl.sum(query * query, 0) + NORM_EPS) * SCALE
+    key = key * tl.rsqrt(tl.sum(key * key, 0) + NORM_EPS)
+    rate = tl.load(rates + sequence * 2 * H + H + head) + tl.load(rate_bias + head)
+    decay = tl.exp(-tl.exp(tl.load(log_decay + head)) * _softplus(rate))
+    beta = tl.sigmoid(tl.load(rates + sequence * 2 * H + head))
+    decay = tl.where(is_again, 1.0, decay)
+    beta = tl.where(is_again, 0.0, beta)
+    kept, own = _passed(kept, query, key, value, decay, beta, True)
+    tl.store(read + (sequence * H + head) * V + columns, own, mask=in_columns)
+    if to < M:
+        tl.store(memory + to * H * D * V + cells, kept, mask=inside)
+
+
+@triton.jit
+def close_row(
+    x,
+    read,
+    norm,
+    again,
+    stops,
+    reads,
+    writes,
+    starts,
+    taps,
+    lengths,
+    o,
+    X: tl.constexpr,
+    C: tl.constexpr,
+    W: tl.constexpr,
+    H: tl.constexpr,
+    V: tl.constexpr,
+    M: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TAPS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    EPS: tl.constexpr,
+):
+    """Behind `pass_row`: norms what is read [T, H, V], which gates of x open, to o [T, H V], and
+    keeps the row in taps [M, W, C] and lengths [M], in place; program (sequence, value head), which
+    has a block of the channels, too.
+
+    COLUMNS, TAPS: V and W, padded. CHANNELS: of a block.
+    """
+    sequence = tl.program_id(0)
+    head = tl.program_id(1)
+    slot = tl.load(reads + sequence).to(tl.int64)
+    to = tl.load(writes + sequence).to(tl.int64)
+    start = tl.load(starts + sequence)
+    is_again = tl.load(again + sequence)
+    if tl.load(stops + sequence) == 0:
+        return
+    x += sequence * X
+    columns = tl.arange(0, COLUMNS)
+    in_columns = columns < V
+    of_head = (sequence * H + head) * V + columns
+    own = tl.load(read + of_head, mask=in_columns, other=0.0)
+    gates = tl.load(x + C + head * V + columns, mask=in_columns, other=0.0).to(tl.float32)
+    own *= tl.rsqrt(tl.sum(own * own, 0) / V + EPS)
+    own *= tl.load(norm + columns, mask=in_columns, other=0.0) * gates * tl.sigmoid(gates)
+    tl.store(o + of_head, own.to(o.dtype.element_ty), mask=in_columns)
+    if to >= M:
+        return
+    channels = head * CHANNELS + tl.arange(0, CHANNELS)
+    inside = channels < C
+    places = tl.arange(0, TAPS)[:, None]
+    before = taps + slot * W * C + (places + 1 - is_again) * C + channels[None, :]
+    older = (places < W - 1) & (start >= W - 1 - places)
+    kept = tl.load(before, mask=older & inside[None, :], other=0.0)
+    newest = tl.load(x + channels, mask=inside, other=0.0).to(tl.float32)
+    kept = tl.where(places == W - 1, newest[None, :], kept)
+    tl.debug_barrier()  # other threads read what is written here
+    behind = taps + to * W * C + places * C + channels[None, :]
+    tl.store(behind, kept, mask=(places < W) & inside[None, :])
+    if head == 0:
+        tl.store(lengths + to, start + 1)

@@ -16,15 +16,18 @@ from jax.typing import DTypeLike
 
 from jitney.kernels import delta_net as plain_delta_net
 from jitney.kernels import reference
+from jitney.kernels import routing as plain_routing
 from jitney.kernels.delta_net import DeltaRows, DeltaSequences, DeltaState, DeltaWeights
 from jitney.kernels.experts import ExpertBlocks, Stack, opened_size
 from jitney.kernels.int4 import Int4
 from jitney.kernels.interface import AttentionMeta, AttentionOptions, KernelError
+from jitney.kernels.routing import Mixture, Routes
 from jitney.kernels.scales import limit_of, scales_of
 from jitney.kernels.triton_gpu import (
     attention,
     delta_net,
     narrow_products,
+    routing,
     top_k_top_p,
     write_kv,
 )
@@ -42,6 +45,13 @@ from jitney.kernels.triton_gpu.tiles import (
 _FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 #: Elements that places of 32 bits reach, and programs along the second axis of a launch.
 _MOST_ELEMENTS, _MOST_BLOCKS = 1 << 31, 65535
+#: Dims of a head whose splits one program joins, at most: of 32 splits 32 registers a thread.
+_MERGED_DIMS = 128
+#: Choices of experts that one program deals out to blocks, at most, and comparisons of two of them
+#: and places that it makes and writes at a time: some tens a thread.
+_MOST_CHOICES, _COMPARED, _FILLED = 512, 1 << 14, 1 << 10
+#: Experts that one warp chooses from, at most.
+_EXPERTS_OF_A_WARP = 128
 #: Columns of which so few are seen to be written out by XLA: 128 and 2048, not 4096.
 _FEW_COLUMNS = 4096
 #: Compute capability from which kernels know fp8.
@@ -147,8 +157,86 @@ class TritonKernels:
         *,
         eps: float,
     ) -> tuple[jax.Array, DeltaState]:
-        """See `jitney.kernels.interface.DeltaNet`; XLA convolves, norms and gates."""
-        return plain_delta_net.delta_net(x, rates, weights, state, meta, eps=eps, recur=self.recur)
+        """See `jitney.kernels.interface.DeltaNet`. A bucket with as many rows as sequences is of
+        decode only; in others XLA convolves, norms and gates.
+        """
+        sequences = DeltaSequences.of(meta, state.lengths)
+        assert meta.state is not None
+        if sequences.stops.shape != (len(x), 1) or meta.state.drafts is not None:
+            return plain_delta_net.delta_net(
+                x, rates, weights, state, meta, eps=eps, recur=self.recur
+            )
+        return self._delta_net_rows(x, rates, weights, state, sequences, eps)
+
+    def _delta_net_rows(
+        self,
+        x: jax.Array,
+        rates: jax.Array,
+        weights: DeltaWeights,
+        state: DeltaState,
+        sequences: DeltaSequences,
+        eps: float,
+    ) -> tuple[jax.Array, DeltaState]:
+        """`delta_net` where row s is sequence s."""
+        n_slots, n_heads, dim, width = state.memory.shape
+        n_taps, channels = state.taps.shape[1:]
+        n_seqs, columns = len(x), _power_of_two(width)
+        block = min(columns, _DELTA_COLUMNS)
+        where = sequences.stops, sequences.reads, sequences.writes, sequences.starts
+        shared = {
+            "X": x.shape[1],
+            "C": channels,
+            "W": n_taps,
+            "H": n_heads,
+            "V": width,
+            "M": n_slots,
+        }
+        memory = jax.new_ref(state.memory)
+        read, again = self.launch(
+            delta_net.pass_row,
+            x,
+            rates,
+            *weights[:3],
+            state.taps,
+            state.lengths,
+            *where,
+            memory,
+            out=(
+                jax.ShapeDtypeStruct((n_seqs, n_heads, width), jnp.float32),
+                jax.ShapeDtypeStruct((n_seqs,), jnp.int32),
+            ),
+            grid=(n_seqs, n_heads, -(-width // block)),
+            warps=4,
+            stages=1,
+            G=(channels - n_heads * width) // (2 * dim),
+            D=dim,
+            DIMS=_power_of_two(dim),
+            COLUMNS=block,
+            SCALE=dim**-0.5,
+            NORM_EPS=plain_delta_net.NORM_EPS,
+            **shared,
+        )
+        taps, lengths = jax.new_ref(state.taps), jax.new_ref(state.lengths)
+        o = self.launch(
+            delta_net.close_row,
+            x,
+            read,
+            weights.norm,
+            again,
+            *where,
+            taps,
+            lengths,
+            out=jax.ShapeDtypeStruct((n_seqs, n_heads * width), x.dtype),
+            grid=(n_seqs, n_heads),
+            warps=4,
+            stages=1,
+            COLUMNS=columns,
+            TAPS=_power_of_two(n_taps),
+            CHANNELS=_power_of_two(-(-channels // n_heads)),
+            EPS=float(eps),
+            **shared,
+        )
+        return o, DeltaState(*map(jax.freeze, (taps, memory, lengths)))
 
     def recur(
         self, rows: DeltaRows, memory: jax.Array, sequences: DeltaSequences, count: jax.Array
@@ -347,7 +435,6 @@ class TritonKernels:
         if constants["WINDOW"]:
             longest = min(longest, constants["WINDOW"] + tiles.block_n)
         splitting = _splitting_of(tiles, longest)
-        splitting["BLOCK_M"] = max(16, _power_of_two(group))
         splits = splitting["SPLITS"]
         programs = min(tiles.programs, n_seqs * n_kv * splits)
         part_o = jax.ShapeDtypeStruct((n_seqs, n_heads, splits, constants["DP"]), jnp.float32)
@@ -368,6 +455,7 @@ class TritonKernels:
             PROGRAMS=programs,
             ALONE=o is None,
             PAIRED=kv.dtype.itemsize == 1,
+            BLOCK_M=max(16, _power_of_two(group)),
             **splitting,
             **constants,
         )
@@ -378,14 +466,15 @@ class TritonKernels:
             whole = jax.new_ref(o)
             parts = decode(whole, out=(part_o, part_stats))
         if splits > 1:
-            shared = {name: constants[name] for name in ("H", "K", "D", "DP", "WINDOW")}
-            self._merge(meta, parts, whole, {**splitting, **shared})
+            self._merge(meta, parts, whole, {**splitting, **constants})
         return jax.freeze(whole)
 
     def _merge(
         self, meta: AttentionMeta, parts: list[jax.Array], whole: Any, constants: dict[str, Any]
     ) -> None:
         """Write the splits' parts, as one, into the rows of `whole`."""
+        block = min(constants["DP"], _MERGED_DIMS)
+        names = ("H", "D", "DP", "WINDOW", "BLOCK_N", "SPAN", "SPLITS", "DOUBLINGS")
         self.launch(
             attention.merge_splits,
             meta.kv_lens,
@@ -393,10 +482,11 @@ class TritonKernels:
             *parts,
             whole,
             out=(),
-            grid=(constants["K"], meta.kv_lens.shape[0]),
+            grid=(constants["H"] * constants["DP"] // block, meta.kv_lens.shape[0]),
             warps=4,
-            stages=2,
-            **constants,
+            stages=1,
+            BLOCK_D=block,
+            **{name: constants[name] for name in names},
         )
 
     def matmul_int4(self, x: jax.Array, weights: Int4, dtype: DTypeLike = jnp.float32) -> jax.Array:
@@ -508,6 +598,70 @@ class TritonKernels:
         if splits == 1:
             return y[0]
         return jnp.sum(y, axis=0).astype(dtype)
+
+    def route(
+        self,
+        numbers: jax.Array,
+        mixture: Mixture,
+        n_rows: jax.Array,
+        first: jax.Array | int = 0,
+        bias: jax.Array | None = None,
+        factors: jax.Array | None = None,
+    ) -> Routes:
+        """See `jitney.kernels.routing.Route`; of many rows, and where experts are in groups, XLA's
+        kernels do it.
+        """
+        n_padded, columns = numbers.shape
+        n_experts, n_chosen = mixture.n_experts, mixture.n_chosen
+        choices = _power_of_two(n_padded * n_chosen)
+        grouped = mixture.clusters > 1 or mixture.own < n_experts or n_rows.ndim > 0
+        if grouped or choices > _MOST_CHOICES:
+            return plain_routing.route(numbers, mixture, n_rows, first, bias, factors)
+        by_choice = jax.ShapeDtypeStruct((n_chosen, n_padded), jnp.int32)
+        shares, chosen = self.launch(
+            routing.choose_experts,
+            numbers,
+            numbers if bias is None else bias,  # unread then, as the next one
+            numbers if factors is None else factors,
+            out=(
+                jax.ShapeDtypeStruct(by_choice.shape, jnp.float32),
+                jax.ShapeDtypeStruct((n_padded, n_chosen), jnp.int32),
+            ),
+            grid=(n_padded,),
+            warps=1 if n_experts <= _EXPERTS_OF_A_WARP else 4,
+            stages=1,
+            T=n_padded,
+            COLUMNS=columns,
+            X=n_experts,
+            XP=_power_of_two(n_experts),
+            C=n_chosen,
+            CP=_power_of_two(n_chosen),
+            SOFTMAX=mixture.scoring == "softmax",
+            BIASED=bias is not None,
+            RENORMALISED=mixture.renormalised,
+            FACTORED=factors is not None,
+            FACTOR=float(mixture.share_factor),
+        )
+        size, most = mixture.block_rows(n_padded), mixture.most_blocks(n_padded)
+        others = [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (most * size, most, 1)]
+        places, rows, experts, used = self.launch(
+            routing.deal_out,
+            chosen,
+            n_rows.reshape(1),
+            out=(by_choice, *others),
+            grid=(1,),
+            warps=8,
+            stages=1,
+            T=n_padded,
+            C=n_chosen,
+            X=n_experts,
+            CHOICES=choices,
+            AT_ONCE=min(choices, _COMPARED // choices),
+            B=size,
+            N=most,
+            FILLED=_FILLED,
+        )
+        return Routes(ExpertBlocks(rows, experts, used[0]), places, shares)
 
     def experts(
         self, x: jax.Array, opening: Stack, closing: Stack, blocks: ExpertBlocks, activation: str

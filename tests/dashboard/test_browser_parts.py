@@ -130,7 +130,7 @@ def test_what_deltas_rebuild_equals_the_next_key_frame(parts, client):
         time.sleep(0.05)
     time.sleep(1)  # for the last changes to arrive
     parts("() => { seen.still = true; }")
-    until(lambda: parts("seen.compared") > 0, 10)
+    until(lambda: parts("seen.compared") > 0)
     seen = parts("() => { seen.stop(); return {...seen, stop: null}; }")
     assert seen["deltas"] > 5 and seen["different"] == []
 

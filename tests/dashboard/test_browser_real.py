@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from page_browser import holds_text, says, show, state
+from places import SUPPORT
 
 from jitney.engine.common.ports import free_port
 
@@ -35,14 +36,25 @@ FLAGS = (
 )
 
 
+#: `jitney` with an engine that takes its time.
+CODE = """
+import sys
+from functools import partial
+from jitney.engine import server
+server.ProcessClient = partial(server.ProcessClient, builder="process_core:build_slowed")
+from jitney.engine.cli import main
+sys.exit(main())
+"""
+
+
 @pytest.fixture
 def served_url(tmp_path, hurried_processes: None) -> Iterator[str]:
     port = free_port()
     environ = {name: value for name, value in os.environ.items() if not name.startswith("JITNEY_")}
-    code = "import sys; from jitney.engine.cli import main; sys.exit(main())"
+    environ["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), environ.get("PYTHONPATH", "")])
     own = ("--port", str(port), "--data-dir", str(tmp_path))
     process = subprocess.Popen(
-        [sys.executable, "-P", "-c", code, "serve", *FLAGS, *own],
+        [sys.executable, "-P", "-c", CODE, "serve", *FLAGS, *own],
         env=environ,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -53,7 +65,7 @@ def served_url(tmp_path, hurried_processes: None) -> Iterator[str]:
         yield url
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(120)
 
 
 def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:

@@ -142,7 +142,7 @@ def test_many_viewers_are_one_to_the_engine(client):
 
     seen: list[int] = []
     with served(engine) as (url, _):
-        replicas = run(asyncio.wait_for(session(standalone(url)), 20))
+        replicas = run(asyncio.wait_for(session(standalone(url)), 120))
         until(lambda: viewers_of(feed) == 0)
     assert seen == [1]
     assert all(

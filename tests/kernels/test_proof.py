@@ -192,12 +192,11 @@ def one_wrong_head(head: int):
     return paged_attention
 
 
-@pytest.mark.parametrize("head", [0, 8])
-def test_one_wrong_head_is_found(head: int):
-    assert list(errors(changed(paged_attention=one_wrong_head(head)))) == ["attention"]
+def test_one_wrong_head_is_found():
+    assert list(errors(changed(paged_attention=one_wrong_head(8)))) == ["attention"]
 
 
-@pytest.mark.parametrize(("place", "dtype"), [(0, "float32"), (1, "bfloat16"), (39, "bfloat16")])
+@pytest.mark.parametrize(("place", "dtype"), [(0, "float32"), (39, "bfloat16")])
 def test_one_wrong_page_is_found(place: int, dtype: str):
     """Reading another sequence's page at one place of the table, the first and a late one among
     them.
@@ -230,7 +229,7 @@ def test_a_part_that_is_left_out_of_long_contexts_is_found(longest: int):
     assert not errors(changed(paged_attention=defined), served)
 
 
-@pytest.mark.parametrize("seats", [1, 2, 16])
+@pytest.mark.parametrize("seats", [1, 16])
 def test_contexts_of_every_power_of_two_are_proved(seats: int):
     """From the 647 tokens of the other steps to the longest that is served, whatever the seats; a
     prompt ends the longest, too.
@@ -303,7 +302,7 @@ def test_an_attention_that_is_wrong_after_a_right_rotation_is_found():
     assert "attention" in errors(changed(rotate_and_write=rotate_and_write, attend=attend))
 
 
-@pytest.mark.parametrize("rows", [1, 64, 1024])
+@pytest.mark.parametrize("rows", [1, 1024])
 def test_a_product_that_is_wrong_at_one_row_count_is_found(rows: int):
     def matmul(x: jax.Array, w: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
         y = reference.matmul(x, w, dtype)

@@ -22,11 +22,11 @@ def serving_process(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]
     process = subprocess.Popen([sys.executable, str(_SERVER), str(port), str(folder)], env=environ)
     try:
         with http_client(f"http://127.0.0.1:{port}") as http:
-            until(lambda: _answers(http), 60)
+            until(lambda: _answers(http))
         yield process
     finally:
         process.kill()
-        process.wait(30)
+        process.wait(120)
 
 
 def _answers(http: httpx.Client) -> bool:

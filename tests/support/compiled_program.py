@@ -29,6 +29,7 @@ from places import DATA
 from shipped import shipped_options
 
 from jitney.engine.core.executor.program import StateSizes, _compiler_options
+from jitney.engine.core.models.llama import Llama
 from jitney.engine.core.models.mixture import ExpertLinear
 from jitney.engine.core.models.protocol import Model
 from jitney.engine.core.models.quantization import KV_TYPES, quantise
@@ -36,7 +37,9 @@ from jitney.engine.core.models.registry import abstract_model
 from jitney.engine.core.models.sharding import make_mesh
 from jitney.engine.core.scheduler.buckets import Bucket
 from jitney.engine.core.scheduler.plan import StepWork
+from jitney.engine.core.weights.checkpoints.hf_config import read_hf_config
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
+from jitney.engine.lab.simulation import shapes
 from jitney.engine.lab.simulation.devices import DEVICES, Accelerator
 from jitney.engine.lab.simulation.roofline import SHAPES, ModelCost
 from jitney.kernels import w8a8
@@ -66,11 +69,7 @@ class Step:
         layers = spec.layers or shape.n_layers
         self.whole = replace(shape, n_layers=layers, windows=(0,) * layers)
         self.config: ModelConfig = self.whole.local(spec.devices)
-        weights = "plain" if spec.weights == "mxfp4" else spec.weights
-        self.model = abstract_model(self.config, dtype=jnp.bfloat16, weights=weights, kv=spec.kv)
-        if spec.weights == "mxfp4":
-            _keep_mxfp4(self.model)
-        _lay_out(self.model, kernels_for(spec))
+        self.model = _model_for(spec, self.config)
         self.leaves = dict(nnx.to_flat_state(nnx.split(self.model)[1]))
         self.chip: Accelerator = DEVICES[CHIPS.get(spec.target, spec.target)]
         self.kv_dtype = KV_TYPES.get(spec.kv, jnp.dtype(jnp.bfloat16))
@@ -137,6 +136,89 @@ class Step:
         )
         return weights + (load.keys + load.rows) * self.position_bytes
 
+    def describe(self, compiled: jax.stages.Compiled, folder: Path) -> dict[str, Any]:
+        """Facts of a compiled step; bytes are of one device."""
+        memory, text = compiled.memory_analysis(), compiled.as_text()
+        assert memory is not None and text is not None
+        module = parse(text)
+        found = {
+            "aliased": memory.alias_size_in_bytes,
+            "temporaries": memory.temp_size_in_bytes,
+            "pages": self.pages,
+            "pools": self.pages * PAGE * self.position_bytes,
+            "layers": self.config.n_layers,
+            "sums": asdict(sums_of(module)),
+            "loads": [],
+        }
+        for load in loads(self):
+            sm = CAPABILITIES.get(self.spec.target, 0)
+            costs = kernel_cost(load, self.pool_size, sm, self.config.experts)
+            made = account(module, costs)
+            found["loads"].append(told(self, load, made))
+            found |= {
+                "kernels": made.kernels,
+                "copied": copies(self, made),
+                "wide_gates": wide_gates(self, made),
+                "fp8_products": fp8_products(module),
+                "collectives": made.collectives,
+            }
+        return found | (thunks(folder) if self.spec.target in GPUS else {})
+
+
+class FamilyStep:
+    """A step of a family's own layers, the first ones of the model."""
+
+    def __init__(self, spec: Spec):
+        self.spec = spec
+        path = Path(shapes.__file__).with_suffix(".json")
+        config = json.loads(path.read_text())[spec.model]
+        config["num_hidden_layers"] = spec.layers
+        for name in ("layer_types", "hybrid_override_pattern"):
+            if name in config:
+                config[name] = config[name][: spec.layers]
+        self.config = read_hf_config(config)
+        self.kernels = kernels_for(spec)
+        self.mesh = make_mesh(devices_of(spec)[:1])
+        others = len(self.config.cache_groups) - 1
+        checkpoints = 16 if self.config.recurrent else 0
+        self.sizes = StateSizes(
+            SEATS,
+            2049,
+            PAGE,
+            CONTEXT,
+            jnp.bfloat16,
+            window_pages=(1025,) * others,
+            checkpoints=checkpoints,
+        )
+
+    def lower(self) -> jax.stages.Lowered:
+        spec, model = self.spec, _model_for(self.spec, self.config)
+        bucket = Bucket(spec.rows, spec.seqs)
+        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+            return lower_step(model, bucket, spec.plain, self.kernels, self.sizes, self.mesh)
+
+    def describe(self, compiled: jax.stages.Compiled, folder: Path) -> dict[str, Any]:
+        """Bytes, and on GPUs what the program is made of."""
+        memory = compiled.memory_analysis()
+        assert memory is not None
+        kept = self.sizes.shapes(self.config, self.kernels, self.mesh).kv
+        found = {
+            "aliased": memory.alias_size_in_bytes,
+            "state": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept)),
+            "temporaries": memory.temp_size_in_bytes,
+        }
+        return found | (thunks(folder) if self.spec.target in GPUS else {})
+
+
+def _model_for(spec: Spec, config: ModelConfig) -> Model:
+    """The model as shapes, laid out for the target's kernels."""
+    weights = "plain" if spec.weights == "mxfp4" else spec.weights
+    model = abstract_model(config, dtype=jnp.bfloat16, weights=weights, kv=spec.kv)
+    if spec.weights == "mxfp4":
+        _keep_mxfp4(model)
+    _lay_out(model, kernels_for(spec))
+    return model
+
 
 def devices_of(spec: Spec) -> Any:
     """Devices that exist for the compiler only."""
@@ -179,6 +261,11 @@ def _lay_out(model: Model, kernels: KernelSet) -> None:
             linear._replace_apart(jax.tree.map(partial(_apart, linear), linear._to_set_apart))
         elif kernels.fp8 is not None and kernel.dtype == w8a8._FP8:
             linear.kernel = nnx.Param(jax.eval_shape(kernels.fp8.pack, kernel))
+    assert isinstance(model, Llama)
+    if model.lm_head is not None:
+        table = model.embed.get_value()
+        wide = -(-table.shape[1] // kernels.table_columns) * kernels.table_columns
+        model.embed = nnx.Param(jax.ShapeDtypeStruct((table.shape[0], wide), table.dtype))
 
 
 def loads(step: Step) -> list[Load]:
@@ -249,35 +336,6 @@ def wide_gates(step: Step, made: Account) -> list[str]:
     ]
 
 
-def describe(step: Step, compiled: jax.stages.Compiled, folder: Path) -> dict[str, Any]:
-    """Facts of a compiled step; bytes are of one device."""
-    memory, text = compiled.memory_analysis(), compiled.as_text()
-    assert memory is not None and text is not None
-    module = parse(text)
-    found = {
-        "aliased": memory.alias_size_in_bytes,
-        "temporaries": memory.temp_size_in_bytes,
-        "pages": step.pages,
-        "pools": step.pages * PAGE * step.position_bytes,
-        "layers": step.config.n_layers,
-        "sums": asdict(sums_of(module)),
-        "loads": [],
-    }
-    for load in loads(step):
-        sm = CAPABILITIES.get(step.spec.target, 0)
-        costs = kernel_cost(load, step.pool_size, sm, step.config.experts)
-        made = account(module, costs)
-        found["loads"].append(told(step, load, made))
-        found |= {
-            "kernels": made.kernels,
-            "copied": copies(step, made),
-            "wide_gates": wide_gates(step, made),
-            "fp8_products": fp8_products(module),
-            "collectives": made.collectives,
-        }
-    return found | (thunks(folder) if step.spec.target in GPUS else {})
-
-
 def fp8_products(module: Module) -> int:
     """Products that take both operands in fp8 as they are: cuBLASLt's, and XLA's fusions."""
     count = 0
@@ -315,7 +373,7 @@ def told(step: Step, load: Load, made: Account) -> dict[str, Any]:
 
 
 def main(spec: Spec, folder: Path) -> None:
-    step = Step(spec)
+    step = FamilyStep(spec) if spec.of_family else Step(spec)
     started = time.perf_counter()
     lowered = step.lower()
     lowering = time.perf_counter() - started
@@ -327,7 +385,7 @@ def main(spec: Spec, folder: Path) -> None:
     compiled = lowered.compile(options)
     print(
         json.dumps(
-            describe(step, compiled, folder)
+            step.describe(compiled, folder)
             | {
                 "lower_s": round(lowering, 1),
                 "compile_s": round(time.perf_counter() - started - lowering, 1),

@@ -42,6 +42,16 @@ MIXTURE = "qwen3-30b-a3b"
 MIXTURE_KEPT_AS = {("v5e", 4): "int8"}
 #: A mixture whose experts are stored in MXFP4.
 MXFP4 = "gpt-oss-20b"
+#: Families with other layers than Llama's, and how many of their layers have each kind.
+FAMILIES = {
+    MXFP4: 2,
+    "qwen3.5-27b": 4,
+    "qwen3.5-35b-a3b": 4,
+    "glm-4.7-flash": 2,
+    "gemma-4-26b-a4b": 6,
+    "nemotron-3-nano-30b-a3b": 7,
+    "lfm2-8b-a1b": 4,
+}
 #: Devices of four chips.
 HOST = {"v5e": 4, "v6e": 4, "v7x": 8}
 #: Layers that are compiled of a mixture, and of a model over 4 and 8 devices.
@@ -61,7 +71,9 @@ SAMPLED = (*GPUS, "v6e")
 
 @dataclass(frozen=True)
 class Spec:
-    """One step. rows, seqs: its bucket. plain: all-greedy. layers 0: all of the model's."""
+    """One step. rows, seqs: its bucket. plain: all-greedy. layers 0: all of the model's. of_family:
+    layers as the model has them, not all alike; less is told of the step.
+    """
 
     target: str
     model: str
@@ -72,6 +84,7 @@ class Spec:
     kv: str = "auto"
     devices: int = 1
     layers: int = 0
+    of_family: bool = False
 
     @property
     def decodes(self) -> bool:
@@ -98,6 +111,7 @@ class Spec:
             *([f"{self.devices} devices"] if self.devices > 1 else []),
             self.step,
             *([f"{self.layers} layers"] if self.layers else []),
+            *(["of its family"] if self.of_family else []),
         ]
         return " ".join(parts)
 
@@ -157,6 +171,16 @@ def mixtures(target: str) -> Iterator[Spec]:
             yield of
             if devices == HOST[target]:
                 yield replace(of, rows=MIXED_ROWS, seqs=SEATS)
+
+
+def families() -> Iterator[Spec]:
+    """A decode and a mixed step of each family, for a GPU and a TPU."""
+    for target in ("h100", "v6e"):
+        for model, layers in FAMILIES.items():
+            weights = "mxfp4" if model == MXFP4 else "plain"
+            of = Spec(target, model, 8, 8, weights=weights, layers=layers, of_family=True)
+            yield of
+            yield replace(of, rows=MIXED_ROWS, seqs=SEATS)
 
 
 def steps(of: Spec) -> Iterator[Spec]:

@@ -120,14 +120,14 @@ class Served:
     parts: FleetParts
 
     def http(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=30, trust_env=False, **options)
+        return httpx.Client(base_url=self.url, timeout=60, trust_env=False, verify=False, **options)
 
     def replicas(self, model: str = "m") -> dict[str, Replica]:
         return {replica.name: replica for replica in self.fleet.models[model].replicas}
 
     def wait_ready(self, *names: str) -> None:
         """Until these replicas are ready, of any model."""
-        until(lambda: set(names) <= self._ready(), 30)
+        until(lambda: set(names) <= self._ready())
 
     def _ready(self) -> set[str]:
         return {
@@ -172,7 +172,7 @@ def fleet_of(folder: Path, text: str, key: str = "", **settings: Any) -> Iterato
             await inner[0](scope, receive, send)
 
     with served(app, limits) as (url, _):
-        until(lambda: bool(found), 30)
+        until(lambda: bool(found))
         yield Served(url, *found[0])
 
 

@@ -1,10 +1,14 @@
-"""The part of a tiny .gguf file that does not depend on its tensors."""
+"""Parts of tests of .gguf files that do not depend on their tensors."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import gguf
+
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 
 
 def open_writer(
@@ -37,3 +41,18 @@ def close(writer: gguf.GGUFWriter) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def rounded(config: ModelConfig) -> dict[str, Any]:
+    """Its fields with numbers as float32 has them, as files do."""
+
+    def narrow(value: Any) -> Any:
+        if isinstance(value, float):
+            return float(f"{value:.5g}")
+        if isinstance(value, dict):
+            return {key: narrow(own) for key, own in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [narrow(own) for own in value]
+        return value
+
+    return narrow(asdict(config))

@@ -64,12 +64,12 @@ async def tokens_of(stream: Outputs) -> list[int]:
 
 @asynccontextmanager
 async def two_processes(
-    settings: Mapping[str, Any], builder: str = ProcessClient.builder
+    settings: Mapping[str, Any],
 ) -> AsyncIterator[list[ProcessClient]]:
     """Supervisors of both, as `jitney serve` is on each of two hosts; host 0 first."""
     both = {**settings, "n_hosts": 2, "coordinator": f"127.0.0.1:{free_port()}"}
     configs = [load_config(flags=both | {"host_id": number}) for number in range(2)]
-    clients = [ProcessClient(config, builder=builder) for config in configs]
+    clients = [ProcessClient(config) for config in configs]
     try:
         for client in clients:
             await client.start()

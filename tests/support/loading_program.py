@@ -100,7 +100,7 @@ class Counted:
 
 class MadeUp:
     """A checkpoint of random bfloat16; stored: the format in 4 bits that its matrices are in, but
-    for the head, of "gptq", "awq", "pack" and "q4_k"; else "".
+    for the head, of "gptq", "awq" and "q4_k"; else "".
     """
 
     def __init__(self, config: ModelConfig, stored: str = ""):
@@ -143,13 +143,6 @@ class MadeUp:
                     self._words((groups, outs // 8), by_word(1), by_group(0)),
                 )
                 return StoredMatrix((outs, ins), fields, repack.awq, (8, 64))
-            case "pack":
-                fields = (
-                    self._words((outs, ins // 8), Along(0), by_word(1)),
-                    self._scales((outs, groups), Along(0), by_group(1)),
-                    self._words((outs // 8, groups), by_word(0), by_group(1)),
-                )
-                return StoredMatrix((outs, ins), fields, repack.packed_rows, (8, 64))
         rows = self.rng.integers(0, 256, (outs, ins // 256, 144), np.uint8)
         factors = self.rng.uniform(0.01, 0.1, (outs, ins // 256, 2)).astype(np.float16)
         rows[..., :4] = factors.view(np.uint8)
@@ -376,7 +369,7 @@ def fullest_stored(stored: str) -> np.ndarray:
 
 
 #: Formats of `MadeUp`.
-STORED = ("gptq", "awq", "pack", "q4_k")
+STORED = ("gptq", "awq", "q4_k")
 
 
 def random_weights(scheme: str) -> np.ndarray:
@@ -411,8 +404,8 @@ JOBS: dict[str, Any] = {
     **{f"sizes {stored} 4": (sizes, "plain", 4, stored) for stored in READ},
     **{f"half {stored}": (half_a_host, stored) for stored in READ},
     "elsewhere": (elsewhere, "int8"),
-    **{f"random {scheme}": (random_weights, scheme) for scheme in ("plain", "int4")},
-    **{f"fullest {scheme}": (fullest, scheme) for scheme in ("int8", "int4")},
+    "random": (random_weights, "int4"),
+    "fullest": (fullest, "int4"),
     **{f"fullest {stored}": (fullest_stored, stored) for stored in READ},
 }
 

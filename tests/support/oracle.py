@@ -21,21 +21,43 @@ from jitney.kernels.select import select
 VOCAB = 512
 
 
-def dense(q, k, v, kv, meta, *, scale, window=0, softcap=0.0):
-    """Causal attention within one sequence; q [T, H, D]."""
+def dense_attention(q, k, v, kv, meta, **options):
+    """Attention over the rows of this step alone; their keys and values stand for the pool."""
+    return dense_attend(q, (k, v), meta, **options), (k, v)
+
+
+def dense_attend(q, kv, meta, *, scale, window=0, softcap=0.0, sinks=None, value_dim=0):
+    """Attention over the rows of this step, masked by sequence, position and window."""
+    k, v = kv
+    if value_dim:
+        v = k[..., :value_dim]
+    rows = jnp.arange(q.shape[0])
+    sequence = jnp.searchsorted(meta.cu_q[1:], rows, side="right")
+    age = meta.positions[:, None] - meta.positions[None, :]
+    seen = (
+        (sequence[:, None] == sequence[None, :]) & (age >= 0) & ((age < window) if window else True)
+    )
     group = q.shape[1] // k.shape[1]
-    scores = jnp.einsum("thd,shd->hts", q, jnp.repeat(k, group, 1)) * scale
+    k, v = jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1)
+    scores = jnp.einsum("qhd,khd->hqk", q, k, preferred_element_type=jnp.float32) * scale
     if softcap:
         scores = softcap * jnp.tanh(scores / softcap)
-    at = meta.positions
-    seen = at[None, :] <= at[:, None]
-    if window:
-        seen &= at[None, :] > at[:, None] - window
-    p = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
-    return jnp.einsum("hts,shd->thd", p, jnp.repeat(v, group, 1)), kv
+    scores = jnp.where(seen, scores, -1e30)
+    if sinks is None:
+        weights = jax.nn.softmax(scores, axis=-1)
+    else:
+        shape = (*scores.shape[:2], 1)
+        column = jnp.broadcast_to(sinks[:, None, None], shape)
+        weights = jax.nn.softmax(jnp.concatenate([scores, column], -1), axis=-1)[..., :-1]
+    return jnp.einsum("hqk,khd->qhd", weights, v.astype(jnp.float32)).astype(q.dtype)
 
 
-DENSE = replace(select("cpu", "reference"), name="dense", paged_attention=dense)
+DENSE = replace(
+    select("cpu", "reference"),
+    name="dense",
+    paged_attention=dense_attention,
+    attend=dense_attend,
+)
 
 
 def nothing_kept(config: ModelConfig, seqs: int) -> list[Any]:
@@ -49,22 +71,22 @@ def nothing_kept(config: ModelConfig, seqs: int) -> list[Any]:
 
 
 @jax.jit
-def _whole_hidden(model: Model, tokens: jax.Array) -> Hidden:
-    """tokens int32 [T] -> T rows behind the last attention."""
+def _whole_hidden(model: Model, tokens: jax.Array, adapted: jax.Array | None = None) -> Hidden:
+    """tokens, adapted int32 [T] -> T rows behind the last attention."""
     positions = jnp.arange(tokens.shape[0])
     none = jnp.zeros(0, jnp.int32)
     counts = jnp.array([0, 1, tokens.shape[0]], jnp.int32)
     ends = jnp.array([0, tokens.shape[0]], jnp.int32)
     state = StateSlots.in_place(jnp.zeros(1, jnp.int32))
-    meta = AttentionMeta(none, ends, none, none, positions, counts, state=state)
+    meta = AttentionMeta(none, ends, none, none, positions, counts, adapted, state=state)
     hidden, _ = model(tokens, nothing_kept(model.config, 1), meta, DENSE)
     return hidden
 
 
 @jax.jit
-def whole_logits(model: Model, tokens: jax.Array) -> jax.Array:
-    """tokens int32 [T] -> float32 [T, V]."""
-    return model.logits(_whole_hidden(model, tokens), DENSE)
+def whole_logits(model: Model, tokens: jax.Array, adapted: jax.Array | None = None) -> jax.Array:
+    """tokens, adapted int32 [T] -> float32 [T, V]."""
+    return model.logits(_whole_hidden(model, tokens, adapted), DENSE)
 
 
 def _padded(tokens: list[int]) -> np.ndarray:
@@ -74,9 +96,14 @@ def _padded(tokens: list[int]) -> np.ndarray:
     return padded
 
 
-def oracle_logprobs(model: Model, tokens: list[int]) -> np.ndarray:
-    """Log-probabilities of the next token at every position, [T, V]."""
-    logits = whole_logits(model, _padded(tokens))
+def oracle_logprobs(model: Model, tokens: list[int], adapter: int = 0) -> np.ndarray:
+    """Log-probabilities of the next token at every position, [T, V]. adapter: by which the model is
+    changed; 0: by none.
+    """
+    padded = _padded(tokens)
+    logits = whole_logits(
+        model, padded, np.full(len(padded), adapter, np.int32) if adapter else None
+    )
     return np.asarray(jax.nn.log_softmax(logits))[: len(tokens)]
 
 

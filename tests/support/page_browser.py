@@ -33,7 +33,7 @@ ARGUMENTS = [
     "--disable-sync",
 ]
 #: Milliseconds until a test gives up on what it waits for; only a failing test takes so long.
-PATIENCE = 20_000
+PATIENCE = 60_000
 
 
 def watched(browser, **options: Any) -> SimpleNamespace:
@@ -76,7 +76,7 @@ def served(app: Any, port: int = 0) -> Iterator[str]:
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(120)
         assert not thread.is_alive()
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from engine_infos import engine_info
+from engine_infos import changed, engine_info
 
 from jitney.engine.common.engine_info import Seat
 from jitney.engine.common.errors import ErrorInfo, ModelError, RequestError
@@ -97,7 +97,7 @@ class Core:
                 SequenceOutput(
                     request_id=row.request.id,
                     index=row.index,
-                    tokens=[first + row.done - 1],
+                    tokens=[self.token(row)],
                     finish="length" if last else None,
                 )
             )
@@ -112,6 +112,10 @@ class Core:
             events,
             answers=[self.seat_map(one.ticket) for one in asked],
         )
+
+    def token(self, row: Row) -> int:
+        """The newest of this row."""
+        return row.request.prompt[0] + row.done - 1
 
     def sleep(self, alive: Callable[[], None]) -> int:
         if self.has_work:
@@ -144,6 +148,24 @@ class Core:
             [Seat(seat=0, state="decode", request_id=row.request.id) for row in self.rows],
             b"",
         )
+
+
+class SlowLetters(Core):
+    """Its tokens are letters, and take their time."""
+
+    def learn(self, tokenizer: str) -> None:
+        """It knows no grammars."""
+
+    def step(self) -> StepReport:
+        time.sleep(0.01)
+        return super().step()
+
+    def token(self, row: Row) -> int:
+        return ord("a") + row.done % 26
+
+
+def build_slow_letters(config, source, progress):
+    return SlowLetters(), changed(INFO, model=source.name, context_length=512, pages=256)
 
 
 def build(config, source, progress):
@@ -193,3 +215,18 @@ def build_step_by_step(config, source, progress):
         time.sleep(1.2)
         progress(Progress("compile", done, 5, source.name))
     return Core(), INFO
+
+
+def build_slowed(*arguments, **named):
+    """A core with a model whose steps take 20 ms more, so that an answer can be stopped."""
+    from jitney.engine.core.build import build_engine
+    from jitney.engine.core.engine_core import EngineCore
+
+    step = EngineCore.step
+
+    def slowed(self: EngineCore) -> StepReport:
+        time.sleep(0.02)
+        return step(self)
+
+    EngineCore.step = slowed
+    return build_engine(*arguments, **named)

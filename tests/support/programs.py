@@ -6,17 +6,14 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import jax
 from jax.stages import Compiled, Lowered
 
-from jitney.engine.common.engine_info import EngineInfo
-from jitney.engine.core.build import build_engine
-from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.executor.choices import Choices
 from jitney.engine.core.executor.runner import Runner
 from jitney.engine.core.executor.sampler_parts import RowSampler, SamplerParts
+from jitney.engine.core.executor.step_parts import StepParts
 from jitney.engine.core.scheduler.buckets import Bucket
 
 
@@ -30,6 +27,28 @@ class ProgramsWhenUsed(dict[tuple[Bucket, bool], Any]):
     def __missing__(self, kind: tuple[Bucket, bool]) -> Any:
         self.runner.compile_steps([kind])
         return self[kind]
+
+
+class PartsWhenUsed(StepParts):
+    """The same programs, each compiled when a step first calls it: an engine whose requests score
+    no prompt never compiles the program that would.
+    """
+
+    def _lower_scores(self, *arguments: Any) -> Any:
+        return partial(super()._lower_scores, *arguments)
+
+    def _submit(self, pool: Executor, lowered: Lowered | Callable[[], Lowered]) -> Future[Any]:
+        kept: list[Compiled] = []
+
+        def run(*arguments: Any) -> Any:
+            if not kept:
+                own = lowered if isinstance(lowered, Lowered) else lowered()
+                kept.append(self._program.compile(own))
+            return kept[0](*arguments)
+
+        part: Future[Any] = Future()
+        part.set_result(run)
+        return part
 
 
 class ChoicesWhenUsed(Choices):
@@ -93,13 +112,8 @@ def await_use(runner: Runner, _report: object) -> None:
     """In place of compiling all programs of a runner."""
     runner.executables = ProgramsWhenUsed(runner)
     if runner._parts is not None:
-        runner._parts.samplers = SamplersWhenUsed(runner.program, runner.shapes)
+        sizes, state = runner._parts._sizes, runner.shapes
+        layout_of = runner.builder.layout
+        runner._parts = PartsWhenUsed(runner.program, runner.leaves, state, layout_of, sizes)
+        runner._parts.samplers = SamplersWhenUsed(runner.program, state)
     runner.choices = ChoicesWhenUsed(runner.choices.sizes[-1])
-
-
-def build_awaiting(*arguments: Any, **named: Any) -> tuple[EngineCore, EngineInfo]:
-    """As `build_engine`, for a process of its own that runs few of its programs:
-    `ProcessClient(builder="programs:build_awaiting")`.
-    """
-    with mock.patch.object(Runner, "_compile_steps", await_use):
-        return build_engine(*arguments, **named)

@@ -14,7 +14,7 @@ from typing import Self
 
 _CODE = "import sys; from jitney.engine.cli import main; sys.exit(main())"
 #: Seconds; only a failing test takes so long.
-_PATIENCE_S = 60.0
+_PATIENCE_S = 120.0
 
 
 class PseudoTerminal:

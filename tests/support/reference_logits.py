@@ -18,6 +18,17 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 DATA = json.loads((FOLDER / "reference_logits.json").read_text())
+#: Settings of an engine whose prompts are parted, and cross pages.
+SMALL: dict[str, Any] = {
+    "dtype": "float32",
+    "max_seats": 4,
+    "seat_buckets": [4],
+    "token_budget": 16,
+    "token_buckets": [16],
+    "page_size": 8,
+    "pages": 120,
+    "context": 0,
+}
 
 
 def load_script() -> Any:

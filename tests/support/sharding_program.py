@@ -85,13 +85,12 @@ def logits(
     scheme: str = "plain",
     kv_dtype: str = "",
     groups: int = 1,
-    rounds_rows: bool = False,
 ) -> np.ndarray:
     """Logits of every row of one prompt, float32 [len(tokens), V], by the engine's own step on so
     many devices.
 
     kv_dtype: of quantised pools, whose factors the same prompt gives. groups: of experts.
-    rounds_rows: by products of fp8 rows with fp8 weights. scheme auto: as stored, if it is kept.
+    scheme auto: as stored, if it is kept.
     """
     source = ModelSource.resolve(folder)
     config = source.config.in_groups(groups)
@@ -105,9 +104,6 @@ def logits(
     kernels = KERNELS
     if scheme == "int8":
         kernels = select("cpu", "reference")  # the others round a device's share of a row by itself
-    if rounds_rows:
-        kernels = replace(select("cpu", "reference"), fp8=FP8)
-        build._lay_out(model, kernels, mesh)
     graph, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
     program = Program(graph, treedef, kernels, mesh)

@@ -19,11 +19,12 @@ from triton_interpreter import Interpreted  # first: decides how kernels are mad
 import jax
 import jax.numpy as jnp
 import numpy as np
-from delta_nets import Sizes, after_drafts, from_checkpoints, in_pieces, of_mamba
+from delta_nets import Sizes, after_drafts, from_checkpoints, in_pieces, of_mamba, row_by_row
 from flashinfer_reader import attend_by
 from int4_weights import pack_int4
 from ragged import Batch, Case, attention, make, written
 
+from jitney.engine.core.weights.checkpoints.model_config import ExpertsConfig
 from jitney.kernels import definitions, reference
 from jitney.kernels.attention_cases import _MIXED
 from jitney.kernels.attention_cases import CASES as ATTENTION
@@ -33,6 +34,7 @@ from jitney.kernels.expert_cases import _make_inputs as make_experts
 from jitney.kernels.experts import ExpertBlocks
 from jitney.kernels.flashinfer_gpu.prompts import _hopper_plan, _page_lists
 from jitney.kernels.interface import AttentionMeta
+from jitney.kernels.proof_routing import route_error
 from jitney.kernels.proof_shapes import distance
 from jitney.kernels.select import select
 from jitney.kernels.triton_gpu import top_k_top_p
@@ -237,6 +239,33 @@ def check_experts(case: ExpertCase, kernels: TritonKernels = KERNELS) -> dict[st
     }
 
 
+def check_routing(
+    mixture: ExpertsConfig, rows: int, count: int, *, columns: int = 0, ties: bool = False
+) -> dict[str, Any]:
+    """Error of the shares, infinite where a row stands elsewhere than numpy says. columns: more
+    than there are experts, which nobody reads. ties: many experts have the same number.
+    """
+    rng = np.random.default_rng(rows)
+    numbers = rng.normal(size=(rows, mixture.n_experts + columns)).astype(np.float32)
+    if ties:
+        numbers = np.round(numbers)
+    bias, factors = rng.uniform(size=(2, mixture.n_experts)).astype(np.float32)
+    more = (bias, factors) if mixture.choice_bias else ()
+    return {"error": route_error(KERNELS.route, mixture, numbers, count, *more)}
+
+
+def check_no_numbers() -> dict[str, Any]:
+    """Rows with a number that is none get shares that are none; the others get theirs."""
+    none = []
+    for scoring in ("softmax", "sigmoid"):
+        mixture = ExpertsConfig(20, 3, renormalised=True, scoring=scoring)
+        numbers = np.random.default_rng(2).normal(size=(4, 20)).astype(np.float32)
+        numbers[1, 5], numbers[2] = np.nan, np.nan
+        shares = KERNELS.route(jnp.asarray(numbers), mixture, jnp.int32(4)).shares
+        none += np.isnan(np.asarray(shares)).T.tolist()
+    return {"none": none}
+
+
 def experts_alone() -> dict[str, Any]:
     """Rows give the same bits in blocks of their own, at their place of a block: numpy's products
     depend in the last bit on where in the tile a row lies, those of a GPU do not.
@@ -330,9 +359,9 @@ def cut_by_sorting(row: np.ndarray, k: int, p: float) -> float:
     return float(kept[np.searchsorted(mass, p * mass[-1])])
 
 
-def whole_model(normed: bool, kv: str = "auto", *, unfused: bool = False) -> dict[str, Any]:
+def whole_model() -> dict[str, Any]:
     """Logits of a small Llama over a mixed step, and over the decode step after it, against the
-    reference kernels. unfused: also with the attention that rotates and writes nothing.
+    reference kernels; also with the attention that rotates and writes nothing.
     """
     from jitney.engine.core.models.hidden import Hidden
     from jitney.engine.core.models.registry import random_model
@@ -349,17 +378,17 @@ def whole_model(normed: bool, kv: str = "auto", *, unfused: bool = False) -> dic
         intermediate_size=64,
         windows=(0, 16),
         context_length=256,
-        qk_norm=normed,
+        qk_norm=True,
     )
-    model = random_model(config, kv=kv)
+    model = random_model(config, kv="int8")
     logits = []
     plain = select("cpu", "reference")
     fused = replace(plain, rotate_and_write=KERNELS.rotate_and_write, attend=KERNELS.attend)
-    sets = [replace(plain, paged_attention=KERNELS.paged_attention)] if unfused else []
-    for kernels in (*sets, fused, plain):
+    unfused = replace(plain, paged_attention=KERNELS.paged_attention)
+    for kernels in (unfused, fused, plain):
         # Few rows: the interpreter rotates each head of each by itself.
         batch = make(Case((6, 2, 16), (40,), ((9, 9), (35, 8)), rows=24, seqs=4, pages=8))
-        pools = [jnp.zeros(batch.kv.shape, "float32" if kv == "auto" else kv)] * 2
+        pools = [jnp.zeros(batch.kv.shape, "int8")] * 2
         tokens = jnp.arange(24, dtype=jnp.int32)
         # In one program: by itself each small operation would be compiled for each shape.
         forward = jax.jit(functools.partial(model, kernels=kernels))
@@ -418,6 +447,7 @@ def sampled_tokens() -> dict[str, Any]:
 CONTAINED = {
     *("window in decode", "sinks in decode", "window, softcap in decode", "window in mixed"),
     *("group of three", "head dim 96", "int8 pool", "latents in decode"),
+    *("prompts alone", "group of seven", "head dim 128"),
     *("gelu", "fp8", "biases, clamped"),
 }
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
@@ -465,11 +495,37 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         ExpertCase(size=96, schemes=("fp8", "fp8")), OLDEST
     ),
     "alone: experts": experts_alone,
+    "routing: shares of all": lambda: check_routing(ExpertsConfig(32, 4, renormalised=False), 5, 4),
+    "routing: one row, sigmoids, a bias, factors": lambda: check_routing(
+        ExpertsConfig(
+            40, 8, renormalised=True, scoring="sigmoid", choice_bias=True, share_factor=2.5
+        ),
+        1,
+        1,
+    ),
+    "routing: several blocks of an expert": lambda: check_routing(
+        ExpertsConfig(6, 3, renormalised=True), 70, 61
+    ),
+    "routing: many experts, unread columns": lambda: check_routing(
+        ExpertsConfig(256, 8, renormalised=True), 32, 32, columns=1
+    ),
+    "routing: ties": lambda: check_routing(
+        ExpertsConfig(16, 5, renormalised=True), 24, 20, ties=True
+    ),
+    "routing: nobody": lambda: check_routing(ExpertsConfig(16, 2, renormalised=True), 8, 0),
+    "routing: more choices than the kernel takes": lambda: check_routing(
+        ExpertsConfig(16, 4, renormalised=True), 256, 200
+    ),
+    "no numbers: routing": check_no_numbers,
     "delta net: value heads that share keys": lambda: in_pieces(KERNELS.delta_net, Sizes()),
     "delta net: padded heads": lambda: in_pieces(KERNELS.delta_net, Sizes(2, 2, 24, 80, 3)),
     "delta net: of Mamba": lambda: in_pieces(
         of_mamba(KERNELS.recur), Sizes(2, 4, 24, 80, 3, corrects=False)
     ),
+    **{
+        f"delta net: row by row, {sizes}": lambda sizes=sizes: row_by_row(KERNELS.delta_net, sizes)
+        for sizes in (Sizes(), Sizes(1, 4, 64, 40, 3), Sizes(1, 2, 128, 64))
+    },
     "delta net: checkpoints": lambda: from_checkpoints(KERNELS.delta_net, Sizes()),
     "delta net: drafts": lambda: after_drafts(KERNELS.delta_net, Sizes()),
     "threshold: small vocabulary": lambda: check_threshold(spread_rows, 12, 500),
@@ -477,8 +533,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "threshold: odd rows": lambda: check_threshold(odd_rows, 21, 300),
     "threshold: short lists": lambda: check_threshold(odd_rows, 28, 300, 8),
     "sampling: tokens": sampled_tokens,
-    "model: logits": lambda: whole_model(False, unfused=True),
-    "model: logits, normed heads, int8 pool": lambda: whole_model(True, "int8"),
+    "model: logits, normed heads, int8 pool": whole_model,
 }
 
 

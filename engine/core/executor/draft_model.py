@@ -27,11 +27,15 @@ from jax.sharding import Mesh
 from jitney.engine.core.executor.inputs import BatchBuilder, UploadLayout
 from jitney.engine.core.executor.program import DeviceState, Program, StateSizes
 from jitney.engine.core.executor.seat_tokens import DraftedTokens
+from jitney.engine.core.models.hidden import Hidden
 from jitney.engine.core.models.protocol import Model
 from jitney.engine.core.models.sharding import WHOLE
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 from jitney.engine.core.scheduler.plan import Plan
 from jitney.kernels.interface import Kernels
+
+#: No numbers.
+_NOTHING = np.zeros(0, np.int32)
 
 
 class DraftModel(NamedTuple):
@@ -50,6 +54,15 @@ class DraftModel(NamedTuple):
         """Bytes of a page in all its layers, on one device."""
         return sum(self.sizes(target).page_bytes(self.model.config, self.kernels))
 
+    @property
+    def reads_hidden(self) -> bool:
+        """It reads the target's hidden states, not only its tokens."""
+        return False
+
+    def programs(self, sizes: StateSizes, target: Program, leaves: list[Array]) -> DraftPrograms:
+        """What runs it; sizes, target, leaves: the target's."""
+        return DraftPrograms(self, sizes, target.mesh)
+
 
 class DraftUpload(NamedTuple):
     """The rows that drafts follow, packed as a decode step of their own."""
@@ -57,6 +70,10 @@ class DraftUpload(NamedTuple):
     bucket: Bucket
     packed: np.ndarray
     count: int  #: the most drafts of a sequence
+    #: Of a prediction head alone: int32 [S], drafts of each row's sequence; and of the step's
+    #: bucket int32 [S], the token behind each of its sequences' rows, -1 where the device has it.
+    widths: np.ndarray = _NOTHING
+    behind: np.ndarray = _NOTHING
 
 
 class DraftPrograms:
@@ -86,32 +103,43 @@ class DraftPrograms:
         with the number of programs done and the last one's name.
         """
         self._layouts = {bucket: layout_of(bucket, True) for bucket in buckets.all()}
-        kinds = [(_read, self._reads, bucket) for bucket in buckets.all()]
-        kinds += [(_draft, self._drafts, bucket) for bucket in _drafting(buckets)]
-        futures = [self._submit(pool, step, bucket, state) for step, _, bucket in kinds]
-        for number, (step, compiled, bucket) in enumerate(kinds):
+        kinds = [("read", self._reads, bucket) for bucket in buckets.all()]
+        kinds += [("draft", self._drafts, bucket) for bucket in self.drafting(buckets)]
+        futures: list[Future[jax.stages.Compiled]] = []
+        for kind, _, bucket in kinds:
+            lower = self._lower_read if kind == "read" else self._lower_draft
+            futures.append(pool.submit(self._program.compile, lower(bucket, state)))
+        for number, (kind, compiled, bucket) in enumerate(kinds):
             compiled[bucket] = futures[number].result()
-            report(number + 1, f"{bucket} {step.__name__.removeprefix('_')}")
+            report(number + 1, f"{bucket} {kind}")
 
-    @staticmethod
-    def count(buckets: Buckets) -> int:
+    def count(self, buckets: Buckets) -> int:
         """How many programs steps of these buckets need."""
-        return len(buckets.all()) + len(_drafting(buckets))
+        return len(buckets.all()) + len(self.drafting(buckets))
 
-    def _submit(
-        self, pool: Executor, function: Callable[..., Any], bucket: Bucket, state: DeviceState
-    ) -> Future[jax.stages.Compiled]:
+    def drafting(self, buckets: Buckets) -> list[Bucket]:
+        """Those that drafts are written in: a row for each sequence, of as many as there are
+        seats.
+        """
+        return [bucket for bucket in buckets.decode if bucket.seats <= buckets.seats]
+
+    def _lower_read(self, bucket: Bucket, state: DeviceState) -> jax.stages.Lowered:
+        return self._lower(_read, bucket, state)
+
+    def _lower_draft(self, bucket: Bucket, state: DeviceState) -> jax.stages.Lowered:
+        return self._lower(_draft, bucket, state, self._program.whole((), jnp.int32))
+
+    def _lower(
+        self, function: Callable[..., Any], bucket: Bucket, state: DeviceState, *more: Any
+    ) -> jax.stages.Lowered:
         program, layout = self._program, self._layouts[bucket]
-        args: list[Any] = [self.leaves, state.draft_kv, state.seat_tokens]
-        args.append(program.whole((layout.size,), jnp.int32))
-        if function is _draft:
-            args.append(program.whole((), jnp.int32))
+        upload = program.whole((layout.size,), jnp.int32)
+        args = self.leaves, state.draft_kv, state.seat_tokens, upload, *more
         step = partial(function, program, layout)
         if program.split:
             kept = jax.tree.map(lambda x: x.sharding.spec, state.draft_kv)
-            step = program.on_every_device(step, tuple(args), (kept, WHOLE))
-        lowered = jax.jit(step, donate_argnums=(1, 2)).lower(*args)
-        return pool.submit(program.compile, lowered)
+            step = program.on_every_device(step, args, (kept, WHOLE))
+        return jax.jit(step, donate_argnums=(1, 2)).lower(*args)
 
     @property
     def programs(self) -> Iterator[tuple[str, jax.stages.Compiled]]:
@@ -158,16 +186,18 @@ class DraftPrograms:
 
     def warm_up(self, buckets: Buckets, builder: BatchBuilder, state: DeviceState) -> None:
         """Run every program that drafts, without a row."""
-        for bucket in _drafting(buckets):
-            self.draft(DraftUpload(bucket, builder.empty(bucket, True), 1), state)
+        for bucket in self.drafting(buckets):
+            widths = np.zeros(bucket.seats, np.int32)
+            self.draft(DraftUpload(bucket, builder.empty(bucket, True), 1, widths), state)
+
+    def read_hidden(self, hidden: Hidden | None) -> None:
+        """Take the hidden states of the step that was read last, if its programs give them out."""
+
+    def forget(self) -> None:
+        """The device's state is made anew."""
 
 
-def _drafting(buckets: Buckets) -> list[Bucket]:
-    """Those that drafts are written in: a row for each sequence, of as many as there are seats."""
-    return [bucket for bucket in buckets.decode if bucket.seats <= buckets.seats]
-
-
-def _own_inputs(inputs: Any) -> Any:
+def own_inputs(inputs: Any) -> Any:
     """A step's upload without what only the target has: adapters, recurrent state, pages of other
     cache groups.
     """
@@ -193,7 +223,7 @@ def _read(
     """See `DraftPrograms.read`."""
     inputs, drafts = seat_tokens.fill(layout.split(packed))
     assert drafts is not None  # of an engine that speculates
-    logits_of, _, kv = program.forward(leaves, kv, _own_inputs(inputs))
+    logits_of, _, kv = program.forward(leaves, kv, own_inputs(inputs))
     expected = program.vocabulary.greedy(logits_of(inputs.logit_rows))
     return kv, seat_tokens.expect(inputs.seats, drafts, expected)
 
@@ -211,7 +241,7 @@ def _draft(
     or has no page for them, writes into the trash page, and its other drafts mean nothing.
     """
     filled, _ = seat_tokens.fill(layout.split(packed))
-    first = _own_inputs(filled)
+    first = own_inputs(filled)
     rows = first.kv_lens > 0
     longest = first.page_table.shape[1] * seat_tokens.page_size
 

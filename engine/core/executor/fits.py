@@ -27,6 +27,12 @@ def check_fits(config: Config, model: ModelConfig) -> None:
     own = model.local(engine.tensor_parallel)
     if not runs_on_device(engine.platform):
         _check_cpu_devices(engine)
+    if engine.speculative == "mtp" and not model.n_prediction_layers:
+        raise ConfigError(
+            f"speculative mtp: {model.architecture} has no layer behind its last that drafts "
+            "(num_nextn_predict_layers or mtp_num_hidden_layers in config.json); leave it off, or "
+            "choose ngram or draft"
+        )
     if model.encoder is None:
         _check_pool(config, own, context)
 
@@ -65,6 +71,10 @@ def _check_pool(config: Config, own: ModelConfig, context: int) -> None:
     own = replace(own, context_length=context)
     number = _KV_BYTES.get(engine.kv_dtype) or _DTYPE_BYTES.get(config.model.dtype, 2)
     least_bytes = tuple(width * number * engine.page_size for width in own.kv_numbers)
+    if engine.speculative == "mtp":
+        (head_width,) = own.prediction_head.kv_numbers
+        first, *others = least_bytes
+        least_bytes = first + head_width * number * engine.page_size, *others
     shares = PoolShares.of(own, least_bytes, engine, context)
     page_bytes = shares.whole_page_bytes
     kept_gib = shares.state_bytes() / GIB

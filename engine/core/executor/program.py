@@ -57,9 +57,10 @@ _PAGE_CHUNK = 16
 #: Platform -> what XLA is told when it compiles a step. Once arguments fill 80 % of a GPU's memory,
 #: as a pool is meant to, XLA would compute products twice, the output head among them, to save
 #: temporaries: a decode step of 32 rows of an 8B model would touch 1.13 times the bytes that it
-#: must, not 1.07.
+#: must, not 1.07. And to merge small products of the same rows, such as a router's and a shared
+#: expert's, it would copy their weights side by side in every step.
 _COMPILER_OPTIONS: dict[str, dict[str, str]] = {
-    "gpu": {"xla_disable_hlo_passes": "rematerialization"}
+    "gpu": {"xla_disable_hlo_passes": "rematerialization", "xla_gpu_dot_merger_threshold_mb": "0"}
 }
 #: What may be in a CUDA graph: all that is by default, and the all-reduces between devices, two a
 #: layer, at each of which the step would else end one graph and begin another.
@@ -274,8 +275,7 @@ class StepOutput(NamedTuple):
     broken: Array | None = None
     #: `RowScores` of the scored prompt rows; None where there can be none.
     scores: RowScores | None = None
-    #: Of all rows, for `Program.pool`, if the engine makes vectors; None of steps without prompt
-    #: rows.
+    #: Of all rows, see `Program.left`.
     hidden: Hidden | None = None
     #: See `Taken.guessed`.
     guessed: Array | None = None
@@ -289,7 +289,7 @@ class Chosen(NamedTuple):
     drafts: Array | None  #: see `Taken.drafts`
 
 
-def _meta_of(inputs: Any, engines: int) -> AttentionMeta:
+def meta_of(inputs: Any, engines: int) -> AttentionMeta:
     """The upload's metadata as arrays of their own (the maximum changes none of them).
 
     As slices, whose place moves from step to step, a GPU's graph would record their kernels anew in
@@ -357,6 +357,7 @@ class Program:
     logprobs: int = REQUEST_MOST.logprobs  #: alternatives that are computed for each token
     pooling: Pooling | None = None  #: what vectors of prompts are made of; None: none are
     encoder: bool = False  #: steps choose no token
+    leaves_hidden: bool = False  #: steps leave their hidden states for a prediction head
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -386,7 +387,7 @@ class Program:
         logits, float32 [R, V], this device's columns of them if split; all rows behind the last
         attention; kv)."""
         model = self.model(leaves)
-        hidden, kv = model(inputs.tokens, kv, _meta_of(inputs, self.engines), self.kernels)
+        hidden, kv = model(inputs.tokens, kv, meta_of(inputs, self.engines), self.kernels)
 
         def logits_of(rows: Array) -> Array:
             return model.logits(hidden[rows], self.kernels)
@@ -408,10 +409,10 @@ class Program:
         positions = inputs.positions[inputs.logit_rows]
         chosen = self.vocabulary.greedy(logits)
         taken = seat_tokens.take(inputs.seats, positions, drafts, chosen)
-        output = StepOutput(taken.tokens, guessed=taken.guessed)
+        left = self.left(hidden, layout.bucket)
+        output = StepOutput(taken.tokens, hidden=left, guessed=taken.guessed)
         if not layout.bucket.decode_only:
-            broken = hidden.broken_sequences(inputs.cu_q)
-            output = output._replace(broken=broken, hidden=self._left(hidden))
+            output = output._replace(broken=hidden.broken_sequences(inputs.cu_q))
         return kv, taken.seat_tokens, output
 
     def encode(
@@ -449,7 +450,8 @@ class Program:
         taken = seat_tokens.take(rows.seats, rows.position, drafts, sampled.tokens)
         sampled = sampled._replace(tokens=taken.tokens)
         seats = seats.count_tokens(rows, taken.tokens)
-        output = StepOutput(sampled, guessed=taken.guessed)
+        left = self.left(hidden, layout.bucket)
+        output = StepOutput(sampled, hidden=left, guessed=taken.guessed)
         if layout.scores:
             block = score_rows_at_once(layout.bucket.tokens, logits.shape[-1])
             count = inputs.score_count[0]
@@ -459,7 +461,7 @@ class Program:
                 logits_of, inputs.score_rows, inputs.score_tokens, count, block
             )
             broken = hidden.broken_sequences(inputs.cu_q)
-            output = StepOutput(sampled, broken, scores, self._left(hidden), taken.guessed)
+            output = output._replace(broken=broken, scores=scores)
         return kv, taken.seat_tokens, seats, output, logits
 
     @property
@@ -467,9 +469,10 @@ class Program:
         """The sampler of its steps."""
         return Sampler(self.kernels.threshold, self.logprobs, self.vocabulary)
 
-    def _left(self, hidden: Hidden) -> Hidden | None:
-        """The hidden states of a step as it leaves them for `pool`."""
-        return None if self.pooling is None else hidden
+    def left(self, hidden: Hidden, bucket: Bucket) -> Hidden | None:
+        """The hidden states of a step as it leaves them for `pool`, or for a prediction head."""
+        pools = self.pooling is not None and not bucket.decode_only
+        return hidden if pools or self.leaves_hidden else None
 
     def pool(self, leaves: list[Array], hidden: Hidden, cu_q: Array) -> Array:
         """Rows of a step for vectors of prompts, cu_q int32 [S + 1] -> float32 [S, E]: the sum of

@@ -102,6 +102,7 @@ def served_by(
         matrices=_matrices_of(model, own),
         table=table,
         mixtures=_mixtures_of(model, own),
+        routing=own.experts,
         delta_net=_delta_shape(own),
     )
 

@@ -163,7 +163,8 @@ class Runner:
         self.draft_model = draft_model
         self._drafts: DraftPrograms | None = None
         if draft_model is not None:
-            self._drafts = DraftPrograms(draft_model, sizes, mesh)
+            self.program = replace(self.program, leaves_hidden=draft_model.reads_hidden)
+            self._drafts = draft_model.programs(sizes, self.program, self.leaves)
             self.shapes = replace(self.shapes, draft_kv=self._drafts.pools)
         own = own_mesh(mesh)
         #: What runs beside the step, and the state that it has: on the devices of this engine,
@@ -283,8 +284,11 @@ class Runner:
         self.compile_steps(kinds)
         self.compile_seconds += time.perf_counter() - started
         logits = 4 * largest.seats * self.shapes.seats.counts.shape[1]
+        hidden = 0
+        if self.program.leaves_hidden:
+            hidden = largest.tokens * self.config.hidden_size * self._hidden_dtype.itemsize
         steps = [StepMemory.of(_name_of(*kind), self.executables[kind]) for kind in kinds]
-        return max(step.temporaries for step in steps) + 2 * logits
+        return max(step.temporaries for step in steps) + 2 * (logits + hidden)
 
     def program_memory(self) -> ProgramsMemory:
         """Memory of the compiled steps."""
@@ -484,6 +488,8 @@ class Runner:
             state.kv, state.seat_tokens, state.seats, output, logits = executable(
                 self.leaves, state.kv, state.seat_tokens, state.seats, packed
             )
+        if self._drafts is not None:
+            self._drafts.read_hidden(output.hidden)
         return output, logits
 
     def exchange(self, arrays: Mapping[ModelPath, Array]) -> None:
@@ -506,6 +512,8 @@ class Runner:
 
     def _free_state(self) -> int:
         """Let go of the state; its bytes."""
+        if self._drafts is not None:
+            self._drafts.forget()
         freed = 0
         for array in jax.tree.leaves(self.state):
             if isinstance(array, Array) and not array.is_deleted():

@@ -48,7 +48,7 @@ class _ModelOutput(NamedTuple):
     """Results of the model's program, beside the pools that it replaces."""
 
     rows: LogitRows | _LastRows  #: of a decode step with their logits
-    hidden: Hidden | None = None  #: of all rows; None of a decode step
+    hidden: Hidden | None = None  #: of all rows; of a decode step see `Program.left`
     broken: Array | None = None  #: see `StepOutput.broken`
 
 
@@ -159,7 +159,8 @@ def _run_model(
     at = inputs.logit_rows
     positions = inputs.positions[at]
     if layout.bucket.decode_only:
-        return kv, _ModelOutput(LogitRows(logits_of(at), positions, inputs.seats, drafts))
+        rows = LogitRows(logits_of(at), positions, inputs.seats, drafts)
+        return kv, _ModelOutput(rows, program.left(hidden, layout.bucket))
     seats = len(seat_tokens.last)
     absent = seats - layout.bucket.seats
     rows = _LastRows(

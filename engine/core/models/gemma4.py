@@ -39,7 +39,14 @@ from jitney.engine.core.models.mixture import Experts
 from jitney.engine.core.models.rope import Rope
 from jitney.engine.core.models.sharding import TENSOR
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
-from jitney.engine.core.weights.checkpoints.names import HF, FileFormat, Piece, Target, WeightMap
+from jitney.engine.core.weights.checkpoints.names import (
+    HF,
+    Dialect,
+    FileFormat,
+    Piece,
+    Target,
+    WeightMap,
+)
 from jitney.kernels.interface import AttentionMeta, Kernels
 
 _HF = replace(
@@ -53,6 +60,27 @@ _HF = replace(
     expert_down="experts.{e}.down_proj",
     shared="mlp",
 )
+_GGUF = replace(
+    Gemma.gguf,
+    shared="mlp",
+    others={
+        "model.embed_tokens_per_layer": "per_layer_token_embd",
+        "model.per_layer_model_projection": "per_layer_model_proj",
+        "model.per_layer_projection_norm": "per_layer_proj_norm",
+        "layer_scalar": "layer_output_scale.weight",
+        "per_layer_input_gate": "inp_gate",
+        "per_layer_projection": "proj",
+        "post_per_layer_input_norm": "post_norm",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "post_feedforward_layernorm_1.weight": "post_ffw_norm_1.weight",
+        "pre_feedforward_layernorm_2.weight": "pre_ffw_norm_2.weight",
+        "post_feedforward_layernorm_2.weight": "post_ffw_norm_2.weight",
+        "router.scale": "ffn_gate_inp.scale",
+        "router.per_expert_scale": "ffn_down_exps.scale",
+    },
+)
 #: Norms of a layer with experts, and the tensors of their weights.
 _EXPERT_NORMS = {
     "shared_post_norm": "post_feedforward_layernorm_1.weight",
@@ -60,8 +88,6 @@ _EXPERT_NORMS = {
     "experts_post_norm": "post_feedforward_layernorm_2.weight",
     "router_norm": "router.scale",
 }
-#: Tensors that published files have of layers that read other layers' keys and values.
-_UNREAD_OF_READERS = ("k_proj", "v_proj", "k_norm", "v_norm")
 
 
 class _Attention(Attention):
@@ -241,7 +267,7 @@ class Gemma4(Gemma):
     """See `Llama`."""
 
     block = _Block
-    hf = _HF
+    hf, gguf = _HF, _GGUF
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         super().__init__(config, dtype=dtype, rngs=rngs)
@@ -273,45 +299,58 @@ class Gemma4(Gemma):
     @classmethod
     def weight_map(cls, config: ModelConfig, file_format: FileFormat) -> WeightMap:
         """See `Llama.weight_map`."""
-        weights = super().weight_map(config, file_format)
+        weights, names = super().weight_map(config, file_format), cls.dialect(config, file_format)
         readers = range(config.n_layers - config.n_kv_readers, config.n_layers)
+        # Published files have these of layers that read other layers' keys and values.
         unread = [
-            f"{_HF.layer.format(i=layer)}self_attn.{name}.weight"
+            f"{names.layer.format(i=layer)}{name}.weight"
             for layer in readers
-            for name in _UNREAD_OF_READERS
+            for name in (names.k, names.v, names.k_norm, names.k_norm.replace("k_norm", "v_norm"))
         ]
         return replace(
             weights,
-            targets=(*weights.targets, *_own_weights(config)),
+            targets=(*weights.targets, *_own_weights(config, names)),
             ignored=(*weights.ignored, *unread),
         )
 
 
-def _own_weights(config: ModelConfig) -> Iterator[Target]:
+def _own_weights(config: ModelConfig, names: Dialect) -> Iterator[Target]:
     """Weights that no other family has."""
     size, inner = config.hidden_size, config.layer_input_size
     width = config.n_layers * inner
     if inner:
-        table = Piece("model.embed_tokens_per_layer.weight", (config.vocab_size, width))
+        table, making, norm = [
+            f"{names.named(f'model.{name}')}.weight"
+            for name in (
+                "embed_tokens_per_layer",
+                "per_layer_model_projection",
+                "per_layer_projection_norm",
+            )
+        ]
+        table = Piece(table, (config.vocab_size, width))
         yield Target(("token_inputs", "embed"), (table,))
-        making = Piece("model.per_layer_model_projection.weight", (width, size))
+        making = Piece(making, (width, size))
         yield Target(("token_inputs", "projection"), (making,), transpose=True)
-        norm = Piece("model.per_layer_projection_norm.weight", (inner,))
+        norm = Piece(norm, (inner,))
         yield Target(("token_inputs", "norm", "weight"), (norm,))
     for layer in range(config.n_layers):
-        path, prefix = ("layers", layer), _HF.layer.format(i=layer)
-        yield Target((*path, "factor"), (Piece(f"{prefix}layer_scalar", (1,)),))
+        path, prefix = ("layers", layer), names.layer.format(i=layer)
+        factor = Piece(prefix + names.named("layer_scalar"), (1,))
+        yield Target((*path, "factor"), (factor,))
         if inner:
             path = (*path, "layer_inputs")
-            gate = Piece(f"{prefix}per_layer_input_gate.weight", (inner, size))
+            gate = Piece(f"{prefix}{names.named('per_layer_input_gate')}.weight", (inner, size))
             yield Target((*path, "gate"), (gate,), transpose=True)
-            out = Piece(f"{prefix}per_layer_projection.weight", (size, inner))
+            out = Piece(f"{prefix}{names.named('per_layer_projection')}.weight", (size, inner))
             yield Target((*path, "out"), (out,), transpose=True)
-            norm = Piece(f"{prefix}post_per_layer_input_norm.weight", (size,))
+            norm = Piece(f"{prefix}{names.named('post_per_layer_input_norm')}.weight", (size,))
             yield Target((*path, "norm", "weight"), (norm,))
         if config.experts is not None:
             path = ("layers", layer, "mlp")
             for name, stored in _EXPERT_NORMS.items():
-                yield Target((*path, name, "weight"), (Piece(prefix + stored, (size,)),))
-            factors = Piece(f"{prefix}router.per_expert_scale", (config.experts.n_experts,))
+                weights = Piece(prefix + names.named(stored), (size,))
+                yield Target((*path, name, "weight"), (weights,))
+            factors = Piece(
+                prefix + names.named("router.per_expert_scale"), (config.experts.n_experts,)
+            )
             yield Target((*path, "share_factors"), (factors,))

@@ -65,6 +65,6 @@ class Granite(Llama):
     @classmethod
     def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:
         """See `Llama.dialect`."""
-        if config.architecture == "GraniteMoeHybridForCausalLM":
+        if config.architecture == "GraniteMoeHybridForCausalLM" and file_format == "hf":
             return _HYBRID
         return super().dialect(config, file_format)

@@ -26,14 +26,16 @@ from jitney.engine.core.models.attention import Mixer
 from jitney.engine.core.models.layers import Linear, RMSNorm, normal, rounded
 from jitney.engine.core.models.llama import Llama
 from jitney.engine.core.models.mixture import MixtureBlock
+from jitney.engine.core.models.prediction import PredictionHead
 from jitney.engine.core.models.rope import Rope
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
-from jitney.engine.core.weights.checkpoints.names import HF, Dialect, FileFormat
+from jitney.engine.core.weights.checkpoints.names import GGUF, HF, Dialect, FileFormat
 from jitney.kernels.interface import AttentionMeta, Kernels, OneOf
 
 #: Of the norms of latents, whatever that of the others is.
 _EPS = 1e-6
 _HF = replace(HF, shared="mlp.shared_experts", reads_layers_behind=False)
+_GGUF = replace(GGUF, reads_layers_behind=False)
 
 
 class _HeadMatrices(nnx.Module):
@@ -161,6 +163,11 @@ class Latent(Llama):
 
     @classmethod
     def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:
-        """The names of Hugging Face's folders; GGUF files of these models are not read."""
+        """See `Llama.dialect`."""
         assert config.latent is not None
-        return replace(_HF, paired_rows=config.latent.paired)
+        names = _HF if file_format == "hf" else _GGUF
+        return replace(names, paired_rows=config.latent.paired)
+
+
+class LatentPredictionHead(PredictionHead, Latent):
+    """See `PredictionHead`."""

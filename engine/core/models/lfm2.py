@@ -20,7 +20,7 @@ from jitney.engine.core.models.llama import Llama
 from jitney.engine.core.models.mixture import MixtureBlock
 from jitney.engine.core.models.rope import Rope
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
-from jitney.engine.core.weights.checkpoints.names import HF
+from jitney.engine.core.weights.checkpoints.names import GGUF, HF
 from jitney.kernels.delta_net import DeltaState, short_conv
 from jitney.kernels.interface import AttentionMeta, Kernels
 
@@ -74,4 +74,4 @@ class Lfm2(Llama):
     """See `Llama`."""
 
     block = _Block
-    hf = _HF
+    hf, gguf = _HF, replace(GGUF, norm="token_embd_norm")

@@ -147,12 +147,17 @@ class Llama(nnx.Module):
         behind the last attention, kv).
         """
         x = self.embedded(tokens)
-        metas = self.layer_metas(tokens, x, meta, kernels)
+        return self.through_layers(x, kv, self.layer_metas(tokens, x, meta, kernels), kernels)
+
+    def through_layers(
+        self, x: Array, kv: list[Array], metas: list[AttentionMeta], kernels: Kernels
+    ) -> tuple[Hidden, list[Array]]:
+        """As `__call__`, from x [T, E], what the first layer reads; metas: of each layer."""
         added = jnp.zeros_like(x)
         if kernels.float32_residual:
             x = x.astype(jnp.float32)
         pools = list(kv)
-        ropes = Rope.of_layers(meta.positions, self.config)
+        ropes = Rope.of_layers(metas[0].positions, self.config)
         sources = self.config.kv_sources
         for block, rope, source, own in zip(self.layers, ropes, sources, metas, strict=True):
             graph, weights = nnx.split(block)
@@ -160,7 +165,7 @@ class Llama(nnx.Module):
             x, added, pools[source] = _run_block(
                 graph, weights, x, added, rope, pools[source], own, kernels, attend_only=is_last
             )
-        return Hidden(x + added, meta.adapted), pools
+        return Hidden(x + added, metas[0].adapted), pools
 
     def layer_metas(
         self, tokens: Array, x: Array, meta: AttentionMeta, kernels: Kernels
@@ -174,7 +179,10 @@ class Llama(nnx.Module):
 
         Of a model split over devices: the columns of the device's own share of the vocabulary.
         """
-        x = self.normed(hidden, kernels)
+        return self.projected(self.normed(hidden, kernels), kernels)
+
+    def projected(self, x: Array, kernels: Kernels) -> Array:
+        """x [R, E] behind a final norm, through the output head -> float32 [R, V]."""
         if self.lm_head is None:
             return kernels.project(x, self.embed[...])
         return self.lm_head(x, kernels, jnp.float32)
@@ -190,7 +198,7 @@ class Llama(nnx.Module):
 
     def embedded(self, tokens: Array) -> Array:
         """tokens int32 [T] -> [T, E]."""
-        return looked_up(self.embed[...], tokens, self.config)
+        return looked_up(self.embed[...], tokens, self.config)[:, : self.config.hidden_size]
 
     def linears(self) -> Iterator[Linear]:
         """Every matrix that may be quantised; a tied head is the embedding, which is not."""
@@ -207,6 +215,10 @@ class Llama(nnx.Module):
             block.pack(kernels)
         if self.lm_head is not None:
             self.lm_head.pack(kernels)
+            table = self.embed[...]
+            missing = -table.shape[1] % kernels.table_columns
+            if missing:
+                self.embed = nnx.Param(jnp.pad(table, ((0, 0), (0, missing))))
 
     def set_kv_scales(self, scales: list[Array]) -> None:
         """Give each layer that has a quantised pool its factors, float32 [2K]."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,22 +29,15 @@ from jitney.engine.core.models.layers import MLP, Linear, RowFacts, normal, roun
 from jitney.engine.core.models.llama import Block, Llama
 from jitney.engine.core.models.quantization import Packed
 from jitney.engine.core.models.sharding import DATA, TENSOR, experts_axes, laid_out_anew
-from jitney.engine.core.weights.checkpoints.model_config import (
-    Activation,
-    ExpertsConfig,
-    ModelConfig,
-)
-from jitney.engine.core.weights.checkpoints.names import HF, Dialect, FileFormat
-from jitney.kernels.experts import ExpertBlocks, Stack, gate
+from jitney.engine.core.weights.checkpoints.model_config import Activation, ModelConfig
+from jitney.engine.core.weights.checkpoints.names import GGUF, HF, Dialect, FileFormat
+from jitney.kernels.experts import Stack, gate
 from jitney.kernels.interface import Kernels, OneOf, Pack
 from jitney.kernels.mxfp4 import Mxfp4
+from jitney.kernels.routing import Routes
 
 #: A router's columns are a multiple of this, as those of products with kernels of their own.
 _COLUMNS = 16
-#: What shares are divided by, at least: those of sigmoids may all be 0.
-_LEAST_SUM = 1e-20
-#: Up to so many rows of a step are counted by a product of [T, T].
-_MOST_ROWS_COUNTED = 1024
 _MIXTRAL = replace(
     HF,
     router="block_sparse_moe.gate",
@@ -58,129 +51,12 @@ _DIALECTS = {
     "MixtralForCausalLM": _MIXTRAL,
     "GptOssForCausalLM": replace(HF, sinks="self_attn.sinks", router="mlp.router"),
 }
-
-
-class _Routes(NamedTuple):
-    """Which rows go through which experts, in blocks; a pytree of arrays."""
-
-    #: int32 [N * B]: the row at each place of the blocks; T: nobody's.
-    rows: Array
-    #: float32 [N * B]: how much of the expert's answer the row gets.
-    weights: Array
-    #: int32 [N]; X: nobody's, of blocks without rows.
-    experts: Array
-    #: int32: blocks that hold rows, the first ones.
-    count: Array
-    #: int32 [T, C]: where each row stands in the blocks of its experts, the one chosen first
-    #: before the others; N * B: nowhere.
-    places: Array
-    #: float32 [T, C]: how much of these experts' answers it gets.
-    shares: Array
-
-    @property
-    def block(self) -> int:
-        """B."""
-        return self.blocks.size
-
-    @property
-    def blocks(self) -> ExpertBlocks:
-        """The blocks as a kernel takes them."""
-        return ExpertBlocks(self.rows, self.experts, self.count)
-
-
-def _chosen(
-    numbers: Array, config: ExpertsConfig, bias: Array | None, factors: Array | None
-) -> tuple[Array, Array]:
-    """numbers float32 [T, X], the router's; bias float32 [X], see `ExpertsConfig.choice_bias`;
-    factors [X], of the shares -> (shares float32, experts int32) of each row [T, C], those first
-    that are chosen first.
-    """
-    if config.scoring == "softmax":
-        scores = jax.nn.softmax(numbers, axis=-1)
-    else:
-        scores = jax.nn.sigmoid(numbers)
-    choice = scores if bias is None else scores + bias
-    if config.clusters > 1:
-        choice = _of_best_clusters(choice, config)
-    shares, chosen = jax.lax.top_k(choice, config.n_chosen)
-    if choice is not scores:
-        shares = jnp.take_along_axis(scores, chosen, axis=1)
-    if config.renormalised:
-        shares = shares / jnp.maximum(jnp.sum(shares, axis=-1, keepdims=True), _LEAST_SUM)
-    if factors is not None:
-        shares = shares * factors.astype(jnp.float32)[chosen]
-    return shares * config.share_factor, chosen
-
-
-def _of_best_clusters(choice: Array, config: ExpertsConfig) -> Array:
-    """choice [T, X], -inf where an expert's cluster is not among the row's best ones: the groups of
-    DeepSeek-V2 and V3 (arXiv 2405.04434, 2412.19437).
-    """
-    clusters = choice.reshape(len(choice), config.clusters, -1)
-    best, _ = jax.lax.top_k(clusters, min(config.cluster_best, clusters.shape[2]))
-    _, chosen = jax.lax.top_k(jnp.sum(best, axis=2), config.chosen_clusters)
-    is_chosen = jnp.any(chosen[:, :, None] == jnp.arange(config.clusters), axis=1)
-    return jnp.where(is_chosen[:, :, None], clusters, -jnp.inf).reshape(choice.shape)
-
-
-def _route(
-    numbers: Array,
-    config: ExpertsConfig,
-    n_rows: Array,
-    first: Array | int = 0,
-    bias: Array | None = None,
-    factors: Array | None = None,
-) -> _Routes:
-    """numbers, bias, factors: see `_chosen`. n_rows int32: rows from there on pad the step, and go
-    through no expert; an array [D]: so it is in each of D equal parts of the rows. first: of the
-    experts that are here, `config.own` of them; they are numbered from there on.
-    """
-    n_padded, n_experts = numbers.shape[0], config.own
-    shares, chosen = _chosen(numbers, config, bias, factors)
-    here = chosen - first
-    mine = _real_rows(n_padded, n_rows) & (here >= 0) & (here < n_experts)
-    at = jnp.clip(here, 0, n_experts - 1)
-    experts = jnp.arange(n_experts)
-    goes = jnp.any((here[:, :, None] == experts) & mine[:, :, None], axis=1)
-    block = config.block_rows(n_padded)
-    sizes = jnp.sum(goes, axis=0, dtype=jnp.int32)
-    blocks = -(-sizes // block)
-    ends = jnp.sum(jnp.where(experts[:, None] >= experts, blocks, 0), axis=1)
-    within = jnp.take_along_axis(_rows_before(goes), at, axis=1)
-    most = config.most_blocks(n_padded)
-    nowhere = most * block
-    places = jnp.where(mine, (ends - blocks)[at] * block + within, nowhere)
-    rows = jnp.broadcast_to(jnp.arange(n_padded)[:, None], chosen.shape)
-    return _Routes(
-        rows=jnp.full(nowhere, n_padded, jnp.int32).at[places].set(rows, mode="drop"),
-        weights=jnp.zeros(nowhere).at[places].set(shares, mode="drop"),
-        experts=jnp.sum(ends <= jnp.arange(most)[:, None], axis=1),
-        count=ends[-1],
-        places=places,
-        shares=shares,
-    )
-
-
-def _real_rows(n_padded: int, n_rows: Array) -> Array:
-    """Which of so many rows pad no step, bool [T, 1]; n_rows: see `_route`."""
-    if not n_rows.ndim:
-        return jnp.arange(n_padded)[:, None] < n_rows
-    part = n_padded // n_rows.size
-    return (jnp.arange(part) < n_rows[:, None]).reshape(-1, 1)
-
-
-def _rows_before(goes: Array) -> Array:
-    """goes bool [T, X], which rows go through which experts -> int32 [T, X], how many rows before
-    each do.
-
-    Of few rows by a product, which a GPU runs as one kernel, where a sort or a running sum is many.
-    """
-    ones = goes.astype(jnp.float32)
-    n_rows = len(goes)
-    if n_rows > _MOST_ROWS_COUNTED:
-        return (jnp.cumsum(ones, axis=0) - ones).astype(jnp.int32)
-    earlier = jnp.tri(n_rows, k=-1)
-    return jnp.matmul(earlier, ones).astype(jnp.int32)
+#: Those of GGUF files.
+_GGUF = {
+    "Qwen3MoeForCausalLM": GGUF,
+    "MixtralForCausalLM": replace(GGUF, paired_rows=True),
+    "GptOssForCausalLM": replace(GGUF, sinks="attn_sinks.weight", mlp_norm="post_attention_norm"),
+}
 
 
 class ExpertLinear(Linear):
@@ -426,16 +302,16 @@ class Experts(MLP):
 
     def _answered(self, x: Array, asking: Array, kernels: Kernels, count: Array) -> Array:
         """The output of this device's experts [T, E], or their shares; x, asking: see `routed`,
-        count: see `_route`.
+        count: `n_rows` of `jitney.kernels.routing.Route`.
         """
         of_router = kernels if count.ndim else kernels.of_rows(count)
         scores = of_router.matmul(asking, self.router[...], jnp.float32)
-        scores = scores[:, : self.experts.n_experts]
         if self.router_bias is not None:
-            scores = scores + self.router_bias[...].astype(jnp.float32)
+            own = scores[:, : self.experts.n_experts]
+            scores = own + self.router_bias[...].astype(jnp.float32)
         bias = None if self.choice_bias is None else self.choice_bias[...]
         factors = None if self.share_factors is None else self.share_factors[...]
-        routes = _route(scores, self.experts, count, self._first(), bias, factors)
+        routes = kernels.route(scores, self.experts, count, self._first(), bias, factors)
         if self._at_once(kernels):
             sums = self._all_at_once(x, routes, kernels)
         else:
@@ -453,7 +329,7 @@ class Experts(MLP):
     def _at_once(self, kernels: Kernels) -> bool:
         return self.gate_up.at_once(kernels) and self.down.at_once(kernels)
 
-    def _all_at_once(self, x: Array, routes: _Routes, kernels: Kernels) -> Array:
+    def _all_at_once(self, x: Array, routes: Routes, kernels: Kernels) -> Array:
         """float32 [T, E], by the kernel set's products with experts."""
         assert kernels.experts is not None
         assert self.gate_up.activation is not None
@@ -462,21 +338,23 @@ class Experts(MLP):
         )
         return _weighed(answers, routes)
 
-    def _one_by_one(self, x: Array, routes: _Routes, kernels: Kernels) -> Array:
+    def _one_by_one(self, x: Array, routes: Routes, kernels: Kernels) -> Array:
         """float32 [T, E], block after block."""
+
+        blocks = routes.blocks
 
         def add_block(number: Array, sums: Array) -> Array:
             at, weights = (
-                jax.lax.dynamic_slice_in_dim(array, number * routes.block, routes.block)
-                for array in (routes.rows, routes.weights)
+                jax.lax.dynamic_slice_in_dim(array, number * blocks.size, blocks.size)
+                for array in (blocks.rows, routes.weights)
             )
             block = x.at[at].get(mode="fill", fill_value=0)
             # Those of a block stand before its places of nobody.
             own = kernels.of_rows(jnp.sum(at < len(x), dtype=jnp.int32))
-            answers = self._answers(block, routes.experts[number], own)
+            answers = self._answers(block, blocks.experts[number], own)
             return sums.at[at].add(answers * weights[:, None], mode="drop")
 
-        return jax.lax.fori_loop(0, routes.count, add_block, jnp.zeros(x.shape, jnp.float32))
+        return jax.lax.fori_loop(0, blocks.count, add_block, jnp.zeros(x.shape, jnp.float32))
 
     def _first(self) -> Array | int:
         """The number of the first expert that this device has a share of."""
@@ -517,22 +395,21 @@ class Experts(MLP):
         return self.down.with_bias(self.down.of(expert, kernels).product(inner, kernels), expert)
 
 
-def _weighed(answers: Array, routes: _Routes) -> Array:
+def _weighed(answers: Array, routes: Routes) -> Array:
     """answers float32 [N * B, E] -> [T, E]: each row's own, by their shares; 0 of rows of padding.
 
     Added from the first choice on, one after the other: the order is the row's own.
     """
-    n_rows, n_chosen = routes.places.shape
+    n_chosen, n_rows = routes.places.shape
     # Choice by choice, so that what is added lies in one piece. What rows of padding find, or who
     # goes to experts elsewhere, may be no number, and is left out as it is added: at each gather
     # that would be another pass.
-    places = routes.places.T.reshape(-1)
-    found = answers.at[places].get(mode="clip").reshape(n_chosen, n_rows, -1)
+    found = answers.at[routes.places.reshape(-1)].get(mode="clip").reshape(n_chosen, n_rows, -1)
     is_here = routes.places < len(answers)
     sums = jnp.zeros(found.shape[1:], jnp.float32)
     for choice in range(n_chosen):
-        weighed = found[choice] * routes.shares[:, choice, None]
-        sums = sums + jnp.where(is_here[:, choice, None], weighed, 0.0)
+        weighed = found[choice] * routes.shares[choice, :, None]
+        sums = sums + jnp.where(is_here[choice, :, None], weighed, 0.0)
     return sums
 
 
@@ -579,5 +456,6 @@ class Mixture(Llama):
 
     @classmethod
     def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:
-        """See `Llama.dialect`; GGUF files of mixtures are not read."""
-        return _DIALECTS[config.architecture]
+        """See `Llama.dialect`."""
+        names = _DIALECTS if file_format == "hf" else _GGUF
+        return names[config.architecture]

@@ -12,8 +12,7 @@ from dataclasses import replace
 from jitney.engine.core.models.llama import Llama
 from jitney.engine.core.models.mamba import Mamba
 from jitney.engine.core.models.mixture import MixtureBlock
-from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
-from jitney.engine.core.weights.checkpoints.names import HF, Dialect, FileFormat
+from jitney.engine.core.weights.checkpoints.names import GGUF, HF
 
 _HF = replace(
     HF,
@@ -36,6 +35,14 @@ _HF = replace(
     expert_down="mixer.experts.{e}.down_proj",
     shared="mixer.shared_experts",
 )
+_GGUF = replace(
+    GGUF,
+    mlp_norm="attn_norm",
+    gate="",
+    expert_gate="",
+    paired_rows=True,
+    reads_layers_behind=False,
+)
 
 
 class _Block(MixtureBlock):
@@ -46,8 +53,4 @@ class NemotronH(Llama):
     """See `Llama`."""
 
     block = _Block
-
-    @classmethod
-    def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:
-        """The names of Hugging Face's folders; GGUF files of Nemotron are not read."""
-        return _HF
+    hf, gguf = _HF, _GGUF

@@ -21,15 +21,28 @@ from jitney.engine.core.models.attention import GatedAttention, Mixer, random_de
 from jitney.engine.core.models.layers import Linear, normal
 from jitney.engine.core.models.llama import Block, Llama
 from jitney.engine.core.models.mixture import MixtureBlock
+from jitney.engine.core.models.prediction import PredictionHead
 from jitney.engine.core.models.rope import Rope
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
-from jitney.engine.core.weights.checkpoints.names import HF
+from jitney.engine.core.weights.checkpoints.names import GGUF, HF, HeadNames
 from jitney.kernels.delta_net import DeltaState, DeltaWeights
 from jitney.kernels.interface import AttentionMeta, Kernels
 
 #: Columns of the matrix of rates are a multiple of this, as those of products with kernels.
 _COLUMNS = 16
-_HF = replace(HF, norm_offset=1.0)
+_HF = replace(
+    HF,
+    norm_offset=1.0,
+    head=HeadNames(
+        part="mtp.",
+        layer="mtp.layers.0.",
+        norm="mtp.norm",
+        joint="mtp.fc",
+        embedding_norm="mtp.pre_fc_norm_embedding",
+        hidden_norm="mtp.pre_fc_norm_hidden",
+    ),
+)
+_GGUF = replace(GGUF, mlp_norm="post_attention_norm", tiled_values=True, reads_layers_behind=False)
 
 
 class _GatedDeltaNet(Mixer):
@@ -93,7 +106,7 @@ class Qwen35(Llama):
     """See `Llama`."""
 
     block = _DenseBlock
-    hf = _HF
+    hf, gguf = _HF, _GGUF
 
 
 class Qwen35Mixture(Qwen35):
@@ -106,3 +119,12 @@ class Qwen3Next(Qwen35Mixture):
     """See `Llama`; matrices of the delta nets are stored fused."""
 
     hf = replace(_HF, delta_qkvz="linear_attn.in_proj_qkvz", delta_rates="linear_attn.in_proj_ba")
+    gguf = replace(_GGUF, delta_rates="ssm_ba", tiled_values=False)
+
+
+class Qwen35PredictionHead(PredictionHead, Qwen35):
+    """See `PredictionHead`."""
+
+
+class Qwen35MixturePredictionHead(PredictionHead, Qwen35Mixture):
+    """See `PredictionHead`."""

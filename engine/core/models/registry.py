@@ -66,17 +66,25 @@ _MODELS: dict[str, str] = {
     "XLMRobertaModel": "jitney.engine.core.models.bert:Bert",
     "XLMRobertaForSequenceClassification": "jitney.engine.core.models.bert:Bert",
 }
+#: The same of layers that predict further tokens (`ModelConfig.prediction_head`).
+_PREDICTION_HEADS: dict[str, str] = {
+    "DeepseekV3ForCausalLM:mtp": "jitney.engine.core.models.latent:LatentPredictionHead",
+    "Glm4MoeLiteForCausalLM:mtp": "jitney.engine.core.models.latent:LatentPredictionHead",
+    "Qwen3_5ForCausalLM:mtp": "jitney.engine.core.models.qwen3_5:Qwen35PredictionHead",
+    "Qwen3_5MoeForCausalLM:mtp": "jitney.engine.core.models.qwen3_5:Qwen35MixturePredictionHead",
+}
 #: Keys and values of random models stay within this, quantised or not.
 _RANDOM_KV = 16.0
 
 
 def model_class(architecture: str) -> type[Model]:
     """The class that serves an architecture; ModelError lists those that are known."""
-    if architecture not in _MODELS:
+    place = (_MODELS | _PREDICTION_HEADS).get(architecture)
+    if place is None:
         raise ModelError(
             f"no model serves the architecture {architecture[:100]!r}; known: {', '.join(_MODELS)}"
         )
-    module, name = _MODELS[architecture].split(":")
+    module, name = place.split(":")
     return getattr(import_module(module), name)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -195,9 +194,12 @@ def _gguf_rust(metadata: JsonObject, tokens: list[str]) -> tuple[RustTokenizer, 
         words = words_of(metadata)
         return _byte_level_bpe(metadata, tokens, words), words.begins
     if kind == "llama":
-        return _sentencepiece_bpe(metadata, tokens), True
+        return _sentencepiece_bpe(metadata, tokens, _merges_by_score(metadata, tokens)), True
+    if kind == "gemma4":
+        return _sentencepiece_bpe(metadata, tokens, _merges(metadata)), True
     raise ModelError(
-        f"GGUF: tokenizer.ggml.model {str(kind)[:40]!r} is not supported; known: gpt2, llama"
+        f"GGUF: tokenizer.ggml.model {str(kind)[:40]!r} is not supported; known: gpt2, llama, "
+        "gemma4"
     )
 
 
@@ -206,9 +208,8 @@ def _byte_level_bpe(metadata: JsonObject, tokens: list[str], words: Words) -> Ru
     from tokenizers import Tokenizer as RustTokenizer
     from tokenizers import decoders, models, normalizers
 
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", [])]
     rust = RustTokenizer(
-        models.BPE(vocab=_ids(tokens), merges=merges, ignore_merges=words.whole_words)
+        models.BPE(vocab=_ids(tokens), merges=_merges(metadata), ignore_merges=words.whole_words)
     )
     rust.pre_tokenizer = words.splitter()
     if words.compose:
@@ -217,19 +218,23 @@ def _byte_level_bpe(metadata: JsonObject, tokens: list[str], words: Words) -> Ru
     return rust
 
 
-def _sentencepiece_bpe(metadata: JsonObject, tokens: list[str]) -> RustTokenizer:
-    """SentencePiece BPE with byte fallback; the pair with the best-scored result merges first."""
+def _merges(metadata: JsonObject) -> list[tuple[str, str]]:
+    """Pairs of tokens, those first that merge first."""
+    pairs = [merge.partition(" ") for merge in metadata.get("tokenizer.ggml.merges", [])]
+    return [(left, right) for left, _, right in pairs]
+
+
+def _sentencepiece_bpe(
+    metadata: JsonObject, tokens: list[str], merges: list[tuple[str, str]]
+) -> RustTokenizer:
+    """SentencePiece BPE with byte fallback."""
     from tokenizers import Tokenizer as RustTokenizer
     from tokenizers import models
 
-    scores = metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(tokens):
-        raise ModelError("GGUF: tokenizer.ggml.scores must give each token a score")
-    vocab = _ids(tokens)
     unknown = _named_tokens(metadata, len(tokens)).get("unk", 0)
     model = models.BPE(
-        vocab=vocab,
-        merges=_merges_by_score(tokens, scores, vocab),
+        vocab=_ids(tokens),
+        merges=merges,
         fuse_unk=True,
         unk_token=tokens[unknown],
         byte_fallback=True,
@@ -252,10 +257,11 @@ def _mark_spaces(rust: RustTokenizer, *, prefix: bool) -> None:
     rust.decoder = decoders.Sequence(after)
 
 
-def _merges_by_score(
-    tokens: list[str], scores: list[float], vocab: Mapping[str, int]
-) -> list[tuple[str, str]]:
+def _merges_by_score(metadata: JsonObject, tokens: list[str]) -> list[tuple[str, str]]:
     """All pairs of tokens that join to a third, best-scored result first, then by left token."""
+    scores, vocab = metadata.get("tokenizer.ggml.scores"), _ids(tokens)
+    if not isinstance(scores, list) or len(scores) != len(tokens):
+        raise ModelError("GGUF: tokenizer.ggml.scores must give each token a score")
     pairs = []
     for token, score in zip(tokens, scores, strict=True):
         for cut in range(1, len(token)):

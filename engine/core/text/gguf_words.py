@@ -70,16 +70,30 @@ _DEEPSEEK_CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _GPT2 = Words()
 _DIGITS = Words(digits=True)
 _LLAMA3 = Words((_GPT4_LETTERS + r"\p{N}{1,3}" + _GPT4_REST,), whole_words=True, begins=True)
+#: DeepSeek-V3's: a mark before Latin letters goes with them.
+_DEEPSEEK3_PATTERN = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*" + _BLANKS
+)
+_QWEN35_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _BLANKS
+)
 _QWEN2 = Words((_GPT4_LETTERS + r"\p{N}" + _GPT4_REST,), compose=True)
+_LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3", "falcon3", "midm-2.0", "lfm2", "pixtral")
 #: `tokenizer.ggml.pre` -> the splitting of the model's tokenizer.json. Names that share one are as
 #: in llama.cpp (src/llama-vocab.cpp).
 _PRE_TOKENIZERS = {
     **dict.fromkeys(("gpt-2", "default", "mellum", "trillion", "exaone4"), _GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "minerva-7b"), _DIGITS),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "midm-2.0"), _LLAMA3),
+    **dict.fromkeys(_LLAMA3_NAMES, _LLAMA3),
     **dict.fromkeys(("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), Words(_LLAMA3.patterns)),
     "gpt-4o": Words((_GPT4O_PATTERN,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "f2llmv2"), _QWEN2),
+    "qwen35": Words((_QWEN35_PATTERN,), compose=True),
+    "deepseek-v3": Words(
+        (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3_PATTERN)
+    ),
     "seed-coder": Words(
         (_GPT4_LETTERS + r"\p{N}| ?[^\s\p{L}\p{N}\r\n]+" + _BLANKS,),
     ),

@@ -88,6 +88,6 @@ def _stored_blocks(source: ModelSource | None) -> str:
     if source is None or source.kind != "gguf":
         return ""
     tensors = GGUFFile(source.path).tensors.values()
-    kinds = Counter(tensor.kind_name for tensor in tensors if len(tensor.shape) == 2)
+    kinds = Counter(tensor.kind_name for tensor in tensors if len(tensor.shape) > 1)
     name = max(kinds, key=kinds.__getitem__, default="")
     return "" if name in SafetensorsFolder.types else name

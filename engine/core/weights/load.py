@@ -199,6 +199,9 @@ class _Loader:
         matrices: list[StoredMatrix] = []
         for piece in target.pieces:
             matrix = self.checkpoint.matrix(piece.name)
+            if matrix is not None and piece.column_order:
+                # A device's share of inputs in another order is no range of them.
+                matrix = _regrouped(matrix, piece) if self.shares is None else None
             if matrix is None:
                 return None
             matrices.append(_reordered(matrix, piece))
@@ -236,12 +239,14 @@ class _Loader:
 
 
 def _sliced(checkpoint: Checkpoint, piece: Piece) -> Sliceable:
-    """A tensor as floats, its rows in our order, left in its file where that can be."""
+    """A tensor as floats, its rows and columns in our order, left in its file where that can be."""
     stored = checkpoint.sliced(piece.name)
     order = piece.order
-    if order is None:
-        return stored
-    return Reordered(stored, order)
+    if order is not None:
+        stored = Reordered(stored, order)
+    if piece.column_order:
+        stored = Reordered(stored, np.array(piece.column_order), axis=1)
+    return stored
 
 
 def _reordered(matrix: StoredMatrix, piece: Piece) -> StoredMatrix:
@@ -250,6 +255,19 @@ def _reordered(matrix: StoredMatrix, piece: Piece) -> StoredMatrix:
     if order is None:
         return matrix
     return replace(matrix, order=tuple(order.tolist()))
+
+
+def _regrouped(matrix: StoredMatrix, piece: Piece) -> StoredMatrix | None:
+    """A piece with its inputs in our order; None where that would tear groups of a scale."""
+    size, order = matrix.group, np.array(piece.column_order)
+    if not size or len(order) % size:
+        return None
+    groups = order.reshape(-1, size)
+    firsts = groups[:, :1]
+    if (firsts % size).any() or (groups != firsts + np.arange(size)).any():
+        return None
+    numbers = tuple((firsts.ravel() // size).tolist())
+    return replace(matrix, lay_out=repack.Regrouped(matrix.lay_out, numbers))
 
 
 def _in_shares(path: Path, matrices: list[StoredMatrix], shares: Shares) -> _Arrays:

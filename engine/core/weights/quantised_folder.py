@@ -126,9 +126,13 @@ class QuantisedFolder(SafetensorsFolder):
 
     types = (*SafetensorsFolder.types, *_EIGHT_BITS, "I32", "I64")
 
-    def __init__(self, folder: str | Path, packing: Packing, wanted: Container[str]):
-        """wanted: names of the model's tensors; GPTQ stores zero biases for layers without one."""
-        super().__init__(folder)
+    def __init__(
+        self, folder: str | Path, packing: Packing, wanted: Container[str], part: str = ""
+    ):
+        """wanted: names of the model's tensors; GPTQ stores zero biases for layers without one.
+        part: see `is_read`.
+        """
+        super().__init__(folder, part=part)
         self.packing = packing
         self.stored = self.shapes
         self.shapes = {}

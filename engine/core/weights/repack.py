@@ -6,11 +6,13 @@ of a group of R inputs holds inputs r and r + R // 2.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.lax import bitcast_convert_type
 
@@ -146,6 +148,13 @@ def mxfp4(blocks: Array, scales: Array) -> Packed:
     return Packed(_block_codes(codes[:, :, 0] | codes[:, :, 1] << 4), scales.T)
 
 
+@jax.jit
+def gguf_mxfp4(rows: Array) -> Packed:
+    """GGUF MXFP4, uint8 [O, I / 32 * 17]: 32 inputs have an exponent and 16 bytes."""
+    blocks = _blocks(rows, 17)
+    return Packed(_block_codes(blocks[..., 1:]), blocks[..., 0].T)
+
+
 def _nibbles(words: Array) -> Array:
     """int32 [...] -> uint8 [..., 8], the lowest bits first."""
     words = bitcast_convert_type(words, jnp.uint32)
@@ -161,6 +170,23 @@ def _grouped(codes: Array, scales: Array, zeros: Array | None) -> Packed:
             zeros = jnp.repeat(zeros, times, 0)
     halves = codes.reshape(len(scales), 2, -1, codes.shape[1])
     return Packed((halves[:, 0] | halves[:, 1] << 4).reshape(-1, codes.shape[1]), scales, zeros)
+
+
+@dataclass(frozen=True)
+class Regrouped:
+    """A layout of 4-bit codes, and then its groups of inputs in another order."""
+
+    lay_out: Callable[..., Packed]
+    #: The stored group that stands at each place.
+    groups: tuple[int, ...]
+
+    def __call__(self, *tensors: Array) -> Packed:
+        order = np.array(self.groups)
+
+        def moved(array: Array) -> Array:
+            return array.reshape(len(order), -1, array.shape[1])[order].reshape(array.shape)
+
+        return jax.tree.map(moved, self.lay_out(*tensors))
 
 
 def alike(parts: list[Packed]) -> list[Packed] | None:

@@ -65,22 +65,26 @@ class DecodedTensor:
 
 
 class Reordered:
-    """A tensor with its rows, or some of them, in another order."""
+    """A tensor with its rows, or some of them, in another order; or its columns."""
 
-    def __init__(self, stored: Sliceable, order: np.ndarray):
-        """order: the stored row that stands at each place, [rows], or some of the rows."""
+    def __init__(self, stored: Sliceable, order: np.ndarray, axis: int = 0):
+        """order: the stored row that stands at each place, [rows], or some of the rows. axis: 1 for
+        columns.
+        """
         self._stored = stored
         self._order = order
-        self.shape = (len(order), *stored.shape[1:])
+        self._axis = axis
+        self.shape = (*stored.shape[:axis], len(order), *stored.shape[axis + 1 :])
         self.ndim = stored.ndim
 
     def __getitem__(self, index: _Index) -> np.ndarray:
-        if index is ...:
-            return self._stored[...][self._order]
-        rows, *rest = index
-        order = self._order[rows]
+        axis = self._axis
+        if index is ... or len(index) <= axis:
+            return self._stored[index].take(self._order, axis)
+        order = self._order[index[axis]]
         first, last = order.min(), order.max()
-        return self._stored[(slice(first, last + 1), *rest)][order - first]
+        around = (*index[:axis], slice(first, last + 1), *index[axis + 1 :])
+        return self._stored[around].take(order - first, axis)
 
 
 class Stacked:

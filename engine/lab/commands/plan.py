@@ -70,6 +70,7 @@ def _roofline_of(args: Arguments) -> Roofline:
         kv=args.kv,
         count=args.count,
         assumed=assumed,
+        mtp=args.mtp,
     )
 
 
@@ -124,6 +125,7 @@ _FLAGS = (
     Flag.whole("--token-budget", "most rows of a step", 2048),
     Flag.whole("--page-size", "KV positions per page", 16),
     *SimulateArguments.DRAFTS,
+    Flag.switch("--mtp", "the model's own layer drafts (speculative mtp): count it"),
     JSON,
 )
 _ASSUMPTIONS = (
@@ -225,10 +227,13 @@ def _assumptions(roofline: Roofline, load: Load) -> Iterator[str]:
         "shared between prompts"
     )
     if load.acceptance:
+        makes = "making them takes no time"
+        if roofline.cost.predicts:
+            makes = "the first is made by a pass of the model's layer for it, the others in no time"
         yield (
             f"drafts: each is accepted with chance {load.acceptance:g} if those before it were; a "
             "step has as many for each sequence as bring most tokens, at most "
-            f"{load.drafts}; making them takes no time"
+            f"{load.drafts}; {makes}"
         )
     yield (
         f"TTFT: p{100 * Sizing.TTFT_QUANTILE:g} at {Sizing.UTILISATION:.0%} load, seats as servers "

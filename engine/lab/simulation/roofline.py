@@ -105,8 +105,15 @@ class ModelCost:
     config: ModelConfig
     weights: str = "bf16"
     kv: str = "bf16"
+    #: With the prediction head that drafts (`speculative` mtp).
+    predicts: bool = False
 
     def __post_init__(self) -> None:
+        if self.predicts and not self.config.n_prediction_layers:
+            raise ConfigError(
+                "mtp: the model has no layer behind its last that drafts "
+                "(num_nextn_predict_layers, mtp_num_hidden_layers); leave it out"
+            )
         for name in (self.weights, self.kv):
             if name not in _BYTES:
                 raise ConfigError(f"unknown number format {name!r}; known: {', '.join(_BYTES)}")
@@ -173,12 +180,30 @@ class ModelCost:
             return self.table_bytes
         return self.table_weights * self._shared_bytes
 
+    @cached_property
+    def _head(self) -> ModelCost | None:
+        """The prediction head, if it drafts; without the matrix before its layer."""
+        if not self.predicts:
+            return None
+        return ModelCost(self.config.prediction_head, self.weights, self.kv)
+
+    @property
+    def _joint_bytes(self) -> float:
+        """Bytes of that matrix, [2E, E]."""
+        return 2 * self.config.hidden_size**2 * self._shared_bytes
+
+    @property
+    def _layer_bytes(self) -> float:
+        """Bytes of the matrices of all layers."""
+        shared = self.step.shared_weights
+        return shared * self._shared_bytes + (self.layer_weights - shared) * _BYTES[self.weights]
+
     @property
     def weight_bytes(self) -> float:
         """Bytes held on the device."""
-        shared = self.step.shared_weights
-        held = shared * self._shared_bytes + (self.layer_weights - shared) * _BYTES[self.weights]
-        held += self.table_bytes
+        held = self._layer_bytes + self.table_bytes
+        if self._head is not None:
+            held += self._head._layer_bytes + self._joint_bytes
         held += self.layer_input_weights * max(self._shared_bytes, _BYTES["bf16"])
         if not self.config.tie_embeddings:
             held += self.head_bytes
@@ -187,7 +212,8 @@ class ModelCost:
     @cached_property
     def kv_bytes(self) -> float:
         """Bytes of keys and values per position, all layers."""
-        return sum(self.config.kv_numbers) * _BYTES[self.kv]
+        own = sum(self.config.kv_numbers) * _BYTES[self.kv]
+        return own if self._head is None else own + self._head.kv_bytes
 
     @property
     def _read_kv_bytes(self) -> float:
@@ -204,13 +230,20 @@ class ModelCost:
 
     def read_bytes(self, rows: int, work: StepWork) -> tuple[float, float]:
         """(weights and state, KV read and written) in a step: see `StepCost`."""
-        weights, kv = self.step.read_bytes(rows, _rows_of(work))
-        return float(weights), float(kv)
+        weights, kv = map(float, self.step.read_bytes(rows, _rows_of(work)))
+        if self._head is not None:
+            more_weights, more_kv = self._head.read_bytes(rows, work)
+            return weights + more_weights + self._joint_bytes, kv + more_kv
+        return weights, kv
 
     def operations(self, rows: int, logit_rows: int, work: StepWork) -> tuple[float, float]:
         """(in the layers' products, in output head and attention) of a step: see `StepCost`."""
-        layers, rest = self.step.operations(rows, logit_rows, _rows_of(work))
-        return float(layers), float(rest)
+        layers, rest = map(float, self.step.operations(rows, logit_rows, _rows_of(work)))
+        if self._head is not None:
+            more_layers, more_rest = self._head.operations(rows, logit_rows, work)
+            joint = 4 * rows * self.config.hidden_size**2
+            return layers + more_layers + joint, rest + more_rest
+        return layers, rest
 
 
 def _rows_of(work: StepWork) -> StepRows:
@@ -248,11 +281,12 @@ class Roofline:
         kv: str = "bf16",
         count: int = 1,
         assumed: Assumptions = _USUAL,
+        mtp: bool = False,
     ) -> Roofline:
         """The roofline of a model (a built-in shape, a config.json or what `--model` takes) on
-        chips of that name. Raises ModelError and ConfigError.
+        chips of that name. mtp: with its prediction head. Raises ModelError and ConfigError.
         """
-        cost = ModelCost(_find_shape(model), weights, kv)
+        cost = ModelCost(_find_shape(model), weights, kv, predicts=mtp)
         return cls(cost, Accelerator.named(device), count, assumed)
 
     @property
@@ -312,6 +346,8 @@ class Roofline:
 
     def check_split(self) -> None:
         """Raise ConfigError unless the engine can divide the model over the chips."""
+        if self.cost.predicts and self.count > 1:
+            raise ConfigError(f"mtp is for one chip: leave it out with --count {self.count}")
         self.cost.config.local(self.count)
 
     @property
@@ -330,7 +366,10 @@ class Roofline:
         """Bytes of a page of each cache group, in all its layers, on one chip."""
         number = page_size * _BYTES[self.cost.kv]
         groups = self.cost.config.cache_groups
-        return tuple([number * sum(map(self._own_kv_width, group.layers)) for group in groups])
+        own = [number * sum(map(self._own_kv_width, group.layers)) for group in groups]
+        if self.cost.predicts:
+            own[0] += number * sum(self.cost.config.prediction_head.kv_numbers)
+        return tuple(own)
 
     @property
     def slot_bytes(self) -> float:

@@ -31,7 +31,7 @@ def test_full_collections_come_by_the_clock(monkeypatch):
         assert gc.get_freeze_count() > 10_000
         objects = [[number] for number in range(300_000)]  # by their number it would be due
         assert len(objects) == 300_000 and full == 0
-        asyncio.run(asyncio.wait_for(for_a_while(), 20))
+        asyncio.run(asyncio.wait_for(for_a_while(), 120))
     finally:
         gc.callbacks.remove(count)
         gc.set_threshold(*thresholds)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jitney.engine.cli import diagnose as command
 from jitney.engine.cli import main
@@ -28,32 +28,30 @@ def quick(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("JITNEY_ENGINE_KEY", raising=False)
 
 
-def out_of_pages() -> FakeClient:
-    """All its pages are held, and a sequence is put back with every step."""
+def out_of_pages() -> ASGIApp:
+    """An engine that does a step before each request: all its pages are held, and a sequence is put
+    back.
+    """
     client = FakeClient(Script("abc"), seats=4, pages=10)
     record = np.zeros(1, STEP_DTYPE)
     for name, value in dict(
         bucket_tokens=4, decode=4, device_s=0.01, seats=4, seats_busy=2, pages_used=10, preempted=1
     ).items():
         record[name] = value
-    stop = threading.Event()
+    server = make_app(client)
 
-    def work() -> None:
-        while not stop.wait(0.01):
-            client.counters.observe_step(record[0])
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        client.counters.observe_step(record[0])
+        await server(scope, receive, send)
 
-    client.stop = stop.set  # type: ignore[attr-defined]
-    threading.Thread(target=work, daemon=True).start()
-    return client
+    return app
 
 
 def test_what_a_server_shows_is_answered_complaint_by_complaint(capsys):
-    client = out_of_pages()
-    with served(make_app(client)) as (url, _):
+    with served(out_of_pages()) as (url, _):
         assert main(["diagnose", url, "--seconds", "0.3"]) == 0
         shown = capsys.readouterr().out
         assert main(["diagnose", url.removeprefix("http://"), "--seconds", "0.3", "--json"]) == 0
-    client.stop()  # type: ignore[attr-defined]
     (report,) = json.loads(capsys.readouterr().out)
     assert report["findings"]["memory"]["name"] == "preemption"
     assert report["findings"]["latency"]["name"] == "pages run out"

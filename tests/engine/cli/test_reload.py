@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 import pytest
-from api_fakes import ByteTokenizer, FakeClient, Script, http_client, until
+from api_fakes import PATIENCE_S, ByteTokenizer, FakeClient, Script, http_client, until
 
 from jitney.dashboard import Dashboard
 from jitney.engine.cli.serve import _reread
@@ -112,7 +112,7 @@ class Running:
             yield self
         finally:
             server.should_exit = True
-            thread.join(10)
+            thread.join(PATIENCE_S)
             bound.close()
             assert not thread.is_alive()
 
@@ -174,23 +174,11 @@ def test_a_removed_keys_requests_end_with_an_error(running: Running):
         running.users("ben")
         assert running.reload().json()["keys"]["requests_ended"] == 2
         rest = [line for line in lines if line.startswith("data: ")]
-    other.join(10)
+    other.join(PATIENCE_S)
     assert '"code":"key_removed"' in rest[-2] and rest[-1] == "data: [DONE]"
     assert plain[0].status_code == 401 and plain[0].json()["error"]["code"] == "key_removed"
     until(lambda: not running.engine.open)
     assert {id for id, _, _ in running.engine.aborts} == {one.id for one in running.engine.requests}
-
-
-def test_the_others_go_on(running: Running):
-    with (
-        running.http("ben") as web,
-        web.stream("POST", "/v1/completions", json=stream(max_tokens=20)) as answer,
-    ):
-        lines = answer.iter_lines()
-        next(lines)
-        running.users("ben")
-        assert running.reload().json()["keys"]["removed"] == 1
-        assert "[DONE]" in list(lines)[-2]
 
 
 def test_a_removed_keys_idle_connections_close(running: Running):
@@ -270,6 +258,9 @@ def test_an_administrators_key_that_is_a_users_now_sees_no_more_than_one(running
         running.admins("root")
         running.users("ann", "ben", "boss")
         assert running.reload().json()["keys"]["changed"] == 1
+        cookies = web.cookies
+    with http_client(running.url) as web:  # the server has closed the connections of this key
+        web.cookies = cookies
         assert web.get("/dashboard/report").status_code == 401
     assert status(running, "boss") == 200 and running.reload("boss").status_code == 403
 
@@ -551,4 +542,4 @@ runpy.run_module("jitney.engine.cli.fleet_engine", run_name="__main__")
         engine.stdin.flush()
         assert engine.stdout.readline() == "root,fleet\n"
         engine.stdin.close()
-        assert engine.wait(20) == -signal.SIGTERM
+        assert engine.wait(PATIENCE_S) == -signal.SIGTERM

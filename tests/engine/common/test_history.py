@@ -75,10 +75,6 @@ def test_the_history_knows_what_the_core_knows(seed: int, core: dict[str, Any]):
 
 
 @pytest.mark.usefixtures("rash")
-def test_tight_runs_do_preempt():
-    assert random_run(0, pages=13).core.ledger.totals["preempted"] > 0
-
-
 def test_rides_of_a_seat_never_overlap():
     watched = random_run(3, pages=13)
     records = watched.history.oldest()

@@ -34,12 +34,6 @@ def test_fields_are_known_by_name():
         Ledger().record(**misspelt)
 
 
-def test_the_order_of_fields_is_nobodys_knowledge():
-    given = {name: number for number, name in enumerate(NAMES, 1)}
-    backwards = dict(reversed(given.items()))
-    assert Ledger().record(**backwards) == Ledger().record(**given)
-
-
 def test_since_returns_the_newer_ones_oldest_first():
     ledger = Ledger(capacity=4)
     assert ledger.since(0).tolist() == [] and len(ledger) == 0

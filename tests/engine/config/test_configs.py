@@ -46,10 +46,6 @@ def buckets(config: Config, on_device: bool) -> Buckets:
     )
 
 
-def test_there_is_a_file_for_each_machine_that_is_named():
-    assert [file.stem for file in FILES] == ["cpu", "h100", "l4", "v5e-1", "v6e-4"]
-
-
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_every_file_loads(file: Path):
     config = load_config(file)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import re
-from pathlib import Path
 
 import pytest
 
@@ -55,13 +53,3 @@ def test_another_extra_that_would_do_is_named_too(monkeypatch: pytest.MonkeyPatc
     assert (
         how_to_install("cuda12", "cuda13") == 'pip install -e ".[cuda12]" (or cuda13) in the clone'
     )
-
-
-def test_nothing_says_to_install_from_an_index():
-    """The package is on none."""
-    root = Path(__file__).parents[3]
-    files = [root / "README.md", *root.glob("docs/*.md"), *root.glob("engine/**/*.py")]
-    assert len(files) > 100
-    by_name = re.compile(r"""pip install ['"]?jitney\b(?!-)""")
-    assert by_name.search("pip install 'jitney[ray]'")
-    assert [file for file in files if by_name.search(file.read_text())] == []

@@ -17,15 +17,15 @@ import pytest
 from adapter_files import write_adapter
 from cpu_library import packs_here
 from oracle import prompt
-from programs import await_use
 from safetensors.numpy import load_file, save_file
 
 from jitney.engine import LLM, SamplingParams
 from jitney.engine.common.messages import AdaptersSet, SetAdapters
 from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.requests import EngineRequest
-from jitney.engine.core.executor.runner import Runner
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
+
+pytestmark = pytest.mark.usefixtures("programs_when_used", "kernels_unproved")
 
 PROMPTS = [prompt(number, 7 + 16 * number) for number in range(4)]
 SETTINGS: dict[str, Any] = {
@@ -50,22 +50,24 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def engine(folders: dict[str, Path], **settings: Any) -> LLM:
     named = tuple(f"{name}={folder}" for name, folder in folders.items())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Runner, "_compile_steps", await_use)
-        return LLM("tiny-random", **(SETTINGS | settings), adapters=named)
+    return LLM("tiny-random", **(SETTINGS | settings), adapters=named)
 
 
-def tokens_of(folders: dict[str, Path], name: str, **settings: Any) -> list[list[int]]:
-    """The answers of an engine that was started with these adapters."""
+def tokens_of(folders: dict[str, Path], **settings: Any) -> dict[str, list[list[int]]]:
+    """The answers of an engine that was started with these adapters, by adapter."""
     llm = engine(folders, **settings)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    return [answer.outputs[0].token_ids for answer in llm.generate(PROMPTS, params, adapter=name)]
+    return {
+        name: [one.outputs[0].token_ids for one in llm.generate(PROMPTS, params, adapter=name)]
+        for name in ("", *folders)
+    }
 
 
 @pytest.fixture(scope="module")
-def expected(home: Path) -> dict[str, list[list[int]]]:
-    folders = {name: home / name for name in ("fr", "de", "es")}
-    return {name: tokens_of(folders, name) for name in ("", *folders)}
+def expected(
+    programs_when_used: None, kernels_unproved: None, home: Path
+) -> dict[str, list[list[int]]]:
+    return tokens_of({name: home / name for name in ("fr", "de", "es")})
 
 
 @dataclass
@@ -281,8 +283,9 @@ def test_in_pairs_too(home: Path):
     number = serving.set(folders).adapters["de"]
     serving.add("de", number, 1)
     serving.finish()
+    wanted = tokens_of(folders, dtype="bfloat16")
     for name in folders:
-        assert serving.tokens(name) == tokens_of(folders, name, dtype="bfloat16")[1]
+        assert serving.tokens(name) == wanted[name][1]
 
 
 def test_the_canary_computes_with_the_adapter_that_answered(tmp_path: Path, home: Path):

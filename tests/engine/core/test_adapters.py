@@ -15,18 +15,18 @@ import pytest
 from adapter_files import merged, write_adapter
 from cpu_library import packs_here
 from oracle import naive_normed, oracle_logprobs, prompt
-from programs import await_use
 from safetensors.numpy import save_file
 
 from jitney.engine import LLM, SamplingParams
 from jitney.engine.common.errors import ModelError, RequestError
 from jitney.engine.common.requests import EngineRequest
-from jitney.engine.core.executor.runner import Runner
 from jitney.engine.core.models.registry import model_class
 from jitney.engine.core.weights.adapters import load_adapters
 from jitney.engine.core.weights.checkpoints.families import tiny_config
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.load import load_model
+
+pytestmark = pytest.mark.usefixtures("programs_when_used", "kernels_unproved")
 
 NAMES = ("", "fr", "de")
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
@@ -35,7 +35,7 @@ SETTINGS: dict[str, Any] = {
     "max_seats": 8,
     "token_budget": 64,
     "context": 256,
-    "seat_buckets": [4, 8],
+    "seat_buckets": [8],
     "token_buckets": [64],
 }
 #: Longer than a step's rows, too.
@@ -60,13 +60,11 @@ def named(folders: dict[str, Path]) -> tuple[str, ...]:
 
 
 def engine(named: tuple[str, ...], **settings: Any) -> LLM:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Runner, "_compile_steps", await_use)
-        return LLM("tiny-random", **(SETTINGS | settings), adapters=named)
+    return LLM("tiny-random", **(SETTINGS | settings), adapters=named)
 
 
 @pytest.fixture(scope="module")
-def llm(named: tuple[str, ...]) -> LLM:
+def llm(programs_when_used: None, kernels_unproved: None, named: tuple[str, ...]) -> LLM:
     return engine(named)
 
 
@@ -136,10 +134,9 @@ def test_adapters_change_matrices_as_the_checkpoint_has_them(family: str, tmp_pa
 
 
 @pytest.mark.skipif(not packs_here(), reason="this CPU's weights are not packed in pairs")
-@pytest.mark.parametrize("weights", ["plain", "int8"])
-def test_in_bfloat16_a_crowd_changes_nothing(named: tuple[str, ...], weights: str):
+def test_in_bfloat16_a_crowd_changes_nothing(named: tuple[str, ...]):
     """But the last bit of a log-probability, which is XLA's: see `test_engine`."""
-    llm = engine(named, dtype="bfloat16", weights=weights, prefix_cache=False)
+    llm = engine(named, dtype="bfloat16", prefix_cache=False)
     names = [NAMES[number % 3] for number in range(len(PROMPTS))]
     together = answers(llm, PROMPTS, names)
     for number, (one, name) in enumerate(zip(PROMPTS, names, strict=True)):
@@ -234,6 +231,7 @@ def test_an_adapter_of_another_model_is_refused_by_name(tmp_path: Path):
         engine((f"deep={folder}",))
 
 
+@pytest.mark.usefixtures("hurried")
 def test_drafts_change_no_answer(named: tuple[str, ...]):
     """Texts of a few tokens, which repeat themselves, of three models in one step."""
     few = {token: 100.0 for token in (3, 9, 11, 40)}

@@ -19,7 +19,9 @@ from jitney.engine.core.canary import CanaryCore
 from jitney.engine.core.scheduler.plan import StepResult
 from jitney.engine.server.process.counters import EngineCounters
 
-pytestmark = pytest.mark.usefixtures("programs_when_used", "compiled_in_a_hurry")
+pytestmark = pytest.mark.usefixtures(
+    "programs_when_used", "compiled_in_a_hurry", "kernels_unproved"
+)
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9, 10], [11, 12, 13, 14]]
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from core_runs import CONTEXT, assert_solo_tokens, cramped_core, random_events
 from fakes import (
-    EOS,
     VOCAB,
     FakeClock,
     code_of,
@@ -506,7 +505,3 @@ def test_slots_show_the_sequence_of_each_seat():
     assert list(answer.page_states) == [0, 1, 1, 1, 0, 0, 0, 0, 0]
     core.step()
     assert core.seat_map().seats[0].state == "decode"
-
-
-def test_the_eos_is_what_the_fakes_say():
-    assert solo(make_request("a", [1], max_tokens=500), 0, 0)[-1] == EOS

@@ -77,7 +77,7 @@ def test_an_engine_that_dies_in_the_middle_loses_no_line(tmp_path: Path):
     slow = FakeEngine(FakeClient(Script("slowly", first_delay_s=0.2), seats=4))
     with engines(slow, FakeEngine()) as fakes, serving(tmp_path, *fakes) as (served, client):
         batch = begin(client, LINES, endpoint=CHATS)
-        until(lambda: bool(slow.client.open), 30)
+        until(lambda: bool(slow.client.open))
         slow.dies_after = 0
         batch = ended(client, batch.id)
         assert batch.status == "completed" and batch.error_file_id is None
@@ -90,7 +90,7 @@ def test_an_engine_that_drains_gives_its_lines_to_others(tmp_path: Path):
     going = FakeEngine(FakeClient(Script(hang=True), seats=4))
     with engines(going, FakeEngine()) as fakes, serving(tmp_path, *fakes) as (served, client):
         batch = begin(client, LINES, endpoint=CHATS)
-        until(lambda: len(going.client.open) == 4, 30)
+        until(lambda: len(going.client.open) == 4)
         going.service.begin_drain()
         batch = ended(client, batch.id)
         assert batch.request_counts and batch.request_counts.completed == 60
@@ -106,10 +106,10 @@ def test_lines_wait_for_engines_and_a_restart_goes_on(tmp_path: Path):
     with engines(fake, again):
         with serving(tmp_path, fake) as (served, client):
             batch = begin(client, LINES[:8], endpoint=CHATS)
-            until(lambda: len(fake.client.requests) == 4, 30)
+            until(lambda: len(fake.client.requests) == 4)
             served.fleet.begin_drain()
             assert not served.fleet._open._count, "a drain does not wait for a batch"
-            until(lambda: not fake.client.open, 30)
+            until(lambda: not fake.client.open)
         with fleet_of(tmp_path, toml(["http://127.0.0.1:1"]), data_dir=tmp_path / "data") as served:
             client = client_of(served.url)
             assert client.batches.retrieve(batch.id).status == "in_progress"
@@ -125,7 +125,7 @@ def test_a_batch_is_cancelled(tmp_path: Path):
     fake.client.scripts = [Script("a"), Script("b")]
     with engines(fake) as fakes, serving(tmp_path, *fakes) as (served, client):
         batch = begin(client, LINES[:6], endpoint=CHATS)
-        until(lambda: len(fake.client.requests) == 4, 30)
+        until(lambda: len(fake.client.requests) == 4)
         assert len(fake.client.open) == 2, "as many at a time as there are seats"
         client.batches.cancel(batch.id)
         batch = ended(client, batch.id)
@@ -135,8 +135,8 @@ def test_a_batch_is_cancelled(tmp_path: Path):
         assert {name: each["error"]["code"] for name, each in errors.items()} == dict.fromkeys(
             ("r2", "r3", "r4", "r5"), "batch_cancelled"
         )
-        until(lambda: not fake.client.open, 30)
-        until(lambda: not served.replicas()[fake.name].lines, 30)
+        until(lambda: not fake.client.open)
+        until(lambda: not served.replicas()[fake.name].lines)
 
 
 def test_people_are_answered_while_lines_fill_every_seat(tmp_path: Path):
@@ -144,7 +144,7 @@ def test_people_are_answered_while_lines_fill_every_seat(tmp_path: Path):
     fakes = [FakeEngine(FakeClient(Script(hang=True), seats=2)) for _ in range(2)]
     with engines(*fakes), serving(tmp_path, *fakes) as (served, client), served.http() as http:
         begin(client, LINES[:20], endpoint=CHATS)
-        until(lambda: asked(*fakes) == 4, 30)
+        until(lambda: asked(*fakes) == 4)
         replicas = served.replicas()
         assert [each.lines for each in replicas.values()] == [2, 2], "where seats are left"
         for fake in fakes:
@@ -153,7 +153,7 @@ def test_people_are_answered_while_lines_fill_every_seat(tmp_path: Path):
             answer = http.post(CHATS, json=CHAT)
             assert answer.json()["choices"][0]["message"]["content"] == "Here."
         for replica in replicas.values():
-            until(lambda here=replica: not here.open, 30)
+            until(lambda here=replica: not here.open)
             assert (replica.load, replica.open, replica.predicted_wait) == (0, 0, 0.0)
         assert [request.background for fake in fakes for request in fake.client.requests].count(
             False
@@ -180,7 +180,7 @@ def test_a_model_without_engines_keeps_no_other_waiting(tmp_path: Path):
     with engines(fake) as fakes, serving(tmp_path, *fakes, model=lost) as (_, client):
         lines = [line(f"r{number}", CHATS, model="lost") for number in range(8)]
         first = begin(client, lines, endpoint=CHATS)
-        until(lambda: client.batches.retrieve(first.id).status == "in_progress", 30)
+        until(lambda: client.batches.retrieve(first.id).status == "in_progress")
         batch = ended(client, begin(client, LINES[:8], endpoint=CHATS).id)
         assert batch.request_counts and batch.request_counts.completed == 8
         counts = client.batches.retrieve(first.id).request_counts
@@ -224,7 +224,7 @@ def test_lines_count_against_the_limits_of_their_key(tmp_path: Path):
     limit = "key_max_concurrent = 6"
     with engines(*fakes), serving(tmp_path, *fakes, fleet=limit) as (_, client):
         batch = begin(client, LINES[:12], endpoint=CHATS)
-        until(lambda: asked(*fakes) == 3, 30)
+        until(lambda: asked(*fakes) == 3)
         client.batches.cancel(batch.id)
         ended(client, batch.id)
     assert asked(*fakes) == 3
@@ -280,7 +280,7 @@ def test_vectors_and_the_end_is_told(tmp_path: Path):
         found = answers(client, batch.output_file_id)
         bodies = [CreateEmbeddingResponse(**each["response"]["body"]) for each in found.values()]
         assert [body.data[0].embedding for body in bodies] == [[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]]
-        until(lambda: len(hooks.taken) == 1, 30)
+        until(lambda: len(hooks.taken) == 1)
         told = hooks.taken[0]
         event = client.webhooks.unwrap(told.body, told.headers, secret="any text")
         assert event.type == "batch.completed" and event.data.id == batch.id

@@ -12,7 +12,7 @@ import re
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,7 @@ def test_a_slower_candidate_is_named_with_its_interval_and_rolled_back(
             user = f"user-{number % 700}"
             seen.setdefault(user, set()).add(found.ask(http, user))
             if number % 20 == 19:
+                until(lambda: sum(map(rollout.comparison.requests, ARMS)) == number + 1)  # noqa: B023
                 look(found)
             if rollout.state != "running":
                 break
@@ -256,14 +257,18 @@ STREAM = "text/event-stream"
 class Wrong:
     """Another program where the candidate should be: it answers probes as an engine does."""
 
-    engine: FakeEngine = field(default_factory=FakeEngine)
     #: What generating routes say: all of it at once, or nothing at all.
+    status: int = 200
     media_type: str = "text/html"
     body: bytes = PAGE
-    status: int = 200
     hangs: bool = False
+    engine: FakeEngine = field(default_factory=FakeEngine)
     #: Requests of generating routes that came.
     came: int = 0
+
+    def becomes(self, other: Wrong) -> None:
+        self.status, self.media_type, self.body = other.status, other.media_type, other.body
+        self.hangs, self.came = other.hangs, 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
@@ -306,63 +311,51 @@ def beside(
 
 
 @pytest.mark.parametrize(
-    ("stream", "wrong"),
+    "cases",
     [
-        (False, Wrong()),
-        (True, Wrong()),
-        (False, Wrong(media_type="application/json", body=b'{"ok":true}')),
-        (True, Wrong(media_type="application/json", body=b'{"choices":[{"text":"plain"}]}')),
-        (True, Wrong(media_type=STREAM, body=b"")),
-        (True, Wrong(media_type=STREAM, body=b"data: {}\n\ndata: [DONE]\n\n")),
-        (True, Wrong(media_type=STREAM, body=b'data: {"error":{"message":"no"}}\n\n')),
-        (False, Wrong(status=302)),
-        (False, Wrong(status=404)),
-        (False, Wrong(status=404, media_type="application/json", body=b'{"detail":"Not Found"}')),
+        [
+            (False, Wrong()),
+            (True, Wrong()),
+            (False, Wrong(media_type="application/json", body=b'{"ok":true}')),
+            (True, Wrong(media_type="application/json", body=b'{"choices":[{"text":"plain"}]}')),
+            (True, Wrong(media_type=STREAM, body=b"")),
+            (True, Wrong(media_type=STREAM, body=b"data: {}\n\ndata: [DONE]\n\n")),
+            (True, Wrong(media_type=STREAM, body=b'data: {"error":{"message":"no"}}\n\n')),
+            (False, Wrong(status=302)),
+            (False, Wrong(status=404)),
+            (False, Wrong(404, "application/json", b'{"detail":"Not Found"}')),
+        ],
+        [
+            (False, Wrong(body=b"", hangs=True)),
+            (True, Wrong(body=b"", hangs=True)),
+            (True, Wrong(media_type=STREAM, body=b": keep-alive\n\n", hangs=True)),
+        ],
     ],
+    ids=["answers", "hangs"],
 )
 def test_what_is_no_answer_of_the_api_is_counted_and_nobody_notices(
-    tmp_path: Path, stream: bool, wrong: Wrong
+    tmp_path: Path, cases: list[tuple[bool, Wrong]]
 ):
-    wrong = replace(wrong)
+    wrong = Wrong()
     with beside(tmp_path, wrong, share=0.5) as found, found.served.http() as http:
-        users = [f"user-{number}" for number in range(80)]
-        asked_it = [user for user in users if found.arm_of(user) == "candidate"]
-        assert {found.ask(http, user, stream=stream) for user in users} == {found.stable.name}
-        comparison = found.model.rollout.comparison
-        until(lambda: comparison.requests("candidate") >= 20, 30)
-        assert wrong.came >= 20 and len(asked_it) >= 30
-        assert comparison.level("candidate", "errors") == 1.0
-        assert comparison.level("stable", "errors") == 0.0
-        look(found)
-        assert found.model.rollout.state == "rolled_back"
+        users = [f"user-{number}" for number in range(40)]
+        moved = [user for user in users if found.arm_of(user) == "candidate"][:8]
+        stay = [user for user in users if found.arm_of(user) == "stable"][:8]
+        for stream, case in cases:
+            wrong.becomes(case)
+            found.model.rollout.decide("restart")
+            comparison = found.model.rollout.comparison
 
+            def ask(user: str, stream: bool = stream) -> str:
+                return found.ask(http, user, stream=stream)
 
-@pytest.mark.parametrize(
-    ("stream", "wrong"),
-    [
-        (False, Wrong(body=b"", hangs=True)),
-        (True, Wrong(body=b"", hangs=True)),
-        (True, Wrong(media_type=STREAM, body=b": keep-alive\n\n", hangs=True)),
-    ],
-)
-def test_a_candidate_that_hangs_is_counted_and_nobody_waits_for_ever(
-    tmp_path: Path, stream: bool, wrong: Wrong
-):
-    wrong = replace(wrong)
-    with beside(tmp_path, wrong, share=0.5) as found, found.served.http() as http:
-        users = [f"user-{number}" for number in range(80)]
-        asked_it = [user for user in users if found.arm_of(user) == "candidate"]
-        for user in users:
-            if user not in asked_it:
-                found.ask(http, user)
-
-        with ThreadPoolExecutor(len(asked_it)) as pool:
-            names = pool.map(lambda user: found.ask(http, user, stream=stream), asked_it)
-            assert set(names) == {found.stable.name}
-        assert wrong.came >= 30
-        assert found.model.rollout.comparison.level("candidate", "errors") == 1.0
-        look(found)
-        assert found.model.rollout.state == "rolled_back"
+            with ThreadPoolExecutor(len(moved)) as pool:
+                assert {ask(user) for user in stay} == {found.stable.name}
+                assert set(pool.map(ask, moved)) == {found.stable.name}
+            until(lambda: comparison.requests("candidate") == len(moved))  # noqa: B023
+            assert wrong.came >= len(moved), case
+            assert comparison.level("candidate", "errors") == 1.0, case
+            assert comparison.level("stable", "errors") == 0.0, case
 
 
 def test_a_stream_that_falls_silent_in_its_middle_ends_and_is_counted(tmp_path: Path):
@@ -373,7 +366,7 @@ def test_a_stream_that_falls_silent_in_its_middle_ends_and_is_counted(tmp_path: 
         body = {"model": "m", "prompt": "a", "max_tokens": 5, "stream": True, "user": "u"}
         text = http.post("/v1/completions", json=body).text
         assert "Hello" in text and '"code":"engine_dead"' in text and text.endswith("[DONE]\n\n")
-        until(lambda: found.model.rollout.comparison.requests("candidate") == 1, 30)
+        until(lambda: found.model.rollout.comparison.requests("candidate") == 1)
         assert found.model.rollout.comparison.level("candidate", "errors") == 1.0
 
 
@@ -389,7 +382,7 @@ def test_a_client_that_leaves_a_hanging_candidate_counts_against_it(tmp_path: Pa
         body = {"model": "m", "prompt": "Where to?", "user": moved}
         with pytest.raises(httpx.ReadTimeout):
             http.post("/v1/completions", json=body, timeout=2.0)
-        until(lambda: found.model.rollout.comparison.requests("candidate") == 1, 30)
+        until(lambda: found.model.rollout.comparison.requests("candidate") == 1)
         assert found.model.rollout.comparison.level("candidate", "errors") == 1.0
 
 
@@ -442,8 +435,8 @@ def test_a_refusal_for_lack_of_room_counts_where_the_arm_has_no_more_to_do(
             body = {"model": "m", "prompt": "Where to?", "user": user}
             status = http.post("/v1/completions", json=body).status_code
         assert status == (429 if arm == "stable" else 200)
-        until(lambda: full.client.requests, 30)
-        until(lambda: not replica.open - 3, 30)
+        until(lambda: full.client.requests)
+        until(lambda: not replica.open - 3)
         assert found.model.rollout.comparison.requests(arm) == counted
 
 
@@ -455,12 +448,12 @@ def test_a_candidate_that_is_gone_is_counted_too(tmp_path: Path):
         assert moved
         found.candidate.client.state = "draining"  # unready from now on
         replica = found.served.replicas()[found.candidate.name]
-        until(lambda: replica.state == "unready", 30)
+        until(lambda: replica.state == "unready")
         assert {found.ask(http, user) for user in moved} == {found.stable.name}
         share = found.model.rollout.comparison.level("candidate", "errors")
         assert share == pytest.approx(0.5)
         found.candidate.client.state = "ready"
-        until(lambda: replica.state == "ready", 30)
+        until(lambda: replica.state == "ready")
         assert {found.ask(http, user) for user in moved} == {found.candidate.name}
 
 
@@ -471,48 +464,40 @@ def test_what_loads_after_a_decision_by_hand_is_no_failure(tmp_path: Path):
         asked = [user for user in users if found.ask(http, user) == found.candidate.name]
         replica = found.served.replicas()[found.candidate.name]
         found.candidate.client.state = "draining"  # unready from now on
-        until(lambda: replica.state == "unready", 30)
+        until(lambda: replica.state == "unready")
         assert http.post("/fleet/rollouts/m", json={"action": "restart"}).status_code == 200
         assert {found.ask(http, user) for user in asked} == {found.stable.name}
         assert found.model.rollout.comparison.requests("candidate") == 0
         found.candidate.client.state = "ready"
-        until(lambda: replica.state == "ready", 30)
+        until(lambda: replica.state == "ready")
         assert {found.ask(http, user) for user in asked} == {found.candidate.name}
         assert asked
         # The last one is counted once its answer has left.
-        until(lambda: found.model.rollout.comparison.requests("candidate") == len(asked), 30)
+        until(lambda: found.model.rollout.comparison.requests("candidate") == len(asked))
 
 
-def test_lines_of_batches_go_to_both_arms_and_are_not_compared(tmp_path: Path):
-    """How long they take says how much people ask for, and nothing of an engine."""
+def test_streams_are_measured_as_they_pass_and_batches_and_mistakes_are_not(tmp_path: Path):
+    """How long lines of batches take says how much people ask for, and nothing of an engine."""
     line = {"x-jitney-background": "1"}
-    with arms(tmp_path) as found, found.served.http(headers=line) as http:
-        names = {found.ask(http, f"user-{number}") for number in range(40)}
+    with arms(tmp_path) as found, found.served.http() as http:
+        comparison = found.model.rollout.comparison
+        with found.served.http(headers=line) as batch:
+            names = {found.ask(batch, f"user-{number}") for number in range(20)}
         assert names == {found.stable.name, found.candidate.name}
-        assert [found.model.rollout.comparison.requests(arm) for arm in ARMS] == [0, 0]
-
-
-def test_a_mistake_of_the_clients_is_told_and_not_counted(tmp_path: Path):
-    with arms(tmp_path, rule="share = 0.99") as found, found.served.http() as http:
         for number in range(20):
             body = {"model": "m", "prompt": "a", "max_tokens": -1, "user": f"user-{number}"}
             assert http.post("/v1/completions", json=body).status_code == 400
-        comparison = found.model.rollout.comparison
         assert [comparison.requests(arm) for arm in ARMS] == [0, 0]
 
-
-def test_a_stream_is_measured_as_it_passes(tmp_path: Path):
-    with arms(tmp_path) as found, found.served.http() as http:
         for number in range(20):
             found.ask(http, f"user-{number}", stream=True)
-        until(lambda: sum(map(found.model.rollout.comparison.requests, ARMS)) == 20, 30)
-        comparison = found.model.rollout.comparison
+        until(lambda: sum(map(comparison.requests, ARMS)) == 20)
         for arm in ARMS:
             assert comparison.sums[arm]["first_token_s"].requests == comparison.requests(arm)
         first = comparison.level("stable", "first_token_s")
         speed = comparison.level("stable", "tokens_per_s")
         cost = comparison.level("stable", "token_cost")
-        assert first is not None and 0 < first < 10
+        assert first is not None and first > 0
         assert speed is not None and speed > 0 and cost is not None and cost > 0
 
 
@@ -521,12 +506,12 @@ def test_what_the_engines_are_set_to_is_told(tmp_path: Path, monkeypatch: pytest
     one = FakeEngine(FakeClient(config_digest="a" * 64))
     two = FakeEngine(FakeClient(config_digest="b" * 64))
     with arms(tmp_path, one, two) as found, found.served.http() as http:
-        until(lambda: "b" * 64 in found.model.rollout.configs["candidate"], 30)
+        until(lambda: "b" * 64 in found.model.rollout.configs["candidate"])
         told = http.get("/fleet/rollouts").json()["rollouts"][0]["arms"]
         assert told["stable"]["configs"] == ["a" * 64]
         assert told["candidate"]["configs"] == ["b" * 64]
         assert told["candidate"]["replicas"] == [two.name]
-        until(lambda: bool(found.model.rollout.report()["looks"]), 30)
+        until(lambda: bool(found.model.rollout.report()["looks"]))
 
 
 def test_who_may_decide_and_what_is_refused(tmp_path: Path):

@@ -213,13 +213,13 @@ def test_a_client_that_leaves_ends_the_work_of_all_stages(tmp_path: Path):
         ):
             received = answer.iter_bytes()  # whoever lets go of it has left
             next(received)
-            until(lambda: big.client.open, 30)
+            until(lambda: big.client.open)
             del received
-        until(lambda: not big.client.open, 30)
+        until(lambda: not big.client.open)
         tiny.client.script = Script(hang=True)
         with served.http(), pytest.raises(httpx.ReadTimeout):
             httpx.post(served.url + "/v1/chat/completions", json=chat("notes"), timeout=0.5)
-        until(lambda: not tiny.client.open, 30)
+        until(lambda: not tiny.client.open)
 
 
 def test_a_silent_stage_is_no_silent_stream(tmp_path: Path):

@@ -377,11 +377,11 @@ def test_a_client_that_leaves_ends_the_work(tmp_path: Path):
     client = FakeClient(Script(hang=True))
     with serving(tmp_path, FakeEngine(client)) as (served, http):
         with http.stream("POST", "/v1/chat/completions", json=CHAT | {"stream": True}):
-            until(lambda: bool(client.open), 30)
-        until(lambda: bool(client.aborts) and not client.open, 30)
+            until(lambda: bool(client.open))
+        until(lambda: bool(client.aborts) and not client.open)
         assert client.aborts == [(client.requests[0].id, None, "abort")]
         (replica,) = served.replicas().values()
-        until(lambda: replica.open == 0 and not served.fleet._open._count, 30)
+        until(lambda: replica.open == 0 and not served.fleet._open._count)
 
 
 def test_a_replica_that_goes_is_left_out_and_comes_back(tmp_path: Path):
@@ -389,14 +389,14 @@ def test_a_replica_that_goes_is_left_out_and_comes_back(tmp_path: Path):
     with serving(tmp_path, *fakes) as (served, http):
         fakes[0].client.state = "restarting"
         replica = served.replicas()[fakes[0].name]
-        until(lambda: replica.state == "unready", 30)
+        until(lambda: replica.state == "unready")
         assert "started again" in replica.reason
         for number in range(6):
             body = CHAT | {"messages": [{"role": "user", "content": str(number)}]}
             answer = http.post("/v1/chat/completions", json=body)
             assert answer.headers["x-jitney-replica"] == fakes[1].name
         fakes[0].client.state = "ready"
-        until(lambda: replica.state == "ready", 30)
+        until(lambda: replica.state == "ready")
 
 
 def test_a_silent_replica_is_given_up_and_its_streams_go_on(tmp_path: Path):
@@ -407,7 +407,7 @@ def test_a_silent_replica_is_given_up_and_its_streams_go_on(tmp_path: Path):
         replica = served.replicas()[slow.name]
 
         def lose_it() -> None:
-            until(lambda: replica.open == 1, 30)
+            until(lambda: replica.open == 1)
             replica.url = "http://127.0.0.1:1"  # nobody answers there
 
         losing = threading.Thread(target=lose_it)
@@ -445,7 +445,7 @@ def test_kept_responses_are_found_at_their_engine(tmp_path: Path):
 def test_a_drain_refuses_and_waits(tmp_path: Path):
     with serving(tmp_path, FakeEngine(FakeClient(Script(delay_s=0.02)))) as (served, http):
         with http.stream("POST", "/v1/chat/completions", json=CHAT | {"stream": True}) as it:
-            until(lambda: served.fleet._open._count, 30)
+            until(lambda: served.fleet._open._count)
             served.fleet.begin_drain()
             refused = served.http().post("/v1/chat/completions", json=CHAT)
             assert (refused.status_code, refused.json()["error"]["code"]) == (
@@ -453,7 +453,7 @@ def test_a_drain_refuses_and_waits(tmp_path: Path):
                 "draining",
             )
             assert said(it.read().decode()) == TEXT
-        until(lambda: not served.fleet._open._count, 30)
+        until(lambda: not served.fleet._open._count)
 
 
 def test_the_document_names_every_route(tmp_path: Path):

@@ -40,7 +40,7 @@ def ended(http: httpx.Client, id: str) -> dict[str, Any]:
     def look() -> dict[str, Any]:
         return http.get(f"/v1/jobs/{id}").json()
 
-    until(lambda: look()["status"] in OVER, 30)
+    until(lambda: look()["status"] in OVER)
     return look()
 
 
@@ -115,7 +115,7 @@ def test_jobs_have_as_many_places_as_the_engines_have_seats(tmp_path: Path):
     with serving(tmp_path, FakeEngine(hangs), data_dir=tmp_path / "d") as (_, http):
         for _ in range(8):
             begin(http)
-        until(lambda: len(hangs.requests) == 2, 30)
+        until(lambda: len(hangs.requests) == 2)
         statuses = [job["status"] for job in http.get("/v1/jobs").json()["data"]]
         assert sorted(statuses) == ["in_progress"] * 2 + ["queued"] * 6
         assert len(hangs.requests) == 2

@@ -164,7 +164,7 @@ def test_open_sequences_are_counted_over_all_engines(tmp_path: Path):
             assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
             assert refused.json()["error"]["code"] == "rate_limit"
             assert other.json()["error"]["param"] == "n"
-            until(lambda: _status(http, one) == 200, 30)
+            until(lambda: _status(http, one) == 200)
 
 
 def _status(http: httpx.Client, headers: dict[str, str]) -> int:

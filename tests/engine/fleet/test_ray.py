@@ -21,8 +21,8 @@ import httpx
 import psutil
 import pytest
 from api_fakes import until
-from default_model_load import SETTINGS, texts_over_a_kill
 from fleet_engines import CHAT, said
+from load_over_a_kill import SETTINGS, texts_over_a_kill
 
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.ports import free_port
@@ -187,10 +187,13 @@ def test_an_engine_of_the_default_model_killed_under_load_changes_no_text(tmp_pa
 
     async def scene(fleet_url: str, first: str, second: str) -> None:
         async with _asking(fleet_url) as fleet, _asking(first) as killed, _asking(second) as left:
-            expected, got = await texts_over_a_kill(fleet, killed, left, lambda: _kill(first))
+            expected, got = await texts_over_a_kill(
+                fleet, killed, left, lambda: _kill(first), tokens=96
+            )
         assert got == expected
 
-    text = f"{_FLEET}[models.m.settings]\n{SETTINGS}".replace(", max_replicas = 3", "")
+    settings = SETTINGS.format(model="smollm2-135m", context=256)
+    text = f"{_FLEET}[models.m.settings]\n{settings}".replace(", max_replicas = 3", "")
     with _served(tmp_path, text, ENGINE_MODULE) as http:
         first, second = _ready(http)
         asyncio.run(scene(str(http.base_url), first["url"], second["url"]))

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 from adapter_files import write_adapter
-from api_fakes import FakeClient, Script, until
+from api_fakes import FakeClient, Script, http_client, until
 from fleet_engines import CHAT, FakeEngine, engines
 
 from jitney.engine.common.ports import free_port
@@ -41,7 +42,9 @@ class Program:
 
     def http(self, key: str) -> httpx.Client:
         headers = {"authorization": f"Bearer {key}"}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=180, trust_env=False)
+        client = http_client(self.url)
+        client.headers.update(headers)
+        return client
 
     def status(self, key: str, path: str = "/v1/models") -> int:
         with self.http(key) as web:
@@ -84,12 +87,13 @@ def fleet_over(folder: Path, model: str, ready_s: float = 60) -> Iterator[Progra
         yield program
     finally:
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=30)
+        process.communicate(timeout=120)
 
 
 def is_ready(program: Program) -> bool:
     with contextlib.suppress(httpx.TransportError):
         return program.status("ann", "/readyz") == 200
+    time.sleep(0.1)
     return False
 
 

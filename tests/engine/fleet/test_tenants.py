@@ -93,7 +93,7 @@ class Things:
         batch = {"input_file_id": file["id"], "endpoint": CHATS, "completion_window": "24h"}
         self.ids["batch_id"] = self._post("/v1/batches", batch)["id"]
         self.ids["job_id"] = self._post("/v1/jobs", job())["id"]
-        until(lambda: {self._status("batches"), self._status("jobs")} <= OVER, 30)
+        until(lambda: {self._status("batches"), self._status("jobs")} <= OVER)
 
     def texts(self) -> str:
         """All of it as its owner reads it."""
@@ -257,7 +257,7 @@ def test_limits_of_an_engine_hold_for_each_client(tmp_path: Path):
         ThreadPoolExecutor(1) as pool,
     ):
         hanging = pool.submit(alpha.post, CHATS, json=body, timeout=0.5)
-        until(lambda: len(fake.client.requests) == 1, 30)
+        until(lambda: len(fake.client.requests) == 1)
         assert beta.post(CHATS, json=CHAT).status_code == 200
         refused = alpha.post(CHATS, json=CHAT)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit")

@@ -108,7 +108,7 @@ def test_an_experiment_over_http():
         raise AssertionError("it never ended")
 
     app = lab_app(served_client())
-    status = run(asyncio.wait_for(session(), 40))
+    status = run(asyncio.wait_for(session(), 120))
     assert status["state"] == "done", status["error"]
     result = status["result"]
     assert result["requests"] == 12 and list(result["policies"]) == ["static", "continuous"]

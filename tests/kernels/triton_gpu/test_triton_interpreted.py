@@ -114,6 +114,18 @@ def test_a_row_meets_an_expert_alone_with_the_same_bits(results: dict[str, dict[
     assert len(same) > 10 and all(same)
 
 
+def test_rows_go_through_the_experts_that_numpy_chooses(results: dict[str, dict[str, Any]]):
+    cases = of_kind(results, "routing")
+    assert not {name: case["error"] for name, case in cases.items() if not case["error"] < 1e-5}
+
+
+def test_a_router_without_numbers_is_not_hidden(results: dict[str, dict[str, Any]]):
+    rows = results["no numbers: routing"]["none"]
+    assert (
+        [all(row) for row in rows] == [any(row) for row in rows] == 2 * [False, True, True, False]
+    )
+
+
 def test_recurrent_layers_are_their_recurrence(results: dict[str, dict[str, Any]]):
     cases = of_kind(results, "delta net")
     assert all(case["error"] < 1e-3 and case["untouched"] for case in cases.values()), cases

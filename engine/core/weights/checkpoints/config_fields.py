@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -52,6 +53,10 @@ class Fields:
             self.reject(key, value, "a positive number")
         return float(value)
 
+    def number_or_zero(self, key: str) -> float:
+        """A positive number; 0 when left out."""
+        return 0.0 if self.get(key) is None else self.number(key)
+
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.get(key, default)
         if type(value) is not bool:
@@ -85,3 +90,29 @@ class Fields:
     def reject(self, key: str, value: object, wanted: str) -> None:
         """Raise ModelError for a value."""
         raise ModelError(f"{self.where}: {key} must be {wanted}, found {str(value)[:60]!r}")
+
+
+class TensorFields(Fields):
+    """Key-values of a GGUF file, and the shapes (row-major) of its tensors."""
+
+    def __init__(self, values: JsonObject, where: str, shapes: Mapping[str, tuple[int, ...]]):
+        super().__init__(values, where)
+        self.shapes = shapes
+        #: Names of tensors of layers, without their beginning -> shapes by the number of the layer.
+        self._of_layers: dict[str, dict[int, tuple[int, ...]]] = {}
+        for name, shape in shapes.items():
+            found = re.fullmatch(r"blk\.(\d{1,4})\.(.+)", name)
+            if found is not None:
+                self._of_layers.setdefault(found[2], {})[int(found[1])] = shape
+
+    def layers_with(self, name: str) -> frozenset[int]:
+        """Which layers have a tensor of this name."""
+        return frozenset(self._of_layers.get(name, ()))
+
+    def size(self, name: str, axis: int = -1, layer: int | None = None) -> int:
+        """An axis of this tensor in a layer, or in the first layer that has one; 0: none has."""
+        shapes = self._of_layers.get(name, {})
+        shape = shapes.get(min(shapes, default=0) if layer is None else layer)
+        if shape is None:
+            return 0
+        return Fields({name: shape[axis]}, self.where).integer(name, 1, MOST.width)

@@ -14,7 +14,14 @@ from typing import Any
 
 from jitney.engine.common.errors import ModelError
 from jitney.engine.common.requests import JsonDict, JsonObject
-from jitney.engine.core.weights.checkpoints.config_fields import MOST, Fields
+from jitney.engine.core.weights.checkpoints import gguf_families
+from jitney.engine.core.weights.checkpoints.config_fields import MOST, Fields, TensorFields
+from jitney.engine.core.weights.checkpoints.layer_patterns import (
+    halves,
+    ropes_by_window,
+    ropes_without_full,
+    windows_of,
+)
 from jitney.engine.core.weights.checkpoints.model_config import (
     Activation,
     DeltaNetConfig,
@@ -91,8 +98,6 @@ _GEMMA4_ROPE: JsonDict = {
 #: Names of layers with attention, and of layers of Mamba-2, in files of hybrid models.
 _ATTENTION = ("attention", "full_attention")
 _MAMBA = ("mamba", "linear_attention")
-#: Layers of the Gemmas of 27 billion weights -> their scores are divided by the root of E / H.
-_GEMMA2_27B, _GEMMA3_27B = 46, 62
 
 
 def _read_decoder(
@@ -170,7 +175,7 @@ def _windows(fields: Fields, layers: int, every: int) -> tuple[int, ...]:
     if typed is not None:
         return typed
     pattern = fields.integer("sliding_window_pattern", 1, MOST.layers, default=every)
-    return _every(pattern, _window(fields), layers)
+    return windows_of(pattern, _window(fields), layers)
 
 
 def _llama(values: JsonObject) -> ModelConfig:
@@ -282,7 +287,14 @@ def _qwen3_5(values: JsonObject) -> ModelConfig:
         float32_norms=True,
         attention_gate=True,
         delta_net=delta_net,
+        n_prediction_layers=_mtp_layers(fields),
     )
+
+
+def _mtp_layers(fields: Fields) -> int:
+    """Layers that predict further tokens; none with an embedding of their own is read."""
+    count = fields.integer("mtp_num_hidden_layers", 0, MOST.layers, default=0)
+    return 0 if fields.flag("mtp_use_dedicated_embeddings") else count
 
 
 def _recurrent_layers(fields: Fields, kinds: Any, layers: int, name: str) -> frozenset[int]:
@@ -385,7 +397,7 @@ def _deepseek_v2(values: JsonObject) -> ModelConfig:
 
 
 def _deepseek_v3(values: JsonObject) -> ModelConfig:
-    _, config = _read_latent(
+    fields, config = _read_latent(
         values,
         max_position_embeddings=4096,
         q_lora_rank=1536,
@@ -395,7 +407,13 @@ def _deepseek_v3(values: JsonObject) -> ModelConfig:
         first_k_dense_replace=3,
         routed_scaling_factor=2.5,
     )
-    return _with_sigmoids(config)
+    return _with_sigmoids(_with_prediction_layers(config, fields))
+
+
+def _with_prediction_layers(config: ModelConfig, fields: Fields) -> ModelConfig:
+    """With the layers behind the last one that files may have."""
+    count = fields.integer("num_nextn_predict_layers", 0, MOST.layers, default=0)
+    return replace(config, n_prediction_layers=count)
 
 
 def _with_sigmoids(config: ModelConfig) -> ModelConfig:
@@ -428,7 +446,7 @@ def _glm4_moe_lite(values: JsonObject) -> ModelConfig:
     dense = [layer for layer, kind in enumerate(kinds) if kind == "dense"]
     experts = replace(config.experts, dense_layers=frozenset(), dense_size=0)
     config = replace(config, experts=_dense_among(experts, fields, dense))
-    return _with_sigmoids(config)
+    return _with_sigmoids(_with_prediction_layers(config, fields))
 
 
 def _mistral4(values: JsonObject) -> ModelConfig:
@@ -581,7 +599,7 @@ def _olmo3(values: JsonObject) -> ModelConfig:
     local = hf_local_rope(
         fields, config.context_length, config.head_dim, fields.number("rope_theta")
     )
-    return replace(config, ropes=_ropes_by_window(config, local))
+    return replace(config, ropes=ropes_by_window(config, local))
 
 
 def _ministral3(values: JsonObject) -> ModelConfig:
@@ -669,7 +687,7 @@ def _exaone4(values: JsonObject) -> ModelConfig:
     if not _window(fields):
         return config
     config = replace(config, windows=_windows(fields, config.n_layers, every=4))
-    return replace(config, ropes=_ropes_without_full(config))
+    return replace(config, ropes=ropes_without_full(config))
 
 
 def _cohere2(values: JsonObject) -> ModelConfig:
@@ -690,12 +708,7 @@ def _cohere2(values: JsonObject) -> ModelConfig:
         centred_norms=True,
         logit_factor=fields.number("logit_scale", 0.0625),
     )
-    return replace(config, ropes=_ropes_without_full(config))
-
-
-def _ropes_without_full(config: ModelConfig) -> tuple[RopeConfig | None, ...]:
-    """The model's rotation for layers with a window, none for those that see all."""
-    return tuple(config.rope(0) if window else None for window in config.windows)
+    return replace(config, ropes=ropes_without_full(config))
 
 
 def _muse_glimmer(values: JsonObject) -> ModelConfig:
@@ -830,7 +843,7 @@ def _nemotron_h(values: JsonObject) -> ModelConfig:
     of prompts and not those of tokens that follow, only says how weights were drawn.
     """
     kinds = _nemotron_kinds(Fields(values, "config.json"))
-    pairs, counted = _halves(kinds), dict(values)
+    pairs, counted = halves(kinds), dict(values)
     counted |= {"num_hidden_layers": len(pairs), "hidden_act": "silu"}
     counted["rms_norm_eps"] = values.get("layer_norm_epsilon", 1e-5)
     fields, config = _read_decoder(
@@ -886,22 +899,6 @@ def _nemotron_kinds(fields: Fields) -> list[str]:
     return _checked_kinds(fields, "layers_block_type", kinds, known)
 
 
-def _halves(kinds: list[str]) -> tuple[tuple[int, int], ...]:
-    """Numbers of the stored layers that each layer's halves are; -1: it has no feed-forward."""
-    pairs: list[tuple[int, int]] = []
-    for number, kind in enumerate(kinds):
-        if kind not in ("mlp", "moe"):
-            pairs.append((number, -1))
-        elif not pairs or pairs[-1][1] >= 0:
-            raise ModelError(
-                f"config.json: layer {number}, {kind}, is not behind one that attends or is "
-                "recurrent, which is not supported"
-            )
-        else:
-            pairs[-1] = pairs[-1][0], number
-    return tuple(pairs)
-
-
 def _nemotron_experts(fields: Fields, config: ModelConfig, mixtures: frozenset[int]) -> ModelConfig:
     """With experts in some layers."""
     own = fields.integer("moe_shared_expert_intermediate_size", 1, MOST.width, default=7688)
@@ -942,7 +939,7 @@ def _gemma3(values: JsonObject) -> ModelConfig:
     config = _gemma(settings, every=6)
     theta = fields.number("rope_local_base_freq", 10000.0)
     local = hf_local_rope(fields, config.context_length, config.head_dim, theta)
-    return replace(config, qk_norm=True, ropes=_ropes_by_window(config, local))
+    return replace(config, qk_norm=True, ropes=ropes_by_window(config, local))
 
 
 def _gemma4(values: JsonObject) -> ModelConfig:
@@ -970,7 +967,7 @@ def _gemma4(values: JsonObject) -> ModelConfig:
         o_bias=config.qkv_bias,
         qk_norm=True,
         query_scalar=1.0,
-        logit_softcap=_softcap(fields, "final_logit_softcapping"),
+        logit_softcap=fields.number_or_zero("final_logit_softcapping"),
         n_kv_readers=shared,
         reader_width=1 + fields.flag("use_double_wide_mlp"),
         layer_input_size=_gemma4_layer_inputs(fields, config),
@@ -1040,13 +1037,6 @@ def _gemma4_inner(fields: Fields, config: ModelConfig) -> int:
     return fields.integer("moe_intermediate_size", 1, MOST.width)
 
 
-def _ropes_by_window(
-    config: ModelConfig, local: RopeConfig | None
-) -> tuple[RopeConfig | None, ...]:
-    """The model's rotation for layers that see all, `local` for those with a window."""
-    return tuple(local if window else config.rope(0) for window in config.windows)
-
-
 def _gemma(values: JsonObject, every: int) -> ModelConfig:
     """Fields that the Gemmas share; every: without `layer_types`, one layer in `every` sees all."""
     fields, config = _read_decoder(
@@ -1069,22 +1059,9 @@ def _gemma(values: JsonObject, every: int) -> ModelConfig:
         o_bias=config.qkv_bias,
         float32_norms=True,
         query_scalar=fields.number("query_pre_attn_scalar"),
-        attention_softcap=_softcap(fields, "attn_logit_softcapping"),
-        logit_softcap=_softcap(fields, "final_logit_softcapping"),
+        attention_softcap=fields.number_or_zero("attn_logit_softcapping"),
+        logit_softcap=fields.number_or_zero("final_logit_softcapping"),
     )
-
-
-def _every(every: int, window: int, layers: int) -> tuple[int, ...]:
-    """Windows of layers of which each `every`-th, counted from 1, sees all."""
-    pattern = (*[window] * (every - 1), 0)
-    return (pattern * layers)[:layers]
-
-
-def _softcap(fields: Fields, key: str) -> float:
-    """A soft cap; 0 where there is none."""
-    if fields.get(key) is None:
-        return 0.0
-    return fields.number(key)
 
 
 def _bert(values: JsonObject) -> ModelConfig:
@@ -1161,113 +1138,26 @@ def _encoder(fields: Fields, encoder: EncoderConfig) -> ModelConfig:
     )
 
 
-def _gguf_gemma2(fields: Fields, config: ModelConfig) -> ModelConfig:
-    return _gguf_gemma(fields, config, every=2, largest=_GEMMA2_27B)
-
-
-def _gguf_gemma3(fields: Fields, config: ModelConfig) -> ModelConfig:
-    config = _gguf_gemma(fields, config, every=6, largest=_GEMMA3_27B)
-    local = RopeConfig(fields.number("rope.freq_base_swa", 10000.0))
-    return replace(config, ropes=_ropes_by_window(config, local))
-
-
-def _gguf_gemma(fields: Fields, config: ModelConfig, *, every: int, largest: int) -> ModelConfig:
-    """Fields that GGUF files of Gemma leave out, with llama.cpp's values."""
-    window = fields.integer("attention.sliding_window", 1, MOST.context)
-    scalar = config.head_dim
-    if config.n_layers == largest:
-        scalar = config.hidden_size // config.n_heads
-    return replace(
-        config,
-        windows=_every(every, window, config.n_layers),
-        float32_norms=True,
-        activation="gelu_tanh",
-        query_scalar=float(scalar),
-        attention_softcap=_softcap(fields, "attn_logit_softcapping"),
-        logit_softcap=_softcap(fields, "final_logit_softcapping"),
-    )
-
-
-def _gguf_plain(fields: Fields, config: ModelConfig) -> ModelConfig:
-    """Windows alike in all layers; the tensors say the rest."""
-    return replace(config, windows=(_gguf_window(fields),) * config.n_layers)
-
-
-def _gguf_olmo(fields: Fields, config: ModelConfig) -> ModelConfig:
-    """OLMo 2, and OLMo 3, which has windows, and scales the rotation of other layers alone."""
-    config = replace(config, wide_qk_norm=True)
-    window = _gguf_window(fields)
-    if not window:
-        return config
-    config = replace(config, windows=_every(4, window, config.n_layers))
-    rope = config.rope(0)
-    assert rope is not None
-    return replace(config, ropes=_ropes_by_window(config, RopeConfig(rope.theta)))
-
-
-def _gguf_exaone4(fields: Fields, config: ModelConfig) -> ModelConfig:
-    window = _gguf_window(fields)
-    if not window:
-        return config
-    config = replace(config, windows=_every(4, window, config.n_layers))
-    return replace(config, ropes=_ropes_without_full(config))
-
-
-def _gguf_mistral3(fields: Fields, config: ModelConfig) -> ModelConfig:
-    config = _gguf_plain(fields, config)
-    beta, rope = fields.get("attention.temperature_scale"), config.rope(0)
-    if not beta or rope is None or rope.scaling is None:
-        return config
-    context = rope.scaling.original_context
-    beta = fields.number("attention.temperature_scale")
-    return replace(config, ropes=(replace(rope, query_beta=beta, query_context=context),))
-
-
-def _gguf_smollm3(fields: Fields, config: ModelConfig) -> ModelConfig:
-    """Each fourth layer does not rotate."""
-    config = _gguf_plain(fields, config)
-    ropes = [None if layer % 4 == 3 else config.rope(0) for layer in range(config.n_layers)]
-    return replace(config, ropes=tuple(ropes))
-
-
-def _gguf_granite(fields: Fields, config: ModelConfig) -> ModelConfig:
-    scale = fields.number("attention.scale", config.head_dim**-0.5)
-    return replace(
-        config,
-        embed_factor=fields.number("embedding_scale", 1.0),
-        residual_factor=fields.number("residual_scale", 1.0),
-        query_scalar=scale**-2,
-        logit_factor=1.0 / fields.number("logit_scale", 1.0),
-    )
-
-
-def _gguf_cohere2(fields: Fields, config: ModelConfig) -> ModelConfig:
-    config = replace(
-        config,
-        windows=_every(4, _gguf_window(fields), config.n_layers),
-        centred_norms=True,
-        logit_factor=fields.number("logit_scale"),
-    )
-    return replace(config, ropes=_ropes_without_full(config))
-
-
-def _gguf_window(fields: Fields) -> int:
-    return fields.integer("attention.sliding_window", 0, MOST.context, default=0)
-
-
 @dataclass(frozen=True)
 class Family:
     """How the files of one family are read."""
 
-    #: In `tiny-random:NAME`, and `general.architecture` of its GGUF files.
+    #: In `tiny-random:NAME`.
     name: str
     #: The configuration in a config.json, but for `architecture`; raises ModelError.
     from_hf: Callable[[JsonObject], ModelConfig]
     #: From the metadata of a GGUF file and what the common keys said; None: they are not read, or
     #: go by another family's name.
-    from_gguf: Callable[[Fields, ModelConfig], ModelConfig] | None = None
+    from_gguf: Callable[[TensorFields, ModelConfig], ModelConfig] | None = None
     #: How its tiny random model differs from TINY.
     tiny: JsonDict = field(default_factory=dict)
+    #: `general.architecture` of its GGUF files; empty: as `name`.
+    gguf: str = ""
+
+    @property
+    def gguf_name(self) -> str:
+        """`general.architecture` of its GGUF files."""
+        return self.gguf or self.name
 
 
 #: The smallest model that still has more than one of everything.
@@ -1417,6 +1307,8 @@ _TINY_LATENT: JsonDict = {
         dense_size=192,
     ),
 }
+#: And a layer behind the last that predicts one token more.
+_TINY_PREDICTING: JsonDict = _TINY_LATENT | {"n_prediction_layers": 1}
 #: Queries of hidden rows, and shares of all experts.
 _TINY_DEEPSEEK_V2: JsonDict = _TINY_LATENT | {
     "latent": LatentConfig(48, 24, 16, 32),
@@ -1433,21 +1325,31 @@ def _tiny_encoder(encoder: EncoderConfig) -> JsonDict:
 
 #: Class name in `architectures` of config.json -> its family.
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family("llama", _llama, _gguf_plain),
+    "LlamaForCausalLM": Family("llama", _llama, gguf_families.llama),
     "MistralForCausalLM": Family("mistral", _mistral, None, {"windows": (32, 32)}),
-    "Qwen2ForCausalLM": Family("qwen2", _qwen2, _gguf_plain, {"qkv_bias": True}),
-    "Qwen3ForCausalLM": Family("qwen3", _qwen3, _gguf_plain, {"qk_norm": True}),
+    "Qwen2ForCausalLM": Family("qwen2", _qwen2, gguf_families.plain, {"qkv_bias": True}),
+    "Qwen3ForCausalLM": Family("qwen3", _qwen3, gguf_families.plain, {"qk_norm": True}),
     "Qwen3MoeForCausalLM": Family(
-        "qwen3_moe", _qwen3_moe, None, {"qk_norm": True, "experts": ExpertsConfig(8, 2, True)}
+        "qwen3_moe",
+        _qwen3_moe,
+        gguf_families.mixture,
+        {"qk_norm": True, "experts": ExpertsConfig(8, 2, True)},
+        "qwen3moe",
     ),
-    "Qwen3_5ForCausalLM": Family("qwen3_5", _qwen3_5, None, _TINY_QWEN3_5),
-    "Qwen3_5MoeForCausalLM": Family("qwen3_5_moe", _qwen3_5_moe, None, _TINY_QWEN3_5_MOE),
-    "Qwen3NextForCausalLM": Family("qwen3_next", _qwen3_next, None, _TINY_QWEN3_5_MOE),
-    "Lfm2ForCausalLM": Family("lfm2", _lfm2, None, _TINY_LFM2),
+    "Qwen3_5ForCausalLM": Family(
+        "qwen3_5", _qwen3_5, gguf_families.qwen3_5, _TINY_QWEN3_5, "qwen35"
+    ),
+    "Qwen3_5MoeForCausalLM": Family(
+        "qwen3_5_moe", _qwen3_5_moe, gguf_families.qwen3_5_moe, _TINY_QWEN3_5_MOE, "qwen35moe"
+    ),
+    "Qwen3NextForCausalLM": Family(
+        "qwen3_next", _qwen3_next, gguf_families.qwen3_5_moe, _TINY_QWEN3_5_MOE, "qwen3next"
+    ),
+    "Lfm2ForCausalLM": Family("lfm2", _lfm2, gguf_families.lfm2, _TINY_LFM2),
     "Lfm2MoeForCausalLM": Family(
         "lfm2_moe",
         _lfm2_moe,
-        None,
+        gguf_families.lfm2_moe,
         _TINY_LFM2
         | {
             "experts": ExpertsConfig(
@@ -1460,26 +1362,29 @@ FAMILIES: dict[str, Family] = {
                 dense_size=96,
             ),
         },
+        "lfm2moe",
     ),
     "MixtralForCausalLM": Family("mixtral", _mixtral, None, {"experts": ExpertsConfig(4, 2, True)}),
     "Gemma2ForCausalLM": Family(
         "gemma2",
         _gemma2,
-        _gguf_gemma2,
+        gguf_families.gemma2,
         _TINY_GEMMA | {"attention_softcap": 5.0, "logit_softcap": 10.0},
     ),
     "Gemma3ForCausalLM": Family(
         "gemma3",
         _gemma3,
-        _gguf_gemma3,
+        gguf_families.gemma3,
         _TINY_GEMMA3,
     ),
-    "Gemma4ForCausalLM": Family("gemma4", _gemma4, None, _TINY_GEMMA4),
+    "Gemma4ForCausalLM": Family("gemma4", _gemma4, gguf_families.gemma4, _TINY_GEMMA4),
     "Gemma4UnifiedForCausalLM": Family(
         "gemma4_unified", _gemma4_unified, None, _TINY_GEMMA4_EXPERTS
     ),
-    "GptOssForCausalLM": Family("gpt_oss", _gpt_oss, None, _TINY_GPT_OSS),
-    "Olmo2ForCausalLM": Family("olmo2", _olmo2, _gguf_olmo, {"wide_qk_norm": True}),
+    "GptOssForCausalLM": Family(
+        "gpt_oss", _gpt_oss, gguf_families.gpt_oss, _TINY_GPT_OSS, "gpt-oss"
+    ),
+    "Olmo2ForCausalLM": Family("olmo2", _olmo2, gguf_families.olmo, {"wide_qk_norm": True}),
     "Olmo3ForCausalLM": Family(
         "olmo3",
         _olmo3,
@@ -1489,25 +1394,29 @@ FAMILIES: dict[str, Family] = {
     "Exaone4ForCausalLM": Family(
         "exaone4",
         _exaone4,
-        _gguf_exaone4,
+        gguf_families.exaone4,
         {"qk_norm": True, "windows": (32, 0), "ropes": (RopeConfig(), None)},
     ),
     "Ministral3ForCausalLM": Family(
         "mistral3",
         _ministral3,
-        _gguf_mistral3,
+        gguf_families.mistral3,
         {"ropes": (RopeConfig(query_beta=0.5, query_context=64),)},
     ),
     "SmolLM3ForCausalLM": Family(
-        "smollm3", _smollm3, _gguf_smollm3, {"ropes": (RopeConfig(), None)}
+        "smollm3", _smollm3, gguf_families.smollm3, {"ropes": (RopeConfig(), None)}
     ),
-    "SeedOssForCausalLM": Family("seed_oss", _seed_oss, _gguf_plain, {"qkv_bias": True}),
-    "Phi3ForCausalLM": Family("phi3", _phi3, _gguf_plain, {"ropes": (RopeConfig(dims=12),)}),
+    "SeedOssForCausalLM": Family("seed_oss", _seed_oss, gguf_families.plain, {"qkv_bias": True}),
+    "Phi3ForCausalLM": Family(
+        "phi3", _phi3, gguf_families.plain, {"ropes": (RopeConfig(dims=12),)}
+    ),
     "Glm4ForCausalLM": Family(
-        "glm4", _glm4, _gguf_plain, {"qkv_bias": True, "ropes": (RopeConfig(dims=8),)}
+        "glm4", _glm4, gguf_families.plain, {"qkv_bias": True, "ropes": (RopeConfig(dims=8),)}
     ),
-    "GraniteForCausalLM": Family("granite", _granite, _gguf_granite, _TINY_GRANITE),
-    "GraniteMoeHybridForCausalLM": Family("granitehybrid", _granite4, None, _TINY_GRANITE_H),
+    "GraniteForCausalLM": Family("granite", _granite, gguf_families.granite, _TINY_GRANITE),
+    "GraniteMoeHybridForCausalLM": Family(
+        "granitehybrid", _granite4, gguf_families.granite_hybrid, _TINY_GRANITE_H
+    ),
     "MuseGlimmerForCausalLM": Family(
         "muse_glimmer",
         _muse_glimmer,
@@ -1524,11 +1433,13 @@ FAMILIES: dict[str, Family] = {
             "logit_softcap": 10.0,
         },
     ),
-    "NemotronHForCausalLM": Family("nemotron_h", _nemotron_h, None, _TINY_NEMOTRON_H),
+    "NemotronHForCausalLM": Family(
+        "nemotron_h", _nemotron_h, gguf_families.nemotron_h, _TINY_NEMOTRON_H
+    ),
     "Cohere2ForCausalLM": Family(
         "cohere2",
         _cohere2,
-        _gguf_cohere2,
+        gguf_families.cohere2,
         {
             "windows": (32, 0),
             "ropes": (RopeConfig(), None),
@@ -1536,13 +1447,15 @@ FAMILIES: dict[str, Family] = {
             "logit_factor": 0.5,
         },
     ),
-    "DeepseekV2ForCausalLM": Family("deepseek_v2", _deepseek_v2, None, _TINY_DEEPSEEK_V2),
-    "DeepseekV3ForCausalLM": Family("deepseek_v3", _deepseek_v3, None, _TINY_LATENT),
-    "Glm4MoeLiteForCausalLM": Family("glm4_moe_lite", _glm4_moe_lite, None, _TINY_LATENT),
+    "DeepseekV2ForCausalLM": Family(
+        "deepseek_v2", _deepseek_v2, gguf_families.deepseek2, _TINY_DEEPSEEK_V2, "deepseek2"
+    ),
+    "DeepseekV3ForCausalLM": Family("deepseek_v3", _deepseek_v3, None, _TINY_PREDICTING),
+    "Glm4MoeLiteForCausalLM": Family("glm4_moe_lite", _glm4_moe_lite, None, _TINY_PREDICTING),
     "Mistral4ForCausalLM": Family(
         "mistral4",
         _mistral4,
-        None,
+        gguf_families.mistral4,
         _TINY_LATENT | {"ropes": (RopeConfig(query_beta=0.5, query_context=64),)},
     ),
     "BertModel": Family("bert", _bert, None, _tiny_encoder(EncoderConfig("cls", 2))),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,8 @@ _STRING, _ARRAY = 8, 9
 #: Numbers of an array that becomes a list. No vocabulary is longer, and a list takes ten times the
 #: memory.
 _LONGEST_LIST = 1 << 20
+#: Names of the files of a split model: before the number, that, and of how many.
+_SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 #: Tensors decoded at once: 4 Mi elements are 16 MiB of float32.
 _DECODE_ELEMENTS = 1 << 22
 
@@ -55,6 +58,8 @@ class _TensorInfo:
     start: int
     #: Bytes.
     size: int
+    #: The file.
+    data: mmap.mmap
 
     @property
     def kind_name(self) -> str:
@@ -68,22 +73,57 @@ class _TensorInfo:
 type _Header = tuple[str, Shape, int, int]
 
 
+def split_files(path: Path) -> list[Path]:
+    """All files of a model whose name says that it is split; else the file itself. Raises
+    ModelError unless it is the first one.
+    """
+    found = _SPLIT.fullmatch(path.name)
+    if found is None or not 1 <= int(found[2]) <= int(found[3]):
+        return [path]
+    prefix, number, count = found.groups()
+    names = [f"{prefix}-{own:05}-of-{count}.gguf" for own in range(1, int(count) + 1)]
+    if int(number) != 1:
+        raise ModelError(f"{path.name} is a part of a model: give the first one, -00001-of-{count}")
+    return [path.with_name(name) for name in names]
+
+
+def model_name(path: Path) -> str:
+    """The name of the model that a file, or the first of several, holds."""
+    found = _SPLIT.fullmatch(path.name)
+    return path.stem if found is None else found[1]
+
+
 class GGUFFile:
-    """An open GGUF file: `metadata` (key-values), `tensors` by name, `read` and `part`.
+    """An open GGUF file: `metadata` (key-values), `tensors` by name, `read` and `part`. Of a split
+    model it is the first file, with the tensors of all.
 
     Raises ModelError when it is not GGUF version 2 or 3, is cut short or contradicts itself.
     """
 
     def __init__(self, path: str | Path):
-        self.name = Path(path).name
+        first, *others = split_files(Path(path))
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, _TensorInfo] = {}
+        self._open(first)
+        count = self.metadata.get("split.count", 1)
+        if count not in (0, 1 + len(others)):
+            raise ModelError(
+                f"{self.name}: the model is split into {str(count)[:20]} files, which must be "
+                "called NAME-00001-of-0000N.gguf"
+            )
+        for other in others:
+            self._open(other)
+        self.name = first.name
+
+    def _open(self, path: Path) -> None:
+        """Read the header of one file."""
+        self.name = path.name
         try:
             with open(path, "rb") as file:
                 self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             raise ModelError(f"{self.name}: cannot be read: {error}") from error
         self.at = 0
-        self.metadata: dict[str, Any] = {}
-        self.tensors: dict[str, _TensorInfo] = {}
         try:
             self.parse()
         except (struct.error, UnicodeDecodeError, RecursionError) as error:
@@ -137,7 +177,7 @@ class GGUFFile:
     def rows(self, name: str) -> np.ndarray:
         """One tensor as it is stored: uint8 [rows, bytes], mapped."""
         info = self.tensors[name]
-        raw = np.frombuffer(self.data, np.uint8, info.size, info.start)
+        raw = np.frombuffer(info.data, np.uint8, info.size, info.start)
         return raw.reshape(math.prod(info.shape[:-1]), -1)
 
     def parse(self) -> None:
@@ -149,16 +189,18 @@ class GGUFFile:
         if version not in (2, 3):
             raise ModelError(f"{self.name}: GGUF version {version} is not supported, only 2 and 3")
         n_tensors, n_values = self.count(24), self.count(12)
+        values: dict[str, Any] = {}
         for _ in range(n_values):
             key = self.string()
-            self.metadata[key] = self.value(self.scalar("I"))
+            values[key] = self.value(self.scalar("I"))
         stored = [self.tensor_header() for _ in range(n_tensors)]
-        alignment = self.metadata.get("general.alignment", 32)
+        alignment = values.get("general.alignment", 32)
         if type(alignment) is not int or not 1 <= alignment <= 1 << 20:
             raise ModelError(f"{self.name}: general.alignment is not a small positive number")
         base = -(-self.at // alignment) * alignment
         for name, shape, kind, offset in stored:
             self.tensors[name] = self.placed(name, shape, kind, base + offset)
+        self.metadata = values | self.metadata
 
     def tensor_header(self) -> _Header:
         name = self.string()
@@ -186,7 +228,7 @@ class GGUFFile:
                 f"{self.name}: {name[:100]} {list(shape)} does not fit in the file; it may be cut "
                 "short"
             )
-        return _TensorInfo(shape, kind, start, size)
+        return _TensorInfo(shape, kind, start, size, self.data)
 
     def scalar(self, code: str) -> Any:
         """The next little-endian number."""

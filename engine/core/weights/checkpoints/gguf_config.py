@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from jitney.engine.common.errors import ModelError
 from jitney.engine.common.requests import JsonObject
-from jitney.engine.core.weights.checkpoints.config_fields import MOST, Fields
+from jitney.engine.core.weights.checkpoints.config_fields import MOST, Fields, TensorFields
 from jitney.engine.core.weights.checkpoints.families import FAMILIES, Family
 from jitney.engine.core.weights.checkpoints.gguf import GGUFFile
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig, RopeConfig
@@ -20,8 +20,10 @@ from jitney.engine.core.weights.checkpoints.turn_ends import turn_ends
 
 #: Token types: control tokens are special; user-defined ones are matched whole but shown.
 CONTROL, USER_DEFINED = 3, 4
-#: Names of models that also see -> those of their text models.
-_TEXT_MODELS = {"qwen3vl": "qwen3"}
+#: Names of models that are read as those of other names: their text models, or without experts.
+_ALIASES = {"qwen3vl": "qwen3", "nemotron_h_moe": "nemotron_h"}
+#: Keys that may have a number of each layer, 0 where it has none.
+_BY_LAYER = ("attention.head_count", "attention.head_count_kv")
 _NAMED_ENDS = tuple(f"tokenizer.ggml.{key}_token_id" for key in ("eos", "eot", "eom"))
 
 
@@ -51,11 +53,12 @@ def _read_gguf_config(
     """
     name = metadata.get("general.architecture")
     architecture, family = _family_named(name)
-    fields = _fields_of(metadata, str(name))
+    fields = _fields_of(metadata, str(name), shapes)
     tokens = Fields(metadata, "GGUF")
     heads = fields.integer("attention.head_count", 1, MOST.width)
     hidden = fields.integer("embedding_length", 1, MOST.width)
-    layers = fields.integer("block_count", 1, MOST.layers)
+    behind = fields.integer("nextn_predict_layers", 0, MOST.layers, default=0)
+    layers = fields.integer("block_count", 1 + behind, MOST.layers) - behind
     head_dim = _head_dim(fields, hidden // heads)
     context = fields.integer("context_length", 1, MOST.context)
     dims = fields.integer("rope.dimension_count", 2, head_dim, default=head_dim)
@@ -70,7 +73,7 @@ def _read_gguf_config(
         n_heads=heads,
         n_kv_heads=fields.integer("attention.head_count_kv", 1, heads, default=heads),
         head_dim=head_dim,
-        intermediate_size=fields.integer("feed_forward_length", 1, MOST.width),
+        intermediate_size=_inner(fields),
         windows=(0,) * layers,
         context_length=extended_context(context, scaling),
         ropes=(RopeConfig(theta, scaling, 0 if dims == head_dim else dims),),
@@ -79,15 +82,20 @@ def _read_gguf_config(
             fields.number("attention.layer_norm_epsilon", 1e-6),
         ),
         tie_embeddings="output.weight" not in shapes,
-        qkv_bias="blk.0.attn_q.bias" in shapes,
-        o_bias="blk.0.attn_output.bias" in shapes,
-        mlp_bias="blk.0.ffn_gate.bias" in shapes,
-        qk_norm=shapes.get("blk.0.attn_q_norm.weight") == (head_dim,),
+        qkv_bias=bool(fields.layers_with("attn_q.bias")),
+        o_bias=bool(fields.layers_with("attn_output.bias")),
+        mlp_bias=bool(fields.layers_with("ffn_gate.bias")),
+        qk_norm=fields.size("attn_q_norm.weight") == head_dim,
         bos_id=tokens.token_id("tokenizer.ggml.bos_token_id"),
         eos_ids=tokens.token_ids(*_NAMED_ENDS),
     )
     assert family.from_gguf is not None
-    return family.from_gguf(fields, config.with_ends(*_turn_ends(metadata, config)))
+    config = family.from_gguf(fields, config.with_ends(*_turn_ends(metadata, config)))
+    if fields.get("expert_count", 0) and config.experts is None:
+        raise ModelError(f"{fields.where}: mixture-of-experts models are not supported")
+    if not config.attending_layers:
+        raise ModelError(f"{fields.where}: a model in which no layer attends is not supported")
+    return config
 
 
 def _turn_ends(metadata: JsonObject, config: ModelConfig) -> list[int]:
@@ -108,26 +116,38 @@ def _turn_ends(metadata: JsonObject, config: ModelConfig) -> list[int]:
 
 def _family_named(name: object) -> tuple[str, Family]:
     """(architecture, family) of the name that GGUF files use."""
-    name = _TEXT_MODELS.get(str(name), name)
+    name = _ALIASES.get(str(name), name)
     readable = {key: family for key, family in FAMILIES.items() if family.from_gguf is not None}
     for architecture, family in readable.items():
-        if family.name == name:
+        if family.gguf_name == name:
             return architecture, family
-    known = ", ".join(family.name for family in readable.values())
+    known = ", ".join(family.gguf_name for family in readable.values())
     raise ModelError(f"GGUF: unknown architecture {str(name)[:40]!r}; known: {known}")
 
 
-def _fields_of(metadata: JsonObject, name: str) -> Fields:
-    """The keys of the architecture, without its name."""
-    fields = Fields(metadata, "GGUF").under(f"{name}.", f"GGUF {name}")
-    if fields.get("expert_count", 0):
-        raise ModelError("GGUF: mixture-of-experts models are not supported")
-    return fields
+def _fields_of(
+    metadata: JsonObject, name: str, shapes: Mapping[str, tuple[int, ...]]
+) -> TensorFields:
+    """The keys of the architecture, without its name, and with the largest number of any layer."""
+    values = dict(Fields(metadata, "GGUF").under(f"{name}.", "").values)
+    for key in _BY_LAYER:
+        numbers = values.get(key)
+        if isinstance(numbers, list) and numbers and set(map(type, numbers)) == {int}:
+            values[key] = max(numbers)
+    return TensorFields(values, f"GGUF {name}", shapes)
+
+
+def _inner(fields: TensorFields) -> int:
+    """Columns of an expert's feed-forward, or of that of all rows."""
+    found = fields.size("ffn_down_exps.weight") or fields.size("ffn_down.weight")
+    return found or fields.integer("feed_forward_length", 1, MOST.width)
 
 
 def _head_dim(fields: Fields, default: int) -> int:
-    """Size of a head, which keys and values must share."""
+    """Size of a head, which keys and values must share unless they are products of latents."""
     head_dim = fields.integer("attention.key_length", 2, MOST.width, default=default)
+    if fields.get("attention.kv_lora_rank") is not None:
+        return head_dim
     values = fields.get("attention.value_length", head_dim)
     if values != head_dim:
         raise ModelError(

@@ -511,6 +511,9 @@ class ModelConfig:
     bos_id: int | None = None
     #: Every token that ends a generation, from all files that name one.
     eos_ids: tuple[int, ...] = ()
+    #: Layers of the files behind the last, each of which predicts one token more (multi-token
+    #: prediction, arXiv 2412.19437); the first of them may draft, see `prediction_head`.
+    n_prediction_layers: int = 0
     #: Among how many devices the model is split; heads and intermediate_size are then one
     #: device's (see `local`).
     shards: int = 1
@@ -763,6 +766,27 @@ class ModelConfig:
             kv_bytes=kv_bytes,
             windows=self._read_shares,
             state_bytes=self.slot_bytes,
+        )
+
+    @property
+    def prediction_head(self) -> ModelConfig:
+        """The model that the first layer behind the last is, see
+        `jitney.engine.core.models.prediction`: it attends, and is a mixture if the model is one.
+        """
+        assert self.n_prediction_layers  # whoever asks knows that there is one
+        experts = self.experts
+        if experts is not None:
+            experts = replace(experts, dense_layers=frozenset(), dense_size=0)
+        return replace(
+            self,
+            architecture=f"{self.architecture}:mtp",
+            n_layers=1,
+            windows=self.windows[-1:],
+            ropes=self.ropes[-1:],
+            experts=experts,
+            delta_net=None,
+            stored_halves=((self.n_layers, self.n_layers),),
+            n_prediction_layers=0,
         )
 
     def with_ends(self, *ids: int) -> ModelConfig:

@@ -6,7 +6,7 @@ Checkpoints store each projection as [O, I]; ours are fused and stored as [I, O]
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -25,6 +25,8 @@ type FileFormat = Literal["hf", "gguf"]
 #: Attribute names and layer numbers from the model down, as nnx's flat state has them.
 type Path = tuple[str | int, ...]
 
+#: Matrices of a feed-forward.
+_GATED = ("gate", "up", "down")
 #: How many tensors of each fault are named before the rest are only counted.
 _NAMED_AT_MOST = 10
 
@@ -42,6 +44,8 @@ class Piece:
     head_order: tuple[int, ...] = ()
     #: Stored rows of each head, of which head_order takes some; 0: it has all.
     head_rows: int = 0
+    #: Which stored column stands where; empty: as stored.
+    column_order: tuple[int, ...] = ()
 
     @property
     def order(self) -> np.ndarray | None:
@@ -103,6 +107,8 @@ class WeightMap:
     #: Endings of tensors of the checkpoint that hold nothing we need, and the beginning of such.
     ignored: tuple[str, ...]
     ignored_layer: str = ""
+    #: The beginning of these tensors, if they are not the model's but of a part of the checkpoint.
+    part: str = ""
 
     @classmethod
     def of(cls, config: ModelConfig, names: Dialect) -> WeightMap:
@@ -129,16 +135,32 @@ class WeightMap:
             elif config.short_conv is not None:
                 targets += _short_conv_weights(config.hidden_size, config.short_conv, names, layer)
             elif config.mamba is not None:
-                prefix = names.prefix(config, layer) + names.mamba
-                targets += _mamba_weights(config.hidden_size, config.mamba, prefix, layer)
+                prefix = names.prefix(config, layer)
+                targets += _mamba_weights(config.hidden_size, config.mamba, names, prefix, layer)
             if layer in config.bare_layers:
                 continue
             if config.experts is None or layer in config.experts.dense_layers:
                 targets += _mlp_matrices(config, names, layer)
             else:
                 targets += _expert_matrices(config, config.experts, names, layer)
-        behind = "" if names.reads_layers_behind else names.layer.format(i=config.n_layers)
+        stored = 1 + max(map(max, config.stored_halves), default=config.n_layers - 1)
+        behind = "" if names.reads_layers_behind else names.layer.format(i=stored)
         return cls(tuple(targets), ignored, behind)
+
+    @classmethod
+    def of_prediction_head(cls, config: ModelConfig, names: Dialect) -> WeightMap:
+        """Every weight of `ModelConfig.prediction_head`. The embedding and the output head are the
+        model's, of which files may have copies.
+        """
+        own, size = names.head.at(config.stored_halves[0][0]), config.hidden_size
+        whole = cls.of(config, replace(names, layer=own.layer, norm=own.norm))
+        targets = [
+            *[target for target in whole.targets if target.path[0] not in ("embed", "lm_head")],
+            _norm(("embedding_norm", "weight"), own.embedding_norm, size, names),
+            _norm(("hidden_norm", "weight"), own.hidden_norm, size, names),
+            *_linear(("joint",), 2 * size, False, [_Rows(own.joint, size)]),
+        ]
+        return cls(tuple(targets), (*names.ignored, *_COPIES), part=own.part)
 
     @property
     def pieces(self) -> dict[str, Piece]:
@@ -171,6 +193,28 @@ class WeightMap:
         if found:
             reasons = "; ".join(found)
             raise ModelError(f"the tensors do not fit the model's configuration; {reasons}")
+
+
+class HeadNames(NamedTuple):
+    """Names of a layer that predicts one token more, with `{i}` for its number."""
+
+    #: Of all its tensors, the beginning; and of those that any layer has.
+    part: str = "model.layers.{i}."
+    layer: str = "model.layers.{i}."
+    #: The norm behind it, the matrix before it, and the norms of what that reads.
+    norm: str = "model.layers.{i}.shared_head.norm"
+    joint: str = "model.layers.{i}.eh_proj"
+    embedding_norm: str = "model.layers.{i}.enorm"
+    hidden_norm: str = "model.layers.{i}.hnorm"
+
+    def at(self, number: int) -> HeadNames:
+        """Those of the layer of this number."""
+        return HeadNames(*[name.format(i=number) for name in self])
+
+
+_HEAD = HeadNames()
+#: Endings of the copies that such a layer's tensors may have of the embedding and the output head.
+_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +279,17 @@ class Dialect:
     paired_rows: bool = False
     #: A layer behind the last one is a fault of the file, not one that predicts several tokens.
     reads_layers_behind: bool = True
+    head: HeadNames = _HEAD
+    #: What is called otherwise than in Hugging Face's folders of layers that only some models have:
+    #: names there, behind the layer's -> these.
+    others: Mapping[str, str] = field(default_factory=dict)
+    #: Value heads of a delta net are stored with the first one of every key head before the second
+    #: ones.
+    tiled_values: bool = False
+
+    def named(self, name: str) -> str:
+        """What the format calls a part of a layer that has this name in Hugging Face's folders."""
+        return self.others.get(name, name)
 
     def prefix(self, config: ModelConfig, layer: int, half: int = 0) -> str:
         """The beginning of names of a layer's first half (0) or its second (1)."""
@@ -290,9 +345,11 @@ def long_name(name: str) -> str:
     return name
 
 
-def is_unread(name: str) -> bool:
-    """Whether a tensor is of a part of the model that nothing is read of."""
-    return name.removeprefix("model.").startswith(_UNREAD)
+def is_read(name: str, part: str = "") -> bool:
+    """Whether a tensor is of the text model; or, if a part is given, of what begins so."""
+    if part:
+        return long_name(name).startswith(part)
+    return not name.removeprefix("model.").startswith(_UNREAD)
 
 
 HF = Dialect(
@@ -330,6 +387,44 @@ GGUF = Dialect(
     gate="ffn_gate",
     up="ffn_up",
     down="ffn_down",
+    router="ffn_gate_inp",
+    expert_gate="ffn_gate_exps.{e}",
+    expert_up="ffn_up_exps.{e}",
+    expert_down="ffn_down_exps.{e}",
+    choice_bias="exp_probs_b.bias",
+    others={
+        "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+        "mlp.shared_expert.up_proj": "ffn_up_shexp",
+        "mlp.shared_expert.down_proj": "ffn_down_shexp",
+        "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+        "linear_attn.in_proj_qkv": "attn_qkv",
+        "linear_attn.in_proj_z": "attn_gate",
+        "linear_attn.in_proj_b": "ssm_beta",
+        "linear_attn.in_proj_a": "ssm_alpha",
+        "linear_attn.conv1d": "ssm_conv1d",
+        "linear_attn.A_log": "ssm_a",
+        "linear_attn.dt_bias": "ssm_dt.bias",
+        "linear_attn.norm": "ssm_norm",
+        "linear_attn.out_proj": "ssm_out",
+        "conv.in_proj": "shortconv.in_proj",
+        "conv.conv": "shortconv.conv",
+        "conv.out_proj": "shortconv.out_proj",
+        "mamba.in_proj": "ssm_in",
+        "mamba.conv1d": "ssm_conv1d",
+        "mamba.A_log": "ssm_a",
+        "mamba.dt_bias": "ssm_dt.bias",
+        "mamba.D": "ssm_d",
+        "mamba.norm": "ssm_norm",
+        "mamba.out_proj": "ssm_out",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.q_a_proj": "attn_q_a",
+        "self_attn.q_a_layernorm": "attn_q_a_norm",
+        "self_attn.q_b_proj": "attn_q_b",
+        "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+        "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+        "self_attn.kv_b_proj": "attn_kv_b",
+        "self_attn.o_proj": "attn_output",
+    },
     ignored=(
         "rope_freqs.weight",
         "rope_factors_long.weight",
@@ -389,9 +484,11 @@ class _Rows(NamedTuple):
     #: See `Piece`.
     heads: int = 0
     head_order: tuple[int, ...] = ()
+    column_order: tuple[int, ...] = ()
 
     def piece(self, ending: str, shape: tuple[int, ...]) -> Piece:
-        return Piece(f"{self.name}.{ending}", shape, self.heads, self.head_order)
+        name = f"{self.name}.{ending}"
+        return Piece(name, shape, self.heads, self.head_order, column_order=self.column_order)
 
 
 def _attention_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iterator[Target]:
@@ -425,29 +522,30 @@ def _latent_weights(
 ) -> Iterator[Target]:
     """Those of latent attention; rows that are rotated are brought into pairs (j, j + P/2)."""
     size, heads = config.hidden_size, config.n_heads
-    prefix = f"{names.layer.format(i=layer)}self_attn."
+
+    def named(name: str) -> str:
+        return names.prefix(config, layer) + names.named(f"self_attn.{name}")
+
     path = ("layers", layer, "attention")
     turned = head_order(config, layer, paired=names.paired_rows) or range(own.rotated_dim)
     queries = (*range(own.plain_dim), *(own.plain_dim + row for row in turned))
     kept = (*range(own.rank), *(own.rank + row for row in turned))
-    opening = [_Rows(f"{prefix}kv_a_proj_with_mqa", own.rank + own.rotated_dim, 1, kept)]
+    opening = [_Rows(named("kv_a_proj_with_mqa"), own.rank + own.rotated_dim, 1, kept)]
     if own.query_rank:
-        opening = [_Rows(f"{prefix}q_a_proj", own.query_rank), *opening]
-        rows = [_Rows(f"{prefix}q_b_proj", heads * own.query_dim, heads, queries)]
+        opening = [_Rows(named("q_a_proj"), own.query_rank), *opening]
+        rows = [_Rows(named("q_b_proj"), heads * own.query_dim, heads, queries)]
         yield from _linear((*path, "q_b"), own.query_rank, False, rows)
-        yield _norm(
-            (*path, "query_norm", "weight"), f"{prefix}q_a_layernorm", own.query_rank, names
-        )
+        yield _norm((*path, "query_norm", "weight"), named("q_a_layernorm"), own.query_rank, names)
     else:
-        opening = [_Rows(f"{prefix}q_proj", heads * own.query_dim, heads, queries), *opening]
+        opening = [_Rows(named("q_proj"), heads * own.query_dim, heads, queries), *opening]
     yield from _linear((*path, "qkv"), size, False, opening)
-    yield _norm((*path, "latent_norm", "weight"), f"{prefix}kv_a_layernorm", own.rank, names)
+    yield _norm((*path, "latent_norm", "weight"), named("kv_a_layernorm"), own.rank, names)
     of_head = own.plain_dim + own.value_dim
-    stored = f"{prefix}kv_b_proj.weight", (heads * of_head, own.rank), heads
+    stored = f"{named('kv_b_proj')}.weight", (heads * of_head, own.rank), heads
     keys, values = range(own.plain_dim), range(own.plain_dim, of_head)
     yield Target((*path, "to_latent", "weight"), (Piece(*stored, tuple(keys), of_head),))
     yield Target((*path, "from_latent", "weight"), (Piece(*stored, tuple(values), of_head),))
-    closing = [_Rows(f"{prefix}o_proj", size)]
+    closing = [_Rows(named("o_proj"), size)]
     yield from _linear((*path, "o"), heads * own.value_dim, False, closing)
 
 
@@ -456,57 +554,88 @@ def _delta_net_weights(
 ) -> Iterator[Target]:
     """Those of a recurrent layer, but for the norms and the feed-forward; size: E."""
     of_layer = names.layer.format(i=layer)
-    prefix = f"{of_layer}linear_attn."
+
+    def named(name: str) -> str:
+        return of_layer + names.named(f"linear_attn.{name}")
+
     path, heads = ("layers", layer, "attention"), own.value_heads
+    keys = own.channels - own.values
+    of_values = _by_key_head(own, own.value_dim) if names.tiled_values else ()
+    of_heads = _by_key_head(own, 1) if names.tiled_values else ()
+    of_channels = (*range(keys), *(keys + row for row in of_values)) if of_values else ()
     if names.delta_qkvz:
-        shared = heads // own.key_heads
-        values = shared * own.value_dim
+        values = heads // own.key_heads * own.value_dim
         order = _gathered(own.key_heads, (own.key_dim, own.key_dim, values, values))
         opening = [_Rows(of_layer + names.delta_qkvz, own.channels + own.values, 1, order)]
+    else:
+        opening = [
+            _Rows(named("in_proj_qkv"), own.channels, 1, of_channels),
+            _Rows(named("in_proj_z"), own.values, 1, of_values),
+        ]
+    if names.delta_rates:
+        shared = heads // own.key_heads
         order = _gathered(own.key_heads, (shared, shared))
         rates = [Piece(f"{of_layer}{names.delta_rates}.weight", (2 * heads, size), 1, order)]
     else:
-        opening = [
-            _Rows(f"{prefix}in_proj_qkv", own.channels),
-            _Rows(f"{prefix}in_proj_z", own.values),
-        ]
-        rates = [Piece(f"{prefix}in_proj_{one}.weight", (heads, size)) for one in "ba"]
+        stored = [f"{named(f'in_proj_{one}')}.weight" for one in "ba"]
+        rates = [Piece(name, (heads, size), 1, of_heads) for name in stored]
     yield from _linear((*path, "qkv"), size, False, opening)
     yield Target((*path, "rates"), tuple(rates), transpose=True)
-    taps = Piece(f"{prefix}conv1d.weight", (own.channels, 1, own.taps))
+    shape = own.channels, 1, own.taps
+    taps = Piece(f"{named('conv1d')}.weight", shape, 1, of_channels)
     yield Target((*path, "taps"), (taps,), transpose=True)
-    yield Target((*path, "log_decay"), (Piece(f"{prefix}A_log", (heads,)),))
-    yield Target((*path, "rate_bias"), (Piece(f"{prefix}dt_bias", (heads,)),))
-    yield Target((*path, "norm"), (Piece(f"{prefix}norm.weight", (own.value_dim,)),))
-    yield from _linear((*path, "o"), own.values, False, [_Rows(f"{prefix}out_proj", size)])
+    yield Target((*path, "log_decay"), (Piece(named("A_log"), (heads,), 1, of_heads),))
+    yield Target((*path, "rate_bias"), (Piece(named("dt_bias"), (heads,), 1, of_heads),))
+    yield Target((*path, "norm"), (Piece(f"{named('norm')}.weight", (own.value_dim,)),))
+    closing = [_Rows(named("out_proj"), size, column_order=of_values)]
+    yield from _linear((*path, "o"), own.values, False, closing)
+
+
+def _by_key_head(own: DeltaNetConfig, size: int) -> tuple[int, ...]:
+    """Which stored row stands where, so that value heads, each of so many rows, stand by their key
+    heads; stored are the first ones of all key heads, then the second ones. Empty: as stored.
+    """
+    if own.value_heads == own.key_heads:
+        return ()
+    heads = np.arange(own.value_heads).reshape(-1, own.key_heads).T.reshape(-1, 1)
+    return tuple((heads * size + np.arange(size)).ravel().tolist())
 
 
 def _short_conv_weights(
     size: int, own: ShortConvConfig, names: Dialect, layer: int
 ) -> Iterator[Target]:
     """As `_delta_net_weights`."""
-    prefix, path = f"{names.layer.format(i=layer)}conv.", ("layers", layer, "attention")
-    opening = [_Rows(f"{prefix}in_proj", 3 * own.channels)]
-    yield from _linear((*path, "qkv"), size, False, opening)
-    taps = Piece(f"{prefix}conv.weight", (own.channels, 1, own.taps))
-    yield Target((*path, "taps"), (taps,), transpose=True)
-    yield from _linear((*path, "o"), own.channels, False, [_Rows(f"{prefix}out_proj", size)])
+    path = ("layers", layer, "attention")
+    opening, taps, closing = [
+        names.layer.format(i=layer) + names.named(f"conv.{name}")
+        for name in ("in_proj", "conv", "out_proj")
+    ]
+    yield from _linear((*path, "qkv"), size, False, [_Rows(opening, 3 * own.channels)])
+    shape = own.channels, 1, own.taps
+    yield Target((*path, "taps"), (Piece(f"{taps}.weight", shape),), transpose=True)
+    yield from _linear((*path, "o"), own.channels, False, [_Rows(closing, size)])
 
 
-def _mamba_weights(size: int, own: MambaConfig, prefix: str, layer: int) -> Iterator[Target]:
+def _mamba_weights(
+    size: int, own: MambaConfig, names: Dialect, prefix: str, layer: int
+) -> Iterator[Target]:
     """As `_delta_net_weights`; prefix: of the names of this layer's."""
     path, heads = ("layers", layer, "attention"), own.heads
+
+    def named(name: str) -> str:
+        return prefix + names.named(names.mamba + name)
+
     columns = own.channels + own.values + heads
-    yield from _linear((*path, "qkv"), size, False, [_Rows(f"{prefix}in_proj", columns)])
-    taps = Piece(f"{prefix}conv1d.weight", (own.channels, 1, own.taps))
+    yield from _linear((*path, "qkv"), size, False, [_Rows(named("in_proj"), columns)])
+    taps = Piece(f"{named('conv1d')}.weight", (own.channels, 1, own.taps))
     yield Target((*path, "taps"), (taps,), transpose=True)
     if own.conv_bias:
-        bias = Piece(f"{prefix}conv1d.bias", (own.channels,))
+        bias = Piece(f"{named('conv1d')}.bias", (own.channels,))
         yield Target((*path, "taps_bias"), (bias,))
     for name, stored in (("log_decay", "A_log"), ("rate_bias", "dt_bias"), ("skip", "D")):
-        yield Target((*path, name), (Piece(prefix + stored, (heads,)),))
-    yield Target((*path, "value_norm"), (Piece(f"{prefix}norm.weight", (own.values,)),))
-    yield from _linear((*path, "o"), own.values, False, [_Rows(f"{prefix}out_proj", size)])
+        yield Target((*path, name), (Piece(named(stored), (heads,)),))
+    yield Target((*path, "value_norm"), (Piece(f"{named('norm')}.weight", (own.values,)),))
+    yield from _linear((*path, "o"), own.values, False, [_Rows(named("out_proj"), size)])
 
 
 def _gathered(heads: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -547,13 +676,15 @@ def _expert_matrices(
     prefix, path = names.prefix(config, layer, 1), ("layers", layer, "mlp")
     router = [Piece(f"{prefix}{names.router}.weight", (n_experts, size))]
     if experts.router_columns > n_experts:
-        router.append(Piece(f"{prefix}{names.shared}_gate.weight", (1, size)))
+        gate = prefix + names.named(f"{names.shared}_gate")
+        router.append(Piece(f"{gate}.weight", (1, size)))
     if experts.shared_size:
-        shared, own = f"{names.shared}.", experts.shared_size
-        apart = f"{shared}gate_proj" if config.is_gated else "", f"{shared}up_proj"
+        own = experts.shared_size
+        gate, up, last = [names.named(f"{names.shared}.{one}_proj") for one in _GATED]
+        apart = gate if config.is_gated else "", up
         opening = _opening(prefix, names.shared_gate_up, apart, own)
         yield from _linear((*path, "shared", "gate_up"), size, False, opening)
-        closing = [_Rows(prefix + (names.shared_down or f"{shared}down_proj"), size)]
+        closing = [_Rows(prefix + (names.shared_down or last), size)]
         yield from _linear((*path, "shared", "down"), own, False, closing)
     yield Target((*path, "router"), tuple(router), transpose=True)
     if config.mlp_bias:

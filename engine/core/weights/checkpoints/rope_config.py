@@ -245,6 +245,16 @@ def _gguf_yarn(fields: Fields, factor: float, original: int) -> RopeScaling:
     )
 
 
+def latent_temperature(fields: Fields, scaling: RopeScaling | None) -> float:
+    """YaRN's `mscale_all_dim` of a model with latents, of which its GGUF file has a tenth, as a
+    temperature; 1: it has none.
+    """
+    key = "rope.scaling.yarn_log_multiplier"
+    if scaling is None or fields.get(key) is None:
+        return 1.0
+    return _yarn_temperature(scaling.factor, 10 * fields.number(key))
+
+
 def _pair_factors(factors: object, dims: int, name: str) -> tuple[float, ...]:
     """Divisors of the frequencies of all rotated pairs, checked; none where there are none."""
     if factors is None:

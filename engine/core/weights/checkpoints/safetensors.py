@@ -17,7 +17,7 @@ import numpy as np
 
 from jitney.engine.common.errors import ModelError
 from jitney.engine.core.weights.checkpoints.files import Shape, read_json, safe_file
-from jitney.engine.core.weights.checkpoints.names import is_unread, long_name
+from jitney.engine.core.weights.checkpoints.names import is_read, long_name
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 #: Types whose values mean what they say; an 8-bit or packed tensor needs scales this engine does
@@ -54,11 +54,13 @@ class SafetensorsFolder:
     shards: tuple[str, ...] = ()
     #: Endings of tensors that nobody reads, which may be of any type.
     unread: tuple[str, ...] = ()
+    #: See `is_read`.
+    part: str = ""
     #: Bytes of the tensors that are read.
     stored_bytes: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        for name in self.shards or _shard_names(Path(self.folder)):
+        for name in self.shards or _shard_names(Path(self.folder), self.part):
             self.add(name)
 
     def add(self, shard: str) -> None:
@@ -66,7 +68,7 @@ class SafetensorsFolder:
         with _one_line_errors(shard):
             path, file = _opened(Path(self.folder), shard)
             for stored in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                if is_unread(stored):
+                if not is_read(stored, self.part):
                     continue
                 name = long_name(stored)
                 if name in self.places:
@@ -154,10 +156,10 @@ def _opened(folder: Path, shard: str) -> tuple[Path, Any]:
     return path, safe_open(path, framework="numpy")
 
 
-def _shard_names(folder: Path) -> list[str]:
+def _shard_names(folder: Path, part: str) -> list[str]:
     if safe_file(folder, _INDEX, missing_ok=True) is not None:
         places = _read_index(folder).weight_map
-        return sorted({shard for name, shard in places.items() if not is_unread(name)})
+        return sorted({shard for name, shard in places.items() if is_read(name, part)})
     if safe_file(folder, _SINGLE, missing_ok=True) is None:
         raise ModelError(
             f"the model folder has neither {_SINGLE} nor {_INDEX}; other weight formats are "

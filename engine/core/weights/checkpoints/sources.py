@@ -23,7 +23,7 @@ from jitney.engine.core.weights.checkpoints.fetch import (
     no_progress,
 )
 from jitney.engine.core.weights.checkpoints.files import MAX_TOKENIZER_BYTES, read_json, safe_file
-from jitney.engine.core.weights.checkpoints.gguf import GGUFFile
+from jitney.engine.core.weights.checkpoints.gguf import GGUFFile, model_name, split_files
 from jitney.engine.core.weights.checkpoints.gguf_config import config_of
 from jitney.engine.core.weights.checkpoints.hf_config import read_hf_config
 from jitney.engine.core.weights.checkpoints.model_config import (
@@ -151,7 +151,7 @@ class ModelSource:
         if model and path.is_dir():  # Path("") is the current folder
             return _hf_source(path, path.resolve().name, weights)
         if path.is_file():
-            return _gguf_source(path, path.stem)
+            return _gguf_source(path, model_name(path))
         if _is_repository(model):
             repository = Repository(model, revision)
             return _hf_source(repository.fetch(folder, progress, weights=weights), model, weights)
@@ -324,7 +324,10 @@ def _own_identity(source: ModelSource) -> str:
         return hashlib.sha256(source.name.encode()).hexdigest()
     path = Path(source.path)
     if source.kind == "gguf":
-        return _file_digest(path)
+        files = split_files(path)
+        if len(files) == 1:
+            return _file_digest(path)
+        return hashlib.sha256("\n".join(map(_file_digest, files)).encode()).hexdigest()
     return _folder_digest(path)
 
 

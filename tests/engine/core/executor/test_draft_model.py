@@ -18,7 +18,9 @@ from jitney.engine.core.text import vocabularies
 from jitney.engine.core.text.tokenizer import Tokenizer
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 
-pytestmark = pytest.mark.usefixtures("programs_when_used", "compiled_in_a_hurry")
+pytestmark = pytest.mark.usefixtures(
+    "programs_when_used", "compiled_in_a_hurry", "kernels_unproved"
+)
 
 #: Steps of one size, so that drafts always pay.
 SETTINGS: dict[str, Any] = {

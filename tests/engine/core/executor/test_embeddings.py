@@ -134,8 +134,11 @@ def test_a_vector_is_what_the_naive_forward_pass_says(pooling: Pooling, in_parts
     assert ended["words"].finish == "length"
 
 
-def test_a_bfloat16_model_whose_residuals_are_float32_makes_vectors():
+def test_a_bfloat16_model_whose_residuals_are_float32_makes_vectors(
+    monkeypatch: pytest.MonkeyPatch,
+):
     """As on a CPU: the hidden states are wider than the weights."""
+    monkeypatch.setattr(Runner, "_compile_steps", await_use)
     kernels = replace(KERNELS, float32_residual=True)
     own = Runner(
         random_model(CONFIG, dtype=jnp.bfloat16),

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from lowered_steps import lower_step
+from programs import await_use
 
 from jitney.engine.common.records import Ledger
 from jitney.engine.common.requests import EngineRequest, Range, SamplingParams, Uploaded
@@ -201,6 +202,7 @@ def test_a_made_up_sampling_parameter_reaches_the_sampler(monkeypatch: pytest.Mo
     """
     monkeypatch.setattr(inputs, "SAMPLING", inputs._SamplingUpload(FavouringParams))
     monkeypatch.setattr(program, "Sampler", FavouringSampler)
+    monkeypatch.setattr(Runner, "_compile_steps", await_use)
     runner = make_runner()
     runner.compile()
     scheduler = Scheduler(

@@ -26,7 +26,7 @@ from jitney.engine.core.scheduler.scheduler import Scheduler
 from jitney.engine.core.weights.checkpoints.families import tiny_config
 from jitney.kernels.select import select
 
-pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+pytestmark = pytest.mark.usefixtures("programs_when_used", "compiled_in_a_hurry")
 
 SEATS, VOCAB = 8, 512
 BUCKETS = Buckets.of(max_seats=SEATS, token_budget=32, seat_sizes=(8,), token_sizes=(32,))
@@ -109,15 +109,19 @@ def answers(core: EngineCore, names: list[str]) -> dict[tuple[str, int], Any]:
 
 
 @pytest.mark.parametrize(
-    "names",
-    [["greedy"], ["drawn"], ["held", "ruled"], list(PARAMS)],
-    ids=["one", "drawn", "constrained", "all"],
+    ("in_parts", "names"),
+    [
+        (True, ["greedy"]),
+        (True, ["held", "ruled"]),
+        (True, list(PARAMS)),
+        (False, list(PARAMS)),
+    ],
+    ids=["one", "constrained", "all", "whole"],
 )
-@pytest.mark.parametrize("in_parts", [True, False])
 def test_answers_are_the_same(in_parts: bool, names: list[str]):
     core = core_of(in_parts, speculates=True)
     found = answers(core, names)
-    expected = answers(core_of(in_parts, speculates=False), names)
+    expected = answers(core_of(True, speculates=False), names)  # as whole ones: `test_step_parts`
     assert {key: tokens for key, (tokens, _) in found.items()} == {
         key: tokens for key, (tokens, _) in expected.items()
     }

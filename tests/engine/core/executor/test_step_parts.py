@@ -34,7 +34,7 @@ KERNELS = select("cpu", "reference")
 SEATS = 5
 #: Numbers of logit rows that programs are made for.
 ROWS = (2, SEATS)
-BUCKETS = Buckets.of(max_seats=SEATS, token_budget=32, seat_sizes=ROWS, token_sizes=(16, 32))
+BUCKETS = Buckets.of(max_seats=SEATS, token_budget=32, seat_sizes=ROWS, token_sizes=(32,))
 SIZES = StateSizes(
     seats=SEATS, n_pages=32, page_size=16, context_length=64, kv_dtype=jnp.dtype("float32")
 )

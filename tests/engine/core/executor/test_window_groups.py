@@ -19,7 +19,9 @@ from jitney.engine.core.weights.checkpoints.model_config import RopeConfig
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.load import load_model
 
-pytestmark = pytest.mark.usefixtures("programs_when_used", "compiled_in_a_hurry")
+pytestmark = pytest.mark.usefixtures(
+    "programs_when_used", "compiled_in_a_hurry", "kernels_unproved"
+)
 
 PAGE = 8
 SETTINGS: dict[str, Any] = {
@@ -51,14 +53,12 @@ def three_kinds_of_layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def new_llm(
-    monkeypatch: pytest.MonkeyPatch, family: str = "gemma3", *, groups: bool = True, **settings: Any
-) -> LLM:
+def new_llm(monkeypatch: pytest.MonkeyPatch, *, groups: bool = True, **settings: Any) -> LLM:
     """groups: False: all layers share the pages of the first group."""
     with monkeypatch.context() as patch:
         if not groups:
             patch.setattr(PoolShares, "counted", lambda self, pages: PoolSizes((pages,)))
-        return LLM(f"tiny-random:{family}", **(SETTINGS | settings))
+        return LLM("tiny-random:gemma3", **(SETTINGS | settings))
 
 
 def answers(llm: LLM, prompts: list[list[int]], params: SamplingParams = PARAMS) -> list[Any]:
@@ -124,11 +124,8 @@ def test_preempted_sequences_and_siblings_answer_the_same(monkeypatch: pytest.Mo
         assert [one.token_ids for one in ours] == [one.token_ids for one in theirs]
 
 
-@pytest.mark.parametrize("family", ["gemma3", "mistral"])
-def test_drafts_change_no_answer(monkeypatch: pytest.MonkeyPatch, family: str):
-    """Texts of a few tokens, which repeat themselves, longer than the windows. In
-    mistral every layer has a window.
-    """
+def test_drafts_change_no_answer(monkeypatch: pytest.MonkeyPatch):
+    """Texts of a few tokens, which repeat themselves, longer than the windows."""
     prompts = [prompt(number, 20 + 15 * number) for number in range(3)]
     few = {token: 100.0 for token in (3, 9, 11, 40)}
     params = SamplingParams(
@@ -136,9 +133,8 @@ def test_drafts_change_no_answer(monkeypatch: pytest.MonkeyPatch, family: str):
     )
     # Steps of one size, so that drafts always pay.
     sizes: dict[str, Any] = {"max_seats": 8, "seat_buckets": [8]}
-    expected = answers(new_llm(monkeypatch, family, **sizes), prompts, params)
-    pages = {"gemma3": 80, "mistral": 28}[family]
-    drafting = new_llm(monkeypatch, family, **sizes, pages=pages, speculative="ngram")
+    expected = answers(new_llm(monkeypatch, **sizes), prompts, params)
+    drafting = new_llm(monkeypatch, **sizes, pages=80, speculative="ngram")
     monkeypatch.setattr(PageDemand, "lasts", lambda *_: True)
     plans = watch(drafting.core)
     got = answers(drafting, prompts, params)
@@ -152,6 +148,7 @@ def test_drafts_change_no_answer(monkeypatch: pytest.MonkeyPatch, family: str):
     assert any(plan.dropped and any(chunk.draft for chunk in plan.chunks) for plan in plans)
 
 
+@pytest.mark.usefixtures("one_program_a_model")
 def test_narrow_keys_and_values(monkeypatch: pytest.MonkeyPatch):
     own = new_llm(monkeypatch, kv_dtype="int8")
     shared = new_llm(monkeypatch, groups=False, kv_dtype="int8")
@@ -165,10 +162,3 @@ def test_a_pool_that_lost_its_contents_is_filled_anew(monkeypatch: pytest.Monkey
     llm.core.runner.wake(lambda: None)
     llm.core.scheduler.sequences.start_all_over(0.0)
     assert answers(llm, PROMPTS) == cold
-
-
-def test_a_model_with_attention_sinks_answers_the_same(monkeypatch: pytest.MonkeyPatch):
-    own, shared = new_llm(monkeypatch, "gpt_oss"), new_llm(monkeypatch, "gpt_oss", groups=False)
-    assert own.info.sizes.window_pages and not shared.info.sizes.window_pages
-    for _ in ("cold", "warm"):
-        assert answers(own, PROMPTS) == answers(shared, PROMPTS)

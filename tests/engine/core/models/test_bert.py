@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -38,7 +39,6 @@ SMALL: dict[str, Any] = {
 #: (architecture, what becomes of its texts).
 KINDS: list[tuple[str, Pooling]] = [
     ("BertModel", "cls"),
-    ("BertModel", "mean"),
     ("BertForSequenceClassification", "classify"),
     ("XLMRobertaModel", "mean"),
     ("XLMRobertaForSequenceClassification", "classify"),
@@ -79,11 +79,25 @@ def transformers_say(architecture: str, pooling: Pooling) -> list[np.ndarray]:
     return outputs if pooling == "classify" else list(map(of_length_one, outputs))
 
 
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Pooling], LLM]:
+    """An engine of each kind."""
+
+    @cache
+    def start(architecture: str, pooling: Pooling) -> LLM:
+        own = None if pooling == "classify" else pooling
+        folder = tmp_path_factory.mktemp("encoders") / "model"
+        return LLM(str(write_encoder(folder, architecture, pooling=own)), **SMALL)
+
+    return start
+
+
 @pytest.mark.parametrize(("architecture", "pooling"), KINDS)
-def test_numbers_are_transformers_numbers(architecture: str, pooling: Pooling, tmp_path: Path):
+def test_numbers_are_transformers_numbers(
+    architecture: str, pooling: Pooling, encoder: Callable[[str, Pooling], LLM]
+):
     """By every kernel set of this machine: all texts in one crowd, and each alone."""
-    own = None if pooling == "classify" else pooling
-    llm = LLM(str(write_encoder(tmp_path / "model", architecture, pooling=own)), **SMALL)
+    llm = encoder(architecture, pooling)
     assert llm.info.model.pooling == pooling and llm.info.model.encoder
     texts = prompts(architecture)
     requests = [wanted(str(number), text, pooling) for number, text in enumerate(texts)]
@@ -145,23 +159,14 @@ def forward(architecture: str, ids: list[int], types: list[int]) -> np.ndarray:
     return x
 
 
-def test_the_formulas_written_out_agree(tmp_path: Path):
+def test_the_formulas_written_out_agree(encoder: Callable[[str, Pooling], LLM]):
     """A second opinion, of texts that transformers did not see."""
-    llm = LLM(str(write_encoder(tmp_path / "model", "XLMRobertaModel", pooling="cls")), **SMALL)
+    llm = encoder("XLMRobertaModel", "mean")
     texts = [[0, *SCRIPT.words(count, 7 + count), 2] for count in (2, 15, 31)]
-    ended = run(llm.core, [wanted(str(len(text)), text, "cls") for text in texts])
+    ended = run(llm.core, [wanted(str(len(text)), text, "mean") for text in texts])
     for text in texts:
-        right = of_length_one(forward("XLMRobertaModel", text, [0] * len(text))[0])
+        right = of_length_one(forward("XLMRobertaModel", text, [0] * len(text)).mean(axis=0))
         np.testing.assert_allclose(numbers(ended[str(len(text))]), right, atol=2e-5)
-
-
-def test_the_second_segment_of_a_pair_counts():
-    """Its token type changes the score, so the test above can tell whether it is found."""
-    architecture = "BertForSequenceClassification"
-    for ids, types in SCRIPT.prompts(architecture):
-        there = forward(architecture, ids, types)[0]
-        without = forward(architecture, ids, [0] * len(ids))[0]
-        assert np.abs(there - without).max() > 0.05
 
 
 @cache
@@ -235,7 +240,7 @@ def meta_of(lengths: list[int], rows: int) -> AttentionMeta:
     return AttentionMeta(none, jnp.array(ends), none, none, jnp.array(positions), counts)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.lists(st.integers(0, 150), min_size=6, max_size=6), st.integers(1, 3))
 def test_attention_is_of_each_text_to_all_of_itself(lengths: list[int], group: int):
     """Any lengths, absent texts among them; rows that pad the step stay finite. All steps have the

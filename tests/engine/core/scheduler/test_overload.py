@@ -102,12 +102,12 @@ def test_clients_that_return_are_taken_where_most_give_up():
 
 @pytest.mark.parametrize("order", ["fair", "shortest", "priority"])
 def test_returning_requests_are_taken_in_any_order(order: str):
-    assert crowd(open_loop(10.0, 20.0), shape(order=order), TABLE).share_taken >= 0.9
+    assert crowd(open_loop(10.0, 10.0), shape(order=order), TABLE).share_taken >= 0.9
 
 
 def test_a_bound_by_predicted_wait_keeps_it():
     limits = shape(max_waiting_requests=10_000, max_predicted_wait_s=10.0)
-    run = crowd(open_loop(10.0, 30.0), limits, TABLE)
+    run = crowd(open_loop(10.0, 15.0), limits, TABLE)
     assert run.share_taken >= 0.9 and run.first_token_s(0.99) < 11.0
 
 
@@ -115,7 +115,7 @@ def test_where_pages_are_short_free_seats_are_no_places():
     """Pages for two or three of eight: the wait is foreseen by who sits, and is kept."""
     limits = shape(max_waiting_requests=10_000, max_predicted_wait_s=20.0)
     short = replace(limits, pages=21)
-    run = crowd(open_loop(10.0, 30.0), short, TABLE)
+    run = crowd(open_loop(10.0, 15.0), short, TABLE)
     assert run.share_taken >= 0.8 and run.first_token_s(0.99) < 1.5 * 20.0
 
 
@@ -124,7 +124,7 @@ def test_at_low_load_no_request_is_refused_by_default():
     limits = SchedulerLimits.of(EngineSection(max_seats=8, token_budget=128), context_length=512)
     assert limits.max_predicted_wait_s == 60.0
     engine = EngineShape(limits, Buckets.of(max_seats=8, token_budget=128), 600, 16)
-    quiet = simulate(open_loop(0.8, 300.0), engine, TABLE)
+    quiet = simulate(open_loop(0.8, 100.0), engine, TABLE)
     burst = simulate([Arrival(0.0, 200, 250)] * 32, engine, TABLE)
     for run in (quiet, burst):
         assert {request.finish for request in run.requests} == {"length"}

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import random
-from typing import get_args
 
 import pytest
 from fakes import (
@@ -23,7 +22,7 @@ from fakes import (
 )
 
 from jitney.engine.common.outputs import SequenceOutput
-from jitney.engine.config.schema import EngineSection, _OrderName, _PolicyName
+from jitney.engine.config.schema import EngineSection
 from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.policies import _ORDERS, POLICIES, Situation, make_policy
@@ -64,10 +63,6 @@ def batching(policy: str, static_timeout_ms: float = 0.0) -> SchedulerLimits:
         max_wait_ms=1500.0,
         static_timeout_ms=static_timeout_ms,
     )
-
-
-def test_the_names_stand_in_one_place():
-    assert tuple(POLICIES) == get_args(_PolicyName) and tuple(_ORDERS) == get_args(_OrderName)
 
 
 @pytest.mark.parametrize(

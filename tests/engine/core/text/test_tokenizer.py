@@ -324,6 +324,10 @@ CUTS = {
         "It's| |202|6|,| | I'LL|\n\n| go| é|_x",
         "Señor| get|HTTPServer| 中a文|，v|1|.|25|//|x|  | y|\tf|(x|)| naïve|!\n\n",
     ),
+    "deepseek-v3": (
+        "It|'s| |202|6|,| | I|'LL|\n\n| go| é|_x",
+        "Señor| getHTTPServer| |中|a|文|，|v|1|.|25|//|x|  | y|\tf|(x|)| naïve|!\n\n",
+    ),
     "deepseek-coder": (
         "It|'|s| |2|0|2|6|,| | I|'|LL|\n|\n| go| é|_|x",
         "Señor| getHTTPServer| |中|a|文|，|v|1|.|2|5|//|x|  | y|\tf|(|x|)| naïve|!|\n|\n",
@@ -365,7 +369,8 @@ def test_words_are_cut_as_transformers_does(text: str):
     """Of the names that both know: the patterns that transformers has for GGUF files."""
     theirs = gguf_tokenizer_mapping.GGUF_PRE_TOKENIZER_SPLITS
     both = theirs.keys() & _PRE_TOKENIZERS.keys()
-    assert {"llama-bpe", "tekken", "qwen2", "deepseek-r1-qwen", "smaug-bpe"} <= both
+    assert {"llama-bpe", "tekken", "qwen2", "deepseek-r1-qwen", "smaug-bpe", "qwen35"} <= both
+    assert {"lfm2", "pixtral"} <= both
     for pre in both:
         split = Split(Regex(theirs[pre]), "isolated")
         assert cut(pre, text) == [word for word, _ in split.pre_tokenize_str(text)]
@@ -447,6 +452,30 @@ def test_sentencepiece_ids_equal_sentencepiece(turned: bool):
             " " + shown if text else ""
         )
         assert tokenizer.encode(text) == [place(1), *ids]
+
+
+def test_a_sentencepiece_vocabulary_with_merges_has_the_same_ids():
+    """As Gemma 4's files have one: which pairs merge first is told, and no space is added."""
+    scored = dict(zip(SENTENCEPIECE["tokens"], SENTENCEPIECE["scores"], strict=True))
+    merges = [
+        f"{token[:cut]} {token[cut:]}"
+        for token in sorted(scored, key=scored.__getitem__, reverse=True)
+        for cut in range(1, len(token))
+        if token[:cut] in scored and token[cut:] in scored
+    ]
+    metadata = {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.add_space_prefix": False,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 0,
+        **{f"tokenizer.ggml.{key}": SENTENCEPIECE[key] for key in ("tokens", "token_type")},
+    }
+    tokenizer = Tokenizer(_fast_from_gguf(metadata))
+    for text, ids in SENTENCEPIECE["texts"].items():
+        spaced = f" {text}" if text else ""
+        assert tokenizer.encode(spaced) == [1, *ids], text
+        assert tokenizer.decode(ids) == spaced.replace("▁", " ")
 
 
 def test_smollm2_equals_the_reference(smollm2, reference):

@@ -42,7 +42,6 @@ from jitney.engine.common.errors import ModelError
 from jitney.engine.core.models.quantization import widened
 from jitney.engine.core.models.registry import model_class
 from jitney.engine.core.models.rope import _inverse_frequencies
-from jitney.engine.core.weights.checkpoint import _BlockGGUF
 from jitney.engine.core.weights.checkpoints.families import FAMILIES, tiny_config
 from jitney.engine.core.weights.checkpoints.gguf import GGUFFile
 from jitney.engine.core.weights.checkpoints.gguf_config import config_of
@@ -50,6 +49,7 @@ from jitney.engine.core.weights.checkpoints.model_config import RopeConfig
 from jitney.engine.core.weights.checkpoints.names import long_name
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.describe import describe_weights
+from jitney.engine.core.weights.gguf_tensors import GGUFTensors
 from jitney.engine.core.weights.load import WeightStorage, load_model
 
 #: The last decoder of each class of models.
@@ -446,7 +446,7 @@ def read_back(path: Path, raw: np.ndarray, kind: gguf.GGMLQuantizationType) -> n
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tensor("x", raw, raw_dtype=kind)
     close(writer)
-    return _BlockGGUF(path).sliced("x")[...]
+    return GGUFTensors(path).sliced("x")[...]
 
 
 @pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "BF16"])
@@ -464,7 +464,7 @@ def test_tensors_are_decoded_in_parts_as_in_one_go(
     expected = gguf.quants.dequantize(raw, type)
     assert found.shape == (10, 512) and np.isfinite(found).all() and found.std() > 0
     np.testing.assert_array_equal(found, expected)
-    part = _BlockGGUF(tmp_path / "k.gguf").sliced("x")[slice(2, 9), slice(130, 261)]
+    part = GGUFTensors(tmp_path / "k.gguf").sliced("x")[slice(2, 9), slice(130, 261)]
     np.testing.assert_array_equal(part, expected[2:9, 130:261])
 
 

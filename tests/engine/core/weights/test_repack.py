@@ -23,11 +23,12 @@ from jitney.engine.common.errors import ModelError
 from jitney.engine.core.models.llama import Llama
 from jitney.engine.core.models.quantization import KV_TYPES, Packed, quantise, widened
 from jitney.engine.core.weights import quantising, repack
-from jitney.engine.core.weights.checkpoint import _BlockGGUF, open_checkpoint
+from jitney.engine.core.weights.checkpoint import open_checkpoint
 from jitney.engine.core.weights.checkpoints.names import head_order
 from jitney.engine.core.weights.checkpoints.quantization_config import Packing
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.describe import describe_weights
+from jitney.engine.core.weights.gguf_tensors import GGUFTensors
 from jitney.engine.core.weights.load import WeightStorage, load_model
 from jitney.engine.core.weights.quantising import load_kv_scales
 
@@ -502,11 +503,11 @@ def test_formats_that_are_not_read_are_named(config: Any, words: str):
 # GGUF
 
 
-def open_one(path: Path, raw: np.ndarray, kind: gguf.GGMLQuantizationType) -> _BlockGGUF:
+def open_one(path: Path, raw: np.ndarray, kind: gguf.GGMLQuantizationType) -> GGUFTensors:
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tensor("x", raw, raw_dtype=kind)
     close(writer)
-    return _BlockGGUF(path)
+    return GGUFTensors(path)
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K"])
@@ -631,7 +632,7 @@ def test_floats_made_of_4_bits_say_so(tmp_path: Path, dtype: Any, said: str):
     assert describe_weights(model, source) == said and describe_weights(model) == str(
         jnp.dtype(dtype)
     )
-    stored = _BlockGGUF(path).sliced("blk.1.ffn_gate.weight")[...].T
+    stored = GGUFTensors(path).sliced("blk.1.ffn_gate.weight")[...].T
     np.testing.assert_array_equal(
         mlp_of(model.layers[1]).gate_up.packed.kernel[:, :F], stored.astype(dtype)
     )
@@ -662,7 +663,7 @@ def test_a_mixed_gguf_falls_back_matrix_by_matrix(tmp_path: Path):
         "plain",
         "int4",
     ] * L + ["plain"]
-    plain = _BlockGGUF(path).sliced("blk.1.ffn_gate.weight")[...]
+    plain = GGUFTensors(path).sliced("blk.1.ffn_gate.weight")[...]
     np.testing.assert_array_equal(mlp_of(model.layers[1]).gate_up.packed.kernel[:, :F], plain.T)
 
 

@@ -65,6 +65,21 @@ def test_a_tensor_in_its_file(tmp_path: Path, dtype: Any):
     np.testing.assert_array_equal(StoredTensor(file, "b", (6,))[slice(2, 4),], array[0, 2:4])
 
 
+@pytest.mark.parametrize("columns", [(0, 6), (1, 3), (4, 5)])
+def test_a_part_of_columns_in_another_order(columns: tuple[int, int]):
+    """No more is read than lies around them."""
+    array, order = matrices(4)[0], np.array([0, 3, 1, 4, 2, 5])
+    stored = Counted(array)
+    reordered = Reordered(stored, order, axis=1)
+    assert (reordered.shape, reordered.ndim) == ((4, 6), 2)
+    index = (slice(1, 3), slice(*columns))
+    np.testing.assert_array_equal(reordered[index], array[:, order][index])
+    around = np.ptp(order[slice(*columns)]) + 1
+    assert stored.read == 2 * around
+    for index in (..., (slice(2, 4),)):
+        np.testing.assert_array_equal(reordered[index], array[:, order][index])
+
+
 def test_a_part_of_what_is_decoded():
     whole = matrices(7)[0]
     asked: list[tuple[slice, slice]] = []

@@ -410,6 +410,7 @@ ENGINE = shlex.split(
 )
 
 
+@pytest.mark.usefixtures("programs_when_used")
 def test_the_command_sweeps_loads_on_a_real_engine(capsys: pytest.CaptureFixture[str]):
     sizes = shlex.split("--max-seats 2 --seat-buckets 2 --token-buckets 32 --policy static")
     traffic = ["--prompt", "4..8", "--output", "2..8", "--loads", "0.2,6", "--requests", "48"]
@@ -421,6 +422,7 @@ def test_the_command_sweeps_loads_on_a_real_engine(capsys: pytest.CaptureFixture
     assert report["engine"]["device"] == cpu_name() and report["engine"]["policy"] == "static"
 
 
+@pytest.mark.usefixtures("programs_when_used")
 def test_the_command_compares_the_policies_on_a_real_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

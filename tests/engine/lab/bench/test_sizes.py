@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from jitney.engine.config.schema import Config, EngineSection, _ModelSection
 from jitney.engine.config.tuned_sizes import _FROM_MEASURED, _MEASURED, MeasuredTimes
 from jitney.engine.core.executor.other_work import OtherWork
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
-from jitney.engine.lab.bench import sizes_worker, timing_behind
+from jitney.engine.lab.bench import sizes, sizes_worker, timing_behind
 from jitney.engine.lab.bench.sizes import (
     NoTimeLeft,
     OtherPrograms,
@@ -311,6 +312,22 @@ def test_many_prompt_rows_are_several_prompts():
     assert _prompt_chunks(Bucket(tokens=2048, seats=32), 512, 2) == ((0, 512),) * 2
 
 
+#: The worker of sizes without its low priority: beside other tests it might not run for minutes.
+PROMPT_WORKER = """
+import os, runpy
+os.nice = int
+runpy.run_module("jitney.engine.lab.bench.sizes_worker", run_name="__main__")
+"""
+
+
+async def start_promptly(module: str, **options: Any) -> asyncio.subprocess.Process:
+    """Stands in for `start_child`."""
+    pipe = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-P", "-c", PROMPT_WORKER, stdin=pipe, stdout=pipe, **options
+    )
+
+
 def state_of(process: int) -> str:
     """As Linux writes it: R and S go on, T stands still."""
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
@@ -337,6 +354,7 @@ def test_steps_are_timed_behind_an_engine_in_a_process_that_stands_still_while_i
     keeps: list[int] = []
     beside_others = partial(time_apart, most_other_work=1.0)
     monkeypatch.setattr(timing_behind, "time_apart", beside_others)
+    monkeypatch.setattr(sizes, "start_child", start_promptly)
     timing = TimingBehind(kept, lambda: keeps.append(len(kept.steps)))
     timing.hold(True)
 
@@ -354,9 +372,9 @@ def test_steps_are_timed_behind_an_engine_in_a_process_that_stands_still_while_i
     assert [step.size for step in times.decode] == [4, 8]
     assert [step.size for step in times.prompts] == [64]
     assert times.decode[0].seconds == 0.7, "known, and not timed again"
-    assert all(0 < step.seconds < 10 for step in (*times.decode, *times.prompts))
+    assert all(step.seconds > 0 for step in (*times.decode, *times.prompts))
     assert keeps == [3, 4, 4], "each as soon as it is timed, and the whole"
-    assert 0 < kept.spent_s < 10
+    assert kept.spent_s > 0
 
     # Nothing is timed that is kept, and nothing else once that took long enough.
     kept.spent_s = 15.0

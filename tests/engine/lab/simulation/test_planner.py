@@ -73,6 +73,31 @@ def test_what_recurrent_layers_keep_takes_room_and_time_by_hand():
     assert still.slot_bytes == 0 < roofline.slot_bytes
 
 
+def test_a_prediction_head_takes_room_and_time_by_hand():
+    """GLM-4.7-Flash: a layer of 20 heads, 64 experts and the shared one, and a matrix before it."""
+    shape = SHAPES["glm-4.7-flash"]
+    with_head = Roofline(ModelCost(shape, predicts=True), DEVICES["h100"])
+    without = replace(with_head, cost=ModelCost(shape))
+    size = 2048
+    queries = size * 768 + 768 * 20 * (192 + 64)
+    keys = size * (512 + 64) + 20 * 512 * (192 + 256)
+    layer = queries + keys + 20 * 256 * size + 64 * size + 65 * 3 * size * 1536
+    assert without.kv_room - with_head.kv_room == 2 * (layer + 2 * size * size)
+    (more,) = with_head.page_bytes(16)
+    (less,) = without.page_bytes(16)
+    assert more - less == 16 * 2 * (512 + 64) and more == less * 48 / 47
+    work = StepWork(decode=1, keys=640)
+    read, without_head = (one.cost.read_bytes(1, work)[0] for one in (with_head, without))
+    experts = 5 * 3 * size * 1536
+    layer_read = queries + keys + 20 * 256 * size + 64 * size + experts
+    head = 2 * (layer_read + 2 * size * size + 154_880 * size)
+    assert read - without_head == pytest.approx(head, rel=1e-3)
+    with pytest.raises(ConfigError, match="mtp is for one chip: leave it out with --count 2"):
+        replace(with_head, count=2).check_split()
+    with pytest.raises(ConfigError, match="num_nextn_predict_layers"):
+        ModelCost(SHAPES["llama-3.1-8b"], predicts=True)
+
+
 def test_a_steady_step_by_hand():
     """64 decoding, 128 prompt rows beside them: memory bound."""
     point = OperatingPoint.of(LLAMA, DEMAND, 64)

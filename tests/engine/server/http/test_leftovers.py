@@ -42,7 +42,7 @@ def ask(port: int, body: object, path: str, leave: bool) -> None:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += f"Connection: close\r\nContent-Length: {len(data)}\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as sock:
+    with socket.create_connection(("127.0.0.1", port), timeout=120) as sock:
         sock.sendall(head.encode() + data)
         while sock.recv(100) and not leave:
             pass
@@ -54,9 +54,9 @@ def leave_at_once(port: int, body: object, path: str, engine: FakeClient) -> Non
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(data)}\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as sock:
+    with socket.create_connection(("127.0.0.1", port), timeout=120) as sock:
         sock.sendall(head.encode() + data)
-        until(lambda: len(engine.requests) > before, 30)
+        until(lambda: len(engine.requests) > before)
 
 
 _FAILS = Script(_TEXT, fail_after=3)
@@ -96,11 +96,11 @@ def test_a_request_that_is_over_leaves_no_cycle(name):
     connections = Connections(settings)
     with served(make_app(engine), settings, connections) as (_, port):
         ask(port, body, path, leave)  # what is made once is made now
-        until(lambda: not connections.n_open and not engine.open, 30)
+        until(lambda: not connections.n_open and not engine.open)
         with garbage_of_requests() as found:
             for _ in range(3):
                 ask(port, body, path, leave)
-            until(lambda: not connections.n_open and not engine.open, 30)
+            until(lambda: not connections.n_open and not engine.open)
     assert not found
 
 
@@ -111,9 +111,9 @@ def test_a_client_that_leaves_before_its_answer_leaves_no_cycle(body):
     connections = Connections(settings)
     with served(make_app(engine), settings, connections) as (_, port):
         leave_at_once(port, body, _COMPLETIONS, engine)
-        until(lambda: not connections.n_open and not engine.open, 30)
+        until(lambda: not connections.n_open and not engine.open)
         with garbage_of_requests() as found:
             for _ in range(3):
                 leave_at_once(port, body, _COMPLETIONS, engine)
-            until(lambda: not connections.n_open and not engine.open, 30)
+            until(lambda: not connections.n_open and not engine.open)
     assert not found

@@ -6,7 +6,6 @@ import json
 import socket
 import time
 
-import httpx
 import openai
 import pytest
 from api_fakes import FakeClient, Script, http_client, make_app, served, until
@@ -119,23 +118,6 @@ def test_connections_are_kept_and_reused(url):
             time.sleep(0.4)  # longer than a head may take: between requests other rules hold
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    "script", [Script(hang=True), Script("x" * 200, delay_s=0.05)], ids=["queued", "running"]
-)
-def test_a_broken_connection_ends_the_request(script, stream):
-    engine = FakeClient(script)
-    with served(make_app(engine)) as (url, port):
-        body = json.dumps(PROMPT | {"stream": stream, "max_tokens": 200}).encode()
-        with socket.create_connection(("127.0.0.1", port)) as sock:
-            sock.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-            until(lambda: engine.open)
-            time.sleep(0.1)
-        until(lambda: engine.aborts and not engine.open)
-        assert engine.aborts == [(engine.requests[0].id, None, "abort")]
-        assert httpx.get(url + "/readyz", trust_env=False).status_code == 200
-
-
 def test_a_storm_of_cancellations():
     engine = FakeClient(Script(hang=True))
     with served(make_app(engine)) as (_, port):
@@ -165,58 +147,10 @@ def client(url):
         yield client
 
 
-MESSAGES: list = [{"role": "user", "content": "hi"}]
-
-
-def test_openai_client_completions(client):
-    answer = client.completions.create(model="m", prompt="ab", n=2, logprobs=1)
-    assert [choice.text for choice in answer.choices] == ["Hello, wörld!"] * 2
-    assert answer.usage.completion_tokens == 30 and len(answer.choices[0].logprobs.tokens) == 15
-    stream = client.completions.create(model="m", prompt="ab", stream=True)
-    assert "".join(chunk.choices[0].text for chunk in stream) == "Hello, wörld!"
-
-
-def test_openai_client_chat(client):
-    answer = client.chat.completions.create(
-        model="m", messages=MESSAGES, logprobs=True, top_logprobs=2
-    )
-    message = answer.choices[0].message
-    assert (message.role, message.content, answer.choices[0].finish_reason) == (
-        "assistant",
-        "Hello, wörld!",
-        "stop",
-    )
-    assert len(answer.choices[0].logprobs.content[0].top_logprobs) == 2
-    again = [*MESSAGES, message, {"role": "user", "content": "more"}]
-    assert (
-        client.chat.completions.create(model="m", messages=again).choices[0].message.content
-        == "Hello, wörld!"
-    )
-
-
-def test_openai_client_chat_stream(client):
-    stream = client.chat.completions.create(
-        model="m", messages=MESSAGES, stream=True, stream_options={"include_usage": True}
-    )
-    chunks = list(stream)
-    assert (
-        chunks[0].choices[0].delta.role == "assistant" and chunks[-1].usage.completion_tokens == 15
-    )
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == "Hello, wörld!"
-    assert chunks[-2].choices[0].finish_reason == "stop"
-    with client.chat.completions.stream(model="m", messages=MESSAGES) as events:
+def test_openai_client_streams_to_a_whole_answer(client):
+    asked: list = [{"role": "user", "content": "hi"}]
+    with client.chat.completions.stream(model="m", messages=asked) as events:
         assert events.get_final_completion().choices[0].message.content == "Hello, wörld!"
-
-
-def test_openai_client_models_and_errors(client):
-    assert [model.id for model in client.models.list()] == ["m"]
-    assert client.models.retrieve("m").owned_by == "jitney"
-    with pytest.raises(openai.NotFoundError) as unknown:
-        client.completions.create(model="nope", prompt="x")
-    assert unknown.value.code == "model_not_found" and unknown.value.request_id
-    with pytest.raises(openai.BadRequestError) as bad:
-        client.completions.create(model="m", prompt="x", temperature=3)
-    assert bad.value.param == "temperature"
 
 
 def test_openai_client_retries_what_is_refused_for_now(client, engine):
@@ -240,13 +174,6 @@ def test_openai_client_sees_an_error_inside_a_stream(client, engine):
         for chunk in client.completions.create(model="m", prompt="ab", stream=True):
             got += chunk.choices[0].text
     assert got == "ab"
-
-
-def test_openai_client_leaving_a_stream_ends_it(client, engine):
-    engine.script = Script("x" * 200, delay_s=0.02)
-    with client.completions.create(model="m", prompt="ab", max_tokens=200, stream=True) as stream:
-        next(iter(stream))
-    until(lambda: engine.aborts and not engine.open)
 
 
 def test_openai_client_with_a_key():

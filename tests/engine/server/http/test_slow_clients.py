@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 import pytest
-from api_fakes import FakeClient, Script, http_client, make_app, run, served, until
+from api_fakes import PATIENCE_S, FakeClient, Script, http_client, make_app, run, served, until
 from places import SUPPORT
 from server_settings import server_settings
 
@@ -74,7 +74,7 @@ def server(
 def connect(port: int, receive_buffer: int = 4096) -> socket.socket:
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    sock.settimeout(10)
+    sock.settimeout(PATIENCE_S)
     sock.connect(("127.0.0.1", port))
     return sock
 
@@ -103,7 +103,7 @@ def test_who_does_not_read_is_let_go_and_costs_little(stream):
         socks = [connect(port) for _ in range(4)]
         for sock in socks:
             post(sock, _BIG | {"stream": stream})
-        until(lambda: connections.waiting > _STUCK, 20)
+        until(lambda: connections.waiting > _STUCK)
         most = 0
         deadline = time.monotonic() + 30
         while connections.n_open:
@@ -136,9 +136,9 @@ def test_a_drain_does_not_wait_for_who_does_not_read(monkeypatch):
         connect(port) as sock,
     ):
         post(sock, _BIG | {"stream": True})
-        until(lambda: connections.waiting > _STUCK, 20)
+        until(lambda: connections.waiting > _STUCK)
         connections.hurry()
-        until(lambda: not engine.open and not connections.n_open, 20)
+        until(lambda: not engine.open and not connections.n_open)
 
 
 def test_all_that_waits_together_is_bounded():
@@ -218,7 +218,7 @@ def test_an_idle_connection_makes_room_for_a_new_client():
             assert read_answer(sock).startswith(b"HTTP/1.1 200")
         engine.scripts = [slow]
         post(socks[0], body | {"max_tokens": 20})
-        until(lambda: bool(engine.open), 30)
+        until(lambda: bool(engine.open))
         with connect(port) as fourth:
             post(fourth, body)
             assert read_answer(fourth).startswith(b"HTTP/1.1 200")
@@ -228,7 +228,7 @@ def test_an_idle_connection_makes_room_for_a_new_client():
             assert read_answer(socks[0]).startswith(b"HTTP/1.1 200")
         for sock in socks:
             sock.close()
-        until(lambda: not connections.n_open, 30)
+        until(lambda: not connections.n_open)
 
 
 _PROBE = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -398,11 +398,10 @@ def test_a_request_that_comes_just_after_finds_an_end_and_no_reset():
         with connect(port) as sock:
             post(sock, _SHORT)
             assert read_answer(sock).startswith(b"HTTP/1.1 200")
-            sock.settimeout(30)
             assert sock.recv(1, socket.MSG_PEEK) == b"", "closed as idle"
             post(sock, _SHORT)
             assert read_all(sock) == b""
-        until(lambda: not connections.n_open, 30)
+        until(lambda: not connections.n_open)
         assert len(engine.requests) == 1
 
 
@@ -497,7 +496,7 @@ def test_nobody_notices_a_crowd_of_dead_readers():
         socks = [connect(port) for _ in range(8)]
         for sock in socks:
             post(sock, _BIG | {"stream": True})
-        until(lambda: connections.waiting > 8 * _STUCK, 20)
+        until(lambda: connections.waiting > 8 * _STUCK)
         engine.script = Script("y" * 50, delay_s=0.005)
         with http_client(f"http://127.0.0.1:{port}") as client:
             answer = client.post("/v1/completions", json={"model": "m", "prompt": "a"} | {"n": 2})

@@ -72,7 +72,7 @@ def serving(**flags: Any) -> Iterator[str]:
         yield base_url(config.server, bound.getsockname()[1])
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(120)
         bound.close()
         assert not thread.is_alive()
 

@@ -1,5 +1,6 @@
-"""Two engines that share a mixture's experts, in two processes: each answers its own requests with
-the tokens of an engine alone, whatever the other does; they are lost and start again together.
+"""Two engines that share a mixture's experts, in two processes, with keys and values in int8 and
+with adapters: each answers its own requests with the tokens of an engine alone, whatever the other
+does; they are lost and start again together.
 
 Each process has two CPU devices, with different experts each; Gloo joins them. The test is the
 supervisor of both, as `jitney serve` is.
@@ -10,9 +11,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
+from adapter_files import write_adapter
 from joint_processes import (
     LIMIT_S,
     TINY,
@@ -36,9 +39,8 @@ from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.server.process.process_client import ProcessClient
 
 MODEL = "tiny-random:qwen3_moe"
-SETTINGS = TINY | {"model": MODEL, "seat_buckets": (1, 4)}
-#: Of each of the two engines.
-JOINED = SETTINGS | {"tensor_parallel": 2, "expert_parallel": 2, "data_parallel": 2}
+#: Of each of the two engines, beside those of one alone.
+JOINED = {"tensor_parallel": 2, "expert_parallel": 2, "data_parallel": 2}
 pytestmark = pytest.mark.timeout(600)
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
@@ -65,6 +67,8 @@ ROUNDS: tuple[tuple[list[tuple[int, SamplingParams]], list[tuple[int, SamplingPa
     ([(3, GREEDY)], [(2, HELD), (1, DRAWN)]),
     ([(3, SCORED)], [(2, GREEDY)]),
 )
+#: The same with adapters, by their numbers.
+ADAPTED: tuple[list[tuple[int, int]], ...] = ([(0, 1), (1, 0), (2, 2)], [(1, 2), (1, 1), (2, 0)])
 
 
 PROMPTS = drawn_prompts(4, 19)
@@ -76,6 +80,8 @@ class Story:
 
     #: Of each round, for each engine.
     answers: list[list[list[list[int]]]] = field(default_factory=list)
+    #: With adapters, for each engine.
+    adapted: list[list[list[int]]] = field(default_factory=list)
     scores: list[TokenLogprobs | None] = field(default_factory=list)
     asleep: str = ""
     devices: list[str] = field(default_factory=list)
@@ -98,14 +104,25 @@ async def scored(stream: Outputs, story: Story) -> list[int]:
     return [token for output in outputs for token in output.tokens]
 
 
-async def live(story: Story) -> None:
+async def live(story: Story, settings: dict[str, Any]) -> None:
     tokenizer = Tokenizer.load(ModelSource.resolve(MODEL)).json
-    async with two_processes(JOINED) as clients:
+    async with two_processes(settings | JOINED) as clients:
         for client in clients:
             client.learn(tokenizer)
-            story.devices.append((await client.wait_ready()).device.name)
+            info = await client.wait_ready()
+            story.devices.append(info.device.name)
+            assert (list(info.model.adapters), info.formats.kv_dtype) == (["fr", "de"], "int8")
         for number, asked in enumerate(ROUNDS):
             story.answers.append(await answered(clients, asked, number, story))
+        streams = [
+            [
+                Outputs(client, request(f"adapted {place}", PROMPTS[prompt], GREEDY, adapter))
+                for place, (prompt, adapter) in enumerate(asked)
+            ]
+            for client, asked in zip(clients, ADAPTED, strict=True)
+        ]
+        for own in streams:
+            story.adapted.append(await asyncio.gather(*map(tokens_of, own)))
         try:
             await clients[1].sleep()
         except RequestError as error:
@@ -188,16 +205,29 @@ def quickly(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def story(log: list[str], quickly: None) -> Story:
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of one engine alone."""
+    folder, config = tmp_path_factory.mktemp("adapters"), ModelSource.resolve(MODEL).config
+    modules = ("q_proj", "k_proj", "v_proj", "o_proj")
+    adapters = [
+        f"{name}={write_adapter(folder / name, config, seed, modules=modules)}"
+        for seed, name in enumerate(("fr", "de"), 1)
+    ]
+    sizes = TINY | {"model": MODEL, "seat_buckets": (1, 4)}
+    return sizes | {"kv_dtype": "int8", "adapters": adapters}
+
+
+@pytest.fixture(scope="module")
+def story(log: list[str], quickly: None, settings: dict[str, Any]) -> Story:
     story = Story()
-    run_logged(live(story), LIMIT_S, log)
+    run_logged(live(story, settings), LIMIT_S, log)
     return story
 
 
 @pytest.fixture(scope="module")
-def alone() -> LLM:
+def alone(settings: dict[str, Any]) -> LLM:
     """The same model in one process."""
-    return alone_in_a_hurry(SETTINGS)
+    return alone_in_a_hurry(settings)
 
 
 def tokens_alone(alone: LLM, number: int, sampling: SamplingParams) -> list[int]:
@@ -209,6 +239,16 @@ def tokens_alone(alone: LLM, number: int, sampling: SamplingParams) -> list[int]
 def test_tokens_are_those_of_an_engine_alone(story: Story, alone: LLM, number: int):
     expected = [[tokens_alone(alone, *each) for each in own] for own in ROUNDS[number]]
     assert story.answers[number] == expected
+
+
+def test_tokens_of_adapters_are_those_of_an_engine_alone(story: Story, alone: LLM):
+    def tokens(prompt: int, adapter: int) -> list[int]:
+        name = ("", "fr", "de")[adapter]
+        [output] = alone.generate([PROMPTS[prompt]], GREEDY, adapter=name)
+        return output.outputs[0].token_ids
+
+    assert story.adapted == [[tokens(*each) for each in own] for own in ADAPTED]
+    assert len({tuple(tokens(1, adapter)) for adapter in range(3)}) == 3
 
 
 def test_scores_of_a_prompt_are_those_of_an_engine_alone(story: Story, alone: LLM):

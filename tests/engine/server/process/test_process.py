@@ -150,13 +150,6 @@ async def test_requests_come_back_token_by_token_and_records_with_them():
         assert client.last_step_age() < 5
 
 
-async def test_an_idle_core_ticks():
-    async with running() as client:
-        heard = time.monotonic() - client.last_step_age()
-        # Two ticks later, however late they come on a busy machine.
-        await wait_for(lambda: time.monotonic() - client.last_step_age() > heard + 1.5 * _TICK_S)
-
-
 async def test_nothing_is_taken_before_ready_or_while_draining():
     async with running(ready=False) as client:
         with pytest.raises(RequestError) as early:
@@ -175,26 +168,69 @@ async def test_nothing_is_taken_before_ready_or_while_draining():
     assert over.value.info.code == "engine_dead"
 
 
-async def test_abort_ends_one_sequence_and_no_neighbour():
-    async with running() as client:
-        stream = Outputs(client, request("a", PAUSE, tokens=40, n=2))
-        other = Outputs(client, request("ab", PAUSE, tokens=5))
-        client.abort("a", 1)
-        ends = {output.index: output.finish for output in await collect(stream) if output.finish}
-        assert ends == {0: "length", 1: "abort"}
-        assert (await collect(other))[-1].finish == "length"
+async def tick_while_idle(client: ProcessClient) -> None:
+    heard = time.monotonic() - client.last_step_age()
+    # Two ticks later, however late they come on a busy machine.
+    await wait_for(lambda: time.monotonic() - client.last_step_age() > heard + 1.5 * _TICK_S)
 
 
-async def test_a_listener_that_leaves_frees_the_seat():
+async def abort_one_sequence_and_no_neighbour(client: ProcessClient) -> None:
+    stream = Outputs(client, request("a", PAUSE, tokens=40, n=2))
+    other = Outputs(client, request("ab", PAUSE, tokens=5))
+    client.abort("a", 1)
+    ends = {output.index: output.finish for output in await collect(stream) if output.finish}
+    assert ends == {0: "length", 1: "abort"}
+    assert (await collect(other))[-1].finish == "length"
+
+
+async def free_the_seat_of_a_listener_that_leaves(client: ProcessClient) -> None:
+    stream = Outputs(client, request("a", PAUSE, tokens=1000))
+    await anext(stream)
+    assert [seat.request_id for seat in (await client.seat_map()).seats] == ["a"]
+    client.forget("a")
+    heard = stream.waiting
+    await asyncio.sleep(0.2)
+    assert (await client.seat_map()).seats == []
+    assert stream.waiting == heard
+
+
+async def refuse_a_request_that_failed_for_a_while(client: ProcessClient) -> None:
+    (end,) = await collect(Outputs(client, request("a", FAIL)))
+    assert end.error is not None and end.error.code == "request_failed"
+    with pytest.raises(RequestError, match="not tried again") as again:
+        Outputs(client, request("b", FAIL))
+    assert again.value.info.code == "request_quarantined"
+    other = Outputs(client, request("c", FAIL, tokens=4))  # another request, to the engine
+    assert (await collect(other))[-1].finish == "error"
+    assert (await collect(Outputs(client, request("d", 5))))[-1].finish == "length"
+    assert client.counters.engine_restarts == 0
+
+
+async def outlive_signals_to_the_whole_group(client: ProcessClient) -> None:
+    stream = Outputs(client, request("signals", PAUSE, tokens=20))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(pid_of(client), number)
+    assert (await collect(stream))[-1].finish == "length"
+
+
+async def reset_the_prefix_cache_while_requests_run(client: ProcessClient) -> None:
+    stream = Outputs(client, request("prefix", PAUSE, tokens=5))
+    await client.reset_prefix_cache()
+    assert len(await collect(stream)) == 5
+
+
+async def test_a_core_serves_one_scene_after_another():
     async with running() as client:
-        stream = Outputs(client, request("a", PAUSE, tokens=1000))
-        await anext(stream)
-        assert [seat.request_id for seat in (await client.seat_map()).seats] == ["a"]
-        client.forget("a")
-        heard = stream.waiting
-        await asyncio.sleep(0.2)
-        assert (await client.seat_map()).seats == []
-        assert stream.waiting == heard
+        for scene in (
+            tick_while_idle,
+            abort_one_sequence_and_no_neighbour,
+            free_the_seat_of_a_listener_that_leaves,
+            refuse_a_request_that_failed_for_a_while,
+            outlive_signals_to_the_whole_group,
+            reset_the_prefix_cache_while_requests_run,
+        ):
+            await scene(client)
+        assert client.counters.engine_restarts == 0
 
 
 @pytest.fixture
@@ -286,7 +322,7 @@ def check_like_alone(one: EngineRequest, index: int, got: list[SequenceOutput]) 
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 async def test_random_requests_live_through_random_deaths(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ):
@@ -333,19 +369,6 @@ async def test_a_request_that_ends_every_core_is_found_and_costs_nobody_else(bad
         assert client.counters.engine_restarts == 3
         with pytest.raises(RequestError, match="not tried again"):
             Outputs(client, request("again", bad))
-
-
-async def test_a_request_that_failed_is_refused_for_a_while():
-    async with running() as client:
-        (end,) = await collect(Outputs(client, request("a", FAIL)))
-        assert end.error is not None and end.error.code == "request_failed"
-        with pytest.raises(RequestError, match="not tried again") as again:
-            Outputs(client, request("b", FAIL))
-        assert again.value.info.code == "request_quarantined"
-        other = Outputs(client, request("c", FAIL, tokens=4))  # another request, to the engine
-        assert (await collect(other))[-1].finish == "error"
-        assert (await collect(Outputs(client, request("d", 5))))[-1].finish == "length"
-        assert client.counters.engine_restarts == 0
 
 
 @pytest.mark.usefixtures("quick")
@@ -445,7 +468,7 @@ def test_a_core_is_replaced_when_no_descriptor_is_left():
         [sys.executable, "-P", "-c", code, str(SUPPORT), str(Path(__file__).parent)],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         check=False,
     )
     assert (done.returncode, done.stdout.split()[0]) == (0, "length"), done.stderr
@@ -569,14 +592,6 @@ async def test_no_restart_means_none():
         (end,) = await collect(Outputs(client, request("x", DIE)))
         assert end.error is not None and end.error.code == "engine_dead"
         assert await client.until("dead", "restarting") == "dead"
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
-async def test_signals_to_the_whole_group_leave_the_core_running(number: signal.Signals):
-    async with running() as client:
-        stream = Outputs(client, request("a", PAUSE, tokens=20))
-        os.kill(pid_of(client), number)
-        assert (await collect(stream))[-1].finish == "length"
 
 
 async def test_closing_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -756,10 +771,3 @@ async def test_a_core_that_cannot_wake_is_replaced_by_one_that_is_awake(
         await client.until("ready")
         assert pid_of(client) != before
         assert len(await collect(Outputs(client, request("a", 7)))) == 3
-
-
-async def test_a_prefix_cache_is_reset_while_requests_run():
-    async with running() as client:
-        stream = Outputs(client, request("a", PAUSE, tokens=5))
-        await client.reset_prefix_cache()
-        assert len(await collect(stream)) == 5

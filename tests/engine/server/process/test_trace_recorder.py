@@ -163,7 +163,7 @@ def test_from_the_core_into_the_simulator(tmp_path: Path):
     ]
     for line in lines:
         assert line.queue_s is not None and line.ttft_s is not None and line.e2e_s is not None
-        assert 0 < line.queue_s < line.ttft_s <= line.e2e_s < 5 and 0 <= line.at < 5
+        assert 0 < line.queue_s < line.ttft_s <= line.e2e_s and line.at >= 0
     limits = SchedulerLimits(max_seats=4, context_length=64)
     engine = EngineShape(limits, Buckets.of(max_seats=4, token_budget=16), 40)
     run = simulate(Arrival.read_all(tmp_path / "t.jsonl"), engine, constant_table(0.01))

@@ -49,12 +49,12 @@ def test_killed_in_the_middle_each_line_is_answered_once(tmp_path: Path):
     names = [f"r{number}" for number in range(120)]
     with server(folder, port) as (client, process):
         batch = begin(client, [line(name) for name in names])
-        until(lambda: answered(client, batch.id) >= 20, 60)
+        until(lambda: answered(client, batch.id) >= 20)
         process.send_signal(signal.SIGKILL)
     with server(folder, port) as (client, process):
         before = answered(client, batch.id)
         assert before >= 20
-        until(lambda: answered(client, batch.id) > before, 60)
+        until(lambda: answered(client, batch.id) > before)
         process.send_signal(signal.SIGKILL)
     with server(folder, port) as (client, _):
         batch = ended(client, batch.id, 60)

@@ -321,7 +321,7 @@ def test_a_batch_is_cancelled(folder: Path):
     engine.script = Script(hang=True)
     with serving(folder, engine) as client:
         batch = begin(client, [line(f"r{i}") for i in range(6)])
-        until(lambda: len(engine.requests) == 4, 30)
+        until(lambda: len(engine.requests) == 4)
         client.batches.cancel(batch.id)
         batch = ended(client, batch.id)
         assert batch.status == "cancelled" and batch.cancelling_at and batch.cancelled_at
@@ -331,7 +331,7 @@ def test_a_batch_is_cancelled(folder: Path):
         assert {name: each["error"]["code"] for name, each in errors.items()} == dict.fromkeys(
             {f"r{i}" for i in range(6)} - answered, "batch_cancelled"
         )
-        until(lambda: not engine.open, 30)
+        until(lambda: not engine.open)
         assert client.batches.cancel(batch.id).status == "cancelled"
         done = ended(client, begin(client, []).id)
         with pytest.raises(openai.BadRequestError, match="failed and cannot be cancelled"):
@@ -412,10 +412,10 @@ def test_a_drain_gives_lines_up_and_the_next_start_goes_on(folder: Path):
     with served(app) as (url, _):
         client = client_of(url)
         batch = begin(client, [line(f"r{i}") for i in range(8)])
-        until(lambda: len(engine.requests) == 4, 30)
+        until(lambda: len(engine.requests) == 4)
         app.state.service.begin_drain()
         assert not app.state.service._open._count, "a drain does not wait for a batch"
-        until(lambda: not engine.open, 30)
+        until(lambda: not engine.open)
     again = FakeClient(Script(text="c"))
     with serving(folder, again) as client:
         batch = ended(client, batch.id)
@@ -449,7 +449,7 @@ def test_the_end_is_told_and_signed(folder: Path, monkeypatch: pytest.MonkeyPatc
         with serving(folder, **limits) as client:
             batch = begin(client, [line("a")], metadata={"webhook_url": hooks.url + "x"})
             ended(client, batch.id)
-            until(lambda: len(hooks.came) == 2, 30)
+            until(lambda: len(hooks.came) == 2)
             first, second = hooks.came
             assert first.key == second.key and first.body == second.body
             event = client.webhooks.unwrap(second.body, second.headers, secret=secret)
@@ -467,9 +467,9 @@ def test_an_end_that_was_not_told_is_told_after_a_restart(
         limits: dict[str, Any] = {"webhook_prefixes": (hooks.url,), "webhook_secret": "s"}
         with serving(folder, **limits) as client:
             batch = begin(client, [], metadata={"webhook_url": hooks.url})
-            until(lambda: len(hooks.came) == 1, 30)
+            until(lambda: len(hooks.came) == 1)
         with serving(folder, **limits) as client:
-            until(lambda: len(hooks.came) == 2, 30)
+            until(lambda: len(hooks.came) == 2)
             told = hooks.came[1]
             event = client.webhooks.unwrap(told.body, told.headers, secret="s")
             assert event.type == "batch.failed"
@@ -514,7 +514,7 @@ def test_a_receiver_that_drips_is_cut_off_and_asked_again(
         limits: dict[str, Any] = {"webhook_prefixes": (slow.url,), "webhook_secret": "s"}
         with serving(folder, **limits) as client:
             begin(client, [], metadata={"webhook_url": slow.url})
-            until(lambda: slow.came == slow.ended == 2, 10)
+            until(lambda: slow.came == slow.ended == 2)
 
 
 def message(id: str, key: str, receiver: str, size: int = 100) -> webhooks._Message:

@@ -70,7 +70,7 @@ def look(http: httpx.Client, id: str) -> dict[str, Any]:
 
 
 def ended(http: httpx.Client, id: str) -> dict[str, Any]:
-    until(lambda: look(http, id)["status"] in OVER, 30)
+    until(lambda: look(http, id)["status"] in OVER)
     return look(http, id)
 
 
@@ -122,7 +122,7 @@ def test_a_refusal_of_the_moment_is_waited_for(folder: Path):
     engine = FakeClient(Script("some words", error=full))
     with serving(folder, engine) as http:
         job = begin(http)
-        until(lambda: len(engine.requests) >= 2, 30)
+        until(lambda: len(engine.requests) >= 2)
         assert look(http, job["id"])["status"] == "in_progress"
         engine.script = Script("some words")
         assert ended(http, job["id"])["status"] == "completed"
@@ -146,7 +146,7 @@ def test_a_job_that_is_refused_leaves_its_place_to_others(folder: Path):
     engine = _Picky(Script("some words"), seats=1)
     with serving(folder, engine) as http:
         first = begin(http, asked("first"))
-        until(lambda: engine.refused >= 2, 30)
+        until(lambda: engine.refused >= 2)
         assert ended(http, begin(http)["id"])["status"] == "completed"
         assert look(http, first["id"])["status"] == "in_progress"
 
@@ -229,10 +229,10 @@ def test_a_job_can_be_cancelled(folder: Path):
     engine = FakeClient(Script(hang=True))
     with serving(folder, engine) as http:
         job = begin(http)
-        until(lambda: engine.open, 30)
+        until(lambda: engine.open)
         reply = http.post(f"/v1/jobs/{job['id']}/cancel").json()
         assert reply["status"] == "cancelled" and reply["response"] is None
-        until(lambda: not engine.open, 30)
+        until(lambda: not engine.open)
         engine.script = Script("some words")
         done = ended(http, begin(http)["id"])
         late = http.post(f"/v1/jobs/{done['id']}/cancel")
@@ -271,7 +271,7 @@ def test_each_change_is_an_event(folder: Path):
     engine = FakeClient(Script(hang=True), seats=1)
     with serving(folder, engine) as http:
         first, second = begin(http), begin(http)
-        until(lambda: engine.open, 30)
+        until(lambda: engine.open)
         stream = events(http, second["id"])
         assert next(stream)[0] == "job.queued"
         engine.script = Script("some words")
@@ -290,7 +290,7 @@ def test_a_silent_stream_of_events_shows_that_it_lives_and_ends_with_the_server(
         http.stream("GET", f"/v1/jobs/{begin(http)['id']}/events") as reply,
     ):
         texts = reply.iter_lines()
-        until(lambda: next(texts).startswith(":"), 30)
+        until(lambda: next(texts).startswith(":"))
 
 
 def test_every_end_is_taken_once_by_a_receiver_that_often_fails(
@@ -324,7 +324,7 @@ def test_a_server_that_is_killed_goes_on_with_its_jobs(folder: Path):
         with serving_process(folder, port) as process:
             ids = [begin(http, asked(f"j{i}"))["id"] for i in range(40)]
             process.send_signal(signal.SIGKILL)
-            process.wait(30)
+            process.wait(120)
         with serving_process(folder, port):
             jobs = [ended(http, id) for id in ids]
     assert {job["status"] for job in jobs} == {"completed"}

@@ -89,7 +89,7 @@ def unavailable(reply: httpx.Response) -> bool:
 def finished(http: httpx.Client) -> bool:
     """Whether a new job comes to its end."""
     id = http.post("/v1/jobs", json=JOB).json()["id"]
-    until(lambda: http.get(f"/v1/jobs/{id}").json()["status"] != "in_progress", 30)
+    until(lambda: http.get(f"/v1/jobs/{id}").json()["status"] != "in_progress")
     return http.get(f"/v1/jobs/{id}").json()["status"] == "completed"
 
 
@@ -136,7 +136,7 @@ def test_a_damaged_store_is_set_aside(
     with serving(folder) as http:
         assert http.post(CHATS, json=CHAT).status_code == 200
         for path in LISTS:
-            until(lambda path=path: not unavailable(http.get(path)), 30)
+            until(lambda path=path: not unavailable(http.get(path)))
         assert finished(http)
         form = {"purpose": (None, "batch"), "file": ("a", b"x")}
         assert http.post("/v1/files", files=form).status_code == 200

@@ -1,0 +1,283 @@
+"""Drafts by the model's own prediction head (`jitney.engine.core.models.prediction`), in programs
+that run between steps.
+
+The head has the target's page tables and as many pages, in a pool of its own: row j reads hidden
+state j and token j + 1, and is kept at position j. It reads a step's rows when the next step is
+launched, since only then all tokens behind them are chosen; so each sequence has one draft. Where
+the next step checks drafts, the head goes on from its own hidden states, to one more than are
+checked, by which the scheduler learns whether more would be right.
+
+The last row of a page reads the first token of the next page. Behind a prefix that was found in
+pages that may be another token than the one that was read: drafts there are a little worse.
+
+Axes: M seats, T token rows and S sequences of the bucket, K drafts, E embed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jitney.engine.core.executor.draft_model import (
+    DraftModel,
+    DraftPrograms,
+    DraftUpload,
+    own_inputs,
+)
+from jitney.engine.core.executor.inputs import BatchBuilder, UploadLayout
+from jitney.engine.core.executor.program import DeviceState, Program, StateSizes, meta_of
+from jitney.engine.core.executor.seat_tokens import DraftedTokens
+from jitney.engine.core.models.hidden import Hidden
+from jitney.engine.core.models.llama import Llama
+from jitney.engine.core.models.prediction import PredictionHead
+from jitney.engine.core.scheduler.buckets import Bucket, Buckets
+from jitney.engine.core.scheduler.plan import Chunk, Plan
+
+#: In the place of the token behind a sequence's rows: the device has it.
+_CHOSEN = -1
+
+
+class HeadModel(DraftModel):
+    """A prediction head with its weights, and the target's kernels."""
+
+    @property
+    def reads_hidden(self) -> bool:
+        """See `DraftModel.reads_hidden`."""
+        return True
+
+    def programs(self, sizes: StateSizes, target: Program, leaves: list[Array]) -> DraftPrograms:
+        """See `DraftModel.programs`."""
+        return _HeadPrograms(self, sizes, target, leaves)
+
+
+@dataclass
+class _Step:
+    """A step that was launched, and that the head has not read."""
+
+    bucket: Bucket
+    packed: np.ndarray  #: its upload, without what only some executables have
+    before: DraftedTokens  #: what its rows read
+    behind: np.ndarray  #: see `DraftUpload`
+    hidden: Hidden | None = None
+
+
+class _HeadPrograms(DraftPrograms):
+    """See `DraftPrograms`. target, target_leaves: the model whose head it is."""
+
+    def __init__(
+        self, head: HeadModel, sizes: StateSizes, target: Program, target_leaves: list[Array]
+    ):
+        super().__init__(head, sizes, target.mesh)
+        self._target, self._target_leaves = target, target_leaves
+        drafting = sizes.drafting
+        assert drafting is not None  # of an engine that speculates
+        #: Drafts beside the first.
+        self._more = drafting.count - 1
+        size = head.model.config.hidden_size
+        states = self._program.whole((sizes.seats, size), head.model.dtype)
+        #: Behind its pool the hidden state [M, E] that the first draft of each seat came from.
+        self.pools = [*self.pools, states]
+        self._pool_rows = sizes.n_pages * sizes.page_size
+        self._adapted = sizes.has_adapters
+        self._hidden_dtype = head.model.hidden_dtype(target.kernels)
+        self._copy = jax.jit(partial(jax.tree.map, jnp.copy))
+        #: The last step, and of the next one `DraftUpload.behind`.
+        self._unread: _Step | None = None
+        self._behind: np.ndarray | None = None
+
+    def drafting(self, buckets: Buckets) -> list[Bucket]:
+        """See `DraftPrograms.drafting`."""
+        return super().drafting(buckets) if self._more else []
+
+    def _lower_read(self, bucket: Bucket, state: DeviceState) -> jax.stages.Lowered:
+        whole = self._program.whole
+        size = state.draft_kv[-1].shape[1]
+        states: Any = whole((bucket.tokens, size), self._hidden_dtype)
+        adapted: Any = whole((bucket.tokens,), jnp.int32) if self._adapted else None
+        more = self._target_leaves, state.seat_tokens, Hidden(states, adapted)
+        behind = whole((bucket.seats,), jnp.int32)
+        return self._lower(partial(_read, self._target), bucket, state, *more, behind)
+
+    def _lower_draft(self, bucket: Bucket, state: DeviceState) -> jax.stages.Lowered:
+        whole = self._program.whole
+        more = self._target_leaves, whole((bucket.seats,), jnp.int32), whole((), jnp.int32)
+        step = partial(_draft, self._target, self._pool_rows)
+        return self._lower(step, bucket, state, *more)
+
+    def pack(self, plan: Plan, buckets: Buckets, builder: BatchBuilder) -> DraftUpload:
+        """See `DraftPrograms.pack`; there is one of every plan."""
+        behind = np.full(plan.bucket.seats, _CHOSEN, np.int32)
+        tokens = [_token_behind(chunk) for chunk in plan.prompt_chunks]
+        behind[plan.n_decode : len(plan.chunks)] = tokens
+        upload = super().pack(plan, buckets, builder) if self._more else None
+        if upload is None:
+            return DraftUpload(plan.bucket, behind[:0], 0, behind=behind)
+        widths: list[int] = []
+        for chunk in plan.chunks[: plan.n_decode]:
+            if chunk.draft == 1:
+                widths.append(0)
+            if chunk.draft:
+                widths[-1] += 1
+        padded = np.zeros(upload.bucket.seats, np.int32)
+        padded[: len(widths)] = widths
+        return upload._replace(widths=padded, behind=behind)
+
+    def draft(self, upload: DraftUpload, state: DeviceState) -> None:
+        """See `DraftPrograms.draft`."""
+        self._read_last(state)
+        if upload.behind.size:
+            self._behind = upload.behind
+        count = min(upload.count, self._more)
+        if count:
+            state.draft_kv, state.seat_tokens = self._drafts[upload.bucket](
+                self.leaves,
+                state.draft_kv,
+                state.seat_tokens,
+                upload.packed,
+                self._target_leaves,
+                upload.widths,
+                np.int32(count),
+            )
+
+    def read(self, bucket: Bucket, packed: Any, state: DeviceState) -> None:
+        """Note the next step, whose rows are read when the one behind it is launched."""
+        self._read_last(state)
+        behind, self._behind = self._behind, None
+        if behind is None:
+            behind = np.full(bucket.seats, _CHOSEN, np.int32)
+        # Of its own: the upload is written anew while a device may still read this.
+        own = packed[: self._layouts[bucket].size].copy()
+        self._unread = _Step(bucket, own, self._copy(state.seat_tokens), behind)
+
+    def read_hidden(self, hidden: Hidden | None) -> None:
+        """See `DraftPrograms.read_hidden`."""
+        assert self._unread is not None  # `read` comes before the step
+        self._unread.hidden = hidden
+
+    def forget(self) -> None:
+        """See `DraftPrograms.forget`."""
+        self._unread = self._behind = None
+
+    def _read_last(self, state: DeviceState) -> None:
+        """Read the rows of the last step; replaces the donated state."""
+        step, self._unread = self._unread, None
+        if step is None:
+            return
+        state.draft_kv, state.seat_tokens = self._reads[step.bucket](
+            self.leaves,
+            state.draft_kv,
+            state.seat_tokens,
+            step.packed,
+            self._target_leaves,
+            step.before,
+            step.hidden,
+            step.behind,
+        )
+
+
+def _token_behind(chunk: Chunk) -> int:
+    """See `DraftUpload.behind`. Behind a prompt that nothing is sampled for any token is right."""
+    if chunk.sample:
+        return _CHOSEN
+    tokens = chunk.seq.tokens
+    return tokens[chunk.end] if chunk.end < len(tokens) else 0
+
+
+def _models(
+    target: Program, head: Program, target_leaves: list[Array], leaves: list[Array]
+) -> tuple[Llama, PredictionHead]:
+    model, own = target.model(target_leaves), head.model(leaves)
+    assert isinstance(model, Llama) and isinstance(own, PredictionHead)
+    return model, own
+
+
+def _read(
+    target: Program,
+    head: Program,
+    layout: UploadLayout,
+    leaves: list[Array],
+    kept: list[Array],
+    seat_tokens: DraftedTokens,
+    packed: Array,
+    target_leaves: list[Array],
+    before: DraftedTokens,
+    hidden: Hidden,
+    behind: Array,
+) -> tuple[list[Array], DraftedTokens]:
+    """Read the rows of a step, whose sampled tokens seat_tokens has, and write one draft of each
+    sequence that sampled. before, behind: see `_Step`; hidden: T rows.
+    """
+    model, own = _models(target, head, target_leaves, leaves)
+    upload = layout.split(packed)
+    inputs = own_inputs(before.fill(upload)[0])
+    rows = jnp.maximum(inputs.cu_q[1:] - 1, 0)
+    seats = inputs.token_seats[rows]
+    # Which draft the last row of each sequence has read. A draft is a sequence of one row here.
+    numbers = jnp.maximum(-1 - upload.tokens[rows], 0)
+    newest = numbers == seat_tokens.accepted[seats]
+    followed = jnp.roll(inputs.tokens, -1)
+    token = jnp.where(newest, seat_tokens.last[seats], followed[rows])
+    is_there = inputs.cu_q[1:] > inputs.cu_q[:-1]
+    places = jnp.where(is_there, rows, len(followed))
+    following = followed.at[places].set(jnp.where(behind >= 0, behind, token), mode="drop")
+    embedded = model.embedded(jnp.maximum(following, 0))
+    states = model.normed(hidden, target.kernels)
+    *pools, carried = kept
+    read, pools = own.predict(embedded, states, pools, meta_of(inputs, 1), head.kernels)
+    normed = own.normed(read[rows], head.kernels)
+    likeliest = head.vocabulary.greedy(model.projected(normed, head.kernels))
+    owners = jnp.where(is_there & newest & (behind < 0), seats, len(seat_tokens.last))
+    drafts = jnp.full((len(rows), seat_tokens.drafts.shape[1]), -1, jnp.int32)
+    drafts = drafts.at[:, 0].set(likeliest)
+    carried = carried.at[owners].set(normed, mode="drop")
+    return [*pools, carried], seat_tokens.with_drafts(owners, drafts)
+
+
+def _draft(
+    target: Program,
+    pool_rows: int,
+    head: Program,
+    layout: UploadLayout,
+    leaves: list[Array],
+    kept: list[Array],
+    seat_tokens: DraftedTokens,
+    packed: Array,
+    target_leaves: list[Array],
+    widths: Array,
+    count: Array,
+) -> tuple[list[Array], DraftedTokens]:
+    """Go on with the drafts of the next step's rows, `count` more of each: int32 []. widths: see
+    `DraftUpload`; of a sequence that checks fewer nothing is kept, and its other drafts mean
+    nothing. pool_rows: of the head's pool.
+    """
+    model, own = _models(target, head, target_leaves, leaves)
+    first = own_inputs(seat_tokens.fill(layout.split(packed))[0])
+    there = first.kv_lens > 0
+    longest = first.page_table.shape[1] * seat_tokens.page_size
+    *pools, carried = kept
+
+    def write(number: Array, carry: tuple[Any, Array, Array]) -> tuple[Any, Array, Array]:
+        pools, states, drafts = carry
+        inputs = first._replace(
+            positions=first.positions + number,
+            kv_lens=jnp.where(there, jnp.minimum(first.kv_lens + number, longest), 0),
+        )
+        inputs = seat_tokens.write_anew(inputs, there & (number > 0))
+        kept_rows = jnp.where(number <= widths, inputs.write_rows, pool_rows)
+        meta = meta_of(inputs._replace(write_rows=kept_rows), 1)
+        embedded = model.embedded(jnp.maximum(drafts[:, number], 0))
+        read, pools = own.predict(embedded, states, pools, meta, head.kernels)
+        normed = own.normed(read[first.logit_rows], head.kernels)
+        likeliest = head.vocabulary.greedy(model.projected(normed, head.kernels))
+        return pools, normed, drafts.at[:, number + 1].set(likeliest)
+
+    states = carried.at[first.seats].get(mode="clip")
+    drafts = seat_tokens.drafts.at[first.seats].get(mode="clip")
+    pools, _, drafts = jax.lax.fori_loop(0, count, write, (pools, states, drafts))
+    return [*pools, carried], seat_tokens.with_drafts(first.seats, drafts)

@@ -1,0 +1,133 @@
+"""Triton kernels that choose the experts of a few rows and deal the rows out to blocks: two
+launches for what XLA makes some ten kernels of.
+
+Axes as in `jitney.kernels.routing`; a choice is one of the T * C pairs of a row and its expert.
+"""
+
+from __future__ import annotations
+
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# Kernels are compiled, not called: numbers become constexprs and tensors on the way.
+import triton
+import triton.language as tl
+
+from jitney.kernels.routing import LEAST_SUM
+
+_LEAST_SUM = tl.constexpr(LEAST_SUM)
+
+
+@triton.jit
+def choose_experts(
+    numbers,
+    bias,
+    factors,
+    shares,
+    chosen,
+    T: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    X: tl.constexpr,
+    XP: tl.constexpr,
+    C: tl.constexpr,
+    CP: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    BIASED: tl.constexpr,
+    RENORMALISED: tl.constexpr,
+    FACTORED: tl.constexpr,
+    FACTOR: tl.constexpr,
+):
+    """numbers [T, COLUMNS] and bias [X] float32, factors [X] -> shares float32 [C, T], chosen int32
+    [T, C]; program (row). XP and CP: X and C padded to powers of two.
+
+    Of experts with the same number the first one is chosen, as by `jax.lax.top_k`. What is no
+    number makes all shares of its row none.
+    """
+    row = tl.program_id(0)
+    experts = tl.arange(0, XP)
+    known = experts < X
+    scores = tl.load(numbers + row * COLUMNS + experts, mask=known, other=float("-inf"))
+    if SOFTMAX:
+        scores = tl.exp(scores - tl.max(scores, 0))
+        scores = scores / tl.sum(scores, 0)
+    else:
+        scores = tl.where(known, 1.0 / (1.0 + tl.exp(-scores)), 0.0)
+    choice = scores
+    if BIASED:
+        choice = scores + tl.load(bias + experts, mask=known, other=0.0)
+    choice = tl.where(known, choice, float("-inf"))
+    doubt = tl.sum(scores, 0) * 0.0
+    choices = tl.arange(0, CP)
+    own_experts = tl.zeros((CP,), tl.int32)
+    own_shares = tl.zeros((CP,), tl.float32)
+    for number in tl.static_range(C):
+        best = tl.max(choice, 0)
+        expert = tl.min(tl.where(choice >= best, experts, X - 1), 0)
+        share = tl.sum(tl.where(experts == expert, scores, 0.0), 0) + doubt
+        choice = tl.where(experts == expert, float("-inf"), choice)
+        own_experts = tl.where(choices == number, expert, own_experts)
+        own_shares = tl.where(choices == number, share, own_shares)
+    if RENORMALISED:
+        total = tl.sum(own_shares, 0)
+        own_shares = own_shares / tl.where(total < _LEAST_SUM, _LEAST_SUM, total)
+    if FACTORED:
+        own = tl.load(factors + own_experts, mask=choices < C, other=0.0)
+        own_shares = own_shares * own.to(tl.float32)
+    tl.store(chosen + row * C + choices, own_experts, mask=choices < C)
+    tl.store(shares + choices * T + row, own_shares * FACTOR, mask=choices < C)
+
+
+@triton.jit
+def deal_out(
+    chosen,
+    count,
+    places,
+    rows,
+    experts,
+    used,
+    T: tl.constexpr,
+    C: tl.constexpr,
+    X: tl.constexpr,
+    CHOICES: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    B: tl.constexpr,
+    N: tl.constexpr,
+    FILLED: tl.constexpr,
+):
+    """chosen [T, C] of the first count [1] rows -> places [C, T], rows [N * B], experts [N], used
+    [1], as in `Routes`; int32. One program, which compares all choices with AT_ONCE others at a
+    time. CHOICES: T * C, padded to a power of two; FILLED: places written at a time.
+
+    The choices of an expert stand in its blocks in the order of their rows, and the experts' blocks
+    one behind the other: a block begins with a choice that whole blocks of its expert come before.
+    """
+    own = tl.arange(0, CHOICES)
+    n_real = tl.minimum(tl.load(count), T) * C
+    real = own < n_real
+    expert = tl.load(chosen + own, mask=real, other=X)
+    before = tl.zeros((CHOICES,), tl.int32)
+    for start in range(0, n_real, AT_ONCE):
+        others = start + tl.arange(0, AT_ONCE)
+        theirs = tl.load(chosen + others, mask=others < n_real, other=X)
+        alike = (theirs[None, :] == expert[:, None]) & (others[None, :] < own[:, None])
+        before += tl.sum(alike.to(tl.int32), 1)
+    # All choices have to know which of the others begin a block.
+    tl.store(places + own, before, mask=own < T * C)
+    for start in range(0, N * B, FILLED):
+        at = start + tl.arange(0, FILLED)
+        tl.store(rows + at, tl.zeros((FILLED,), tl.int32) + T, mask=at < N * B)
+        tl.store(experts + at, tl.zeros((FILLED,), tl.int32) + X, mask=at < N)
+    tl.debug_barrier()
+    blocks = tl.zeros((CHOICES,), tl.int32)
+    for start in range(0, n_real, AT_ONCE):
+        others = start + tl.arange(0, AT_ONCE)
+        theirs = tl.load(chosen + others, mask=others < n_real, other=X)
+        begins = tl.load(places + others, mask=others < n_real, other=1) % B == 0
+        earlier = begins[None, :] & (theirs[None, :] < expert[:, None])
+        blocks += tl.sum(earlier.to(tl.int32), 1)
+    tl.debug_barrier()
+    place = blocks * B + before
+    cells = places + own % C * T + own // C
+    tl.store(cells, tl.where(real, place, N * B), mask=own < T * C)
+    tl.store(rows + place, own // C, mask=real)
+    begins = real & (before % B == 0)
+    tl.store(experts + place // B, expert, mask=begins)
+    tl.store(used, tl.sum(begins.to(tl.int32), 0))

@@ -1,0 +1,34 @@
+"""Steps of the families that people run, of layers of every kind that they have, compiled for a GPU
+and a TPU that need not be there: `make test-compile`.
+"""
+
+from __future__ import annotations
+
+import pytest
+from compiled_specs import GPUS, MXFP4, Spec, facts, families
+
+#: MiB of temporaries at most: activations. A copied pool, or matrix of experts, is more.
+DECODE_MIB, MIXED_MIB = 32, 192
+#: Kernels of a decode step at most. Each takes some microseconds, whatever it does.
+KERNELS = {
+    MXFP4: 56,
+    "qwen3.5-27b": 70,
+    "qwen3.5-35b-a3b": 92,
+    "glm-4.7-flash": 57,
+    "gemma-4-26b-a4b": 157,
+    "nemotron-3-nano-30b-a3b": 115,
+    "lfm2-8b-a1b": 77,
+}
+STEPS = [pytest.param(spec, id=str(spec).replace(" ", "_")) for spec in families() if spec.plugin]
+if not STEPS:
+    pytest.skip("needs the targets' plugins: make test-compile", allow_module_level=True)
+
+
+@pytest.mark.parametrize("spec", STEPS)
+def test_the_state_is_updated_in_place_by_one_program(spec: Spec):
+    step = facts(spec)
+    assert step["aliased"] >= step["state"]
+    assert step["temporaries"] < (DECODE_MIB if spec.decodes else MIXED_MIB) << 20
+    if spec.target in GPUS:
+        assert (step["command_buffers"], step["outside"], step["slices"]) == (1, 0, 0)
+        assert not spec.decodes or step["nodes"] <= KERNELS[spec.model]
