@@ -265,7 +265,8 @@ def _lay_out(model: Model, kernels: KernelSet) -> None:
     if model.lm_head is not None:
         table = model.embed.get_value()
         wide = -(-table.shape[1] // kernels.table_columns) * kernels.table_columns
-        model.embed = nnx.Param(jax.ShapeDtypeStruct((table.shape[0], wide), table.dtype))
+        padded: Any = jax.ShapeDtypeStruct((table.shape[0], wide), table.dtype)
+        model.embed = nnx.Param(padded)
 
 
 def loads(step: Step) -> list[Load]:
