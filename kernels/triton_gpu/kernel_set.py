@@ -617,6 +617,10 @@ class TritonKernels:
         grouped = mixture.clusters > 1 or mixture.own < n_experts or n_rows.ndim > 0
         if grouped or choices > _MOST_CHOICES:
             return plain_routing.route(numbers, mixture, n_rows, first, bias, factors)
+        if n_padded == 1:
+            # XLA computes one row as two, and a kernel that takes a slice of them would be
+            # recorded anew in every step: so they go through a kernel of XLA's, as they are.
+            numbers = jnp.where(jnp.isnan(numbers), jnp.nan, numbers)
         by_choice = jax.ShapeDtypeStruct((n_chosen, n_padded), jnp.int32)
         shares, chosen = self.launch(
             routing.choose_experts,
@@ -647,7 +651,8 @@ class TritonKernels:
         places, rows, experts, used = self.launch(
             routing.deal_out,
             chosen,
-            n_rows.reshape(1),
+            # No slice, for the same reason.
+            jnp.minimum(n_rows, n_padded)[None],
             out=(by_choice, *others),
             grid=(1,),
             warps=8,

@@ -100,7 +100,7 @@ def deal_out(
     one behind the other: a block begins with a choice that whole blocks of its expert come before.
     """
     own = tl.arange(0, CHOICES)
-    n_real = tl.minimum(tl.load(count), T) * C
+    n_real = tl.load(count) * C
     real = own < n_real
     expert = tl.load(chosen + own, mask=real, other=X)
     before = tl.zeros((CHOICES,), tl.int32)

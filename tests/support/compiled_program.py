@@ -333,7 +333,9 @@ def wide_gates(step: Step, made: Account) -> list[str]:
     return [
         name
         for name, array in made.made
-        if (array.dtype, array.elements) == ("f32", size) and array.dims[-1] in (width, 2 * width)
+        if (array.dtype, array.elements) == ("f32", size)
+        and len(array.dims) == 2  # no parts of another product
+        and array.dims[-1] in (width, 2 * width)
     ]
 
 
