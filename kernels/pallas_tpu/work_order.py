@@ -47,7 +47,7 @@ class StepRefs(NamedTuple):
     cu_q: jax.Ref  # [S+1]
     table: jax.Ref  # [S, P]
     write_rows: jax.Ref  # [T]
-    counts: jax.Ref  # [3]
+    counts: jax.Ref  # [3] or [4]
     # Arrays in HBM.
     new: jax.Ref | None  # [T, R, W]
     q: jax.Ref  # [T, H, W], and the output: each row is read before it is written

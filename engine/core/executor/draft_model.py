@@ -60,7 +60,7 @@ class DraftModel(NamedTuple):
         return False
 
     def programs(self, sizes: StateSizes, target: Program, leaves: list[Array]) -> DraftPrograms:
-        """What runs it; sizes, target, leaves: the target's."""
+        """The programs that run it; sizes, target, leaves: the target's."""
         return DraftPrograms(self, sizes, target.mesh)
 
 

@@ -230,13 +230,20 @@ def _read(
     states = model.normed(hidden, target.kernels)
     *pools, carried = kept
     read, pools = own.predict(embedded, states, pools, meta_of(inputs, 1), head.kernels)
-    normed = own.normed(read[rows], head.kernels)
-    likeliest = head.vocabulary.greedy(model.projected(normed, head.kernels))
+    normed, likeliest = _predicted(model, own, head, read[rows])
     owners = jnp.where(is_there & newest & (behind < 0), seats, len(seat_tokens.last))
     drafts = jnp.full((len(rows), seat_tokens.drafts.shape[1]), -1, jnp.int32)
     drafts = drafts.at[:, 0].set(likeliest)
     carried = carried.at[owners].set(normed, mode="drop")
     return [*pools, carried], seat_tokens.with_drafts(owners, drafts)
+
+
+def _predicted(
+    model: Llama, own: PredictionHead, head: Program, hidden: Hidden
+) -> tuple[Array, Array]:
+    """(R rows of the head behind its norm [R, E], the likeliest token behind each, int32 [R])."""
+    normed = own.normed(hidden, head.kernels)
+    return normed, head.vocabulary.greedy(model.projected(normed, head.kernels))
 
 
 def _draft(
@@ -273,8 +280,7 @@ def _draft(
         meta = meta_of(inputs._replace(write_rows=kept_rows), 1)
         embedded = model.embedded(jnp.maximum(drafts[:, number], 0))
         read, pools = own.predict(embedded, states, pools, meta, head.kernels)
-        normed = own.normed(read[first.logit_rows], head.kernels)
-        likeliest = head.vocabulary.greedy(model.projected(normed, head.kernels))
+        normed, likeliest = _predicted(model, own, head, read[first.logit_rows])
         return pools, normed, drafts.at[:, number + 1].set(likeliest)
 
     states = carried.at[first.seats].get(mode="clip")

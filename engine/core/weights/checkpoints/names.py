@@ -288,7 +288,7 @@ class Dialect:
     tiled_values: bool = False
 
     def named(self, name: str) -> str:
-        """What the format calls a part of a layer that has this name in Hugging Face's folders."""
+        """The format's name of a part of a layer, from that in Hugging Face's folders."""
         return self.others.get(name, name)
 
     def prefix(self, config: ModelConfig, layer: int, half: int = 0) -> str:
