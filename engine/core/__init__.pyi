@@ -92,3 +92,4 @@ from .weights.checkpoints.hf_config import read_hf_config as read_hf_config
 from .weights.checkpoints.model_config import ModelConfig as ModelConfig
 from .weights.checkpoints.safetensors import SafetensorsFolder as SafetensorsFolder
 from .weights.checkpoints.sources import ModelSource as ModelSource
+from .weights.checkpoints.step_costs import step_cost as step_cost

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hlo import Array
 from memory_traffic import KernelCost
 
-from jitney.engine.core.weights.checkpoints.model_config import ExpertsConfig
+from jitney.engine.core.weights.checkpoints.layer_configs import ExpertsConfig
 from jitney.kernels.triton_gpu.tiles import attention_tiles
 
 

@@ -26,7 +26,8 @@ from jitney.engine.core.models.quantization import Packed, quantise
 from jitney.engine.core.models.sharding import TENSOR, Shares, _run_on_each, make_mesh
 from jitney.engine.core.weights import load, repack
 from jitney.engine.core.weights.checkpoints.families import tiny_config
-from jitney.engine.core.weights.checkpoints.model_config import ModelConfig, RopeConfig
+from jitney.engine.core.weights.checkpoints.layer_configs import RopeConfig
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.names import Target
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.stored_matrix import Along, Field, StoredMatrix

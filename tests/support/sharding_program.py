@@ -331,7 +331,7 @@ def in_fp8(family: str, devices: int, shares: int) -> dict[str, np.ndarray]:
         calls.append(w)
         if shares == 1:
             return w8a8.matmul_fp8(x, w, dtype)
-        parts = shares if x.shape[1] != families._TINY.hidden_size else 1
+        parts = shares if x.shape[1] != families.tiny.SMALLEST.hidden_size else 1
         rows = jnp.split(x, parts, axis=1)
         weights = jnp.split(w.kernel[0].T, parts, axis=0)
         products = [
@@ -429,12 +429,12 @@ def generated(family: str, devices: int, groups: int = 1) -> np.ndarray:
 @contextlib.contextmanager
 def many_heads() -> Iterator[None]:
     """Tiny models with enough query heads for eight devices."""
-    before = families._TINY
-    families._TINY = replace(before, n_heads=8)
+    before = families.tiny.SMALLEST
+    families.tiny.SMALLEST = replace(before, n_heads=8)
     try:
         yield
     finally:
-        families._TINY = before
+        families.tiny.SMALLEST = before
 
 
 def program(

@@ -24,7 +24,7 @@ from flashinfer_reader import attend_by
 from int4_weights import pack_int4
 from ragged import Batch, Case, attention, make, written
 
-from jitney.engine.core.weights.checkpoints.model_config import ExpertsConfig
+from jitney.engine.core.weights.checkpoints.layer_configs import ExpertsConfig
 from jitney.kernels import definitions, reference
 from jitney.kernels.attention_cases import _MIXED
 from jitney.kernels.attention_cases import CASES as ATTENTION

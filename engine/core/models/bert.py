@@ -29,7 +29,8 @@ from jax.typing import DTypeLike
 
 from jitney.engine.core.models.hidden import Hidden
 from jitney.engine.core.models.layers import Linear, normal
-from jitney.engine.core.weights.checkpoints.model_config import EncoderConfig, ModelConfig
+from jitney.engine.core.weights.checkpoints.layer_configs import EncoderConfig
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.names import FileFormat, Path, Piece, Target, WeightMap
 from jitney.kernels.interface import AttentionMeta, Kernels
 

@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jitney.engine.core.weights.checkpoints.model_config import (
-    ModelConfig,
+from jitney.engine.core.weights.checkpoints.layer_configs import (
     RopeConfig,
     RopeScaling,
 )
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 
 
 class Rope(NamedTuple):

@@ -29,7 +29,8 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.core.weights.checkpoints.model_config import LatentConfig, ModelConfig
+from jitney.engine.core.weights.checkpoints.layer_configs import LatentConfig
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.names import Path
 
 

@@ -16,6 +16,7 @@ from jitney.engine.core.weights.checkpoints.gguf import GGUFFile
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.safetensors import SafetensorsFolder
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
+from jitney.engine.core.weights.checkpoints.step_costs import step_cost
 
 
 def describe_weights(model: Model, source: ModelSource | None = None) -> str:
@@ -35,13 +36,13 @@ def describe_weights(model: Model, source: ModelSource | None = None) -> str:
 
 def describe_step(model: Model, config: ModelConfig, kv_bytes: float) -> StepCost:
     """The cost of a decoder's steps on all devices. config: of the whole model. kv_bytes: see
-    `ModelConfig.step_cost`.
+    `step_cost`.
     """
     linears = list(model.linears())
     of_experts = _stored_bytes(one for one in linears if isinstance(one, ExpertLinear))
     stored = _stored_bytes(linears) - of_experts
     table = config.vocab_size * config.hidden_size
-    empty = config.step_cost(weight_bytes=0.0, head_bytes=0.0, kv_bytes=0.0)
+    empty = step_cost(config, weight_bytes=0.0, head_bytes=0.0, kv_bytes=0.0)
     numbers = empty.layer_weights
     expert_bytes = None
     if of_experts:
@@ -52,7 +53,8 @@ def describe_step(model: Model, config: ModelConfig, kv_bytes: float) -> StepCos
     else:
         numbers += table  # the head is a matrix like any other
         head_bytes = table * stored / numbers
-    return config.step_cost(
+    return step_cost(
+        config,
         weight_bytes=stored / numbers,
         head_bytes=head_bytes,
         kv_bytes=kv_bytes,

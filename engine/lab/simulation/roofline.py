@@ -16,7 +16,14 @@ from pathlib import Path
 
 from jitney.engine.common.errors import ConfigError, ModelError
 from jitney.engine.common.step_cost import StepCost, StepRows
-from jitney.engine.core import Bucket, ModelConfig, StepWork, read_hf_config, read_json
+from jitney.engine.core import (
+    Bucket,
+    ModelConfig,
+    StepWork,
+    read_hf_config,
+    read_json,
+    step_cost,
+)
 from jitney.engine.lab.simulation.devices import Accelerator
 from jitney.engine.lab.simulation.shapes import SHAPES
 from jitney.engine.lab.simulation.step_table import HostTimes
@@ -133,7 +140,8 @@ class ModelCost:
     @cached_property
     def step(self) -> StepCost:
         """Cost of each step."""
-        return self.config.step_cost(
+        return step_cost(
+            self.config,
             weight_bytes=self._shared_bytes,
             head_bytes=self.head_bytes,
             kv_bytes=self._read_kv_bytes,

@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("triton")
 from triton_recorder import Call, compile_call, record
 
-from jitney.engine.core.weights.checkpoints.model_config import ExpertsConfig
+from jitney.engine.core.weights.checkpoints.layer_configs import ExpertsConfig
 from jitney.kernels.delta_net import DeltaState, DeltaWeights, StateSlots
 from jitney.kernels.experts import ExpertBlocks, Stack
 from jitney.kernels.int4 import Int4

@@ -10,7 +10,8 @@ from jitney.engine.common.requests import JsonObject
 from jitney.engine.core.weights.checkpoints.config_fields import MOST, Fields, TensorFields
 from jitney.engine.core.weights.checkpoints.families import FAMILIES, Family
 from jitney.engine.core.weights.checkpoints.gguf import GGUFFile
-from jitney.engine.core.weights.checkpoints.model_config import ModelConfig, RopeConfig
+from jitney.engine.core.weights.checkpoints.layer_configs import RopeConfig
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.rope_config import (
     ROPE_TENSORS,
     extended_context,

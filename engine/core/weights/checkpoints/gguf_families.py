@@ -7,23 +7,23 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jitney.engine.core.weights.checkpoints.config_fields import MOST, Fields, TensorFields
+from jitney.engine.core.weights.checkpoints.layer_configs import (
+    DeltaNetConfig,
+    ExpertsConfig,
+    FullHeads,
+    LatentConfig,
+    MambaConfig,
+    RopeConfig,
+    RopeScaling,
+    ShortConvConfig,
+)
 from jitney.engine.core.weights.checkpoints.layer_patterns import (
     halves,
     ropes_by_window,
     ropes_without_full,
     windows_of,
 )
-from jitney.engine.core.weights.checkpoints.model_config import (
-    DeltaNetConfig,
-    ExpertsConfig,
-    FullHeads,
-    LatentConfig,
-    MambaConfig,
-    ModelConfig,
-    RopeConfig,
-    RopeScaling,
-    ShortConvConfig,
-)
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.rope_config import latent_temperature
 
 #: Layers of the Gemmas of 27 billion weights -> their scores are divided by the root of E / H.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jitney.engine.common.errors import ModelError
-from jitney.engine.core.weights.checkpoints.model_config import ModelConfig, RopeConfig
+from jitney.engine.core.weights.checkpoints.layer_configs import RopeConfig
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 
 
 def windows_of(every: int, window: int, layers: int) -> tuple[int, ...]:

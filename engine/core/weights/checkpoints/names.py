@@ -12,14 +12,14 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from jitney.engine.common.errors import ModelError
-from jitney.engine.core.weights.checkpoints.model_config import (
+from jitney.engine.core.weights.checkpoints.layer_configs import (
     DeltaNetConfig,
     ExpertsConfig,
     LatentConfig,
     MambaConfig,
-    ModelConfig,
     ShortConvConfig,
 )
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 
 type FileFormat = Literal["hf", "gguf"]
 #: Attribute names and layer numbers from the model down, as nnx's flat state has them.

@@ -9,7 +9,10 @@ from dataclasses import replace
 from jitney.engine.common.errors import ModelError
 from jitney.engine.common.requests import JsonObject
 from jitney.engine.core.weights.checkpoints.config_fields import MOST, Fields
-from jitney.engine.core.weights.checkpoints.model_config import RopeConfig, RopeScaling
+from jitney.engine.core.weights.checkpoints.layer_configs import (
+    RopeConfig,
+    RopeScaling,
+)
 
 _NEW = "rope_parameters"
 _WHERE = f"config.json: {_NEW}"

@@ -26,11 +26,11 @@ from jitney.engine.core.weights.checkpoints.files import MAX_TOKENIZER_BYTES, re
 from jitney.engine.core.weights.checkpoints.gguf import GGUFFile, model_name, split_files
 from jitney.engine.core.weights.checkpoints.gguf_config import config_of
 from jitney.engine.core.weights.checkpoints.hf_config import read_hf_config
-from jitney.engine.core.weights.checkpoints.model_config import (
+from jitney.engine.core.weights.checkpoints.layer_configs import (
     EncoderConfig,
-    ModelConfig,
     RopeConfig,
 )
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.pooling_config import (
     folder_dimensions,
     folder_pooling,

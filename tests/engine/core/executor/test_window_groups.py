@@ -15,7 +15,7 @@ from jitney.engine import LLM, SamplingParams
 from jitney.engine.core.executor.memory import PoolShares, PoolSizes
 from jitney.engine.core.scheduler.page_demand import PageDemand
 from jitney.engine.core.weights.checkpoints import families
-from jitney.engine.core.weights.checkpoints.model_config import RopeConfig
+from jitney.engine.core.weights.checkpoints.layer_configs import RopeConfig
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.load import load_model
 

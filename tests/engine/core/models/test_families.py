@@ -25,9 +25,10 @@ from jitney.engine.common.errors import ModelError
 from jitney.engine.core.models import registry
 from jitney.engine.core.models.llama import Llama
 from jitney.engine.core.models.registry import _MODELS, abstract_model, model_class
-from jitney.engine.core.weights.checkpoints.families import FAMILIES, Family, _read_decoder
+from jitney.engine.core.weights.checkpoints.families import FAMILIES, Family
+from jitney.engine.core.weights.checkpoints.families.shared import read_decoder
 from jitney.engine.core.weights.checkpoints.hf_config import read_hf_config
-from jitney.engine.core.weights.checkpoints.model_config import RopeConfig
+from jitney.engine.core.weights.checkpoints.layer_configs import RopeConfig
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.describe import count_parameters
 from jitney.engine.core.weights.load import load_model
@@ -406,7 +407,7 @@ def test_a_custom_family_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     """One module and two lines: its config.json is read, its weights load, and it answers."""
 
     def read(values):
-        _, config = _read_decoder(values, max_position_embeddings=64)
+        _, config = read_decoder(values, max_position_embeddings=64)
         return replace(config, qk_norm=True)
 
     case = CASES["qwen3"]

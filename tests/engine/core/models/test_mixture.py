@@ -29,7 +29,7 @@ from jitney.engine.core.models.quantization import Packed, quantise, widened
 from jitney.engine.core.models.registry import abstract_model, random_model
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.weights.checkpoints.families import tiny_config
-from jitney.engine.core.weights.checkpoints.model_config import ExpertsConfig
+from jitney.engine.core.weights.checkpoints.layer_configs import ExpertsConfig
 from jitney.engine.lab.simulation.roofline import SHAPES, ModelCost
 from jitney.kernels import experts, w8a8
 from jitney.kernels.interface import Fp8Products

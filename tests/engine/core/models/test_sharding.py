@@ -32,7 +32,8 @@ from jitney.engine.core.models.sharding import DATA as ENGINES
 from jitney.engine.core.models.sharding import TENSOR, Shares
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.weights.checkpoints.families import tiny_config
-from jitney.engine.core.weights.checkpoints.model_config import ExpertsConfig, ModelConfig
+from jitney.engine.core.weights.checkpoints.layer_configs import ExpertsConfig
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.load import _most_elsewhere
 from jitney.kernels import definitions
 

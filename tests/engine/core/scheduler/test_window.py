@@ -31,7 +31,8 @@ from jitney.engine.common.requests import EngineRequest
 from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.executor.inputs import BatchBuilder
 from jitney.engine.core.scheduler.page_demand import PageDemand
-from jitney.engine.core.weights.checkpoints.families import _TINY, tiny_config
+from jitney.engine.core.weights.checkpoints.families import tiny_config
+from jitney.engine.core.weights.checkpoints.families.tiny import SMALLEST
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.load import load_model
 
@@ -216,9 +217,10 @@ def test_the_packed_table_has_the_trash_page_there():
 
 
 def test_a_model_with_one_layer_that_sees_all_keeps_all():
-    assert tiny_config("mistral").window == 32 and _TINY.window == 0
+    assert tiny_config("mistral").window == 32 and SMALLEST.window == 0
     assert (
-        replace(_TINY, windows=(32, 0)).window == 0 and replace(_TINY, windows=(8, 32)).window == 32
+        replace(SMALLEST, windows=(32, 0)).window == 0
+        and replace(SMALLEST, windows=(8, 32)).window == 32
     )
 
 

@@ -45,7 +45,7 @@ from jitney.engine.core.models.rope import _inverse_frequencies
 from jitney.engine.core.weights.checkpoints.families import FAMILIES, tiny_config
 from jitney.engine.core.weights.checkpoints.gguf import GGUFFile
 from jitney.engine.core.weights.checkpoints.gguf_config import config_of
-from jitney.engine.core.weights.checkpoints.model_config import RopeConfig
+from jitney.engine.core.weights.checkpoints.layer_configs import RopeConfig
 from jitney.engine.core.weights.checkpoints.names import long_name
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.describe import describe_weights

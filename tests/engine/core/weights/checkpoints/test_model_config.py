@@ -18,13 +18,13 @@ from jitney.engine.common.errors import ModelError
 from jitney.engine.core.weights.checkpoints.families import FAMILIES, tiny_config
 from jitney.engine.core.weights.checkpoints.gguf_config import _read_gguf_config
 from jitney.engine.core.weights.checkpoints.hf_config import read_hf_config
-from jitney.engine.core.weights.checkpoints.model_config import (
+from jitney.engine.core.weights.checkpoints.layer_configs import (
     EncoderConfig,
     ExpertsConfig,
-    ModelConfig,
     RopeConfig,
     RopeScaling,
 )
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 
 CASES = json.loads((DATA / "reference_logits.json").read_text())["cases"]
 BASE = {
