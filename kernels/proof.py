@@ -3,8 +3,9 @@
 A kernel that is right on the machine it was written on may be wrong on the next: a compiler took
 the same source for another CPU and dropped a store (docs/decisions). So each engine, before it
 says ready, gives every kernel that it will use random inputs of the shapes that it will serve, and
-compares the results with their definitions in numpy, which nothing compiles. What does not agree is
-taken out, and the reference takes its place.
+compares the results with their definitions in numpy, which nothing compiles. A kernel that does not
+agree is replaced by the next set's, at last by the reference, or is an error at start if the user
+named the kernel set (`engine.core.executor.proving`).
 
 The error of a result is its largest distance from the definition, in units of the root mean square
 of the row that it stands in: a wrong head, page or column is an error of 0.5 and more, rounding to

@@ -296,8 +296,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     deadline: float | None = None
     #: Lower ones board sooner.
     priority: int = 0
-    #: Digest of the API key. It is part of the prefix-cache key, like cache_salt, so that no tenant
-    #: can detect another's prompts by time.
+    #: Digest of the API key; empty without keys. Part of the prefix-cache key, like cache_salt, so
+    #: that no tenant can detect another's prompts by time.
     tenant: str = ""
     cache_salt: str = ""
     #: Number of the adapter; 0: none. Numbers are never reused, not even for the same name.
@@ -309,8 +309,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     #: A batch request: it boards only into seats that no other request wants, and gives way
     #: (`StepPlanner._plan_background`).
     background: bool = False
-    #: The group it belongs to, whose requests are submitted one after the other.
-    whole: RequestGroup | None = None
+    #: The HTTP request's prompts, where it has several: they are submitted one after the other.
+    group: RequestGroup | None = None
     #: How to make the prompt's vector or logits; None: generate tokens.
     pooling: Pooling | None = None
     #: For a request of an earlier core: output tokens of each sequence so far, None if it ended.
@@ -320,7 +320,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def account(self) -> str:
-        """The account in the fair order."""
+        """The tenant in the fair order: the API key, or without keys the `user`."""
         return account_of(self.tenant, self.user)
 
 

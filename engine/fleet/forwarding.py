@@ -1,7 +1,7 @@
 """Sends a request to a replica, and to another one if the first is full, unreachable or lost.
 
-- A replica is full (429, 503): the next one is tried; if all are full, the client gets the refusal
-  with the shortest Retry-After.
+- A replica is full (429, 502, 503): the next one is tried; if all are full, the client gets the
+  refusal with the shortest Retry-After.
 - A replica is lost before the client had a byte of its answer: the next one answers. If all
   are full, the request waits for one: it was admitted once and is not refused now, least of all
   for its predicted wait, which engines are told.
@@ -36,7 +36,7 @@ _OWN_LIMITS = frozenset({"rate_limit", "too_many_attempts"})
 _RETRY_S = 1.0
 #: Most bytes of a plain answer that is held until it is complete, and of one event.
 _KEPT_BYTES, _EVENT_BYTES = 32 << 20, 64 << 20
-#: How often all replicas are tried, and seconds between two rounds.
+#: How often all replicas are tried if none can be reached, and seconds between two rounds.
 _ROUNDS, _PAUSE_S = 2, 0.3
 #: Longest pause between two tries to resume a stream, seconds; a keep-alive follows each.
 _LONGEST_PAUSE_S = 5.0
@@ -102,8 +102,8 @@ class ProxiedAnswer:
         return dict(self.headers).get(_REPLICA_HEADER, b"").decode()
 
 
-class _Candidates(Protocol):
-    """The replicas of a model, told of what becomes of a request."""
+class _ModelReplicas(Protocol):
+    """The replicas of a model, best first for a request, which learn the outcome."""
 
     def order(self, request: ProxiedRequest) -> Iterator[Replica]:
         """Ready replicas, best first."""
@@ -187,7 +187,7 @@ class Exchange:
     """One request, from the first replica that is tried to the end of its answer."""
 
     client: httpx.AsyncClient
-    candidates: _Candidates
+    candidates: _ModelReplicas
     request: ProxiedRequest
     retries: RetryPolicy = field(default_factory=RetryPolicy)
     #: The stream as the client has it.

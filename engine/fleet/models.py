@@ -131,13 +131,13 @@ class ReplicatedModel:
         return (replica for replica in candidates if replica.holds(request.adapter))
 
     def taken(self, request: ProxiedRequest, replica: Replica) -> None:
-        """See `forwarding._Candidates`."""
+        """See `forwarding._ModelReplicas`."""
         choice = self.engines.sent(request.prefixes, replica.name)
         if choice is not None:
             self.metrics.choices.labels(self.name, choice).inc()
 
     def attempted(self, replica: Replica, outcome: str) -> None:
-        """See `forwarding._Candidates`."""
+        """See `forwarding._ModelReplicas`."""
         self.metrics.attempts.labels(self.name, replica.name, outcome).inc()
         if outcome == "answered":
             replica.answered += 1

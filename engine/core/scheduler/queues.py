@@ -14,7 +14,8 @@ from jitney.engine.core.scheduler.sequence import Sequence
 #: Dead entries that a lazily pruned heap may hold beyond its living ones.
 _SLACK = 64
 
-#: Class, whether it is fresh, when it came or lost its seat, index among its siblings.
+#: Key of the order (`policies`), fresh or preempted, arrival or time of the preemption, index among
+#: its siblings.
 type _Place = tuple[float, bool, float, int]
 type _Entry = tuple[_Place, int, Sequence]
 #: The same behind the order of magnitude of its rows.
@@ -28,7 +29,9 @@ def overgrown(heap: Sized, living: Sized) -> bool:
 
 @dataclass(eq=False)
 class WaitingQueue:
-    """Sequences by class, then preempted before fresh, then arrival; all is O(log n) amortised."""
+    """Sequences by the order's key, then preempted before fresh, then arrival; all is O(log n)
+    amortised. `FairQueue` takes turns by tenant.
+    """
 
     #: All sequences in the queue; others only read it.
     waiting: set[Sequence] = field(default_factory=set[Sequence])
@@ -43,7 +46,7 @@ class WaitingQueue:
     _entries: Iterator[int] = field(default_factory=count)
 
     def push(self, seq: Sequence) -> None:
-        """Enter the queue; a preempted sequence goes to the front of its class."""
+        """Enter the queue; a preempted sequence goes before fresh ones of its key."""
         place, number = _place_of(seq), next(self._entries)
         heappush(self._heap, (place, number, seq))
         size = seq.wanted_rows.bit_length()
@@ -53,7 +56,7 @@ class WaitingQueue:
         self.expected += seq.expected
 
     def head(self) -> Sequence | None:
-        """The sequence that boards next."""
+        """The sequence that boards next, unless a short prompt passes it (`Boarding`)."""
         heap = self._heap
         while heap and heap[0][2] not in self.waiting:
             heappop(heap)
@@ -103,7 +106,7 @@ class WaitingQueue:
     # Shares of tenants, which only a `FairQueue` has.
 
     def charge(self, seq: Sequence, tokens: int) -> None:
-        """So many tokens were generated for a sequence."""
+        """So many tokens, of its prompt or its output, were computed for a sequence."""
 
     def left(self, seq: Sequence) -> None:
         """A sequence gave back its seat."""

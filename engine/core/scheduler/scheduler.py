@@ -96,7 +96,7 @@ class Scheduler:
             pool=pool,
             request_limits=_request_limits(limits, pool, vocab_size),
             eos_ids=frozenset(eos_ids),
-            class_of=order.key,
+            order_key=order.key,
             lengths=sequences.lengths,
         )
         budget = PrefillBudget(self.step_times, limits.prefill_share, limits.target_itl_ms / 1000)

@@ -28,7 +28,7 @@ class SequenceFactory:
     eos_ids: frozenset[int]
     #: From a request and its expected output tokens to its class in the queue
     #: (`engine.core.scheduler.policies._ORDERS`).
-    class_of: Callable[[EngineRequest, int], float]
+    order_key: Callable[[EngineRequest, int], float]
     lengths: LengthEstimate
 
     def check(self, request: EngineRequest) -> int:
@@ -47,7 +47,7 @@ class SequenceFactory:
             seed = secrets.randbits(63)
         seq = self._sequence(request, 0, number, seed, max_tokens)
         seq.expected = self.lengths.expect(seq.kind, max_tokens)
-        seq.rank = self.class_of(request, seq.expected), number, 0
+        seq.rank = self.order_key(request, seq.expected), number, 0
         return seq
 
     def siblings(self, leader: Sequence) -> list[Sequence]:

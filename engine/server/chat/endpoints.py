@@ -1,4 +1,6 @@
-"""The generation routes: read, run, answer; and stop the work when the client leaves."""
+"""The generation routes: read the body, run the request, answer at once or as a stream. The route's
+endpoint (`engine.server.app`) cancels them when the client leaves.
+"""
 
 from __future__ import annotations
 

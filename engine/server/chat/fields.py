@@ -1,7 +1,9 @@
-"""The known fields that a body does not declare, and the treatment of each. A hint helps other
-providers' servers, or asks for what is not shown here: it is accepted, and listed in
-`x-ignored-params` unless its value is the default. Other fields that would change the answer are
-refused by name. The table holds for all routes.
+"""What happens to fields that a body does not declare, on all routes.
+
+A name that is not in `FIELDS` is ignored and listed in the header `x-ignored-params`. A hint, which
+helps other providers' servers, is accepted and listed there too unless its value is the default.
+A refused field would change the answer: 400 `unsupported_parameter`, unless its value asks for
+nothing.
 """
 
 from __future__ import annotations
@@ -152,7 +154,9 @@ def rules_of(
     return shared | {name: refused(*neutral) for name, neutral in own.items()}
 
 
-def unfollowed(raw: JsonObject, rules: Mapping[str, Rule], declared: Collection[str]) -> list[str]:
+def ignored_fields(
+    raw: JsonObject, rules: Mapping[str, Rule], declared: Collection[str]
+) -> list[str]:
     """Fields that change nothing: hints and unknown names. Raises RequestError for refused ones."""
     for name, rule in rules.items():
         if not rule.is_hint and not rule.allows(raw.get(name)):

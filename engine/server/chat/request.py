@@ -393,12 +393,12 @@ class RequestBuilder[B: GenerationBody]:
                 "priority needs a server started with order priority", param="priority"
             )
         id = uuid.uuid4().hex
-        whole = None
+        group = None
         if prompts > 1:
-            whole = RequestGroup(id, prompts, context.prompt_tokens)
+            group = RequestGroup(id, prompts, context.prompt_tokens)
         return EngineRequest(
             id=id,
-            whole=whole,
+            group=group,
             prompt=[],
             sampling=sampling,
             arrival=context.started,

@@ -1,7 +1,7 @@
 """Common parts of all APIs' bodies: their fields, tools, and how they are checked. A body declares
 the fields that it implements; `chat.fields` has the treatment of all others. null means: not given.
-`SamplingParams` checks ranges; here stand types, sizes and combinations. A new sampling parameter
-is one field of `GenerationBody` under its own name.
+`SamplingParams` checks ranges; here stand types, sizes and combinations. A sampling parameter is a
+field of `GenerationBody` under its own name (docs/contributing/sampling_parameter.md).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import JsonDict, JsonObject, JsonValue, Range, SamplingParams
 from jitney.engine.server.chat import grammar_fields
 from jitney.engine.server.chat.conversation.tools import Tool
-from jitney.engine.server.chat.fields import Rule, rules_of, unfollowed
+from jitney.engine.server.chat.fields import Rule, ignored_fields, rules_of
 from jitney.engine.server.chat.grammar_fields import WantedGrammar
 from jitney.engine.server.http.context import Context
 from jitney.engine.server.http.errors import echo
@@ -261,7 +261,7 @@ class ModelBody(Part):
     @classmethod
     def parse(cls, raw: JsonObject) -> tuple[Self, list[str]]:
         """The body and the fields that change nothing. Raises RequestError naming the field."""
-        ignored = unfollowed(raw, cls.rules(), cls.model_fields)
+        ignored = ignored_fields(raw, cls.rules(), cls.model_fields)
         for name in cls.counted:
             messages = raw.get(name)
             if isinstance(messages, list) and len(messages) > LIMITS.messages:

@@ -117,7 +117,7 @@ _GAUGES = {
         attrgetter("counters.predicted_wait"),
     ),
     "predicted_wait_limit_seconds": (
-        "foreseen wait beyond which requests are refused (max_predicted_wait_s); 0: no limit",
+        "predicted wait beyond which requests are refused (max_predicted_wait_s); 0: no limit",
         _of_engine(lambda info: info.queue.max_predicted_wait_s),
     ),
     "seats": ("seats", _of_engine(lambda info: info.sizes.seats)),
@@ -208,7 +208,7 @@ _LABELLED_GAUGES = {
         lambda client: {proof.kernel: proof.error for proof in _proofs(client)},
     ),
     "kernel_out": (
-        "1 if a kernel was wrong at start and the reference serves in its place",
+        "1 if a kernel was wrong at start and another serves in its place",
         "kernel",
         lambda client: {proof.kernel: int(not proof.ok) for proof in _proofs(client)},
     ),

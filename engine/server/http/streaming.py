@@ -75,7 +75,9 @@ class StreamingWriter:
 
 @dataclass(frozen=True, slots=True)
 class StreamingResponse:
-    """A plain 200 as an ASGI application; an error of the first block comes before it."""
+    """A 200 response sent block by block, such as a file or long JSON; token streams use
+    `StreamingWriter`. An error of the first block is raised before anything is sent.
+    """
 
     blocks: AsyncGenerator[bytes]
     headers: Mapping[str, str]

@@ -130,7 +130,9 @@ class CrashBlame:
         self._tokens = 0
 
     def core_crashed(self, streams: list[Stream]) -> Stream | None:
-        """Count a crash against all open requests; returns the one to blame, if known."""
+        """Return the request on trial, which is to blame for this crash; without one, count the
+        crash against the requests that the core had.
+        """
         if self.on_trial in streams:
             for stream in streams:
                 stream.crashes = 0

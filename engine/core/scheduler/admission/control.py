@@ -56,9 +56,9 @@ class _Work(NamedTuple):
 
     @classmethod
     def of(cls, leader: Sequence) -> _Work:
-        request, whole = leader.request, leader.request.whole
-        n_requests = whole.requests if whole else 1
-        prompts = whole.prompt_tokens if whole else leader.n_prompt
+        request, group = leader.request, leader.request.group
+        n_requests = group.requests if group else 1
+        prompts = group.prompt_tokens if group else leader.n_prompt
         n = n_requests * request.sampling.n
         return cls(n, prompts + n * leader.expected)
 
@@ -161,7 +161,7 @@ def _digest_of(request: EngineRequest) -> bytes:
     """Digest by which a returning request is recognised: account, prompt and lengths, without the
     seed, which differs each time unless the client gave one.
     """
-    sampling, together = request.sampling, request.whole.requests if request.whole else 1
+    sampling, together = request.sampling, request.group.requests if request.group else 1
     salt, adapter = request.cache_salt, request.adapter
     parts = (request.account, salt, adapter, sampling.n, sampling.max_tokens, together)
     digest = blake2b(repr(parts).encode("utf-8", "surrogatepass"), digest_size=16)
@@ -189,13 +189,13 @@ class AdmissionControl:
         """Raise RequestError queue_full or deadline_unreachable unless the leader's request may
         wait. The first of several that came together is judged for all.
         """
-        whole = leader.request.whole
-        if whole is None or leader.request.background:
+        group = leader.request.group
+        if group is None or leader.request.background:
             self._judge(leader, now)
             return
-        verdict = self._verdicts.get(whole.id)
+        verdict = self._verdicts.get(group.id)
         if verdict is None:
-            verdict = self._verdicts[whole.id] = _Verdict(whole.requests)
+            verdict = self._verdicts[group.id] = _Verdict(group.requests)
             if len(self._verdicts) > _MOST_VERDICTS:
                 self._verdicts.popitem(last=False)
             try:
@@ -204,7 +204,7 @@ class AdmissionControl:
                 verdict.refusal = error
         verdict.to_come -= 1
         if not verdict.to_come:
-            del self._verdicts[whole.id]
+            del self._verdicts[group.id]
         if verdict.refusal is not None:
             raise verdict.refusal
 

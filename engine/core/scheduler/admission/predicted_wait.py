@@ -120,7 +120,9 @@ class PredictedWait:
 
     @property
     def of_last(self) -> float:
-        """Seconds until a request should board that goes after all that are here now."""
+        """Seconds until a request should board that comes after all that wait now: the published
+        predicted wait.
+        """
         ahead = self._live.n_waiting
         return self._behind(ahead, self._rows_ahead(ahead))
 

@@ -190,11 +190,11 @@ def test_aborted_siblings_give_back_their_places():
 
 def together(name: str, count: int, prompt: int = 2) -> list[EngineRequest]:
     """The requests of one client's that has so many prompts."""
-    whole = RequestGroup(name, count, count * prompt)
+    group = RequestGroup(name, count, count * prompt)
     requests = []
     for number in range(count):
         request = make_request(f"{name}-{number}", [number + 1] * prompt, max_tokens=200)
-        requests.append(msgspec.structs.replace(request, whole=whole))
+        requests.append(msgspec.structs.replace(request, group=group))
     return requests
 
 

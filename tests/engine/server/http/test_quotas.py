@@ -210,5 +210,5 @@ def test_the_prompts_of_one_request_go_to_the_engine_as_one():
     assert run(call(make_app(client), PATH, BODY | {"prompt": ["a", "bcd"]})).status == 200
     assert run(call(make_app(client), PATH, BODY)).status == 200
     first, second, alone = client.requests
-    assert first.whole is not None and first.whole == second.whole and alone.whole is None
-    assert (first.whole.requests, first.whole.prompt_tokens) == (2, 4)
+    assert first.group is not None and first.group == second.group and alone.group is None
+    assert (first.group.requests, first.group.prompt_tokens) == (2, 4)

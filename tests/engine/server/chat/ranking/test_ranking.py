@@ -227,8 +227,8 @@ def test_many_documents_go_in_groups():
     assert found == {
         place: pytest.approx(_sigmoid(3 + len(text) - 7)) for place, text in enumerate(documents)
     }
-    wholes = [each.whole.requests if each.whole else 1 for each in client.requests]
-    assert wholes == [5] * 60
+    groups = [each.group.requests if each.group else 1 for each in client.requests]
+    assert groups == [5] * 60
     assert reply.json()["usage"]["prompt_tokens"] == sum(map(len, documents)) + 3 * 60
 
 
