@@ -112,7 +112,7 @@ class _Figure:
     by_length: bool = False
     #: What comparing at equal load may leave, as a share of the difference of the arms' mean
     #: logarithms of load: by simulations of engines that are equal
-    #: (docs/decisions/0116-speeds-are-compared-at-equal-load.md).
+    #: (docs/decisions/0116-candidates-are-compared-at-equal-load.md).
     drift: float = 0.0
 
     @property
