@@ -30,7 +30,7 @@ class AttentionCase:
     dtype: str = "float32"  # of activations
     pool: str = "float32"  # dtype of the pool
     scales: str = "head"  # or "pool"; for a quantised pool
-    spare: int = 4  # pages that nobody owns, the trash page one of them
+    spare: int = 4  # free pages, the trash page one of them
     value_dim: int = 0  # numbers of a key that are its value; 0: it is one of its own
 
     @property

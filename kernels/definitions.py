@@ -31,7 +31,7 @@ def attention(
 
     q [T, H, D], kv [N, page, 2K, D], kv_lens [S], cu_q [S+1], page_table [S, P], sinks [H], scores
     that join each row's softmax without a value. value_dim > 0: kv [N, page, K, D] of keys alone,
-    whose first numbers are their values, [T, H, value_dim]. Rows of nobody are 0.
+    whose first numbers are their values, [T, H, value_dim]. Padding rows are 0.
     """
     if value_dim:
         kv = np.repeat(kv, 2, axis=2)

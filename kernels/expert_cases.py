@@ -75,7 +75,7 @@ CASES = {
     "biases, clamped": ExpertCase(activation="clamped_silu", biased=True),
     "without gates": ExpertCase(activation="relu2", size=96, inner=80),
     "fp8, without gates": ExpertCase(activation="relu2", schemes=("fp8", "fp8"), size=128),
-    "nobody": ExpertCase(empty=True),
+    "no rows": ExpertCase(empty=True),
 }
 
 

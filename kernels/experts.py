@@ -39,9 +39,9 @@ class Stack(NamedTuple):
 class ExpertBlocks(NamedTuple):
     """Which rows meet which expert; int32."""
 
-    #: [N * B]: the row at each place; T: nobody's, whose numbers are 0.
+    #: [N * B]: the row at each place; T: padding, whose numbers are 0.
     rows: jax.Array
-    #: [N]; X: nobody's, of blocks without rows.
+    #: [N]; X: of blocks without rows.
     experts: jax.Array
     #: []: blocks that hold rows, the first ones.
     count: jax.Array

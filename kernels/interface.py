@@ -285,8 +285,8 @@ class ExpertProducts(Protocol):
 
         Sums are float32; weights in 8 bits are widened to x's dtype on the way, and their scales
         come after the sum, biases after these; MXFP4 is widened with its scales. What stands at
-        places of nobody's rows, and in blocks from the count on, is undefined, and may be no
-        number: nobody may read it.
+        places of padding rows, and in blocks from the count on, is undefined, and may be no
+        number: it must not be read.
         """
         ...
 
@@ -463,7 +463,7 @@ class KernelSet:
     float32_residual: bool = False
     #: True where `matmul`, `gated` and those of int8 and MXFP4 take a `OneOf` for weights.
     takes_one_of: bool = False
-    #: True where they also take `count`, int32: rows from there on are nobody's, and become 0 or
+    #: True where they also take `count`, int32: rows from there on are padding, and become 0 or
     #: what the others become. False where all rows of a shape are computed anyway.
     leaves_out_padding: bool = False
     #: Seconds that this process has spent so far in the kernels of each part of a step, by the
@@ -471,7 +471,7 @@ class KernelSet:
     part_seconds: Callable[[], Mapping[str, float]] | None = None
     #: What the kernels were compiled for, where that is a choice: "avx512_bf16".
     instructions: str = ""
-    #: The set that serves if a kernel of this one is wrong and nobody named this one; None: this
+    #: The set that serves if a kernel of this one is wrong and this one was not named; None: this
     #: one, with the reference's in place of that kernel.
     instead: KernelSet | None = None
 

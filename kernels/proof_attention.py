@@ -69,7 +69,7 @@ class MetaBuilder:
     page_table: np.ndarray
     write_rows: np.ndarray
     positions: np.ndarray
-    free: np.ndarray  # pages that nobody has, in random order
+    free: np.ndarray  # free pages, in random order
     page_size: int
     count: int = 0  # sequences so far
     rows: int = 0  # and their rows

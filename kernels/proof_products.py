@@ -230,7 +230,7 @@ def _present_rows(kernels: KernelSet, sizes: Sequence[int]) -> _Counts:
 
 
 def _counting(product: _Product, kernels: KernelSet, count: Any) -> _Product:
-    """The same product of a step's first `count` rows; of all of them if nobody counted."""
+    """The same product of a step's first `count` rows; of all of them if there is no count."""
     if count is None:
         return product
     return _product_of(kernels.of_rows(count), product.matrix)

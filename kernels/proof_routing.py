@@ -56,7 +56,7 @@ def route_error(
 
 
 def _stands_right(found: Routes, chosen: np.ndarray, n_rows: int) -> bool:
-    """Whether each row stands once in blocks of each of its experts, in order, and nobody else."""
+    """Whether each row stands once in blocks of each of its experts, in order, and no other row."""
     blocks, places = found.blocks, found.places
     nowhere = len(blocks.rows)
     standing = places[:, : len(chosen)].T

@@ -484,7 +484,7 @@ def _merge(carry: _Carry, scores: jax.Array, weigh: Callable[[jax.Array], jax.Ar
 
     A row that has seen nothing yet weighs hidden keys by exp(0); its first visible key multiplies
     all that by exp(HIDDEN - top) = 0. A row that never sees a key (padding) ends as a finite mean
-    that nobody reads.
+    that are not read.
     """
     top = jnp.maximum(carry.top, jnp.max(scores, axis=-1))
     p = jnp.exp(scores - top[..., None])

@@ -314,7 +314,7 @@ def _selected(platform: str, name: str, heads: ServedHeads | None) -> KernelSet:
 
 def _measured_best(kernels: KernelSet, heads: ServedHeads | None) -> KernelSet:
     """The set that attends to prompts quickest on this GPU by `jitney.kernels.prompt_choices`, or
-    `kernels` where nobody measured, or the best cannot run, which a warning says.
+    `kernels` where nothing was measured, or the best cannot run, which a warning says.
     """
     from jitney.kernels.prompt_choices import PromptChoices
 

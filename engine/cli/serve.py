@@ -179,8 +179,8 @@ def _start(
 def _warn_of_closed_pages(keys: AcceptedKeys) -> None:
     if keys.users and not keys.admins:
         _log.warning(
-            "no administrator's key is set: nobody can see metrics, slots, texts, traces, reports, "
-            "the policy lab or other users' requests (set admin_key_file)"
+            "no administrator's key is set: no client can see metrics, slots, texts, traces, "
+            "reports, the policy lab or other users' requests (set admin_key_file)"
         )
 
 

@@ -187,7 +187,7 @@ class Exchange:
     """One request, from the first replica that is tried to the end of its answer."""
 
     client: httpx.AsyncClient
-    candidates: _ModelReplicas
+    replicas: _ModelReplicas
     request: ProxiedRequest
     retries: RetryPolicy = field(default_factory=RetryPolicy)
     #: The stream as the client has it.
@@ -233,7 +233,7 @@ class Exchange:
                 # If its replica is lost now, the client sees the answer cut off.
                 body = joined([bytes(kept)], parts)
                 return ProxiedAnswer(status, headers, body, attempt.share)
-        self.candidates.attempted(attempt.replica, "answered")
+        self.replicas.attempted(attempt.replica, "answered")
         return ProxiedAnswer.whole(status, headers, bytes(kept), attempt.share)
 
     async def _stream(self, attempt: _Attempt) -> AsyncIterator[bytes]:
@@ -243,7 +243,7 @@ class Exchange:
                 try:
                     async for data in self._events(attempt):
                         yield data
-                    self.candidates.attempted(attempt.replica, "answered")
+                    self.replicas.attempted(attempt.replica, "answered")
                     return
                 except ReplicaLost:
                     self._count_loss(attempt.replica)
@@ -306,7 +306,7 @@ class Exchange:
             raise ResumeMismatch("another replica does not answer what one answered that died")
         self._sent.begin_again()
         if self._touched:
-            self.candidates.attempted(attempt.replica, "resumed")
+            self.replicas.attempted(attempt.replica, "resumed")
         return attempt
 
     async def _open_any_or_wait(self) -> _Attempt | _Refusal:
@@ -346,9 +346,9 @@ class Exchange:
         raise RequestError("no engine of this model can be reached", code="restarting")
 
     def _order(self) -> Iterator[Replica]:
-        """The candidates, those that were lost with it last."""
+        """The replicas of the model, those that were lost with it last."""
         lost_before: list[Replica] = []
-        for replica in self.candidates.order(self.request):
+        for replica in self.replicas.order(self.request):
             if replica in self._lost:
                 lost_before.append(replica)
             else:
@@ -373,7 +373,7 @@ class Exchange:
         self._attempt = _Attempt(replica, response, started, share)
         if response.status_code in _FULL:
             return await self._refused(self._attempt)
-        self.candidates.taken(self.request, replica)
+        self.replicas.taken(self.request, replica)
         return self._attempt
 
     async def _send(self, replica: Replica) -> httpx.Response:
@@ -391,7 +391,7 @@ class Exchange:
 
     def _cannot_reach(self, replica: Replica, error: BaseException) -> None:
         """Raises RequestError if too many were lost with the request."""
-        self.candidates.attempted(replica, "unreachable")
+        self.replicas.attempted(replica, "unreachable")
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
             replica.became("gone", f"{type(error).__name__}: {error}"[:200])
         else:  # it may have read the request
@@ -412,12 +412,12 @@ class Exchange:
         if not refusal.final:
             if not self.request.background:  # it may have room for people all the same
                 replica.refused(refusal.retry_s)
-            self.candidates.attempted(replica, "full")
+            self.replicas.attempted(replica, "full")
         return refusal
 
     def _count_loss(self, replica: Replica) -> None:
         """Raises RequestError if this is one too many."""
-        self.candidates.attempted(replica, "died")
+        self.replicas.attempted(replica, "died")
         self._lost.append(replica)
         if self._is_given_up:
             raise RequestError(

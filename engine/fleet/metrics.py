@@ -27,15 +27,15 @@ _OF_READY = frozenset({"replica_predicted_wait_seconds"})
 _GAUGES: Mapping[str, tuple[str, Callable[[Replica], float]]] = {
     "replica_ready": ("1 if the replica takes requests", lambda replica: replica.state == "ready"),
     "replica_open": (
-        "requests of this ingress that somebody waits for, open at the replica",
+        "live requests of this ingress, open at the replica",
         attrgetter("open"),
     ),
     "replica_background": (
-        "requests of this ingress that nobody waits for, open at the replica",
+        "background requests of this ingress, open at the replica",
         attrgetter("lines"),
     ),
     "replica_load": (
-        "requests at the replica that somebody waits for, of everybody",
+        "live requests at the replica, of all its clients",
         attrgetter("load"),
     ),
     "replica_predicted_wait_seconds": (
@@ -68,7 +68,7 @@ class FleetMetrics:
             "choices",
             "requests by router = prefix, by how the replica that took them was found: known "
             "(it was given the beginning of the prompt before), moved (that one had too much to "
-            "do, was full or gone); of beginnings that nobody had: hashed (it belongs to it), "
+            "do, was full or gone); of prefixes that no replica had: hashed (it belongs to it), "
             "spread (the one that it belongs to had no free seat, was full or gone)",
             "model",
             "choice",

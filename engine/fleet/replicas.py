@@ -144,7 +144,7 @@ class Replica:
 
     def share_s(self) -> float:
         """Seconds of it that a request would have had that was always there, split evenly at each
-        moment among all that were, of everybody and with lines of batches.
+        moment among all that were, of all clients and with lines of batches.
         """
         now = self.clock()
         self._share_s += (now - self._share_at) / self._sharing

@@ -148,7 +148,7 @@ def _operands(w: jax.Array | OneOf) -> tuple[jax.Array, ...]:
 
 
 def _counted(x: jax.Array, count: jax.Array | None) -> jax.Array:
-    """int32: how many of x's first rows are multiplied, all of them if nobody counted."""
+    """int32: how many of x's first rows are multiplied, all of them if there is no count."""
     return jnp.int32(x.shape[0]) if count is None else count
 
 

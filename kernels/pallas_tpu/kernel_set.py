@@ -218,7 +218,7 @@ class PallasKernels:
         """Run the kernel: q [T, H, D], pool [N, page, R, W], new [T, R, W] -> (o [T, H, D],
         pool).
         """
-        if not self.interpret:  # else XLA brings a small pool into VMEM first, nobody's pages too
+        if not self.interpret:  # else XLA brings a small pool into VMEM first, free pages too
             pool = pltpu.with_memory_space_constraint(pool, pltpu.HBM)
         queries = fixed.layout.queries(q)
         factors = [] if scales is None else [_by_lanes(scales, fixed.layout.heads)]

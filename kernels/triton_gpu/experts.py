@@ -30,8 +30,8 @@ def _as_multiplied(weights, dtype: tl.constexpr):
 
 @triton.jit
 def _rows_of(lines, inputs, real, SIZE_IN: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Inputs of rows, 0 of nobody's. Where all tiles are whole nothing asks whether there are such
-    inputs, for the registers that this would take.
+    """Inputs of rows, 0 of padding rows. Whole tiles are read without a mask, which would take
+    registers.
     """
     read = real[:, None]
     if SIZE_IN % BLOCK_K != 0:
@@ -153,7 +153,7 @@ def open_experts(
 ):
     """Rows of x [T, I] times gates and ups of their experts [X, I, 2F] -> what the activation makes
     of them, y [N * BLOCK_M, F] in x's dtype. SIZE_OUT: F. MATRICES 1: of ups alone, [X, I, F],
-    which stand for the gates here. Rows of nobody are not written.
+    which stand for the gates here. Padding rows are not written.
 
     Program (block of rows, block of outputs): those of a block are neighbours, and so are the
     blocks of an expert, whose weights the second finds in the cache.

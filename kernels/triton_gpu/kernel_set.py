@@ -93,7 +93,7 @@ class TritonKernels:
     #: (compute capability, padded head dim, bytes per activation, query heads per key head, bytes
     #: per element of the pool) -> tile sizes; a bench tries others.
     tiles: Callable[[int, int, int, int, int], tuple[DecodeTiles, PromptTiles]] = attention_tiles
-    #: Who attends to prompts in place of the kernel here; None: nobody.
+    #: Attention of prompts in place of the kernel here; None: the kernel here.
     prompts: _Prompts | None = None
 
     def paged_attention(
@@ -671,7 +671,7 @@ class TritonKernels:
     def experts(
         self, x: jax.Array, opening: Stack, closing: Stack, blocks: ExpertBlocks, activation: str
     ) -> jax.Array:
-        """See `jitney.kernels.interface.ExpertProducts`; places of nobody's rows are undefined."""
+        """See `jitney.kernels.interface.ExpertProducts`; places of padding rows are undefined."""
         n_places, columns = blocks.rows.shape[0], opening.kernel.shape[-1]
         inner = opened_size(columns, activation)
         opened = self._with_experts(
@@ -747,7 +747,7 @@ class TritonKernels:
         return top_k_top_p.search(self.launch, scaled, top_k, top_p).floor
 
     def pool_scales(self, kv: jax.Array, kv_scales: jax.Array | None) -> tuple[jax.Array, float]:
-        """(float32 [2K] factors, or one nobody reads; the pool's limit). Raises KernelError for
+        """(float32 [2K] factors, or one that is not read; the pool's limit). Raises KernelError for
         what cannot run.
         """
         if kv.dtype in _FP8 and self.launch.sm < _FP8_SINCE:

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-#: What was measured on cards, for everybody who has one: a folder for each `_folder_name`.
+#: What was measured on cards, for other machines that have one: a folder for each `_folder_name`.
 _SHIPPED = Path(__file__).parent / "autotuned"
 #: Where in the folder of compiled programs jax has XLA keep what it measured.
 RESULTS = "xla_gpu_per_fusion_autotune_cache_dir"

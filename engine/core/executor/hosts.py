@@ -50,7 +50,7 @@ class _RunnerWithOthers(Runner):
     """The runner of a host whose steps other hosts take part in."""
 
     def restore(self, error: Exception) -> None:
-        """Whether a step failed on all hosts alike nobody knows, so all start anew."""
+        """A step may have failed on some hosts only, so all of them start anew."""
         raise EngineDead(
             f"a step failed ({type(error).__name__}), and several hosts do not go on after that"
         ) from error
@@ -103,7 +103,7 @@ class Follower:
         self.adapters = adapters
         #: Logits of the step that was run last, if it leaves any.
         self._logits: Array | None = None
-        #: What it brings; nobody reads it, but it says when the step is done.
+        #: Its output, which is not read but says when the step is done.
         self._output: StepOutput | None = None
 
     def do(self, message: messages.Message) -> None:
@@ -167,7 +167,7 @@ class LockstepRunner(_RunnerWithOthers):
     Compiling, warming up and the steps themselves are the same on all of them, in the same order.
     """
 
-    #: What the last step without a row brings; nobody reads it, but it says when that is done.
+    #: Output of the last step without a row, which is not read but says when it is done.
     _last: Any = None
 
     def join(self, barrier: StepBarrier) -> None:

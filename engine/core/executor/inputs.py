@@ -103,7 +103,7 @@ class MaskedRows(NamedTuple):
 
     @classmethod
     def empty(cls, rows: int, vocab: int, seats: int) -> MaskedRows:
-        """Rows of no seat: they choose from all tokens, and nobody reads what."""
+        """Rows of no seat: they choose from all tokens, and the choice is not read."""
         heads = np.empty((rows, MaskedHeads.words()), np.int32)
         heads[:, :_HEAD] = 0, seats, 0, 0
         heads[:, _HEAD:] = np.frombuffer(SAMPLING.bare_argmax, np.int32)
@@ -680,7 +680,7 @@ class BatchBuilder:
 
     def _add_slots(self, rows: _StepRows, plan: Plan) -> None:
         """Where the state of each sequence is read and written; the arrays lack the pool's slot 0,
-        which nobody has. A sequence's drafts are further rows of it.
+        which belongs to no sequence. A sequence's drafts are further rows of it.
         """
         room = _most_saves(plan.bucket, self._drafts)
         drafts: list[int] = []

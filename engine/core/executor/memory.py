@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jitney.engine.core.executor.program import StateSizes
 
 GIB = 1 << 30
-#: Share of a GPU's memory that jax may take, 0.75 if nobody says so: what is left is for the
+#: Share of a GPU's memory that jax may take, 0.75 by default: what is left is for the
 #: driver, for CUDA graphs and for communication. The planner counts on the same share.
 _GPU_SHARE = 0.92
 #: Where jax reads that share from; the second name is its old one.

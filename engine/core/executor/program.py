@@ -423,7 +423,7 @@ class Program:
         seat_tokens: SeatTokens,
         packed: Array,
     ) -> tuple[list[Array], SeatTokens, StepOutput]:
-        """The step of an encoder: nobody's token."""
+        """The step of an encoder, which samples no token."""
         inputs, _ = seat_tokens.fill(layout.split(packed))
         _, hidden, kv = self.forward(leaves, kv, inputs)
         tokens = jnp.zeros((layout.bucket.seats,), jnp.int32)

@@ -78,9 +78,9 @@ class LaunchedStep(msgspec.Struct):
     plan: Plan
     output: StepOutput
     scored: int  #: rows that bring prompt log-probabilities
-    #: float32 [S, E] on the device, see `Program.pool`; None where nobody wants a vector.
+    #: float32 [S, E] on the device, see `Program.pool`; None where no vector is wanted.
     pooled: Array | None = None
-    #: float32 [S, V] on the device, until `choose`; None where nobody needs them.
+    #: float32 [S, V] on the device, until `choose`; None where they are not needed.
     logits: Array | None = None
     #: What was chosen behind the step, and of each row of it that counts: (its number there, its
     #: number among the logit rows).
@@ -413,7 +413,7 @@ class Runner:
         pooled = None
         if self.pools and plan.pools:
             pooled = self._run_pool(plan.bucket, batch.greedy_only, output, batch.packed)
-        # The hidden states are in nobody's way longer than they are read.
+        # Free the hidden states as soon as they are read.
         output = output._replace(hidden=None)
         step = LaunchedStep(plan, output, plan.scored_rows, pooled=pooled)
         _copy_to_host(pooled)

@@ -147,7 +147,7 @@ class SamplerParts:
         self._program = program
         self._state = state
         self._made: dict[int, dict[str, Future[jax.stages.Compiled]]] = {}
-        #: Those that somebody has waited for.
+        #: Those whose results were awaited.
         self._samplers: dict[int, RowSampler] = {}
 
     def start(self, pool: Executor, rows: int) -> Callable[[], RowSampler]:

@@ -46,7 +46,7 @@ class SeatState(NamedTuple):
 
     @classmethod
     def empty(cls, seats: int, vocab: int) -> SeatState:
-        """The state of seats nobody sits in."""
+        """The state of free seats."""
         return cls(
             counts=jnp.zeros((seats, vocab), jnp.int32),
             bias_ids=jnp.full((seats, REQUEST_MOST.biases), vocab, jnp.int32),
@@ -277,12 +277,12 @@ class Sampler:
         # The choice stands in both branches: were it behind them, a branch that changes nothing
         # would still copy all logits, since the model's own are read again afterwards.
         tokens = jax.lax.cond(
-            self.vocabulary.anybody(rows.need(PENALISED | BIASED)),
+            self.vocabulary.any_row(rows.need(PENALISED | BIASED)),
             lambda: choose(self.shape_logits(logits, rows, state)),
             lambda: choose(logits),
         )
         scores = jax.lax.cond(
-            self.vocabulary.anybody(rows.need(SCORED)),
+            self.vocabulary.any_row(rows.need(SCORED)),
             lambda: self.score_tokens(logits, tokens),
             lambda: self.no_scores(tokens),
         )
@@ -299,7 +299,7 @@ class Sampler:
         chosen = self.vocabulary.greedy(logits)
         by_chance = (rows.params["temperature"] > 0) & (chosen >= 0)
         return jax.lax.cond(
-            self.vocabulary.anybody(by_chance),
+            self.vocabulary.any_row(by_chance),
             lambda: jnp.where(by_chance, self._draw(logits, rows), chosen),
             lambda: chosen,
         )
@@ -343,7 +343,7 @@ class Sampler:
         top_k, top_p = rows.params["top_k"], rows.params["top_p"]
         limited = (top_k > 0) | (top_p < 1.0)
         floor = jax.lax.cond(
-            self.vocabulary.anybody(limited),
+            self.vocabulary.any_row(limited),
             lambda: self.vocabulary.threshold(scaled, top_k, top_p, self.top_k_top_p or threshold),
             lambda: jnp.full_like(top_p, -jnp.inf),
         )
@@ -361,7 +361,7 @@ class Sampler:
         return own, ids, jnp.pad(best - total[:, None], room, constant_values=-jnp.inf)
 
     def no_scores(self, tokens: Array) -> _Columns:
-        """Zeros, for tokens [S] whose log-probabilities nobody asked for."""
+        """Zeros, for tokens [S] whose log-probabilities were not requested."""
         shape = (*tokens.shape, self.width)
         return jnp.zeros(tokens.shape), jnp.zeros(shape, jnp.int32), jnp.zeros(shape)
 

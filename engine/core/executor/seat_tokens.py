@@ -129,7 +129,7 @@ class Drafting:
     chance: float = 0.0
 
     def empty(self, seats: int, context: int, page_size: int) -> DraftedTokens:
-        """The tokens of seats nobody sits in. context: most tokens of a sequence."""
+        """The tokens of free seats. context: most tokens of a sequence."""
         nothing = jnp.zeros(seats, jnp.int32)
         drafts = jnp.full((seats, self.count), -1, jnp.int32)
         if self.drafter is None:

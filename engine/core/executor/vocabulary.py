@@ -32,7 +32,7 @@ _INFINITY = 0x7F800000
 class Vocabulary:
     """The columns of arrays [S, V], all on this device; `SplitVocabulary` shares them."""
 
-    def anybody(self, rows: Array) -> Array:
+    def any_row(self, rows: Array) -> Array:
         """Whether any of rows bool [S] needs a part of the sampler, which is left out else."""
         return jnp.any(rows)
 
@@ -107,7 +107,7 @@ class SplitVocabulary(Vocabulary):
     devices: int
     engines: int = 1
 
-    def anybody(self, rows: Array) -> Array:
+    def any_row(self, rows: Array) -> Array:
         # What only some need has sums over devices in it, which those of all engines run or none:
         # XLA joins all devices of a program for some of them, whichever exchange anything.
         found = jnp.any(rows)
@@ -134,10 +134,10 @@ class SplitVocabulary(Vocabulary):
         many sums over the devices."""
         everything = jnp.full_like(top_p, -jnp.inf)
         floor_k = jax.lax.cond(
-            self.anybody(top_k > 0), lambda: self._cut_by_count(scaled, top_k), lambda: everything
+            self.any_row(top_k > 0), lambda: self._cut_by_count(scaled, top_k), lambda: everything
         )
         floor_p = jax.lax.cond(
-            self.anybody(top_p < 1.0),
+            self.any_row(top_p < 1.0),
             lambda: self._cut_by_mass(scaled, top_p, floor_k),
             lambda: everything,
         )

@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) of a matrix, side by side: every row
 of a step is multiplied with all of them, and keeps what its own one gave.
 
-What a row gets depends on nobody else's adapter, since all numbers of all adapters are finite
+A row's result does not depend on other adapters, since all numbers of all adapters are finite
 (`engine.core.weights.checkpoints.adapter`): columns of others are set to 0, and 0 times NaN would
 be NaN. A step has one shape whichever adapters its rows ask for. The price is that of all adapters'
 columns in every step, which are few: eight adapters of rank 16 are 128 columns, beside thousands of

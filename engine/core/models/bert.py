@@ -61,7 +61,7 @@ _UNUSED = ("embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias"
 
 class _Blocks(NamedTuple):
     """The rows of a step in blocks, each of one text alone: a text's rows meet the same keys in the
-    same chunks, whoever is beside it. int32.
+    same chunks, whatever is beside it. int32.
     """
 
     rows: Array  # [N, B] the step's row at each place
@@ -272,7 +272,7 @@ class Bert(nnx.Module):
         """
         n_texts, n_rows = meta.cu_q.shape[0] - 1, tokens.shape[0]
         owners = jnp.searchsorted(meta.cu_q[1:], jnp.arange(n_rows), side="right")
-        texts = jnp.minimum(owners, n_texts - 1)  # rows that pad the step are nobody's
+        texts = jnp.minimum(owners, n_texts - 1)  # rows that pad the step belong to no text
         group = min(max(n_rows // _BLOCK_ROWS, 1), _MOST_BLOCKS)
         blocks = _Blocks.of(meta.cu_q, texts, group)
         x = self._embedded(tokens, meta.positions, meta.cu_q[texts])

@@ -16,7 +16,7 @@ class Hidden:
     """Rows behind the last attention; a pytree of arrays.
 
     No row looks at another any more: the last feed-forward, the final norm and the head are
-    computed for the rows that somebody wants (`Model.logits`, `Model.normed`), of a prompt most
+    computed for the rows that are wanted (`Model.logits`, `Model.normed`), of a prompt most
     often for its last one.
     """
 
@@ -32,7 +32,7 @@ class Hidden:
 
     def broken_sequences(self, cu_q: Array) -> Array:
         """Sequences any of whose rows is not finite: cu_q int32 [S + 1] -> bool [S]. What a row
-        would become only behind the last attention, its token says, and nobody else reads.
+        would become only behind the last attention, its token says, and no other row reads it.
         """
         bad = ~jnp.all(jnp.isfinite(self.states), axis=-1)
         before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(bad.astype(jnp.int32))])

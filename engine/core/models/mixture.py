@@ -2,7 +2,7 @@
 
 A layer's feed-forward is one of many alike, its experts, and a router chooses a few of them for
 each row. Rows are sorted by expert, and multiplied in blocks of one expert each, as many as there
-are: an expert that nobody chose is not read, and rows that pad a step cost nothing. Where the
+are: an expert that no row chose is not read, and rows that pad a step cost nothing. Where the
 kernel set has a kernel for it, that is all blocks at once; else one after the other. A row's
 experts are added in an order of its own, and a kernel set whose products of a row depend on that
 row alone gives it the same numbers alone and in a crowd.
@@ -349,7 +349,7 @@ class Experts(MLP):
                 for array in (blocks.rows, routes.weights)
             )
             block = x.at[at].get(mode="fill", fill_value=0)
-            # Those of a block stand before its places of nobody.
+            # Those of a block stand before its padding.
             own = kernels.of_rows(jnp.sum(at < len(x), dtype=jnp.int32))
             answers = self._answers(block, blocks.experts[number], own)
             return sums.at[at].add(answers * weights[:, None], mode="drop")

@@ -41,7 +41,7 @@ class Packed(NamedTuple):
     """A weight matrix [I, O] in one of the schemes; a pytree of arrays.
 
     Nibble n of int4 stands for (n - zero) * scale, or n * scale + low; with neither, (n - 8) *
-    scale. mxfp4 is what some checkpoints hold (`kernels.mxfp4`); nobody asks for it.
+    scale. mxfp4 is what some checkpoints hold (`kernels.mxfp4`); it cannot be chosen.
     """
 
     #: Names of the schemes that may be asked for; plain is the model's own dtype.

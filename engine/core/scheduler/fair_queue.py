@@ -124,7 +124,7 @@ class FairQueue(WaitingQueue):
         present = sum(1 for account in accounts if account.seated or account.queue.waiting)
         return seats / max(1, present + newcomers)
 
-    def left(self, seq: Sequence) -> None:
+    def gave_seat_back(self, seq: Sequence) -> None:
         """A seat of its tenant is free again."""
         self._account(seq).seated -= 1
 

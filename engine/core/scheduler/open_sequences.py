@@ -164,7 +164,7 @@ class OpenSequences:
 
     def _unseat(self, seq: Sequence, *, ended: bool = True) -> None:
         self.pages.give_back(seq, ended=ended)
-        self.class_of(seq).queue.left(seq)
+        self.class_of(seq).queue.gave_seat_back(seq)
         self.seats.leave(seq)
 
     def start_over(self, seq: Sequence, now: float) -> None:

@@ -14,8 +14,8 @@ from jitney.engine.core.scheduler.sequence import Sequence
 #: Dead entries that a lazily pruned heap may hold beyond its living ones.
 _SLACK = 64
 
-#: Key of the order (`policies`), fresh or preempted, arrival or time of the preemption, index among
-#: its siblings.
+#: Key of the order (arrival, priority or length), fresh or preempted, arrival or time of the
+#: preemption, index among its siblings.
 type _Place = tuple[float, bool, float, int]
 type _Entry = tuple[_Place, int, Sequence]
 #: The same behind the order of magnitude of its rows.
@@ -56,7 +56,7 @@ class WaitingQueue:
         self.expected += seq.expected
 
     def head(self) -> Sequence | None:
-        """The sequence that boards next, unless a short prompt passes it (`Boarding`)."""
+        """The sequence that boards next, unless a short prompt passes it (`Passing`)."""
         heap = self._heap
         while heap and heap[0][2] not in self.waiting:
             heappop(heap)
@@ -108,7 +108,7 @@ class WaitingQueue:
     def charge(self, seq: Sequence, tokens: int) -> None:
         """So many tokens, of its prompt or its output, were computed for a sequence."""
 
-    def left(self, seq: Sequence) -> None:
+    def gave_seat_back(self, seq: Sequence) -> None:
         """A sequence gave back its seat."""
 
     def claimant(self, seats: int) -> Sequence | None:

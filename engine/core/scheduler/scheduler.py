@@ -152,7 +152,7 @@ class Scheduler:
         """Seconds until a request that comes now should board, behind all that wait and all prompts
         that are not computed yet. Takes some microseconds for each seat that is taken.
         """
-        return self._admission.predicted_wait.of_last
+        return self._admission.predicted_wait.behind_all
 
     @property
     def open_adapters(self) -> set[int]:

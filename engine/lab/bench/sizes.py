@@ -1,8 +1,7 @@
 """Threads, seats, token budget and buckets by what steps take on this machine.
 
-A size is worth its longer step as long as each step brings more tokens a second for it, and nobody
-who reads along has to wait. What it comes to against the fixed sizes stands in docs/decisions
-(0094).
+A size is worth its longer step as long as it raises the tokens a second and no client that reads
+along has to wait (docs/decisions/log.md, 94).
 """
 
 from __future__ import annotations

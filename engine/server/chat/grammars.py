@@ -101,4 +101,4 @@ class Grammars:
 
 def _seen(check: asyncio.Task[Checked]) -> None:
     if not check.cancelled():
-        check.exception()  # nobody may be left to ask for it
+        check.exception()  # the request may have ended: retrieve it here

@@ -44,7 +44,7 @@ class Asleep(ResponseModel):
 
 
 class Slot(ResponseModel, kw_only=True):
-    """A seat, with llama.cpp's names where they exist. request_id: null where nobody sits."""
+    """A seat, with llama.cpp's names where they exist. request_id: null if the seat is free."""
 
     id: int
     is_processing: bool

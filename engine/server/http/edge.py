@@ -148,7 +148,7 @@ async def _answer_unrouted(table: RouteTable, request: Request, error: Exception
 def _router_error(table: RouteTable, path: str, error: Exception) -> Exception:
     """The router's error in our words."""
     allowed = table.allowed(path)
-    if allowed:  # else the path is one of the extra routes', or nobody's
+    if allowed:  # else the path is an extra route or unknown
         return HTTPException(405, headers={"allow": ", ".join(allowed)})
     if isinstance(error, HTTPException) and error.status_code == 404:
         message = f"no route {echo(path)} here; /openapi.json lists what there is"

@@ -25,7 +25,7 @@ from prometheus_client.samples import Sample
 from jitney.engine.common.engine_info import EngineInfo, EngineState, KernelProof
 from jitney.engine.config import short
 from jitney.engine.server.device_use import WINDOW_S, DeviceUse
-from jitney.engine.server.process import counters as engine
+from jitney.engine.server.process.counters import Histogram as StepHistogram
 
 if TYPE_CHECKING:
     from jitney.engine.server.http.service import Service
@@ -113,7 +113,7 @@ _GAUGES = {
     "requests_running": ("sequences in a seat", _newest("seats_busy")),
     "requests_waiting": ("sequences waiting for a seat", attrgetter("counters.waiting")),
     "predicted_wait_seconds": (
-        "predicted wait of a request that comes now, for a seat and for the prompts before its own",
+        "predicted wait of a request behind all that wait, for a seat and the prompts before it",
         attrgetter("counters.predicted_wait"),
     ),
     "predicted_wait_limit_seconds": (
@@ -412,11 +412,11 @@ def _gauge(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(f"jitney_{name}", text, value)
 
 
-def _histogram(name: str, text: str, histogram: engine.Histogram) -> Metric:
+def _histogram(name: str, text: str, histogram: StepHistogram) -> Metric:
     return HistogramMetricFamily(f"jitney_{name}", text, *_samples(histogram))
 
 
-def _samples(histogram: engine.Histogram) -> _Samples:
+def _samples(histogram: StepHistogram) -> _Samples:
     """Cumulative buckets as Prometheus wants them, and the sum."""
     bounds = [*map(str, histogram.bounds), "+Inf"]
     return list(zip(bounds, accumulate(histogram.counts), strict=True)), histogram.total

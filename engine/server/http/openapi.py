@@ -36,7 +36,7 @@ _ERRORS = {
     400: "the request is not valid; `param` names the field",
     401: "no key, or one that is not ours",
     403: "the key's role does not suffice, or the request comes from another site's page",
-    404: "there is no such model, file, batch or job, or it is somebody else's",
+    404: "there is no such model, file, batch or job, or it belongs to another key",
     405: "the route does not take this method",
     408: "head or body did not arrive in time",
     409: "the Idempotency-Key of a job was used for another one, or a file that was to be read "

@@ -83,7 +83,7 @@ class _Handshake(SSLProtocol):
             asyncio.get_running_loop(),
             inner,
             context,
-            None,  # type: ignore[arg-type]  # nobody waits for its end
+            None,  # type: ignore[arg-type]  # its end is not awaited
             server_side=True,
             ssl_handshake_timeout=inner.header_timeout_s,  # type: ignore[arg-type]
         )

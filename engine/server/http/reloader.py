@@ -165,7 +165,7 @@ class Reloader:
         if self.keys.needed and not (accepted.users or accepted.admins):
             raise ConfigError(
                 "api_key_file, api_keys, admin_key_file, admin_keys: no key is left, and without "
-                "any everybody would be an administrator; leave one, or start the server anew"
+                "any every client would be an administrator; leave one, or start the server anew"
             )
         if not self.keys.needed and (accepted.users or accepted.admins):
             raise ConfigError(

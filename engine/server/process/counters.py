@@ -76,7 +76,7 @@ class EngineCounters:
     #: Sequences that wait, and their prompt tokens.
     waiting: int = 0
     waiting_tokens: int = 0
-    #: Predicted wait of a new request for a seat and the prompts before its own, seconds.
+    #: Predicted wait of a request behind all that wait now, seconds.
     predicted_wait: float = 0.0
     #: Seconds from one step's result to the next one's, by (kind of step, rows of its program).
     step_seconds: dict[tuple[str, int], Histogram] = field(

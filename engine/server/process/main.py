@@ -272,7 +272,7 @@ def _serve(
                 send(messages.DrainState(drain_state.drained))
         if core.has_work:
             if core.late_plan_slack_s:
-                continue  # there is time for somebody else
+                continue  # give other threads time
             send(core.step())
             idle_ticks = 0
             continue

@@ -240,7 +240,7 @@ class DatabaseKeeper[D: Database](ABC):
 
     def _trouble(self, error: Exception) -> StoreUnavailable:
         """The answer to an error of the disk, which is logged."""
-        # Without the path that an OSError names: whoever may look at the page reads it.
+        # Without the path that an OSError names: all viewers of the page read it.
         reason = getattr(error, "strerror", None) or error
         self._untold.append(f"{self.CONTENTS} cannot be kept ({reason})")
         now = time.monotonic()

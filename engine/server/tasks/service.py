@@ -113,7 +113,7 @@ class InternalRequests:
         return task
 
     async def cancel_by_id(self, id: str, owner: str | None) -> None:
-        """Cancel an owner's batch or job (None: anybody's). Raises HttpError 404, 400 if over."""
+        """Cancel a batch or job of an owner (None: any). Raises HttpError 404, 400 if over."""
         kind = Batch if id.startswith(Batch.ID_PREFIX) else Job
         await self.cancelled(await self._find(kind, id, owner))
 

@@ -119,7 +119,7 @@ class PredictedWait:
         return self._behind(ahead, rows)
 
     @property
-    def of_last(self) -> float:
+    def behind_all(self) -> float:
         """Seconds until a request should board that comes after all that wait now: the published
         predicted wait.
         """

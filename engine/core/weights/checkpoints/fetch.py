@@ -39,7 +39,7 @@ _HUB_WEIGHTS = ["*.safetensors"]
 
 
 def no_progress(stage: str, done: int, total: int, detail: str) -> None:
-    """Progress that nobody watches."""
+    """Progress that is not shown."""
 
 
 def fetch_smollm2(folder: Path | None, progress: Progress) -> Path:
@@ -188,7 +188,7 @@ _UNREACHED = frozenset(
 )
 _WITHOUT_NETWORK = (
     "give a model folder or a .gguf file with --model, or take the default model (smollm2-135m); "
-    "HF_ENDPOINT names another hub, and HF_HUB_OFFLINE=1 takes what is in {cache} and asks nobody"
+    "HF_ENDPOINT names another hub, and HF_HUB_OFFLINE=1 uses only what is in {cache}"
 )
 
 

@@ -318,7 +318,7 @@ class ModelConfig:
         """The model that the first layer behind the last is, see
         `jitney.engine.core.models.prediction`: it attends, and is a mixture if the model is one.
         """
-        assert self.n_prediction_layers  # whoever asks knows that there is one
+        assert self.n_prediction_layers  # callers check that there is one
         experts = self.experts
         if experts is not None:
             experts = replace(experts, dense_layers=frozenset(), dense_size=0)

@@ -52,7 +52,7 @@ class SafetensorsFolder:
     kinds: dict[str, str] = field(default_factory=dict)
     places: dict[str, _Stored] = field(default_factory=dict)
     shards: tuple[str, ...] = ()
-    #: Endings of tensors that nobody reads, which may be of any type.
+    #: Endings of tensors that are not read, which may be of any type.
     unread: tuple[str, ...] = ()
     #: See `is_read`.
     part: str = ""

@@ -181,7 +181,7 @@ def _template_messages(instructions: str | None, items: Iterable[JsonDict]) -> W
         if place % _GROUP == 0:
             yield
     if all(message["role"] == "system" for message in messages):
-        messages.append({"role": "user", "content": ""})  # most templates want somebody to answer
+        messages.append({"role": "user", "content": ""})  # most templates need a user turn
     return messages
 
 

@@ -112,7 +112,7 @@ def test_tenants_are_forgotten_when_they_are_no_better_off_for_it():
         queue.push(seq)
         queue.board(seq)
         queue.charge(seq, number % 3)
-        queue.left(seq)
+        queue.gave_seat_back(seq)
     assert len(queue.counters()) < 200 and len(queue._least) < 200
 
 

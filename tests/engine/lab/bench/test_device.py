@@ -367,7 +367,7 @@ def test_products_with_experts_are_compared_where_a_set_has_them():
     right, wrong = (
         tasks(replace(reference(), name="other", experts=one)) for one in (experts.experts, late)
     )
-    assert {"gelu", "fp8", "nobody", "Qwen3-30B-A3B, blocks of 16, int8"} <= right.keys()
+    assert {"gelu", "fp8", "no rows", "Qwen3-30B-A3B, blocks of 16, int8"} <= right.keys()
     for found, note in ((right, "right"), (wrong, "WRONG")):
         (row,) = found["int8"].run(found["int8"].row)
         assert row.note.startswith(note)
