@@ -52,7 +52,7 @@ class Reporter:
         return SeatMap(ticket, scheduler.seat_map() if seats else [], page_states, windows)
 
     def predicted_wait(self) -> float | None:
-        """Seconds that a newcomer would wait, if it was not reported for a while."""
+        """Predicted wait behind all that wait now, seconds; None if just reported."""
         now = self._clock()
         if now - self._predicted_at < _PREDICT_EVERY_S:
             return None

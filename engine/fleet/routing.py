@@ -93,7 +93,7 @@ class HashRing:
         most = max(spare, _most_load(total, max(1, len(loads)), brake))
         if known is None and total < seats * len(loads):
             most = min(most, seats)
-        full: list[str] = []
+        others: list[str] = []
         for name in _known_first(known, self.walk(key)):
             load = loads.get(name)
             if load is None:
@@ -102,9 +102,9 @@ class HashRing:
             if fits and not gives_way(name):
                 yield name
             else:
-                full.append(name)
-        full.sort(key=lambda name: loads.get(name, math.inf))
-        yield from full
+                others.append(name)
+        others.sort(key=lambda name: loads.get(name, math.inf))
+        yield from others
 
 
 def _most_load(total: float, replicas: int, brake: float = _BRAKE) -> int:

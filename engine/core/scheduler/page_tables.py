@@ -247,9 +247,9 @@ class PageTables:
         seq.scheduled = start = len(shared) * pool.page_size
         seq.most_pages = self.most_of(seq)
         self.most_held[seq.background] += seq.most_pages
-        found = max(0, min(start, seq.n_prompt) - seq.computed_high)
-        seq.cached_tokens += found
-        return found
+        newly_found = max(0, min(start, seq.n_prompt) - seq.computed_high)
+        seq.cached_tokens += newly_found
+        return newly_found
 
     def skip(self, seq: Sequence, start: int) -> None:
         """Take the rows before `start` of a boarding sequence as computed, though it found none."""

@@ -12,7 +12,7 @@ from jitney.engine.common.outputs import FinishReason, PromptLogprobs, SequenceO
 from jitney.engine.core.scheduler.open_sequences import OpenSequences
 from jitney.engine.core.scheduler.plan import REJECTED, Chunk, Plan, StepResult
 from jitney.engine.core.scheduler.queues import WaitingQueue
-from jitney.engine.core.scheduler.sequence import Matcher, Replay, Sequence
+from jitney.engine.core.scheduler.sequence import Matcher, Sequence
 
 _log = logging.getLogger("jitney.core")
 
@@ -166,11 +166,6 @@ class Results:
         """One new token: append it, see whether it ends the sequence, emit both."""
         seq, token = chunk.seq, result.tokens[row]
         seq.in_flight -= 1
-        if seq.replay is not None:
-            self._take_again(seq, seq.replay, token, now)
-            if seq.matcher is not None:
-                seq.matcher.take(seq.tokens, seq.n_prompt)
-            return
         if token < 0:
             self._fail(seq)
             return
@@ -228,36 +223,6 @@ class Results:
             if seq.finish is None:
                 self._sequences.close(seq, "stop")
             output.finish = "stop"
-
-    def _take_again(self, seq: Sequence, replay: Replay, token: int, now: float) -> None:
-        """A token that the client has already came again. If it differs now, the client's tokens
-        are kept, and computed like a prompt.
-        """
-        if replay.stale:
-            self._drop_stale(seq, replay)
-        elif token < 0:
-            self._fail(seq)
-        elif token == replay.tokens[seq.n_output]:
-            seq.tokens.append(token)
-            if seq.n_output == len(replay.tokens):
-                seq.replay = None
-        else:
-            self._keep_replayed(seq, replay, now)
-
-    def _keep_replayed(self, seq: Sequence, replay: Replay, now: float) -> None:
-        """Go on from the client's tokens; what was launched behind another one does not count."""
-        self._sequences.start_over(seq, now)
-        seq.tokens[seq.n_prompt :] = replay.tokens
-        replay.stale = seq.in_flight
-        if not replay.stale:
-            seq.replay = None
-
-    @staticmethod
-    def _drop_stale(seq: Sequence, replay: Replay) -> None:
-        """A token came that follows one which does not count."""
-        replay.stale -= 1
-        if not replay.stale:
-            seq.replay = None
 
     @staticmethod
     def _first_token(seq: Sequence, output: SequenceOutput, now: float) -> None:

@@ -278,7 +278,7 @@ class Scheduler:
         """
         seq = chunk.seq
         if not seq.seated:
-            return  # the token is stale anyway (`Replay`)
+            return  # it was preempted, and computes this row again
         chunk.sits_out = True
         if chunk.draft:
             return

@@ -62,20 +62,6 @@ class OwnPages(NamedTuple):
 
 
 @dataclass(slots=True)
-class Replay:
-    """Output that an earlier core has sent, and that is generated again without sending it.
-
-    Its rows then come of decode steps as they did before, so that what follows is the same to the
-    last bit where a row is the same in every step of its kind.
-    """
-
-    #: All output tokens that were sent.
-    tokens: list[int]
-    #: Tokens on their way that do not count: the one before them came out as another one.
-    stale: int = 0
-
-
-@dataclass(slots=True)
 class WindowPages:
     """The pages of a sequence in a cache group whose layers have a window: taken when their rows
     are planned, given back behind the window. See the fields of `Sequence` for the first group.
@@ -203,8 +189,6 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
     #: Of a pooled prompt: the sum of its rows so far, float64 [E].
     pooled: np.ndarray | None = None
-    #: None: every new token is sent.
-    replay: Replay | None = None
     #: None: any text.
     matcher: Matcher | None = None
     #: Of the request, at hand for each token.
@@ -260,8 +244,6 @@ class Sequence:
     def forget_launched(self) -> None:
         """Forget launched steps, whose results do not come."""
         self.in_flight = self.drafting = 0
-        if self.replay is not None and self.replay.stale:
-            self.replay = None
         # The rows that count as computed before are those of the tokens that are known.
         self.computed_high = min(self.computed_high, len(self.tokens) - 1)
         if self.first_token_at is None:

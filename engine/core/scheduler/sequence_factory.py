@@ -12,10 +12,7 @@ from jitney.engine.common.requests import EngineRequest, RequestLimits, Sampling
 from jitney.engine.core.scheduler.kv_pages import PagePool
 from jitney.engine.core.scheduler.lengths import LengthEstimate
 from jitney.engine.core.scheduler.page_keys import root_of
-from jitney.engine.core.scheduler.sequence import OwnPages, Replay, Sequence
-
-#: Output tokens that are generated again at most. They take as long as they took the first time.
-_MOST_REPLAYED = 512
+from jitney.engine.core.scheduler.sequence import OwnPages, Sequence
 
 
 @dataclass(eq=False)
@@ -93,19 +90,14 @@ class SequenceFactory:
     ) -> list[Sequence]:
         """The sequences that had not ended in an earlier core, with the tokens that they have.
 
-        Where pages of outputs are their own sequence's, short outputs are generated again, see
-        `Replay`. Those that have none come first: the first of all computes the prompt for the
-        others, and its log-probabilities, which those with tokens have sent already.
+        Those that have none come first: the first of all computes the prompt for the others, and
+        its log-probabilities, which those with tokens have sent already.
         """
-        again = not self.pool.share_outputs
         fresh: list[Sequence] = []
         begun: list[Sequence] = []
         for seq, tokens in zip(sequences, outputs, strict=True):
             if tokens:
-                if again and len(tokens) <= _MOST_REPLAYED:
-                    seq.replay = Replay(tokens)
-                else:
-                    seq.tokens += tokens
+                seq.tokens += tokens
                 seq.computed_high = seq.n_prompt + len(tokens) - 1
                 seq.first_token_at = seq.request.arrival
                 seq.scored = seq.n_prompt - 1

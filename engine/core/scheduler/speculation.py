@@ -162,12 +162,10 @@ class Speculation:
 
 
 def _may_draft(seq: Sequence) -> bool:
-    """Tokens that a former core sent are compared one by one. Masks behind drafts are made of those
-    that the host knows, and a step does not wait for slow grammars.
+    """Masks behind drafts are made of those that the host knows, and a step does not wait for slow
+    grammars.
     """
-    if seq.matcher is not None and not (seq.drafts and seq.matcher.checks_drafts):
-        return False
-    return seq.replay is None
+    return seq.matcher is None or bool(seq.drafts and seq.matcher.checks_drafts)
 
 
 def _chance(draft: tuple[float, Sequence]) -> float:

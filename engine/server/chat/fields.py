@@ -132,7 +132,8 @@ FIELDS: Mapping[str, Rule] = {
     "xtc_probability": refused(0, 0.0),
 }
 
-#: Fields of a generation of OpenAI's own routes -> values that ask for nothing.
+#: Fields that only OpenAI's routes implement, and the other APIs refuse -> values that ask for
+#: nothing.
 OPENAI_ONLY: Mapping[str, tuple[JsonValue, ...]] = {
     "guided_choice": (),
     "guided_grammar": (),

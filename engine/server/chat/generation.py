@@ -193,7 +193,7 @@ class Generation:
             self._observe_tokens(choice, output)
         delta = choice.accept(output)
         if choice.finish is not None:
-            self._observe_end(choice, by_core=output.finish is not None)
+            self._end_choice(choice, by_core=output.finish is not None)
         return delta
 
     def _take_prompt_facts(self, number: int, output: SequenceOutput) -> None:
@@ -227,7 +227,10 @@ class Generation:
             if output.queued_s is not None:
                 self._metrics.queue.observe(output.queued_s)
 
-    def _observe_end(self, choice: Choice, *, by_core: bool) -> None:
+    def _end_choice(self, choice: Choice, *, by_core: bool) -> None:
+        """Charge and count a complete choice; the core still computes one that ended by a stop
+        string, and is told to abort it.
+        """
         if not by_core:
             self._client.abort(choice.engine_request.id, choice.sequence, "stop")
         self._quotas.observe(

@@ -138,7 +138,8 @@ class CrashBlame:
                 stream.crashes = 0
             return self.on_trial
         for stream in streams:
-            stream.crashes += stream not in self._waiting
+            if stream not in self._waiting:  # suspects that wait were not in the core
+                stream.crashes += 1
         return None
 
     def core_ready(self, streams: Iterable[Stream]) -> list[Stream]:
