@@ -727,8 +727,8 @@ def whole_model(prefix: str, config):
     return getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
 
 
-def reference(name: str, prefix: str, settings: dict) -> dict:
-    """config.json as transformers writes it, tensor shapes, and float32 logits of ROWS."""
+def made(name: str, prefix: str, settings: dict) -> tuple:
+    """transformers' model of a case in float32, and the case: its config.json and tensor shapes."""
     import torch
     import transformers
 
@@ -764,8 +764,6 @@ def reference(name: str, prefix: str, settings: dict) -> dict:
         state = {key: random_tensor(key, shape, spread) for key, shape in shapes.items()}
         save({key.replace("model.", text, 1): tensor for key, tensor in state.items()}, file)
         model = type(model).from_pretrained(folder, dtype=torch.float32, **options).eval()
-    with torch.no_grad():
-        logits = model(torch.from_numpy(prompt())[None]).logits[0, ROWS].numpy()
     written = json.loads(config.to_json_string(use_diff=True)) | {"architectures": [architecture]}
     case = {
         "config": written,
@@ -773,7 +771,6 @@ def reference(name: str, prefix: str, settings: dict) -> dict:
         "weights_sum": float(
             sum(np.abs(tensor.astype(np.float64)).sum() for tensor in state.values())
         ),
-        "logits": [[round(float(value), 6) for value in row] for row in logits],
     }
     if name in MXFP4:
         case["config"]["quantization_config"] = {"quant_method": "mxfp4"}
@@ -781,6 +778,17 @@ def reference(name: str, prefix: str, settings: dict) -> dict:
         case["config"]["quantization_config"] = FP8_SETTINGS
     if spread != 1.0:
         case["embed_spread"] = spread
+    return model, case
+
+
+def reference(name: str, prefix: str, settings: dict) -> dict:
+    """A case with float32 logits of ROWS, and greedy continuations."""
+    import torch
+
+    model, case = made(name, prefix, settings)
+    with torch.no_grad():
+        logits = model(torch.from_numpy(prompt())[None]).logits[0, ROWS].numpy()
+    case["logits"] = [[round(float(value), 6) for value in row] for row in logits]
     if name in GREEDY:
         case["greedy"] = greedy(model, GREEDY[name])
     if name in CONTEXTS:

@@ -1,0 +1,147 @@
+"""Greedy answers of every family beside those of transformers: 16 prompts of 1 to 640 tokens, 64
+tokens each, in float32, with every kernel set that runs here.
+
+    python docs/benchmarks/greedy_families.py reference FILE [CASE ...]   # with torch, transformers
+    python docs/benchmarks/greedy_families.py compare FILE [CASE ...]     # where jitney is
+
+The models are the tiny random ones of tests/support/make_reference_logits.py with a longer context.
+Tokens of an answer are compared up to the first at which transformers' best two are within 1e-3:
+either may follow a tie. `compare` writes greedy_families.json, case by case; a quarter of an hour
+each on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "greedy_families.json"
+SUPPORT = HERE.parents[1] / "tests" / "support"
+LENGTHS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 300, 377, 512, 640)
+COUNT, TIE = 64, 1e-3
+CONTEXT = 768
+#: Cases that are about a short context.
+LEFT_OUT = ("llama_dynamic", "phi3_short")
+
+
+def script():
+    """tests/support/make_reference_logits.py, which needs neither pytest nor jitney."""
+    path = SUPPORT / "make_reference_logits.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def prompt(length: int, vocab: int) -> list[int]:
+    return np.random.default_rng(length).integers(4, vocab, length).tolist()
+
+
+def continued(model, tokens: list[int]) -> dict[str, list]:
+    """COUNT greedy tokens, each from a whole forward, their log-probabilities, and by how much each
+    logit was above the second one.
+    """
+    import torch
+
+    tokens, logprobs, margins = list(tokens), [], []
+    for _ in range(COUNT):
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
+        best, second = torch.topk(logits, 2).values.tolist()
+        tokens.append(int(logits.argmax()))
+        logprobs.append(float(torch.log_softmax(logits, -1).max()))
+        margins.append(best - second)
+    return {"tokens": tokens[-COUNT:], "logprobs": logprobs, "margins": margins}
+
+
+def make_references(file: Path, names: list[str]) -> None:
+    made = script()
+    cases = json.loads(file.read_text()) if file.exists() else {}
+    for name in names or [name for name in made.CASES if name not in LEFT_OUT]:
+        started = time.perf_counter()
+        prefix, settings = made.CASES[name]
+        longer = settings | {"max_position_embeddings": CONTEXT}
+        model, case = made.made(name, prefix, longer)
+        vocab = made.SIZES["vocab_size"]
+        case["answers"] = [continued(model, prompt(length, vocab)) for length in LENGTHS]
+        cases[name] = case
+        file.write_text(json.dumps(cases))
+        print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
+
+
+def compared(case: dict, folder: str, kernels: str) -> dict:
+    """Tokens that are compared and equal, and the largest distance of a log-probability."""
+    from jitney.engine import LLM, SamplingParams
+
+    llm = LLM(
+        folder,
+        kernels=kernels,
+        dtype="float32",
+        max_seats=8,
+        seat_buckets=[8],
+        token_budget=128,
+        token_buckets=[128],
+        page_size=16,
+        pages=500,
+        context=CONTEXT,
+        weights="auto",
+    )
+    vocab = script().SIZES["vocab_size"]
+    params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True, logprobs=1)
+    outputs = llm.generate([prompt(length, vocab) for length in LENGTHS], params)
+    label = llm.info.kernels.label
+    llm.close()
+    compared = equal = 0
+    largest = 0.0
+    for output, answer in zip(outputs, case["answers"], strict=True):
+        sure = next((i for i, margin in enumerate(answer["margins"]) if margin < TIE), COUNT)
+        own = output.outputs[0]
+        same = np.array(own.token_ids[:sure]) == np.array(answer["tokens"][:sure])
+        compared, equal = compared + sure, equal + int(np.cumprod(same).sum())
+        if same.all() and sure:
+            found = [entry.logprob for entry in (own.logprobs or [])[:sure]]
+            largest = max(largest, float(np.abs(found - np.array(answer["logprobs"][:sure])).max()))
+    return {"kernels": label, "compared": compared, "equal": equal, "logprobs": largest}
+
+
+def compare(file: Path, names: list[str]) -> None:
+    import sys
+
+    sys.path.insert(0, str(SUPPORT))
+    from reference_logits import weights_of, write_folder
+
+    from jitney.engine.common.machine import cpu_name
+
+    references = json.loads(file.read_text())
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"cases": {}}
+    results |= {"cpu": cpu_name(), "date": time.strftime("%Y-%m-%d")}
+    for name in names or references:
+        case = references[name]
+        with tempfile.TemporaryDirectory() as folder:
+            path = write_folder(Path(folder) / name, case["config"], weights_of(case))
+            rows = [compared(case, path, kernels) for kernels in ("auto", "reference")]
+        results["cases"][name] = rows
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        for row in rows:
+            print(f"{name}: {row}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("reference", "compare"))
+    parser.add_argument("file", type=Path)
+    parser.add_argument("cases", nargs="*")
+    args = parser.parse_args()
+    (make_references if args.what == "reference" else compare)(args.file, args.cases)
+
+
+if __name__ == "__main__":
+    main()
