@@ -1,9 +1,11 @@
-"""Takes into model_families.json what the tests of model families measured.
+"""Takes into model_families.json the logits that the tests of model families compared.
 
     JITNEY_TEST_COMPILE=1 python -m pytest -n 0 tests/engine/core/models/test_numerics.py \\
-      tests/engine/core/models/test_families.py -k transformers --junitxml build/families.xml
+      -k transformers --junitxml build/families.xml
     python docs/benchmarks/model_families.py build/families.xml
     python docs/benchmarks/tables.py
+
+Greedy answers come from greedy_families.json.
 
 Cases that the file of results lacks stay as they are; one that failed is taken out. The table of
 docs/models.md has a row for every architecture that is served, with the names of the JSON's
@@ -27,6 +29,7 @@ from jitney.engine.lab.simulation.roofline import SHAPES
 
 HERE = Path(__file__).parent
 FILE = HERE / "model_families.json"
+GREEDY = HERE / "greedy_families.json"
 REFERENCE = HERE.parents[1] / "tests" / "data" / "reference_logits.json"
 _HEADS = (
     "family",
@@ -40,31 +43,24 @@ _HEADS = (
 
 
 def taken_up(proved: Mapping[str, Any], results: ElementTree.Element) -> dict[str, Any]:
-    """The cases as `proved` has them, with those of a file of pytest's results. The kernels of a
-    case are those of its greedy tokens by the default set.
-    """
+    """The cases as `proved` has them, with those of a file of pytest's results."""
     cases = {name: dict(case) for name, case in proved.items()}
     for suite in results.iter("testsuite"):
         for test in suite.iter("testcase"):
             facts = {one.attrib["name"]: one.attrib["value"] for one in test.iter("property")}
-            if "case" not in facts or facts.get("kernels") == "reference":
+            if "case" not in facts:
                 continue
             case = cases.setdefault(facts.pop("case"), {})
             case["date"] = suite.attrib["timestamp"][:10]
             case["jax"] = version("jax")
-            for name, value in facts.items():
-                case[name] = value if name == "kernels" else _number(value)
+            case |= {name: float(f"{float(value):.2g}") for name, value in facts.items()}
     return dict(sorted(cases.items()))
-
-
-def _number(text: str) -> int | float:
-    """A count, or a difference with two digits."""
-    return int(text) if text.isdecimal() else float(f"{float(text):.2g}")
 
 
 def table(content: Mapping[str, Any]) -> Iterator[str]:
     """A row for every architecture that decodes. content: of model_families.json."""
-    proved, compiled, ran = _proved(content["proved"]), _compiled(), _ran_on()
+    greedy = json.loads(GREEDY.read_text())
+    proved, compiled, ran = _proved(content["proved"], greedy["cases"]), _compiled(), _ran_on()
     rows = []
     for architecture, family in FAMILIES.items():
         if family.tiny.get("encoder") is not None:
@@ -83,7 +79,10 @@ def table(content: Mapping[str, Any]) -> Iterator[str]:
     yield from Table(_HEADS, rows).markdown_lines()
     runs = sorted({(case["date"], case["jax"]) for case in content["proved"].values()})
     yield ""
-    yield f"Compared on {', '.join(f'{date} (jax {release})' for date, release in runs)}."
+    yield (
+        f"Logits compared on {', '.join(f'{date} (jax {release})' for date, release in runs)}, "
+        f"greedy answers on {greedy['date']} ({greedy['cpu']})."
+    )
 
 
 def _wrappers_of(architecture: str) -> Iterator[str]:
@@ -93,33 +92,34 @@ def _wrappers_of(architecture: str) -> Iterator[str]:
             yield wrapper
 
 
-def _proved(proved: Mapping[str, Any]) -> defaultdict[str, list[Any]]:
-    """Facts of the cases of each architecture; {} of a case that was not run."""
-    found: defaultdict[str, list[Any]] = defaultdict(list)
+def _proved(
+    proved: Mapping[str, Any], greedy: Mapping[str, Any]
+) -> defaultdict[str, list[dict[str, Any]]]:
+    """Facts of the cases of each architecture: logits, and rows of greedy answers by kernel set."""
+    found: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     for name, case in json.loads(REFERENCE.read_text())["cases"].items():
-        found[case["config"]["architectures"][0]].append(proved.get(name, {}))
+        facts = proved.get(name, {}) | {"greedy": greedy.get(name, [])}
+        found[case["config"]["architectures"][0]].append(facts)
     return found
 
 
-def _figures(cases: list[Any]) -> tuple[str, str]:
-    """Logits and greedy tokens of an architecture's cases."""
+def _figures(cases: list[dict[str, Any]]) -> tuple[str, str]:
+    """Logits and greedy tokens of an architecture's cases; of the kernel set with fewest equal."""
     logits = [case["logits"] for case in cases if "logits" in case]
-    tokens = [case["greedy"] for case in cases if "greedy" in case]
-    apart = [case["logprobs"] for case in cases if "logprobs" in case]
+    rows = [min(case["greedy"], key=lambda row: row["equal"]) for case in cases if case["greedy"]]
+    apart = [row["logprobs"] for case in cases for row in case["greedy"]]
+    equal, compared = (sum(row[name] for row in rows) for name in ("equal", "compared"))
     return (
         f"{max(logits):.0e} ({len(logits)})" if logits else "-",
-        f"{sum(tokens)}, {max(apart):.0e}" if tokens else "-",
+        f"{equal:,} of {compared:,}, {max(apart):.0e}" if rows else "-",
     )
 
 
-def _kernels(cases: list[Any]) -> Iterator[str]:
-    """Kernel sets with which an architecture was compared on a CPU: logits with the reference's,
-    greedy tokens with the engine's own.
-    """
-    sets = [case["kernels"] for case in cases if "kernels" in case]
-    if not sets and any("logits" in case for case in cases):
-        sets = ["reference"]
-    yield from (f"CPU: {name}" for name in dict.fromkeys(sets))
+def _kernels(cases: list[dict[str, Any]]) -> Iterator[str]:
+    """Kernel sets with which an architecture's greedy answers were compared on a CPU."""
+    sets = dict.fromkeys(row["kernels"] for case in cases for row in case["greedy"])
+    if sets:
+        yield f"CPU: {', '.join(sets)}"
 
 
 def _compiled() -> defaultdict[str, dict[str, None]]:
