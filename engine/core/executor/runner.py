@@ -163,7 +163,7 @@ class Runner:
         self.draft_model = draft_model
         self._drafts: DraftPrograms | None = None
         if draft_model is not None:
-            self.program = replace(self.program, leaves_hidden=draft_model.reads_hidden)
+            self.program = replace(self.program, leaves_normed=draft_model.reads_normed)
             self._drafts = draft_model.programs(sizes, self.program, self.leaves)
             self.shapes = replace(self.shapes, draft_kv=self._drafts.pools)
         own = own_mesh(mesh)
@@ -284,11 +284,9 @@ class Runner:
         self.compile_steps(kinds)
         self.compile_seconds += time.perf_counter() - started
         logits = 4 * largest.seats * self.shapes.seats.counts.shape[1]
-        hidden = 0
-        if self.program.leaves_hidden:
-            hidden = largest.tokens * self.config.hidden_size * self._hidden_dtype.itemsize
+        left = 0 if self._drafts is None else largest.tokens * self._drafts.row_bytes
         steps = [StepMemory.of(_name_of(*kind), self.executables[kind]) for kind in kinds]
-        return max(step.temporaries for step in steps) + 2 * (logits + hidden)
+        return max(step.temporaries for step in steps) + 2 * (logits + left)
 
     def program_memory(self) -> ProgramsMemory:
         """Memory of the compiled steps."""
@@ -414,7 +412,7 @@ class Runner:
         if self.pools and plan.pools:
             pooled = self._run_pool(plan.bucket, batch.greedy_only, output, batch.packed)
         # Free the hidden states as soon as they are read.
-        output = output._replace(hidden=None)
+        output = output._replace(hidden=None, for_head=None)
         step = LaunchedStep(plan, output, plan.scored_rows, pooled=pooled)
         _copy_to_host(pooled)
         if plan.masked:
@@ -489,7 +487,7 @@ class Runner:
                 self.leaves, state.kv, state.seat_tokens, state.seats, packed
             )
         if self._drafts is not None:
-            self._drafts.read_hidden(output.hidden)
+            self._drafts.take(output.for_head)
         return output, logits
 
     def exchange(self, arrays: Mapping[ModelPath, Array]) -> None:
@@ -560,7 +558,7 @@ class Runner:
 
     def fetch(self, launched: LaunchedStep) -> StepResult:
         """Wait for what a step brought."""
-        plan, (sampled, broken, scores, _, guessed) = launched.plan, launched.output
+        plan, (sampled, broken, scores, _, guessed, _) = launched.plan, launched.output
         result = _sampled(plan, sampled)
         if guessed is not None:
             result.guessed = np.asarray(guessed)[: plan.logit_rows].tolist()
