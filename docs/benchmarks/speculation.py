@@ -387,7 +387,7 @@ class _Server:
         self.process.wait()
 
     def stream(self, prompt: str, tokens: int) -> list[float]:
-        """Times since the request was sent, of each piece of an answer."""
+        """Times since the request was sent, of each token of an answer; several come at once."""
         body = {
             "model": self.model,
             "messages": [{"role": "user", "content": prompt}],
@@ -395,17 +395,20 @@ class _Server:
             "max_tokens": tokens,
             "ignore_eos": True,
             "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/v1/chat/completions",
             json.dumps(body).encode(),
             {"content-type": "application/json"},
         )
-        began, times = time.perf_counter(), []
+        began, times = time.perf_counter(), list[float]()
         with urllib.request.urlopen(request) as answer:
             for line in answer:
                 if line.startswith(b"data: {"):
-                    times.append(time.perf_counter() - began)
+                    now = time.perf_counter() - began
+                    count = json.loads(line[6:])["usage"]["completion_tokens"]
+                    times += [now] * (count - len(times))
         return times
 
     def tokens_per_second(

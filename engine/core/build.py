@@ -768,6 +768,7 @@ def _make_scheduler(setup: _Setup, runner: Runner) -> Scheduler:
         adapters=frozenset(setup.adapters.values()),
         embedding_pooling=setup.pooling,
         max_drafts=settings.most_drafts,
+        late_drafts=setup.draft is not None,
         encoder=setup.is_encoder,
     )
     return Scheduler(

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from many_devices import run_on_devices
 from reference_logits import SCRIPT
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 
 from jitney.engine import LLM, SamplingParams
 from jitney.engine.common.requests import EngineRequest
@@ -75,6 +77,15 @@ def fed_forward(own: Tensors, name: str, x: np.ndarray) -> np.ndarray:
     return (gate / (1 + np.exp(-gate)) * (x @ own[f"{name}.up_proj"].T)) @ own[
         f"{name}.down_proj"
     ].T
+
+
+def with_bytes(folder: str) -> str:
+    """A model folder, whose tokens become bytes, with which answers can be held to rules."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:VOCAB]
+    tokenizer = Tokenizer(BPE({byte: token for token, byte in enumerate(alphabet)}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(f"{folder}/tokenizer.json")
+    return folder
 
 
 class Watch:
@@ -172,6 +183,15 @@ def check_few_pages(expected: list[Any], llm: LLM, monkeypatch: pytest.MonkeyPat
         (alone,) = answers(llm, MIXED[0], [prompt])
         assert alone.token_ids == expected[0].token_ids
     assert llm.core.runner.compiles == compiled
+
+
+def check_rules(plain: LLM, llm: LLM) -> None:
+    """Sequences that are held to rules, whose tokens are chosen behind the step, check drafts."""
+    params = msgspec.structs.replace(GREEDY, banned_sequences=((5, 6), (7, 7, 7)))
+    before = llm.core.ledger.totals["accepted"]
+    found = answers(llm, params)
+    assert [one.token_ids for one in found] == [one.token_ids for one in answers(plain, params)]
+    assert llm.core.ledger.totals["accepted"] - before > 20
 
 
 def check_several_devices(

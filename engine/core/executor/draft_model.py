@@ -92,6 +92,7 @@ class DraftPrograms:
         self._reads: dict[Bucket, jax.stages.Compiled] = {}
         self._drafts: dict[Bucket, jax.stages.Compiled] = {}
         self._layouts: dict[Bucket, UploadLayout] = {}
+        self._copied = jax.jit(jnp.copy)
 
     def compile(
         self,
@@ -175,6 +176,12 @@ class DraftPrograms:
             np.int32(upload.count),
         )
 
+    def drafted(self, state: DeviceState) -> Array:
+        """The drafts of all seats, int32 [M, K]: a copy, since the next step replaces them."""
+        tokens = state.seat_tokens
+        assert isinstance(tokens, DraftedTokens)  # of an engine that speculates
+        return self._copied(tokens.drafts)
+
     def read(self, bucket: Bucket, packed: Any, state: DeviceState) -> None:
         """Read the rows of the next step, and note what the model expects behind each; replaces
         the donated state. packed: the step's upload.
@@ -191,6 +198,7 @@ class DraftPrograms:
         for bucket in self.drafting(buckets):
             widths = np.zeros(bucket.seats, np.int32)
             self.draft(DraftUpload(bucket, builder.empty(bucket, True), 1, widths), state)
+        self.drafted(state)
 
     def take(self, for_head: Array | None) -> None:
         """Take what the step that was read last left, see `StepOutput.for_head`."""

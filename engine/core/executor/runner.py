@@ -82,6 +82,9 @@ class LaunchedStep(msgspec.Struct):
     pooled: Array | None = None
     #: float32 [S, V] on the device, until `choose`; None where they are not needed.
     logits: Array | None = None
+    #: int32 [M, K] on the device, those that programs beside the step wrote for it; None where
+    #: nobody needs them.
+    drafts: Array | None = None
     #: What was chosen behind the step, and of each row of it that counts: (its number there, its
     #: number among the logit rows).
     chosen: Chosen | None = None
@@ -407,6 +410,9 @@ class Runner:
             self._install(seq)
         if self._drafts is not None and batch.drafting is not None:
             self._drafts.draft(batch.drafting, self.state)
+        drafts = None
+        if self._drafts is not None and any(row.chunk.draft for row in plan.masked):
+            drafts = self._drafts.drafted(self.state)
         output, logits = self.run(plan.bucket, batch.greedy_only, batch.packed)
         pooled = None
         if self.pools and plan.pools:
@@ -416,10 +422,21 @@ class Runner:
         step = LaunchedStep(plan, output, plan.scored_rows, pooled=pooled)
         _copy_to_host(pooled)
         if plan.masked:
-            step.logits = logits
+            step.logits, step.drafts = logits, drafts
+            _copy_to_host(drafts)
         _copy_sampled(output.sampled, logprobs=_wants_logprobs(plan))
         _copy_to_host((output.broken, output.scores if step.scored else None, output.guessed))
         return step
+
+    def learn_drafts(self, launched: LaunchedStep) -> None:
+        """Wait for the drafts of a step's sequences that are held to grammars, if programs beside
+        it wrote them, and note them.
+        """
+        if launched.drafts is None:
+            return
+        drafts = np.asarray(launched.drafts).tolist()
+        for row in launched.plan.masked:
+            row.chunk.seq.drafts = _known(drafts[row.seat])
 
     def choose(self, launched: LaunchedStep, rows: list[MaskedRow], masks: np.ndarray) -> None:
         """Dispatch the program that chooses the tokens of these rows of the last step."""
@@ -612,7 +629,12 @@ def _put_chosen(result: StepResult, chosen: Chosen, rows: list[tuple[int, int]])
         guessed, drafts = np.asarray(chosen.guessed).tolist(), np.asarray(chosen.drafts).tolist()
         for number, row in rows:
             result.guessed[row] = guessed[number]
-            result.drafts[row] = [*takewhile(lambda token: token >= 0, drafts[number])]
+            result.drafts[row] = _known(drafts[number])
+
+
+def _known(drafts: list[int]) -> list[int]:
+    """Those before the first -1."""
+    return [*takewhile(lambda token: token >= 0, drafts)]
 
 
 def _wants_logprobs(plan: Plan) -> bool:

@@ -113,7 +113,7 @@ class ModelCost:
     weights: str = "bf16"
     kv: str = "bf16"
     #: With a model or head that drafts; None: none does.
-    drafter: Drafter | None = None
+    drafter: _Drafter | None = None
 
     def __post_init__(self) -> None:
         for name in (self.weights, self.kv):
@@ -237,7 +237,7 @@ class ModelCost:
 
 
 @dataclass(frozen=True)
-class Drafter:
+class _Drafter:
     """A model or head that drafts: beside each step a pass over its rows, and one more for each
     draft that the step checks of a sequence. Its keys and values have the activations' format.
     """
@@ -251,7 +251,7 @@ class Drafter:
     table_bytes: float = 0.0
 
     @classmethod
-    def named(cls, method: str, name: str, target: ModelConfig, weights: str) -> Drafter | None:
+    def named(cls, method: str, name: str, target: ModelConfig, weights: str) -> _Drafter | None:
         """What `speculative` and `draft_model` name; None: looking drafts up costs nothing.
         weights: the model's format, which its own layer has, too. Raises ModelError and
         ConfigError.
@@ -271,7 +271,7 @@ class Drafter:
         return cls(ModelCost(target.prediction_head, weights), 2 * target.hidden_size**2)
 
     @classmethod
-    def of_eagle3(cls, name: str, target: ModelConfig) -> Drafter:
+    def of_eagle3(cls, name: str, target: ModelConfig) -> _Drafter:
         """The EAGLE-3 head of that folder or repository."""
         from jitney.engine.core import ModelSource
 
@@ -345,7 +345,7 @@ class Roofline:
         ModelError and ConfigError.
         """
         shape = _find_shape(model)
-        drafter = Drafter.named(speculative, draft_model, shape, weights)
+        drafter = _Drafter.named(speculative, draft_model, shape, weights)
         cost = ModelCost(shape, weights, kv, drafter)
         return cls(cost, Accelerator.named(device), count, assumed)
 

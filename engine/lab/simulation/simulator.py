@@ -149,6 +149,9 @@ class VirtualDevice:
             return StepResult.drawn(plan, lambda: self._chance.random() < self._acceptance)
         return StepResult([0] * sum([chunk.sample for chunk in plan.chunks]))
 
+    def learn_drafts(self, launched: _FlyingStep) -> None:
+        """See `choose`."""
+
     def choose(self, launched: _FlyingStep, rows: list[MaskedRow], masks: object) -> None:
         """Simulated answers have no text, so none is held to a grammar."""
         raise ValueError("a simulated request has a grammar")

@@ -18,11 +18,13 @@ from drafting_heads import (
     answers,
     check_drafts,
     check_few_pages,
+    check_rules,
     check_several_devices,
     check_what_is_left,
     fed_forward,
     rms,
     shares_of,
+    with_bytes,
 )
 from reference_logits import DATA, SCRIPT, weights_of, write_folder
 from safetensors.numpy import save_file
@@ -128,7 +130,8 @@ def head_weights() -> Tensors:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_folder(tmp_path_factory.mktemp("model") / "own", CONFIG, target_weights())
+    folder = tmp_path_factory.mktemp("model") / "own"
+    return with_bytes(write_folder(folder, CONFIG, target_weights()))
 
 
 @pytest.fixture(scope="module")
@@ -238,6 +241,10 @@ def test_answers_are_the_same_in_a_crowd_with_few_pages(
 
 def test_what_an_aborted_request_and_a_failed_step_leave_is_not_read(model: str, head: str):
     check_what_is_left(engine(model), drafting(model, head))
+
+
+def test_drafts_are_checked_under_rules(model: str, head: str):
+    check_rules(engine(model), drafting(model, head))
 
 
 def test_several_devices_draft_as_well(model: str, head: str, tmp_path: Path):

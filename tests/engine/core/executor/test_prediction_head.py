@@ -19,11 +19,13 @@ from drafting_heads import (
     answers,
     check_drafts,
     check_few_pages,
+    check_rules,
     check_several_devices,
     check_what_is_left,
     fed_forward,
     rms,
     shares_of,
+    with_bytes,
     with_layer,
 )
 from flax import nnx
@@ -81,7 +83,8 @@ def joint(size: int, spread: float) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_folder(tmp_path_factory.mktemp("model") / "own", CASE["config"], weights())
+    folder = tmp_path_factory.mktemp("model") / "own"
+    return with_bytes(write_folder(folder, CASE["config"], weights()))
 
 
 @pytest.fixture(scope="module")
@@ -247,6 +250,10 @@ def test_answers_are_the_same_in_a_crowd_with_few_pages(
 
 def test_what_an_aborted_request_and_a_failed_step_leave_is_not_read(folder: str):
     check_what_is_left(engine(folder), drafting(folder))
+
+
+def test_drafts_are_checked_under_rules(folder: str):
+    check_rules(engine(folder), drafting(folder))
 
 
 def test_several_devices_draft_as_well(folder: str, tmp_path: Path):
