@@ -6,15 +6,19 @@ import {bytes} from "./dom.js";
 /** A seat's numbers, in the order in which a delta carries them. */
 const NUMBERS = ["index", "n_prompt", "n_computed", "n_output", "max_tokens"];
 const MOST_NOTES = 50;
+/** For how long a page shows at least that a seat got several tokens at once. */
+const LEAP_MS = 150;
 /** States without an engine that serves. */
 const GONE = ["loading", "restarting", "dead"];
 
-/** The seats as arrays with one entry a seat: state (its place in hello.seat_states), request, and NUMBERS. */
+/** The seats as arrays with one entry a seat: state (its place in hello.seat_states), request, NUMBERS, and leapt, when
+ *  it got more tokens than one a step (performance.now()), 0 some time later. */
 export class Seats {
   constructor(count) {
     this.count = count;
     this.state = new Uint8Array(count);
     this.request = new Array(count).fill(null);
+    this.leapt = new Float64Array(count);
     for (const name of NUMBERS) {
       this[name] = new Int32Array(count);
     }
@@ -34,16 +38,25 @@ export class Seats {
 
   /** One row of a delta's "seats". */
   set([seat, state, request, ...numbers]) {
+    const goesOn = this.state[seat] === state && this.request[seat] === request;
+    const before = goesOn ? this.n_output[seat] : Infinity;
     this.state[seat] = state;
     this.request[seat] = request;
     NUMBERS.forEach((name, i) => {
       this[name][seat] = numbers[i];
     });
+    if (this.n_output[seat] > before) {
+      this.leapt[seat] = performance.now();
+    }
   }
 
   /** Every generating sequence made one token a step; what differs from that comes by name. */
   advance(steps, decode) {
+    const since = performance.now() - LEAP_MS;
     for (let i = 0; i < this.count; i++) {
+      if (this.leapt[i] < since) {
+        this.leapt[i] = 0;
+      }
       if (this.state[i] === decode) {
         this.n_output[i] += steps;
         this.n_computed[i] = this.n_prompt[i] + this.n_output[i] - 1;

@@ -14,7 +14,8 @@ const SIZES = [
   {most: Infinity, gap: 2, least: 14, height: 14},
 ];
 
-/** What the grid shows of a moment: state[i] (place in states), request(i), index(i), reached(i) of end(i). */
+/** What the grid shows of a moment: state[i] (place in states), request(i), index(i), reached(i) of end(i), and of a
+ *  moment of now leapt(i), see engine.js. */
 export function momentOf(engine) {
   const {seats, states} = engine;
   if (!seats) {
@@ -30,6 +31,7 @@ export function momentOf(engine) {
     index: (i) => seats.index[i],
     reached: (i) => (reading(i) ? seats.n_computed[i] : seats.n_output[i]),
     end: (i) => (reading(i) ? seats.n_prompt[i] : seats.max_tokens[i]),
+    leapt: (i) => seats.leapt[i],
   };
 }
 
@@ -119,7 +121,11 @@ export class SeatGrid {
   }
 
   drawCell(context, seat, large, ratio) {
-    const [x, y] = this.place(seat);
+    const [x, ground] = this.place(seat);
+    const {width, height, gap} = this.cell;
+    const y = ground - (this.jumps(seat) ? gap : 0);
+    context.setTransform(ratio, 0, 0, ratio, 0, 0);
+    context.clearRect(x, ground - gap, width, height + gap);
     if (large) {
       this.drawWords(context, seat, x * ratio, y * ratio, ratio);
     } else {
@@ -138,6 +144,11 @@ export class SeatGrid {
     }
   }
 
+  /** Whether several tokens came with a step, since drafts were right: its cell is drawn higher for a moment. */
+  jumps(seat) {
+    return this.moment.leapt?.(seat) > 0;
+  }
+
   level(seat) {
     const end = this.moment.end(seat);
     return end ? Math.min(LEVELS, Math.floor((LEVELS * this.moment.reached(seat)) / end)) : 0;
@@ -147,7 +158,8 @@ export class SeatGrid {
   appearance(seat, large) {
     const {state, gone} = this.moment;
     const code = gone ? -1 : state[seat];
-    const rough = (code * (LEVELS + 1) + this.level(seat)) * 2 + this.marked(seat);
+    const looks = (code * (LEVELS + 1) + this.level(seat)) * 2 + this.marked(seat);
+    const rough = looks * 2 + this.jumps(seat);
     return large ? `${rough} ${this.moment.reached(seat)} ${this.moment.end(seat)}` : rough;
   }
 
@@ -188,13 +200,13 @@ export class SeatGrid {
 
   place(seat) {
     const {columns, width, height, gap} = this.cell;
-    return [(seat % columns) * (width + gap), Math.floor(seat / columns) * (height + gap)];
+    return [(seat % columns) * (width + gap), Math.floor(seat / columns) * (height + gap) + gap];
   }
 
   at(x, y) {
     const {columns, width, height, gap} = this.cell;
     const column = Math.floor(x / (width + gap));
-    const seat = Math.floor(y / (height + gap)) * columns + column;
+    const seat = Math.floor((y - gap) / (height + gap)) * columns + column;
     const inRow = column >= 0 && column < columns;
     const inGrid = seat >= 0 && seat < (this.moment?.count ?? 0);
     return inRow && inGrid ? seat : -1;

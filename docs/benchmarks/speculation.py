@@ -2,9 +2,9 @@
 step costs with more rows.
 
     python docs/benchmarks/speculation.py equality [--requests 10000] [--first 0] [--draft MODEL]
-        [--mtp] [--model tiny-random]
+        [--mtp] [--eagle3 [FOLDER]] [--model tiny-random]
     python docs/benchmarks/speculation.py speed [--model smollm2-135m] [--rounds 3] [--draft MODEL]
-        [--mtp]
+        [--mtp] [--eagle3 FOLDER]
     python docs/benchmarks/speculation.py rows [--model smollm2-135m]
 
 equality: random requests (greedy, sampled, grammars, banned words, penalties, log-probabilities, n,
@@ -12,8 +12,9 @@ biases, adapters, few pages, aborts, deaths) to both engines in this process, nu
 on, of a model of random weights (tiny-random:qwen3_5 and others); every token is compared. speed:
 both behind HTTP on this machine, in turns, greedy streams: texts that repeat their prompt, alone;
 free text, alone and 32 at a time. rows: decode steps of 1, 2, 4 and 8 rows. Drafts are looked up,
-or made by the model that --draft names, in the format that --draft-weights names, or with --mtp by
-the model's own head (tiny-random:deepseek_v3).
+or made by the model that --draft names, in the format that --draft-weights names, with --mtp by the
+model's own head (tiny-random:deepseek_v3), or with --eagle3 by the head in FOLDER (for tiny-random
+one of random weights, which is hardly ever right).
 
 Speeds move with the machine: only ratios of one run say something.
 """
@@ -73,6 +74,7 @@ def main() -> None:
     parser.add_argument("--draft", default="")
     parser.add_argument("--draft-weights", default="auto")
     parser.add_argument("--mtp", action="store_true")
+    parser.add_argument("--eagle3", nargs="?", const="random", default="")
     args = parser.parse_args()
     drafting: dict[str, Any] = {"speculative": "ngram"}
     if args.draft:
@@ -80,6 +82,8 @@ def main() -> None:
         drafting = {"speculative": "draft", "draft_model": args.draft, "draft_weights": weights}
     if args.mtp:
         drafting = {"speculative": "mtp"}
+    if args.eagle3:
+        drafting = {"speculative": "eagle3", "draft_model": args.eagle3}
     print(cpu_name())
     if args.what == "equality":
         compare_answers(args.model or "tiny-random", args.first, args.requests, drafting)
@@ -241,12 +245,51 @@ def write_adapter(folder: Path) -> Path:
     return folder
 
 
+def write_eagle3(folder: Path) -> str:
+    """An EAGLE-3 head of random numbers for `tiny-random`, which drafts half of its tokens."""
+    draw, size, tokens = np.random.default_rng(2), 64, 256
+    shapes = {
+        "fc": (size, 3 * size),
+        "lm_head": (tokens, size),
+        "midlayer.mlp.down_proj": (size, 2 * size),
+        "midlayer.mlp.gate_proj": (2 * size, size),
+        "midlayer.mlp.up_proj": (2 * size, size),
+        "midlayer.self_attn.k_proj": (size // 2, 2 * size),
+        "midlayer.self_attn.o_proj": (size, size),
+        "midlayer.self_attn.q_proj": (size, 2 * size),
+        "midlayer.self_attn.v_proj": (size // 2, 2 * size),
+    }
+    arrays = {
+        f"{name}.weight": draw.normal(0, shape[1] ** -0.5, shape).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+    for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+        arrays[f"midlayer.{norm}.weight"] = np.ones(size, np.float32)
+    arrays |= {"norm.weight": np.ones(size, np.float32), "d2t": np.arange(tokens)}
+    folder.mkdir()
+    save_file(arrays, folder / "model.safetensors")
+    config = {
+        "draft_vocab_size": tokens,
+        "eagle_aux_hidden_state_layer_ids": [0, 1, 1],
+        "hidden_size": size,
+        "intermediate_size": 2 * size,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": 2,
+        "vocab_size": 2 * tokens,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
 def compare_answers(model: str, first: int, count: int, drafting: dict[str, Any]) -> None:
     """Print how many sequences differ; an aborted one may have come further in one engine."""
     found: list[dict[tuple[str, int], _Answer]] = []
     with TemporaryDirectory() as folder:
         adapted = model == "tiny-random"  # whose shapes the adapter has
         adapter = write_adapter(Path(folder) / "adapter")
+        if drafting.get("draft_model") == "random":
+            drafting = drafting | {"draft_model": write_eagle3(Path(folder) / "head")}
         engines: list[dict[str, Any]] = [{"speculative": "off"}, drafting]
         for settings in engines:
             llm = LLM(
@@ -344,7 +387,7 @@ class _Server:
         self.process.wait()
 
     def stream(self, prompt: str, tokens: int) -> list[float]:
-        """Times since the request was sent, of each piece of an answer."""
+        """Times since the request was sent, of each token of an answer; several come at once."""
         body = {
             "model": self.model,
             "messages": [{"role": "user", "content": prompt}],
@@ -352,17 +395,20 @@ class _Server:
             "max_tokens": tokens,
             "ignore_eos": True,
             "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/v1/chat/completions",
             json.dumps(body).encode(),
             {"content-type": "application/json"},
         )
-        began, times = time.perf_counter(), []
+        began, times = time.perf_counter(), list[float]()
         with urllib.request.urlopen(request) as answer:
             for line in answer:
                 if line.startswith(b"data: {"):
-                    times.append(time.perf_counter() - began)
+                    now = time.perf_counter() - began
+                    count = json.loads(line[6:])["usage"]["completion_tokens"]
+                    times += [now] * (count - len(times))
         return times
 
     def tokens_per_second(

@@ -326,22 +326,24 @@ class EngineSection(Section):
     prompt_logprobs); this many are computed whenever any are asked for
     """
 
-    speculative: Literal["off", "ngram", "draft", "mtp"] = "off"
+    speculative: Literal["off", "ngram", "draft", "mtp", "eagle3"] = "off"
     """check drafts of the next tokens in further rows of steps, where that is measured to pay; no
     token of an answer changes, but for near ties where last bits depend on a step's rows (see
     product_rows); ngram: drafts what followed the same tokens before, in prompt or answer; draft: a
     small model drafts (draft_model); mtp: the layer behind the model's last drafts, if its files
-    have one (DeepSeek-V3, GLM-4.7-Flash, Qwen3.5), on one device; for engines on one host;
-    recurrent layers keep a state more in each seat for each of speculative_tokens
+    have one (DeepSeek-V3, GLM-4.7-Flash, Qwen3-Next, Qwen3.5); eagle3: an EAGLE-3 head
+    drafts (draft_model); for engines on one host; recurrent layers keep a state more in each seat
+    for each of speculative_tokens
     """
 
     draft_model: str = ""
     """with speculative draft: a small model with the tokens of the served one, named as in model;
-    it reads whatever the served model computes, and has as many pages
+    with eagle3: the folder or repository of a head that was trained with it; it reads whatever the
+    served model computes, and has as many pages
     """
 
     draft_weights: _Weights = "auto"
-    """with speculative draft: format of the draft model's matrices, as weights"""
+    """with speculative draft or eagle3: format of the matrices of draft_model, as weights"""
 
     speculative_tokens: int = Field(default=7, ge=1, le=7)
     """most drafts that a sequence checks in a step"""
@@ -496,12 +498,14 @@ class EngineSection(Section):
                 f"prompt_lookup_min ({self.prompt_lookup_min}) must not exceed prompt_lookup_max "
                 f"({self.prompt_lookup_max})"
             )
-        if self.speculative == "draft" and not self.draft_model:
-            raise ValueError("speculative draft needs draft_model, a small model that drafts")
-        if self.draft_model and self.speculative != "draft":
+        drafts_by_model = self.speculative in ("draft", "eagle3")
+        if drafts_by_model and not self.draft_model:
+            kind = "a small model" if self.speculative == "draft" else "an EAGLE-3 head"
+            raise ValueError(f"speculative {self.speculative} needs draft_model, {kind}")
+        if self.draft_model and not drafts_by_model:
             raise ValueError(
-                f"draft_model {self.draft_model} is for speculative draft, not "
-                f"{self.speculative}: set that, or leave it out"
+                f"draft_model {self.draft_model} is for speculative draft and eagle3, not "
+                f"{self.speculative}: set one of these, or leave it out"
             )
         if self.speculative == "off":
             if self.speculative_acceptance:
@@ -510,11 +514,6 @@ class EngineSection(Section):
                     "ngram, not off: leave it at 0"
                 )
             return self
-        if self.speculative == "mtp" and self.tensor_parallel > 1:
-            raise ValueError(
-                f"speculative mtp is for one device: leave it off with tensor_parallel "
-                f"{self.tensor_parallel}"
-            )
         for name in ("data_parallel", "n_hosts"):
             if getattr(self, name) > 1:
                 raise ValueError(
@@ -590,6 +589,11 @@ class EngineSection(Section):
             variables["CUDA_VISIBLE_DEVICES"] = self.device
             variables["TPU_VISIBLE_DEVICES"] = self.device
         return variables
+
+    @property
+    def most_drafts(self) -> int:
+        """Drafts of a sequence in a step at most."""
+        return 0 if self.speculative == "off" else self.speculative_tokens
 
     @property
     def devices_here(self) -> int:

@@ -116,6 +116,7 @@ _METHODS = {
     "deepseek_mtp": "mtp",
     "glm4_moe_lite_mtp": "mtp",
     "qwen3_5_mtp": "mtp",
+    "qwen3_next_mtp": "mtp",
 }
 _DRAFTS = _MappedObject(
     {

@@ -156,7 +156,7 @@ class _Setup:
     context: int
     #: The other hosts; None if there are none.
     hosts: Hosts | None
-    #: The model that drafts; None: none does.
+    #: The files of what drafts, the model's own for its head; None: no model does.
     draft: ModelSource | None = None
     #: Name -> number of the configuration's adapters.
     adapters: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -311,7 +311,8 @@ def _build(
 ) -> _Built:
     defaults = sampling_defaults(config.sampling, source)
     setup = _setup_on(start_jax(config, hosts), config, source, hosts)
-    setup = replace(setup, draft=ModelSource.draft_of(config, _staged(progress)))
+    draft = ModelSource.draft_of(config, setup.source.config, _staged(progress))
+    setup = _with_draft(setup, draft)
     if numbers:
         setup = replace(setup, adapters=numbers)
     kernels = _choose_kernels(setup)
@@ -337,6 +338,16 @@ def _build(
     if adapters is not None and not follows:
         manager = _manage_adapters(setup, adapters, runner, kernels, alone)
     return _Built(setup, runner, alone, manager, info, None if adapters is None else adapters[0])
+
+
+def _with_draft(setup: _Setup, draft: ModelSource | None) -> _Setup:
+    """With what drafts: the model itself has its own head, and notes what an EAGLE-3 head reads."""
+    if setup.settings.speculative == "mtp":
+        return replace(setup, draft=setup.source)
+    if draft is None or draft.config.eagle3 is None:
+        return replace(setup, draft=draft)
+    model = replace(setup.source.config, noted_layers=draft.config.eagle3.layers)
+    return replace(setup, source=replace(setup.source, config=model), draft=draft)
 
 
 def _load_adapters(setup: _Setup, model: Model) -> tuple[AdapterBank, list[LoadedAdapter]] | None:
@@ -560,20 +571,22 @@ def _load(setup: _Setup, kernels: KernelSet, progress: _Report) -> Model:
 def _load_draft(
     setup: _Setup, target: Model, kernels: KernelSet, progress: _Report
 ) -> DraftModel | None:
-    """The model that drafts, laid out, if there is one. Its kernels need no proof: where they are
-    wrong, so are the drafts, and no answer changes. Raises ConfigError for another vocabulary.
+    """What drafts, laid out, if anything does: a model, or a head. Its kernels need no proof: where
+    they are wrong, so are the drafts, and no answer changes. Raises ConfigError for another
+    vocabulary.
     """
-    if setup.settings.speculative == "mtp":
-        return _load_head(setup, target, kernels, progress)
-    source = setup.draft
+    source, method = setup.draft, setup.settings.speculative
     if source is None:
         return None
-    check_vocabulary(setup.source, source)
-    context = min(setup.context, source.config.context_length)
-    config = replace(source.config, context_length=context)
-    kernels = _kernels_for(setup, config, setup.dtype)
-    weights = setup.settings.draft_weights
-    with in_one_line("loading the draft model"):
+    if method == "mtp":
+        config, weights = source.config.prediction_head, setup.config.model.weights
+    else:
+        config, weights = source.config, setup.settings.draft_weights
+        kernels = _kernels_for(setup, config, setup.dtype)
+    if method == "draft":
+        check_vocabulary(setup.source, source)
+        config = replace(config, context_length=min(setup.context, config.context_length))
+    with in_one_line("loading what drafts"):
         model = load_model(
             source,
             config,
@@ -585,30 +598,11 @@ def _load_draft(
     _lay_out(model, kernels, setup.mesh)
     _log.info(
         "drafts by %s, which reads every row: it has %.2g of the model's parameters",
-        source.name,
+        "the model's own layer for them" if method == "mtp" else source.name,
         count_parameters(model) / count_parameters(target),
     )
-    return DraftModel(model, kernels)
-
-
-def _load_head(setup: _Setup, target: Model, kernels: KernelSet, progress: _Report) -> DraftModel:
-    """The model's prediction head, laid out."""
-    weights = setup.config.model.weights
-    with in_one_line("loading the layer that drafts"):
-        head = load_model(
-            setup.source,
-            setup.source.config.prediction_head,
-            setup.dtype,
-            _staged(progress),
-            storage=WeightStorage.choose(weights, setup.device.platform, kernels),
-        )
-    _lay_out(head, kernels, setup.mesh)
-    _log.info(
-        "drafts by the model's own layer for them, which reads every row: it has %.2g of the other "
-        "parameters",
-        count_parameters(head) / count_parameters(target),
-    )
-    return HeadModel(head, kernels)
+    kind = DraftModel if method == "draft" else HeadModel
+    return kind(model, kernels)
 
 
 def _prove(setup: _Setup, model: Model, kernels: KernelSet) -> tuple[KernelSet, list[KernelProof]]:
@@ -648,7 +642,7 @@ def _make_buckets(setup: _Setup, kernels: KernelSet) -> Buckets:
         on_device=setup.device.platform != "cpu",
         smallest=_smallest_bucket(kernels),
     )
-    return buckets.with_drafts(setup.drafting.count) if setup.drafting else buckets
+    return buckets.with_drafts(settings.most_drafts)
 
 
 def _padding_is_free(setup: _Setup, model: Model, kernels: KernelSet) -> bool:
@@ -773,7 +767,8 @@ def _make_scheduler(setup: _Setup, runner: Runner) -> Scheduler:
         context_length=setup.context,
         adapters=frozenset(setup.adapters.values()),
         embedding_pooling=setup.pooling,
-        max_drafts=setup.drafting.count if setup.drafting else 0,
+        max_drafts=settings.most_drafts,
+        late_drafts=setup.draft is not None,
         encoder=setup.is_encoder,
     )
     return Scheduler(

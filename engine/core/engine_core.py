@@ -63,6 +63,12 @@ class _StepRunner(Protocol):
         """
         ...
 
+    def learn_drafts(self, launched: Any) -> None:
+        """Have sequences that are held to grammars know the drafts that a launched step checks of
+        them (`Sequence.drafts`), where they did not know them before. Called before `choose`.
+        """
+        ...
+
     def choose(self, launched: Any, rows: list[MaskedRow], masks: Any) -> None:
         """Choose the tokens of these rows of a step that was launched, under masks: int32 [rows,
         ceil(V / 32)], a bit for each token. Called before any other step is launched.
@@ -292,6 +298,10 @@ class EngineCore:
         are known; the device computes the step meanwhile.
         """
         assert self.intake.grammars is not None  # which alone makes matchers
+        try:
+            self.runner.learn_drafts(flight.launched_step)
+        except Exception as error:
+            return _Failure(flight.plan, error)
         masks = self.intake.grammars.masks(flight.plan)
         for seq, reason, error in masks.endings:
             self.scheduler.end(seq, reason, error)

@@ -55,8 +55,9 @@ class Equipment:
         def report(stage: str, done: int, total: int, detail: str) -> None:
             self.display.progress(Progress(stage, done, total, detail))
 
-        ModelSource.draft_of(self.config, report)  # the engine finds it fetched
-        return ModelSource.of(self.config, report)
+        source = ModelSource.of(self.config, report)
+        ModelSource.draft_of(self.config, source.config, report)  # the engine finds it fetched
+        return source
 
     async def equip(self, service: Service, source: ModelSource) -> tuple[Tokenizer, EngineInfo]:
         """Prepare the service and wait until the engine is ready. Raises JitneyError."""

@@ -187,6 +187,29 @@ def test_a_scripted_trip_is_shown_look_by_look(client, open_page):
     assert open_page.problems == []
 
 
+#: Whether anything is drawn in the gap above a seat's cell.
+ABOVE = """([seat, drawn]) => {
+    const canvas = document.getElementById("seats"), gap = 5;
+    const width = Math.floor(Math.min(76 * 2.4, (canvas.clientWidth + gap) / 4 - gap));
+    const x = (seat * (width + gap) + width / 2) * devicePixelRatio;
+    const {data} = canvas.getContext("2d").getImageData(x, 2 * devicePixelRatio, 1, 1);
+    return (data[3] > 0) === drawn;
+}"""
+
+
+def test_a_seat_that_got_several_tokens_in_a_step_jumps(client, open_page):
+    page = open_page.page
+    with visit(page, client):
+        show(page, "requests")
+        for output in (1, 5):
+            tokens = {"n_prompt": 3, "n_computed": 2 + output, "n_output": output}
+            client.seat(2, "decode", "one", max_tokens=9, pages=1, **tokens)
+            says(page, "headline", "Full: all 4 seats taken, 2 waiting, continuous")
+            page.wait_for_function(ABOVE, arg=[2, output > 1])
+        page.wait_for_function(ABOVE, arg=[2, False])
+    assert open_page.problems == []
+
+
 def test_rates_are_differences(client, open_page):
     page = open_page.page
     with visit(page, client):

@@ -242,6 +242,9 @@ class FakeRunner:
             guesses.append((token + wrong) % VOCAB)
         return guesses
 
+    def learn_drafts(self, launched: StepResult) -> None:
+        pass
+
     def choose(self, launched: StepResult, rows: list[MaskedRow], masks: np.ndarray) -> None:
         assert launched is self._launched[-1], "tokens are chosen behind the newest step"
         chosen: dict[int, int] = {}

@@ -302,14 +302,19 @@ def adapted(devices: int) -> np.ndarray:
     return np.array([output.outputs[0].token_ids for output in outputs])
 
 
-def drafted(devices: int, speculative: str) -> dict[str, np.ndarray]:
+def drafted(
+    devices: int,
+    speculative: str,
+    draft_model: str = "",
+    model: str = "tiny-random",
+    prompts: list[list[int]] | None = None,
+) -> dict[str, np.ndarray]:
     """Greedy tokens of two prompts, and how many rows read right drafts and wrong ones."""
-    draft = {"draft_model": "tiny-random"} if speculative == "draft" else {}
-    sizes: dict[str, Any] = {**_FEW_SIZES, "speculative": speculative, **draft}
+    drafting: dict[str, Any] = {"speculative": speculative, "draft_model": draft_model}
     with many_heads(), mock.patch.object(Runner, "_compile_steps", await_use):
-        llm = LLM("tiny-random", tensor_parallel=devices, **sizes)
+        llm = LLM(model, tensor_parallel=devices, **_FEW_SIZES, **drafting)
         params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-        outputs = llm.generate(drawn_prompts(2, 11), params)
+        outputs = llm.generate(prompts or drawn_prompts(2, 11), params)
     llm.core.check()
     totals = llm.core.ledger.totals
     return {

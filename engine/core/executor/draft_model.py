@@ -27,7 +27,6 @@ from jax.sharding import Mesh
 from jitney.engine.core.executor.inputs import BatchBuilder, UploadLayout
 from jitney.engine.core.executor.program import DeviceState, Program, StateSizes
 from jitney.engine.core.executor.seat_tokens import DraftedTokens
-from jitney.engine.core.models.hidden import Hidden
 from jitney.engine.core.models.protocol import Model
 from jitney.engine.core.models.sharding import WHOLE
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
@@ -55,8 +54,8 @@ class DraftModel(NamedTuple):
         return sum(self.sizes(target).page_bytes(self.model.config, self.kernels))
 
     @property
-    def reads_hidden(self) -> bool:
-        """It reads the target's hidden states, not only its tokens."""
+    def reads_normed(self) -> bool:
+        """It reads the target's hidden states behind the final norm, not only its tokens."""
         return False
 
     def programs(self, sizes: StateSizes, target: Program, leaves: list[Array]) -> DraftPrograms:
@@ -79,6 +78,9 @@ class DraftUpload(NamedTuple):
 class DraftPrograms:
     """The compiled programs of a draft model, and its weights. mesh: the target's."""
 
+    #: Bytes that the target's steps leave for it of each row.
+    row_bytes = 0
+
     def __init__(self, draft: DraftModel, target: StateSizes, mesh: Mesh | None):
         graph, weights = nnx.split(draft.model)
         #: Its weights.
@@ -90,6 +92,7 @@ class DraftPrograms:
         self._reads: dict[Bucket, jax.stages.Compiled] = {}
         self._drafts: dict[Bucket, jax.stages.Compiled] = {}
         self._layouts: dict[Bucket, UploadLayout] = {}
+        self._copied = jax.jit(jnp.copy)
 
     def compile(
         self,
@@ -173,6 +176,12 @@ class DraftPrograms:
             np.int32(upload.count),
         )
 
+    def drafted(self, state: DeviceState) -> Array:
+        """The drafts of all seats, int32 [M, K]: a copy, since the next step replaces them."""
+        tokens = state.seat_tokens
+        assert isinstance(tokens, DraftedTokens)  # of an engine that speculates
+        return self._copied(tokens.drafts)
+
     def read(self, bucket: Bucket, packed: Any, state: DeviceState) -> None:
         """Read the rows of the next step, and note what the model expects behind each; replaces
         the donated state. packed: the step's upload.
@@ -189,9 +198,10 @@ class DraftPrograms:
         for bucket in self.drafting(buckets):
             widths = np.zeros(bucket.seats, np.int32)
             self.draft(DraftUpload(bucket, builder.empty(bucket, True), 1, widths), state)
+        self.drafted(state)
 
-    def read_hidden(self, hidden: Hidden | None) -> None:
-        """Take the hidden states of the step that was read last, if its programs give them out."""
+    def take(self, for_head: Array | None) -> None:
+        """Take what the step that was read last left, see `StepOutput.for_head`."""
 
     def forget(self) -> None:
         """The device's state is made anew."""

@@ -99,6 +99,13 @@ class PoolSizes(NamedTuple):
     checkpoints: int = 0
 
 
+def state_slots(seats: int, drafts: int, checkpoints: int) -> int:
+    """Slots of recurrent layers' state: of each seat, one more for each of its drafts in a step,
+    and those of checkpoints.
+    """
+    return seats * (1 + drafts) + checkpoints
+
+
 @dataclass(frozen=True)
 class PoolShares:
     """How the memory for what layers keep is divided between a model's cache groups, and its
@@ -145,7 +152,7 @@ class PoolShares:
             context_length=context_length,
             prefix_cache=settings.prefix_cache,
             slot_bytes=model.slot_bytes,
-            drafts=0 if settings.speculative == "off" else settings.speculative_tokens,
+            drafts=settings.most_drafts,
         )
 
     @property
@@ -161,7 +168,7 @@ class PoolShares:
 
     def state_bytes(self, checkpoints: int = 0) -> float:
         """Bytes of recurrent layers' slots: of all seats, and so many beside."""
-        return (self.seats * (1 + self.drafts) + checkpoints) * self.slot_bytes
+        return state_slots(self.seats, self.drafts, checkpoints) * self.slot_bytes
 
     @property
     def checkpoint_tokens(self) -> int:

@@ -1,5 +1,5 @@
-"""Drafts by the model's own prediction head (`jitney.engine.core.models.prediction`), in programs
-that run between steps.
+"""Drafts by a head of the model (`jitney.engine.core.models.prediction`), in programs that run
+between steps.
 
 The head has the target's page tables and as many pages, in a pool of its own: row j reads hidden
 state j and token j + 1, and is kept at position j. It reads a step's rows when the next step is
@@ -47,9 +47,9 @@ class HeadModel(DraftModel):
     """A prediction head with its weights, and the target's kernels."""
 
     @property
-    def reads_hidden(self) -> bool:
-        """See `DraftModel.reads_hidden`."""
-        return True
+    def reads_normed(self) -> bool:
+        """See `DraftModel.reads_normed`."""
+        return isinstance(self.model, PredictionHead) and self.model.reads_normed
 
     def programs(self, sizes: StateSizes, target: Program, leaves: list[Array]) -> DraftPrograms:
         """See `DraftModel.programs`."""
@@ -64,7 +64,7 @@ class _Step:
     packed: np.ndarray  #: its upload, without what only some executables have
     before: DraftedTokens  #: what its rows read
     behind: np.ndarray  #: see `DraftUpload`
-    hidden: Hidden | None = None
+    for_head: Array | None = None  #: see `StepOutput.for_head`
 
 
 class _HeadPrograms(DraftPrograms):
@@ -79,13 +79,14 @@ class _HeadPrograms(DraftPrograms):
         assert drafting is not None  # of an engine that speculates
         #: Drafts beside the first.
         self._more = drafting.count - 1
-        size = head.model.config.hidden_size
-        states = self._program.whole((sizes.seats, size), head.model.dtype)
+        config, dtype = head.model.config, head.model.dtype
+        states = self._program.whole((sizes.seats, config.hidden_size), dtype)
+        #: Numbers of a row of the target that it reads.
+        self._read_size = config.hidden_size if config.eagle3 is None else config.eagle3.read_size
+        self.row_bytes = self._read_size * dtype.itemsize
         #: Behind its pool the hidden state [M, E] that the first draft of each seat came from.
         self.pools = [*self.pools, states]
         self._pool_rows = sizes.n_pages * sizes.page_size
-        self._adapted = sizes.has_adapters
-        self._hidden_dtype = head.model.hidden_dtype(target.kernels)
         self._copy = jax.jit(partial(jax.tree.map, jnp.copy))
         #: The last step, and of the next one `DraftUpload.behind`.
         self._unread: _Step | None = None
@@ -97,12 +98,10 @@ class _HeadPrograms(DraftPrograms):
 
     def _lower_read(self, bucket: Bucket, state: DeviceState) -> jax.stages.Lowered:
         whole = self._program.whole
-        size = state.draft_kv[-1].shape[1]
-        states: Any = whole((bucket.tokens, size), self._hidden_dtype)
-        adapted: Any = whole((bucket.tokens,), jnp.int32) if self._adapted else None
-        more = self._target_leaves, state.seat_tokens, Hidden(states, adapted)
+        states = whole((bucket.tokens, self._read_size), state.draft_kv[-1].dtype)
         behind = whole((bucket.seats,), jnp.int32)
-        return self._lower(partial(_read, self._target), bucket, state, *more, behind)
+        more = self._target_leaves, state.seat_tokens, states, behind
+        return self._lower(partial(_read, self._target), bucket, state, *more)
 
     def _lower_draft(self, bucket: Bucket, state: DeviceState) -> jax.stages.Lowered:
         whole = self._program.whole
@@ -155,10 +154,10 @@ class _HeadPrograms(DraftPrograms):
         own = packed[: self._layouts[bucket].size].copy()
         self._unread = _Step(bucket, own, self._copy(state.seat_tokens), behind)
 
-    def read_hidden(self, hidden: Hidden | None) -> None:
-        """See `DraftPrograms.read_hidden`."""
+    def take(self, for_head: Array | None) -> None:
+        """See `DraftPrograms.take`."""
         assert self._unread is not None  # `read` comes before the step
-        self._unread.hidden = hidden
+        self._unread.for_head = for_head
 
     def forget(self) -> None:
         """See `DraftPrograms.forget`."""
@@ -176,7 +175,7 @@ class _HeadPrograms(DraftPrograms):
             step.packed,
             self._target_leaves,
             step.before,
-            step.hidden,
+            step.for_head,
             step.behind,
         )
 
@@ -207,11 +206,11 @@ def _read(
     packed: Array,
     target_leaves: list[Array],
     before: DraftedTokens,
-    hidden: Hidden,
+    for_head: Array,
     behind: Array,
 ) -> tuple[list[Array], DraftedTokens]:
     """Read the rows of a step, whose sampled tokens seat_tokens has, and write one draft of each
-    sequence that sampled. before, behind: see `_Step`; hidden: T rows.
+    sequence that sampled. before, behind: see `_Step`.
     """
     model, own = _models(target, head, target_leaves, leaves)
     upload = layout.split(packed)
@@ -226,24 +225,26 @@ def _read(
     is_there = inputs.cu_q[1:] > inputs.cu_q[:-1]
     places = jnp.where(is_there, rows, len(followed))
     following = followed.at[places].set(jnp.where(behind >= 0, behind, token), mode="drop")
-    embedded = model.embedded(jnp.maximum(following, 0))
-    states = model.normed(hidden, target.kernels)
+    embedded = own.embedded_for(jnp.maximum(following, 0), model)
+    states = own.joined(for_head, head.kernels)
     *pools, carried = kept
     read, pools = own.predict(embedded, states, pools, meta_of(inputs, 1), head.kernels)
-    normed, likeliest = _predicted(model, own, head, read[rows])
+    states, likeliest = _drafted(model, own, head, read[rows])
     owners = jnp.where(is_there & newest & (behind < 0), seats, len(seat_tokens.last))
     drafts = jnp.full((len(rows), seat_tokens.drafts.shape[1]), -1, jnp.int32)
     drafts = drafts.at[:, 0].set(likeliest)
-    carried = carried.at[owners].set(normed, mode="drop")
+    carried = carried.at[owners].set(states, mode="drop")
     return [*pools, carried], seat_tokens.with_drafts(owners, drafts)
 
 
-def _predicted(
+def _drafted(
     model: Llama, own: PredictionHead, head: Program, hidden: Hidden
 ) -> tuple[Array, Array]:
-    """(R rows of the head behind its norm [R, E], the likeliest token behind each, int32 [R])."""
-    normed = own.normed(hidden, head.kernels)
-    return normed, head.vocabulary.greedy(model.projected(normed, head.kernels))
+    """R rows of the head -> (the states from which it goes on [R, E], the likeliest token behind
+    each, int32 [R]).
+    """
+    states, logits = own.drafted(hidden, model, head.kernels)
+    return states, own.token_ids(head.vocabulary.greedy(logits))
 
 
 def _draft(
@@ -278,10 +279,10 @@ def _draft(
         inputs = seat_tokens.write_anew(inputs, there & (number > 0))
         kept_rows = jnp.where(number <= widths, inputs.write_rows, pool_rows)
         meta = meta_of(inputs._replace(write_rows=kept_rows), 1)
-        embedded = model.embedded(jnp.maximum(drafts[:, number], 0))
+        embedded = own.embedded_for(jnp.maximum(drafts[:, number], 0), model)
         read, pools = own.predict(embedded, states, pools, meta, head.kernels)
-        normed, likeliest = _predicted(model, own, head, read[first.logit_rows])
-        return pools, normed, drafts.at[:, number + 1].set(likeliest)
+        states, likeliest = _drafted(model, own, head, read[first.logit_rows])
+        return pools, states, drafts.at[:, number + 1].set(likeliest)
 
     states = carried.at[first.seats].get(mode="clip")
     drafts = seat_tokens.drafts.at[first.seats].get(mode="clip")

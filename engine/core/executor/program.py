@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from jitney.engine.common.requests import REQUEST_MOST, Pooling
 from jitney.engine.core.executor.compilations import compilations
 from jitney.engine.core.executor.inputs import BatchBuilder, MaskedHeads, UploadLayout
-from jitney.engine.core.executor.memory import PoolSizes
+from jitney.engine.core.executor.memory import PoolSizes, state_slots
 from jitney.engine.core.executor.sampling import (
     RowScores,
     Sampled,
@@ -241,7 +241,7 @@ class StateSizes:
         """The shapes of the state of a recurrent layer; None if the model has none."""
         if config.recurrent is None:
             return None
-        slots = self.seats * (1 + self._most_drafts) + self.checkpoints
+        slots = state_slots(self.seats, self._most_drafts, self.checkpoints)
         shapes = config.recurrent.state_shapes(slots, config.shards)
         specs = (_TAPS, _MEMORY, WHOLE)
         placed = zip(shapes, DeltaState.dtypes, specs, strict=True)
@@ -279,6 +279,8 @@ class StepOutput(NamedTuple):
     hidden: Hidden | None = None
     #: See `Taken.guessed`.
     guessed: Array | None = None
+    #: [T, C]: what a prediction head reads of all rows; None where there is none.
+    for_head: Array | None = None
 
 
 class Chosen(NamedTuple):
@@ -357,7 +359,7 @@ class Program:
     logprobs: int = REQUEST_MOST.logprobs  #: alternatives that are computed for each token
     pooling: Pooling | None = None  #: what vectors of prompts are made of; None: none are
     encoder: bool = False  #: steps choose no token
-    leaves_hidden: bool = False  #: steps leave their hidden states for a prediction head
+    leaves_normed: bool = False  #: steps leave all rows behind the final norm, for a head
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -388,6 +390,9 @@ class Program:
         attention; kv)."""
         model = self.model(leaves)
         hidden, kv = model(inputs.tokens, kv, meta_of(inputs, self.engines), self.kernels)
+        if self.leaves_normed:
+            # Once, for the rows that need logits, too.
+            hidden = replace(hidden, normed=model.normed(hidden, self.kernels))
 
         def logits_of(rows: Array) -> Array:
             return model.logits(hidden[rows], self.kernels)
@@ -410,7 +415,9 @@ class Program:
         chosen = self.vocabulary.greedy(logits)
         taken = seat_tokens.take(inputs.seats, positions, drafts, chosen)
         left = self.left(hidden, layout.bucket)
-        output = StepOutput(taken.tokens, hidden=left, guessed=taken.guessed)
+        output = StepOutput(
+            taken.tokens, hidden=left, guessed=taken.guessed, for_head=hidden.for_head
+        )
         if not layout.bucket.decode_only:
             output = output._replace(broken=hidden.broken_sequences(inputs.cu_q))
         return kv, taken.seat_tokens, output
@@ -451,7 +458,7 @@ class Program:
         sampled = sampled._replace(tokens=taken.tokens)
         seats = seats.count_tokens(rows, taken.tokens)
         left = self.left(hidden, layout.bucket)
-        output = StepOutput(sampled, hidden=left, guessed=taken.guessed)
+        output = StepOutput(sampled, hidden=left, guessed=taken.guessed, for_head=hidden.for_head)
         if layout.scores:
             block = score_rows_at_once(layout.bucket.tokens, logits.shape[-1])
             count = inputs.score_count[0]
@@ -470,9 +477,9 @@ class Program:
         return Sampler(self.kernels.threshold, self.logprobs, self.vocabulary)
 
     def left(self, hidden: Hidden, bucket: Bucket) -> Hidden | None:
-        """The hidden states of a step as it leaves them for `pool`, or for a prediction head."""
+        """The hidden states of a step as it leaves them for `pool`."""
         pools = self.pooling is not None and not bucket.decode_only
-        return hidden if pools or self.leaves_hidden else None
+        return hidden.bare if pools else None
 
     def pool(self, leaves: list[Array], hidden: Hidden, cu_q: Array) -> Array:
         """Rows of a step for vectors of prompts, cu_q int32 [S + 1] -> float32 [S, E]: the sum of

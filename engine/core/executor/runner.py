@@ -82,6 +82,9 @@ class LaunchedStep(msgspec.Struct):
     pooled: Array | None = None
     #: float32 [S, V] on the device, until `choose`; None where they are not needed.
     logits: Array | None = None
+    #: int32 [M, K] on the device, those that programs beside the step wrote for it; None where
+    #: nobody needs them.
+    drafts: Array | None = None
     #: What was chosen behind the step, and of each row of it that counts: (its number there, its
     #: number among the logit rows).
     chosen: Chosen | None = None
@@ -163,7 +166,7 @@ class Runner:
         self.draft_model = draft_model
         self._drafts: DraftPrograms | None = None
         if draft_model is not None:
-            self.program = replace(self.program, leaves_hidden=draft_model.reads_hidden)
+            self.program = replace(self.program, leaves_normed=draft_model.reads_normed)
             self._drafts = draft_model.programs(sizes, self.program, self.leaves)
             self.shapes = replace(self.shapes, draft_kv=self._drafts.pools)
         own = own_mesh(mesh)
@@ -284,11 +287,9 @@ class Runner:
         self.compile_steps(kinds)
         self.compile_seconds += time.perf_counter() - started
         logits = 4 * largest.seats * self.shapes.seats.counts.shape[1]
-        hidden = 0
-        if self.program.leaves_hidden:
-            hidden = largest.tokens * self.config.hidden_size * self._hidden_dtype.itemsize
+        left = 0 if self._drafts is None else largest.tokens * self._drafts.row_bytes
         steps = [StepMemory.of(_name_of(*kind), self.executables[kind]) for kind in kinds]
-        return max(step.temporaries for step in steps) + 2 * (logits + hidden)
+        return max(step.temporaries for step in steps) + 2 * (logits + left)
 
     def program_memory(self) -> ProgramsMemory:
         """Memory of the compiled steps."""
@@ -409,19 +410,33 @@ class Runner:
             self._install(seq)
         if self._drafts is not None and batch.drafting is not None:
             self._drafts.draft(batch.drafting, self.state)
+        drafts = None
+        if self._drafts is not None and any(row.chunk.draft for row in plan.masked):
+            drafts = self._drafts.drafted(self.state)
         output, logits = self.run(plan.bucket, batch.greedy_only, batch.packed)
         pooled = None
         if self.pools and plan.pools:
             pooled = self._run_pool(plan.bucket, batch.greedy_only, output, batch.packed)
         # Free the hidden states as soon as they are read.
-        output = output._replace(hidden=None)
+        output = output._replace(hidden=None, for_head=None)
         step = LaunchedStep(plan, output, plan.scored_rows, pooled=pooled)
         _copy_to_host(pooled)
         if plan.masked:
-            step.logits = logits
+            step.logits, step.drafts = logits, drafts
+            _copy_to_host(drafts)
         _copy_sampled(output.sampled, logprobs=_wants_logprobs(plan))
         _copy_to_host((output.broken, output.scores if step.scored else None, output.guessed))
         return step
+
+    def learn_drafts(self, launched: LaunchedStep) -> None:
+        """Wait for the drafts of a step's sequences that are held to grammars, if programs beside
+        it wrote them, and note them.
+        """
+        if launched.drafts is None:
+            return
+        drafts = np.asarray(launched.drafts).tolist()
+        for row in launched.plan.masked:
+            row.chunk.seq.drafts = _known(drafts[row.seat])
 
     def choose(self, launched: LaunchedStep, rows: list[MaskedRow], masks: np.ndarray) -> None:
         """Dispatch the program that chooses the tokens of these rows of the last step."""
@@ -489,7 +504,7 @@ class Runner:
                 self.leaves, state.kv, state.seat_tokens, state.seats, packed
             )
         if self._drafts is not None:
-            self._drafts.read_hidden(output.hidden)
+            self._drafts.take(output.for_head)
         return output, logits
 
     def exchange(self, arrays: Mapping[ModelPath, Array]) -> None:
@@ -560,7 +575,7 @@ class Runner:
 
     def fetch(self, launched: LaunchedStep) -> StepResult:
         """Wait for what a step brought."""
-        plan, (sampled, broken, scores, _, guessed) = launched.plan, launched.output
+        plan, (sampled, broken, scores, _, guessed, _) = launched.plan, launched.output
         result = _sampled(plan, sampled)
         if guessed is not None:
             result.guessed = np.asarray(guessed)[: plan.logit_rows].tolist()
@@ -614,7 +629,12 @@ def _put_chosen(result: StepResult, chosen: Chosen, rows: list[tuple[int, int]])
         guessed, drafts = np.asarray(chosen.guessed).tolist(), np.asarray(chosen.drafts).tolist()
         for number, row in rows:
             result.guessed[row] = guessed[number]
-            result.drafts[row] = [*takewhile(lambda token: token >= 0, drafts[number])]
+            result.drafts[row] = _known(drafts[number])
+
+
+def _known(drafts: list[int]) -> list[int]:
+    """Those before the first -1."""
+    return [*takewhile(lambda token: token >= 0, drafts)]
 
 
 def _wants_logprobs(plan: Plan) -> bool:

@@ -50,6 +50,7 @@ class _ModelOutput(NamedTuple):
     rows: LogitRows | _LastRows  #: of a decode step with their logits
     hidden: Hidden | None = None  #: of all rows; of a decode step see `Program.left`
     broken: Array | None = None  #: see `StepOutput.broken`
+    for_head: Array | None = None  #: see `StepOutput.for_head`
 
 
 class StepParts:
@@ -160,7 +161,8 @@ def _run_model(
     positions = inputs.positions[at]
     if layout.bucket.decode_only:
         rows = LogitRows(logits_of(at), positions, inputs.seats, drafts)
-        return kv, _ModelOutput(rows, program.left(hidden, layout.bucket))
+        left = program.left(hidden, layout.bucket)
+        return kv, _ModelOutput(rows, left, for_head=hidden.for_head)
     seats = len(seat_tokens.last)
     absent = seats - layout.bucket.seats
     rows = _LastRows(
@@ -169,7 +171,8 @@ def _run_model(
         jnp.pad(inputs.seats, (0, absent), constant_values=seats),
         jax.tree.map(partial(_padded, absent=absent), drafts),
     )
-    return kv, _ModelOutput(rows, hidden, hidden.broken_sequences(inputs.cu_q))
+    broken = hidden.broken_sequences(inputs.cu_q)
+    return kv, _ModelOutput(rows, hidden.bare, broken, hidden.for_head)
 
 
 def _padded(rows: Array, absent: int) -> Array:
@@ -251,7 +254,11 @@ class _PlainStep:
         rows = self.tails.rows(leaves, output.rows, packed[self.layout.slices["seats"]])
         taken = self.tails.sampler(rows).likeliest(seat_tokens, rows)
         result = StepOutput(
-            taken.tokens, output.broken, hidden=output.hidden, guessed=taken.guessed
+            taken.tokens,
+            output.broken,
+            hidden=output.hidden,
+            guessed=taken.guessed,
+            for_head=output.for_head,
         )
         return kv, taken.seat_tokens, result
 
@@ -287,7 +294,9 @@ class _SampledStep:
         asked = _first(sampling, len(rows.seats))
         taken, seats, sampled = self.tails.sampler(rows).sample(seat_tokens, seats, rows, asked)
         scores = self._scores(leaves, output.hidden, packed)
-        result = StepOutput(sampled, output.broken, scores, output.hidden, taken.guessed)
+        result = StepOutput(
+            sampled, output.broken, scores, output.hidden, taken.guessed, output.for_head
+        )
         return kv, taken.seat_tokens, seats, result, rows.logits
 
     def _scores(self, leaves: list[Array], hidden: Any, packed: np.ndarray) -> RowScores | None:

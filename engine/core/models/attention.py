@@ -60,7 +60,7 @@ class Attention(Mixer):
         self.window = window
         self.softcap = config.attention_softcap
         self.qkv = Linear(
-            config.hidden_size, config.qkv_size, bias=config.qkv_bias, dtype=dtype, rngs=rngs
+            config.attention_inputs, config.qkv_size, bias=config.qkv_bias, dtype=dtype, rngs=rngs
         )
         self.o = Linear(
             config.n_heads * config.head_dim,

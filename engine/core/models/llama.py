@@ -159,13 +159,20 @@ class Llama(nnx.Module):
         pools = list(kv)
         ropes = Rope.of_layers(metas[0].positions, self.config)
         sources = self.config.kv_sources
-        for block, rope, source, own in zip(self.layers, ropes, sources, metas, strict=True):
+        read: dict[int, Array] = {}
+        layers = zip(self.layers, ropes, sources, metas, strict=True)
+        for number, (block, rope, source, own) in enumerate(layers):
+            if number in self.config.noted_layers:
+                read[number] = (x + added).astype(self.dtype)
             graph, weights = nnx.split(block)
             is_last = block is self.layers[-1]
             x, added, pools[source] = _run_block(
                 graph, weights, x, added, rope, pools[source], own, kernels, attend_only=is_last
             )
-        return Hidden(x + added, metas[0].adapted), pools
+        noted = None
+        if read:
+            noted = jnp.concatenate([read[layer] for layer in self.config.noted_layers], axis=1)
+        return Hidden(x + added, metas[0].adapted, noted=noted), pools
 
     def layer_metas(
         self, tokens: Array, x: Array, meta: AttentionMeta, kernels: Kernels
@@ -189,12 +196,15 @@ class Llama(nnx.Module):
 
     def normed(self, hidden: Hidden, kernels: Kernels) -> Array:
         """R rows -> [R, E] behind the final norm."""
+        return self.ended(hidden, kernels)[1] if hidden.normed is None else hidden.normed
+
+    def ended(self, hidden: Hidden, kernels: Kernels) -> tuple[Array, Array]:
+        """R rows -> [R, E] behind the last layer, and the same behind the final norm."""
         last, x = self.layers[-1], hidden.states
         rows = RowFacts(adapted=hidden.adapted)
         normed = last.mlp_norm(x, kernels).astype(self.dtype)
         added = last.fed_forward(normed, kernels, rows)
-        _, normed = self.norm.of_sum(x, added, kernels)
-        return normed
+        return self.norm.of_sum(x, added, kernels)
 
     def embedded(self, tokens: Array) -> Array:
         """tokens int32 [T] -> [T, E]."""

@@ -41,15 +41,39 @@ class PredictionHead(Llama):
         self.norm = RMSNorm.of(size, config, dtype)
         self.lm_head = None
 
+    @property
+    def reads_normed(self) -> bool:
+        """It reads the model's hidden states behind the final norm; else `Hidden.noted`."""
+        return True
+
+    def embedded_for(self, tokens: Array, model: Llama) -> Array:
+        """tokens int32 [T] -> [T, E]; model: the one that it drafts for."""
+        return model.embedded(tokens)
+
+    def joined(self, read: Array, kernels: Kernels) -> Array:
+        """`Hidden.for_head` of T rows of the model -> the states [T, E] that `predict` takes."""
+        return read
+
     def predict(
         self, embedded: Array, states: Array, kv: list[Array], meta: AttentionMeta, kernels: Kernels
     ) -> tuple[Hidden, list[Array]]:
-        """embedded, states [T, E]: of the next tokens, and hidden states behind a final norm ->
-        (rows behind the attention, for `normed`; kv).
+        """embedded, states [T, E]: of the next tokens, and of `joined` or `drafted` -> (rows behind
+        the attention, for `drafted`; kv).
         """
         read = [self.embedding_norm(embedded, kernels), self.hidden_norm(states, kernels)]
         x = self.joint(jnp.concatenate(read, axis=1), kernels)
         return self.through_layers(x, kv, [meta], kernels)
+
+    def drafted(self, hidden: Hidden, model: Llama, kernels: Kernels) -> tuple[Array, Array]:
+        """R rows -> (the states [R, E] from which it goes on, logits of what it drafts, float32
+        [R, D]).
+        """
+        normed = self.normed(hidden, kernels)
+        return normed, model.projected(normed, kernels)
+
+    def token_ids(self, columns: Array) -> Array:
+        """Columns of those logits, int32 [R], -1 for none -> tokens of the model."""
+        return columns
 
     def linears(self) -> Iterator[Linear]:
         """See `Llama.linears`."""
@@ -58,8 +82,11 @@ class PredictionHead(Llama):
 
     def pack(self, kernels: Kernels) -> None:
         """See `Llama.pack`."""
-        self.joint.pack(kernels)
-        super().pack(kernels)
+        for linear in (self.joint, self.lm_head):
+            if linear is not None:
+                linear.pack(kernels)
+        for block in self.layers:
+            block.pack(kernels)
 
     @property
     def dtype(self) -> np.dtype:

@@ -127,4 +127,4 @@ class Qwen35PredictionHead(PredictionHead, Qwen35):
 
 
 class Qwen35MixturePredictionHead(PredictionHead, Qwen35Mixture):
-    """See `PredictionHead`."""
+    """See `PredictionHead`. Qwen3-Next's has no layer whose matrices are stored otherwise."""

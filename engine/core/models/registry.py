@@ -66,11 +66,14 @@ _MODELS: dict[str, str] = {
     "XLMRobertaModel": "jitney.engine.core.models.bert:Bert",
     "XLMRobertaForSequenceClassification": "jitney.engine.core.models.bert:Bert",
 }
-#: The same of layers that predict further tokens (`ModelConfig.prediction_head`).
+#: The same of heads that draft for a model: of its own files (`ModelConfig.prediction_head`), or
+#: EAGLE-3's.
 _PREDICTION_HEADS: dict[str, str] = {
     "DeepseekV3ForCausalLM:mtp": "jitney.engine.core.models.latent:LatentPredictionHead",
+    "LlamaForCausalLM:eagle3": "jitney.engine.core.models.eagle3:Eagle3Head",
     "Glm4MoeLiteForCausalLM:mtp": "jitney.engine.core.models.latent:LatentPredictionHead",
     "Qwen3_5ForCausalLM:mtp": "jitney.engine.core.models.qwen3_5:Qwen35PredictionHead",
+    "Qwen3NextForCausalLM:mtp": "jitney.engine.core.models.qwen3_5:Qwen35MixturePredictionHead",
     "Qwen3_5MoeForCausalLM:mtp": "jitney.engine.core.models.qwen3_5:Qwen35MixturePredictionHead",
 }
 #: Keys and values of random models stay within this, quantised or not.

@@ -112,8 +112,10 @@ class Buckets:
 
     def with_drafts(self, most: int) -> Buckets:
         """These, and one more of decode steps with rows for drafts beside full seats: one for each,
-        of few seats all `most` that a sequence checks in a step.
+        of few seats all `most` that a sequence checks in a step; none: just these.
         """
+        if not most:
+            return self
         rows = max(2 * self.seats, min((1 + most) * self.seats, _ROWS_WITH_DRAFTS))
         rows = min(rows, self.token_budget)
         return replace(self, decode=(*self.decode, Bucket(rows, rows)))

@@ -23,8 +23,8 @@ class SchedulerLimits:
     requests come; 0: a quarter of all. max_logprobs: alternatives that are computed for each token.
     embedding_pooling: what vectors of prompts are made of (off, or a `Pooling`). adapters: numbers
     of those that a request may choose from. max_drafts: drafts that a sequence checks in a step; 0:
-    none are made. encoder: prompts are computed whole, in one step each,
-    and keep no pages.
+    none are made. late_drafts: the host knows which when a step that checks them is launched, not
+    with the step before. encoder: prompts are computed whole, in one step each, and keep no pages.
     """
 
     max_seats: int
@@ -44,6 +44,7 @@ class SchedulerLimits:
     embedding_pooling: str = "off"
     adapters: frozenset[int] = frozenset()
     max_drafts: int = 0
+    late_drafts: bool = False
     encoder: bool = False
 
     @classmethod
@@ -55,6 +56,7 @@ class SchedulerLimits:
         adapters: frozenset[int] = frozenset(),
         embedding_pooling: str = "off",
         max_drafts: int = 0,
+        late_drafts: bool = False,
         encoder: bool = False,
     ) -> SchedulerLimits:
         """The limits that the configuration and the model set."""
@@ -64,6 +66,7 @@ class SchedulerLimits:
             adapters=adapters,
             embedding_pooling=embedding_pooling,
             max_drafts=max_drafts,
+            late_drafts=late_drafts,
             encoder=encoder,
             **values,
         )
@@ -110,5 +113,6 @@ _SETTINGS = {field.name for field in fields(SchedulerLimits)} - {
     "adapters",
     "embedding_pooling",
     "max_drafts",
+    "late_drafts",
     "encoder",
 }

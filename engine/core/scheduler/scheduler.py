@@ -112,7 +112,9 @@ class Scheduler:
         )
         self._speculation: Speculation | None = None
         if limits.max_drafts:
-            self._speculation = Speculation(limits.max_drafts, buckets, sequences, self.step_times)
+            self._speculation = Speculation(
+                limits.max_drafts, buckets, sequences, self.step_times, late=limits.late_drafts
+            )
         self._results = Results(sequences)
         self._suspects = StepBlame()
         # Rows that a step has at most, never fewer than all seats need.

@@ -59,8 +59,13 @@ class Speculation:
         buckets: Buckets,
         sequences: OpenSequences,
         step_times: StepTimeEstimate,
+        *,
+        late: bool = False,
     ):
-        """most: drafts of a sequence in a step, those in flight not counted."""
+        """most: drafts of a sequence in a step, those in flight not counted. late: see
+        `SchedulerLimits.late_drafts`.
+        """
+        self._late = late
         # Two steps' drafts never need more than one page beyond the last one begun.
         self._most = min(most, sequences.pages.pool.page_size // 2)
         self._buckets = buckets
@@ -77,9 +82,17 @@ class Speculation:
         spare = self._pool.available > self._seats.n_taken
         for seq in self._seats.decoding:
             seq.lookahead = 0
-            if spare and seq.right_drafts >= _LEAST_RIGHT and _may_draft(seq):
+            if spare and seq.right_drafts >= _LEAST_RIGHT and self._may_draft(seq):
                 left = seq.limit - 3 - seq.scheduled - seq.drafting
                 seq.lookahead = max(0, min(self._most, left))
+
+    def _may_draft(self, seq: Sequence) -> bool:
+        """Masks behind drafts are made of those that the host knows, or will know, and a step does
+        not wait for slow grammars.
+        """
+        if seq.matcher is None:
+            return True
+        return (self._late or bool(seq.drafts)) and seq.matcher.checks_drafts
 
     def widen(self, draft: Draft, most_rows: int) -> None:
         """Add draft rows to a step, which has at most so many rows then."""
@@ -159,13 +172,6 @@ class Speculation:
             counts = result.tokens[row] != REJECTED and not chunk.sits_out
             if counts and chunk.draft < self._most:
                 self._acceptance.observe(chunk.seq, chunk.draft, right=result.guessed[row])
-
-
-def _may_draft(seq: Sequence) -> bool:
-    """Masks behind drafts are made of those that the host knows, and a step does not wait for slow
-    grammars.
-    """
-    return seq.matcher is None or bool(seq.drafts and seq.matcher.checks_drafts)
 
 
 def _chance(draft: tuple[float, Sequence]) -> float:

@@ -92,7 +92,7 @@ class PlainFolder(SafetensorsFolder):
     `sliced(name)` floats. Raises ModelError also for tensors of experts that do not fit.
     """
 
-    types: ClassVar[tuple[str, ...]] = (*SafetensorsFolder.types, "U8")
+    types: ClassVar[tuple[str, ...]] = (*SafetensorsFolder.types, "U8", "I64")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -112,8 +112,10 @@ class PlainFolder(SafetensorsFolder):
                 self.shapes[name] = shape
 
     def _check_kind(self, shard: str, name: str) -> None:
-        """Bytes are read of MXFP4 alone."""
+        """Bytes are read of MXFP4 alone, integers of the tokens that a head drafts."""
         super()._check_kind(shard, name)
+        if self.kinds[name] == "I64" and not name.endswith(("d2t", *self.unread)):
+            raise ModelError(f"{shard}: {name[:100]} has type I64, which is read of d2t alone")
         if self.kinds[name] == "U8" and not name.endswith(("_blocks", "_scales", *self.unread)):
             raise ModelError(f"{shard}: {name[:100]} has type U8, which is read of MXFP4 alone")
 

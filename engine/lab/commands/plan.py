@@ -47,6 +47,8 @@ def plan(arguments: Sequence[str]) -> int:
 def _run_plan(args: Arguments) -> int:
     args.check_numbers(count=1, rate=0, acceptance=0)
     args.check_writable("json")
+    if (args.speculative in ("draft", "eagle3")) != bool(args.draft_model):
+        raise ConfigError("--draft-model is for --speculative draft and eagle3, which need it")
     if not args.model or not args.device:
         raise ConfigError("say what to size: jitney plan MODEL --device NAME")
     roofline, load = _roofline_of(args), _load_of(args)
@@ -70,7 +72,8 @@ def _roofline_of(args: Arguments) -> Roofline:
         kv=args.kv,
         count=args.count,
         assumed=assumed,
-        mtp=args.mtp,
+        speculative=args.speculative,
+        draft_model=args.draft_model,
     )
 
 
@@ -125,7 +128,13 @@ _FLAGS = (
     Flag.whole("--token-budget", "most rows of a step", 2048),
     Flag.whole("--page-size", "KV positions per page", 16),
     *SimulateArguments.DRAFTS,
-    Flag.switch("--mtp", "the model's own layer drafts (speculative mtp): count it"),
+    Flag.of(
+        "--speculative",
+        "what drafts, as of jitney serve",
+        "off",
+        choices=("off", "ngram", "draft", "mtp", "eagle3"),
+    ),
+    Flag.of("--draft-model", "as of jitney serve", "", metavar="MODEL"),
     JSON,
 )
 _ASSUMPTIONS = (
@@ -228,8 +237,8 @@ def _assumptions(roofline: Roofline, load: Load) -> Iterator[str]:
     )
     if load.acceptance:
         makes = "making them takes no time"
-        if roofline.cost.predicts:
-            makes = "the first is made by a pass of the model's layer for it, the others in no time"
+        if roofline.cost.drafter is not None:
+            makes = "what drafts reads every row, and once more for each draft of a sequence"
         yield (
             f"drafts: each is accepted with chance {load.acceptance:g} if those before it were; a "
             "step has as many for each sequence as bring most tokens, at most "

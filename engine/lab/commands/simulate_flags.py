@@ -41,9 +41,7 @@ class SimulateArguments(TrafficArguments):
         "kv_dtype",
         "prefix_cache",
         "share_outputs",
-        "speculative",
         "speculative_tokens",
-        "draft_model",
         "draft_weights",
         "speculative_acceptance",
         "prompt_lookup_max",
@@ -103,8 +101,15 @@ class SimulateArguments(TrafficArguments):
             return StepTable.load(self.table)
         if self.records:
             return StepTable.from_records(self.read_records(), Path(self.records).name)
-        formats = {"weights": self.weight_format, "kv": self.kv}
-        return Roofline.named(config.model.id, self.chip, count=self.count, **formats)
+        return Roofline.named(
+            config.model.id,
+            self.chip,
+            weights=self.weight_format,
+            kv=self.kv,
+            count=self.count,
+            speculative=config.engine.speculative,
+            draft_model=config.engine.draft_model,
+        )
 
     def read_records(self) -> np.ndarray:
         """The step records of --records: an .npy, or all arrays of that type in an .npz."""

@@ -159,6 +159,9 @@ class OperatingPoint:
         decoding = min(seats, load.token_budget / (1 + drafts + each * load.prompt_rows))
         bucket, work = _steady_step(load, decoding, drafts)
         step = roofline.seconds(bucket, work)
+        rows = math.ceil(decoding)
+        keys = round(decoding * load.mean_context)
+        step += roofline.draft_seconds(StepWork(decode=rows, keys=keys), drafts)
         tokens = decoding * each / step
         return cls(
             seats=seats,

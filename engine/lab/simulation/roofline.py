@@ -10,7 +10,7 @@ stated efficiencies, and each step pays a fixed overhead.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -112,15 +112,10 @@ class ModelCost:
     config: ModelConfig
     weights: str = "bf16"
     kv: str = "bf16"
-    #: With the prediction head that drafts (`speculative` mtp).
-    predicts: bool = False
+    #: With a model or head that drafts; None: none does.
+    drafter: _Drafter | None = None
 
     def __post_init__(self) -> None:
-        if self.predicts and not self.config.n_prediction_layers:
-            raise ConfigError(
-                "mtp: the model has no layer behind its last that drafts "
-                "(num_nextn_predict_layers, mtp_num_hidden_layers); leave it out"
-            )
         for name in (self.weights, self.kv):
             if name not in _BYTES:
                 raise ConfigError(f"unknown number format {name!r}; known: {', '.join(_BYTES)}")
@@ -160,7 +155,7 @@ class ModelCost:
 
     @cached_property
     def table_weights(self) -> int:
-        """Numbers in the output head, and as many in the embedding."""
+        """Numbers in the embedding, and as many in the output head but for `head_columns`."""
         return self.config.vocab_size * self.config.hidden_size
 
     @property
@@ -186,22 +181,10 @@ class ModelCost:
         """Bytes of the output head: the embedding, or a matrix of its own."""
         if self.config.tie_embeddings:
             return self.table_bytes
-        return self.table_weights * self._shared_bytes
-
-    @cached_property
-    def _head(self) -> ModelCost | None:
-        """The prediction head, if it drafts; without the matrix before its layer."""
-        if not self.predicts:
-            return None
-        return ModelCost(self.config.prediction_head, self.weights, self.kv)
+        return self.config.head_columns * self.config.hidden_size * self._shared_bytes
 
     @property
-    def _joint_bytes(self) -> float:
-        """Bytes of that matrix, [2E, E]."""
-        return 2 * self.config.hidden_size**2 * self._shared_bytes
-
-    @property
-    def _layer_bytes(self) -> float:
+    def layer_bytes(self) -> float:
         """Bytes of the matrices of all layers."""
         shared = self.step.shared_weights
         return shared * self._shared_bytes + (self.layer_weights - shared) * _BYTES[self.weights]
@@ -209,9 +192,9 @@ class ModelCost:
     @property
     def weight_bytes(self) -> float:
         """Bytes held on the device."""
-        held = self._layer_bytes + self.table_bytes
-        if self._head is not None:
-            held += self._head._layer_bytes + self._joint_bytes
+        held = self.layer_bytes + self.table_bytes
+        if self.drafter is not None:
+            held += self.drafter.held_bytes
         held += self.layer_input_weights * max(self._shared_bytes, _BYTES["bf16"])
         if not self.config.tie_embeddings:
             held += self.head_bytes
@@ -221,7 +204,7 @@ class ModelCost:
     def kv_bytes(self) -> float:
         """Bytes of keys and values per position, all layers."""
         own = sum(self.config.kv_numbers) * _BYTES[self.kv]
-        return own if self._head is None else own + self._head.kv_bytes
+        return own if self.drafter is None else own + self.drafter.cost.kv_bytes
 
     @property
     def _read_kv_bytes(self) -> float:
@@ -239,19 +222,84 @@ class ModelCost:
     def read_bytes(self, rows: int, work: StepWork) -> tuple[float, float]:
         """(weights and state, KV read and written) in a step: see `StepCost`."""
         weights, kv = map(float, self.step.read_bytes(rows, _rows_of(work)))
-        if self._head is not None:
-            more_weights, more_kv = self._head.read_bytes(rows, work)
-            return weights + more_weights + self._joint_bytes, kv + more_kv
+        if self.drafter is not None:
+            more_weights, more_kv = self.drafter.read_bytes(rows, work)
+            return weights + more_weights, kv + more_kv
         return weights, kv
 
     def operations(self, rows: int, logit_rows: int, work: StepWork) -> tuple[float, float]:
         """(in the layers' products, in output head and attention) of a step: see `StepCost`."""
         layers, rest = map(float, self.step.operations(rows, logit_rows, _rows_of(work)))
-        if self._head is not None:
-            more_layers, more_rest = self._head.operations(rows, logit_rows, work)
-            joint = 4 * rows * self.config.hidden_size**2
-            return layers + more_layers + joint, rest + more_rest
+        if self.drafter is not None:
+            more_layers, more_rest = self.drafter.operations(rows, logit_rows, work)
+            return layers + more_layers, rest + more_rest
         return layers, rest
+
+
+@dataclass(frozen=True)
+class _Drafter:
+    """A model or head that drafts: beside each step a pass over its rows, and one more for each
+    draft that the step checks of a sequence. Its keys and values have the activations' format.
+    """
+
+    #: Of its layers, and of the output head that it reads.
+    cost: ModelCost
+    #: Numbers of the matrix before a head's layer; an EAGLE-3 head needs it in the first pass only,
+    #: and it is counted in all.
+    joint_weights: int = 0
+    #: Bytes of its own embedding and output head.
+    table_bytes: float = 0.0
+
+    @classmethod
+    def named(cls, method: str, name: str, target: ModelConfig, weights: str) -> _Drafter | None:
+        """What `speculative` and `draft_model` name; None: looking drafts up costs nothing.
+        weights: the model's format, which its own layer has, too. Raises ModelError and
+        ConfigError.
+        """
+        if method in ("off", "ngram"):
+            return None
+        if method == "draft":
+            cost = ModelCost(_find_shape(name))
+            return cls(cost, table_bytes=cost.weight_bytes - cost.layer_bytes)
+        if method == "eagle3":
+            return cls.of_eagle3(name, target)
+        if not target.n_prediction_layers:
+            raise ConfigError(
+                "mtp: the model has no layer behind its last that drafts "
+                "(num_nextn_predict_layers, mtp_num_hidden_layers); leave it out"
+            )
+        return cls(ModelCost(target.prediction_head, weights), 2 * target.hidden_size**2)
+
+    @classmethod
+    def of_eagle3(cls, name: str, target: ModelConfig) -> _Drafter:
+        """The EAGLE-3 head of that folder or repository."""
+        from jitney.engine.core import ModelSource
+
+        config = ModelSource.of_eagle3(name, target, weights=False).config
+        own, cost = config.eagle3, ModelCost(config)
+        assert own is not None  # `of_eagle3`
+        tables = cost.head_bytes + cost.table_bytes * own.embeds
+        return cls(cost, own.read_size * config.hidden_size, tables)
+
+    @property
+    def joint_bytes(self) -> float:
+        """Bytes of the matrix before the layer."""
+        return self.joint_weights * _BYTES[self.cost.weights]
+
+    @property
+    def held_bytes(self) -> float:
+        """Bytes held on the device, but for keys and values."""
+        return self.cost.layer_bytes + self.joint_bytes + self.table_bytes
+
+    def read_bytes(self, rows: int, work: StepWork) -> tuple[float, float]:
+        """See `ModelCost.read_bytes`; of a pass."""
+        weights, kv = self.cost.read_bytes(rows, work)
+        return weights + self.joint_bytes, kv
+
+    def operations(self, rows: int, logit_rows: int, work: StepWork) -> tuple[float, float]:
+        """See `ModelCost.operations`; of a pass."""
+        layers, rest = self.cost.operations(rows, logit_rows, work)
+        return layers + 2 * rows * self.joint_weights, rest
 
 
 def _rows_of(work: StepWork) -> StepRows:
@@ -289,12 +337,16 @@ class Roofline:
         kv: str = "bf16",
         count: int = 1,
         assumed: Assumptions = _USUAL,
-        mtp: bool = False,
+        speculative: str = "off",
+        draft_model: str = "",
     ) -> Roofline:
         """The roofline of a model (a built-in shape, a config.json or what `--model` takes) on
-        chips of that name. mtp: with its prediction head. Raises ModelError and ConfigError.
+        chips of that name. speculative, draft_model: with what these name to draft. Raises
+        ModelError and ConfigError.
         """
-        cost = ModelCost(_find_shape(model), weights, kv, predicts=mtp)
+        shape = _find_shape(model)
+        drafter = _Drafter.named(speculative, draft_model, shape, weights)
+        cost = ModelCost(shape, weights, kv, drafter)
         return cls(cost, Accelerator.named(device), count, assumed)
 
     @property
@@ -310,6 +362,19 @@ class Roofline:
             + self.link_seconds(bucket.tokens)
             + self.assumed.overhead_s
         )
+
+    def draft_seconds(self, work: StepWork, drafts: int) -> float:
+        """Expected device seconds to make drafts behind the first, so many of a sequence at most.
+        work: the last rows of the sequences.
+        """
+        drafter = self.cost.drafter
+        if drafter is None or not drafts:
+            return 0.0
+        own, bucket = replace(self, cost=drafter.cost), Bucket(work.decode, work.decode)
+        joint = drafter.joint_bytes / (self.count * self.device.bandwidth * self.assumed.bandwidth)
+        memory = own.memory_seconds(bucket, work) + joint
+        seconds = max(memory, own.compute_seconds(bucket, work))
+        return drafts * (seconds + own.link_seconds(work.decode))
 
     def memory_seconds(self, bucket: Bucket, work: StepWork) -> float:
         """Time to read weights, KV and recurrent state once."""
@@ -354,8 +419,6 @@ class Roofline:
 
     def check_split(self) -> None:
         """Raise ConfigError unless the engine can divide the model over the chips."""
-        if self.cost.predicts and self.count > 1:
-            raise ConfigError(f"mtp is for one chip: leave it out with --count {self.count}")
         self.cost.config.local(self.count)
 
     @property
@@ -375,8 +438,8 @@ class Roofline:
         number = page_size * _BYTES[self.cost.kv]
         groups = self.cost.config.cache_groups
         own = [number * sum(map(self._own_kv_width, group.layers)) for group in groups]
-        if self.cost.predicts:
-            own[0] += number * sum(self.cost.config.prediction_head.kv_numbers)
+        if self.cost.drafter is not None:
+            own[0] += sum(replace(self, cost=self.cost.drafter.cost).page_bytes(page_size))
         return tuple(own)
 
     @property

@@ -37,6 +37,7 @@ from jitney.engine.core import (
     Sequence,
     StateTables,
     StepResult,
+    StepWork,
 )
 from jitney.engine.lab.simulation.drive import Offer, drive
 from jitney.engine.lab.simulation.engine_run import EngineRun
@@ -129,16 +130,27 @@ class VirtualDevice:
 
     def launch(self, batch: Plan) -> _FlyingStep:
         seconds = self.table.seconds(batch.bucket, batch.work)
+        if self._acceptance:
+            seconds += self._draft_seconds(batch)
         scatter = self._scatter.get(batch.bucket.kind)
         if scatter is not None:
             seconds *= next(scatter)
         self._free_at = max(self.clock.now, self._free_at) + seconds
         return _FlyingStep(self._free_at, self._result(batch))
 
+    def _draft_seconds(self, plan: Plan) -> float:
+        rows = [chunk for chunk in plan.chunks if chunk.draft]
+        firsts = [chunk.start for chunk in rows if chunk.draft == 1]
+        most = max((chunk.draft for chunk in rows), default=0)
+        return self.table.draft_seconds(StepWork(decode=len(firsts), keys=sum(firsts)), most)
+
     def _result(self, plan: Plan) -> StepResult:
         if self._acceptance:
             return StepResult.drawn(plan, lambda: self._chance.random() < self._acceptance)
         return StepResult([0] * sum([chunk.sample for chunk in plan.chunks]))
+
+    def learn_drafts(self, launched: _FlyingStep) -> None:
+        """See `choose`."""
 
     def choose(self, launched: _FlyingStep, rows: list[MaskedRow], masks: object) -> None:
         """Simulated answers have no text, so none is held to a grammar."""

@@ -125,6 +125,10 @@ class StepTimes(Protocol):
         """Expected device seconds of a step."""
         ...
 
+    def draft_seconds(self, work: StepWork, drafts: int) -> float:
+        """Expected device seconds to make drafts behind the first, see `Roofline.draft_seconds`."""
+        ...
+
 
 class StepTable:
     """Curves by bucket; `StepTimes`. source: where the numbers come from, one line."""
@@ -163,6 +167,10 @@ class StepTable:
         if shape not in self._by_shape:
             self._by_shape[shape] = _between(self.curves, bucket)
         return self._by_shape[shape].seconds(work)
+
+    def draft_seconds(self, work: StepWork, drafts: int) -> float:
+        """None: what drafted is in the steps that were measured."""
+        return 0.0
 
     @classmethod
     def _from_points(

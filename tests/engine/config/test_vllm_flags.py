@@ -58,9 +58,11 @@ def test_drafts_are_configured_by_an_object(capsys: pytest.CaptureFixture[str]):
     assert (engine.prompt_lookup_max, engine.prompt_lookup_min) == (4, 1)
     engine = parsed('--speculative-config {"method":"draft_model","model":"a/b"}').engine
     assert (engine.speculative, engine.draft_model) == ("draft", "a/b")
-    for method in ("mtp", "deepseek_mtp", "glm4_moe_lite_mtp", "qwen3_5_mtp"):
+    for method in ("mtp", "deepseek_mtp", "glm4_moe_lite_mtp", "qwen3_next_mtp"):
         engine = parsed(f'--speculative-config {{"method":"{method}"}}').engine
         assert engine.speculative == "mtp"
+    engine = parsed('--speculative-config {"method":"eagle3","model":"a/b"}').engine
+    assert (engine.speculative, engine.draft_model) == ("eagle3", "a/b")
     line = '--speculative-config {"draft_tensor_parallel_size":1}'
     assert "draft_tensor_parallel_size is not supported" in complaint(line, capsys)
     assert "must be a JSON object" in complaint("--speculative-config ngram", capsys)

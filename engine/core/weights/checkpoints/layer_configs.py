@@ -394,6 +394,29 @@ class CacheGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class Eagle3Config:
+    """Parts of an EAGLE-3 head beside its layer, see `jitney.engine.core.models.eagle3`."""
+
+    #: Tokens that it can draft.
+    vocab_size: int
+    #: E of the model that it drafts for.
+    target_size: int
+    #: Layers of that model, of which it reads what goes in.
+    layers: tuple[int, ...]
+    #: Attention's output is added to the normed hidden state, not to the one before the norm.
+    adds_to_normed: bool
+    #: The beginning of the names of its layer's tensors.
+    prefix: str
+    #: It has an embedding of its own.
+    embeds: bool
+
+    @property
+    def read_size(self) -> int:
+        """Numbers that it reads of each row."""
+        return len(self.layers) * self.target_size
+
+
+@dataclass(frozen=True, slots=True)
 class EncoderConfig:
     """Parts of an encoder beside its layers; each text is computed in one step, and nothing is
     kept.

@@ -11,6 +11,7 @@ from jitney.engine.common.errors import ConfigError, ModelError
 from jitney.engine.core.weights.checkpoints.layer_configs import (
     CacheGroup,
     DeltaNetConfig,
+    Eagle3Config,
     EncoderConfig,
     ExpertsConfig,
     FullHeads,
@@ -121,6 +122,9 @@ class ModelConfig:
     #: Layers of the files behind the last, each of which predicts one token more (multi-token
     #: prediction, arXiv 2412.19437); the first of them may draft, see `prediction_head`.
     n_prediction_layers: int = 0
+    #: An EAGLE-3 head; and of the model that it drafts for, `Eagle3Config.layers`.
+    eagle3: Eagle3Config | None = None
+    noted_layers: tuple[int, ...] = ()
     #: Among how many devices the model is split; heads and intermediate_size are then one
     #: device's (see `local`).
     shards: int = 1
@@ -304,6 +308,16 @@ class ModelConfig:
         return (queries + self.kv_projections * self.n_kv_heads) * self.head_dim
 
     @property
+    def attention_inputs(self) -> int:
+        """Numbers of a row that the projection to queries, keys and values reads."""
+        return self.hidden_size * (1 if self.eagle3 is None else 2)
+
+    @property
+    def head_columns(self) -> int:
+        """Tokens that the output head, over all devices, has logits of."""
+        return self.vocab_size if self.eagle3 is None else self.eagle3.vocab_size
+
+    @property
     def is_gated(self) -> bool:
         """Whether feed-forwards have gates: half of the outputs of what opens them."""
         return self.activation != "relu2"
@@ -382,6 +396,8 @@ class ModelConfig:
                 sizes = {"key-value heads": (kv_heads, shards)}
         if self.recurrent is not None:
             sizes |= self.recurrent.uneven(shards)
+        if self.eagle3 is not None:
+            sizes["vocabulary entries that are drafted"] = self.eagle3.vocab_size, shards
         if self.experts is not None:
             sizes["columns of the shared expert"] = self.experts.shared_size, shards
             sizes["columns of layers without experts"] = self.experts.dense_size, shards

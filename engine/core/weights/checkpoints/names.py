@@ -14,6 +14,7 @@ import numpy as np
 from jitney.engine.common.errors import ModelError
 from jitney.engine.core.weights.checkpoints.layer_configs import (
     DeltaNetConfig,
+    Eagle3Config,
     ExpertsConfig,
     LatentConfig,
     MambaConfig,
@@ -25,6 +26,8 @@ type FileFormat = Literal["hf", "gguf"]
 #: Attribute names and layer numbers from the model down, as nnx's flat state has them.
 type Path = tuple[str | int, ...]
 
+#: The embedding and the output head.
+_TABLES = ("embed", "lm_head")
 #: Matrices of a feed-forward.
 _GATED = ("gate", "up", "down")
 #: How many tensors of each fault are named before the rest are only counted.
@@ -155,12 +158,30 @@ class WeightMap:
         own, size = names.head.at(config.stored_halves[0][0]), config.hidden_size
         whole = cls.of(config, replace(names, layer=own.layer, norm=own.norm))
         targets = [
-            *[target for target in whole.targets if target.path[0] not in ("embed", "lm_head")],
+            *[target for target in whole.targets if target.path[0] not in _TABLES],
             _norm(("embedding_norm", "weight"), own.embedding_norm, size, names),
             _norm(("hidden_norm", "weight"), own.hidden_norm, size, names),
             *_linear(("joint",), 2 * size, False, [_Rows(own.joint, size)]),
         ]
         return cls(tuple(targets), (*names.ignored, *_COPIES), part=own.part)
+
+    @classmethod
+    def of_eagle3(cls, config: ModelConfig, own: Eagle3Config) -> WeightMap:
+        """Every weight of an EAGLE-3 head; config: of its one layer."""
+        size = config.hidden_size
+        names = replace(HF, layer=own.prefix)
+        targets = [
+            *[one for one in cls.of(config, names).targets if one.path[0] not in _TABLES],
+            _norm(("hidden_norm", "weight"), f"{own.prefix}hidden_norm", size, names),
+            *_linear(("joint",), own.read_size, False, [_Rows("fc", size)]),
+            *_linear(("lm_head",), size, False, [_Rows("lm_head", own.vocab_size)]),
+        ]
+        if own.embeds:
+            shape = config.vocab_size, size
+            targets.append(Target(("embed",), (Piece(f"{HF.embed}.weight", shape),)))
+        if own.vocab_size < config.vocab_size:
+            targets.append(Target(("offsets",), (Piece("d2t", (own.vocab_size,)),)))
+        return cls(tuple(targets), (*HF.ignored, *_OF_TARGET))
 
     @property
     def pieces(self) -> dict[str, Piece]:
@@ -215,6 +236,9 @@ class HeadNames(NamedTuple):
 _HEAD = HeadNames()
 #: Endings of the copies that such a layer's tensors may have of the embedding and the output head.
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight")
+#: Endings of tensors of an EAGLE-3 head that say nothing more: the tokens that it can draft, which
+#: d2t has, too, and copies of the model's.
+_OF_TARGET = ("d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -494,7 +518,7 @@ class _Rows(NamedTuple):
 def _attention_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iterator[Target]:
     """The matrices of one layer's attention, and their biases."""
     own = config.of_layer(layer)
-    size, dim = own.hidden_size, own.head_dim
+    size, inputs, dim = own.hidden_size, own.attention_inputs, own.head_dim
     heads, kv_heads = own.n_heads, own.n_kv_heads
     prefix = names.prefix(config, layer)
     order = head_order(config, layer, paired=names.paired_rows)
@@ -511,7 +535,7 @@ def _attention_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iter
         values = _Rows(prefix + names.v, kv_heads * dim)
         qkv = [*queries, *(keys, values)[: own.kv_projections]]
     path = ("layers", layer, "attention")
-    yield from _linear((*path, "qkv"), size, config.qkv_bias, qkv)
+    yield from _linear((*path, "qkv"), inputs, config.qkv_bias, qkv)
     yield from _linear((*path, "o"), heads * dim, config.o_bias, [_Rows(prefix + names.o, size)])
     if config.attention_sinks:
         yield Target((*path, "sinks"), (Piece(prefix + names.sinks, (heads,)),))

@@ -122,16 +122,24 @@ def _stored_bytes(path: Path, name: str) -> np.ndarray:
     return np.memmap(path, np.uint8, "r", 8 + size + first, (end - first,))
 
 
+def tensor_names(folder: Path) -> set[str]:
+    """The names of a folder's tensors as stored; none of one without safetensors. Raises
+    ModelError.
+    """
+    if safe_file(folder, _INDEX, missing_ok=True) is not None:
+        return {*_read_index(folder).weight_map}
+    if safe_file(folder, _SINGLE, missing_ok=True) is not None:
+        with _one_line_errors(_SINGLE):
+            return {*_opened(folder, _SINGLE)[1].keys()}
+    return set()
+
+
 def lacks_head(folder: Path) -> bool:
     """Whether a folder holds a base model or the text model of another without an output head.
     Raises ModelError.
     """
-    if safe_file(folder, _INDEX, missing_ok=True) is not None:
-        names = {*_read_index(folder).weight_map}
-    elif safe_file(folder, _SINGLE, missing_ok=True) is not None:
-        with _one_line_errors(_SINGLE):
-            names = {*_opened(folder, _SINGLE)[1].keys()}
-    else:
+    names = tensor_names(folder)
+    if not names:
         return False
     long_names = {long_name(name) for name in names}
     return "lm_head.weight" not in long_names and long_names != names

@@ -14,6 +14,7 @@ from typing import Literal
 from jitney.engine.common.errors import ConfigError, ModelError, did_you_mean
 from jitney.engine.common.requests import JsonObject, JsonValue, Pooling
 from jitney.engine.config import Config
+from jitney.engine.core.weights.checkpoints.eagle3 import read_eagle3
 from jitney.engine.core.weights.checkpoints.families import tiny_config
 from jitney.engine.core.weights.checkpoints.fetch import (
     Progress,
@@ -92,14 +93,18 @@ class ModelSource:
         return cls.resolve(model.id, revision=revision, weights=weights, progress=progress)
 
     @classmethod
-    def draft_of(cls, config: Config, progress: Progress = no_progress) -> ModelSource | None:
-        """The draft model that the settings name, if any; see `resolve`. Raises ConfigError for one
-        that cannot draft.
+    def draft_of(
+        cls, config: Config, target: ModelConfig, progress: Progress = no_progress
+    ) -> ModelSource | None:
+        """The draft model that the settings name, if any, or the EAGLE-3 head for target; see
+        `resolve`. Raises ConfigError for one that cannot draft.
         """
         name = config.engine.draft_model
         if not name:
             return None
         weights = config.model.load_format != "dummy"
+        if config.engine.speculative == "eagle3":
+            return cls.of_eagle3(name, target, weights=weights, progress=progress)
         source = cls.resolve(name, weights=weights, progress=progress)
         if source.config.encoder is not None or source.config.recurrent is not None:
             raise ConfigError(
@@ -107,6 +112,23 @@ class ModelSource:
                 "generates, and whose layers all attend"
             )
         return source
+
+    @classmethod
+    def of_eagle3(
+        cls,
+        name: str,
+        target: ModelConfig,
+        *,
+        weights: bool = True,
+        progress: Progress = no_progress,
+    ) -> ModelSource:
+        """The EAGLE-3 head for target in a folder or repository, fetched if need be; see
+        `resolve`. Raises ConfigError for one of another model.
+        """
+        folder = Path(name).expanduser()
+        if _is_repository(name):
+            folder = Repository(name, None).fetch(None, progress, weights=weights)
+        return cls("hf", str(folder), name, read_eagle3(folder, target), weights)
 
     @classmethod
     def resolve(

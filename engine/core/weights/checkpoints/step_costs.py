@@ -24,7 +24,8 @@ def step_cost(
     experts = config.experts or ExpertsConfig(1, 1, renormalised=True)
     layers = [config.of_layer(layer) for layer in range(config.n_layers)]
     attending = [layers[layer] for layer in config.attending_layers]
-    outputs = sum(own.qkv_size + own.n_heads * own.head_dim for own in attending)
+    times = config.attention_inputs // config.hidden_size
+    outputs = sum(times * own.qkv_size + own.n_heads * own.head_dim for own in attending)
     width = sum(own.n_heads * own.head_dim for own in attending)
     latents = 0
     if config.latent is not None:
@@ -50,7 +51,7 @@ def step_cost(
         n_chosen=experts.n_chosen,
         weight_bytes=weight_bytes,
         expert_bytes=expert_bytes,
-        head_weights=config.vocab_size * config.hidden_size,
+        head_weights=config.head_columns * config.hidden_size,
         head_bytes=head_bytes,
         attention_width=width,
         kv_bytes=kv_bytes,

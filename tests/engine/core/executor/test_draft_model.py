@@ -13,6 +13,7 @@ from oracle import prompt
 
 from jitney.engine import LLM, SamplingParams
 from jitney.engine.common.errors import ConfigError
+from jitney.engine.common.requests import Grammar
 from jitney.engine.core.scheduler.page_demand import PageDemand
 from jitney.engine.core.text import vocabularies
 from jitney.engine.core.text.tokenizer import Tokenizer
@@ -44,6 +45,15 @@ MIXED = [
 ]
 
 
+#: Under grammars, which a model that knows none of them seldom keeps to.
+HELD = [
+    SamplingParams(temperature=0, max_tokens=60, grammar=Grammar("regex", "([a-d]{2}-){20,40}")),
+    SamplingParams(temperature=0.3, seed=3, max_tokens=60, grammar=Grammar("regex", "[^b]{50}")),
+    SamplingParams(temperature=0, max_tokens=60, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=60, grammar=Grammar("regex", "[ -~]{58}"), n=2),
+]
+
+
 @cache
 def engine(**settings: Any) -> LLM:
     return LLM("tiny-random", **SETTINGS, **settings)
@@ -61,6 +71,20 @@ def drafts_of(llm: LLM, params: Any, prompts: list[list[int]]) -> tuple[int, int
     answers(llm, params, prompts)
     after = llm.core.ledger.totals
     return after["accepted"] - before["accepted"], after["rejected"] - before["rejected"]
+
+
+def test_drafts_are_checked_under_grammars():
+    """And change no token; those that a grammar forbids are not checked."""
+    llm = engine(**DRAFTS)
+    plans = watch(llm.core)
+    before = llm.core.ledger.totals
+    found = answers(llm, HELD)
+    expected = answers(engine(), HELD)
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    after = llm.core.ledger.totals
+    assert after["accepted"] - before["accepted"] > 60
+    held = [chunk for plan in plans for chunk in plan.chunks if chunk.seq.matcher and chunk.draft]
+    assert len(held) > 20
 
 
 def test_a_model_that_drafts_for_itself_is_right_with_a_cold_and_a_warm_prefix():
@@ -108,7 +132,7 @@ def test_another_vocabulary_is_refused(monkeypatch: pytest.MonkeyPatch):
     ("settings", "words"),
     [
         ({"speculative": "draft"}, "needs draft_model"),
-        ({"draft_model": "tiny-random"}, "is for speculative draft, not off"),
+        ({"draft_model": "tiny-random"}, "is for speculative draft and eagle3, not off"),
         (DRAFTS | {"draft_model": "tiny-random:qwen3_5"}, "cannot draft"),
         (DRAFTS | {"draft_model": str(Path("no-such-model"))}, "no-such-model"),
     ],

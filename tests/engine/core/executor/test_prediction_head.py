@@ -5,59 +5,47 @@ changes no token.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import cache
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from drafting_heads import (
+    MIXED,
+    SETTINGS,
+    Tensors,
+    answers,
+    check_drafts,
+    check_few_pages,
+    check_rules,
+    check_several_devices,
+    check_what_is_left,
+    fed_forward,
+    rms,
+    shares_of,
+    with_bytes,
+    with_layer,
+)
 from flax import nnx
 from oracle import naive_normed
 from reference_logits import DATA, SCRIPT, weights_of, write_folder
 
-from jitney.engine import LLM, SamplingParams
+from jitney.engine import LLM
 from jitney.engine.common.errors import ConfigError, ModelError
-from jitney.engine.common.requests import EngineRequest
 from jitney.engine.core.build import _Setup
 from jitney.engine.core.models.registry import abstract_model, model_class
-from jitney.engine.core.scheduler.page_demand import PageDemand
-from jitney.engine.core.scheduler.plan import REJECTED, Plan, StepResult
 from jitney.engine.core.weights.checkpoints.hf_config import read_hf_config
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.load import load_model
 
 pytestmark = pytest.mark.usefixtures("programs_when_used", "compiled_in_a_hurry")
 
-Tensors = dict[str, np.ndarray]
-
-LAYERS, HIDDEN, VOCAB = 3, 64, 96
+LAYERS, HIDDEN = 3, 64
 HEAD = f"model.layers.{LAYERS}."
 CASE = DATA["cases"]["deepseek_v3"]
 QWEN = DATA["cases"]["qwen3_5"]
-#: Steps of one size, so that drafts always pay; prompts are cut into chunks.
-SETTINGS: dict[str, Any] = {
-    "dtype": "float32",
-    "max_seats": 4,
-    "token_budget": 32,
-    "context": 192,
-    "page_size": 8,
-    "seat_buckets": [4],
-    "token_buckets": [32],
-}
-PROMPTS = [
-    np.random.default_rng(number).integers(4, VOCAB, length).tolist()
-    for number, length in enumerate((5, 40, 71, 23, 34))
-]
-GREEDY = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
-#: One for each of the prompts.
-MIXED = [
-    SamplingParams(temperature=0, max_tokens=70, ignore_eos=True, logprobs=2),
-    SamplingParams(temperature=0.1, seed=3, max_tokens=60, ignore_eos=True, n=2),
-    SamplingParams(temperature=0, max_tokens=50, ignore_eos=True, frequency_penalty=0.01),
-    SamplingParams(temperature=0.2, seed=5, top_k=4, max_tokens=40, min_tokens=20),
-    SamplingParams(temperature=0, max_tokens=60, ignore_eos=True),
-]
 
 
 def weights() -> Tensors:
@@ -87,17 +75,6 @@ def qwen_weights() -> Tensors:
     return tensors
 
 
-def with_layer(tensors: Tensors, like: str, name: str, added: float) -> Tensors:
-    """With one layer more; layers add `added` times as much."""
-    for own in [own for own in tensors if own.startswith(like)]:
-        new = name + own.removeprefix(like)
-        tensors[new] = SCRIPT.random_tensor(new, tensors[own].shape)
-    closing = "o_proj.weight", "down_proj.weight", "out_proj.weight"
-    return {
-        own: added * tensor if own.endswith(closing) else tensor for own, tensor in tensors.items()
-    }
-
-
 def joint(size: int, spread: float) -> np.ndarray:
     """Takes the embedding, and by chance some of all else."""
     rest = np.random.default_rng(1).normal(0, spread, (size, 2 * size))
@@ -106,7 +83,8 @@ def joint(size: int, spread: float) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_folder(tmp_path_factory.mktemp("model") / "own", CASE["config"], weights())
+    folder = tmp_path_factory.mktemp("model") / "own"
+    return with_bytes(write_folder(folder, CASE["config"], weights()))
 
 
 @pytest.fixture(scope="module")
@@ -125,10 +103,6 @@ def drafting(folder: str, count: int = 3, **settings: Any) -> LLM:
 
 
 # The head, written out: one text, every row anew for each draft.
-
-
-def rms(x: np.ndarray, weight: np.ndarray, eps: float = 1e-5) -> np.ndarray:
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
 
 
 def rotated(x: np.ndarray) -> np.ndarray:
@@ -153,20 +127,6 @@ def attention(own: Tensors, x: np.ndarray) -> np.ndarray:
     scores += np.einsum("thd,sd->hts", rotated(queries[..., plain:]), rotated(turning))
     mixed = np.einsum("hts,shd->thd", shares_of(scores / np.sqrt(queries.shape[-1])), values)
     return mixed.reshape(rows, -1) @ own["o_proj"].T
-
-
-def shares_of(scores: np.ndarray) -> np.ndarray:
-    """Softmax over the keys up to each row's own, scores [H, T, T]."""
-    scores = np.where(np.tril(np.ones(scores.shape[1:], bool)), scores, -np.inf)
-    shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return shares / shares.sum(axis=-1, keepdims=True)
-
-
-def fed_forward(own: Tensors, name: str, x: np.ndarray) -> np.ndarray:
-    gate = x @ own[f"{name}.gate_proj"].T
-    return (gate / (1 + np.exp(-gate)) * (x @ own[f"{name}.up_proj"].T)) @ own[
-        f"{name}.down_proj"
-    ].T
 
 
 def mixture(own: Tensors, x: np.ndarray) -> np.ndarray:
@@ -253,50 +213,6 @@ def naive_drafts(tensors: Tensors, model: Any, text: list[int], count: int) -> l
     return drafts
 
 
-class Watch:
-    """The drafts of each step that an engine runs, as the device has them when it is launched."""
-
-    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch):
-        self.runner: Any = llm.core.runner
-        self.plans: list[tuple[Plan, list[int], np.ndarray]] = []
-        self.results: dict[int, StepResult] = {}
-        launch, fetch = self.runner.launch, self.runner.fetch
-
-        def launching(batch: Any) -> Any:
-            launched = launch(batch)
-            seats = [chunk.seq.seat for chunk in batch.plan.chunks]
-            drafts = np.asarray(self.runner.state.seat_tokens.drafts)
-            self.plans.append((batch.plan, seats, drafts))
-            return launched
-
-        def fetching(launched: Any) -> StepResult:
-            result = self.results[launched.plan.number] = fetch(launched)
-            return result
-
-        monkeypatch.setattr(self.runner, "launch", launching)
-        monkeypatch.setattr(self.runner, "fetch", fetching)
-
-    def found(self) -> list[tuple[list[int], list[int]]]:
-        """(text, drafts behind it) of every step of each sequence that decoded."""
-        lengths: dict[Any, int] = {}
-        found: list[tuple[list[int], list[int]]] = []
-        for plan, seats, drafts in self.plans:
-            result = self.results[plan.number]
-            row = 0
-            for number, chunk in enumerate(plan.chunks):
-                seq = chunk.seq
-                if chunk.decode and not chunk.draft:
-                    widths = [own.draft for own in plan.chunks if own.seq is seq]
-                    text = seq.tokens[: lengths[seq]]
-                    if len(text) < len(seq.tokens):
-                        found.append((text, drafts[seats[number]][: max(widths) + 1].tolist()))
-                if chunk.sample:
-                    before = lengths.get(seq, seq.n_prompt)
-                    lengths[seq] = before + (result.tokens[row] != REJECTED)
-                    row += 1
-        return found
-
-
 @pytest.mark.parametrize(("count", "in_parts"), [(1, False), (3, True)])
 def test_drafts_are_those_of_a_naive_head(
     folder: str, count: int, in_parts: bool, monkeypatch: pytest.MonkeyPatch
@@ -305,86 +221,43 @@ def test_drafts_are_those_of_a_naive_head(
     found in pages. in_parts: as a CPU runs steps; else as a GPU does.
     """
     monkeypatch.setattr(_Setup, "runs_in_parts", in_parts)
-    check_drafts(folder, drafting(folder, count), weights(), count, monkeypatch)
+    naive = naive_head(folder, weights())
+    check_drafts(drafting(folder, count), naive, count, monkeypatch)
 
 
 def test_drafts_beside_recurrent_layers_are_those_of_a_naive_head(
     qwen: str, monkeypatch: pytest.MonkeyPatch
 ):
     llm = drafting(qwen, 3)
-    check_drafts(qwen, llm, qwen_weights(), 3, monkeypatch)
+    check_drafts(llm, naive_head(qwen, qwen_weights()), 3, monkeypatch)
     found = answers(llm, MIXED)
     expected = answers(engine(qwen), MIXED)
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
 
 
-def check_drafts(
-    folder: str, llm: LLM, tensors: Tensors, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Compare drafts of some forty steps; `count` of a sequence at most."""
-    watch = Watch(llm, monkeypatch)
-    for prompts in (PROMPTS, [PROMPTS[2]]):
-        llm.generate(prompts, GREEDY)
-    llm.core.check()
-    totals = llm.core.ledger.totals
-    assert totals["accepted"] > 20 and totals["rejected"] > 5 and totals["cached_tokens"] > 0
+def naive_head(folder: str, tensors: Tensors) -> Callable[[list[int], int], list[int]]:
     source = ModelSource.resolve(folder)
     model = load_model(source, source.config)
-    found = [(text, [*takewhile(is_draft, drafts)]) for text, drafts in watch.found()]
-    assert max(len(drafts) for _, drafts in found) == count
-    for text, drafts in found[:: len(found) // 40]:
-        assert drafts and drafts == naive_drafts(tensors, model, text, len(drafts))
-
-
-def is_draft(token: int) -> bool:
-    return token >= 0
-
-
-def answers(llm: LLM, params: Any, prompts: list[list[int]] = PROMPTS) -> list[Any]:
-    outputs = [one for output in llm.generate(prompts, params) for one in output.outputs]
-    llm.core.check()
-    return outputs
+    return lambda text, count: naive_drafts(tensors, model, text, count)
 
 
 def test_answers_are_the_same_in_a_crowd_with_few_pages(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """Sequences lose their pages, and each prompt comes again alone, behind pages that are found;
-    the memory is given back meanwhile.
-    """
     expected = answers(engine(folder), MIXED)
-    llm = drafting(folder, pages=30)
-    monkeypatch.setattr(PageDemand, "lasts", lambda *_: True)
-    found = answers(llm, MIXED)
-    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
-    scores, own = (
-        [entry.logprob for entry in outputs[0].logprobs] for outputs in (expected, found)
-    )
-    np.testing.assert_allclose(own, scores, atol=1e-4)
-    totals = llm.core.ledger.totals
-    assert totals["accepted"] > 10 and totals["rejected"] > 0 and totals["preempted"] > 0
-    compiled = llm.core.runner.compiles
-    llm.core.sleep(lambda: None)
-    llm.core.wake(lambda: None)
-    for prompt in (PROMPTS[0], PROMPTS[0]):
-        (alone,) = answers(llm, MIXED[0], [prompt])
-        assert alone.token_ids == expected[0].token_ids
-    assert llm.core.runner.compiles == compiled
+    check_few_pages(expected, drafting(folder, pages=30), monkeypatch)
 
 
 def test_what_an_aborted_request_and_a_failed_step_leave_is_not_read(folder: str):
-    llm = drafting(folder)
-    (expected,) = answers(engine(folder), MIXED[0], [PROMPTS[2]])
-    llm.core.add(EngineRequest(id="left", prompt=PROMPTS[1], sampling=GREEDY, arrival=0.0))
-    for _ in range(12):
-        llm.core.step()
-    llm.core.abort("left")
-    (found,) = answers(llm, MIXED[0], [PROMPTS[2]])
-    assert found.token_ids == expected.token_ids
-    llm.core.runner.restore(RuntimeError("as if a step had failed"))
-    llm.core.reset_prefix_cache()
-    (found,) = answers(llm, MIXED[0], [PROMPTS[2]])
-    assert found.token_ids == expected.token_ids
+    check_what_is_left(engine(folder), drafting(folder))
+
+
+def test_drafts_are_checked_under_rules(folder: str):
+    check_rules(engine(folder), drafting(folder))
+
+
+def test_several_devices_draft_as_well(folder: str, tmp_path: Path):
+    check_several_devices(engine(folder), folder, "mtp", "", tmp_path)
 
 
 def test_its_pages_are_counted(folder: str):
@@ -401,7 +274,8 @@ def test_its_pages_are_counted(folder: str):
 
 
 @pytest.mark.parametrize(
-    ("family", "part"), [("glm4_moe_lite", "model.layers.3."), ("qwen3_5_moe", "mtp.")]
+    ("family", "part"),
+    [("glm4_moe_lite", "model.layers.3."), ("qwen3_5_moe", "mtp."), ("qwen3_next", "mtp.")],
 )
 def test_every_weight_of_a_head_is_read_from_its_own_tensors(family: str, part: str):
     counts = {"mtp_num_hidden_layers": 1, "num_nextn_predict_layers": 1}
@@ -428,8 +302,7 @@ def test_a_head_that_the_files_lack_is_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"tensor_parallel": 2}, "tensor_parallel 2"),
-        ({"draft_model": "tiny-random"}, "is for speculative draft, not mtp"),
+        ({"draft_model": "tiny-random"}, "is for speculative draft and eagle3, not mtp"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], words: str):

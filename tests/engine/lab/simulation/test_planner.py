@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -75,9 +77,8 @@ def test_what_recurrent_layers_keep_takes_room_and_time_by_hand():
 
 def test_a_prediction_head_takes_room_and_time_by_hand():
     """GLM-4.7-Flash: a layer of 20 heads, 64 experts and the shared one, and a matrix before it."""
-    shape = SHAPES["glm-4.7-flash"]
-    with_head = Roofline(ModelCost(shape, predicts=True), DEVICES["h100"])
-    without = replace(with_head, cost=ModelCost(shape))
+    with_head = Roofline.named("glm-4.7-flash", "h100", speculative="mtp")
+    without = Roofline.named("glm-4.7-flash", "h100")
     size = 2048
     queries = size * 768 + 768 * 20 * (192 + 64)
     keys = size * (512 + 64) + 20 * 512 * (192 + 256)
@@ -92,10 +93,44 @@ def test_a_prediction_head_takes_room_and_time_by_hand():
     layer_read = queries + keys + 20 * 256 * size + 64 * size + experts
     head = 2 * (layer_read + 2 * size * size + 154_880 * size)
     assert read - without_head == pytest.approx(head, rel=1e-3)
-    with pytest.raises(ConfigError, match="mtp is for one chip: leave it out with --count 2"):
-        replace(with_head, count=2).check_split()
+    each = with_head.draft_seconds(work, 3) / 3
+    kept = 641 * 2 * (512 + 64)  # read and written
+    assert each == pytest.approx((head + kept) / (0.8 * 3.35e12), rel=1e-3)
+    assert without.draft_seconds(work, 3) == with_head.draft_seconds(work, 0) == 0
     with pytest.raises(ConfigError, match="num_nextn_predict_layers"):
-        ModelCost(SHAPES["llama-3.1-8b"], predicts=True)
+        Roofline.named("llama-3.1-8b", "h100", speculative="mtp")
+
+
+def test_a_draft_model_and_an_eagle3_head_take_room_and_time_by_hand(tmp_path: Path):
+    """A 1B model beside one of 8B; and the head that was published for it: attention over 8,192
+    numbers, 32,000 tokens, and a matrix that reads three hidden states.
+    """
+    alone = Roofline.named("llama-3.1-8b", "h100")
+    small = Roofline.named("llama-3.2-1b", "h100").cost
+    drafted = Roofline.named(
+        "llama-3.1-8b", "h100", speculative="draft", draft_model="llama-3.2-1b"
+    )
+    assert alone.kv_room - drafted.kv_room == pytest.approx(small.weight_bytes)
+    assert drafted.cost.kv_bytes - alone.cost.kv_bytes == small.kv_bytes
+    config = {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "draft_vocab_size": 32000,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    headed = Roofline.named("llama-3.1-8b", "h100", speculative="eagle3", draft_model=str(tmp_path))
+    attention = 2 * 4096 * (32 + 2 * 8) * 128 + 4096 * 4096
+    weights = attention + 3 * 4096 * 14336 + 3 * 4096 * 4096 + 32000 * 4096
+    assert alone.kv_room - headed.kv_room == 2 * weights
+    (more,), (less,) = headed.page_bytes(16), alone.page_bytes(16)
+    assert more == less * 33 / 32
+    load = replace(DEMAND, acceptance=0.8, drafts=3)
+    speeds = [OperatingPoint.of(one, load, 1).output_tok_s for one in (alone, headed, drafted)]
+    assert speeds == sorted(speeds, reverse=True)
 
 
 def test_a_steady_step_by_hand():

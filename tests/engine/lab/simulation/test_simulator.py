@@ -30,7 +30,7 @@ from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.kv_pages import PagePool
 from jitney.engine.core.scheduler.limits import SchedulerLimits
-from jitney.engine.core.scheduler.plan import Plan, StepResult
+from jitney.engine.core.scheduler.plan import Plan, StepResult, StepWork
 from jitney.engine.core.scheduler.scheduler import Scheduler
 from jitney.engine.lab.simulation.engine_run import EngineRun
 from jitney.engine.lab.simulation.engine_shape import EngineShape
@@ -241,6 +241,22 @@ def test_drafts_that_are_right_by_a_chance_save_steps():
     assert 100 / 2.952 < drafted.seconds < 100 / 2 < plain.seconds
     sums = {kind: int(drafted.records[kind].sum()) for kind in ("accepted", "rejected")}
     assert 0.55 < sums["accepted"] / sum(sums.values()) < 0.75
+
+
+def test_what_drafts_takes_time_beside_the_steps(monkeypatch: pytest.MonkeyPatch):
+    asked: list[tuple[int, int]] = []
+    table = constant_table(1.0)
+
+    def draft_seconds(work: StepWork, drafts: int) -> float:
+        asked.append((work.decode, drafts))
+        return 0.01 * drafts
+
+    monkeypatch.setattr(table, "draft_seconds", draft_seconds)
+    arrivals = [Arrival(0.0, 8, 100), Arrival(0.0, 8, 100)]
+    records = simulate(arrivals, shape(page_size=8).drafting(0.8, 3), table).records
+    rows, drafts = zip(*asked, strict=True)
+    assert (max(rows), max(drafts), min(drafts)) == (2, 3, 0)
+    assert records["device_s"].sum() == pytest.approx(len(records) + 0.01 * sum(drafts))
 
 
 def test_recorded_hits_are_found_again():

@@ -143,4 +143,8 @@ def qwen3_next(values: JsonObject) -> ModelConfig:
     config = qwen3_5_moe(settings)
     assert config.experts is not None
     experts = replace(config.experts, renormalised=fields.flag("norm_topk_prob"))
-    return replace(config, experts=_with_dense_layers(experts, fields, config.n_layers))
+    return replace(
+        config,
+        experts=_with_dense_layers(experts, fields, config.n_layers),
+        n_prediction_layers=fields.integer("num_nextn_predict_layers", 0, MOST.layers, default=1),
+    )
