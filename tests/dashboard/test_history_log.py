@@ -171,3 +171,17 @@ def test_without_hours_there_is_no_file(client, tmp_path: Path):
         assert http.get("/dashboard/history").status_code == 404
         assert requests(http, search="long ago")["requests"] == []
     assert not (tmp_path / "history").exists()
+
+
+def test_a_look_that_is_cancelled_loses_no_bin(client, monkeypatch: pytest.MonkeyPatch):
+    """As at a server's end: the look that is under way ends between two slices."""
+    monkeypatch.setattr(history_log, "_SLACK_S", 0.0)
+    log = HistoryLog(client, None, 24.0)
+    client.step(started=time.monotonic(), seats_busy=3)
+    until(lambda: time.monotonic() > log.client.history.records.last_ready)
+    cancelled = log._make_bin(0.0)
+    next(cancelled)
+    cancelled.close()
+    for _ in log._make_bin(0.0):
+        pass
+    assert [kept["steps"] for kept in log._bins] == [1]
