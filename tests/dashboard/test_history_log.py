@@ -160,6 +160,7 @@ def test_a_damaged_history_costs_the_history_alone(client, tmp_path: Path):
     path.write_bytes(b"no database at all" * 1000)
     with serving(client, tmp_path) as http:
         until(lambda: bins(http)["steps"] == [0])
+        until(lambda: http.get("/dashboard/incidents").json()["incidents"])
         notes = http.get("/dashboard/incidents").json()["incidents"]
     assert [(note["code"], note["hit"]) for note in notes] == [("store", {"failures": 1})]
     assert "history were damaged" in notes[0]["message"]
