@@ -24,8 +24,6 @@ _CALM_S = 10.0
 _BACKGROUND_EVERY = 8
 #: Of the token budget: the most prompt rows that a claimant may have in a step without streams.
 _FEW_ROWS = 0.125
-#: After a tenant took a seat as its share, another request like it is expected for so many seconds.
-_CLAIMS_S = 10.0
 
 
 class StepPlanner:
@@ -60,8 +58,6 @@ class StepPlanner:
         self.dropped: list[Sequence] = []
         # The last step computed only the prompt of a tenant for which a seat was freed.
         self._claimed_alone = False
-        # Until when others are expected to claim seats, clock seconds.
-        self._claims_until = -math.inf
         # The last step with prompt rows of the background.
         self._background_prompts_at = 0
         # When a live request was last open, clock seconds.
@@ -100,8 +96,6 @@ class StepPlanner:
             draft.preempted += self._preemption.for_stalled(now)
         was_free = bool(self._seats.free)
         claimant = self._boarding.make_way(draft, now)
-        if claimant is not None:
-            self._claims_until = now + _CLAIMS_S
         alone = claimant is not None and self._goes_alone(claimant)
         if not alone:
             self._decode.plan(draft, now)
@@ -159,25 +153,10 @@ class StepPlanner:
         if self._is_brief(prompts, now):
             brief = self._prefill_budget.brief(draft.n_decode, _first_row(prompts))
             draft.tokens_left = min(draft.tokens_left, brief)
-        if now < self._claims_until and self._queue.gives_way(self._seats.count):
-            prompts = self._plan_beside_claims(prompts, draft)
         self._plan_prefill(prompts, draft)
         self._plan_boarding(self._sequences.live, self._boarding.allowed(now), draft, now)
         if rows_first > draft.rows - rows:
             self._passing.save(draft.rows - rows)
-
-    def _plan_beside_claims(self, prompts: list[Sequence], draft: Draft) -> list[Sequence]:
-        """Rows of the prompts of tenants that have no more than their share, and few for others: a
-        claimant that comes soon waits for the step's end. -> the prompts of the others.
-        """
-        wanted = min(self._seats.count, self._seats.n_taken + len(self._queue.waiting))
-        most = self._prefill_budget.beside_claims(draft.n_decode, wanted, _first_row(prompts))
-        crowding = self._queue.crowding(self._seats.count)
-        first = [seq for seq in prompts if crowding and seq.request.account not in crowding]
-        rows = draft.rows
-        self._plan_prefill(first, draft)
-        draft.tokens_left = min(draft.tokens_left, max(0, most - (draft.rows - rows)))
-        return [seq for seq in prompts if seq not in first]
 
     def _rows_first(self, prompts: list[Sequence]) -> int:
         """Rows of the prompts that have boarded and of the one that boards next: while they do not

@@ -28,8 +28,6 @@ _BACKGROUND_SLOWER = 2.0
 _PATIENCE = 4
 #: Rows a second that brief steps may lose, of those of full ones.
 _BRIEF_LOSS = 0.08
-#: The same of steps that a request is expected to wait for, by those in which all seats decode.
-_CLAIM_SLOWER = 2.0
 #: Share AUTO: the least that prompts get, and how many different shares there are.
 _LEAST_SHARE, _LEVELS = 0.25, 16
 
@@ -133,19 +131,6 @@ class PrefillBudget:
             if seconds and rows * full >= kept * most * (seconds + rows * attending):
                 return rows
         return most
-
-    def beside_claims(self, decoding: int, seats: int, start: int = 0) -> int:
-        """Prompt rows of a step beside so many decoding sequences, of `seats` that are wanted,
-        while a request is expected that takes one of these seats after the step. start: position of
-        the first row. All that a step can have where padding takes time.
-
-        Streams that end together begin together, too: their prompts would be one long step each
-        time.
-        """
-        most = self.step_times.buckets.token_budget - decoding
-        if not self.step_times.buckets.padding_is_free:
-            return most
-        return self._most_in_time(most, decoding, start, self._bearable(seats, _CLAIM_SLOWER))
 
     def _most_in_time(self, rows: int, decoding: int, start: int, limit: float) -> int:
         """At most so many prompt rows, of a step of any bucket that takes `limit` seconds."""

@@ -24,8 +24,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jitney.engine.common.errors import RequestError
-from jitney.engine.common.history import RequestRecords
-from jitney.engine.common.requests import EngineRequest
 from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.fair_queue import _EVERY, FairQueue
@@ -38,13 +36,11 @@ from jitney.engine.core.scheduler.policies import (
     _by_length,
     _by_priority,
 )
-from jitney.engine.core.scheduler.prefill_budget import PrefillBudget
 from jitney.engine.core.scheduler.queues import WaitingQueue
 from jitney.engine.core.scheduler.sequence import Sequence
-from jitney.engine.lab.simulation.drive import Offer, drive
 from jitney.engine.lab.simulation.engine_run import EngineRun
 from jitney.engine.lab.simulation.engine_shape import EngineShape
-from jitney.engine.lab.simulation.simulator import VirtualDevice, simulate
+from jitney.engine.lab.simulation.simulator import simulate
 from jitney.engine.lab.simulation.step_table import Curve, StepTable
 from jitney.engine.lab.simulation.workload import Fixed, LogNormal, Poisson, Uniform, synthesise
 
@@ -383,8 +379,6 @@ TABLE = StepTable(
     + [Curve(rows, 32, ms / 1000) for rows, ms in MIXED_MS.items()]
 )
 CALM_S = 20.0
-#: Of a CPU whose prompt rows are slow.
-CROWDED_MS = {1: 12, 4: 18, 8: 22, 16: 28, 32: 44}
 #: Of a faster CPU, where nothing is computed for padding.
 CPU_TABLE = StepTable(
     [Curve(rows, rows, 0.0077, per_decode=0.29e-3) for rows in (1, 8, 16, 32)]
@@ -471,62 +465,6 @@ def test_a_modest_tenant_waits_for_the_step_that_runs_and_for_its_own():
     alone, beside = (modest_first_tokens(modest_run(flooded=each)) for each in (False, True))
     assert len(alone) == len(beside) > 20 and min(alone) > 0
     assert np.median(beside) < 2 * np.median(alone)
-
-
-class ClosedFlood(Offer):
-    """Short prompts of one tenant at the times, and so many streams of another, each of which
-    begins anew when it ends, for as long as the first one comes.
-    """
-
-    def __init__(self, times: list[float], streams: int):
-        super().__init__(times, self._request)
-        self._streams = streams
-        self._flood = 0
-
-    def due(self, now: float, n_open: int) -> bool:
-        return not self.empty and (self.next_at <= now or n_open < self._streams)
-
-    def take(self, now: float) -> EngineRequest:
-        if self.next_at <= now:
-            return super().take(now)
-        self._flood += 1
-        return make_request(f"a{self._flood}", [1] * 60, tenant="a", max_tokens=120, arrival=now)
-
-    @staticmethod
-    def _request(number: int, at: float) -> EngineRequest:
-        return make_request(f"m{number}", [1] * 20, tenant="modest", max_tokens=16, arrival=at)
-
-
-def beside_closed_flood(streams: int) -> tuple[np.ndarray, float]:
-    """(first tokens of the modest tenant but the first ten, seconds; tokens a second) of 32 seats,
-    where a prompt row takes 0.8 ms.
-    """
-    steps = [Curve(rows, rows, ms / 1000) for rows, ms in CROWDED_MS.items()]
-    steps += [Curve(rows, 32, 0.030, per_prompt=8e-4) for rows in MIXED_MS]
-    limits = SchedulerLimits(32, 4096, 10_000, 10**9, order="fair", prefill_share="auto")
-    buckets = replace(Buckets.of(max_seats=32, token_budget=512), padding_is_free=True)
-    device = VirtualDevice(StepTable(steps))
-    core = device.new_core(EngineShape(limits, buckets, 8193, plans_late=True))
-    history = RequestRecords(keep_times=True)
-    offer = ClosedFlood([1.0 + 0.61803 * number for number in range(70)], streams)
-    records = drive(core, device.clock, offer, history, device.reported).records
-    core.check()
-    modest = [one.ttft_s or 0.0 for one in history.oldest() if one.tenant == "modest"]
-    return np.array(modest[10:]), records["decode"].sum() / records["device_s"].sum()
-
-
-def test_streams_that_began_together_make_no_long_steps_for_a_modest_tenant(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    """Their prompts would come together again whenever they end, and be steps of half a second."""
-    alone, _ = beside_closed_flood(0)
-    times, tokens = beside_closed_flood(110)
-    monkeypatch.setattr(PrefillBudget, "beside_claims", lambda self, *_: 512)
-    together, most = beside_closed_flood(110)
-    assert len(alone) == len(times) == len(together) == 60 and alone.min() > 0
-    assert np.median(times) < 2 * np.median(alone)
-    assert np.quantile(times, 0.95) < 3 * np.median(alone) < np.quantile(together, 0.95)
-    assert tokens > 0.98 * most
 
 
 def test_a_seat_that_is_free_goes_to_a_tenant_below_its_share_before_one_that_gave_way():
