@@ -270,12 +270,13 @@ class HistoryLog(DiskLog[HistoryTables]):
         start, end = self._made_to, time.monotonic() - _SLACK_S
         if end <= start:
             return
-        self._made_to = end
         window = Window.shown(self.client.history, start, end, end, self.client.info)
         columns = yield from window.binned(1)
         values = {name: column[0] for name, column in columns.items() if isinstance(column, list)}
         values |= {_ROWS + kind: column[0] for kind, column in columns["rows"].items()}
         values |= {"t": window.start + offset, "seconds": columns["width"]}
+        # Only now: a look that is cancelled while it makes the bin leaves it to the next one.
+        self._made_to = end
         self._bins.append(dict.fromkeys(_COLUMNS) | values)
 
     def _make_rows(self, offset: float) -> Generator[None, None, None]:

@@ -2,12 +2,14 @@
 that the server takes.
 
     python docs/benchmarks/fairness.py [--model smollm2-135m] [--streams 110] [--asks 40]
-        [--order fcfs]
+        [--repeats 3] [--seats 32] [--order fcfs]
 
-Starts `jitney serve` with two keys and its default settings. One key asks short questions, one
-after the other: first alone, then beside `--streams` streams of the other key, each of which begins
-anew when it ends. Prints the time to the first token of the short questions, and by how much the
-flood makes it longer. `--order` sets another order than the one of a server with keys.
+Starts `jitney serve` with two keys and its default settings, but for the seats: sizes that are not
+given are timed while it serves. One key asks short questions, one after the other: alone, then
+beside `--streams` streams of the other key, each of which begins anew when it ends; both as often
+as `--repeats` says. Prints the time to the first token of the short questions, by how much the
+flood makes it longer, and the tokens a second of all clients. `--order` sets another order than the
+one of a server with keys.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ WARM_UP_S = 10.0
 #: Short questions before any is measured.
 WARM_UP = 3
 PAUSE_S = 0.2
-MODEST, GREEDY = "modest", "greedy"
+#: Seconds in which the server lets go of the flood's streams.
+CALM_S = 2.0
+MODEST, GREEDY, ADMIN = "modest", "greedy", "admin"
+TOKENS = "jitney_generated_tokens_total"
 
 
 def body_of(lengths: tuple[int, int], seed: int) -> dict[str, Any]:
@@ -107,50 +112,55 @@ async def flood(server: Server, streams: int) -> None:
     await asyncio.gather(*(keep_asking(number) for number in range(streams)))
 
 
-def show(name: str, times: list[float]) -> None:
-    p50, p90, worst = (1000 * float(np.quantile(times, share)) for share in (0.5, 0.9, 1.0))
-    print(f"| {name} | {len(times)} | {p50:.0f} | {p90:.0f} | {worst:.0f} |", flush=True)
+async def tokens_made(server: Server) -> float:
+    """Tokens generated for all clients so far."""
+    answer = await server.client.get("/metrics", headers={"authorization": f"Bearer {ADMIN}"})
+    lines = [line for line in answer.text.splitlines() if line.startswith(TOKENS)]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
 
-def show_servers_view(record: Path, asks: int) -> None:
-    """record: the server's. The modest key came first."""
-    lines = [json.loads(line) for line in record.read_text().splitlines()]
-    own = [line for line in lines if line["tenant"] == "tenant-1" and line["ttft_s"] is not None]
-    for name, part in (("alone", own[WARM_UP : WARM_UP + asks]), ("beside", own[-asks:])):
-        queue, first = (
-            1000 * float(np.median([line[field] for line in part]))
-            for field in ("queue_s", "ttft_s")
-        )
-        print(
-            f"{name}, at the server: seat after {queue:.0f} ms, first token after {first:.0f} (p50)"
-        )
+def show(name: str, times: list[float], tokens_s: float) -> None:
+    p50, p95, worst = (1000 * float(np.quantile(times, share)) for share in (0.5, 0.95, 1.0))
+    print(f"| {name} | {len(times)} | {p50:.0f} | {p95:.0f} | {worst:.0f} | {tokens_s:.0f} |")
+
+
+async def measure_phase(server: Server, name: str, asks: int, seed: int) -> list[float]:
+    began, before = time.monotonic(), await tokens_made(server)
+    times = await ask_in_turn(server, asks, seed)
+    made = await tokens_made(server) - before
+    show(name, times, made / (time.monotonic() - began))
+    return times
 
 
 async def measure(args: argparse.Namespace) -> None:
+    alone: list[float] = []
+    beside: list[float] = []
     with tempfile.TemporaryDirectory(prefix="jitney-fairness-") as name:
         folder = Path(name)
-        keys = folder / "keys"
-        keys.write_text(f"{MODEST}\n{GREEDY}\n")
-        keys.chmod(0o600)
-        record = folder / "record.jsonl"
-        flags = ["--api-key-file", str(keys), "--record", str(record)]
+        flags = ["--max-seats", str(args.seats)]
+        for setting, keys in (("api", (MODEST, GREEDY)), ("admin", (ADMIN,))):
+            file = folder / setting
+            file.write_text("\n".join(keys))
+            file.chmod(0o600)
+            flags += [f"--{setting}-key-file", str(file)]
         if args.order:
             flags += ["--order", args.order]
         async with serving(args.model, folder, *flags) as server:
             print(f"{args.model}, {cpu_name()}, order {args.order or 'of a server with keys'}\n")
-            print("| a modest key | questions | first token p50, ms | p90 | longest |")
-            print("|---|---|---|---|---|", flush=True)
-            alone = await ask_in_turn(server, args.asks, 1)
-            show("alone", alone)
-            flooding = asyncio.create_task(flood(server, args.streams))
-            await asyncio.sleep(WARM_UP_S)
-            beside = await ask_in_turn(server, args.asks, 1)
-            flooding.cancel()
-            await asyncio.gather(flooding, return_exceptions=True)
-            show(f"beside {args.streams} streams of another", beside)
-            ratio = float(np.median(beside) / np.median(alone))
-            print(f"\n{ratio:.2f} times as long (p50)")
-        show_servers_view(record, args.asks)
+            print("| a modest key | questions | first token p50, ms | p95 | longest | tokens/s |")
+            print("|---|---|---|---|---|---|", flush=True)
+            for seed in range(args.repeats):
+                alone += await measure_phase(server, "alone", args.asks, seed)
+                flooding = asyncio.create_task(flood(server, args.streams))
+                await asyncio.sleep(WARM_UP_S)
+                what = f"beside {args.streams} streams of another"
+                beside += await measure_phase(server, what, args.asks, seed)
+                flooding.cancel()
+                await asyncio.gather(flooding, return_exceptions=True)
+                await asyncio.sleep(CALM_S)
+    for share in (0.5, 0.95):
+        ratio = float(np.quantile(beside, share) / np.quantile(alone, share))
+        print(f"p{100 * share:g}: {ratio:.2f} times as long")
 
 
 def main() -> None:
@@ -160,6 +170,8 @@ def main() -> None:
     flags.add_argument("--model", default="smollm2-135m")
     flags.add_argument("--streams", type=int, default=110)
     flags.add_argument("--asks", type=int, default=40)
+    flags.add_argument("--repeats", type=int, default=3)
+    flags.add_argument("--seats", type=int, default=32)
     flags.add_argument("--order", default="")
     asyncio.run(measure(flags.parse_args()))
 

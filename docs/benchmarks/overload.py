@@ -8,8 +8,8 @@ random requests on their own time (an open loop): first at 0.9 of that, then at 
 it, each for so many minutes. Whoever is answered 429 comes back when Retry-After-Ms says, at most
 five times.
 Prints for both the time to the first token of those who were taken (from the moment they came), the
-time to a refusal, the share of those who came back when told to and were taken, and the server's
-memory at the start and the end, with how fast it grew.
+time to a refusal, the share that got no answer at all, the share of those who came back when told
+to and were taken, and the server's memory at the start and the end, with how fast it grew.
 """
 
 from __future__ import annotations
@@ -95,6 +95,10 @@ class Phase:
             return float("nan")
         return float(np.polyfit(warm[:, 0] / 3600, warm[:, 1] + warm[:, 2], 1)[0])
 
+    def reset(self) -> float:
+        """Share of the requests that got no answer at all."""
+        return sum(one.status == 0 for one in self.tries) / max(1, len(self.tries))
+
     def as_json(self) -> dict[str, Any]:
         returns = self.returns()
         return {
@@ -109,6 +113,8 @@ class Phase:
             "first_token_p50_s": self.first_token_s(0.5),
             "first_token_p99_s": self.first_token_s(0.99),
             "refused_p99_s": self.refused_s(0.99),
+            "refused_last_s": self.refused_s(1.0),
+            "reset": self.reset(),
             "sent_late_p99_s": float(np.quantile(self.late_s, 0.99)),
             "memory_mb": [self.memory[0][1:], self.memory[-1][1:]],
             "growth_mb_per_h": self.growth_mb(),
@@ -217,7 +223,8 @@ def show(phase: Phase) -> None:
     print(
         f"| {phase.name} | {phase.load:.1f} | {found['came']:,} | {found['taken']:,} | "
         f"{found['first_token_p50_s']:.2f} / {found['first_token_p99_s']:.2f} | "
-        f"{found['refused_p99_s']:.2f} | {back} | "
+        f"{found['refused_p99_s']:.2f} / {found['refused_last_s']:.2f} | {found['reset']:.1%} | "
+        f"{back} | "
         f"{server[0]:.0f} + {core[0]:.0f} | {server[1]:.0f} + {core[1]:.0f} | "
         f"{found['growth_mb_per_h']:+.0f} | {1e3 * found['sent_late_p99_s']:.0f} |",
         flush=True,
@@ -237,9 +244,9 @@ async def measure(args: argparse.Namespace) -> list[Phase]:
             print(f"{args.model}, {cpu_name()}; {fit:.2f} requests/s when full\n")
             print(
                 "| load | come anew a second | came | taken | first token p50 / p99, s | "
-                "refused after, p99, s | of those who came back when told to, taken | "
-                "MB before | after | growth, MB an hour | sent late p99, ms |\n"
-                "|---|---|---|---|---|---|---|---|---|---|---|",
+                "refused after, p99 / last, s | reset | of those who came back when told to, "
+                "taken | MB before | after | growth, MB an hour | sent late p99, ms |\n"
+                "|---|---|---|---|---|---|---|---|---|---|---|---|",
                 flush=True,
             )
             phases = []

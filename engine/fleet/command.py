@@ -8,18 +8,16 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.config import Command, Config, Flag, FlagGroup, how_to_install, read_key_file
+from jitney.engine.config import Command, Config, Flag, FlagGroup, how_to_install
 from jitney.engine.server import (
     AcceptedKeys,
-    FreshSettings,
     Reloader,
-    at_a_start_only,
     base_url,
     check_tls,
     drain_status,
@@ -30,12 +28,11 @@ if TYPE_CHECKING:
     import uvicorn
     from ray.serve import Application
 
-    from jitney.engine.config import Section
     from jitney.engine.fleet.build import FleetParts
     from jitney.engine.fleet.config import FleetConfig
     from jitney.engine.fleet.fleet import Fleet
     from jitney.engine.fleet.launchers.local import LocalEngines
-    from jitney.engine.server import AdapterNews, ApiKeys, Connections, FileNews
+    from jitney.engine.server import AdapterNews, ApiKeys, Connections
 
 _log = logging.getLogger("jitney")
 
@@ -43,7 +40,6 @@ _log = logging.getLogger("jitney")
 _FAREWELL_S = 3.0
 #: Where the page of all engines is.
 _PAGE = "/dashboard"
-_ENGINE_KEY_FILE = "engine_key_file"
 #: The fleet's file as it is now. Raises ConfigError.
 type _Read = Callable[[], FleetConfig]
 _COMMAND = Command(
@@ -85,10 +81,19 @@ def fleet_serve(arguments: Sequence[str]) -> int:
     config = read()
     check_tls(config.server)
     keys = AcceptedKeys.of(config.server)
-    return _start_on_ray(config, keys) if args.on == "ray" else _start(config, keys, read)
+    if args.on == "processes":
+        return _start(config, keys, read)
+    return _start_on_ray(
+        config, keys, partial(FleetConfig.read, config.file, _own(os.environ), flags)
+    )
 
 
-def _start_on_ray(config: FleetConfig, keys: AcceptedKeys) -> int:
+def _own(environ: Mapping[str, str]) -> dict[str, str]:
+    """Our variables of an environment: Ray's actors have another one."""
+    return {name: value for name, value in environ.items() if name.startswith("JITNEY_")}
+
+
+def _start_on_ray(config: FleetConfig, keys: AcceptedKeys, read: _Read) -> int:
     """Raises ConfigError where Ray is not installed."""
     try:
         from jitney.engine.fleet.launchers.ray_app import is_one_machine, run_on_ray
@@ -98,20 +103,25 @@ def _start_on_ray(config: FleetConfig, keys: AcceptedKeys) -> int:
         raise ConfigError(f"--on ray needs Ray Serve: {how_to_install('ray')}") from None
     from jitney.engine.fleet.launchers.engine_process import LOCALHOST
 
-    application = _application(config, keys, LOCALHOST if is_one_machine() else "")
+    application = _application(config, keys, read, LOCALHOST if is_one_machine() else "")
     run_on_ray(application, config.server.host, config.server.port)
     return 0
 
 
-def _application(config: FleetConfig, keys: AcceptedKeys, host: str) -> Application:
-    """host: where engines listen; empty: at their node's address."""
+def _application(config: FleetConfig, keys: AcceptedKeys, read: _Read, host: str) -> Application:
+    """read: works on every node that has the fleet's files. host: where engines listen; empty: at
+    their node's address.
+    """
     from jitney.engine.fleet.launchers.ray_app import build_application
+    from jitney.engine.fleet.reread import engine_key
     from jitney.engine.server import limits
 
     # There may be several ingresses, on any node: none of them keeps files, batches or jobs.
     own = replace(limits(Config(server=config.server), keys), data_dir=None)
     settings = own.with_page(_PAGE)
-    return build_application(config, settings, keys.admins, url_key=_engine_key(config), host=host)
+    return build_application(
+        config, settings, keys.admins, url_key=engine_key(config), host=host, read=read
+    )
 
 
 def ray_application(args: dict[str, str]) -> Application:
@@ -125,15 +135,8 @@ def ray_application(args: dict[str, str]) -> Application:
         raise ConfigError("args of jitney's application are { file: FLEET_TOML }, no others")
     config = FleetConfig.read(args["file"], os.environ)
     check_tls(config.server)
-    return _application(config, AcceptedKeys.of(config.server), "")
-
-
-def _engine_key(config: FleetConfig) -> str:
-    """That engines of `urls` are asked with; empty: the client's own."""
-    key_file = config.fleet.engine_key_file
-    if not key_file:
-        return ""
-    return read_key_file(str(config.path(key_file)), _ENGINE_KEY_FILE)
+    read = partial(FleetConfig.read, config.file, _own(os.environ))
+    return _application(config, AcceptedKeys.of(config.server), read, "")
 
 
 def _start(config: FleetConfig, keys: AcceptedKeys, read: _Read) -> int:
@@ -149,35 +152,15 @@ def _start(config: FleetConfig, keys: AcceptedKeys, read: _Read) -> int:
 async def _serve(config: FleetConfig, keys: AcceptedKeys, bound: socket.socket, read: _Read) -> int:
     from jitney.engine.fleet.build import open_fleet
     from jitney.engine.fleet.launchers.local import LocalEngines
+    from jitney.engine.fleet.reread import engine_key
 
-    async with open_fleet(config, _engine_key(config)) as (fleet, parts):
+    async with open_fleet(config, engine_key(config)) as (fleet, parts):
         engines = LocalEngines(config, parts, keys.users, keys.admins)
         return await _Serving(config, keys, bound, fleet, parts, engines, read).run()
 
 
 def _ignore() -> None:
     """The log says it."""
-
-
-def _but_adapters(section: Section) -> Section:
-    """A model's settings without adapters, which only several hosts take at a start."""
-    from jitney.engine.fleet.launchers.engine_process import without_adapters
-    from jitney.engine.fleet.sections import ReplicasSection
-
-    if not isinstance(section, ReplicasSection) or section.n_hosts > 1:
-        return section
-    return without_adapters(section)
-
-
-def _values(config: FleetConfig) -> dict[str, object]:
-    """Settings of the fleet by name, but that of the key that engines are asked with."""
-    own: dict[str, object] = {
-        **dict(config.server),
-        **dict(config.fleet),
-        "models": {name: _but_adapters(section) for name, section in config.models.items()},
-    }
-    del own[_ENGINE_KEY_FILE]
-    return own
 
 
 class _Serving:
@@ -191,6 +174,7 @@ class _Serving:
         engines: LocalEngines,
         read: _Read,
     ):
+        from jitney.engine.fleet.reread import FleetReader
         from jitney.engine.server import ApiKeys, Connections, limits
 
         self.config = config
@@ -198,16 +182,13 @@ class _Serving:
         self.fleet = fleet
         self.parts = parts
         self.engines = engines
-        self._read = read
-        #: As its file is configured now.
-        self._engine_key = parts.key
         settings = limits(Config(server=config.server), keys)
         self._settings = replace(settings, data_dir=config.data_dir)
         accepted, connections = ApiKeys(settings), Connections(settings)
         self.web = self._web_server(accepted, connections)
         self.reload = fleet.reload = Reloader(
             config.server,
-            self._reread,
+            FleetReader(config, read, parts, self._take_adapters),
             accepted,
             connections,
             fleet,
@@ -227,22 +208,6 @@ class _Serving:
         own = settings.with_page(_PAGE)
         app = create_ingress(self.fleet, own, extra_routes=page, keys=accepted)
         return web_server(Config(server=self.config.server), settings, app, connections)
-
-    def _reread(self) -> FreshSettings:
-        """The fleet's file as it is now. Raises ConfigError."""
-        fresh = self._read()
-        changed = at_a_start_only(_values(self.config), _values(fresh))
-        key = _engine_key(fresh)
-        if bool(key) != bool(self._engine_key):
-            raise ConfigError(
-                f"{_ENGINE_KEY_FILE}: engines get a key of the fleet's, or lose it, at a start only"
-            )
-        return FreshSettings(
-            fresh.server,
-            changed,
-            partial(self._take_engine_key, key),
-            partial(self._take_adapters, fresh),
-        )
 
     async def _take_adapters(self, fresh: FleetConfig) -> AdapterNews:
         """Have the engines that are started here serve those that are configured now, and give
@@ -264,16 +229,6 @@ class _Serving:
             replaced=news.replaced,
             needs_restart=news.needs_restart,
         )
-
-    async def _take_engine_key(self, key: str) -> FileNews:
-        """Ask engines of `urls` with this key from now on."""
-        if not key:
-            return "none"
-        if key == self._engine_key:
-            return "unchanged"
-        self._engine_key = key
-        self.parts.use_key(key)
-        return "replaced"
 
     async def run(self) -> int:
         """Answer probes, start the engines, serve, drain. Raises JitneyError."""

@@ -56,6 +56,7 @@ from .http.reloader import LIVE as LIVE
 from .http.reloader import FreshSettings as FreshSettings
 from .http.reloader import Reloader as Reloader
 from .http.reloader import at_a_start_only as at_a_start_only
+from .http.reloader import hang_up as hang_up
 from .http.routes import ROUTES as ROUTES
 from .http.routes import SHARED_ROUTES as SHARED_ROUTES
 from .http.routing import HttpRoute as HttpRoute

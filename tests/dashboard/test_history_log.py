@@ -160,6 +160,7 @@ def test_a_damaged_history_costs_the_history_alone(client, tmp_path: Path):
     path.write_bytes(b"no database at all" * 1000)
     with serving(client, tmp_path) as http:
         until(lambda: bins(http)["steps"] == [0])
+        until(lambda: http.get("/dashboard/incidents").json()["incidents"])
         notes = http.get("/dashboard/incidents").json()["incidents"]
     assert [(note["code"], note["hit"]) for note in notes] == [("store", {"failures": 1})]
     assert "history were damaged" in notes[0]["message"]
@@ -171,3 +172,17 @@ def test_without_hours_there_is_no_file(client, tmp_path: Path):
         assert http.get("/dashboard/history").status_code == 404
         assert requests(http, search="long ago")["requests"] == []
     assert not (tmp_path / "history").exists()
+
+
+def test_a_look_that_is_cancelled_loses_no_bin(client, monkeypatch: pytest.MonkeyPatch):
+    """As at a server's end: the look that is under way ends between two slices."""
+    monkeypatch.setattr(history_log, "_SLACK_S", 0.0)
+    log = HistoryLog(client, None, 24.0)
+    client.step(started=time.monotonic(), seats_busy=3)
+    until(lambda: time.monotonic() > log.client.history.records.last_ready)
+    cancelled = log._make_bin(0.0)
+    next(cancelled)
+    cancelled.close()
+    for _ in log._make_bin(0.0):
+        pass
+    assert [kept["steps"] for kept in log._bins] == [1]

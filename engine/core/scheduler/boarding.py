@@ -105,14 +105,18 @@ class Boarding:
         return True
 
     def make_way(self, draft: Draft, now: float) -> Sequence | None:
-        """The sequence that may take a seat though none was free: another has just lost one for
-        it.
+        """The sequence of a tenant with less than its share that takes a seat before others: one
+        that is free, or that another sequence has just lost for it. None while no tenant has more.
         """
-        if self._seats.free or not self._queue.waiting:
+        if not self._queue.waiting:
             return None
         claimant = self._queue.claimant(self._seats.count)
         if claimant is None or claimant.in_flight:
             return None
+        if self._seats.free:
+            # Pages are for those that lost theirs first.
+            others = self._queue.crowding(self._seats.count)
+            return claimant if others and not self._sequences.lacks_pages else None
         displaced = self._preemption.for_claimant(claimant, now)
         draft.preempted += displaced
         return claimant if displaced else None

@@ -94,12 +94,15 @@ class StepPlanner:
             draft.preempted += self._preemption.for_live(now)
         if self._sequences.stalled:
             draft.preempted += self._preemption.for_stalled(now)
+        was_free = bool(self._seats.free)
         claimant = self._boarding.make_way(draft, now)
         alone = claimant is not None and self._goes_alone(claimant)
         if not alone:
             self._decode.plan(draft, now)
         self._claimed_alone = False
-        if claimant is not None and self._seat_claimant(claimant, draft, now, alone=alone):
+        if claimant is not None and self._seat_claimant(
+            claimant, draft, now, alone=alone, instead=not was_free
+        ):
             self._claimed_alone = alone
             return
         if alone:
@@ -119,13 +122,15 @@ class StepPlanner:
             return False
         return self._prefill_budget.step_times.far_above_least(self._seats.n_decoding_live)
 
-    def _seat_claimant(self, seq: Sequence, draft: Draft, now: float, *, alone: bool) -> bool:
-        """Take the seat that was made free; it stays free if too few pages are. True where the
-        step computes its prompt and no other's: the prompts of the tenant that gave way would
-        make it longer. alone: without the streams either, which could take its pages again; else
-        a prompt that does not fit shares the step.
+    def _seat_claimant(
+        self, seq: Sequence, draft: Draft, now: float, *, alone: bool, instead: bool
+    ) -> bool:
+        """Take the seat that is free; it stays free if too few pages are. True where the step
+        computes its prompt and no other's: the prompts of the tenant that gave way would make it
+        longer. alone: without the streams either, which could take its pages again; else a prompt
+        that does not fit shares the step. instead: another sequence lost the seat for it.
         """
-        if not self._boarding.take_seat(seq, draft, now, instead=True):
+        if not self._boarding.take_seat(seq, draft, now, instead=instead):
             return False
         most = min(draft.tokens_left, self._prompt_rows([seq], draft, short=True))
         if not alone and seq.n_left > most:

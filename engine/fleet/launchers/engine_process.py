@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -133,6 +135,12 @@ def engine_keys(admins: Sequence[str]) -> tuple[str, dict[str, str]]:
     """
     own = secrets.token_urlsafe(32)
     return own, keys_environ(admins, own)
+
+
+def tell(process: asyncio.subprocess.Process, environ: Mapping[str, str | None]) -> None:
+    """Have an engine's process set variables of its environment; None: remove one."""
+    if process.returncode is None and process.stdin is not None:
+        process.stdin.write(json.dumps(environ).encode() + b"\n")
 
 
 def keys_environ(admins: Sequence[str], own: str) -> dict[str, str]:

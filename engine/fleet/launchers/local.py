@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import logging
 import os
 import signal
@@ -41,6 +40,7 @@ from jitney.engine.fleet.launchers.engine_process import (
     engine_config,
     engine_keys,
     keys_environ,
+    tell,
     without_adapters,
 )
 from jitney.engine.fleet.models import ReplicatedModel
@@ -185,9 +185,8 @@ class _EngineProcess:
         self._tell({ADAPTERS: self.adapters.get(ADAPTERS, os.environ.get(ADAPTERS))})
 
     def _tell(self, environ: dict[str, str | None]) -> None:
-        process = self._process
-        if process is not None and process.returncode is None and process.stdin is not None:
-            process.stdin.write(json.dumps(environ).encode() + b"\n")
+        if self._process is not None:
+            tell(self._process, environ)
 
     def signal(self, number: int) -> None:
         if self._process is not None and self._process.returncode is None:

@@ -33,13 +33,26 @@ from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.fleet import Fleet
 from jitney.engine.fleet.ingress import create_ingress
 from jitney.engine.fleet.launchers.autoscaling import WaitPolicy
-from jitney.engine.fleet.launchers.engine_process import ENGINE_MODULE, engine_keys
+from jitney.engine.fleet.launchers.engine_process import (
+    ENGINE_MODULE,
+    engine_keys,
+    keys_environ,
+)
 from jitney.engine.fleet.launchers.ray_engines import Directory, EngineActor, RayFleet
 from jitney.engine.fleet.models import ReplicatedModel
 from jitney.engine.fleet.page import fleet_page_routes
+from jitney.engine.fleet.reread import FleetReader
 from jitney.engine.fleet.rollout.rollout import Rollout
 from jitney.engine.fleet.sections import CandidateSection, ReplicasSection
-from jitney.engine.server import ServerSettings
+from jitney.engine.server import (
+    AcceptedKeys,
+    ApiKeys,
+    Connections,
+    FreshSettings,
+    Reloader,
+    ServerSettings,
+    hang_up,
+)
 
 _log = logging.getLogger("jitney.fleet")
 
@@ -57,6 +70,8 @@ class _IngressApp:
 
     def __init__(self, fleet: RayFleet):
         self._fleet = fleet
+        #: What engines take over of their environment.
+        self._environ = fleet.environ
         self._app: Callable[[Scope, Receive, Send], Awaitable[None]] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -75,9 +90,12 @@ class _IngressApp:
                 for arm, model in parts.arms.items()
                 if model.section.replicas
             ]
-            price = given.config.fleet.price_per_hour
-            page = fleet_page_routes(fleet, given.settings, _PAGE, price)
-            self._app = create_ingress(fleet, given.settings, extra_routes=page)
+            price, keys = given.config.fleet.price_per_hour, ApiKeys(given.settings)
+            page = fleet_page_routes(fleet, given.settings, _PAGE, price, keys)
+            self._app = create_ingress(fleet, given.settings, extra_routes=page, keys=keys)
+            if given.read is not None:
+                fleet.reload = reload = self._reloader(given.read, keys, fleet, parts)
+                following.append(asyncio.create_task(self._follow_reloads(reload)))
             await send({"type": "lifespan.startup.complete"})
             await receive()
             fleet.begin_drain()
@@ -86,6 +104,41 @@ class _IngressApp:
                 task.cancel()
             await asyncio.gather(*following, return_exceptions=True)
         await send({"type": "lifespan.shutdown.complete"})
+
+    def _reloader(
+        self, read: Callable[[], FleetConfig], keys: ApiKeys, fleet: Fleet, parts: FleetParts
+    ) -> Reloader:
+        given = self._fleet
+
+        def take(_: FreshSettings, accepted: AcceptedKeys) -> None:
+            self._environ = keys_environ(accepted.admins, given.key)
+
+        return Reloader(
+            given.config.server,
+            FleetReader(given.config, read, parts),
+            keys,
+            Connections(given.settings),  # none: they are Serve's
+            fleet,
+            tls=lambda: None,
+            on_taken=take,
+        )
+
+    async def _follow_reloads(self, reload: Reloader) -> None:
+        """Read the files again whenever the directory says so, and tell it the engines' keys; also
+        once at the start: an ingress that replaces another one has the keys of the fleet's start.
+        """
+        directory, done = Directory.of_cluster(), -1
+        while True:
+            try:
+                asked = await directory.reloads.remote()
+                if asked != done:
+                    done = asked
+                    await reload.aloud()
+                await directory.set_environ.remote(self._fleet.key, self._environ)
+            except RayError as error:
+                _log.warning("the directory of engines does not answer: %s", error)
+                directory = Directory.of_cluster()
+            await asyncio.sleep(Directory.announce_s)
 
     async def _follow(self, parts: FleetParts, arm: str, rollout: Rollout | None) -> None:
         """Keep the model's engines as the directory has them. rollout: of a candidate."""
@@ -173,10 +226,12 @@ def build_application(
     url_key: str = "",
     module: str = ENGINE_MODULE,
     host: str = "",
+    read: Callable[[], FleetConfig] | None = None,
 ) -> Any:
     """The Serve application. admins: keys of its administrators. url_key: that engines of `urls`
     are asked with. module: runs an engine. host: where engines listen; empty: at their node's
-    address. Raises ConfigError for settings that only processes of one machine can have.
+    address. read: the fleet's file as it is then, for reloads; None: there are none. Raises
+    ConfigError for settings that only processes of one machine can have.
     """
     if config.server.ssl_certfile:
         raise ConfigError("[fleet] ssl_certfile: on Ray, end TLS before the fleet")
@@ -192,6 +247,7 @@ def build_application(
         url_key=url_key,
         module=module,
         host=host,
+        read=read,
     )
     started = []
     for arm, (_, section) in config.arms.items():
@@ -210,8 +266,13 @@ def is_one_machine() -> bool:
 
 
 def run_on_ray(application: Any, host: str, port: int) -> None:
-    """Serve on the cluster of RAY_ADDRESS, else on this machine, until SIGINT or SIGTERM."""
+    """Serve on the cluster of RAY_ADDRESS, else on this machine, until SIGINT or SIGTERM; SIGHUP
+    has the fleet's files read again.
+    """
     stop: list[int] = []
+    reloads: list[int] = []
+    on_hang_up = hang_up(stop=stop.append, reload=lambda: reloads.append(signal.SIGHUP))
+    signal.signal(signal.SIGHUP, lambda number, frame: on_hang_up())
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: stop.append(number))
     ray.init(namespace=Directory.namespace, include_dashboard=False if is_one_machine() else None)
@@ -220,6 +281,9 @@ def run_on_ray(application: Any, host: str, port: int) -> None:
         serve.run(application, name=_APPLICATION)
         print(f"Jitney's fleet serves on Ray at http://{host}:{port}/v1", flush=True)
         while not stop:
+            if reloads:
+                reloads.clear()
+                ray.get(Directory.of_cluster().ask_for_reload.remote())
             time.sleep(_LOOK_S)
     finally:
         serve.shutdown()

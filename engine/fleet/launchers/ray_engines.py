@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -27,7 +28,12 @@ from jitney.engine.common.ports import free_port
 from jitney.engine.core import HostAddress
 from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.launchers.autoscaling import EngineLoad
-from jitney.engine.fleet.launchers.engine_process import ENGINE_MODULE, ReplicaHost, engine_config
+from jitney.engine.fleet.launchers.engine_process import (
+    ENGINE_MODULE,
+    ReplicaHost,
+    engine_config,
+    tell,
+)
 from jitney.engine.fleet.replicas import Replica, Watch
 from jitney.engine.fleet.sections import CandidateSection
 from jitney.engine.fleet.upstream import upstream_client
@@ -61,10 +67,16 @@ class RayFleet:
     module: str = ENGINE_MODULE
     #: Where engines listen; empty: at their node's address.
     host: str = ""
+    #: The fleet's file as it is now, read on the node of the ingress. Raises ConfigError. None: it
+    #: is not read again.
+    read: Callable[[], FleetConfig] | None = None
 
 
 class Directory:
-    """Where the engines are: name -> (arm, URL, when it last said so); and which arms rest."""
+    """Where the engines are: name -> (arm, URL, when it last said so); which arms rest; and what
+    reloads change: the ingress reads the files when it is asked to, and engines take their keys
+    from here.
+    """
 
     #: Of Ray's actors, this one among them.
     namespace: ClassVar[str] = "jitney"
@@ -74,6 +86,8 @@ class Directory:
     def __init__(self) -> None:
         self._known: dict[str, tuple[str, str, float]] = {}
         self._resting: set[str] = set()
+        self._environ: dict[str, dict[str, str]] = {}
+        self._reloads = 0
 
     def announce(self, name: str, arm: str, url: str) -> bool:
         """Where an engine is. Returns whether its arm rests."""
@@ -101,6 +115,24 @@ class Directory:
 
     def rests(self, arm: str) -> bool:
         return arm in self._resting
+
+    def ask_for_reload(self) -> None:
+        """The fleet's files are to be read again."""
+        self._reloads += 1
+
+    def reloads(self) -> int:
+        """How often that was asked for."""
+        return self._reloads
+
+    def set_environ(self, key: str, environ: dict[str, str]) -> None:
+        """What engines take over of their environment. key: that their fleet asks them with."""
+        self._environ = {key: environ}
+
+    def environ(self, key: str) -> dict[str, str]:
+        """The same; empty until their ingress has said it: a fleet that ended without a word leaves
+        the directory as it is.
+        """
+        return self._environ.get(key, {})
 
     @classmethod
     def of_cluster(cls) -> Any:
@@ -138,6 +170,8 @@ class _EngineChild:
     def __init__(self, fleet: RayFleet, arm: str, name: str):
         self._fleet, self._arm = fleet, arm
         self.name = name
+        #: The keys that it accepts.
+        self._environ = fleet.environ
         #: Where it listens.
         self.host = fleet.host or _node_address()
         self.url = ""
@@ -154,8 +188,16 @@ class _EngineChild:
             fleet.module,
             *words,
             stdout=asyncio.subprocess.DEVNULL,
-            env=child_environ() | fleet.environ,
+            env=child_environ() | self._environ,
         )
+
+    def take(self, environ: dict[str, str]) -> None:
+        """Accept other keys from now on."""
+        if environ == self._environ:
+            return
+        self._environ = environ
+        if self._process is not None:
+            tell(self._process, environ)
 
     @property
     def has_ended(self) -> bool:
@@ -191,6 +233,9 @@ class _HostActor:
         """-> where it serves, if it does. Raises OSError."""
         await self._child.start(self._place)
         return self._child.url
+
+    async def take(self, environ: dict[str, str]) -> None:
+        self._child.take(environ)
 
     async def has_ended(self) -> bool:
         return self._child.has_ended
@@ -235,6 +280,7 @@ class EngineActor:
 
     async def _start(self) -> None:
         """Start the processes of all hosts. Raises OSError or RayError."""
+        await self._take_keys()
         if self._n_hosts == 1:
             await self._child.start(None)
         else:
@@ -245,6 +291,7 @@ class EngineActor:
                 self._make_host(ReplicaHost(coordinator, host_id))
                 for host_id in range(1, self._n_hosts)
             ]
+            await self._take_keys()
         started = await asyncio.gather(*(other.start.remote() for other in self._others))
         urls = {self._name: self._child.url}
         if self._all_serve:
@@ -277,6 +324,7 @@ class EngineActor:
         """Until the process ends, or is to end since its arm rests."""
         while not self._child.has_ended:
             try:
+                await self._take_keys()
                 for replica in self._replicas:
                     own = (replica.name, self._arm, replica.url)
                     if await self._directory.announce.remote(*own):
@@ -284,6 +332,14 @@ class EngineActor:
             except RayError as error:
                 self._lost_directory(error)
             await asyncio.sleep(Directory.announce_s)
+
+    async def _take_keys(self) -> None:
+        """Accept the keys that the last reload found. Raises RayError."""
+        environ = await self._directory.environ.remote(self._fleet.key)
+        if environ:
+            self._child.take(environ)
+            told = [other.take.remote(environ) for other in self._others]
+            await asyncio.gather(*told, return_exceptions=True)  # `check_health` sees who is lost
 
     async def _live_as_candidate(self) -> None:
         """Start the engine whenever the candidate is to have requests, and let it go when it is

@@ -231,24 +231,37 @@ class Reloader:
 
     def listen(self, stop: Callable[[int], None]) -> None:
         """Reload on SIGHUP. stop: called instead if the terminal is gone, which sends it too."""
-        loop, has_terminal = asyncio.get_running_loop(), _has_terminal()
         tasks: set[asyncio.Task[None]] = set()
 
-        def hang_up() -> None:
-            if has_terminal and not _has_terminal():
-                stop(signal.SIGHUP)
-                return
-            task = asyncio.create_task(self._reload_aloud())
+        def reload() -> None:
+            task = asyncio.create_task(self.aloud())
             tasks.add(task)  # the loop itself does not hold it
             task.add_done_callback(tasks.discard)
 
-        loop.add_signal_handler(signal.SIGHUP, hang_up)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGHUP, hang_up(stop=stop, reload=reload))
 
-    async def _reload_aloud(self) -> None:
+    async def aloud(self) -> None:
+        """Reload; the log has the outcome."""
         try:
             await self()
         except JitneyError as error:
             _log.error("NOTHING WAS READ AGAIN, and all is as it was: %s", error)
+
+
+def hang_up(stop: Callable[[int], None], reload: Callable[[], None]) -> Callable[[], None]:
+    """A handler of SIGHUP: `reload`, or `stop` if the terminal that there was is gone, which sends
+    it too.
+    """
+    has_terminal = _has_terminal()
+
+    def handle() -> None:
+        if has_terminal and not _has_terminal():
+            stop(signal.SIGHUP)
+        else:
+            reload()
+
+    return handle
 
 
 def _has_terminal() -> bool:

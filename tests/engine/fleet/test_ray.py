@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -83,9 +84,11 @@ def _served(
     text: str,
     module: str = "fake_fleet_engine",
     settings: ServerSettings | None = None,
+    *,
+    reloads: bool = False,
 ) -> Iterator[httpx.Client]:
     """A client of the ingress, for as long as the application is there. module: runs an engine.
-    settings: of the ingress.
+    settings: of the ingress. reloads: it can read the fleet's file again.
     """
     from ray import serve
 
@@ -99,6 +102,7 @@ def _served(
         admins=("boss",),
         module=module,
         host="127.0.0.1",
+        read=partial(FleetConfig.read, file) if reloads else None,
     )
     try:
         port = free_port()
@@ -221,6 +225,59 @@ def test_a_response_is_the_keys_that_asked_for_it(tmp_path: Path):
         assert http.post("/v1/responses", json=on, headers=beta).status_code == 404
         assert http.post("/v1/responses", json=on, headers=alpha).status_code == 200
         assert http.get(path, headers=alpha).status_code == 200
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.usefixtures("cluster")
+def test_keys_that_are_read_again_count_at_the_ingress_and_engines(ray: Any, tmp_path: Path):
+    """By a request, and as SIGHUP has it; an engine that starts later has them, too."""
+    from jitney.engine.fleet.launchers.ray_engines import Directory
+
+    def write(name: str, *keys: str) -> None:
+        (tmp_path / name).write_text("\n".join(keys))
+        (tmp_path / name).chmod(0o600)
+
+    def status(key: str, url: str) -> int:
+        headers = {"authorization": f"Bearer {key}"}
+        return httpx.get(f"{url}/v1/models", headers=headers, trust_env=False).status_code
+
+    def becomes(expected: int, *urls: str) -> None:
+        """What "chief" is told: asked seldom, since wrong keys are soon refused unread."""
+        limit = time.monotonic() + 30
+        while {status("chief", url) for url in urls} != {expected}:
+            assert time.monotonic() < limit
+            time.sleep(1)
+
+    write("users", "ann")
+    write("admins", "boss")
+    files = f'api_key_file = "{tmp_path}/users"\nadmin_key_file = "{tmp_path}/admins"\n'
+    keys = ServerSettings(api_keys=(digest_key("ann"),), admin_keys=(digest_key("boss"),))
+    text = _FLEET.replace("poll_s", files + "poll_s").replace(", max_replicas = 3", "")
+    with _served(tmp_path, text, settings=keys, reloads=True) as http:
+        ingress, (killed, left) = str(http.base_url), _ready(http)
+        engine, other = killed["url"], left["url"]
+        assert [status(key, ingress) for key in ("ann", "sue", "chief")] == [200, 401, 401]
+        assert [status(key, engine) for key in ("boss", "ann", "chief")] == [200, 401, 401]
+
+        write("users", "sue")
+        write("admins", "boss", "chief")
+        told = http.post("/admin/reload").json()
+        assert (told["keys"]["added"], told["keys"]["removed"]) == (2, 1)
+        assert told["needs_restart"] == []
+        assert [status(key, ingress) for key in ("ann", "sue", "chief")] == [401, 200, 200]
+        becomes(200, engine, other)
+
+        _kill(engine)
+        both = [each["url"] for each in _ready(http, but=killed["name"])]
+        [new] = [url for url in both if url != other]
+        assert status("chief", new) == 200
+
+        write("admins", "boss")
+        ray.get(Directory.of_cluster().ask_for_reload.remote())
+        becomes(401, ingress, new, other)
+        assert [status(key, url) for key, url in (("boss", new), ("sue", ingress))] == [200, 200]
+        answer = http.post("/v1/chat/completions", json=CHAT | {"max_tokens": 4})
+        assert answer.status_code == 200
 
 
 _CHIPS = """

@@ -467,6 +467,24 @@ def test_a_modest_tenant_waits_for_the_step_that_runs_and_for_its_own():
     assert np.median(beside) < 2 * np.median(alone)
 
 
+def test_a_seat_that_is_free_goes_to_a_tenant_below_its_share_before_one_that_gave_way():
+    """a3 lost its seat for b; as a0 leaves c comes, which does not wait for a3's prompt."""
+    core = make_core(seats=4, budget=16, order="fair", eos=())
+    plans = watch(core)
+    for number in range(4):
+        core.add(make_request(f"a{number}", [1, 2], user="a", max_tokens=20))
+    core.step()
+    core.step()
+    core.add(make_request("b", [3, 4], user="b", max_tokens=9))
+    core.step()
+    assert [seq.request.id for seq in plans[-1].preempted] == ["a3"]
+    core.abort("a0")
+    core.add(make_request("c", [3, 4], user="c", max_tokens=2))
+    core.run_until_idle()
+    core.check()
+    assert boarding_order(plans)[4:] == ["b", "c", "a3"]
+
+
 def long_steps_core() -> EngineCore:
     """Steps of streams take twice as long as any must."""
     core = make_core(seats=8, budget=64, pages=400, context=128, order="fair", eos=())

@@ -1,0 +1,87 @@
+"""Reading a running fleet's files again."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from jitney.engine.common.errors import ConfigError
+from jitney.engine.config import Section, read_key_file
+from jitney.engine.fleet.build import FleetParts
+from jitney.engine.fleet.config import FleetConfig
+from jitney.engine.fleet.launchers.engine_process import without_adapters
+from jitney.engine.fleet.sections import ReplicasSection
+from jitney.engine.server import AdapterNews, FileNews, FreshSettings, at_a_start_only
+
+_ENGINE_KEY_FILE = "engine_key_file"
+
+
+@dataclass(eq=False)
+class FleetReader:
+    """Reads a fleet's files for a `Reloader`."""
+
+    #: As the fleet was started.
+    config: FleetConfig
+    #: Its file as it is now; blocks. Raises ConfigError.
+    read: Callable[[], FleetConfig]
+    parts: FleetParts
+    #: Has engines serve the adapters of another file; None: adapters change at a start only.
+    take_adapters: Callable[[FleetConfig], Awaitable[AdapterNews]] | None = None
+    #: The key that engines of `urls` are asked with, as its file is configured now.
+    _engine_key: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._engine_key = self.parts.key
+
+    def __call__(self) -> FreshSettings:
+        """The settings as they are now. Raises ConfigError. Blocks."""
+        fresh = self.read()
+        changed = at_a_start_only(self._values(self.config), self._values(fresh))
+        key = engine_key(fresh)
+        if bool(key) != bool(self._engine_key):
+            raise ConfigError(
+                f"{_ENGINE_KEY_FILE}: engines get a key of the fleet's, or lose it, at a start only"
+            )
+        settings = FreshSettings(fresh.server, changed, partial(self._take_engine_key, key))
+        if self.take_adapters is None:
+            return settings
+        return replace(settings, take_adapters=partial(self.take_adapters, fresh))
+
+    async def _take_engine_key(self, key: str) -> FileNews:
+        """Ask engines of `urls` with this key from now on."""
+        if not key:
+            return "none"
+        if key == self._engine_key:
+            return "unchanged"
+        self._engine_key = key
+        self.parts.use_key(key)
+        return "replaced"
+
+    def _values(self, config: FleetConfig) -> dict[str, object]:
+        """Settings of the fleet by name, without the key that engines are asked with and without
+        adapters that can be changed.
+        """
+        models = config.models
+        if self.take_adapters is not None:
+            models = {name: _without_live_adapters(section) for name, section in models.items()}
+        own: dict[str, object] = {**dict(config.server), **dict(config.fleet), "models": models}
+        del own[_ENGINE_KEY_FILE]
+        return own
+
+
+def engine_key(config: FleetConfig) -> str:
+    """The key that engines of `urls` are asked with; empty: the client's own. Raises ConfigError.
+    Blocks.
+    """
+    key_file = config.fleet.engine_key_file
+    if not key_file:
+        return ""
+    return read_key_file(str(config.path(key_file)), _ENGINE_KEY_FILE)
+
+
+def _without_live_adapters(section: Section) -> Section:
+    """A model's settings without adapters, which only several hosts take at a start."""
+    if not isinstance(section, ReplicasSection) or section.n_hosts > 1:
+        return section
+    return without_adapters(section)
