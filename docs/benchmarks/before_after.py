@@ -4,11 +4,12 @@
         [--rounds 2] [--requests 1000000] [--json FILE]
 
 A tree is a checkout (`git worktree add --detach TREE COMMIT`); both run in this Python, each with
-its own sources and its own benchmarks, one run after the other: before, after, before, after. Five
+its own sources and its own benchmarks, one run after the other: before, after, before, after. Six
 measurements: simulated requests (CPU time), the scheduler alone, host time per step, the closed
-loop, and what the page's feed costs. What a tree does not have, or cannot run here, is skipped in a
-line. A ratio is after / before, of means over the rounds; beside it how far a tree's own runs lie
-apart, which is the noise. --quick: small sizes, to see that it runs.
+loop, what the page's feed costs, and starts of `jitney serve` (with an empty cache folder, and the
+next one), until /readyz answers and until it has ended. What a tree does not have, or cannot run
+here, is skipped in a line. A ratio is after / before, of means over the rounds; beside it how far a
+tree's own runs lie apart, which is the noise. --quick: small sizes, to see that it runs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
+import urllib.request
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -29,6 +33,8 @@ from rich.console import Console
 from rich.table import Table
 
 from jitney.engine.common.machine import cpu_name
+from jitney.engine.common.ports import free_port
+from jitney.engine.config.schema import cache_dir
 
 _BENCHMARKS = Path("docs/benchmarks")
 #: `jitney ARGUMENTS`, whatever the tree's own entry is called.
@@ -39,6 +45,8 @@ _SIMULATE = (
     *("simulate", "--policies", "continuous", "--device", "h100"),
     *("--seats", "32", "--rate", "300"),
 )
+#: Seconds between two looks at a server that starts.
+_LOOK_S = 0.05
 #: A line of feed_cost.py.
 _COST = re.compile(r"^(.+?):\s+([\d.]+) (us a step|ms of CPU a second)")
 
@@ -73,6 +81,28 @@ class _Tree:
             lines = done.stderr.strip().splitlines() or ["no reason given"]
             raise _Skipped(f"status {done.returncode}: {lines[-1]}")
         return done.stdout, _children_cpu_s() - before
+
+    def serve(self, model: str, cache: str) -> float:
+        """Serve a model until it is ready -> when that was. Raises _Skipped."""
+        port = free_port()
+        environment = {"PYTHONPATH": str(self.importable), "JITNEY_CACHE": cache}
+        server = subprocess.Popen(
+            [sys.executable, "-c", _CLI, "serve", model, "--port", str(port)],
+            cwd=self.folder,
+            env=os.environ | environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            while server.poll() is None:
+                with suppress(OSError):
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=1).close()
+                    return time.perf_counter()
+                time.sleep(_LOOK_S)
+            raise _Skipped(f"the server ended with status {server.returncode}")
+        finally:
+            server.terminate()
+            server.wait()
 
     def script(self, name: str, *arguments: str) -> str:
         """What one of its own benchmarks prints. Raises _Skipped."""
@@ -156,12 +186,26 @@ def _feed_cost(tree: _Tree, args: argparse.Namespace) -> _Figures:
     }
 
 
+def _starts(tree: _Tree, args: argparse.Namespace) -> _Figures:
+    """Wall time until a server is ready, and CPU time of all its processes."""
+    figures: _Figures = {}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "models").symlink_to(cache_dir() / "models")
+        for kind in ("cold", "warm"):
+            before, started = _children_cpu_s(), time.perf_counter()
+            ready_s = tree.serve("tiny-random" if args.quick else "smollm2-135m", folder) - started
+            figures[f"{kind}, ready after, s"] = ready_s
+            figures[f"{kind}, CPU, s"] = _children_cpu_s() - before
+    return figures
+
+
 _MEASUREMENTS: dict[str, Callable[[_Tree, argparse.Namespace], _Figures]] = {
     "simulate": _simulated,
     "scheduler": _scheduler,
     "host_time": _host_time,
     "closed_loop": _closed_loop,
     "feed_cost": _feed_cost,
+    "starts": _starts,
 }
 
 

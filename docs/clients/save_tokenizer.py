@@ -17,7 +17,7 @@ from jitney.engine.core.weights.checkpoints.sources import ModelSource
 
 def save_tokenizer(model: str, folder: Path) -> None:
     """Write tokenizer.json, its configuration and the chat template into the folder."""
-    fast_tokenizer(ModelSource.resolve(model)).save_pretrained(str(folder))
+    fast_tokenizer(ModelSource.resolve(model)).as_transformers().save_pretrained(str(folder))
 
 
 def main() -> None:

@@ -21,6 +21,14 @@ def cpu_name() -> str:
     return f"{processor_name()}, {cores} core{'' if cores == 1 else 's'}"
 
 
+def cpu_features() -> str:
+    """Instruction sets of the processor, as /proc/cpuinfo lists them; "" on other systems."""
+    if not _CPUINFO.exists():
+        return ""
+    fields = _fields_of(_CPUINFO.read_text(errors="replace"))
+    return fields.get("flags", fields.get("Features", ""))
+
+
 def _available_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

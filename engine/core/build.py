@@ -10,9 +10,9 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,6 +56,7 @@ from jitney.engine.core.executor.autotuning import programs_folder
 from jitney.engine.core.executor.ceiling import ceiling_or_none, kept_ceiling
 from jitney.engine.core.executor.draft_model import DraftModel
 from jitney.engine.core.executor.fits import context_of
+from jitney.engine.core.executor.kept_programs import KeptPrograms
 from jitney.engine.core.executor.memory import (
     GIB,
     PoolRoom,
@@ -686,6 +687,7 @@ def _make_runner(
             in_parts=setup.runs_in_parts,
             pooling=pooling_of(setup.pooling),
             draft_model=draft,
+            keep=_keep_own(setup),
         )
 
     if setup.is_encoder:
@@ -699,6 +701,15 @@ def _make_runner(
         make=make,
         hosts=setup.hosts,
     )
+
+
+def _keep_own(setup: _Setup) -> Callable[[Iterable[object]], KeptPrograms] | None:
+    """Where a runner's programs are kept by our own key: those of one device."""
+    folder = jax.config.jax_compilation_cache_dir
+    if setup.mesh is not None or not setup.settings.compilation_cache or not folder:
+        return None
+    writes = jax.config.jax_persistent_cache_min_compile_time_secs < math.inf
+    return partial(KeptPrograms.of, Path(folder), setup.device, writes=writes)
 
 
 def _pool_shares(setup: _Setup, kernels: Kernels, draft: DraftModel | None) -> PoolShares:

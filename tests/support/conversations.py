@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from jitney.engine.common.errors import RequestError
-from jitney.engine.core.text.template_worker import TemplateSource, _render, reason_of
+from jitney.engine.core.text.template_worker import TemplateSource, reason_of, render_source
 from jitney.engine.server.chat.conversation.formats import TurnFormat
 from jitney.engine.server.chat.conversation.messages import shaped_messages
 from jitney.engine.server.chat.conversation.template_abilities import ChatAbilities
@@ -27,7 +27,7 @@ SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 @dataclass(frozen=True)
 class SandboxedTemplate:
-    """A template rendered in transformers' sandbox, in this process."""
+    """A template rendered in the sandbox, in this process."""
 
     source: TemplateSource
 
@@ -39,7 +39,7 @@ class SandboxedTemplate:
         """As a service renders. Raises RequestError."""
         given = {"add_generation_prompt": True} | variables
         try:
-            return _render(self.source, messages, **given)
+            return render_source(self.source, messages, **given)
         except Exception as error:  # a template may raise anything
             raise RequestError(reason_of(error) or type(error).__name__, param="messages") from None
 

@@ -11,7 +11,7 @@ from typing import Any
 from api_fakes import VOCAB, ByteTokenizer, FakeClient, Script, make_app
 
 from jitney.engine.common.errors import RequestError
-from jitney.engine.core.text.template_worker import TemplateSource, _render, reason_of
+from jitney.engine.core.text.template_worker import TemplateSource, reason_of, render_source
 
 _CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL_BEGIN, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -191,7 +191,7 @@ class FamilyTokenizer(ByteTokenizer):
         source = TemplateSource(self.chat_template, self.special_tokens)
         variables["add_generation_prompt"] = add_generation_prompt
         try:
-            return _render(source, list(messages), tools=tools, **variables)
+            return render_source(source, list(messages), tools=tools, **variables)
         except Exception as error:  # as `Tokenizer` has it
             raise RequestError(reason_of(error), param="messages") from error
 

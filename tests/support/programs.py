@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from concurrent.futures import Executor, Future
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -109,7 +110,9 @@ _SAMPLER_PROGRAMS: dict[Hashable, Compiled] = {}
 
 
 def await_use(runner: Runner, _report: object) -> None:
-    """In place of compiling all programs of a runner."""
+    """In place of compiling all programs of a runner. What is lowered late is not kept."""
+    runner.program = replace(runner.program, kept=None)
+    runner.own_program = replace(runner.own_program, kept=None)
     runner.executables = ProgramsWhenUsed(runner)
     if runner._parts is not None:
         sizes, state = runner._parts._sizes, runner.shapes

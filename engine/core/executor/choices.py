@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 
 import jax
 
@@ -50,11 +51,19 @@ class Choices:
         pairs = [(a, b) for a in sorted(logit_rows) for b in self.sizes_for(a) if a != b]
         with ThreadPoolExecutor(2) as pool:
             if samplers is None:
-                programs = [program.lower_choose(size, state) for size in self.sizes]
+                programs = [
+                    program.lowered(f"choose {size}", partial(program.lower_choose, size, state))
+                    for size in self.sizes
+                ]
                 chooses = [pool.submit(program.compile, each).result for each in programs]
             else:
                 chooses = [_masked_sampler(samplers, pool, size) for size in self.sizes]
-            picks = [program.lower_pick(*pair, state) for pair in pairs]
+            picks = [
+                program.lowered(
+                    f"pick {pair[1]} of {pair[0]}", partial(program.lower_pick, *pair, state)
+                )
+                for pair in pairs
+            ]
             self.picks = dict(zip(pairs, pool.map(program.compile, picks), strict=True))
             for size, wait in zip(self.sizes, chooses, strict=True):
                 self.programs[size] = wait()

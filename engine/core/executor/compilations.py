@@ -22,7 +22,7 @@ class _Compilation:
 
     #: Elapsed time; other programs may have been compiled at the same time.
     seconds: float
-    #: Read from the folder of compiled programs.
+    #: Read from a folder of compiled programs, ours or jax's.
     from_cache: bool
 
 
@@ -47,7 +47,7 @@ class Compilations:
     def timed(self, compile_program: Callable[[], jax.stages.Compiled]) -> jax.stages.Compiled:
         """Compile on this thread, and record how long it took."""
         self._listen()
-        self._thread.hit = False
+        self._thread.hit = self._thread.asked = False
         started = time.perf_counter()
         program = compile_program()
         seconds = time.perf_counter() - started
@@ -63,9 +63,21 @@ class Compilations:
             from_cache=all(one.from_cache for one in each),
         )
 
+    @property
+    def was_made(self) -> bool:
+        """Whether XLA has made what `timed` compiles on this thread: neither was it read from a
+        folder, nor had this process made it, or read it, before.
+        """
+        return getattr(self._thread, "asked", False) and not self._thread.hit
+
+    def note_read(self) -> None:
+        """What `timed` compiles on this thread was read from our own folder."""
+        self._thread.hit = True
+
     def _count(self, event: str, duration_secs: float, **_: object) -> None:
         if event == _COMPILE_EVENT:
             self.count += 1
+            self._thread.asked = True
 
     def _take_hit(self, event: str, **_: object) -> None:
         if event == _CACHE_EVENT:

@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 from jitney.engine.common.requests import REQUEST_MOST, Pooling
 from jitney.engine.core.executor.compilations import compilations
 from jitney.engine.core.executor.inputs import BatchBuilder, MaskedHeads, UploadLayout
+from jitney.engine.core.executor.kept_programs import KeptPrograms, Lowered
 from jitney.engine.core.executor.memory import PoolSizes, state_slots
 from jitney.engine.core.executor.sampling import (
     RowScores,
@@ -360,6 +361,7 @@ class Program:
     pooling: Pooling | None = None  #: what vectors of prompts are made of; None: none are
     encoder: bool = False  #: steps choose no token
     leaves_normed: bool = False  #: steps leave all rows behind the final norm, for a head
+    kept: KeptPrograms | None = None  #: programs of earlier starts; None: none are kept
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -562,11 +564,19 @@ class Program:
             step = self.on_every_device(step, args, results)
         return jax.jit(step, donate_argnums=tuple(range(1, len(args) - 1))).lower(*args)
 
-    def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        """Compile what one of the `lower` methods made, as the engine runs it here."""
+    def lowered(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> Lowered:
+        """A program of this engine, as it is kept or as `lower` makes it."""
+        return lower() if self.kept is None else self.kept.lowered(name, lower)
+
+    def compile(self, lowered: Lowered) -> jax.stages.Compiled:
+        """Compile a program as the engine runs it here."""
+        return compilations.timed(lambda: lowered.compile(self.compiler_options))
+
+    @property
+    def compiler_options(self) -> dict[str, str]:
+        """XLA's options for its steps."""
         platform, halves = jax.default_backend(), self.kernels.sums_in_halves
-        options = _compiler_options(platform, self.split, halves)
-        return compilations.timed(lambda: lowered.compile(options))
+        return _compiler_options(platform, self.split, halves)
 
     def lower_choose(self, rows: int, state: DeviceState) -> jax.stages.Lowered:
         """`choose` for so many rows."""

@@ -33,6 +33,7 @@ from jitney.engine.core.executor.compilations import compilations
 from jitney.engine.core.executor.compiler_messages import MEANINGLESS, left_out
 from jitney.engine.core.executor.draft_model import DraftModel, DraftPrograms, DraftUpload
 from jitney.engine.core.executor.inputs import MaskedRows
+from jitney.engine.core.executor.kept_programs import KeptPrograms
 from jitney.engine.core.executor.program import (
     Chosen,
     DeviceState,
@@ -125,7 +126,8 @@ class Runner:
     seats as the buckets. end_ids: tokens that end a sequence. greedy_only_mixed: see
     `runs_greedy_only`. in_parts: run each step as several programs (`StepParts`). pooling: how
     vectors of prompts are made; None: none are. draft_model: what drafts where `sizes.drafting` has
-    no drafter.
+    no drafter. keep: from what programs are made of to where they are kept (`KeptPrograms.of`);
+    None: nowhere.
     """
 
     def __init__(
@@ -141,6 +143,7 @@ class Runner:
         in_parts: bool = False,
         pooling: Pooling | None = None,
         draft_model: DraftModel | None = None,
+        keep: Callable[[Iterable[object]], KeptPrograms] | None = None,
     ):
         graph, weights = nnx.split(model)
         self.leaves, treedef = jax.tree.flatten(weights)
@@ -169,6 +172,10 @@ class Runner:
             self.program = replace(self.program, leaves_normed=draft_model.reads_normed)
             self._drafts = draft_model.programs(sizes, self.program, self.leaves)
             self.shapes = replace(self.shapes, draft_kv=self._drafts.pools)
+        if keep is not None:
+            self.program = replace(
+                self.program, kept=keep(self._facts(greedy_only_mixed, in_parts))
+            )
         own = own_mesh(mesh)
         #: What runs beside the step, and the state that it has: on the devices of this engine,
         #: where several share experts.
@@ -201,6 +208,14 @@ class Runner:
         #: The same of its tokens, in an engine that speculates.
         self._board_tokens: jax.stages.Compiled
 
+    def _facts(self, *kinds: bool) -> Iterator[object]:
+        """What the programs are made of; kinds: of steps."""
+        yield from (kinds, self.program, self.program.compiler_options)
+        yield [type(each).__module__ for each in vars(self.program.kernels).values()]
+        yield [getattr(each, "__module__", "") for each in vars(self.program.kernels).values()]
+        yield [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in self.leaves]
+        yield from (self.config, self.buckets, self._sizes, self.shapes, self._numbers)
+
     def compile(
         self, report: _Report = _report_nothing, meet: Callable[[], None] = lambda: None
     ) -> None:
@@ -230,7 +245,13 @@ class Runner:
             self.choices.compile(self.own_program, self.buckets, self.own_shapes, samplers)
         self.state = self.shapes.allocate(self.config)
         meet()
-        self.warm_up()
+        try:
+            self.warm_up()
+        except jax.errors.JaxRuntimeError:
+            # The next core compiles its own, if that is what was wrong.
+            if self.program.kept is not None:
+                self.program.kept.discard()
+            raise
         self.compile_seconds += time.perf_counter() - started
         self._compiled_before = compilations.count
 
@@ -274,7 +295,10 @@ class Runner:
         """Begin to compile a step. -> what waits for that, and returns what runs it."""
         if self._parts is not None:
             return self._parts.start(pool, bucket, greedy_only)
-        return pool.submit(self.program.compile, self.lower(bucket, greedy_only)).result
+        lowered = self.program.lowered(
+            _name_of(bucket, greedy_only), lambda: self.lower(bucket, greedy_only)
+        )
+        return pool.submit(self.program.compile, lowered).result
 
     def largest_temp_bytes(self) -> int:
         """Temporaries of the largest step on each device, with the logits of two steps, for sizing

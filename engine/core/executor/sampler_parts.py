@@ -154,7 +154,9 @@ class SamplerParts:
         """Begin to compile the sampler of so many rows. -> what waits for it, and returns it."""
         if rows not in self._made:
             self._made[rows] = {
-                name: pool.submit(self._program.compile, lower())
+                name: pool.submit(
+                    self._program.compile, self._program.lowered(f"{name} {rows}", lower)
+                )
                 for name, lower in self._lowerings(rows).items()
             }
         return partial(self._finish, rows)

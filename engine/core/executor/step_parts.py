@@ -24,6 +24,7 @@ import numpy as np
 from jax import Array
 
 from jitney.engine.core.executor.inputs import UploadLayout
+from jitney.engine.core.executor.kept_programs import Lowered
 from jitney.engine.core.executor.program import DeviceState, Program, Shaped, StepCall, StepOutput
 from jitney.engine.core.executor.sampler_parts import LogitRows, RowSampler, SamplerParts
 from jitney.engine.core.executor.sampling import RowScores, SeatState, score_rows_at_once
@@ -109,18 +110,24 @@ class StepParts:
 
         return finish
 
-    def _submit(self, pool: Executor, lowered: jax.stages.Lowered) -> _Part:
+    def _submit(self, pool: Executor, lowered: Lowered) -> _Part:
         return pool.submit(self._program.compile, lowered)
 
     def _start_model(self, pool: Executor, bucket: Bucket) -> None:
         layout, state = self._layout_of(bucket, True), self._state
         model = jax.jit(partial(_run_model, self._program, layout), donate_argnums=1)
         upload = self._program.whole((layout.size,), jnp.int32)
-        lowered = model.lower(self._leaves, state.kv, state.seat_tokens, upload)
+        lowered = self._program.lowered(
+            f"model {bucket}",
+            lambda: model.lower(self._leaves, state.kv, state.seat_tokens, upload),
+        )
         self._models[bucket] = self._submit(pool, lowered)
         if not bucket.decode_only:
             _, output = lowered.out_info
-            self._scores[bucket] = self._submit(pool, self._lower_scores(bucket, output.hidden))
+            scores = self._program.lowered(
+                f"scores {bucket}", lambda: self._lower_scores(bucket, output.hidden)
+            )
+            self._scores[bucket] = self._submit(pool, scores)
             self._start_heads(pool, output.rows)
 
     def _start_heads(self, pool: Executor, rows: Any) -> None:
@@ -128,7 +135,8 @@ class StepParts:
         for size in self._sizes:
             if size not in self._heads:
                 head = jax.jit(partial(_run_head, self._program, size))
-                self._heads[size] = self._submit(pool, head.lower(self._leaves, _shapes_of(rows)))
+                lower = partial(head.lower, self._leaves, _shapes_of(rows))
+                self._heads[size] = self._submit(pool, self._program.lowered(f"head {size}", lower))
 
     def _lower_scores(self, bucket: Bucket, hidden: Any) -> jax.stages.Lowered:
         layout = self._layout_of(bucket, False)

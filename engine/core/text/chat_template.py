@@ -50,12 +50,13 @@ def used_templates(templates: str | Mapping[str, str] | None) -> str | dict[str,
 
 
 def _check(template: str, name: str, advice: str = "") -> None:
-    """Raise ConfigError, with the line, for a template that transformers' Jinja cannot read."""
+    """Raise ConfigError, with the line, for a template that the sandbox's Jinja cannot read."""
     from jinja2 import TemplateSyntaxError
-    from transformers.utils.chat_template_utils import render_jinja_template
+
+    from jitney.engine.core.text.chat_sandbox import compiled
 
     try:
-        render_jinja_template([], chat_template=template)  # compiles only
+        compiled(template)
         return
     except TemplateSyntaxError as error:
         reason = f"{name}, line {error.lineno}: {(error.message or '').rstrip('.')}"

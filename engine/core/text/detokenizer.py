@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol
 
+import msgspec
+
 from jitney.engine.common.requests import SamplingParams
 
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
@@ -25,8 +27,7 @@ class TokenBytes(Protocol):
     def token_bytes(self, token_id: int, /) -> bytes: ...
 
 
-@dataclass(slots=True)
-class TextDelta:
+class TextDelta(msgspec.Struct):
     """The result of one `push`."""
 
     #: Text that is now final.
@@ -34,7 +35,7 @@ class TextDelta:
     #: Number of pushed tokens that count as output; tokens after a completed stop string do not.
     tokens: int
     #: Start of each of these tokens in the whole text, in characters.
-    offsets: list[int] = field(default_factory=list)
+    offsets: list[int] = []
     #: The stop string that ended the sequence, if any.
     stop: str | None = None
 

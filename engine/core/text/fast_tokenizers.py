@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +37,41 @@ _TINY_TEMPLATE = (
 )
 
 
-def fast_tokenizer(source: ModelSource) -> PreTrainedTokenizerFast:
-    """transformers' tokenizer of a model. Raises ModelError."""
+@dataclass
+class FastTokenizer:
+    """A Rust tokenizer, and what a model's files say beside it."""
+
+    rust: RustTokenizer
+    #: By name, such as "bos_token".
+    special_tokens: dict[str, str]
+    #: The chat template, or all by name if there are several.
+    chat_template: str | dict[str, str] | None = None
+
+    @classmethod
+    def made(
+        cls,
+        rust: RustTokenizer,
+        special_tokens: Mapping[str, str],
+        chat_template: str | dict[str, str] | None,
+    ) -> FastTokenizer:
+        """Of one that is built here: texts of its special tokens become these tokens."""
+        from tokenizers import AddedToken
+
+        added = {token.content for token in rust.get_added_tokens_decoder().values()}
+        missing = [text for text in special_tokens.values() if text not in added]
+        rust.add_special_tokens([AddedToken(text, special=True) for text in missing])
+        return cls(rust, dict(special_tokens), chat_template)
+
+    def as_transformers(self) -> PreTrainedTokenizerFast:
+        """transformers' wrapper of a copy."""
+        own = _fast_class()
+        return own(
+            tokenizer_object=self.rust, chat_template=self.chat_template, **self.special_tokens
+        )
+
+
+def fast_tokenizer(source: ModelSource) -> FastTokenizer:
+    """The tokenizer of a model. Raises ModelError."""
     match source.kind:
         case "tiny":
             return _tiny_fast()
@@ -47,7 +82,9 @@ def fast_tokenizer(source: ModelSource) -> PreTrainedTokenizerFast:
 
 
 def _fast_class() -> type[PreTrainedTokenizerFast]:
-    """transformers' wrapper of a Rust tokenizer, imported late and without its PyTorch warning."""
+    """transformers' wrapper of a Rust tokenizer, without its PyTorch warning. Only folders need it:
+    importing it takes a second and a half of CPU time.
+    """
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import PreTrainedTokenizerFast
 
@@ -63,7 +100,7 @@ def byte_characters() -> dict[int, str]:
     return spelling
 
 
-def _fast_from_folder(folder: Path) -> PreTrainedTokenizerFast:
+def _fast_from_folder(folder: Path) -> FastTokenizer:
     """The tokenizer of tokenizer.json and the other files of its folder. Raises ModelError.
 
     Always of the generic class: the class in tokenizer_config.json would rebuild parts from its
@@ -82,11 +119,12 @@ def _fast_from_folder(folder: Path) -> PreTrainedTokenizerFast:
     for file in (folder / _MORE_TEMPLATES).glob("*.jinja"):
         safe_file(folder / _MORE_TEMPLATES, file.name)
     try:
-        fast = _fast_class().from_pretrained(str(folder), local_files_only=True)
+        fast: Any = _fast_class().from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # from OSError to the Rust parser's bare Exception
         raise ModelError(f"the model's tokenizer cannot be read: {_reason(error)}") from error
     _check_post_processor(fast.backend_tokenizer)
-    return fast
+    named = {name: str(token) for name, token in fast.special_tokens_map.items()}
+    return FastTokenizer(fast.backend_tokenizer, named, fast.chat_template)
 
 
 def _check_post_processor(rust: RustTokenizer) -> None:
@@ -114,7 +152,7 @@ def _reason(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
-def _tiny_fast() -> PreTrainedTokenizerFast:
+def _tiny_fast() -> FastTokenizer:
     """A tokenizer of 256 bytes, 4 special tokens and 252 pairs of letters."""
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as RustTokenizer
@@ -128,31 +166,26 @@ def _tiny_fast() -> PreTrainedTokenizerFast:
     rust.decoder = decoders.ByteLevel()
     specials = [AddedToken(token, special=True, normalized=False) for token in _TINY_SPECIALS]
     rust.add_special_tokens(specials)
-    return _fast_class()(
-        tokenizer_object=rust,
-        unk_token="<|unk|>",
-        bos_token="<|bos|>",
-        eos_token="<|im_end|>",
-        chat_template=_TINY_TEMPLATE,
-    )
+    named = {"bos_token": "<|bos|>", "eos_token": "<|im_end|>", "unk_token": "<|unk|>"}
+    return FastTokenizer.made(rust, named, _TINY_TEMPLATE)
 
 
 def _ids(tokens: list[str]) -> dict[str, int]:
     return dict(zip(tokens, range(len(tokens)), strict=True))
 
 
-def _fast_from_gguf(metadata: JsonObject) -> PreTrainedTokenizerFast:
+def _fast_from_gguf(metadata: JsonObject) -> FastTokenizer:
     """The tokenizer that GGUF key-values describe. Raises ModelError for unknown kinds."""
     tokens = _tokens_of(metadata)
     try:
         rust = _full_rust(metadata, tokens)
-        ids = _named_tokens(metadata, len(tokens))
+        named = _named_tokens(metadata, len(tokens))
     except ModelError:
         raise
     except Exception as error:  # the Rust constructors raise bare Exceptions
         raise ModelError(f"GGUF: the tokenizer cannot be built: {_reason(error)}") from error
-    named = {f"{name}_token": tokens[id] for name, id in ids.items()}
-    return _fast_class()(tokenizer_object=rust, chat_template=_gguf_templates(metadata), **named)
+    special_tokens = {f"{name}_token": tokens[id] for name, id in named.items()}
+    return FastTokenizer.made(rust, special_tokens, _gguf_templates(metadata))
 
 
 def _gguf_templates(metadata: JsonObject) -> str | dict[str, str] | None:

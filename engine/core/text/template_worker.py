@@ -1,8 +1,8 @@
 """Worker process that renders chat templates: `python -P -m
 jitney.engine.core.text.template_worker`.
 
-transformers' sandbox keeps a template from the machine, but not from running forever. The first
-message is a `TemplateSource`; each following `Chat` is answered by a `Rendered`.
+The sandbox keeps a template from the machine, but not from running forever. The first message is a
+`TemplateSource`; each following `Chat` is answered by a `Rendered`.
 """
 
 from __future__ import annotations
@@ -68,20 +68,18 @@ class Rendered(msgspec.Struct, frozen=True):
         return cls(text)
 
 
-#: transformers' sandbox for templates; importing it takes most of a second.
-_SANDBOX = "transformers.utils.chat_template_utils"
+#: Imported where a chat is rendered: benchmarks on machines without jinja2 have none.
+_SANDBOX = "jitney.engine.core.text.chat_sandbox"
 
 
-def _render(source: TemplateSource, messages: list[JsonDict], **variables: Any) -> str:
+def render_source(source: TemplateSource, messages: list[JsonDict], /, **variables: Any) -> str:
     """The prompt text of a conversation. Raises any error of the template."""
-    from transformers.utils.chat_template_utils import render_jinja_template
+    from jitney.engine.core.text.chat_sandbox import render
 
-    arguments: JsonDict = source.special_tokens | variables
     template = source.template
-    if arguments.get("tools") is not None:
+    if variables.get("tools") is not None:
         template = source.tools_template or template
-    texts, _ = render_jinja_template([messages], chat_template=template, **arguments)
-    return texts[0]
+    return render(template, messages, source.special_tokens | variables)
 
 
 def reason_of(error: Exception) -> str:
@@ -96,7 +94,7 @@ def _start(source: TemplateSource) -> tuple[Rendered, Callable[[Chat], Rendered]
     def answer(chat: Chat) -> Rendered:
         variables = {"add_generation_prompt": True} | chat.variables
         return Rendered.within(
-            lambda: _render(source, chat.messages, **variables), chat.limit_s, chat.most_chars
+            lambda: render_source(source, chat.messages, **variables), chat.limit_s, chat.most_chars
         )
 
     return Rendered(), answer

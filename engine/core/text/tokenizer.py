@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.core.text.chat_template import read_template, used_templates
-from jitney.engine.core.text.fast_tokenizers import byte_characters, fast_tokenizer
+from jitney.engine.core.text.fast_tokenizers import (
+    FastTokenizer,
+    byte_characters,
+    fast_tokenizer,
+)
 from jitney.engine.core.text.fill_in import FillIn
-from jitney.engine.core.text.template_worker import TemplateSource, reason_of
+from jitney.engine.core.text.template_worker import TemplateSource, reason_of, render_source
 from jitney.engine.core.text.token_lengths import longest_token
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 _log = logging.getLogger("jitney.text")
 
@@ -33,12 +33,15 @@ class Tokenizer:
     which fails with "Already borrowed" in concurrent threads.
     """
 
-    def __init__(self, fast: PreTrainedTokenizerFast, eos_ids: Iterable[int] = ()):
-        self._fast: Any = fast  # its own annotations allow lists and strings where only ints occur
-        self._rust = fast.backend_tokenizer
+    def __init__(self, fast: FastTokenizer, eos_ids: Iterable[int] = ()):
+        self._rust: Any = fast.rust  # its annotations allow lists where only numbers occur
         self._rust.no_padding()
         self._rust.no_truncation()
-        own = [] if self._fast.eos_token_id is None else [self._fast.eos_token_id]
+        #: Special tokens by name, such as "bos_token".
+        self.special_tokens = fast.special_tokens
+        self._templates = fast.chat_template
+        end = self._special_id("eos_token")
+        own = [] if end is None else [end]
         #: Tokens that end a generation.
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*eos_ids, *own]))
         #: Tokens that `decode(skip_special_tokens=True)` leaves out.
@@ -60,7 +63,7 @@ class Tokenizer:
         chat_template: a file with a template to use in place of the model's.
         """
         override = read_template(chat_template) if chat_template else ""
-        fast: Any = fast_tokenizer(source)
+        fast = fast_tokenizer(source)
         fast.chat_template = override or used_templates(fast.chat_template)
         return cls(fast, source.config.eos_ids)
 
@@ -71,11 +74,15 @@ class Tokenizer:
 
     @property
     def bos_id(self) -> int | None:
-        return self._fast.bos_token_id
+        return self._special_id("bos_token")
+
+    def _special_id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self.token_to_id(token)
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._fast.chat_template)
+        return bool(self._templates)
 
     @cached_property
     def added_tokens(self) -> dict[str, int]:
@@ -85,12 +92,16 @@ class Tokenizer:
     @property
     def chat_template(self) -> str:
         """The template for chats without tools; "" without one."""
-        return self._fast.get_chat_template() if self.has_chat_template else ""
+        if isinstance(self._templates, dict):
+            return self._templates["default"]
+        return self._templates or ""
 
     @property
     def tools_template(self) -> str:
         """The template for chats with tools; "" without one."""
-        return self._fast.get_chat_template(tools=[]) if self.has_chat_template else ""
+        if isinstance(self._templates, dict):
+            return self._templates.get("tool_use", self.chat_template)
+        return self.chat_template
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, by default with the model's special tokens around it. Raises
@@ -156,37 +167,33 @@ class Tokenizer:
             return None
         return TemplateSource(self.chat_template, self.special_tokens, self.tools_template)
 
-    @property
-    def special_tokens(self) -> dict[str, str]:
-        """Special tokens by name, such as "bos_token"."""
-        return {name: str(token) for name, token in self._fast.special_tokens_map.items()}
-
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt text of a conversation with special tokens, rendered in transformers' sandbox.
+        """The prompt text of a conversation with special tokens, rendered in a sandbox.
 
-        Raises RequestError without a template, if it refuses the messages, or if a variable is a
-        parameter of transformers.
+        Raises RequestError without a template, or if it refuses the messages.
         """
-        for name in variables.keys() & self._template_options:
-            raise RequestError(
-                f"{name} cannot be set for a chat template", param="chat_template_kwargs"
-            )
-        if not self.has_chat_template:
+        source = self.template_source
+        if source is None:
             raise RequestError(
                 "this model has no chat template; use /v1/completions", param="messages"
             )
         try:
-            return self._fast.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=None if tools is None else [dict(tool) for tool in tools],
-                tokenize=False,
+            # Many templates write the word None for a key that is null.
+            return render_source(
+                source,
+                [
+                    {key: value for key, value in message.items() if value is not None}
+                    for message in messages
+                ],
+                tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 **variables,
             )
@@ -196,13 +203,6 @@ class Tokenizer:
             raise RequestError(
                 f"the chat template refused the messages: {reason_of(error)}", param="messages"
             ) from error
-
-    @cached_property
-    def _template_options(self) -> frozenset[str]:
-        """Parameters of transformers, which a request may not set as variables."""
-        return frozenset(inspect.signature(self._fast.apply_chat_template).parameters) - {
-            "continue_final_message"
-        }
 
     @cached_property
     def fill_in(self) -> FillIn | None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from jitney.engine.common.outputs import (
     FinishReason,
@@ -78,8 +80,8 @@ def _scores(width: int | None) -> _Scores | None:
     return None if width is None else _Scores(width)
 
 
-@dataclass(slots=True)
-class TokenList:
+# Structs, of which three are made for each token: a dataclass takes three times as long.
+class TokenList(msgspec.Struct):
     """Tokens as lists of log-probabilities show them: three columns of one length."""
 
     ids: list[int]
@@ -95,9 +97,7 @@ class TokenList:
 
     def cleared(self) -> TokenList:
         """None, with room for the same scores."""
-        if self.scores is None:
-            return TokenList.empty(None)
-        return TokenList.empty(self.scores.width)
+        return TokenList([], [], None if self.scores is None else _Scores(self.scores.width))
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -110,8 +110,7 @@ class TokenList:
             self.scores.extend(others.scores)
 
 
-@dataclass(slots=True)
-class ChoiceDelta:
+class ChoiceDelta(msgspec.Struct):
     """New tokens, text and events of one choice."""
 
     #: All tokens, whether their text is final or still held back.
@@ -119,7 +118,7 @@ class ChoiceDelta:
     #: Text that is final, markers included.
     text: str = ""
     #: Events in that text, where the request has a parser (chats do).
-    events: list[AssistantEvent] = field(default_factory=list)
+    events: list[AssistantEvent] = []
     #: Why it ended, if it did.
     finish: Ending | None = None
 
@@ -246,24 +245,29 @@ class Choice:
 
     def accept(self, output: SequenceOutput) -> ChoiceDelta | None:
         """Add an output; None while nothing can be shown (half a character or stop string)."""
+        if self.parser is None:
+            text = self._push(output).text
+            return self._delta(text, []) if text or self.finish is not None else None
         events: list[AssistantEvent] = []
         text = ""
-        parts = [output] if self.parser is None else _one_by_one(output)
-        for part in parts:
-            more = self.stream.push(
-                part.tokens, final=part.finish is not None, stop_token=part.stop_token
-            )
-            self._count(part, more)
+        for part in _one_by_one(output):
+            more = self._push(part)
             text += more.text
-            self.finish = "stop" if more.stopped else part.finish
-            self.stop_string = more.stop
-            if self.parser is not None:
-                events += self._parsed(self.parser, more.text, part.tokens[: more.tokens])
+            events += self._parsed(self.parser, more.text, part.tokens[: more.tokens])
             if self.finish is not None:
                 break
-        new = text if self.parser is None else events
-        if not new and self.finish is None:
-            return None
+        return self._delta(text, events) if events or self.finish is not None else None
+
+    def _push(self, output: SequenceOutput) -> TextDelta:
+        """The text of new tokens, which are counted, and whether they end the choice."""
+        more = self.stream.push(output.tokens, output.finish is not None, output.stop_token)
+        self._count(output, more)
+        self.stop_string = more.stop
+        self.finish = output.finish if more.stop is None else "stop"
+        return more
+
+    def _delta(self, text: str, events: list[AssistantEvent]) -> ChoiceDelta:
+        """This, with the tokens whose text was held back."""
         delta = ChoiceDelta(self.unsent, text, events, self.ending)
         self.unsent = self.unsent.cleared()
         self.is_shown = True

@@ -227,7 +227,8 @@ class _BoundedProtocol(H11Protocol):
         cycle = self.cycle
         if cycle is None or cycle.disconnected or self.flow.write_paused:
             return False
-        return self._http.sends_chunks and self._http.our_state is h11.SEND_BODY
+        # As h11's `our_state` has it, which takes a microsecond.
+        return self._http.sends_chunks and cycle.response_started and not cycle.response_complete
 
     def write_chunk(self, data: bytes) -> None:
         self._outbound.write(self._http.chunk(data))

@@ -37,6 +37,8 @@ _SCALARS = {
     12: "d",
 }
 _STRING, _ARRAY = 8, 9
+#: Of a string's length.
+_LENGTH = struct.Struct("<Q")
 #: Numbers of an array that becomes a list. No vocabulary is longer, and a list takes ten times the
 #: memory.
 _LONGEST_LIST = 1 << 20
@@ -261,7 +263,7 @@ class GGUFFile:
     def array(self, kind: int) -> list[Any] | np.ndarray:
         """Elements of one type."""
         if kind == _STRING:
-            return [self.string() for _ in range(self.count(8))]
+            return self.strings()
         if kind == _ARRAY:
             return [self.value(_ARRAY) for _ in range(self.count(12))]
         code = self.code(kind)
@@ -271,6 +273,20 @@ class GGUFFile:
         if length > _LONGEST_LIST:
             return values.copy()  # a view would keep the file open
         return values.tolist()
+
+    def strings(self) -> list[str]:
+        """An array of strings: vocabularies have a hundred thousand, so names here are local."""
+        count, data, at = self.count(8), self.data, self.at
+        end, length_at = len(data), _LENGTH.unpack_from
+        strings: list[str] = []
+        for _ in range(count):
+            start = at + _LENGTH.size
+            at = start + length_at(data, at)[0]
+            if at > end:
+                raise ModelError(f"{self.name}: broken GGUF header: a string to byte {at} of {end}")
+            strings.append(data[start:at].decode("utf-8"))
+        self.at = at
+        return strings
 
     def code(self, kind: int) -> str:
         if kind not in _SCALARS:

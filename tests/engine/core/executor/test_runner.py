@@ -19,7 +19,7 @@ from programs import await_use
 from jitney.engine.common.records import Ledger
 from jitney.engine.common.requests import EngineRequest, Range, SamplingParams, Uploaded
 from jitney.engine.core.engine_core import EngineCore
-from jitney.engine.core.executor import inputs, program
+from jitney.engine.core.executor import inputs, program, program_memory
 from jitney.engine.core.executor.compilations import compilations
 from jitney.engine.core.executor.program import StateSizes
 from jitney.engine.core.executor.runner import Runner
@@ -94,6 +94,20 @@ def test_the_memory_of_all_steps_is_told_and_the_pool_has_counted_the_largest(ru
     sampled = next(step for step in memory.steps if step.name == f"{MIXED} sampling")
     assert sampled.outputs >= 4 * MIXED.seats * vocab  # its logits are left for masks
     assert len(list(memory.table())) == 1 + len(memory.steps)
+
+
+def test_the_memory_of_a_program_is_analysed_once(runner: Runner, monkeypatch: pytest.MonkeyPatch):
+    asked: list[jax.stages.Compiled] = []
+    analyse = jax.stages.Compiled.memory_analysis
+
+    def counted(self: jax.stages.Compiled) -> Any:
+        asked.append(self)
+        return analyse(self)
+
+    monkeypatch.setattr(jax.stages.Compiled, "memory_analysis", counted)
+    program_memory._analyses.clear()
+    assert runner.program_memory() == runner.program_memory()
+    assert len(asked) == len(set(asked)) == len(runner.executables)
 
 
 def test_the_compilation_of_every_bucket_is_timed(runner: Runner):

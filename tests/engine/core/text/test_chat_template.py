@@ -9,7 +9,7 @@ import pytest
 
 from jitney.engine.common.errors import ConfigError, ModelError
 from jitney.engine.core.text.fast_tokenizers import _gguf_templates, _tiny_fast
-from jitney.engine.core.text.template_worker import _render
+from jitney.engine.core.text.template_worker import render_source
 from jitney.engine.core.text.tokenizer import Tokenizer
 from jitney.engine.core.weights.checkpoints.families import tiny_config
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
@@ -19,7 +19,7 @@ CHAT = [{"role": "user", "content": "hi"}]
 
 
 def save_folder(folder: Path, chat_template: str | None) -> ModelSource:
-    fast = _tiny_fast()
+    fast = _tiny_fast().as_transformers()
     fast.chat_template = chat_template
     fast.save_pretrained(str(folder))
     return ModelSource("hf", str(folder), "saved", tiny_config())
@@ -39,11 +39,11 @@ def with_templates(folder: Path, templates: object) -> ModelSource:
 
 
 def rendered(tokenizer: Tokenizer) -> list[str]:
-    """Without tools, with an empty list, with one: by the worker, as transformers does it."""
+    """Without tools, with an empty list, with one: by the worker, and here."""
     source = tokenizer.template_source
     assert source is not None
     given = [{}, {"tools": []}, {"tools": [{}]}]
-    texts = [_render(source, CHAT, **variables) for variables in given]
+    texts = [render_source(source, CHAT, **variables) for variables in given]
     assert texts == [tokenizer.apply_chat_template(CHAT, **variables) for variables in given]
     return texts
 

@@ -22,8 +22,8 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from jitney.engine.common import worker_pool as workers
 from jitney.engine.common.errors import RequestError
-from jitney.engine.core.text.fast_tokenizers import _tiny_fast
-from jitney.engine.core.text.template_worker import TemplateSource, _render
+from jitney.engine.core.text.fast_tokenizers import FastTokenizer, _tiny_fast
+from jitney.engine.core.text.template_worker import TemplateSource, render_source
 from jitney.engine.core.text.tokenizer import Tokenizer
 from jitney.engine.server.chat.chat_templates import ChatTemplates
 from jitney.engine.server.chat.conversation.template_abilities import (
@@ -83,7 +83,7 @@ def test_what_comes_back_is_what_transformers_makes(monkeypatch: pytest.MonkeyPa
                 assert b"sesame" not in Path(f"/proc/{pid}/environ").read_bytes()
             text = await templates.render(said("hi"), 1000)
             assert text == "<s>user: hi\nassistant: "
-            assert text == _render(SOURCE, said("hi"), add_generation_prompt=True)
+            assert text == render_source(SOURCE, said("hi"), add_generation_prompt=True)
             assert "no such role" in str(await error_of(templates, "refuse"))
             assert "unsafe" in str(await error_of(templates, "escape"))
             too_long = await error_of(templates, "long")
@@ -337,11 +337,9 @@ def test_threads_come_with_the_work_and_go_without_it():
 
 def panicking() -> Tokenizer:
     """Its regular expression takes too many steps on 'aaaa...c', where Rust panics."""
-    from transformers import PreTrainedTokenizerFast  # seconds: not while tests are collected
-
     rust = RustTokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
     rust.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+b"), "isolated")
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=rust))
+    return Tokenizer(FastTokenizer(rust, {}))
 
 
 def test_a_panic_of_a_tokenizer_is_an_error_of_its_request():
@@ -380,9 +378,9 @@ def test_the_source_of_a_template_has_what_it_needs():
     tokenizer = Tokenizer(_tiny_fast())
     source = tokenizer.template_source
     assert source is not None
-    assert _render(source, said("hi"), add_generation_prompt=True) == tokenizer.apply_chat_template(
-        said("hi")
-    )
+    assert render_source(
+        source, said("hi"), add_generation_prompt=True
+    ) == tokenizer.apply_chat_template(said("hi"))
 
 
 def test_a_template_that_never_ends_does_not_hold_the_start(caplog: pytest.LogCaptureFixture):

@@ -33,7 +33,7 @@ def wrapped(before: bytes, after: bytes) -> list[int]:
 def tokenizer_with(*names: str) -> Tokenizer:
     fast = _tiny_fast()
     tokens = [AddedToken(name, special=True, normalized=False) for name in names]
-    fast.backend_tokenizer.add_special_tokens(tokens)
+    fast.rust.add_special_tokens(tokens)
     return Tokenizer(fast)
 
 

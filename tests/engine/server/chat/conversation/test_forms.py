@@ -409,7 +409,7 @@ def test_a_template_that_shows_a_call_has_its_form(form: str):
 def test_markers_may_be_tokens_of_their_own(form: str):
     turns = turn_format(form)
     fast = _tiny_fast()
-    rust: Any = fast.backend_tokenizer
+    rust: Any = fast.rust
     marks = [each for each in turns.calls.markers if each.startswith("<") and each.endswith(">")]
     rust.add_special_tokens([AddedToken(text, special=True) for text in marks])
     ids = {text: rust.token_to_id(text) for text in marks}

@@ -265,7 +265,7 @@ def test_schemas_are_closed_where_that_is_plain():
 def thinker() -> tuple[LLTokenizer, dict[str, int], Any]:
     """A tokenizer whose markers are tokens: one special, one shown as text."""
     fast = _tiny_fast()
-    rust: Any = fast.backend_tokenizer
+    rust: Any = fast.rust
     rust.add_tokens([AddedToken(text, normalized=False) for text in ("<think>", "</think>")])
     marks = [
         harmony.Mark.CHANNEL,

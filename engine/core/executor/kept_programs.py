@@ -1,0 +1,224 @@
+"""Compiled programs kept on disk under a key of our own: a start that finds them traces and lowers
+nothing. jax's own folder of compiled programs asks for the lowered program first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import pickle
+import platform
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
+
+from jitney.engine.common.machine import cpu_features
+from jitney.engine.core.executor.compilations import compilations
+from jitney.engine.core.executor.threads import own_processors
+from jitney.kernels import interface
+
+_log = logging.getLogger("jitney.core")
+
+#: Folder of the kept programs in that of jax.
+_FOLDER = "kept"
+#: What compiles and what traces.
+_PACKAGES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "triton", "jax-triton")
+#: Beginnings of the names of environment variables that may change a program.
+_VARIABLES = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "CUDA_", "NVIDIA_", "TRITON_", "TF_")
+#: Folders that programs are made by: all their files count, native sources and tables too.
+_ENGINE, _KERNELS = Path(__file__).parents[2], Path(interface.__file__).parent
+#: Those of the engine.
+_SOURCES = ("common", "config", "core")
+#: Where an object lies, in its repr.
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+#: Bytes of a file's digest, which stands first in it.
+_DIGEST = 32
+
+
+class Lowered(Protocol):
+    """A program that can be compiled, as `jax.stages.Lowered` is one."""
+
+    @property
+    def out_info(self) -> Any: ...
+
+    def compile(self, compiler_options: Any = None, /) -> jax.stages.Compiled: ...
+
+
+@dataclass(frozen=True)
+class KeptPrograms:
+    """The programs of one runner, by name."""
+
+    #: Of this key only.
+    folder: Path
+    #: They run on it.
+    device: Any
+    #: New ones are written.
+    writes: bool = True
+
+    @classmethod
+    def of(
+        cls, programs: Path, device: Any, facts: Iterable[object], *, writes: bool = True
+    ) -> KeptPrograms:
+        """Those below the folder `programs`.
+
+        facts: what the programs are made of beside the machine and Jitney's own code: model,
+        shapes, kernels and settings, each with a repr that says all.
+        """
+        digest = hashlib.sha256()
+        for fact in (*_machine(device), _code(), *facts):
+            digest.update(_ADDRESS.sub("", repr(fact)).encode() + b"\0")
+        return cls(programs / _FOLDER / digest.hexdigest()[:32], device, writes)
+
+    def discard(self) -> None:
+        """Remove them: one of them does not run."""
+        _log.warning("the programs in %s do not run, and are removed", self.folder)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def lowered(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> Lowered:
+        """The program of this name as it is kept, or lowered and then to be kept."""
+        file = self.folder / f"{re.sub('[^a-z0-9]+', '-', name.lower())}.program"
+
+        def new() -> _NewProgram:
+            return _NewProgram(lower(), file if self.writes else None, self.device.platform)
+
+        stored = _read(file)
+        return new() if stored is None else _KeptProgram(stored, new, self.device)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """The contents of a file."""
+
+    #: Shapes of the results.
+    out_info: Any
+    #: Of `serialize`.
+    executable: tuple[bytes, Any, Any]
+
+
+@dataclass(frozen=True)
+class _NewProgram:
+    """A program that was not kept."""
+
+    lowered: jax.stages.Lowered
+    #: None: it is not kept now either.
+    file: Path | None
+    platform: str
+
+    @property
+    def out_info(self) -> Any:
+        return self.lowered.out_info
+
+    def compile(self, compiler_options: Any = None, /) -> jax.stages.Compiled:
+        program = self.lowered.compile(compiler_options)
+        # What XLA:CPU writes of a program that jax read from its own folder lacks functions.
+        is_whole = self.platform != "cpu" or compilations.was_made
+        if self.file is not None and is_whole:
+            _write(self.file, _shapes_of(self.out_info), program)
+        return program
+
+
+@dataclass(frozen=True)
+class _KeptProgram:
+    """A program that was kept; lowered and compiled where the file is of no use."""
+
+    stored: _Stored
+    #: Makes it again.
+    new: Callable[[], _NewProgram]
+    device: Any
+
+    @property
+    def out_info(self) -> Any:
+        return self.stored.out_info
+
+    def compile(self, compiler_options: Any = None, /) -> jax.stages.Compiled:
+        try:
+            program = deserialize_and_load(
+                *self.stored.executable, self.device.client, [self.device]
+            )
+        except Exception as error:  # the runtime may say anything of a file
+            _log.warning("a kept program cannot be loaded, and is compiled: %s", error)
+            return self.new().compile(compiler_options)
+        compilations.note_read()
+        return program
+
+
+def _read(file: Path) -> _Stored | None:
+    """The contents of a file; None if it is absent or damaged."""
+    try:
+        data = file.read_bytes()
+    except OSError:
+        return None
+    if hashlib.sha256(data[_DIGEST:]).digest() != data[:_DIGEST]:
+        _log.warning("%s is damaged, and is written anew", file)
+        return None
+    # Only this user can write to the folder: `open_compilation_cache`.
+    return pickle.loads(data[_DIGEST:])
+
+
+def _write(file: Path, out_info: Any, program: jax.stages.Compiled) -> None:
+    """Keep a program, if that is possible."""
+    try:
+        data = pickle.dumps(_Stored(out_info, serialize(program)))
+    except Exception as error:  # what jax cannot write, it says in many ways
+        _log.debug("%s is not kept: %s", file.stem, error)
+        return
+    # Replaced at once, so that a process that starts beside this one reads all of it or nothing.
+    new = file.with_suffix(f".{os.getpid()}")
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        new.write_bytes(hashlib.sha256(data).digest() + data)
+        new.replace(file)
+    except OSError as error:
+        _log.warning("a compiled program is not kept: %s", error)
+
+
+def _shapes_of(outputs: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), outputs)
+
+
+def _machine(device: Any) -> tuple[object, ...]:
+    """What decides, beside a program, which code XLA makes of it and where that runs."""
+    environment = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
+    flags = {
+        name: value
+        for name, value in jax.config.values.items()
+        if "cache" not in name and "log" not in name
+    }
+    memory = device.memory_stats() or {}
+    return (
+        platform.python_version(),
+        [(package, _version_of(package)) for package in _PACKAGES],
+        sorted(environment.items()),
+        sorted(flags.items()),
+        (platform.machine(), cpu_features(), len(own_processors())),
+        (device.platform, device.device_kind, device.id, len(jax.devices())),
+        (device.client.platform_version, memory.get("bytes_limit")),
+    )
+
+
+def _version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+@cache
+def _code() -> str:
+    """Digest of the code that makes programs."""
+    digest = hashlib.sha256()
+    for folder in (*[_ENGINE / name for name in _SOURCES], _KERNELS):
+        for file in sorted(folder.rglob("*")):
+            if file.is_file() and "__pycache__" not in file.parts:
+                digest.update(str(file.relative_to(folder)).encode() + b"\0")
+                digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
