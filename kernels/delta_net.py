@@ -190,12 +190,23 @@ def recur(
 ) -> tuple[jax.Array, jax.Array]:
     """See `Recur`: memory [M, H, D, V], count int32: rows from there on pad the step."""
     n_rows, n_heads = rows.decay.shape
+    if sequences.stops.shape != (n_rows, 1):
+        return recur_by_rows(rows, memory, sequences, count)
+    # A decode-only bucket: row s is sequence s.
+    before = memory.at[sequences.reads[:, 0]].get(mode="clip")
+    before = jnp.where((sequences.starts > 0)[:, None, None, None], before, 0)
+    read, after = _passed(rows, before, n_heads // rows.keys.shape[1])
+    return read, memory.at[sequences.writes[:, 0]].set(after, mode="drop")
+
+
+def recur_by_rows(
+    rows: DeltaRows, memory: jax.Array, sequences: DeltaSequences, count: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`recur` of one row after the other, in decode-only buckets, too: a TPU keeps a row's memory
+    on the chip from where it is read to where it is written, which it does not for many at once.
+    """
+    n_rows, n_heads = rows.decay.shape
     shared = n_heads // rows.keys.shape[1]
-    if sequences.stops.shape == (n_rows, 1):  # a decode-only bucket: row s is sequence s
-        before = memory.at[sequences.reads[:, 0]].get(mode="clip")
-        before = jnp.where((sequences.starts > 0)[:, None, None, None], before, 0)
-        read, after = _passed(rows, before, shared)
-        return read, memory.at[sequences.writes[:, 0]].set(after, mode="drop")
     reads, writes, empty = sequences.slots_of_rows(n_rows)
     keep_apart = jax.lax.optimization_barrier
 

@@ -9,7 +9,11 @@ from compiled_specs import GPUS, MXFP4, Spec, facts, families
 
 #: MiB of temporaries at most: activations. A copied pool, or matrix of experts, is more.
 DECODE_MIB, MIXED_MIB = 32, 192
-#: Kernels of a decode step at most. Each takes some microseconds, whatever it does.
+#: Bytes touched over the least, of a decode step but for its output head, which would outweigh so
+#: few layers.
+MOST = 1.15
+#: Kernels of a decode step of so many rows at most. Each takes some microseconds, whatever it does.
+COUNTED = 8
 KERNELS = {
     MXFP4: 56,
     "qwen3.5-27b": 70,
@@ -31,4 +35,13 @@ def test_the_state_is_updated_in_place_by_one_program(spec: Spec):
     assert step["temporaries"] < (DECODE_MIB if spec.decodes else MIXED_MIB) << 20
     if spec.target in GPUS:
         assert (step["command_buffers"], step["outside"], step["slices"]) == (1, 0, 0)
-        assert not spec.decodes or step["nodes"] <= KERNELS[spec.model]
+        assert spec.rows != COUNTED or step["nodes"] <= KERNELS[spec.model]
+
+
+@pytest.mark.parametrize("spec", [step for step in STEPS if step.values[0].decodes])
+def test_a_step_touches_little_more_than_it_must(spec: Spec):
+    step = facts(spec)
+    for load in step["loads"]:
+        # The least, which is counted from the weights, is that of plans, which is not.
+        assert load["floor"] == pytest.approx(load["roofline_bytes"], rel=0.005)
+        assert 0.99 < (load["bytes"] - step["head"]) / (load["floor"] - step["head"]) < MOST
