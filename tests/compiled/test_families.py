@@ -23,12 +23,17 @@ KERNELS = {
     "nemotron-3-nano-30b-a3b": 115,
     "lfm2-8b-a1b": 77,
 }
-STEPS = [pytest.param(spec, id=str(spec).replace(" ", "_")) for spec in families() if spec.plugin]
-if not STEPS:
+SPECS = [spec for spec in families() if spec.plugin]
+if not SPECS:
     pytest.skip("needs the targets' plugins: make test-compile", allow_module_level=True)
 
 
-@pytest.mark.parametrize("spec", STEPS)
+def name_of(spec: Spec) -> str:
+    """As a test is named."""
+    return str(spec).replace(" ", "_")
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=name_of)
 def test_the_state_is_updated_in_place_by_one_program(spec: Spec):
     step = facts(spec)
     assert step["aliased"] >= step["state"]
@@ -38,7 +43,7 @@ def test_the_state_is_updated_in_place_by_one_program(spec: Spec):
         assert spec.rows != COUNTED or step["nodes"] <= KERNELS[spec.model]
 
 
-@pytest.mark.parametrize("spec", [step for step in STEPS if step.values[0].decodes])
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.decodes], ids=name_of)
 def test_a_step_touches_little_more_than_it_must(spec: Spec):
     step = facts(spec)
     for load in step["loads"]:

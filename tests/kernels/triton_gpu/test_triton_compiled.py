@@ -148,8 +148,10 @@ def test_odd_groups_and_pages(sm: int):
 @pytest.mark.parametrize("rows,experts,clusters", [(128, 256, 1), (256, 32, 1), (128, 256, 8)])
 def test_the_most_choices_of_experts(sm: int, rows: int, experts: int, clusters: int):
     """Of Qwen3.6-35B-A3B, gpt-oss-20b and DeepSeek-V3."""
-    groups = {"clusters": clusters, "chosen_clusters": -(-clusters // 2)}
-    mixture = ExpertsConfig(experts, 1024 // rows, renormalised=True, **groups)
+    chosen_of = -(-clusters // 2)
+    mixture = ExpertsConfig(
+        experts, 1024 // rows, renormalised=True, clusters=clusters, chosen_clusters=chosen_of
+    )
 
     def use(launch):
         numbers = jnp.zeros((rows, experts), jnp.float32)
