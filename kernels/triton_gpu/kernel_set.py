@@ -198,7 +198,7 @@ class TritonKernels:
         read, again = self.launch(
             delta_net.pass_row,
             x,
-            rates,
+            _in_one_piece(rates),
             *weights[:3],
             state.taps,
             state.lengths,
@@ -691,10 +691,7 @@ class TritonKernels:
         dealt_out = mixture.own < n_experts or n_rows.ndim > 0
         if dealt_out or choices > _MOST_CHOICES:
             return plain_routing.route(numbers, mixture, n_rows, first, bias, factors)
-        if n_padded == 1:
-            # XLA computes one row as two, and a kernel that takes a slice of them would be
-            # recorded anew in every step: so they go through a kernel of XLA's, as they are.
-            numbers = jnp.where(jnp.isnan(numbers), jnp.nan, numbers)
+        numbers = _in_one_piece(numbers)
         by_choice = jax.ShapeDtypeStruct((n_chosen, n_padded), jnp.int32)
         shares, chosen = self.launch(
             routing.choose_experts,
@@ -728,7 +725,7 @@ class TritonKernels:
         places, rows, experts, used = self.launch(
             routing.deal_out,
             chosen,
-            # No slice, for the same reason.
+            # No slice, as of one row.
             jnp.minimum(n_rows, n_padded)[None],
             out=(by_choice, *others),
             grid=(1,),
@@ -857,6 +854,14 @@ def _rows_are_sequences(n_rows: int, sequences: DeltaSequences, meta: AttentionM
     """Whether row s of a step is sequence s, and none of them a draft."""
     assert meta.state is not None
     return sequences.stops.shape == (n_rows, 1) and meta.state.drafts is None
+
+
+def _in_one_piece(rows: jax.Array) -> jax.Array:
+    """Rows [T, ...] that a product made for a kernel. XLA computes one row as two, and a kernel
+    that takes a slice of them would be recorded anew in every step: so it goes through a kernel of
+    XLA's, as it is.
+    """
+    return jnp.where(jnp.isnan(rows), jnp.nan, rows) if len(rows) == 1 else rows
 
 
 def _check_rows(rows: jax.Array) -> None:
