@@ -203,7 +203,12 @@ def choose_experts(
     scores = powers / powers.sum(axis=1, keepdims=True)
     if mixture.scoring != "softmax":
         scores = 1 / (1 + np.exp(-numbers))
-    choice = scores if bias is None else scores + bias
+    choice = scores.copy() if bias is None else scores + bias
+    if mixture.clusters > 1:
+        clusters = choice.reshape(len(choice), mixture.clusters, -1)
+        best = np.sort(clusters, axis=2)[:, :, -mixture.cluster_best :].sum(axis=2)
+        ranks = np.argsort(np.argsort(-best, axis=1, kind="stable"), axis=1)
+        clusters[ranks >= mixture.chosen_clusters] = -np.inf
     chosen = np.argsort(-choice, axis=1, kind="stable")[:, : mixture.n_chosen]
     shares = np.take_along_axis(scores, chosen, axis=1)
     if mixture.renormalised:

@@ -16,9 +16,10 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from jitney.kernels.delta_net import DeltaState, DeltaWeights, Recur, StateSlots
+from jitney.kernels.delta_net import DeltaState, DeltaWeights, StateSlots
 from jitney.kernels.experts import ExpertBlocks, Stack
 from jitney.kernels.int4 import Int4, matmul_int4
+from jitney.kernels.mamba import MambaWeights
 from jitney.kernels.mxfp4 import Mxfp4
 from jitney.kernels.routing import Route
 from jitney.kernels.w8a8 import Fp8, Int8
@@ -315,6 +316,26 @@ class DeltaNet(Protocol):
         ...
 
 
+class Mamba(Protocol):
+    """A layer of Mamba-2 between the product that opens it and its gates, as `DeltaNet`; see
+    `jitney.kernels.mamba.mamba`.
+    """
+
+    def __call__(
+        self,
+        x: jax.Array,
+        weights: MambaWeights,
+        state: DeltaState,
+        meta: AttentionMeta,
+        *,
+        limits: tuple[float, float],
+    ) -> tuple[jax.Array, DeltaState]:
+        """x [T, C + H] (inputs of the convolution, then steps, which are clamped to the limits) ->
+        (what each head reads, float32 [T, H, V]; state).
+        """
+        ...
+
+
 class Kernels(Protocol):
     """The kernels that a model's step takes; a static argument of the jitted step, so
     hashable.
@@ -345,6 +366,8 @@ class Kernels(Protocol):
     @property
     def table_columns(self) -> int: ...
     @property
+    def scale_rows(self) -> int: ...
+    @property
     def narrow_gates(self) -> bool: ...
     @property
     def sums_in_halves(self) -> bool: ...
@@ -370,7 +393,7 @@ class Kernels(Protocol):
     @property
     def delta_net(self) -> DeltaNet: ...
     @property
-    def recur(self) -> Recur: ...
+    def mamba(self) -> Mamba: ...
     @property
     def part_seconds(self) -> Callable[[], Mapping[str, float]] | None: ...
 
@@ -434,12 +457,15 @@ class KernelSet:
     route: Route
     #: What recurrent layers compute in place of attention.
     delta_net: DeltaNet
-    recur: Recur
+    mamba: Mamba
     #: None: [N, page, 2K, D].
     pool_shape: _PoolShape | None = None
     #: The columns of a table of embeddings are padded to a multiple of this. A TPU turns a table of
     #: no whole vectors as it is stored, and would turn it back in every step to read its rows.
     table_columns: int = 1
+    #: The rows of the scales of experts in MXFP4, once set apart, are padded to a multiple of this,
+    #: for the same reason: a TPU would turn the scales of all experts in every step.
+    scale_rows: int = 1
     #: None: products with int4 weights are gated behind `matmul_int4`.
     gated_int4: _GatedProduct[Int4] | None = None
     #: None: weights in int8 are widened to the rows' dtype, by `matmul`.

@@ -55,7 +55,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "routing": ("route",),
     "experts": ("experts", "takes_one_of"),
     "sampling cut": ("threshold",),
-    "recurrent layers": ("delta_net", "recur"),
+    "recurrent layers": ("delta_net", "mamba"),
 }
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from jitney.kernels import definitions
 from jitney.kernels.delta_net import DeltaState, DeltaWeights, StateSlots
 from jitney.kernels.interface import AttentionMeta, KernelSet
-from jitney.kernels.mamba import MambaWeights, mamba
+from jitney.kernels.mamba import MambaWeights
 from jitney.kernels.proof_shapes import DeltaShape, ServedShapes, distance
 
 #: Sequences of a step, and rows of the longest one in a step with prompts: more take the same way.
@@ -78,7 +78,7 @@ def _layer_of(
     )
 
     def call(x: jax.Array, rates: jax.Array, own: MambaWeights, *others: Any) -> Any:
-        read, state = mamba(x, own, *others, limits=_LIMITS, recur=kernels.recur)
+        read, state = kernels.mamba(x, own, *others, limits=_LIMITS)
         return read.reshape(len(x), -1), state
 
     def define_mamba(x: np.ndarray, rates: np.ndarray) -> np.ndarray:

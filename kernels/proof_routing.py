@@ -21,7 +21,7 @@ def routing_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
     stands elsewhere than its experts' blocks. None without experts.
     """
     mixture = shapes.routing
-    if mixture is None or mixture.own < mixture.n_experts or mixture.clusters > 1:
+    if mixture is None or mixture.own < mixture.n_experts:
         return  # no kernel chooses these
     rng = np.random.default_rng(9)
     bias = rng.normal(0, 0.1, mixture.n_experts).astype(np.float32) if mixture.choice_bias else None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 
 from jitney.kernels.interface import Fp8Products, Int8Products, KernelError, KernelSet
+from jitney.kernels.mamba import mamba
 
 if TYPE_CHECKING:
     from jitney.kernels.triton_gpu.kernel_set import TritonKernels
@@ -57,7 +58,7 @@ def reference() -> KernelSet:
         project=plain.project,
         route=routing.route,
         delta_net=delta_net.delta_net,
-        recur=delta_net.recur,
+        mamba=partial(mamba, recur=delta_net.recur),
     )
 
 
@@ -112,7 +113,7 @@ def _native() -> KernelSet:
         rms_norm=norms.rms_norm,
         norm_sum=norms.norm_sum,
         delta_net=delta_net.delta_net,
-        recur=delta_net.recur,
+        mamba=partial(mamba, recur=delta_net.recur),
         pack=products.pack,
         int8=products.INT8,
         mxfp4=products.MXFP4,
@@ -163,7 +164,6 @@ def _triton_for(sm: int) -> KernelSet:
 
 def _set_of(kernels: TritonKernels, sm: int) -> KernelSet:
     """These kernels as a set."""
-    from jitney.kernels import reference as plain
     from jitney.kernels import w8a8
 
     products = None
@@ -179,13 +179,13 @@ def _set_of(kernels: TritonKernels, sm: int) -> KernelSet:
         gated_int4=kernels.gated_int4,
         threshold=kernels.threshold,
         matmul=kernels.matmul,
-        gated=plain.gated_narrow,
+        gated=kernels.gated,
         narrow_gates=True,
         fp8=products,
         route=kernels.route,
         experts=kernels.experts,
         delta_net=kernels.delta_net,
-        recur=kernels.recur,
+        mamba=kernels.mamba,
     )
 
 
@@ -247,6 +247,7 @@ def _pallas_set(chip: str) -> KernelSet:
     """The kernel set that `_pallas` chooses on a chip (v5e, v6e, v7x; "": any), also on a machine
     without a TPU; always the same object.
     """
+    from jitney.kernels import delta_net as plain_delta_net
     from jitney.kernels import reference as plain
     from jitney.kernels.pallas_tpu.experts import experts
     from jitney.kernels.pallas_tpu.kernel_set import PallasKernels
@@ -264,7 +265,10 @@ def _pallas_set(chip: str) -> KernelSet:
         gated=plain.gated_narrow,
         narrow_gates=True,
         experts=experts,
+        delta_net=partial(plain_delta_net.delta_net, recur=plain_delta_net.recur_on_tpu),
+        mamba=partial(mamba, recur=plain_delta_net.recur_on_tpu),
         table_columns=PoolLayout.LANES,
+        scale_rows=PoolLayout.BYTE_ROWS,
         sums_in_halves=kernels.sums_in_halves,
     )
 

@@ -18,7 +18,7 @@ from typing import Any
 
 HERE, NAME = Path(__file__).parent, "compiled_programs.json"
 sys.path.insert(0, str(HERE.parents[1] / "tests" / "support"))
-from compiled_specs import GPUS, TPUS, Spec, every_spec, facts, kept  # noqa: E402
+from compiled_specs import GPUS, TPUS, Spec, every_spec, facts, families, kept  # noqa: E402
 
 HEADER = """# The compiled programs
 
@@ -34,13 +34,17 @@ XLA for a device that was not there, and its instructions were counted.
 - **sums**: all-reduces of a decode and of a mixed step over 4 or 8 TPU chips; of them, those that
   run asynchronously; of those, the ones that a product runs beside.
 - Rows of a mixture choose experts by chance; the least has the experts that any row chose.
-- Where a number of layers is named, so many of the model's were compiled. Qwen3-8B is in the JSON.
+- Where a number of layers is named, so many of the model's were compiled; of those whose layers are
+  of several kinds, some of each kind, and bytes are counted without the output head, which would
+  outweigh so few layers. Qwen3-8B is in the JSON.
 
 Programs compile and fit, pools are written in place, narrow weights stay narrow. Time is not shown:
 without a device XLA does not tune its products, and a kernel of ours is counted by what its
-documentation says it touches. All rows are of 2026-11-26.
+documentation says it touches. `date` is that of the oldest of a row's steps.
 """
-COLUMNS = ("program", "decode", "mixed", "temporaries MiB", "sums")
+COLUMNS = ("program", "decode", "mixed", "temporaries MiB", "sums", "date")
+#: Of steps whose facts name none.
+UNDATED = "2026-11-26"
 
 
 def heading(spec: Spec) -> str:
@@ -77,11 +81,16 @@ def _cells(group: dict[Spec, dict[str, Any]]) -> Iterator[str]:
             if spec.target in TPUS and spec.devices > 2 and "sums" in step
         )
     )
+    yield min(step.get("date", UNDATED) for step in group.values())
 
 
 def _over(steps: Sequence[dict[str, Any]]) -> str:
     """Least and most of the bytes touched over the least possible."""
-    overs = [load["bytes"] / load["floor"] for step in steps for load in step["loads"]]
+    overs = [
+        (load["bytes"] - step.get("head", 0)) / (load["floor"] - step.get("head", 0))
+        for step in steps
+        for load in step["loads"]
+    ]
     if not overs:
         return ""
     least, most = f"{min(overs):.2f}", f"{max(overs):.2f}"
@@ -91,7 +100,7 @@ def _over(steps: Sequence[dict[str, Any]]) -> str:
 def compiled_facts(targets: Sequence[str]) -> dict[Spec, dict[str, Any]]:
     """What comes out of every program of these targets whose plugin is there."""
     found = {}
-    for spec in every_spec():
+    for spec in (*every_spec(), *families()):
         if spec.plugin and spec.target in targets:
             found[spec] = facts(spec)
             over = (
@@ -105,7 +114,8 @@ def compiled_facts(targets: Sequence[str]) -> dict[Spec, dict[str, Any]]:
 def kept_facts() -> dict[Spec, dict[str, Any]]:
     """What is known of every program without compiling one."""
     page = {step.pop("program"): step for step in json.loads((HERE / NAME).read_text())}
-    known = ((spec, kept(spec) or page.get(str(spec))) for spec in every_spec())
+    every = (*every_spec(), *families())
+    known = ((spec, kept(spec) or page.get(str(spec))) for spec in every)
     return {spec: step for spec, step in known if step is not None}
 
 

@@ -439,8 +439,7 @@ def _lay_out(model: Model, kernels: KernelSet, mesh: Mesh | None) -> None:
     if mesh is None:
         model.pack(kernels)
         return
-    for linear in model.linears():
-        linear.pack_shares(kernels, mesh)
+    model.pack_shares(kernels, mesh)
 
 
 def prove_kernels(config: Config, source: ModelSource) -> tuple[str, list[KernelProof]]:

@@ -100,12 +100,11 @@ def _call(
         tiles, parts = size_out // width, matrices
     of_rows = pl.BlockSpec((block, size_in), lambda tile, at, experts, count: (_at(at, count), 0))
     operands, specs = [x], [of_rows]
-    kernel = stack.kernel.swapaxes(1, 2) if turned else stack.kernel
-    if not interpret:  # else XLA brings all experts into VMEM first where they fit
-        kernel = pltpu.with_memory_space_constraint(kernel, pltpu.HBM)
     read = matrices // parts * width
 
     def add_matrices(arrays: jax.Array) -> None:
+        if not interpret:  # else XLA brings all experts' into VMEM first where they fit
+            arrays = pltpu.with_memory_space_constraint(arrays, pltpu.HBM)
         for part in range(parts):
             operands.append(arrays)
             rows = arrays.shape[2 if turned else 1]
@@ -117,10 +116,10 @@ def _call(
             specs.append(_spec(n_experts, 1, read, 0, turned=False))
 
     scratch = []
-    add_matrices(kernel)
+    add_matrices(stack.kernel.swapaxes(1, 2) if turned else stack.kernel)
     if stack.is_mxfp4 and stack.scale is not None:
         add_matrices(stack.scale)
-        scratch = [(size_in // Mxfp4.block, read), (block, read)]
+        scratch = [(stack.scale.shape[1], read), (block, read)]
     elif stack.scale is not None:
         add_rows(stack.scale)
     if stack.bias is not None:
@@ -219,8 +218,8 @@ def _kernel(fixed: _Fixed, experts: jax.Ref, count: jax.Ref, x: jax.Ref, *refs: 
 def _product_mxfp4(
     x: jax.Ref, packed: jax.Ref, scales: jax.Ref, steps: jax.Ref, sums: jax.Ref
 ) -> jax.Array:
-    """x [B, I] times MXFP4 [1, I // 2, W] with scales [1, I // 32, W], 128 inputs at a time, and
-    what is left of them.
+    """x [B, I] times MXFP4 [1, I // 2, W] with scales [1, I // 32, W], which may have more
+    rows, 128 inputs at a time, and what is left of them.
     """
     size_in = x.shape[1]
     steps[...] = powers(scales[0])

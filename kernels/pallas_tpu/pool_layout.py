@@ -23,6 +23,8 @@ class PoolLayout:
 
     #: Numbers in a row of a vector register.
     LANES: ClassVar[int] = 128
+    #: Rows of bytes in one, at four a lane.
+    BYTE_ROWS: ClassVar[int] = 4 * _SUBLANES
     heads: int  # K
     dim: int  # D
     rows: int  # R

@@ -1,6 +1,6 @@
 """Triton kernels of recurrent layers: the rows of each sequence through its memory, one after the
-other; and a delta net's row of a sequence that decodes,
-from the convolution to the gates, in two kernels.
+other; and the row of a sequence that decodes, of a delta net from the convolution to the gates in
+two kernels, of Mamba-2 up to what is read in two.
 
 Axes as in `jitney.kernels.delta_net`; D and V are padded to powers of two.
 """
@@ -97,12 +97,14 @@ def pass_rows(
 
 
 @triton.jit
-def _convolved(x, taps, weights, channels, inside, start, again, C: tl.constexpr, W: tl.constexpr):
-    """The silu of some channels' convolution of a row; x: the row, taps: of its slot. Whether the
-    row is among the taps already is not awaited: one more of them is read.
+def _sum_of_taps(
+    newest, taps, weights, channels, inside, start, again, C: tl.constexpr, W: tl.constexpr
+):
+    """Some channels' convolution of a row; newest: the row's own inputs, float32, taps: of its
+    slot. Whether the row is among the taps already is not awaited: one more of them is read.
     """
     wide = tl.load(weights + (W - 1) * C + channels, mask=inside, other=0.0).to(tl.float32)
-    total = tl.load(x + channels, mask=inside, other=0.0).to(tl.float32) * wide
+    total = newest * wide
     newer = tl.load(taps + (W - 1) * C + channels, mask=inside, other=0.0)
     for back in tl.static_range(1, W):
         place = (W - 1 - back) * C + channels
@@ -110,7 +112,52 @@ def _convolved(x, taps, weights, channels, inside, start, again, C: tl.constexpr
         earlier = tl.where(start >= back, tl.where(again, older, newer), 0.0)
         total += earlier * tl.load(weights + place, mask=inside, other=0.0).to(tl.float32)
         newer = older
+    return total
+
+
+@triton.jit
+def _convolved(x, taps, weights, channels, inside, start, again, C: tl.constexpr, W: tl.constexpr):
+    """The silu of some channels' convolution of a row x; see `_sum_of_taps`."""
+    newest = tl.load(x + channels, mask=inside, other=0.0).to(tl.float32)
+    total = _sum_of_taps(newest, taps, weights, channels, inside, start, again, C, W)
     return total * tl.sigmoid(total)
+
+
+@triton.jit
+def _convolved_with_bias(
+    x, taps, weights, bias, channels, inside, start, again, C: tl.constexpr, W: tl.constexpr
+):
+    """The same with a bias before the silu."""
+    newest = tl.load(x + channels, mask=inside, other=0.0).to(tl.float32)
+    total = _sum_of_taps(newest, taps, weights, channels, inside, start, again, C, W)
+    total += tl.load(bias + channels, mask=inside, other=0.0).to(tl.float32)
+    return total * tl.sigmoid(total)
+
+
+@triton.jit
+def _keep_inputs(
+    newest,
+    before,
+    behind,
+    channels,
+    inside,
+    start,
+    again,
+    C: tl.constexpr,
+    W: tl.constexpr,
+    TAPS: tl.constexpr,
+):
+    """Leave a row's inputs of some channels, float32, and the W - 1 before it, which are among the
+    taps at `before`, in those at `behind`, which may be the same. TAPS: W, padded.
+    """
+    places = tl.arange(0, TAPS)[:, None]
+    older = (places < W - 1) & (start >= W - 1 - places)
+    cells = before + (places + 1 - again) * C + channels[None, :]
+    kept = tl.load(cells, mask=older & inside[None, :], other=0.0)
+    kept = tl.where(places == W - 1, newest[None, :], kept)
+    tl.debug_barrier()  # other threads read what is written here
+    cells = behind + places * C + channels[None, :]
+    tl.store(cells, kept, mask=(places < W) & inside[None, :])
 
 
 @triton.jit
@@ -252,14 +299,131 @@ def close_row(
         return
     channels = head * CHANNELS + tl.arange(0, CHANNELS)
     inside = channels < C
-    places = tl.arange(0, TAPS)[:, None]
-    before = taps + slot * W * C + (places + 1 - is_again) * C + channels[None, :]
-    older = (places < W - 1) & (start >= W - 1 - places)
-    kept = tl.load(before, mask=older & inside[None, :], other=0.0)
     newest = tl.load(x + channels, mask=inside, other=0.0).to(tl.float32)
-    kept = tl.where(places == W - 1, newest[None, :], kept)
-    tl.debug_barrier()  # other threads read what is written here
-    behind = taps + to * W * C + places * C + channels[None, :]
-    tl.store(behind, kept, mask=(places < W) & inside[None, :])
+    before, behind = taps + slot * W * C, taps + to * W * C
+    _keep_inputs(newest, before, behind, channels, inside, start, is_again, C, W, TAPS)
     if head == 0:
+        tl.store(lengths + to, start + 1)
+
+
+@triton.jit
+def pass_mamba_row(
+    x,
+    weights,
+    bias,
+    log_decay,
+    rate_bias,
+    skip,
+    taps,
+    lengths,
+    stops,
+    reads,
+    writes,
+    starts,
+    memory,
+    read,
+    again,
+    X: tl.constexpr,
+    C: tl.constexpr,
+    W: tl.constexpr,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    M: tl.constexpr,
+    DIMS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BIASED: tl.constexpr,
+    SHORTEST: tl.constexpr,
+    LONGEST: tl.constexpr,
+):
+    """`pass_row` of Mamba-2: a row x [T, X] has the inputs of the convolution, values, keys and
+    queries, then a step of each head, which is clamped to SHORTEST and LONGEST; weights, bias [C],
+    log_decay, rate_bias and skip [H]: see `MambaWeights`. BIASED: bias is read.
+    """
+    sequence = tl.program_id(0)
+    head = tl.program_id(1)
+    slot = tl.load(reads + sequence).to(tl.int64)
+    to = tl.load(writes + sequence).to(tl.int64)
+    start = tl.load(starts + sequence)
+    if tl.load(stops + sequence) == 0:
+        return
+    dims = tl.arange(0, DIMS)
+    columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    in_dims = dims < D
+    in_columns = columns < V
+    cells = (head * D + dims)[:, None] * V + columns[None, :]
+    in_memory = dims < tl.where(start > 0, D, 0)  # nothing is, before a sequence's first token
+    before = memory + slot * H * D * V + cells
+    kept = tl.load(before, mask=in_memory[:, None] & in_columns[None, :], other=0.0)
+    known = tl.load(lengths + slot)
+    # A row that is in the state already changes nothing, and reads what it read.
+    is_again = (start > 0) & (start < known)
+    if head + tl.program_id(2) == 0:
+        tl.store(again + sequence, is_again.to(tl.int32))
+
+    x += sequence * X
+    taps += slot * W * C
+    of_values = head * V + columns
+    of_keys = H * V + head // (H // G) * D + dims
+    of_queries = G * D + of_keys
+    if BIASED:
+        value = _convolved_with_bias(
+            x, taps, weights, bias, of_values, in_columns, start, is_again, C, W
+        )
+        key = _convolved_with_bias(x, taps, weights, bias, of_keys, in_dims, start, is_again, C, W)
+        query = _convolved_with_bias(
+            x, taps, weights, bias, of_queries, in_dims, start, is_again, C, W
+        )
+    else:
+        value = _convolved(x, taps, weights, of_values, in_columns, start, is_again, C, W)
+        key = _convolved(x, taps, weights, of_keys, in_dims, start, is_again, C, W)
+        query = _convolved(x, taps, weights, of_queries, in_dims, start, is_again, C, W)
+    step = tl.load(x + C + head).to(tl.float32) + tl.load(rate_bias + head)
+    step = tl.minimum(tl.maximum(_softplus(step), SHORTEST), LONGEST)
+    step = tl.where(is_again, 0.0, step)
+    decay = tl.exp(-tl.exp(tl.load(log_decay + head)) * step)
+    kept, own = _passed(kept, query, key, value * step, decay, 0.0, False)
+    own += tl.load(skip + head) * value
+    tl.store(read + (sequence * H + head) * V + columns, own, mask=in_columns)
+    if to < M:
+        inside = in_dims[:, None] & in_columns[None, :]
+        tl.store(memory + to * H * D * V + cells, kept, mask=inside)
+
+
+@triton.jit
+def keep_row(
+    x,
+    again,
+    stops,
+    reads,
+    writes,
+    starts,
+    taps,
+    lengths,
+    X: tl.constexpr,
+    C: tl.constexpr,
+    W: tl.constexpr,
+    M: tl.constexpr,
+    TAPS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Behind `pass_mamba_row`: keeps the row in taps [M, W, C] and lengths [M], in place; program
+    (sequence, block of channels).
+    """
+    sequence = tl.program_id(0)
+    slot = tl.load(reads + sequence).to(tl.int64)
+    to = tl.load(writes + sequence).to(tl.int64)
+    start = tl.load(starts + sequence)
+    is_again = tl.load(again + sequence)
+    if tl.load(stops + sequence) == 0:
+        return
+    if to >= M:
+        return
+    channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    inside = channels < C
+    newest = tl.load(x + sequence * X + channels, mask=inside, other=0.0).to(tl.float32)
+    before, behind = taps + slot * W * C, taps + to * W * C
+    _keep_inputs(newest, before, behind, channels, inside, start, is_again, C, W, TAPS)
+    if tl.program_id(1) == 0:
         tl.store(lengths + to, start + 1)

@@ -15,12 +15,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jitney.kernels import delta_net as plain_delta_net
+from jitney.kernels import mamba as plain_mamba
 from jitney.kernels import reference
 from jitney.kernels import routing as plain_routing
 from jitney.kernels.delta_net import DeltaRows, DeltaSequences, DeltaState, DeltaWeights
-from jitney.kernels.experts import ExpertBlocks, Stack, opened_size
+from jitney.kernels.experts import ExpertBlocks, Stack, gate, opened_size
 from jitney.kernels.int4 import Int4
 from jitney.kernels.interface import AttentionMeta, AttentionOptions, KernelError
+from jitney.kernels.mamba import MambaWeights
 from jitney.kernels.routing import Mixture, Routes
 from jitney.kernels.scales import limit_of, scales_of
 from jitney.kernels.triton_gpu import (
@@ -49,7 +51,7 @@ _MOST_ELEMENTS, _MOST_BLOCKS = 1 << 31, 65535
 _MERGED_DIMS = 128
 #: Choices of experts that one program deals out to blocks, at most, and comparisons of two of them
 #: and places that it makes and writes at a time: some tens a thread.
-_MOST_CHOICES, _COMPARED, _FILLED = 512, 1 << 14, 1 << 10
+_MOST_CHOICES, _COMPARED, _FILLED = 1024, 1 << 14, 1 << 10
 #: Experts that one warp chooses from, at most.
 _EXPERTS_OF_A_WARP = 128
 #: Columns of which so few are seen to be written out by XLA: 128 and 2048, not 4096.
@@ -58,6 +60,8 @@ _FEW_COLUMNS = 4096
 _FP8_SINCE = 89
 #: Columns of a memory that a program keeps in registers: 32 of a thread's, with 128 rows.
 _DELTA_COLUMNS = 32
+#: Inputs of a convolution that a program keeps.
+_KEPT_CHANNELS = 512
 #: Inputs of a product, at least.
 _LEAST_INPUTS = 16
 #: Inputs that a program of the fp8 product multiplies at a time.
@@ -161,8 +165,7 @@ class TritonKernels:
         decode only; in others XLA convolves, norms and gates.
         """
         sequences = DeltaSequences.of(meta, state.lengths)
-        assert meta.state is not None
-        if sequences.stops.shape != (len(x), 1) or meta.state.drafts is not None:
+        if not _rows_are_sequences(len(x), sequences, meta):
             return plain_delta_net.delta_net(
                 x, rates, weights, state, meta, eps=eps, recur=self.recur
             )
@@ -195,7 +198,7 @@ class TritonKernels:
         read, again = self.launch(
             delta_net.pass_row,
             x,
-            rates,
+            _in_one_piece(rates),
             *weights[:3],
             state.taps,
             state.lengths,
@@ -237,6 +240,73 @@ class TritonKernels:
             **shared,
         )
         return o, DeltaState(*map(jax.freeze, (taps, memory, lengths)))
+
+    def mamba(
+        self,
+        x: jax.Array,
+        weights: MambaWeights,
+        state: DeltaState,
+        meta: AttentionMeta,
+        *,
+        limits: tuple[float, float],
+    ) -> tuple[jax.Array, DeltaState]:
+        """See `jitney.kernels.interface.Mamba`; as `delta_net`."""
+        sequences = DeltaSequences.of(meta, state.lengths)
+        if not _rows_are_sequences(len(x), sequences, meta):
+            return plain_mamba.mamba(x, weights, state, meta, limits=limits, recur=self.recur)
+        n_slots, n_heads, dim, width = state.memory.shape
+        n_taps, channels = state.taps.shape[1:]
+        n_seqs, block = len(x), min(_power_of_two(width), _DELTA_COLUMNS)
+        where = sequences.stops, sequences.reads, sequences.writes, sequences.starts
+        shared = {"X": x.shape[1], "C": channels, "W": n_taps, "M": n_slots}
+        memory = jax.new_ref(state.memory)
+        read, again = self.launch(
+            delta_net.pass_mamba_row,
+            x,
+            weights.taps,
+            weights.taps if weights.taps_bias is None else weights.taps_bias,  # unread then
+            weights.log_decay,
+            weights.rate_bias,
+            weights.skip,
+            state.taps,
+            state.lengths,
+            *where,
+            memory,
+            out=(
+                jax.ShapeDtypeStruct((n_seqs, n_heads, width), jnp.float32),
+                jax.ShapeDtypeStruct((n_seqs,), jnp.int32),
+            ),
+            grid=(n_seqs, n_heads, -(-width // block)),
+            warps=4,
+            stages=1,
+            G=(channels - n_heads * width) // (2 * dim),
+            H=n_heads,
+            D=dim,
+            V=width,
+            DIMS=_power_of_two(dim),
+            COLUMNS=block,
+            BIASED=weights.taps_bias is not None,
+            SHORTEST=float(limits[0]),
+            LONGEST=min(float(limits[1]), float(jnp.finfo(jnp.float32).max)),
+            **shared,
+        )
+        taps, lengths = jax.new_ref(state.taps), jax.new_ref(state.lengths)
+        self.launch(
+            delta_net.keep_row,
+            x,
+            again,
+            *where,
+            taps,
+            lengths,
+            out=(),
+            grid=(n_seqs, -(-channels // _KEPT_CHANNELS)),
+            warps=4,
+            stages=1,
+            TAPS=_power_of_two(n_taps),
+            CHANNELS=_KEPT_CHANNELS,
+            **shared,
+        )
+        return read, DeltaState(*map(jax.freeze, (taps, memory, lengths)))
 
     def recur(
         self, rows: DeltaRows, memory: jax.Array, sequences: DeltaSequences, count: jax.Array
@@ -558,6 +628,10 @@ class TritonKernels:
             BLOCK_K=_FP8_INPUTS,
         )
 
+    def gated(self, x: jax.Array, w: jax.Array) -> jax.Array:
+        """See `jitney.kernels.interface.Kernels.gated`; gates and ups go through memory."""
+        return gate(self.matmul(x, w, x.dtype), x.dtype)
+
     def _narrow_product(
         self,
         kernel: Any,
@@ -608,19 +682,16 @@ class TritonKernels:
         bias: jax.Array | None = None,
         factors: jax.Array | None = None,
     ) -> Routes:
-        """See `jitney.kernels.routing.Route`; of many rows, and where experts are in groups, XLA's
-        kernels do it.
+        """See `jitney.kernels.routing.Route`; of many rows, and where experts are dealt out to
+        devices, XLA's kernels do it.
         """
         n_padded, columns = numbers.shape
         n_experts, n_chosen = mixture.n_experts, mixture.n_chosen
         choices = _power_of_two(n_padded * n_chosen)
-        grouped = mixture.clusters > 1 or mixture.own < n_experts or n_rows.ndim > 0
-        if grouped or choices > _MOST_CHOICES:
+        dealt_out = mixture.own < n_experts or n_rows.ndim > 0
+        if dealt_out or choices > _MOST_CHOICES:
             return plain_routing.route(numbers, mixture, n_rows, first, bias, factors)
-        if n_padded == 1:
-            # XLA computes one row as two, and a kernel that takes a slice of them would be
-            # recorded anew in every step: so they go through a kernel of XLA's, as they are.
-            numbers = jnp.where(jnp.isnan(numbers), jnp.nan, numbers)
+        numbers = _in_one_piece(numbers)
         by_choice = jax.ShapeDtypeStruct((n_chosen, n_padded), jnp.int32)
         shares, chosen = self.launch(
             routing.choose_experts,
@@ -645,13 +716,16 @@ class TritonKernels:
             RENORMALISED=mixture.renormalised,
             FACTORED=factors is not None,
             FACTOR=float(mixture.share_factor),
+            CLUSTERS=mixture.clusters,
+            CHOSEN_CLUSTERS=mixture.chosen_clusters,
+            CLUSTER_BEST=min(mixture.cluster_best, n_experts // mixture.clusters),
         )
         size, most = mixture.block_rows(n_padded), mixture.most_blocks(n_padded)
         others = [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (most * size, most, 1)]
         places, rows, experts, used = self.launch(
             routing.deal_out,
             chosen,
-            # No slice, for the same reason.
+            # No slice, as of one row.
             jnp.minimum(n_rows, n_padded)[None],
             out=(by_choice, *others),
             grid=(1,),
@@ -774,6 +848,20 @@ def _splitting_of(tiles: DecodeTiles, longest: int) -> dict[str, int]:
         "SPLITS": splits,
         "DOUBLINGS": doublings,
     }
+
+
+def _rows_are_sequences(n_rows: int, sequences: DeltaSequences, meta: AttentionMeta) -> bool:
+    """Whether row s of a step is sequence s, and none of them a draft."""
+    assert meta.state is not None
+    return sequences.stops.shape == (n_rows, 1) and meta.state.drafts is None
+
+
+def _in_one_piece(rows: jax.Array) -> jax.Array:
+    """Rows [T, ...] that a product made for a kernel. XLA computes one row as two, and a kernel
+    that takes a slice of them would be recorded anew in every step: so it goes through a kernel of
+    XLA's, as it is.
+    """
+    return jnp.where(jnp.isnan(rows), jnp.nan, rows) if len(rows) == 1 else rows
 
 
 def _check_rows(rows: jax.Array) -> None:

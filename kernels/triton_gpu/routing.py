@@ -17,6 +17,38 @@ _LEAST_SUM = tl.constexpr(LEAST_SUM)
 
 
 @triton.jit
+def _of_best_clusters(
+    choice,
+    experts,
+    SIZE: tl.constexpr,
+    CLUSTERS: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    BEST: tl.constexpr,
+):
+    """choice [XP], -inf where an expert's group of SIZE neighbours is not among the row's CHOSEN
+    best ones, by the sum of the BEST greatest in each.
+    """
+    own = experts // SIZE
+    sums = tl.zeros(experts.shape, tl.float32) + float("-inf")  # of an expert's own group
+    for cluster in tl.static_range(CLUSTERS):
+        left = tl.where(own == cluster, choice, float("-inf"))
+        total = 0.0
+        for _ in tl.static_range(BEST):
+            best = tl.max(left, 0)
+            total += best
+            first = tl.min(tl.where(left >= best, experts, CLUSTERS * SIZE), 0)
+            left = tl.where(experts == first, float("-inf"), left)
+        sums = tl.where(own == cluster, total, sums)
+    may_be = experts < 0
+    for _ in tl.static_range(CHOSEN):
+        best = tl.max(sums, 0)
+        cluster = tl.min(tl.where(sums >= best, own, CLUSTERS), 0)
+        may_be = may_be | (own == cluster)
+        sums = tl.where(own == cluster, float("-inf"), sums)
+    return tl.where(may_be, choice, float("-inf"))
+
+
+@triton.jit
 def choose_experts(
     numbers,
     bias,
@@ -34,12 +66,16 @@ def choose_experts(
     RENORMALISED: tl.constexpr,
     FACTORED: tl.constexpr,
     FACTOR: tl.constexpr,
+    CLUSTERS: tl.constexpr,
+    CHOSEN_CLUSTERS: tl.constexpr,
+    CLUSTER_BEST: tl.constexpr,
 ):
     """numbers [T, COLUMNS] and bias [X] float32, factors [X] -> shares float32 [C, T], chosen int32
     [T, C]; program (row). XP and CP: X and C padded to powers of two.
 
     Of experts with the same number the first one is chosen, as by `jax.lax.top_k`. What is no
-    number makes all shares of its row none.
+    number makes all shares of its row none. CLUSTERS > 1: neighbouring experts are in groups as
+    large, and those of so many groups may be chosen, the greatest sums of whose best are greatest.
     """
     row = tl.program_id(0)
     experts = tl.arange(0, XP)
@@ -54,6 +90,10 @@ def choose_experts(
     if BIASED:
         choice = scores + tl.load(bias + experts, mask=known, other=0.0)
     choice = tl.where(known, choice, float("-inf"))
+    if CLUSTERS > 1:
+        choice = _of_best_clusters(
+            choice, experts, X // CLUSTERS, CLUSTERS, CHOSEN_CLUSTERS, CLUSTER_BEST
+        )
     doubt = tl.sum(scores, 0) * 0.0
     choices = tl.arange(0, CP)
     own_experts = tl.zeros((CP,), tl.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import delta_nets
@@ -12,14 +13,16 @@ from delta_nets import Sizes, Step, Text, of_mamba
 
 from jitney.kernels import delta_net as plain
 from jitney.kernels.cpu import delta_net as native
+from jitney.kernels.mamba import mamba
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
 KERNELS: dict[str, Callable[..., Any]] = {
     "reference": plain.delta_net,
+    "reference, one by one": partial(plain.delta_net, recur=plain.recur_by_rows),
     "native": native.delta_net,
-    "reference of Mamba": of_mamba(plain.recur),
-    "native of Mamba": of_mamba(native.recur),
+    "reference of Mamba": of_mamba(partial(mamba, recur=plain.recur)),
+    "native of Mamba": of_mamba(partial(mamba, recur=native.recur)),
 }
 
 
@@ -60,7 +63,7 @@ def test_rows_behind_a_checkpoint_are_the_recurrence(name: str, sizes: tuple[int
     assert found["error"] < 1e-3 and found["untouched"]
 
 
-@pytest.mark.parametrize("name", ["reference", "native"])
+@pytest.mark.parametrize("name", ["reference", "reference, one by one", "native"])
 def test_steps_of_one_row_each_are_the_recurrence(name: str):
     found = delta_nets.row_by_row(KERNELS[name], sizes_of(name))
     assert found["error"] < 1e-3 and found["untouched"]
@@ -108,6 +111,7 @@ def test_native_numbers_do_not_depend_on_the_cut_nor_on_the_others(name: str, dt
     ("name", "rows"),
     [
         ("reference", 3),
+        ("reference, one by one", 3),
         ("native", 8),
         ("reference of Mamba", 3),
         ("native of Mamba", 8),

@@ -22,7 +22,7 @@ from compiled_specs import CONTEXTS, GPUS, MIXED_CONTEXTS, SEATS, Spec
 from flax import nnx
 from hlo import Module, parse
 from jax.experimental import topologies
-from kernel_costs import Load, experts_read, kernel_cost
+from kernel_costs import Kept, Load, experts_read, kernel_cost
 from lowered_steps import lower_step
 from memory_traffic import Account, account
 from places import DATA
@@ -30,7 +30,7 @@ from shipped import shipped_options
 
 from jitney.engine.core.executor.program import StateSizes, _compiler_options
 from jitney.engine.core.models.llama import Llama
-from jitney.engine.core.models.mixture import ExpertLinear
+from jitney.engine.core.models.mixture import ExpertLinear, Experts, _SetApart
 from jitney.engine.core.models.protocol import Model
 from jitney.engine.core.models.quantization import KV_TYPES, quantise
 from jitney.engine.core.models.registry import abstract_model
@@ -70,7 +70,7 @@ class Step:
         self.whole = replace(shape, n_layers=layers, windows=(0,) * layers)
         self.config: ModelConfig = self.whole.local(spec.devices)
         self.model = _model_for(spec, self.config)
-        self.leaves = dict(nnx.to_flat_state(nnx.split(self.model)[1]))
+        self.leaves = dict(_leaves(self.model))
         self.chip: Accelerator = DEVICES[CHIPS.get(spec.target, spec.target)]
         self.kv_dtype = KV_TYPES.get(spec.kv, jnp.dtype(jnp.bfloat16))
 
@@ -111,9 +111,9 @@ class Step:
         return min(32 * CONTEXTS[-1] // PAGE + 1, int(room / (PAGE * self.position_bytes)))
 
     @property
-    def pool_size(self) -> int:
-        """Elements of one layer's pool on one device."""
-        return self.pages * PAGE * 2 * self.config.n_kv_heads * self.config.head_dim
+    def kept(self) -> Kept:
+        """The pools, all alike on one device."""
+        return Kept({self.pages * PAGE * 2 * self.config.n_kv_heads * self.config.head_dim: 0})
 
     def lower(self) -> jax.stages.Lowered:
         """For the target's devices, by the engine's own function."""
@@ -152,7 +152,7 @@ class Step:
         }
         for load in loads(self):
             sm = CAPABILITIES.get(self.spec.target, 0)
-            costs = kernel_cost(load, self.pool_size, sm, self.config.experts)
+            costs = kernel_cost(load, self.kept, sm, self.config.experts)
             made = account(module, costs)
             found["loads"].append(told(self, load, made))
             found |= {
@@ -176,38 +176,97 @@ class FamilyStep:
         for name in ("layer_types", "hybrid_override_pattern"):
             if name in config:
                 config[name] = config[name][: spec.layers]
-        self.config = read_hf_config(config)
-        self.kernels = kernels_for(spec)
-        self.mesh = make_mesh(devices_of(spec)[:1])
-        others = len(self.config.cache_groups) - 1
-        checkpoints = 16 if self.config.recurrent else 0
+        self.whole: ModelConfig = read_hf_config(config)
+        self.model = _model_for(spec, self.whole)
+        self.chip: Accelerator = DEVICES[spec.target]
+        self.pages = 2049
+        others = len(self.whole.cache_groups) - 1
         self.sizes = StateSizes(
             SEATS,
-            2049,
+            self.pages,
             PAGE,
             CONTEXT,
             jnp.bfloat16,
             window_pages=(1025,) * others,
-            checkpoints=checkpoints,
+            checkpoints=16 if self.whole.recurrent else 0,
         )
+        self.kernels = kernels_for(spec)
+        self.mesh = make_mesh(devices_of(spec)[:1])
+        self.state = self.sizes.shapes(self.whole, self.kernels, self.mesh).kv
 
     def lower(self) -> jax.stages.Lowered:
-        spec, model = self.spec, _model_for(self.spec, self.config)
-        bucket = Bucket(spec.rows, spec.seqs)
+        bucket = Bucket(self.spec.rows, self.spec.seqs)
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-            return lower_step(model, bucket, spec.plain, self.kernels, self.sizes, self.mesh)
+            return lower_step(
+                self.model, bucket, self.spec.plain, self.kernels, self.sizes, self.mesh
+            )
+
+    @property
+    def kept(self) -> Kept:
+        """Pools and recurrent state."""
+        windows, slots = self.whole.windows, self.sizes.seats + self.sizes.checkpoints
+        return Kept(
+            {self.state[layer].size: windows[layer] for layer in self.whole.pool_layers},
+            {array.size: slots for array in self._recurrent_arrays()},
+        )
+
+    def _recurrent_arrays(self) -> list[Any]:
+        """The arrays that recurrent layers keep, layer by layer."""
+        recurrent = self.whole.recurrent
+        layers = () if recurrent is None else recurrent.layers
+        return jax.tree.leaves([self.state[layer] for layer in layers])
+
+    def floor(self, load: Load) -> float:
+        """See `Step.floor`; a row's recurrent state is read and written, too."""
+        config = self.whole
+        width = jnp.dtype(self.sizes.kv_dtype).itemsize
+        found = sum(self._least_of(path, leaf, load) for path, leaf in _leaves(self.model))
+        for layer in config.attending_layers:
+            keys = load.within(config.windows[layer]).keys + load.rows
+            found += keys * config.of_layer(layer).position_size * width
+        slots = self.sizes.seats + self.sizes.checkpoints
+        kept = sum(array.size * array.dtype.itemsize for array in self._recurrent_arrays())
+        return found + 2 * load.decode * kept / slots
+
+    def _least_of(self, path: Any, leaf: Any, load: Load) -> float:
+        """Bytes of a weight that a step reads."""
+        experts, size = self.whole.experts, leaf.size * leaf.dtype.itemsize
+        if path == ("embed",) and not self.whole.tie_embeddings:
+            return 0.0
+        if experts is None or not _is_of_experts(self.model, path):
+            return size
+        return size * experts_read(experts, load.rows) / experts.n_experts
 
     def describe(self, compiled: jax.stages.Compiled, folder: Path) -> dict[str, Any]:
         """Bytes, and on GPUs what the program is made of."""
-        memory = compiled.memory_analysis()
-        assert memory is not None
-        kept = self.sizes.shapes(self.config, self.kernels, self.mesh).kv
+        memory, text = compiled.memory_analysis(), compiled.as_text()
+        assert memory is not None and text is not None
         found = {
             "aliased": memory.alias_size_in_bytes,
-            "state": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept)),
+            "state": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.state)),
             "temporaries": memory.temp_size_in_bytes,
+            "head": 2 * self.whole.vocab_size * self.whole.hidden_size,  # in bfloat16
+            "loads": [],
         }
+        for load in loads(self) if self.spec.decodes else ():
+            sm = CAPABILITIES.get(self.spec.target, 0)
+            costs = kernel_cost(load, self.kept, sm, self.whole.experts, gated=self.whole.is_gated)
+            made = account(parse(text), costs, load.rows)
+            found["loads"].append(told(self, load, made))
+            found["kernels"] = made.kernels
         return found | (thunks(folder) if self.spec.target in GPUS else {})
+
+
+def _leaves(model: Model) -> list[tuple[Any, Any]]:
+    """(path, array as a shape) of every weight."""
+    return list(nnx.to_flat_state(nnx.split(model)[1]))
+
+
+def _is_of_experts(model: Any, path: Any) -> bool:
+    """Whether a weight is one of all experts' of a layer."""
+    if path[0] != "layers" or not isinstance(model.layers[path[1]].mlp, Experts):
+        return False
+    return path[2:4] in (("mlp", "gate_up"), ("mlp", "down"))
 
 
 def _model_for(spec: Spec, config: ModelConfig) -> Model:
@@ -246,19 +305,13 @@ def _keep_mxfp4(model: Model) -> None:
             linear.set_matrix(jax.eval_shape(pack, linear.kernel.get_value()))
 
 
-def _apart(linear: ExpertLinear, side_by_side: Any) -> jax.ShapeDtypeStruct:
-    rows, columns = side_by_side.shape
-    shape = linear.n_experts, rows, columns // linear.n_experts
-    return jax.ShapeDtypeStruct(shape, side_by_side.dtype)
-
-
 def _lay_out(model: Model, kernels: KernelSet) -> None:
     """fp8 matrices, and those of experts, as shapes of what serves them."""
     for linear in model.linears():
         kernel = linear.kernel.get_value()
         if isinstance(linear, ExpertLinear):
             assert kernels.experts is not None
-            linear._replace_apart(jax.tree.map(partial(_apart, linear), linear._to_set_apart))
+            linear._set_apart_by(jax.eval_shape, _SetApart(linear.n_experts), kernels)
         elif kernels.fp8 is not None and kernel.dtype == w8a8._FP8:
             linear.kernel = nnx.Param(jax.eval_shape(kernels.fp8.pack, kernel))
     assert isinstance(model, Llama)
@@ -269,7 +322,7 @@ def _lay_out(model: Model, kernels: KernelSet) -> None:
         model.embed = nnx.Param(padded)
 
 
-def loads(step: Step) -> list[Load]:
+def loads(step: Step | FamilyStep) -> list[Load]:
     """The work of the step at every context that the pool can hold, or at the greatest power of two
     that it can.
     """
@@ -300,7 +353,7 @@ def copies(step: Step, made: Account) -> list[str]:
     """Instructions whose result in memory has as many elements as a pool or a weight: copied,
     transposed or widened.
     """
-    sizes = {step.pool_size} | {int(leaf.size) for leaf in step.weights}
+    sizes = {*step.kept.pools} | {int(leaf.size) for leaf in step.weights}
     if step.config.experts is not None:  # each of the experts, too
         alike = (int(leaf.size) for leaf in step.weights if len(leaf.shape) == 3)
         sizes |= {size // step.config.experts.n_experts for size in alike}
@@ -352,7 +405,7 @@ def fp8_products(module: Module) -> int:
     return count
 
 
-def told(step: Step, load: Load, made: Account) -> dict[str, Any]:
+def told(step: Step | FamilyStep, load: Load, made: Account) -> dict[str, Any]:
     """One context's bytes and operations beside the floor and the roofline."""
     floor, chip = step.floor(load), step.chip
     kept = "bf16" if step.spec.weights == "plain" else step.spec.weights

@@ -9,6 +9,7 @@ program once between them.
 
 from __future__ import annotations
 
+import datetime
 import functools
 import json
 import os
@@ -159,11 +160,6 @@ def mixtures(target: str) -> Iterator[Spec]:
         yield replace(of, rows=MIXED_ROWS, seqs=SEATS)
         for weights in ("int8", "fp8"):
             yield replace(of, rows=8, seqs=8, weights=weights)
-    if target == "h100":
-        of = Spec(target, MXFP4, 1, 1, weights="mxfp4", layers=FEW_LAYERS)
-        for seqs in SEQUENCES:
-            yield replace(of, rows=seqs, seqs=seqs)
-        yield replace(of, rows=MIXED_ROWS, seqs=SEATS)
     if target in TPUS:
         for devices in (4, 8):
             weights = MIXTURE_KEPT_AS.get((target, devices), "plain")
@@ -174,12 +170,13 @@ def mixtures(target: str) -> Iterator[Spec]:
 
 
 def families() -> Iterator[Spec]:
-    """A decode and a mixed step of each family, for a GPU and a TPU."""
+    """Decode steps and a mixed one of each family, for a GPU and a TPU."""
     for target in ("h100", "v6e"):
         for model, layers in FAMILIES.items():
             weights = "mxfp4" if model == MXFP4 else "plain"
-            of = Spec(target, model, 8, 8, weights=weights, layers=layers, of_family=True)
-            yield of
+            of = Spec(target, model, 1, 1, weights=weights, layers=layers, of_family=True)
+            for seqs in SEQUENCES:
+                yield replace(of, rows=seqs, seqs=seqs)
             yield replace(of, rows=MIXED_ROWS, seqs=SEATS)
 
 
@@ -229,7 +226,7 @@ def facts(spec: Spec) -> dict[str, Any]:
     before = kept(spec)
     if before is not None:
         return before
-    found = compiled(spec)
+    found = {"date": datetime.date.today().isoformat(), **compiled(spec)}
     path = _kept_path(spec)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ import numpy as np
 from jitney.kernels import definitions
 from jitney.kernels.delta_net import DeltaState, DeltaWeights, StateSlots
 from jitney.kernels.interface import AttentionMeta
-from jitney.kernels.mamba import MambaWeights, mamba
+from jitney.kernels.mamba import MambaWeights
 
 #: Of the norm of what a head reads.
 EPS = 1e-5
@@ -37,11 +37,11 @@ class Sizes(NamedTuple):
         return 2 * self.key_heads * self.dim + self.heads * self.width
 
 
-def of_mamba(recur: Any) -> Any:
-    """A layer of Mamba-2, called as a delta net is."""
+def of_mamba(layer_of: Any) -> Any:
+    """A kernel set's layer of Mamba-2, called as a delta net is."""
 
     def layer(x: Any, rates: Any, *others: Any, eps: float) -> Any:
-        read, state = mamba(x, *others, limits=LIMITS, recur=recur)
+        read, state = layer_of(x, *others, limits=LIMITS)
         return read.reshape(len(x), -1), state
 
     return layer

@@ -5,7 +5,8 @@ call.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from hlo import Array
 from memory_traffic import KernelCost
@@ -39,6 +40,20 @@ class Load:
         """Query-key pairs of the prompt."""
         return self.prompt * (self.prompt + 1) // 2
 
+    def within(self, window: int) -> Load:
+        """What a layer sees of it that looks back so far; 0: at all."""
+        return replace(self, context=min(self.context, window)) if window else self
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What layers keep from step to step, each array told from others by its elements."""
+
+    #: Elements of a pool -> how far layers with such look back, 0: to the beginning.
+    pools: Mapping[int, int]
+    #: Elements of an array of recurrent layers' state -> its slots.
+    slots: Mapping[int, int] = field(default_factory=dict)
+
 
 def experts_read(experts: ExpertsConfig, rows: int) -> float:
     """Experts that any of so many rows goes through, if each row chooses by chance."""
@@ -61,19 +76,28 @@ def blocks_read(experts: ExpertsConfig, rows: int, padded: int) -> float:
 
 
 def kernel_cost(
-    load: Load, pool_size: int, sm: int, experts: ExpertsConfig | None = None
+    step: Load,
+    kept: Kept,
+    sm: int,
+    experts: ExpertsConfig | None = None,
+    *,
+    gated: bool = True,
 ) -> KernelCost:
-    """Costs of the kernels of a step; pool_size: elements of a pool, which tell it from other
-    arrays. experts: of a mixture.
-    """
+    """Costs of the kernels of a step. experts: of a mixture; gated: they have gates, beside ups."""
 
     def is_pool(array: Array) -> bool:
-        return array.elements == pool_size
+        return array.elements in kept.pools
+
+    def moved(array: Array) -> float:
+        """Bytes of an array that a kernel reads, or writes: of states those of its sequences."""
+        slots = kept.slots.get(array.elements)
+        return array.nbytes if slots is None else array.nbytes * step.decode / slots
 
     def cost(name: str, taken: list[Array], made: list[Array]) -> tuple[float, float]:
         pool = next((array for array in taken if is_pool(array)), None)
         row = math.prod(pool.dims[-2:]) * pool.itemsize if pool else 0.0
-        rest = sum(array.nbytes for array in (*taken, *made) if not is_pool(array))
+        load = step.within(kept.pools[pool.elements]) if pool else step
+        rest = sum(moved(array) for array in (*taken, *made) if not is_pool(array))
         match name:
             case "rotate_pages" | "write_pages":
                 return rest + load.rows * row, 0.0
@@ -97,7 +121,7 @@ def kernel_cost(
                 return rest, 2.0 * x.dims[0] * weights.elements
             case "open_experts" | "close_experts":
                 assert experts is not None
-                matrices = 2 if name == "open_experts" else 1
+                matrices = 2 if name == "open_experts" and gated else 1
                 return expert_cost(load, experts, taken, made[0], matrices)
         if pool is None:
             return rest, 0.0
@@ -131,7 +155,8 @@ def expert_cost(
     per_expert = float(size_in * columns * weights.itemsize)
     if weights.itemsize == 1:
         per_expert += 4.0 * columns
-    if any(16 * one.elements == weights.elements for one in taken if len(one.dims) == 3):
+    scales = [one for one in taken if one.dtype == weights.dtype == "u8" and len(one.dims) == 3]
+    if min((one.elements for one in scales), default=weights.elements) < weights.elements:
         # MXFP4: two weights a byte, and a byte for each 32.
         size_in *= 2
         per_expert = size_in * columns * (0.5 + 1 / 32)

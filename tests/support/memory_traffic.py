@@ -83,11 +83,11 @@ class Account:
         self.made += other.made
 
 
-def account(module: Module, kernel_cost: KernelCost) -> Account:
+def account(module: Module, kernel_cost: KernelCost, rounds: int = 1) -> Account:
     """Of one run of the program. Of a conditional the branch counts that moves least: the one
-    nobody asked for.
+    nobody asked for. rounds: of loops that the step's rows bound.
     """
-    return Reader(module, kernel_cost).computation(module.entry)
+    return Reader(module, kernel_cost, rounds).computation(module.entry)
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,7 @@ class Reader:
 
     module: Module
     kernel_cost: KernelCost
+    rounds: int = 1
 
     def computation(self, which: Computation) -> Account:
         """All instructions of a computation that runs as such: the entry, a branch, a loop's
@@ -231,11 +232,12 @@ class Reader:
         return total
 
     def loop(self, made: Instruction) -> Account:
-        """A loop's body as often as XLA knows it to run; once where it does not."""
+        """A loop's body as often as XLA knows it to run, or as a loop of the step's rows does."""
         total = Account()
         count = re.search(r'"known_trip_count":\{"n":"(\d+)"', made.attributes)
         total.add(
-            self.computation(self.module.called(made, "body")), int(count.group(1)) if count else 1
+            self.computation(self.module.called(made, "body")),
+            int(count.group(1)) if count else self.rounds,
         )
         return total
 

@@ -85,12 +85,13 @@ def logits(
     scheme: str = "plain",
     kv_dtype: str = "",
     groups: int = 1,
+    columns: int = 0,
 ) -> np.ndarray:
     """Logits of every row of one prompt, float32 [len(tokens), V], by the engine's own step on so
     many devices.
 
     kv_dtype: of quantised pools, whose factors the same prompt gives. groups: of experts.
-    scheme auto: as stored, if it is kept.
+    scheme auto: as stored, if it is kept. columns: that the table of embeddings is to have.
     """
     source = ModelSource.resolve(folder)
     config = source.config.in_groups(groups)
@@ -104,6 +105,11 @@ def logits(
     kernels = KERNELS
     if scheme == "int8":
         kernels = select("cpu", "reference")  # the others round a device's share of a row by itself
+    if columns:
+        assert mesh is not None
+        model.pack_shares(replace(kernels, table_columns=columns), mesh)
+        table = dict(nnx.to_flat_state(nnx.state(model)))["embed",]
+        assert table.shape[1] == columns and table.sharding.spec[0] == TENSOR.name
     graph, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
     program = Program(graph, treedef, kernels, mesh)

@@ -513,15 +513,38 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         ExpertsConfig(16, 5, renormalised=True), 24, 20, ties=True
     ),
     "routing: nobody": lambda: check_routing(ExpertsConfig(16, 2, renormalised=True), 8, 0),
+    "routing: groups": lambda: check_routing(
+        ExpertsConfig(24, 3, renormalised=True, clusters=6, chosen_clusters=2), 9, 7
+    ),
+    "routing: groups by one each, a bias": lambda: check_routing(
+        ExpertsConfig(
+            256,
+            8,
+            renormalised=True,
+            scoring="sigmoid",
+            choice_bias=True,
+            clusters=8,
+            chosen_clusters=4,
+            cluster_best=1,
+        ),
+        5,
+        5,
+    ),
     "routing: more choices than the kernel takes": lambda: check_routing(
-        ExpertsConfig(16, 4, renormalised=True), 256, 200
+        ExpertsConfig(16, 4, renormalised=True), 264, 200
     ),
     "no numbers: routing": check_no_numbers,
     "delta net: value heads that share keys": lambda: in_pieces(KERNELS.delta_net, Sizes()),
     "delta net: padded heads": lambda: in_pieces(KERNELS.delta_net, Sizes(2, 2, 24, 80, 3)),
     "delta net: of Mamba": lambda: in_pieces(
-        of_mamba(KERNELS.recur), Sizes(2, 4, 24, 80, 3, corrects=False)
+        of_mamba(KERNELS.mamba), Sizes(2, 4, 24, 80, 3, corrects=False)
     ),
+    **{
+        f"delta net: row by row, of Mamba, {sizes}": lambda sizes=sizes: row_by_row(
+            of_mamba(KERNELS.mamba), sizes
+        )
+        for sizes in (Sizes(corrects=False), Sizes(1, 4, 24, 40, 3, corrects=False))
+    },
     **{
         f"delta net: row by row, {sizes}": lambda sizes=sizes: row_by_row(KERNELS.delta_net, sizes)
         for sizes in (Sizes(), Sizes(1, 4, 64, 40, 3), Sizes(1, 2, 128, 64))

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jitney.engine.core.models.hidden import Hidden
@@ -312,6 +313,11 @@ class Bert(nnx.Module):
         """Lay the matrices out as the kernel set multiplies them fastest."""
         for linear in self.linears():
             linear.pack(kernels)
+
+    def pack_shares(self, kernels: Kernels, mesh: Mesh) -> None:
+        """See `Model.pack_shares`."""
+        for linear in self.linears():
+            linear.pack_shares(kernels, mesh)
 
     def set_kv_scales(self, scales: list[Array]) -> None:
         """There is no pool that they could be of."""

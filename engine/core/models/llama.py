@@ -17,13 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from jitney.engine.core.models.attention import Attention, Mixer
 from jitney.engine.core.models.hidden import Hidden
 from jitney.engine.core.models.layers import MLP, Linear, NoMLP, NoNorm, RMSNorm, RowFacts, normal
 from jitney.engine.core.models.rope import Rope
-from jitney.engine.core.models.sharding import TENSOR
+from jitney.engine.core.models.sharding import TENSOR, laid_out_anew
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.names import GGUF, HF, Dialect, FileFormat, WeightMap
 from jitney.kernels.interface import AttentionMeta, Kernels
@@ -225,10 +226,16 @@ class Llama(nnx.Module):
             block.pack(kernels)
         if self.lm_head is not None:
             self.lm_head.pack(kernels)
-            table = self.embed[...]
-            missing = -table.shape[1] % kernels.table_columns
-            if missing:
-                self.embed = nnx.Param(jnp.pad(table, ((0, 0), (0, missing))))
+            self.embed = nnx.Param(_with_columns(self.embed[...], kernels.table_columns))
+
+    def pack_shares(self, kernels: Kernels, mesh: Mesh) -> None:
+        """`pack`, of a model that is split over devices; see `Linear.pack_shares`."""
+        for linear in self.linears():
+            linear.pack_shares(kernels, mesh)
+        table, columns = self.embed[...], kernels.table_columns
+        if self.lm_head is not None and table.shape[1] % columns:
+            split, work = PartitionSpec(TENSOR.name, None), partial(_with_columns, columns=columns)
+            self.embed = nnx.Param(laid_out_anew(table, work, mesh, before=split, after=split))
 
     def set_kv_scales(self, scales: list[Array]) -> None:
         """Give each layer that has a quantised pool its factors, float32 [2K]."""
@@ -285,6 +292,12 @@ def _run_block(
     block = nnx.merge(graph, weights)
     run = block.attended if attend_only else block
     return run(x, added, rope, kv, meta, kernels)
+
+
+def _with_columns(table: Array, columns: int) -> Array:
+    """A table of embeddings [V, E] with columns of zeros up to a multiple of so many."""
+    missing = -table.shape[1] % columns
+    return jnp.pad(table, ((0, 0), (0, missing))) if missing else table
 
 
 def looked_up(table: Array, tokens: Array, config: ModelConfig) -> Array:

@@ -19,7 +19,7 @@ from jitney.engine.core.models.sharding import TENSOR
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.kernels.delta_net import DeltaState
 from jitney.kernels.interface import AttentionMeta, Kernels
-from jitney.kernels.mamba import MambaWeights, mamba
+from jitney.kernels.mamba import MambaWeights
 
 
 class Mamba(Mixer):
@@ -68,7 +68,7 @@ class Mamba(Mixer):
             self.rate_bias[...],
             self.skip[...],
         )
-        read, kv = mamba(rest, weights, kv, meta, limits=self.limits, recur=kernels.recur)
+        read, kv = kernels.mamba(rest, weights, kv, meta, limits=self.limits)
         gated = read.reshape(x.shape[0], -1) * jax.nn.silu(gates.astype(jnp.float32))
         normed = self._normed(gated, kernels) * self.value_norm[...]
         return self.o(normed.astype(x.dtype), kernels, adapted=meta.adapted), kv

@@ -200,23 +200,34 @@ class ExpertLinear(Linear):
                 return
             work = replace(work, pack=kernels.fp8.pack)
             after = PartitionSpec(None, None, *reversed(before))
-        lay_out = partial(laid_out_anew, work=work, mesh=mesh, before=before, after=after)
-        self._replace_apart(jax.tree.map(lay_out, self._to_set_apart))
+        lay_out = partial(laid_out_anew, mesh=mesh, before=before, after=after)
+        self._set_apart_by(lambda work, array: lay_out(array, work), work, kernels)
 
-    def set_apart(self) -> None:
+    def set_apart(self, kernels: Kernels) -> None:
         """Lay the matrices out one behind the other."""
-        self._replace_apart(_set_apart(self._to_set_apart, self.n_experts, None, 1))
+        self._set_apart_by(_SetApart.__call__, _SetApart(self.n_experts), kernels)
+
+    def _set_apart_by(
+        self, lay_out: Callable[[_SetApart, Array], Array], work: _SetApart, kernels: Kernels
+    ) -> None:
+        packed, scales = self._to_set_apart
+        if scales is not None:
+            scales = lay_out(replace(work, rows=kernels.scale_rows), scales)
+        self._replace_apart(Mxfp4(lay_out(work, packed), scales))
 
 
 @dataclass(frozen=True)
 class _SetApart:
-    """`_set_apart` of one device's share, for `laid_out_anew`."""
+    """`_set_apart` of one device's share; rows: they are padded to a multiple of."""
 
     n_experts: int
     pack: Pack | None = None
+    rows: int = 1
 
     def __call__(self, share: Array) -> Array:
-        return _set_apart(share, self.n_experts, self.pack, 1)
+        apart = _set_apart(share, self.n_experts, self.pack, 1)
+        missing = -apart.shape[1] % self.rows
+        return jnp.pad(apart, ((0, 0), (0, missing), (0, 0))) if missing else apart
 
 
 @partial(jax.jit, static_argnames=("n_experts", "pack", "parts"))
@@ -372,8 +383,8 @@ class Experts(MLP):
     def pack(self, kernels: Kernels) -> None:
         """See `MLP.pack`; the router gets columns of zeros up to whole vectors."""
         if self._at_once(kernels):
-            self.gate_up.set_apart()
-            self.down.set_apart()
+            self.gate_up.set_apart(kernels)
+            self.down.set_apart(kernels)
         else:
             super().pack(kernels)
         if self.shared is not None:

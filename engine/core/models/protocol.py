@@ -22,6 +22,7 @@ from typing import Protocol
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jitney.engine.core.models.hidden import Hidden
@@ -64,6 +65,10 @@ class Model(Protocol):
 
     def pack(self, kernels: Kernels) -> None:
         """Lay the matrices out as the kernel set multiplies them fastest; done last."""
+        ...
+
+    def pack_shares(self, kernels: Kernels, mesh: Mesh) -> None:
+        """`pack`, of a model that is split over the devices of a mesh."""
         ...
 
     def set_kv_scales(self, scales: list[Array]) -> None:

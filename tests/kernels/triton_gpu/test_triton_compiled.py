@@ -4,6 +4,7 @@ spills, all fits.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -22,6 +23,7 @@ from jitney.kernels.delta_net import DeltaState, DeltaWeights, StateSlots
 from jitney.kernels.experts import ExpertBlocks, Stack
 from jitney.kernels.int4 import Int4
 from jitney.kernels.interface import AttentionMeta, KernelError
+from jitney.kernels.mamba import MambaWeights
 from jitney.kernels.triton_gpu.kernel_set import TritonKernels
 from jitney.kernels.triton_gpu.tiles import _ATTENTION, _PROCESSORS, ProductTiles
 from jitney.kernels.triton_gpu.top_k_top_p import _SHIFTS
@@ -143,10 +145,13 @@ def test_odd_groups_and_pages(sm: int):
 
 
 @pytest.mark.parametrize("sm", SHARED)
-@pytest.mark.parametrize("rows,experts,chosen", [(64, 256, 8), (128, 32, 4)])
-def test_the_most_choices_of_experts(sm: int, rows: int, experts: int, chosen: int):
-    """Of Qwen3.6-35B-A3B and gpt-oss-20b."""
-    mixture = ExpertsConfig(experts, chosen, renormalised=True)
+@pytest.mark.parametrize("rows,experts,clusters", [(128, 256, 1), (256, 32, 1), (128, 256, 8)])
+def test_the_most_choices_of_experts(sm: int, rows: int, experts: int, clusters: int):
+    """Of Qwen3.6-35B-A3B, gpt-oss-20b and DeepSeek-V3."""
+    chosen_of = -(-clusters // 2)
+    mixture = ExpertsConfig(
+        experts, 1024 // rows, renormalised=True, clusters=clusters, chosen_clusters=chosen_of
+    )
 
     def use(launch):
         numbers = jnp.zeros((rows, experts), jnp.float32)
@@ -170,21 +175,42 @@ def test_a_recurrent_layer_keeps_its_memory_in_registers(sm: int, rows: int, nam
         weights = DeltaWeights(
             jnp.zeros((4, 8192), "bfloat16"), jnp.zeros(32), jnp.zeros(32), jnp.ones(128)
         )
-        none = jnp.zeros(0, jnp.int32)
-        state_slots = StateSlots.in_place(jnp.arange(8))
-        if rows > 8:
-            slots = jnp.zeros((8, 3), jnp.int32)
-            state_slots = StateSlots(jnp.arange(8), slots[:, :2], slots)
-        positions = jnp.zeros(rows, jnp.int32)
-        counts = jnp.array([8, 8, 8])
-        meta = AttentionMeta(none, jnp.arange(9), none, none, positions, counts, state=state_slots)
         x = jnp.zeros((rows, 8192 + 4096), "bfloat16")
         net = TritonKernels(launch).delta_net
-        net(x, jnp.zeros((rows, 64)), weights, state, meta, eps=1e-6)
+        net(x, jnp.zeros((rows, 64)), weights, state, meta_of_eight(rows), eps=1e-6)
 
     made = [compile_call(call, sm) for call in record(sm, use)]
     assert [one.name for one in made] == names
     assert all(one.spilled == 0 and one.shared <= SHARED[sm] for one in made)
+
+
+@pytest.mark.parametrize("sm", SHARED)
+def test_a_layer_of_mamba_keeps_its_memory_in_registers(sm: int):
+    """Nemotron 3 Nano's heads: 128 x 64 numbers, of which a program has half."""
+
+    def use(launch):
+        state = DeltaState.empty(((8, 4, 6144), (8, 64, 128, 64), (8,)))
+        taps = jnp.zeros((4, 6144), "bfloat16")
+        weights = MambaWeights(taps, taps[0], jnp.zeros(64), jnp.zeros(64), jnp.ones(64))
+        x = jnp.zeros((8, 6144 + 64), "bfloat16")
+        limits = 0.0, math.inf
+        TritonKernels(launch).mamba(x, weights, state, meta_of_eight(8), limits=limits)
+
+    made = [compile_call(call, sm) for call in record(sm, use)]
+    assert [one.name for one in made] == ["pass_mamba_row", "keep_row"]
+    assert all(one.spilled == 0 and one.shared <= SHARED[sm] for one in made)
+
+
+def meta_of_eight(rows: int) -> AttentionMeta:
+    """Indices of a step of eight sequences, with checkpoints among more rows."""
+    none = jnp.zeros(0, jnp.int32)
+    state_slots = StateSlots.in_place(jnp.arange(8))
+    if rows > 8:
+        slots = jnp.zeros((8, 3), jnp.int32)
+        state_slots = StateSlots(jnp.arange(8), slots[:, :2], slots)
+    positions = jnp.zeros(rows, jnp.int32)
+    counts = jnp.array([8, 8, 8])
+    return AttentionMeta(none, jnp.arange(9), none, none, positions, counts, state=state_slots)
 
 
 #: What the programs on one multiprocessor share: registers, and bytes of shared memory, of which

@@ -232,6 +232,18 @@ def test_all_blocks_at_once_give_what_one_after_the_other_gives(
     assert not found[37:].any()
 
 
+@pytest.mark.usefixtures("hurried")
+def test_scales_padded_to_whole_vectors_multiply_as_they_did():
+    layer, x = layer_of("mixtral", "mxfp4")
+    expected = np.asarray(layer(x, reference(), real(37)))
+    kernels = replace(reference(), experts=AT_ONCE["Pallas, interpreted"], scale_rows=32)
+    layer.pack(kernels)
+    for linear in (layer.gate_up, layer.down):
+        assert linear.scale is not None and linear.scale.shape[1] == 32
+    found = np.asarray(layer(x, kernels, real(37)))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
 def test_numbers_of_unused_places_reach_no_row():
     """A kernel leaves them as the memory was."""
     layer, x = layer_of("mixtral", "plain")

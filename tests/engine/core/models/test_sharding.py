@@ -102,6 +102,7 @@ def jobs(folders: dict[str, str]) -> list[tuple[str, str, list[Any]]]:
         (f"{case} in groups", "logits", [folders[case], n, prompt, *stored, 2])
         for case, (n, *stored) in GROUPED.items()
     ]
+    found.append(("padded", "logits", [folders["qwen3"], 2, prompt, *PLAIN, 1, 96]))
     # The rows of experts' products in int8, whose scales those of a group find together.
     found += [
         (f"int8 experts {n}", "logits", [folders["qwen3_moe"], n, prompt, *INT8, groups])
@@ -149,6 +150,12 @@ def test_logits_equal_transformers(results: dict[str, np.ndarray], case: str, co
     np.testing.assert_allclose(
         results[f"{case} {count}"][DATA["rows"]], expected, atol=1e-4, rtol=0
     )
+
+
+def test_a_padded_share_of_the_embeddings_is_read_without_its_padding(
+    results: dict[str, np.ndarray],
+):
+    np.testing.assert_array_equal(results["padded"], results["qwen3 2"])
 
 
 @pytest.mark.parametrize("name", list(PROVED))
