@@ -38,6 +38,8 @@ _VARIABLES = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "CUDA_", "NVIDIA_", "TRITON_", 
 _ENGINE, _KERNELS = Path(__file__).parents[2], Path(interface.__file__).parent
 #: Those of the engine.
 _SOURCES = ("common", "config", "core")
+#: Keys whose programs stay on disk; of the default model on a CPU each has 5 to 7 MB.
+_MOST_KEYS = 32
 #: Where an object lies, in its repr.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 #: Bytes of a file's digest, which stands first in it.
@@ -76,7 +78,22 @@ class KeptPrograms:
         digest = hashlib.sha256()
         for fact in (*_machine(device), _code(), *facts):
             digest.update(_ADDRESS.sub("", repr(fact)).encode() + b"\0")
-        return cls(programs / _FOLDER / digest.hexdigest()[:32], device, writes)
+        kept = cls(programs / _FOLDER / digest.hexdigest()[:32], device, writes)
+        if writes:
+            kept._renew()
+        return kept
+
+    def _renew(self) -> None:
+        """Make the folder the newest one, and remove the oldest beyond `_MOST_KEYS`."""
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.utime(self.folder)
+            folders = sorted(self.folder.parent.iterdir(), key=lambda each: each.stat().st_mtime)
+        except OSError as error:
+            _log.debug("%s cannot be written: %s", self.folder, error)
+            return
+        for old in folders[:-_MOST_KEYS]:
+            shutil.rmtree(old, ignore_errors=True)
 
     def discard(self) -> None:
         """Remove them: one of them does not run."""
@@ -174,7 +191,6 @@ def _write(file: Path, out_info: Any, program: jax.stages.Compiled) -> None:
     # Replaced at once, so that a process that starts beside this one reads all of it or nothing.
     new = file.with_suffix(f".{os.getpid()}")
     try:
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         new.write_bytes(hashlib.sha256(data).digest() + data)
         new.replace(file)
     except OSError as error:

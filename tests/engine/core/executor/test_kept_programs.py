@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -205,10 +206,10 @@ def test_what_xla_has_not_made_now_is_not_written(tmp_path: Path):
         return first.lowered("double", lambda: lowered).compile()
 
     compilations.timed(read)
-    assert not first.folder.exists()
+    assert not any(first.folder.iterdir())
     second = keep(tmp_path, ["second"])
     compilations.timed(second.lowered("double", lambda: lowered).compile)
-    assert not second.folder.exists()
+    assert not any(second.folder.iterdir())
 
 
 def test_programs_that_do_not_run_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -222,3 +223,12 @@ def test_programs_that_do_not_run_are_removed(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(jax.errors.JaxRuntimeError):
         runner.compile()
     assert not kept.folder.exists()
+
+
+def test_the_oldest_keys_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(kept_programs, "_MOST_KEYS", 2)
+    first, second = keep(tmp_path, ["first"]), keep(tmp_path, ["second"])
+    os.utime(second.folder, (0, 0))
+    assert keep(tmp_path, ["first"]) == first
+    third = keep(tmp_path, ["third"])
+    assert set(first.folder.parent.iterdir()) == {first.folder, third.folder}
