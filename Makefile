@@ -6,7 +6,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-compile test-arm test-ray lint docs wheel clean
+.PHONY: help serve test test-compile test-arm test-ray test-page lint docs wheel clean
 
 ARGS ?=
 EXTRA ?=
@@ -96,6 +96,11 @@ test-ray: export JITNEY_TEST_RAY := 1
 test-ray: export JAX_PLATFORMS := $(or $(JAX_PLATFORMS),cpu)
 test-ray: $(DEV)
 	@$(BIN)/python -m pytest -n 0 tests/engine/fleet/test_ray.py $(ARGS)
+
+# The pictures of the page in docs/images: every view, and an engine that is idle, loaded, overloaded, restarted and
+# dead; three minutes with nothing beside them. docs/benchmarks/page_checks.py measures the page.
+test-page: $(DEV)
+	@$(BIN)/python docs/benchmarks/page_pictures.py $(ARGS)
 
 # pyright cannot ask an editable install where jitney's packages are, so it gets a folder of links.
 build/typing/jitney:

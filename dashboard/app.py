@@ -7,15 +7,17 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jitney.dashboard import request_detail
+from jitney.dashboard import request_detail, sse
 from jitney.dashboard.auth import FeedEndpoint, PageLine
 from jitney.dashboard.drawing import Drawings
 from jitney.dashboard.engine_routes import ENGINE_ROUTES
@@ -25,14 +27,16 @@ from jitney.dashboard.incident_log import IncidentLog
 from jitney.dashboard.lab import Experiment, PolicyLab
 from jitney.dashboard.memory import memory
 from jitney.dashboard.notes import Notes
+from jitney.dashboard.page_files import accepts_gzip, zipped
 from jitney.dashboard.programs import programs
 from jitney.dashboard.pulse import Pulses
 from jitney.dashboard.report import ReportData
 from jitney.dashboard.routes import PageRoutes, read_body, read_json, to_json
 from jitney.dashboard.snapshot import PageCells, core_seat_lists
 from jitney.dashboard.tenants import tenants
-from jitney.dashboard.timeline import Window, Work, own_columns, record_columns
+from jitney.dashboard.timeline import Window, Work, own_columns, record_columns, stay_columns
 from jitney.dashboard.view import View
+from jitney.dashboard.viewers import TooManyViewers
 from jitney.dashboard.work import WorkList, adapters
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.history import History
@@ -56,6 +60,8 @@ from jitney.engine.server import (
 _MOST_ANSWERS = 16
 #: Frames of the feed a second.
 _HZ = 10.0
+#: Seconds of the past that the page has in it.
+_FIRST_S = 60
 #: Parts of a timeline, at most.
 _MAX_BINS = 600
 #: Of requests that are listed.
@@ -67,6 +73,8 @@ _ANY = 2**62
 _MOST_DIGITS = 18
 #: Incidents of an answer.
 _MOST_INCIDENTS = 500
+#: Level at which answers are compressed: 64 kB in about a millisecond.
+_FAST = 1
 #: Bytes of a piece of a report.
 _BLOCK = 1 << 16
 _EXPERIMENT_FORM = (
@@ -152,6 +160,7 @@ class Dashboard(PageRoutes):
             "/frames": self.step_records,
             "/timeline": self.timeline,
             "/history": self.history,
+            "/stays": self.stays,
             "/trace": self.trace,
             "/requests": self.requests,
             "/request/{id}": self.request,
@@ -167,8 +176,28 @@ class Dashboard(PageRoutes):
             "/lab": self.experiment,
         }
 
+    async def page(self, request: Request) -> Response:
+        """As `PageRoutes.page`, with the figures of now in it."""
+        return await self.page_file(request, self.index, partial(self._first, request))
+
+    async def _first(self, request: Request) -> bytes:
+        """The engines, the first events of the feed, and the last minute as /timeline has it."""
+        identity = self.sessions.of_request(request.scope)
+        first: JsonDict = {"engines": self._engines(), "events": [], "past": None}
+        with contextlib.suppress(TooManyViewers, RequestError):  # busy: the page asks itself
+            events = await self.feed.first_events(identity)
+            end = sse.decode(events[-1])[1].get("t", time.monotonic())
+            window = Window.shown(self.client.history, end - _FIRST_S, end, end, self.client.info)
+            work = window.timeline(_FIRST_S, end, identity=identity)
+            first["events"] = [event.decode() for event in events]
+            first["past"] = await self.slices.result(work)
+        return msgspec.json.encode(first)
+
     async def engines(self, request: Request) -> Response:
         """The engines that this page can show: one, at its own path."""
+        return to_json(self._engines())
+
+    def _engines(self) -> JsonDict:
         info, state = self.client.info, self.client.state
         name = info.model.name if info is not None else ""
         engine = {"name": name, "url": "", "base": "", "state": state}
@@ -194,15 +223,17 @@ class Dashboard(PageRoutes):
         history, now = self.client.history, time.monotonic()
         identity = Identity.of(request.scope)
         if identity.is_admin:
-            return await self._answer(record_columns(history, after, until, now))
-        return await self._answer(own_columns(history, after, until, now, identity))
+            return await self._answer(request, record_columns(history, after, until, now))
+        return await self._answer(request, own_columns(history, after, until, now, identity))
 
     async def timeline(self, request: Request) -> StreamingResponse:
         """Bins and stays between two times, see `Window.timeline`."""
         now = time.monotonic()
         bins = _Query(request).whole("bins", 120, 1, _MAX_BINS)
         window = self._window(request, now)
-        return await self._answer(window.timeline(bins, now, identity=Identity.of(request.scope)))
+        return await self._answer(
+            request, window.timeline(bins, now, identity=Identity.of(request.scope))
+        )
 
     async def history(self, request: Request) -> Response:
         """The engine over hours, coarsely, see `HistoryLog.bins`. 404 where no history is kept."""
@@ -212,6 +243,18 @@ class Dashboard(PageRoutes):
         end = min(now, query.seconds("to", now))
         start = query.seconds("from", end - 3600)
         return to_json({"now": now, "bins": await self.history_log.bins(start, end, bins)})
+
+    async def stays(self, request: Request) -> StreamingResponse:
+        """Who sat where at a time of the history of hours, at most ten minutes, as /timeline has
+        it. 404 where no history is kept.
+        """
+        query, now = _Query(request), time.monotonic()
+        end = min(now, query.seconds("to", now))
+        start = max(query.seconds("from", end - 60), end - History.keep_s)
+        stays, kept_from = await self.history_log.stays(start, end)
+        columns = await self.slices.result(stay_columns(stays, Identity.of(request.scope)))
+        answer = {"from": start, "to": end, "kept_from": kept_from, "stays_left_out": 0}
+        return self._sent(request, answer | {"stays": columns})
 
     async def trace(self, request: Request) -> StreamingResponse:
         """The same time as a Chrome trace, to be saved as a file."""
@@ -223,10 +266,17 @@ class Dashboard(PageRoutes):
             _JSON | {"content-disposition": 'attachment; filename="jitney-trace.json"'},
         )
 
-    async def _answer(self, work: Work) -> StreamingResponse:
+    async def _answer(self, request: Request, work: Work) -> StreamingResponse:
         """The response body as JSON."""
-        value = await self.slices.result(work)
-        return StreamingResponse(self.slices.blocks(in_pieces(_with_long_lists(value))), _JSON)
+        return self._sent(request, await self.slices.result(work))
+
+    def _sent(self, request: Request, value: JsonDict) -> StreamingResponse:
+        """JSON, of which lists are written run by run; compressed where the client can read it."""
+        blocks = self.slices.blocks(in_pieces(_with_long_lists(value)))
+        if not accepts_gzip(request.scope):
+            return StreamingResponse(blocks, _JSON)
+        headers = _JSON | {"content-encoding": "gzip", "vary": "accept-encoding"}
+        return StreamingResponse(zipped(blocks, _FAST), headers)
 
     def _window(self, request: Request, now: float) -> Window:
         query = _Query(request)
@@ -261,10 +311,10 @@ class Dashboard(PageRoutes):
                 kept, older = await self.history_log.older(
                     room, before, _KEPT_STATES[state], search.lower(), identity
                 )
-                records = [one.record for one in kept]
-                listing["requests"] += await self.slices.result(request_detail.rows_of(records))
+                rows = request_detail.rows_of((one.record, one.adapter) for one in kept)
+                listing["requests"] += await self.slices.result(rows)
                 listing["next"] = None if older is None else -older
-        return StreamingResponse(self.slices.blocks(in_pieces(_with_long_lists(listing))), _JSON)
+        return self._sent(request, listing)
 
     async def request(self, request: Request) -> Response | StreamingResponse:
         """One sequence in full, see `request_detail.detail`. 404 when it is not known, or not any
@@ -277,11 +327,10 @@ class Dashboard(PageRoutes):
             return to_json(await self._kept_request(request.path_params["id"], index, identity))
         if not identity.may_see(record.tenant):
             raise _no_request()
-        work = request_detail.detail(self.client.history, record, time.monotonic())
+        work = request_detail.detail(self.client.history, record, time.monotonic(), identity)
         detail = await self.slices.result(work)
         text = await self._text(record) if identity.is_admin else None
-        value = _with_long_lists(detail | {"text": text})
-        return StreamingResponse(self.slices.blocks(in_pieces(value)), _JSON)
+        return self._sent(request, detail | {"text": text})
 
     async def _kept_request(self, id: str, index: int, identity: Identity) -> JsonDict:
         """A sequence that the history of hours alone knows. Raises HttpError 404 and 503."""
@@ -314,7 +363,9 @@ class Dashboard(PageRoutes):
         """Tenants in the last minutes, see `tenants.tenants`; to a user its own row."""
         quotas = None if self.service is None else self.service().quotas
         identity = Identity.of(request.scope)
-        return await self._answer(tenants(self.client.history, time.monotonic(), identity, quotas))
+        return await self._answer(
+            request, tenants(self.client.history, time.monotonic(), identity, quotas)
+        )
 
     async def memory(self, request: Request) -> StreamingResponse:
         """KV pages by tenant, and depths of the prefix cache, see `memory.memory`; to a user of its
@@ -324,7 +375,7 @@ class Dashboard(PageRoutes):
         page_size = 1 if info is None else info.sizes.page_size
         identity = Identity.of(request.scope)
         return await self._answer(
-            memory(self.client.history, time.monotonic(), page_size, identity)
+            request, memory(self.client.history, time.monotonic(), page_size, identity)
         )
 
     async def list_work(self, request: Request) -> Response:

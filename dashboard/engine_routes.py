@@ -25,6 +25,7 @@ ENGINE_ROUTES = (
     _EngineRoute("/frames", _GET, Role.USER),
     _EngineRoute("/timeline", _GET, Role.USER),
     _EngineRoute("/history", _GET, Role.USER),
+    _EngineRoute("/stays", _GET, Role.USER),
     _EngineRoute("/trace", _GET, Role.ADMIN),
     _EngineRoute("/requests", _GET, Role.USER),
     _EngineRoute("/request/{id}", _GET, Role.USER),

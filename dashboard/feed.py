@@ -45,6 +45,9 @@ _KEPT_FRAMES = 30
 _RECENT_S, _HISTOGRAM_S, _RENEW_S = 30.0, 60.0, 1.0
 
 
+_KEY_FRAME = b"event: key_frame"
+
+
 class Feed:
     """The live feed of one engine; lives on one asyncio loop.
 
@@ -106,6 +109,16 @@ class Feed:
             self._viewers.discard(viewer)
             if not self._viewers:
                 self._stop_sampling()
+
+    async def first_events(self, identity: Identity) -> list[bytes]:
+        """What a new viewer gets, up to the first key frame. Raises TooManyViewers."""
+        events: list[bytes] = []
+        with self.viewer(identity=identity) as viewer:
+            async for event in viewer:
+                events.append(event)
+                if event.startswith(_KEY_FRAME):
+                    break
+        return events
 
     def _check_room(self, identity: Identity) -> None:
         """Raise TooManyViewers."""

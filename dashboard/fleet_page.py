@@ -181,7 +181,7 @@ class FleetPage(PageRoutes):
             }
             for member in self.fleet.members.values()
         ]
-        return self.engine_list(engines, standalone=True, fleet="../../")
+        return to_json(self.engine_list(engines, standalone=True, fleet="../../"))
 
 
 def _member(fleet: FleetView, scope: Scope) -> Member:

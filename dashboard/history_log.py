@@ -4,6 +4,7 @@ ended, kept on the disk over restarts. No prompt and no answer is kept.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Generator, Sequence
@@ -14,7 +15,7 @@ import msgspec
 
 from jitney.dashboard.disk_log import DiskLog, LogKeeper
 from jitney.dashboard.timeline import Window
-from jitney.engine.common.request_record import RequestRecord
+from jitney.engine.common.request_record import RequestRecord, SeatStay
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.server import Database, EngineClient, Identity, StoreUnavailable, TimeSlices
 
@@ -23,6 +24,8 @@ from jitney.engine.server import Database, EngineClient, Identity, StoreUnavaila
 _BIN_S, _SLACK_S = 10.0, 1.0
 #: Requests that are kept, and that are written at a look: of more, the newest.
 _MOST_REQUESTS, _MOST_OF_LOOK = 50_000, 2000
+#: Requests whose seats are told of in one answer.
+_MOST_SEATED = 5000
 #: Bins that wait for a disk that fails.
 _MOST_UNWRITTEN = 360
 #: Requests that are encoded between two stops.
@@ -86,13 +89,15 @@ CREATE TABLE requests (
 CREATE INDEX requests_by_name ON requests (name, place);
 CREATE INDEX requests_by_time ON requests (t);
 """
+#: When a request first boarded, seconds since 1970; null: never. 0: written before this was kept.
+_BEGAN = "ALTER TABLE requests ADD COLUMN began REAL DEFAULT 0;"
 _PUT_BIN = f"""
 INSERT OR REPLACE INTO bins (t, {", ".join(_COLUMNS)})
 VALUES (:t, {", ".join(f":{name}" for name in _COLUMNS)})
 """
 _PUT_REQUEST = """
-INSERT INTO requests (t, name, place, tenant, refused, words, adapter, shift, record)
-VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
+INSERT INTO requests (t, name, place, tenant, refused, words, adapter, shift, record, began)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 """
 _FORGET_MOST = "DELETE FROM requests WHERE number <= (SELECT MAX(number) FROM requests) - ?"
 #: Bins in equal parts of a time; SQLite adds them up without the interpreter.
@@ -108,6 +113,15 @@ SELECT number, t, adapter, shift, record FROM requests
 WHERE number < :before AND t < :until AND (:refused IS NULL OR refused = :refused)
     AND (:tenant IS NULL OR tenant = :tenant) AND (:search = '' OR INSTR(words, :search))
 ORDER BY number DESC LIMIT :limit
+"""
+#: Requests that may have been seated between two times.
+_SEATED = """
+SELECT number, t, adapter, shift, record FROM requests WHERE t > ? AND began < ?
+ORDER BY t DESC LIMIT ?
+"""
+#: From when on all requests are kept.
+_KEPT_FROM = """
+SELECT CASE WHEN COUNT(*) < ? THEN (SELECT MIN(t) FROM bins) ELSE MIN(t) END FROM requests
 """
 #: A request's values, in the order of `_PUT_REQUEST`.
 type _Row = tuple[Any, ...]
@@ -150,7 +164,7 @@ class Search(NamedTuple):
 class HistoryTables(Database):
     """Bins and requests."""
 
-    VERSIONS = (_TABLES,)
+    VERSIONS = (_TABLES, _BEGAN)
 
     def check(self) -> None:
         self.value("SELECT MAX(t) FROM bins")
@@ -186,6 +200,17 @@ class HistoryTables(Database):
         }
         del values["identity"], values["words"]
         return [_kept(row) for row in self.db.execute(_FIND, values)]
+
+    def seated(self, start: float, end: float) -> tuple[list[_KeptRequest], float]:
+        """Requests that may have been seated between two times, seconds since 1970, the newest
+        `_MOST_SEATED` by their end; and the time from which on all are told of.
+        """
+        rows = self.db.execute(_SEATED, (start, end, _MOST_SEATED)).fetchall()
+        kept_from = self.value(_KEPT_FROM, _MOST_REQUESTS)
+        kept_from = math.inf if kept_from is None else kept_from
+        if len(rows) == _MOST_SEATED:
+            kept_from = max(kept_from, rows[-1]["t"])
+        return [_kept(row) for row in rows], kept_from
 
     def named(self, name: str, place: int) -> _KeptRequest | None:
         """One sequence of a request."""
@@ -307,6 +332,7 @@ class HistoryLog(DiskLog[HistoryTables]):
             self.client.history.adapter_of(lean),
             offset,
             _encode(lean),
+            None if lean.boarded is None else lean.boarded + offset,
         )
 
     @property
@@ -339,6 +365,17 @@ class HistoryLog(DiskLog[HistoryTables]):
         """One sequence of a request, with times of the monotonic clock."""
         kept = await self.ask(HistoryTables.named, name, place)
         return None if kept is None else kept.by_clock(time.time() - time.monotonic())
+
+    async def stays(self, start: float, end: float) -> tuple[list[SeatStay], float]:
+        """The stays in seats between two times, monotonic, of requests that have ended, by their
+        beginning; and from when on all are known. Raises HttpError 404 and 503 as `bins` does.
+        """
+        offset = time.time() - time.monotonic()
+        kept, kept_from = await self.ask(HistoryTables.seated, start + offset, end + offset)
+        records = [one.by_clock(offset).record for one in kept]
+        stays = [stay for record in records for stay in record.stays_within(start, end)]
+        stays.sort(key=lambda pair: pair[1].start)
+        return stays, min(end, kept_from - offset)
 
     async def bins(self, start: float, end: float, parts: int) -> JsonDict:
         """The history between two times, monotonic, in at most `parts` equal parts, none shorter

@@ -10,10 +10,11 @@ from typing import NamedTuple, SupportsFloat
 
 import numpy as np
 
+from jitney.dashboard.tenants import label_of
 from jitney.engine.common.history import History
 from jitney.engine.common.records import RecordRing
 from jitney.engine.common.request_record import ComputedChunk, RequestRecord, Stay
-from jitney.engine.common.requests import JsonDict
+from jitney.engine.common.requests import JsonDict, account_of
 from jitney.engine.server import EVERYBODY, Identity, status_of
 
 #: Makes JSON, with stops in between.
@@ -27,25 +28,31 @@ _MAX_TIMES = 4096
 _STEP_FIELDS = ("from", "to", "shared_with", "rows", "bucket", "padding", "compiled")
 #: Fields of a step's record that it is made of.
 _STEP_NUMBERS = ("bucket_tokens", "padding", "seats_busy", "compiled")
+#: Sequences that are told of as those that another one waited for.
+_MOST_SITTERS = 5
 #: Beyond every step's number.
 _NEVER = 2**62
 
 
-def _row(request: RequestRecord) -> JsonDict:
+def _row(request: RequestRecord, adapter: str) -> JsonDict:
     """A sequence's row of the table; times on the server's monotonic clock, seconds. One that
-    was refused has the state "refused", and the status that it was answered with.
+    was refused has the state "refused", and the status that it was answered with. adapter: name;
+    empty: none.
     """
     same = {name: getattr(request, name) for name in _SAME}
     if request.refused:
         same["state"], same["status"] = "refused", status_of(request.code)
     times = {shown: _t(getattr(request, name)) for shown, name in _TIMES.items()}
-    return {"request": request.request_id, **same, **times}
+    account = label_of(account_of(request.tenant, request.user))
+    own = {"request": request.request_id, "account": account, "adapter": adapter}
+    return {**own, **same, **times}
 
 
 #: Columns of the table that are fields of the record, and the record's names for the times.
 _SAME = (
     "index",
     "client_id",
+    "route",
     "user",
     "state",
     "seat",
@@ -96,7 +103,7 @@ def listing(
             shown.append(request)
         if len(shown) > limit:
             break
-    rows = yield from rows_of(shown[:limit])
+    rows = yield from rows_of((one, history.adapter_of(one)) for one in shown[:limit])
     more = len(shown) > limit
     return {"t": _t(now), "requests": rows, "next": shown[limit - 1].number if more else None}
 
@@ -125,12 +132,12 @@ class _Wanted(NamedTuple):
 
 
 def rows_of(
-    requests: Iterable[RequestRecord],
+    requests: Iterable[tuple[RequestRecord, str]],
 ) -> Generator[None, None, list[JsonDict]]:
-    """Rows of the table. Work for `TimeSlices`."""
+    """Rows of the table, of sequences and the names of their adapters. Work for `TimeSlices`."""
     rows = []
-    for request in requests:
-        rows.append(_row(request))
+    for request, adapter in requests:
+        rows.append(_row(request, adapter))
         yield
     return rows
 
@@ -146,9 +153,11 @@ def _is_in(request: RequestRecord, state: str) -> bool:
     return request.state == state
 
 
-def detail(history: History, request: RequestRecord, now: float) -> _Work:
+def detail(
+    history: History, request: RequestRecord, now: float, identity: Identity = EVERYBODY
+) -> _Work:
     """The row, and the phases, chunks, tokens, company and causes of a sequence (see
-    `Steps.causes`).
+    `Steps.causes`), and who sat in its seat while it waited, as `identity` may see it.
     """
     steps = Steps(history, request, now)
     yield
@@ -156,8 +165,10 @@ def detail(history: History, request: RequestRecord, now: float) -> _Work:
     for chunk in list(request.chunks):
         chunks.append(steps.chunk(chunk))
         yield
-    return _row(request) | {
-        "adapter": history.adapter_of(request),
+    sitters = yield from _sitters(history, request, identity)
+    return _row(request, history.adapter_of(request)) | {
+        "parameters": request.parameters,
+        "sitters": sitters,
         "phases": _phases(request, now),
         "chunks": chunks,
         "cadence": steps.cadence(),
@@ -171,14 +182,37 @@ def kept_detail(request: RequestRecord, adapter: str) -> JsonDict:
     phases. adapter: its name.
     """
     steps = Steps(History(records=RecordRing(1)), request, request.end)
-    return _row(request) | {
-        "adapter": adapter,
+    return _row(request, adapter) | {
+        "parameters": request.parameters,
+        "sitters": [],
         "phases": _phases(request, request.end),
         "chunks": [],
         "cadence": steps.cadence(),
         "shared": steps.shared(),
         "causes": _causes_by_phase(request),
     }
+
+
+def _sitters(
+    history: History, request: RequestRecord, identity: Identity
+) -> Generator[None, None, list[JsonDict]]:
+    """The newest sequences that sat, while a sequence waited, in the seat in which it boarded; to:
+    when each left. An empty `request`: somebody else's.
+    """
+    if not request.stays:
+        return []
+    first = request.stays[0]
+    found: list[JsonDict] = []
+    for place, other in enumerate([*history.ended(request.arrival), *history.open()]):
+        if place % _LOOKS == 0:
+            yield
+        for _, stay in other.stays_within(request.arrival, first.start):
+            if stay.seat == first.seat:
+                name = other.request_id if identity.may_see(other.tenant) else ""
+                index = other.index if name else 0
+                left = min(stay.left, first.start)
+                found.append({"request": name, "index": index, "to": _t(left)})
+    return sorted(found, key=lambda one: one["to"])[-_MOST_SITTERS:]
 
 
 def _causes_by_phase(request: RequestRecord) -> list[JsonDict]:

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import gzip
-import os
-import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, RedirectResponse, Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Mount, Route, Router
-from starlette.staticfiles import NotModifiedResponse, StaticFiles
-from starlette.types import Scope
 
 from jitney.dashboard.auth import PageLine, page_middleware
+from jitney.dashboard.page_files import FirstData, PageFiles
 from jitney.dashboard.sessions import Sessions
 from jitney.engine.common.errors import JitneyError, RequestError
 from jitney.engine.common.requests import JsonDict
@@ -42,98 +32,12 @@ from jitney.engine.server import (
 
 #: Most bytes of a body that is sent to a dashboard.
 _BODY_LIMIT = 4096
-_STATIC = Path(str(files("jitney.dashboard"))) / "static"
-_PLOTLY = "plotly.min.js"
-_PLOTLY_FILE = Path(str(files("plotly"))) / "package_data" / _PLOTLY
-#: Smaller files travel as they are.
-_GZIP_FROM = 1024
-#: A page's module, and another one that it imports.
-_SCRIPT = re.compile(r'<script type="module" src="assets/([^"]+)"')
-_IMPORT = re.compile(r'from "\./([^"]+)"')
 
 
 class _SignIn(msgspec.Struct, forbid_unknown_fields=True):
     """The body of a sign-in."""
 
     key: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Compressed:
-    """A file as it is sent."""
-
-    changed_ns: int
-    body: bytes
-    headers: dict[str, str]
-    media_type: str | None
-
-
-class _PageFiles(StaticFiles):
-    """Files by name; compressed at their first use and kept. A browser asks each time whether it
-    has the newest version.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(directory=_STATIC)
-        #: By path below the assets. They are sent without a thread: beside a hundred streams each
-        #: of the page's files would wait for one 50 ms.
-        self._compressed: dict[str, _Compressed] = {}
-
-    def lookup_path(self, path: str) -> tuple[str, os.stat_result | None]:
-        if path == _PLOTLY:
-            return str(_PLOTLY_FILE), _PLOTLY_FILE.stat()
-        return super().lookup_path(path)
-
-    async def get_response(self, path: str, scope: Scope) -> Response:
-        accepts_gzip = "gzip" in Headers(scope=scope).get("accept-encoding", "")
-        kept = self._compressed.get(path)
-        if kept is not None and accepts_gzip:
-            _, found = self.lookup_path(path)
-            if found is not None and found.st_mtime_ns == kept.changed_ns:
-                return self._send(kept, scope)
-        response = await super().get_response(path, scope)
-        response.headers["cache-control"] = "no-cache"
-        response.headers["vary"] = "accept-encoding"
-        is_large = int(response.headers.get("content-length", 0)) >= _GZIP_FROM
-        if not isinstance(response, FileResponse) or not is_large or not accepts_gzip:
-            return response
-        kept = self._compressed[path] = await run_in_threadpool(_compress, response)
-        return self._send(kept, scope)
-
-    def _send(self, file: _Compressed, scope: Scope) -> Response:
-        if self.is_not_modified(Headers(file.headers), Headers(scope=scope)):
-            return NotModifiedResponse(Headers(file.headers))
-        return Response(file.body, 200, file.headers, file.media_type)
-
-    async def page(self, name: str, scope: Scope) -> Response:
-        """A page; a header names its scripts, so that a browser asks for all of them at once."""
-        response = await self.get_response(name, scope)
-        response.headers["link"] = _links_to_scripts(name)
-        return response
-
-    def sign_in_page(self) -> Response:
-        """The form, for whom may not look."""
-        return FileResponse(_STATIC / "sign-in.html", 401, {"cache-control": "no-cache"})
-
-
-def _compress(response: FileResponse) -> _Compressed:
-    """Blocking: plotly.js takes about 0.2 s."""
-    path = Path(response.path)
-    headers = {name: response.headers[name] for name in ("etag", "cache-control", "vary")}
-    headers["content-encoding"] = "gzip"
-    changed = path.stat().st_mtime_ns
-    body = gzip.compress(path.read_bytes(), 5, mtime=0)
-    return _Compressed(changed, body, headers, response.media_type)
-
-
-@cache
-def _links_to_scripts(page: str) -> str:
-    """The header that names the modules of a page, and those that they import."""
-    scripts = _SCRIPT.findall((_STATIC / page).read_text())
-    for script in scripts:
-        imported = _IMPORT.findall((_STATIC / script).read_text())
-        scripts += [each for each in dict.fromkeys(imported) if each not in scripts]
-    return ", ".join([f"<assets/{script}>; rel=modulepreload" for script in scripts])
 
 
 async def _failed(request: Request, error: Exception) -> Response:
@@ -161,7 +65,7 @@ class PageRoutes:
         self.keys = keys or ApiKeys(settings)
         self.sessions = Sessions(self.keys)
         self._settings = settings
-        self.files = _PageFiles()
+        self.files = PageFiles()
 
     def page_lines(self) -> list[PageLine]:
         """The page itself turns into the sign-in form, and assets hold no data."""
@@ -235,24 +139,25 @@ class PageRoutes:
 
     def engine_list(
         self, engines: list[JsonDict], *, standalone: bool, fleet: str = ""
-    ) -> Response:
-        """The page's first request. fleet: URL of the page of all engines, if there is one."""
-        listing = {
+    ) -> JsonDict:
+        """The engines that a page can show. fleet: URL of the page of all, if there is one."""
+        return {
             "standalone": standalone,
             "signed_in": self.sessions.needed,
             "engines": engines,
             "fleet": fleet,
         }
-        return to_json(listing)
 
     async def page(self, request: Request) -> Response:
         """The page, or the sign-in form (401) to whom may not look."""
         return await self.page_file(request, self.index)
 
-    async def page_file(self, request: Request, name: str) -> Response:
-        """One of the pages, or the sign-in form (401)."""
+    async def page_file(
+        self, request: Request, name: str, first: FirstData | None = None
+    ) -> Response:
+        """One of the pages, or the sign-in form (401). first: see `PageFiles.page`."""
         if self.sessions.of_request(request.scope).role >= Role.USER:
-            return await self.files.page(name, request.scope)
+            return self.files.page(name, request.scope, first)
         return self.files.sign_in_page()
 
     async def sign_in(self, request: Request) -> Response:

@@ -13,7 +13,7 @@ from jitney.dashboard.auth import FeedEndpoint, PageLine
 from jitney.dashboard.passing import passed_route
 from jitney.dashboard.relay import Relay
 from jitney.dashboard.remote import RemoteEngine, Unreachable
-from jitney.dashboard.routes import PageRoutes
+from jitney.dashboard.routes import PageRoutes, to_json
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.server import ServerSettings
 
@@ -45,7 +45,7 @@ class Standalone(PageRoutes):
 
     async def list_engines(self, request: Request) -> Response:
         """The engine, whether it answers or not."""
-        return self.engine_list([await _ask(self.engine)], standalone=True)
+        return to_json(self.engine_list([await _ask(self.engine)], standalone=True))
 
 
 async def _ask(engine: RemoteEngine) -> JsonDict:

@@ -8,6 +8,8 @@ import {Talk, alternatives} from "./talk.js";
 /** A busload: requests of four answers each. A browser opens six connections to a server, and the feed has one. */
 const BUSLOAD = [32, 64, 96, 160];
 const ANSWERS = 4;
+/** Where it has none, as on a phone, a focused box is half covered. */
+const hasKeyboard = matchMedia("(hover: hover)");
 
 export class Chat {
   /** Ids are x-request-ids. page.place(id): where a request waits, in words. page.began(id), page.ended(id): a request of
@@ -26,6 +28,7 @@ export class Chat {
       place: page.place,
       tell: page.tell,
       edit: (turn, text) => this.edit(turn, text),
+      focus: () => this.focus(),
       changed: () => this.changed(),
     };
     this.talks = [new Talk(own), new Talk(own)];
@@ -43,7 +46,14 @@ export class Chat {
       if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
         event.preventDefault();
         this.send();
-      } else if (event.key === "Escape") {
+      } else if (event.key === "ArrowUp" && !$("prompt").value) {
+        this.editLast(event);
+      } else if (event.key === "Escape" && !this.busy) {
+        $("prompt").blur(); // the keys of the views work again
+      }
+    });
+    $("view-chat").addEventListener("keydown", (event) => {
+      if (event.key === "Escape") {
         this.stop();
       }
     });
@@ -66,8 +76,11 @@ export class Chat {
     this.isListed = false;
   }
 
-  /** The view is on the screen: adapters are offered beside the model. */
+  /** The view is on the screen: one can write at once, and adapters are offered beside the model. */
   async open() {
+    if (hasKeyboard.matches) {
+      this.focus();
+    }
     const key = $("chat-key").value;
     if (this.isListed || (this.needsKey && !key)) {
       return;
@@ -135,7 +148,21 @@ export class Chat {
   edit(turn, text) {
     this.editing = turn;
     $("prompt").value = text;
-    $("prompt").focus();
+    this.focus();
+  }
+
+  /** Change the newest question, by the key that a terminal has for it. */
+  editLast(event) {
+    const {turns} = this.talks[0];
+    const turn = turns.findLastIndex(({role}) => role === "user");
+    if (turn >= 0) {
+      event.preventDefault();
+      this.edit(turn, turns[turn].content);
+    }
+  }
+
+  focus() {
+    $("prompt").focus({preventScroll: true});
   }
 
   /** Requests that fill the seats. Their answers are not shown here. */

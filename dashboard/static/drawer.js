@@ -1,6 +1,6 @@
 // One request in full: why it was slow in plain words, its waterfall, the rhythm of its tokens.
 
-import {$, make, percent, seconds, table} from "./dom.js";
+import {$, make, percent, seconds, short, table} from "./dom.js";
 import {ask} from "./feed.js";
 import {drawCadence} from "./cadence.js";
 import {stateInWords} from "./requests.js";
@@ -141,8 +141,16 @@ function facts(detail) {
     ["Preempted", detail.preemptions],
     ["Compiles it met", shared.compiles],
   ];
-  if (detail.adapter) {
-    pairs.push(["Adapter", detail.adapter]);
+  for (const [name, value] of [
+    ["Route", detail.route],
+    ["User or key", detail.user || detail.account],
+    ["Adapter", detail.adapter],
+    ["Parameters", detail.parameters],
+    ["In its seat before", sitters(detail)],
+  ]) {
+    if (value) {
+      pairs.push([name, value]);
+    }
   }
   const drafts = detail.accepted + detail.rejected;
   if (drafts) {
@@ -153,6 +161,12 @@ function facts(detail) {
     make("div", {}, make("dt", {}, name), make("dd", {}, value)),
   );
   return make("dl", {class: "facts wide"}, ...entries);
+}
+
+/** Who sat where it boarded, while it waited. */
+function sitters({sitters: found, arrival}) {
+  const words = ({request, to}) => `${request ? short(request, 14) : "another user's"} until ${seconds(to - arrival)}`;
+  return found?.map(words).join(", ");
 }
 
 function causes(detail) {

@@ -5,10 +5,11 @@ import {ask} from "./feed.js";
 
 const EVERY_MS = 5000;
 
-/** Watch this page's engine and offer the others. start(base, standalone). */
-export async function setUpEngines(select, start) {
+/** Watch this page's engine and offer the others. start(base, standalone). told: the list, if it is known. */
+export async function setUpEngines(select, start, told) {
   const alone = {standalone: false, engines: [{name: "", base: "", state: "unknown"}]};
-  const {standalone, signed_in: signedIn, engines, fleet} = await ask("engines").catch(() => alone);
+  const listing = told ?? (await ask("engines").catch(() => alone));
+  const {standalone, signed_in: signedIn, engines, fleet} = listing;
   document.getElementById("sign-out").hidden = !signedIn;
   const here = fleet ? "" : engines[0].base;
   if (fleet) {

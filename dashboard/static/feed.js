@@ -6,9 +6,10 @@ const LONGEST_WAIT = 5000;
 const pause = (milliseconds) => new Promise((resolve) => setTimeout(resolve, milliseconds));
 
 /** Watch the engine at `base` until `signal` is aborted. on.event(name, data); on.trouble(text) when there is no feed;
- *  both may be called many times. What was missed while away is asked for by the id of the last event seen. */
-export async function watch(base, on, signal) {
-  const seen = {id: null, retry: 0};
+ *  both may be called many times. What was missed while away is asked for by the id of the last event seen; id: of one
+ *  seen before. */
+export async function watch(base, on, signal, id = null) {
+  const seen = {id, retry: 0};
   for (let wait = FIRST_WAIT; !signal.aborted; wait = Math.min(LONGEST_WAIT, wait * 1.5)) {
     seen.retry = 0;
     try {
@@ -73,7 +74,8 @@ export async function* blocks(body) {
   }
 }
 
-function parse(block) {
+/** The {event, id, data} of the text of an event. */
+export function parse(block) {
   const fields = Object.fromEntries(block.split("\n").map((line) => line.split(/: (.*)/s)));
   return {event: fields.event, id: fields.id, data: JSON.parse(fields.data)};
 }

@@ -36,6 +36,7 @@ export class History {
     this.bins = new Map();
     this.recent = []; // {t, metrics} of the last RATE_S seconds
     this.since = -Infinity; // totals are taken from here on
+    this.filledFrom = Infinity; // the server's account was taken in from here on
     this.hours = null; // {width, bins: Map(place -> bin)}: what came before the ten minutes
   }
 
@@ -78,14 +79,17 @@ export class History {
     return Array.from({length: POINTS_OF_HOURS}, (_, i) => this.at(t - reach + (i + 0.5) * each));
   }
 
-  /** Add the server's bins of about one second up to time `now`, at which the feed's differences begin. */
-  fill({bins, kept_from: keptFrom}, now) {
+  /** Add the server's bins of about one second up to time `now`, at which the feed's differences begin; of a second
+   *  account, those before the first. */
+  fill({bins, from, kept_from: keptFrom}, now) {
     this.since = Math.max(this.since, now);
     bins.t.forEach((t, i) => {
-      if (t + bins.width > keptFrom) {
-        this.fillBin(this.bin(t + bins.width / 2), bins, i);
+      const middle = t + bins.width / 2;
+      if (t + bins.width > keptFrom && middle < this.filledFrom) {
+        this.fillBin(this.bin(middle), bins, i);
       }
     });
+    this.filledFrom = Math.min(this.filledFrom, from);
   }
 
   /** bins: columns; i: the place of one bin in them. */
@@ -219,7 +223,7 @@ export class History {
     const first = this.recent[0];
     const last = this.recent.at(-1);
     if (!first || last.t - first.t < 0.1) {
-      return null;
+      return first ? this.rateBefore(kind, Math.floor(last.t)) : null;
     }
     return (last.metrics.rows[kind] - first.metrics.rows[kind]) / (last.t - first.t);
   }

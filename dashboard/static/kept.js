@@ -34,7 +34,12 @@ export class KeptIncidents {
     $("notes").hidden = false;
   }
 
-  /** isShown: the view is on the screen; notes: of the feed, whose changes say that there is news. */
+  /** All that are known, at the times of a clock to which `origin` is added to give seconds since 1970. */
+  notesAt(origin) {
+    return [...this.known.values()].map((one) => ({...one, t: one.t - origin}));
+  }
+
+  /** isShown: they are on the screen; notes: of the feed, whose changes say that there is news. */
   frame(isShown, notes) {
     const base = this.base();
     if (base !== this.shownBase) {

@@ -15,7 +15,7 @@ import {Incidents, showNotes} from "./notes.js";
 import {PageMap, pageLegend} from "./pages.js";
 import {Programs} from "./programs.js";
 import {QueueList} from "./queue.js";
-import {IDLE, WASTE, WHILE_READING} from "./raster.js";
+import {IDLE, UNKNOWN, WASTE, WHILE_READING} from "./raster.js";
 import {Requests} from "./requests.js";
 import {SeatGrid, goneMoment, momentOf, seatLegend, seatTable} from "./seats.js";
 import {Settings} from "./settings.js";
@@ -73,7 +73,10 @@ const pages = new PageMap($("pages"), $("page-read"));
 const charts = new Charts();
 const incidents = new Incidents();
 const kept = new KeptIncidents(() => watcher.base);
-const requests = new Requests($("requests"), () => watcher.base, pick, (t) => view.clock(t));
+const requests = new Requests($("requests"), () => watcher.base, pick, {
+  clock: (t) => view.clock(t),
+  place: ({state, request, index}) => (state === "waiting" ? watcher.waiting.placeInWords(request, index) : ""),
+});
 const lab = new Lab($("lab"), () => watcher.base);
 const tenants = new Tenants(() => watcher.base, (text) => {
   requests.find(text);
@@ -115,11 +118,14 @@ function showStay({arrival, finished}) {
   $("timeline").focus({preventScroll: true});
 }
 
+/** What came with the page, see `Dashboard._first`; null: nothing did. */
+const first = JSON.parse($("first")?.textContent ?? "null");
+
 /** Watch the engine at `base` from now on. alone: this page has no engine behind its own server. */
 function start(base, alone) {
   standalone = alone;
   watcher?.stop();
-  watcher = new Watcher(base, {greet, change: schedule, trouble: schedule});
+  watcher = new Watcher(base, {greet, change: schedule, trouble: schedule}, first);
   view.resume();
   timeline ??= new Timeline({
     canvas: $("timeline"),
@@ -303,6 +309,9 @@ function showWhy(now, t) {
 
 /** How the idle seats of a second are painted. */
 function idleKind(second) {
+  if (view.isOld) {
+    return watcher.history?.at(second) ? IDLE : UNKNOWN;
+  }
   const {waited, read} = watcher.history?.waits(second) ?? {};
   if (!waited) {
     return IDLE;
@@ -312,11 +321,14 @@ function idleKind(second) {
 
 /** Who sits where at the moment shown. */
 function shownMoment() {
-  const {engine, recorder, stays} = watcher;
+  const {engine, recorder, stays, oldStays} = watcher;
   if (!past() || !recorder) {
     return momentOf(engine);
   }
-  return engine.goneAt(view.t) || view.isOld ? goneMoment(engine) : recorder.moment(view.t, stays);
+  if (engine.goneAt(view.t)) {
+    return goneMoment(engine);
+  }
+  return recorder.moment(view.t, view.isOld ? oldStays : stays);
 }
 
 function show() {
@@ -341,11 +353,15 @@ function show() {
   grid.show(moment);
   const seated = now.taken === null ? "no engine" : `${now.taken} of ${now.seats} taken`;
   $("seats").setAttribute("aria-label", `Seats: ${seated}`);
-  timeline.version = watcher.pastLoads;
+  if (view.isOld) {
+    watcher.loadOldStays(view.t, view.span);
+  }
+  timeline.stays = view.isOld ? watcher.oldStays : watcher.stays;
+  timeline.version = view.isOld ? -1 - watcher.pastLoads : watcher.pastLoads;
   timeline.origin = view.origin;
   timeline.idleKind = idleKind;
   timeline.outages = engine.outages;
-  timeline.incidents = engine.notes;
+  timeline.incidents = view.isOld ? kept.notesAt(view.origin) : engine.notes;
   timeline.moment = moment;
   timeline.draw(engine.seatCount, engine.frame.t);
   if (timeline.moving) {
@@ -354,7 +370,7 @@ function show() {
   showBar(view);
   showPages();
   showNotes($("notes"), engine.notes, engine.frame.t);
-  kept.frame(views.shown === "incidents", engine.notes);
+  kept.frame(views.shown === "incidents" || view.isOld, engine.notes);
   showCanary(engine.info, metrics.canary);
   showDevice($("device"), metrics.device);
   requests.frame(past(), engine.serving);
@@ -468,6 +484,6 @@ $("price").addEventListener("change", ({target}) => {
   schedule();
 });
 setInterval(updateState, 500);
-await setUpEngines($("engine"), start);
+await setUpEngines($("engine"), start, first?.engines);
 steer($("timeline"), timeline, view);
 views.show(views.named[0]);

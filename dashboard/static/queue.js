@@ -55,6 +55,12 @@ export class Waiting {
     return null;
   }
 
+  /** ", place 3" of a sequence that waits; "" where that is not known. */
+  placeInWords(request, index) {
+    const place = [...this.since.keys()].indexOf(nameOf({request, index})) + 1;
+    return place ? `, place ${place}` : "";
+  }
+
   /** Seconds after which the sequence at a place should board; null: not known. predicted: of a newcomer, seconds. */
   expected(place, predicted) {
     return predicted ? (predicted * place) / Math.max(place, this.since.size) : null;

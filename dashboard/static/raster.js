@@ -10,10 +10,12 @@ const APART = 1;
 const QUIET = 0.62;
 /** Seconds before the last painting that may still change: an end is heard of a little after it. */
 const UNSETTLED_S = 1.2;
-/** Kinds of idle seats: nobody waits; somebody waits, and prompts are read; somebody waits, and nothing is in the way. */
+/** Kinds of idle seats: nobody waits; somebody waits, and prompts are read; somebody waits, and nothing is in the way;
+ *  nothing is known of that second. */
 export const IDLE = 0;
 export const WHILE_READING = 1;
 export const WASTE = 2;
+export const UNKNOWN = 3;
 
 export class Raster {
   constructor() {
@@ -101,15 +103,19 @@ export class Raster {
       for (let x = known; x < this.width; x++) {
         const kind = kinds[x];
         const hatched = kind === WASTE && (x + left + y) % 8 === 0;
-        this.pixels[line + x] = hatched ? this.hatch : this.idle[kind];
+        this.pixels[line + x] = hatched ? this.hatch : (this.idle[kind] ?? this.unknownAt(x + left + y));
       }
       if (known < this.width && seat < seats && lowest) {
         this.pixels.fill(this.grid, line + known, line + this.width);
       }
       for (let x = start; x < known; x++) {
-        this.pixels[line + x] = this.unknown[(x + left + y) % 6 < 2 ? 1 : 0];
+        this.pixels[line + x] = this.unknownAt(x + left + y);
       }
     }
+  }
+
+  unknownAt(place) {
+    return this.unknown[place % 6 < 2 ? 1 : 0];
   }
 
   /** Columns from `from` to `to` of a seat; those before `first` are striped: the prompt is being read. */

@@ -12,10 +12,12 @@ const COLUMNS = [
     (row) => row.request,
     (row) => (row.index ? `${row.request} (${row.index})` : row.request),
   ],
-  ["State", (row) => row.state, stateInWords],
-  ["Came", (row) => row.arrival, (row, clock) => clock(row.arrival)],
+  ["State", (row) => row.state, (row, {place}) => stateInWords(row) + place(row)],
+  ["Came", (row) => row.arrival, (row, {clock}) => clock(row.arrival)],
   ["x-request-id", (row) => row.client_id, (row) => short(row.client_id, 18)],
-  ["User", (row) => row.user, (row) => short(row.user, 24)],
+  ["Route", (row) => row.route, (row) => row.route],
+  ["User or key", accountOf, (row) => short(accountOf(row), 24)],
+  ["Adapter", (row) => row.adapter, (row) => short(row.adapter, 18)],
   ["Seat", (row) => row.seat, (row) => (row.seat < 0 ? "" : row.seat)],
   ["Prompt", (row) => row.n_prompt, (row) => row.n_prompt],
   ["Output", (row) => row.n_output, (row) => `${row.n_output} / ${row.max_tokens}`],
@@ -26,6 +28,11 @@ const COLUMNS = [
   ["Preempted", (row) => row.preemptions, (row) => row.preemptions || ""],
   ["End", (row) => row.finish, (row) => row.code || row.finish],
 ];
+
+/** The user that a request named, else its key. */
+function accountOf({user, account}) {
+  return user || account;
+}
 
 /** What became of a sequence: of one that was refused also the answer's status, and when its client may come again. */
 export function stateInWords({state, status, retry_s: retry}) {
@@ -54,13 +61,13 @@ function compare(a, b, sign) {
 }
 
 export class Requests {
-  /** clock(t): a moment as the time of day. */
-  constructor(element, base, onPick, clock) {
+  /** words.clock(t): a moment as the time of day; words.place(row): where one waits. */
+  constructor(element, base, onPick, words) {
     Object.assign(this, {
       element,
       base,
       onPick,
-      clock,
+      words,
       rows: null, // not asked yet
       sort: null,
       falling: false,
@@ -191,7 +198,7 @@ export class Requests {
     if (line.dataset.state !== row.state) {
       line.dataset.state = row.state;
     }
-    COLUMNS.forEach(([, , text], i) => say(line.cells[i], String(text(row, this.clock) ?? "")));
+    COLUMNS.forEach(([, , text], i) => say(line.cells[i], String(text(row, this.words) ?? "")));
   }
 
   key(event) {

@@ -168,7 +168,11 @@ export class Talk {
     }
     const copy = button("Copy", () => navigator.clipboard?.writeText(turn.content));
     const story = button("Story", () => this.own.tell(turn.id));
-    return isLast ? [button("Regenerate", () => this.regenerate()), copy, story] : [copy, story];
+    const regenerate = () => {
+      this.own.focus(); // the button goes
+      this.regenerate();
+    };
+    return isLast ? [button("Regenerate", regenerate), copy, story] : [copy, story];
   }
 
   /** Under an answer: where it waits, then how fast it came. */

@@ -2,7 +2,7 @@
 // feed's fields are explained in dashboard/sse.py.
 
 import {Engine} from "./engine.js";
-import {ask, watch} from "./feed.js";
+import {ask, parse, watch} from "./feed.js";
 import {History} from "./history.js";
 import {Waiting} from "./queue.js";
 import {Recorder} from "./recorder.js";
@@ -16,10 +16,14 @@ const SLACK_S = 10;
 /** Bins of the account of hours, and milliseconds after which it is asked for again. */
 const BINS_OF_HOURS = 600;
 const HOURS_MS = 20_000;
+/** Seconds around a moment of which it is asked who sat where, and stays that are kept of them. */
+const AROUND_S = 60;
+const OLD_STAYS = 8192;
 
 export class Watcher {
-  /** base: the path before the engine's own. on.greet(hello), on.change(), on.trouble(text). */
-  constructor(base, on) {
+  /** base: the path before the engine's own. on.greet(hello), on.change(), on.trouble(text). first: {events, past} that
+   *  came with the page: the feed's first events, and the last minute's `timeline` up to them; null: nothing did. */
+  constructor(base, on, first = null) {
     this.base = base;
     this.on = on;
     this.heardAt = performance.now();
@@ -27,13 +31,17 @@ export class Watcher {
     this.mismatch = "";
     this.stopping = new AbortController();
     this.stays = new Stays();
+    this.oldStays = new Stays(OLD_STAYS); // at a moment before the ten minutes
     this.reset();
     const trouble = (text) => {
       this.trouble = text;
       on.trouble();
     };
     const event = (name, data) => this.receive(name, data);
-    watch(base, {event, trouble}, this.stopping.signal);
+    this.past = first?.past ?? null; // an account of the past that was not taken in yet
+    const events = (first?.events ?? []).map(parse);
+    events.forEach((one) => event(one.event, one.data));
+    watch(base, {event, trouble}, this.stopping.signal, events.at(-1)?.id);
   }
 
   stop() {
@@ -43,6 +51,8 @@ export class Watcher {
   reset() {
     this.engine = new Engine();
     this.stays.clear();
+    this.oldStays.clear();
+    this.old = {from: 0, to: 0}; // what `oldStays` tells of, and is asked for
     this.waiting = new Waiting();
     this.history = null;
     this.recorder = null;
@@ -67,8 +77,6 @@ export class Watcher {
     const before = this.engine.hello;
     if (before && before.run !== hello.run) {
       this.reset(); // another server: its times and steps start anew
-    } else if (before) {
-      this.nextEvent = null;
     }
     const same = hello.version === FEED_VERSION;
     this.mismatch = same ? "" : "This page is of another version than the engine; expect mistakes.";
@@ -147,8 +155,30 @@ export class Watcher {
     const account = await ask(path).catch(() => null); // without an answer what is known stays
     if (account && history === this.history) {
       history.fillHours(account);
+      this.pastLoads++;
       this.on.change();
     }
+  }
+
+  /** Ask who sat where in the `span` seconds before t, unless it was asked before. */
+  async loadOldStays(t, span) {
+    const {old} = this;
+    if (old.from <= t - span && t <= old.to) {
+      return;
+    }
+    this.old = {from: t - Math.min(KEPT_S, span) - AROUND_S, to: t + AROUND_S};
+    const path = `${this.base}stays?from=${this.old.from}&to=${this.old.to}`;
+    const asked = this.old;
+    const account = await ask(path).catch(() => null);
+    if (asked !== this.old) {
+      return; // the reader went elsewhere
+    }
+    this.oldStays.clear();
+    if (account) {
+      this.oldStays.load(account);
+    }
+    this.pastLoads++;
+    this.on.change();
   }
 
   /** The ten minutes before now from the server's own account; live events go on from there. */
@@ -159,6 +189,10 @@ export class Watcher {
     this.early = [];
     const {history} = this;
     const now = this.engine.frame.t;
+    if (this.past) {
+      this.takePast(this.past, now);
+      this.past = null;
+    }
     const length = KEPT_S - SLACK_S;
     const path = `${this.base}timeline?from=${now - length}&to=${now}&bins=${length}`;
     const [account, queue] = await Promise.all([
@@ -171,16 +205,18 @@ export class Watcher {
     const {early} = this;
     this.early = null;
     if (account) {
-      this.stays.load(account);
+      this.takePast(account, now);
     } else {
       this.stays.knownFrom = Math.min(this.stays.knownFrom, now);
     }
-    if (account && this.pastLoads === 0) {
-      history.fill(account, now);
-    }
-    this.pastLoads++;
     this.waiting.load(queue?.requests ?? []);
     early.forEach((event) => this.apply(event));
     this.on.change();
+  }
+
+  takePast(account, now) {
+    this.stays.load(account);
+    this.history.fill(account, now);
+    this.pastLoads++;
   }
 }

@@ -27,6 +27,11 @@ _FLAGS += ("--max-restarts", "1")
 _WIDE = {"width": 1440, "height": 900}
 _NARROW = {"width": 390, "height": 844}
 _QUESTION = "Name three things that a bus driver checks before leaving, as a list."
+#: Charts of a view that the window shows.
+_CHARTS = {
+    "performance": ("rate", "queue", "ledger", "latency", "step", "ends"),
+    "memory": ("pages", "hits", "tenant-pages"),
+}
 #: Milliseconds until a view shows figures of its own.
 _SETTLE_MS, _PATIENCE_MS = 2500, 30_000
 #: Milliseconds until a killed engine's streams go on.
@@ -73,8 +78,8 @@ def _open(page: Page, view: str) -> None:
             page.keyboard.press("Enter")
             done = "() => document.querySelector('.assistant .buttons').children.length"
             page.wait_for_function(done)
-        if view == "performance":
-            page.wait_for_selector(f"#view-{view} .main-svg")
+        for chart in _CHARTS.get(view, ()):
+            page.wait_for_selector(f"#chart-{chart} .main-svg")
     except TimeoutError:
         print(f"{view} is not done; its picture is taken as it is", flush=True)
     page.wait_for_timeout(_SETTLE_MS)
@@ -82,7 +87,7 @@ def _open(page: Page, view: str) -> None:
 
 def _all_views(page: Page, pictures: Pictures) -> None:
     """Every view of an engine under load, the overview also dark and narrow, and one story."""
-    others = [view for view in _views(page) if view != "overview"]
+    others = [view for view in _views(page) if view not in ("overview", "incidents")]
     for view in [*others, "overview"]:  # which then has a minute of load
         _open(page, view)
         pictures.take(page, "light" if view == "overview" else view)
@@ -123,6 +128,9 @@ def _own_server(chromium: Browser, pictures: Pictures, model: str, port: int) ->
             )
             page.wait_for_timeout(_SETTLE_MS)
             pictures.take(page, "restarted")
+            _open(page, "incidents")
+            pictures.take(page, "incidents")
+            _open(page, "overview")
             core_of(server).kill()
             page.wait_for_selector("[data-state=dead], [data-state=stale]")
             pictures.take(page, "dead")

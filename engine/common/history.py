@@ -75,6 +75,8 @@ class RequestRecords:
             tenant=request.tenant,
             user=request.user,
             client_id=request.client_id,
+            route=request.route,
+            parameters=request.sampling.in_words,
             priority=request.priority,
             background=request.background,
             adapter=request.adapter,

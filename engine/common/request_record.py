@@ -76,7 +76,10 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     tenant: str = ""
     user: str = ""
     client_id: str = ""
+    route: str = ""
     priority: int = 0
+    #: See `SamplingParams.in_words`.
+    parameters: str = ""
     #: A line of a batch.
     background: bool = False
     #: Number of its adapter; 0: none.

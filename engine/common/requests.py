@@ -93,6 +93,23 @@ class Grammar(msgspec.Struct, frozen=True):
     ready: bool = False
 
 
+#: Fields of `SamplingParams` that people are told of: no text of a client's.
+_IN_WORDS = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "logprobs",
+)
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Parameters that choose the tokens of one request. `validate` checks each field's `Range`;
     those with `Uploaded` are part of every step's upload (`engine.core.executor.inputs`).
@@ -157,6 +174,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if is_greedy and "repetition_penalty" not in explicit:
             fields.pop("repetition_penalty", None)
         return fields
+
+    @property
+    def in_words(self) -> str:
+        """The numbers that are not the defaults, for people: "temperature 0.7, seed 5"."""
+        named = [(name, getattr(self, name)) for name in _IN_WORDS]
+        defaults = SamplingParams()
+        told = [f"{name} {value}" for name, value in named if value != getattr(defaults, name)]
+        return ", ".join(told if self.grammar is None else [*told, "a grammar"])
 
     @property
     def greedy(self) -> bool:
@@ -306,6 +331,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     user: str = ""
     #: The x-request-id of the HTTP request, by which people find it; not unique.
     client_id: str = ""
+    #: The template of the path that it came to, such as "/v1/chat/completions".
+    route: str = ""
     #: A batch request: it boards only into seats that no other request wants, and gives way
     #: (`StepPlanner._plan_background`).
     background: bool = False

@@ -131,12 +131,20 @@ class CanaryCore(EngineCore):
         super().abort(request_id, index, reason)
 
     def step(self) -> StepReport:
-        report = super().step()
-        if self._watched:
-            report.outputs[:] = [self._noted(output) for output in report.outputs]
+        report = self._noted_in(super().step())
         if self.alone.has_work:
             for output in self.alone.step().outputs:
                 report.canary.extend(self._compared(output))
+        return report
+
+    def report_ended(self) -> StepReport | None:
+        report = super().report_ended()
+        return None if report is None else self._noted_in(report)
+
+    def _noted_in(self, report: StepReport) -> StepReport:
+        """Record the outputs of watched sequences in a report."""
+        if self._watched:
+            report.outputs[:] = [self._noted(output) for output in report.outputs]
         return report
 
     def _noted(self, output: SequenceOutput) -> SequenceOutput:

@@ -216,9 +216,7 @@ class EngineCore:
         return left if left >= _SHORTEST_S else 0.0
 
     def add(self, request: EngineRequest) -> None:
-        """Admit a request; a refusal becomes one terminal output per sequence in the next step's
-        report.
-        """
+        """Admit a request; a refusal becomes a terminal output per sequence in the next report."""
         self.intake.add(request)
 
     def learn(self, tokenizer: str) -> None:
@@ -242,9 +240,19 @@ class EngineCore:
         self, request_id: str, index: int | None = None, reason: FinishReason = "abort"
     ) -> None:
         """End a request (index None) or one of its sequences; its terminal output comes with the
-        next step.
+        next report.
         """
         self.intake.abort(request_id, index, reason)
+
+    def report_ended(self) -> StepReport | None:
+        """A report of what has ended since the last one, between two steps: a client that leaves
+        frees its seat, and a refused one knows, before the next step is done. None: nothing has.
+        """
+        if not self.has_outputs:
+            return None
+        rejected, self.intake.rejected = self.intake.rejected, []
+        outputs = rejected + self.scheduler.take_outputs()
+        return StepReport(outputs, events=self._reporter.events(None, self.clock()))
 
     def ask(self, question: AskSeatMap) -> None:
         """Have the next step's report answer, as things stand after its plan: between a step's end

@@ -6,15 +6,16 @@ import asyncio
 import gzip
 import json
 import re
+import time
 
 import pytest
 from api_fakes import ByteTokenizer, call, run
 from page_fakes import browser, get, page, viewers_of
 from starlette.routing import Mount
 
-from jitney.dashboard import Dashboard
+from jitney.dashboard import Dashboard, page_files, sse
 from jitney.dashboard.auth import _POLICY
-from jitney.dashboard.routes import _PLOTLY
+from jitney.dashboard.page_files import _PLOTLY, _STATIC
 from jitney.dashboard.sessions import _COOKIE, _LIFETIME_S, _MAX_SESSIONS, Sessions
 from jitney.dashboard.sse import _FEED_VERSION
 from jitney.dashboard.viewers import Viewer
@@ -24,6 +25,17 @@ from jitney.engine.server.http.routing import Role
 from jitney.engine.server.http.settings import ServerSettings, digest_key
 
 KEY = "a secret key"
+#: The id of one of the requests that sit in the engine of these tests.
+MARKUP = "<img src=x onerror=alert(1)>"
+#: Scripts that the page of one engine does not need.
+FLEET_SCRIPTS = {
+    "fleet.js",
+    "fleetrequests.js",
+    "replicas.js",
+    "rollouts.js",
+    "seatmap.js",
+    "sign-in.js",
+}
 PATHS = (
     "/",
     "/slots",
@@ -83,6 +95,56 @@ def test_no_inline_script(client):
         )
 
 
+def test_the_page_has_its_styles_and_the_first_figures_in_it(client):
+    """The browser shows figures of now without asking for anything but the script."""
+    client.step(started=time.monotonic() - 1.0)
+    client.counters.waiting = 7
+    app = page(client)
+    text = get(app, "/").text
+    assert "<style>" in text and "stylesheet" not in text
+    assert MARKUP not in text  # its request is told of, but is no markup
+    (data,) = re.findall(r'<script id="first" type="application/json">([^<]*)</script>', text)
+    first = json.loads(data)
+    events = [sse.decode(event.encode()) for event in first["events"]]
+    assert [name for name, _ in events] == ["hello", "key_frame"]
+    frame = events[-1][1]
+    assert frame["metrics"]["waiting"] == 7 and MARKUP in frame["seats"]["request"]
+    assert first["past"]["to"] == frame["t"] and sum(first["past"]["bins"]["steps"]) == 1
+    assert first["engines"] == get(app, "/engines").json()
+    assert viewers_of(app.state.feed) == 0
+
+
+def test_the_page_comes_without_figures_where_all_viewers_places_are_taken(client):
+    app = page(client)
+    feed = app.state.feed
+    feed._max_viewers = 0
+    text = get(app, "/").text
+    assert '"events":[],"past":null' in text and text.endswith("</body>\n</html>\n")
+
+
+def test_a_page_has_one_script_with_all_its_modules(client):
+    app = page(client)
+    (script,) = re.findall(r'src="(assets/[^"]+)"></script>', get(app, "/").text)
+    zipped = run(call(app, f"/{script}", method="GET", headers={"accept-encoding": "gzip"}))
+    text = gzip.decompress(zipped.body).decode()
+    assert not re.search(r"^(import|export) ", text, re.MULTILINE)
+    for module in _STATIC.glob("*.js"):
+        longest_line = max(module.read_text().splitlines(), key=len)
+        is_of_page = module.name not in FLEET_SCRIPTS
+        assert (longest_line.removeprefix("export ") in text) is is_of_page, module.name
+    again = get(app, f"/{script}", **{"if-none-match": zipped.headers["etag"]})
+    assert again.status_code == 304 and not again.content
+    assert get(app, f"/{script}", **{"accept-encoding": "identity"}).text == text
+
+
+def test_modules_that_import_each_other_are_refused(tmp_path, monkeypatch):
+    for name, other in (("one", "two"), ("two", "one")):
+        (tmp_path / f"{name}.js").write_text(f'import {{x}} from "./{other}.js";\n')
+    monkeypatch.setattr(page_files, "_STATIC", tmp_path)
+    with pytest.raises(ValueError, match=r"one.js -> two.js -> one.js"):
+        page_files._in_order("one.js")
+
+
 def test_plotly_travels_zipped_and_once(client):
     app = page(client)
     first = get(app, f"/assets/{_PLOTLY}", **{"accept-encoding": "gzip"})
@@ -110,6 +172,16 @@ def test_slots_and_frames(client):
     for wrong in ("x", "1.5", "--1", "", "²", "9" * 30):
         answer = get(app, f"/frames?from={wrong}")
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "from", wrong
+
+
+def test_answers_are_zipped_for_who_can_read_that(client):
+    app = page(client)
+    plain = run(call(app, "/requests", method="GET"))
+    zipped = run(call(app, "/requests", method="GET", headers={"accept-encoding": "gzip"}))
+    assert "content-encoding" not in plain.headers and zipped.headers["content-encoding"] == "gzip"
+    rows = [json.loads(one)["requests"] for one in (plain.body, gzip.decompress(zipped.body))]
+    assert [row["request"] for row in rows[0]] == [row["request"] for row in rows[1]]
+    assert len(zipped.body) < len(plain.body)
 
 
 def test_the_stream_frees_its_place_when_the_client_leaves(client):

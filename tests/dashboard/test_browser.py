@@ -31,6 +31,7 @@ from jitney.engine.common.errors import ErrorInfo
 from jitney.engine.common.messages import CanaryFinding, Progress, StepReport
 from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.ports import free_port
+from jitney.engine.common.request_record import RequestRecord, Stay
 from jitney.engine.common.requests import EngineRequest, SamplingParams
 from jitney.engine.common.row_kinds import ROW_KIND_TABLE
 from jitney.engine.lab.policy_lab import Lab
@@ -451,8 +452,12 @@ def test_an_hour_ago_is_looked_up_from_its_incident(client, open_page, tmp_path)
         dict.fromkeys(history_log._COLUMNS) | known | {"t": then + 10 * place}
         for place in range(-6, 6)
     ]
+    sat = RequestRecord(number=1, n_prompt=7, arrival=then - 30, request_id="req-then")
+    sat.stays.append(Stay(2, 0, then - 20, first_token=then - 10, end=then + 20, how="length"))
+    sat.boarded, sat.finished, sat.finish = then - 20, then + 20, "length"
+    rows = [history_log.HistoryLog(client, None, 24.0)._row(sat, 0.0)]
     tables = history_log.HistoryTables(tmp_path / "history/history.sqlite3")
-    tables.put(bins, [], 0.0)
+    tables.put(bins, rows, 0.0)
     tables.close()
     incident = {"code": "outage", "level": "error", "message": "killed by SIGKILL", "t": then}
     table = IncidentTable(tmp_path / "incidents/incidents.sqlite3")
@@ -466,6 +471,17 @@ def test_an_hour_ago_is_looked_up_from_its_incident(client, open_page, tmp_path)
         holds_text(page, "figures", "250 ms")
         holds_text(page, "figures", "120")
         assert page.locator("#reach").input_value() == "21600"
+        page.click("#time-details summary")
+        holds_text(page, "time-table", "req-then")
+        holds_text(page, "time-table", "on board")
+        page.focus("#timeline")
+        press(page, "ArrowRight", "ArrowRight")  # its mark is a tenth from the right end
+        box = page.locator("#timeline").bounding_box()
+        texts = []
+        for x in range(int(box["width"]) - 10, int(box["width"]) // 2, -6):
+            page.hover("#timeline", position={"x": x, "y": box["height"] - 25})
+            texts.append(page.inner_text("#time-read"))
+        assert any("killed by SIGKILL" in text for text in texts)
         page.locator("#reach").select_option("600")
         holds_text(page, "headline", "10 min")
         page.goto("about:blank")
@@ -587,8 +603,11 @@ def test_every_view_is_accessible(client, open_to_axe, axe):
             show(page, view)
             if view == "performance":
                 page.wait_for_selector("#chart-rate .main-svg", state="attached")
-            for scheme in ("light", "dark"):
-                assert (view, scheme, faults(page, axe, scheme)) == (view, scheme, {})
+            for width, scheme in ((1440, "light"), (390, "light"), (1440, "dark"), (390, "dark")):
+                page.set_viewport_size({"width": width, "height": 844})
+                found = faults(page, axe, scheme)
+                assert (view, width, scheme, found) == (view, width, scheme, {})
+        page.set_viewport_size({"width": 1440, "height": 844})
         show(page, "requests")
         page.focus("#seats")
         press(page, "ArrowRight", "Enter")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from api_fakes import until
+from api_fakes import Script, until
 from engine_infos import changed
 from page_browser import holds_text, says, show, state, visit
 
@@ -63,6 +63,47 @@ def test_five_turns_by_keyboard_then_an_edit_and_another_answer(client, page):
     page.click("#chat-code summary")
     holds_text(page, "chat-curl", "Something else?")
     compile(page.text_content("#chat-python"), "chat.py", "exec")
+
+
+def test_five_turns_by_keyboard_alone(client, open_page):
+    """From the overview to a chat that is stopped, edited and answered anew; no mouse moves."""
+    page, keys = open_page.page, open_page.page.keyboard
+    client.info = changed(client.info, context_length=1024, pages=64)
+    with visit(page, client):
+        keys.press("2")
+        page.wait_for_selector("#view-chat.shown")
+        for turn in range(4):
+            keys.type(f"Question {turn}?")
+            keys.press("Enter")
+            settled(page, turn + 1)
+        client.scripts = [Script(hang=True)]
+        keys.type("Question 4?")
+        keys.press("Enter")
+        until(lambda: page.wait_for_timeout(20) or len(client.open) == 1)
+        keys.press("Escape")
+        until(lambda: page.wait_for_timeout(20) or not client.open)
+        settled(page, 5)
+        assert page.locator(".assistant").last.inner_text().startswith("stopped")
+        keys.press("ArrowUp")
+        keys.type(" Again!")
+        keys.press("Enter")
+        settled(page, 5)
+        assert said(page, "user") == [f"Question {turn}?" for turn in range(4)] + [
+            "Question 4? Again!"
+        ]
+        for _ in range(3):
+            keys.press("Shift+Tab")
+        assert page.evaluate("document.activeElement.textContent") == "Regenerate"
+        keys.press("Enter")
+        until(lambda: page.wait_for_timeout(20) or len(client.requests) == 7)
+        settled(page, 5)
+        assert said(page, "assistant") == [REPLY] * 5
+        assert {request.route for request in client.requests} == {"/v1/chat/completions"}
+        assert page.evaluate("document.activeElement.id") == "prompt"
+        keys.press("Escape")
+        keys.press("1")
+        page.wait_for_selector("#view-overview.shown")
+    assert open_page.problems == []
 
 
 def test_two_settings_answer_side_by_side_and_a_busload_boards(client, page):

@@ -186,6 +186,40 @@ def test_the_policy_lab_compares(client, open_page):
     assert open_page.problems == []
 
 
+def test_incidents_take_room_from_the_seats_not_from_the_screen(client, open_page):
+    page = open_page.page
+    client.__init__(seats=24)
+    page.set_viewport_size({"width": 1440, "height": 900})
+    client.step(seats_busy=1)
+    client.seat(0, "decode", "req-a", n_prompt=5, n_output=8, max_tokens=16)
+    with visit(page, client):
+        page.wait_for_function("() => document.getElementById('timeline').height > 500")
+        high = page.locator("#timeline").bounding_box()["height"]
+        for number in range(3):
+            client.history.incidents.outage_began(f"killed {number}", n_resumed=0, n_lost=2)
+            client.history.core_ready(client.info)
+        holds_text(page, "incidents", "killed 2")
+        page.wait_for_function(
+            "(high) => document.getElementById('timeline').clientHeight < high", arg=high
+        )
+        bottom = page.evaluate(
+            """() => [document.getElementById("incidents"), document.querySelector(".timebar")]
+                .map((one) => one.getBoundingClientRect()).map(({top, bottom}) => [top, bottom])"""
+        )
+        (_, incidents_end), (bar, _) = bottom
+        assert incidents_end <= bar
+    assert open_page.problems == []
+
+
+def test_a_phone_shows_the_overview_on_two_screens(client, open_page):
+    page = open_page.page
+    page.set_viewport_size({"width": 390, "height": 844})
+    with visit(page, client):
+        says(page, "headline", "3 of 4 seats taken, 2 waiting, continuous")
+        assert page.evaluate("document.documentElement.scrollHeight") <= 2 * 844
+    assert open_page.problems == []
+
+
 def test_it_fits_narrow_and_wide_screens(client, open_page):
     page = open_page.page
     page.emulate_media(reduced_motion="reduce")

@@ -108,7 +108,7 @@ def test_a_chat_is_stopped_and_a_busload_rides(served_url, open_page):
     }""")
     listed = httpx.get(served_url + "/dashboard/requests", trust_env=False).json()["requests"]
     shown = page.evaluate("""() => [...document.querySelectorAll("#requests tbody tr")].map((row) =>
-        [6, 7, 13].map((i) => row.cells[i].textContent))""")
+        [8, 9, 15].map((i) => row.cells[i].textContent))""")
     assert shown == [
         [str(row["n_prompt"]), f"{row['n_output']} / {row['max_tokens']}", row["finish"]]
         for row in listed

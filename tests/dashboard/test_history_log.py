@@ -154,6 +154,56 @@ def test_one_of_many_is_found_and_a_user_finds_its_own(
     tables.close()
 
 
+def stays(http: httpx.Client, seconds: float) -> dict[str, Any]:
+    now = time.monotonic()
+    return http.get("/dashboard/stays", params={"from": now - seconds, "to": now}).json()
+
+
+def test_who_sat_where_is_known_after_a_restart(client, tmp_path: Path):
+    before, after = type(client)(), type(client)()
+    with serving(before, tmp_path) as http:
+        until(lambda: "steps" in bins(http))
+        ask(before, "req-old", waited=1.5)
+        until(lambda: stays(http, 60)["stays"]["seat"] == [2])
+    with serving(after, tmp_path) as http:
+        until(lambda: "stays" in stays(http, 60))
+        answer = stays(http, 60)
+        boarded = time.monotonic() - answer["stays"]["from"][0]
+        assert stays(http, 600)["stays"] == answer["stays"]
+        assert stays(http, boarded - 10)["stays"]["seat"] == []
+    assert answer["stays"]["request"] == ["req-old"] and answer["stays"]["end"] == ["length"]
+    assert 2.5 < boarded < 30.0
+    assert answer["from"] < answer["kept_from"] <= answer["to"]
+
+
+def test_what_an_older_version_wrote_is_still_told_and_the_newest_of_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(HistoryTables, "VERSIONS", HistoryTables.VERSIONS[:1])
+    HistoryTables(tmp_path / "db").close()
+    monkeypatch.undo()
+    database = sqlite3.connect(tmp_path / "db")
+    columns = "t, name, place, tenant, refused, words, adapter, shift, record"
+    client = FakeClient()
+    log = HistoryLog(client, None, 24.0)  # type: ignore[arg-type]
+    for number in range(5):
+        ask(client, f"req-{number}")
+        row = log._row(log._ended[-1], 1000.0 * number)[:9]
+        marks = ", ".join("?" * len(row))
+        database.execute(f"INSERT INTO requests ({columns}) VALUES ({marks})", row)
+    database.commit()
+    tables, now = HistoryTables(tmp_path / "db"), time.monotonic()
+    tables.put([dict.fromkeys(history_log._COLUMNS) | {"t": now - 100.0}], [], 0.0)
+    found, kept_from = tables.seated(now - 10.0, now + 2010.0)
+    assert kept_from == now - 100.0
+    assert [one.record.request_id for one in found][::-1] == [f"req-{n}" for n in range(5)]
+    monkeypatch.setattr(history_log, "_MOST_SEATED", 2)
+    found, kept_from = tables.seated(now - 10.0, now + 9999.0)
+    assert [one.record.request_id for one in found] == ["req-4", "req-3"]
+    assert kept_from == pytest.approx(now + 3000.0, abs=60)
+    tables.close()
+
+
 def test_a_damaged_history_costs_the_history_alone(client, tmp_path: Path):
     path = tmp_path / "history/history.sqlite3"
     path.parent.mkdir(mode=0o700)
@@ -170,6 +220,7 @@ def test_a_damaged_history_costs_the_history_alone(client, tmp_path: Path):
 def test_without_hours_there_is_no_file(client, tmp_path: Path):
     with serving(client, tmp_path, hours=0.0) as http:
         assert http.get("/dashboard/history").status_code == 404
+        assert http.get("/dashboard/stays").status_code == 404
         assert requests(http, search="long ago")["requests"] == []
     assert not (tmp_path / "history").exists()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 import pytest
 from api_fakes import FakeClient
@@ -48,6 +49,35 @@ def detail_of(watched: Watched, request_id: str, index: int = 0) -> dict:
     return json.loads(
         json.dumps(at_once(request_detail.detail(watched.history, request, watched.clock())))
     )
+
+
+def test_who_sat_in_its_seat_while_it_waited_is_told_to_whom_it_concerns():
+    watched = two_in_one_seat()
+    history = watched.history
+    first, second = history.find("first", 0), history.find("second", 0)
+    assert first is not None and second is not None and first.finished is not None
+    (sitter,) = detail_of(watched, "second")["sitters"]
+    assert (sitter["request"], sitter["index"]) == ("first", 0)
+    assert sitter["to"] == pytest.approx(first.finished, abs=1e-3)
+    assert detail_of(watched, "first")["sitters"] == []
+    first.tenant, second.tenant = "ann", "ben"
+    ben = Identity(Role.USER, "ben")
+    detail = at_once(request_detail.detail(history, second, watched.clock(), ben))
+    assert [one["request"] for one in detail["sitters"]] == [""]
+
+
+def test_a_row_has_the_route_the_account_and_the_adapter_and_a_story_the_parameters():
+    client = FakeClient()
+    client.history.adapters[3] = "pirate"
+    request = make_request("a", [1], temperature=0.5, seed=7, tenant="c" * 64)
+    request = msgspec.structs.replace(request, route="/v1/completions", adapter=3)
+    client.history.submit(request)
+    app = page(client)
+    (row,) = get(app, "/requests").json()["requests"]
+    named = [row["route"], row["account"], row["adapter"]]
+    assert named == ["/v1/completions", "key cccccccc", "pirate"]
+    told = get(app, "/request/a").json()["parameters"]
+    assert "temperature 0.5" in told and "seed 7" in told and "top_p" not in told
 
 
 def test_a_detail_told_by_hand():

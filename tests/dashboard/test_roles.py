@@ -149,6 +149,15 @@ async def test_every_route_of_the_page_lets_in_whom_its_line_says(shared, key):
         assert reply.status == wanted if wanted else reply.status not in (401, 403), path
 
 
+def test_the_page_has_only_what_its_reader_may_see_in_it(shared):
+    (anns,) = ask_as(app_of(shared), ANN, "/")
+    (roots,) = ask_as(app_of(shared), ROOT, "/")
+    (nobodys,) = ask_as(app_of(shared), None, "/")
+    assert "ann-0" in roots.text and "ben-0" in roots.text
+    assert "ann-0" in anns.text and "ben" not in anns.text
+    assert nobodys.status_code == 401 and 'id="first"' not in nobodys.text
+
+
 def test_the_table_says_who_needs_what():
     """What decision 65 promises: a change of it is a change here."""
     admin = {route.path for route in ROUTES if route.role is Role.ADMIN}

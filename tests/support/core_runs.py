@@ -77,6 +77,8 @@ def random_events(
             outputs += core.step().outputs
         if event % 5 == 0:
             core.scheduler.check()
+            ended = core.report_ended()
+            outputs += [] if ended is None else ended.outputs
     outputs += core.run_until_idle(20_000)
     core.check()
     return requests, outputs

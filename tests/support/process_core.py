@@ -75,6 +75,10 @@ class Core:
             SequenceOutput(request_id=request_id, index=row.index, finish=reason) for row in hit
         ]
 
+    def report_ended(self) -> StepReport | None:
+        ended, self.ended = self.ended, []
+        return StepReport(ended) if ended else None
+
     def step(self) -> StepReport:
         assert not self.asleep
         outputs, self.ended = self.ended, []

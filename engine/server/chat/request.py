@@ -408,6 +408,7 @@ class RequestBuilder[B: GenerationBody]:
             cache_salt=body.cache_salt or "",
             user=body.user or "",
             client_id=context.request_id,
+            route=context.route.path if context.route is not None else "",
             background=context.background,
             admitted=context.admitted,
             adapter=self.service.adapter_number(body.model),

@@ -270,6 +270,9 @@ def _serve(
         if joined is not None:
             while (drain_state := joined.barrier.next_drain_state()) is not None:
                 send(messages.DrainState(drain_state.drained))
+        ended = core.report_ended()
+        if ended is not None:
+            send(ended)
         if core.has_work:
             if core.late_plan_slack_s:
                 continue  # give other threads time

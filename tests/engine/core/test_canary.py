@@ -123,6 +123,20 @@ def test_what_is_aborted_or_refused_is_not_computed_again():
     llm.close()
 
 
+def test_an_answer_that_a_stop_string_ends_between_two_steps_is_computed_again():
+    llm = LLM("tiny-random", canary_every=1, **SMALL)
+    core = llm.core
+    core.add(EngineRequest(id="cut", prompt=[1, 2], sampling=LONG, arrival=0.0))
+    reports = [core.step() for _ in range(4)]
+    core.abort("cut", reason="stop")
+    report = core.report_ended()
+    assert report is not None and [output.finish for output in report.outputs] == ["stop"]
+    while core.has_work:
+        reports.append(core.step())
+    assert len(findings(reports)) == 1
+    llm.close()
+
+
 def test_an_answer_that_fills_the_context_is_left_alone():
     """Scoring it would need room for one token more; refused, it would count as wrong."""
     llm = LLM("tiny-random", canary_every=1, context=32, **SMALL)

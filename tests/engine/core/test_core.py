@@ -184,6 +184,11 @@ class CoreMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.outputs += self.core.step().outputs
 
+    @rule()
+    def look(self) -> None:
+        report = self.core.report_ended()
+        self.outputs += [] if report is None else report.outputs
+
     @invariant()
     def nothing_is_lost(self) -> None:
         self.core.check()
@@ -285,6 +290,22 @@ def test_rows_of_an_aborted_request_are_cancelled_and_its_pages_free_at_once():
     ends = ends_of(core.run_until_idle())
     assert ends["a", 0].finish == "abort"
     assert core.ledger.totals["cancelled"] == 1 and core.ledger.closes()
+
+
+def test_ends_between_two_steps_are_told_before_the_next_one():
+    core = make_core(eos=())
+    core.add(make_request("a", [1] * 10, max_tokens=50))
+    core.step()
+    core.step()
+    assert core.report_ended() is None
+    core.abort("a")
+    core.add(make_request("long", [1] * 500))
+    report = core.report_ended()
+    assert report is not None and not report.record and not report.events
+    ends = ends_of(report.outputs)
+    assert (ends["a", 0].finish, code_of(ends["long", 0])) == ("abort", "context_length_exceeded")
+    assert core.report_ended() is None and not core.run_until_idle()
+    assert core.ledger.closes()
 
 
 def test_a_refusal_ends_every_index_once():

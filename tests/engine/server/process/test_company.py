@@ -78,3 +78,28 @@ def test_whoever_comes_while_there_is_time_is_in_the_same_plan(ends, monkeypatch
     to_core.send(messages.encode(messages.Shutdown()))
     loop.join(_WAIT_S)
     assert not loop.is_alive() and core.company[0] == 2
+
+
+def test_whoever_leaves_while_a_step_runs_is_heard_of_before_the_next(ends, monkeypatch):
+    monkeypatch.setattr(main, "_freeze", lambda: None)
+    inbox, to_core, from_core, outbox = ends
+    core = _PatientCore()
+
+    def send(message: messages.FromCore) -> None:
+        outbox.send(messages.encode(message))
+
+    loop = threading.Thread(target=main._serve, args=(core, inbox, send), daemon=True)
+    loop.start()
+    request = EngineRequest(id="first", prompt=[1, 2], sampling=_ONE_TOKEN, arrival=0.0)
+    to_core.send(messages.encode(messages.Add(request)))
+    assert core.looked.wait(_WAIT_S)
+    to_core.send(messages.encode(messages.Abort("first")))
+    report = None
+    while not isinstance(report, messages.StepReport):
+        assert from_core.poll(1000 * _WAIT_S), "the end is told"
+        report = msgspec.msgpack.decode(from_core.recv(), type=messages.FromCore)
+    assert [(output.request_id, output.finish) for output in report.outputs] == [("first", "abort")]
+    assert core.steps == 0
+    to_core.send(messages.encode(messages.Shutdown()))
+    loop.join(_WAIT_S)
+    assert not loop.is_alive()

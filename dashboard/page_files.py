@@ -1,0 +1,212 @@
+"""The files of a page, in as few answers as a browser can be given: the document has its styles and
+the first figures in it, and its script has all modules that it imports.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import os
+import re
+import zlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
+from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.staticfiles import NotModifiedResponse, StaticFiles
+from starlette.types import Scope
+
+_STATIC = Path(str(files("jitney.dashboard"))) / "static"
+_PLOTLY = "plotly.min.js"
+_PLOTLY_FILE = Path(str(files("plotly"))) / "package_data" / _PLOTLY
+#: Smaller files travel as they are.
+_GZIP_FROM = 1024
+_LEVEL = 5
+#: `zlib` writes gzip's format.
+_GZIP_BITS = 31
+#: The script of a module and of all that it imports has this in the place of ".js".
+_BUNDLE = ".bundle.js"
+#: A document's references to its styles and its script, and where its data goes.
+_STYLE = re.compile(r'<link rel="stylesheet" href="assets/([^"]+)">\n?')
+_SCRIPT = re.compile(r'<script type="module" src="assets/([^"]+)\.js">')
+_END = "</body>"
+#: Statements of a module. Scripts keep to these forms.
+_IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([^"]+)";$', re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=(?:async )?(?:const|class|function\*?) ([\w$]+))", re.MULTILINE)
+#: Makes the JSON that a document has in it.
+type FirstData = Callable[[], Awaitable[bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Compressed:
+    """A file as it is sent."""
+
+    changed_ns: int
+    body: bytes
+    headers: dict[str, str]
+    media_type: str | None
+
+
+class PageFiles(StaticFiles):
+    """Files by name; compressed at their first use and kept. A browser asks each time whether it
+    has the newest version.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(directory=_STATIC)
+        #: By path below the assets. They are sent without a thread: beside a hundred streams each
+        #: of the page's files would wait for one 50 ms.
+        self._compressed: dict[str, _Compressed] = {}
+
+    def lookup_path(self, path: str) -> tuple[str, os.stat_result | None]:
+        if path == _PLOTLY:
+            return str(_PLOTLY_FILE), _PLOTLY_FILE.stat()
+        return super().lookup_path(path)
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        if path.endswith(_BUNDLE):
+            entry = path.removesuffix(_BUNDLE) + ".js"
+            if self.lookup_path(entry)[1] is not None:
+                return self._bundle(path, entry, scope)
+        reads_gzip = accepts_gzip(scope)
+        kept = self._compressed.get(path)
+        if kept is not None and reads_gzip:
+            _, found = self.lookup_path(path)
+            if found is not None and found.st_mtime_ns == kept.changed_ns:
+                return self._send(kept, scope)
+        response = await super().get_response(path, scope)
+        response.headers["cache-control"] = "no-cache"
+        response.headers["vary"] = "accept-encoding"
+        is_large = int(response.headers.get("content-length", 0)) >= _GZIP_FROM
+        if not isinstance(response, FileResponse) or not is_large or not reads_gzip:
+            return response
+        kept = self._compressed[path] = await run_in_threadpool(_compress, response)
+        return self._send(kept, scope)
+
+    def _bundle(self, path: str, entry: str, scope: Scope) -> Response:
+        """The script of a module and of all that it imports."""
+        modules = _in_order(entry)
+        changed = max((_STATIC / name).stat().st_mtime_ns for name in modules)
+        kept = self._compressed.get(path)
+        if kept is None or kept.changed_ns != changed:
+            text = _script(modules)
+            headers = {
+                "etag": f'"{hashlib.sha256(text.encode()).hexdigest()[:32]}"',
+                "cache-control": "no-cache",
+                "vary": "accept-encoding",
+                "content-encoding": "gzip",
+            }
+            body = gzip.compress(text.encode(), _LEVEL, mtime=0)
+            kept = self._compressed[path] = _Compressed(changed, body, headers, "text/javascript")
+        if accepts_gzip(scope):
+            return self._send(kept, scope)
+        headers = kept.headers | {"content-encoding": "identity"}
+        return Response(gzip.decompress(kept.body), 200, headers, kept.media_type)
+
+    def _send(self, file: _Compressed, scope: Scope) -> Response:
+        if self.is_not_modified(Headers(file.headers), Headers(scope=scope)):
+            return NotModifiedResponse(Headers(file.headers))
+        return Response(file.body, 200, file.headers, file.media_type)
+
+    def page(self, name: str, scope: Scope, first: FirstData | None = None) -> Response:
+        """A page. first: makes what it shows at first, while the browser asks for the script."""
+        parts = _document(name, first)
+        headers = {"cache-control": "no-store", "vary": "accept-encoding"}
+        if accepts_gzip(scope):
+            headers["content-encoding"] = "gzip"
+            parts = zipped(parts)
+        return StreamingResponse(parts, 200, headers, "text/html")
+
+    def sign_in_page(self) -> Response:
+        """The form, for whom may not look."""
+        return FileResponse(_STATIC / "sign-in.html", 401, {"cache-control": "no-cache"})
+
+
+def accepts_gzip(scope: Scope) -> bool:
+    """Whether the client of a request reads gzip's format."""
+    return "gzip" in Headers(scope=scope).get("accept-encoding", "")
+
+
+def _compress(response: FileResponse) -> _Compressed:
+    """Blocking: plotly.js takes about 0.2 s."""
+    path = Path(response.path)
+    headers = {name: response.headers[name] for name in ("etag", "cache-control", "vary")}
+    headers["content-encoding"] = "gzip"
+    changed = path.stat().st_mtime_ns
+    body = gzip.compress(path.read_bytes(), _LEVEL, mtime=0)
+    return _Compressed(changed, body, headers, response.media_type)
+
+
+async def zipped(parts: AsyncGenerator[bytes], level: int = _LEVEL) -> AsyncGenerator[bytes]:
+    """The same in gzip's format, each part so that it can be read at once."""
+    compressor = zlib.compressobj(level, wbits=_GZIP_BITS)
+    async with aclosing(parts):
+        async for part in parts:
+            yield compressor.compress(part) + compressor.flush(zlib.Z_SYNC_FLUSH)
+    yield compressor.flush()
+
+
+async def _document(name: str, first: FirstData | None) -> AsyncGenerator[bytes]:
+    """A page with its styles in it and its script as one file; at its end the first data."""
+
+    def style(found: re.Match[str]) -> str:
+        return f"<style>\n{(_STATIC / found[1]).read_text()}</style>\n"
+
+    text = _STYLE.sub(style, (_STATIC / name).read_text())
+    text = _SCRIPT.sub(rf'<script type="module" src="assets/\1{_BUNDLE}">', text)
+    body, end, rest = text.partition(_END)
+    yield body.encode()
+    if first is not None:
+        # No markup begins within the element.
+        data = (await first()).replace(b"<", b"\\u003c")
+        yield b'<script id="first" type="application/json">' + data + b"</script>\n"
+    yield (end + rest).encode()
+
+
+def _in_order(entry: str) -> list[str]:
+    """A module and all that it imports, each after those that it imports itself."""
+    ordered: dict[str, None] = {}
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        if name in above:
+            raise ValueError(f"modules import each other: {' -> '.join((*above, name))}")
+        if name in ordered:
+            return
+        for found in _IMPORT.finditer((_STATIC / name).read_text()):
+            visit(found[2], (*above, name))
+        ordered[name] = None
+
+    visit(entry, ())
+    return list(ordered)
+
+
+def _script(modules: list[str]) -> str:
+    """Modules as one: each but the last is a function that is called at once and returns what the
+    module exports.
+    """
+    *libraries, entry = modules
+    return "".join([*map(_as_function, libraries), *_statements(entry)])
+
+
+def _as_function(name: str) -> str:
+    exported = _EXPORT.findall((_STATIC / name).read_text())
+    code = "".join(_statements(name))
+    return f"const {_variable(name)} = (() => {{\n{code}return {{{', '.join(exported)}}};\n}})();\n"
+
+
+def _statements(name: str) -> Iterator[str]:
+    """A module's code, with what it imports taken from the variables of modules."""
+
+    def take(found: re.Match[str]) -> str:
+        return f"const {{{found[1].replace(' as ', ': ')}}} = {_variable(found[2])};"
+
+    yield _EXPORT.sub("", _IMPORT.sub(take, (_STATIC / name).read_text()))
+
+
+def _variable(module: str) -> str:
+    return f"${module.removesuffix('.js').replace('-', '_')}"
